@@ -29,6 +29,7 @@ Arithmetic is float64 by default, where gradients can be checked to ten digits; 
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -552,7 +553,9 @@ class Model:
         self.cos, self.sin = rope_table(config.context, config.heads + config.kv_heads, config.head_dim, self.dtype)
         self.step = 0                               # updates made so far
         self.slices = [Slice(self, i) for i in range(threads)]
-        self.pool = concurrent.futures.ThreadPoolExecutor(threads) if threads > 1 else None
+        # overflow warnings are per thread: the caller's choice holds in its own, here the caller checks the loss
+        quiet = functools.partial(np.seterr, all="ignore")
+        self.pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=quiet) if threads > 1 else None
         self.cache, self.position = None, 0         # keys and values of the tokens decoded so far
 
     def refresh(self):
@@ -917,12 +920,10 @@ def save(folder, model, tokenizer, state, chat_template=None):
     or on a full disk (OSError), the folder still holds a whole checkpoint of one step."""
     os.makedirs(folder, exist_ok=True)
     repair(folder)
-    end = tokenizer.special["<|endoftext|>"] if chat_template is None else tokenizer.special["<|end|>"]
-    write_json(os.path.join(folder, "config.json"), llama_config(model.config, end))
+    end = "<|endoftext|>" if chat_template is None else "<|end|>"
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.context,
-                        "clean_up_tokenization_spaces": False,
-                        "eos_token": "<|endoftext|>" if chat_template is None else "<|end|>"}
+                        "clean_up_tokenization_spaces": False, "eos_token": end}
     if chat_template is not None:
         tokenizer_config["chat_template"] = chat_template
     write_json(os.path.join(folder, "tokenizer_config.json"), tokenizer_config)
@@ -941,6 +942,7 @@ def save(folder, model, tokenizer, state, chat_template=None):
         raise
     for path in paths:
         os.replace(path + ".new", path)
+    write_json(os.path.join(folder, "config.json"), llama_config(model.config, tokenizer.special[end]))
 
 
 def load(folder, engine, options=None):
@@ -984,12 +986,14 @@ def load(folder, engine, options=None):
     return model, tokenizer
 
 
-def load_state(folder, model):
-    """Fill the optimizer's moments of a model that load() made, and return the dict that save() was given."""
+def load_state(folder, model=None):
+    """The dict that save() was given; with a model that load() made, fill the optimizer's moments too."""
     path = os.path.join(folder, CHECKPOINT[1])
     if not os.path.exists(path):
         raise ValueError(f"{folder} holds no training state to resume: there is no {path}.")
     tensors, metadata = read_safetensors(path)
+    if model is None:
+        return json.loads(metadata["state"])
     size = param_count(model.config)
     if set(tensors) != {"m", "v"} or any(tensor.shape != (size,) for tensor in tensors.values()):
         raise ValueError(f"{path}: it should hold the tensors m and v of {size} numbers each.")
@@ -1031,24 +1035,31 @@ def main():
         print(f"   {name:22} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
     print(f"\n3. The first loss of head 0: {losses[0]:.4f}.  An untrained model guesses: ln V = {math.log(config.vocab):.4f}")
     model.backward()
-    weight, h = model.params["layers.0.qkv"], 1e-5
-    analytic, total = model.grads["layers.0.qkv"][0, 0], []
-    for shift in (h, -2 * h, h):
-        weight[0, 0] += shift
-        total.append(model.forward(tokens, targets) @ config.head_weights)
-    print(f"4. One gradient entry, d loss / d layers.0.qkv[0,0]: by hand {analytic:.10e}, "
-          f"by finite difference {(total[0] - total[1]) / (2 * h):.10e}")
+    weight, h, total = model.params["layers.0.qkv"], 1e-3, {}
+    at = np.unravel_index(np.abs(model.grads["layers.0.qkv"]).argmax(), weight.shape)
+    analytic, value = model.grads["layers.0.qkv"][at], weight[at]
+    for i in (-2, -1, 1, 2):                        # five-point stencil, error O(h^4); its middle weight is 0
+        weight[at] = value + i * h
+        total[i] = model.forward(tokens, targets) @ config.head_weights
+    weight[at] = value
+    numeric = (total[-2] - 8 * total[-1] + 8 * total[1] - total[2]) / (12 * h)
+    print(f"4. One gradient entry, d loss / d layers.0.qkv{list(map(int, at))}: by hand {analytic:.12f}, by finite "
+          f"difference {numeric:.12f}")
     norm = model.update(lr=1e-3)
     print(f"5. One AdamW step: gradient norm {norm:.4f}, loss of head 0 {losses[0]:.4f} -> "
           f"{model.forward(tokens, targets)[0]:.4f}")
     print("\n6. The Euler table: the loss if the integration stopped after each layer, and the length of each step")
     if os.path.exists(os.path.join(args.model, "config.json")):
         model, tokenizer = load(args.model, sys.modules[__name__])
-        ids = tokenizer.encode(TEXT)[:model.config.context + 1]
-        print(f"   {args.model} (trained for {model.step} steps), on the text above")
+        held_out, T = f"data/val-{load_state(args.model)['settings']['tokens_key']}.bin", model.config.context
+        windows = np.array([tokenizer.encode(TEXT)[:T + 1]])
+        if os.path.exists(held_out):
+            windows = np.fromfile(held_out, "<u2")[:8 * (T + 1)].reshape(-1, T + 1).astype(np.int64)
+        print(f"   {args.model}, trained for {model.step} steps, on {windows[:, 1:].size} tokens that it has not seen")
     else:
+        windows = np.array([ids])
         print(f"   no trained model in {args.model}: this is the untrained one, whose steps are noise (make trains one)")
-    for i, (loss, step, best) in enumerate(euler_table(model, np.array([ids[:model.config.context + 1]]))):
+    for i, (loss, step, best) in enumerate(euler_table(model, windows)):
         print(f"   {'embedding' if i == 0 else f'layer {i - 1}':10} loss {loss:7.4f}   |f(x)|/|x| {step:7.3f}   best "
               f"next: {', '.join(repr(tokenizer.decode([b])) for b in best if b < tokenizer.vocab_size)}")
 

@@ -1,0 +1,115 @@
+# Makefile: `make help` says what there is.  Everything that it makes lies in this folder, in .venv, data and out, all of
+# them ignored by git; only pip keeps its cache where it always does.  Works with GNU make 3.81 and later.
+
+VENV = .venv
+RUN  = $(VENV)/bin/python
+
+# What model_gpu.py loads: CuPy, and of CUDA's libraries the products, the compiler, and the runtime with its headers.  CuPy
+# finds them where pip puts them.  NCCL adds up gradients between GPUs, so it comes only where there are several.
+# In MB (CuPy 14.2, CUDA 12.9, Linux x86_64): 137 + 581 + 90 + 3, and NCCL 300.
+GPU_PACKAGES = "cupy-cuda12x>=14" nvidia-cublas-cu12 nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12
+
+.PHONY: all model check check-peers bench gpu clean help
+.NOTPARALLEL:
+
+all: model
+	@echo
+	@echo "To use the environment in this shell:"
+	@echo "    . $(VENV)/bin/activate"
+
+help:
+	@echo "make              environment in $(VENV), packages, text to learn from, the small model in out/small, three samples"
+	@echo "make check        the gradient check, then the tests"
+	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers and tiktoken (downloads them first)"
+	@echo "make bench        the README's measurements"
+	@echo "make gpu          CuPy and CUDA's libraries, for an NVIDIA GPU (about 0.8 GB; no CUDA toolkit needed)"
+	@echo "make clean        removes $(VENV), caches and token files; keeps the models in out/ and the texts in data/"
+	@echo
+	@echo "make PYTHON=/path/to/python3.12   takes that Python, 3.10 or later, for the environment"
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The environment.  A stamp file in it says that the packages of one requirements file are installed.
+
+# An environment whose Python was since removed or upgraded no longer starts: it is made anew.
+ifneq ($(shell $(RUN) -c 'print("runs")' 2>/dev/null),runs)
+.PHONY: $(VENV)/packages
+endif
+
+# The first of these that runs and is 3.10 or later: one that is on the PATH may still be a stub that does not run.
+$(VENV)/packages: requirements.txt
+	@found=; \
+	for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python3.10 python); do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "error: no Python of 3.10 or later was found ($(or $(PYTHON),python3 and others)); install one, or name it: make PYTHON=/path/to/python3" >&2; exit 2; \
+	fi; \
+	if ! $$found -c 'import venv, ensurepip' 2>/dev/null; then \
+	    echo "error: $$found cannot make environments, its modules venv and ensurepip (pip) are missing; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; \
+	fi; \
+	echo "Making $(VENV) with $$($$found --version)."; \
+	$$found -m venv --clear $(VENV)
+	@$(call install,-r requirements.txt)
+	@touch $@
+
+$(VENV)/packages-tests: $(VENV)/packages tests/requirements.txt
+	@echo "Installing what the tests need (about 90 MB)."
+	@$(call install,-r tests/requirements.txt)
+	@touch $@
+
+$(VENV)/packages-peers: $(VENV)/packages tests/peers/requirements.txt
+	@echo "Installing PyTorch and the other peers (some hundred MB)."
+	@$(call install,-r tests/peers/requirements.txt)
+	@touch $@
+
+install = $(RUN) -m pip install --quiet --disable-pip-version-check $(1) || { \
+	echo "error: pip could not install the packages (see above); is there a network, and room on the disk?" >&2; exit 2; }
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model.  An interrupted run is gone on with, a finished one is left alone.
+
+model: $(VENV)/packages
+	@if [ -f out/small/model.safetensors ]; then \
+	    $(RUN) train.py small --resume; \
+	else \
+	    FETCH_TIMEOUT=10 ./fetch_data.sh tiny \
+	        || echo "Going on without it: the model learns from the English that ships inside Python."; \
+	    $(RUN) train.py small; \
+	fi
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The proofs
+
+check: $(VENV)/packages-tests
+	$(RUN) gradcheck.py
+	$(RUN) -m pytest -q -m "not slow" --ignore=tests/peers --basetemp=.pytest_cache/tmp tests
+
+check-peers: $(VENV)/packages-peers
+	$(RUN) -m pytest -q --basetemp=.pytest_cache/tmp-peers tests/peers
+
+bench: $(VENV)/packages
+	$(RUN) tests/bench.py
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A GPU
+
+gpu: $(VENV)/packages
+	@if ! gpus=$$(nvidia-smi -L 2>/dev/null); then \
+	    echo "error: no NVIDIA GPU with its driver was found (nvidia-smi -L fails), so nothing was installed" >&2; exit 2; \
+	fi; \
+	echo "$$gpus"; \
+	if [ $$(echo "$$gpus" | wc -l) -gt 1 ]; then \
+	    echo "Downloading CuPy, cuBLAS, NVRTC, the CUDA runtime and NCCL: about 1.1 GB, unless pip has them in its cache."; \
+	    nccl=nvidia-nccl-cu12; \
+	else \
+	    nccl=; \
+	    echo "Downloading CuPy, cuBLAS, NVRTC and the CUDA runtime: about 0.8 GB, unless pip has them in its cache."; \
+	fi; \
+	$(call install,$(GPU_PACKAGES) $$nccl)
+	@$(RUN) -c 'import cupy; print("CuPy", cupy.__version__, "computes:", cupy.arange(4).sum())'
+
+# ----------------------------------------------------------------------------------------------------------------------
+clean:
+	rm -rf $(VENV) .pytest_cache __pycache__ tests/__pycache__ tests/peers/__pycache__
+	rm -f data/*.bin data/tokenizer-*.json data/*.new data/*.part
+	@echo "Kept: the texts in data/ and the models in out/ (delete them by hand)."

@@ -1,0 +1,480 @@
+"""gradcheck.py: is every gradient of model_cpu.py right?  Finite differences say, and planted bugs test the check.
+
+Read model_cpu.py before this.  Three runs:
+
+    python gradcheck.py               every entry of every tensor of a tiny model that has all features
+    python gradcheck.py --small       sampled entries of the real small model
+    python gradcheck.py --break all   plant known bugs, one by one: is each of them caught?
+
+The idea.  A gradient is a slope: move one weight w by h and see by how much the loss f moves.  That needs the forward
+alone, so it is a judge of the backward.  Expand f(w + sh) about w for s = -2, -1, 1, 2 and choose the four factors so
+that every power of h up to the fourth cancels:
+
+    f'(w) = (f(w-2h) - 8 f(w-h) + 8 f(w+h) - f(w+2h)) / 12h  +  h^4 f^(5)(w) / 30 + ...
+
+Why five points (the fifth, f(w), has the factor 0).  Two errors pull on h.  The formula's own error falls with h: as h^4
+here, as h^2 for the usual (f(w+h) - f(w-h)) / 2h.  The rounding of f, about 1e-16 of it, is divided by h and so grows as
+h falls.  Measured on the tiny model, worst entry of all:
+
+@@TABLE@@
+
+Why float64.  float32 rounds f at 1e-7, and nothing better than about 1e-4 can be had: a wrong term of that size, such
+as an eps in the wrong place, would pass.  The formulas are the same in either precision, so what is proven in float64
+holds for the float32 of training, up to its rounding.
+
+Why the error of an entry is |by hand - numeric| / max|by hand| OF ITS TENSOR.  The rounding error of the difference
+quotient is about the same number for every entry, so an entry that is by chance near 0 has a large error relative to
+itself and means nothing.  Over the whole model's maximum, on the other hand, a tensor of small gradients could be all
+wrong and pass.
+
+Why wide weights (normal(0, 0.3), gains between 0.7 and 1.3).  At the usual 0.02 the scores of attention are all but 0,
+its softmax all but uniform, and the gradient of q and k a thousand times below that of the rest, near the rounding.
+
+What finite differences cannot see: a forward that computes another model, with a backward that is right for it.  RoPE
+on v in both passes, a forgotten 1/sqrt(D) in both, a target shifted by one: f is a different function then, and its
+slopes agree.  So plain_losses below computes the loss once more, token by token, in loops that share no code with
+model_cpu, and the losses must agree too.  What a misunderstanding common to both would hide, only judges that others
+wrote can find: PyTorch and Hugging Face's Llama, in tests/peers.  Nor does this file look at the optimizer, at cached
+decoding, or at float32: see tests/test_model_cpu.py.
+"""
+import argparse
+import contextlib
+import math
+import sys
+
+try:
+    import numpy as np
+except ImportError:
+    sys.exit("NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).")
+
+import model_cpu
+
+STENCIL = ((-2, 1 / 12), (-1, -8 / 12), (1, 8 / 12), (2, -1 / 12))      # (shift in units of h, factor)
+TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=16, predict=3, mtp_weight=0.7)
+TINY_STEP, TINY_BAR = 2e-4, 1e-8
+SMALL_STEP, SMALL_BAR = 1e-3, 1e-7
+LOSS_BAR = 1e-12         # of a loss against plain_losses, relative
+
+
+@contextlib.contextmanager
+def replaced(replacements):
+    """Inside the with block, the names in model_cpu stand for these functions; after it, for their own again."""
+    originals = {name: getattr(model_cpu, name) for name in replacements}
+    vars(model_cpu).update(replacements)
+    try:
+        yield
+    finally:
+        vars(model_cpu).update(originals)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is checked
+# ---------------------------------------------------------------------------------------------------------------------
+def make_tiny():
+    """-> (model, tokens (2,7), targets (2,9)): 4 query and 2 key/value heads, 2 RoPE frequencies, 3 prediction heads, a
+    length that is no power of two, a token that repeats, masked targets; row 1 has no target at all for head 2."""
+    rng = np.random.default_rng(1)
+    model = model_cpu.Model(TINY)
+    for weight in model.params.values():
+        weight[...] = rng.uniform(0.7, 1.3, weight.shape) if weight.ndim == 1 else 0.3 * rng.standard_normal(weight.shape)
+    tokens, targets = rng.integers(0, TINY.vocab, (2, 7)), rng.integers(0, TINY.vocab, (2, 9))
+    tokens[0, 5] = tokens[0, 1]
+    targets[0, 3] = -1
+    targets[1, 2:] = -1
+    return model, tokens, targets
+
+
+def make_small():
+    """-> (model, tokens (2,70), targets): the small configuration at its own initial weights; 70 queries are two blocks
+    of attention's loop."""
+    config, T = model_cpu.CONFIGS["small"], 70
+    rng = np.random.default_rng(1)
+    tokens, targets = rng.integers(0, config.vocab, (2, T)), rng.integers(0, config.vocab, (2, T + config.predict - 1))
+    tokens[:, 5] = tokens[:, 1]
+    targets[0, ::9] = -1
+    return model_cpu.Model(config), tokens, targets
+
+
+def gradients(model, tokens, targets):
+    """dict name -> gradient by hand.  Each row of the batch is a micro-batch of its own, so that accumulation and the
+    divisor common to the whole step are checked as well; the finite differences take the whole batch at once."""
+    counted = model_cpu.count_targets(targets, tokens.shape[1], model.config.predict)
+    model.flat_grads[...] = 0.0
+    for b in range(len(tokens)):
+        model.forward(tokens[b:b + 1], targets[b:b + 1], counted)
+        model.backward()
+    return {name: gradient.copy() for name, gradient in model.grads.items()}
+
+
+def slope(loss, weight, index, h):
+    """d loss() / d weight[index] by the five-point stencil."""
+    centre, total = weight[index], 0.0
+    for shift, factor in STENCIL:
+        weight[index] = centre + shift * h
+        total += factor * loss()
+    weight[index] = centre
+    return total / h
+
+
+def choose_entries(gradient, limit):
+    """Indices to check: all of them, or the largest gradient and limit-1 others drawn at random."""
+    if limit is None or limit >= gradient.size:
+        return list(np.ndindex(gradient.shape))
+    drawn = np.random.default_rng(0).choice(gradient.size, limit - 1, replace=False)
+    return [np.unravel_index(i, gradient.shape) for i in (np.argmax(np.abs(gradient)), *drawn)]
+
+
+def check_tensors(model, tokens, targets, h, limit=None):
+    """Yields (name, shape, entries checked, worst relative error, index of the worst) for every tensor in turn."""
+    def loss():
+        return model.forward(tokens, targets) @ model.config.head_weights
+
+    for name, gradient in gradients(model, tokens, targets).items():
+        entries = choose_entries(gradient, limit)
+        numeric = np.array([slope(loss, model.params[name], index, h) for index in entries])
+        by_hand = np.array([gradient[index] for index in entries])
+        # the tiny number: a gradient that is 0 throughout, where none should be, is an error, not a division by 0
+        errors = np.abs(by_hand - numeric) / (np.abs(gradient).max() + np.finfo(float).tiny)
+        errors[np.isnan(errors)] = np.inf
+        worst = np.argmax(errors)
+        yield name, gradient.shape, len(entries), errors[worst], tuple(map(int, entries[worst]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss once more: the equations of the model in loops, sharing nothing with model_cpu but the weights
+# ---------------------------------------------------------------------------------------------------------------------
+def plain_norm(x, gain):
+    return x / math.sqrt(x @ x / len(x) + 1e-5) * gain
+
+
+def plain_rotation(x, t):
+    """RoPE with complex numbers: entries i and i + D/2 are one number, which position t turns by t * 10000^(-2i/D)."""
+    half = len(x) // 2
+    turned = [complex(x[i], x[i + half]) * np.exp(1j * t * 10000 ** (-i / half)) for i in range(half)]
+    return np.array([z.real for z in turned] + [z.imag for z in turned])
+
+
+def plain_losses(w, config, tokens, targets):
+    """(K,) losses.  Token by token, head by head: a token reads the lists of keys and values so far, so there is no mask
+    and no batch to go wrong."""
+    c, D, R = config, config.dim // config.heads, config.heads // config.kv_heads
+    loss, count = [0.0] * c.predict, [0] * c.predict
+    for b in range(len(tokens)):
+        keys, values = [[] for _ in range(c.layers)], [[] for _ in range(c.layers)]
+        for t, token in enumerate(tokens[b]):
+            x = w["embed"][token]
+            for i in range(c.layers):
+                parts = (w[f"layers.{i}.qkv"] @ plain_norm(x, w[f"layers.{i}.norm1"])).reshape(-1, D)    # (H+2G,D)
+                keys[i].append([plain_rotation(parts[c.heads + g], t) for g in range(c.kv_heads)])
+                values[i].append([parts[c.heads + c.kv_heads + g] for g in range(c.kv_heads)])
+                y = []
+                for h in range(c.heads):
+                    q, g = plain_rotation(parts[h], t), h // R
+                    p = [math.exp(q @ k[g] / math.sqrt(D)) for k in keys[i]]
+                    y.append(sum(p_s * v[g] for p_s, v in zip(p, values[i])) / sum(p))
+                x = x + w[f"layers.{i}.out"] @ np.concatenate(y)
+                gate, up = (w[f"layers.{i}.gate_up"] @ plain_norm(x, w[f"layers.{i}.norm2"])).reshape(2, -1)
+                x = x + w[f"layers.{i}.down"] @ (gate / (1 + np.exp(-gate)) * up)
+            logits = (w["heads"] @ plain_norm(x, w["norm"])).reshape(c.predict, c.vocab)
+            for k, target in enumerate(targets[b][t:t + c.predict]):
+                if target >= 0:
+                    loss[k] += math.log(sum(np.exp(logits[k]))) - logits[k][target]
+                    count[k] += 1
+    return np.array([total / max(n, 1) for total, n in zip(loss, count)])
+
+
+def loss_error(model, tokens, targets):
+    """The largest relative difference of a head's loss from plain_losses."""
+    plain = plain_losses(model.params, model.config, tokens, targets)
+    error = np.abs(model.forward(tokens, targets) / plain - 1).max()
+    return error if math.isfinite(error) else math.inf
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Known bugs.  Each function tells its mistake in one line and returns the functions of model_cpu to replace, by name.
+# First those that leave the forward as it is, which the slopes must show.
+# ---------------------------------------------------------------------------------------------------------------------
+def rope_sign():
+    """The backward turns the gradient by the same angle again, instead of back."""
+    return {"rope_backward": model_cpu.rope_forward}
+
+
+def attention_twins(forward_power=-0.5, backward_power=-0.5, future=0, delta=1.0, group=None):
+    """Attention without blocks, with a knob for each mistake; right as the knobs stand.  forward_power, backward_power:
+    scale = D^power; future: how many later keys a query sees; delta: factor of the softmax's second term; group: how
+    the gradients (B,G,R,T,D) of the query heads of a group become that of their key or value head (B,G,1,T,D)."""
+    group = group or (lambda gradient: gradient.sum(axis=2, keepdims=True))
+
+    def forward(out, P, qkv, heads, kv_heads):
+        q, k, v = model_cpu.split_heads(qkv, heads, kv_heads)
+        S = q @ k.swapaxes(-1, -2) * q.shape[-1] ** forward_power
+        e = np.exp(np.where(np.tri(*S.shape[-2:], k=future) > 0, S, -np.inf))
+        P[...] = e / e.sum(axis=-1, keepdims=True)
+        out[...] = (P @ v).transpose(0, 3, 1, 2, 4).reshape(out.shape)            # (B,G,R,T,D) -> (B,T,H*D)
+
+    def backward(dqkv, dout, out, P, qkv, heads, kv_heads):
+        q, k, v = model_cpu.split_heads(qkv, heads, kv_heads)
+        dq, dk, dv = model_cpu.split_heads(dqkv, heads, kv_heads)
+        B, G, R, T, D = q.shape
+        dO = dout.reshape(B, T, G, R, D).transpose(0, 2, 3, 1, 4)
+        dP = dO @ v.swapaxes(-1, -2)
+        dS = P * (dP - delta * (P * dP).sum(axis=-1, keepdims=True)) * D ** backward_power
+        dq[...] = dS @ k
+        dk[...] = group(dS.swapaxes(-1, -2) @ q)
+        dv[...] = group(P.swapaxes(-1, -2) @ dO)
+
+    return {"attention_forward": forward, "attention_backward": backward}
+
+
+def group_not_summed():
+    """The query heads of a group write their gradient of k and v one over the other; only the last one's stays."""
+    return attention_twins(group=lambda gradient: gradient[:, :, -1:])
+
+
+def backward_scale():
+    """The backward of attention forgets the factor 1/sqrt(D)."""
+    return attention_twins(backward_power=0.0)
+
+
+def softmax_delta():
+    """The derivative of the softmax taken as P dP: its second term, which makes each row sum to 0, is forgotten."""
+    return attention_twins(delta=0.0)
+
+
+def residual_dropped():
+    """x + f(x) differentiated as f(x): the gradient that passes straight through is lost."""
+    original = model_cpu.block_backward
+
+    def block_backward(dx, *arguments):
+        straight = dx.copy()
+        original(dx, *arguments)
+        dx -= straight
+    return {"block_backward": block_backward}
+
+
+def norm_projection():
+    """RMSNorm differentiated as if 1/rms were a constant: the projection term is missing."""
+    original = model_cpu.rmsnorm_backward
+
+    def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
+        original(dx, dgain, dout, x, rstd, gain)
+        dx[...] = dout * gain * rstd[:, None]
+    return {"rmsnorm_backward": rmsnorm_backward}
+
+
+def norm_gain():
+    """The gradient of RMSNorm's gain computed from x, where the normalised x belongs."""
+    original = model_cpu.rmsnorm_backward
+
+    def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
+        original(dx, np.zeros_like(dgain), dout, x, rstd, gain)
+        dgain += (dout * x).sum(axis=0)
+    return {"rmsnorm_backward": rmsnorm_backward}
+
+
+def swiglu_slope():
+    """The derivative of g * sigmoid(g) taken as sigmoid(g): the product rule's other half is forgotten."""
+    def swiglu_backward(dgate_up, dout, sigmoid, gate_up, work):
+        gate, up = np.split(gate_up, 2, axis=1)
+        dgate_up[...] = np.concatenate([dout * up * sigmoid, dout * gate * sigmoid], axis=1)
+    return {"swiglu_backward": swiglu_backward}
+
+
+def embedding_repeat():
+    """dembed[tokens] += dout: where a token occurs twice, NumPy adds only the last of its rows."""
+    def embedding_backward(dembed, dout, tokens):
+        dembed[tokens] += dout
+    return {"embedding_backward": embedding_backward}
+
+
+def gradient_overwritten():
+    """A weight's gradient is written, not added to: the second micro-batch wipes out the first."""
+    def linear_backward(dx, dw, dout, x, w):
+        np.matmul(dout, w, out=dx)
+        dw[...] = dout.T @ x
+    return {"linear_backward": linear_backward}
+
+
+def micro_divisor():
+    """A micro-batch divides its loss by the count of its own targets, not of the whole step's."""
+    forward, backward = model_cpu.cross_entropy_forward, model_cpu.cross_entropy_backward
+
+    def cross_entropy_forward(losses, total, logits, table, counted):
+        forward(losses, total, logits, table, (table >= 0).sum(axis=0))
+
+    def cross_entropy_backward(e, total, table, counted, head_weights):
+        backward(e, total, table, (table >= 0).sum(axis=0), head_weights)
+    return {"cross_entropy_forward": cross_entropy_forward, "cross_entropy_backward": cross_entropy_backward}
+
+
+def masked_pulled():
+    """A masked target is left in the backward, where index -1 silently means the last token of the vocabulary."""
+    original = model_cpu.cross_entropy_backward
+
+    def cross_entropy_backward(e, total, table, counted, head_weights):
+        original(e, total, table % e.shape[-1], counted, head_weights)
+    return {"cross_entropy_backward": cross_entropy_backward}
+
+
+def head_weight():
+    """The backward forgets that the extra heads count for less than head 0."""
+    original = model_cpu.cross_entropy_backward
+
+    def cross_entropy_backward(e, total, table, counted, head_weights):
+        original(e, total, table, counted, np.ones_like(head_weights))
+    return {"cross_entropy_backward": cross_entropy_backward}
+
+
+# Now those that change the forward and have the backward that fits: the slopes agree, only plain_losses can tell.
+def rope_on_v():
+    """RoPE turns v as well as q and k."""
+    original = model_cpu.rope_table
+
+    def rope_table(context, heads, head_dim, dtype):
+        return original(context, 1, head_dim, dtype)        # broadcasts over all heads, however many there are
+
+    def rotated_part(qkv, config):
+        return qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
+    return {"rope_table": rope_table, "rotated_part": rotated_part}
+
+
+def rope_layout():
+    """RoPE turns the neighbours 2i and 2i+1 (the paper's layout, GPT-J's) in a model whose pairs are i and i + D/2."""
+    def rope_forward(x, cos, sin):
+        half = x.shape[-1] // 2
+        cos, sin = cos[..., half:], sin[..., half:]         # (T,heads,D/2)
+        even, odd = x[..., 0::2].copy(), x[..., 1::2].copy()
+        x[..., 0::2] = even * cos - odd * sin
+        x[..., 1::2] = odd * cos + even * sin
+    return {"rope_forward": rope_forward}                   # rope_backward calls it, with -sin
+
+
+def no_scale():
+    """1/sqrt(D) forgotten in both passes."""
+    return attention_twins(forward_power=0.0, backward_power=0.0)
+
+
+def mask_off_by_one():
+    """A query sees one key of the future: the token it is to predict."""
+    return attention_twins(future=1)
+
+
+def gate_up_swapped():
+    """silu(up) * gate in place of silu(gate) * up: the two halves of one matrix, taken in the wrong order."""
+    originals = {name: getattr(model_cpu, name) for name in ("swiglu_forward", "swiglu_apply", "swiglu_backward")}
+
+    def swap(halves):
+        return np.roll(halves, halves.shape[1] // 2, axis=1)
+
+    def swiglu_forward(out, sigmoid, gate_up):
+        originals["swiglu_forward"](out, sigmoid, swap(gate_up))
+
+    def swiglu_apply(out, sigmoid, gate_up):
+        originals["swiglu_apply"](out, sigmoid, swap(gate_up))
+
+    def swiglu_backward(dgate_up, dout, sigmoid, gate_up, work):
+        originals["swiglu_backward"](dgate_up, dout, sigmoid, swap(gate_up), work)
+        dgate_up[...] = swap(dgate_up)
+    return {"swiglu_forward": swiglu_forward, "swiglu_apply": swiglu_apply, "swiglu_backward": swiglu_backward}
+
+
+def norm_eps():
+    """RMSNorm's eps added to the root, as Adam has it, not to the mean square under the root."""
+    def rmsnorm_forward(out, rstd, x, gain):
+        rstd[...] = 1 / (np.sqrt((x * x).mean(axis=1)) + model_cpu.NORM_EPS)
+        model_cpu.rmsnorm_apply(out, x, rstd, gain)
+    return {"rmsnorm_forward": rmsnorm_forward}
+
+
+def target_shift():
+    """The extra heads all learn the next token but one: head k reads the targets from 1, not from k."""
+    def target_table(targets, T, K):
+        return np.stack([targets[:, min(k, 1):min(k, 1) + T] for k in range(K)], axis=-1).reshape(-1, K)
+    return {"target_table": target_table}
+
+
+def masked_counted():
+    """The divisor counts the masked targets too, so the loss of a masked batch looks better than it is."""
+    def count_targets(targets, T, K):
+        return np.full(K, len(targets) * T)
+    return {"count_targets": count_targets}
+
+
+BUGS = {bug.__name__: bug for bug in (
+    rope_sign, group_not_summed, backward_scale, softmax_delta, residual_dropped, norm_projection, norm_gain, swiglu_slope,
+    embedding_repeat, gradient_overwritten, micro_divisor, masked_pulled, head_weight, rope_on_v, rope_layout, no_scale,
+    mask_off_by_one, gate_up_swapped, norm_eps, target_shift, masked_counted)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The three runs, each -> True if all is well
+# ---------------------------------------------------------------------------------------------------------------------
+def run_check(model, tokens, targets, h, bar, limit=None):
+    """Print a row per tensor, then the overall figures."""
+    error = loss_error(model, tokens, targets)
+    print(f"{'tensor':18} {'shape':>12} {'checked':>8} {'worst error':>12}   at")
+    worst, checked = 0.0, 0
+    for name, shape, count, tensor_error, index in check_tensors(model, tokens, targets, h, limit):
+        print(f"{name:18} {' x '.join(map(str, shape)):>12} {count:8d} {tensor_error:12.1e}   {list(index)}", flush=True)
+        worst, checked = max(worst, tensor_error), checked + count
+    print(f"losses against the loops: worst relative error {error:.1e} (bar {LOSS_BAR:.0e})")
+    print(f"overall: {checked} of {model_cpu.param_count(model.config)} entries, worst error {worst:.1e} (bar {bar:.0e})")
+    return bool(error <= LOSS_BAR and worst <= bar)
+
+
+def is_caught(replacements, limit=40):
+    """Plant the replacements in the tiny model and print what shows it."""
+    with replaced(replacements):
+        problem = make_tiny()
+        error = loss_error(*problem)
+        shown = [(tensor_error, name) for name, _, _, tensor_error, _ in check_tensors(*problem, TINY_STEP, limit)
+                 if tensor_error > TINY_BAR]
+    if error > LOSS_BAR:
+        print(f"    the losses: {error:.1e} from the loops'")
+    if shown:
+        print(f"    {len(shown)} tensors of {len(problem[0].grads)}: "
+              + ", ".join(f"{name} {tensor_error:.1e}" for tensor_error, name in sorted(shown, reverse=True)))
+    return bool(shown) or error > LOSS_BAR
+
+
+def run_breaks(names):
+    """Plant each bug.  First none at all, or "caught" would mean nothing."""
+    if is_caught({}):
+        print("the check fails with no bug planted; run python gradcheck.py")
+        return False
+    caught = 0
+    for name in names:
+        print(f"{name}: {BUGS[name].__doc__}", flush=True)
+        if is_caught(BUGS[name]()):
+            caught += 1
+        else:
+            print("    NOT CAUGHT")
+    print(f"caught {caught} of {len(names)}")
+    return caught == len(names)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Check the gradients of model_cpu.py against finite differences. With "
+                                     f"no option: every entry of a tiny model, to {TINY_BAR:.0e}. Exit code 1: an error "
+                                     "above the bar, or a planted bug that was not caught.")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--small", action="store_true", help="@@SMALLHELP@@")
+    which.add_argument("--break", dest="bug", choices=["all", *BUGS], metavar="NAME",
+                       help="plant this bug (all: one after the other) and see that it is caught")
+    which.add_argument("--list", action="store_true", help="the names of the bugs, with their stories")
+    args = parser.parse_args(argv)
+
+    if args.list:
+        for name, bug in BUGS.items():
+            print(f"{name:20} {bug.__doc__}")
+        return 0
+    if args.small:
+        return 0 if run_check(*make_small(), SMALL_STEP, SMALL_BAR, limit=3) else 1
+    with replaced({"BLOCK": 3}):                  # so that 7 queries take three blocks
+        if args.bug:
+            return 0 if run_breaks(BUGS if args.bug == "all" else [args.bug]) else 1
+        return 0 if run_check(*make_tiny(), TINY_STEP, TINY_BAR) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""train.py: batches as a pure function, the held-out part, exact resume after every kind of death, bad input."""
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import train
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+QUICK = ["--batch-tokens", "256", "--steps", "12", "--eval-every", "5", "--save-every", "1", "--threads", "2"]
+
+
+def run(folder, *arguments, **options):
+    return subprocess.run([sys.executable, os.path.join(ROOT, "train.py"), *arguments], cwd=folder, text=True,
+                          capture_output=True, timeout=120, **options)
+
+
+def start(folder, *arguments):
+    return subprocess.Popen([sys.executable, os.path.join(ROOT, "train.py"), *arguments], cwd=folder, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def read_log(folder, out="out/small"):
+    """The log without the seconds, which no run repeats."""
+    with open(os.path.join(folder, out, "log.jsonl"), encoding="utf-8") as file:
+        return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in file]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder with an invented corpus and its tokens, and the log of a run that was never disturbed."""
+    folder = tmp_path_factory.mktemp("train")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(1, 7))) for _ in range(300)]
+    documents = [" ".join(rng.choices(words, k=rng.randint(20, 200))) + "." for _ in range(300)]
+    (folder / "corpus.txt").write_text("\n\n<|endoftext|>\n\n".join(documents), encoding="utf-8")
+    done = run(folder, "--data", "corpus.txt", "--out", "out/whole", *QUICK)
+    assert done.returncode == 0, done.stderr
+    return folder, read_log(folder, "out/whole")
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size, T, K", [(1000, 16, 4), (37, 16, 4), (20, 16, 4), (531, 32, 1)])
+def test_every_window_once_an_epoch(size, T, K):
+    count = train.window_count(size, T, K)
+    starts = train.window_starts(7, 0, 3 * count, size, T, K)
+    assert len(starts) == 3 * count
+    for epoch in range(3):
+        part = sorted(starts[epoch * count:(epoch + 1) * count])
+        assert 0 <= part[0] < T and part[-1] + T + K <= size
+        assert all(b - a == T for a, b in zip(part, part[1:]))
+
+
+def test_batches_depend_on_seed_and_step_alone():
+    def steps(seed, order):
+        return {step: train.window_starts(seed, step, 5, 3000, 16, 4) for step in order}
+    forward = steps(3, range(80))
+    train.epoch_order.cache_clear()
+    assert forward == steps(3, reversed(range(80)))
+    assert forward != steps(4, range(80))
+    flat = [start for step in range(80) for start in forward[step]]
+    assert flat == train.window_starts(3, 0, 400, 3000, 16, 4)          # laid end to end, whatever the batch size
+
+
+def test_targets_are_the_next_tokens():
+    tokens = np.arange(100, dtype=np.uint16)
+    inputs, targets = train.get_batch(tokens, [0, 17, 80], 16, 4)
+    assert inputs.shape == (3, 16) and targets.shape == (3, 19)
+    for k in range(4):
+        assert (targets[:, k:k + 16] == inputs + 1 + k).all()
+
+
+def test_too_short_for_one_window():
+    with pytest.raises(ValueError, match="19 tokens, fewer than the 20"):
+        train.window_count(19, 16, 4)
+
+
+def test_schedule():
+    s = train.Settings("small", 100, 256, 2, 1.0, 10, 0.1, 1.0, 0.1, 0, 5, 5, 1, [])
+    rates = [train.learning_rate(step, s) for step in range(100)]
+    assert rates[0] == 0.1 and rates[9] == 1.0 and abs(rates[-1] - 0.1) < 1e-12
+    assert all(a > b for a, b in zip(rates[10:], rates[11:]))
+
+
+# -- the held-out part -------------------------------------------------------------------------------------------------
+def test_split_at_a_document(tmp_path):
+    separator = "\n\n<|endoftext|>\n\n"
+    documents = [f"document {i} " + "word " * 2000 for i in range(300)]
+    path = tmp_path / "books.txt"
+    path.write_text(separator.join(documents), encoding="utf-8")
+    cut, raw = train.split_point(path), path.read_bytes()
+    first, second = ([part.strip() for part in half.decode().split("<|endoftext|>") if part.strip()]
+                     for half in (raw[:cut], raw[cut:]))
+    assert [part.strip() for part in documents] == first + second and not set(first) & set(second)
+    assert 90_000 < len(raw) - cut < 110_000
+
+
+def test_split_at_a_line_or_anywhere(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(50_000)), encoding="utf-8")
+    cut, raw = train.split_point(path), path.read_bytes()
+    assert raw[cut - 1:cut] == b"\n" and abs(len(raw) - cut - len(raw) // 10) < 100
+    path.write_text("x" * 5000, encoding="utf-8")
+    assert train.split_point(path) == 4500
+
+
+def test_python_corpus(tmp_path):
+    path = str(tmp_path / "python.txt")
+    train.write_python_corpus(path)
+    with open(path, encoding="utf-8") as file:
+        paragraphs = [text for text in file.read().split("\n\n") if text != "<|endoftext|>"]
+    assert os.path.getsize(path) > 1_000_000
+    assert len(paragraphs) == len(set(paragraphs)) > 5000
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+def test_killed_at_ten_moments_and_resumed_is_exact(corpus):
+    folder, whole = corpus
+    rng = random.Random(1)
+    process = start(folder, "--data", "corpus.txt", "--out", "out/killed", *QUICK)
+    for _ in range(10):
+        # wait for the first sign of the run, then strike anywhere in the next moments: with a save every step, some
+        # of the blows fall into a save
+        while not os.path.exists(folder / "out/killed/config.json") and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.2, 1.1))
+        process.kill()
+        process.communicate()
+        process = start(folder, "--resume", "--out", "out/killed")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert read_log(folder, "out/killed") == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_saves_and_resumes(corpus, number):
+    folder, whole = corpus
+    out = f"out/asked{int(number)}"
+    process = start(folder, "--data", "corpus.txt", "--out", out, *QUICK, "--save-every", "1000")
+    log = folder / out / "log.jsonl"
+    while (not log.exists() or log.read_text().count("\n") < 2) and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number, output
+    assert "--resume" in output
+    done = run(folder, "--resume", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert read_log(folder, out) == whole
+
+
+def test_full_disk_keeps_the_last_checkpoint(corpus):
+    folder, whole = corpus
+    first = start(folder, "--data", "corpus.txt", "--out", "out/limited", *QUICK)
+    while not (folder / "out/limited/log.jsonl").exists() and first.poll() is None:
+        time.sleep(0.01)
+    first.send_signal(signal.SIGTERM)
+    first.communicate()
+    # the "disk" is full from here on: no file may grow beyond 1 MiB, a quarter of a checkpoint
+    done = run(folder, "--resume", "--out", "out/limited",
+               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)))
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert run(folder, "--resume", "--out", "out/limited").returncode == 0
+    assert read_log(folder, "out/limited") == whole
+
+
+def test_resume_refuses(corpus):
+    folder, _ = corpus
+    for arguments, words in ([["--out", "out/nowhere"], "nothing to resume"], [["--out", "out/whole", "--lr", "1"], "--lr"],
+                             [["--out", "out/whole", "--threads", "1"], "--threads"],
+                             [["medium", "--out", "out/whole"], "the preset"],
+                             [["--out", "out/whole", "--data", "other.txt"], "--data"]):
+        done = run(folder, "--resume", *arguments)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    done = run(folder, "--resume", "--out", "out/whole")
+    assert done.returncode == 0 and "finished" in done.stdout
+
+
+def test_a_new_run_sets_the_old_one_aside(corpus):
+    folder, whole = corpus
+    for _ in range(2):
+        assert run(folder, "--data", "corpus.txt", "--out", "out/twice", *QUICK).returncode == 0
+    assert read_log(folder, "out/twice") == read_log(folder, "out/twice.1") == whole
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+def test_bad_input_is_one_sentence(tmp_path):
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "binary.txt").write_bytes(b"\x7fELF\0\0\0" * 99)
+    (tmp_path / "short.txt").write_text("only a few words")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "good.txt").write_text("words and more words, again and again. " * 500)
+    cases = [(["--data", "missing.txt"], "missing.txt"), (["--data", "empty.txt"], "empty.txt is empty"),
+             (["--data", "binary.txt"], "binary"), (["--data", "short.txt"], "too short"),
+             (["--data", "good.txt", "--out", "file/out"], "file/out"), (["--data", "good.txt", "--batch-tokens", "100"], "100"),
+             (["--steps", "0"], "at least 1"), (["--lr", "nan"], "above 0"), (["--nonsense"], "nonsense"),
+             (["tiny"], "tiny"), (["--plot", "nowhere"], "nowhere"), (["medium", "--data", "good.txt"], "--device cpu")]
+    for arguments, words in cases:
+        done = run(tmp_path, *arguments)
+        assert done.returncode == 2 and "Traceback" not in done.stderr and words in done.stderr, (arguments, done.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+def test_not_finite_stops_and_names_the_tensor(tmp_path):
+    (tmp_path / "good.txt").write_text("words and more words, again and again. " * 500)
+    done = run(tmp_path, "--data", "good.txt", "--lr", "1e30", *QUICK)
+    assert done.returncode == 1 and "first gradient that is not finite is embed" in done.stderr
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    losses = [record["loss"] for record in read_log(tmp_path) if "loss" in record]
+    assert len(losses) < 12 and np.isfinite(losses).all()
+
+
+def test_invalid_utf8_is_no_error(tmp_path):
+    raw = random.Random(0).randbytes(3000).replace(b"\0", b"") + b"words and more words, again and again. " * 500
+    (tmp_path / "bytes.txt").write_bytes(b"words \xff\xfe " * 1000 + raw)
+    assert run(tmp_path, "--data", "bytes.txt", *QUICK[:-2], "--steps", "2").returncode == 0
+
+
+def test_dry_run_counts_what_the_engine_allocates(tmp_path):
+    import model_cpu
+    config, B, T = model_cpu.CONFIGS["small"], 3, 128
+    model = model_cpu.Model(config, 0, np.float32)
+    tokens = np.zeros((B, T), np.int64)
+    model.forward(tokens, np.zeros((B, T + config.predict - 1), np.int64))
+    model.backward()
+    kept = sum(a.nbytes for buffers in [*model.slices[0].layers, model.slices[0].work] for a in buffers.arrays.values())
+    plan = train.memory_plan(config, B, T)
+    assert abs(plan["activations"] / kept - 1) < 0.02
+    assert plan["parameters"] == model.flat_params.nbytes
+    done = run(tmp_path, "big", "--dry-run")
+    assert done.returncode == 0 and "116,417,280" in done.stdout and not (tmp_path / "out").exists()

@@ -1,0 +1,788 @@
+r"""Byte-level BPE: how text becomes the integers that the model reads, and back.
+
+Read before it: nothing; this is the first file. It needs the standard library alone.
+
+A language model needs a finite alphabet. Single characters make sequences long and words make an endless vocabulary;
+byte pair encoding (Sennrich, Haddow and Birch 2016, "Neural Machine Translation of Rare Words with Subword Units") lies
+between: start from single symbols and, again and again, glue the most frequent neighbouring pair into a new symbol.
+GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners") took the 256 bytes as the first
+symbols, so that every text in every script, and every damaged file, has an encoding and no "unknown" token exists.
+
+    text --(1)--> words --(2)--> bytes --(3)--> tokens         "low lower" -> "low", " lower" -> ... -> 300, 301, 258
+
+(1) Words. Merges never cross a word, or "dog." and "dog!" would become tokens of their own. GPT-2's pattern is kept to
+    the letter (`word_pattern`): a contraction, letters, digits or signs with the one space before them, or white space.
+(2) Bytes. A word is its UTF-8 bytes. Bytes that are not UTF-8 are no error: each is a sign that stands for itself.
+(3) Tokens. `learn_merges` finds the merges, in order; `Encoder.merge` replays them on a word, in the same order.
+
+HOW A TIE IS BROKEN. Training takes the pair with the highest count; among equal counts the smallest pair of ids, first
+the left id, then the right (ids 0 to 255 are the bytes, 256 is the first merge and so on). So a result depends on the
+counts of words alone, never on their order, the hash seed or the number of processes. Encoding takes the merge learned
+first; if it fits at several places, the leftmost.
+
+Ids: 256 bytes, the merges in the order learned, then the special tokens, last. Text can never produce a special token:
+"<|end|>" typed by a user is seven ordinary characters. The one exception is a corpus on disk, where a line that holds
+only <|endoftext|> separates documents (`split_documents`).
+
+What it does not do: other patterns than GPT-2's, other models than BPE, normalization, padding, truncation, offsets.
+"""
+import argparse
+import array
+import contextlib
+import functools
+import heapq
+import itertools
+import json
+import marshal
+import operator
+import os
+import re
+import subprocess
+import sys
+import time
+import unicodedata
+from collections import Counter, defaultdict
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
+END_OF_TEXT = SPECIAL_TOKENS[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1. Text into words
+
+# Unicode's White_Space, which is what \s means to GPT-2. Python's own \s also takes the separators \x1c to \x1f.
+SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+
+# A stretch is white space and what follows it, up to the next white space: " don't!" White space that follows something
+# else always begins a new word, so a text can be cut there and each part split into words by itself.
+STRETCH = re.compile(f"[{SPACE}]*[^{SPACE}]+|[{SPACE}]+")
+STRETCH_END = re.compile(f"[^{SPACE}](?=[{SPACE}])")
+
+
+@functools.lru_cache(maxsize=None)
+def char_classes(limit):
+    r"""The insides of two regular expression classes [...], letters \p{L} and numbers \p{N}, up to code point `limit`.
+
+    `re` lacks \p{...}, so the ranges come from unicodedata.
+    """
+    categories = "".join(map(unicodedata.category, map(chr, range(limit + 1))))[::2]    # "Lu" -> "L", and so on
+    return ["".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in re.finditer(f"{category}+", categories))
+            for category in "LN"]
+
+
+@functools.lru_cache(maxsize=None)
+def word_pattern(limit):
+    r"""GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+
+    The last but one takes a run of white space without its last character, which then joins the word it precedes.
+    """
+    letter, number = char_classes(limit)
+    return re.compile(f"'(?:[stmd]|re|ve|ll)| ?[{letter}]+| ?[{number}]+| ?[^{SPACE}{letter}{number}]+"
+                      f"|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+")
+
+
+ASCII, BMP, ALL = 0x7F, 0xFFFF, 0x10FFFF
+BEYOND_BMP = re.compile("[\U00010000-\U0010FFFF]")
+
+
+def split_words(text):
+    """The words of a str, in order; joined they are the text. "I'd say 42!" -> ["I", "'d", " say", " 42", "!"]
+
+    `re` looks characters up to U+FFFF up in a table but tries the ranges beyond one by one, four times as slow. So the
+    full pattern is built (in 0.15 s) and used only for stretches that have such characters, as emoji.
+    """
+    if text.isascii():
+        return word_pattern(ASCII).findall(text)
+    if not BEYOND_BMP.search(text):
+        return word_pattern(BMP).findall(text)
+    return [word for stretch in STRETCH.findall(text)
+            for word in word_pattern(ALL if BEYOND_BMP.search(stretch) else BMP).findall(stretch)]
+
+
+def to_str(text):
+    """str or bytes -> a str in which a byte that is not UTF-8 is a lone surrogate, U+DC80 to U+DCFF (surrogateescape).
+
+    A lone surrogate in a str is no UTF-8 either: it becomes the three bytes that UTF-8 would give it (surrogatepass).
+    """
+    if isinstance(text, str):
+        try:
+            text.encode("utf-8")
+            return text
+        except UnicodeEncodeError:
+            text = text.encode("utf-8", "surrogatepass")
+    if not isinstance(text, (bytes, bytearray, memoryview)):
+        raise TypeError(f"text must be str or bytes, not {type(text).__name__}.")
+    return str(text, "utf-8", "surrogateescape")
+
+
+def to_bytes(word):
+    """The inverse of `to_str`."""
+    return word.encode("utf-8", "surrogateescape")
+
+
+def cut_text(text, size=1 << 15):
+    """Cut a str into parts of `size` characters or a little more, each ending where a stretch ends: bounded memory."""
+    start = 0
+    while start < len(text):
+        found = STRETCH_END.search(text, start + size)
+        end = found.end() if found else len(text)
+        yield text[start:end]
+        start = end
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. Learning the merges
+
+MAX_WORD_BYTES = 1 << 23    # about how much text in distinct words training keeps; 60 MB of books have 1 MB of it
+
+
+def count_words(texts):
+    """Iterable of str or bytes -> Counter of words."""
+    words, unchecked = Counter(), 0
+    for part in itertools.chain.from_iterable(cut_text(to_str(text)) for text in texts):
+        words.update(split_words(part))
+        unchecked += len(part)
+        if unchecked > MAX_WORD_BYTES:
+            prune_words(words)
+            unchecked = 0
+    return words
+
+
+def prune_words(words):
+    """Drop the rarest words, the last in code point order among equals, when all together outgrow MAX_WORD_BYTES."""
+    if sum(map(len, words)) > MAX_WORD_BYTES:
+        kept = 0
+        for word in sorted(words, key=lambda word: (-words[word], word)):
+            if kept > MAX_WORD_BYTES // 2:
+                del words[word]
+            kept += len(word)
+
+
+def learn_merges(words, wanted):
+    """Counter of words -> list of at most `wanted` merges (left id, right id); merge number i makes token 256 + i.
+
+    Recounting all pairs after each merge would be quadratic. Instead every word stands once, weighted by its count, in
+    one long row of token ids, and each pair knows its positions in the row. A merge touches only its own occurrences,
+    each removes one id from the row for ever, so the whole of training costs about one step per byte of distinct words.
+    """
+    token = array.array("i", [-1])      # id at each position; -1 between two words and where a merge took an id away
+    weight = array.array("q", [0])      # how often the word of this position occurs
+    for word, count in words.items():
+        data = to_bytes(word)
+        token.extend(data)
+        token.append(-1)
+        weight.extend(itertools.repeat(count, len(data) + 1))
+    before = array.array("q", range(-1, len(token) - 1))      # the row is a linked list: a merge unlinks its right id
+    after = array.array("q", range(1, len(token) + 1))
+
+    counts, where = Counter(), defaultdict(functools.partial(array.array, "q"))
+    for position in range(1, len(token) - 1):
+        pair = token[position], token[position + 1]
+        if -1 not in pair:
+            counts[pair] += weight[position]
+            where[pair].append(position)
+
+    # The tie rule is the order of this heap: highest count first, then smallest (left id, right id).
+    heap = [(-count, pair) for pair, count in counts.items()]
+    heapq.heapify(heap)
+    merges = []
+    while heap and len(merges) < wanted:
+        negative, pair = heapq.heappop(heap)
+        if -negative != counts[pair]:
+            # Lazy deletion: other merges took some of its occurrences. A count only falls, since a pair can only arise
+            # while its younger token is being made; so the true count goes back into the heap and waits its turn.
+            heapq.heappush(heap, (-counts[pair], pair))
+            continue
+        if counts[pair] < 2:
+            break                       # what occurs once is no pattern: the vocabulary stays smaller than asked
+        left, right = pair
+        new = 256 + len(merges)
+        merges.append(pair)
+        arisen = defaultdict(functools.partial(array.array, "q"))
+        for p in where.pop(pair):
+            q = after[p]
+            if token[p] != left or token[q] != right:
+                continue                # taken by an earlier merge, or by the one just before it, as in "aaa"
+            o, r, times = before[p], after[q], weight[p]
+            outer_left, outer_right = token[o], token[r]
+            if outer_left != -1:
+                counts[outer_left, left] -= times
+                counts[outer_left, new] += times
+                arisen[outer_left, new].append(o)
+            if outer_right != -1:
+                counts[right, outer_right] -= times
+                counts[new, outer_right] += times
+                arisen[new, outer_right].append(p)
+            token[p], token[q] = new, -1
+            after[p], before[r] = r, p
+        del counts[pair]
+        where.update(arisen)
+        for pair in arisen:
+            heapq.heappush(heap, (-counts[pair], pair))
+    return merges
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3. Words into tokens
+
+class Encoder(dict):
+    """A cache: word (str) -> its ids packed as bytes, worked out on first use by `__missing__`.
+
+    Packed ids of a text are then one b"".join(map(encoder.__getitem__, words)): the loop over a text runs in C.
+    """
+    MAX_ENTRIES = 1 << 18       # about 50 MB; emptied when full
+    MAX_LENGTH = 64             # longer words hardly come again
+
+    def __init__(self, byte_ids, merges, typecode):
+        self.byte_ids, self.merges, self.typecode = byte_ids, merges, typecode
+
+    def __missing__(self, word):
+        packed = array.array(self.typecode, self.merge(to_bytes(word))).tobytes()
+        if len(word) <= self.MAX_LENGTH:
+            if len(self) >= self.MAX_ENTRIES:
+                self.clear()
+            self[word] = packed
+        return packed
+
+    def pack(self, text):
+        """str or bytes -> ids packed in the machine's byte order."""
+        return b"".join([b"".join(map(self.__getitem__, split_words(part))) for part in cut_text(to_str(text))])
+
+    def merge(self, word):
+        """The bytes of one word -> its list of ids: the merge learned first, at its leftmost place, until none fits.
+
+        Ids are in the order of learning, so that merge is the smallest id that a neighbouring pair can make.
+        """
+        ids = [self.byte_ids[byte] for byte in word]
+        if len(ids) > 200:
+            return self.merge_long(ids)
+        get, none = self.merges.get, len(self.byte_ids) + len(self.merges)
+        made = list(map(get, zip(ids, ids[1:]), itertools.repeat(none)))    # made[i]: what ids[i], ids[i + 1] can make
+        while made and (smallest := min(made)) != none:
+            i = made.index(smallest)
+            ids[i:i + 2] = [smallest]
+            del made[i]
+            if i < len(made):
+                made[i] = get((smallest, ids[i + 1]), none)
+            if i > 0:
+                made[i - 1] = get((ids[i - 1], smallest), none)
+        return ids
+
+    def merge_long(self, ids):
+        """The same for a word of any length in n log n steps, where the loop above takes n squared: a heap."""
+        n, get = len(ids), self.merges.get
+        before, after = array.array("q", range(-1, n - 1)), array.array("q", range(1, n + 1))
+        ids.append(-1)                                          # a neighbour with which no pair can be made
+        heap = [made * n + place for place, made in enumerate(map(get, zip(ids, ids[1:]))) if made is not None]
+        heapq.heapify(heap)                                     # (id, place) as one number: a third of a tuple's memory
+        while heap:
+            made, p = divmod(heapq.heappop(heap), n)
+            q = after[p]
+            if ids[p] == -1 or get((ids[p], ids[q])) != made:
+                continue                                        # this pair is gone since it was put into the heap
+            o, r = before[p], after[q]
+            ids[p], ids[q] = made, -1
+            after[p] = r
+            if r < n:
+                before[r] = p
+                if (pair := get((made, ids[r]))) is not None:
+                    heapq.heappush(heap, pair * n + p)
+            if o >= 0 and (pair := get((ids[o], made))) is not None:
+                heapq.heappush(heap, pair * n + o)
+        return [token for token in ids if token != -1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4. Files: documents, chunks, processes
+
+SEPARATOR = re.compile(rb"^<\|endoftext\|>\r?$", re.MULTILINE)
+
+
+def split_documents(data):
+    """Bytes of a corpus -> its documents: what stands between lines that hold only <|endoftext|>, without the line ends
+    next to them. The first and the last may be empty, if a separator comes first or last; no other is."""
+    first, *others = SEPARATOR.split(data)
+    if not others:
+        return [first]
+    *middle, last = others
+    middle = [text.strip(b"\r\n") for text in middle]
+    return [first.rstrip(b"\r\n"), *filter(None, middle), last.lstrip(b"\r\n")]
+
+
+CHUNK, CUT_WINDOW = 1 << 20, 1 << 16      # bytes of a file encoded at a time, and looked through for a place to cut it
+
+
+def find_cut(window):
+    """Where a file may be cut: an offset into these bytes, so that both sides give the ids that they give together.
+
+    Words must not be cut, nor a separator line be parted from the line ends that belong to it. In order of preference:
+    before white space that follows something else (but not ">", which may end a separator); after a run of letters or
+    of digits (but not before "<" or "|"); after a separator and its line ends; in the middle. Only 64 KiB of a single
+    kind of character get to the last, and there a word is cut between two characters: memory stays bounded.
+    """
+    skipped = next((i for i in range(min(3, len(window))) if window[i] & 0xC0 != 0x80), 3)   # start at a character
+    text = to_str(window[skipped:])
+    cut = re.search(f"[^{SPACE}>](?=[{SPACE}])", text)
+    if not cut:
+        (letter, number), broken = char_classes(ALL), "\udc80-\udcff"      # the window may end in a character
+        cut = (re.search(f"[{letter}](?=[^{letter}<|{broken}])|[{number}](?=[^{number}<|{broken}])", text)
+               or re.search(r"\n<\|endoftext\|>(\r?\n)+(?=[^\r\n])", text))
+    return skipped + len(to_bytes(text[:cut.end() if cut else len(text) // 2]))
+
+
+def find_chunks(path, start, end, size):
+    """Cut bytes [start, end) of a file into chunks of about `size` bytes -> list of (path, start, end).
+
+    Where it is cut depends on the file alone, not on the number of processes, and each cut reads 64 KiB only.
+    """
+    cuts = [start]
+    with open(path, "rb") as file:
+        for place in range(start + size, end - CUT_WINDOW, size):
+            file.seek(place)
+            cuts.append(place + find_cut(file.read(CUT_WINDOW)))
+    return [(path, a, b) for a, b in zip(cuts, cuts[1:] + [end])]
+
+
+def read_chunk(path, start, end):
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(end - start)
+
+
+def file_range(path, start=0, end=None):
+    """Check a range of bytes of a file -> (path, start, end)."""
+    size = os.stat(path).st_size
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is not a file of text; give a plain file (save piped text into one first).")
+    end = size if end is None else end
+    if not 0 <= start <= end <= size:
+        raise ValueError(f"Bytes {start} to {end} are not a part of {path}, which has {size} bytes.")
+    return os.path.abspath(path), start, end
+
+
+def run_task(task, chunk, encoder):
+    """One chunk's work. task: ("count" -> dict of words or "encode" -> packed ids, the separator packed or None)."""
+    kind, end_of_text = task
+    data = read_chunk(*chunk)
+    documents = [data] if end_of_text is None else split_documents(data)
+    if kind == "count":
+        return dict(count_words(documents))
+    return (end_of_text or b"").join(map(encoder.pack, documents))
+
+
+def run_chunks(task, chunks, encoder, processes, progress):
+    """Yield run_task of each chunk, in order, from this process or, if there is enough for each, from several.
+
+    progress(done bytes, all bytes), if it is not None, is called after each. Whoever iterates must close the generator.
+
+    A worker is this very file, run as a program that reads its task from a pipe and writes its results into another.
+    multiprocessing would run the caller's script again in each worker, which fails for a script that is read from
+    standard input or has no `if __name__ == "__main__"`. A full pipe stops a worker, so memory stays bounded; a worker
+    whose parent died stops at its next result; Ctrl-C does not reach it (own session), and the `finally` ends it.
+    """
+    done, total = 0, sum(end - start for _, start, end in chunks)
+    processes = min(processes or available_cores(), total // WORTH_A_PROCESS) if sys.executable else 1
+    workers = []
+    try:
+        settings = None if encoder is None else (encoder.byte_ids, encoder.merges, encoder.typecode)
+        for i in range(processes if processes > 1 else 0):
+            worker = subprocess.Popen([sys.executable, "-I", "-S", os.path.abspath(__file__), WORKER],
+                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            workers.append(worker)
+            with contextlib.suppress(BrokenPipeError), worker.stdin:        # a worker that died is noticed just below
+                marshal.dump((task, chunks[i::processes], settings), worker.stdin)
+        for i, chunk in enumerate(chunks):
+            yield receive(workers[i % processes]) if workers else run_task(task, chunk, encoder)
+            done += chunk[2] - chunk[1]
+            if progress:
+                progress(done, total)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.stdout.close()
+            worker.wait()
+
+
+def receive(worker):
+    """A worker's next result; OSError if it failed."""
+    try:
+        result = marshal.load(worker.stdout)
+    except EOFError:
+        raise OSError(f"A process of the tokenizer ended early, with exit code {worker.wait()}; if memory is short, "
+                      f"use fewer processes.") from None
+    if isinstance(result, str):
+        raise OSError(result)
+    return result
+
+
+WORKER = "--worker"
+WORTH_A_PROCESS = 1 << 21       # bytes; a process starts in the time that it takes to encode about one megabyte
+
+
+def work():
+    """The other end of `run_chunks`."""
+    task, chunks, settings = marshal.load(sys.stdin.buffer)
+    encoder = settings and Encoder(*settings)
+    for chunk in chunks:
+        try:
+            result = run_task(task, chunk, encoder)
+        except OSError as error:
+            result = explain(error)
+        try:
+            marshal.dump(result, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            os._exit(1)         # the parent is gone; a normal exit would try to flush into the pipe again
+
+
+def available_cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def replace_file(path):
+    """Open a binary file that takes the place of `path` when all has been written, and not before."""
+    new = f"{os.fspath(path)}.new"
+    try:
+        with open(new, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(new)
+        raise
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5. The tokenizer
+
+def byte_chars():
+    """GPT-2's printable stand-ins for the 256 bytes in vocabulary files: itself where Latin-1 can be printed, else the
+    next of U+0100, U+0101, ... (so a space is written as U+0120)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(0x100)
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+class Tokenizer:
+    """byte_order: the 256 bytes in the order of their ids; merges: list of (left id, right id), merge number i makes
+    token 256 + i; special: names of the special tokens, which come last.
+
+    vocab_size V, special {name: id}, tokens [bytes of token id], merges {(left id, right id): id}.
+    """
+
+    def __init__(self, byte_order, merges, special):
+        self.tokens = [bytes([byte]) for byte in byte_order]
+        self.merges = {}
+        for left, right in merges:
+            self.merges[left, right] = len(self.tokens)
+            self.tokens.append(self.tokens[left] + self.tokens[right])
+        self.special = {name: len(self.tokens) + i for i, name in enumerate(special)}
+        self.tokens += [name.encode() for name in special]
+        byte_ids = sorted(range(256), key=lambda token: byte_order[token])
+        self.encoder = Encoder(byte_ids, self.merges, "H" if self.vocab_size <= 1 << 16 else "I")
+
+    @property
+    def vocab_size(self):
+        return len(self.tokens)
+
+    @classmethod
+    def train(cls, texts, vocab_size):
+        """Learn from an iterable of str or bytes, each a document (a text by itself counts as one document).
+
+        vocab_size V counts the 256 bytes and the 4 special tokens; a text without enough repeated pairs gives fewer.
+        """
+        check_vocab_size(vocab_size)
+        return cls.from_words(count_words([texts] if isinstance(texts, (str, bytes)) else texts), vocab_size)
+
+    @classmethod
+    def train_files(cls, files, vocab_size, separator=True, processes=None, progress=None):
+        """The same from files, on all cores in bounded memory. files: paths, or (path, start, end) for a part in bytes.
+
+        separator: lines that hold only <|endoftext|> separate documents and are not learned from.
+        progress(done bytes, all bytes) is called now and then. ValueError if a file is binary or all are empty.
+        """
+        check_vocab_size(vocab_size)
+        ranges = [file_range(*((file,) if isinstance(file, (str, os.PathLike)) else file)) for file in files]
+        for path, start, end in ranges:
+            if b"\0" in read_chunk(path, start, min(end, start + 8192)):
+                raise ValueError(f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
+        chunks = [chunk for part in ranges for chunk in find_chunks(*part, size=4 * CHUNK)]
+        task = "count", END_OF_TEXT.encode() if separator else None
+        words = Counter()
+        with contextlib.closing(run_chunks(task, chunks, None, processes, progress)) as results:
+            for counts in results:
+                words.update(counts)
+                prune_words(words)
+        if not words:
+            raise ValueError(f"There is no text in {', '.join(path for path, _, _ in ranges) or 'no files'}; "
+                             f"give at least one file with text.")
+        return cls.from_words(words, vocab_size)
+
+    @classmethod
+    def from_words(cls, words, vocab_size):
+        """Learn from the counts of words, a Counter as `count_words` gives."""
+        return cls(range(256), learn_merges(words, vocab_size - 256 - len(SPECIAL_TOKENS)), SPECIAL_TOKENS)
+
+    @classmethod
+    def from_gpt2(cls, vocab_bpe, encoder_json):
+        """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
+        try:
+            with open(encoder_json, encoding="utf-8") as file:
+                vocab = json.load(file)
+            with open(vocab_bpe, encoding="utf-8") as file:
+                merges = file.read().split("\n")[1:]                    # the first line is the version
+            return cls.from_vocab(vocab, [line for line in merges if line], [END_OF_TEXT])
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{vocab_bpe} and {encoder_json} are not GPT-2's tokenizer files: {error}") from None
+
+    @classmethod
+    def from_vocab(cls, vocab, merges, special):
+        """vocab: {token in printable stand-ins: id}; merges: "left right" or [left, right] each. Checks all of it."""
+        if END_OF_TEXT not in special:
+            raise ValueError(f"it has no special token {END_OF_TEXT}.")
+        byte_of = {char: byte for byte, char in enumerate(byte_chars())}
+        names = sorted(vocab, key=vocab.get)
+        if [vocab[name] for name in names] != list(range(len(names))):
+            raise ValueError(f"the ids of its {len(names)} tokens are not 0 to {len(names) - 1}.")
+        if set(names[:256]) != set(byte_of):
+            raise ValueError("its first 256 tokens are not the 256 bytes.")
+        merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
+        if ["".join(merge) for merge in merges] != names[256:256 + len(merges)] or names[256 + len(merges):] != special:
+            raise ValueError("its tokens are not the bytes, then the merges in order, then the special tokens.")
+        for i, merge in enumerate(merges):
+            if len(merge) != 2 or not all(vocab.get(part, len(names)) < 256 + i for part in merge):
+                raise ValueError(f"merge {i} does not join two earlier tokens.")
+        return cls([byte_of[name] for name in names[:256]], [(vocab[a], vocab[b]) for a, b in merges], special)
+
+    def encode(self, text):
+        """str or bytes -> list of ids, never a special one; decode_bytes gives the same bytes back, whatever they are.
+        """
+        return array.array(self.encoder.typecode, self.encoder.pack(text)).tolist()
+
+    def decode_bytes(self, ids):
+        """Iterable of ids -> bytes; a special token gives its name."""
+        ids = [operator.index(token) for token in ids]
+        for token in ids and (min(ids), max(ids)):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"Token id {token} is out of range: this vocabulary has V = {self.vocab_size} tokens, "
+                                 f"0 to {self.vocab_size - 1}.")
+        return b"".join([self.tokens[token] for token in ids])
+
+    def decode(self, ids):
+        """Iterable of ids -> str; bytes that are not UTF-8, as when a token ends inside a character, become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def encode_file(self, path, out, start=0, end=None, separator=True, processes=None, progress=None):
+        """Encode bytes [start, end) of a file into little-endian uint16 ids; returns how many were written.
+
+        out: a path, replaced when all is written, or a binary file. separator: lines that hold only <|endoftext|>, with
+        the empty lines around them, become the one id of <|endoftext|>, and the last document ends with it too; there
+        are no empty documents. Memory is bounded: chunks of 1 MiB (`find_cut` says where), on all cores or `processes`.
+        progress(done bytes, all bytes) is called after each chunk.
+        """
+        if self.vocab_size > 1 << 16:
+            raise ValueError(f"encode_file writes 16-bit ids, too few for a vocabulary of {self.vocab_size} tokens; "
+                             f"train one of at most {1 << 16}.")
+        if not hasattr(out, "write"):
+            with replace_file(out) as file:
+                return self.encode_file(path, file, start, end, separator, processes, progress)
+        chunks = find_chunks(*file_range(path, start, end), size=CHUNK)
+        boundary = array.array("H", [self.special[END_OF_TEXT]]).tobytes() if separator else None
+        count, last = 0, boundary
+        with contextlib.closing(run_chunks(("encode", boundary), chunks, self.encoder, processes, progress)) as results:
+            for ids in results:
+                if separator and last == boundary and ids[:2] == boundary:
+                    ids = ids[2:]               # a separator at the start of a chunk that ends no document
+                count, last = count + write_ids(ids, out), ids[-2:] or last
+        if separator and last != boundary:
+            count += write_ids(boundary, out)
+        return count
+
+    def save(self, path):
+        """Write a Hugging Face tokenizer.json, which `tokenizers` and `transformers` load with the same ids.
+
+        Their ByteLevel pre-tokenizer holds GPT-2's pattern. It is theirs that would find special tokens in a text.
+        """
+        chars = byte_chars()
+        names = ["".join([chars[byte] for byte in token]) for token in self.tokens[:256 + len(self.merges)]]
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        tokenizer = {
+            "version": "1.0", "truncation": None, "padding": None,
+            "added_tokens": [{"id": token, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+                              "normalized": False, "special": True} for name, token in self.special.items()],
+            "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                      "vocab": {name: token for token, name in enumerate([*names, *self.special])},
+                      "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}}
+        with replace_file(path) as file:
+            file.write(json.dumps(tokenizer, ensure_ascii=False, indent=1).encode())
+
+    @classmethod
+    def load(cls, path):
+        """Read a tokenizer.json; ValueError if the file is damaged or is of another kind than `save` writes."""
+        try:
+            with open(path, "rb") as file:
+                tokenizer = json.loads(file.read().decode("utf-8"))
+            model, pre = tokenizer["model"], tokenizer["pre_tokenizer"]
+            if model["type"] != "BPE" or tokenizer["normalizer"] or model.get("ignore_merges") or model.get("dropout"):
+                raise ValueError("it is no plain BPE without a normalizer.")
+            if pre["type"] != "ByteLevel" or pre["add_prefix_space"] or not pre.get("use_regex", True):
+                raise ValueError("its words are not GPT-2's.")
+            special = sorted(tokenizer["added_tokens"], key=lambda token: token["id"])
+            return cls.from_vocab(model["vocab"], model["merges"], [token["content"] for token in special])
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            reason = error if type(error) is ValueError else f"it is damaged or of another kind ({error!r})."
+            raise ValueError(f"{path} is not a tokenizer that tokenizer.py wrote: {reason}") from None
+
+
+def check_vocab_size(vocab_size):
+    least = 256 + len(SPECIAL_TOKENS)
+    if operator.index(vocab_size) < least:
+        raise ValueError(f"A vocabulary of {vocab_size} tokens is too small: 256 bytes and {len(SPECIAL_TOKENS)} "
+                         f"special tokens need at least {least}.")
+
+
+def write_ids(ids, out):
+    """Write ids packed in the machine's byte order as little-endian uint16 -> their number."""
+    ids = array.array("H", ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    out.write(ids.tobytes())
+    return len(ids)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6. Looking at it: the command line
+
+def visible(token):
+    r"""The bytes of a token as printable text: a byte that is no whole character as \xNN, a line end as \n, ..."""
+    return "".join(char if char.isprintable() and char != "\\" else
+                   f"\\x{ord(char) & 0xFF:02x}" if "\udc80" <= char <= "\udcff" else
+                   char.encode("unicode_escape").decode() if char.isascii() else f"\\u{ord(char):04x}"
+                   for char in to_str(token))
+
+
+def show(tokenizer, text):
+    """A text with a bar between its tokens; after a line end, which is shown as \\n, a new line begins."""
+    ids = tokenizer.encode(text)
+    tokens = [tokenizer.tokens[token] for token in ids]
+    shown = "".join(visible(token) + ("|\n" if token.endswith(b"\n") else "|") for token in tokens).rstrip("\n")[:-1]
+    size = sum(map(len, tokens))
+    return f"{shown}\n{len(ids)} tokens for {size} bytes, {size / max(len(ids), 1):.2f} bytes a token"
+
+
+def merge_tree(tokenizer, token, first="", rest=""):
+    """The tree of a token: each line a token, below it the two that were merged into it."""
+    kind = "special" if token in tokenizer.special.values() else "byte" if token < 256 else f"merge {token - 256 + 1}"
+    lines = [f'{first}"{visible(tokenizer.tokens[token])}"  id {token}, {kind}']
+    if kind.startswith("merge"):
+        left, right = list(tokenizer.merges)[token - 256]
+        lines += merge_tree(tokenizer, left, rest + "+-- ", rest + "|   ")
+        lines += merge_tree(tokenizer, right, rest + "+-- ", rest + "    ")
+    return lines
+
+
+def demo():
+    """Learn from this very file, in a moment, and show what was learned."""
+    tokenizer = Tokenizer.train_files([__file__], 640)
+    print(f"The first merges learned from {os.path.basename(__file__)}, most frequent first:")
+    print("  " + "  ".join(f'{i}: "{visible(tokenizer.tokens[i])}"' for i in range(256, 268)))
+    print("\nA sentence, with a bar between its tokens:\n")
+    print(show(tokenizer, "The tokenizer merges the most frequent pair of tokens, again and again."))
+    print("\nHow its longest word was put together:\n")
+    longest = max(range(256, 256 + len(tokenizer.merges)),
+                  key=lambda token: len(tokenizer.tokens[token]) * tokenizer.tokens[token].strip().isalpha())
+    print("\n".join(merge_tree(tokenizer, longest)))
+    print("\npython tokenizer.py --help says what else it does.")
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description="Byte-level BPE: train a tokenizer, encode, decode, look at tokens. "
+                                                 "Without a command: a small demonstration.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    train = commands.add_parser("train", help="learn a tokenizer from text files")
+    train.add_argument("files", nargs="+", metavar="FILE",
+                       help="text; lines that hold only <|endoftext|> separate documents")
+    train.add_argument("--vocab", type=int, default=4096, metavar="V",
+                       help="number of tokens: 256 bytes, merges, 4 special tokens (default: %(default)s)")
+    train.add_argument("--out", metavar="FILE", default="tokenizer.json", help="what to write (default: %(default)s)")
+    encode = commands.add_parser("encode", help="print the ids of a text")
+    decode = commands.add_parser("decode", help="print the text of ids")
+    decode.add_argument("ids", nargs="*", type=int, metavar="ID", help="ids; none: read them from standard input")
+    show_ = commands.add_parser("show", help="print a text with its token boundaries")
+    for command in encode, show_:
+        command.add_argument("text", metavar="TEXT",
+                             help="the text, or - for standard input (put -- before a text that begins with -)")
+    tree = commands.add_parser("tree", help="print the merge tree of a token")
+    tree.add_argument("token", metavar="TOKEN", help="an id, a special token, or a text whose tokens are all shown")
+    for command in encode, decode, show_, tree:
+        command.add_argument("--tokenizer", metavar="FILE", default="tokenizer.json",
+                             help="what to use (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def train_command(files, vocab_size, out):
+    if os.path.isdir(out) or not os.access(os.path.dirname(os.path.abspath(out)), os.W_OK):
+        raise ValueError(f"Cannot write {out}; give --out a file in a folder that exists and may be written to.")
+    started = time.monotonic()
+    tokenizer = Tokenizer.train_files(files, vocab_size)
+    tokenizer.save(out)
+    print(f"{out}: {tokenizer.vocab_size} tokens (256 bytes, {len(tokenizer.merges)} merges, {len(tokenizer.special)} "
+          f"special) learned from {sum(map(os.path.getsize, files)):,} bytes in {time.monotonic() - started:.1f} s")
+    if tokenizer.vocab_size < vocab_size:
+        print(f"Fewer than the {vocab_size} asked for: no other pair of tokens occurs twice in this text.")
+
+
+def run_command(arguments):
+    if arguments.command is None:
+        return demo()
+    if arguments.command == "train":
+        return train_command(arguments.files, arguments.vocab, arguments.out)
+    if not os.path.exists(arguments.tokenizer):
+        raise ValueError(f"There is no {arguments.tokenizer}; make one with: "
+                         f"python tokenizer.py train FILE... --out {arguments.tokenizer}")
+    tokenizer = Tokenizer.load(arguments.tokenizer)
+    if arguments.command == "decode":
+        data = tokenizer.decode_bytes(arguments.ids or map(int, sys.stdin.read().split()))
+        sys.stdout.buffer.write(data)           # the very bytes, so that any file comes back as it was
+        print(end="\n" if sys.stdout.isatty() else "")
+    elif arguments.command == "tree":
+        word = arguments.token
+        ids = ([tokenizer.special[word]] if word in tokenizer.special else
+               [int(word)] if word.isdecimal() and int(word) < tokenizer.vocab_size else
+               tokenizer.encode(os.fsencode(word)))
+        print("\n".join(line for token in ids for line in merge_tree(tokenizer, token)))
+    else:
+        text = sys.stdin.buffer.read() if arguments.text == "-" else os.fsencode(arguments.text)
+        print(show(tokenizer, text) if arguments.command == "show" else " ".join(map(str, tokenizer.encode(text))))
+
+
+def explain(error):
+    """The sentence of an error; Python's own text for a file begins with a number."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"Cannot use {os.fsdecode(error.filename)}: {error.strerror}."
+    return str(error)
+
+
+def main(argv=None):
+    arguments = parse_arguments(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
+    try:
+        run_command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(1)                                         # whoever read the output, such as `head`, has left
+    except (ValueError, OSError) as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(work() if sys.argv[1:] == [WORKER] else main())

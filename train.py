@@ -1,0 +1,618 @@
+"""train.py: pretraining.  Text in, a checkpoint folder out.
+
+    python train.py                          the small model on what data/ holds, or on the English inside Python itself
+    python train.py small --data play.txt    on your own text
+    python train.py --resume                 go on with an interrupted run, bit for bit as if it had never stopped
+    python train.py --plot out/small         draw the loss curves
+
+Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order of a run:
+
+    1. corpus      which files; the last part of each is held out for validation
+    2. tokens      files -> tokenizer -> data/*.bin, uint16, memory-mapped
+    3. batches     a pure function of (seed, step): no reader state, so a resumed run sees the same data
+    4. schedule    warmup and cosine
+    5. evaluation  validation loss in nats a token and bits a byte; samples
+    6. log         one line a step on the terminal, log.jsonl on disk
+    7. the run     accumulate, clip, AdamW, evaluate, save; signals; what stops it
+
+What it does not do: no shuffling of documents, no masks at document boundaries (the end-of-text token is what the model
+learns them from), no fine-tuning (sft.py).
+"""
+import argparse
+import ast
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+
+import model_cpu as engine_cpu
+import numpy as np
+from model_cpu import CONFIGS
+from tokenizer import END_OF_TEXT, SEPARATOR, Tokenizer, available_cores, replace_file
+
+
+@dataclasses.dataclass
+class Settings:
+    """What a run is: with the same settings, files and code, every loss is the same, bit for bit."""
+    preset: str
+    steps: int              # updates
+    batch_tokens: int       # tokens a step: W windows of the context's length
+    micro_batch: int        # windows a forward/backward
+    lr: float               # peak learning rate
+    warmup: int             # steps of linear warmup
+    decay: float            # AdamW's weight decay, on matrices
+    clip: float             # largest norm of the gradient
+    mtp_weight: float       # weight of the further prediction heads in the loss
+    seed: int
+    eval_every: int
+    save_every: int
+    threads: int            # slices of a batch, a core each: another number sums in another order
+    data: list              # the corpus files
+    tokens_key: str = ""    # fingerprint of corpus and tokenizer, filled in when the tokens are made
+
+
+# Chosen by short runs; the README's lab notes say what else was tried.
+DEFAULTS = {
+    "small": dict(steps=1000, batch_tokens=2048, lr=4e-3, warmup=50, eval_every=250, save_every=250),
+    "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
+    "big": dict(steps=6000, batch_tokens=262144, lr=6e-4, warmup=300, eval_every=500, save_every=500),
+}
+EVAL_TOKENS = 1 << 16           # an evaluation reads at most this many tokens of the validation part
+SAMPLE_TOKENS = 80
+PROMPTS = ("\n", "The ", "What is ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. The corpus
+# ---------------------------------------------------------------------------------------------------------------------
+def find_corpus(preset):
+    """The files to train on when none are named: what fetch_data.sh has brought, else the text inside Python."""
+    tiny = os.path.join("data", "tiny.txt")
+    fetched = [os.path.join("data", name) for name in sorted(os.listdir("data")) if re.match(r"(books|web).*\.txt$", name)
+               ] if os.path.isdir("data") else []
+    if preset != "small" and fetched:
+        return fetched
+    if os.path.exists(tiny):
+        return [tiny]
+    path = os.path.join("data", "python-{}.{}.txt".format(*sys.version_info))
+    if not os.path.exists(path):
+        print("No corpus in data/ (./fetch_data.sh brings one): taking the English that ships inside Python.", flush=True)
+        write_python_corpus(path)
+    return [path]
+
+
+def write_python_corpus(path):
+    """About 2 MB of English that every interpreter carries: the language reference (pydoc_data.topics) and the docstrings
+    of the standard library.  Prose paragraphs only, each once; a document a topic or module."""
+    import pydoc_data.topics
+    library = os.path.dirname(os.__file__)
+    documents, seen = [text for _, text in sorted(pydoc_data.topics.topics.items())], set()
+    for folder, folders, names in os.walk(library):
+        folders[:] = sorted(set(folders) - {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"})
+        for name in sorted(names):
+            if name.endswith(".py"):
+                with contextlib.suppress(SyntaxError, UnicodeDecodeError, ValueError), \
+                        open(os.path.join(folder, name), encoding="utf-8") as file:
+                    nodes = [node for node in ast.walk(ast.parse(file.read())) if isinstance(
+                        node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
+                    documents.append("\n\n".join(ast.get_docstring(node) or "" for node in nodes))
+    kept = []
+    for document in documents:
+        prose = []
+        for paragraph in re.split(r"\n\s*\n", document):
+            paragraph = " ".join(paragraph.split())
+            letters = sum(char.isalpha() or char in " ,.;:'-" for char in paragraph)
+            if len(paragraph) >= 40 and letters > 0.9 * len(paragraph) and ">>>" not in paragraph and paragraph not in seen:
+                seen.add(paragraph)
+                prose.append(paragraph)
+        if prose:
+            kept.append("\n\n".join(prose))
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with replace_file(path) as file:
+        file.write(f"\n\n{END_OF_TEXT}\n\n".join(kept).encode())
+
+
+def split_point(path):
+    """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB and at most 10%, cut at the
+    document boundary nearest to that, else at the nearest line.  Everything before is for training, so no document is
+    in both parts."""
+    size = os.path.getsize(path)
+    wanted = min(max(size // 100, 100_000), size // 10)
+    low = size - size // 10                         # the cut may move within the last 10%
+    with open(path, "rb") as file:
+        file.seek(low)
+        tail = file.read()
+    ends = [match.end() for match in SEPARATOR.finditer(tail)] or [match.end() for match in re.finditer(rb"\n", tail)]
+    ends = [end for end in ends if end < len(tail)] or [len(tail) - wanted]
+    return low + min(ends, key=lambda end: abs(len(tail) - wanted - end))
+
+
+def check_corpus(paths):
+    """ValueError, in one sentence, for files that cannot be a corpus."""
+    for path in paths:
+        if not os.path.isfile(path):
+            raise ValueError(f"{path} is not a file; --data takes text files.")
+        with open(path, "rb") as file:
+            start = file.read(8192)
+        if not start:
+            raise ValueError(f"{path} is empty; there is nothing to learn from it.")
+        if b"\0" in start:
+            raise ValueError(f"{path} is a binary file (it holds NUL bytes); --data takes text files.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Tokens
+# ---------------------------------------------------------------------------------------------------------------------
+def show_progress(what):
+    """-> progress(done, total) that shows a percentage on a terminal, and nothing elsewhere."""
+    start = time.monotonic()
+
+    def progress(done, total):
+        if sys.stderr.isatty() and total:
+            seconds = time.monotonic() - start
+            end = "\n" if done >= total else ""
+            print(f"\r{what} {100 * done / total:3.0f}%  {done / 1e6 / max(seconds, 1e-9):.1f} MB/s  "
+                  f"{seconds * (total - done) / max(done, 1):.0f} s left \033[K", end=end, file=sys.stderr, flush=True)
+    return progress
+
+
+def file_hash(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def prepare(paths, vocab):
+    """Corpus -> (tokenizer, train, val, key).  train and val: uint16 token ids, memory-mapped.
+
+    What is made is kept in data/, named by a fingerprint of the contents, and made only once."""
+    check_corpus(paths)
+    content = "".join(file_hash(path) for path in paths)
+    corpus_key = hashlib.sha256(f"{content} {vocab}".encode()).hexdigest()[:12]
+    cuts = [(path, split_point(path), os.path.getsize(path)) for path in paths]
+    os.makedirs("data", exist_ok=True)
+    tokenizer_path = os.path.join("data", f"tokenizer-{vocab}-{corpus_key}.json")
+    if not os.path.exists(tokenizer_path):
+        print(f"Training a tokenizer of {vocab} tokens on {', '.join(paths)}.", flush=True)
+        Tokenizer.train_files([(path, 0, cut) for path, cut, _ in cuts], vocab,
+                              progress=show_progress("tokenizer")).save(tokenizer_path)
+    tokenizer = Tokenizer.load(tokenizer_path)
+    key = hashlib.sha256(f"{corpus_key} {file_hash(tokenizer_path)}".encode()).hexdigest()[:12]
+    parts = []
+    for part in ("train", "val"):
+        path = os.path.join("data", f"{part}-{key}.bin")
+        if not os.path.exists(path):
+            with replace_file(path) as file:
+                for source, cut, size in cuts:
+                    start, end = (0, cut) if part == "train" else (cut, size)
+                    tokenizer.encode_file(source, file, start, end, progress=show_progress(f"{part} tokens"))
+        parts.append(np.memmap(path, np.dtype("<u2"), mode="r") if os.path.getsize(path) else np.zeros(0, "<u2"))
+    return tokenizer, parts[0], parts[1][:1_000_000], key
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Batches: a pure function of (seed, step)
+# ---------------------------------------------------------------------------------------------------------------------
+def window_count(size, T, K):
+    """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a grid that
+    may be shifted by up to T-1 tokens."""
+    if size < T + K:
+        raise ValueError(f"the corpus is too short: its training part has {size} tokens, fewer than the {T + K} of one "
+                         f"window.")
+    return max(1, (size - K - T + 1) // T)
+
+
+@functools.lru_cache(maxsize=4)
+def epoch_order(seed, epoch, size, T, K):
+    """-> (first tokens of the epoch's windows, in the epoch's random order)."""
+    rng, count = np.random.default_rng([seed, epoch]), window_count(size, T, K)
+    shift = rng.integers(0, min(T, size - K - count * T + 1))
+    return shift + T * rng.permutation(count)
+
+
+def window_starts(seed, step, windows, size, T, K):
+    """Step s (from 0) takes windows s*W to (s+1)*W-1 of the epochs' orders laid end to end."""
+    count = window_count(size, T, K)
+    return [int(epoch_order(seed, i // count, size, T, K)[i % count])
+            for i in range(step * windows, (step + 1) * windows)]
+
+
+def get_batch(tokens, starts, T, K):
+    """-> inputs (W,T) and targets (W,T+K-1): the target of head k at position t is the token at t+1+k."""
+    windows = np.stack([tokens[start:start + T + K] for start in starts]).astype(np.int64)
+    return windows[:, :T], windows[:, 1:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. The schedule
+# ---------------------------------------------------------------------------------------------------------------------
+def learning_rate(step, s):
+    """Linear warmup to s.lr, then a cosine down to a tenth of it (Loshchilov & Hutter 2017).  step counts from 0."""
+    if step < s.warmup:
+        return s.lr * (step + 1) / s.warmup
+    progress = (step - s.warmup) / max(1, s.steps - 1 - s.warmup)
+    return s.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Evaluation and samples
+# ---------------------------------------------------------------------------------------------------------------------
+def token_bytes(tokenizer):
+    """(V,) how many bytes of text each id stands for; a special token is no text, 0."""
+    special = set(tokenizer.special.values())
+    return np.array([0 if i in special else len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
+
+
+def evaluate(model, tokenizer, val, micro_batch):
+    """-> (nats a token, bits a byte) of head 0 on the first EVAL_TOKENS of val, in windows side by side; None if val
+    has not even K+1 tokens.  Bits a byte do not depend on the tokenizer, so models can be compared by them."""
+    K, T = model.config.predict, min(model.config.context, len(val) - model.config.predict)
+    if T < 1:
+        return None
+    starts = [i * T for i in range(min(EVAL_TOKENS, len(val) - K) // T)]
+    nats, counted, sizes = 0.0, 0, token_bytes(tokenizer)
+    size = 0
+    for i in range(0, len(starts), micro_batch):
+        inputs, targets = get_batch(val, starts[i:i + micro_batch], T, K)
+        nats += float(model.forward(inputs, targets)[0]) * inputs.size
+        counted += inputs.size
+        size += int(sizes[targets[:, :T]].sum())
+    return nats / counted, nats / math.log(2) / max(size, 1)
+
+
+def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
+    """prompt and its continuation, as text."""
+    ids = tokenizer.encode(prompt)
+    stream = engine_cpu.generate(model, ids, temperature=0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size)
+    for _, token in zip(range(length), stream):
+        if token == tokenizer.special[END_OF_TEXT]:
+            break
+        ids.append(token)
+    return tokenizer.decode(ids)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. The log
+# ---------------------------------------------------------------------------------------------------------------------
+class Log:
+    """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for step s drops
+    what is later than s, so that the log of a resumed run has each step once.  The file is locked against a second run
+    in the same folder."""
+    def __init__(self, folder, step):
+        self.path = os.path.join(folder, "log.jsonl")
+        self.file = open(self.path, "a+", encoding="utf-8")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{folder} is in use by another run of train.py; choose another folder with --out.") from None
+        self.file.seek(0)
+        kept = []
+        for line in self.file:
+            with contextlib.suppress(ValueError):           # the last line of a killed run may be cut short
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+        self.file.truncate(0)
+        self.file.write("".join(kept))
+        self.file.flush()
+
+    def write(self, **record):
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+
+def print_step(s, step, loss, bytes_per_token, lr, norm, tokens_per_second, last=False):
+    """The progress line: rewritten in place on a terminal; elsewhere every tenth step on a line of its own."""
+    left = (s.steps - step) * s.batch_tokens / tokens_per_second
+    line = (f"step {step:5d}/{s.steps}  loss {loss:7.4f}  {loss / math.log(2) / bytes_per_token:.3f} bits/byte  lr {lr:.2e}"
+            f"  norm {norm:6.2f}  {tokens_per_second:8,.0f} tokens/s  {int(left) // 60:d}:{int(left) % 60:02d} left")
+    if sys.stdout.isatty():
+        print(f"\r{line}\033[K", end="\n" if last else "", flush=True)
+    elif last or step % 10 == 0:
+        print(line, flush=True)
+
+
+def plot(folder):
+    """Draw folder/log.jsonl to folder/loss.png."""
+    path = os.path.join(folder, "log.jsonl")
+    if not os.path.exists(path):
+        raise ValueError(f"there is no {path} to draw.")
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
+    with open(path, encoding="utf-8") as file:
+        records = [json.loads(line) for line in file]
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    steps = [record for record in records if "loss" in record]
+    axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], linewidth=0.6, label="training")
+    evals = [record for record in records if "val_loss" in record]
+    axes.plot([r["step"] for r in evals], [r["val_loss"] for r in evals], "o-", markersize=3, label="validation")
+    axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(os.path.join(folder, "loss.png"), dpi=150, bbox_inches="tight")
+    print(f"Wrote {os.path.join(folder, 'loss.png')}.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. The run
+# ---------------------------------------------------------------------------------------------------------------------
+class Stop:
+    """Ctrl-C or SIGTERM asks for an end after the step under way; a second one leaves at once."""
+    def __init__(self):
+        self.signal = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask)
+
+    def ask(self, number, frame):
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+        os.write(1, b"\nFinishing this step, then saving; once more to leave at once.\n")     # print may be under way
+
+
+def training_step(model, tokens, s, step):
+    """One update on the batch of `step` (from 0) -> (losses (K,), norm of the gradient, learning rate)."""
+    T, K = model.config.context, model.config.predict
+    windows = s.batch_tokens // T
+    inputs, targets = get_batch(tokens, window_starts(s.seed, step, windows, len(tokens), T, K), T, K)
+    counted = engine_cpu.count_targets(targets, T, K)       # of the whole step, so micro-batches change only rounding
+    losses = np.zeros(K)
+    for i in range(0, windows, s.micro_batch):
+        last = i + s.micro_batch >= windows
+        losses += model.forward(inputs[i:i + s.micro_batch], targets[i:i + s.micro_batch], counted)
+        model.backward(last)
+    lr = learning_rate(step, s)
+    return losses, model.update(lr, decay=s.decay, clip=s.clip), lr
+
+
+def first_bad_tensor(model):
+    for what, views in (("gradient", model.grads), ("parameter", model.params)):
+        for name, view in views.items():
+            if not np.isfinite(view).all():
+                return f"the first {what} that is not finite is {name}"
+    return "all gradients are finite; the loss itself overflowed"
+
+
+def save(out, model, tokenizer, s, state):
+    """The checkpoint, with all that a resumed run needs to know."""
+    engine_cpu.save(out, model, tokenizer, {**state, "settings": dataclasses.asdict(s)})
+
+
+def train(model, tokenizer, tokens, val, s, out, state, stop):
+    """Run from model.step to s.steps -> exit code.  state: {"tokens", "seconds"} spent so far."""
+    np.seterr(all="ignore")                             # a number that is not finite is looked for below, and named
+    log = Log(out, model.step)
+    bytes_per_token = max(token_bytes(tokenizer)[tokens[:1 << 20]].mean(), 1e-9)
+    began, first = time.monotonic(), model.step
+    while model.step < s.steps:
+        step = model.step
+        losses, norm, lr = training_step(model, tokens, s, step)
+        if not (np.isfinite(losses).all() and math.isfinite(norm)):
+            print(f"\nerror: step {step + 1} is not finite (loss {losses[0]}, gradient norm {norm}): {first_bad_tensor(model)}. "
+                  f"The update was not made; {out} keeps its last checkpoint. Try a lower --lr.", file=sys.stderr)
+            return 1
+        step += 1
+        state["tokens"] += s.batch_tokens
+        seconds = time.monotonic() - began
+        log.write(step=step, loss=float(losses[0]), losses=[float(loss) for loss in losses], lr=lr, grad_norm=float(norm),
+                  tokens=state["tokens"], seconds=round(state["seconds"] + seconds, 3))
+        evaluating = step % s.eval_every == 0 or step == s.steps
+        print_step(s, step, losses[0], bytes_per_token, lr, norm, (step - first) * s.batch_tokens / seconds,
+                   last=evaluating or stop.signal)
+        if evaluating and (result := evaluate(model, tokenizer, val, s.micro_batch)):
+            log.write(step=step, val_loss=result[0], val_bpb=result[1])
+            print(f"           validation loss {result[0]:.4f}, {result[1]:.4f} bits/byte")
+            print("           " + repr(sample_text(model, tokenizer, PROMPTS[0], s.seed))[1:-1], flush=True)
+        if step % s.save_every == 0 or step == s.steps or stop.signal:
+            os.fsync(log.file.fileno())
+            save(out, model, tokenizer, s, {**state, "seconds": state["seconds"] + time.monotonic() - began})
+        if stop.signal and step < s.steps:
+            print(f"Saved {out} at step {step}. Go on with: python train.py {s.preset} --resume --out {out}")
+            return 128 + stop.signal
+    print(f"\nTrained {out}: {s.steps} steps, {state['tokens']:,} tokens. Three samples:")
+    for i, prompt in enumerate(PROMPTS):
+        print(f"--- {prompt!r}\n{sample_text(model, tokenizer, prompt, s.seed + i)}")
+    print(f"\nTalk to it: python chat.py --model {out}")
+    return 0
+
+
+def memory_plan(config, micro_batch, T, itemsize=4):
+    """Bytes by kind of the CPU engine: dict of name -> bytes."""
+    c, N = config, micro_batch * T
+    kept = 2 * c.dim + 2 + c.qkv_width + c.heads * T + c.dim + 2 * c.hidden + c.hidden
+    shared = 7 * c.dim + 4 * c.hidden + c.qkv_width + c.predict * (c.vocab + 1)
+    return {"parameters": itemsize * engine_cpu.param_count(c), "gradients": itemsize * engine_cpu.param_count(c),
+            "AdamW moments": 2 * itemsize * engine_cpu.param_count(c),
+            "activations": itemsize * N * (c.layers * kept + shared)}
+
+
+def dry_run(config, s):
+    print(f"{s.preset}: {engine_cpu.param_count(config):,} parameters, {s.steps} steps of {s.batch_tokens:,} tokens "
+          f"in micro-batches of {s.micro_batch} x {config.context}, {s.threads} threads")
+    plan = memory_plan(config, s.micro_batch, config.context)
+    for name, size in plan.items():
+        print(f"{name:>15} {size / 2**20:10.1f} MiB")
+    print(f"{'together':>15} {sum(plan.values()) / 2**20:10.1f} MiB")
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+    if free:
+        fixed = sum(plan.values()) - plan["activations"]
+        largest = max(0, int((free - fixed) // (plan["activations"] / s.micro_batch)))
+        print(f"Free memory is {free / 2**20:,.0f} MiB: the largest micro-batch is {largest}.")
+
+
+def check_patience(config, s):
+    """medium and big are for a GPU: time a few steps, and say how long the run would take here."""
+    model = engine_cpu.Model(config, s.seed, np.float32)
+    tokens = np.zeros((1, model.config.context), np.int64)
+    targets = np.zeros((1, model.config.context + model.config.predict - 1), np.int64)
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        model.forward(tokens, targets)
+        model.backward()
+        seconds.append(time.monotonic() - began)
+    rate = tokens.size * s.threads / min(seconds)
+    days = s.steps * s.batch_tokens / rate / 86400
+    raise ValueError(f"{s.preset} would take about {days:.1f} days on this CPU ({rate:,.0f} tokens/s): train it on an NVIDIA "
+                     f"GPU, train small instead, or say --device cpu to do it all the same.")
+
+
+def set_threads(argv):
+    """The threads here are slices of the batch, a core each, so BLAS must not start its own: its number of threads is
+    read when NumPy loads, hence the script starts itself anew with it set."""
+    wanted = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")}
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__), *argv], {**os.environ, **wanted})
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description="Pretrain a model.", epilog="Defaults depend on the preset: --dry-run "
+                                     "prints them.")
+    positive = number_type(int, lambda x: x >= 1, "a whole number of at least 1")
+    parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help="text files; documents may be separated by lines that "
+                        "hold only <|endoftext|> (default: data/tiny.txt, or the English inside Python)")
+    parser.add_argument("--out", metavar="DIR", help="the checkpoint folder (default out/PRESET)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--steps", type=positive, help="updates")
+    parser.add_argument("--batch-tokens", type=positive, help="tokens a step, a multiple of the context")
+    parser.add_argument("--micro-batch", type=positive, help="windows a forward/backward (default: about 4096 tokens)")
+    parser.add_argument("--lr", type=number_type(float, lambda x: 0 < x < math.inf, "a number above 0"), help="peak rate")
+    parser.add_argument("--warmup", type=number_type(int, lambda x: x >= 0, "a whole number of at least 0"), help="steps")
+    parser.add_argument("--decay", type=number_type(float, lambda x: 0 <= x < 1, "a number from 0 to 1"),
+                        help="weight decay (default 0.1)")
+    parser.add_argument("--clip", type=number_type(float, lambda x: x > 0, "a number above 0"),
+                        help="largest gradient norm (default 1)")
+    parser.add_argument("--mtp-weight", type=number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
+                        help="weight of the further prediction heads")
+    parser.add_argument("--seed", type=number_type(int, lambda x: x >= 0, "a whole number of at least 0"),
+                        help="of initial weights and batches (default 0)")
+    parser.add_argument("--eval-every", type=positive, metavar="STEPS")
+    parser.add_argument("--save-every", type=positive, metavar="STEPS")
+    parser.add_argument("--threads", type=positive, help="cores to use (default: all)")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--dry-run", action="store_true", help="print parameters and memory, then stop")
+    parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
+    return parser.parse_args(argv)
+
+
+def number_type(kind, good, what):
+    """An argparse type: a number of the kind that satisfies `good`, or one sentence that says `what` it must be."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not good(value):
+            raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
+        return value
+    return parse
+
+
+def given_settings(args):
+    """The options on the command line that are settings of the run, as a dict."""
+    given = {name: value for name, value in vars(args).items() if name in Settings.__annotations__ and value is not None}
+    if args.data:
+        given["data"] = [os.path.normpath(path) for path in args.data]
+    return given
+
+
+def make_settings(args, preset, config):
+    """Settings from the defaults of the preset and the options given."""
+    chosen = dict(DEFAULTS[preset], preset=preset, decay=0.1, clip=1.0, seed=0, mtp_weight=config.mtp_weight, data=None)
+    chosen.update(given_settings(args))
+    windows = chosen["batch_tokens"] // config.context
+    if chosen["batch_tokens"] % config.context or not windows:
+        raise ValueError(f"--batch-tokens {chosen['batch_tokens']} is not a multiple of the context, {config.context}.")
+    chosen.setdefault("micro_batch", min(windows, max(1, 4096 // config.context)))
+    chosen["micro_batch"] = min(chosen["micro_batch"], windows)
+    chosen.setdefault("threads", min(available_cores(), chosen["micro_batch"]))
+    return Settings(**chosen)
+
+
+def resume(args, out):
+    """-> (model, tokenizer, settings, state) of the run in `out`.  Options that differ from the run's are an error."""
+    if not os.path.exists(os.path.join(out, "config.json")):
+        raise ValueError(f"there is nothing to resume in {out}: it holds no checkpoint. Start a run without --resume.")
+    try:
+        s = Settings(**engine_cpu.load_state(out)["settings"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{out} was not written by train.py, so there is nothing to resume ({error}).") from None
+    for name, value in given_settings(args).items():
+        recorded = getattr(s, name)
+        if value != recorded:
+            option = "the preset" if name == "preset" else "--" + name.replace("_", "-")
+            raise ValueError(f"the run in {out} has {option} {recorded}, not {value}: a resumed run keeps its settings. Leave "
+                             f"the option out, or start a new run with another --out.")
+    model, tokenizer = engine_cpu.load(out, engine_cpu, {"dtype": np.float32, "threads": s.threads})
+    return model, tokenizer, s, engine_cpu.load_state(out, model)
+
+
+def set_aside(out):
+    """A new run never overwrites an old one: the folder is renamed."""
+    if os.path.exists(os.path.join(out, "config.json")):
+        number = 1
+        while os.path.exists(f"{out}.{number}"):
+            number += 1
+        os.rename(out, f"{out}.{number}")
+        print(f"{out} held an earlier run: it is now {out}.{number}.")
+
+
+def main(argv):
+    args = parse_arguments(argv)
+    if args.plot:
+        return plot(args.plot)
+    set_threads(argv)
+    preset = args.preset or "small"
+    out = args.out or os.path.join("out", preset)
+    if args.resume:
+        model, tokenizer, s, state = resume(args, out)
+        if model.step >= s.steps:
+            print(f"The run in {out} is finished: {model.step} of {s.steps} steps.")
+            return 0
+        _, tokens, val, key = prepare(s.data, model.config.vocab)
+        if key != s.tokens_key:
+            raise ValueError(f"the corpus {', '.join(s.data)} has changed since the run in {out} began.")
+        print(f"Resuming {out} at step {model.step} of {s.steps}.")
+    else:
+        config = CONFIGS[preset]
+        s = make_settings(args, preset, config)
+        config = dataclasses.replace(config, mtp_weight=s.mtp_weight)
+        if args.dry_run:
+            return dry_run(config, s)
+        if preset != "small" and args.device == "auto":
+            check_patience(config, s)
+        s.data = s.data or find_corpus(preset)
+        tokenizer, tokens, val, s.tokens_key = prepare(s.data, config.vocab)
+        window_count(len(tokens), config.context, config.predict)
+        model = engine_cpu.Model(config, s.seed, np.float32, s.threads)
+        state = {"tokens": 0, "seconds": 0.0}
+        set_aside(out)
+        save(out, model, tokenizer, s, state)           # so that there is something to resume from the first moment on
+        print(f"{preset}: {engine_cpu.param_count(config):,} parameters, {s.steps} steps of {s.batch_tokens:,} tokens, "
+              f"{s.threads} threads; corpus {', '.join(s.data)}: {len(tokens):,} tokens to train on, {len(val):,} to validate.",
+              flush=True)
+    return train(model, tokenizer, tokens, val, s, out, state, Stop())
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError, MemoryError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
