@@ -278,7 +278,7 @@ class Encoder(dict):
         while heap:
             made, p = divmod(heapq.heappop(heap), n)
             q = after[p]
-            if ids[p] == -1 or get((ids[p], ids[q])) != made:
+            if get((ids[p], ids[q])) != made:
                 continue                                        # this pair is gone since it was put into the heap
             o, r = before[p], after[q]
             ids[p], ids[q] = made, -1
@@ -295,7 +295,8 @@ class Encoder(dict):
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Files: documents, chunks, processes
 
-SEPARATOR = re.compile(rb"^<\|endoftext\|>\r?$", re.MULTILINE)
+# ^<\|endoftext\|>\r?$ with the line's start looked for last: what begins with plain bytes is found much faster.
+SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
 
 
 def split_documents(data):

@@ -2,6 +2,7 @@
 
     python tests/bench.py tokenizer
     python tests/bench.py cpu
+    python tests/bench.py train --peer  # on an NVIDIA GPU
     python tests/bench.py euler         # of the model in out/small
 
 Every row is the best of some rounds; a round runs all rows once, so that a busy machine slows ours and the peers alike.
@@ -41,7 +42,8 @@ def bench_tokenizer(arguments):
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "text.txt"
-        with (lzma.open if arguments.text.suffix == ".xz" else open)(arguments.text, "rb") as file, open(path, "wb") as out:
+        unpack = lzma.open if arguments.text.suffix == ".xz" else open
+        with unpack(arguments.text, "rb") as file, open(path, "wb") as out:
             shutil.copyfileobj(file, out)
         size = path.stat().st_size / 1e6
         text = path.read_bytes().decode("utf-8", "replace")
@@ -90,15 +92,16 @@ def train_peer(tokenizers, path):
     peer = tokenizers.Tokenizer(tokenizers.models.BPE())
     peer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    peer.train([str(path)], tokenizers.trainers.BpeTrainer(vocab_size=4096, initial_alphabet=alphabet, show_progress=False))
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=4096, initial_alphabet=alphabet, show_progress=False)
+    peer.train([str(path)], trainer)
 
 
 def tiktoken_gpt2(tiktoken, vocab_bpe, encoder_json):
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    return tiktoken.Encoding("gpt2", mergeable_ranks=data_gym_to_mergeable_bpe_ranks(str(vocab_bpe), str(encoder_json)),
-                             pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-                             special_tokens={"<|endoftext|>": 50256})
+    ranks = data_gym_to_mergeable_bpe_ranks(str(vocab_bpe), str(encoder_json))
+    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+    return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -198,6 +201,177 @@ def bench_euler(arguments):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# train: a training step of a model on the GPU, where its time goes, and PyTorch's beside it
+
+# How many times a kernel moves each of its array arguments through memory, in their order (0: small, or stays in cache).
+TRAFFIC = {
+    "embedding_forward": (2, 1, 0), "embedding_backward": (2, 1, 1, 1), "rmsnorm_forward": (1, 1, 1, 1, 1, 0),
+    "rmsnorm_backward": (2, 2, 1, 1, 1, 0), "column_sum": (0, 1), "rope": (2, 0, 0), "swiglu_forward": (1, 1),
+    "swiglu_backward": (2, 2), "cross_entropy": (2, 1, 1, 0), "cross_entropy_sum": (0, 1, 0), "sum_of_squares": (0, 1),
+    "gradient_norm": (0, 1), "adamw": (2, 1, 2, 2, 2, 0), "softmax_forward": (2,), "softmax_backward": (2, 1)}
+
+
+def step_flops(config, tokens, T):
+    """Of one step, by the usual count: 6 a parameter and token in products (the embedding is none), and causal attention."""
+    from model_cpu import param_count
+    products = 6 * (param_count(config, decayed_only=True) - config.vocab * config.dim)
+    return tokens * (products + 6 * config.layers * config.dim * T)
+
+
+def seconds_of(cupy, function, calls):
+    """Seconds of GPU time of one of `calls` calls that follow each other."""
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(start, end) / 1e3 / calls
+
+
+def ceilings(cupy, model_gpu, gpu):
+    """(FLOP/s of an 8192-cube product in the model's precision, bytes/s of a copy), the best of three rounds."""
+    import numpy as np
+    size = 8192
+    random = np.random.default_rng(0).standard_normal((size, size), np.float32)     # zeros would run faster
+    a, b, out = (cupy.asarray(random) for _ in range(3))
+    if gpu.real == np.uint16:
+        a, b, out = ((x.view(np.uint32) >> 16).astype(np.uint16) for x in (a, b, out))
+    product = min(seconds_of(cupy, lambda: model_gpu.product(gpu, out, a, b, transpose_b=True), 10) for _ in range(3))
+    del a, b, out
+    x, y = cupy.zeros(1 << 30, np.float32), cupy.empty(1 << 30, np.float32)
+    copy = min(seconds_of(cupy, lambda: cupy.copyto(y, x), 5) for _ in range(3))
+    return 2 * size ** 3 / product, 2 * x.nbytes / copy
+
+
+def record_launches(cupy, model_gpu, model, step):
+    """Run one step with an event before and after every launch: [(name, seconds, bytes, FLOPs)]."""
+    c, launch, product, records = model.config, model.gpu.launch, model_gpu.product, []
+
+    def record(function, name, moved, flops):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        function()
+        end.record()
+        records.append((name, start, end, moved, flops))
+
+    def timed_launch(name, grid, threads, *args, shared=0):
+        arrays = [arg for arg in args if isinstance(arg, cupy.ndarray)]
+        moved = sum(count * array.nbytes for count, array in zip(TRAFFIC.get(name, ()), arrays))
+        if name == "rope":
+            moved = moved * (c.heads + c.kv_heads) // (c.heads + 2 * c.kv_heads)    # v does not turn
+        flops = 0
+        if name.startswith("flash"):
+            B, T = grid[1], int(args[-3])
+            products = 2 if "forward" in name else 3 if "dq" in name else 4
+            flops = products * B * c.heads * T * T * c.head_dim                     # half of T x T, 2 a product
+        record(lambda: launch(name, grid, threads, *args, shared=shared), name, moved, flops)
+
+    def timed_product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
+        kind = "weight" if transpose_a else "forward" if transpose_b else "input"
+        M, N, K = *out.shape[-2:], a.shape[-2] if transpose_a else a.shape[-1]
+        record(lambda: product(gpu, out, a, b, transpose_a, transpose_b, add), f"product {kind} {N}x{M if kind == 'weight' else K}",
+               0, 2 * M * N * K * (len(out) if out.ndim == 3 else 1))
+
+    model.gpu.launch, model_gpu.product = timed_launch, timed_product
+    try:
+        step()
+    finally:
+        model.gpu.launch, model_gpu.product = launch, product
+    cupy.cuda.Device().synchronize()
+    return [(name, cupy.cuda.get_elapsed_time(start, end) / 1e3, moved, flops) for name, start, end, moved, flops in records]
+
+
+def print_breakdown(records, peak, bandwidth):
+    """A row for each kernel: calls, time, what it moved or computed, and how much of the card's limit that is."""
+    rows = {}
+    for name, seconds, moved, flops in records:
+        row = rows.setdefault(name, [0, 0.0, 0, 0])
+        for i, value in enumerate((1, seconds, moved, flops)):
+            row[i] += value
+    total = sum(row[1] for row in rows.values())
+    print(f"\n  {'kernel':34s} {'calls':>5s} {'ms':>8s} {'share':>6s}")
+    for name, (calls, seconds, moved, flops) in sorted(rows.items(), key=lambda item: -item[1][1]):
+        limit = (f"{flops / seconds / 1e12:6.0f} TFLOP/s {flops / seconds / peak:5.0%}" if flops else
+                 f"{moved / seconds / 1e9:6.0f} GB/s    {moved / seconds / bandwidth:5.0%}" if moved else "")
+        print(f"  {name:34s} {calls:5d} {1e3 * seconds:8.3f} {seconds / total:6.1%} {limit}")
+    print(f"  {'sum':34s} {len(records):5d} {1e3 * total:8.3f}")
+
+
+def bench_train(arguments):
+    """One training step: milliseconds, tokens/s, TFLOP/s, memory, launches; by kernel; and the PyTorch twin's."""
+    import dataclasses
+
+    import numpy as np
+
+    import model_gpu
+    from model_cpu import CONFIGS
+
+    reason = model_gpu.why_no_gpu()
+    if reason:
+        raise ValueError(reason)
+    import cupy
+    B, T = arguments.batch, arguments.context
+    config = dataclasses.replace(CONFIGS[arguments.model], context=T)
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, config.vocab, (B, T)), rng.integers(0, config.vocab, (B, T + config.predict - 1))
+    pool = cupy.get_default_memory_pool()
+    model = model_gpu.Model(config, precision=arguments.precision, attention=arguments.attention, matmul=arguments.matmul,
+                            micro_batch=B)
+
+    def ours():
+        model.forward(tokens, targets)
+        model.backward()
+        model.update(3e-4)
+
+    steps = {"ours": ours}
+    for _ in range(3):
+        ours()
+    cupy.cuda.Device().synchronize()
+    memory = {"ours": pool.used_bytes()}
+    flops, peaks = step_flops(config, B * T, T), ceilings(cupy, model_gpu, model.gpu)
+    pool.free_all_blocks()
+    if arguments.peer is not None:
+        try:
+            import torch
+        except ImportError:
+            raise ValueError("--peer needs PyTorch: pip install -r tests/peers/requirements.txt.")
+        sys.path.insert(0, str(ROOT / "tests" / "peers"))
+        import torch_twin
+        torch.set_float32_matmul_precision("highest" if arguments.precision == "fp32" else "high")
+        host = {name: cupy.asnumpy(array) for name, array in model.params.items()}
+        for name in arguments.peer or ["compiled"]:
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            twin = torch_twin.Twin(config, host).to("cuda")
+            step = torch_twin.make_step(twin, torch.from_numpy(tokens).to("cuda"), torch.from_numpy(targets).to("cuda"),
+                                        name == "compiled", torch.bfloat16 if arguments.precision == "bf16" else None)
+            for _ in range(4):
+                step()
+            torch.cuda.synchronize()
+            steps[f"peer: PyTorch {name}"] = step
+            memory[f"peer: PyTorch {name}"] = torch.cuda.max_memory_allocated() - before
+
+    def ten(step):
+        def run():
+            for _ in range(10):
+                step()
+            cupy.cuda.Device().synchronize()
+        return run
+
+    times = best_times({name: ten(step) for name, step in steps.items()}, arguments.rounds)
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    print(f"training step, {arguments.model}, B {B} x T {T}, {arguments.precision}, {name}: ten steps a round, best of "
+          f"{arguments.rounds}; 8192-cube product {peaks[0] / 1e12:.0f} TFLOP/s, copy {peaks[1] / 1e12:.2f} TB/s")
+    for name, seconds in times.items():
+        seconds /= 10
+        ratio = f"  ours is {10 * seconds / times['ours']:.2f} x as fast" if name != "ours" else ""
+        print(f"  {name:24s} {1e3 * seconds:8.2f} ms  {B * T / seconds:10,.0f} tokens/s  {flops / seconds / 1e12:5.0f} TFLOP/s "
+              f"({flops / seconds / peaks[0]:.0%})  {memory[name] / 2 ** 30:6.2f} GiB{ratio}")
+    print_breakdown(record_launches(cupy, model_gpu, model, ours), *peaks)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -210,6 +384,16 @@ def main():
     command.add_argument("--batch", type=int, default=16)
     command.add_argument("--rounds", type=int, default=15)
     command.set_defaults(run=bench_cpu)
+    command = commands.add_parser("train", help="a training step on the GPU, by kernel, against PyTorch")
+    command.add_argument("--model", choices=("small", "medium", "big"), default="big")
+    command.add_argument("--batch", type=int, default=64)
+    command.add_argument("--context", type=int, default=512)
+    command.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
+    command.add_argument("--attention", choices=("flash", "naive"), default="flash")
+    command.add_argument("--matmul", choices=("cublas", "ours"), default="cublas")
+    command.add_argument("--peer", nargs="*", choices=("eager", "compiled"), help="PyTorch beside it (default compiled)")
+    command.add_argument("--rounds", type=int, default=5)
+    command.set_defaults(run=bench_train)
     command = commands.add_parser("euler", help="half steps, Heun's method: is a trained layer a solver's step?")
     command.add_argument("--model", default="out/small")
     command.set_defaults(run=bench_euler)

@@ -414,6 +414,13 @@ def test_an_interrupt_leaves_no_process_and_no_file(tokenizer, large, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_worker_that_dies_is_one_sentence(tokenizer, large, tmp_path, monkeypatch):
+    monkeypatch.setattr(tk, "WORKER", "--unknown")
+    with pytest.raises(OSError, match="ended early, with exit code 2"):
+        tokenizer.encode_file(large, tmp_path / "out.bin", processes=2)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_script_from_standard_input_may_use_processes(tokenizer, large, tmp_path):
     tokenizer.save(tmp_path / "t.json")
     script = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tokenizer import Tokenizer\n"
@@ -537,9 +544,11 @@ def test_the_demonstration(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["train", "missing.txt"], "missing.txt"), (["train", "empty.txt"], "no text in"), (["train", "binary"], "NUL bytes"),
+    (["train", "missing.txt"], "missing.txt"), (["train", "empty.txt"], "no text in"),
+    (["train", "binary"], "NUL bytes"),
     (["train", "."], "not a file"), (["train", "text.txt", "--vocab", "259"], "at least 260"),
-    (["train", "text.txt", "--out", "no/such/folder.json"], "no/such/folder.json"), (["encode", "x"], "tokenizer.py train"),
+    (["train", "text.txt", "--out", "no/such/folder.json"], "no/such/folder.json"),
+    (["encode", "x"], "tokenizer.py train"),
     (["show", "x", "--tokenizer", "text.txt"], "text.txt is not a tokenizer"), (["decode", "1", "x"], "invalid int"),
     (["decode", "72", "260", "--tokenizer", "tiny.json"], "260"), (["decode", "--unknown"], "unrecognized"),
 ])

@@ -22,7 +22,7 @@ T = 70                                              # more than one block of att
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     before = torch.get_num_threads()
-    torch.set_num_threads(1)                        # on shared cores, threads of such small products wait for each other
+    torch.set_num_threads(1)                        # on shared cores, threads of such small products only wait
     yield
     torch.set_num_threads(before)
 
@@ -142,9 +142,10 @@ def folder(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("checkpoint"))
     model = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32)
     rng = np.random.default_rng(0)
-    for weight in model.params.values():            # matrices thrice as wide as at the start, gains between 0.8 and 1.2
+    for weight in model.params.values():            # matrices thrice as wide as at the start, gains 0.8 to 1.2
         weight *= 3 if weight.ndim == 2 else rng.uniform(0.8, 1.2, weight.shape)
-    text = " ".join(str(n) for n in range(300)) + " the cat's mat, we'll see; déjà vu! Grüße\n\tan alle, 猫 and dog. " * 20
+    text = " the cat's mat, we'll see; déjà vu! Grüße\n\tan alle, 猫 and dog. " * 20
+    text += " ".join(str(n) for n in range(300))
     model_cpu.save(path, model, Tokenizer.train([text], 400), {})
     return path
 
@@ -212,23 +213,30 @@ def test_greedy_generation_is_the_same(folder, prompt):
 
 TEXTS = {
     "English": "The cat's mat -- we'll see if they've gone, 'twas I'd said; O'Neill's IT'S.\n\n\tIndented\r\n  twice  \n",
-    "multilingual": "Grüße, déjà vu; Ελληνικά ἀρχή; Русский; العربية بِسْمِ; עברית; हिन्दी नमस्ते; ไทย; 日本語カナ; 한국어; ½ Ⅷ ² ٣",
-    "controls": "".join(map(chr, range(32))) + "\x7f\x85\xa0\u1680\u2000\u200b\u2028\u2029\u202f\u205f\u3000\ufeff" + " a\x1c b\x1f c",
+    "multilingual": "Grüße, déjà vu; Ελληνικά ἀρχή; Русский;"
+                    " العربية بِسْمِ; עברית; हिन्दी नमस्ते; ไทย; 日本語カナ; 한국어; ½ Ⅷ ² ٣",
+    "controls": "".join(map(chr, range(32))) + " a\x1c b\x1f c",
+    "white space": "\x7f\x85\xa0\u1680\u2000\u200b\u2028\u2029\u202f\u205f\u3000\ufeff a\u2003 b\xa0",
     "emoji": "👍🏽 👩‍👩‍👧‍👦 🇩🇪🇫🇷 ☃️ 1️⃣ 🏴\U000e0067\U000e0062\U000e007f x🙂y",
     "spaces": " " * 100 + "x" + " " * 33 + "\n" * 20 + "y \t \n z" + " " * 7,
     "digits": "1234567890" * 20 + " 3.14159,2,000,000 1e-05 0x1F 2026-01-31",
     "one": "a", "space": " ", "empty": "", "combining": "e\u0301 n\u0303 \u0301", "private": "\ue000\U0010ffff\ufffd"}
 
 
+def both_tokenizers(folder):
+    ours = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
+    return ours, transformers.AutoTokenizer.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_auto_tokenizer_gives_the_same_ids(folder, name):
-    ours, theirs = Tokenizer.load(os.path.join(folder, "tokenizer.json")), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = both_tokenizers(folder)
     ids = theirs(TEXTS[name])["input_ids"]
     assert list(ours.encode(TEXTS[name])) == ids
     assert ours.decode(ids) == theirs.decode(ids) == TEXTS[name]
 
 
 def test_end_of_text_and_vocabulary_agree(folder):
-    ours, theirs = Tokenizer.load(os.path.join(folder, "tokenizer.json")), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = both_tokenizers(folder)
     assert theirs.eos_token_id == ours.special["<|endoftext|>"] == load_llama(folder, torch.float32).config.eos_token_id
     assert len(theirs) == ours.vocab_size

@@ -27,10 +27,14 @@ CONTROLS = [char for char in ASSIGNED if unicodedata.category(char) in ("Cc", "C
 
 TEXTS = [
     "", " ", "\n", "Hello world", "I'd say they've won; don't we'll 'S 're''s!'s I'M IT'S", "a" * 5000, " " * 5000,
-    "9" * 5000, "\n" * 3000, "!?" * 2000, " \n" * 2000 + "x", "\r\n\r\n  \t\tx  \r\n", "ab" * 3000, "x" + " " * 999 + "y",
-    "Ŷŝ naïve café ČŽ ſ ß İi Ǆ ª º ʰ ﬁ", "Ελληνικά ΆΐΰΏ", "русский язык, Ѐѐ", "עברית מְנֻקָּד", "العربية ٠١٢٣ ۴۵۶", "हिन्दी १२३ क्षत्रिय", "ไทยภาษา ๑๒๓",
-    "한국어 한글", "日本語の文章。カタカナ 漢字 〇一二三", "中文，没有空格的句子。", "Tiếng Việt", "ქართული ᲐᲑ", "አማርኛ ፩፪፫", "தமிழ் ௧௨௩",
-    "👍🏽 👨‍👩‍👧 🇩🇪 ❤️ ☃ ©®™", "𝐀𝐁𝒞 𝟙𝟚 𐍈𐎀 𠀀𠀁 🂡", "1½²³Ⅷⅷ①⑳٣௰一", "\x00\x01\x1c\x1d\x1e\x1f\x7f\x80\x85\xa0\u180e\u200b\u2028\u2060\u3000\ufeff",
+    "9" * 5000, "\n" * 3000, "!?" * 2000,
+    " \n" * 2000 + "x", "\r\n\r\n  \t\tx  \r\n", "ab" * 3000, "x" + " " * 999 + "y",
+    "Ŷŝ naïve café ČŽ ſ ß İi Ǆ ª º ʰ ﬁ", "Ελληνικά ΆΐΰΏ", "русский язык, Ѐѐ", "עברית מְנֻקָּד", "العربية ٠١٢٣ ۴۵۶",
+    "हिन्दी १२३ क्षत्रिय", "ไทยภาษา ๑๒๓",
+    "한국어 한글", "日本語の文章。カタカナ 漢字 〇一二三", "中文，没有空格的句子。", "Tiếng Việt", "ქართული ᲐᲑ", "አማርኛ ፩፪፫",
+    "தமிழ் ௧௨௩",
+    "👍🏽 👨‍👩‍👧 🇩🇪 ❤️ ☃ ©®™", "𝐀𝐁𝒞 𝟙𝟚 𐍈𐎀 𠀀𠀁 🂡", "1½²³Ⅷⅷ①⑳٣௰一",
+    "\x00\x01\x1c\x1d\x1e\x1f\x7f\x80\x85\xa0\u180e\u200b\u2028\u2060\u3000\ufeff",
     "def f(x):\n    if x:\n\treturn {'a': 3.14, \"b\": 0xFF}  # yes\n",
 ]
 
@@ -59,8 +63,8 @@ def gpt2():
 @pytest.fixture(scope="module")
 def trained():
     """Trained on every script in TEXTS, so that its merges meet the random strings."""
-    text = "\n".join(TEXTS) * 3 + Path(__file__).read_text(encoding="utf-8") + (ROOT / "tokenizer.py").read_text("utf-8")
-    return Tokenizer.train([text, *random_texts(CONTROLS, 4, 1000)], 3000)
+    files = [path.read_text(encoding="utf-8") for path in (Path(__file__), ROOT / "tokenizer.py")]
+    return Tokenizer.train(["\n".join(TEXTS) * 3, *files, *random_texts(CONTROLS, 4, 1000)], 3000)
 
 
 @needs_gpt2
