@@ -1,12 +1,12 @@
-# Makefile: `make help` says what there is.  Everything that it makes lies in this folder, in .venv, data and out, all of
-# them ignored by git; only pip keeps its cache where it always does.  Works with GNU make 3.81 and later.
+# Makefile: `make help` says what there is.  Everything that it makes lies in this folder, in .venv, data and out, all
+# of them ignored by git; only pip keeps its cache where it always does.  Works with GNU make 3.81 and later.
 
 VENV = .venv
 RUN  = $(VENV)/bin/python
 
-# What model_gpu.py loads: CuPy, and of CUDA's libraries the products, the compiler, and the runtime with its headers.  CuPy
-# finds them where pip puts them.  NCCL adds up gradients between GPUs, so it comes only where there are several.
-# In MB (CuPy 14.2, CUDA 12.9, Linux x86_64): 137 + 581 + 90 + 3, and NCCL 300.
+# What model_gpu.py loads: CuPy, and of CUDA's libraries the products, the compiler, and the runtime with its headers.
+# CuPy finds them where pip puts them.  NCCL adds up gradients between GPUs, so it comes only where there are several.
+# In MB (CuPy 14.2, CUDA 12.9, Linux x86_64): 137 + 581 + 90 + 3, and NCCL 352.
 GPU_PACKAGES = "cupy-cuda12x>=14" nvidia-cublas-cu12 nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12
 
 .PHONY: all model check check-peers bench gpu clean help
@@ -18,7 +18,7 @@ all: model
 	@echo "    . $(VENV)/bin/activate"
 
 help:
-	@echo "make              environment in $(VENV), packages, text to learn from, the small model in out/small, three samples"
+	@echo "make              environment in $(VENV), packages, text, the small model trained in out/small, three samples"
 	@echo "make check        the gradient check, then the tests"
 	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers and tiktoken (downloads them first)"
 	@echo "make bench        the README's measurements"
@@ -42,10 +42,12 @@ $(VENV)/packages: requirements.txt
 	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-	    echo "error: no Python of 3.10 or later was found ($(or $(PYTHON),python3 and others)); install one, or name it: make PYTHON=/path/to/python3" >&2; exit 2; \
+	    echo "error: no Python of 3.10 or later was found ($(or $(PYTHON),python3 and others));" \
+	         "install one, or name it: make PYTHON=/path/to/python3" >&2; exit 2; \
 	fi; \
 	if ! $$found -c 'import venv, ensurepip' 2>/dev/null; then \
-	    echo "error: $$found cannot make environments, its modules venv and ensurepip (pip) are missing; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; \
+	    echo "error: $$found cannot make environments, its modules venv and ensurepip (pip) are missing;" \
+	         "on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; \
 	fi; \
 	echo "Making $(VENV) with $$($$found --version)."; \
 	$$found -m venv --clear $(VENV)
@@ -69,7 +71,7 @@ install = $(RUN) -m pip install --quiet --disable-pip-version-check $(1) || { \
 # The model.  An interrupted run is gone on with, a finished one is left alone.
 
 model: $(VENV)/packages
-	@if [ -f out/small/model.safetensors ]; then \
+	@if [ -f out/small/config.json ]; then \
 	    $(RUN) train.py small --resume; \
 	else \
 	    FETCH_TIMEOUT=10 ./fetch_data.sh tiny \
@@ -78,13 +80,15 @@ model: $(VENV)/packages
 	fi
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The proofs
+# The proofs.  pytest's temporary files stay in this folder, too.
 
 check: $(VENV)/packages-tests
 	$(RUN) gradcheck.py
+	@mkdir -p .pytest_cache
 	$(RUN) -m pytest -q -m "not slow" --ignore=tests/peers --basetemp=.pytest_cache/tmp tests
 
 check-peers: $(VENV)/packages-peers
+	@mkdir -p .pytest_cache
 	$(RUN) -m pytest -q --basetemp=.pytest_cache/tmp-peers tests/peers
 
 bench: $(VENV)/packages
@@ -95,15 +99,16 @@ bench: $(VENV)/packages
 
 gpu: $(VENV)/packages
 	@if ! gpus=$$(nvidia-smi -L 2>/dev/null); then \
-	    echo "error: no NVIDIA GPU with its driver was found (nvidia-smi -L fails), so nothing was installed" >&2; exit 2; \
+	    echo "error: no NVIDIA GPU with its driver was found (nvidia-smi -L fails), so nothing was installed" >&2; \
+	    exit 2; \
 	fi; \
 	echo "$$gpus"; \
 	if [ $$(echo "$$gpus" | wc -l) -gt 1 ]; then \
-	    echo "Downloading CuPy, cuBLAS, NVRTC, the CUDA runtime and NCCL: about 1.1 GB, unless pip has them in its cache."; \
+	    echo "Downloading CuPy, cuBLAS, NVRTC, the CUDA runtime and NCCL: about 1.2 GB, less what pip has cached."; \
 	    nccl=nvidia-nccl-cu12; \
 	else \
 	    nccl=; \
-	    echo "Downloading CuPy, cuBLAS, NVRTC and the CUDA runtime: about 0.8 GB, unless pip has them in its cache."; \
+	    echo "Downloading CuPy, cuBLAS, NVRTC and the CUDA runtime: about 0.8 GB, less what pip has cached."; \
 	fi; \
 	$(call install,$(GPU_PACKAGES) $$nccl)
 	@$(RUN) -c 'import cupy; print("CuPy", cupy.__version__, "computes:", cupy.arange(4).sum())'

@@ -26,6 +26,7 @@ import os
 import sys
 
 import model_cpu
+import model_gpu
 import numpy as np
 from tokenizer import END_OF_TEXT, SPECIAL_TOKENS, explain, to_bytes, visible
 
@@ -34,7 +35,7 @@ SETTINGS = {
     "max-tokens": (int, 1, 10**9, 200, "length of an answer, in tokens, at most"),
     "temperature": (float, 0, 100, 0.8, "0: always the likeliest token; 1: as the model learned; more: wilder"),
     "top-k": (int, 0, 10**9, 50, "draw among the k likeliest tokens; 0: among all"),
-    "top-p": (float, 0.001, 1, 1.0, "draw among the likeliest tokens that together reach this probability; 1: among all"),
+    "top-p": (float, 0.001, 1, 1.0, "draw among the likeliest tokens that reach this probability together; 1: all"),
     "seed": (int, 0, 2**63, None, "the same seed gives the same text; without one, another text every time"),
 }
 # What a terminal would obey instead of showing: all control characters but tab and line end.
@@ -48,14 +49,15 @@ def newest_checkpoint():
     """The folder in out/ whose weights were written last."""
     weights = glob.glob(os.path.join("out", "*", "model.safetensors"))
     if not weights:
-        raise ValueError("there is no trained model in out/: train one with `make` or `python train.py`, or name the folder "
-                         "of one with --model DIR.")
+        raise ValueError("there is no trained model in out/: train one with `make` or `python train.py`, or name the "
+                         "folder of one with --model DIR.")
     return os.path.dirname(max(weights, key=os.path.getmtime))
 
 
-def load_model(folder):
-    """-> (model, tokenizer).  The one place that knows which engine serves; float32, as the model was trained."""
-    return model_cpu.load(folder, model_cpu, {"dtype": np.float32})
+def load_model(folder, device="auto"):
+    """-> (model, tokenizer) on the engine that serves: on the CPU in float32, on a GPU in its best precision."""
+    engine = model_gpu.pick(device)
+    return model_cpu.load(folder, engine, {"dtype": np.float32} if engine is model_cpu else None)
 
 
 def is_chat_model(folder, tokenizer):
@@ -94,7 +96,7 @@ class Session:
     def cut(self, ids, room):
         """The last `room` ids, said aloud where that is not all of them."""
         if len(ids) > room:
-            print(f"note: the prompt has {len(ids)} tokens; the model reads the last {room}.", file=sys.stderr, flush=True)
+            print(f"note: the prompt has {len(ids)} tokens; the model reads the last {room}.", file=sys.stderr)
         return ids[-room:]
 
     def add_text(self, text):
@@ -151,7 +153,8 @@ def print_lens(model, tokenizer, text):
     """One line a layer: x + f(x) is a step of Euler's method; what would head 0 say if the integration stopped here?"""
     ids, context = tokenizer.encode(to_bytes(text)), model.config.context
     if len(ids) < 2:
-        raise ValueError(f"--lens needs a text of at least 2 tokens, one to read and one to predict; {text!r} has {len(ids)}.")
+        raise ValueError(f"--lens needs a text of at least 2 tokens, one to read and one to predict; {text!r} has "
+                         f"{len(ids)}.")
     if len(ids) > context + 1:
         print(f"note: the text has {len(ids)} tokens; the table is of the last {context + 1}.", file=sys.stderr)
         ids = ids[-context - 1:]
@@ -159,7 +162,7 @@ def print_lens(model, tokenizer, text):
     print(f"{'stop after':12}{'loss':>8}{'|f(x)|/|x|':>13}   most likely after the end of the text")
     for i, (loss, step, best) in enumerate(model_cpu.euler_table(model, np.array([ids]))):
         best = "  ".join(f'"{visible(tokenizer.tokens[token])}"' for token in best if token < tokenizer.vocab_size)
-        print(f"{f'layer {i}' if i else 'embedding':12}{loss:8.4f}{f'{step:.3f}' if i else '':>13}   {best}")
+        print(f"{f'layer {i - 1}' if i else 'embedding':12}{loss:8.4f}{f'{step:.3f}' if i else '':>13}   {best}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,7 +207,8 @@ def run_session(session):
     if on_terminal:
         with contextlib.suppress(ImportError):
             import readline     # noqa: F401  (imported, it gives input() line editing and a history, kept in memory)
-        print(f"{'Ask' if session.chat_form else 'Begin a text'}; Ctrl-C stops the model, Ctrl-D leaves, /help shows more.")
+        begin = "Ask" if session.chat_form else "Begin a text"
+        print(f"{begin}; Ctrl-C stops the model, Ctrl-D leaves, /help shows more.")
     while True:
         try:
             line = input("> " if on_terminal else "")
@@ -223,27 +227,29 @@ def run_session(session):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description="Talk to a trained model: type, and it continues (or answers, if sft.py has "
-                                                 "fine-tuned it).")
+    parser = argparse.ArgumentParser(description="Talk to a trained model: type, and it continues (or answers, if it "
+                                                 "was fine-tuned to).")
     parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options.\n")
     parser.add_argument("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue this text, then stop")
-    once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text: what each layer adds, then stop")
+    once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, a line a layer, then stop")
     for name, (kind, low, high, default, meaning) in SETTINGS.items():
         parser.add_argument(f"--{name}", type=number_type(kind, low, high), default=default, metavar="N",
                             help=meaning + ("" if default is None else f" (default {default})"))
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="what computes (default: the fastest)")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="what computes (default auto: "
+                        "the GPU if there is one)")
     return parser.parse_args(argv)
 
 
 def main(argv):
     args = parse_arguments(argv)
     sys.stdin = sys.stdin or open(os.devnull)               # None, if whoever started this has closed it
-    sys.stdin.reconfigure(errors="surrogateescape")         # bytes that are not UTF-8 reach the tokenizer as they are
+    # Bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too.
+    sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     sys.stdout.reconfigure(errors="replace")
     folder = args.model or newest_checkpoint()
-    model, tokenizer = load_model(folder)
+    model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu")    # the lens looks into every layer
     if args.lens is not None:
         return print_lens(model, tokenizer, args.lens)
     session = Session(model, tokenizer, is_chat_model(folder, tokenizer), args)

@@ -2,8 +2,8 @@
 # fetch_data.sh: bring text to train on into data/, which git ignores.  `./fetch_data.sh --help` says what there is.
 #
 # What is fetched goes to data/NAME.part first and gets its own name only once it is whole and looks like what was asked
-# for, so a file in data/ is never half a file.  Run again, it goes on where it was interrupted, and fetches nothing that
-# is there.
+# for, so a file in data/ is never half a file.  Run again, it goes on where it was interrupted, and fetches nothing
+# that is there.
 #
 # Read before it: nothing.  What it does not do: no filtering of what a text says.
 set -euo pipefail
@@ -55,7 +55,7 @@ fetch() {
         echo "$file is there ($(($(wc -c <"$file"))) bytes); nothing to fetch."
         return
     fi
-    mkdir -p "$(dirname "$file")" 2>/dev/null && touch "$part" 2>/dev/null || fail "$(dirname "$file")/ cannot be written to."
+    { mkdir -p data && touch "$part"; } 2>/dev/null || fail "data/ cannot be written to."
     [ -s "$part" ] || rm -f "$part"
     echo "Fetching $file ..."
     download "$url" "$part"
@@ -76,7 +76,7 @@ case "${1:-}" in
     "") usage >&2; exit 2 ;;
     -h | --help) usage; exit 0 ;;
 esac
-command -v curl >/dev/null || fail "curl is missing; install it with your package manager (Debian, Ubuntu: apt install curl)."
+command -v curl >/dev/null || fail "curl is missing; install it (Debian, Ubuntu: apt install curl)."
 case "$FETCH_TIMEOUT" in
     *[!0-9]* | 0*) fail "FETCH_TIMEOUT must be a whole number of seconds, at least 1, not '$FETCH_TIMEOUT'." ;;
 esac

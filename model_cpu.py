@@ -39,7 +39,8 @@ import zlib
 try:
     import numpy as np
 except ImportError:
-    sys.exit("NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).")
+    print("NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).", file=sys.stderr)
+    sys.exit(2)
 
 from tokenizer import Tokenizer
 
@@ -61,7 +62,7 @@ class Config:
     context: int                # the largest T
     vocab: int                  # V
     predict: int = 4            # K (multi-token prediction, Gloeckle et al. 2024)
-    mtp_weight: float = 0.1     # weight in the loss of the mean of heads 1..K-1; chosen by measurement, see the README
+    mtp_weight: float = 0.3     # weight in the loss of the mean of heads 1..K-1; chosen by measurement, see the README
 
     def __post_init__(self):
         for name in ("dim", "heads", "kv_heads", "layers", "context", "vocab", "predict"):
@@ -249,7 +250,7 @@ def rope_forward(x, cos, sin):
 
 
 # Forward: y = R x for each pair, R = [[cos, -sin], [sin, cos]].  So dx = R^T dy.  R is a rotation: its transpose
-# is its inverse, the rotation by the negative angle, which is the forward with -sin.  In place.
+# is its inverse, the rotation by the negative angle, which is the forward with -sin.
 def rope_backward(dx, cos, sin):
     """In place on dx (B,T,heads,D)."""
     rope_forward(dx, cos, -sin)
@@ -399,7 +400,6 @@ def block_forward(x, w, a, scratch, config, cos, sin):
     x += step                                                                     # Euler substep 2
 
 
-# Writes dqkv (B,T,(H+2G)D), the gradient of the rotated q and k, and of v; dout and out are (B,T,H*D).
 # Backward of block_forward, in place on dx (B,T,C): on entry d loss / d (output), on exit d loss / d (input).
 #
 # x + f(x) has the derivative 1 + f': dx passes through unchanged, and what comes back through f is ADDED to it.
@@ -472,7 +472,6 @@ def cross_entropy_forward(losses, total, logits, table, counted):
     np.divide(nll.sum(axis=0, dtype=np.float64), np.maximum(counted, 1), out=losses)
 
 
-# w, dw: this layer's weights and their gradients by name; a, scratch as in the forward.
 # Derivation, for one row with target y, p = softmax(z) = e / total:
 #     loss = log sum_v exp(z_v) - z_y       =>  dz_v = p_v - [v == y]
 # times w = head_weight_k / counted_k; a masked row has gradient 0.  In place: e becomes d loss / d logits.
@@ -625,9 +624,10 @@ class Model:
         counted (K,): the number of counted targets of each head in the whole step; by default, in this call.  Raises
         ValueError where head 0 has none at all: there would be nothing to learn."""
         tokens, targets, K = self.as_batch(tokens), np.asarray(targets), self.config.predict
-        (B, T), c = tokens.shape, self.config
-        if targets.shape != (B, T + K - 1):
-            raise ValueError(f"targets must have the shape (B, T+K-1) = {(B, T + K - 1)}, not {targets.shape}.")
+        B, T = tokens.shape
+        if targets.shape != (B, T + K - 1) or not np.issubdtype(targets.dtype, np.integer):
+            raise ValueError(f"targets must be integers of the shape (B, T+K-1) = {(B, T + K - 1)}, not {targets.dtype} of "
+                             f"shape {targets.shape}.")
         self.check_tokens(targets, "target", low=-1)
         counted = count_targets(targets, T, K) if counted is None else np.asarray(counted)
         if counted[0] == 0:
@@ -705,8 +705,8 @@ class Model:
         self.check_tokens(tokens)
         if self.cache is None:                      # (L, k or v, G, context, D)
             self.cache = np.zeros((c.layers, 2, c.kv_heads, c.context, c.head_dim), self.dtype)
-        a = Buffers(self.dtype)
-        x, normed, step, rstd = a("x", n, c.dim), a("normed", n, c.dim), a("step", n, c.dim), a("rstd", n)
+        x, normed, rstd = np.empty((n, c.dim), self.dtype), np.empty((n, c.dim), self.dtype), np.empty(n, self.dtype)
+        h, sigmoid = np.empty((n, c.hidden), self.dtype), np.empty((n, c.hidden), self.dtype)
         embedding_forward(x, tokens, self.params["embed"])
         future = np.arange(p + n) > np.arange(p, p + n)[:, None]                    # (n, p+n)
         for i, (keys, values) in enumerate(self.cache):
@@ -723,8 +723,7 @@ class Model:
             y = P @ values[:, None, :p + n]                                         # (G,R,n,D)
             x += y.transpose(2, 0, 1, 3).reshape(n, c.dim) @ w["out"].T
             rmsnorm_forward(normed, rstd, x, w["norm2"])
-            h = a("h", n, c.hidden)
-            swiglu_forward(h, a("sigmoid", n, c.hidden), normed @ w["gate_up"].T)
+            swiglu_forward(h, sigmoid, normed @ w["gate_up"].T)
             x += h @ w["down"].T
         rmsnorm_forward(normed, rstd, x, self.params["norm"])
         self.position = p + n
@@ -748,8 +747,8 @@ def sample(logits, rng, temperature=1.0, top_k=0, top_p=1.0):
     if temperature == 0:
         return int(np.argmax(logits))
     order = np.argsort(-logits, kind="stable")
-    z = logits[order].astype(np.float64) / temperature
-    p = np.exp(z - z[0])
+    z = logits[order].astype(np.float64)
+    p = np.exp((z - z[0]) / temperature)
     if top_k:
         p[top_k:] = 0.0
     p /= p.sum()
@@ -821,11 +820,12 @@ def write_safetensors(path, tensors, metadata):
         end += array.nbytes
     text = json.dumps(header, separators=(",", ":"))
     text += " " * (-len(text) % 8)                                # so that the tensors start aligned
-    crc = zlib.crc32(text.encode())
+    length = len(text).to_bytes(8, "little")
+    crc = zlib.crc32(length + text.encode())
     for array in arrays:
         crc = zlib.crc32(array.view(np.uint8).reshape(-1), crc)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text.replace(NO_CRC, f'"crc32":"{crc:08x}"', 1).encode())
+        file.write(length + text.replace(NO_CRC, f'"crc32":"{crc:08x}"', 1).encode())
         for array in arrays:
             file.write(array.view(np.uint8).reshape(-1))
         file.flush()
@@ -845,7 +845,7 @@ def read_safetensors(path):
         metadata = header.pop("__metadata__")
         crc = metadata["crc32"]
         text = raw[8:8 + size].replace(f'"crc32":"{crc}"'.encode(), NO_CRC.encode(), 1)
-        if f"{zlib.crc32(memoryview(raw)[8 + size:], zlib.crc32(text)):08x}" != crc:
+        if f"{zlib.crc32(memoryview(raw)[8 + size:], zlib.crc32(raw[:8] + text)):08x}" != crc:
             raise damaged
         tensors = {}
         for name, entry in header.items():
@@ -905,12 +905,12 @@ CHECKPOINT = ("model.safetensors", "train_state.safetensors")
 def repair(folder):
     """Finish or undo an interrupted save, so that both files are of one step.  save writes both as .new, then renames
     the model, then the state.  Killed before the first rename, the old pair is whole: the .new files are dropped.
-    Killed between the two, the new model stands beside a finished .new state: the second rename is made up for."""
+    Killed between the two, the new state stands alone as .new: the second rename is made up for.  Only save may call
+    this: a reader that did, chat.py say, would take the files from under the hands of a run that is saving."""
     model, state = (os.path.join(folder, name) for name in CHECKPOINT)
-    if os.path.exists(state + ".new") and not os.path.exists(model + ".new") and os.path.exists(model):
-        if read_safetensors(model)[1].get("step") == read_safetensors(state + ".new")[1].get("step"):
-            os.replace(state + ".new", state)
-    for path in (model, state):
+    if os.path.exists(state + ".new") and not os.path.exists(model + ".new"):
+        os.replace(state + ".new", state)
+    for path in (state, model):         # in this order: killed here, no half-written .new state is left to stand alone
         if os.path.exists(path + ".new"):
             os.remove(path + ".new")
 
@@ -936,7 +936,7 @@ def save(folder, model, tokenizer, state, chat_template=None):
         write_safetensors(paths[0] + ".new", weights, metadata)
         write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
     except OSError:
-        for path in paths:
+        for path in reversed(paths):    # in this order, for repair's sake
             if os.path.exists(path + ".new"):
                 os.remove(path + ".new")
         raise
@@ -946,27 +946,29 @@ def save(folder, model, tokenizer, state, chat_template=None):
 
 
 def load(folder, engine, options=None):
-    """-> (model, tokenizer) from a checkpoint folder.  engine: the module whose Model to make (model_cpu or model_gpu);
-    options: dict of further arguments of that Model (dtype, threads, precision).  ValueError, in one sentence, for what is damaged or foreign."""
+    """-> (model, tokenizer) from a checkpoint folder, of which nothing is changed.  engine: the module whose Model to make
+    (model_cpu or model_gpu); options: dict of further arguments of that Model (dtype, threads, precision).  ValueError, in
+    one sentence, for what is missing, damaged or foreign."""
+    for name in ("config.json", "tokenizer.json", CHECKPOINT[0]):
+        if not os.path.exists(os.path.join(folder, name)):
+            raise ValueError(f"{folder} holds no checkpoint: there is no {os.path.join(folder, name)}.")
     path = os.path.join(folder, "config.json")
-    if not os.path.exists(path):
-        raise ValueError(f"{folder} holds no checkpoint: there is no {path}.")
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
         config = Config(dim=found["hidden_size"], heads=found["num_attention_heads"], kv_heads=found["num_key_value_heads"],
                         layers=found["num_hidden_layers"], context=found["max_position_embeddings"],
                         vocab=found["vocab_size"], predict=found["mtp_heads"] + 1, mtp_weight=found["mtp_weight"])
+        end = found["eos_token_id"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged or not one of ours ({error}).") from error
-    for key, value in llama_config(config, found.get("eos_token_id")).items():
+    for key, value in llama_config(config, end).items():
         if found.get(key) != value:
             raise ValueError(f"{path} is not one of ours: {key} is {found.get(key)!r}, this model has {value!r}.")
     tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
-    if tokenizer.vocab_size > config.vocab or found["eos_token_id"] not in tokenizer.special.values():
+    if tokenizer.vocab_size > config.vocab or end not in tokenizer.special.values():
         raise ValueError(f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} tokens, config.json "
-                         f"says {config.vocab}, with the end of a text at {found['eos_token_id']}.")
-    repair(folder)
+                         f"says {config.vocab}, with the end of a text at {end}.")
     path = os.path.join(folder, CHECKPOINT[0])
     tensors, metadata = read_safetensors(path)
     flat = np.empty(param_count(config), next(iter(tensors.values())).dtype if tensors else np.float32)
@@ -988,7 +990,9 @@ def load(folder, engine, options=None):
 
 def load_state(folder, model=None):
     """The dict that save() was given; with a model that load() made, fill the optimizer's moments too."""
-    path = os.path.join(folder, CHECKPOINT[1])
+    model_path, path = (os.path.join(folder, name) for name in CHECKPOINT)
+    if os.path.exists(path + ".new") and not os.path.exists(model_path + ".new"):
+        path += ".new"                              # killed between the two renames; the next save makes up for it
     if not os.path.exists(path):
         raise ValueError(f"{folder} holds no training state to resume: there is no {path}.")
     tensors, metadata = read_safetensors(path)
@@ -1011,29 +1015,27 @@ TEXT = ("It was a bright cold morning, and the old man walked down to the harbou
         "The wind had turned in the night. He counted the sails, as he had done every day for forty years.")
 
 
-def main():
-    parser = argparse.ArgumentParser(description="A guided tour: one sentence goes through the small model.")
-    parser.add_argument("--model", default="out/small", metavar="DIR", help="for the Euler table (default out/small)")
-    args = parser.parse_args()
-
+def print_first_step():
+    """One sentence through the small model: tokens, shapes, the first loss, a gradient, an update."""
     tokenizer = Tokenizer.train([TEXT], 300)
     config = dataclasses.replace(CONFIGS["small"], vocab=304)
-    ids = tokenizer.encode(TEXT)
-    K, T = config.predict, min(64, len(ids) - config.predict)
+    ids, K = tokenizer.encode(TEXT), config.predict
+    T = min(64, len(ids) - K)
     tokens, targets = np.array([ids[:T]]), np.array([ids[1:T + K]])
-    model = Model(config, seed=0)
-    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {len(ids)} tokens of a vocabulary of {config.vocab} rows")
+    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {len(ids)} tokens of a vocabulary of {config.vocab}")
     print("   " + "|".join(tokenizer.decode([i]) for i in ids[:24]) + "|...")
+
+    model = Model(config, seed=0)
+    losses = model.forward(tokens, targets)
     print(f"\n2. Shapes: B=1 T={T} C={config.dim} H={config.heads} G={config.kv_heads} D={config.head_dim} "
           f"F={config.hidden} K={K} V={config.vocab} L={config.layers}")
-    losses = model.forward(tokens, targets)
-    for name, array in [("x = embed[tokens]", model.slices[0].layers[0].arrays["x_in"]),
-                        *[(f"layer 0: {key}", model.slices[0].layers[0].arrays[key])
-                          for key in ("qkv", "P", "y", "x_mid", "gate_up")],
-                        ("h = rmsnorm(x)", model.slices[0].work.arrays["h_final"]),
-                        ("logits", model.slices[0].work.arrays["logits"])]:
+    first, work = model.slices[0].layers[0].arrays, model.slices[0].work.arrays
+    for name, array in [("x = embed[tokens]", first["x_in"]), ("layer 0: q, k, v", first["qkv"]),
+                        ("layer 0: P", first["P"]), ("layer 0: y = P v", first["y"]), ("x after attention", first["x_mid"]),
+                        ("layer 0: gate, up", first["gate_up"]), ("rmsnorm(x) at the end", work["h_final"])]:
         print(f"   {name:22} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
     print(f"\n3. The first loss of head 0: {losses[0]:.4f}.  An untrained model guesses: ln V = {math.log(config.vocab):.4f}")
+
     model.backward()
     weight, h, total = model.params["layers.0.qkv"], 1e-3, {}
     at = np.unravel_index(np.abs(model.grads["layers.0.qkv"]).argmax(), weight.shape)
@@ -1043,25 +1045,40 @@ def main():
         total[i] = model.forward(tokens, targets) @ config.head_weights
     weight[at] = value
     numeric = (total[-2] - 8 * total[-1] + 8 * total[1] - total[2]) / (12 * h)
-    print(f"4. One gradient entry, d loss / d layers.0.qkv{list(map(int, at))}: by hand {analytic:.12f}, by finite "
-          f"difference {numeric:.12f}")
+    print(f"4. One gradient entry, d loss / d layers.0.qkv{list(map(int, at))}:\n"
+          f"   by hand {analytic:.12f}, by finite difference {numeric:.12f}")
     norm = model.update(lr=1e-3)
     print(f"5. One AdamW step: gradient norm {norm:.4f}, loss of head 0 {losses[0]:.4f} -> "
           f"{model.forward(tokens, targets)[0]:.4f}")
+
+
+def print_euler_table(folder):
+    """The Euler table of the trained model in folder, on its validation tokens where they are at hand, else on TEXT."""
+    model, tokenizer = load(folder, sys.modules[__name__])
+    T, windows, held_out = model.config.context, None, ""
+    if os.path.exists(os.path.join(folder, CHECKPOINT[1])):
+        held_out = f"data/val-{load_state(folder).get('settings', {}).get('tokens_key')}.bin"
+    if os.path.exists(held_out):
+        windows = np.fromfile(held_out, "<u2")[:8 * (T + 1)].astype(np.int64)
+        windows = windows[:len(windows) // (T + 1) * (T + 1)].reshape(-1, T + 1)
+    if windows is None or not len(windows):
+        windows = np.array([tokenizer.encode(TEXT)[:T + 1]])
+    print(f"   {folder}, trained for {model.step} steps, on {windows[:, 1:].size} tokens that it has not seen")
+    for i, (loss, step, best) in enumerate(euler_table(model, windows)):
+        print(f"   {'embedding' if i == 0 else f'layer {i - 1}':10} loss {loss:7.4f}   |f(x)|/|x| {step:6.3f}   best "
+              f"next: {', '.join(repr(tokenizer.decode([b])) for b in best if b < tokenizer.vocab_size)}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="A guided tour: one sentence goes through the small model.")
+    parser.add_argument("--model", default="out/small", metavar="DIR", help="for the Euler table (default out/small)")
+    args = parser.parse_args()
+    print_first_step()
     print("\n6. The Euler table: the loss if the integration stopped after each layer, and the length of each step")
     if os.path.exists(os.path.join(args.model, "config.json")):
-        model, tokenizer = load(args.model, sys.modules[__name__])
-        held_out, T = f"data/val-{load_state(args.model)['settings']['tokens_key']}.bin", model.config.context
-        windows = np.array([tokenizer.encode(TEXT)[:T + 1]])
-        if os.path.exists(held_out):
-            windows = np.fromfile(held_out, "<u2")[:8 * (T + 1)].reshape(-1, T + 1).astype(np.int64)
-        print(f"   {args.model}, trained for {model.step} steps, on {windows[:, 1:].size} tokens that it has not seen")
+        print_euler_table(args.model)
     else:
-        windows = np.array([ids])
-        print(f"   no trained model in {args.model}: this is the untrained one, whose steps are noise (make trains one)")
-    for i, (loss, step, best) in enumerate(euler_table(model, windows)):
-        print(f"   {'embedding' if i == 0 else f'layer {i - 1}':10} loss {loss:7.4f}   |f(x)|/|x| {step:7.3f}   best "
-              f"next: {', '.join(repr(tokenizer.decode([b])) for b in best if b < tokenizer.vocab_size)}")
+        print(f"   There is no trained model in {args.model}; `make` trains one.")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ import signal
 import sys
 import time
 
-import model_cpu as engine_cpu
+import model_cpu            # first: it says what to do where NumPy is missing
+import model_gpu
 import numpy as np
 from model_cpu import CONFIGS
 from tokenizer import END_OF_TEXT, SEPARATOR, Tokenizer, available_cores, replace_file
@@ -54,14 +55,19 @@ class Settings:
     seed: int
     eval_every: int
     save_every: int
-    threads: int            # slices of a batch, a core each: another number sums in another order
+    threads: int            # CPU: slices of a batch, a core each; another number sums in another order
+    device: str             # cpu or gpu
+    precision: str          # fp32; on a GPU also tf32 and bf16
+    attention: str          # GPU: flash, or naive, the yardstick
+    matmul: str             # GPU: cublas, or ours
+    memory_limit: int       # GPU: bytes to stay within, or None
     data: list              # the corpus files
     tokens_key: str = ""    # fingerprint of corpus and tokenizer, filled in when the tokens are made
 
 
 # Chosen by short runs; the README's lab notes say what else was tried.
 DEFAULTS = {
-    "small": dict(steps=1000, batch_tokens=2048, lr=4e-3, warmup=50, eval_every=250, save_every=250),
+    "small": dict(steps=1000, batch_tokens=2048, lr=2e-3, warmup=50, eval_every=250, save_every=250),
     "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
     "big": dict(steps=6000, batch_tokens=262144, lr=6e-4, warmup=300, eval_every=500, save_every=500),
 }
@@ -273,7 +279,7 @@ def evaluate(model, tokenizer, val, micro_batch):
 def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
     """prompt and its continuation, as text."""
     ids = tokenizer.encode(prompt)
-    stream = engine_cpu.generate(model, ids, temperature=0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size)
+    stream = model_cpu.generate(model, ids, temperature=0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size)
     for _, token in zip(range(length), stream):
         if token == tokenizer.special[END_OF_TEXT]:
             break
@@ -364,61 +370,74 @@ class Stop:
 
 
 def training_step(model, tokens, s, step):
-    """One update on the batch of `step` (from 0) -> (losses (K,), norm of the gradient, learning rate)."""
+    """One update on the batch of `step` (from 0) -> (losses (K,), norm of the gradient, learning rate).  On a GPU the first
+    two are arrays there, whose values are not known yet: the host runs ahead."""
     T, K = model.config.context, model.config.predict
     windows = s.batch_tokens // T
     inputs, targets = get_batch(tokens, window_starts(s.seed, step, windows, len(tokens), T, K), T, K)
-    counted = engine_cpu.count_targets(targets, T, K)       # of the whole step, so micro-batches change only rounding
-    losses = np.zeros(K)
+    counted = model_cpu.count_targets(targets, T, K)        # of the whole step, so micro-batches change only rounding
+    losses = 0.0
     for i in range(0, windows, s.micro_batch):
-        last = i + s.micro_batch >= windows
-        losses += model.forward(inputs[i:i + s.micro_batch], targets[i:i + s.micro_batch], counted)
-        model.backward(last)
+        losses = losses + model.forward(inputs[i:i + s.micro_batch], targets[i:i + s.micro_batch], counted)
+        model.backward(last=i + s.micro_batch >= windows)
     lr = learning_rate(step, s)
     return losses, model.update(lr, decay=s.decay, clip=s.clip), lr
 
 
 def first_bad_tensor(model):
+    """Names it, in the order of the parameter table; np.isfinite serves NumPy's arrays and CuPy's."""
     for what, views in (("gradient", model.grads), ("parameter", model.params)):
         for name, view in views.items():
-            if not np.isfinite(view).all():
+            if not bool(np.isfinite(view).all()):
                 return f"the first {what} that is not finite is {name}"
     return "all gradients are finite; the loss itself overflowed"
 
 
 def save(out, model, tokenizer, s, state):
     """The checkpoint, with all that a resumed run needs to know."""
-    engine_cpu.save(out, model, tokenizer, {**state, "settings": dataclasses.asdict(s)})
+    model_cpu.save(out, model, tokenizer, {**state, "settings": dataclasses.asdict(s)})
 
 
 def train(model, tokenizer, tokens, val, s, out, state, stop):
     """Run from model.step to s.steps -> exit code.  state: {"tokens", "seconds"} spent so far."""
     np.seterr(all="ignore")                             # a number that is not finite is looked for below, and named
-    log = Log(out, model.step)
+    log, began, first, spent = Log(out, model.step), time.monotonic(), model.step, state["seconds"]
     bytes_per_token = max(token_bytes(tokenizer)[tokens[:1 << 20]].mean(), 1e-9)
-    began, first = time.monotonic(), model.step
-    while model.step < s.steps:
-        step = model.step
-        losses, norm, lr = training_step(model, tokens, s, step)
-        if not (np.isfinite(losses).all() and math.isfinite(norm)):
-            print(f"\nerror: step {step + 1} is not finite (loss {losses[0]}, gradient norm {norm}): {first_bad_tensor(model)}. "
+
+    def report(step, losses, norm, lr, last):
+        """Wait for a step's numbers, log and print them -> whether they are finite."""
+        losses, norm = [float(loss) for loss in losses], float(norm)
+        if not all(map(math.isfinite, [*losses, norm])):
+            print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): {first_bad_tensor(model)}. "
                   f"The update was not made; {out} keeps its last checkpoint. Try a lower --lr.", file=sys.stderr)
-            return 1
-        step += 1
-        state["tokens"] += s.batch_tokens
+            return False
         seconds = time.monotonic() - began
-        log.write(step=step, loss=float(losses[0]), losses=[float(loss) for loss in losses], lr=lr, grad_norm=float(norm),
-                  tokens=state["tokens"], seconds=round(state["seconds"] + seconds, 3))
-        evaluating = step % s.eval_every == 0 or step == s.steps
-        print_step(s, step, losses[0], bytes_per_token, lr, norm, (step - first) * s.batch_tokens / seconds,
-                   last=evaluating or stop.signal)
+        state.update(tokens=step * s.batch_tokens, seconds=spent + seconds)
+        log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=state["tokens"],
+                  seconds=round(state["seconds"], 3))
+        print_step(s, step, losses[0], bytes_per_token, lr, norm, (step - first) * s.batch_tokens / seconds, last)
+        return True
+
+    waiting = None                                      # the step whose numbers have not been read yet
+    for step in range(first + 1, s.steps + 1):
+        numbers = training_step(model, tokens, s, step - 1)
+        # a GPU works on this step while the host reads the one before
+        if waiting and not report(*waiting, last=False):
+            return 1
+        evaluating, saving = step % s.eval_every == 0 or step == s.steps, step % s.save_every == 0 or step == s.steps
+        waiting = (step, *numbers)
+        if not (evaluating or saving or stop.signal):
+            continue
+        if not report(*waiting, last=True):
+            return 1
+        waiting = None
         if evaluating and (result := evaluate(model, tokenizer, val, s.micro_batch)):
             log.write(step=step, val_loss=result[0], val_bpb=result[1])
             print(f"           validation loss {result[0]:.4f}, {result[1]:.4f} bits/byte")
             print("           " + repr(sample_text(model, tokenizer, PROMPTS[0], s.seed))[1:-1], flush=True)
-        if step % s.save_every == 0 or step == s.steps or stop.signal:
+        if saving or stop.signal:
             os.fsync(log.file.fileno())
-            save(out, model, tokenizer, s, {**state, "seconds": state["seconds"] + time.monotonic() - began})
+            save(out, model, tokenizer, s, state)
         if stop.signal and step < s.steps:
             print(f"Saved {out} at step {step}. Go on with: python train.py {s.preset} --resume --out {out}")
             return 128 + stop.signal
@@ -434,28 +453,49 @@ def memory_plan(config, micro_batch, T, itemsize=4):
     c, N = config, micro_batch * T
     kept = 2 * c.dim + 2 + c.qkv_width + c.heads * T + c.dim + 2 * c.hidden + c.hidden
     shared = 7 * c.dim + 4 * c.hidden + c.qkv_width + c.predict * (c.vocab + 1)
-    return {"parameters": itemsize * engine_cpu.param_count(c), "gradients": itemsize * engine_cpu.param_count(c),
-            "AdamW moments": 2 * itemsize * engine_cpu.param_count(c),
+    return {"parameters": itemsize * model_cpu.param_count(c), "gradients": itemsize * model_cpu.param_count(c),
+            "AdamW moments": 2 * itemsize * model_cpu.param_count(c),
             "activations": itemsize * N * (c.layers * kept + shared)}
 
 
+def plan(config, s, micro_batch):
+    """Bytes by kind that the run takes on its device."""
+    if s.device == "gpu":
+        return model_gpu.memory_plan(config, micro_batch, config.context, s.precision, s.attention)
+    return memory_plan(config, micro_batch, config.context)
+
+
+def free_memory(s):
+    """Bytes to be had on the run's device; None if that cannot be known."""
+    if s.device == "gpu":
+        return model_gpu.free_memory(s.memory_limit) if model_gpu.why_no_gpu() is None else s.memory_limit
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else None
+
+
+def largest_micro_batch(config, s):
+    """The largest micro-batch for the free memory, 0 if none fits; None if the memory cannot be known."""
+    free = free_memory(s)
+    if free is None:
+        return None
+    if s.device == "gpu":
+        return model_gpu.largest_micro_batch(config, config.context, s.precision, free, s.attention)
+    fixed = sum(plan(config, s, 0).values())
+    return max(0, int((free - fixed) // (sum(plan(config, s, 1).values()) - fixed)))
+
+
 def dry_run(config, s):
-    print(f"{s.preset}: {engine_cpu.param_count(config):,} parameters, {s.steps} steps of {s.batch_tokens:,} tokens "
-          f"in micro-batches of {s.micro_batch} x {config.context}, {s.threads} threads")
-    plan = memory_plan(config, s.micro_batch, config.context)
-    for name, size in plan.items():
-        print(f"{name:>15} {size / 2**20:10.1f} MiB")
-    print(f"{'together':>15} {sum(plan.values()) / 2**20:10.1f} MiB")
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
-    if free:
-        fixed = sum(plan.values()) - plan["activations"]
-        largest = max(0, int((free - fixed) // (plan["activations"] / s.micro_batch)))
-        print(f"Free memory is {free / 2**20:,.0f} MiB: the largest micro-batch is {largest}.")
+    print(f"{s.preset}: {model_cpu.param_count(config):,} parameters, {s.steps} steps of {s.batch_tokens:,} tokens in "
+          f"micro-batches of {s.micro_batch} x {config.context}, {s.device} {s.precision}, peak learning rate {s.lr}")
+    kinds = plan(config, s, s.micro_batch)
+    for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
+        print(f"{name:>20} {size / 2**20:10.1f} MiB")
+    if (largest := largest_micro_batch(config, s)) is not None:
+        print(f"Free memory is {free_memory(s) / 2**20:,.0f} MiB: the largest micro-batch is {largest}.")
 
 
 def check_patience(config, s):
     """medium and big are for a GPU: time a few steps, and say how long the run would take here."""
-    model = engine_cpu.Model(config, s.seed, np.float32)
+    model = model_cpu.Model(config, s.seed, np.float32)
     tokens = np.zeros((1, model.config.context), np.int64)
     targets = np.zeros((1, model.config.context + model.config.predict - 1), np.int64)
     seconds = []
@@ -468,6 +508,21 @@ def check_patience(config, s):
     days = s.steps * s.batch_tokens / rate / 86400
     raise ValueError(f"{s.preset} would take about {days:.1f} days on this CPU ({rate:,.0f} tokens/s): train it on an NVIDIA "
                      f"GPU, train small instead, or say --device cpu to do it all the same.")
+
+
+def choose_device(device, preset):
+    """-> cpu or gpu.  auto: the CPU for small, and the GPU, where there is one, for the others."""
+    if device == "auto" and preset == "small":
+        return "cpu"
+    return "gpu" if model_gpu.pick(device) is model_gpu else "cpu"
+
+
+def model_options(s):
+    """The arguments of the engine's Model, other than config and seed."""
+    if s.device == "gpu":
+        return {"precision": s.precision, "micro_batch": s.micro_batch, "memory_limit": s.memory_limit,
+                "attention": s.attention, "matmul": s.matmul}
+    return {"dtype": np.float32, "threads": s.threads}
 
 
 def set_threads(argv):
@@ -503,7 +558,12 @@ def parse_arguments(argv):
     parser.add_argument("--eval-every", type=positive, metavar="STEPS")
     parser.add_argument("--save-every", type=positive, metavar="STEPS")
     parser.add_argument("--threads", type=positive, help="cores to use (default: all)")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), help="auto (the default): the CPU for small, else the GPU")
+    parser.add_argument("--precision", choices=model_gpu.PRECISIONS, help="on a GPU (default: the best that it has)")
+    parser.add_argument("--attention", choices=("flash", "naive"), help="on a GPU (default flash)")
+    parser.add_argument("--matmul", choices=("cublas", "ours"), help="on a GPU (default cublas)")
+    parser.add_argument("--memory-limit", type=memory_size, metavar="SIZE", help="of the GPU, such as 12GB: plan for a smaller "
+                        "card, and stay within it")
     parser.add_argument("--dry-run", action="store_true", help="print parameters and memory, then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
     return parser.parse_args(argv)
@@ -527,20 +587,43 @@ def given_settings(args):
     given = {name: value for name, value in vars(args).items() if name in Settings.__annotations__ and value is not None}
     if args.data:
         given["data"] = [os.path.normpath(path) for path in args.data]
+    if args.device == "auto":
+        del given["device"]
     return given
+
+
+def memory_size(text):
+    """An argparse type: 12GB, 800MB, 1.5GiB or a number of bytes."""
+    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    with contextlib.suppress(ValueError, TypeError):
+        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+        if size >= 1:
+            return int(size)
+    raise argparse.ArgumentTypeError(f"must be a size such as 12GB or 800MB, not {text!r}")
 
 
 def make_settings(args, preset, config):
     """Settings from the defaults of the preset and the options given."""
-    chosen = dict(DEFAULTS[preset], preset=preset, decay=0.1, clip=1.0, seed=0, mtp_weight=config.mtp_weight, data=None)
+    chosen = dict(DEFAULTS[preset], preset=preset, device="cpu", decay=0.1, clip=1.0, seed=0, data=None,
+                  mtp_weight=config.mtp_weight)
     chosen.update(given_settings(args))
     windows = chosen["batch_tokens"] // config.context
     if chosen["batch_tokens"] % config.context or not windows:
         raise ValueError(f"--batch-tokens {chosen['batch_tokens']} is not a multiple of the context, {config.context}.")
-    chosen.setdefault("micro_batch", min(windows, max(1, 4096 // config.context)))
-    chosen["micro_batch"] = min(chosen["micro_batch"], windows)
-    chosen.setdefault("threads", min(available_cores(), chosen["micro_batch"]))
-    return Settings(**chosen)
+    on_gpu = chosen["device"] == "gpu"
+    if not on_gpu and (wrong := [name for name in ("precision", "attention", "matmul", "memory_limit") if name in chosen]):
+        raise ValueError(f"--{wrong[0].replace('_', '-')} is for the GPU engine; add --device gpu.")
+    if "precision" not in chosen:
+        chosen["precision"] = "fp32" if not on_gpu else model_gpu.default_precision()
+    s = Settings(**{"attention": "flash", "matmul": "cublas", "memory_limit": None, "threads": 1, "micro_batch": 1, **chosen})
+    if "micro_batch" not in chosen:
+        # as large as memory allows, up to where a larger one is no faster
+        largest = largest_micro_batch(config, s)
+        s.micro_batch = min((32768 if on_gpu else 4096) // config.context, windows if largest is None else largest)
+    s.micro_batch = min(max(1, s.micro_batch), windows)
+    if "threads" not in chosen and not on_gpu:
+        s.threads = min(available_cores(), s.micro_batch)
+    return s
 
 
 def resume(args, out):
@@ -548,7 +631,7 @@ def resume(args, out):
     if not os.path.exists(os.path.join(out, "config.json")):
         raise ValueError(f"there is nothing to resume in {out}: it holds no checkpoint. Start a run without --resume.")
     try:
-        s = Settings(**engine_cpu.load_state(out)["settings"])
+        s = Settings(**model_cpu.load_state(out)["settings"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{out} was not written by train.py, so there is nothing to resume ({error}).") from None
     for name, value in given_settings(args).items():
@@ -557,8 +640,8 @@ def resume(args, out):
             option = "the preset" if name == "preset" else "--" + name.replace("_", "-")
             raise ValueError(f"the run in {out} has {option} {recorded}, not {value}: a resumed run keeps its settings. Leave "
                              f"the option out, or start a new run with another --out.")
-    model, tokenizer = engine_cpu.load(out, engine_cpu, {"dtype": np.float32, "threads": s.threads})
-    return model, tokenizer, s, engine_cpu.load_state(out, model)
+    model, tokenizer = model_cpu.load(out, model_gpu.pick(s.device), model_options(s))
+    return model, tokenizer, s, model_cpu.load_state(out, model)
 
 
 def set_aside(out):
@@ -589,22 +672,25 @@ def main(argv):
         print(f"Resuming {out} at step {model.step} of {s.steps}.")
     else:
         config = CONFIGS[preset]
+        # a dry run needs no GPU to plan for one
+        planning = args.dry_run and args.device != "cpu" and (preset != "small" or args.device == "gpu" or args.memory_limit)
+        args.device, asked = "gpu" if planning else choose_device(args.device or "auto", preset), args.device
         s = make_settings(args, preset, config)
         config = dataclasses.replace(config, mtp_weight=s.mtp_weight)
         if args.dry_run:
             return dry_run(config, s)
-        if preset != "small" and args.device == "auto":
+        if preset != "small" and s.device == "cpu" and asked != "cpu":
             check_patience(config, s)
         s.data = s.data or find_corpus(preset)
         tokenizer, tokens, val, s.tokens_key = prepare(s.data, config.vocab)
         window_count(len(tokens), config.context, config.predict)
-        model = engine_cpu.Model(config, s.seed, np.float32, s.threads)
+        model = model_gpu.pick(s.device).Model(config, s.seed, **model_options(s))
         state = {"tokens": 0, "seconds": 0.0}
         set_aside(out)
         save(out, model, tokenizer, s, state)           # so that there is something to resume from the first moment on
-        print(f"{preset}: {engine_cpu.param_count(config):,} parameters, {s.steps} steps of {s.batch_tokens:,} tokens, "
-              f"{s.threads} threads; corpus {', '.join(s.data)}: {len(tokens):,} tokens to train on, {len(val):,} to validate.",
-              flush=True)
+        engine = f"{s.threads} threads" if s.device == "cpu" else f"GPU {s.precision}"
+        print(f"{preset}: {model_cpu.param_count(config):,} parameters, {s.steps} steps of {s.batch_tokens:,} tokens, {engine}; "
+              f"corpus {', '.join(s.data)}: {len(tokens):,} tokens to train on, {len(val):,} to validate.", flush=True)
     return train(model, tokenizer, tokens, val, s, out, state, Stop())
 
 

@@ -22,6 +22,10 @@ MULTILINGUAL = ("The king and the queen. Der König und die Königin. Корол
                 "Ο βασιλιάς και η βασίλισσα. 👑👑🙂 " * 3)
 
 
+# One thread: these models are tiny, and threads of BLAS that wait for each other would be most of the time.
+ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+
+
 def save_random_model(folder):
     tokenizer = Tokenizer.train([MULTILINGUAL], 320)
     model = model_cpu.Model(model_cpu.Config(dim=32, heads=4, kv_heads=2, layers=2, context=32, vocab=320, predict=2),
@@ -30,8 +34,8 @@ def save_random_model(folder):
 
 
 def save_chain_model(folder, chains, chat_template=None):
-    """A model of bytes that knows one thing: which token comes after a token.  chains: lists of ids, each followed by the
-    next.  The embedding is one-hot, the layers add nothing, and head 0 is the table of successors."""
+    """A model of bytes that knows one thing: which token comes after a token.  chains: lists of ids, each followed by
+    the next.  The embedding is one-hot, the layers add nothing, and head 0 is the table of successors."""
     tokenizer = Tokenizer.train([""], 260)
     model = model_cpu.Model(model_cpu.Config(dim=264, heads=4, kv_heads=2, layers=1, context=32, vocab=264, predict=1),
                             dtype=np.float32)
@@ -45,6 +49,7 @@ def save_chain_model(folder, chains, chat_template=None):
 
 
 SPECIAL = Tokenizer.train([""], 260).special
+USER, ASSISTANT, END = (SPECIAL[name] for name in ("<|user|>", "<|assistant|>", "<|end|>"))
 LOOP_IDS = [*LOOP.encode(), LOOP.encode()[0]]
 
 
@@ -55,15 +60,21 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     save_random_model(str(folder / "out" / "random"))
     save_chain_model(str(folder / "out" / "loop"), [LOOP_IDS, [*b"ends.", SPECIAL["<|endoftext|>"], *b"ends"]])
-    save_chain_model(str(folder / "out" / "sft"), [[SPECIAL["<|assistant|>"], *b"Hi", SPECIAL["<|end|>"]]], "a template")
+    save_chain_model(str(folder / "out" / "sft"), [[ASSISTANT, *b"Hi", END]], "a template")
     return folder
 
 
 def run(models, *arguments, **options):
     """chat.py in the folder of the models -> (exit code, standard output as bytes, standard error as str)."""
     done = subprocess.run([sys.executable, os.path.join(ROOT, "chat.py"), *arguments], cwd=models, capture_output=True,
-                          timeout=60, **{"input": b"", **options})
+                          timeout=60, env=ENVIRONMENT, **{"input": b"", **options})
     return done.returncode, done.stdout, done.stderr.decode()
+
+
+def start(models, *arguments):
+    """The same, still running, with pipes."""
+    return subprocess.Popen([sys.executable, os.path.join(ROOT, "chat.py"), *arguments], cwd=models, env=ENVIRONMENT,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -71,15 +82,13 @@ def run(models, *arguments, **options):
 
 def test_streaming_never_cuts_a_character(models):
     """Each piece that arrives is whole UTF-8 by itself, though every token of this model is a piece of a character."""
-    process = subprocess.Popen([sys.executable, os.path.join(ROOT, "chat.py"), "--model", "out/loop", "--prompt", "é",
-                                "--temperature", "0", "--max-tokens", "400"], cwd=models, stdout=subprocess.PIPE)
+    process = start(models, "--model", "out/loop", "--prompt", "é", "--temperature", "0", "--max-tokens", "150")
     pieces = []
     while piece := os.read(process.stdout.fileno(), 4096):
         pieces.append(piece.decode("utf-8", "strict"))
-    process.stdout.close()
-    assert process.wait() == 0
+    assert (process.communicate()[1], process.returncode) == (b"", 0)
     assert len(pieces) > 10                     # it came as a stream, not all at the end
-    assert "".join(pieces) == (LOOP * 40).encode()[:402].decode("utf-8", "ignore") + "\n"
+    assert "".join(pieces) == (LOOP * 20).encode()[:152].decode("utf-8", "ignore") + "\n"
 
 
 @pytest.mark.parametrize("count", range(1, 12))
@@ -92,15 +101,14 @@ def test_an_answer_that_ends_inside_a_character_shows_no_broken_one(models, caps
 
 
 def test_bytes_of_a_random_model_are_printed_as_valid_utf8(models):
-    code, out, _ = run(models, "--model", "out/random", "--prompt", "国王", "--seed", "1", "--max-tokens", "300", "--top-k", "0")
+    code, out, _ = run(models, "--model", "out/random", "--prompt", "国王", "--seed", "1", "--top-k", "0")
     assert code == 0
     assert out.decode("utf-8", "strict").startswith("国王")
     assert "\ufffd" in out.decode()             # it writes broken sequences, which were shown as such
 
 
 def test_same_seed_same_text(models):
-    first, again, other = [run(models, "--model", "out/random", "--prompt", "The ", "--seed", seed, "--max-tokens", "60")[1]
-                           for seed in ("1", "1", "2")]
+    first, again, other = [run(models, "--model", "out/random", "--prompt", "The", "--seed", n)[1] for n in "112"]
     assert first == again != other
 
 
@@ -109,7 +117,7 @@ def test_greedy_is_generate_at_temperature_0(models):
     stream = model_cpu.generate(model, tokenizer.encode("The king"), temperature=0, vocab=tokenizer.vocab_size)
     ids = [next(stream) for _ in range(40)]
     stop = next((i for i, token in enumerate(ids) if token in tokenizer.special.values()), len(ids))
-    code, out, _ = run(models, "--model", "out/random", "--prompt", "The king", "--temperature", "0", "--max-tokens", "40")
+    code, out, _ = run(models, "--model", "out/random", "--prompt", "The king", "--temperature=0", "--max-tokens=40")
     assert code == 0
     assert out.decode() == "The king" + tokenizer.decode(ids[:stop]) + "\n"
 
@@ -124,14 +132,14 @@ def test_a_prompt_longer_than_the_context_keeps_its_end_and_says_so(models):
     assert err == "note: the prompt has 102 tokens; the model reads the last 32.\n"
     text = "The king and the queen " * 20       # and a model that looks further back reads just the kept end
     model, tokenizer = model_cpu.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
-    ids = [*zip(range(10), model_cpu.generate(model, tokenizer.encode(text)[-32:], temperature=0, vocab=tokenizer.vocab_size))]
+    stream = model_cpu.generate(model, tokenizer.encode(text)[-32:], temperature=0, vocab=tokenizer.vocab_size)
     out = run(models, "--model", "out/random", "--prompt", text, "--temperature", "0", "--max-tokens", "10")[1]
-    assert out.decode() == text + tokenizer.decode([token for _, token in ids]) + "\n"
+    assert out.decode() == text + tokenizer.decode([next(stream) for _ in range(10)]) + "\n"
 
 
 def test_a_prompt_that_is_not_utf8_is_completed(models):
     """The first byte of "é" as the prompt: the model writes the second, and together they are printed."""
-    code, out, _ = run(models, "--model", "out/loop", "--prompt", "é".encode()[:1], "--temperature", "0", "--max-tokens", "4")
+    code, out, _ = run(models, "--model", "out/loop", "--prompt", b"\xc3", "--temperature", "0", "--max-tokens", "4")
     assert (code, out.decode()) == (0, "é世\n")
 
 
@@ -140,12 +148,12 @@ def test_an_empty_prompt_begins_a_text(models):
 
 
 def test_a_reader_that_goes_away_is_no_error(models):
-    process = subprocess.Popen([sys.executable, os.path.join(ROOT, "chat.py"), "--model", "out/loop", "--prompt", "é",
-                                "--max-tokens", "1000000"], cwd=models, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start(models, "--model", "out/loop", "--prompt", "é", "--max-tokens", "1000000")
     assert len(process.stdout.read(50)) == 50
     process.stdout.close()
     assert (process.wait(timeout=30), process.stderr.read()) == (0, b"")
     process.stderr.close()
+    process.stdin.close()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,7 +168,7 @@ def test_lines_from_a_pipe(models):
 
 
 def test_an_answer_cut_inside_a_character_is_written_on_whole(models):
-    code, out, _ = run(models, "--model", "out/loop", "--temperature", "0", "--max-tokens", "2", input="é\n\n\n".encode())
+    code, out, _ = run(models, "--model", "out/loop", "--temperature=0", "--max-tokens=2", input="é\n\n\n".encode())
     assert (code, out.decode()) == (0, "é\n世\n\n")          # 世 has three bytes, 🙂 four: two, then the third and one
 
 
@@ -176,8 +184,7 @@ def test_each_answer_of_a_session_draws_anew(models):
 
 
 def test_ctrl_c_ends_what_reads_from_a_pipe(models):
-    process = subprocess.Popen([sys.executable, os.path.join(ROOT, "chat.py"), "--model", "out/loop", "--max-tokens",
-                                "1000000"], cwd=models, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start(models, "--model", "out/loop", "--max-tokens", "1000000")
     process.stdin.write("é\n".encode() * 2)
     process.stdin.flush()
     os.read(process.stdout.fileno(), 100)
@@ -195,7 +202,7 @@ class Terminal:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
-            environment = {**os.environ, "TERM": "dumb", "INPUTRC": "/dev/null", "LC_ALL": "C.UTF-8"}
+            environment = {**ENVIRONMENT, "TERM": "dumb", "INPUTRC": "/dev/null", "LC_ALL": "C.UTF-8"}
             os.execve(sys.executable, [sys.executable, os.path.join(ROOT, "chat.py"), *arguments], environment)
         self.seen = b""
 
@@ -214,11 +221,15 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def leave(self):
-        """Send Ctrl-D -> (exit code, the rest of what it printed)."""
+        """Send Ctrl-D, at a prompt -> (exit code, the rest of what it printed)."""
         self.send("\x04")
         rest = self.seen
         try:
-            while piece := os.read(self.fd, 65536):
+            while True:
+                assert select.select([self.fd], [], [], 30)[0], f"Ctrl-D did not end it: {rest!r}"
+                piece = os.read(self.fd, 65536)
+                if not piece:
+                    break
                 rest += piece
         except OSError:                         # Linux: the other side of the terminal is closed
             pass
@@ -240,7 +251,10 @@ def test_terminal(models):
     terminal.wait_for(b"\r\nends.\r\n> ")
     terminal.send("\x1b[A\n")                   # arrow up
     terminal.wait_for(b"\r\nends.\r\n> ")
-    terminal.send("unfinished\x03")             # Ctrl-C drops a line that is being typed
+    terminal.send("unfinished")                 # Ctrl-C drops a line that is being typed
+    terminal.wait_for(b"unfinished")
+    time.sleep(0.3)                             # Python overlooks a signal that comes just before it waits for a key
+    terminal.send("\x03")
     terminal.wait_for(b"\r\n> ")
     terminal.send("e\n")
     terminal.wait_for(b"\r\nends.\r\n> ")
@@ -251,9 +265,10 @@ def test_terminal(models):
 def test_commands(models):
     terminal = Terminal(models, "--model", "out/loop", "--temperature", "0")
     terminal.wait_for(b"> ")
-    for line, answer in (("/max-tokens 3", b"> "), ("e", b"\r\nends\r\n> "), ("/temperature hot", b"from 0 to 100, not 'hot'.\r\n> "),
-                         ("/nothing", b"There is no command /nothing;"), ("/help", b"/max-tokens 3 "), ("/reset", b"> "),
-                         (" /e", b"\r\n /ends\r\n> ")):
+    for line, answer in (("/max-tokens 3", b"> "), ("e", b"\r\nends\r\n> "),
+                         ("/temperature hot", b"from 0 to 100, not 'hot'.\r\n> "),
+                         ("/nothing", b"There is no command /nothing;"), ("/help", b"/max-tokens 3 "),
+                         ("/reset", b"\r\n> "), (" /e", b"\r\n /ends\r\n> ")):
         terminal.send(line + "\n")
         terminal.wait_for(line.encode())        # the terminal's echo
         terminal.wait_for(answer)
@@ -266,6 +281,7 @@ def test_a_terminal_shows_control_characters_instead_of_obeying(tmp_path):
     terminal.wait_for(b"> ")
     terminal.send("a\n")
     terminal.wait_for("a\ufffd[2J\ufffd".encode())
+    terminal.wait_for(b"> ")
     assert terminal.leave()[0] == 0
 
 
@@ -278,13 +294,12 @@ def session(models, **settings):
 
 
 def test_chat_form(models):
-    """The answer alone is printed and stops at <|end|>; the template is made of ids; the next turn has the first before it."""
+    """The answer alone is printed and stops at <|end|>; the template is made of ids; turns are kept."""
     assert run(models, "--model", "out/sft", "--prompt", "Hello", "--temperature", "0") == (0, b"Hi\n", "")
     s = session(models, temperature=0)
     for line in ("A", "", "<|end|>"):           # an empty line after a finished answer is nothing
         s.answer(line)
-    user, assistant, end = (SPECIAL[name] for name in ("<|user|>", "<|assistant|>", "<|end|>"))
-    assert s.turns == [[user, *b"A", end, assistant, *b"Hi", end], [user, *b"<|end|>", end, assistant, *b"Hi", end]]
+    assert s.turns == [[USER, *b"A", END, ASSISTANT, *b"Hi", END], [USER, *b"<|end|>", END, ASSISTANT, *b"Hi", END]]
 
 
 def test_chat_form_closes_an_interrupted_answer(models):
@@ -293,7 +308,7 @@ def test_chat_form_closes_an_interrupted_answer(models):
     s.answer("A")
     assert s.turns[0][-1] == ord("H")
     s.answer("B")
-    assert s.turns[0][-2:] == [ord("H"), SPECIAL["<|end|>"]]
+    assert s.turns[0][-2:] == [ord("H"), END]
     s.answer("")                                # writes on
     assert s.turns[1][-2:] == [*b"Hi"]
 
@@ -303,10 +318,10 @@ def test_chat_form_forgets_whole_turns(models, capsys):
     for i in range(12):
         s.answer(f"q{i}")
         assert sum(map(len, s.turns)) <= 32     # the context
-    assert [bytes(turn[1:turn.index(SPECIAL["<|end|>"])]) for turn in s.turns] == [b"q9", b"q10", b"q11"]
-    assert all(turn[0] == SPECIAL["<|user|>"] for turn in s.turns)
+    assert [bytes(turn[1:turn.index(END)]) for turn in s.turns] == [b"q9", b"q10", b"q11"]
+    assert all(turn[0] == USER for turn in s.turns)
     s.answer("x" * 50)
-    assert s.turns == [[SPECIAL["<|user|>"], *b"x" * 21, SPECIAL["<|end|>"], SPECIAL["<|assistant|>"], *b"Hi", SPECIAL["<|end|>"]]]
+    assert s.turns == [[USER, *b"x" * 21, END, ASSISTANT, *b"Hi", END]]
     assert "the model reads the last 21" in capsys.readouterr().err
 
 
@@ -320,7 +335,7 @@ def test_lens(models):
     rows = model_cpu.euler_table(model, np.array([tokenizer.encode(text)]))
     printed = re.findall(r"^(embedding|layer \d+) +(\d+\.\d{4}) *(\d+\.\d{3})? +(\".+)$", out.decode(), re.MULTILINE)
     assert (code, err) == (0, "")
-    assert [name for name, *_ in printed] == ["embedding", "layer 1", "layer 2"]
+    assert [name for name, *_ in printed] == ["embedding", "layer 0", "layer 1"]
     for (_, loss, step, best), (true_loss, true_step, ids) in zip(printed, rows):
         assert float(loss) == pytest.approx(true_loss, abs=2e-4)
         assert float(step or 0) == pytest.approx(true_step, abs=2e-3)
@@ -337,9 +352,13 @@ def test_the_newest_checkpoint_is_taken(models):
 
 
 def test_reading_a_checkpoint_changes_nothing_in_its_folder(models):
-    before = {path.name: path.read_bytes() for path in (models / "out" / "loop").iterdir()}
-    run(models, "--model", "out/loop", "--prompt", "e")
-    assert {path.name: path.read_bytes() for path in (models / "out" / "loop").iterdir()} == before
+    """Even while train.py is saving there."""
+    folder, new = models / "out" / "loop", models / "out" / "loop" / "train_state.safetensors.new"
+    new.write_bytes(b"half written")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert run(models, "--model", "out/loop", "--prompt", "e", "--temperature", "0")[:2] == (0, b"ends.\n")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    new.unlink()
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -368,7 +387,7 @@ def test_no_checkpoint_at_all(tmp_path):
 
 @pytest.mark.parametrize("name, damage, message", [
     ("model.safetensors", lambda data: data[:-1], "model.safetensors is damaged"),
-    ("model.safetensors", lambda data: None, "model.safetensors: No such file"),
+    ("model.safetensors", lambda data: None, "model.safetensors"),
     ("config.json", lambda data: b"{", "config.json is damaged"),
     ("tokenizer.json", lambda data: b"[]", "tokenizer.json is not a tokenizer"),
     ("tokenizer.json", lambda data: data.replace(b"<|user|>", b"<|usor|>"), "lacks the special token <|user|>"),
@@ -389,10 +408,11 @@ def test_damaged_checkpoint(tmp_path, name, damage, message):
 @pytest.mark.parametrize("script", ["chat.py", "train.py"])
 def test_without_numpy_one_sentence(script, tmp_path):
     (tmp_path / "numpy.py").write_text("raise ImportError('not here')")
-    done = subprocess.run([sys.executable, os.path.join(ROOT, script), "--help"], capture_output=True, text=True, cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = subprocess.run([sys.executable, os.path.join(ROOT, script), "--help"], capture_output=True, text=True,
+                          cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode != 0 and done.stdout == ""
-    assert done.stderr.startswith("NumPy is missing") and done.stderr.count("\n") == 1 and ".venv/bin/activate" in done.stderr
+    assert done.stderr.startswith("NumPy is missing") and done.stderr.count("\n") == 1
+    assert ". .venv/bin/activate" in done.stderr
 
 
 def test_history_of_lines_stays_in_memory(models, tmp_path):
@@ -400,7 +420,7 @@ def test_history_of_lines_stays_in_memory(models, tmp_path):
     before = sorted(os.listdir(models)), sorted(os.listdir(os.path.expanduser("~")))
     terminal.wait_for(b"> ")
     terminal.send("e\n")
-    terminal.wait_for(b"ends.")
+    terminal.wait_for(b"ends.\r\n> ")
     assert terminal.leave()[0] == 0
     assert (sorted(os.listdir(models)), sorted(os.listdir(os.path.expanduser("~")))) == before
 

@@ -62,7 +62,8 @@ def test_attention_twins_are_right_as_the_knobs_stand(small_blocks, capsys):
     assert capsys.readouterr().out == ""
 
 
-FORWARD_ONLY = {"rope_on_v", "rope_layout", "no_scale", "mask_off_by_one", "gate_up_swapped", "target_shift", "masked_counted"}
+FORWARD_ONLY = {"rope_on_v", "rope_layout", "no_scale", "mask_off_by_one", "gate_up_swapped", "target_shift",
+                "masked_counted"}
 
 
 @pytest.mark.parametrize("name", gradcheck.BUGS)
@@ -100,7 +101,8 @@ def test_exit_codes(capsys, monkeypatch):
             gradcheck.main(arguments)
         assert error.value.code == 2
     assert gradcheck.main(["--list"]) == 0
-    assert all(name in capsys.readouterr().out for name in ["rope_sign"])
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in gradcheck.BUGS)
     assert gradcheck.main(["--break", "rope_sign"]) == 0
     assert "caught 1 of 1" in capsys.readouterr().out
     monkeypatch.setitem(gradcheck.BUGS, "rope_sign", gradcheck.attention_twins)     # a "bug" that changes nothing

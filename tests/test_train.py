@@ -14,7 +14,7 @@ import pytest
 import train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-QUICK = ["--batch-tokens", "256", "--steps", "12", "--eval-every", "5", "--save-every", "1", "--threads", "2"]
+QUICK = ["--batch-tokens", "256", "--steps", "30", "--eval-every", "15", "--save-every", "1", "--threads", "2"]
 
 
 def run(folder, *arguments, **options):
@@ -83,7 +83,8 @@ def test_too_short_for_one_window():
 
 
 def test_schedule():
-    s = train.Settings("small", 100, 256, 2, 1.0, 10, 0.1, 1.0, 0.1, 0, 5, 5, 1, [])
+    args = train.parse_arguments(["--steps", "100", "--lr", "1", "--warmup", "10", "--device", "cpu"])
+    s = train.make_settings(args, "small", train.CONFIGS["small"])
     rates = [train.learning_rate(step, s) for step in range(100)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and abs(rates[-1] - 0.1) < 1e-12
     assert all(a > b for a, b in zip(rates[10:], rates[11:]))
@@ -124,19 +125,22 @@ def test_python_corpus(tmp_path):
 def test_killed_at_ten_moments_and_resumed_is_exact(corpus):
     folder, whole = corpus
     rng = random.Random(1)
+    log, killed = folder / "out/killed/log.jsonl", 0
     process = start(folder, "--data", "corpus.txt", "--out", "out/killed", *QUICK)
-    for _ in range(10):
-        # wait for the first sign of the run, then strike anywhere in the next moments: with a save every step, some
-        # of the blows fall into a save
-        while not os.path.exists(folder / "out/killed/config.json") and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0.2, 1.1))
+    while killed < 10:
+        before = log.read_bytes() if log.exists() else b""
+        while process.poll() is None and (log.read_bytes() if log.exists() else b"") in (before, b""):
+            time.sleep(0.005)                       # until it works; with a save every step, many blows fall into a save
+        time.sleep(rng.uniform(0, 0.1))
+        if process.poll() is not None:
+            break
         process.kill()
         process.communicate()
+        killed += 1
         process = start(folder, "--resume", "--out", "out/killed")
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 0, output
-    assert read_log(folder, "out/killed") == whole
+    assert killed >= 5 and read_log(folder, "out/killed") == whole
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -214,7 +218,7 @@ def test_not_finite_stops_and_names_the_tensor(tmp_path):
     assert done.returncode == 1 and "first gradient that is not finite is embed" in done.stderr
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
     losses = [record["loss"] for record in read_log(tmp_path) if "loss" in record]
-    assert len(losses) < 12 and np.isfinite(losses).all()
+    assert len(losses) < 30 and np.isfinite(losses).all()
 
 
 def test_invalid_utf8_is_no_error(tmp_path):

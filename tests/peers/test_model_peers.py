@@ -212,7 +212,7 @@ def test_greedy_generation_is_the_same(folder, prompt):
 
 
 TEXTS = {
-    "English": "The cat's mat -- we'll see if they've gone, 'twas I'd said; O'Neill's IT'S.\n\n\tIndented\r\n  twice  \n",
+    "English": "The cat's mat -- we'll see if they've gone, I'd said; O'Neill's.\n\n\tIndented\r\n  twice  \n",
     "multilingual": "Grüße, déjà vu; Ελληνικά ἀρχή; Русский;"
                     " العربية بِسْمِ; עברית; हिन्दी नमस्ते; ไทย; 日本語カナ; 한국어; ½ Ⅷ ² ٣",
     "controls": "".join(map(chr, range(32))) + " a\x1c b\x1f c",

@@ -43,20 +43,29 @@ def tables(config, T, device="cpu"):
     return [torch.cat([table, table], dim=-1).float().to(device) for table in (angle.cos(), angle.sin())]
 
 
-def make_step(twin, tokens, targets, compiled, autocast=None, lr=3e-4):
-    """-> step(): forward, backward, clip, AdamW as model.update does it (no decay on gains), returning the loss.
-    tokens (B,T), targets (B,T+K-1): tensors on the twin's device.  autocast: torch.bfloat16 or None."""
+def make_loss(twin, tokens, targets, compiled, autocast=None):
+    """-> loss(), the total loss as a tensor.  tokens (B,T), targets (B,T+K-1): tensors on the twin's device.
+    autocast: torch.bfloat16 or None."""
     c, T = twin.config, tokens.shape[1]
     stacked = torch.stack([targets[:, k:k + T] for k in range(c.predict)], dim=-1)                  # (B,T,K)
     cos, sin = tables(c, T, tokens.device)
+    forward = torch.compile(twin) if compiled else twin
+
+    def loss():
+        with torch.autocast(tokens.device.type, dtype=autocast, enabled=autocast is not None):
+            return forward(tokens, stacked, cos, sin)
+    return loss
+
+
+def make_step(twin, tokens, targets, compiled, autocast=None, lr=3e-4):
+    """-> step(): forward, backward, clip, AdamW as model.update does it (no decay on gains), returning the loss."""
     groups = [{"params": [p for p in twin.parameters() if p.ndim == 2], "weight_decay": 0.1},
               {"params": [p for p in twin.parameters() if p.ndim == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    forward = torch.compile(twin) if compiled else twin
+    forward = make_loss(twin, tokens, targets, compiled, autocast)
 
     def step():
-        with torch.autocast(tokens.device.type, dtype=autocast, enabled=autocast is not None):
-            loss = forward(tokens, stacked, cos, sin)
+        loss = forward()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         optimizer.step()

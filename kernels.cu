@@ -1,0 +1,655 @@
+// kernels.cu: every CUDA kernel of the GPU engine but attention (flash_attn.cu).
+//
+// Read model_cpu.py first: each kernel says which of its functions it covers and quotes their formulas; the derivations
+// stand there. model_gpu.py launches these kernels; the launch geometry (grid; threads of a block) stands above each.
+// What this file does not do: no large matrix products for training (cuBLAS does them; section 7 has a readable one).
+//
+// Letters as everywhere: B batch, T time, C model width, H query heads, G key/value heads, D head width, F feed-forward
+// width, V vocabulary, K prediction heads, N = B*T tokens.
+//
+// What makes such kernels fast is not arithmetic but memory traffic. Reading or writing the activations of one layer
+// costs more time than anything computed from them, so
+//   * functions that follow each other are fused, so that a tensor moves once: the residual add with the norm after
+//     it, the norm's backward with the add of its gradient to the residual's, softmax with its loss and its gradient;
+//   * what is cheap to compute again is not kept: the norms' outputs and the SwiGLU product come back in the backward;
+//   * a thread moves 16 bytes at a time, eight bf16 numbers (C, F and V are multiples of 8), neighbours side by side.
+//
+// Arithmetic is fp32 always. BF16 chooses how activations and the weights of products are stored. No atomics: every sum
+// has one order, so two runs give the same bits.
+#ifndef BF16
+#define BF16 0
+#endif
+
+#if BF16
+typedef unsigned short real;  // bf16: the upper half of a float
+#else
+typedef float real;
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 1. Eight numbers at a time, sums over a block
+// ---------------------------------------------------------------------------------------------------------------------
+struct Eight {
+    float x[8];
+};
+
+__device__ float to_float(float x) { return x; }
+__device__ float to_float(unsigned short x) { return __uint_as_float(unsigned(x) << 16); }
+
+#if BF16 && !defined(CUDA_ON_CPU)
+// Two floats rounded to bf16 (to nearest, ties to even) in one word, `low` in its lower half.
+__device__ unsigned pack_bf16(float low, float high) {
+    unsigned word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+#endif
+
+__device__ void store(float* to, float x) { *to = x; }
+
+__device__ Eight load8(const float* from) {
+    float4 a = ((const float4*)from)[0], b = ((const float4*)from)[1];
+    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+}
+
+// Stores, and returns what a later load will see.
+__device__ Eight store8(float* to, Eight v) {
+    ((float4*)to)[0] = make_float4(v.x[0], v.x[1], v.x[2], v.x[3]);
+    ((float4*)to)[1] = make_float4(v.x[4], v.x[5], v.x[6], v.x[7]);
+    return v;
+}
+
+#if BF16
+typedef uint4 Packed;  // eight numbers as they lie in memory
+
+__device__ Eight unpack8(Packed w) {
+    return {{__uint_as_float(w.x << 16), __uint_as_float(w.x & 0xFFFF0000u), __uint_as_float(w.y << 16),
+             __uint_as_float(w.y & 0xFFFF0000u), __uint_as_float(w.z << 16), __uint_as_float(w.z & 0xFFFF0000u),
+             __uint_as_float(w.w << 16), __uint_as_float(w.w & 0xFFFF0000u)}};
+}
+
+__device__ Packed load_packed(const real* from) { return *(const uint4*)from; }
+
+__device__ Eight load8(const real* from) { return unpack8(load_packed(from)); }
+
+__device__ void store(real* to, float x) { *to = (unsigned short)pack_bf16(x, 0.0f); }
+
+__device__ Eight store8(real* to, Eight v) {
+    uint4 w = make_uint4(pack_bf16(v.x[0], v.x[1]), pack_bf16(v.x[2], v.x[3]), pack_bf16(v.x[4], v.x[5]),
+                         pack_bf16(v.x[6], v.x[7]));
+    *(uint4*)to = w;
+    return unpack8(w);
+}
+#else
+typedef Eight Packed;
+__device__ Eight unpack8(Packed v) { return v; }
+__device__ Packed load_packed(const real* from) { return load8(from); }
+#endif
+
+__device__ float dot8(Eight a, Eight b) {
+    float sum = 0.0f;
+    for (int i = 0; i < 8; i++) sum += a.x[i] * b.x[i];
+    return sum;
+}
+
+__device__ float warp_sum(float x) {
+    for (int bit = 16; bit > 0; bit /= 2) x += __shfl_xor_sync(0xFFFFFFFF, x, bit);
+    return x;
+}
+
+__device__ float warp_max(float x) {
+    for (int bit = 16; bit > 0; bit /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
+    return x;
+}
+
+// Sum and maximum over the block, the same in every thread: within each warp, then over the warps through `slots`, 32
+// floats of shared memory that no thread still reads. What was written to shared memory before is visible after.
+__device__ float block_sum(float x, float* slots) {
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0.0f;
+    for (int w = 0; w < blockDim.x / 32; w++) x += slots[w];
+    return x;
+}
+
+__device__ float block_max(float x, float* slots) {
+    x = warp_max(x);
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
+    __syncthreads();
+    for (int w = 0; w < blockDim.x / 32; w++) x = fmaxf(x, slots[w]);
+    return x;
+}
+
+// In bf16, whose numbers have 8 bits of mantissa, the hardware's quick exponential (22 bits) serves.
+__device__ float exponential(float x) { return BF16 ? __expf(x) : expf(x); }
+
+constexpr float MASKED = -1e30f;  // stands for minus infinity, and MASKED - MASKED is not NaN
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 2. Embedding
+// ---------------------------------------------------------------------------------------------------------------------
+// Covers embedding_forward: out[n] = embed[tokens[n]].
+// Grid (N); C/8 threads, rounded up to whole warps.
+extern "C" __global__ void embedding_forward(real* out, const int* tokens, const real* embed, int C) {
+    int column = 8 * threadIdx.x;
+    if (column < C)
+        store8(out + (long long)blockIdx.x * C + column, load8(embed + (long long)tokens[blockIdx.x] * C + column));
+}
+
+// Covers embedding_backward: dembed[v] += sum of dout[n] over all n with tokens[n] == v.
+//
+// As on the CPU equal tokens were brought side by side by a sort (of 4-byte ids, on the host): order lists the
+// positions n by token, those of token v from starts[v] to starts[v+1]. One block owns 256 columns of one row of
+// dembed, its eight warps take the positions in turn and their eight sums are added in order.
+// Grid (V, ceil(C/256)); 256 threads.
+extern "C" __global__ void embedding_backward(float* dembed, const real* dout, const int* order, const int* starts,
+                                              int C) {
+    __shared__ Eight parts[8][32];
+    int lane = threadIdx.x % 32, part = threadIdx.x / 32, column = 256 * blockIdx.y + 8 * lane;
+    int first = starts[blockIdx.x], end = starts[blockIdx.x + 1];
+    if (first == end) return;
+    Eight sum = {};
+    if (column < C)
+        for (int j = first + part; j < end; j += 8) {
+            Eight d = load8(dout + (long long)order[j] * C + column);
+            for (int i = 0; i < 8; i++) sum.x[i] += d.x[i];
+        }
+    parts[part][lane] = sum;
+    __syncthreads();
+    if (part > 0 || column >= C) return;
+    float* row = dembed + (long long)blockIdx.x * C + column;
+    Eight total = load8(row);
+    for (int p = 0; p < 8; p++)
+        for (int i = 0; i < 8; i++) total.x[i] += parts[p][lane].x[i];
+    store8(row, total);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 3. RMSNorm, with the residual stream
+// ---------------------------------------------------------------------------------------------------------------------
+// Covers `x += step` of block_forward, then rmsnorm_forward:
+//
+//     x = before + step        rstd_n = 1 / sqrt(mean_i x_ni^2 + eps)        out_ni = x_ni rstd_n gain_i
+//
+// A block owns a row and a thread eight of its columns, so x stays in registers between the sum of squares and its
+// use. The norm reads x as stored (in bf16: rounded), because the backward will. Without a step, x = before is left
+// alone.
+// Grid (N); C/8 threads, rounded up to whole warps.
+extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x, const real* before, const real* step,
+                                           const float* gain, int C, float eps) {
+    __shared__ float slots[32];
+    int column = 8 * threadIdx.x;
+    long long at = (long long)blockIdx.x * C + column;
+    Eight v = {};
+    if (column < C) {
+        v = load8(before + at);
+        if (step) {
+            Eight s = load8(step + at);
+            for (int i = 0; i < 8; i++) v.x[i] += s.x[i];
+            v = store8(x + at, v);
+        }
+    }
+    float r = rsqrtf(block_sum(dot8(v, v), slots) / C + eps);
+    if (threadIdx.x == 0) rstd[blockIdx.x] = r;
+    if (column < C) {
+        Eight g = load8(gain + column);
+        for (int i = 0; i < 8; i++) v.x[i] *= r * g.x[i];
+        store8(out + at, v);
+    }
+}
+
+// Covers rmsnorm_backward, the `dx += dstep` after it, and rmsnorm_apply:
+//
+//     dx_j (+)= rstd (dxhat_j - xhat_j mean_i(dxhat_i xhat_i)),   xhat = x rstd,   dxhat = dout gain
+//     dgain_i += sum_n dout_ni xhat_ni
+//
+// Leaves the norm's output xhat * gain where dout was: the gradient of the matrix that read it comes next and needs it.
+// dgain, a sum over rows, is taken in two stages: here each block sums its rows n = block, block + blocks, ...;
+// column_sum adds the blocks. A row's sum takes a barrier, and memory would stand idle meanwhile: so the next row is
+// loaded before. In every round block_sum uses the other half of `slots`, and one barrier a row is enough.
+// Grid (at most N blocks: the rows of partial); C/8 threads, rounded up to whole warps.
+extern "C" __global__ void rmsnorm_backward(real* dx, real* dout, float* partial, const real* x, const float* rstd,
+                                            const float* gain, int N, int C, int add) {
+    __shared__ float slots[2][32];
+    int column = 8 * threadIdx.x, half = 0;
+    Eight g = {}, dgain = {};
+    Packed next_x = {}, next_dout = {}, next_dx = {};
+    if (column < C) g = load8(gain + column);
+    for (int next = blockIdx.x; next < N + int(gridDim.x); next += gridDim.x, half ^= 1) {
+        Eight xhat = unpack8(next_x), dxhat = unpack8(next_dout), old = unpack8(next_dx);
+        if (next < N && column < C) {
+            long long at = (long long)next * C + column;
+            next_x = load_packed(x + at);
+            next_dout = load_packed(dout + at);
+            if (add) next_dx = load_packed(dx + at);
+        }
+        int n = next - gridDim.x;  // the row of this round; there is none in the first
+        if (n < 0) continue;
+        float r = rstd[n];
+        for (int i = 0; i < 8; i++) {
+            xhat.x[i] *= r;
+            dgain.x[i] += dxhat.x[i] * xhat.x[i];
+            dxhat.x[i] *= g.x[i];
+        }
+        float mean = block_sum(dot8(dxhat, xhat), slots[half]) / C;
+        if (column < C) {
+            long long at = (long long)n * C + column;
+            for (int i = 0; i < 8; i++) {
+                old.x[i] += r * (dxhat.x[i] - xhat.x[i] * mean);
+                xhat.x[i] *= g.x[i];
+            }
+            store8(dx + at, old);
+            store8(dout + at, xhat);
+        }
+    }
+    if (column < C) store8(partial + (long long)blockIdx.x * C + column, dgain);
+}
+
+// Second stage: out[c] += sum over rows of partial (rows, C).
+// Grid (ceil(C/32)); 1024 threads: 32 columns x 32 parts of the rows.
+extern "C" __global__ void column_sum(float* out, const float* partial, int rows, int C) {
+    __shared__ float parts[32][33];
+    int lane = threadIdx.x % 32, part = threadIdx.x / 32, column = 32 * blockIdx.x + lane;
+    float sum = 0.0f;
+    if (column < C)
+#pragma unroll 8
+        for (int row = part; row < rows; row += 32) sum += partial[(long long)row * C + column];
+    parts[part][lane] = sum;
+    __syncthreads();
+    if (part > 0 || column >= C) return;
+    sum = 0.0f;
+    for (int p = 0; p < 32; p++) sum += parts[p][lane];
+    out[column] += sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 4. Rotary embedding
+// ---------------------------------------------------------------------------------------------------------------------
+// Rotates eight pairs (x_i, x_{i+D/2}), read at x, and writes them at out. cos and sin: eight entries for these pairs.
+__device__ void rotate(real* out, const real* x, const float* cos, const float* sin, int D, float direction) {
+    Eight x1 = load8(x), x2 = load8(x + D / 2), c = load8(cos), s = load8(sin), y1, y2;
+    for (int i = 0; i < 8; i++) {
+        y1.x[i] = x1.x[i] * c.x[i] - x2.x[i] * direction * s.x[i];
+        y2.x[i] = x2.x[i] * c.x[i] + x1.x[i] * direction * s.x[i];
+    }
+    store8(out, y1);
+    store8(out + D / 2, y2);
+}
+
+// Covers rope_forward (direction 1) and rope_backward (direction -1: the transpose of a rotation is its inverse), in
+// place on the heads q and k of qkv (N, width):
+//
+//     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
+//
+// cos, sin (context, D/2); heads = H + G, the heads that turn. A thread turns eight pairs: D is a multiple of 16.
+// Grid (ceil(N * heads * D/16 / 256)); 256 threads.
+extern "C" __global__ void rope(real* qkv, const float* cos, const float* sin, int N, int T, int heads, int D,
+                                int width, float direction) {
+    int vectors = D / 16, index = 256 * blockIdx.x + threadIdx.x;
+    int n = index / (heads * vectors), head = index / vectors % heads, pair = 8 * (index % vectors);
+    if (n >= N) return;
+    real* x = qkv + (long long)n * width + head * D + pair;
+    int angle = n % T * (D / 2) + pair;
+    rotate(x, x, cos + angle, sin + angle, D, direction);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 5. SwiGLU
+// ---------------------------------------------------------------------------------------------------------------------
+__device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// Covers swiglu_forward: out = g sigmoid(g) u, gate_up (N,2F) = [g | u].
+// Grid (N, ceil(F/2048)); 256 threads.
+extern "C" __global__ void swiglu_forward(real* out, const real* gate_up, int F) {
+    int column = 8 * (256 * blockIdx.y + threadIdx.x);
+    if (column >= F) return;
+    const real* g_at = gate_up + (long long)blockIdx.x * 2 * F + column;
+    Eight g = load8(g_at), u = load8(g_at + F);
+    for (int i = 0; i < 8; i++) g.x[i] *= sigmoid(g.x[i]) * u.x[i];
+    store8(out + (long long)blockIdx.x * F + column, g);
+}
+
+// Covers swiglu_apply and swiglu_backward, with s = sigmoid(g), silu = g s:
+//
+//     h = silu u        du = dh silu        dg = dh u s (1 + g - silu)
+//
+// In place: gate_up becomes [dg | du], and dh becomes h, which the gradient of `down` needs next and nobody kept.
+// Grid (N, ceil(F/2048)); 256 threads.
+extern "C" __global__ void swiglu_backward(real* gate_up, real* dh, int F) {
+    int column = 8 * (256 * blockIdx.y + threadIdx.x);
+    if (column >= F) return;
+    real* g_at = gate_up + (long long)blockIdx.x * 2 * F + column;
+    real* h_at = dh + (long long)blockIdx.x * F + column;
+    Eight g = load8(g_at), u = load8(g_at + F), d = load8(h_at), h;
+    for (int i = 0; i < 8; i++) {
+        float s = sigmoid(g.x[i]), silu = g.x[i] * s;
+        h.x[i] = silu * u.x[i];
+        g.x[i] = d.x[i] * u.x[i] * s * (1.0f + g.x[i] - silu);
+        u.x[i] = d.x[i] * silu;
+    }
+    store8(g_at, g);
+    store8(g_at + F, u);
+    store8(h_at, h);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 6. The loss and the optimizer
+// ---------------------------------------------------------------------------------------------------------------------
+// Covers cross_entropy_forward (but for its sum over rows) and cross_entropy_backward, one row (n,k) a block:
+//
+//     nll = log sum_v exp(z_v) - z_y        dz_v = weight_k (p_v - [v == y]),  p = softmax(z)
+//
+// logits (N,K,V) become their gradients in place; a masked row (target -1) gets nll 0 and gradient 0. weight (K) is
+// head_weight_k / counted_k. targets (B, T+K-1): head k at position t is to predict targets[b][t+k].
+//
+// The first pass keeps for each thread a running maximum m and the sum of exp(z - m), rescaled whenever m grows (the
+// online softmax of flash_attn.cu); the second reads the row again, now from the cache.
+// Grid (N*K); 256 threads.
+extern "C" __global__ void cross_entropy(real* logits, float* nll, const int* targets, const float* weight, int T,
+                                         int K, int V) {
+    __shared__ float slots[2][32];
+    int n = blockIdx.x / K, k = blockIdx.x % K, b = n / T, t = n % T;
+    int target = targets[b * (T + K - 1) + t + k];
+    real* z = logits + (long long)blockIdx.x * V;
+    float m = MASKED, total = 0.0f, log_total = 0.0f, w = 0.0f;
+    if (target >= 0) {
+        for (int v = 8 * threadIdx.x; v < V; v += 8 * 256) {
+            Eight e = load8(z + v);
+            float larger = m;
+            for (int i = 0; i < 8; i++) larger = fmaxf(larger, e.x[i]);
+            total *= exponential(m - larger);
+            m = larger;
+            for (int i = 0; i < 8; i++) total += exponential(e.x[i] - m);
+        }
+        float block_m = block_max(m, slots[0]);
+        total = block_sum(total * exponential(m - block_m), slots[1]);
+        log_total = block_m + logf(total);
+        w = weight[k];
+    }
+    if (threadIdx.x == 0) nll[blockIdx.x] = target < 0 ? 0.0f : log_total - to_float(z[target]);
+    __syncthreads();  // the target's logit is read before its owner overwrites it
+    for (int v = 8 * threadIdx.x; v < V; v += 8 * 256) {
+        Eight e = {};
+        if (target >= 0) e = load8(z + v);
+        for (int i = 0; i < 8; i++)
+            e.x[i] = target < 0 ? 0.0f : w * (exponential(e.x[i] - log_total) - float(v + i == target));
+        store8(z + v, e);
+    }
+}
+
+// Covers the sum of cross_entropy_forward: losses[k] = sum_n nll[n][k] / counted[k].
+// Grid (K); 1024 threads.
+extern "C" __global__ void cross_entropy_sum(float* losses, const float* nll, const float* counted, int N, int K) {
+    __shared__ float slots[32];
+    float sum = 0.0f;
+    for (int n = threadIdx.x; n < N; n += 1024) sum += nll[(long long)n * K + blockIdx.x];
+    sum = block_sum(sum, slots);
+    if (threadIdx.x == 0) losses[blockIdx.x] = sum / counted[blockIdx.x];
+}
+
+// The gradient's norm, in two stages: partial[block] = sum of squares of the block's share of grad (n, a multiple of
+// 4).
+// Grid (any number of blocks); 256 threads.
+extern "C" __global__ void sum_of_squares(float* partial, const float* grad, long long n) {
+    __shared__ float slots[32];
+    float sum = 0.0f;
+    for (long long i = 4 * (256LL * blockIdx.x + threadIdx.x); i < n; i += 4 * 256LL * gridDim.x) {
+        float4 g = *(const float4*)(grad + i);
+        sum += g.x * g.x + g.y * g.y + g.z * g.z + g.w * g.w;
+    }
+    sum = block_sum(sum, slots);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+// state: the norm; the factor min(1, clip / (norm + 1e-6)) for adamw, which so never passes through the host; and
+// whether a norm was ever not finite, which stops every later update too.
+// Grid (1); 1024 threads.
+extern "C" __global__ void gradient_norm(float* state, const float* partial, int blocks, float clip) {
+    __shared__ float slots[32];
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < blocks; i += 1024) sum += partial[i];
+    float norm = sqrtf(block_sum(sum, slots));
+    if (threadIdx.x > 0) return;
+    state[0] = norm;
+    state[1] = fminf(1.0f, clip / (norm + 1e-6f));
+    if (!(norm <= 3.4e38f)) state[2] = 1.0f;
+}
+
+// Covers adamw_update and the rest of Model.update, in one pass over the flat buffers (n, a multiple of 4), of which
+// the first `decayed` entries are matrices:
+//
+//     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        g = factor * grad
+//     param -= lr (decay param + mhat / (sqrt(vhat) + eps)),   mhat = m correction1,   vhat = v correction2
+//
+// then grad = 0, and in bf16 the copy of the weights that the products read. correction = 1 / (1 - beta^step).
+// Grid (ceil(n/1024)); 256 threads.
+extern "C" __global__ void adamw(float* param, real* copy, float* grad, float* m, float* v, const float* state,
+                                 long long n, long long decayed, float lr, float beta1, float beta2, float eps,
+                                 float decay, float correction1, float correction2) {
+    long long i = 4 * (256LL * blockIdx.x + threadIdx.x);
+    if (i >= n || state[2] != 0.0f) return;
+    float keep = i < decayed ? 1.0f - lr * decay : 1.0f;
+    float p4[4], g4[4], m4[4], v4[4];
+    *(float4*)p4 = *(const float4*)(param + i);
+    *(float4*)g4 = *(const float4*)(grad + i);
+    *(float4*)m4 = *(const float4*)(m + i);
+    *(float4*)v4 = *(const float4*)(v + i);
+    for (int j = 0; j < 4; j++) {
+        float g = g4[j] * state[1];
+        m4[j] = beta1 * m4[j] + (1.0f - beta1) * g;
+        v4[j] = beta2 * v4[j] + (1.0f - beta2) * g * g;
+        p4[j] = keep * p4[j] - lr * (m4[j] * correction1) / (sqrtf(v4[j] * correction2) + eps);
+    }
+    *(float4*)(param + i) = *(float4*)p4;
+    *(float4*)(grad + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    *(float4*)(m + i) = *(float4*)m4;
+    *(float4*)(v + i) = *(float4*)v4;
+#if BF16
+    *(uint2*)(copy + i) = make_uint2(pack_bf16(p4[0], p4[1]), pack_bf16(p4[2], p4[3]));
+#endif
+}
+
+// Covers Model.refresh: copy = param, in bf16; n is a multiple of 8.
+// Grid (ceil(n/2048)); 256 threads.
+extern "C" __global__ void copy_weights(real* copy, const float* param, long long n) {
+    long long i = 8 * (256LL * blockIdx.x + threadIdx.x);
+    if (i < n) store8(copy + i, load8(param + i));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 7. A readable matrix product
+// ---------------------------------------------------------------------------------------------------------------------
+// out (M,N) = a (M,K) @ b (K,N), or += where add. Covers linear_forward and linear_backward for --matmul ours. Either
+// operand may lie transposed in memory: entry (m,k) of a is a[m * a_row + k * a_column], and one of the strides is 1; b
+// likewise. A batch of products lies a_batch, b_batch, out_batch apart.
+//
+// Read naively, each entry of a would come from memory N times. Here a block computes a 64 x 64 tile of out: it
+// brings 64 x 16 pieces of a and b to shared memory and uses every number 64 times; a thread keeps 4 x 4 sums in
+// registers, and so uses what it reads from shared memory four times. cuBLAS does the same with larger tiles on two
+// more levels, tensor cores, and copies that overlap the arithmetic. On an H200, 8192 x 4096 x 768:
+// this kernel 19 TFLOP/s, cuBLAS 50 in fp32 and 684 in bf16.
+// Grid (ceil(N/64), ceil(M/64), batch); 256 threads.
+constexpr int TILE = 64, DEPTH = 16;
+
+template <class Out>
+__device__ void tiled_product(Out* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column,
+                              int b_row, int b_column, int out_row, int add) {
+    __shared__ float A[DEPTH][TILE + 1], B[DEPTH][TILE + 1];  // + 1: a column then lies in different banks
+    int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x, ty = threadIdx.x / 16, tx = threadIdx.x % 16;
+    float sum[4][4] = {};
+    for (int k0 = 0; k0 < K; k0 += DEPTH) {
+        for (int i = threadIdx.x; i < TILE * DEPTH; i += 256) {
+            // neighbouring threads take neighbours in memory
+            int m = a_column == 1 ? i / DEPTH : i % TILE, ka = a_column == 1 ? i % DEPTH : i / TILE;
+            int n = b_row == 1 ? i / DEPTH : i % TILE, kb = b_row == 1 ? i % DEPTH : i / TILE;
+            A[ka][m] = m0 + m < M && k0 + ka < K
+                ? to_float(a[(long long)(m0 + m) * a_row + (long long)(k0 + ka) * a_column]) : 0.0f;
+            B[kb][n] = n0 + n < N && k0 + kb < K
+                ? to_float(b[(long long)(k0 + kb) * b_row + (long long)(n0 + n) * b_column]) : 0.0f;
+        }
+        __syncthreads();  // the pieces are complete
+        for (int k = 0; k < DEPTH; k++)
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 4; j++) sum[i][j] += A[k][ty + 16 * i] * B[k][tx + 16 * j];
+        __syncthreads();  // nobody reads them any more
+    }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            int m = m0 + ty + 16 * i, n = n0 + tx + 16 * j;
+            if (m >= M || n >= N) continue;
+            Out* to = out + (long long)m * out_row + n;
+            store(to, sum[i][j] + (add ? to_float(*to) : 0.0f));
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+matmul(real* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column, int b_row, int b_column,
+       int out_row, int add, long long a_batch, long long b_batch, long long out_batch) {
+    tiled_product(out + blockIdx.z * out_batch, a + blockIdx.z * a_batch, b + blockIdx.z * b_batch, M, N, K, a_row,
+                  a_column, b_row, b_column, out_row, add);
+}
+
+// The same with an fp32 result: gradients of weights, and logits that are looked at.
+extern "C" __global__ void __launch_bounds__(256)
+matmul_to_fp32(float* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column, int b_row,
+               int b_column, int out_row, int add, long long a_batch, long long b_batch, long long out_batch) {
+    tiled_product(out + blockIdx.z * out_batch, a + blockIdx.z * a_batch, b + blockIdx.z * b_batch, M, N, K, a_row,
+                  a_column, b_row, b_column, out_row, add);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 8. Softmax for attention with a stored T x T matrix (--attention naive: the yardstick of flash_attn.cu)
+// ---------------------------------------------------------------------------------------------------------------------
+// Covers the softmax of attention_forward, in place: S (rows,T) of products q_i . k_j becomes P, row i = row % T:
+//
+//     P_ij = exp(scale S_ij) / sum_j' exp(scale S_ij')  for j <= i, 0 for the future
+//
+// Grid (rows); 256 threads.
+extern "C" __global__ void softmax_forward(real* S, int T, float scale) {
+    __shared__ float slots[2][32];
+    int i = blockIdx.x % T;
+    real* row = S + (long long)blockIdx.x * T;
+    float largest = MASKED, total = 0.0f;
+    for (int j = threadIdx.x; j <= i; j += 256) largest = fmaxf(largest, scale * to_float(row[j]));
+    largest = block_max(largest, slots[0]);
+    for (int j = threadIdx.x; j <= i; j += 256) total += expf(scale * to_float(row[j]) - largest);
+    total = block_sum(total, slots[1]);
+    for (int j = threadIdx.x; j < T; j += 256)
+        store(row + j, j <= i ? expf(scale * to_float(row[j]) - largest) / total : 0.0f);
+}
+
+// Covers the softmax of attention_backward, in place: dP becomes dS.
+//
+//     dS_ij = scale P_ij (dP_ij - delta_i),   delta_i = sum_j P_ij dP_ij
+//
+// Grid (rows); 256 threads.
+extern "C" __global__ void softmax_backward(real* dP, const real* P, int T, float scale) {
+    __shared__ float slots[32];
+    int i = blockIdx.x % T;
+    real* d = dP + (long long)blockIdx.x * T;
+    const real* p = P + (long long)blockIdx.x * T;
+    float delta = 0.0f;
+    for (int j = threadIdx.x; j <= i; j += 256) delta += to_float(p[j]) * to_float(d[j]);
+    delta = block_sum(delta, slots);
+    for (int j = threadIdx.x; j < T; j += 256)
+        store(d + j, j <= i ? scale * to_float(p[j]) * (to_float(d[j]) - delta) : 0.0f);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 9. Decoding: n new tokens after `position` earlier ones whose keys and values are kept
+// ---------------------------------------------------------------------------------------------------------------------
+// A row's arithmetic here does not depend on n, so that verifying several drafted tokens at once gives the same bits as
+// decoding them one by one.
+
+// Covers rope_forward and the append of Model.extend: turns q (n, H heads) in place; turns k into its place in the
+// cache, keys (G, context, D); copies v to values (G, context, D).
+// Grid (ceil(n * (H+2G) * D/16 / 256)); 256 threads.
+extern "C" __global__ void rope_append(real* qkv, real* keys, real* values, const float* cos, const float* sin, int n,
+                                       int position, int H, int G, int D, int context) {
+    int vectors = D / 16, heads = H + 2 * G, index = 256 * blockIdx.x + threadIdx.x;
+    int row = index / (heads * vectors), head = index / vectors % heads, pair = 8 * (index % vectors);
+    if (row >= n) return;
+    int t = position + row, angle = t * (D / 2) + pair;
+    real* x = qkv + (long long)row * heads * D + head * D + pair;
+    if (head < H)
+        rotate(x, x, cos + angle, sin + angle, D, 1.0f);
+    else if (head < H + G)
+        rotate(keys + ((long long)(head - H) * context + t) * D + pair, x, cos + angle, sin + angle, D, 1.0f);
+    else {
+        real* to = values + ((long long)(head - H - G) * context + t) * D + pair;
+        store8(to, load8(x));
+        store8(to + D / 2, load8(x + D / 2));
+    }
+}
+
+// Covers the attention of Model.extend. One query head of one new token a block: first a thread a key, for the scores
+// and their softmax; then a thread eight columns of the values, the keys dealt out to 128 / (D/8) parts.
+// Grid (H, n); 128 threads; shared memory: position + n floats.
+extern "C" __global__ void decode_attention(real* out, const real* qkv, const real* keys, const real* values,
+                                            int position, int H, int G, int D, int context) {
+    extern __shared__ float scores[];
+    __shared__ float slots[2][32];
+    __shared__ Eight sums[128];
+    int h = blockIdx.x, row = blockIdx.y, g = h / (H / G), length = position + row + 1;
+    const real* q = qkv + ((long long)row * (H + 2 * G) + h) * D;
+    keys += (long long)g * context * D;
+    values += (long long)g * context * D;
+    float largest = MASKED, total = 0.0f;
+    for (int j = threadIdx.x; j < length; j += 128) {
+        float s = 0.0f;
+        for (int d = 0; d < D; d += 8) s += dot8(load8(q + d), load8(keys + (long long)j * D + d));
+        scores[j] = s * rsqrtf(float(D));
+        largest = fmaxf(largest, scores[j]);
+    }
+    largest = block_max(largest, slots[0]);
+    for (int j = threadIdx.x; j < length; j += 128) {
+        scores[j] = expf(scores[j] - largest);
+        total += scores[j];
+    }
+    total = block_sum(total, slots[1]);  // its barrier also publishes the scores
+    int vectors = D / 8, parts = 128 / vectors, part = threadIdx.x / vectors, column = 8 * (threadIdx.x % vectors);
+    Eight sum = {};
+    if (part < parts)
+        for (int j = part; j < length; j += parts) {
+            Eight v = load8(values + (long long)j * D + column);
+            for (int i = 0; i < 8; i++) sum.x[i] += scores[j] * v.x[i];
+        }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (part > 0) return;
+    for (int p = 1; p < parts; p++)
+        for (int i = 0; i < 8; i++) sum.x[i] += sums[p * vectors + threadIdx.x].x[i];
+    for (int i = 0; i < 8; i++) sum.x[i] /= total;
+    store8(out + ((long long)row * H + h) * D + column, sum);
+}
+
+// out (n,O) = x (n,I) @ w (O,I).T for a few rows: reading w is all the time it takes, so a warp owns an output o, reads
+// its row of w once, 16 bytes a lane, and uses it for up to eight rows of x.
+// Grid (ceil(O/8), ceil(n/8)); 256 threads.
+template <class Out>
+__device__ void few_rows_product(Out* out, const real* x, const real* w, int n, int I, int O) {
+    int o = 8 * blockIdx.x + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int first = 8 * blockIdx.y, rows = min(8, n - first);
+    if (o >= O) return;
+    float sum[8] = {};
+    for (int i = 8 * lane; i < I; i += 256) {
+        Eight weight = load8(w + (long long)o * I + i);
+#pragma unroll
+        for (int r = 0; r < 8; r++)
+            if (r < rows) sum[r] += dot8(weight, load8(x + (long long)(first + r) * I + i));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+        float total = warp_sum(sum[r]);
+        if (r < rows && lane == 0) store(out + (long long)(first + r) * O + o, total);
+    }
+}
+
+extern "C" __global__ void few_rows(real* out, const real* x, const real* w, int n, int I, int O) {
+    few_rows_product(out, x, w, n, I, O);
+}
+
+extern "C" __global__ void few_rows_to_fp32(float* out, const real* x, const real* w, int n, int I, int O) {
+    few_rows_product(out, x, w, n, I, O);
+}

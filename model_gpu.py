@@ -1,0 +1,799 @@
+"""model_gpu.py: the model of model_cpu.py on one NVIDIA GPU, through CuPy.
+
+Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same names.  What
+a function computes and why its backward is right stands there; here stands how a GPU does it.  Top to bottom:
+
+    1. pick, memory_plan          which engine serves; the bytes of a run, known before it starts
+    2. Gpu                        compiled kernels, the stream of launches, matrix products
+    3. x_forward / x_backward     every layer as a pair: a matrix product by cuBLAS, or a kernel of kernels.cu
+    4. Model                      the face of model_cpu.Model
+    5. main                       both engines side by side: python model_gpu.py
+
+Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores round the
+inputs of products to 10 bits of mantissa.  bf16: activations, and a copy of the weights that the products read, have
+8 bits of mantissa and half the size; the weights themselves ("master" weights), gradients and moments stay fp32,
+because an update is often smaller than the spacing of bf16 numbers and would be lost.  Sums, norms, softmax and
+losses are fp32 in each.
+
+How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no function here waits for a
+result, and nothing is allocated within a step.  What crosses from one kernel to the next is the traffic that costs
+time, so neighbouring functions are fused (kernels.cu); where one kernel covers several functions of model_cpu, it
+says so there.
+
+What this file does not do: no CUDA (kernels.cu, flash_attn.cu); several GPUs (train.py); no GPU but NVIDIA's.  It can
+be imported, and says so in one sentence, where there is no CuPy or no GPU.
+"""
+import argparse
+import dataclasses
+import math
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+
+import model_cpu
+from model_cpu import CONFIGS, NORM_EPS, TEXT, count_targets, init_params, param_count, param_views, rope_table
+from model_cpu import Config, generate, load, load_state, param_table, sample, save     # noqa: F401  as on the CPU
+from tokenizer import Tokenizer
+
+try:
+    import cupy
+except ImportError:
+    cupy = None
+
+PRECISIONS = ("bf16", "tf32", "fp32")
+NORM_BLOCKS = 1056          # blocks, and so partial sums, of rmsnorm_backward: 8 for each multiprocessor of an H100
+SUM_BLOCKS = 1024           # of sum_of_squares
+FEW_ROWS = 8                # up to this many rows, decoding uses few_rows: reading the weights once is all it costs
+ALIGN = 256                 # buffers start at multiples of this many bytes
+CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code takes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Which engine serves, and what a run needs
+# ---------------------------------------------------------------------------------------------------------------------
+def why_no_gpu():
+    """None if there is a GPU to use, else a sentence that says what is missing."""
+    if cupy is None:
+        return "The GPU engine needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`), or use --device cpu."
+    if cupy.cuda.is_available():
+        return None
+    driver, needed = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
+    if driver == 0:
+        return "There is no NVIDIA driver on this machine: use --device cpu."
+    if driver // 1000 < needed // 1000:
+        return (f"The NVIDIA driver is too old: it serves CUDA {driver // 1000}.{driver % 1000 // 10}, this CuPy needs "
+                f"{needed // 1000}.0: update the driver, or install cupy-cuda{driver // 1000}x.")
+    return "The NVIDIA driver finds no GPU: use --device cpu."
+
+
+def pick(device):
+    """The engine's module for "cpu", "gpu" (ValueError if there is none) or "auto" (the GPU if there is one)."""
+    if device not in ("auto", "cpu", "gpu"):
+        raise ValueError(f"the device must be auto, cpu or gpu, not {device!r}.")
+    reason = why_no_gpu() if device != "cpu" else None
+    if reason and device == "gpu":
+        raise ValueError(reason)
+    return model_cpu if device == "cpu" or reason else sys.modules[__name__]
+
+
+def default_precision():
+    """The best that this GPU's tensor cores have; where there is no GPU, and a run is only planned, bf16."""
+    return "bf16" if why_no_gpu() or int(cupy.cuda.Device().compute_capability) >= 80 else "fp32"
+
+
+def free_memory(memory_limit=None):
+    """Bytes of GPU memory that can be had, at most memory_limit."""
+    free = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().total_bytes()
+    return min(free, memory_limit or free)
+
+
+def work_tables(config, B, T, precision, attention="flash"):
+    """The work buffers of a forward and backward at (B,T), as four tables, lists of (name, shape, dtype): what each
+    layer keeps, what all share, and two that use the same memory in turn: the logits are there between the last
+    layer's forward and its backward, the other large arrays at all other times.
+
+    A layer keeps what its backward cannot do without: two states of the residual stream, q k v, the attention's
+    output and log-sum-exp, gate and up.  The norms' outputs and the SwiGLU product are computed again."""
+    c, N, single = config, B * T, np.float32
+    real = np.uint16 if precision == "bf16" else single                              # NumPy has no bf16
+    naive, scores = attention == "naive", (B, c.heads, T, T)
+    layer = [("x_in", (N, c.dim), real), ("rstd1", (N,), single), ("qkv", (N, c.qkv_width), real),
+             ("y", (N, c.dim), real), ("lse", scores, real) if naive else ("lse", scores[:3], single),
+             ("x_mid", (N, c.dim), real), ("rstd2", (N,), single), ("gate_up", (N, 2 * c.hidden), real)]
+    shared = [("x", (N, c.dim), real), ("rstd", (N,), single), ("n", (N, c.dim), real), ("step", (N, c.dim), real),
+              ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, c.dim), single)] + input_table(config, B, T)
+    scratch = [("h", (N, c.hidden), real), ("dqkv", (N, c.qkv_width), real), ("dy", (N, c.dim), real),
+               ("delta", scores, real) if naive else ("delta", scores[:3], single)]
+    return layer, shared, [("logits", (N, c.predict, c.vocab), real)], scratch
+
+
+def input_table(config, B, T):
+    """What a micro-batch brings to the GPU.  order, starts: see embedding_backward; weight, counted: of each head."""
+    K = config.predict
+    return [("tokens", (B * T,), np.int32), ("targets", (B, T + K - 1), np.int32), ("order", (B * T,), np.int32),
+            ("starts", (config.vocab + 1,), np.int32), ("weight", (K,), np.float32), ("counted", (K,), np.float32)]
+
+
+def decode_table(config, precision):
+    """The buffers of extend: the cache of keys and values, and up to context rows of everything else."""
+    c, n = config, config.context
+    real = np.uint16 if precision == "bf16" else np.float32
+    return [("tokens", (n,), np.int32), ("cache", (c.layers, 2, c.kv_heads, n, c.head_dim), real),
+            ("x", (n, c.dim), real), ("n", (n, c.dim), real), ("step", (n, c.dim), real), ("rstd", (n,), np.float32),
+            ("qkv", (n, c.qkv_width), real), ("y", (n, c.dim), real), ("gate_up", (n, 2 * c.hidden), real),
+            ("h", (n, c.hidden), real), ("logits", (n, c.predict * c.vocab), np.float32)]
+
+
+def ceil_div(n, size):
+    """Blocks of that size that n needs."""
+    return -(-n // size)
+
+
+def table_bytes(table):
+    """Bytes of a table's buffers, each rounded up to whole multiples of ALIGN."""
+    return sum(ceil_div(math.prod(shape) * np.dtype(dtype).itemsize, ALIGN) * ALIGN for _, shape, dtype in table)
+
+
+def carve(memory, table, start=0):
+    """dict name -> array for a table of buffers, cut out of an array of bytes from `start` on."""
+    arrays = {}
+    for name, shape, dtype in table:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        arrays[name] = memory[start:start + size].view(dtype).reshape(shape)
+        start += table_bytes([(name, shape, dtype)])
+    return arrays
+
+
+def memory_plan(config, micro_batch, T, precision, attention="flash"):
+    """Bytes of GPU memory by kind (a dict) that training with micro-batches (micro_batch, T) and decoding take."""
+    size = 4 * param_count(config)
+    layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision, attention))
+    copy = {"bf16 weights": size // 2} if precision == "bf16" else {}
+    return {"parameters": size, "gradients": size, "AdamW moments": 2 * size, **copy,
+            "activations": config.layers * layer, "logits and scratch": shared + max(logits, scratch),
+            "decoding": table_bytes(decode_table(config, precision)), "cuBLAS and kernels": CUBLAS_BYTES}
+
+
+def largest_micro_batch(config, T, precision, free_bytes, attention="flash"):
+    """The largest micro-batch whose plan fits free_bytes; 0 if none does."""
+    low, high = 0, 1
+    while sum(memory_plan(config, high, T, precision, attention).values()) <= free_bytes:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if sum(memory_plan(config, middle, T, precision, attention).values()) <= free_bytes:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Compiled kernels and matrix products
+# ---------------------------------------------------------------------------------------------------------------------
+COMPUTE = {"fp32": 68, "tf32": 77, "bf16": 68}      # CUBLAS_COMPUTE_32F, or CUBLAS_COMPUTE_32F_FAST_TF32
+CUDA_TYPE = {"f": 0, "H": 14}                       # CUDA_R_32F, CUDA_R_16BF by NumPy's letter for float32, uint16
+SCALARS = np.array([0.0, 1.0], np.float32)          # cuBLAS reads its factors from host memory, at these addresses
+ZERO, ONE = SCALARS.ctypes.data, SCALARS.ctypes.data + 4
+
+KERNELS = ("embedding_forward", "embedding_backward", "rmsnorm_forward", "rmsnorm_backward", "column_sum", "rope",
+           "swiglu_forward", "swiglu_backward", "cross_entropy", "cross_entropy_sum", "sum_of_squares", "gradient_norm",
+           "adamw", "copy_weights", "matmul", "matmul_to_fp32", "softmax_forward", "softmax_backward", "rope_append",
+           "decode_attention", "few_rows", "few_rows_to_fp32")
+NULL = np.uint64(0)                                 # as a pointer: there is none
+int32, int64, float32 = np.int32, np.int64, np.float32
+
+
+class Gpu:
+    """The kernels compiled for one model, and how its products are computed: every function below is given it first."""
+
+    def __init__(self, config, precision, attention, matmul):
+        self.config, self.precision, self.attention, self.matmul = config, precision, attention, matmul
+        self.kernels = {}
+        notice = threading.Timer(0.5, lambda: print("Compiling the CUDA kernels for this GPU (kept for the next run).",
+                                                    file=sys.stderr, flush=True))
+        notice.start()                              # speaks only if this takes time: compiled kernels load at once
+        try:
+            self.compile("kernels.cu", KERNELS, (f"-DBF16={int(precision == 'bf16')}",))
+            if attention == "flash":
+                self.flash = flash_kernels(precision, config.head_dim)
+                self.compile("flash_attn.cu", [name for name, *_ in self.flash], (f"-DHEAD_DIM={config.head_dim}",))
+                for name, _, _, shared in self.flash:
+                    self.kernels[name].max_dynamic_shared_size_bytes = shared
+            self.kernels["decode_attention"].max_dynamic_shared_size_bytes = 4 * config.context
+        finally:
+            notice.cancel()
+        cos, sin = rope_table(config.context, 1, config.head_dim, np.float32)         # (context, 1, D), halves equal
+        half = config.head_dim // 2
+        self.cos = cupy.asarray(np.ascontiguousarray(cos[:, 0, half:]))               # (context, D/2)
+        self.sin = cupy.asarray(np.ascontiguousarray(sin[:, 0, half:]))
+        if matmul == "cublas":
+            from cupy.cuda import cublas, device    # here: loading cuBLAS takes a second, and it may be missing
+            self.cublas, self.handle = cublas, device.get_cublas_handle()
+
+    def compile(self, name, kernels, options):
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
+        with open(path, encoding="utf-8") as file:
+            module = cupy.RawModule(code=file.read(), options=options)
+        for kernel in kernels:
+            self.kernels[kernel] = module.get_function(kernel)
+
+    def launch(self, name, grid, threads, *args, shared=0):
+        """Queue a kernel.  A plain int or float would reach it as 64 bits: numbers come as np.int32(...) and so on."""
+        self.kernels[name](grid, (threads,), args, shared_mem=shared)
+
+
+def check_choices(config, precision, attention, matmul):
+    """ValueError, in one sentence, for what this engine or this GPU cannot do."""
+    for what, value, choices in [("precision", precision, PRECISIONS), ("attention", attention, ("flash", "naive")),
+                                 ("matmul", matmul, ("cublas", "ours"))]:
+        if value not in choices:
+            raise ValueError(f"{what} must be one of {', '.join(choices)}, not {value!r}.")
+    if config.head_dim % 16 or attention == "flash" and config.head_dim not in (32, 64, 128):
+        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide (with naive attention any multiple of 16), "
+                         f"not {config.head_dim}: choose another number of heads.")
+    if config.dim > 8192 or config.context > 16384:
+        raise ValueError(f"the GPU engine takes models up to 8192 wide and contexts up to 16384, not {config.dim} and "
+                         f"{config.context}.")
+    capability = int(cupy.cuda.Device().compute_capability)
+    if capability < 70 or precision != "fp32" and capability < 80:
+        needed = "8.0 (Ampere)" if precision != "fp32" else "7.0 (Volta)"
+        raise ValueError(f"{precision} needs a GPU of compute capability {needed} or later, this one has "
+                         f"{capability // 10}.{capability % 10}"
+                         + (": use --precision fp32." if precision != "fp32" and capability >= 70 else "."))
+
+
+def row_threads(C):
+    """Threads of a block that owns a row of C numbers, eight a thread, in whole warps."""
+    return 32 * ceil_div(C, 256)
+
+
+def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
+    """out (M,N) = a (M,K) @ b (K,N), or += with add; transposed operands lie as (K,M), (N,K).  With a leading axis, a
+    batch.
+
+    cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first, and
+    what lies row-major already is the transpose that it wants."""
+    M, N = out.shape[-2:]
+    K = a.shape[-2] if transpose_a else a.shape[-1]
+    batch = [len(out)] if out.ndim == 3 else []
+    lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
+    if gpu.matmul == "cublas":
+        stride_a, stride_b, stride_o = [[x.strides[0] // x.itemsize] if batch else [] for x in (a, b, out)]
+        call = gpu.cublas.gemmStridedBatchedEx if batch else gpu.cublas.gemmEx
+        call(gpu.handle, transpose_b, transpose_a, N, M, K, ONE,
+             b.data.ptr, CUDA_TYPE[b.dtype.char], ldb, *stride_b, a.data.ptr, CUDA_TYPE[a.dtype.char], lda, *stride_a,
+             ONE if add else ZERO, out.data.ptr, CUDA_TYPE[out.dtype.char], ldo, *stride_o, *batch,
+             COMPUTE[gpu.precision], -1)
+        return
+    steps_a, steps_b = (1, lda) if transpose_a else (lda, 1), (1, ldb) if transpose_b else (ldb, 1)
+    strides = [x.strides[0] // x.itemsize if batch else 0 for x in (a, b, out)]
+    name = "matmul_to_fp32" if out.dtype == np.float32 else "matmul"
+    gpu.launch(name, (ceil_div(N, 64), ceil_div(M, 64), batch[0] if batch else 1), 256,
+               *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)),
+               *map(int32, (M, N, K, *steps_a, *steps_b, ldo, add)), *map(int64, strides))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. The layers, each as a pair forward/backward
+# ---------------------------------------------------------------------------------------------------------------------
+# The contract of model_cpu: outputs first, gradients of activations are written, gradients of weights added to.
+def embedding_forward(gpu, out, tokens, embed):
+    """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
+    N, C = out.shape
+    gpu.launch("embedding_forward", (N,), row_threads(C), out, tokens, embed, int32(C))
+
+
+def embedding_backward(gpu, dembed, dout, order, starts):
+    """Adds to dembed (V,C).  order (N,): positions sorted by token; starts (V+1,): where each token's begin."""
+    V, C = dembed.shape
+    gpu.launch("embedding_backward", (V, ceil_div(C, 256)), 256, dembed, dout, order, starts, int32(C))
+
+
+def rmsnorm_forward(gpu, out, rstd, x, gain, before, step=None):
+    """x (N,C) = before + step, out (N,C) its norm, rstd (N,).  Without a step x is before."""
+    N, C = x.shape
+    gpu.launch("rmsnorm_forward", (N,), row_threads(C), out, rstd, x, before, NULL if step is None else step, gain,
+               int32(C), float32(NORM_EPS))
+
+
+def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
+    """Writes dx (N,C), or adds to it with add (the residual's gradient); adds to dgain (C,).  dout (N,C) becomes the
+    norm's output again.  partial (NORM_BLOCKS,C): space for the first stage of dgain's sum."""
+    N, C = x.shape
+    blocks = min(N, NORM_BLOCKS)
+    gpu.launch("rmsnorm_backward", (blocks,), row_threads(C), dx, dout, partial, x, rstd, gain,
+               *map(int32, (N, C, add)))
+    gpu.launch("column_sum", (ceil_div(C, 32),), 1024, dgain, partial, int32(blocks), int32(C))
+
+
+def linear_forward(gpu, out, x, w):
+    """out (N,O) = x (N,I) @ w.T, w (O,I)."""
+    product(gpu, out, x, w, transpose_b=True)
+
+
+def few_rows_forward(gpu, out, x, w):
+    """linear_forward for decoding: each of the few rows of x is computed as if it were alone."""
+    (N, I), O = x.shape, len(w)
+    name = "few_rows_to_fp32" if out.dtype == np.float32 else "few_rows"
+    gpu.launch(name, (ceil_div(O, 8), ceil_div(N, 8)), 256, out, x, w, int32(N), int32(I), int32(O))
+
+
+# linear_backward of model_cpu, in two halves: between them the backward of what made x computes x again.
+def linear_backward_input(gpu, dx, dout, w):
+    """dx (N,I) = dout (N,O) @ w."""
+    product(gpu, dx, dout, w)
+
+
+def linear_backward_weight(gpu, dw, dout, x):
+    """dw (O,I) += dout.T @ x, summed in fp32 in every precision."""
+    product(gpu, dw, dout, x, transpose_a=True, add=True)
+
+
+def rope_forward(gpu, qkv, T, direction=1.0):
+    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D)."""
+    c, N = gpu.config, len(qkv)
+    heads, D = c.heads + c.kv_heads, c.head_dim
+    gpu.launch("rope", (ceil_div(N * heads * D // 16, 256),), 256, qkv, gpu.cos, gpu.sin,
+               *map(int32, (N, T, heads, D, c.qkv_width)), float32(direction))
+
+
+def rope_backward(gpu, dqkv, T):
+    """In place: the rotation by the negative angle."""
+    rope_forward(gpu, dqkv, T, direction=-1.0)
+
+
+def flash_kernels(precision, D):
+    """(name, rows of queries or keys a block takes, threads, bytes of shared memory) of the forward and of the two
+    kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores else."""
+    names = "flash_forward", "flash_backward_dq", "flash_backward_dkdv"
+    if precision == "fp32" or precision == "tf32" and D > 64:
+        return [(name, 32 if D <= 64 else 16, 64, 0) for name in names]
+    row = D * (2 if precision == "bf16" else 4)     # bytes
+    rows = 128 if precision == "bf16" and D <= 64 else 64
+    return [(f"{names[0]}_{precision}", rows, 128, (rows + 4 * 64) * row),        # two stages of 64 keys and values
+            (f"{names[1]}_{precision}", rows, 128, (2 * rows + 4 * 64) * row),
+            (f"{names[2]}_{precision}", rows, 128, (2 * rows + 4 * 64) * row + 1024)]
+
+
+def attention_forward(gpu, out, lse, qkv, B, T):
+    """Causal grouped-query attention.  qkv (N,(H+2G)D), already rotated; out (N,C); lse (B,H,T) keeps the log of each
+    row's sum of exponentials, from which the backward computes the probabilities again.  With --attention naive, lse
+    is P (B,H,T,T): the probabilities themselves."""
+    c = gpu.config
+    if gpu.attention == "naive":
+        return naive_attention_forward(gpu, out, lse, qkv, B, T)
+    name, rows, threads, shared = gpu.flash[0]
+    gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, out, lse, qkv, *map(int32, (T, c.heads, c.kv_heads)),
+               shared=shared)
+
+
+def attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, scratch):
+    """Writes dqkv (N,(H+2G)D), the gradient of v and of the rotated q and k.  scratch: delta (B,H,T), or dP."""
+    c = gpu.config
+    if gpu.attention == "naive":
+        return naive_attention_backward(gpu, dqkv, dout, lse, qkv, B, T, scratch)
+    sizes = [int32(i) for i in (T, c.heads, c.kv_heads)]
+    name, rows, threads, shared = gpu.flash[1]
+    gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, dqkv, scratch, dout, out, lse, qkv, *sizes,
+               shared=shared)
+    name, rows, threads, shared = gpu.flash[2]
+    gpu.launch(name, (c.kv_heads, B, ceil_div(T, rows)), threads, dqkv, scratch, dout, lse, qkv, *sizes,
+               shared=shared)
+
+
+def heads_of(gpu, qkv, B, T):
+    """Views (B,T,D) into qkv (N,(H+2G)D): lists q (H), k and v (one for each query head: head h reads h // (H/G))."""
+    c = gpu.config
+    D, group, qkv = c.head_dim, c.heads // c.kv_heads, qkv.reshape(B, T, -1)
+    q, k, v = [[qkv[:, :, (first + h) * D:(first + h + 1) * D] for h in range(n)]
+               for first, n in ((0, c.heads), (c.heads, c.kv_heads), (c.heads + c.kv_heads, c.kv_heads))]
+    return q, [k[h // group] for h in range(c.heads)], [v[h // group] for h in range(c.heads)]
+
+
+# The yardstick: what flash_attn.cu is measured against.  All of P goes through memory, three times forward.
+def naive_attention_forward(gpu, out, P, qkv, B, T):
+    """out (N,C), P (B,H,T,T), qkv (N,(H+2G)D), as attention_forward of model_cpu."""
+    c, out = gpu.config, out.reshape(B, T, -1)
+    D = c.head_dim
+    q, k, v = heads_of(gpu, qkv, B, T)
+    for h in range(c.heads):
+        product(gpu, P[:, h], q[h], k[h], transpose_b=True)                           # S
+    gpu.launch("softmax_forward", (B * c.heads * T,), 256, P, int32(T), float32(1 / math.sqrt(D)))
+    for h in range(c.heads):
+        product(gpu, out[:, :, h * D:(h + 1) * D], P[:, h], v[h])
+
+
+def naive_attention_backward(gpu, dqkv, dout, P, qkv, B, T, dP):
+    """The formulas of attention_backward of model_cpu; dP (B,H,T,T) becomes dS."""
+    c, dout = gpu.config, dout.reshape(B, T, -1)
+    D, group = c.head_dim, c.heads // c.kv_heads
+    (q, k, v), (dq, dk, dv) = heads_of(gpu, qkv, B, T), heads_of(gpu, dqkv, B, T)
+    for h in range(c.heads):
+        dO = dout[:, :, h * D:(h + 1) * D]
+        product(gpu, dv[h], P[:, h], dO, transpose_a=True, add=h % group > 0)         # summed over the group
+        product(gpu, dP[:, h], dO, v[h], transpose_b=True)
+    gpu.launch("softmax_backward", (B * c.heads * T,), 256, dP, P, int32(T), float32(1 / math.sqrt(D)))
+    for h in range(c.heads):
+        product(gpu, dq[h], dP[:, h], k[h])
+        product(gpu, dk[h], dP[:, h], q[h], transpose_a=True, add=h % group > 0)
+
+
+def swiglu_forward(gpu, out, gate_up):
+    """out (N,F) = silu(g) u, gate_up (N,2F) = [g | u]."""
+    N, F = out.shape
+    gpu.launch("swiglu_forward", (N, ceil_div(F, 2048)), 256, out, gate_up, int32(F))
+
+
+def swiglu_backward(gpu, gate_up, dout):
+    """In place: gate_up (N,2F) becomes its gradient, dout (N,F) the product silu(g) u again."""
+    N, F = dout.shape
+    gpu.launch("swiglu_backward", (N, ceil_div(F, 2048)), 256, gate_up, dout, int32(F))
+
+
+def block_forward(gpu, w, a, s, before, step):
+    """One layer, two forward-Euler substeps:
+
+        x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
+
+    The sum at the end of a substep is left to the norm that reads it.  So the input comes as its two terms, before +
+    step (step None: there is only one), and the output is returned as such.  w: this layer's weights by name; a: this
+    layer's buffers; s: the buffers that all layers share."""
+    rmsnorm_forward(gpu, s["n"], a["rstd1"], a["x_in"], w["norm1"], before, step)
+    linear_forward(gpu, a["qkv"], s["n"], w["qkv"])
+    rope_forward(gpu, a["qkv"], s["T"])
+    attention_forward(gpu, a["y"], a["lse"], a["qkv"], s["B"], s["T"])
+    linear_forward(gpu, s["step"], a["y"], w["out"])
+
+    rmsnorm_forward(gpu, s["n"], a["rstd2"], a["x_mid"], w["norm2"], a["x_in"], s["step"])      # Euler substep 1
+    linear_forward(gpu, a["gate_up"], s["n"], w["gate_up"])
+    swiglu_forward(gpu, s["h"], a["gate_up"])
+    linear_forward(gpu, s["step"], s["h"], w["down"])
+    return a["x_mid"], s["step"]                                                                # Euler substep 2
+
+
+def block_backward(gpu, w, dw, a, s, dx):
+    """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  Uses the layer's gate_up up."""
+    n, h, dqkv, dy = s["n"], s["h"], s["dqkv"], s["dy"]
+    # x = x + h @ down.T
+    linear_backward_input(gpu, h, dx, w["down"])                                                # h holds dh
+    # h = silu(gate) * up
+    swiglu_backward(gpu, a["gate_up"], h)                                                       # h holds h
+    linear_backward_weight(gpu, dw["down"], dx, h)
+    # gate_up = n @ gate_up.T
+    linear_backward_input(gpu, n, a["gate_up"], w["gate_up"])                                   # n holds dn
+    # n = rmsnorm(x_mid)
+    rmsnorm_backward(gpu, dx, dw["norm2"], n, a["x_mid"], a["rstd2"], w["norm2"], s["dgain"], add=True)    # n holds n
+    linear_backward_weight(gpu, dw["gate_up"], a["gate_up"], n)
+
+    # x = x + y @ out.T
+    linear_backward_input(gpu, dy, dx, w["out"])
+    linear_backward_weight(gpu, dw["out"], dx, a["y"])
+    # y = attention(qkv)
+    attention_backward(gpu, dqkv, dy, a["y"], a["lse"], a["qkv"], s["B"], s["T"], s["delta"])
+    # q, k = rope(q, k)
+    rope_backward(gpu, dqkv, s["T"])
+    # qkv = n @ qkv.T
+    linear_backward_input(gpu, n, dqkv, w["qkv"])
+    # n = rmsnorm(x_in)
+    rmsnorm_backward(gpu, dx, dw["norm1"], n, a["x_in"], a["rstd1"], w["norm1"], s["dgain"], add=True)
+    linear_backward_weight(gpu, dw["qkv"], dqkv, n)
+
+
+def cross_entropy_forward(gpu, losses, logits, nll, targets, weight, counted):
+    """losses (K,) of logits (N,K,V), which become their own gradients: cross_entropy_forward and
+    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1); weight (K,): head_weight / counted; nll
+    (N,K)."""
+    N, K, V = logits.shape
+    T = targets.shape[1] - K + 1
+    gpu.launch("cross_entropy", (N * K,), 256, logits, nll, targets, weight, int32(T), int32(K), int32(V))
+    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, counted, int32(N), int32(K))
+
+
+def adamw_update(gpu, param, copy, grad, m, v, state, partial, step, lr, beta1, beta2, eps, decay, clip, decayed):
+    """Clipping, AdamW on the flat buffers (the first `decayed` entries are decayed), grad = 0, and the bf16 copy.
+    state (3,): norm, clipping factor, whether a norm was ever not finite (then nothing changes any more)."""
+    n = param.size
+    gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial, grad, int64(n))
+    gpu.launch("gradient_norm", (1,), 1024, state, partial, int32(SUM_BLOCKS), float32(clip))
+    gpu.launch("adamw", (ceil_div(n, 1024),), 256, param, NULL if copy is None else copy, grad, m, v, state, int64(n),
+               int64(decayed), float32(lr), float32(beta1), float32(beta2), float32(eps), float32(decay),
+               float32(1 / (1 - beta1 ** step)), float32(1 / (1 - beta2 ** step)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. The model
+# ---------------------------------------------------------------------------------------------------------------------
+class Inputs:
+    """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs beside the host, which must only
+    not write there before it is done: with two pinned arrays that take turns, it waits for the last but one."""
+
+    def __init__(self, device, table):
+        """device: bytes on the GPU for the table's arrays."""
+        size = table_bytes(table)
+        self.device, self.turn = device[:size], 0
+        self.pinned = [np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size) for _ in range(2)]
+        self.events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self.views = [carve(array, table) for array in self.pinned]
+
+    def send(self, values):
+        """values: dict name -> array; a short one fills the front of its place."""
+        self.turn ^= 1
+        self.events[self.turn].synchronize()
+        for name, value in values.items():
+            self.views[self.turn][name].reshape(-1)[:value.size] = value.reshape(-1)
+        self.device.set(self.pinned[self.turn])
+        self.events[self.turn].record()
+
+
+class Model:
+    """The model on the GPU; the face of model_cpu.Model.
+
+    precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: reserve the buffers for so
+    many rows of config.context tokens now; else they grow with the first call.  memory_limit: bytes that this process
+    may take. attention: "flash", or "naive" with all of the T x T probabilities in memory.  matmul: "cublas", or
+    "ours". ValueError, in one sentence, where there is no GPU, it is too old or its memory is too small.
+
+    params, grads: dict name -> view of the flat fp32 buffers.  After writing params call refresh()."""
+
+    def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, attention="flash",
+                 matmul="cublas"):
+        reason = why_no_gpu()
+        if reason:
+            raise ValueError(reason)
+        precision = precision or default_precision()
+        check_choices(config, precision, attention, matmul)
+        self.config, self.precision, self.attention = config, precision, attention
+        if memory_limit is not None:
+            cupy.get_default_memory_pool().set_limit(size=max(1, int(memory_limit) - CUBLAS_BYTES))
+        self.memory_limit = memory_limit
+        try:
+            self.gpu = Gpu(config, precision, attention, matmul)
+        except (ImportError, RuntimeError) as error:
+            raise ValueError(f"The GPU engine does not start; a CUDA library seems to be missing or does not fit the "
+                             f"driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
+        self.plans, self.reserved, self.step, self.position = {}, None, 0, 0
+        size, decoding = param_count(config), decode_table(config, precision)
+        try:
+            self.flat_params = cupy.empty(size, np.float32)
+            self.flat_grads, self.m, self.v = (cupy.zeros(size, np.float32) for _ in range(3))
+            self.copy = cupy.zeros(size, np.uint16) if precision == "bf16" else None
+            self.losses, self.state = cupy.zeros(config.predict, np.float32), cupy.zeros(3, np.float32)
+            self.partial = cupy.empty(SUM_BLOCKS, np.float32)
+            memory = cupy.empty(table_bytes(decoding), np.uint8)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise self.out_of_memory(micro_batch or 1, config.context) from error
+        self.decoder = carve(memory, decoding), Inputs(memory, decoding[:1])
+        if micro_batch:
+            self.buffers(micro_batch, config.context)
+        self.params, self.grads = param_views(self.flat_params, config), param_views(self.flat_grads, config)
+        # what the products read: the bf16 copy, or the parameters themselves; the gains are read in fp32
+        self.weights = param_views(self.flat_params if self.copy is None else self.copy, config)
+        self.weights.update((name, gain) for name, gain in self.params.items() if gain.ndim == 1)
+        self.layers = [(self.layer(self.weights, i), self.layer(self.grads, i)) for i in range(config.layers)]
+        flat = np.empty(size, np.float32)
+        init_params(flat, config, seed)
+        self.write("params", flat)
+
+    as_batch, check_tokens, layer = model_cpu.Model.as_batch, model_cpu.Model.check_tokens, model_cpu.Model.layer
+
+    def refresh(self):
+        """After writing params: the bf16 copy follows."""
+        if self.copy is not None:
+            self.gpu.launch("copy_weights", (ceil_div(self.copy.size, 2048),), 256, self.copy, self.flat_params,
+                            int64(self.copy.size))
+
+    def read(self, what):
+        """The flat buffer "params", "m" or "v" as a NumPy array on the host, for a checkpoint."""
+        return cupy.asnumpy({"params": self.flat_params, "m": self.m, "v": self.v}[what])
+
+    def write(self, what, flat):
+        """Set that buffer from a NumPy array of any float type."""
+        {"params": self.flat_params, "m": self.m, "v": self.v}[what].set(np.ascontiguousarray(flat, np.float32))
+        self.refresh()
+
+    def out_of_memory(self, B, T):
+        """The ValueError to raise when a micro-batch of (B,T) does not fit."""
+        free = free_memory(self.memory_limit)
+        fits = largest_micro_batch(self.config, T, self.precision, free, self.attention)
+        need = sum(memory_plan(self.config, B, T, self.precision, self.attention).values())
+        advice = f"use --micro-batch {fits}" if fits else "use a smaller model or --device cpu"
+        return ValueError(f"A micro-batch of {B} x {T} tokens needs {need / 2**30:.2f} GiB of GPU memory, "
+                          f"{free / 2**30:.2f} GiB can be had: {advice}.")
+
+    def buffers(self, B, T):
+        """(layers, shared, inputs): for a micro-batch (B,T) the buffers by name, of each layer and of all, and the way
+        in.  Made at the first call of a shape and kept; where a larger shape needs more memory, all are made anew."""
+        if (B, T) in self.plans:
+            return self.plans[B, T]
+        tables = work_tables(self.config, B, T, self.precision, self.attention)
+        each, all_layers = table_bytes(tables[0]), self.config.layers * table_bytes(tables[0])
+        turns = all_layers + table_bytes(tables[1])                    # where logits and scratch take turns
+        size = turns + max(map(table_bytes, tables[2:]))
+        if self.reserved is None or size > self.reserved.size:
+            self.plans, self.saved, self.reserved = {}, None, None     # give the old memory back before asking for more
+            try:
+                self.reserved = cupy.empty(size, np.uint8)
+            except cupy.cuda.memory.OutOfMemoryError as error:
+                raise self.out_of_memory(B, T) from error
+        memory, inputs = self.reserved, input_table(self.config, B, T)
+        layers = [carve(memory, tables[0], i * each) for i in range(self.config.layers)]
+        shared = {"B": B, "T": T, **carve(memory, tables[1], all_layers), **carve(memory, tables[2], turns),
+                  **carve(memory, tables[3], turns)}
+        self.plans[B, T] = layers, shared, Inputs(memory[turns - table_bytes(inputs):], inputs)
+        return self.plans[B, T]
+
+    def trunk(self, layers, s):
+        """tokens (B,T), already sent -> h (N,C) = rmsnorm(x) after the last layer, in s["n"]."""
+        before, step = layers[0]["x_in"], None
+        embedding_forward(self.gpu, before, s["tokens"], self.weights["embed"])
+        for i, a in enumerate(layers):
+            before, step = block_forward(self.gpu, self.layers[i][0], a, s, before, step)
+        rmsnorm_forward(self.gpu, s["n"], s["rstd"], s["x"], self.weights["norm"], before, step)
+        return s["n"]
+
+    def logits(self, tokens):
+        """(B,T) ints -> (B,T,K,V), a NumPy array of float32 on the host."""
+        tokens = self.as_batch(tokens)
+        (B, T), c = tokens.shape, self.config
+        layers, s, inputs = self.buffers(B, T)
+        inputs.send({"tokens": tokens})
+        try:
+            logits = cupy.empty((B * T, c.predict * c.vocab), np.float32)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise self.out_of_memory(B, T) from error
+        linear_forward(self.gpu, logits, self.trunk(layers, s), self.weights["heads"])
+        return cupy.asnumpy(logits).reshape(B, T, c.predict, c.vocab)
+
+    def forward(self, tokens, targets, counted=None):
+        """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see model_cpu."""
+        tokens, targets, c = self.as_batch(tokens), np.asarray(targets), self.config
+        (B, T), K = tokens.shape, c.predict
+        if targets.shape != (B, T + K - 1):
+            raise ValueError(f"targets must have the shape (B, T+K-1) = {(B, T + K - 1)}, not {targets.shape}.")
+        self.check_tokens(targets, "target", low=-1)
+        counted = count_targets(targets, T, K) if counted is None else np.asarray(counted)
+        if counted[0] == 0:
+            raise ValueError("head 0 has no counted target in the whole step: all targets are -1.")
+        layers, s, inputs = self.buffers(B, T)
+        # the order for embedding_backward: NumPy sorts 16-bit numbers five times as fast as 32-bit ones
+        flat = tokens.reshape(-1).astype(np.uint16 if c.vocab <= 1 << 16 else np.int32)
+        divisor = np.maximum(counted, 1)
+        inputs.send({"tokens": tokens, "targets": targets, "order": np.argsort(flat, kind="stable"),
+                     "starts": np.cumsum(np.bincount(flat.astype(np.int64) + 1, minlength=c.vocab + 1)),
+                     "weight": c.head_weights / divisor, "counted": divisor})
+        h, logits = self.trunk(layers, s), s["logits"]
+        linear_forward(self.gpu, logits.reshape(B * T, -1), h, self.weights["heads"])
+        cross_entropy_forward(self.gpu, self.losses, logits, s["nll"], s["targets"], s["weight"], s["counted"])
+        self.saved = layers, s
+        return self.losses.copy()
+
+    def backward(self, last=True):
+        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last is for several GPUs: the
+        step's last micro-batch."""
+        layers, s = self.saved
+        dlogits, dx = s["logits"].reshape(len(s["n"]), -1), s["step"]
+        # logits = h @ heads.T
+        linear_backward_weight(self.gpu, self.grads["heads"], dlogits, s["n"])
+        linear_backward_input(self.gpu, s["n"], dlogits, self.weights["heads"])
+        # h = rmsnorm(x)
+        rmsnorm_backward(self.gpu, dx, self.grads["norm"], s["n"], s["x"], s["rstd"], self.weights["norm"], s["dgain"],
+                         add=False)
+        for i in reversed(range(self.config.layers)):
+            block_backward(self.gpu, *self.layers[i], layers[i], s, dx)
+        # x = embed[tokens]
+        embedding_backward(self.gpu, self.grads["embed"], dx, s["order"], s["starts"])
+
+    def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
+        """Clip the gradient's global norm to `clip`, one AdamW step (no decay on the norm gains), zero the gradient.
+        Returns the norm before clipping, on the GPU.  A norm that is not finite changes nothing, now and in all later
+        updates, and leaves the gradient to look at: the host, which may see it only some steps later, must stop."""
+        self.step += 1
+        adamw_update(self.gpu, self.flat_params, self.copy, self.flat_grads, self.m, self.v, self.state, self.partial,
+                     self.step, lr, beta1, beta2, eps, decay, clip, param_count(self.config, decayed_only=True))
+        return self.state[0].copy()
+
+    def extend(self, tokens):
+        """Append n tokens at self.position and return their logits (n,K,V), a NumPy array, reading keys and values of
+        all earlier tokens from the cache.  Setting position back to an earlier value forgets what came after it.
+
+        For up to max(K, 8) tokens a row's arithmetic does not depend on n: verifying drafted tokens gives the bits of
+        decoding them one by one.  A longer prompt goes through cuBLAS."""
+        tokens, c, p, gpu = np.asarray(tokens, np.int64), self.config, self.position, self.gpu
+        n, H, G, D = len(tokens), c.heads, c.kv_heads, c.head_dim
+        if p + n > c.context:
+            raise ValueError(f"{n} tokens at position {p} do not fit the context of {c.context}.")
+        self.check_tokens(tokens)
+        buffers, inputs = self.decoder
+        d = {name: array if name == "cache" else array[:n] for name, array in buffers.items()}
+        linear = few_rows_forward if n <= max(FEW_ROWS, c.predict) else linear_forward
+        x, step, sizes = d["x"], None, [int32(i) for i in (p, H, G, D, c.context)]
+        inputs.send({"tokens": tokens})
+        embedding_forward(gpu, x, d["tokens"], self.weights["embed"])
+        for i in range(c.layers):
+            w, keys, values = self.layers[i][0], d["cache"][i, 0], d["cache"][i, 1]
+            rmsnorm_forward(gpu, d["n"], d["rstd"], x, w["norm1"], x, step)
+            step = d["step"]
+            linear(gpu, d["qkv"], d["n"], w["qkv"])
+            gpu.launch("rope_append", (ceil_div(n * (H + 2 * G) * D // 16, 256),), 256, d["qkv"], keys, values, gpu.cos,
+                       gpu.sin, int32(n), *sizes)
+            gpu.launch("decode_attention", (H, n), 128, d["y"], d["qkv"], keys, values, *sizes, shared=4 * (p + n))
+            linear(gpu, step, d["y"], w["out"])
+            rmsnorm_forward(gpu, d["n"], d["rstd"], x, w["norm2"], x, step)
+            linear(gpu, d["gate_up"], d["n"], w["gate_up"])
+            swiglu_forward(gpu, d["h"], d["gate_up"])
+            linear(gpu, step, d["h"], w["down"])
+        rmsnorm_forward(gpu, d["n"], d["rstd"], x, self.weights["norm"], x, step)
+        linear(gpu, d["logits"], d["n"], self.weights["heads"])
+        self.position = p + n
+        return cupy.asnumpy(d["logits"]).reshape(n, c.predict, c.vocab)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Both engines side by side
+# ---------------------------------------------------------------------------------------------------------------------
+def first_step(model, tokens, targets):
+    """What the tour of model_cpu shows of a model's first step: (loss of head 0, one gradient entry, gradient norm,
+    loss after one AdamW step), and the flat gradient."""
+    losses = model.forward(tokens, targets)
+    model.backward()
+    flat = np.concatenate([np.asarray(grad.get() if hasattr(grad, "get") else grad, np.float64).reshape(-1)
+                           for grad in model.grads.values()])
+    entry, norm = float(model.grads["layers.0.qkv"][0, 0]), float(model.update(lr=1e-3))
+    return (float(losses[0]), entry, norm, float(model.forward(tokens, targets)[0])), flat
+
+
+def seconds_per_step(model, B, steps):
+    """Seconds of one training step on random tokens (B, context)."""
+    c, rng = model.config, np.random.default_rng(0)
+    tokens = rng.integers(0, c.vocab, (B, c.context))
+    targets = rng.integers(0, c.vocab, (B, c.context + c.predict - 1))
+    for step in range(-1, steps):                   # one to warm up
+        if step == 0:
+            norm, start = float(model.update(lr=0.0)), time.perf_counter()
+        model.forward(tokens, targets)
+        model.backward()
+        norm = model.update(lr=0.0)
+    float(norm)                                     # waits for the GPU
+    return (time.perf_counter() - start) / steps
+
+
+def main():
+    parser = argparse.ArgumentParser(description="The step of model_cpu.py's tour on the CPU and on the GPU.")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps to time on the GPU (default 20)")
+    args = parser.parse_args()
+    reason = why_no_gpu()
+    if reason:
+        raise ValueError(reason)
+    tokenizer = Tokenizer.train([TEXT], 300)
+    config = dataclasses.replace(CONFIGS["small"], vocab=304)
+    ids, K = tokenizer.encode(TEXT), config.predict
+    T = min(64, len(ids) - K)
+    tokens, targets = np.array([ids[:T]]), np.array([ids[1:T + K]])
+    precisions = PRECISIONS if int(cupy.cuda.Device().compute_capability) >= 80 else ("fp32",)
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    print(f"One sentence of {T} tokens through the small model: the first step of `python model_cpu.py`, on {name}\n")
+    print(f"{'engine':14} {'loss':>9} {'d qkv[0,0]':>13} {'norm':>9} {'loss after':>11} {'gradient off by':>16} "
+          f"{'ms a step':>10}")
+    rows = [("CPU float64", model_cpu.Model(config), 1)]
+    rows += [(f"GPU {precision}", Model(config, precision=precision), args.steps) for precision in reversed(precisions)]
+    reference = None
+    for label, model, steps in rows:
+        (loss, entry, norm, after), gradient = first_step(model, tokens, targets)
+        reference = gradient if reference is None else reference
+        off = np.linalg.norm(gradient - reference) / np.linalg.norm(reference)
+        print(f"{label:14} {loss:9.5f} {entry:13.5e} {norm:9.5f} {after:11.5f} {off:16.1e} "
+              f"{1e3 * seconds_per_step(model, 16, steps):10.2f}")
+    print(f"\nloss: of head 0 (ln V = {math.log(config.vocab):.4f}); gradient off by: relative L2 against float64; "
+          f"ms a step: forward, backward and update of 16 x {config.context} tokens.")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,207 @@
+"""Compiles and launches CUDA kernels on the CPU (through tests/cuda_on_cpu.h), and compiles them for real GPUs.
+
+    from cuda_helpers import CpuModule, guarded, check_guards
+    module = CpuModule("flash_attn.cu", ["-DHEAD_DIM=64"])       # g++; the result is cached by content
+    kernel = module.get_function("flash_forward")                # as cupy.RawModule.get_function
+    kernel((4, 2, 1), (64,), (out, lse, qkv, np.int32(T), np.int32(H), np.int32(G)), shared_mem=40960)
+
+The call has the form of a cupy.RawKernel's: grid, block, arguments, bytes of dynamic shared memory. An argument is a
+NumPy array (its address is passed; C-contiguous) or a NumPy scalar (np.int32, np.float32, ...) of exactly the
+parameter's size: a plain Python number is refused, because CuPy would pass it as 64 bits without a word.
+bf16 lives in uint16 arrays: to_bf16 and from_bf16 convert.
+
+`module.order` chooses how threads and blocks take turns: ("forward", 0), ("reverse", 0) or ("seeded", n). ORDERS lists
+three; a test runs under each. What the kernel does wrong (deadlock, shared memory overrun, wrong argument sizes, lanes that do
+not meet) raises KernelError. guarded(array) copies an array between two zones of NaN bytes and check_guards(array) raises
+if a kernel wrote there; reading there gives NaN.
+
+A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)` (with or without __launch_bounds__), PTX only inside `#ifndef CUDA_ON_CPU` with wrappers of the names in cuda_on_cpu.h's last section, dynamic shared
+memory declared as `extern __shared__ T name[];` at the start of a line, and nothing that is in neither CUDA nor cuda_on_cpu.h.
+
+The source is looked for in the folder of the environment variable CUDA_SOURCES, else in the repository's root
+(tests/barriers.py sets it to test damaged copies).
+
+compile_for_gpu(name, arch, options) compiles for a GPU architecture such as "sm_80" with NVRTC (the Python package
+nvidia-cuda-nvrtc-cu12, the compiler that CuPy uses) or, without it, nvcc, and returns {kernel: Resources}.
+"""
+
+import collections
+import ctypes
+import glob
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+
+import numpy as np
+
+TESTS = os.path.dirname(os.path.abspath(__file__))
+ORDERS = [("forward", 0), ("reverse", 0), ("seeded", 1)]
+KERNEL = re.compile(r'extern "C"\s+void\s+(\w+)\s*\(')  # in preprocessed text, where __global__ is empty
+DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\]\s*;")
+GUARD = 4096  # bytes of NaN before and after a guarded array
+
+Resources = collections.namedtuple("Resources", "registers spill_bytes stack_bytes shared_bytes")
+
+
+class KernelError(RuntimeError):
+    """A launch failed in a way that a GPU would answer with an error, a hang or silent damage."""
+
+
+def source_path(name):
+    """Path of a .cu file: in the folder CUDA_SOURCES if that is set, else in the repository's root."""
+    return os.path.join(os.environ.get("CUDA_SOURCES") or os.path.dirname(TESTS), name)
+
+
+def run_compiler(command, text):
+    """What the command prints, given the text as its input; ValueError with its complaints if it fails."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command)} fails:\n{done.stderr}")
+    return done.stdout
+
+
+class CpuModule:
+    """The kernels of one .cu file, compiled for the CPU with the given -D options."""
+
+    def __init__(self, name, options=()):
+        with open(source_path(name)) as file:
+            source = file.read()
+        with open(os.path.join(TESTS, "cuda_on_cpu.h")) as file:
+            header = file.read()
+        self.order = ("forward", 0)
+        source = DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)cuda_on_cpu::dynamic_shared();", source)
+        # The unnamed namespace keeps static shared memory of templates out of COMDAT sections, which cannot be poisoned.
+        text = f'#include "cuda_on_cpu.h"\nnamespace {{\n#line 1 "{name}"\n{source}\n}}\n'
+        command = ["g++", "-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-I", TESTS,
+                   *options, "-x", "c++", "-"]
+        digest = hashlib.sha256("\0".join([text, header, *command]).encode()).hexdigest()[:24]
+        folder = os.path.join(tempfile.gettempdir(), f"cuda_on_cpu-{os.getuid()}")
+        library = os.path.join(folder, f"{digest}.so")
+        if not os.path.exists(library):
+            os.makedirs(folder, exist_ok=True)
+            fresh = f"{library}.{os.getpid()}"
+            kernels = KERNEL.findall(run_compiler([*command, "-E"], text))
+            text += "".join(f"CUDA_KERNEL({kernel})\n" for kernel in kernels)
+            run_compiler([*command, "-shared", "-o", fresh], text)
+            os.replace(fresh, library)
+        self.library = ctypes.CDLL(library)
+
+    def get_function(self, name):
+        """The kernel `name`, callable as kernel(grid, block, args, shared_mem=0)."""
+        function = getattr(self.library, f"launch_{name}")
+        function.restype = ctypes.c_char_p
+
+        def kernel(grid, block, args, shared_mem=0):
+            pointers, sizes, keep = [], [], []
+            for arg in args:
+                if isinstance(arg, np.ndarray):
+                    if not arg.flags.c_contiguous:
+                        raise KernelError(f"{name}: an array argument is not C-contiguous.")
+                    value = ctypes.c_void_p(arg.ctypes.data)
+                elif isinstance(arg, np.generic):
+                    value = ctypes.create_string_buffer(arg.tobytes(), arg.nbytes)
+                else:
+                    raise KernelError(f"{name}: wrap {arg!r} as np.int32(...) or np.float32(...).")
+                keep.append(value)
+                pointers.append(ctypes.addressof(value))
+                sizes.append(ctypes.sizeof(value))
+            dims = [(ctypes.c_uint * 3)(*(tuple(map(int, dim)) + (1, 1))[:3]) for dim in (grid, block)]
+            order = ("forward", "reverse", "seeded").index(self.order[0])
+            error = function(*dims, ctypes.c_uint(shared_mem), (ctypes.c_void_p * len(args))(*pointers),
+                             (ctypes.c_int * len(args))(*sizes), len(args), order, ctypes.c_uint(self.order[1]))
+            if error:
+                raise KernelError(f"{name}: {error.decode()}.")
+
+        return kernel
+
+
+def guarded(array):
+    """A copy of the array between two zones of NaN bytes, its data aligned to 256 bytes as cudaMalloc's is."""
+    base = np.full(array.nbytes + 2 * GUARD + 256, 0xFF, np.uint8)
+    start = GUARD + -(base.ctypes.data + GUARD) % 256
+    view = base[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def check_guards(*arrays):
+    """Raises KernelError if anything was written just before or after an array made by guarded()."""
+    for array in arrays:
+        base = array
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        start = array.ctypes.data - base.ctypes.data
+        if not (np.all(base[:start] == 0xFF) and np.all(base[start + array.nbytes:] == 0xFF)):
+            raise KernelError(f"a kernel wrote outside an array of shape {array.shape}.")
+
+
+def to_bf16(array):
+    """float array -> uint16 array with the bits of bf16, rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits):
+    """uint16 array with the bits of bf16 -> float32 array."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+# --- compiling for real GPUs ------------------------------------------------------------------------------------------
+
+def find_nvrtc():
+    """Path of libnvrtc of the Python package nvidia-cuda-nvrtc-cu12, or None."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else []:
+        found = sorted(glob.glob(os.path.join(folder, "cuda_nvrtc", "lib", "libnvrtc.so.1[0-9]")))
+        if found:
+            return found[0]
+    return None
+
+
+def gpu_compiler():
+    """("nvrtc", path), ("nvcc", path) or None."""
+    for kind, path in (("nvrtc", find_nvrtc()), ("nvcc", shutil.which("nvcc"))):
+        if path:
+            return kind, path
+    return None
+
+
+def compile_for_gpu(name, arch, options=()):
+    """Compiles a .cu file for `arch` and returns {kernel: Resources}; ValueError with the compiler's log if that fails."""
+    kind, path = gpu_compiler()
+    with open(source_path(name)) as file:
+        source = file.read()
+    if kind == "nvrtc":
+        log = run_nvrtc(path, source, name, [f"--gpu-architecture={arch}", "--std=c++14", "--ptxas-options=-v", *options])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run([path, f"-arch={arch}", "-std=c++14", "-cubin", "-Xptxas", "-v", *options, source_path(name), "-o",
+                                   os.path.join(folder, "out.cubin")], capture_output=True, text=True)
+        log = done.stdout + done.stderr
+        if done.returncode:
+            raise ValueError(f"nvcc does not compile {name} for {arch}:\n{log}")
+    kernels = {}
+    for part in re.split(r"Compiling entry function '", log)[1:]:
+        numbers = [re.search(pattern, part) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores",
+                                                            r"(\d+) bytes stack frame", r"(\d+) bytes smem")]
+        kernels[part.split("'")[0]] = Resources(*(int(n.group(1)) if n else 0 for n in numbers))
+    return kernels
+
+
+def run_nvrtc(path, source, name, options):
+    """Compiles with NVRTC, as CuPy does (no host headers), and returns its log; ValueError with the log if it fails."""
+    nvrtc = ctypes.CDLL(path)
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if status:
+        raise ValueError(f"NVRTC does not compile {name} with {' '.join(options)}:\n{log.value.decode()}")
+    return log.value.decode()

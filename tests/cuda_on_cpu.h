@@ -1,0 +1,554 @@
+// Runs CUDA kernels on the CPU, one block after another, so that they can be tested where there is no GPU.
+//
+// tests/cuda_helpers.py puts a .cu file behind this header, compiles the pair with g++ and launches the kernels from
+// Python. The header supplies the words of CUDA that our kernels use: threadIdx, __shared__, __syncthreads, shuffles,
+// and, because g++ knows no PTX, its own versions of the small wrappers around tensor-core and asynchronous-copy
+// instructions (the last section; the .cu file hides its PTX versions behind `#ifndef CUDA_ON_CPU`).
+//
+// It is not a simulator of a GPU's speed but an adversary of its freedom: it picks, among the orders of execution
+// that CUDA allows, extreme ones.
+//   * Every thread of a block is a fiber (a stack of its own, switched by hand). A fiber runs alone until it reaches a
+//     point of synchronisation, then the next one that may run is picked: the lowest number (order 0), the highest
+//     (order 1), or one drawn from a seeded generator (order 2). Lanes of a warp do NOT move in lockstep: they meet
+//     only where the source makes them meet. So a missing barrier lets a thread read what is not there yet, or
+//     overwrite what another still needs. Blocks run in the same kind of order.
+//   * Shared memory is filled with NaN bytes (0xFF) before each block.
+//   * An asynchronous copy spoils its destination with NaN bytes when it is issued (it might land at once, under a
+//     late reader) and lands only when its thread waits for it (it might be late, too).
+//   * ldmatrix reads a lane's row when that lane arrives, before the other lanes have arrived.
+// What it cannot see: two accesses that race between the same two points of synchronisation of one order and not of
+// another it tries; a lane that relies on a shuffle or a matrix instruction to order shared memory (here they do).
+#pragma once
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+// ---------------------------------------------------------------------------------------------------------------
+// Words of the language
+// ---------------------------------------------------------------------------------------------------------------
+
+#define CUDA_ON_CPU 1
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define __restrict__ __restrict
+// Static shared memory is one array for all blocks (they run one by one); the section's name lets us poison it.
+// `extern __shared__ T name[];` is rewritten by cuda_helpers.py into a call of dynamic_shared().
+#define __shared__ static __attribute__((section("cuda_shared"), aligned(16)))
+
+struct dim3 {
+    unsigned x, y, z;
+};
+static dim3 threadIdx, blockIdx, blockDim, gridDim;
+static const int warpSize = 32;
+
+#define CUDA_VECTOR2(name, T, n) struct alignas(n) name { T x, y; }; static inline name make_##name(T x, T y) { return {x, y}; }
+#define CUDA_VECTOR4(name, T) \
+    struct alignas(16) name { T x, y, z, w; }; static inline name make_##name(T x, T y, T z, T w) { return {x, y, z, w}; }
+CUDA_VECTOR2(float2, float, 8)
+CUDA_VECTOR2(int2, int, 8)
+CUDA_VECTOR2(uint2, unsigned, 8)
+CUDA_VECTOR4(float4, float)
+CUDA_VECTOR4(int4, int)
+CUDA_VECTOR4(uint4, unsigned)
+
+// ---------------------------------------------------------------------------------------------------------------
+// Fibers, barriers and meetings of a warp
+// ---------------------------------------------------------------------------------------------------------------
+
+extern "C" {
+extern char __start_cuda_shared[] __attribute__((weak, visibility("hidden")));
+extern char __stop_cuda_shared[] __attribute__((weak, visibility("hidden")));
+}
+
+namespace cuda_on_cpu {
+
+// What the lanes of a warp do together once all have arrived (nullptr: nothing, they only wait for each other).
+typedef void (*Operation)(void** operands, unsigned lanes);
+
+struct AsyncCopy {
+    char* to;
+    const char* from;  // nullptr: zeros
+    int bytes;
+    int group;
+};
+
+struct Fiber {
+    dim3 index;                     // its threadIdx
+    ucontext_t start;               // used once, to enter the stack; every later switch is _setjmp/_longjmp
+    jmp_buf context;
+    bool started;
+    int line;                       // of the __syncthreads at which it waits
+    unsigned mask;                  // of the lanes it waits for
+    Operation operation;
+    std::vector<AsyncCopy> copies;  // issued and not yet landed
+    int groups;                     // groups of copies committed so far
+};
+
+struct Warp {
+    unsigned alive, waiting;  // bits of lanes
+    void* operands[32];       // what each waiting lane brought
+};
+
+const size_t STACK = 256 << 10, GUARD = 4096;
+static std::vector<Fiber> fibers;
+static std::vector<Warp> warps;
+static std::vector<uint64_t> ready;     // bits of the fibers that may run
+static Fiber* self;                     // the fiber that runs
+static int alive, at_barrier;           // of the block's threads
+static jmp_buf scheduler;
+static char error[256];
+static char* shared_memory;             // dynamic shared memory, followed by GUARD bytes that must stay poisoned
+static char* stacks;
+static void (*body)(const void*, void**);
+static const void* body_kernel;
+static void** body_args;
+
+static inline int self_number() { return int(self - fibers.data()); }
+static void set_ready(int i) { ready[i >> 6] |= uint64_t(1) << (i & 63); }
+static void clear_ready(int i) { ready[i >> 6] &= ~(uint64_t(1) << (i & 63)); }
+
+template <class... A>
+[[noreturn]] static void fail(const char* format, A... a) {
+    snprintf(error, sizeof error, format, a...);
+    _longjmp(scheduler, 1);
+}
+
+// Leaves the running fiber; returns when the scheduler picks it again. Not inlined, because threadIdx changes in it.
+__attribute__((noinline)) static void yield() {
+    if (_setjmp(self->context) == 0) _longjmp(scheduler, 1);
+    threadIdx = self->index;
+}
+
+static void open_barrier_if_complete() {
+    if (alive == 0 || at_barrier < alive) return;
+    int line = 0;
+    for (size_t i = 0; i < fibers.size(); i++) {
+        if (!fibers[i].line) continue;  // exited
+        if (line && line != fibers[i].line)
+            fail("threads of one block wait at two different __syncthreads, lines %d and %d", line, fibers[i].line);
+        line = fibers[i].line;
+        fibers[i].line = 0;
+        set_ready(int(i));
+    }
+    at_barrier = 0;
+}
+
+static void block_barrier(int line) {
+    self->line = line;
+    clear_ready(self_number());
+    at_barrier++;
+    open_barrier_if_complete();
+    yield();
+}
+
+static void finish_meeting_if_complete(int w, unsigned mask) {
+    Warp& warp = warps[w];
+    unsigned lanes = mask & warp.alive;
+    if (!lanes || (warp.waiting & lanes) != lanes) return;
+    Operation operation = fibers[32 * w + __builtin_ctz(lanes)].operation;
+    for (int lane = 0; lane < 32; lane++)
+        if (lanes >> lane & 1) {
+            Fiber& fiber = fibers[32 * w + lane];
+            if (fiber.mask != mask || fiber.operation != operation)
+                fail("lanes of warp %d meet at different operations or with different masks", w);
+        }
+    if (operation) operation(warp.operands, lanes);
+    warp.waiting &= ~lanes;
+    for (int lane = 0; lane < 32; lane++)
+        if (lanes >> lane & 1) set_ready(32 * w + lane);
+}
+
+// All lanes of `mask` arrive here, then `operation` runs once over what they brought, then all may go on.
+static void meet(unsigned mask, Operation operation, void* operand) {
+    int number = self_number(), w = number / 32, lane = number % 32;
+    if (!(mask >> lane & 1)) fail("lane %d is not in the mask %08x that it names", lane, mask);
+    warps[w].operands[lane] = operand;
+    warps[w].waiting |= 1u << lane;
+    self->mask = mask;
+    self->operation = operation;
+    clear_ready(number);
+    finish_meeting_if_complete(w, mask);
+    yield();
+}
+
+static void fiber_main() {
+    for (;;) {  // one turn per block
+        threadIdx = self->index;
+        body(body_kernel, body_args);
+        int number = self_number();
+        Warp& warp = warps[number / 32];
+        clear_ready(number);
+        warp.alive &= ~(1u << number % 32);
+        alive--;
+        open_barrier_if_complete();
+        if (warp.waiting) finish_meeting_if_complete(number / 32, fibers[number / 32 * 32 + __builtin_ctz(warp.waiting)].mask);
+        yield();
+    }
+}
+
+struct Picker {  // the order of execution
+    int order;
+    uint64_t state;
+    unsigned draw(unsigned n) {  // xorshift
+        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+        return unsigned(state >> 32) % n;
+    }
+    int next() {  // a fiber that may run, or -1
+        int words = int(ready.size()), first = order == 2 ? draw(words) : 0;
+        for (int k = 0; k < words; k++) {
+            int w = order == 1 ? words - 1 - k : (first + k) % words;
+            uint64_t bits = ready[w];
+            if (!bits) continue;
+            if (order == 1) return 64 * w + 63 - __builtin_clzll(bits);
+            uint64_t above = order == 2 ? bits >> draw(64) << (state >> 32 & 63) : 0;
+            return 64 * w + __builtin_ctzll(above ? above : bits);
+        }
+        return -1;
+    }
+};
+
+static void run_block(Picker& picker, size_t shared_bytes) {
+    memset(shared_memory, 0xFF, shared_bytes + GUARD);
+    if (__start_cuda_shared) memset(__start_cuda_shared, 0xFF, __stop_cuda_shared - __start_cuda_shared);
+    alive = int(fibers.size());
+    at_barrier = 0;
+    for (Warp& warp : warps) warp.alive = warp.waiting = 0;
+    for (int i = 0; i < alive; i++) {
+        warps[i / 32].alive |= 1u << i % 32;
+        fibers[i].line = fibers[i].groups = 0;
+        fibers[i].copies.clear();
+        set_ready(i);
+    }
+    while (alive && !*error) {
+        int i = picker.next();
+        if (i < 0) {
+            snprintf(error, sizeof error, "deadlock: %d threads wait, %d of them at a __syncthreads", alive, at_barrier);
+            return;
+        }
+        self = &fibers[i];
+        if (_setjmp(scheduler) == 0) {
+            if (self->started) _longjmp(self->context, 1);
+            self->started = true;
+            setcontext(&self->start);
+        }
+    }
+    for (size_t i = 0; i < GUARD && !*error; i++)
+        if (shared_memory[shared_bytes + i] != char(0xFF))
+            snprintf(error, sizeof error, "a write %zu bytes past the %zu bytes of dynamic shared memory", i, shared_bytes);
+}
+
+template <class... A, size_t... I>
+static void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) { kernel(*static_cast<A*>(args[I])...); }
+
+// Returns nullptr, or what went wrong. args as for cuLaunchKernel: one pointer per parameter.
+template <class... A>
+static const char* launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block, unsigned shared_bytes,
+                          void** args, const int* arg_sizes, int arg_count, int order, unsigned seed) {
+    *error = 0;
+    const int sizes[] = {int(sizeof(A))...};
+    if (arg_count != int(sizeof...(A))) return "wrong number of arguments";
+    for (int i = 0; i < arg_count; i++)
+        if (arg_sizes[i] != sizes[i]) {
+            snprintf(error, sizeof error, "argument %d has %d bytes, the kernel's parameter %d", i, arg_sizes[i], sizes[i]);
+            return error;
+        }
+    unsigned threads = block[0] * block[1] * block[2], blocks = grid[0] * grid[1] * grid[2];
+    if (threads < 1 || threads > 1024 || blocks < 1) return "a block has 1 to 1024 threads, a grid at least one block";
+    if (grid[1] > 65535 || grid[2] > 65535) return "the grid's y and z are at most 65535";
+    if (shared_bytes > (227 << 10)) return "more than 227 KB of dynamic shared memory";
+    if (!stacks) {
+        stacks = (char*)mmap(0, 1024 * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        shared_memory = (char*)aligned_alloc(1024, (228 << 10) + GUARD);
+    }
+    fibers.resize(threads);
+    warps.resize((threads + 31) / 32);
+    ready.assign((threads + 63) / 64, 0);
+    for (unsigned i = 0; i < threads; i++) {
+        fibers[i].index = {i % block[0], i / block[0] % block[1], i / block[0] / block[1]};
+        fibers[i].started = false;
+        getcontext(&fibers[i].start);
+        fibers[i].start.uc_stack.ss_sp = stacks + i * STACK;
+        fibers[i].start.uc_stack.ss_size = STACK;
+        makecontext(&fibers[i].start, fiber_main, 0);
+    }
+    body = [](const void* k, void** a) { call((void (*)(A...))k, a, std::index_sequence_for<A...>()); };
+    body_kernel = (const void*)kernel;
+    body_args = args;
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {block[0], block[1], block[2]};
+    Picker picker = {order, (uint64_t(seed) + 1) * 0x9E3779B97F4A7C15u};
+    unsigned first = order == 2 ? picker.draw(blocks) : 0;
+    for (unsigned n = 0; n < blocks && !*error; n++) {
+        unsigned b = order == 1 ? blocks - 1 - n : (first + n) % blocks;
+        blockIdx = {b % grid[0], b / grid[0] % grid[1], b / grid[0] / grid[1]};
+        run_block(picker, shared_bytes);
+    }
+    return *error ? error : nullptr;
+}
+
+static void* dynamic_shared() { return shared_memory; }
+
+}  // namespace cuda_on_cpu
+
+#define CUDA_KERNEL(name)                                                                                              \
+    extern "C" const char* launch_##name(const unsigned* grid, const unsigned* block, unsigned shared, void** args,    \
+                                         const int* sizes, int count, int order, unsigned seed) {                      \
+        return cuda_on_cpu::launch(name, grid, block, shared, args, sizes, count, order, seed);                        \
+    }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Barriers, shuffles, votes, atomics
+// ---------------------------------------------------------------------------------------------------------------
+
+#define __syncthreads() cuda_on_cpu::block_barrier(__LINE__)
+static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { cuda_on_cpu::meet(mask, nullptr, nullptr); }
+static inline void __threadfence() {}
+static inline void __threadfence_block() {}
+
+namespace cuda_on_cpu {
+template <class T>
+struct Shuffle {
+    T value, result;
+    int source;
+};
+
+template <class T>
+static void shuffle_all(void** operands, unsigned lanes) {
+    for (int lane = 0; lane < 32; lane++)
+        if (lanes >> lane & 1) {
+            Shuffle<T>& s = *(Shuffle<T>*)operands[lane];
+            if (lanes >> s.source & 1) s.result = ((Shuffle<T>*)operands[s.source])->value;
+            else memset((void*)&s.result, 0xFF, sizeof(T));  // the source lane takes no part: undefined in CUDA
+        }
+}
+
+template <class T>
+static T shuffle(unsigned mask, T value, int source) {
+    Shuffle<T> s = {value, value, source};
+    meet(mask, shuffle_all<T>, &s);
+    return s.result;
+}
+
+static void vote_all(void** operands, unsigned lanes) {
+    unsigned votes = 0;
+    for (int lane = 0; lane < 32; lane++)
+        if (lanes >> lane & 1 && *(unsigned*)operands[lane]) votes |= 1u << lane;
+    for (int lane = 0; lane < 32; lane++)
+        if (lanes >> lane & 1) *(unsigned*)operands[lane] = votes;
+}
+static inline int lane() { return self_number() % 32; }
+}  // namespace cuda_on_cpu
+
+template <class T>
+static T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+    int lane = cuda_on_cpu::lane();
+    return cuda_on_cpu::shuffle(mask, value, (lane & ~(width - 1)) + (source & (width - 1)));
+}
+template <class T>
+static T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
+    int lane = cuda_on_cpu::lane(), source = lane ^ bits;
+    return cuda_on_cpu::shuffle(mask, value, (source & ~(width - 1)) > (lane & ~(width - 1)) ? lane : source);
+}
+template <class T>
+static T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+    int lane = cuda_on_cpu::lane(), at = lane & (width - 1);
+    return cuda_on_cpu::shuffle(mask, value, at + int(delta) < width ? lane + int(delta) : lane);
+}
+template <class T>
+static T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+    int lane = cuda_on_cpu::lane(), at = lane & (width - 1);
+    return cuda_on_cpu::shuffle(mask, value, at - int(delta) >= 0 ? lane - int(delta) : lane);
+}
+static inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    unsigned vote = predicate != 0;
+    cuda_on_cpu::meet(mask, cuda_on_cpu::vote_all, &vote);
+    return vote;
+}
+static inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+static inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
+
+template <class T>
+static T atomicAdd(T* address, T value) { T old = *address; *address = T(old + value); return old; }
+template <class T>
+static T atomicMax(T* address, T value) { T old = *address; *address = std::max(old, value); return old; }
+template <class T>
+static T atomicMin(T* address, T value) { T old = *address; *address = std::min(old, value); return old; }
+template <class T>
+static T atomicOr(T* address, T value) { T old = *address; *address = T(old | value); return old; }
+template <class T>
+static T atomicExch(T* address, T value) { T old = *address; *address = value; return old; }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Arithmetic that is built into CUDA
+// ---------------------------------------------------------------------------------------------------------------
+
+#define __expf expf
+#define __exp2f exp2f
+#define __logf logf
+#define __log2f log2f
+#define __sinf sinf
+#define __cosf cosf
+#define __powf powf
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline float __fdividef(float a, float b) { return a / b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline float __fsqrt_rn(float a) { return sqrtf(a); }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+static inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
+
+template <class To, class From>
+static To cuda_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "same size");
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+static inline unsigned __float_as_uint(float x) { return cuda_bits<unsigned>(x); }
+static inline int __float_as_int(float x) { return cuda_bits<int>(x); }
+static inline float __uint_as_float(unsigned x) { return cuda_bits<float>(x); }
+static inline float __int_as_float(int x) { return cuda_bits<float>(x); }
+template <class T>
+static T __ldg(const T* address) { return *address; }
+using std::max;
+using std::min;
+
+// ---------------------------------------------------------------------------------------------------------------
+// The wrappers around PTX: these names and contracts are shared with the .cu files
+// ---------------------------------------------------------------------------------------------------------------
+
+static inline float exp2_approx(float x) { return exp2f(x); }  // ex2.approx.ftz.f32
+
+// Two floats rounded to bf16 (nearest, ties to even) in one word, `low` in bits 0 to 15.      cvt.rn.bf16x2.f32
+static inline unsigned pack_bf16(float low, float high) {
+    unsigned word[2] = {__float_as_uint(low), __float_as_uint(high)};
+    for (unsigned& w : word)
+        w = (w & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FFFu : (w + 0x7FFFu + (w >> 16 & 1)) >> 16;
+    return word[0] | word[1] << 16;
+}
+
+// A float, as bits, rounded to tf32: 10 bits of mantissa, nearest, ties away from zero.       cvt.rna.tf32.f32
+static inline unsigned round_tf32(unsigned bits) {
+    return (bits & 0x7FFFFFFFu) > 0x7F800000u ? bits : (bits + 0x1000u) & ~0x1FFFu;
+}
+
+namespace cuda_on_cpu {
+struct MatrixRow {
+    unsigned char row[16];  // what this lane's address held when the lane arrived
+    unsigned* out;
+};
+
+// Matrix m's row r comes from lane 8m + r; lane l receives the two 16-bit elements (l/4, 2(l%4) and +1) of each matrix.
+template <bool TRANSPOSE>
+static void ldmatrix_all(void** operands, unsigned lanes) {
+    if (lanes != 0xFFFFFFFFu) fail("ldmatrix needs all 32 lanes");
+    for (int lane = 0; lane < 32; lane++)
+        for (int m = 0; m < 4; m++) {
+            unsigned short element[2];
+            for (int e = 0; e < 2; e++) {
+                int row = lane / 4, column = 2 * (lane % 4) + e;
+                if (TRANSPOSE) std::swap(row, column);
+                memcpy(&element[e], ((MatrixRow*)operands[8 * m + row])->row + 2 * column, 2);
+            }
+            ((MatrixRow*)operands[lane])->out[m] = element[0] | unsigned(element[1]) << 16;
+        }
+}
+
+template <bool TRANSPOSE>
+static void ldmatrix(unsigned* out, const void* row) {
+    MatrixRow mine;
+    if ((uintptr_t)row % 16) fail("ldmatrix: an address is not a multiple of 16 bytes");
+    memcpy(mine.row, row, 16);
+    mine.out = out;
+    meet(0xFFFFFFFFu, ldmatrix_all<TRANSPOSE>, &mine);
+}
+
+struct MatrixProduct {
+    float* c;
+    const unsigned* a;
+    unsigned b[2];
+};
+
+// One k-step of C (16 x 8) += A (16 x K) B (K x 8): 16 bytes of a row are 8 bf16 (K = 16) or 4 tf32 (K = 8).
+template <int K>
+static void mma_all(void** operands, unsigned lanes) {
+    if (lanes != 0xFFFFFFFFu) fail("mma needs all 32 lanes");
+    float A[16][K], B[K][8];
+    for (int lane = 0; lane < 32; lane++) {
+        MatrixProduct& p = *(MatrixProduct*)operands[lane];
+        int g = lane / 4, t = lane % 4;
+        for (int r = 0; r < 4; r++)  // register r of A: row g or g + 8, first or second half of the k's
+            for (int e = 0; e < K / 8; e++) {
+                int k = (r / 2) * (K / 2) + t * (K / 8) + e;
+                A[g + 8 * (r % 2)][k] = K == 16 ? __uint_as_float(p.a[r] >> 16 * e << 16) : __uint_as_float(p.a[r] & ~0x1FFFu);
+            }
+        for (int r = 0; r < 2; r++)
+            for (int e = 0; e < K / 8; e++) {
+                int k = r * (K / 2) + t * (K / 8) + e;
+                B[k][g] = K == 16 ? __uint_as_float(p.b[r] >> 16 * e << 16) : __uint_as_float(p.b[r] & ~0x1FFFu);
+            }
+    }
+    float C[16][8] = {};
+    for (int i = 0; i < 16; i++)
+        for (int k = 0; k < K; k++)
+            for (int j = 0; j < 8; j++) C[i][j] += A[i][k] * B[k][j];
+    for (int lane = 0; lane < 32; lane++)
+        for (int r = 0; r < 4; r++)
+            ((MatrixProduct*)operands[lane])->c[r] += C[lane / 4 + 8 * (r / 2)][2 * (lane % 4) + r % 2];
+}
+
+static inline void copy_async(void* to, const void* from, bool valid, int bytes) {
+    if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("an asynchronous copy of %d bytes is not aligned to them", bytes);
+    memset(to, 0xFF, bytes);
+    self->copies.push_back({(char*)to, valid ? (const char*)from : nullptr, bytes, self->groups});
+}
+}  // namespace cuda_on_cpu
+
+// Four 8 x 8 matrices of 16-bit elements (or 8 x 4 of 32-bit ones); each lane gives the address of one 16-byte row.
+static inline void ldmatrix_x4(unsigned* r, const void* row) { cuda_on_cpu::ldmatrix<false>(r, row); }
+static inline void ldmatrix_x4_transposed(unsigned* r, const void* row) { cuda_on_cpu::ldmatrix<true>(r, row); }
+
+// c (16 x 8, fp32) += a (16 x 16 bf16, or 16 x 8 tf32) b (16 x 8, or 8 x 8).        mma.sync m16n8k16 / m16n8k8
+static inline void mma_bf16(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+    cuda_on_cpu::MatrixProduct p = {c, a, {b0, b1}};
+    cuda_on_cpu::meet(0xFFFFFFFFu, cuda_on_cpu::mma_all<16>, &p);
+}
+static inline void mma_tf32(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+    cuda_on_cpu::MatrixProduct p = {c, a, {b0, b1}};
+    cuda_on_cpu::meet(0xFFFFFFFFu, cuda_on_cpu::mma_all<8>, &p);
+}
+
+// Copies of 16 or 4 bytes from global to shared memory; zeros where not `valid`.                    cp.async
+static inline void cp_async16(void* to, const void* from, bool valid) { cuda_on_cpu::copy_async(to, from, valid, 16); }
+static inline void cp_async4(void* to, const void* from, bool valid) { cuda_on_cpu::copy_async(to, from, valid, 4); }
+static inline void cp_async_commit() { cuda_on_cpu::self->groups++; }
+// Waits until at most PENDING of this thread's committed groups are under way.
+template <int PENDING>
+static void cp_async_wait() {
+    using namespace cuda_on_cpu;
+    std::vector<AsyncCopy> later;
+    for (AsyncCopy& copy : self->copies)
+        if (copy.group + PENDING >= self->groups) later.push_back(copy);
+        else if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
+        else memset(copy.to, 0, copy.bytes);
+    self->copies.swap(later);
+}

@@ -1,0 +1,141 @@
+"""flash_attn.cu on the CPU (tests/cuda_on_cpu.h) against its definition in float64, and compiled for the GPUs it is for.
+
+Read flash_attn.cu first. KERNELS below repeats its launch geometry; model_gpu.flash_kernels must say the same.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_bf16, gpu_compiler, guarded, to_bf16
+
+norm = np.linalg.norm
+
+# (version, D): what there is. The bounds on relative L2 errors are three to four times what was seen.
+VERSIONS = [("fp32", 32), ("fp32", 64), ("fp32", 128), ("bf16", 32), ("bf16", 64), ("bf16", 128), ("tf32", 32), ("tf32", 64)]
+BOUNDS = {"fp32": 2e-6, "tf32": 1.5e-3, "bf16": 8e-3}
+
+# B, T, H, G. Tiles have 16, 32, 64 or 128 rows: shapes at, just below and just above, and several tiles.
+SHAPES = [(2, 1, 2, 1), (1, 2, 3, 1), (1, 17, 4, 1), (1, 63, 4, 2), (2, 64, 2, 1), (1, 65, 3, 3), (1, 127, 2, 2), (1, 137, 4, 2),
+          (1, 200, 3, 1)]
+
+
+def geometry(version, D):
+    """[(name, rows of queries or keys per block, threads, bytes of dynamic shared memory)] of the three kernels."""
+    names = ["flash_forward", "flash_backward_dq", "flash_backward_dkdv"]
+    if version == "fp32":
+        return [(name, 32 if D <= 64 else 16, 64, 0) for name in names]
+    row = D * (2 if version == "bf16" else 4)
+    rows = 128 if version == "bf16" and D <= 64 else 64
+    return [(f"{names[0]}_{version}", rows, 128, (rows + 4 * 64) * row),
+            (f"{names[1]}_{version}", rows, 128, (2 * rows + 4 * 64) * row),
+            (f"{names[2]}_{version}", rows, 128, (2 * rows + 4 * 64) * row + 1024)]
+
+
+@functools.lru_cache(maxsize=None)
+def module(D):
+    return CpuModule("flash_attn.cu", [f"-DHEAD_DIM={D}"])
+
+
+@functools.lru_cache(maxsize=None)
+def problem(version, B, T, H, G, D, spread=1.0):
+    """qkv and dout as the kernels get them, and out, lse and dqkv by the definition in float64."""
+    rng = np.random.default_rng(T)
+    qkv = (spread * rng.standard_normal((B, T, H + 2 * G, D))).astype(np.float32)
+    dout = rng.standard_normal((B, T, H, D)).astype(np.float32)
+    if version == "bf16":
+        qkv, dout = from_bf16(to_bf16(qkv)), from_bf16(to_bf16(dout))
+    return qkv, dout, *attention(qkv.astype(np.float64), dout.astype(np.float64), H, G)
+
+
+def attention(qkv, dout, H, G):
+    """Causal grouped-query attention and its gradient, as they are defined. qkv (B,T,H+2G,D), dout (B,T,H,D)."""
+    (B, T, _, D), (out, dqkv) = qkv.shape, (np.zeros_like(dout), np.zeros_like(qkv))
+    lse = np.zeros((B, H, T))
+    future = np.triu(np.ones((T, T), bool), 1)
+    for b in range(B):
+        for h in range(H):
+            k, v = H + h // (H // G), H + G + h // (H // G)
+            Q, K, V, dO = qkv[b, :, h], qkv[b, :, k], qkv[b, :, v], dout[b, :, h]
+            S = np.where(future, -np.inf, Q @ K.T / np.sqrt(D))
+            top = S.max(1, keepdims=True)
+            lse[b, h] = (np.log(np.exp(S - top).sum(1, keepdims=True)) + top)[:, 0]
+            P = np.exp(S - lse[b, h][:, None])
+            out[b, :, h] = P @ V
+            dP = dO @ V.T
+            dS = P * (dP - (P * dP).sum(1, keepdims=True)) / np.sqrt(D)
+            dqkv[b, :, h] = dS @ K
+            dqkv[b, :, k] += dS.T @ Q
+            dqkv[b, :, v] += P.T @ dO
+    return out, lse, dqkv
+
+
+def run(version, qkv, dout, H, G, order):
+    """Forward and backward by the kernels: out, lse, dqkv as float32."""
+    (B, T, _, D), i32 = qkv.shape, np.int32
+    pack, unpack = (to_bf16, from_bf16) if version == "bf16" else (np.asarray, np.asarray)
+    kernels = module(D)
+    kernels.order = order
+    qkv, dout = guarded(pack(qkv)), guarded(pack(dout))
+    empty = np.full(qkv.shape, np.nan, np.float32)         # an entry that is not written stays NaN
+    out, dqkv = guarded(pack(empty[:, :, :H])), guarded(pack(empty))
+    lse, delta = guarded(np.full((B, H, T), np.nan, np.float32)), guarded(np.full((B, H, T), np.nan, np.float32))
+    sizes = i32(T), i32(H), i32(G)
+    launches = [(H, (out, lse, qkv)), (H, (dqkv, delta, dout, out, lse, qkv)), (G, (dqkv, delta, dout, lse, qkv))]
+    for (name, rows, threads, shared), (heads, arrays) in zip(geometry(version, D), launches):
+        kernels.get_function(name)((heads, B, -(-T // rows)), (threads,), (*arrays, *sizes), shared_mem=shared)
+    check_guards(qkv, dout, out, dqkv, lse, delta)
+    return unpack(out), lse, unpack(dqkv)
+
+
+def check(version, D, shape, order, spread=1.0, loose=1.0):
+    B, T, H, G = shape
+    qkv, dout, out, lse, dqkv = problem(version, B, T, H, G, D, spread)
+    got_out, got_lse, got_dqkv = run(version, qkv, dout, H, G, order)
+    errors = {"out": norm(got_out - out) / norm(out), "lse": norm(got_lse - lse) / norm(lse)}
+    for name, heads in (("dq", slice(0, H)), ("dk", slice(H, H + G)), ("dv", slice(H + G, None))):
+        # relative to the whole gradient: that of q is 0 at T = 1, and small where T is
+        errors[name] = norm((got_dqkv - dqkv)[:, :, heads]) / norm(dqkv)
+    assert max(errors.values()) < loose * BOUNDS[version], errors      # NaN fails too: it is not smaller
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order[0])
+@pytest.mark.parametrize("version,D", VERSIONS)
+def test_flash_attention(version, D, order):
+    for shape in SHAPES:
+        check(version, D, shape, order)
+
+
+@pytest.mark.parametrize("version,D", VERSIONS)
+def test_wide_scores(version, D):
+    """Scores of some +-100: exp of them overflows fp32 unless the running maximum is subtracted, also when it grows late."""
+    check(version, D, (1, 150, 2, 1), ("forward", 0), spread=5.0, loose=4.0)
+
+
+@pytest.mark.parametrize("version,D", VERSIONS)
+def test_order_of_threads_changes_no_bit(version, D):
+    qkv, dout, *_ = problem(version, 1, 137, 4, 2, D)
+    first, *others = [run(version, qkv, dout, 4, 2, order) for order in ORDERS]
+    for other in others:
+        assert all(np.array_equal(x, y) for x, y in zip(first, other))
+
+
+# all architectures for the big model's D; the other D once each for the readable and the fast kernels
+@pytest.mark.parametrize("arch,D", [("sm_70", 64), ("sm_75", 64), ("sm_80", 64), ("sm_89", 64), ("sm_90", 64),
+                                    ("sm_70", 32), ("sm_80", 32), ("sm_70", 128), ("sm_80", 128)])
+def test_compiles_for_gpu(arch, D, capsys):
+    compiler = gpu_compiler()
+    if compiler is None:
+        pytest.skip("neither nvidia-cuda-nvrtc-cu12 (pip) nor nvcc is installed")
+    if compiler[0] == "nvcc" and arch == "sm_70":
+        pytest.skip("nvcc 13 no longer knows sm_70")
+    kernels = compile_for_gpu("flash_attn.cu", arch, [f"-DHEAD_DIM={D}"])
+    with capsys.disabled():
+        for name, use in kernels.items():
+            print(f"\n  {arch} D {D:3d} {name:28s} {use.registers:3d} registers, {use.spill_bytes} bytes spilled", end="")
+    fast = arch not in ("sm_70", "sm_75")
+    expected = {name for version, d in VERSIONS if d == D and (fast or version == "fp32") for name, *_ in geometry(version, D)}
+    assert set(kernels) == expected
+    assert all(use.spill_bytes == 0 for use in kernels.values()), kernels
+    assert all(use.shared_bytes <= 48 << 10 for use in kernels.values()), kernels

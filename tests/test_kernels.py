@@ -1,0 +1,344 @@
+"""kernels.cu on the CPU: every kernel against the functions of model_cpu.py that it covers, at odd shapes, in fp32
+and bf16 storage, with threads and blocks in three orders, between guard zones; and compiled for the GPUs that it is
+meant for."""
+import os
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
+import model_cpu
+from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_bf16, gpu_compiler, guarded, to_bf16
+
+i32, i64, f32 = np.int32, np.int64, np.float32
+NULL = np.uint64(0)
+
+
+class Bench:
+    """The kernels in one storage type and one order; arrays in and out as float64."""
+
+    def __init__(self, bf16, order):
+        self.bf16, self.module, self.arrays = bf16, CpuModule("kernels.cu", [f"-DBF16={int(bf16)}"]), []
+        self.module.order = order
+        self.rng = np.random.default_rng(7)
+        self.tolerance = 2 ** -8 if bf16 else 2e-6           # of one rounding to storage, or of a few sums in fp32
+
+    def put(self, array):
+        self.arrays.append(guarded(array))
+        return self.arrays[-1]
+
+    def real(self, *shape, scale=1.0):
+        """Random numbers in storage type, and the same in float64."""
+        return self.as_real(scale * self.rng.standard_normal(shape))
+
+    def as_real(self, x):
+        stored = to_bf16(x) if self.bf16 else x.astype(f32)
+        return self.put(stored), self.value(stored)
+
+    def single(self, *shape, scale=1.0):
+        x = (scale * self.rng.standard_normal(shape)).astype(f32)
+        return self.put(x), x.astype(np.float64)
+
+    def ints(self, x):
+        return self.put(np.ascontiguousarray(x, i32))
+
+    def empty(self, *shape, single=False):
+        """An output full of NaN: what a kernel leaves out shows."""
+        return self.put(np.full(shape, 0xFFFF, np.uint16) if self.bf16 and not single else np.full(shape, np.nan, f32))
+
+    def value(self, array):
+        return (from_bf16(array) if array.dtype == np.uint16 else array).astype(np.float64)
+
+    def launch(self, name, grid, threads, *args, shared=0):
+        self.module.get_function(name)(grid, (threads,), args, shared_mem=shared)
+
+    def close(self, array, expected, tolerance=None):
+        """Largest error against the largest value expected."""
+        error = np.abs(self.value(array) - expected).max()
+        tolerance = tolerance or (self.tolerance if array.dtype == np.uint16 else 2e-6)
+        assert error <= tolerance * max(np.abs(expected).max(), 1e-30), error
+
+    def finish(self):
+        check_guards(*self.arrays)
+
+
+@pytest.fixture(params=[(bf16, order) for bf16 in (False, True) for order in ORDERS],
+                ids=lambda p: f"{'bf16' if p[0] else 'fp32'}-{p[1][0]}")
+def bench(request):
+    bench = Bench(*request.param)
+    yield bench
+    bench.finish()
+
+
+def threads(C):
+    return -(-C // 256) * 32
+
+
+def test_embedding(bench):
+    for N, C, V in [(1, 8, 8), (37, 72, 16), (50, 264, 24), (300, 520, 8)]:
+        embed, embed64 = bench.real(V, C)
+        tokens = bench.rng.integers(0, max(1, V - 3), N)                 # some ids occur often, some never
+        out, expected = bench.empty(N, C), np.zeros((N, C))
+        bench.launch("embedding_forward", (N,), threads(C), out, bench.ints(tokens), embed, i32(C))
+        model_cpu.embedding_forward(expected, tokens, embed64)
+        np.testing.assert_array_equal(bench.value(out), expected)
+
+        dout, dout64 = bench.real(N, C)
+        dembed, expected = bench.single(V, C)
+        order = np.argsort(tokens, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(np.bincount(tokens, minlength=V))])
+        bench.launch("embedding_backward", (V, -(-C // 256)), 256, dembed, dout, bench.ints(order), bench.ints(starts),
+                     i32(C))
+        model_cpu.embedding_backward(expected, dout64, tokens)
+        bench.close(dembed, expected)
+
+
+@pytest.mark.parametrize("with_step", [True, False])
+def test_rmsnorm_forward(bench, with_step):
+    for N, C in [(1, 8), (3, 256), (7, 264), (5, 776), (2, 2056)]:
+        before, x64 = bench.real(N, C, scale=3.0)
+        step, step64 = bench.real(N, C)
+        gain, gain64 = bench.single(C)
+        x, out, rstd = bench.empty(N, C) if with_step else before, bench.empty(N, C), bench.empty(N, single=True)
+        bench.launch("rmsnorm_forward", (N,), threads(C), out, rstd, x, before, step if with_step else NULL, gain,
+                     i32(C), f32(model_cpu.NORM_EPS))
+        if with_step:
+            bench.close(x, x64 + step64)
+            x64 = bench.value(x)                                         # as stored
+        expected, expected_rstd = np.zeros((N, C)), np.zeros(N)
+        model_cpu.rmsnorm_forward(expected, expected_rstd, x64, gain64)
+        np.testing.assert_array_equal(bench.value(x), x64)
+        bench.close(out, expected)
+        bench.close(rstd, expected_rstd)
+
+
+@pytest.mark.parametrize("add", [0, 1])
+def test_rmsnorm_backward(bench, add):
+    for N, C, blocks in [(1, 8, 1), (9, 264, 4), (70, 72, 33), (5, 776, 7)]:
+        x, x64 = bench.real(N, C, scale=2.0)
+        dout, dout64 = bench.real(N, C)
+        dx, dx64 = bench.real(N, C)
+        gain, gain64 = bench.single(C)
+        dgain, dgain64 = bench.single(C)
+        normed, rstd64 = np.zeros((N, C)), np.zeros(N)
+        model_cpu.rmsnorm_forward(normed, rstd64, x64, gain64)
+        partial = bench.empty(blocks, C, single=True)
+        bench.launch("rmsnorm_backward", (blocks,), threads(C), dx, dout, partial, x, bench.put(rstd64.astype(f32)),
+                     gain, i32(N), i32(C), i32(add))
+        bench.launch("column_sum", (-(-C // 32),), 1024, dgain, partial, i32(blocks), i32(C))
+        expected = np.zeros((N, C))
+        model_cpu.rmsnorm_backward(expected, dgain64, dout64, x64, rstd64, gain64)
+        bench.close(dx, expected + add * dx64)
+        bench.close(dout, normed)
+        bench.close(dgain, dgain64, 4e-6)
+
+
+def rope_tables(bench, T, D):
+    cos, sin = model_cpu.rope_table(T, 1, D, np.float64)
+    return cos, sin, *(bench.put(np.ascontiguousarray(x[:, 0, D // 2:].astype(f32))) for x in (cos, sin))
+
+
+def test_rope(bench):
+    for B, T, H, G, D in [(1, 1, 1, 1, 16), (2, 5, 3, 1, 32), (2, 37, 4, 2, 64), (1, 9, 2, 2, 128)]:
+        cos, sin, cos32, sin32 = rope_tables(bench, 40, D)
+        width = (H + 2 * G) * D
+        for direction, function in ((1.0, model_cpu.rope_forward), (-1.0, model_cpu.rope_backward)):
+            qkv, expected = bench.real(B * T, width)
+            bench.launch("rope", (-(-B * T * (H + G) * D // 16 // 256),), 256, qkv, cos32, sin32,
+                         *map(i32, (B * T, T, H + G, D, width)), f32(direction))
+            part = expected.reshape(B, T, -1, D)[:, :, :H + G]
+            function(part, np.repeat(cos[:T], H + G, axis=1), np.repeat(sin[:T], H + G, axis=1))
+            bench.close(qkv, expected)
+
+
+def test_swiglu(bench):
+    for N, F in [(1, 8), (5, 344), (3, 2056)]:
+        gate_up, gate_up64 = bench.real(N, 2 * F, scale=3.0)
+        gate_up[0, :8] = to_bf16(np.full(8, -200.0)) if bench.bf16 else -200.0              # exp(200) overflows fp32
+        gate_up64 = bench.value(gate_up)
+        out, expected, sigmoid = bench.empty(N, F), np.zeros((N, F)), np.zeros((N, F))
+        bench.launch("swiglu_forward", (N, -(-F // 2048)), 256, out, gate_up, i32(F))
+        model_cpu.swiglu_forward(expected, sigmoid, gate_up64)
+        bench.close(out, expected)
+        dout, dout64 = bench.real(N, F)
+        dgate_up = np.zeros((N, 2 * F))
+        bench.launch("swiglu_backward", (N, -(-F // 2048)), 256, gate_up, dout, i32(F))
+        model_cpu.swiglu_backward(dgate_up, dout64, sigmoid, gate_up64, np.zeros((N, F)))
+        bench.close(gate_up, dgate_up)
+        bench.close(dout, expected)
+
+
+def test_cross_entropy(bench):
+    for B, T, K, V, spread in [(1, 1, 1, 8, 1.0), (2, 7, 3, 40, 3.0), (1, 5, 4, 2056, 30.0), (2, 3, 2, 4104, 1e4)]:
+        N = B * T
+        logits, logits64 = bench.real(N, K, V, scale=spread)
+        targets = bench.rng.integers(-1, V, (B, T + K - 1))
+        targets[0, 0] = V - 1
+        targets[-1, -1] = -1
+        table, counted = model_cpu.target_table(targets, T, K), model_cpu.count_targets(targets, T, K)
+        heads = 1.0 / np.arange(1, K + 1)
+        divisor = np.maximum(counted, 1)
+        nll, losses = bench.empty(N, K, single=True), bench.empty(K, single=True)
+        bench.launch("cross_entropy", (N * K,), 256, logits, nll, bench.ints(targets),
+                     bench.put((heads / divisor).astype(f32)), i32(T), i32(K), i32(V))
+        bench.launch("cross_entropy_sum", (K,), 1024, losses, nll, bench.put(divisor.astype(f32)), i32(N), i32(K))
+        expected, total = np.zeros(K), np.zeros((N, K))
+        model_cpu.cross_entropy_forward(expected, total, logits64, table, counted)
+        model_cpu.cross_entropy_backward(logits64, total, table, counted, heads)
+        np.testing.assert_allclose(losses, expected, rtol=2e-6)
+        bench.close(logits, logits64, None if bench.bf16 else 2e-6 * max(1.0, spread))      # z - log total cancels
+        assert not bench.value(logits)[table < 0].any()
+
+
+def test_gradient_norm_and_adamw(bench):
+    for n, decayed in [(8, 8), (1000, 800), (40008, 40000)]:
+        param, param64 = bench.single(n)
+        grad, grad64 = bench.single(n, scale=0.3)
+        m, m64 = bench.single(n, scale=0.1)
+        v64 = bench.rng.random(n).astype(f32).astype(np.float64)
+        v, copy, state = bench.put(v64.astype(f32)), bench.empty(n), bench.put(np.zeros(3, f32))
+        partial = bench.empty(5, single=True)
+        setting = dict(step=3, lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8)
+        scalars = [f32(setting[name]) for name in ("lr", "beta1", "beta2", "eps")] + [
+            f32(0.1), f32(1 / (1 - 0.9 ** 3)), f32(1 / (1 - 0.95 ** 3))]
+
+        def update():
+            bench.launch("sum_of_squares", (5,), 256, partial, grad, i64(n))
+            bench.launch("gradient_norm", (1,), 1024, state, partial, i32(5), f32(0.25))
+            bench.launch("adamw", (-(-n // 1024),), 256, param, copy, grad, m, v, state, i64(n), i64(decayed), *scalars)
+
+        update()
+        norm = np.linalg.norm(grad64)
+        np.testing.assert_allclose(state, [norm, min(1.0, 0.25 / (norm + 1e-6)), 0.0], rtol=1e-6)
+        grad64 *= min(1.0, 0.25 / (norm + 1e-6))
+        for part, decay in ((np.s_[:decayed], 0.1), (np.s_[decayed:], 0.0)):
+            model_cpu.adamw_update(param64[part], grad64[part], m64[part], v64[part], decay=decay, **setting)
+        bench.close(param, param64)
+        bench.close(m, m64)
+        bench.close(v, v64)
+        np.testing.assert_array_equal(grad, 0)
+        if bench.bf16:
+            np.testing.assert_array_equal(copy, to_bf16(param))
+        before = param.copy()
+        for bad, steps in ((np.nan, 1), (np.inf, 1), (1.0, 2)):           # once not finite, never again
+            grad[...] = bad
+            state[2] = 0.0 if bad != 1.0 else state[2]
+            for _ in range(steps):
+                update()
+            assert state[2] == 1.0
+            np.testing.assert_array_equal(param, before)
+            assert np.array_equal(grad, np.full(n, bad, f32), equal_nan=True)
+
+
+def test_copy_weights(bench):
+    for n in (8, 2048, 2056):
+        param, param64 = bench.single(n)
+        copy = bench.empty(n)
+        bench.launch("copy_weights", (-(-n // 2048),), 256, copy, param, i64(n))
+        np.testing.assert_array_equal(copy, to_bf16(param) if bench.bf16 else param)
+
+
+@pytest.mark.parametrize("layout", ["forward", "input", "weight"])
+def test_matmul(bench, layout):
+    """The three products of linear_forward and linear_backward, single and batched, written and added."""
+    for N, I, O, batch, add in [(1, 8, 8, 1, 0), (65, 24, 72, 1, 1), (70, 136, 8, 1, 0), (37, 16, 40, 2, 1)]:
+        x, x64 = bench.real(batch, N, I)
+        w, w64 = bench.real(batch, O, I)
+        dout, dout64 = bench.real(batch, N, O)
+        a, b, expected, sizes, strides = {
+            "forward": (x, w, x64 @ w64.swapaxes(1, 2), (N, O, I), (I, 1, 1, I)),
+            "input": (dout, w, dout64 @ w64, (N, I, O), (O, 1, I, 1)),
+            "weight": (dout, x, dout64.swapaxes(1, 2) @ x64, (O, I, N), (1, O, I, 1))}[layout]
+        for name in ("matmul", "matmul_to_fp32"):
+            out, old = (bench.single if name == "matmul_to_fp32" else bench.real)(*expected.shape)
+            if not add:
+                out[...] = np.full_like(out, 0xFFFF if out.dtype == np.uint16 else np.nan)
+            M, K = sizes[0], sizes[1]
+            bench.launch(name, (-(-K // 64), -(-M // 64), batch), 256, out, a, b,
+                         *map(i32, (*sizes, *strides, sizes[1], add)), *(i64(array[0].size) for array in (a, b, out)))
+            bench.close(out, expected + (old if add else 0))
+
+
+def test_softmax(bench):
+    for B, G, R, T, D in [(1, 1, 1, 1, 16), (1, 2, 2, 37, 16), (1, 1, 1, 261, 16)]:
+        H = G * R
+        qkv64 = bench.rng.standard_normal((B, T, (H + 2 * G) * D))
+        q, k, v = model_cpu.split_heads(qkv64, H, G)
+        out, P64 = np.zeros((B, T, H * D)), np.zeros((B, G, R, T, T))
+        S, S64 = bench.as_real((q @ k.swapaxes(-1, -2)).reshape(B, H, T, T))
+        bench.launch("softmax_forward", (B * H * T,), 256, S, i32(T), f32(D ** -0.5))
+        model_cpu.attention_forward(out, P64, qkv64, H, G)
+        bench.close(S, P64.reshape(S.shape), 0.05 if bench.bf16 else 2e-6)                  # of S, rounded
+        P = bench.value(S)
+        assert (np.triu(P[0, 0], 1) == 0).all()
+        dP, dP64 = bench.real(B, H, T, T)
+        bench.launch("softmax_backward", (B * H * T,), 256, dP, S, i32(T), f32(D ** -0.5))
+        expected = D ** -0.5 * P * (dP64 - (P * dP64).sum(axis=-1, keepdims=True))
+        bench.close(dP, expected)
+
+
+def test_decoding(bench):
+    """rope_append and decode_attention against the attention of Model.extend, n rows at once and one by one."""
+    for n, position, H, G, D in [(1, 0, 1, 1, 16), (3, 5, 4, 2, 32), (2, 140, 3, 1, 64), (5, 2, 2, 2, 128),
+                                 (1, 7, 1, 1, 48)]:
+        context, width = position + n + 1, (H + 2 * G) * D
+        cos, sin, cos32, sin32 = rope_tables(bench, context, D)
+        past, past64 = bench.real(2, G, context, D)
+        past[:, :, position:] = np.full_like(past[:, :, position:], 0xFFFF if bench.bf16 else np.nan)
+        qkv, qkv64 = bench.real(n, width)
+        singly, again = bench.put(qkv.copy()), bench.put(past.copy())
+        out, one = bench.empty(n, H * D), bench.empty(n, H * D)
+
+        def append(qkv, cache, n, position):
+            bench.launch("rope_append", (-(-n * (H + 2 * G) * D // 16 // 256),), 256, qkv, cache[0], cache[1], cos32,
+                         sin32, *map(i32, (n, position, H, G, D, context)))
+
+        append(qkv, past, n, position)
+        bench.launch("decode_attention", (H, n), 128, out, qkv, past[0], past[1],
+                     *map(i32, (position, H, G, D, context)), shared=4 * (position + n))
+        part = qkv64.reshape(1, n, -1, D)[:, :, :H + G]
+        model_cpu.rope_forward(part, *(np.repeat(x[position:position + n], H + G, axis=1) for x in (cos, sin)))
+        bench.close(qkv[:, :H * D].copy(), qkv64[:, :H * D])
+        new = qkv64[:, H * D:].reshape(n, 2, G, D).transpose(1, 2, 0, 3)
+        bench.close(past[:, :, position:position + n].copy(), new)
+        assert np.isnan(bench.value(past)[:, :, position + n:]).all()
+        keys, values = bench.value(past)[:, :, :position + n]
+        q = bench.value(qkv)[:, :H * D].reshape(n, G, H // G, D).transpose(1, 2, 0, 3)       # (G,R,n,D)
+        S = q @ keys[:, None].swapaxes(-1, -2) * D ** -0.5
+        S[..., np.arange(position + n) > np.arange(position, position + n)[:, None]] = -np.inf
+        P = np.exp(S - S.max(axis=-1, keepdims=True))
+        y = P / P.sum(axis=-1, keepdims=True) @ values[:, None]
+        bench.close(out, y.transpose(2, 0, 1, 3).reshape(n, -1))
+        for row in range(n):
+            append(singly[row:row + 1], again, 1, position + row)
+            bench.launch("decode_attention", (H, 1), 128, one[row], singly[row], again[0], again[1],
+                         *map(i32, (position + row, H, G, D, context)), shared=4 * (position + row + 1))
+        assert one.tobytes() == out.tobytes()
+
+
+def test_few_rows(bench):
+    for n, I, O in [(1, 8, 8), (3, 264, 16), (8, 776, 24), (11, 72, 8)]:
+        x, x64 = bench.real(n, I)
+        w, w64 = bench.real(O, I)
+        for name, single in (("few_rows", False), ("few_rows_to_fp32", True)):
+            out, one = bench.empty(n, O, single=single), bench.empty(n, O, single=single)
+            bench.launch(name, (-(-O // 8), -(-n // 8)), 256, out, x, w, i32(n), i32(I), i32(O))
+            bench.close(out, x64 @ w64.T)
+            for row in range(n):
+                bench.launch(name, (-(-O // 8), 1), 256, one[row], x[row], w, i32(1), i32(I), i32(O))
+            assert one.tobytes() == out.tobytes()
+
+
+@pytest.mark.skipif(gpu_compiler() is None, reason="neither NVRTC (nvidia-cuda-nvrtc-cu12) nor nvcc is installed")
+@pytest.mark.parametrize("arch, bf16", [("sm_70", 0), ("sm_75", 0), ("sm_80", 0), ("sm_80", 1), ("sm_89", 1),
+                                        ("sm_90", 0), ("sm_90", 1)])
+def test_compiles_for_gpus(arch, bf16):
+    if arch == "sm_70" and gpu_compiler()[0] != "nvrtc":
+        pytest.skip("sm_70 needs NVRTC 12: CUDA 13 dropped it")
+    kernels = compile_for_gpu("kernels.cu", arch, [f"-DBF16={bf16}"])
+    for name, used in kernels.items():
+        print(f"{arch} BF16={bf16} {name:20} {used.registers:4} registers, {used.shared_bytes:6} bytes shared, "
+              f"{used.spill_bytes} spilled")
+        assert used.spill_bytes == 0 and used.stack_bytes == 0, name
