@@ -510,9 +510,8 @@ def peer_errors(reference, tokens, targets, precision):
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
     twin = torch_twin.Twin(reference.config, reference.params).to("cuda")
-    loss = torch_twin.make_loss(twin, torch.from_numpy(tokens).to("cuda"), torch.from_numpy(targets).to("cuda"), False,
-                                torch.bfloat16 if precision == "bf16" else None)()
-    loss.backward()
+    losses = torch_twin.make_losses(twin, compiled=False, autocast=torch.bfloat16 if precision == "bf16" else None)
+    losses(torch.from_numpy(tokens).to("cuda"), torch.from_numpy(targets).to("cuda"))[1].backward()
     grads = {name: twin.weights[name.replace(".", "_")].grad.double().cpu().numpy() for name in reference.grads}
     return distance(np.concatenate([g.reshape(-1) for g in grads.values()]), reference.flat_grads)
 

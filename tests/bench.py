@@ -8,6 +8,7 @@
 Every row is the best of some rounds; a round runs all rows once, so that a busy machine slows ours and the peers alike.
 """
 import argparse
+import functools
 import lzma
 import os
 import shutil
@@ -132,8 +133,8 @@ def bench_cpu(arguments):
         import torch_twin
         torch.set_num_threads(cores)
         for name, compiled in ("peer: PyTorch eager", False), ("peer: PyTorch compiled", True):
-            steps[name] = torch_twin.make_step(torch_twin.Twin(config, model.params), torch.from_numpy(tokens),
-                                               torch.from_numpy(targets), compiled)
+            step = torch_twin.make_step(torch_twin.Twin(config, model.params), compiled)
+            steps[name] = functools.partial(step, torch.from_numpy(tokens), torch.from_numpy(targets))
     except ImportError:
         print("PyTorch is not installed, so it is not measured")
     for step in steps.values():                     # the first calls compile and allocate
@@ -349,8 +350,8 @@ def bench_train(arguments):
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             twin = torch_twin.Twin(config, host).to("cuda")
-            step = torch_twin.make_step(twin, torch.from_numpy(tokens).to("cuda"), torch.from_numpy(targets).to("cuda"),
-                                        name == "compiled", torch.bfloat16 if arguments.precision == "bf16" else None)
+            step = torch_twin.make_step(twin, name == "compiled", torch.bfloat16 if arguments.precision == "bf16" else None)
+            step = functools.partial(step, torch.from_numpy(tokens).to("cuda"), torch.from_numpy(targets).to("cuda"))
             for _ in range(4):
                 step()
             torch.cuda.synchronize()
@@ -378,6 +379,72 @@ def bench_train(arguments):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# curves: do the precisions learn alike, and like PyTorch?
+
+def bench_curves(arguments):
+    """Train from one seed on the same batches in several precisions, and the PyTorch twin beside; losses of head 0."""
+    import numpy as np
+
+    import model_gpu
+    import train
+    from model_cpu import CONFIGS
+
+    reason = model_gpu.why_no_gpu()
+    if reason:
+        raise ValueError(reason)
+    config, B, data = CONFIGS[arguments.model], arguments.batch, np.fromfile(arguments.tokens, "<u2")
+    T, K = config.context, config.predict
+    args = train.parse_arguments(["--steps", str(arguments.steps), "--warmup", "20", "--lr", "6e-4", "--device", "cpu"])
+    settings = train.make_settings(args, "big", config)
+
+    def run(step):
+        """step(inputs, targets, lr) -> losses on the device; the curve of head 0."""
+        curve = []
+        for i in range(arguments.steps):
+            batch = train.get_batch(data, train.window_starts(0, i, B, len(data), T, K), T, K)
+            curve.append(step(*batch, train.learning_rate(i, settings)))
+        return np.array([float(losses[0]) for losses in curve])
+
+    curves = {}
+    for precision in arguments.precisions:
+        model = model_gpu.Model(config, precision=precision, micro_batch=B)
+        host = {name: array.get() for name, array in model.params.items()}
+
+        def ours(inputs, targets, lr, model=model):
+            losses = model.forward(inputs, targets)
+            model.backward()
+            model.update(lr)
+            return losses
+
+        curves[precision] = run(ours)
+        del model, ours
+        if arguments.peer:
+            import torch
+            sys.path.insert(0, str(ROOT / "tests" / "peers"))
+            import torch_twin
+            torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+            twin = torch_twin.Twin(config, host).to("cuda")
+            step = torch_twin.make_step(twin, True, torch.bfloat16 if precision == "bf16" else None)
+            curves[f"PyTorch {precision}"] = run(lambda inputs, targets, lr, step=step: step(
+                torch.from_numpy(inputs).to("cuda"), torch.from_numpy(targets).to("cuda"), lr))
+    print(f"{arguments.model}, {arguments.steps} steps of {B} x {T} tokens, loss of head 0")
+    print("step  " + "".join(f"{name:>14}" for name in curves))
+    for i in sorted({*range(0, arguments.steps, max(1, arguments.steps // 20)), arguments.steps - 1}):
+        print(f"{i + 1:4d}  " + "".join(f"{curve[i]:14.5f}" for curve in curves.values()))
+    first, *others = curves
+    for name in others:
+        gap = np.abs(curves[name] - curves[first])
+        print(f"{name} against {first}: largest difference {gap.max():.5f} (step {gap.argmax() + 1}), mean {gap.mean():.5f}")
+    for precision in arguments.precisions:
+        if arguments.peer:
+            gap = np.abs(curves[precision] - curves[f"PyTorch {precision}"])
+            print(f"{precision} against PyTorch {precision}: largest difference {gap.max():.6f}, mean {gap.mean():.6f}, "
+                  f"in the first 20 steps {gap[:20].max():.7f}")
+    if arguments.out:
+        np.savetxt(arguments.out, np.stack(list(curves.values()), axis=1), header=" ".join(curves), fmt="%.6f")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -400,6 +467,15 @@ def main():
     command.add_argument("--peer", nargs="*", choices=("eager", "compiled"), help="PyTorch beside (default compiled)")
     command.add_argument("--rounds", type=int, default=5)
     command.set_defaults(run=bench_train)
+    command = commands.add_parser("curves", help="on the GPU: loss curves in several precisions, and PyTorch's")
+    command.add_argument("--tokens", required=True, help="a data/train-*.bin of the model's vocabulary")
+    command.add_argument("--model", choices=("small", "medium", "big"), default="big")
+    command.add_argument("--steps", type=int, default=200)
+    command.add_argument("--batch", type=int, default=64)
+    command.add_argument("--precisions", nargs="+", choices=("fp32", "tf32", "bf16"), default=["tf32", "bf16"])
+    command.add_argument("--peer", action="store_true", help="the PyTorch twin beside, compiled")
+    command.add_argument("--out", help="write every step's losses to this file")
+    command.set_defaults(run=bench_curves)
     command = commands.add_parser("euler", help="half steps, Heun's method: is a trained layer a solver's step?")
     command.add_argument("--model", default="out/small")
     command.set_defaults(run=bench_euler)

@@ -20,7 +20,7 @@ class Twin(torch.nn.Module):
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
 
     def forward(self, tokens, targets, cos, sin):
-        """tokens (B,T), targets (B,T,K), tables (T,D) -> the total loss: head 0 plus mtp_weight times the mean of the rest."""
+        """tokens (B,T), targets (B,T,K), -1 = not counted, tables (T,D) -> (K,) losses of the heads."""
         c, w, (B, T) = self.config, self.weights, tokens.shape
         x = F.embedding(tokens, w["embed"])
         for i in range(c.layers):
@@ -31,9 +31,9 @@ class Twin(torch.nn.Module):
             x = x + F.linear(y.transpose(1, 2).reshape(B, T, c.dim), w[f"layers_{i}_out"])
             gate, up = F.linear(F.rms_norm(x, (c.dim,), w[f"layers_{i}_norm2"], 1e-5), w[f"layers_{i}_gate_up"]).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, w[f"layers_{i}_down"])
-        logits = F.linear(F.rms_norm(x, (c.dim,), w["norm"], 1e-5), w["heads"]).view(B * T, c.predict, c.vocab)
-        losses = [F.cross_entropy(logits[:, k].float(), targets[..., k].reshape(-1), ignore_index=-1) for k in range(c.predict)]
-        return losses[0] + (c.mtp_weight * torch.stack(losses[1:]).mean() if c.predict > 1 else 0.0)
+        logits = F.linear(F.rms_norm(x, (c.dim,), w["norm"], 1e-5), w["heads"]).view(-1, c.vocab)
+        nll = F.cross_entropy(logits.float(), targets.reshape(-1), ignore_index=-1, reduction="none")
+        return nll.view(-1, c.predict).sum(dim=0) / (targets >= 0).sum(dim=(0, 1))
 
 
 def tables(config, T, device="cpu"):
@@ -43,32 +43,40 @@ def tables(config, T, device="cpu"):
     return [torch.cat([table, table], dim=-1).float().to(device) for table in (angle.cos(), angle.sin())]
 
 
-def make_loss(twin, tokens, targets, compiled, autocast=None):
-    """-> loss(), the total loss as a tensor.  tokens (B,T), targets (B,T+K-1): tensors on the twin's device.
-    autocast: torch.bfloat16 or None."""
-    c, T = twin.config, tokens.shape[1]
-    stacked = torch.stack([targets[:, k:k + T] for k in range(c.predict)], dim=-1)                  # (B,T,K)
-    cos, sin = tables(c, T, tokens.device)
+def make_losses(twin, compiled, autocast=None):
+    """-> losses(tokens (B,T), targets (B,T+K-1)), tensors on the twin's device, which returns the losses of the heads (K,)
+    and the total loss.  autocast: torch.bfloat16 or None."""
+    c = twin.config
     forward = torch.compile(twin) if compiled else twin
+    made = {}                                               # what depends on T and the device alone
 
-    def loss():
-        with torch.autocast(tokens.device.type, dtype=autocast, enabled=autocast is not None):
-            return forward(tokens, stacked, cos, sin)
-    return loss
+    def losses(tokens, targets):
+        T, device = tokens.shape[1], tokens.device
+        if (T, device) not in made:
+            made[T, device] = *tables(c, T, device), torch.tensor(c.head_weights, dtype=torch.float32, device=device)
+        cos, sin, weights = made[T, device]
+        stacked = torch.stack([targets[:, k:k + T] for k in range(c.predict)], dim=-1)              # (B,T,K)
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            heads = forward(tokens, stacked, cos, sin)
+        return heads, heads @ weights
+    return losses
 
 
-def make_step(twin, tokens, targets, compiled, autocast=None, lr=3e-4):
-    """-> step(): forward, backward, clip, AdamW as model.update does it (no decay on gains), returning the loss."""
+def make_step(twin, compiled, autocast=None):
+    """-> step(tokens, targets, lr): forward, backward, clip, AdamW as model.update does it (no decay on gains); returns the
+    losses of the heads (K,)."""
     groups = [{"params": [p for p in twin.parameters() if p.ndim == 2], "weight_decay": 0.1},
               {"params": [p for p in twin.parameters() if p.ndim == 1], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    forward = make_loss(twin, tokens, targets, compiled, autocast)
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    forward = make_losses(twin, compiled, autocast)
 
-    def step():
-        loss = forward()
-        loss.backward()
+    def step(tokens, targets, lr=3e-4):
+        losses, total = forward(tokens, targets)
+        total.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss
+        return losses.detach()
     return step
