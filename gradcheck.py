@@ -1,6 +1,6 @@
 """gradcheck.py: is every gradient of model_cpu.py right?  Finite differences say, and planted bugs test the check.
 
-Read model_cpu.py before this.  Three runs:
+Read model_cpu.py before this.  Four runs:
 
     python gradcheck.py               every entry of every tensor of a tiny model that has all features
     python gradcheck.py --small       sampled entries of the real small model
@@ -41,22 +41,17 @@ What finite differences cannot see: a forward that computes another model, with 
 on v in both passes, a forgotten 1/sqrt(D) in both, a target shifted by one: f is a different function then, and its
 slopes agree.  So plain_losses below computes the loss once more, token by token, in loops that share no code with
 model_cpu, and the losses must agree too.  What a misunderstanding common to both would hide, only judges that others
-wrote can find: PyTorch and Hugging Face's Llama, in tests/peers.  Nor does this file look at the optimizer, at cached
-decoding, or at float32: see tests/test_model_cpu.py.
+wrote can find: PyTorch and Hugging Face's Llama, in tests/peers.  Nor does the check of
+the CPU look at the optimizer, at cached decoding, or at float32: see tests/test_model_cpu.py.
 """
 import argparse
 import contextlib
 import math
 import sys
 
-try:
-    import numpy as np
-except ImportError:
-    print("NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).", file=sys.stderr)
-    sys.exit(2)
-
-import model_cpu
+import model_cpu            # first: it says what to do where NumPy is missing
 import model_gpu
+import numpy as np
 
 STENCIL = ((-2, 1 / 12), (-1, -8 / 12), (1, 8 / 12), (2, -1 / 12))      # (shift in units of h, factor)
 TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=16, predict=3, mtp_weight=0.7)
@@ -417,7 +412,7 @@ BUGS = {bug.__name__: bug for bug in (
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The three runs, each -> True if all is well
+# The runs on the CPU, each -> True if all is well
 # ---------------------------------------------------------------------------------------------------------------------
 def run_check(model, tokens, targets, h, bar, limit=None):
     """Print a row per tensor, then the overall figures."""
@@ -426,12 +421,15 @@ def run_check(model, tokens, targets, h, bar, limit=None):
     worst, checked = 0.0, 0
     for name, shape, count, tensor_error, index in check_tensors(model, tokens, targets, h, limit):
         size = " x ".join(map(str, shape))
-        print(f"{name:18} {size:>12} {count:8d} {tensor_error:12.1e}   {list(index)}", flush=True)
+        print(f"{name:18} {size:>12} {count:8d} {tensor_error:12.1e}   {list(index)}"
+              + ("   <-- above the bar" if tensor_error > bar else ""), flush=True)
         worst, checked = max(worst, tensor_error), checked + count
     print(f"losses against the loops: worst relative error {error:.1e} (bar {LOSS_BAR:.0e})")
     total = model_cpu.param_count(model.config)
     print(f"overall: {checked} of {total} entries, worst relative error {worst:.1e} (bar {bar:.0e})")
-    return bool(error <= LOSS_BAR and worst <= bar)
+    good = bool(error <= LOSS_BAR and worst <= bar)
+    print("all within the bars" if good else "FAILED")
+    return good
 
 
 def is_caught(replacements, limit=40):

@@ -1,7 +1,7 @@
 """model_cpu.py: the whole model in NumPy, forward and backward by hand.  The reference for everything else.
 
-Read this file first.  It is the specification: model_gpu.py has the same functions, in the same order, with the same
-names, and is checked against this one; gradcheck.py checks this one against finite differences.  Top to bottom:
+Read tokenizer.py before it.  This file is the specification: model_gpu.py has its layers in the same order, with the
+same names, and is checked against this one; gradcheck.py checks this one against finite differences.  Top to bottom:
 
     1. Config, param_table        how large the model is, and the one list of its parameters
     2. x_forward / x_backward     every layer as a pair: what it computes, and its derivative with the derivation
@@ -45,7 +45,7 @@ except ImportError:
 from tokenizer import Tokenizer
 
 NORM_EPS = 1e-5          # added to the mean square in RMSNorm
-ROPE_THETA = 10000.0     # the slowest rotary pair turns once in about 2 pi * ROPE_THETA positions
+ROPE_THETA = 10000.0     # base of the rotary frequencies theta^(-2i/D)
 BLOCK = 64               # attention takes the queries in blocks of this many rows
 
 
@@ -93,7 +93,8 @@ class Config:
 
     @property
     def head_weights(self):     # (K,) the weight of each prediction head in the loss: head 0, plus mtp_weight x mean
-        return np.array([1.0] + [self.mtp_weight / (self.predict - 1)] * (self.predict - 1))
+        further = self.predict - 1
+        return np.array([1.0] + [self.mtp_weight / max(1, further)] * further)
 
 
 CONFIGS = {
@@ -192,12 +193,12 @@ def rmsnorm_apply(out, x, rstd, gain):
 # Derivation, for one row (n dropped), with xhat = x * rstd and r = rstd:
 #     out_i = xhat_i gain_i                        =>  dgain_i += dout_i xhat_i  (summed over rows)
 #                                                      dxhat_i  = dout_i gain_i
-#     xhat_i = x_i r, and r depends on every x_j:      dr/dx_j  = -r^3 x_j / C = -r^2 xhat_j / C
-#     dx_j = sum_i dxhat_i dxhat_i/dx_j
+#     xhat_i = x_i r, and r depends on every x_j:      @r/@x_j  = -r^3 x_j / C = -r^2 xhat_j / C      (@: partial derivative)
+#     dx_j = sum_i dxhat_i @xhat_i/@x_j,  @xhat_i/@x_j = [i == j] r + x_i @r/@x_j
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)
 #          = r (dxhat_j - xhat_j * mean_i(dxhat_i xhat_i))
 # The second term is the projection: RMSNorm throws the length of x away, so a gradient along x itself can change
-# nothing, and it is removed.  (Exactly so for eps = 0.)
+# nothing, and it is removed.  (mean(xhat^2) = 1, exactly so for eps = 0, so this is the projection of dxhat on xhat.)
 def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     """Writes dx (N,C), adds to dgain (C,)."""
     xhat = x * rstd[:, None]
@@ -287,7 +288,8 @@ def attention_forward(out, P, qkv, heads, kv_heads):
     q, k, v = split_heads(qkv, heads, kv_heads)
     out = out.reshape(*out.shape[:2], kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)     # view (B,G,R,T,D)
     scale = 1.0 / math.sqrt(q.shape[-1])
-    future = np.triu(np.full((BLOCK, BLOCK), -np.inf, P.dtype), 1)                # a query never sees a later key
+    side = min(BLOCK, qkv.shape[1])
+    future = np.triu(np.full((side, side), -np.inf, P.dtype), 1)                  # a query never sees a later key
     for i0, i1 in causal_blocks(qkv.shape[1]):
         p = P[..., i0:i1, :i1]
         np.matmul(q[..., i0:i1, :], k[..., :i1, :].swapaxes(-1, -2), out=p)       # S: (B,G,R,i1-i0,i1)
@@ -302,9 +304,10 @@ def attention_forward(out, P, qkv, heads, kv_heads):
 # Derivation, for one head (O = out, dO = dout):
 #     O_i = sum_j P_ij v_j           =>  dv_j  = sum_i P_ij dO_i              dV = P^T dO
 #                                        dP_ij = dO_i . v_j                   dP = dO V^T
-#     P_i = softmax(S_i): dP_ij/dS_il = P_ij (delta_jl - P_il), so
+#     P_i = softmax(S_i): the derivative of P_ij by S_il is P_ij ([j == l] - P_il), so
 #                                        dS_il = P_il (dP_il - sum_j P_ij dP_ij)
-#                                              = P_il (dP_il - delta_i),  delta_i = sum_j P_ij dP_ij = dO_i . O_i
+#                                              = P_il (dP_il - delta_i)
+#                                        delta_i = sum_j P_ij dP_ij = dO_i . sum_j P_ij v_j = dO_i . O_i
 #     S_ij = scale q_i . k_j         =>  dq_i  = scale sum_j dS_ij k_j        dQ = scale dS K
 #                                        dk_j  = scale sum_i dS_ij q_i        dK = scale dS^T Q
 # GQA: the R query heads of a group read one k and one v, so dk and dv are summed over the group.
@@ -329,7 +332,7 @@ def attention_backward(dqkv, dout, out, P, qkv, heads, kv_heads):
         # S = scale * q @ k.T
         dS *= scale
         np.matmul(dS, k[keys], out=dq[..., i0:i1, :])
-        dk[keys] += (dS.swapaxes(-1, -2) @ q[..., i0:i1, :]).sum(axis=2, keepdims=True)
+        dk[keys] += (dS.swapaxes(-1, -2) @ q[..., i0:i1, :]).sum(axis=2, keepdims=True)   # summed over the group
 
 
 def swiglu_forward(out, sigmoid, gate_up):
@@ -370,7 +373,8 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up, work):
 
 
 def block_forward(x, w, a, scratch, config, cos, sin):
-    """One layer, two forward-Euler substeps of dx/dt = f(x,t) with step size 1, in place on x (B,T,C):
+    """One layer, one unit of time, in two forward-Euler substeps of dx/dt = f(x,t) (operator splitting: attention, then
+    the feed-forward network), in place on x (B,T,C):
 
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
@@ -552,10 +556,10 @@ class Model:
         self.cos, self.sin = rope_table(config.context, config.heads + config.kv_heads, config.head_dim, self.dtype)
         self.step = 0                               # updates made so far
         self.slices = [Slice(self, i) for i in range(threads)]
-        # overflow warnings are per thread: the caller's choice holds in its own, here the caller checks the loss
+        # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and looks at the loss
         quiet = functools.partial(np.seterr, all="ignore")
         self.pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=quiet) if threads > 1 else None
-        self.cache, self.position = None, 0         # keys and values of the tokens decoded so far
+        self.cache, self.position = None, 0         # KV cache: keys and values of the tokens decoded so far
 
     def refresh(self):
         """After writing params: nothing to do here (on the GPU the bf16 copy follows the master weights)."""
@@ -694,10 +698,10 @@ class Model:
 
     def extend(self, tokens):
         """Append n tokens at self.position and return their logits (n,K,V), reading keys and values of all earlier
-        tokens from the cache.  Setting position back to an earlier value forgets what came after it.
+        tokens from the KV cache.  Setting position back to an earlier value forgets what came after it.
 
-        One token at a time needs no mask: everything in the cache is its past.  With n > 1 the new tokens must not see
-        each other's future, so the mask has one diagonal, shifted by position."""
+        One token at a time needs no mask: everything in the cache is its past (`future` below is all False).  With n > 1
+        the new tokens must not see each other's future, so the mask has one diagonal, shifted by position."""
         tokens, c, p = np.asarray(tokens, np.int64), self.config, self.position
         n, R = len(tokens), c.heads // c.kv_heads
         if p + n > c.context:
@@ -735,8 +739,8 @@ class Model:
 # ---------------------------------------------------------------------------------------------------------------------
 def window_start(n, context):
     """Where the window of a text of n tokens starts.  While the text fits, at 0; each time the window is full, its last
-    half is kept and read anew from position 0.  A pure function of n, so cached decoding, recomputation from scratch
-    and speculation see the same window."""
+    half is kept and read anew from position 0.  A pure function of n, so cached decoding and recomputation from scratch
+    see the same window."""
     step = context - context // 2
     return 0 if n <= context else (n - context + step - 1) // step * step
 
@@ -777,7 +781,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
 
 def euler_table(model, tokens):
-    """The layers seen as steps of an ODE solver.  tokens (B,T+1) ids: T inputs and their T targets a row.
+    """The "logit lens" (nostalgebraist 2020), with the layers seen as steps of an ODE solver.  tokens (B,T+1) ids: T inputs and their T targets a row.
 
     Returns L+1 rows (loss, step, ids), for the embedding and after each layer: the loss of head 0 if the integration
     stopped there; the mean over positions of |f(x)|/|x| of that layer's step (0 for the embedding); the three best next

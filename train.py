@@ -15,8 +15,12 @@ Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order
     6. log         one line a step on the terminal, log.jsonl on disk
     7. the run     accumulate, clip, AdamW, evaluate, save; signals; what stops it
 
+Why a resumed run is exact: the checkpoint holds weights, moments and step of one moment; the batch is a pure function of
+(seed, step), so no reader and no random generator has a state to restore; threads and micro-batch, which fix the order of
+sums, are settings of the run and may not change; and the log is cut back to the checkpoint's step.
+
 What it does not do: no shuffling of documents, no masks at document boundaries (the end-of-text token is what the model
-learns them from), no fine-tuning (sft.py).
+learns them from), no fine-tuning.
 """
 import argparse
 import ast
@@ -37,7 +41,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS
-from tokenizer import END_OF_TEXT, SEPARATOR, Tokenizer, available_cores, replace_file
+from tokenizer import END_OF_TEXT, SEPARATOR, Tokenizer, available_cores, explain, replace_file
 
 
 @dataclasses.dataclass
@@ -128,17 +132,19 @@ def write_python_corpus(path):
 
 def split_point(path):
     """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB and at most 10%, cut at the
-    document boundary nearest to that, else at the nearest line.  Everything before is for training, so no document is
-    in both parts."""
+    document boundary nearest to that, else at the nearest line, else after an ASCII character.  Everything before is for
+    training, so no document is in both parts."""
     size = os.path.getsize(path)
     wanted = min(max(size // 100, 100_000), size // 10)
     low = size - size // 10                         # the cut may move within the last 10%
     with open(path, "rb") as file:
         file.seek(low)
         tail = file.read()
-    ends = [match.end() for match in SEPARATOR.finditer(tail)] or [match.end() for match in re.finditer(rb"\n", tail)]
-    ends = [end for end in ends if end < len(tail)] or [len(tail) - wanted]
-    return low + min(ends, key=lambda end: abs(len(tail) - wanted - end))
+    for boundary in (SEPARATOR, re.compile(rb"\n"), re.compile(rb"[\x00-\x7f]")):
+        ends = [match.end() for match in boundary.finditer(tail) if tail[match.end():].strip()]
+        if ends:
+            return low + min(ends, key=lambda end: abs(len(tail) - wanted - end))
+    return size - wanted
 
 
 def check_corpus(paths):
@@ -203,7 +209,7 @@ def prepare(paths, vocab):
                     start, end = (0, cut) if part == "train" else (cut, size)
                     tokenizer.encode_file(source, file, start, end, progress=show_progress(f"{part} tokens"))
         parts.append(np.memmap(path, np.dtype("<u2"), mode="r") if os.path.getsize(path) else np.zeros(0, "<u2"))
-    return tokenizer, parts[0], parts[1][:1_000_000], key
+    return tokenizer, parts[0], parts[1], key
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,7 +226,7 @@ def window_count(size, T, K):
 
 @functools.lru_cache(maxsize=4)
 def epoch_order(seed, epoch, size, T, K):
-    """-> (first tokens of the epoch's windows, in the epoch's random order)."""
+    """-> (count,) where in the tokens each window starts, in the epoch's random order."""
     rng, count = np.random.default_rng([seed, epoch]), window_count(size, T, K)
     shift = rng.integers(0, min(T, size - K - count * T + 1))
     return shift + T * rng.permutation(count)
@@ -290,6 +296,22 @@ def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
 # ---------------------------------------------------------------------------------------------------------------------
 # 6. The log
 # ---------------------------------------------------------------------------------------------------------------------
+def lock(file, folder):
+    """Lock a log against a second run in the same folder; ValueError if another run holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(f"{folder} is in use by another run of train.py; choose another folder with --out.") from None
+
+
+def whole_lines(file):
+    """The lines of a log, but for the last one of a killed run, which may be cut short."""
+    for line in file:
+        with contextlib.suppress(ValueError):
+            json.loads(line)
+            yield line
+
+
 class Log:
     """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for step s drops
     what is later than s, so that the log of a resumed run has each step once.  The file is locked against a second run
@@ -297,16 +319,9 @@ class Log:
     def __init__(self, folder, step):
         self.path = os.path.join(folder, "log.jsonl")
         self.file = open(self.path, "a+", encoding="utf-8")
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"{folder} is in use by another run of train.py; choose another folder with --out.") from None
+        lock(self.file, folder)
         self.file.seek(0)
-        kept = []
-        for line in self.file:
-            with contextlib.suppress(ValueError):           # the last line of a killed run may be cut short
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
+        kept = [line for line in whole_lines(self.file) if json.loads(line)["step"] <= step]
         self.file.truncate(0)
         self.file.write("".join(kept))
         self.file.flush()
@@ -337,7 +352,7 @@ def plot(folder):
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
     with open(path, encoding="utf-8") as file:
-        records = [json.loads(line) for line in file]
+        records = [json.loads(line) for line in whole_lines(file)]
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
@@ -390,7 +405,7 @@ def first_bad_tensor(model):
         for name, view in views.items():
             if not bool(np.isfinite(view).all()):
                 return f"the first {what} that is not finite is {name}"
-    return "all gradients are finite; the loss itself overflowed"
+    return "every gradient is finite; the loss, or the sum of the gradient's squares, overflowed"
 
 
 def save(out, model, tokenizer, s, state):
@@ -409,7 +424,7 @@ def train(model, tokenizer, tokens, val, s, out, state, stop):
         losses, norm = [float(loss) for loss in losses], float(norm)
         if not all(map(math.isfinite, [*losses, norm])):
             print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): {first_bad_tensor(model)}. "
-                  f"The update was not made; {out} keeps its last checkpoint. Try a lower --lr.", file=sys.stderr)
+                  f"{out} keeps its last checkpoint. Try a lower --lr.", file=sys.stderr)
             return False
         seconds = time.monotonic() - began
         state.update(tokens=step * s.batch_tokens, seconds=spent + seconds)
@@ -431,9 +446,10 @@ def train(model, tokenizer, tokens, val, s, out, state, stop):
         if not report(*waiting, last=True):
             return 1
         waiting = None
-        if evaluating and (result := evaluate(model, tokenizer, val, s.micro_batch)):
-            log.write(step=step, val_loss=result[0], val_bpb=result[1])
-            print(f"           validation loss {result[0]:.4f}, {result[1]:.4f} bits/byte")
+        if evaluating:
+            if result := evaluate(model, tokenizer, val, s.micro_batch):
+                log.write(step=step, val_loss=result[0], val_bpb=result[1])
+                print(f"           validation loss {result[0]:.4f}, {result[1]:.4f} bits/byte")
             print("           " + repr(sample_text(model, tokenizer, PROMPTS[0], s.seed))[1:-1], flush=True)
         if saving or stop.signal:
             os.fsync(log.file.fileno())
@@ -448,13 +464,18 @@ def train(model, tokenizer, tokens, val, s, out, state, stop):
     return 0
 
 
-def memory_plan(config, micro_batch, T, itemsize=4):
+def memory_plan(config, micro_batch, T, threads, itemsize=4):
     """Bytes by kind of the CPU engine: dict of name -> bytes."""
-    c, N = config, micro_batch * T
-    kept = 2 * c.dim + 2 + c.qkv_width + c.heads * T + c.dim + 2 * c.hidden + c.hidden
-    shared = 7 * c.dim + 4 * c.hidden + c.qkv_width + c.predict * (c.vocab + 1)
-    return {"parameters": itemsize * model_cpu.param_count(c), "gradients": itemsize * model_cpu.param_count(c),
-            "AdamW moments": 2 * itemsize * model_cpu.param_count(c),
+    c, N, size = config, micro_batch * T, itemsize * model_cpu.param_count(config)
+    # numbers a token: what each layer keeps for its backward, and what all layers share
+    kept = (2 * c.dim + 2                           # x_in, x_mid, rstd1, rstd2
+            + c.qkv_width + c.heads * T + c.dim     # qkv, P, y
+            + 3 * c.hidden)                         # gate_up, sigmoid
+    shared = (2 * c.dim + 1                         # x, h_final, rstd
+              + 5 * c.dim + c.qkv_width             # n, dn, step, dx, dy, dqkv
+              + 4 * c.hidden                        # h, dh, dgate_up
+              + c.predict * (c.vocab + 1))          # logits, total
+    return {"parameters": size, "gradients": min(threads, max(1, micro_batch)) * size, "AdamW moments": 2 * size,
             "activations": itemsize * N * (c.layers * kept + shared)}
 
 
@@ -462,14 +483,16 @@ def plan(config, s, micro_batch):
     """Bytes by kind that the run takes on its device."""
     if s.device == "gpu":
         return model_gpu.memory_plan(config, micro_batch, config.context, s.precision, s.attention)
-    return memory_plan(config, micro_batch, config.context)
+    return memory_plan(config, micro_batch, config.context, s.threads)
 
 
 def free_memory(s):
     """Bytes to be had on the run's device; None if that cannot be known."""
     if s.device == "gpu":
         return model_gpu.free_memory(s.memory_limit) if model_gpu.why_no_gpu() is None else s.memory_limit
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else None
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:     # Linux
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", file.read())[1])
+    return None
 
 
 def largest_micro_batch(config, s):
@@ -547,7 +570,7 @@ def parse_arguments(argv):
     parser.add_argument("--micro-batch", type=positive, help="windows a forward/backward (default: about 4096 tokens)")
     parser.add_argument("--lr", type=number_type(float, lambda x: 0 < x < math.inf, "a number above 0"), help="peak rate")
     parser.add_argument("--warmup", type=number_type(int, lambda x: x >= 0, "a whole number of at least 0"), help="steps")
-    parser.add_argument("--decay", type=number_type(float, lambda x: 0 <= x < 1, "a number from 0 to 1"),
+    parser.add_argument("--decay", type=number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1"),
                         help="weight decay (default 0.1)")
     parser.add_argument("--clip", type=number_type(float, lambda x: x > 0, "a number above 0"),
                         help="largest gradient norm (default 1)")
@@ -646,6 +669,10 @@ def resume(args, out):
 
 def set_aside(out):
     """A new run never overwrites an old one: the folder is renamed."""
+    log = os.path.join(out, "log.jsonl")
+    if os.path.exists(log):
+        with open(log, "rb") as file:
+            lock(file, out)
     if os.path.exists(os.path.join(out, "config.json")):
         number = 1
         while os.path.exists(f"{out}.{number}"):
@@ -668,13 +695,15 @@ def main(argv):
             return 0
         _, tokens, val, key = prepare(s.data, model.config.vocab)
         if key != s.tokens_key:
-            raise ValueError(f"the corpus {', '.join(s.data)} has changed since the run in {out} began.")
+            raise ValueError(f"the corpus {', '.join(s.data)}, or the tokenizer made from it, is not the one that the run in "
+                             f"{out} began with.")
         print(f"Resuming {out} at step {model.step} of {s.steps}.")
     else:
         config = CONFIGS[preset]
         # a dry run needs no GPU to plan for one
         planning = args.dry_run and args.device != "cpu" and (preset != "small" or args.device == "gpu" or args.memory_limit)
-        args.device, asked = "gpu" if planning else choose_device(args.device or "auto", preset), args.device
+        asked = args.device
+        args.device = "gpu" if planning else choose_device(asked or "auto", preset)
         s = make_settings(args, preset, config)
         config = dataclasses.replace(config, mtp_weight=s.mtp_weight)
         if args.dry_run:
@@ -684,6 +713,8 @@ def main(argv):
         s.data = s.data or find_corpus(preset)
         tokenizer, tokens, val, s.tokens_key = prepare(s.data, config.vocab)
         window_count(len(tokens), config.context, config.predict)
+        if len(val) <= config.predict:
+            print("The corpus is too short for a validation part: there will be no validation loss.")
         model = model_gpu.pick(s.device).Model(config, s.seed, **model_options(s))
         state = {"tokens": 0, "seconds": 0.0}
         set_aside(out)
@@ -700,5 +731,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError, MemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {explain(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         sys.exit(2)

@@ -11,12 +11,13 @@ parameter's size: a plain Python number is refused, because CuPy would pass it a
 bf16 lives in uint16 arrays: to_bf16 and from_bf16 convert.
 
 `module.order` chooses how threads and blocks take turns: ("forward", 0), ("reverse", 0) or ("seeded", n). ORDERS lists
-three; a test runs under each. What the kernel does wrong (deadlock, shared memory overrun, wrong argument sizes, lanes that do
-not meet) raises KernelError. guarded(array) copies an array between two zones of NaN bytes and check_guards(array) raises
-if a kernel wrote there; reading there gives NaN.
+three; a test runs under each. What the kernel does wrong (deadlock, shared memory overrun, wrong argument sizes, lanes
+that do not meet) raises KernelError. guarded(array) copies an array between two zones of NaN bytes and check_guards(array)
+raises if a kernel wrote there; reading there gives NaN.
 
-A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)` (with or without __launch_bounds__), PTX only inside `#ifndef CUDA_ON_CPU` with wrappers of the names in cuda_on_cpu.h's last section, dynamic shared
-memory declared as `extern __shared__ T name[];` at the start of a line, and nothing that is in neither CUDA nor cuda_on_cpu.h.
+A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)`, with or without __launch_bounds__;
+PTX only inside `#ifndef CUDA_ON_CPU`, in wrappers of the names in cuda_on_cpu.h's last section; dynamic shared memory
+declared as `extern __shared__ T name[];`; and nothing that is in neither CUDA nor cuda_on_cpu.h.
 
 The source is looked for in the folder of the environment variable CUDA_SOURCES, else in the repository's root
 (tests/barriers.py sets it to test damaged copies).

@@ -1,6 +1,6 @@
-"""flash_attn.cu on the CPU (tests/cuda_on_cpu.h) against its definition in float64, and compiled for the GPUs it is for.
+"""flash_attn.cu on the CPU (tests/cuda_on_cpu.h) against the definition in float64, and compiled for its GPUs.
 
-Read flash_attn.cu first. KERNELS below repeats its launch geometry; model_gpu.flash_kernels must say the same.
+Read flash_attn.cu first. geometry() repeats what it says of launching its kernels; so does model_gpu.flash_kernels.
 """
 
 import functools
@@ -8,17 +8,19 @@ import functools
 import numpy as np
 import pytest
 
+import model_gpu
 from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_bf16, gpu_compiler, guarded, to_bf16
 
 norm = np.linalg.norm
 
 # (version, D): what there is. The bounds on relative L2 errors are three to four times what was seen.
-VERSIONS = [("fp32", 32), ("fp32", 64), ("fp32", 128), ("bf16", 32), ("bf16", 64), ("bf16", 128), ("tf32", 32), ("tf32", 64)]
+VERSIONS = [("fp32", 32), ("fp32", 64), ("fp32", 128), ("bf16", 32), ("bf16", 64), ("bf16", 128), ("tf32", 32),
+            ("tf32", 64)]
 BOUNDS = {"fp32": 2e-6, "tf32": 1.5e-3, "bf16": 8e-3}
 
 # B, T, H, G. Tiles have 16, 32, 64 or 128 rows: shapes at, just below and just above, and several tiles.
-SHAPES = [(2, 1, 2, 1), (1, 2, 3, 1), (1, 17, 4, 1), (1, 63, 4, 2), (2, 64, 2, 1), (1, 65, 3, 3), (1, 127, 2, 2), (1, 137, 4, 2),
-          (1, 200, 3, 1)]
+SHAPES = [(2, 1, 2, 1), (1, 2, 3, 1), (1, 17, 4, 1), (1, 63, 4, 2), (2, 64, 2, 1), (1, 65, 3, 3), (1, 127, 2, 2),
+          (1, 137, 4, 2), (1, 200, 3, 1)]
 
 
 def geometry(version, D):
@@ -26,11 +28,10 @@ def geometry(version, D):
     names = ["flash_forward", "flash_backward_dq", "flash_backward_dkdv"]
     if version == "fp32":
         return [(name, 32 if D <= 64 else 16, 64, 0) for name in names]
-    row = D * (2 if version == "bf16" else 4)
     rows = 128 if version == "bf16" and D <= 64 else 64
-    return [(f"{names[0]}_{version}", rows, 128, (rows + 4 * 64) * row),
-            (f"{names[1]}_{version}", rows, 128, (2 * rows + 4 * 64) * row),
-            (f"{names[2]}_{version}", rows, 128, (2 * rows + 4 * 64) * row + 1024)]
+    tile = rows * D * (2 if version == "bf16" else 4)
+    return [(f"{names[0]}_{version}", rows, 128, 5 * tile), (f"{names[1]}_{version}", rows, 128, 6 * tile),
+            (f"{names[2]}_{version}", rows, 128, 6 * tile + 16 * rows)]
 
 
 @functools.lru_cache(maxsize=None)
@@ -109,7 +110,7 @@ def test_flash_attention(version, D, order):
 
 @pytest.mark.parametrize("version,D", VERSIONS)
 def test_wide_scores(version, D):
-    """Scores of some +-100: exp of them overflows fp32 unless the running maximum is subtracted, also when it grows late."""
+    """Scores of some +-100: exp of them overflows fp32 unless the maximum is subtracted, also when it grows late."""
     check(version, D, (1, 150, 2, 1), ("forward", 0), spread=5.0, loose=4.0)
 
 
@@ -119,6 +120,13 @@ def test_order_of_threads_changes_no_bit(version, D):
     first, *others = [run(version, qkv, dout, 4, 2, order) for order in ORDERS]
     for other in others:
         assert all(np.array_equal(x, y) for x, y in zip(first, other))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("D", [32, 64, 128])
+def test_model_gpu_launches_them_so(precision, D):
+    version = precision if (precision, D) in VERSIONS else "fp32"      # tf32 with D = 128: the readable version
+    assert model_gpu.flash_kernels(precision, D) == geometry(version, D)
 
 
 # all architectures for the big model's D; the other D once each for the readable and the fast kernels
@@ -133,9 +141,11 @@ def test_compiles_for_gpu(arch, D, capsys):
     kernels = compile_for_gpu("flash_attn.cu", arch, [f"-DHEAD_DIM={D}"])
     with capsys.disabled():
         for name, use in kernels.items():
-            print(f"\n  {arch} D {D:3d} {name:28s} {use.registers:3d} registers, {use.spill_bytes} bytes spilled", end="")
+            print(f"\n  {arch} D {D:3d} {name:28s} {use.registers:3d} registers, {use.spill_bytes} bytes spilled",
+                  end="")
     fast = arch not in ("sm_70", "sm_75")
-    expected = {name for version, d in VERSIONS if d == D and (fast or version == "fp32") for name, *_ in geometry(version, D)}
+    versions = [version for version, d in VERSIONS if d == D and (fast or version == "fp32")]
+    expected = {name for version in versions for name, *_ in geometry(version, D)}
     assert set(kernels) == expected
     assert all(use.spill_bytes == 0 for use in kernels.values()), kernels
     assert all(use.shared_bytes <= 48 << 10 for use in kernels.values()), kernels

@@ -777,3 +777,18 @@ def test_tour_of_a_trained_model_and_of_a_damaged_one(folder):
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("error: ") and "model.safetensors is damaged" in result.stderr
     assert run_tour("--nonsense").returncode == 2
+
+
+def test_a_single_head_trains():
+    """K = 1 is a plain language model: no further heads to weigh."""
+    config = dataclasses.replace(TINY, predict=1)
+    model, rng = Model(config), np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab, (2, 5))
+    targets = rng.integers(0, config.vocab, (2, 5))
+    assert config.head_weights.tolist() == [1.0]
+    losses = [model.forward(tokens, targets)[0]]
+    for _ in range(20):
+        model.backward()
+        model.update(1e-2)
+        losses.append(model.forward(tokens, targets)[0])
+    assert losses[-1] < 0.7 * losses[0]

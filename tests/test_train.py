@@ -109,7 +109,7 @@ def test_split_at_a_line_or_anywhere(tmp_path):
     cut, raw = train.split_point(path), path.read_bytes()
     assert raw[cut - 1:cut] == b"\n" and abs(len(raw) - cut - len(raw) // 10) < 100
     path.write_text("x" * 5000, encoding="utf-8")
-    assert train.split_point(path) == 4500
+    assert train.split_point(path) in (4500, 4501)
 
 
 def test_python_corpus(tmp_path):
@@ -235,8 +235,26 @@ def test_dry_run_counts_what_the_engine_allocates(tmp_path):
     model.forward(tokens, np.zeros((B, T + config.predict - 1), np.int64))
     model.backward()
     kept = sum(a.nbytes for buffers in [*model.slices[0].layers, model.slices[0].work] for a in buffers.arrays.values())
-    plan = train.memory_plan(config, B, T)
+    plan = train.memory_plan(config, B, T, threads=1)
     assert abs(plan["activations"] / kept - 1) < 0.02
     assert plan["parameters"] == model.flat_params.nbytes
     done = run(tmp_path, "big", "--dry-run")
     assert done.returncode == 0 and "116,417,280" in done.stdout and not (tmp_path / "out").exists()
+
+
+def test_a_separator_at_the_end_is_no_boundary(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(5000)) + "<|endoftext|>\n", encoding="utf-8")
+    raw, cut = path.read_bytes(), train.split_point(path)
+    assert raw[cut - 1:cut] == b"\n" and 0.08 < 1 - cut / len(raw) < 0.12
+
+
+def test_a_folder_in_use_is_left_alone(corpus):
+    folder, _ = corpus
+    first = start(folder, "--data", "corpus.txt", "--out", "out/busy", *QUICK, "--steps", "100000")
+    while not (folder / "out/busy/log.jsonl").exists() and first.poll() is None:
+        time.sleep(0.01)
+    second = run(folder, "--data", "corpus.txt", "--out", "out/busy", *QUICK)
+    first.kill()
+    first.communicate()
+    assert second.returncode == 2 and "in use" in second.stderr and not (folder / "out/busy.1").exists()
