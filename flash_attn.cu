@@ -170,13 +170,13 @@ flash_forward(float* out, float* lse, const float* qkv, int T, int H, int G) {
             for (int bit = 1; bit < 8; bit *= 2) m_new = fmaxf(m_new, __shfl_xor_sync(0xFFFFFFFF, m_new, bit));
             float alpha = expf(m[r] - m_new), sum = 0.0f;
             for (int c = 0; c < R; c++) {
-                float p = expf(S[r][c] - m_new);
-                P[ty + 8 * r][tx + 8 * c] = p;
-                sum += p;
+                S[r][c] = expf(S[r][c] - m_new);
+                sum += S[r][c];
             }
             l[r] = alpha * l[r] + row_sum(sum);
             m[r] = m_new;
             for (int c = 0; c < DC; c++) O[r][c] = scaled(alpha, O[r][c]);
+            for (int c = 0; c < R; c++) P[ty + 8 * r][tx + 8 * c] = S[r][c];
         }
         __syncwarp();  // a row of P is written and read by the eight threads of one ty
         product_ab(O, P, V);

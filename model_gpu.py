@@ -1,7 +1,9 @@
 """model_gpu.py: the model of model_cpu.py on one NVIDIA GPU, through CuPy.
 
 Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same names.  What
-a function computes and why its backward is right stands there; here stands how a GPU does it.  Top to bottom:
+a function computes and why its backward is right stands there; here stands how a GPU does it.  What has no twin by name:
+x_apply (done again inside the backward's kernel), linear_backward (in two halves, x being computed again between them),
+cross_entropy_backward (in the forward's kernel), split_heads and causal_blocks (inside flash_attn.cu).  Top to bottom:
 
     1. pick, memory_plan          which engine serves; the bytes of a run, known before it starts
     2. Gpu                        compiled kernels, the stream of launches, matrix products
@@ -20,8 +22,8 @@ result, and nothing is allocated within a step.  What crosses from one kernel to
 time, so neighbouring functions are fused (kernels.cu); where one kernel covers several functions of model_cpu, it
 says so there.
 
-What this file does not do: no CUDA (kernels.cu, flash_attn.cu); several GPUs (train.py); no GPU but NVIDIA's.  It can
-be imported, and says so in one sentence, where there is no CuPy or no GPU.
+What this file does not do: no CUDA (kernels.cu, flash_attn.cu); not several GPUs; no GPU but NVIDIA's.  It can be
+imported, and says so in one sentence, where there is no CuPy or no GPU.
 """
 import argparse
 import dataclasses
@@ -676,7 +678,7 @@ class Model:
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last is for several GPUs: the
         step's last micro-batch."""
         layers, s = self.saved
-        dlogits, dx = s["logits"].reshape(len(s["n"]), -1), s["step"]
+        dlogits, dx = s["logits"].reshape(len(s["n"]), -1), s["step"]                   # dx in the memory of step
         # logits = h @ heads.T
         linear_backward_weight(self.gpu, self.grads["heads"], dlogits, s["n"])
         linear_backward_input(self.gpu, s["n"], dlogits, self.weights["heads"])

@@ -1,11 +1,12 @@
 """Deletes every barrier of a .cu file, one at a time, in a copy, and reports whether a test notices.
 
-    python tests/barriers.py flash_attn.cu                 # all; a line each; exit code 1 if a deletion passed the tests
+    python tests/barriers.py flash_attn.cu                 # all; exit code 1 if a deletion passed the tests
     python tests/barriers.py kernels.cu --lines 120 340    # only the barriers in these lines
 
-A barrier is a call of __syncthreads, __syncwarp or cp_async_wait. A deletion counts as noticed when tests/test_flash.py (for
-flash_attn.cu) or tests/test_kernels.py (for kernels.cu) fails on the copy, by a wrong result, a deadlock or a crash. One that
-passes means a barrier that is not needed, or a test that is missing. It takes a few minutes, and is no part of `make check`.
+A barrier is a call of __syncthreads, __syncwarp or cp_async_wait. A deletion counts as noticed when tests/test_flash.py
+(for flash_attn.cu) or tests/test_kernels.py (for kernels.cu) fails on the copy, by a wrong result, a deadlock or a
+crash. One that passes means a barrier that is not needed, or a test that is missing. It takes some 5 to 10 minutes, and
+is no part of `make check`.
 """
 
 import argparse
@@ -29,11 +30,12 @@ def barriers(source):
 
 
 def passes(folder, suite):
-    """Whether the suite's tests on the CPU pass with the .cu files of `folder`."""
+    """Whether the suite's tests on the CPU pass with the .cu file in `folder`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-k", "not compiles and not launches_them_so",
                "-p", "no:cacheprovider", os.path.join(TESTS, suite)]
     try:
-        done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, CUDA_SOURCES=folder), capture_output=True, timeout=600)
+        done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, CUDA_SOURCES=folder), capture_output=True,
+                              timeout=600)
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
@@ -61,7 +63,8 @@ def main():
             unnoticed = verdict(source[:start] + ";" + source[end:])
             missed += unnoticed
             line = source.count("\n", 0, start) + 1
-            print(f"{args.file}:{line}: {source[start:end - 1]:22s} {'NOT NOTICED' if unnoticed else 'noticed'}", flush=True)
+            print(f"{args.file}:{line}: {source[start:end - 1]:22s} {'NOT NOTICED' if unnoticed else 'noticed'}",
+                  flush=True)
     print(f"{len(found) - missed} of {len(found)} deletions noticed")
     sys.exit(1 if missed else 0)
 

@@ -4,6 +4,9 @@
     python tests/bench.py cpu
     python tests/bench.py train --peer  # on an NVIDIA GPU
     python tests/bench.py euler         # of the model in out/small
+    python tests/bench.py train --peer  # on a GPU, as are the next two
+    python tests/bench.py attention
+    python tests/bench.py curves --tokens data/train-KEY.bin --peer
 
 Every row is the best of some rounds; a round runs all rows once, so that a busy machine slows ours and the peers alike.
 """
@@ -379,6 +382,69 @@ def bench_train(arguments):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# attention: our kernels alone against PyTorch's flash and cuDNN backends
+
+def bench_attention(arguments):
+    """Forward and backward of causal attention, D 64, 12 query and 4 key/value heads, 32,768 tokens, at several T."""
+    import dataclasses
+
+    import numpy as np
+
+    import model_gpu
+    from model_cpu import CONFIGS
+
+    reason = model_gpu.why_no_gpu()
+    if reason:
+        raise ValueError(reason)
+    import cupy
+    peers = {}
+    try:
+        import torch
+        import torch.nn.functional as F
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        if arguments.precision == "bf16":
+            peers = {"PyTorch flash": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
+    except ImportError:
+        print("PyTorch is not installed, so it is not measured")
+
+    def best(function):
+        function()
+        return 1e3 * min(seconds_of(cupy, function, 20) for _ in range(arguments.rounds))
+
+    print(f"attention, 32,768 tokens, D 64, 12/4 heads, causal, {arguments.precision}: ms, best of {arguments.rounds} x 20")
+    for T in arguments.lengths:
+        B, config = 32768 // T, dataclasses.replace(CONFIGS["big"], context=T)
+        gpu = model_gpu.Gpu(config, arguments.precision, "flash", "cublas")
+        rng = np.random.default_rng(0)
+
+        def random(*shape):
+            array = cupy.asarray(rng.standard_normal(shape, np.float32))
+            return (array.view(np.uint32) >> 16).astype(np.uint16) if gpu.real == np.uint16 else array
+
+        N, width = B * T, config.qkv_width
+        qkv, dout = random(N, width), random(N, config.dim)
+        out, dqkv = cupy.empty_like(dout), cupy.empty_like(qkv)
+        lse, delta = (cupy.empty((B, config.heads, T), np.float32) for _ in range(2))
+        rows = {"ours": (best(lambda: model_gpu.attention_forward(gpu, out, lse, qkv, B, T)),
+                         best(lambda: model_gpu.attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, delta)))}
+        for name, backend in peers.items():
+            q, k, v = (torch.randn(B, heads, T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                       for heads in (config.heads, config.kv_heads, config.kv_heads))
+            with sdpa_kernel(backend), torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr):
+                def forward(q=q, k=k, v=v):
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+                y = forward()
+                dy = torch.randn_like(y)
+                rows[name] = (best(forward),
+                              best(lambda y=y, q=q, k=k, v=v, dy=dy: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)))
+        for name, (forward_ms, backward_ms) in rows.items():
+            ratio = sum(rows[name]) / sum(rows["ours"])
+            print(f"  T {T:5d} {name:14s} forward {forward_ms:7.3f}  backward {backward_ms:7.3f}  together "
+                  f"{forward_ms + backward_ms:7.3f}" + ("" if name == "ours" else f"  ours is {ratio:.2f} x as fast"), flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # curves: do the precisions learn alike, and like PyTorch?
 
 def bench_curves(arguments):
@@ -467,6 +533,11 @@ def main():
     command.add_argument("--peer", nargs="*", choices=("eager", "compiled"), help="PyTorch beside (default compiled)")
     command.add_argument("--rounds", type=int, default=5)
     command.set_defaults(run=bench_train)
+    command = commands.add_parser("attention", help="on the GPU: our attention kernels against PyTorch's backends")
+    command.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
+    command.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096])
+    command.add_argument("--rounds", type=int, default=5)
+    command.set_defaults(run=bench_attention)
     command = commands.add_parser("curves", help="on the GPU: loss curves in several precisions, and PyTorch's")
     command.add_argument("--tokens", required=True, help="a data/train-*.bin of the model's vocabulary")
     command.add_argument("--model", choices=("small", "medium", "big"), default="big")

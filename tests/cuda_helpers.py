@@ -10,14 +10,14 @@ NumPy array (its address is passed; C-contiguous) or a NumPy scalar (np.int32, n
 parameter's size: a plain Python number is refused, because CuPy would pass it as 64 bits without a word.
 bf16 lives in uint16 arrays: to_bf16 and from_bf16 convert.
 
-`module.order` chooses how threads and blocks take turns: ("forward", 0), ("reverse", 0) or ("seeded", n). ORDERS lists
-three; a test runs under each. What the kernel does wrong (deadlock, shared memory overrun, wrong argument sizes, lanes
-that do not meet) raises KernelError. guarded(array) copies an array between two zones of NaN bytes and check_guards(array)
-raises if a kernel wrote there; reading there gives NaN.
+`module.order` chooses how threads and blocks take turns: ("forward", 0), ("reverse", 0) or ("seeded", n). ORDERS
+lists three; a test runs under each. What the kernel does wrong (deadlock, shared memory overrun, wrong argument sizes,
+lanes that do not meet) raises KernelError. guarded(array) copies an array between two zones of NaN bytes, and
+check_guards(array) raises if a kernel wrote there; reading there gives NaN.
 
-A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)`, with or without __launch_bounds__;
-PTX only inside `#ifndef CUDA_ON_CPU`, in wrappers of the names in cuda_on_cpu.h's last section; dynamic shared memory
-declared as `extern __shared__ T name[];`; and nothing that is in neither CUDA nor cuda_on_cpu.h.
+A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)`, with or without
+__launch_bounds__; PTX only inside `#ifndef CUDA_ON_CPU`, in wrappers of the names in cuda_on_cpu.h's last section; dynamic
+shared memory declared as `extern __shared__ T name[];`; and nothing that is in neither CUDA nor cuda_on_cpu.h.
 
 The source is looked for in the folder of the environment variable CUDA_SOURCES, else in the repository's root
 (tests/barriers.py sets it to test damaged copies).
@@ -75,7 +75,8 @@ class CpuModule:
             header = file.read()
         self.order = ("forward", 0)
         source = DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)cuda_on_cpu::dynamic_shared();", source)
-        # The unnamed namespace keeps static shared memory of templates out of COMDAT sections, which cannot be poisoned.
+        # In an unnamed namespace a template's static shared memory stays out of COMDAT sections, which the header could
+        # not poison.
         text = f'#include "cuda_on_cpu.h"\nnamespace {{\n#line 1 "{name}"\n{source}\n}}\n'
         command = ["g++", "-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-I", TESTS,
                    *options, "-x", "c++", "-"]
@@ -172,16 +173,18 @@ def gpu_compiler():
 
 
 def compile_for_gpu(name, arch, options=()):
-    """Compiles a .cu file for `arch` and returns {kernel: Resources}; ValueError with the compiler's log if that fails."""
+    """Compiles a .cu file for `arch` and returns {kernel: Resources}; ValueError with the log if that fails."""
     kind, path = gpu_compiler()
     with open(source_path(name)) as file:
         source = file.read()
     if kind == "nvrtc":
-        log = run_nvrtc(path, source, name, [f"--gpu-architecture={arch}", "--std=c++14", "--ptxas-options=-v", *options])
+        log = run_nvrtc(path, source, name,
+                        [f"--gpu-architecture={arch}", "--std=c++14", "--ptxas-options=-v", *options])
     else:
         with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run([path, f"-arch={arch}", "-std=c++14", "-cubin", "-Xptxas", "-v", *options, source_path(name), "-o",
-                                   os.path.join(folder, "out.cubin")], capture_output=True, text=True)
+            done = subprocess.run([path, f"-arch={arch}", "-std=c++14", "-cubin", "-Xptxas", "-v", *options,
+                                   source_path(name), "-o", os.path.join(folder, "out.cubin")],
+                                  capture_output=True, text=True)
         log = done.stdout + done.stderr
         if done.returncode:
             raise ValueError(f"nvcc does not compile {name} for {arch}:\n{log}")
@@ -198,7 +201,8 @@ def run_nvrtc(path, source, name, options):
     nvrtc = ctypes.CDLL(path)
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
-    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
+    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    status = nvrtc.nvrtcCompileProgram(program, len(options), words)
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)

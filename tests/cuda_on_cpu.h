@@ -16,8 +16,8 @@
 //   * An asynchronous copy spoils its destination with NaN bytes when it is issued (it might land at once, under a
 //     late reader) and lands only when its thread waits for it (it might be late, too).
 //   * ldmatrix reads a lane's row when that lane arrives, before the other lanes have arrived.
-// What it cannot see: two accesses that race between the same two points of synchronisation of one order and not of
-// another it tries; a lane that relies on a shuffle or a matrix instruction to order shared memory (here they do).
+// What it cannot see: a race that none of the orders tried brings to light, and a lane that relies on a shuffle, a vote or
+// a matrix instruction to order shared memory: those wait for all lanes here, and so hide a missing __syncwarp before them.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -56,9 +56,12 @@ struct dim3 {
 static dim3 threadIdx, blockIdx, blockDim, gridDim;
 static const int warpSize = 32;
 
-#define CUDA_VECTOR2(name, T, n) struct alignas(n) name { T x, y; }; static inline name make_##name(T x, T y) { return {x, y}; }
-#define CUDA_VECTOR4(name, T) \
-    struct alignas(16) name { T x, y, z, w; }; static inline name make_##name(T x, T y, T z, T w) { return {x, y, z, w}; }
+#define CUDA_VECTOR2(name, T, n)          \
+    struct alignas(n) name { T x, y; };   \
+    static inline name make_##name(T x, T y) { return {x, y}; }
+#define CUDA_VECTOR4(name, T)                   \
+    struct alignas(16) name { T x, y, z, w; };  \
+    static inline name make_##name(T x, T y, T z, T w) { return {x, y, z, w}; }
 CUDA_VECTOR2(float2, float, 8)
 CUDA_VECTOR2(int2, int, 8)
 CUDA_VECTOR2(uint2, unsigned, 8)
@@ -196,7 +199,8 @@ static void fiber_main() {
         warp.alive &= ~(1u << number % 32);
         alive--;
         open_barrier_if_complete();
-        if (warp.waiting) finish_meeting_if_complete(number / 32, fibers[number / 32 * 32 + __builtin_ctz(warp.waiting)].mask);
+        if (warp.waiting)
+            finish_meeting_if_complete(number / 32, fibers[number / 32 * 32 + __builtin_ctz(warp.waiting)].mask);
         yield();
     }
 }
@@ -237,7 +241,7 @@ static void run_block(Picker& picker, size_t shared_bytes) {
     while (alive && !*error) {
         int i = picker.next();
         if (i < 0) {
-            snprintf(error, sizeof error, "deadlock: %d threads wait, %d of them at a __syncthreads", alive, at_barrier);
+            snprintf(error, sizeof error, "deadlock: %d threads wait, %d of them at __syncthreads", alive, at_barrier);
             return;
         }
         self = &fibers[i];
@@ -249,11 +253,13 @@ static void run_block(Picker& picker, size_t shared_bytes) {
     }
     for (size_t i = 0; i < GUARD && !*error; i++)
         if (shared_memory[shared_bytes + i] != char(0xFF))
-            snprintf(error, sizeof error, "a write %zu bytes past the %zu bytes of dynamic shared memory", i, shared_bytes);
+            snprintf(error, sizeof error, "a write %zu bytes past the %zu of dynamic shared memory", i, shared_bytes);
 }
 
 template <class... A, size_t... I>
-static void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) { kernel(*static_cast<A*>(args[I])...); }
+static void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
+    kernel(*static_cast<A*>(args[I])...);
+}
 
 // Returns nullptr, or what went wrong. args as for cuLaunchKernel: one pointer per parameter.
 template <class... A>
@@ -264,7 +270,7 @@ static const char* launch(void (*kernel)(A...), const unsigned* grid, const unsi
     if (arg_count != int(sizeof...(A))) return "wrong number of arguments";
     for (int i = 0; i < arg_count; i++)
         if (arg_sizes[i] != sizes[i]) {
-            snprintf(error, sizeof error, "argument %d has %d bytes, the kernel's parameter %d", i, arg_sizes[i], sizes[i]);
+            snprintf(error, sizeof error, "argument %d has %d bytes, the parameter %d", i, arg_sizes[i], sizes[i]);
             return error;
         }
     unsigned threads = block[0] * block[1] * block[2], blocks = grid[0] * grid[1] * grid[2];
@@ -499,12 +505,12 @@ static void mma_all(void** operands, unsigned lanes) {
         for (int r = 0; r < 4; r++)  // register r of A: row g or g + 8, first or second half of the k's
             for (int e = 0; e < K / 8; e++) {
                 int k = (r / 2) * (K / 2) + t * (K / 8) + e;
-                A[g + 8 * (r % 2)][k] = K == 16 ? __uint_as_float(p.a[r] >> 16 * e << 16) : __uint_as_float(p.a[r] & ~0x1FFFu);
+                A[g + 8 * (r % 2)][k] = __uint_as_float(K == 16 ? p.a[r] >> 16 * e << 16 : p.a[r] & ~0x1FFFu);
             }
         for (int r = 0; r < 2; r++)
             for (int e = 0; e < K / 8; e++) {
                 int k = r * (K / 2) + t * (K / 8) + e;
-                B[k][g] = K == 16 ? __uint_as_float(p.b[r] >> 16 * e << 16) : __uint_as_float(p.b[r] & ~0x1FFFu);
+                B[k][g] = __uint_as_float(K == 16 ? p.b[r] >> 16 * e << 16 : p.b[r] & ~0x1FFFu);
             }
     }
     float C[16][8] = {};
@@ -517,7 +523,7 @@ static void mma_all(void** operands, unsigned lanes) {
 }
 
 static inline void copy_async(void* to, const void* from, bool valid, int bytes) {
-    if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("an asynchronous copy of %d bytes is not aligned to them", bytes);
+    if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("an asynchronous copy of %d bytes, not aligned so", bytes);
     memset(to, 0xFF, bytes);
     self->copies.push_back({(char*)to, valid ? (const char*)from : nullptr, bytes, self->groups});
 }

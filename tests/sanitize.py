@@ -1,0 +1,44 @@
+"""Every CUDA kernel once, at odd shapes, for NVIDIA's compute-sanitizer (on a GPU; not a test of results):
+
+    compute-sanitizer --tool memcheck python tests/sanitize.py
+    compute-sanitizer --tool racecheck python tests/sanitize.py
+
+Training steps, cached decoding and both kinds of attention and of products, in every precision and at every head width.
+Without CuPy's memory pool each array is an allocation of its own, so that a step past its end is seen.
+"""
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import model_cpu
+import model_gpu
+import numpy as np
+
+
+def main():
+    reason = model_gpu.why_no_gpu()
+    if reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    import cupy
+    cupy.cuda.set_allocator(None)
+    rng = np.random.default_rng(0)
+    kinds = [("flash", D, heads, kv_heads) for D, heads, kv_heads in [(32, 2, 2), (64, 3, 1), (128, 2, 1)]] + [("naive", 32, 2, 1)]
+    for precision, (attention, D, heads, kv_heads) in itertools.product(model_gpu.PRECISIONS, kinds):
+        config = model_cpu.Config(dim=heads * D, heads=heads, kv_heads=kv_heads, layers=1, context=152, vocab=72, predict=3)
+        model = model_gpu.Model(config, precision=precision, attention=attention, matmul="ours")
+        for B, T in (2, 67), (1, 1), (1, 137):
+            losses = model.forward(rng.integers(0, 72, (B, T)), rng.integers(0, 72, (B, T + 2)))
+            model.backward()
+            norm = model.update(1e-3)
+        model.extend(rng.integers(0, 72, 20))                   # a prompt, then a few tokens
+        logits = model.extend([1, 2, 3])
+        print(f"{precision} {attention} D {D} H/G {heads // kv_heads}: loss {float(losses[0]):.4f}, norm {float(norm):.4f}, "
+              f"largest logit {np.abs(logits).max():.4f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
