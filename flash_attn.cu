@@ -36,13 +36,14 @@
 //   0.58 | 0.93 | 3.07   tensor cores: 32 rows a warp, P and dS stay in registers from product to product, two stages
 //   0.51 | 0.81 | 2.69   copies in a fixed number of passes, swizzled addresses by one XOR: in the forward 6.2
 //                        instructions per mma and not 7.2, in dQ 4.4 and not 5.2
-//   0.48 | 0.78 | 2.67   dQ asks for out before it waits; the forward lets m lag behind by up to 8 (see there)
-//   0.45 | 0.73 | 2.52   pointers stepped, not multiplied out; dK/dV reloads V instead of keeping it (registers had
-//                        spilled); branch-free inner loops in the backward; 128 rows a stage, not 64
+//   0.48 | 0.77 | 2.62   dQ asks for out before it waits; the forward lets m lag behind by up to 8 (see there); dK/dV
+//                        reloads V instead of keeping it (its registers had spilled)
+//   0.45 | 0.73 | 2.52   pointers stepped, not multiplied; branch-free loops in the backward; 128 rows a stage, not 64
 //   No help: 16 rows a warp and twice the warps (forward 0.12 | 0.20 | 0.72, not 0.12 | 0.19 | 0.61: what is read from
-//   shared memory then serves one product, not two); S of the next keys computed ahead of the softmax of these (within
-//   4%, and 12% slower in tf32); blocks of two warps (4% faster at T 512, 8% slower at 4096). The tensor cores are busy
-//   half of the time. Peers in the same run: PyTorch 2.11's flash 0.89 | 1.19 | 3.14, its cuDNN 0.52 | 0.72 | 1.90.
+//   shared memory then serves one product, not two); S of the next keys computed ahead of the softmax of these (3%
+//   faster to 6% slower, in tf32 11 to 16% slower); blocks of two warps (3% faster at T 512, 7% slower at 4096). The
+//   tensor cores are busy about half of the time. Peers, 12/4 heads too, in the run of the last line: PyTorch 2.11's
+//   flash 0.89 | 1.19 | 3.14, its cuDNN 0.52 | 0.72 | 1.90.
 
 constexpr int D = HEAD_DIM;
 

@@ -1,8 +1,8 @@
 """The README's numbers, each by one command, with the peer measured beside it in the same run where it is installed.
 
+    python tests/bench.py               all that this machine has what it takes for, or one by name:
     python tests/bench.py tokenizer
     python tests/bench.py cpu
-    python tests/bench.py train --peer  # on an NVIDIA GPU
     python tests/bench.py euler         # of the model in out/small
     python tests/bench.py train --peer  # on a GPU, as are the next two
     python tests/bench.py attention
@@ -419,7 +419,7 @@ def bench_attention(arguments):
 
         def random(*shape):
             array = cupy.asarray(rng.standard_normal(shape, np.float32))
-            return (array.view(np.uint32) >> 16).astype(np.uint16) if gpu.real == np.uint16 else array
+            return (array.view(np.uint32) >> 16).astype(np.uint16) if gpu.precision == "bf16" else array
 
         N, width = B * T, config.qkv_width
         qkv, dout = random(N, width), random(N, config.dim)
@@ -430,7 +430,7 @@ def bench_attention(arguments):
         for name, backend in peers.items():
             q, k, v = (torch.randn(B, heads, T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
                        for heads in (config.heads, config.kv_heads, config.kv_heads))
-            with sdpa_kernel(backend), torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr):
+            with sdpa_kernel(backend):              # on the default stream, as ours
                 def forward(q=q, k=k, v=v):
                     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
@@ -460,8 +460,8 @@ def bench_curves(arguments):
         raise ValueError(reason)
     config, B, data = CONFIGS[arguments.model], arguments.batch, np.fromfile(arguments.tokens, "<u2")
     T, K = config.context, config.predict
-    args = train.parse_arguments(["--steps", str(arguments.steps), "--warmup", "20", "--lr", "6e-4", "--device", "cpu"])
-    settings = train.make_settings(args, "big", config)
+    # the schedule of the real run, of which these are the first steps
+    settings = train.make_settings(train.parse_arguments(["--device", "cpu"]), arguments.model, config)
 
     def run(step):
         """step(inputs, targets, lr) -> losses on the device; the curve of head 0."""
@@ -514,7 +514,7 @@ def bench_curves(arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     command = commands.add_parser("tokenizer", help="train against tokenizers, encode against tiktoken")
     command.add_argument("--text", type=Path, default=DATA / "books_00.txt.xz", help="a text file, or one packed by xz")
     command.add_argument("--rounds", type=int, default=3)
@@ -551,11 +551,17 @@ def main():
     command.add_argument("--model", default="out/small")
     command.set_defaults(run=bench_euler)
     arguments = parser.parse_args()
-    try:
-        arguments.run(arguments)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    # without a name: all that need no choice, each as far as this machine has what it takes
+    chosen = [arguments] if arguments.command else [parser.parse_args([name]) for name in ("cpu", "tokenizer", "train",
+                                                                                          "attention", "euler")]
+    for arguments in chosen:
+        try:
+            arguments.run(arguments)
+        except (OSError, ValueError) as error:
+            print(f"error: {error}" if len(chosen) == 1 else f"{arguments.command}: not measured: {error}", file=sys.stderr)
+            if len(chosen) == 1:
+                sys.exit(2)
+        print()
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ lanes that do not meet) raises KernelError. guarded(array) copies an array betwe
 check_guards(array) raises if a kernel wrote there; reading there gives NaN.
 
 A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)`, with or without
-__launch_bounds__; PTX only inside `#ifndef CUDA_ON_CPU`, in wrappers of the names in cuda_on_cpu.h's last section; dynamic
-shared memory declared as `extern __shared__ T name[];`; and nothing that is in neither CUDA nor cuda_on_cpu.h.
+__launch_bounds__; PTX only inside `#ifndef CUDA_ON_CPU`, in wrappers of the names in cuda_on_cpu.h's last section;
+dynamic shared memory declared as `extern __shared__ T name[];`; and nothing that is in neither CUDA nor cuda_on_cpu.h.
 
 The source is looked for in the folder of the environment variable CUDA_SOURCES, else in the repository's root
 (tests/barriers.py sets it to test damaged copies).

@@ -16,8 +16,8 @@
 //   * An asynchronous copy spoils its destination with NaN bytes when it is issued (it might land at once, under a
 //     late reader) and lands only when its thread waits for it (it might be late, too).
 //   * ldmatrix reads a lane's row when that lane arrives, before the other lanes have arrived.
-// What it cannot see: a race that none of the orders tried brings to light, and a lane that relies on a shuffle, a vote or
-// a matrix instruction to order shared memory: those wait for all lanes here, and so hide a missing __syncwarp before them.
+// What it cannot see: a race that none of the orders tried brings to light, and a lane that relies on a shuffle, a vote
+// or a matrix instruction to order shared memory: those wait for all lanes here and hide a missing __syncwarp before.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -270,7 +270,7 @@ static const char* launch(void (*kernel)(A...), const unsigned* grid, const unsi
     if (arg_count != int(sizeof...(A))) return "wrong number of arguments";
     for (int i = 0; i < arg_count; i++)
         if (arg_sizes[i] != sizes[i]) {
-            snprintf(error, sizeof error, "argument %d has %d bytes, the parameter %d", i, arg_sizes[i], sizes[i]);
+            snprintf(error, sizeof error, "argument %d has %d bytes, should be %d", i, arg_sizes[i], sizes[i]);
             return error;
         }
     unsigned threads = block[0] * block[1] * block[2], blocks = grid[0] * grid[1] * grid[2];
@@ -278,7 +278,8 @@ static const char* launch(void (*kernel)(A...), const unsigned* grid, const unsi
     if (grid[1] > 65535 || grid[2] > 65535) return "the grid's y and z are at most 65535";
     if (shared_bytes > (227 << 10)) return "more than 227 KB of dynamic shared memory";
     if (!stacks) {
-        stacks = (char*)mmap(0, 1024 * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        stacks = (char*)mmap(0, 1024 * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                             -1, 0);
         shared_memory = (char*)aligned_alloc(1024, (228 << 10) + GUARD);
     }
     fibers.resize(threads);
@@ -523,7 +524,7 @@ static void mma_all(void** operands, unsigned lanes) {
 }
 
 static inline void copy_async(void* to, const void* from, bool valid, int bytes) {
-    if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("an asynchronous copy of %d bytes, not aligned so", bytes);
+    if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("a misaligned copy of %d bytes", bytes);
     memset(to, 0xFF, bytes);
     self->copies.push_back({(char*)to, valid ? (const char*)from : nullptr, bytes, self->groups});
 }

@@ -29,7 +29,7 @@ def main():
     for precision, (attention, D, heads, kv_heads) in itertools.product(model_gpu.PRECISIONS, kinds):
         config = model_cpu.Config(dim=heads * D, heads=heads, kv_heads=kv_heads, layers=1, context=152, vocab=72, predict=3)
         model = model_gpu.Model(config, precision=precision, attention=attention, matmul="ours")
-        for B, T in (2, 67), (1, 1), (1, 137):
+        for B, T in (1, 1), (1, 137):
             losses = model.forward(rng.integers(0, 72, (B, T)), rng.integers(0, 72, (B, T + 2)))
             model.backward()
             norm = model.update(1e-3)
