@@ -906,6 +906,12 @@ def write_json(path, value):
 CHECKPOINT = ("model.safetensors", "train_state.safetensors")
 
 
+def file_crc(path):
+    """CRC32 of a file, as eight hex digits."""
+    with open(path, "rb") as file:
+        return f"{zlib.crc32(file.read()):08x}"
+
+
 def repair(folder):
     """Finish or undo an interrupted save, so that both files are of one step.  save writes both as .new, then renames
     the model, then the state.  Killed before the first rename, the old pair is whole: the .new files are dropped.
@@ -936,7 +942,7 @@ def save(folder, model, tokenizer, state, chat_template=None):
     moments = {"m": model.read("m"), "v": model.read("v")}
     paths = [os.path.join(folder, name) for name in CHECKPOINT]
     try:
-        metadata = {"format": "pt", "step": str(model.step)}
+        metadata = {"format": "pt", "step": str(model.step), "tokenizer": file_crc(os.path.join(folder, "tokenizer.json"))}
         write_safetensors(paths[0] + ".new", weights, metadata)
         write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
     except OSError:
@@ -975,6 +981,8 @@ def load(folder, engine, options=None):
                          f"says {config.vocab}, with the end of a text at {end}.")
     path = os.path.join(folder, CHECKPOINT[0])
     tensors, metadata = read_safetensors(path)
+    if metadata.get("tokenizer") != file_crc(os.path.join(folder, "tokenizer.json")):
+        raise ValueError(f"{folder}: tokenizer.json is not the one that this model was trained with.")
     flat = np.empty(param_count(config), next(iter(tensors.values())).dtype if tensors else np.float32)
     params = param_views(flat, config)
     for name, ours, rows in llama_names(config):

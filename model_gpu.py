@@ -49,6 +49,9 @@ PRECISIONS = ("bf16", "tf32", "fp32")
 NORM_BLOCKS = 1056          # blocks, and so partial sums, of rmsnorm_backward: 8 for each multiprocessor of an H100
 SUM_BLOCKS = 1024           # of sum_of_squares
 FEW_ROWS = 8                # up to this many rows, decoding uses few_rows: reading the weights once is all it costs
+# dense bf16 rates by datasheet, TFLOP/s; TF32 has half
+BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A10", 125),
+               ("RTX 4090", 165), ("RTX 3090", 71))
 ALIGN = 256                 # buffers start at multiples of this many bytes
 CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code takes
 
@@ -84,6 +87,13 @@ def pick(device):
 def default_precision():
     """The best that this GPU's tensor cores have; where there is no GPU, and a run is only planned, bf16."""
     return "bf16" if why_no_gpu() or int(cupy.cuda.Device().compute_capability) >= 80 else "fp32"
+
+
+def peak_flops(precision):
+    """The dense matrix rate of this GPU by its vendor's datasheet, FLOP/s; None where it is not known."""
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    known = [rate for part, rate in BF16_TFLOPS if part in name]
+    return None if precision == "fp32" or not known else known[0] * 1e12 * (0.5 if precision == "tf32" else 1.0)
 
 
 def free_memory(memory_limit=None):

@@ -331,11 +331,18 @@ class Log:
         self.file.flush()
 
 
-def print_step(s, step, loss, bytes_per_token, lr, norm, tokens_per_second, last=False):
+def flops_per_token(config):
+    """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward), which is all but
+    the embedding, and 6 L C T for causal attention."""
+    products = model_cpu.param_count(config, decayed_only=True) - config.vocab * config.dim
+    return 6 * products + 6 * config.layers * config.dim * config.context
+
+
+def print_step(s, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak_share, last=False):
     """The progress line: rewritten in place on a terminal; elsewhere every tenth step on a line of its own."""
     left = (s.steps - step) * s.batch_tokens / tokens_per_second
     line = (f"step {step:5d}/{s.steps}  loss {loss:7.4f}  {loss / math.log(2) / bytes_per_token:.3f} bits/byte  lr {lr:.2e}"
-            f"  norm {norm:6.2f}  {tokens_per_second:8,.0f} tokens/s  {int(left) // 60:d}:{int(left) % 60:02d} left")
+            f"  norm {norm:6.2f}  {tokens_per_second:8,.0f} tokens/s{peak_share}  {int(left) // 60:d}:{int(left) % 60:02d} left")
     if sys.stdout.isatty():
         print(f"\r{line}\033[K", end="\n" if last else "", flush=True)
     elif last or step % 10 == 0:
@@ -418,6 +425,7 @@ def train(model, tokenizer, tokens, val, s, out, state, stop):
     np.seterr(all="ignore")                             # a number that is not finite is looked for below, and named
     log, began, first, spent = Log(out, model.step), time.monotonic(), model.step, state["seconds"]
     bytes_per_token = max(token_bytes(tokenizer)[tokens[:1 << 20]].mean(), 1e-9)
+    peak = model_gpu.peak_flops(s.precision) if s.device == "gpu" else None
 
     def report(step, losses, norm, lr, last):
         """Wait for a step's numbers, log and print them -> whether they are finite."""
@@ -430,7 +438,9 @@ def train(model, tokenizer, tokens, val, s, out, state, stop):
         state.update(tokens=step * s.batch_tokens, seconds=spent + seconds)
         log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=state["tokens"],
                   seconds=round(state["seconds"], 3))
-        print_step(s, step, losses[0], bytes_per_token, lr, norm, (step - first) * s.batch_tokens / seconds, last)
+        rate = (step - first) * s.batch_tokens / seconds
+        print_step(s, step, losses[0], bytes_per_token, lr, norm, rate,
+                   f"  {rate * flops_per_token(model.config) / peak:.0%} of peak" if peak else "", last)
         return True
 
     waiting = None                                      # the step whose numbers have not been read yet

@@ -219,13 +219,6 @@ TRAFFIC = {
     "gradient_norm": (0, 1), "adamw": (2, 1, 2, 2, 2, 0), "softmax_forward": (2,), "softmax_backward": (2, 1)}
 
 
-def step_flops(config, tokens, T):
-    """Of one step, as usually counted: 6 a parameter and token in products (not the embedding), causal attention."""
-    from model_cpu import param_count
-    products = 6 * (param_count(config, decayed_only=True) - config.vocab * config.dim)
-    return tokens * (products + 6 * config.layers * config.dim * T)
-
-
 def seconds_of(cupy, function, calls):
     """Seconds of GPU time of one of `calls` calls that follow each other."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
@@ -314,6 +307,7 @@ def bench_train(arguments):
     import numpy as np
 
     import model_gpu
+    import train
     from model_cpu import CONFIGS
 
     reason = model_gpu.why_no_gpu()
@@ -338,7 +332,7 @@ def bench_train(arguments):
         ours()
     cupy.cuda.Device().synchronize()
     memory = {"ours": pool.used_bytes()}
-    flops, peaks = step_flops(config, B * T, T), ceilings(cupy, model_gpu, model.gpu)
+    flops, peaks = B * T * train.flops_per_token(config), ceilings(cupy, model_gpu, model.gpu)
     pool.free_all_blocks()
     if arguments.peer is not None:
         try:

@@ -390,7 +390,7 @@ def test_no_checkpoint_at_all(tmp_path):
     ("model.safetensors", lambda data: None, "model.safetensors"),
     ("config.json", lambda data: b"{", "config.json is damaged"),
     ("tokenizer.json", lambda data: b"[]", "tokenizer.json is not a tokenizer"),
-    ("tokenizer.json", lambda data: data.replace(b"<|user|>", b"<|usor|>"), "lacks the special token <|user|>"),
+    ("tokenizer.json", lambda data: data.replace(b"<|user|>", b"<|usor|>"), "is not the one that this model was trained with"),
     ("tokenizer_config.json", lambda data: b"[]", "tokenizer_config.json is damaged"),
     ("tokenizer_config.json", lambda data: None, "tokenizer_config.json: No such file"),
 ])

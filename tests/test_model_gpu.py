@@ -253,6 +253,17 @@ def test_the_memory_plan_is_what_is_allocated(made, precision, attention):
     assert len(made) == count                                            # nothing more was allocated
 
 
+def test_peak_of_the_card(monkeypatch):
+    """The first name that fits counts, so that an A100 is no A10; an unknown card has no peak."""
+    for name, precision, peak in [("NVIDIA H200", "bf16", 989e12), ("NVIDIA H100 PCIe", "bf16", 756e12),
+                                  ("NVIDIA A100-SXM4-80GB", "tf32", 156e12), ("NVIDIA A10", "bf16", 125e12),
+                                  ("NVIDIA H200", "fp32", None), ("NVIDIA T4", "bf16", None)]:
+        runtime = types.SimpleNamespace(getDeviceProperties=lambda _, name=name: {"name": name.encode()})
+        fake = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime, Device=lambda: types.SimpleNamespace(id=0)))
+        monkeypatch.setattr(model_gpu, "cupy", fake)
+        assert model_gpu.peak_flops(precision) == peak, name
+
+
 def test_largest_micro_batch():
     config = model_cpu.CONFIGS["big"]
     total = sum(model_gpu.memory_plan(config, 64, 512, "bf16").values())
