@@ -945,10 +945,11 @@ def save(folder, model, tokenizer, state, chat_template=None):
         metadata = {"format": "pt", "step": str(model.step), "tokenizer": file_crc(os.path.join(folder, "tokenizer.json"))}
         write_safetensors(paths[0] + ".new", weights, metadata)
         write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
-    except OSError:
+    except OSError as error:
         for path in reversed(paths):    # in this order, for repair's sake
             if os.path.exists(path + ".new"):
                 os.remove(path + ".new")
+        error.filename = error.filename or folder           # a full disk names no file
         raise
     for path in paths:
         os.replace(path + ".new", path)

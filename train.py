@@ -327,8 +327,12 @@ class Log:
         self.file.flush()
 
     def write(self, **record):
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+        except OSError as error:
+            error.filename = self.path              # a full disk names no file
+            raise
 
 
 def flops_per_token(config):
@@ -697,7 +701,7 @@ def main(argv):
         return plot(args.plot)
     set_threads(argv)
     preset = args.preset or "small"
-    out = args.out or os.path.join("out", preset)
+    out = os.path.normpath(args.out or os.path.join("out", preset))
     if args.resume:
         model, tokenizer, s, state = resume(args, out)
         if model.step >= s.steps:
