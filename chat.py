@@ -7,8 +7,8 @@
 
 Read before it: tokenizer.py, and in model_cpu.py the sections 5 (generate, euler_table) and 6 (checkpoints).
 
-A pretrained model continues a text: what you type is the beginning, and an empty line lets it write on.  A model that
-sft.py has fine-tuned answers: its tokenizer_config.json has a chat template, and each line becomes a turn
+A pretrained model continues a text: what you type is the beginning, and an empty line lets it write on.  A fine-tuned
+model answers: its tokenizer_config.json has a chat template, and each line becomes a turn
 
     <|user|> what you typed <|end|> <|assistant|> the answer <|end|>
 

@@ -84,12 +84,13 @@ PROMPTS = ("\n", "The ", "What is ")
 # 1. The corpus
 # ---------------------------------------------------------------------------------------------------------------------
 def find_corpus(preset):
-    """The files to train on when none are named: what fetch_data.sh has brought, else the text inside Python."""
+    """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt; else what
+    `fetch_data.sh tiny` has brought; else the text inside Python."""
     tiny = os.path.join("data", "tiny.txt")
-    fetched = [os.path.join("data", name) for name in sorted(os.listdir("data")) if re.match(r"(books|web).*\.txt$", name)
+    large = [os.path.join("data", name) for name in sorted(os.listdir("data")) if re.match(r"(books|web).*\.txt$", name)
                ] if os.path.isdir("data") else []
-    if preset != "small" and fetched:
-        return fetched
+    if preset != "small" and large:
+        return large
     if os.path.exists(tiny):
         return [tiny]
     path = os.path.join("data", "python-{}.{}.txt".format(*sys.version_info))
