@@ -478,7 +478,7 @@ def cross_entropy_forward(losses, total, logits, table, counted):
 
 # Derivation, for one row with target y, p = softmax(z) = e / total:
 #     loss = log sum_v exp(z_v) - z_y       =>  dz_v = p_v - [v == y]
-# times w = head_weight_k / counted_k; a masked row has gradient 0.  In place: e becomes d loss / d logits.
+# times w = head_weight_k / counted_k; a masked row has gradient 0.
 def cross_entropy_backward(e, total, table, counted, head_weights):
     """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits."""
     weight = np.where(table >= 0, head_weights / np.maximum(counted, 1), 0.0).astype(e.dtype)     # (N,K)
@@ -487,7 +487,7 @@ def cross_entropy_backward(e, total, table, counted, head_weights):
     e[n, k, table[n, k]] -= weight[n, k]            # - w * [v == y]
 
 
-# AdamW (Loshchilov & Hutter 2019), in place, on flat arrays; step counts from 1.
+# AdamW (Loshchilov & Hutter 2019).
 #
 #     m = beta1 m + (1 - beta1) g           running mean of the gradient
 #     v = beta2 v + (1 - beta2) g^2         running mean of its square
@@ -496,7 +496,7 @@ def cross_entropy_backward(e, total, table, counted, head_weights):
 # Why the correction: from m = 0, after t steps of a constant g, m = (1 - beta1)(1 + beta1 + ... + beta1^(t-1)) g
 # = (1 - beta1^t) g.  Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
-    """In place, on flat arrays of one length; step counts from 1.  grad is used up."""
+    """In place, on flat arrays of one length; step counts from 1."""
     m *= beta1
     m += (1 - beta1) * grad
     v *= beta2
@@ -781,7 +781,8 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
 
 def euler_table(model, tokens):
-    """The "logit lens" (nostalgebraist 2020), with the layers seen as steps of an ODE solver.  tokens (B,T+1) ids: T inputs and their T targets a row.
+    """The "logit lens" (nostalgebraist 2020), with the layers seen as steps of an ODE solver.  tokens (B,T+1) ids: T inputs
+    and their T targets a row.
 
     Returns L+1 rows (loss, step, ids), for the embedding and after each layer: the loss of head 0 if the integration
     stopped there; the mean over positions of |f(x)|/|x| of that layer's step (0 for the embedding); the three best next

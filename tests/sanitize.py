@@ -25,7 +25,7 @@ def main():
     import cupy
     cupy.cuda.set_allocator(None)
     rng = np.random.default_rng(0)
-    kinds = [("flash", D, heads, kv_heads) for D, heads, kv_heads in [(32, 2, 2), (64, 3, 1), (128, 2, 1)]] + [("naive", 32, 2, 1)]
+    kinds = [("flash", 32, 2, 2), ("flash", 64, 3, 1), ("flash", 128, 2, 1), ("naive", 32, 2, 1)]
     for precision, (attention, D, heads, kv_heads) in itertools.product(model_gpu.PRECISIONS, kinds):
         config = model_cpu.Config(dim=heads * D, heads=heads, kv_heads=kv_heads, layers=1, context=152, vocab=72, predict=3)
         model = model_gpu.Model(config, precision=precision, attention=attention, matmul="ours")
