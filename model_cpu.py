@@ -516,15 +516,15 @@ def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
 # ---------------------------------------------------------------------------------------------------------------------
 class Buffers:
     """Named work arrays, made at first use and kept: a step that allocates its tens of megabytes anew spends its time
-    in page faults.  A new shape (another batch size) replaces the array."""
+    in page faults.  A smaller shape takes the front of the array, a larger one replaces it."""
     def __init__(self, dtype):
         self.dtype, self.arrays = dtype, {}
 
     def __call__(self, name, *shape):
-        array = self.arrays.get(name)
-        if array is None or array.shape != shape:
-            array = self.arrays[name] = np.zeros(shape, self.dtype)
-        return array
+        size = math.prod(shape)
+        if name not in self.arrays or self.arrays[name].size < size:
+            self.arrays[name] = np.zeros(size, self.dtype)
+        return self.arrays[name][:size].reshape(shape)
 
 
 class Slice:

@@ -75,7 +75,8 @@ DEFAULTS = {
     "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
     "big": dict(steps=6000, batch_tokens=262144, lr=6e-4, warmup=300, eval_every=500, save_every=500),
 }
-EVAL_TOKENS = 1 << 16           # an evaluation reads at most this many tokens of the validation part
+EVAL_TOKENS = 1 << 16           # an evaluation on the way reads at most this many tokens of each kind held out
+MOST_EPOCHS = 8                 # medium and big: of a small corpus, no more repeats than this
 SAMPLE_TOKENS = 80
 PROMPTS = ("\n", "The ", "What is ")
 
@@ -100,21 +101,35 @@ def find_corpus(preset):
     return [path]
 
 
-def write_python_corpus(path):
-    """About 2 MB of English that every interpreter carries: the language reference (pydoc_data.topics) and the docstrings
-    of the standard library.  Prose paragraphs only, each once; a document a topic or module."""
-    import pydoc_data.topics
+def python_docstrings():
+    """Yield (module, [(qualified name, docstring), ...]) of the standard library: the module's own first, then those of its
+    classes and functions as they stand in the file."""
     library = os.path.dirname(os.__file__)
-    documents, seen = [text for _, text in sorted(pydoc_data.topics.topics.items())], set()
     for folder, folders, names in os.walk(library):
         folders[:] = sorted(set(folders) - {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"})
         for name in sorted(names):
             if name.endswith(".py"):
-                with contextlib.suppress(SyntaxError, UnicodeDecodeError, ValueError), \
-                        open(os.path.join(folder, name), encoding="utf-8") as file:
-                    nodes = [node for node in ast.walk(ast.parse(file.read())) if isinstance(
-                        node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
-                    documents.append("\n\n".join(ast.get_docstring(node) or "" for node in nodes))
+                path = os.path.join(folder, name)
+                module = os.path.relpath(path, library)[:-len(".py")].replace(os.sep, ".").removesuffix(".__init__")
+                with contextlib.suppress(SyntaxError, UnicodeDecodeError, ValueError), open(path, encoding="utf-8") as file:
+                    yield module, list(docstrings_below(ast.parse(file.read()), module))
+
+
+def docstrings_below(node, name):
+    """Yield (name, docstring) of a syntax tree's node and of all definitions in it, depth first."""
+    defines = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    if defines and (docstring := ast.get_docstring(node)):
+        yield name, docstring
+    for child in ast.iter_child_nodes(node):
+        yield from docstrings_below(child, f"{name}.{child.name}" if hasattr(child, "name") and child.name else name)
+
+
+def write_python_corpus(path):
+    """About 2 MB of English that every interpreter carries: the language reference (pydoc_data.topics) and the docstrings
+    of the standard library.  Prose paragraphs only, each once; a document a topic or module."""
+    import pydoc_data.topics
+    documents, seen = [text for _, text in sorted(pydoc_data.topics.topics.items())], set()
+    documents += ["\n\n".join(docstring for _, docstring in docstrings) for _, docstrings in python_docstrings()]
     kept = []
     for document in documents:
         prose = []
@@ -165,15 +180,17 @@ def check_corpus(paths):
 # 2. Tokens
 # ---------------------------------------------------------------------------------------------------------------------
 def show_progress(what):
-    """-> progress(done, total) that shows a percentage on a terminal, and nothing elsewhere."""
+    """-> progress(done, total), both in bytes: on a terminal a line that rewrites itself, elsewhere one line at the end."""
     start = time.monotonic()
 
     def progress(done, total):
-        if sys.stderr.isatty() and total:
-            seconds = time.monotonic() - start
-            end = "\n" if done >= total else ""
-            print(f"\r{what} {100 * done / total:3.0f}%  {done / 1e6 / max(seconds, 1e-9):.1f} MB/s  "
-                  f"{seconds * (total - done) / max(done, 1):.0f} s left \033[K", end=end, file=sys.stderr, flush=True)
+        seconds = max(time.monotonic() - start, 1e-9)
+        line = f"{what} {done / 1e6:,.0f} MB, {done / 1e6 / seconds:.1f} MB/s"
+        if sys.stdout.isatty():
+            print(f"\r{line}, {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left \033[K",
+                  end="\n" if done >= total else "", flush=True)
+        elif done >= total:
+            print(f"{line}, {seconds:.1f} s", flush=True)
     return progress
 
 
@@ -185,8 +202,26 @@ def file_hash(path):
     return digest.hexdigest()
 
 
+def kind(path):
+    """What validation is reported by: the letters that a file's name begins with, so that books_00.txt and books_01.txt are
+    one kind, and web_wikipedia.txt another."""
+    stem = os.path.splitext(os.path.basename(path))[0]
+    return re.match(r"[A-Za-z]*", stem)[0].lower() or stem
+
+
+def tokenizer_sample(parts, most=100_000_000):
+    """Of (path, start, end) parts of files, what a tokenizer is trained on: everything, or pieces of 1 MB evenly spread that
+    make up `most` bytes. Which pairs are frequent is known long before gigabytes are read."""
+    total, piece = sum(end - start for _, start, end in parts), 1_000_000
+    if total <= most:
+        return parts
+    stride = piece * total // most
+    return [(path, place, min(place + piece, end)) for path, start, end in parts for place in range(start, end, stride)]
+
+
 def prepare(paths, vocab):
-    """Corpus -> (tokenizer, train, val, key).  train and val: uint16 token ids, memory-mapped.
+    """Corpus -> (tokenizer, train, val, key).  train: uint16 token ids, memory-mapped; val: dict of kind -> such ids, held
+    out.  ValueError for a file that is no text.
 
     What is made is kept in data/, named by a fingerprint of the contents, and made only once."""
     check_corpus(paths)
@@ -197,20 +232,23 @@ def prepare(paths, vocab):
     tokenizer_path = os.path.join("data", f"tokenizer-{vocab}-{corpus_key}.json")
     if not os.path.exists(tokenizer_path):
         print(f"Training a tokenizer of {vocab} tokens on {', '.join(paths)}.", flush=True)
-        Tokenizer.train_files([(path, 0, cut) for path, cut, _ in cuts], vocab,
-                              progress=show_progress("tokenizer")).save(tokenizer_path)
+        sample = tokenizer_sample([(path, 0, cut) for path, cut, _ in cuts])
+        Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:")).save(tokenizer_path)
     tokenizer = Tokenizer.load(tokenizer_path)
     key = hashlib.sha256(f"{corpus_key} {file_hash(tokenizer_path)}".encode()).hexdigest()[:12]
-    parts = []
-    for part in ("train", "val"):
+
+    def tokens(part, ranges):
         path = os.path.join("data", f"{part}-{key}.bin")
         if not os.path.exists(path):
             with replace_file(path) as file:
-                for source, cut, size in cuts:
-                    start, end = (0, cut) if part == "train" else (cut, size)
-                    tokenizer.encode_file(source, file, start, end, progress=show_progress(f"{part} tokens"))
-        parts.append(np.memmap(path, np.dtype("<u2"), mode="r") if os.path.getsize(path) else np.zeros(0, "<u2"))
-    return tokenizer, parts[0], parts[1], key
+                for source, start, end in ranges:
+                    tokenizer.encode_file(source, file, start, end, progress=show_progress(f"{source}, {part}:"))
+        return np.memmap(path, np.dtype("<u2"), mode="r") if os.path.getsize(path) else np.zeros(0, "<u2")
+
+    train = tokens("train", [(path, 0, cut) for path, cut, _ in cuts])
+    val = {name: tokens(f"val-{name}", [(path, cut, size) for path, cut, size in cuts if kind(path) == name])
+           for name in dict.fromkeys(map(kind, paths))}
+    return tokenizer, train, val, key
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,21 +304,32 @@ def token_bytes(tokenizer):
     return np.array([0 if i in special else len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
 
 
-def evaluate(model, tokenizer, val, micro_batch):
-    """-> (nats a token, bits a byte) of head 0 on the first EVAL_TOKENS of val, in windows side by side; None if val
-    has not even K+1 tokens.  Bits a byte do not depend on the tokenizer, so models can be compared by them."""
+def evaluate(model, sizes, val, micro_batch, most):
+    """Head 0 on at most `most` tokens of val, in windows spread evenly -> (nats, tokens, bytes), sums; zeros if val has not
+    even K+1 tokens.  sizes: token_bytes of the tokenizer."""
     K, T = model.config.predict, min(model.config.context, len(val) - model.config.predict)
-    if T < 1:
-        return None
-    starts = [i * T for i in range(min(EVAL_TOKENS, len(val) - K) // T)]
-    nats, counted, sizes = 0.0, 0, token_bytes(tokenizer)
-    size = 0
+    nats, counted, size = 0.0, 0, 0
+    windows = max(1, min(most, len(val) - K) // T) if T > 0 else 0
+    starts = [i * ((len(val) - K) // windows) for i in range(windows)]
     for i in range(0, len(starts), micro_batch):
         inputs, targets = get_batch(val, starts[i:i + micro_batch], T, K)
         nats += float(model.forward(inputs, targets)[0]) * inputs.size
         counted += inputs.size
         size += int(sizes[targets[:, :T]].sum())
-    return nats / counted, nats / math.log(2) / max(size, 1)
+    return nats, counted, size
+
+
+def validate(model, tokenizer, val, micro_batch, most=1 << 62):
+    """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at most `most` tokens
+    of each kind; {} if there is nothing.  Bits a byte do not depend on the tokenizer: models can be compared by them."""
+    sizes = token_bytes(tokenizer)
+    sums = {name: np.array(evaluate(model, sizes, tokens, micro_batch, most)) for name, tokens in val.items()}
+    both = {name: [nats / max(counted, 1), nats / math.log(2) / max(size, 1)]
+            for name, (nats, counted, size) in [*sums.items(), ("", sum(sums.values()))] if counted}
+    if not both:
+        return {}
+    loss, bpb = both.pop("")
+    return {"val_loss": loss, "val_bpb": bpb, "val": both}
 
 
 def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
@@ -343,9 +392,8 @@ def flops_per_token(config):
     return 6 * products + 6 * config.layers * config.dim * config.context
 
 
-def print_step(s, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak_share, last=False):
+def print_step(s, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak_share, left, last=False):
     """The progress line: rewritten in place on a terminal; elsewhere every tenth step on a line of its own."""
-    left = (s.steps - step) * s.batch_tokens / tokens_per_second
     line = (f"step {step:5d}/{s.steps}  loss {loss:7.4f}  {loss / math.log(2) / bytes_per_token:.3f} bits/byte  lr {lr:.2e}"
             f"  norm {norm:6.2f}  {tokens_per_second:8,.0f} tokens/s{peak_share}  {int(left) // 60:d}:{int(left) % 60:02d} left")
     if sys.stdout.isatty():
@@ -371,7 +419,9 @@ def plot(folder):
     steps = [record for record in records if "loss" in record]
     axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], linewidth=0.6, label="training")
     evals = [record for record in records if "val_loss" in record]
-    axes.plot([r["step"] for r in evals], [r["val_loss"] for r in evals], "o-", markersize=3, label="validation")
+    for name in evals[-1]["val"] if evals else ():
+        axes.plot([r["step"] for r in evals], [r["val"][name][0] for r in evals], "o-", markersize=3, linewidth=0.8,
+                  label=f"held out: {name}")
     axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -396,19 +446,26 @@ class Stop:
         os.write(1, b"\nFinishing this step, then saving; once more to leave at once.\n")     # print may be under way
 
 
-def training_step(model, tokens, s, step):
-    """One update on the batch of `step` (from 0) -> (losses (K,), norm of the gradient, learning rate).  On a GPU the first
-    two are arrays there, whose values are not known yet: the host runs ahead."""
-    T, K = model.config.context, model.config.predict
-    windows = s.batch_tokens // T
-    inputs, targets = get_batch(tokens, window_starts(s.seed, step, windows, len(tokens), T, K), T, K)
-    counted = model_cpu.count_targets(targets, T, K)        # of the whole step, so micro-batches change only rounding
+@dataclasses.dataclass
+class Job:
+    """What pretraining and fine-tuning do not share; train() below is the rest."""
+    batch: callable             # step, from 0 -> inputs (B,T), targets (B,T+K-1): a pure function, so that a run can be resumed
+    evaluate: callable          # step, from 1 -> dict for log.jsonl, and prints what it found
+    bytes_per_token: float      # of the text learned from, for the progress line
+    chat_template: str = None   # for the checkpoint, if the model answers
+
+
+def training_step(model, s, inputs, targets, lr):
+    """One update -> (losses (K,), norm of the gradient).  On a GPU both are arrays there, whose values are not known yet:
+    the host runs ahead."""
+    B, T = inputs.shape
+    rows = max(1, s.micro_batch * model.config.context // T)        # a micro-batch is bounded by its tokens
+    counted = model_cpu.count_targets(targets, T, model.config.predict)     # of the step, so that rows changes only rounding
     losses = 0.0
-    for i in range(0, windows, s.micro_batch):
-        losses = losses + model.forward(inputs[i:i + s.micro_batch], targets[i:i + s.micro_batch], counted)
-        model.backward(last=i + s.micro_batch >= windows)
-    lr = learning_rate(step, s)
-    return losses, model.update(lr, decay=s.decay, clip=s.clip), lr
+    for i in range(0, B, rows):
+        losses = losses + model.forward(inputs[i:i + rows], targets[i:i + rows], counted)
+        model.backward(last=i + rows >= B)
+    return losses, model.update(lr, decay=s.decay, clip=s.clip)
 
 
 def first_bad_tensor(model):
@@ -420,19 +477,19 @@ def first_bad_tensor(model):
     return "every gradient is finite; the loss, or the sum of the gradient's squares, overflowed"
 
 
-def save(out, model, tokenizer, s, state):
+def save(out, model, tokenizer, s, state, chat_template=None):
     """The checkpoint, with all that a resumed run needs to know."""
-    model_cpu.save(out, model, tokenizer, {**state, "settings": dataclasses.asdict(s)})
+    model_cpu.save(out, model, tokenizer, {**state, "settings": dataclasses.asdict(s)}, chat_template)
 
 
-def train(model, tokenizer, tokens, val, s, out, state, stop):
-    """Run from model.step to s.steps -> exit code.  state: {"tokens", "seconds"} spent so far."""
+def train(model, tokenizer, s, out, state, stop, job):
+    """Run from model.step to s.steps -> exit code, 0 when the run is finished.  state: a dict of the "tokens" and "seconds"
+    spent so far and the "script" that this is."""
     np.seterr(all="ignore")                             # a number that is not finite is looked for below, and named
-    log, began, first, spent = Log(out, model.step), time.monotonic(), model.step, state["seconds"]
-    bytes_per_token = max(token_bytes(tokenizer)[tokens[:1 << 20]].mean(), 1e-9)
+    log, began, first, before = Log(out, model.step), time.monotonic(), model.step, dict(state)
     peak = model_gpu.peak_flops(s.precision) if s.device == "gpu" else None
 
-    def report(step, losses, norm, lr, last):
+    def report(step, tokens, losses, norm, lr, last):
         """Wait for a step's numbers, log and print them -> whether they are finite."""
         losses, norm = [float(loss) for loss in losses], float(norm)
         if not all(map(math.isfinite, [*losses, norm])):
@@ -440,42 +497,40 @@ def train(model, tokenizer, tokens, val, s, out, state, stop):
                   f"{out} keeps its last checkpoint. Try a lower --lr.", file=sys.stderr)
             return False
         seconds = time.monotonic() - began
-        state.update(tokens=step * s.batch_tokens, seconds=spent + seconds)
-        log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=state["tokens"],
+        state.update(tokens=tokens, seconds=before["seconds"] + seconds)
+        log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
                   seconds=round(state["seconds"], 3))
-        rate = (step - first) * s.batch_tokens / seconds
-        print_step(s, step, losses[0], bytes_per_token, lr, norm, rate,
-                   f"  {rate * flops_per_token(model.config) / peak:.0%} of peak" if peak else "", last)
+        rate = (tokens - before["tokens"]) / seconds
+        print_step(s, step, losses[0], job.bytes_per_token, lr, norm, rate,
+                   f"  {rate * flops_per_token(model.config) / peak:.0%} of peak" if peak else "",
+                   seconds / (step - first) * (s.steps - step), last)
         return True
 
-    waiting = None                                      # the step whose numbers have not been read yet
+    waiting, tokens = None, state["tokens"]             # waiting: the step whose numbers have not been read yet
     for step in range(first + 1, s.steps + 1):
-        numbers = training_step(model, tokens, s, step - 1)
+        (inputs, targets), lr = job.batch(step - 1), learning_rate(step - 1, s)
+        tokens += inputs.size
+        numbers = training_step(model, s, inputs, targets, lr)
         # a GPU works on this step while the host reads the one before
         if waiting and not report(*waiting, last=False):
             return 1
-        evaluating, saving = step % s.eval_every == 0 or step == s.steps, step % s.save_every == 0 or step == s.steps
-        waiting = (step, *numbers)
+        # at first, when the loss falls fastest, evaluations stand at powers of two
+        evaluating = step % s.eval_every == 0 or step == s.steps or 16 <= step < s.eval_every and step & (step - 1) == 0
+        saving, waiting = step % s.save_every == 0 or step == s.steps, (step, tokens, *numbers, lr)
         if not (evaluating or saving or stop.signal):
             continue
         if not report(*waiting, last=True):
             return 1
         waiting = None
         if evaluating:
-            if result := evaluate(model, tokenizer, val, s.micro_batch):
-                log.write(step=step, val_loss=result[0], val_bpb=result[1])
-                print(f"           validation loss {result[0]:.4f}, {result[1]:.4f} bits/byte")
-            print("           " + repr(sample_text(model, tokenizer, PROMPTS[0], s.seed))[1:-1], flush=True)
+            log.write(step=step, **job.evaluate(step))
         if saving or stop.signal:
             os.fsync(log.file.fileno())
-            save(out, model, tokenizer, s, state)
+            save(out, model, tokenizer, s, state, job.chat_template)
         if stop.signal and step < s.steps:
-            print(f"Saved {out} at step {step}. Go on with: python train.py {s.preset} --resume --out {out}")
+            print(f"Saved {out} at step {step}. Go on with: python {state['script']} {s.preset} --resume --out {out}")
             return 128 + stop.signal
-    print(f"\nTrained {out}: {s.steps} steps, {state['tokens']:,} tokens. Three samples:")
-    for i, prompt in enumerate(PROMPTS):
-        print(f"--- {prompt!r}\n{sample_text(model, tokenizer, prompt, s.seed + i)}")
-    print(f"\nTalk to it: python chat.py --model {out}")
+    print(f"\nTrained {out}: {s.steps} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.")
     return 0
 
 
@@ -568,21 +623,30 @@ def set_threads(argv):
     read when NumPy loads, hence the script starts itself anew with it set."""
     wanted = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__), *argv], {**os.environ, **wanted})
+        os.execve(sys.executable, [sys.executable, os.path.abspath(sys.argv[0]), *argv], {**os.environ, **wanted})
 
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description="Pretrain a model.", epilog="Defaults depend on the preset: --dry-run "
                                      "prints them.")
-    positive = number_type(int, lambda x: x >= 1, "a whole number of at least 1")
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="text files; documents may be separated by lines that "
-                        "hold only <|endoftext|> (default: data/tiny.txt, or the English inside Python)")
+                        "hold only <|endoftext|> (default: data/tiny.txt, or the English inside Python; for medium and big "
+                        "data/books*.txt and data/web*.txt, if there are any)")
     parser.add_argument("--out", metavar="DIR", help="the checkpoint folder (default out/PRESET)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--steps", type=positive, help="updates")
+    add_run_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print parameters and memory, then stop")
+    parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
+    return parser.parse_args(argv)
+
+
+def add_run_options(parser):
+    """The options that pretraining and fine-tuning share."""
     parser.add_argument("--batch-tokens", type=positive, help="tokens a step, a multiple of the context")
-    parser.add_argument("--micro-batch", type=positive, help="windows a forward/backward (default: about 4096 tokens)")
+    parser.add_argument("--micro-batch", type=positive, help="windows a forward/backward (default: what the memory holds, up "
+                        "to where more is no faster)")
     parser.add_argument("--lr", type=number_type(float, lambda x: 0 < x < math.inf, "a number above 0"), help="peak rate")
     parser.add_argument("--warmup", type=number_type(int, lambda x: x >= 0, "a whole number of at least 0"), help="steps")
     parser.add_argument("--decay", type=number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1"),
@@ -592,7 +656,7 @@ def parse_arguments(argv):
     parser.add_argument("--mtp-weight", type=number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
                         help="weight of the further prediction heads")
     parser.add_argument("--seed", type=number_type(int, lambda x: x >= 0, "a whole number of at least 0"),
-                        help="of initial weights and batches (default 0)")
+                        help="of all that is drawn at random (default 0)")
     parser.add_argument("--eval-every", type=positive, metavar="STEPS")
     parser.add_argument("--save-every", type=positive, metavar="STEPS")
     parser.add_argument("--threads", type=positive, help="cores to use (default: all)")
@@ -602,9 +666,6 @@ def parse_arguments(argv):
     parser.add_argument("--matmul", choices=("cublas", "ours"), help="on a GPU (default cublas)")
     parser.add_argument("--memory-limit", type=memory_size, metavar="SIZE", help="of the GPU, such as 12GB: plan for a smaller "
                         "card, and stay within it")
-    parser.add_argument("--dry-run", action="store_true", help="print parameters and memory, then stop")
-    parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
-    return parser.parse_args(argv)
 
 
 def number_type(kind, good, what):
@@ -618,6 +679,11 @@ def number_type(kind, good, what):
             raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
         return value
     return parse
+
+
+def positive(text):
+    """An argparse type."""
+    return number_type(int, lambda x: x >= 1, "a whole number of at least 1")(text)
 
 
 def given_settings(args):
@@ -640,9 +706,9 @@ def memory_size(text):
     raise argparse.ArgumentTypeError(f"must be a size such as 12GB or 800MB, not {text!r}")
 
 
-def make_settings(args, preset, config):
-    """Settings from the defaults of the preset and the options given."""
-    chosen = dict(DEFAULTS[preset], preset=preset, device="cpu", decay=0.1, clip=1.0, seed=0, data=None,
+def make_settings(args, preset, config, defaults):
+    """Settings from these defaults, of the preset, and the options given."""
+    chosen = dict(defaults, preset=preset, device="cpu", decay=0.1, clip=1.0, seed=0, data=None,
                   mtp_weight=config.mtp_weight)
     chosen.update(given_settings(args))
     windows = chosen["batch_tokens"] // config.context
@@ -664,14 +730,18 @@ def make_settings(args, preset, config):
     return s
 
 
-def resume(args, out):
-    """-> (model, tokenizer, settings, state) of the run in `out`.  Options that differ from the run's are an error."""
+def resume(args, out, script):
+    """-> (model, tokenizer, settings, state) of the run of this script in `out`.  Options that differ from the run's are an
+    error."""
     if not os.path.exists(os.path.join(out, "config.json")):
         raise ValueError(f"there is nothing to resume in {out}: it holds no checkpoint. Start a run without --resume.")
+    state = model_cpu.load_state(out)
     try:
-        s = Settings(**model_cpu.load_state(out)["settings"])
+        s = Settings(**state["settings"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{out} was not written by train.py, so there is nothing to resume ({error}).") from None
+        raise ValueError(f"{out} was not written by {script}, so there is nothing to resume ({error}).") from None
+    if state["script"] != script:
+        raise ValueError(f"the run in {out} is one of {state['script']}: resume it with that.")
     for name, value in given_settings(args).items():
         recorded = getattr(s, name)
         if value != recorded:
@@ -696,6 +766,36 @@ def set_aside(out):
         print(f"{out} held an earlier run: it is now {out}.{number}.")
 
 
+def cap_steps(args, s, tokens):
+    """medium and big, unless told: no more steps than the corpus has new things to say."""
+    most = max(1, MOST_EPOCHS * tokens // s.batch_tokens)
+    if s.preset != "small" and args.steps is None and most < s.steps:
+        print(f"{tokens:,} tokens are few for {s.steps} steps: taking {most}, which read them {MOST_EPOCHS} times (--steps takes "
+              f"another number).")
+        s.steps = most
+        s.warmup = s.warmup if args.warmup is not None else min(s.warmup, most // 10)
+
+
+def pretraining(model, tokenizer, tokens, val, s):
+    """-> the Job of a run on these tokens."""
+    T, K, windows = model.config.context, model.config.predict, s.batch_tokens // model.config.context
+
+    def batch(step):
+        return get_batch(tokens, window_starts(s.seed, step, windows, len(tokens), T, K), T, K)
+
+    def look(step):
+        result = validate(model, tokenizer, val, s.micro_batch, EVAL_TOKENS if step < s.steps else 1 << 62)
+        if result:
+            kinds = "; ".join(f"{name} {loss:.4f}, {bpb:.4f}" for name, (loss, bpb) in result["val"].items())
+            print(f"           validation loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte"
+                  + (f" ({kinds})" if len(val) > 1 else ""))
+        samples = [sample_text(model, tokenizer, prompt, s.seed + i) for i, prompt in enumerate(PROMPTS)]
+        print("           " + repr(samples[0])[1:-1], flush=True)
+        return {**result, "samples": samples}
+
+    return Job(batch, look, max(token_bytes(tokenizer)[tokens[:1 << 20]].mean(), 1e-9))
+
+
 def main(argv):
     args = parse_arguments(argv)
     if args.plot:
@@ -704,7 +804,7 @@ def main(argv):
     preset = args.preset or "small"
     out = os.path.normpath(args.out or os.path.join("out", preset))
     if args.resume:
-        model, tokenizer, s, state = resume(args, out)
+        model, tokenizer, s, state = resume(args, out, "train.py")
         if model.step >= s.steps:
             print(f"The run in {out} is finished: {model.step} of {s.steps} steps.")
             return 0
@@ -719,7 +819,7 @@ def main(argv):
         planning = args.dry_run and args.device != "cpu" and (preset != "small" or args.device == "gpu" or args.memory_limit)
         asked = args.device
         args.device = "gpu" if planning else choose_device(asked or "auto", preset)
-        s = make_settings(args, preset, config)
+        s = make_settings(args, preset, config, DEFAULTS[preset])
         config = dataclasses.replace(config, mtp_weight=s.mtp_weight)
         if args.dry_run:
             return dry_run(config, s)
@@ -728,16 +828,24 @@ def main(argv):
         s.data = s.data or find_corpus(preset)
         tokenizer, tokens, val, s.tokens_key = prepare(s.data, config.vocab)
         window_count(len(tokens), config.context, config.predict)
-        if len(val) <= config.predict:
+        cap_steps(args, s, len(tokens))
+        if sum(map(len, val.values())) <= config.predict:
             print("The corpus is too short for a validation part: there will be no validation loss.")
         model = model_gpu.pick(s.device).Model(config, s.seed, **model_options(s))
-        state = {"tokens": 0, "seconds": 0.0}
+        state = {"script": "train.py", "tokens": 0, "seconds": 0.0}
         set_aside(out)
         save(out, model, tokenizer, s, state)           # so that there is something to resume from the first moment on
         engine = f"{s.threads} threads" if s.device == "cpu" else f"GPU {s.precision}"
         print(f"{preset}: {model_cpu.param_count(config):,} parameters, {s.steps} steps of {s.batch_tokens:,} tokens, {engine}; "
-              f"corpus {', '.join(s.data)}: {len(tokens):,} tokens to train on, {len(val):,} to validate.", flush=True)
-    return train(model, tokenizer, tokens, val, s, out, state, Stop())
+              f"corpus {', '.join(s.data)}: {len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.",
+              flush=True)
+    job = pretraining(model, tokenizer, tokens, val, s)
+    if code := train(model, tokenizer, s, out, state, Stop(), job):
+        return code
+    for i, prompt in enumerate(PROMPTS):
+        print(f"--- {prompt!r}\n{sample_text(model, tokenizer, prompt, s.seed + i)}")
+    print(f"\nTalk to it: python chat.py --model {out}")
+    return 0
 
 
 if __name__ == "__main__":

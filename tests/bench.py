@@ -455,7 +455,7 @@ def bench_curves(arguments):
     config, B, data = CONFIGS[arguments.model], arguments.batch, np.fromfile(arguments.tokens, "<u2")
     T, K = config.context, config.predict
     # the schedule of the real run, of which these are the first steps
-    settings = train.make_settings(train.parse_arguments(["--device", "cpu"]), arguments.model, config)
+    settings = train.make_settings(train.parse_arguments(["--device", "cpu"]), arguments.model, config, train.DEFAULTS[arguments.model])
 
     def run(step):
         """step(inputs, targets, lr) -> losses on the device; the curve of head 0."""

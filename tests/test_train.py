@@ -84,7 +84,7 @@ def test_too_short_for_one_window():
 
 def test_schedule():
     args = train.parse_arguments(["--steps", "100", "--lr", "1", "--warmup", "10", "--device", "cpu"])
-    s = train.make_settings(args, "small", train.CONFIGS["small"])
+    s = train.make_settings(args, "small", train.CONFIGS["small"], train.DEFAULTS["small"])
     rates = [train.learning_rate(step, s) for step in range(100)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and abs(rates[-1] - 0.1) < 1e-12
     assert all(a > b for a, b in zip(rates[10:], rates[11:]))
