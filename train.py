@@ -73,10 +73,10 @@ class Settings:
 DEFAULTS = {
     "small": dict(steps=1000, batch_tokens=2048, lr=2e-3, warmup=50, eval_every=250, save_every=250),
     "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
-    "big": dict(steps=6000, batch_tokens=262144, lr=6e-4, warmup=300, eval_every=500, save_every=500),
+    "big": dict(steps=48000, batch_tokens=32768, lr=1e-3, warmup=300, eval_every=500, save_every=2000),
 }
+MOST_EPOCHS = 7                 # medium and big: of a small corpus, no more repeats than this
 EVAL_TOKENS = 1 << 16           # an evaluation on the way reads at most this many tokens of each kind held out
-MOST_EPOCHS = 8                 # medium and big: of a small corpus, no more repeats than this
 SAMPLE_TOKENS = 80
 PROMPTS = ("\n", "The ", "What is ")
 
@@ -147,12 +147,12 @@ def write_python_corpus(path):
 
 
 def split_point(path):
-    """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB and at most 10%, cut at the
-    document boundary nearest to that, else at the nearest line, else after an ASCII character.  Everything before is for
-    training, so no document is in both parts."""
+    """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB, and at most 10% and 4 MB (about
+    1M tokens), cut at the document boundary nearest to that, else at the nearest line, else after an ASCII character.
+    Everything before is for training, so no document is in both parts."""
     size = os.path.getsize(path)
-    wanted = min(max(size // 100, 100_000), size // 10)
-    low = size - size // 10                         # the cut may move within the last 10%
+    wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
+    low = size - min(size // 10, 32_000_000)        # the cut may move from here on
     with open(path, "rb") as file:
         file.seek(low)
         tail = file.read()

@@ -1,5 +1,6 @@
 """train.py: batches as a pure function, the held-out part, exact resume after every kind of death, bad input."""
 import json
+import lzma
 import os
 import random
 import resource
@@ -11,9 +12,12 @@ import time
 import numpy as np
 import pytest
 
+import model_cpu
 import train
+from tokenizer import Tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DATA = os.path.join(ROOT, "..", "shared", "data")
 QUICK = ["--batch-tokens", "256", "--steps", "30", "--eval-every", "15", "--save-every", "1", "--threads", "2"]
 
 
@@ -110,6 +114,65 @@ def test_split_at_a_line_or_anywhere(tmp_path):
     assert raw[cut - 1:cut] == b"\n" and abs(len(raw) - cut - len(raw) // 10) < 100
     path.write_text("x" * 5000, encoding="utf-8")
     assert train.split_point(path) in (4500, 4501)
+
+
+@pytest.mark.skipif(not os.path.isdir(DATA), reason="../shared/data is not there")
+def test_no_real_document_is_in_both_parts(tmp_path):
+    path = tmp_path / "web.txt"
+    path.write_bytes(lzma.open(os.path.join(DATA, "web_techdocs.txt.xz")).read())
+    cut, raw = train.split_point(path), path.read_bytes()
+    parts = [[text.strip() for text in half.split(b"\n<|endoftext|>\n") if text.strip(b"\n")] for half in (raw[:cut], raw[cut:])]
+    whole = [text.strip() for text in raw.split(b"\n\n<|endoftext|>\n\n")]
+    assert set(parts[0]).isdisjoint(parts[1]) and sum(map(len, parts)) == len(whole)
+    assert 0.005 < 1 - cut / len(raw) < 0.02
+
+
+def test_a_tokenizer_sample_is_spread_over_all_parts():
+    parts = [("a", 0, 300_000_000), ("b", 5_000_000, 6_500_000), ("c", 0, 900_000_000)]
+    pieces = train.tokenizer_sample(parts)
+    assert abs(sum(end - start for _, start, end in pieces) / 100_000_000 - 1) < 0.03
+    for name, start, end in parts:
+        inside = [piece for piece in pieces if piece[0] == name]
+        assert all(start <= a < b <= end for _, a, b in inside)
+        assert inside[0][1] == start and end - inside[-1][1] < 13_000_000
+    assert train.tokenizer_sample(parts[1:2]) == parts[1:2]
+
+
+def test_validation_by_kind():
+    assert [train.kind(path) for path in ("data/books_00.txt", "web_wikipedia.txt", "data/python-3.11.txt", "7.txt", "Play")] == [
+        "books", "web", "python", "7", "play"]
+    model = model_cpu.Model(model_cpu.CONFIGS["small"], 0, np.float32)
+    rng, tokenizer = np.random.default_rng(0), Tokenizer.train(["some text"], 512)
+    val = {"books": rng.integers(0, 256, 5000).astype("<u2"), "web": rng.integers(0, 256, 3000).astype("<u2"),
+           "none": np.zeros(3, "<u2")}
+    whole, some = (train.validate(model, tokenizer, val, 4, most) for most in (1 << 20, 1024))
+    assert set(whole["val"]) == {"books", "web"}
+    expected, T = {}, 128
+    for name in whole["val"]:               # every window side by side, each token a byte
+        n = (len(val[name]) - 4) // T
+        starts = [i * ((len(val[name]) - 4) // n) for i in range(n)]
+        expected[name] = n, np.mean([model.forward(*train.get_batch(val[name], [start], T, 4))[0] for start in starts])
+        assert abs(whole["val"][name][0] - expected[name][1]) < 1e-5
+        assert abs(whole["val"][name][1] - expected[name][1] / np.log(2)) < 1e-5
+    mean = sum(n * loss for n, loss in expected.values()) / sum(n for n, _ in expected.values())
+    assert abs(whole["val_loss"] - mean) < 1e-5
+    assert some["val"] != whole["val"] and abs(some["val_loss"] - whole["val_loss"]) < 0.1
+    assert train.validate(model, tokenizer, {"none": val["none"]}, 4) == {}
+
+
+def test_a_small_corpus_caps_the_steps_of_the_large_models(capsys):
+    args = train.parse_arguments(["big", "--device", "cpu"])
+    s = train.make_settings(args, "big", model_cpu.CONFIGS["big"], train.DEFAULTS["big"])
+    steps, warmup = s.steps, s.warmup
+    train.cap_steps(args, s, 10**12)
+    assert (s.steps, s.warmup) == (steps, warmup) and not capsys.readouterr().out
+    train.cap_steps(args, s, 1_000_000)
+    assert s.steps == train.MOST_EPOCHS * 1_000_000 // s.batch_tokens and s.warmup == s.steps // 10
+    assert "1,000,000 tokens are few" in capsys.readouterr().out
+    args = train.parse_arguments(["big", "--device", "cpu", "--steps", "4000"])
+    s = train.make_settings(args, "big", model_cpu.CONFIGS["big"], train.DEFAULTS["big"])
+    train.cap_steps(args, s, 1_000_000)
+    assert s.steps == 4000
 
 
 def test_python_corpus(tmp_path):
@@ -228,7 +291,6 @@ def test_invalid_utf8_is_no_error(tmp_path):
 
 
 def test_dry_run_counts_what_the_engine_allocates(tmp_path):
-    import model_cpu
     config, B, T = model_cpu.CONFIGS["small"], 3, 128
     model = model_cpu.Model(config, 0, np.float32)
     tokens = np.zeros((B, T), np.int64)
