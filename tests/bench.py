@@ -442,7 +442,8 @@ def bench_attention(arguments):
 # curves: do the precisions learn alike, and like PyTorch?
 
 def bench_curves(arguments):
-    """Train from one seed on the same batches in several precisions, and the PyTorch twin beside; losses of head 0."""
+    """Train from one seed on the same batches in several precisions, and the PyTorch twin beside; losses of head 0, and with
+    --val the loss on held-out tokens afterwards."""
     import numpy as np
 
     import model_gpu
@@ -455,7 +456,10 @@ def bench_curves(arguments):
     config, B, data = CONFIGS[arguments.model], arguments.batch, np.fromfile(arguments.tokens, "<u2")
     T, K = config.context, config.predict
     # the schedule of the real run, of which these are the first steps
-    settings = train.make_settings(train.parse_arguments(["--device", "cpu"]), arguments.model, config, train.DEFAULTS[arguments.model])
+    settings = train.make_settings(train.parse_arguments(["--device", "cpu"]), arguments.model, config,
+                                   train.DEFAULTS[arguments.model])
+    val = np.fromfile(arguments.val, "<u2") if arguments.val else []
+    windows = [i * T for i in range(min(8 * B, (len(val) - K) // T))]
 
     def run(step):
         """step(inputs, targets, lr) -> losses on the device; the curve of head 0."""
@@ -465,7 +469,12 @@ def bench_curves(arguments):
             curve.append(step(*batch, train.learning_rate(i, settings)))
         return np.array([float(losses[0]) for losses in curve])
 
-    curves = {}
+    def held_out(losses):
+        """losses(inputs, targets) -> those of the heads; the mean of head 0's over the windows held out."""
+        parts = [windows[i:i + B] for i in range(0, len(windows), B)]
+        return sum(len(part) * float(losses(*train.get_batch(val, part, T, K))[0]) for part in parts) / max(1, len(windows))
+
+    curves, after = {}, {}
     for precision in arguments.precisions:
         model = model_gpu.Model(config, precision=precision, micro_batch=B)
         host = {name: array.get() for name, array in model.params.items()}
@@ -476,7 +485,7 @@ def bench_curves(arguments):
             model.update(lr)
             return losses
 
-        curves[precision] = run(ours)
+        curves[precision], after[precision] = run(ours), held_out(model.forward)
         del model, ours
         if arguments.peer:
             import torch
@@ -484,13 +493,19 @@ def bench_curves(arguments):
             import torch_twin
             torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
             twin = torch_twin.Twin(config, host).to("cuda")
-            step = torch_twin.make_step(twin, True, torch.bfloat16 if precision == "bf16" else None)
+            autocast = torch.bfloat16 if precision == "bf16" else None
+            step, losses = torch_twin.make_step(twin, True, autocast), torch_twin.make_losses(twin, False, autocast)
             curves[f"PyTorch {precision}"] = run(lambda inputs, targets, lr, step=step: step(
                 torch.from_numpy(inputs).to("cuda"), torch.from_numpy(targets).to("cuda"), lr))
+            with torch.no_grad():
+                after[f"PyTorch {precision}"] = held_out(lambda inputs, targets, losses=losses: losses(
+                    torch.from_numpy(inputs).to("cuda"), torch.from_numpy(targets).to("cuda"))[0])
     print(f"{arguments.model}, {arguments.steps} steps of {B} x {T} tokens, loss of head 0")
     print("step  " + "".join(f"{name:>14}" for name in curves))
     for i in sorted({*range(0, arguments.steps, max(1, arguments.steps // 20)), arguments.steps - 1}):
         print(f"{i + 1:4d}  " + "".join(f"{curve[i]:14.5f}" for curve in curves.values()))
+    if windows:
+        print("held " + "".join(f"{loss:14.5f}" for loss in after.values()) + f"   after them, on {len(windows) * T:,} other tokens")
     first, *others = curves
     for name in others:
         gap = np.abs(curves[name] - curves[first])
@@ -534,6 +549,7 @@ def main():
     command.set_defaults(run=bench_attention)
     command = commands.add_parser("curves", help="on the GPU: loss curves in several precisions, and PyTorch's")
     command.add_argument("--tokens", required=True, help="a data/train-*.bin of the model's vocabulary")
+    command.add_argument("--val", help="a data/val-*.bin of the same vocabulary: the loss on it afterwards")
     command.add_argument("--model", choices=("small", "medium", "big"), default="big")
     command.add_argument("--steps", type=int, default=200)
     command.add_argument("--batch", type=int, default=64)
