@@ -1,27 +1,76 @@
 #!/usr/bin/env bash
 # fetch_data.sh: bring text to train on into data/, which git ignores.  `./fetch_data.sh --help` says what there is.
 #
-# What is fetched goes to data/NAME.part first and gets its own name only once it is whole and looks like what was asked
-# for, so a file in data/ is never half a file.  Run again, it goes on where it was interrupted, and fetches nothing
-# that is there.
+# Whatever is fetched or made goes to NAME.part first and gets its own name only once it is whole and looks like what
+# was asked for, so a file in data/ is never half a file.  Run again, it goes on where it was interrupted, and fetches
+# nothing that is there.  It asks for one thing at a time, pauses between books, and stops at the first sign that the
+# network is gone or that a server wants to be left alone.
 #
-# Read before it: nothing.  What it does not do: no filtering of what a text says.
+# Read before it: nothing.  What it does not do: no judgement of what a text says, and no removal of duplicates.  It is
+# plain bash (3.2, as macOS has it, is enough) with curl, awk and iconv; web text also needs DuckDB's command line.
+#
+#   1. settings        what can be changed from the environment, and --help
+#   2. fetching        one file from one address: resumed, checked, renamed
+#   3. books           Project Gutenberg: the licence stripped, lines joined to paragraphs, one file of all
+#   4. web             FineWeb-Edu: rows of Parquet files filtered by DuckDB into text
+#   5. the command line
 set -euo pipefail
 cd "$(dirname "$0")"
+export LC_ALL=C                                 # bytes, whatever the language of the user: the same file for everybody
 
-# From the environment: another address to fetch from, such as a mirror; and how many seconds one file may take.
+# ----------------------------------------------------------------------------------------------------------------------
+# 1. Settings
+# ----------------------------------------------------------------------------------------------------------------------
+# Where things come from: another address can stand in, such as a mirror.
 TINY_URL=${TINY_URL:-https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt}
-FETCH_TIMEOUT=${FETCH_TIMEOUT:-600}
+GUTENBERG_URL=${GUTENBERG_URL:-https://www.gutenberg.org/cache/epub}
+FINEWEB_URL=${FINEWEB_URL:-https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT}
+ALPACA_URL=${ALPACA_URL:-https://raw.githubusercontent.com/tatsu-lab/stanford_alpaca/main/alpaca_data.json}
+
+BOOK_IDS=${BOOK_IDS:-}                          # empty: the list below
+FETCH_TIMEOUT=${FETCH_TIMEOUT:-7200}            # for one file; a connection that stalls for a minute ends sooner
+FETCH_PAUSE=${FETCH_PAUSE:-2}                   # what Project Gutenberg asks of programs
+
+# 2 GB of English is about 600 million tokens of a vocabulary of 4,096 (3.3 bytes each).  Four epochs of them, which are
+# about as good as new text (Muennighoff et al., 2023), are 20 a parameter of the big model (Hoffmann et al., 2022).
+WEB_MB=${WEB_MB:-2000}
+# FineWeb-Edu rates how much a page teaches, from 0 to 5, and keeps what rounds to 3; from 3.0 on it is the better half.
+WEB_SCORE=${WEB_SCORE:-3}
+# How sure a classifier is that a page is English.  FineWeb keeps 0.65 and above; below 0.8 pages are often half another
+# language, or lists and tables.
+WEB_LANGUAGE_SCORE=${WEB_LANGUAGE_SCORE:-0.8}
 
 AGENT="NanoEuler-fetch_data.sh/1.0 (a language model for teaching; fetches a few public text files)"
 
 usage() {
-    cat <<EOF
+    local count
+    count=$(($(list_books | wc -l)))
+    cat <<EOT
 usage: ./fetch_data.sh WORD...
-  tiny    Tiny Shakespeare, scenes from the plays, 1.1 MB, public domain -> data/tiny.txt
+  tiny          Tiny Shakespeare: scenes from the plays, 1.1 MB -> data/tiny.txt
+                (public domain)
+  books         $count classics of Project Gutenberg, about 110 MB in 10 minutes -> data/books.txt
+                (public domain in the USA; elsewhere see the law of your country)
+  web           pages of FineWeb-Edu's sample-10BT, WEB_MB megabytes of text -> data/web_000.txt, web_001.txt, ...
+                (ODC-By 1.0, and Common Crawl's terms of use; about 1.3 MB are read for 1 MB of text)
+  instructions  Alpaca's 52,002 instructions with answers, 23 MB -> data/instructions.json
+                (CC BY-NC 4.0: not for commercial use)
+  all           books, web and instructions
 
-environment: TINY_URL (where tiny comes from), FETCH_TIMEOUT (seconds a file may take, now $FETCH_TIMEOUT)
-EOF
+Run again it fetches only what is missing.  A book that the server does not have is named and left out; as long as nine
+of ten are there, data/books.txt is made without it, and running this again tries it once more.
+
+environment (now):
+  WEB_MB=$WEB_MB, WEB_SCORE=$WEB_SCORE, WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE
+      at least so much web text, in files of about 80 MB; only pages with these scores, which stay the same for all
+      files: delete data/web_*.txt to change them.  A larger WEB_MB later adds files to those that are there.
+  BOOK_IDS="1342 2701"
+      these books instead of the list; each one is kept in data/books/
+  FETCH_TIMEOUT=$FETCH_TIMEOUT, FETCH_PAUSE=$FETCH_PAUSE
+      seconds that a file may take, and seconds between two books
+  TINY_URL, GUTENBERG_URL, FINEWEB_URL, ALPACA_URL
+      where things come from: a mirror, or for FINEWEB_URL also a folder that has the Parquet files
+EOT
 }
 
 fail() {
@@ -29,11 +78,47 @@ fail() {
     exit 2
 }
 
+# Ctrl-C: the .part files stay, for the next run to go on with.
+trap 'echo "Interrupted; run this again to go on." >&2; exit 130' INT TERM
+
+# check NAME VALUE PATTERN MEANING: the whole of VALUE must match the regular expression PATTERN.
+check() {
+    [[ $2 =~ ^$3$ ]] || fail "$1 must be $4, not '$2'."
+}
+
+# progress FILE: on a terminal, a line that rewrites itself with the size of FILE, until this is killed.
+progress() {
+    [ -t 2 ] || return 0
+    while sleep 1 && kill -0 $$ 2>/dev/null; do
+        [ ! -f "$1" ] || printf '\r%s: %d MB ' "${1%.part}" $(($(wc -c <"$1") / 1000000)) >&2
+    done
+}
+
+# with_progress FILE COMMAND...: COMMAND, with the growth of FILE shown; what COMMAND says on stderr goes into $message.
+message=
+with_progress() {
+    local watcher code=0 file=$1
+    shift
+    progress "$file" & watcher=$!
+    message=$("$@" 2>&1) || code=$?
+    kill "$watcher" 2>/dev/null || true
+    wait "$watcher" 2>/dev/null || true
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+    return $code
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. Fetching one file
+# ----------------------------------------------------------------------------------------------------------------------
+# Two kinds of trouble.  An answer that is not what was asked for concerns this one file: the function returns 1, with a
+# sentence in $problem.  A network that is gone, a full disk, or a server that refuses concerns all files: the run ends.
+problem=
+
 # download URL PART: the whole of URL into PART, going on where an earlier try ended.
 download() {
-    local url=$1 part=$2 message code=0
-    message=$(curl --silent --show-error --fail --location --user-agent "$AGENT" --connect-timeout 20 \
-                   --max-time "$FETCH_TIMEOUT" --continue-at - --output "$part" "$url" 2>&1) || code=$?
+    local url=$1 part=$2 code=0
+    with_progress "$part" curl --silent --show-error --fail --location --user-agent "$AGENT" --connect-timeout 20 \
+        --speed-limit 100 --speed-time 60 --max-time "$FETCH_TIMEOUT" --continue-at - --output "$part" "$url" || code=$?
     message=${message##*curl: }                 # "curl: (6) Could not resolve host: ..." -> what comes after the number
     message=${message#(*) }
     case "$code:$message" in
@@ -43,51 +128,468 @@ download() {
             [ -s "$part" ] || fail "$url cannot be fetched ($message)."
             rm -f "$part"
             download "$url" "$part" ;;
-        22:*) fail "$url cannot be fetched ($message); see whether that address is still right." ;;
+        22:*404* | 22:*410*)
+            problem="$url cannot be fetched ($message); see whether that address is still right."
+            return 1 ;;
+        22:*) fail "$url cannot be fetched ($message); the server refuses for now, so run this again later." ;;
+        23:*) fail "$part cannot be written ($message); is there room on the disk?" ;;
+        1:* | 3:*) fail "$url cannot be fetched ($message); it is not an address that curl knows." ;;
         *) fail "$url cannot be fetched ($message); run this again to go on when the network is back." ;;
     esac
 }
 
-# fetch URL FILE LEAST: make FILE from URL, unless it is there; an answer below LEAST bytes, or a web page, is refused.
-fetch() {
-    local url=$1 file=$2 least=$3 part=$2.part size
-    if [ -s "$file" ]; then
-        echo "$file is there ($(($(wc -c <"$file"))) bytes); nothing to fetch."
-        return
-    fi
-    { mkdir -p data && touch "$part"; } 2>/dev/null || fail "data/ cannot be written to."
+# get URL FILE LEAST [IS_RIGHT]: make FILE from URL, unless it is there.  Refused are an answer below LEAST bytes, a web
+# page, and what the function IS_RIGHT does not accept.
+get() {
+    local url=$1 file=$2 least=$3 is_right=${4:-true} part=$2.part size
+    [ ! -s "$file" ] || return 0
+    { mkdir -p "$(dirname "$file")" && touch "$part"; } 2>/dev/null || fail "data/ cannot be written to."
     [ -s "$part" ] || rm -f "$part"
-    echo "Fetching $file ..."
-    download "$url" "$part"
+    download "$url" "$part" || return 1
     size=$(($(wc -c <"$part")))
-    if head -c 512 "$part" | LC_ALL=C grep -aqiE '^[[:space:]]*<(!doctype|html|head|\?xml)'; then
-        rm -f "$part"
-        fail "$url gave a web page instead of the text (a login page of the network, perhaps); nothing was kept."
+    if head -c 512 "$part" | grep -aqiE '^[[:space:]]*<(!doctype|html|head|\?xml)'; then
+        problem="$url gave a web page instead of the text (a login page of the network, perhaps); nothing was kept."
+    elif [ "$size" -lt "$least" ]; then
+        problem="$url gave $size bytes, fewer than the $least that $file must have; nothing was kept."
+    elif ! $is_right "$part"; then
+        problem="$url gave $size bytes that are not what $file must be; nothing was kept."
+    else
+        mv "$part" "$file" || fail "$file cannot be written."
+        return 0
     fi
-    if [ "$size" -lt "$least" ]; then
-        rm -f "$part"
-        fail "$url gave $size bytes, fewer than the $least that $file must have; nothing was kept."
-    fi
-    mv "$part" "$file"
-    echo "$file: $size bytes."
+    rm -f "$part"
+    return 1
 }
 
+# fetch URL FILE LEAST [IS_RIGHT]: the same, for a file without which the run makes no sense; says what it does.
+fetch() {
+    if [ -s "$2" ]; then
+        echo "$2 is there ($(($(wc -c <"$2"))) bytes); nothing to fetch."
+        return
+    fi
+    echo "Fetching $2 ..."
+    get "$@" || fail "$problem"
+    echo "$2: $(($(wc -c <"$2"))) bytes."
+}
+
+# Alpaca's form: a list of records, each with an instruction and an output.  A quote within a text is written \", so the
+# patterns match keys alone.
+is_instructions() {
+    [ "$(head -c 100 "$1" | tr -d '[:space:]' | head -c 2)" = '[{' ] &&
+        [ "$(tail -c 100 "$1" | tr -d '[:space:]' | tail -c 2)" = '}]' ] &&
+        [ "$(count_keys instruction "$1")" -gt 0 ] && [ "$(count_keys instruction "$1")" = "$(count_keys output "$1")" ]
+}
+
+count_keys() {
+    { grep -aoE "\"$1\"[[:space:]]*:" "$2" || true; } | wc -l | tr -d ' '
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3. Books
+# ----------------------------------------------------------------------------------------------------------------------
+# Author: number title; number title; ...  All are in English, and out of copyright in the USA.
+classics() {
+    cat <<'EOT'
+Jane Austen: 1342 Pride and Prejudice; 158 Emma; 161 Sense and Sensibility; 141 Mansfield Park; 105 Persuasion;
+    121 Northanger Abbey
+Charles Dickens: 98 A Tale of Two Cities; 1400 Great Expectations; 766 David Copperfield; 730 Oliver Twist;
+    1023 Bleak House; 786 Hard Times; 580 The Pickwick Papers; 46 A Christmas Carol
+George Eliot: 145 Middlemarch; 507 Adam Bede; 550 Silas Marner; 6688 The Mill on the Floss
+The Brontes: 1260 Jane Eyre; 9182 Villette; 768 Wuthering Heights; 969 The Tenant of Wildfell Hall
+Thomas Hardy: 110 Tess of the d'Urbervilles; 153 Jude the Obscure; 107 Far from the Madding Crowd;
+    143 The Mayor of Casterbridge; 122 The Return of the Native
+Wilkie Collins: 155 The Moonstone; 583 The Woman in White
+Anthony Trollope: 619 The Warden; 3409 Barchester Towers
+Elizabeth Gaskell: 394 Cranford; 4276 North and South
+William Thackeray: 599 Vanity Fair
+Daniel Defoe: 521 Robinson Crusoe
+Jonathan Swift: 829 Gulliver's Travels
+Henry Fielding: 6593 Tom Jones
+Oliver Goldsmith: 2667 The Vicar of Wakefield
+Walter Scott: 82 Ivanhoe
+Mary Shelley: 84 Frankenstein
+Bram Stoker: 345 Dracula
+Oscar Wilde: 174 The Picture of Dorian Gray; 844 The Importance of Being Earnest
+Robert Louis Stevenson: 120 Treasure Island; 421 Kidnapped; 43 Dr Jekyll and Mr Hyde
+Arthur Conan Doyle: 1661 The Adventures of Sherlock Holmes; 834 The Memoirs of Sherlock Holmes;
+    108 The Return of Sherlock Holmes; 2852 The Hound of the Baskervilles; 244 A Study in Scarlet; 139 The Lost World
+H. G. Wells: 35 The Time Machine; 36 The War of the Worlds; 5230 The Invisible Man; 159 The Island of Doctor Moreau
+Joseph Conrad: 219 Heart of Darkness; 5658 Lord Jim; 2021 Nostromo; 974 The Secret Agent
+Rudyard Kipling: 236 The Jungle Book; 2226 Kim
+G. K. Chesterton: 1695 The Man Who Was Thursday; 204 The Innocence of Father Brown; 130 Orthodoxy
+E. M. Forster: 2641 A Room with a View; 2891 Howards End
+D. H. Lawrence: 217 Sons and Lovers
+Ford Madox Ford: 2775 The Good Soldier
+James Joyce: 2814 Dubliners; 4217 A Portrait of the Artist as a Young Man; 4300 Ulysses
+Lewis Carroll: 11 Alice's Adventures in Wonderland; 12 Through the Looking-Glass
+J. M. Barrie: 16 Peter Pan
+Kenneth Grahame: 289 The Wind in the Willows
+Frances Hodgson Burnett: 113 The Secret Garden; 146 A Little Princess
+Jerome K. Jerome: 308 Three Men in a Boat
+P. G. Wodehouse: 8164 My Man Jeeves
+Agatha Christie: 863 The Mysterious Affair at Styles; 1155 The Secret Adversary
+John Buchan: 558 The Thirty-Nine Steps
+H. Rider Haggard: 2166 King Solomon's Mines
+John Bunyan: 131 The Pilgrim's Progress
+Herman Melville: 2701 Moby Dick
+Mark Twain: 76 Huckleberry Finn; 74 Tom Sawyer; 86 A Connecticut Yankee in King Arthur's Court;
+    3176 The Innocents Abroad; 245 Life on the Mississippi; 1837 The Prince and the Pauper
+Nathaniel Hawthorne: 25344 The Scarlet Letter; 77 The House of the Seven Gables
+Edgar Allan Poe: 2147 Works 1; 2148 Works 2
+Washington Irving: 2048 The Sketch-Book
+James Fenimore Cooper: 940 The Last of the Mohicans
+Louisa May Alcott: 514 Little Women; 2788 Little Men
+Harriet Beecher Stowe: 203 Uncle Tom's Cabin
+Henry James: 2833 The Portrait of a Lady 1; 2834 The Portrait of a Lady 2; 209 The Turn of the Screw
+Edith Wharton: 541 The Age of Innocence; 284 The House of Mirth; 4517 Ethan Frome
+Jack London: 215 The Call of the Wild; 910 White Fang; 1056 Martin Eden
+Willa Cather: 24 O Pioneers!; 242 My Antonia
+Theodore Dreiser: 233 Sister Carrie
+Upton Sinclair: 140 The Jungle
+Sinclair Lewis: 1156 Babbitt
+Sherwood Anderson: 416 Winesburg, Ohio
+F. Scott Fitzgerald: 64317 The Great Gatsby
+Stephen Crane: 73 The Red Badge of Courage
+Kate Chopin: 160 The Awakening
+L. M. Montgomery: 45 Anne of Green Gables
+L. Frank Baum: 55 The Wonderful Wizard of Oz
+Edward Bellamy: 624 Looking Backward
+Edgar Rice Burroughs: 62 A Princess of Mars; 78 Tarzan of the Apes
+Leo Tolstoy: 2600 War and Peace; 1399 Anna Karenina
+Fyodor Dostoyevsky: 2554 Crime and Punishment; 28054 The Brothers Karamazov; 2638 The Idiot;
+    600 Notes from Underground
+Nikolai Gogol: 1081 Dead Souls
+Victor Hugo: 135 Les Miserables; 2610 Notre-Dame de Paris
+Alexandre Dumas: 1184 The Count of Monte Cristo; 1257 The Three Musketeers
+Jules Verne: 164 Twenty Thousand Leagues under the Sea; 103 Around the World in Eighty Days;
+    1268 The Mysterious Island
+Gustave Flaubert: 2413 Madame Bovary
+Honore de Balzac: 1237 Father Goriot
+Voltaire: 19942 Candide
+Miguel de Cervantes: 996 Don Quixote
+Homer: 1727 The Odyssey, in prose; 2199 The Iliad, in prose
+Tales: 2591 Grimms' Fairy Tales; 128 The Arabian Nights; 503 The Blue Fairy Book; 21 Aesop's Fables
+Essays: 205 Thoreau, Walden; 2944 Emerson, Essays; 575 Bacon, Essays
+Lives: 23 Douglass, Narrative of the Life; 148 Franklin, Autobiography; 2376 Washington, Up from Slavery;
+    408 Du Bois, The Souls of Black Folk; 3296 Augustine, Confessions
+History: 2707 Herodotus 1; 132 Sun Tzu, The Art of War
+Philosophy: 1497 Plato, The Republic; 2680 Aurelius, Meditations; 1232 Machiavelli, The Prince; 2130 More, Utopia;
+    34901 Mill, On Liberty; 4363 Nietzsche, Beyond Good and Evil; 5827 Russell, The Problems of Philosophy
+Politics and economy: 3420 Wollstonecraft, A Vindication of the Rights of Woman
+Science: 1228 Darwin, On the Origin of Species; 944 Darwin, The Voyage of the Beagle;
+    14474 Faraday, The Chemical History of a Candle
+EOT
+}
+
+# list_books: the numbers, each once, one to a line.
+list_books() {
+    if [ -n "$BOOK_IDS" ]; then
+        echo "$BOOK_IDS" | tr -s ' \t,' '\n'
+    else
+        classics | sed 's/^[^:]*: //' | tr ';' '\n' | sed 's/^ *//; s/ .*//'
+    fi | awk '$0 != "" && !seen[$0]++'
+}
+
+# What Project Gutenberg wraps around a book, in thirty years of changing forms:
+#
+#     The Project Gutenberg EBook of ...             a few lines to hundreds
+#     *** START OF THIS PROJECT GUTENBERG EBOOK THE LITTLE COLONEL'S HERO ***
+#     Produced by ...                                credits: not the author's words either
+#     (the book)
+#     End of the Project Gutenberg EBook of ...      not always there
+#     *** END OF THIS PROJECT GUTENBERG EBOOK THE LITTLE COLONEL'S HERO ***
+#     (the licence, 350 lines)
+#
+# The marker may lack its spaces, say THE or THIS, and run over two lines; old files have "*END*THE SMALL PRINT! ..." in
+# its place, some of them after a START marker too.  Of what is left, a paragraph that names Project Gutenberg cannot be
+# the author's, whose book is older: notes, further credits and licences go by that rule.
+#
+# The lines of a paragraph are joined, as the web text has them too: where a printed line ended tells a model nothing.
+# Verse must keep its lines.  A paragraph is prose when a new line began only where the next word would not have fitted;
+# in verse, lists and headings a line ends early.  In doubt the lines stay.  Paragraphs are separated by one empty line.
+STRIP='
+    { sub(/\r$/, ""); sub(/[ \t]+$/, ""); line[NR] = $0 }
+
+    # The last marker before the end, and the first end after a marker.
+    function find_book(    i, j, upper) {
+        for (i = 1; i <= NR && !end; i++) {
+            upper = toupper(line[i])
+            if (upper ~ /^ *[*]+ *START OF (THE |THIS )?PROJECT GUTENBERG/) {
+                start = i
+                for (j = i; j <= i + 4 && line[j] != "" && line[j] !~ /[*]$/; j++) { }
+                if (j <= i + 4 && line[j] != "") start = i = j        # the marker was closed on this line
+            } else if (upper ~ /[*]END[* ]*THE SMALL PRINT/)
+                start = i
+            else if (start && upper ~ /^[* ]*(THE )?END OF (THE |THIS )?PROJECT GUTENBERG/)
+                end = i
+            else if (start && upper ~ /[*]START[* ]*THE SMALL PRINT/ && i > NR / 2)
+                end = i
+        }
+        if (!end) end = NR + 1
+    }
+
+    # How wide the lines were set: 9 of 10 are not longer.  At least 66, or a book of verse would set its own measure.
+    function find_width(    i, lines, longer) {
+        for (i = start + 1; i < end; i++) if (line[i] != "") { many[length(line[i])]++; lines++ }
+        for (width = 200; width > 66 && longer + many[width] < lines / 10; width--) longer += many[width]
+    }
+
+    function is_prose(a, b,    i, word) {
+        for (i = a; i < b; i++) {
+            word = line[i + 1]
+            sub(/ .*/, "", word)
+            if (word == "" || length(line[i]) + 1 + length(word) < 0.85 * width) return 0   # "": the line is indented
+        }
+        return 1
+    }
+
+    # Lines a to b, between two empty lines.
+    function paragraph(a, b,    i, text, upper) {
+        for (i = a; i <= b; i++) text = text (i == a ? "" : line[i - 1] ~ /-$/ ? "" : " ") line[i]
+        upper = toupper(text)
+        if (upper ~ /PROJECT +GUTENBERG/) return
+        if (++paragraphs <= 12) {                # credits stand at the front
+            if (upper ~ /PROOFREAD|HTTPS?:\/\/|[A-Z]@[A-Z]/) return
+            if (upper ~ /^ *(THIS )?(E-?(TEXT|BOOK) )?((WAS|IS) )?(PRODUCED|PREPARED|SCANNED|TRANSCRIBED) /) return
+        }
+        if (written++) print ""
+        if (is_prose(a, b)) { sub(/^ +/, "", text); print text }
+        else for (i = a; i <= b; i++) print line[i]
+    }
+
+    END {
+        sub(/^\357\273\277/, "", line[1])       # the byte order mark
+        find_book()
+        if (!start) exit 3
+        find_width()
+        for (i = start + 1; i < end; i++) {
+            if (line[i] == "") continue
+            for (a = i; i + 1 < end && line[i + 1] != ""; i++) { }
+            paragraph(a, i)
+        }
+    }'
+
+# strip_book RAW FILE: the book in RAW, UTF-8 or else ISO-8859-1, without what surrounds it, into FILE.
+strip_book() {
+    local raw=$1 file=$2 encoding=UTF-8 code=0 size
+    iconv -f UTF-8 -t UTF-8 "$raw" >/dev/null 2>&1 || encoding=ISO-8859-1
+    { iconv -f $encoding -t UTF-8 "$raw" | awk "$STRIP" >"$file.part"; } 2>/dev/null || code=$?
+    [ $code = 0 ] || [ $code = 3 ] || fail "$file.part cannot be written; is there room on the disk?"
+    size=$(($(wc -c <"$file.part")))
+    if [ $code = 3 ]; then
+        problem="the text has no line that says where the book starts; nothing was kept."
+    elif [ "$size" -lt 5000 ]; then
+        problem="$size bytes are left without the licence, which is no book; nothing was kept."
+    else
+        mv "$file.part" "$file" || fail "$file cannot be written."
+        return 0
+    fi
+    rm -f "$file.part" "$raw"
+    return 1
+}
+
+join_books() {
+    local id first=yes
+    for id in $1; do
+        [ -s "data/books/$id.txt" ] || continue
+        [ $first = yes ] || printf '\n<|endoftext|>\n\n' || return 1
+        cat "data/books/$id.txt" || return 1
+        first=no
+    done
+}
+
+books() {
+    local ids id file raw total fetched=0 number=0 missing="" misses=0 in_a_row=0
+    ids=$(list_books)
+    total=$(($(echo "$ids" | wc -l)))
+    for id in $ids; do
+        number=$((number + 1)) file=data/books/$id.txt raw=data/books/$id.raw
+        [ ! -s "$file" ] || continue
+        [ $fetched = 0 ] || sleep "$FETCH_PAUSE"
+        fetched=$((fetched + 1))
+        if get "$GUTENBERG_URL/$id/pg$id.txt" "$raw" 5000 && strip_book "$raw" "$file"; then
+            rm -f "$raw"
+            in_a_row=0
+            echo "$file: $(($(wc -c <"$file"))) bytes (book $number of $total)."
+        else
+            missing="$missing $id" misses=$((misses + 1)) in_a_row=$((in_a_row + 1))
+            echo "warning: book $id is left out: $problem" >&2
+            [ $in_a_row -lt 5 ] || fail "five books in a row could not be had, so this stops; see the warnings above."
+        fi
+    done
+    [ $((misses * 10)) -le "$total" ] ||
+        fail "$misses of $total books are missing (${missing# }), too many; run this again to try them once more."
+    join_books "$ids" >data/books.txt.part 2>/dev/null ||
+        fail "data/books.txt.part cannot be written; is there room on the disk?"
+    if cmp -s data/books.txt.part data/books.txt; then
+        rm -f data/books.txt.part
+        echo "data/books.txt is there ($(($(wc -c <data/books.txt))) bytes); nothing to fetch."
+    else
+        mv data/books.txt.part data/books.txt || fail "data/books.txt cannot be written."
+        echo "data/books.txt: $(($(wc -c <data/books.txt))) bytes, $((total - misses)) books."
+    fi
+    [ $misses = 0 ] ||
+        echo "warning: $misses of $total books are missing (${missing# }); run this again to try them once more." >&2
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4. Web
+# ----------------------------------------------------------------------------------------------------------------------
+# FineWeb-Edu's sample-10BT is 14 Parquet files of about 2.15 GB and 700,000 pages each.  Parquet keeps rows in groups
+# (here of 1,000), each column of a group on its own, and at the end of the file a table of what is where.  DuckDB
+# therefore reads a range of rows, and of these the columns that a query names, without the rest of the file.
+#
+# A slice is a twentieth of a Parquet file's rows, and slice n becomes data/web_n.txt: what a file holds depends on
+# nothing but its number and the scores, however often the run was interrupted and whatever WEB_MB was.
+FILES=14
+SLICES=20
+
+duckdb=                                         # the command, once it is found
+remote=                                         # what lets DuckDB read over the network, once it is known to work
+whole_files=no                                  # yes: it does not work
+parquet=                                        # where the Parquet file of the moment lies,
+parquet_rows=0                                  # and how many rows it has
+
+# find_duckdb: DuckDB's command line, of the project's environment or of the system, else installed into the former.
+find_duckdb() {
+    [ -z "$duckdb" ] || return 0
+    for duckdb in .venv/bin/duckdb duckdb; do
+        if "$duckdb" --version >/dev/null 2>&1; then return 0; fi
+    done
+    [ -x .venv/bin/python ] ||
+        fail "DuckDB's command line is missing, and there is no .venv to install it into; run make first."
+    echo "Installing DuckDB's command line into .venv (the package duckdb-cli, about 20 MB) ..."
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check duckdb-cli >/dev/null 2>&1 || true
+    duckdb=.venv/bin/duckdb
+    "$duckdb" --version >/dev/null 2>&1 ||
+        fail "pip cannot install duckdb-cli into .venv; see why with .venv/bin/python -m pip install duckdb-cli."
+}
+
+# query SQL [FILE]: the answer in $message.  One thread, so that there is one connection, and rows in the file's order.
+# Whoever has settings of their own in ~/.duckdbrc does not have them here.  FILE: what grows meanwhile.
+query() {
+    with_progress "${2:-/dev/null}" "$duckdb" -init /dev/null -bail -noheader -csv \
+        -c "SET enable_progress_bar = false; SET threads = 1; $remote $1" && return 0
+    message=$(echo "$message" | head -n 1)
+    return 1
+}
+
+# write_slice SLICE SHARD: the rows of one slice of $parquet that pass, as documents with their separator between them.
+# A line of a page that would pass for a separator is dropped.  COPY writes each row as it is, and a newline after it.
+write_slice() {
+    local slice=$1 shard=$2
+    query "COPY (
+        SELECT CASE WHEN row_number() OVER () = 1 THEN '' ELSE E'\n<|endoftext|>\n\n' END || text FROM (
+            SELECT trim(regexp_replace(regexp_replace(text, '\r\n?', E'\n', 'g'),
+                                       '(?m)^<\|endoftext\|>\$\n?', '', 'g'), E' \t\n') AS text
+            FROM read_parquet('$parquet', file_row_number = true)
+            WHERE file_row_number >= $((parquet_rows * slice / SLICES))
+              AND file_row_number < $((parquet_rows * (slice + 1) / SLICES))
+              AND language = 'en' AND language_score >= $WEB_LANGUAGE_SCORE AND score >= $WEB_SCORE)
+        WHERE text <> '')
+        TO '$shard.part' (FORMAT csv, HEADER false, QUOTE '', ESCAPE '', DELIMITER E'\x01', USE_TMP_FILE false)
+        " "$shard.part" || {
+        rm -f "$shard.part"
+        fail "$shard cannot be made from $parquet ($message); run this again to go on."
+    }
+    [ -s "$shard.part" ] || {
+        rm -f "$shard.part"
+        fail "no page for $shard has WEB_SCORE=$WEB_SCORE and WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE; lower them."
+    }
+    mv "$shard.part" "$shard" || fail "$shard cannot be written."
+}
+
+is_parquet() {
+    [ "$(head -c 4 "$1")" = PAR1 ] && [ "$(tail -c 4 "$1")" = PAR1 ]
+}
+
+# open_parquet NAME: make $parquet what DuckDB can read the Parquet file NAME from.  Over the network that takes its
+# extension httpfs, which comes from DuckDB's own server; without it the whole file is fetched, and read from the disk.
+open_parquet() {
+    local name=$1 before=$parquet quote="'"
+    case "$FINEWEB_URL" in
+        http://* | https://*)
+            if [ -z "$remote" ] && [ $whole_files = no ]; then
+                if query "INSTALL httpfs; LOAD httpfs"; then
+                    remote="LOAD httpfs;"
+                else
+                    whole_files=yes
+                    echo "DuckDB's extension httpfs cannot be had ($message), so whole Parquet files are fetched" \
+                         "instead of the parts that are needed: 2.15 GB each."
+                fi
+            fi
+            parquet=$FINEWEB_URL/$name
+            if [ $whole_files = yes ]; then
+                parquet=data/fineweb_$name
+                [ -s "$parquet" ] || fetch "$FINEWEB_URL/$name" "$parquet" 1000 is_parquet
+            fi ;;
+        *)  parquet=$FINEWEB_URL/$name
+            [ -f "$parquet" ] || fail "$parquet is not there; FINEWEB_URL must be an address or a folder with it." ;;
+    esac
+    parquet=${parquet//$quote/$quote$quote}     # it goes between quotes
+    [ "$parquet" != "$before" ] || return 0
+    query "SELECT num_rows FROM parquet_file_metadata('$parquet')" ||
+        fail "$parquet cannot be read ($message); run this again to go on."
+    parquet_rows=$message
+}
+
+web() {
+    local settings file slice shard name bytes=0 number=0 made=0 shards='data/web_[0-9][0-9][0-9].txt'
+    settings="score >= $WEB_SCORE, language_score >= $WEB_LANGUAGE_SCORE"
+    mkdir -p data 2>/dev/null || fail "data/ cannot be written to."
+    if ls $shards >/dev/null 2>&1 && [ "$(cat data/web.settings 2>/dev/null)" != "$settings" ]; then
+        fail "$shards were not made with $settings but with $(cat data/web.settings 2>/dev/null || echo "others");" \
+             "delete them to make them anew, or set WEB_SCORE and WEB_LANGUAGE_SCORE as they were."
+    fi
+    while [ $bytes -lt $((WEB_MB * 1000000)) ] && [ $number -lt $((FILES * SLICES)) ]; do
+        file=$((number / SLICES)) slice=$((number % SLICES))
+        shard=$(printf 'data/web_%03d.txt' $number) name=$(printf '%03d_00000.parquet' $file)
+        if [ ! -s "$shard" ]; then
+            find_duckdb
+            open_parquet "$name"
+            { echo "$settings" >data/web.settings; } 2>/dev/null || fail "data/ cannot be written to."
+            write_slice $slice "$shard"
+            made=$((made + 1))
+            echo "$shard: $(($(wc -c <"$shard"))) bytes, part $((slice + 1)) of $SLICES of $name."
+        fi
+        bytes=$((bytes + $(wc -c <"$shard")))
+        number=$((number + 1))
+        # After the last slice, a Parquet file that was fetched whole has served.
+        [ $slice -lt $((SLICES - 1)) ] || rm -f "data/fineweb_$name"
+    done
+    echo "data/web_*.txt: $bytes bytes in $number files$([ $made -gt 0 ] || echo "; nothing to fetch")."
+    if [ $bytes -lt $((WEB_MB * 1000000)) ]; then
+        echo "warning: the sample holds no more, though WEB_MB asks for $WEB_MB MB." >&2
+    fi
+    if ls data/fineweb_*.parquet >/dev/null 2>&1; then
+        echo "data/fineweb_*.parquet is kept for a larger WEB_MB; delete it if there will be none."
+    fi
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5. The command line
+# ----------------------------------------------------------------------------------------------------------------------
 case "${1:-}" in
     "") usage >&2; exit 2 ;;
     -h | --help) usage; exit 0 ;;
 esac
 command -v curl >/dev/null || fail "curl is missing; install it (Debian, Ubuntu: apt install curl)."
-case "$FETCH_TIMEOUT" in
-    *[!0-9]* | 0*) fail "FETCH_TIMEOUT must be a whole number of seconds, at least 1, not '$FETCH_TIMEOUT'." ;;
-esac
+command -v iconv >/dev/null || fail "iconv is missing; install it (Debian, Ubuntu: apt install libc-bin)."
+check FETCH_TIMEOUT "$FETCH_TIMEOUT" '[1-9][0-9]*' "a whole number of seconds, at least 1"
+check FETCH_PAUSE "$FETCH_PAUSE" '[0-9]+' "a whole number of seconds"
+check WEB_MB "$WEB_MB" '[1-9][0-9]{0,5}' "a whole number of megabytes, at least 1"
+check WEB_SCORE "$WEB_SCORE" '[0-9]+([.][0-9]+)?' "a number, such as 3 or 3.5"
+check WEB_LANGUAGE_SCORE "$WEB_LANGUAGE_SCORE" '[0-9]+([.][0-9]+)?' "a number from 0 to 1, such as 0.8"
+check BOOK_IDS "$BOOK_IDS" '([0-9]+[[:space:],]*)*' "Project Gutenberg's numbers with spaces between them"
 for word in "$@"; do                            # nothing is fetched if one word is wrong
     case "$word" in
-        tiny) ;;
+        tiny | books | web | instructions | all) ;;
         *) fail "there is no corpus '$word'; ./fetch_data.sh --help lists what there is." ;;
     esac
 done
 for word in "$@"; do
-    case "$word" in
-        tiny) fetch "$TINY_URL" data/tiny.txt 500000 ;;
-    esac
+    case "$word" in tiny) fetch "$TINY_URL" data/tiny.txt 500000 ;; esac
+    case "$word" in books | all) books ;; esac
+    case "$word" in web | all) web ;; esac
+    case "$word" in instructions | all) fetch "$ALPACA_URL" data/instructions.json 1000000 is_instructions ;; esac
 done

@@ -1,80 +1,143 @@
 """fetch_data.sh against a server on this machine that behaves well, and badly."""
+import functools
+import hashlib
 import http.server
+import json
 import os
+import pathlib
+import pty
 import re
+import resource
 import shutil
+import signal
 import subprocess
+import textwrap
 import threading
 import time
 
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SHARED = pathlib.Path(ROOT).parent / "shared" / "data"
 PLAY = b"".join(b"%07d Enter a citizen, speaking.\n" % i for i in range(16000))         # 592,000 bytes
+PAGE = b"\n <!DOCTYPE html><html>Log in</html>" + b" " * 1_200_000
+SEPARATOR = "\n\n<|endoftext|>\n\n"
 
 pytestmark = pytest.mark.skipif(not shutil.which("curl"), reason="curl is missing")
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers each request as the next of `server.modes` says, and as it should when there is none left."""
     def log_message(self, *_):
         pass
 
     def do_GET(self):
         server, ranged = self.server, self.headers.get("Range")
         server.requests.append((ranged, self.headers.get("User-Agent")))
-        mode, start = server.modes.pop(0), 0
-        if mode == "missing":
+        server.paths.append(self.path)
+        mode = server.modes.pop(0) if server.modes else "whole"
+        if mode == "missing" or self.path not in server.files:
             self.send_error(404)
+            return
+        if mode == "refused":
+            self.send_error(503)
             return
         if mode == "stall":
             time.sleep(3)
             return
-        body = {"page": b"\n <!DOCTYPE html><html>Log in</html>" + b" " * 600_000, "short": PLAY[:1000]}.get(mode, PLAY)
+        body = server.files[self.path]
+        body = {"page": PAGE, "short": body[:1000]}.get(mode, body)
+        start, end = 0, len(body)
         if ranged and mode != "no ranges":
-            start = int(re.fullmatch(r"bytes=(\d+)-", ranged)[1])
+            first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", ranged).groups()
+            start, end = int(first), min(int(last) + 1, len(body)) if last else len(body)
             if start >= len(body):
                 self.send_error(416)
                 return
             self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(body)}")
         else:
             self.send_response(200)
-        self.send_header("Content-Length", str(len(body) - start))
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(end - start))
         self.end_headers()
-        self.wfile.write(body[start:start + 200_000 if mode == "cut" else None])
+        if self.command == "HEAD":
+            return
+        server.sent += end - start
+        if mode in ("cut", "half and stall"):
+            end = min(end, start + min(200_000, len(body) // 2))
+        self.wfile.write(body[start:end])
+        if mode == "half and stall":
+            self.wfile.flush()
+            server.stalled.set()
+            time.sleep(10)
+
+    do_HEAD = do_GET                            # DuckDB asks for the size so
 
 
 class Place:
-    """A folder with the script in it, and a server that answers each request as the next of `modes` says."""
+    """A folder with the script in it, and the server's files: a play, books by number, Parquet files, instructions."""
     def __init__(self, folder, server):
-        self.folder, self.server = folder, server
-        self.file, self.part = folder / "data" / "tiny.txt", folder / "data" / "tiny.txt.part"
-        self.url = f"http://127.0.0.1:{server.server_port}/input.txt"
+        self.folder, self.server, self.data = folder, server, folder / "data"
+        self.file, self.part = self.data / "tiny.txt", self.data / "tiny.txt.part"
+        self.base = f"http://127.0.0.1:{server.server_port}"
+        self.url = f"{self.base}/input.txt"
+        self.path = os.environ["PATH"]
+        server.files["/input.txt"] = PLAY
         shutil.copy(os.path.join(ROOT, "fetch_data.sh"), folder)
 
-    def run(self, *words, **environment):
+    def environment(self, environment):
+        return {**os.environ, "TINY_URL": self.url, "GUTENBERG_URL": f"{self.base}/epub",
+                "FINEWEB_URL": f"{self.base}/10BT", "ALPACA_URL": f"{self.base}/alpaca.json", "FETCH_PAUSE": "0",
+                "no_proxy": "*", "NO_PROXY": "*", "PATH": self.path, **environment}
+
+    def run(self, *words, preexec_fn=None, **environment):
         """-> (exit code, standard output, standard error), from another folder than the script's."""
-        environment = {**os.environ, "TINY_URL": self.url, "no_proxy": "*", "NO_PROXY": "*", **environment}
-        done = subprocess.run([self.folder / "fetch_data.sh", *words], cwd="/", env=environment, capture_output=True,
-                              text=True, timeout=60)
+        done = subprocess.run([self.folder / "fetch_data.sh", *words], cwd="/", env=self.environment(environment),
+                              capture_output=True, text=True, timeout=60, preexec_fn=preexec_fn, restore_signals=False)
         return done.returncode, done.stdout, done.stderr
 
-    def fails(self, message, **environment):
-        code, _, err = self.run("tiny", **environment)
+    def fails(self, message, *words, **environment):
+        """One sentence on standard error and exit code 2; no file has its final name."""
+        before = self.names()
+        code, _, err = self.run(*(words or ("tiny",)), **environment)
         assert (code, err.count("\n")) == (2, 1) and err.startswith("error: ") and message in err, err
-        assert not self.file.exists()
+        assert {name for name in self.names() - before if not name.endswith((".part", ".settings"))} == set()
+
+    def names(self):
+        return {str(path.relative_to(self.data)) for path in self.data.rglob("*") if path.is_file()}
+
+    def interrupt(self, number, ready, *words, **environment):
+        """Send the signal to the script and all that it has started, as a terminal does, when `ready()` is true."""
+        process = subprocess.Popen([self.folder / "fetch_data.sh", *words], env=self.environment(environment),
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        deadline = time.monotonic() + 20
+        while not ready():
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.02)
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=20)
+        return process.returncode, out, err
+
+    def add_book(self, number, text, encoding="utf-8"):
+        self.server.files[f"/epub/{number}/pg{number}.txt"] = text.encode(encoding)
 
 
 @pytest.fixture
 def place(tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.requests, server.modes = [], []
+    server.daemon_threads, server.block_on_close = True, False      # a stalled answer does not hold up the next test
+    server.requests, server.paths, server.modes, server.files, server.sent = [], [], [], {}, 0
+    server.stalled = threading.Event()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield Place(tmp_path, server)
     server.shutdown()
     server.server_close()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# One file: the play
+# ---------------------------------------------------------------------------------------------------------------------
 def test_complete_and_only_once(place):
     place.server.modes = ["whole"]
     assert place.run("tiny")[::2] == (0, "")
@@ -90,6 +153,7 @@ def test_a_cut_connection_is_resumed(place):
     place.fails("run this again to go on")
     assert place.part.read_bytes() == PLAY[:200_000]
     place.fails("run this again to go on")
+    assert place.part.read_bytes() == PLAY[:400_000]
     assert place.run("tiny")[0] == 0
     assert place.file.read_bytes() == PLAY and not place.part.exists()
     assert [ranged for ranged, _ in place.server.requests] == [None, "bytes=200000-", "bytes=400000-"]
@@ -111,7 +175,8 @@ def test_killed_between_the_last_byte_and_the_rename(place):
 
 
 @pytest.mark.parametrize("mode, message", [("missing", "error: 404"), ("page", "gave a web page instead of the text"),
-                                           ("short", "gave 1000 bytes, fewer than the 500000")])
+                                           ("short", "gave 1000 bytes, fewer than the 500000"),
+                                           ("refused", "the server refuses for now")])
 def test_a_wrong_answer_is_refused(place, mode, message):
     place.server.modes = [mode, "whole"]
     place.fails(message)
@@ -119,10 +184,16 @@ def test_a_wrong_answer_is_refused(place, mode, message):
     assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
 
 
-def test_no_network(place):
-    place.fails("run this again to go on when the network is back", TINY_URL="http://127.0.0.1:9/input.txt")
+@pytest.mark.parametrize("word", ["tiny", "books", "instructions", "all"])
+def test_no_network_is_one_sentence(place, word):
+    gone = dict.fromkeys(("TINY_URL", "GUTENBERG_URL", "FINEWEB_URL", "ALPACA_URL"), "http://127.0.0.1:9")
+    place.fails("run this again to go on when the network is back", word, **gone)
+    assert place.names() == set()
+
+
+def test_an_unknown_host_and_no_address(place):
     place.fails("Could not resolve host", TINY_URL="http://no-such-host.invalid/input.txt", FETCH_TIMEOUT="10")
-    assert not list((place.folder / "data").iterdir())
+    place.fails("it is not an address that curl knows", TINY_URL="gopher-hole://x/input.txt")
 
 
 def test_time_limit(place):
@@ -134,15 +205,543 @@ def test_time_limit(place):
 
 def test_an_unwritable_folder(place):
     (place.folder / "data").write_text("a file in the way")
-    code, _, err = place.run("tiny")
-    assert (code, err) == (2, "error: data/ cannot be written to.\n")
+    for word in ("tiny", "books", "web", "instructions"):
+        code, _, err = place.run(word)
+        assert (code, err) == (2, "error: data/ cannot be written to.\n")
+
+
+def limit_file_size():
+    """As good as a full disk: no file grows beyond 100,000 bytes.  (Python, and so its children, ignore the signal.)"""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_a_full_disk(place):
+    code, _, err = place.run("tiny", preexec_fn=limit_file_size)
+    assert (code, err.count("\n")) == (2, 1) and "is there room on the disk?" in err
+    assert place.names() == {"tiny.txt.part"}
+    place.server.modes = ["whole"]
+    assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
+
+
+def test_ctrl_c_keeps_what_has_come(place):
+    place.server.modes = ["half and stall", "whole"]
+    code, _, err = place.interrupt(signal.SIGINT, lambda: place.part.exists() and place.part.stat().st_size, "tiny")
+    assert (code, err) == (130, "Interrupted; run this again to go on.\n")
+    assert place.names() == {"tiny.txt.part"} and place.part.stat().st_size > 0
+    assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
+    assert place.server.requests[1][0].startswith("bytes=")
+
+
+def test_a_terminal_sees_the_file_grow(place):
+    place.server.modes = ["half and stall"]
+    leader, follower = pty.openpty()
+    process = subprocess.Popen([place.folder / "fetch_data.sh", "tiny"], env=place.environment({"FETCH_TIMEOUT": "3"}),
+                               stdout=subprocess.DEVNULL, stderr=follower)
+    os.close(follower)
+    shown = b""
+    try:
+        while chunk := os.read(leader, 1000):
+            shown += chunk
+    except OSError:                             # how Linux says that the other end is closed
+        pass
+    os.close(leader)
+    assert process.wait() == 2
+    assert shown.startswith(b"\rdata/tiny.txt: 0 MB ") and b"\r\033[Kerror: " in shown
 
 
 @pytest.mark.parametrize("words, environment, code, message", [
     ((), {}, 2, "usage: ./fetch_data.sh"), (("--help",), {}, 0, "usage: ./fetch_data.sh"),
     (("novels",), {}, 2, "error: there is no corpus 'novels'"), (("tiny", "novels"), {}, 2, "no corpus 'novels'"),
-    (("tiny",), {"FETCH_TIMEOUT": "soon"}, 2, "error: FETCH_TIMEOUT must be a whole number of seconds")])
+    (("tiny",), {"FETCH_TIMEOUT": "soon"}, 2, "error: FETCH_TIMEOUT must be a whole number of seconds"),
+    (("books",), {"FETCH_PAUSE": "-1"}, 2, "error: FETCH_PAUSE must be a whole number of seconds, not '-1'"),
+    (("books",), {"BOOK_IDS": "Emma"}, 2, "error: BOOK_IDS must be Project Gutenberg's numbers"),
+    (("web",), {"WEB_MB": "abc"}, 2, "error: WEB_MB must be a whole number of megabytes, at least 1, not 'abc'"),
+    (("web",), {"WEB_MB": "0"}, 2, "error: WEB_MB must be"), (("web",), {"WEB_MB": "5\n6"}, 2, "error: WEB_MB must be"),
+    (("web",), {"WEB_SCORE": "high"}, 2, "error: WEB_SCORE must be a number"),
+    (("web",), {"WEB_LANGUAGE_SCORE": "0.8; DROP"}, 2, "error: WEB_LANGUAGE_SCORE must be a number from 0 to 1")])
 def test_words(place, words, environment, code, message):
     found, out, err = place.run(*words, **environment)
     assert found == code and message in (out if code == 0 else err)
-    assert not place.server.requests and not place.file.exists()
+    assert not place.server.requests and not place.data.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Books
+# ---------------------------------------------------------------------------------------------------------------------
+PROSE = ["It was a dark and stormy night; the rain fell in torrents, except at occasional intervals, when it was "
+         f"checked by a violent gust of wind which swept up the streets of ward {i}--for it is in London that our "
+         "scene of circumnavigating counterrevolutionaries lies, rattling along the house-tops. " * 3 + "And so on."
+         for i in range(20)]
+VERSE = "Tell me not, in mournful numbers,\n  Life is but an empty dream!\nFor the soul is dead that slumbers,\n" \
+        "  And things are not what they seem."
+LETTER = "    Dear Madam,\n        I have the honour to be\n    yours, etc."
+BODY = "THE HEADING\n\n" + "\n\n".join(textwrap.fill(text, 72, break_long_words=False) for text in PROSE[:10]) + \
+       f"\n\n\n{VERSE}\n\n{LETTER}\n\n\n\nCHAPTER II\nIn Which It Goes On\n\n" + \
+       "\n\n".join(textwrap.fill(text, 70, initial_indent="  ", break_long_words=False) for text in PROSE[10:])
+CHAPTER = "CHAPTER II\nIn Which It Goes On"
+STRIPPED = "\n\n".join(["THE HEADING", *PROSE[:10], VERSE, LETTER, CHAPTER, *PROSE[10:]]) + "\n"
+HEAD = "The Project Gutenberg EBook of A Night, by Nobody\n\nThis eBook is for the use of anyone.  See www.pg.org\n\n"
+LICENCE = "\n\n*** START: FULL LICENSE ***\n\nTHE FULL PROJECT GUTENBERG LICENSE\n" + "Section 1.  Terms.\n" * 300
+START = "*** START OF THE PROJECT GUTENBERG EBOOK A NIGHT ***\n\n"
+END = "\n\n*** END OF THE PROJECT GUTENBERG EBOOK A NIGHT ***\n"
+SMALL_PRINT = "THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n"
+
+# Name of the irregularity -> (what stands before the book, what after it)
+FORMS = {
+    "as today": (HEAD + START, END + LICENCE),
+    "no spaces, two lines": (HEAD + "***START OF THE PROJECT GUTENBERG EBOOK A NIGHT IN\nLONDON***\n\n\n",
+                             "\n\n***END OF THE PROJECT GUTENBERG EBOOK A NIGHT IN\nLONDON***\n" + LICENCE),
+    "this, and credits": (HEAD + START.replace("THE", "THIS") + "\n\nProduced by A. Reader and\nthe Online Distributed "
+                          "Proofreading Team\n\n\nNote: Project\n      Gutenberg also has it in HTML\n\nScanned by A. "
+                          "Reader\n\nTo our proofreaders\n\nSee http://www.pgdp.net\n\n",
+                          "\n\nEnd of the Project Gutenberg EBook of A Night, by Nobody\n" + END + LICENCE),
+    "small print before": ("**The Project Gutenberg Etext of A Night**\n\n***START**THE SMALL PRINT!**FOR PUBLIC "
+                           f"DOMAIN ETEXTS**START***\nWhy?\n\n*END*{SMALL_PRINT}\n\nThis etext was prepared by A. "
+                           "Reader, reader@example.org\n\n",
+                           "\n\nEnd of Project Gutenberg's A Night, by Nobody\n"),
+    "small print within": (HEAD + START + f"*** Start**The Small Print! ***\n\n*END {SMALL_PRINT}\n",
+                           "\n\nEnd of this Project Gutenberg Etext\n"),
+    "small print behind": (HEAD + START, "\n\n***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\nTerms.\n"
+                           f"*END*{SMALL_PRINT}"),
+    "never closed": (HEAD + "*** START OF THE PROJECT GUTENBERG EBOOK A NIGHT\n\n", END),
+    "no end": (HEAD + START, "\n\n"),
+    "the end": (HEAD + START, "\n\nThe End of Project Gutenberg's A Night\n\n" + LICENCE),
+}
+
+
+def test_books_of_every_form(place):
+    for number, (before, after) in enumerate(FORMS.values(), 100):
+        place.add_book(number, before + BODY + after)
+    place.add_book(200, (HEAD + START + BODY.replace("stormy", "stürmische") + END).replace("\n", "\r\n"), "latin-1")
+    place.add_book(201, ("\ufeff" + START + BODY.replace("stormy", "stürmische") + END).replace("\n", "\r\n"))
+    numbers = [*range(100, 100 + len(FORMS)), 200, 201]
+    order = [201, *numbers, 100]                # the list's order; twice named is once taken
+    code, out, err = place.run("books", BOOK_IDS=" ".join(map(str, order)))
+    assert (code, err) == (0, ""), err
+    for number, form in zip(numbers, FORMS):
+        assert (place.data / "books" / f"{number}.txt").read_text("utf-8") == STRIPPED, form
+    for number in (200, 201):
+        found = (place.data / "books" / f"{number}.txt").read_bytes()
+        assert found == STRIPPED.replace("stormy", "stürmische").encode()
+    books = (place.data / "books.txt").read_text("utf-8").rstrip("\n").split(SEPARATOR)
+    assert [book + "\n" for book in books] == [
+        (place.data / "books" / f"{number}.txt").read_text("utf-8") for number in [201, *numbers[:-1]]]
+    assert place.names() == {"books.txt", *(f"books/{number}.txt" for number in numbers)}
+    assert f"(book 3 of {len(numbers)})" in out
+
+    code, out, _ = place.run("books", BOOK_IDS=" ".join(map(str, order)))
+    assert code == 0 and "nothing to fetch" in out and len(place.server.requests) == len(numbers)
+    assert place.run("books", BOOK_IDS="100, 200")[0] == 0              # another list: another file, nothing fetched
+    assert (place.data / "books.txt").read_text("utf-8").count("<|endoftext|>") == 1
+    assert len(place.server.requests) == len(numbers)
+
+
+REAL = {14881: (r"\*\*\*START OF THE PROJECT GUTENBERG[^*]*\*\*\*", r"\*\*\*END OF THE PROJECT"),
+        15122: (r"\*\*\* START OF THIS PROJECT GUTENBERG[^*]*\*\*\*", r"End of the Project Gutenberg"),
+        20170: (r"\*\*\* START OF THIS PROJECT GUTENBERG[^*]*\*\*\*", r"End of the Project Gutenberg")}
+
+
+@pytest.mark.skipif(not (SHARED / "raw_gutenberg").exists(), reason="../shared/data/raw_gutenberg is absent")
+def test_books_of_project_gutenberg(place):
+    """Each paragraph of the book is there, with the same letters; nothing else is."""
+    for number in REAL:
+        raw, = (SHARED / "raw_gutenberg").glob(f"{number}*")
+        place.server.files[f"/epub/{number}/pg{number}.txt"] = raw.read_bytes()
+    assert place.run("books", BOOK_IDS=" ".join(map(str, REAL)))[::2] == (0, "")
+    for number, (start, end) in REAL.items():
+        raw = place.server.files[f"/epub/{number}/pg{number}.txt"].decode("latin-1").replace("\r\n", "\n")
+        raw = re.split(end, re.split(start, raw, maxsplit=1)[1], maxsplit=1)[0]
+        expected = [paragraph for paragraph in re.split(r"\n\s*\n", raw) if paragraph.strip()
+                    and not re.search(r"Gutenberg|Proofreading", paragraph)]
+        found = (place.data / "books" / f"{number}.txt").read_text("utf-8")
+        assert "gutenberg" not in found.lower() and found.endswith("\n") and not re.search(r"\n\n\n|[ \r]\n", found)
+        found = found[:-1].split("\n\n")
+        assert ["".join(text.split()) for text in found] == ["".join(text.split()) for text in expected]
+        for before, after in zip(expected, found):
+            if "\n" in before and not re.search(r"^ ", before, re.MULTILINE):
+                assert "\n" not in after or min(map(len, before.split("\n")[:-1])) < 72         # prose is on one line
+            assert len(after.split("\n")) in (1, len(before.strip("\n").split("\n")))       # joined as a whole or not
+        prose = sum(len(text) > 200 and "\n" not in text for text in found)
+        assert prose > 50
+    log = (place.data / "books" / "14881.txt").read_text("utf-8")
+    assert "\n      Beneath whose stars are cities born,\n    And round them mountain-castled lie\n" in log
+
+
+def test_books_that_cannot_be_had(place):
+    good = HEAD + START + BODY + END
+    for number in range(1, 8):
+        place.add_book(number, good)
+    place.add_book(5, HEAD + BODY + END)                                # no line that says where it starts
+    place.add_book(6, HEAD + START + "Stolen." + END + LICENCE)
+    place.server.modes = ["whole", "missing", "page", "short"]
+    code, _, err = place.run("books", BOOK_IDS="1 2 3 4 7 5 6")
+    lines = err.splitlines()
+    assert code == 2 and len(lines) == 6
+    for line, (number, reason) in zip(lines, [
+            (2, "error: 404"), (3, "gave a web page"), (4, "gave 1000 bytes, fewer than the 5000"),
+            (5, "has no line that says where the book starts"), (6, "bytes are left without the licence")]):
+        assert line.startswith(f"warning: book {number} is left out: ") and reason in line
+    assert lines[-1].startswith("error: 5 of 7 books are missing (2 3 4 5 6)")
+    assert place.names() == {"books/1.txt", "books/7.txt"}
+
+    place.add_book(5, good)
+    place.add_book(6, good)
+    place.server.paths.clear()
+    code, out, err = place.run("books", BOOK_IDS="1 2 3 4 7 5 6")
+    assert (code, err) == (0, "") and "7 books" in out
+    assert place.server.paths == [f"/epub/{number}/pg{number}.txt" for number in (2, 3, 4, 5, 6)]
+    assert (place.data / "books.txt").read_text() == SEPARATOR.join([STRIPPED[:-1]] * 7) + "\n"
+
+
+def test_one_of_ten_books_may_be_missing(place):
+    for number in range(1, 11):
+        place.add_book(number, HEAD + START + BODY + END)
+    place.server.modes = ["missing"]
+    numbers = " ".join(map(str, range(1, 11)))
+    code, _, err = place.run("books", BOOK_IDS=numbers)
+    assert code == 0 and "warning: 1 of 10 books are missing (1); run this again" in err
+    assert (place.data / "books.txt").read_text().count(SEPARATOR) == 8
+    assert place.run("books", BOOK_IDS=numbers)[::2] == (0, "")
+    assert (place.data / "books.txt").read_text().count(SEPARATOR) == 9 and len(place.server.requests) == 11
+    (place.data / "books" / "1.txt").unlink()
+    (place.data / "books" / "10.txt").unlink()
+    (place.data / "books.txt").unlink()
+    place.server.modes = ["missing", "missing"]
+    code, _, err = place.run("books", BOOK_IDS=numbers)
+    assert code == 2 and "error: 2 of 10 books are missing (1 10), too many" in err and "books.txt" not in place.names()
+
+
+def test_five_misses_in_a_row_end_it(place):
+    code, _, err = place.run("books", BOOK_IDS=" ".join(map(str, range(1, 101))))
+    assert code == 2 and err.splitlines()[-1].startswith("error: five books in a row could not be had")
+    assert len(place.server.requests) == 5
+
+
+def test_a_pause_between_two_books(place):
+    for number in (1, 2):
+        place.add_book(number, HEAD + START + BODY + END)
+    began = time.monotonic()
+    assert place.run("books", BOOK_IDS="1 2", FETCH_PAUSE="1")[0] == 0
+    assert 1 < time.monotonic() - began < 1.9   # before the second, not before the first
+
+
+def test_a_server_that_refuses_is_left_alone(place):
+    place.add_book(1, HEAD + START + BODY + END)
+    place.server.modes = ["refused"]
+    place.fails("the server refuses for now", "books", BOOK_IDS="1 2 3")
+    assert len(place.server.requests) == 1
+
+
+def test_books_cut_and_killed_then_resumed(place):
+    good = HEAD + START + BODY + END
+    for number in (1, 2, 3):
+        place.add_book(number, good)
+    place.server.modes = ["whole", "cut"]
+    code, _, err = place.run("books", BOOK_IDS="1 2 3")
+    assert (code, err.count("\n")) == (2, 1) and "run this again to go on" in err
+    assert place.names() == {"books/1.txt", "books/2.raw.part"}
+    place.server.modes = ["whole", "half and stall"]
+    code = place.interrupt(signal.SIGKILL, lambda: place.server.stalled.is_set(), "books", BOOK_IDS="1 2 3")[0]
+    assert code == -signal.SIGKILL
+    assert place.names() - {"books/3.raw.part"} == {"books/1.txt", "books/2.txt"}
+    assert place.run("books", BOOK_IDS="1 2 3")[::2] == (0, "")
+    assert place.names() == {"books.txt", "books/1.txt", "books/2.txt", "books/3.txt"}
+    assert (place.data / "books.txt").read_text() == SEPARATOR.join([STRIPPED[:-1]] * 3) + "\n"
+    assert place.server.paths[:3] == ["/epub/1/pg1.txt", "/epub/2/pg2.txt", "/epub/2/pg2.txt"]
+    assert place.server.requests[2][0] == f"bytes={len(good) // 2}-"
+
+
+def test_books_on_a_full_disk(place):
+    place.add_book(1, HEAD + START + BODY * 20 + END)
+    code, _, err = place.run("books", BOOK_IDS="1", preexec_fn=limit_file_size)
+    assert (code, err.count("\n")) == (2, 1) and "is there room on the disk?" in err
+    assert all(name.endswith(".part") for name in place.names())
+    assert place.run("books", BOOK_IDS="1")[0] == 0
+
+    for name in ("books.txt", "books/1.txt"):   # now what is fetched is there already, and what is stripped is not
+        (place.data / name).unlink()
+    (place.data / "books" / "1.raw").write_text(HEAD + START + BODY * 20 + END)
+    code, _, err = place.run("books", BOOK_IDS="1", preexec_fn=limit_file_size)
+    assert (code, err) == (2, "error: data/books/1.txt.part cannot be written; is there room on the disk?\n")
+    assert place.names() == {"books/1.raw", "books/1.txt.part"}
+
+
+def test_the_list_of_books(place):
+    script = (place.folder / "fetch_data.sh").read_text()
+    listed = re.search(r"classics\(\) \{\n    cat <<'EOT'\n(.*?)\nEOT\n", script, re.DOTALL)[1]
+    entries = [entry.strip() for line in listed.splitlines() for entry in re.sub(r"^[^:]*: ", "", line).split(";")]
+    books = [re.fullmatch(r"(\d+) (\S.*)", entry).groups() for entry in entries if entry]
+    numbers = [int(number) for number, _ in books]
+    assert len(set(numbers)) == len(numbers) >= 150 and max(numbers) < 80000
+    assert {1342: "Pride and Prejudice", 2701: "Moby Dick", 1184: "The Count of Monte Cristo"}.items() <= {
+        int(number): title for number, title in books}.items()
+    assert f"books         {len(numbers)} classics" in place.run("--help")[1]
+    place.fails("run this again to go on when", "books", GUTENBERG_URL="http://127.0.0.1:9")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Instructions
+# ---------------------------------------------------------------------------------------------------------------------
+def alpaca():
+    """Alpaca's JSON as it is published, from ../shared/data, or invented where that is absent; above a megabyte."""
+    packed = SHARED / "alpaca_data.json.xz"
+    if packed.exists():
+        import lzma
+        return lzma.open(packed).read()
+    return json.dumps([{"instruction": f'Say "output": {i}', "input": "", "output": "It is said." * 10}
+                       for i in range(8000)], indent=4).encode()
+
+
+def test_instructions(place):
+    body = place.server.files["/alpaca.json"] = alpaca()
+    records = json.loads(body)
+    place.server.modes = ["cut", "whole", "page", "short"]
+    place.fails("run this again to go on", "instructions")
+    assert place.run("instructions")[::2] == (0, "")
+    assert (place.data / "instructions.json").read_bytes() == body and place.names() == {"instructions.json"}
+    assert place.server.requests[1][0] == "bytes=200000-"
+    assert "nothing to fetch" in place.run("instructions")[1] and len(place.server.requests) == 2
+
+    (place.data / "instructions.json").unlink()
+    place.fails("gave a web page", "instructions")
+    place.fails("gave 1000 bytes, fewer than the 1000000", "instructions")
+    for wrong in (body[:1_500_000], b"{" + body[1:], b"x" * 1_500_000, json.dumps(list(range(400_000))).encode(),
+                  json.dumps([*records, {"instruction": "x", "response": "y"}]).encode()):
+        place.server.files["/alpaca.json"] = wrong
+        place.fails("bytes that are not what data/instructions.json must be; nothing was kept", "instructions")
+        assert place.names() == set()
+    place.server.files["/alpaca.json"] = json.dumps(records).encode()                # the same, all on one line
+    assert place.run("instructions")[0] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Web
+# ---------------------------------------------------------------------------------------------------------------------
+class DuckDB:
+    """A stand-in before the real DuckDB on the PATH: it notes what it is asked, and can be told to misbehave."""
+    def __init__(self, real, place):
+        self.real, self.folder = real, place.folder / "bin"
+        self.offline = "echo 'IO Error: Failed to download extension httpfs' >&2; exit 1"
+        self.folder.mkdir()
+        place.path = f"{self.folder}:{place.path}"
+        self.when("no such words", ":")
+
+    def when(self, asked, answer):
+        """What contains `asked` is answered by these shell commands; what they leave open, by the real DuckDB."""
+        script = self.folder / "duckdb"
+        script.write_text(f"#!/bin/sh\necho \"$*\" >>'{self.folder}/asked'\ncase \"$*\" in *'{asked}'*) {answer};;\n"
+                          f"*'INSTALL httpfs'*) {self.offline};; esac\nexec '{self.real}' \"$@\"\n")
+        script.chmod(0o755)
+
+    def answer(self, sql):
+        done = subprocess.run([self.real, "-init", os.devnull, "-json", "-c", sql], capture_output=True, text=True,
+                              timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout) if done.stdout.strip() else []
+
+
+@pytest.fixture
+def duckdb(place):
+    real = os.path.join(ROOT, ".venv", "bin", "duckdb")
+    real = real if os.path.exists(real) else shutil.which("duckdb")
+    if not real:
+        pytest.skip("DuckDB's command line is missing (pip install duckdb-cli)")
+    return DuckDB(real, place)
+
+
+ROWS, GROUP = 12_000, 2048                      # DuckDB's smallest group of rows
+
+
+@functools.lru_cache(maxsize=None)
+def page(i):
+    """Row i of the Parquet file: (text, language, language_score, score)."""
+    text = f"Page {i}.\n" + "".join(hashlib.md5(f"{i} {j}".encode()).hexdigest() for j in range(20))
+    text = {1: text.replace("\n", "\r\n"),
+            2: f"<|endoftext|>\n<|endoftext|>\n{text}\r\n<|endoftext|>\r\nand more\n<|endoftext|>",
+            3: f" \n{text}, \"quoted\" | \\ 'q' é 日本\n\n", 4: text + "<|endoftext|>", 5: " \n"}.get(i % 100, text)
+    return text, ("en", "fr")[i % 7 == 6], 0.5 + i % 11 / 20, 2.5 + i % 13 / 8
+
+
+def passes(i, score=3.0):
+    text, language, language_score, found = page(i)
+    return language == "en" and language_score >= 0.8 and found >= score and text.strip() != ""
+
+
+def document(i):
+    lines = page(i)[0].replace("\r\n", "\n").split("\n")
+    return "\n".join(line for line in lines if line != "<|endoftext|>").strip()
+
+
+def shard(number, score=3.0):
+    """data/web_NUMBER.txt as it must be, by the definition of a slice."""
+    rows = range(ROWS * number // 20, ROWS * (number + 1) // 20)
+    return SEPARATOR.join(document(i) for i in rows if passes(i, score)) + "\n"
+
+
+@pytest.fixture(scope="session")
+def parquet(tmp_path_factory):
+    """A function that gives the bytes of a Parquet file with FineWeb-Edu's columns, which it has made by DuckDB."""
+    folder = tmp_path_factory.mktemp("parquet")
+
+    def made(duckdb):
+        file = folder / "000_00000.parquet"
+        if not file.exists():
+            with open(folder / "rows.json", "w", encoding="utf-8") as out:
+                for i in range(ROWS):
+                    row = dict(zip(("text", "language", "language_score", "score"), page(i)))
+                    out.write(json.dumps({**row, "id": f"{i}", "url": "https://example.org", "int_score": 3}) + "\n")
+            duckdb.answer(f"COPY (SELECT * FROM read_json('{folder}/rows.json')) TO '{file}' "
+                          f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP})")
+        return file.read_bytes()
+    return made
+
+
+def shards(place):
+    return {name: (place.data / name).read_text("utf-8") for name in sorted(place.names()) if re.match(r"web_\d", name)}
+
+
+def test_web(place, duckdb, parquet):
+    """Whole Parquet files, where httpfs cannot be had: resumed, filtered, cut into documents; more is added later."""
+    body = place.server.files["/10BT/000_00000.parquet"] = parquet(duckdb)
+    first = 1                                   # so many files reach a megabyte
+    while sum(len(shard(i).encode()) for i in range(first)) < 1_000_000:
+        first += 1
+    place.server.modes = ["cut"]
+    code, out, err = place.run("web", WEB_MB="1")
+    assert (code, err.count("\n")) == (2, 1) and "run this again to go on" in err and "2.15 GB each" in out
+    assert place.names() == {"fineweb_000_00000.parquet.part"}
+    assert place.run("web", WEB_MB="1")[::2] == (0, "")
+    assert place.server.requests[1][0] == "bytes=200000-"
+    assert shards(place) == {f"web_{i:03d}.txt": shard(i) for i in range(first)}
+    assert place.names() - set(shards(place)) == {"web.settings", "fineweb_000_00000.parquet"}
+    assert (place.data / "fineweb_000_00000.parquet").read_bytes() == body
+
+    code, out, _ = place.run("web", WEB_MB="1")
+    assert code == 0 and "nothing to fetch" in out and len(place.server.requests) == 2
+    modified = {name: (place.data / name).stat().st_mtime_ns for name in shards(place)}
+    assert place.run("web", WEB_MB="2")[0] == 0 and len(place.server.requests) == 2
+    assert len(shards(place)) > first
+    assert all((place.data / name).stat().st_mtime_ns == when for name, when in modified.items())
+
+    # More than this Parquet file has: all of its rows are there, once; it has served; the next one is missing.
+    code, _, err = place.run("web", WEB_MB="100")
+    assert code == 2 and "001_00000.parquet cannot be fetched" in err and "404" in err
+    assert shards(place) == {f"web_{i:03d}.txt": shard(i) for i in range(20)}
+    assert place.names() - set(shards(place)) == {"web.settings"}
+
+    asked = (duckdb.folder / "asked").read_text()
+    place.fails("were not made with score >= 3.5, language_score >= 0.8 but with score >= 3,", "web", WEB_SCORE="3.5")
+    assert (duckdb.folder / "asked").read_text() == asked
+    for name in shards(place):
+        (place.data / name).unlink()
+    place.server.files.clear()
+    (place.folder / "it's mine").mkdir()
+    (place.folder / "it's mine" / "000_00000.parquet").write_bytes(body)
+    code, out, err = place.run("web", WEB_MB="1", WEB_SCORE="3.5", FINEWEB_URL="it's mine")
+    assert (code, err) == (0, "") and "httpfs" not in out
+    assert shards(place) == {f"web_{i:03d}.txt": shard(i, 3.5) for i in range(len(shards(place)))} != {}
+
+
+@pytest.mark.skipif(not (SHARED / "fineweb_edu_sample.parquet").exists(),
+                    reason="../shared/data/fineweb_edu_sample.parquet is absent")
+def test_web_from_a_file_of_1000_row_groups(place, duckdb):
+    file = SHARED / "fineweb_edu_sample.parquet"
+    place.server.files["/10BT/000_00000.parquet"] = file.read_bytes()
+    code, _, err = place.run("web", WEB_MB="3")
+    assert (code, err) == (0, "")
+    rows = duckdb.answer(f"SELECT text, language, language_score, score FROM '{file}'")
+    found = shards(place)
+    end = len(rows) * len(found) // 20
+    expected = [row["text"].strip() for row in rows[:end]
+                if row["language"] == "en" and row["language_score"] >= 0.8 and row["score"] >= 3]
+    documents = [text for name in found for text in found[name].removesuffix("\n").split(SEPARATOR)]
+    assert 0 < len(expected) < end and documents == expected
+    assert 3_000_000 <= sum(len(text.encode()) for text in found.values()) < 4_000_000
+
+
+def test_web_over_http_reads_only_what_it_needs(place, duckdb, parquet):
+    done = subprocess.run([duckdb.real, "-c", "LOAD httpfs"], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        pytest.skip("DuckDB's extension httpfs is not installed here")
+    duckdb.offline = ":"
+    duckdb.when("no such words", ":")
+    body = place.server.files["/10BT/000_00000.parquet"] = parquet(duckdb)
+    code, out, err = place.run("web", WEB_MB="1")
+    assert (code, err) == (0, "") and "httpfs" not in out
+    made = shards(place)
+    assert made == {f"web_{i:03d}.txt": shard(i) for i in range(len(made))} != {}
+    # Each file asks for the groups that its rows lie in, one or two of six, and for the table at the end.
+    groups = sum((ROWS * (i + 1) // 20 - 1) // GROUP - ROWS * i // 20 // GROUP + 1 for i in range(len(made)))
+    assert place.server.sent < len(body) * groups * GROUP / ROWS + (len(made) + 1) * 50_000
+    assert place.names() == {"web.settings", *made}
+
+
+@pytest.mark.parametrize("mode, message", [
+    ("missing", "error: 404"), ("page", "gave a web page"),
+    ("short", "gave 1000 bytes that are not what data/fineweb_000_00000.parquet must be")])
+def test_web_a_wrong_answer_is_refused(place, duckdb, parquet, mode, message):
+    place.server.files["/10BT/000_00000.parquet"] = parquet(duckdb)
+    place.server.modes = [mode]
+    place.fails(message, "web", WEB_MB="1")
+    assert place.names() == set()
+    assert place.run("web", WEB_MB="1")[0] == 0
+
+
+def test_web_without_a_network(place, duckdb):
+    place.fails("run this again to go on when the network is back", "web", FINEWEB_URL="http://127.0.0.1:9")
+    assert place.names() == set()
+    place.fails("nowhere/000_00000.parquet is not there; FINEWEB_URL must be an address", "web", FINEWEB_URL="nowhere")
+    duckdb.offline = "exit 0"                   # httpfs is installed, and then it is DuckDB that finds no network
+    duckdb.when("parquet_file_metadata", "echo 'IO Error: Could not connect' >&2; echo 'and more' >&2; exit 1")
+    place.fails("10BT/000_00000.parquet cannot be read (IO Error: Could not connect); run this again to go on.", "web")
+    assert place.names() == set() and not place.server.requests
+
+
+def test_web_troubles_of_duckdb(place, duckdb, parquet):
+    place.server.files["/10BT/000_00000.parquet"] = parquet(duckdb)
+    half = f"echo half >'{place.data}/web_001.txt.part'"
+    duckdb.when("web_001", f"{half}; echo 'IO Error: No space left on device' >&2; exit 1")
+    code, _, err = place.run("web", WEB_MB="1")
+    assert (code, err.count("\n")) == (2, 1) and "web_001.txt cannot be made" in err and "No space left" in err
+    assert place.names() >= {"web_000.txt"} and not any("web_001" in name for name in place.names())
+
+    # Killed while it writes a file: that file is made again, and the result is the same.
+    duckdb.when("web_001", f"{half}; sleep 20")
+    place.interrupt(signal.SIGKILL, (place.data / "web_001.txt.part").exists, "web", WEB_MB="1")
+    assert "web_001.txt.part" in place.names() and "web_001.txt" not in place.names()
+    duckdb.when("no such words", ":")
+    assert place.run("web", WEB_MB="1")[::2] == (0, "")
+    assert shards(place) == {f"web_{i:03d}.txt": shard(i) for i in range(len(shards(place)))}
+    assert not any(name.endswith(".part") for name in place.names()) and len(place.server.requests) == 1
+
+    for name in shards(place):
+        (place.data / name).unlink()
+    place.fails("no page for data/web_000.txt has WEB_SCORE=5 and WEB_LANGUAGE_SCORE=0.8; lower", "web", WEB_SCORE="5")
+
+
+def test_web_installs_duckdb_into_the_environment(place, duckdb, parquet):
+    place.server.files["/10BT/000_00000.parquet"] = parquet(duckdb)
+    place.path = ":".join(folder for folder in os.environ["PATH"].split(":") if not os.path.exists(f"{folder}/duckdb"))
+    if not shutil.which("curl", path=place.path):
+        pytest.skip("DuckDB and curl lie in one folder here")
+    place.fails("DuckDB's command line is missing, and there is no .venv to install it into; run make first", "web")
+    environment = place.folder / ".venv" / "bin"
+    environment.mkdir(parents=True)
+    python = environment / "python"
+    python.write_text("#!/bin/sh\necho 'ERROR: no network' >&2; exit 1\n")
+    python.chmod(0o755)
+    place.fails("pip cannot install duckdb-cli into .venv", "web")
+    python.write_text(f"#!/bin/sh\necho \"$*\" >pip-called; cp '{duckdb.folder}/duckdb' .venv/bin/duckdb\n")
+    code, out, err = place.run("web", WEB_MB="1")
+    assert (code, err) == (0, "") and "Installing DuckDB's command line into .venv" in out
+    assert (place.folder / "pip-called").read_text().split()[-1] == "duckdb-cli"
+    assert shards(place)["web_000.txt"] == shard(0)
+
+
+def test_all_is_books_web_and_instructions(place, duckdb, parquet):
+    place.add_book(1, HEAD + START + BODY + END)
+    place.server.files["/10BT/000_00000.parquet"] = parquet(duckdb)
+    place.server.files["/alpaca.json"] = alpaca()
+    assert place.run("all", WEB_MB="1", BOOK_IDS="1")[::2] == (0, "")
+    assert {"books.txt", "web_000.txt", "instructions.json"} <= place.names() and "tiny.txt" not in place.names()
+    assert all("NanoEuler" in agent for _, agent in place.server.requests)

@@ -1,0 +1,500 @@
+"""sft.py: supervised fine-tuning.  A model that continues texts becomes one that answers.
+
+    python sft.py                          out/small -> out/small-sft, on pairs made from the text that it knows
+    python sft.py big --data FILE.json     on instructions: records of instruction, input, output, or of messages
+    python sft.py --show 3                 three examples, with what is learned in colour
+    python sft.py --resume                 go on with an interrupted run
+
+Read before it: train.py, whose schedule, log, checkpoints and signals serve here as they are (train.train).  Model,
+loss and optimizer stay the same, too.  What is new stands in the order of a run:
+
+    1. conversations   records of a file, or pairs made from a text, -> turns: what the user says, what is answered
+    2. examples        turns -> ids, and the mask that says what is learned
+    3. batches         examples of about one length together; a pure function of (seed, step)
+    4. evaluation      held-out loss, and answers to held-out questions
+    5. looking at it   --show
+    6. the run
+
+The mask is the one idea of this file.  A conversation stands in a template of special tokens.  All of it is read, but
+only what is underlined is learned; anything else has the target -1, which counts for nothing in the loss:
+
+    <|user|>What is a cat?<|end|><|assistant|>An animal.<|end|>
+                                              ~~~~~~~~~~~~~~~~~
+
+So the model learns to answer and not to ask, and it learns to stop, because the end of an answer is one of its tokens
+(Ouyang et al. 2022, "Training language models to follow instructions with human feedback", the first of their steps).
+
+What it does not do: no rewards or preferences (the other steps: RLHF, DPO); no adapters (LoRA), all weights are
+trained; no packing of several conversations into one row.
+"""
+import argparse
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import sys
+
+import model_cpu            # first: it says what to do where NumPy is missing
+import model_gpu
+import numpy as np
+import train
+from model_cpu import CONFIGS
+from tokenizer import END_OF_TEXT, SPECIAL_TOKENS, Tokenizer, explain
+
+# Chosen by short runs; the README's lab notes say what else was tried.
+DEFAULTS = {
+    "small": dict(epochs=4, batch_tokens=1024, lr=7e-4, warmup=20, eval_every=100, save_every=100),
+    "medium": dict(epochs=3, batch_tokens=8192, lr=5e-4, warmup=50, eval_every=200, save_every=200),
+    "big": dict(epochs=3, batch_tokens=32768, lr=2e-4, warmup=50, eval_every=200, save_every=200),
+}
+MOST_HELD_OUT = 1000            # prompts
+PAD_TO = 8                      # lengths are rounded up to a multiple of this
+QUESTIONS = 3                   # held-out prompts that are answered before and after
+ANSWER_TOKENS = 100
+
+# The template for other tools, in Jinja: transformers' apply_chat_template gives the ids that section 2 makes.
+CHAT_TEMPLATE = r"""
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- for message in (messages[1:] if messages[0].role == 'system' else messages) -%}
+    {%- if message.role != ('assistant' if loop.index0 % 2 else 'user') -%}
+        {{- raise_exception('after one system text at most, the roles must be user and assistant in turn') -}}
+    {%- endif -%}
+    {{- '<|' + message.role + '|>' + (system + '\n\n' if loop.first and system else '') -}}
+    {{- message.content + '<|end|>' -}}
+{%- endfor -%}
+{{- '<|assistant|>' if add_generation_prompt else '' -}}
+""".strip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Conversations: lists of turns, each (user text, response)
+# ---------------------------------------------------------------------------------------------------------------------
+def find_data(preset, corpus):
+    """The files to learn from when none are named: for the larger models what `fetch_data.sh instructions` has brought;
+    else the files that the model was pretrained on."""
+    names = sorted(os.listdir("data")) if preset != "small" and os.path.isdir("data") else []
+    return [os.path.join("data", name) for name in names if re.fullmatch(r"instructions.*\.jsonl?", name)] or corpus
+
+
+def read_conversations(paths):
+    """The conversations in these files: records of .json and .jsonl; of a text, pairs from the part that train.py held
+    out from pretraining.  ValueError for a file that has none."""
+    conversations = []
+    for path in paths:
+        if not os.path.isfile(path):
+            raise ValueError(f"{path} is not a file; name files of instructions, .json or .jsonl, with --data.")
+        if path.endswith((".json", ".jsonl")):
+            conversations += read_records(path)
+        elif re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)):
+            conversations += python_pairs(path)
+        else:
+            conversations += play_pairs(path)
+    return conversations
+
+
+def read_json(path):
+    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line that is no
+    JSON."""
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+        text = file.read()
+    one_list = text.lstrip().startswith("[")
+    values = []
+    for number, piece in [(1, text)] if one_list else enumerate(text.split("\n"), 1):
+        try:
+            if piece.strip():
+                values.append(json.loads(piece))
+        except (ValueError, RecursionError) as error:
+            line = number + getattr(error, "lineno", 1) - 1
+            raise ValueError(f"{path}, line {line}, is not JSON ({getattr(error, 'msg', error)}); the file must hold one "
+                             f"list of records, or one record a line.") from None
+    return values[0] if one_list else values
+
+
+def read_records(path):
+    """The conversations in a file of JSON.  Records that cannot be used are left out, which is said."""
+    records, conversations, wrong = read_json(path), [], {}
+    for number, record in enumerate(records, 1):
+        try:
+            conversations.append(make_turns(record))
+        except ValueError as error:
+            wrong.setdefault(str(error), []).append(number)
+    if not conversations:
+        raise ValueError(f"{path} holds no record that can be used, of {len(records)}"
+                         + "".join(f"; record {numbers[0]} has {what}" for what, numbers in wrong.items()) + ".")
+    if wrong:
+        print(f"{path}: of {len(records):,} records {len(records) - len(conversations):,} are left out: " + "; ".join(
+            f"{len(numbers):,} with {what} (record {numbers[0]:,}{' is the first' * (len(numbers) > 1)})"
+            for what, numbers in wrong.items()) + ".")
+    return conversations
+
+
+def make_turns(record):
+    """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> turns, every text as
+    it stands.  ValueError says in a few words what the record has that is wrong."""
+    if not isinstance(record, dict):
+        raise ValueError("no named fields")
+    messages = record.get("messages")
+    if messages is None:
+        texts = [record.get("instruction"), record.get("input") or "", record.get("output")]
+        roles = ["user", "assistant"]
+    elif isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        roles, texts = ([message.get(name) for message in messages] for name in ("role", "content"))
+    else:
+        raise ValueError("messages that are no list of objects")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("no text as instruction and output, or as the content of a message")
+    if messages is None:
+        instruction, extra, output = texts
+        texts = [f"{instruction}\n\n{extra}" if extra else instruction, output]
+    elif roles[:1] == ["system"] and len(texts) > 1:
+        system, question, *rest = texts
+        roles, texts = roles[1:], [f"{system}\n\n{question}" if system else question, *rest]
+    if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
+        raise ValueError("roles that are not user and assistant in turn")
+    if not any(response.strip() for response in texts[1::2]):
+        raise ValueError("no response")
+    return list(zip(texts[::2], texts[1::2]))
+
+
+def python_pairs(path):
+    """Pairs (name, first paragraph of its documentation) from the standard library, for a model that was trained on the
+    file `path` that train.write_python_corpus wrote.  Held out: only those whose response occurs nowhere in what the
+    model read.  These are mostly the short ones, since the corpus takes paragraphs from 40 characters up."""
+    with open(path, "rb") as file:
+        learned = file.read(train.split_point(path)).decode("utf-8", "replace")
+    pairs = {}
+    for _, docstrings in train.python_docstrings():
+        for name, docstring in docstrings:
+            first = " ".join(re.split(r"\n\s*\n", docstring.strip())[0].split())
+            if " " in first and first not in learned:
+                pairs.setdefault(name, first)               # a name may be defined twice
+    if not pairs:
+        raise ValueError(f"{path} holds all of the library's documentation, so nothing is held out; name a file of "
+                         f"instructions with --data.")
+    return [[pair] for pair in pairs.items()]
+
+
+def play_pairs(path):
+    """Pairs (speech, the reply to it) from the validation part of a play whose paragraphs are "NAME:\\nspeech".  Without
+    the names, which are the user and the assistant here; and the speech on one line, as one types it in chat.py.
+
+    A reply is the speech of the next pair, too, which may be on the other side of the split: read there, but thanks to
+    the mask not learned."""
+    with open(path, "rb") as file:
+        file.seek(train.split_point(path))
+        held_out = file.read().decode("utf-8", "replace").replace("\r\n", "\n")
+    paragraphs = re.split(r"\n\n+", held_out.strip())
+    speeches = [re.fullmatch(r"[^\n:]{1,40}:\n(.+)", paragraph, re.DOTALL) for paragraph in paragraphs]
+    pairs = [[(" ".join(speech[1].split()), reply[1])]
+             for speech, reply in itertools.pairwise(speeches) if speech and reply]
+    if len(pairs) <= len(paragraphs) // 2:
+        raise ValueError(f"{path} is neither a play nor the text that ships inside Python, so no questions with answers can "
+                         f"be made from it: name a file of instructions with --data (./fetch_data.sh instructions brings "
+                         f"one).")
+    return pairs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Examples: ids and mask
+# ---------------------------------------------------------------------------------------------------------------------
+def make_prompt(tokenizer, text):
+    """The ids of a turn up to where the answer begins.  Put together from ids: a text can never become a special token."""
+    special = tokenizer.special
+    return [special["<|user|>"], *tokenizer.encode(text), special["<|end|>"], special["<|assistant|>"]]
+
+
+def cut_prompt(prompt, T):
+    """Of a long prompt the last ids, so that a quarter of a window of T is left for the answer; chat.py does the same."""
+    return prompt[:1] + prompt[1:][1 - (T - T // 4):]
+
+
+def make_example(tokenizer, turns, T):
+    """Turns -> (ids (n,), mask (n,), whether it had to be cut), n <= T + 1: T inputs and the target of the last one.
+
+    mask: True at what is learned, the responses with their end tokens.  If it is too long, turns are left out from the
+    end.  The first always stays: its prompt is cut first, then its response, of which at least a quarter of the window
+    is left.  So every example has something to learn."""
+    ids, mask, end = [], [], tokenizer.special["<|end|>"]
+    for text, response in turns:
+        prompt, answer = make_prompt(tokenizer, text), [*tokenizer.encode(response), end]
+        cut = len(ids) + len(prompt) + len(answer) > T + 1
+        if cut and ids:
+            break
+        if cut:
+            prompt = cut_prompt(prompt, T)
+            answer = answer[:T + 1 - len(prompt)]
+        ids += prompt + answer
+        mask += [False] * len(prompt) + [True] * len(answer)
+        if cut:
+            break
+    return np.array(ids), np.array(mask), cut
+
+
+@dataclasses.dataclass
+class Examples:
+    train: list         # of (ids, mask)
+    held_out: list      # the same, of prompts that are in no example of train
+    questions: list     # some of these prompts, as text
+    cut: int            # how many were too long
+    key: str            # fingerprint of all this
+
+
+def make_examples(tokenizer, conversations, T, seed):
+    """Conversations -> Examples.  The first user texts decide what is held out: a tenth of the different ones, in the
+    order of their hashes."""
+    def order(prompt):
+        return hashlib.sha256(f"{seed} {prompt}".encode("utf-8", "surrogatepass")).digest()
+
+    prompts = sorted({turns[0][0] for turns in conversations}, key=order)
+    if len(prompts) < 2:
+        raise ValueError("the data has one prompt only; it needs at least two, one to learn from and one to hold out.")
+    held_out = set(prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))])
+    parts, cuts, digest = ([], []), 0, hashlib.sha256()
+    for turns in conversations:
+        ids, mask, cut = make_example(tokenizer, turns, T)
+        part = turns[0][0] in held_out
+        parts[part].append((ids, mask))
+        cuts += cut
+        digest.update(ids.tobytes() + mask.tobytes() + bytes([part]))
+    return Examples(*parts, prompts[:min(QUESTIONS, len(held_out))], cuts, digest.hexdigest()[:12])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Batches: a pure function of (seed, step)
+# ---------------------------------------------------------------------------------------------------------------------
+def padded_lengths(examples, T):
+    """How many inputs each example takes in a batch.  Lengths are rounded up, so that more examples have the same, and
+    meet others in every epoch."""
+    return np.array([min(T, -(-(len(ids) - 1) // PAD_TO) * PAD_TO) for ids, _ in examples])
+
+
+def plan_epoch(lengths, batch_tokens, seed, epoch):
+    """-> list of arrays of indices into `lengths`, each index once: the batches of an epoch, of at most batch_tokens
+    inputs each (or one row).
+
+    Rows of one batch are about as long, since sorted by length, so little is padding.  Chance decides which examples of
+    one length meet, and the order of the batches.  The sizes of the batches depend on the lengths alone, so every
+    epoch has as many, and the batch of a step follows from its number."""
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(len(lengths))
+    order = order[np.argsort(-lengths[order], kind="stable")]
+    batches, start = [], 0
+    while start < len(order):
+        rows = max(1, batch_tokens // lengths[order[start]])            # the longest row comes first
+        batches.append(order[start:start + rows])
+        start += rows
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def make_batch(examples, T, K, pad):
+    """-> inputs (B,P) and targets (B,P+K-1).  The target of head k at position t is the token at t+1+k if that is
+    learned, else -1: each head learns the same tokens, from k positions further back.  Rows are filled up on the right
+    with `pad`, which no earlier position sees."""
+    P = int(padded_lengths(examples, T).max())
+    inputs, targets = np.full((len(examples), P), pad), np.full((len(examples), P + K - 1), -1)
+    for row, (ids, mask) in enumerate(examples):
+        inputs[row, :len(ids) - 1] = ids[:-1]
+        targets[row, :len(ids) - 1] = np.where(mask[1:], ids[1:], -1)
+    return inputs, targets
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Evaluation
+# ---------------------------------------------------------------------------------------------------------------------
+def evaluate(model, tokenizer, examples, micro_batch):
+    """-> (nats a learned token, bits a byte of response) of head 0 on all these examples."""
+    T, K, sizes = model.config.context, model.config.predict, train.token_bytes(tokenizer)
+    nats, counted, size = 0.0, 0, 0
+    for rows in plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0):
+        inputs, targets = make_batch([examples[i] for i in rows], T, K, tokenizer.special[END_OF_TEXT])
+        learned = targets[targets >= 0]
+        nats += float(model.forward(inputs, targets)[0]) * len(learned)
+        counted += len(learned)
+        size += int(sizes[learned].sum())
+    return nats / counted, nats / math.log(2) / max(size, 1)
+
+
+def answer(model, tokenizer, question, seed):
+    """What the model answers, as text."""
+    ids = cut_prompt(make_prompt(tokenizer, question), model.config.context)
+    stream = model_cpu.generate(model, ids, temperature=0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size)
+    special, said = set(tokenizer.special.values()), itertools.islice(stream, ANSWER_TOKENS)
+    return tokenizer.decode(itertools.takewhile(lambda token: token not in special, said))
+
+
+def fine_tuning(model, tokenizer, examples, s, state):
+    """-> the Job of a run on these examples.  state keeps the held-out loss before the first step, and the latest."""
+    T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
+    lengths = padded_lengths(examples.train, T)
+    plan = functools.lru_cache(maxsize=2)(lambda epoch: plan_epoch(lengths, s.batch_tokens, s.seed, epoch))
+    batches = len(plan(0))
+
+    def batch(step):
+        return make_batch([examples.train[i] for i in plan(step // batches)[step % batches]], T, K, pad)
+
+    def look(step):
+        loss, bpb = evaluate(model, tokenizer, examples.held_out, s.micro_batch)
+        state.setdefault("before", loss)
+        state["after"] = loss
+        answers = [answer(model, tokenizer, question, s.seed) for question in examples.questions]
+        print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
+        if step in (0, s.steps):
+            for question, said in zip(examples.questions, answers):
+                print(f"--- {printable(question)}\n{printable(said)}", flush=True)
+        else:
+            print("           " + repr(answers[0])[1:-1], flush=True)
+        return {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
+
+    learned = np.concatenate([ids[mask] for ids, mask in examples.train])
+    return train.Job(batch, look, max(train.token_bytes(tokenizer)[learned].mean(), 1e-9), CHAT_TEMPLATE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Looking at it
+# ---------------------------------------------------------------------------------------------------------------------
+def printable(text):
+    """A text without the characters that a terminal would obey instead of showing."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+
+
+def show(tokenizer, conversations, T, count):
+    """Print the first `count` examples as the model reads them, what is learned in green, or in brackets where the
+    environment has NO_COLOR."""
+    start, stop = ("[", "]") if os.environ.get("NO_COLOR") else ("\x1b[32m", "\x1b[0m")
+    for number, turns in enumerate(conversations[:count], 1):
+        ids, mask, cut = make_example(tokenizer, turns, T)
+        print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are learned{', the rest did not fit' * cut}")
+        for learned, run in itertools.groupby(range(len(ids)), key=mask.__getitem__):
+            text = printable(tokenizer.decode(ids[i] for i in run))
+            print(f"{start}{text}{stop}" if learned else text, end="")
+        print()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. The run
+# ---------------------------------------------------------------------------------------------------------------------
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description="Fine-tune a pretrained model to answer.")
+    parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
+    parser.add_argument("--base", metavar="DIR", help="the checkpoint folder to begin with (default out/PRESET)")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help=".json or .jsonl with records of instruction, input "
+                        "and output, or of messages (default: for medium and big data/instructions*.json, if there are "
+                        "any; else pairs made from the base's own corpus, of what was held out from its training)")
+    parser.add_argument("--out", metavar="DIR", help="the checkpoint folder to write (default: --base with -sft)")
+    parser.add_argument("--show", type=train.positive, metavar="N", help="print N examples with what is learned in "
+                        "colour, then stop")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--epochs", type=train.positive, help="how often to read the data")
+    train.add_run_options(parser)
+    return parser.parse_args(argv)
+
+
+def read_base(folder, preset):
+    """-> (settings of the run that made the base, its Tokenizer)."""
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        raise ValueError(f"there is no trained model in {folder}: train it with `python train.py {preset or 'small'}`, or "
+                         f"name the folder of one with --base.")
+    try:
+        settings = model_cpu.load_state(folder)["settings"]
+        if preset not in (None, settings["preset"]):
+            raise ValueError(f"{folder} holds a model of the size {settings['preset']}, not {preset}.")
+    except (KeyError, TypeError):
+        raise ValueError(f"{folder} was not written by train.py or sft.py: how it was made is not recorded.") from None
+    tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
+    if missing := set(SPECIAL_TOKENS) - set(tokenizer.special):
+        raise ValueError(f"{folder}: tokenizer.json lacks the special token {min(missing)}.")
+    return settings, tokenizer
+
+
+def start(args, base, out):
+    """-> (model, tokenizer, settings, state, examples) of a new run."""
+    made, tokenizer = read_base(base, args.preset)
+    preset, data = made["preset"], args.data or find_data(made["preset"], made["data"])
+    config = dataclasses.replace(CONFIGS[preset], mtp_weight=made["mtp_weight"])
+    asked, defaults = args.device, dict(DEFAULTS[preset], steps=1)
+    args.device = train.choose_device(asked or "auto", preset)
+    epochs = args.epochs or defaults["epochs"]
+    del defaults["epochs"]
+    s = train.make_settings(args, preset, config, defaults)
+    s.data = [os.path.normpath(path) for path in data]
+    examples = make_examples(tokenizer, read_conversations(s.data), config.context, s.seed)
+    lengths = padded_lengths(examples.train, config.context)
+    batches = plan_epoch(lengths, s.batch_tokens, s.seed, 0)
+    s.steps, s.tokens_key = epochs * len(batches), examples.key
+    if args.warmup is None:
+        s.warmup = min(s.warmup, s.steps // 10)
+    if preset != "small" and s.device == "cpu" and asked != "cpu":
+        train.check_patience(config, s)
+    model, _ = model_cpu.load(base, model_gpu.pick(s.device), train.model_options(s))
+    model.config, model.step = dataclasses.replace(model.config, mtp_weight=s.mtp_weight), 0
+    state = {"script": "sft.py", "tokens": 0, "seconds": 0.0, "base": base}
+    train.set_aside(out)
+    train.save(out, model, tokenizer, s, state, CHAT_TEMPLATE)      # from now on there is something to resume
+    read = sum(len(ids) - 1 for ids, _ in examples.train)
+    padded = sum(len(rows) * lengths[rows].max() for rows in batches)
+    learned = sum(int(mask.sum()) for _, mask in examples.train)
+    print(f"{base} is fine-tuned into {out} on {', '.join(s.data)}: {len(examples.train):,} conversations, "
+          f"{len(examples.held_out):,} more are held out; {examples.cut:,} were longer than the context of "
+          f"{config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most {s.batch_tokens:,} tokens; of "
+          f"{padded:,} tokens {1 - read / padded:.1%} are padding, {learned / padded:.0%} are learned.", flush=True)
+    return model, tokenizer, s, state, examples
+
+
+def resume(args, base, out):
+    """-> the same of the run in `out`, which goes on from its own weights: the base need not be there any more."""
+    model, tokenizer, s, state = train.resume(args, out, "sft.py")
+    if args.base and base != state["base"]:
+        raise ValueError(f"the run in {out} began with {state['base']}, not with {base}; start a new run with another "
+                         f"--out.")
+    examples = make_examples(tokenizer, read_conversations(s.data), model.config.context, s.seed)
+    if examples.key != s.tokens_key:
+        raise ValueError(f"the data, {', '.join(s.data)}, is not what the run in {out} began with.")
+    epochs = s.steps // len(plan_epoch(padded_lengths(examples.train, model.config.context), s.batch_tokens, s.seed, 0))
+    if args.epochs not in (None, epochs):
+        raise ValueError(f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run keeps its settings. "
+                         f"Leave the option out, or start a new run with another --out.")
+    return model, tokenizer, s, state, examples
+
+
+def main(argv):
+    args = parse_arguments(argv)
+    sys.stdout.reconfigure(errors="replace")
+    base = os.path.normpath(args.base or os.path.join("out", args.preset or "small"))
+    if args.show:
+        made, tokenizer = read_base(base, args.preset)
+        conversations = read_conversations(args.data or find_data(made["preset"], made["data"]))
+        return show(tokenizer, conversations, CONFIGS[made["preset"]].context, args.show)
+    train.set_threads(argv)
+    out = os.path.normpath(args.out or base + "-sft")
+    model, tokenizer, s, state, examples = (resume if args.resume else start)(args, base, out)
+    if model.step >= s.steps:
+        print(f"The run in {out} is finished: {model.step} of {s.steps} steps.")
+        return 0
+    if args.resume:
+        print(f"Resuming {out} at step {model.step} of {s.steps}.", flush=True)
+    stop, job = train.Stop(), fine_tuning(model, tokenizer, examples, s, state)
+    if "before" not in state:
+        log = train.Log(out, -1)
+        log.write(step=0, **job.evaluate(0))
+        log.file.close()
+    if code := train.train(model, tokenizer, s, out, state, stop, job):
+        return code
+    print(f"Held-out loss {state['before']:.4f} before, {state['after']:.4f} after.\n\n"
+          f"Talk to it: python chat.py --model {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BrokenPipeError:                                 # of --show: the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError, MemoryError) as error:
+        print(f"error: {explain(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,190 @@
+"""sft.py and train.py against judges that others wrote: PyTorch's cross-entropy, autograd and AdamW on the same batches,
+and transformers' apply_chat_template."""
+import os
+
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # read by transformers when it is imported
+
+import random
+
+import numpy as np
+import pytest
+import test_model_peers as peers
+import torch
+import torch.nn.functional as F
+import torch_twin
+import transformers
+
+import model_cpu
+import sft
+import train
+from tokenizer import Tokenizer
+
+STEPS, B, T = 300, 8, 128
+TEXTS = [*peers.TEXTS.values(), "What is a cat?", "An animal.", " leading", "trailing ", "\nlines\n\n", "{{ x }} {% if %}"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss of a fine-tuning batch
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def batch():
+    """-> a model in float64 and a batch of conversations of different length, some cut, from all scripts of TEXTS."""
+    tokenizer, rng = Tokenizer.train(TEXTS, 320), random.Random(0)
+    config = model_cpu.Config(dim=64, heads=8, kv_heads=2, layers=3, context=96, vocab=328, predict=4, mtp_weight=0.3)
+    model, generator = model_cpu.Model(config), np.random.default_rng(0)
+    for weight in model.params.values():
+        weight[...] = 0.15 * generator.standard_normal(weight.shape) + (weight.ndim == 1)
+    turns = [[(rng.choice(TEXTS), rng.choice(TEXTS)[:40]) for _ in range(2)] for _ in range(12)]
+    examples = [sft.make_example(tokenizer, turn, 96)[:2] for turn in turns]
+    return model, *sft.make_batch(examples, 96, 4, tokenizer.special["<|endoftext|>"])
+
+
+def test_loss_equals_cross_entropy_with_ignore_index(batch):
+    model, inputs, targets = batch
+    logits, P = torch.from_numpy(model.logits(inputs)), inputs.shape[1]
+    ours = model.forward(inputs, targets)
+    theirs = [F.cross_entropy(logits[:, :, k].flatten(0, 1), torch.from_numpy(targets[:, k:k + P].flatten()), ignore_index=-1)
+              for k in range(4)]
+    print(f"losses {ours}, largest difference {max(abs(a - float(b)) for a, b in zip(ours, theirs)):.1e}")
+    assert 0.1 < (targets >= 0).mean() < 0.9 and ours[0] > 1
+    assert np.abs(ours - np.array([float(loss) for loss in theirs])).max() < 1e-10
+
+
+def test_every_gradient_equals_autograd(batch, monkeypatch):
+    model, inputs, targets = batch
+    monkeypatch.setattr(peers, "CONFIG", model.config)
+    monkeypatch.setattr(peers, "T", inputs.shape[1])
+    twin = peers.torch_params(model)
+    losses, expected = model.forward(inputs, targets), peers.torch_step(twin, inputs, targets)
+    model.backward()
+    assert peers.distance(losses, expected) < 1e-13
+    errors = {name: peers.distance(gradient, twin[name].grad) for name, gradient in model.grads.items()}
+    worst = max(errors, key=errors.get)
+    print(f"losses {peers.distance(losses, expected):.1e}, worst gradient {worst} {errors[worst]:.1e}")
+    assert errors[worst] < 1e-10, errors
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The chat template
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A fine-tuned checkpoint, as far as its files go."""
+    path = str(tmp_path_factory.mktemp("checkpoint"))
+    model = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32)
+    model_cpu.save(path, model, Tokenizer.train(TEXTS * 3, 400), {}, sft.CHAT_TEMPLATE)
+    return path
+
+
+def test_apply_chat_template_gives_our_ids(folder):
+    ours, theirs = Tokenizer.load(os.path.join(folder, "tokenizer.json")), transformers.AutoTokenizer.from_pretrained(folder)
+    rng, several = random.Random(0), 0
+    for _ in range(500):
+        messages = [{"role": "system", "content": rng.choice(TEXTS)}] * (rng.random() < 0.3)
+        for _ in range(rng.randint(1, 4)):
+            question, said = rng.choice(TEXTS), rng.choice(TEXTS[:4])
+            messages = [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": said}]
+        turns = sft.make_turns({"messages": messages})
+        ids, _, cut = sft.make_example(ours, turns, 1 << 20)
+        assert theirs.apply_chat_template(messages, return_dict=False) == ids.tolist() and not cut, messages
+        asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+        assert asked == ids[:len(asked)].tolist() and asked[-1] == ours.special["<|assistant|>"]
+        assert asked[-len(sft.make_prompt(ours, turns[-1][0])):] == sft.make_prompt(ours, turns[-1][0])
+        several += len(turns) > 1
+    assert several > 100
+
+
+@pytest.mark.parametrize("roles", [["assistant", "user"], ["user", "user"], ["user", "system"], ["tool"]])
+def test_the_template_refuses_what_we_refuse(folder, roles):
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(Exception, match="user and assistant in turn"):
+        theirs.apply_chat_template([{"role": role, "content": "x"} for role in roles], return_dict=False)
+    with pytest.raises(ValueError, match="user and assistant in turn"):
+        sft.make_turns({"messages": [{"role": role, "content": "x"} for role in roles]})
+
+
+def test_the_folder_loads_and_stops_at_end(folder):
+    ours, theirs = Tokenizer.load(os.path.join(folder, "tokenizer.json")), transformers.AutoTokenizer.from_pretrained(folder)
+    llama = peers.load_llama(folder, torch.float32)
+    assert theirs.eos_token == "<|end|>" and theirs.chat_template == sft.CHAT_TEMPLATE
+    assert theirs.eos_token_id == llama.config.eos_token_id == llama.generation_config.eos_token_id == ours.special["<|end|>"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A twin in PyTorch, trained on the same batches from the same weights
+# ---------------------------------------------------------------------------------------------------------------------
+def settings(steps, lr, batch_tokens):
+    return train.Settings("small", steps, batch_tokens, batch_tokens // T, lr, 50, 0.1, 1.0, 0.3, 0, 1, 1, 2, "cpu", "fp32",
+                          "flash", "cublas", None, [])
+
+
+def train_both(model, s, batch):
+    """Train `model` and its twin, which begins with the same weights -> the twin's losses(inputs, targets)."""
+    twin = torch_twin.Twin(model.config, model.params)
+    step, forward = torch_twin.make_step(twin, compiled=False), torch_twin.make_losses(twin, compiled=False)
+    for i in range(s.steps):
+        (inputs, targets), lr = batch(i), train.learning_rate(i, s)
+        train.training_step(model, s, inputs, targets, lr)
+        step(torch.from_numpy(inputs), torch.from_numpy(targets), lr)
+
+    def losses(inputs, targets):
+        with torch.no_grad():
+            return forward(torch.from_numpy(inputs), torch.from_numpy(targets))[0]
+    return losses
+
+
+def mean_loss(losses, batches):
+    """Of head 0, over all counted targets."""
+    nats, counted = 0.0, 0
+    for inputs, targets in batches:
+        count = int((targets[:, :inputs.shape[1]] >= 0).sum())
+        nats, counted = nats + float(losses(inputs, targets)[0]) * count, counted + count
+    return nats / counted
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The small model after 300 steps of pretraining on the English inside Python, in float32, with its tokenizer, the file,
+    and the validation losses (before, ours, the twin's)."""
+    threads, here = torch.get_num_threads(), os.getcwd()
+    torch.set_num_threads(2)
+    os.chdir(tmp_path_factory.mktemp("trained"))
+    try:
+        path = os.path.abspath("python-3.0.txt")
+        train.write_python_corpus(path)
+        tokenizer, tokens, val, _ = train.prepare([path], 512)
+        model, K = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32, threads=2), 4
+
+        def batch(step):
+            return train.get_batch(tokens, train.window_starts(0, step, B, len(tokens), T, K), T, K)
+
+        held_out, = val.values()
+        starts = range(0, len(held_out) - T - K, T)
+        batches = [train.get_batch(held_out, starts[i:i + 32], T, K) for i in range(0, len(starts), 32)]
+        before = mean_loss(model.forward, batches)
+        twin = train_both(model, settings(STEPS, 2e-3, B * T), batch)
+        yield model, tokenizer, path, (before, mean_loss(model.forward, batches), mean_loss(twin, batches))
+    finally:
+        os.chdir(here)
+        torch.set_num_threads(threads)
+
+
+def test_a_twin_pretrained_on_the_same_batches_is_as_good(trained):
+    before, ours, theirs = trained[3]
+    print(f"validation loss {before:.4f}; after {STEPS} steps ours {ours:.5f}, PyTorch's {theirs:.5f}")
+    assert ours < before - 2 and abs(ours - theirs) < 0.01
+
+
+def test_a_twin_fine_tuned_on_the_same_batches_is_as_good(trained):
+    model, tokenizer, path, _ = trained
+    examples = sft.make_examples(tokenizer, sft.read_conversations([path]), T, seed=0)
+    s, pad = settings(STEPS, 7e-4, 512), tokenizer.special["<|endoftext|>"]
+    job = sft.fine_tuning(model, tokenizer, examples, s, {})
+    model.step, model.m[...], model.v[...] = 0, 0, 0                # what loading a base does
+    batches = [sft.make_batch(examples.held_out[i:i + 32], T, 4, pad) for i in range(0, len(examples.held_out), 32)]
+    before = mean_loss(model.forward, batches)
+    twin = train_both(model, s, job.batch)
+    ours, theirs = mean_loss(model.forward, batches), mean_loss(twin, batches)
+    print(f"held-out loss {before:.4f}; after {STEPS} steps ours {ours:.5f}, PyTorch's {theirs:.5f}")
+    assert abs(ours - sft.evaluate(model, tokenizer, examples.held_out, 8)[0]) < 1e-5
+    assert ours < before - 1 and abs(ours - theirs) < 0.01
