@@ -55,7 +55,7 @@ $(VENV)/packages: requirements.txt
 	@touch $@
 
 $(VENV)/packages-tests: $(VENV)/packages tests/requirements.txt
-	@echo "Installing what the tests need (about 90 MB)."
+	@echo "Installing what the tests need (about 110 MB)."
 	@$(call install,-r tests/requirements.txt)
 	@touch $@
 
@@ -116,5 +116,5 @@ gpu: $(VENV)/packages
 # ----------------------------------------------------------------------------------------------------------------------
 clean:
 	rm -rf $(VENV) .pytest_cache __pycache__ tests/__pycache__ tests/peers/__pycache__
-	rm -f data/*.bin data/tokenizer-*.json data/*.new data/*.part
+	rm -f data/*.bin data/tokenizer-*.json data/*.new data/*.part data/books/*.part data/books/*.raw
 	@echo "Kept: the texts in data/ and the models in out/ (delete them by hand)."

@@ -53,8 +53,8 @@ DEFAULTS = {
 }
 MOST_HELD_OUT = 1000            # prompts
 PAD_TO = 8                      # lengths are rounded up to a multiple of this
-QUESTIONS = 3                   # held-out prompts that are answered before and after
-ANSWER_TOKENS = 100
+QUESTIONS = 10                  # held-out prompts that are answered at the end; before and on the way 3 of them
+ANSWER_TOKENS = 150
 
 # The template for other tools, in Jinja: transformers' apply_chat_template gives the ids that section 2 makes.
 CHAT_TEMPLATE = r"""
@@ -340,10 +340,11 @@ def fine_tuning(model, tokenizer, examples, s, state):
         loss, bpb = evaluate(model, tokenizer, examples.held_out, s.micro_batch)
         state.setdefault("before", loss)
         state["after"] = loss
-        answers = [answer(model, tokenizer, question, s.seed) for question in examples.questions]
+        questions = examples.questions[:None if step == s.steps else 3]
+        answers = [answer(model, tokenizer, question, s.seed) for question in questions]
         print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
         if step in (0, s.steps):
-            for question, said in zip(examples.questions, answers):
+            for question, said in zip(questions, answers):
                 print(f"--- {printable(question)}\n{printable(said)}", flush=True)
         else:
             print("           " + repr(answers[0])[1:-1], flush=True)
