@@ -584,17 +584,24 @@ class Tokenizer:
         are no empty documents. Memory is bounded: chunks of 1 MiB (`find_cut` says where), on all cores or `processes`.
         progress(done bytes, all bytes) is called after each chunk.
         """
+        return self.encode_files([(path, start, end)], out, separator, processes, progress)
+
+    def encode_files(self, files, out, separator=True, processes=None, progress=None):
+        """The same of several files, one after the other. files: (path, start, end) each, a part in bytes."""
         if self.vocab_size > 1 << 16:
             raise ValueError(f"encode_file writes 16-bit ids, too few for a vocabulary of {self.vocab_size} tokens; "
                              f"train one of at most {1 << 16}.")
         if not hasattr(out, "write"):
             with replace_file(out) as file:
-                return self.encode_file(path, file, start, end, separator, processes, progress)
-        chunks = find_chunks(*file_range(path, start, end), size=CHUNK)
+                return self.encode_files(files, file, separator, processes, progress)
+        parts = [find_chunks(*file_range(*file), size=CHUNK) for file in files]
         boundary = array.array("H", [self.special[END_OF_TEXT]]).tobytes() if separator else None
+        chunks, begins = [chunk for part in parts for chunk in part], [i == 0 for part in parts for i in range(len(part))]
         count, last = 0, boundary
         with contextlib.closing(run_chunks(("encode", boundary), chunks, self.encoder, processes, progress)) as results:
-            for ids in results:
+            for ids, begin in zip(results, begins):      # in this order: results must run to its end
+                if separator and begin and last != boundary:
+                    count, last = count + write_ids(boundary, out), boundary        # the end of the file before
                 if separator and last == boundary and ids[:2] == boundary:
                     ids = ids[2:]               # a separator at the start of a chunk that ends no document
                 count, last = count + write_ids(ids, out), ids[-2:] or last

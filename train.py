@@ -78,7 +78,7 @@ DEFAULTS = {
 MOST_EPOCHS = 4                 # medium and big: from a fifth reading of 290 MB the big model learned nothing of use
 EVAL_TOKENS = 1 << 16           # an evaluation on the way reads at most this many tokens of each kind held out
 SAMPLE_TOKENS = 80
-PROMPTS = ("\n", "The ", "What is ")
+PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to the token of the next word
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,9 +240,7 @@ def prepare(paths, vocab):
     def tokens(part, ranges):
         path = os.path.join("data", f"{part}-{key}.bin")
         if not os.path.exists(path):
-            with replace_file(path) as file:
-                for source, start, end in ranges:
-                    tokenizer.encode_file(source, file, start, end, progress=show_progress(f"{source}, {part}:"))
+            tokenizer.encode_files(ranges, path, progress=show_progress(f"{part} tokens:"))
         return np.memmap(path, np.dtype("<u2"), mode="r") if os.path.getsize(path) else np.zeros(0, "<u2")
 
     train = tokens("train", [(path, 0, cut) for path, cut, _ in cuts])
@@ -429,6 +427,8 @@ def plot(folder):
         axes.plot([r["step"] for r in evals], [r["val"][name][0] for r in evals], "o-", markersize=3, linewidth=0.8,
                   label=f"held out: {name}")
     axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
+    if steps:
+        axes.set_ylim(top=steps[len(steps) // 100]["loss"])     # the first drop would leave no room for the rest
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(os.path.join(folder, "loss.png"), dpi=150, bbox_inches="tight")

@@ -361,6 +361,25 @@ def test_binary_file_comes_back(tokenizer, tmp_path, monkeypatch):
     assert tokenizer.decode_bytes(ids) == path.read_bytes() and ids == tokenizer.encode(path.read_bytes())
 
 
+def test_several_files(tokenizer, tmp_path, monkeypatch):
+    """Each file's last document ends with the end-of-text id, whether or not the file ends with a separator."""
+    monkeypatch.setattr(tk, "CHUNK", 300)
+    monkeypatch.setattr(tk, "CUT_WINDOW", 120)
+    rng, files, documents, seen = random.Random(9), [], [], []
+    for i, end in enumerate(["", f"\n\n{EOT}\n", "\n", f"\n{EOT}", ""]):
+        texts = [random_text(rng, rng.randrange(100, 900)).strip("\r\n") or "x" for _ in range(i)]
+        path = tmp_path / f"{i}.txt"
+        path.write_bytes((f"\n\n{EOT}\n\n".join(texts) + (end if texts else "")).encode("utf-8", "surrogatepass"))
+        if texts and end == "\n":
+            texts[-1] += end
+        files.append((path, 0, None))
+        documents += texts
+    out = io.BytesIO()
+    count = tokenizer.encode_files(files, out, progress=lambda done, total: seen.append((done, total)))
+    assert out.getvalue() == b"".join(token.to_bytes(2, "little") for token in expected_ids(tokenizer, documents))
+    assert count == len(out.getvalue()) // 2 and seen[-1][0] == seen[-1][1] == sum(os.path.getsize(path) for path, *_ in files)
+
+
 def test_a_part_of_a_file(tokenizer, tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_text(f"one two\n\n{EOT}\n\nthree four\n")
