@@ -1,7 +1,7 @@
 """chat.py: talk to a trained model.
 
     python chat.py                                    the newest checkpoint in out/
-    python chat.py --model out/small --prompt "The "  one continuation, then the end
+    python chat.py --model out/small --prompt "The"   one continuation, then the end
     python chat.py --lens "To be, or not to be"       what the layers do with a text, seen as steps of an ODE solver
     python chat.py < prompts.txt                      one continuation for each line
 
@@ -244,7 +244,8 @@ def parse_arguments(argv):
 
 def main(argv):
     args = parse_arguments(argv)
-    sys.stdin = sys.stdin or open(os.devnull)               # None, if whoever started this has closed it
+    sys.stdin = sys.stdin or open(os.devnull)               # None, if whoever started this has closed them
+    sys.stdout = sys.stdout or open(os.devnull, "w")
     # Bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too.
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     sys.stdout.reconfigure(errors="replace")

@@ -30,6 +30,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import glob
 import json
 import math
 import os
@@ -1008,7 +1009,7 @@ def load_state(folder, model=None):
     if os.path.exists(path + ".new") and not os.path.exists(model_path + ".new"):
         path += ".new"                              # killed between the two renames; the next save makes up for it
     if not os.path.exists(path):
-        raise ValueError(f"{folder} holds no training state to resume: there is no {path}.")
+        raise ValueError(f"{folder} holds no training state: there is no {path}.")
     tensors, metadata = read_safetensors(path)
     if model is None:
         return json.loads(metadata["state"])
@@ -1069,11 +1070,11 @@ def print_first_step():
 def print_euler_table(folder):
     """The Euler table of the trained model in folder, on its validation tokens where they are at hand, else on TEXT."""
     model, tokenizer = load(folder, sys.modules[__name__])
-    T, windows, held_out = model.config.context, None, ""
+    T, windows, held_out = model.config.context, None, []
     if os.path.exists(os.path.join(folder, CHECKPOINT[1])):
-        held_out = f"data/val-{load_state(folder).get('settings', {}).get('tokens_key')}.bin"
-    if os.path.exists(held_out):
-        windows = np.fromfile(held_out, "<u2")[:8 * (T + 1)].astype(np.int64)
+        held_out = sorted(glob.glob(f"data/val-*-{load_state(folder).get('settings', {}).get('tokens_key')}.bin"))
+    if held_out:
+        windows = np.fromfile(held_out[0], "<u2")[:8 * (T + 1)].astype(np.int64)
         windows = windows[:len(windows) // (T + 1) * (T + 1)].reshape(-1, T + 1)
     if windows is None or not len(windows):
         windows = np.array([tokenizer.encode(TEXT)[:T + 1]])

@@ -1,6 +1,6 @@
 """sft.py: supervised fine-tuning.  A model that continues texts becomes one that answers.
 
-    python sft.py                          out/small -> out/small-sft, on pairs made from the text that it knows
+    python sft.py                          out/small -> out/small-sft, on pairs made from text of the kind that it knows
     python sft.py big --data FILE.json     on instructions: records of instruction, input, output, or of messages
     python sft.py --show 3                 three examples, with what is learned in colour
     python sft.py --resume                 go on with an interrupted run
@@ -56,7 +56,9 @@ PAD_TO = 8                      # lengths are rounded up to a multiple of this
 QUESTIONS = 10                  # held-out prompts that are answered at the end; before and on the way 3 of them
 ANSWER_TOKENS = 150
 
-# The template for other tools, in Jinja: transformers' apply_chat_template gives the ids that section 2 makes.
+# The template for other tools, in Jinja: transformers' apply_chat_template gives the ids that section 2 makes.  But for
+# one case: such a tool puts a conversation together as text, so a "<|end|>" that somebody typed becomes the special
+# token there.  Here it stays seven characters.
 CHAT_TEMPLATE = r"""
 {%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
 {%- for message in (messages[1:] if messages[0].role == 'system' else messages) -%}
@@ -81,13 +83,13 @@ def find_data(preset, corpus):
 
 
 def read_conversations(paths):
-    """The conversations in these files: records of .json and .jsonl; of a text, pairs from the part that train.py held
-    out from pretraining.  ValueError for a file that has none."""
+    """The conversations in these files: the records of .json and .jsonl; of a corpus, pairs whose responses train.py
+    held out from pretraining.  ValueError for a file that has none."""
     conversations = []
     for path in paths:
         if not os.path.isfile(path):
             raise ValueError(f"{path} is not a file; name files of instructions, .json or .jsonl, with --data.")
-        if path.endswith((".json", ".jsonl")):
+        if path.lower().endswith((".json", ".jsonl")):
             conversations += read_records(path)
         elif re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)):
             conversations += python_pairs(path)
@@ -109,8 +111,8 @@ def read_json(path):
                 values.append(json.loads(piece))
         except (ValueError, RecursionError) as error:
             line = number + getattr(error, "lineno", 1) - 1
-            raise ValueError(f"{path}, line {line}, is not JSON ({getattr(error, 'msg', error)}); the file must hold one "
-                             f"list of records, or one record a line.") from None
+            raise ValueError(f"{path}, line {line}, is not JSON ({getattr(error, 'msg', error)}); the file must hold "
+                             f"one list of records, or one record a line.") from None
     return values[0] if one_list else values
 
 
@@ -155,8 +157,8 @@ def make_turns(record):
         roles, texts = roles[1:], [f"{system}\n\n{question}" if system else question, *rest]
     if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
         raise ValueError("roles that are not user and assistant in turn")
-    if not any(response.strip() for response in texts[1::2]):
-        raise ValueError("no response")
+    if not all(response.strip() for response in texts[1::2]):     # from an empty one a model would learn to be silent
+        raise ValueError("an empty response")
     return list(zip(texts[::2], texts[1::2]))
 
 
@@ -179,8 +181,9 @@ def python_pairs(path):
 
 
 def play_pairs(path):
-    """Pairs (speech, the reply to it) from the validation part of a play whose paragraphs are "NAME:\\nspeech".  Without
-    the names, which are the user and the assistant here; and the speech on one line, as one types it in chat.py.
+    """Pairs (speech, the reply to it) from the validation part of a play whose paragraphs are "NAME:\\nspeech".
+    Without the names, which are the user and the assistant here; and the speech on one line, as one types it in
+    chat.py.
 
     A reply is the speech of the next pair, too, which may be on the other side of the split: read there, but thanks to
     the mask not learned."""
@@ -192,9 +195,9 @@ def play_pairs(path):
     pairs = [[(" ".join(speech[1].split()), reply[1])]
              for speech, reply in itertools.pairwise(speeches) if speech and reply]
     if len(pairs) <= len(paragraphs) // 2:
-        raise ValueError(f"{path} is neither a play nor the text that ships inside Python, so no questions with answers can "
-                         f"be made from it: name a file of instructions with --data (./fetch_data.sh instructions brings "
-                         f"one).")
+        raise ValueError(f"{path} is neither a play nor the text that ships inside Python, so no questions with "
+                         f"answers can be made from it: name a file of instructions with --data (./fetch_data.sh "
+                         f"instructions brings one).")
     return pairs
 
 
@@ -202,14 +205,17 @@ def play_pairs(path):
 # 2. Examples: ids and mask
 # ---------------------------------------------------------------------------------------------------------------------
 def make_prompt(tokenizer, text):
-    """The ids of a turn up to where the answer begins.  Put together from ids: a text can never become a special token."""
+    """The ids of a turn up to where the answer begins.  Put together from ids, since text can never become a special
+    token."""
     special = tokenizer.special
     return [special["<|user|>"], *tokenizer.encode(text), special["<|end|>"], special["<|assistant|>"]]
 
 
 def cut_prompt(prompt, T):
-    """Of a long prompt the last ids, so that a quarter of a window of T is left for the answer; chat.py does the same."""
-    return prompt[:1] + prompt[1:][1 - (T - T // 4):]
+    """A long prompt without the beginning of its text, so that a quarter of a window of T is left for the answer;
+    chat.py does the same."""
+    room = T - T // 4
+    return prompt if len(prompt) <= room else prompt[:1] + prompt[1 - room:]
 
 
 def make_example(tokenizer, turns, T):
@@ -237,8 +243,8 @@ def make_example(tokenizer, turns, T):
 @dataclasses.dataclass
 class Examples:
     train: list         # of (ids, mask)
-    held_out: list      # the same, of prompts that are in no example of train
-    questions: list     # some of these prompts, as text
+    held_out: list      # the same, of conversations that begin with other prompts than those in train
+    questions: list     # some of these other prompts, as text
     cut: int            # how many were too long
     key: str            # fingerprint of all this
 
@@ -252,23 +258,23 @@ def make_examples(tokenizer, conversations, T, seed):
     prompts = sorted({turns[0][0] for turns in conversations}, key=order)
     if len(prompts) < 2:
         raise ValueError("the data has one prompt only; it needs at least two, one to learn from and one to hold out.")
-    held_out = set(prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))])
-    parts, cuts, digest = ([], []), 0, hashlib.sha256()
+    questions = prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]
+    unseen, to_train, held_out, cuts, digest = set(questions), [], [], 0, hashlib.sha256()
     for turns in conversations:
         ids, mask, cut = make_example(tokenizer, turns, T)
-        part = turns[0][0] in held_out
-        parts[part].append((ids, mask))
+        is_held_out = turns[0][0] in unseen
+        (held_out if is_held_out else to_train).append((ids, mask))
         cuts += cut
-        digest.update(ids.tobytes() + mask.tobytes() + bytes([part]))
-    return Examples(*parts, prompts[:min(QUESTIONS, len(held_out))], cuts, digest.hexdigest()[:12])
+        digest.update(ids.tobytes() + mask.tobytes() + bytes([is_held_out]))
+    return Examples(to_train, held_out, questions[:QUESTIONS], cuts, digest.hexdigest()[:12])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Batches: a pure function of (seed, step)
 # ---------------------------------------------------------------------------------------------------------------------
 def padded_lengths(examples, T):
-    """How many inputs each example takes in a batch.  Lengths are rounded up, so that more examples have the same, and
-    meet others in every epoch."""
+    """How many inputs each example takes in a batch that has no longer one.  Rounded up, so that more examples have the
+    same length, and meet others in every epoch."""
     return np.array([min(T, -(-(len(ids) - 1) // PAD_TO) * PAD_TO) for ids, _ in examples])
 
 
@@ -290,10 +296,23 @@ def plan_epoch(lengths, batch_tokens, seed, epoch):
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
+# The loss of a batch.  Head k at position t has read the ids up to t and predicts the one at t+1+k, if that is learned:
+#
+#     t                    0      1      2           3          4        5
+#     ids              <|user|>   Hi  <|end|>  <|assistant|>    Yo    <|end|>
+#     mask                 0      0      0           0          1        1
+#     target of head 0    -1     -1     -1          Yo       <|end|>
+#     target of head 1    -1     -1     Yo        <|end|>      -1
+#
+#     loss_k = -1/n_k  sum over all rows and t with mask[t+1+k] = 1 of  log p_k(ids[t+1+k] | ids[0..t])
+#     total  = loss_0 + mtp_weight * mean of loss_1 .. loss_(K-1)
+#
+# n_k counts the terms of this sum in the whole step, so every learned token weighs the same, and a long answer more
+# than a short one.  Where the target is -1 there is no term: these logits have the gradient 0.  The prompt still takes
+# part.  The answer attends to it, and so the gradient reaches the prompt's positions through their keys and values.
 def make_batch(examples, T, K, pad):
-    """-> inputs (B,P) and targets (B,P+K-1).  The target of head k at position t is the token at t+1+k if that is
-    learned, else -1: each head learns the same tokens, from k positions further back.  Rows are filled up on the right
-    with `pad`, which no earlier position sees."""
+    """-> inputs (B,P) and targets (B,P+K-1), -1 where nothing is learned; head k reads targets[:, k:k+P].  Rows are
+    filled up on the right with `pad`, which no earlier position sees and which is no target."""
     P = int(padded_lengths(examples, T).max())
     inputs, targets = np.full((len(examples), P), pad), np.full((len(examples), P + K - 1), -1)
     for row, (ids, mask) in enumerate(examples):
@@ -330,7 +349,11 @@ def fine_tuning(model, tokenizer, examples, s, state):
     """-> the Job of a run on these examples.  state keeps the held-out loss before the first step, and the latest."""
     T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
     lengths = padded_lengths(examples.train, T)
-    plan = functools.lru_cache(maxsize=2)(lambda epoch: plan_epoch(lengths, s.batch_tokens, s.seed, epoch))
+
+    @functools.lru_cache(maxsize=2)                 # each step of an epoch asks for it
+    def plan(epoch):
+        return plan_epoch(lengths, s.batch_tokens, s.seed, epoch)
+
     batches = len(plan(0))
 
     def batch(step):
@@ -358,8 +381,9 @@ def fine_tuning(model, tokenizer, examples, s, state):
 # 5. Looking at it
 # ---------------------------------------------------------------------------------------------------------------------
 def printable(text):
-    """A text without the characters that a terminal would obey instead of showing."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+    """A text without the characters that a terminal would obey instead of showing: all control characters but tab and
+    line end."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
 def show(tokenizer, conversations, T, count):
@@ -369,10 +393,10 @@ def show(tokenizer, conversations, T, count):
     for number, turns in enumerate(conversations[:count], 1):
         ids, mask, cut = make_example(tokenizer, turns, T)
         print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are learned{', the rest did not fit' * cut}")
-        for learned, run in itertools.groupby(range(len(ids)), key=mask.__getitem__):
-            text = printable(tokenizer.decode(ids[i] for i in run))
+        for learned, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
+            text = printable(tokenizer.decode([token for token, _ in run]))
             print(f"{start}{text}{stop}" if learned else text, end="")
-        print()
+        print(flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -397,8 +421,8 @@ def parse_arguments(argv):
 def read_base(folder, preset):
     """-> (settings of the run that made the base, its Tokenizer)."""
     if not os.path.exists(os.path.join(folder, "config.json")):
-        raise ValueError(f"there is no trained model in {folder}: train it with `python train.py {preset or 'small'}`, or "
-                         f"name the folder of one with --base.")
+        raise ValueError(f"there is no trained model in {folder}: train it with `python train.py {preset or 'small'}`, "
+                         f"or name the folder of one with --base.")
     try:
         settings = model_cpu.load_state(folder)["settings"]
         if preset not in (None, settings["preset"]):
@@ -413,13 +437,15 @@ def read_base(folder, preset):
 
 def start(args, base, out):
     """-> (model, tokenizer, settings, state, examples) of a new run."""
+    if os.path.exists(base) and os.path.exists(out) and os.path.samefile(base, out):
+        raise ValueError(f"--out {out} is the base itself; name another folder for the model that is made from it.")
     made, tokenizer = read_base(base, args.preset)
     preset, data = made["preset"], args.data or find_data(made["preset"], made["data"])
     config = dataclasses.replace(CONFIGS[preset], mtp_weight=made["mtp_weight"])
-    asked, defaults = args.device, dict(DEFAULTS[preset], steps=1)
+    asked, defaults = args.device, dict(DEFAULTS[preset], steps=1)          # the steps are counted below
     args.device = train.choose_device(asked or "auto", preset)
-    epochs = args.epochs or defaults["epochs"]
-    del defaults["epochs"]
+    default_epochs = defaults.pop("epochs")
+    epochs = args.epochs or default_epochs
     s = train.make_settings(args, preset, config, defaults)
     s.data = [os.path.normpath(path) for path in data]
     examples = make_examples(tokenizer, read_conversations(s.data), config.context, s.seed)
@@ -440,8 +466,9 @@ def start(args, base, out):
     learned = sum(int(mask.sum()) for _, mask in examples.train)
     print(f"{base} is fine-tuned into {out} on {', '.join(s.data)}: {len(examples.train):,} conversations, "
           f"{len(examples.held_out):,} more are held out; {examples.cut:,} were longer than the context of "
-          f"{config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most {s.batch_tokens:,} tokens; of "
-          f"{padded:,} tokens {1 - read / padded:.1%} are padding, {learned / padded:.0%} are learned.", flush=True)
+          f"{config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most {s.batch_tokens:,} "
+          f"tokens; of {padded:,} tokens {1 - read / padded:.1%} are padding, {learned / padded:.0%} are learned.",
+          flush=True)
     return model, tokenizer, s, state, examples
 
 
@@ -456,19 +483,24 @@ def resume(args, base, out):
         raise ValueError(f"the data, {', '.join(s.data)}, is not what the run in {out} began with.")
     epochs = s.steps // len(plan_epoch(padded_lengths(examples.train, model.config.context), s.batch_tokens, s.seed, 0))
     if args.epochs not in (None, epochs):
-        raise ValueError(f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run keeps its settings. "
-                         f"Leave the option out, or start a new run with another --out.")
+        raise ValueError(f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run keeps its "
+                         "settings. Leave the option out, or start a new run with another --out.")
     return model, tokenizer, s, state, examples
 
 
 def main(argv):
     args = parse_arguments(argv)
+    sys.stdout = sys.stdout or open(os.devnull, "w")        # None, if whoever started this has closed it
     sys.stdout.reconfigure(errors="replace")
     base = os.path.normpath(args.base or os.path.join("out", args.preset or "small"))
     if args.show:
         made, tokenizer = read_base(base, args.preset)
         conversations = read_conversations(args.data or find_data(made["preset"], made["data"]))
-        return show(tokenizer, conversations, CONFIGS[made["preset"]].context, args.show)
+        try:
+            return show(tokenizer, conversations, CONFIGS[made["preset"]].context, args.show)
+        except BrokenPipeError:                             # the reader, say `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
     train.set_threads(argv)
     out = os.path.normpath(args.out or base + "-sft")
     model, tokenizer, s, state, examples = (resume if args.resume else start)(args, base, out)
@@ -492,8 +524,6 @@ def main(argv):
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except BrokenPipeError:                                 # of --show: the reader, say `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError, MemoryError) as error:

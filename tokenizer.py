@@ -773,6 +773,8 @@ def explain(error):
     """The sentence of an error; Python's own text for a file begins with a number."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"Cannot use {os.fsdecode(error.filename)}: {error.strerror}."
+    if isinstance(error, OSError) and error.strerror:
+        return f"The output cannot be written: {error.strerror}."
     return str(error)
 
 

@@ -355,7 +355,7 @@ def lock(file, folder):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise ValueError(f"{folder} is in use by another run of train.py; choose another folder with --out.") from None
+        raise ValueError(f"{folder} is in use by another run; choose another folder with --out.") from None
 
 
 def whole_lines(file):
@@ -493,6 +493,7 @@ def train(model, tokenizer, s, out, state, stop, job):
     spent so far and the "script" that this is."""
     np.seterr(all="ignore")                             # a number that is not finite is looked for below, and named
     log, began, first, before = Log(out, model.step), time.monotonic(), model.step, dict(state)
+    pauses = 0.0                                        # seconds spent on evaluating and saving
     peak = model_gpu.peak_flops(s.precision) if s.device == "gpu" else None
 
     def report(step, tokens, losses, norm, lr, last):
@@ -506,10 +507,10 @@ def train(model, tokenizer, s, out, state, stop, job):
         state.update(tokens=tokens, seconds=before["seconds"] + seconds)
         log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
                   seconds=round(state["seconds"], 3))
-        rate = (tokens - before["tokens"]) / seconds
+        rate = (tokens - before["tokens"]) / (seconds - pauses)
         print_step(s, step, losses[0], job.bytes_per_token, lr, norm, rate,
                    f"  {rate * flops_per_token(model.config) / peak:.0%} of peak" if peak else "",
-                   seconds / (step - first) * (s.steps - step), last)
+                   (seconds - pauses) / (step - first) * (s.steps - step), last)
         return True
 
     waiting, tokens = None, state["tokens"]             # waiting: the step whose numbers have not been read yet
@@ -527,7 +528,7 @@ def train(model, tokenizer, s, out, state, stop, job):
             continue
         if not report(*waiting, last=True):
             return 1
-        waiting = None
+        waiting, paused = None, time.monotonic()
         if evaluating:
             log.write(step=step, **job.evaluate(step))
         if saving or stop.signal:
@@ -536,6 +537,7 @@ def train(model, tokenizer, s, out, state, stop, job):
         if stop.signal and step < s.steps:
             print(f"Saved {out} at step {step}. Go on with: python {state['script']} {s.preset} --resume --out {out}")
             return 128 + stop.signal
+        pauses += time.monotonic() - paused
     print(f"\nTrained {out}: {s.steps} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.")
     return 0
 
@@ -805,6 +807,7 @@ def pretraining(model, tokenizer, tokens, val, s):
 
 def main(argv):
     args = parse_arguments(argv)
+    sys.stdout = sys.stdout or open(os.devnull, "w")        # None, if whoever started this has closed it
     if args.plot:
         return plot(args.plot)
     set_threads(argv)

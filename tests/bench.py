@@ -12,6 +12,7 @@ Every row is the best of some rounds; a round runs all rows once, so that a busy
 """
 import argparse
 import functools
+import glob
 import lzma
 import os
 import shutil
@@ -167,7 +168,10 @@ def bench_euler(arguments):
     model, _ = model_cpu.load(arguments.model, model_cpu)
     key = model_cpu.load_state(arguments.model)["settings"]["tokens_key"]
     c, T = model.config, model.config.context
-    windows = np.fromfile(f"data/val-{key}.bin", "<u2")[:64 * (T + 1)].reshape(-1, T + 1).astype(np.int64)
+    held_out = sorted(glob.glob(f"data/val-*-{key}.bin"))
+    if not held_out:
+        raise ValueError(f"the held-out tokens of {arguments.model}, data/val-*-{key}.bin, are not here.")
+    windows = np.fromfile(held_out[0], "<u2")[:64 * (T + 1)].reshape(-1, T + 1).astype(np.int64)
     print(f"{arguments.model} after {model.step} steps, {windows[:, 1:].size:,} held-out tokens, loss of head 0")
     for i, (loss, step, _) in enumerate(model_cpu.euler_table(model, windows)):
         print(f"  stopped after {'the embedding' if i == 0 else f'layer {i - 1}':14s} {loss:.4f}   |f(x)|/|x| {step:.3f}")

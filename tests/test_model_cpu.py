@@ -578,7 +578,7 @@ def test_foreign_training_states_are_refused(folder):
     model_cpu.write_safetensors(path, tensors, {"step": "2", "state": "{}"})
     assert "is of step 2, model.safetensors of step 1" in refusal(folder, "train_state.safetensors")
     os.remove(path)
-    assert "no training state to resume" in refusal(folder, "train_state.safetensors")
+    assert "holds no training state" in refusal(folder, "train_state.safetensors")
 
 
 @pytest.mark.parametrize("change, words", [

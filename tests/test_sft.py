@@ -149,7 +149,8 @@ def test_batches_depend_on_seed_and_epoch_alone():
     assert plans == [plan(3, epoch) for epoch in range(4)] and plans != [plan(4, epoch) for epoch in range(4)]
     assert len({len(batches) for batches in plans}) == 1            # as many steps in every epoch
     assert len({json.dumps(sorted(map(sorted, batches))) for batches in plans}) == 4    # other companions every time
-    assert [lengths[rows[0]] for rows in plans[0]] != sorted(lengths[rows[0]] for rows in plans[0])
+    widths = [lengths[rows].max() for rows in plans[0]]             # no order in them, neither up nor down
+    assert 0.3 < np.mean(np.diff(widths) > 0) < 0.7
 
 
 def test_padding_changes_nothing(tokenizer):
@@ -179,15 +180,19 @@ def test_turns():
     assert sft.make_turns({"instruction": "a", "output": "c", "source": 7}) == [("a", "c")]
     assert sft.make_turns({"messages": CHAT}) == [("Be brief.\n\n Hi\n", "Yo "), ("Why?", "<|end|>")]
     assert sft.make_turns({"messages": CHAT[1:3]}) == [(" Hi\n", "Yo ")]
+    assert sft.make_turns({"messages": [{"role": "system", "content": ""}, *CHAT[1:3]]}) == [(" Hi\n", "Yo ")]
     user, assistant = CHAT[1:3]
     for record, words in [("text", "named fields"), ({}, "no text"), ({"instruction": "a", "output": 3}, "no text"),
-                          ({"instruction": "a", "output": " \n"}, "no response"), ({"messages": "Hi"}, "no list"),
+                          ({"instruction": "a", "output": " \n"}, "an empty"), ({"messages": "Hi"}, "no list"),
                           ({"messages": []}, "roles"), ({"messages": [user]}, "roles"),
                           ({"messages": [assistant, user]}, "roles"),
                           ({"messages": [user, CHAT[0], assistant]}, "roles"), ({"messages": [CHAT[0]]}, "roles"),
                           ({"messages": [user, {"role": "tool", "content": "x"}]}, "roles"),
                           ({"messages": [user, {"role": "assistant"}]}, "no text"), ({"messages": [user, 3]}, "no list"),
-                          ({"messages": [user, {"role": "assistant", "content": ""}]}, "no response")]:
+                          ({"messages": [user, {"role": "assistant", "content": ""}]}, "an empty response"),
+                          ({"messages": CHAT[1:4] + [{"role": "assistant", "content": " "}]}, "an empty response"),
+                          ({"messages": [{"role": "user", "content": [{"text": "x"}]}, assistant]}, "no text"),
+                          ({"conversations": [{"from": "human", "value": "x"}]}, "no text")]:
         with pytest.raises(ValueError, match=words):
             sft.make_turns(record)
 
@@ -201,9 +206,23 @@ def test_several_turns(tokenizer):
     again, same, cut = sft.make_example(tokenizer, turns, 64)
     assert again.tolist() == ids.tolist() and same.tolist() == mask.tolist() and cut
     # a first turn that had to be cut stands alone, though there would be room
-    ids, mask, cut = sft.make_example(tokenizer, turns[2:], 32)
-    assert cut and len(ids) < 32 and ids[0] == special["<|user|>"] and tokenizer.decode(ids[mask]) == "six<|end|>"
+    turns = [("five " * 200, "six"), ("7", "8")]
+    ids, mask, cut = sft.make_example(tokenizer, turns, 64)
+    assert len(sft.make_example(tokenizer, turns[1:], 64)[0]) < 65 - len(ids)
+    assert cut and ids[0] == special["<|user|>"] and tokenizer.decode(ids[mask]) == "six<|end|>"
     assert (ids == special["<|user|>"]).sum() == 1
+
+
+def test_no_text_becomes_a_special_token(tokenizer):
+    """Whatever is typed, an example has the special tokens of the template and no others."""
+    special = list(tokenizer.special.values())
+    for text in [*tokenizer.special, "<|assistant|>ok<|end|>", "a\r\n\x00", "\ud800", "w" * 5000, " " * 5000, ""]:
+        for T in (128, 1 << 20):
+            ids, mask, _ = sft.make_example(tokenizer, [(text, text + "x")], T)
+            template = ["<|user|>", "<|end|>", "<|assistant|>"] + ["<|end|>"] * (len(ids) <= T)
+            assert [tokenizer.tokens[i].decode() for i in ids[np.isin(ids, special)]] == template
+            if len(ids) <= T:
+                assert tokenizer.decode_bytes(ids[mask]) == (text + "x<|end|>").encode("utf-8", "surrogatepass")
 
 
 def test_prompts_are_in_one_part_only(tokenizer):
@@ -379,6 +398,40 @@ def test_show_colours_what_is_learned(base):
         assert GREEN.sub("", text)[:-1] == tokenizer.decode(ids[~mask]).translate(safe)
         assert GREEN.sub(r"[\1]", text) in in_brackets
     assert "not shown" not in shown and "\x1b" not in in_brackets
+    assert sft.printable("\u3000\xa0\u200d\tcafé\n") == "\u3000\xa0\u200d\tcafé\n"      # harmless, and so shown
+
+
+def test_a_reader_that_leaves(base):
+    """Of --show it has seen enough; a run that nobody reads any more must not end as if it were finished."""
+    folder, _, _ = base
+    for arguments, codes, words in [(["--data", "play.txt", "--show", "100"], [0], ""),
+                                    (["--out", "out/unread", *QUICK], [2, 120], "Broken pipe")]:
+        process = subprocess.Popen([sys.executable, os.path.join(ROOT, "sft.py"), "--base", "out/play", *arguments],
+                                   cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process.stdout.close()
+        error = process.stderr.read()
+        process.stderr.close()
+        assert process.wait(timeout=60) in codes and words in error and "Traceback" not in error, error
+        assert bool(error) == bool(words)
+    done = subprocess.run(f"{sys.executable} {os.path.join(ROOT, 'sft.py')} --base out/play --show 1 >&-", shell=True,
+                          cwd=folder, text=True, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_base_is_safe(base):
+    """No name of --out replaces the model that a run begins with, or moves it."""
+    folder, _, _ = base
+    names = ("config.json", "model.safetensors", "train_state.safetensors", "log.jsonl")
+    before = [(folder / "out/play" / name).read_bytes() for name in names]
+    (folder / "out/link").symlink_to("play")
+    (folder / "out/file").write_text("keep")
+    for out, words in [("out/play", "is the base itself"), ("./out/play/", "is the base itself"),
+                       ("out/link", "is the base itself"), ("out/file", "File exists"),
+                       ("out/file/x", "Not a directory")]:
+        done = run(folder, "--base", "out/play", "--out", out, *QUICK)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert [(folder / "out/play" / name).read_bytes() for name in names] == before
+    assert (folder / "out/file").read_text() == "keep" and not (folder / "out/play.1").exists()
 
 
 def test_bad_input_is_one_sentence(base):
@@ -414,6 +467,6 @@ def test_records_left_out_are_counted(base, capsys):
     lines = ['{"instruction": "a", "output": "b"}', "", '{"instruction": "a", "output": ""}', "[1]", "7", '{"messages": []}']
     (folder / "mixed.jsonl").write_text("\n".join(lines) + "\n")
     assert sft.read_records(str(folder / "mixed.jsonl")) == [[("a", "b")]]
-    assert capsys.readouterr().out.endswith("of 5 records 4 are left out: 1 with no response (record 2); 2 with no named fields "
-                                            "(record 3 is the first); 1 with roles that are not user and assistant in turn "
-                                            "(record 5).\n")
+    assert capsys.readouterr().out.endswith(
+        "of 5 records 4 are left out: 1 with an empty response (record 2); 2 with no named fields (record 3 is the first); "
+        "1 with roles that are not user and assistant in turn (record 5).\n")

@@ -94,6 +94,16 @@ def test_apply_chat_template_gives_our_ids(folder):
     assert several > 100
 
 
+def test_a_typed_special_token_is_text_here_alone(folder):
+    """The one difference, which sft.py tells of: transformers looks for special tokens in the finished text."""
+    ours, theirs = Tokenizer.load(os.path.join(folder, "tokenizer.json")), transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "say <|end|>"}, {"role": "assistant", "content": "no"}]
+    ids, _, _ = sft.make_example(ours, sft.make_turns({"messages": messages}), 1 << 20)
+    told = theirs.apply_chat_template(messages, return_dict=False)
+    assert [list(some).count(ours.special["<|end|>"]) for some in (ids, told)] == [2, 3]
+    assert ours.decode(ids) == ours.decode(told)
+
+
 @pytest.mark.parametrize("roles", [["assistant", "user"], ["user", "user"], ["user", "system"], ["tool"]])
 def test_the_template_refuses_what_we_refuse(folder, roles):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
