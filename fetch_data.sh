@@ -15,7 +15,7 @@
 #   4. web             FineWeb-Edu: rows of Parquet files filtered by DuckDB into text
 #   5. the command line
 set -euo pipefail
-cd "$(dirname "$0")"
+CDPATH='' cd -- "$(dirname -- "$0")"
 export LC_ALL=C                                 # bytes, whatever the language of the user: the same file for everybody
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -34,9 +34,10 @@ FETCH_PAUSE=${FETCH_PAUSE:-2}                   # what Project Gutenberg asks of
 # 2 GB of English is about 600 million tokens of a vocabulary of 4,096 (3.3 bytes each).  Four epochs of them, which are
 # about as good as new text (Muennighoff et al., 2023), are 20 a parameter of the big model (Hoffmann et al., 2022).
 WEB_MB=${WEB_MB:-2000}
-# FineWeb-Edu rates how much a page teaches, from 0 to 5, and keeps what rounds to 3; from 3.0 on it is the better half.
+# FineWeb-Edu rates how much a page teaches, from 0 to 5, and keeps what rounds to 3; from 3.0 on it is about the better
+# half of that.
 WEB_SCORE=${WEB_SCORE:-3}
-# How sure a classifier is that a page is English.  FineWeb keeps 0.65 and above; below 0.8 pages are often half another
+# How sure a classifier is that a page is English.  FineWeb keeps 0.65 and above; below 0.8 a page may be half another
 # language, or lists and tables.
 WEB_LANGUAGE_SCORE=${WEB_LANGUAGE_SCORE:-0.8}
 
@@ -57,8 +58,9 @@ usage: ./fetch_data.sh WORD...
                 (CC BY-NC 4.0: not for commercial use)
   all           books, web and instructions
 
-Run again it fetches only what is missing.  A book that the server does not have is named and left out; as long as nine
-of ten are there, data/books.txt is made without it, and running this again tries it once more.
+Sizes and times are estimates.  Run again it fetches only what is missing.  A book that the server does not have is
+named and left out; as long as nine of ten are there, data/books.txt is made without it, and running this again tries it
+once more.
 
 environment (now):
   WEB_MB=$WEB_MB, WEB_SCORE=$WEB_SCORE, WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE
@@ -79,7 +81,30 @@ fail() {
 }
 
 # Ctrl-C: the .part files stay, for the next run to go on with.
-trap 'echo "Interrupted; run this again to go on." >&2; exit 130' INT TERM
+interrupted() {
+    stop_running
+    echo "Interrupted; run this again to go on." >&2
+    exit 130
+}
+trap interrupted HUP INT TERM
+trap '' XFSZ                                    # a limit on the size of files is then an error, like a full disk
+
+# take_lock: one run at a time, or two would write to one .part.  What a killed run has left is no lock.
+lock=data/fetch.lock
+take_lock() {
+    local owner
+    mkdir -p data 2>/dev/null || fail "data/ cannot be written to."
+    if ! mkdir $lock 2>/dev/null; then
+        [ -d $lock ] || fail "data/ cannot be written to."
+        [ -s $lock/owner ] || sleep 1           # that run may have started this very moment
+        owner=$(cat $lock/owner 2>/dev/null || true)
+        if [ -n "$owner" ] && kill -0 "$owner" 2>/dev/null; then
+            fail "another run of this (process $owner) is at work in data/; wait for its end, or delete $lock."
+        fi
+    fi
+    trap 'rm -rf $lock' EXIT
+    { echo $$ >$lock/owner; } 2>/dev/null || fail "data/ cannot be written to."
+}
 
 # check NAME VALUE PATTERN MEANING: the whole of VALUE must match the regular expression PATTERN.
 check() {
@@ -94,17 +119,30 @@ progress() {
     done
 }
 
-# with_progress FILE COMMAND...: COMMAND, with the growth of FILE shown; what COMMAND says on stderr goes into $message.
-message=
+# with_progress FILE COMMAND...: COMMAND, with the growth of FILE shown; what COMMAND says goes into $message.  It runs
+# in the background, because bash acts on a signal at once only while it waits for such a job.
+message= command= watcher=
 with_progress() {
-    local watcher code=0 file=$1
+    local code=0 file=$1
     shift
+    "$@" >$lock/said 2>&1 & command=$!
     progress "$file" & watcher=$!
-    message=$("$@" 2>&1) || code=$?
-    kill "$watcher" 2>/dev/null || true
-    wait "$watcher" 2>/dev/null || true
+    wait "$command" 2>/dev/null || code=$?
+    command=
+    stop_running
+    message=$(cat $lock/said)
+    [ $code = 0 ] || message=${message:-no word why, exit code $code}
     [ ! -t 2 ] || printf '\r\033[K' >&2
     return $code
+}
+
+stop_running() {
+    local job
+    for job in $command $watcher; do
+        kill "$job" 2>/dev/null || true
+        wait "$job" 2>/dev/null || true
+    done
+    command= watcher=
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,6 +159,7 @@ download() {
         --speed-limit 100 --speed-time 60 --max-time "$FETCH_TIMEOUT" --continue-at - --output "$part" "$url" || code=$?
     message=${message##*curl: }                 # "curl: (6) Could not resolve host: ..." -> what comes after the number
     message=${message#(*) }
+    message=${message%%$'\n'*}
     case "$code:$message" in
         0:*) ;;
         33:* | 22:*416*)
@@ -132,7 +171,7 @@ download() {
             problem="$url cannot be fetched ($message); see whether that address is still right."
             return 1 ;;
         22:*) fail "$url cannot be fetched ($message); the server refuses for now, so run this again later." ;;
-        23:*) fail "$part cannot be written ($message); is there room on the disk?" ;;
+        23:*) fail "$part cannot be written; is there room on the disk?" ;;
         1:* | 3:*) fail "$url cannot be fetched ($message); it is not an address that curl knows." ;;
         *) fail "$url cannot be fetched ($message); run this again to go on when the network is back." ;;
     esac
@@ -144,10 +183,16 @@ get() {
     local url=$1 file=$2 least=$3 is_right=${4:-true} part=$2.part size
     [ ! -s "$file" ] || return 0
     { mkdir -p "$(dirname "$file")" && touch "$part"; } 2>/dev/null || fail "data/ cannot be written to."
-    [ -s "$part" ] || rm -f "$part"
+    # What is there is gone on with in a copy: the curl of a killed run may still be writing to the file itself.
+    if [ -s "$part" ]; then
+        { cp "$part" $lock/copy && mv $lock/copy "$part"; } 2>/dev/null ||
+            fail "$part cannot be copied; is there room on the disk?"
+    else
+        rm -f "$part"
+    fi
     download "$url" "$part" || return 1
     size=$(($(wc -c <"$part")))
-    if head -c 512 "$part" | grep -aqiE '^[[:space:]]*<(!doctype|html|head|\?xml)'; then
+    if head -c 512 "$part" | grep -aqiE $'^(\xef\xbb\xbf)?[[:space:]]*<(!doctype|!--|html|head|body|\\?xml)'; then
         problem="$url gave a web page instead of the text (a login page of the network, perhaps); nothing was kept."
     elif [ "$size" -lt "$least" ]; then
         problem="$url gave $size bytes, fewer than the $least that $file must have; nothing was kept."
@@ -172,10 +217,16 @@ fetch() {
     echo "$2: $(($(wc -c <"$2"))) bytes."
 }
 
+# UTF-8 without NUL bytes: neither packed nor a picture.
+is_text() {
+    iconv -f UTF-8 -t UTF-8 "$1" 2>/dev/null | tr -d '\0' | cmp -s - "$1"
+}
+
 # Alpaca's form: a list of records, each with an instruction and an output.  A quote within a text is written \", so the
 # patterns match keys alone.
 is_instructions() {
-    [ "$(head -c 100 "$1" | tr -d '[:space:]' | head -c 2)" = '[{' ] &&
+    is_text "$1" &&
+        [ "$(head -c 100 "$1" | tr -d '[:space:]' | head -c 2)" = '[{' ] &&
         [ "$(tail -c 100 "$1" | tr -d '[:space:]' | tail -c 2)" = '}]' ] &&
         [ "$(count_keys instruction "$1")" -gt 0 ] && [ "$(count_keys instruction "$1")" = "$(count_keys output "$1")" ]
 }
@@ -284,7 +335,7 @@ EOT
 # list_books: the numbers, each once, one to a line.
 list_books() {
     if [ -n "$BOOK_IDS" ]; then
-        echo "$BOOK_IDS" | tr -s ' \t,' '\n'
+        echo "$BOOK_IDS" | tr -sc '0-9' '\n'
     else
         classics | sed 's/^[^:]*: //' | tr ';' '\n' | sed 's/^ *//; s/ .*//'
     fi | awk '$0 != "" && !seen[$0]++'
@@ -300,29 +351,31 @@ list_books() {
 #     *** END OF THIS PROJECT GUTENBERG EBOOK THE LITTLE COLONEL'S HERO ***
 #     (the licence, 350 lines)
 #
-# The marker may lack its spaces, say THE or THIS, and run over two lines; old files have "*END*THE SMALL PRINT! ..." in
-# its place, some of them after a START marker too.  Of what is left, a paragraph that names Project Gutenberg cannot be
-# the author's, whose book is older: notes, further credits and licences go by that rule.
+# The marker may lack its stars or spaces, say THE or THIS, and run over some lines; old files have "*END*THE SMALL
+# PRINT! ..." in its place, some of them after a START marker too.  Of what is left, a paragraph that names Project
+# Gutenberg cannot be the author's, whose book is older: notes, further credits and licences go by that rule.
 #
 # The lines of a paragraph are joined, as the web text has them too: where a printed line ended tells a model nothing.
 # Verse must keep its lines.  A paragraph is prose when a new line began only where the next word would not have fitted;
 # in verse, lists and headings a line ends early.  In doubt the lines stay.  Paragraphs are separated by one empty line.
 STRIP='
-    { sub(/\r$/, ""); sub(/[ \t]+$/, ""); line[NR] = $0 }
+    { sub(/[ \t]+$/, ""); line[NR] = $0 }
 
     # The last marker before the end, and the first end after a marker.
-    function find_book(    i, j, upper) {
+    function find_book(    i, j, here, both) {
         for (i = 1; i <= NR && !end; i++) {
-            upper = toupper(line[i])
-            if (upper ~ /^ *[*]+ *START OF (THE |THIS )?PROJECT GUTENBERG/) {
+            here = toupper(line[i])
+            both = here " " toupper(line[i + 1])
+            if (both ~ /^[^A-Z0-9]*START OF +(THE +|THIS +)?PROJECT +GUTENBERG/ ||
+                here ~ /[*] *START OF +(THE +|THIS +)?PROJECT +GUTENBERG|[*]END[* ]*THE SMALL PRINT/) {
                 start = i
                 for (j = i; j <= i + 4 && line[j] != "" && line[j] !~ /[*]$/; j++) { }
                 if (j <= i + 4 && line[j] != "") start = i = j        # the marker was closed on this line
-            } else if (upper ~ /[*]END[* ]*THE SMALL PRINT/)
-                start = i
-            else if (start && upper ~ /^[* ]*(THE )?END OF (THE |THIS )?PROJECT GUTENBERG/)
+            } else if (start && (both ~ /^[^A-Z0-9]*(THE +)?END OF +(THE +|THIS +)?PROJECT +GUTENBERG/ ||
+                               here ~ /[*] *END OF +(THE +|THIS +)?PROJECT +GUTENBERG/ ||
+                               here ~ /^[^A-Z0-9]*(START: FULL LICENSE|THE FULL PROJECT GUTENBERG)/))
                 end = i
-            else if (start && upper ~ /[*]START[* ]*THE SMALL PRINT/ && i > NR / 2)
+            else if (start && here ~ /[*]START[* ]*THE SMALL PRINT/ && i > NR / 2)
                 end = i
         }
         if (!end) end = NR + 1
@@ -369,16 +422,20 @@ STRIP='
         }
     }'
 
-# strip_book RAW FILE: the book in RAW, UTF-8 or else ISO-8859-1, without what surrounds it, into FILE.
+# strip_book RAW FILE: the book in RAW, UTF-8 or else Western 8-bit text, without what surrounds it, into FILE.
 strip_book() {
-    local raw=$1 file=$2 encoding=UTF-8 code=0 size
-    iconv -f UTF-8 -t UTF-8 "$raw" >/dev/null 2>&1 || encoding=ISO-8859-1
-    { iconv -f $encoding -t UTF-8 "$raw" | awk "$STRIP" >"$file.part"; } 2>/dev/null || code=$?
+    local raw=$1 file=$2 encoding code=0 size
+    for encoding in UTF-8 CP1252 ISO-8859-1; do
+        if iconv -f $encoding -t UTF-8 "$raw" >/dev/null 2>&1; then break; fi
+    done
+    # Line ends: \r\n, also \r\r\n, and \r of old Macintoshes.
+    { iconv -f $encoding -t UTF-8 "$raw" | tr -d '\0' | awk '{ sub(/\r+$/, ""); gsub(/\r/, "\n"); print }' |
+        awk "$STRIP" >"$file.part"; } 2>/dev/null || code=$?
     [ $code = 0 ] || [ $code = 3 ] || fail "$file.part cannot be written; is there room on the disk?"
     size=$(($(wc -c <"$file.part")))
     if [ $code = 3 ]; then
         problem="the text has no line that says where the book starts; nothing was kept."
-    elif [ "$size" -lt 5000 ]; then
+    elif [ "$size" -lt 1000 ]; then
         problem="$size bytes are left without the licence, which is no book; nothing was kept."
     else
         mv "$file.part" "$file" || fail "$file cannot be written."
@@ -404,10 +461,13 @@ books() {
     total=$(($(echo "$ids" | wc -l)))
     for id in $ids; do
         number=$((number + 1)) file=data/books/$id.txt raw=data/books/$id.raw
-        [ ! -s "$file" ] || continue
+        if [ -s "$file" ]; then
+            rm -f "$raw"                        # a run was killed just before it would have done that
+            continue
+        fi
         [ $fetched = 0 ] || sleep "$FETCH_PAUSE"
         fetched=$((fetched + 1))
-        if get "$GUTENBERG_URL/$id/pg$id.txt" "$raw" 5000 && strip_book "$raw" "$file"; then
+        if get "$GUTENBERG_URL/$id/pg$id.txt" "$raw" 1000 && strip_book "$raw" "$file"; then
             rm -f "$raw"
             in_a_row=0
             echo "$file: $(($(wc -c <"$file"))) bytes (book $number of $total)."
@@ -468,20 +528,22 @@ find_duckdb() {
 # query SQL [FILE]: the answer in $message.  One thread, so that there is one connection, and rows in the file's order.
 # Whoever has settings of their own in ~/.duckdbrc does not have them here.  FILE: what grows meanwhile.
 query() {
-    with_progress "${2:-/dev/null}" "$duckdb" -init /dev/null -bail -noheader -csv \
-        -c "SET enable_progress_bar = false; SET threads = 1; $remote $1" && return 0
-    message=$(echo "$message" | head -n 1)
+    with_progress "${2:-/dev/null}" "$duckdb" -init /dev/null -bail -noheader -csv -c '.output /dev/null' \
+        -c "SET enable_progress_bar = false; SET threads = 1; $remote" -c .output -c "$1" && return 0
+    message=${message%%$'\n'*}
     return 1
 }
 
-# write_slice SLICE SHARD: the rows of one slice of $parquet that pass, as documents with their separator between them.
-# A line of a page that would pass for a separator is dropped.  COPY writes each row as it is, and a newline after it.
+# write_slice SLICE SHARD: the rows of one slice of $parquet that pass, as documents with their separator between them;
+# no SHARD if none does.  Dropped are NUL characters and lines that would pass for a separator.  COPY writes each row as
+# it is, and a newline after it.
 write_slice() {
     local slice=$1 shard=$2
+    rm -f "$shard.part"                         # DuckDB of a killed run may still be writing to it
     query "COPY (
         SELECT CASE WHEN row_number() OVER () = 1 THEN '' ELSE E'\n<|endoftext|>\n\n' END || text FROM (
-            SELECT trim(regexp_replace(regexp_replace(text, '\r\n?', E'\n', 'g'),
-                                       '(?m)^<\|endoftext\|>\$\n?', '', 'g'), E' \t\n') AS text
+            SELECT trim(regexp_replace(regexp_replace(replace(text, chr(0), ''), '\r\n?', E'\n', 'g'),
+                                       '(?m)^[ \t]*<\|endoftext\|>[ \t]*\$\n?', '', 'g'), E' \t\n') AS text
             FROM read_parquet('$parquet', file_row_number = true)
             WHERE file_row_number >= $((parquet_rows * slice / SLICES))
               AND file_row_number < $((parquet_rows * (slice + 1) / SLICES))
@@ -492,26 +554,27 @@ write_slice() {
         rm -f "$shard.part"
         fail "$shard cannot be made from $parquet ($message); run this again to go on."
     }
-    [ -s "$shard.part" ] || {
+    if [ -s "$shard.part" ]; then
+        mv "$shard.part" "$shard" || fail "$shard cannot be written."
+    else
         rm -f "$shard.part"
-        fail "no page for $shard has WEB_SCORE=$WEB_SCORE and WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE; lower them."
-    }
-    mv "$shard.part" "$shard" || fail "$shard cannot be written."
+    fi
 }
 
 is_parquet() {
-    [ "$(head -c 4 "$1")" = PAR1 ] && [ "$(tail -c 4 "$1")" = PAR1 ]
+    head -c 4 "$1" | grep -aqx PAR1 && tail -c 4 "$1" | grep -aqx PAR1
 }
 
 # open_parquet NAME: make $parquet what DuckDB can read the Parquet file NAME from.  Over the network that takes its
 # extension httpfs, which comes from DuckDB's own server; without it the whole file is fetched, and read from the disk.
 open_parquet() {
-    local name=$1 before=$parquet quote="'"
+    local name=$1 before=$parquet quote="'" use
     case "$FINEWEB_URL" in
         http://* | https://*)
             if [ -z "$remote" ] && [ $whole_files = no ]; then
-                if query "INSTALL httpfs; LOAD httpfs"; then
-                    remote="LOAD httpfs;"
+                use="LOAD httpfs; CREATE SECRET (TYPE http, EXTRA_HTTP_HEADERS MAP {'User-Agent': '$AGENT'});"
+                if query "INSTALL httpfs; $use"; then
+                    remote=$use
                 else
                     whole_files=yes
                     echo "DuckDB's extension httpfs cannot be had ($message), so whole Parquet files are fetched" \
@@ -531,12 +594,12 @@ open_parquet() {
     query "SELECT num_rows FROM parquet_file_metadata('$parquet')" ||
         fail "$parquet cannot be read ($message); run this again to go on."
     parquet_rows=$message
+    check "the number of rows of $parquet" "$parquet_rows" '[0-9]+' "a whole number"
 }
 
 web() {
-    local settings file slice shard name bytes=0 number=0 made=0 shards='data/web_[0-9][0-9][0-9].txt'
+    local settings file slice shard name bytes=0 number=0 files=0 made=0 filled=0 shards='data/web_[0-9][0-9][0-9].txt'
     settings="score >= $WEB_SCORE, language_score >= $WEB_LANGUAGE_SCORE"
-    mkdir -p data 2>/dev/null || fail "data/ cannot be written to."
     if ls $shards >/dev/null 2>&1 && [ "$(cat data/web.settings 2>/dev/null)" != "$settings" ]; then
         fail "$shards were not made with $settings but with $(cat data/web.settings 2>/dev/null || echo "others");" \
              "delete them to make them anew, or set WEB_SCORE and WEB_LANGUAGE_SCORE as they were."
@@ -550,14 +613,21 @@ web() {
             { echo "$settings" >data/web.settings; } 2>/dev/null || fail "data/ cannot be written to."
             write_slice $slice "$shard"
             made=$((made + 1))
-            echo "$shard: $(($(wc -c <"$shard"))) bytes, part $((slice + 1)) of $SLICES of $name."
+            [ ! -s "$shard" ] || echo "$shard: $(($(wc -c <"$shard"))) bytes, part $((slice + 1)) of $SLICES of $name."
         fi
-        bytes=$((bytes + $(wc -c <"$shard")))
+        [ $slice -gt 0 ] || filled=0
+        if [ -s "$shard" ]; then
+            bytes=$((bytes + $(wc -c <"$shard"))) files=$((files + 1)) filled=$((filled + 1))
+        fi
         number=$((number + 1))
-        # After the last slice, a Parquet file that was fetched whole has served.
-        [ $slice -lt $((SLICES - 1)) ] || rm -f "data/fineweb_$name"
+        if [ $slice = $((SLICES - 1)) ]; then
+            [ $filled -gt 0 ] ||
+                fail "no page of $name has WEB_SCORE=$WEB_SCORE and WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE; lower them."
+            # A Parquet file that was fetched whole has served, unless the next run would look into it again.
+            [ $filled -lt $SLICES ] || rm -f "data/fineweb_$name"
+        fi
     done
-    echo "data/web_*.txt: $bytes bytes in $number files$([ $made -gt 0 ] || echo "; nothing to fetch")."
+    echo "data/web_*.txt: $bytes bytes in $files files$([ $made -gt 0 ] || echo "; nothing to fetch")."
     if [ $bytes -lt $((WEB_MB * 1000000)) ]; then
         echo "warning: the sample holds no more, though WEB_MB asks for $WEB_MB MB." >&2
     fi
@@ -580,16 +650,17 @@ check FETCH_PAUSE "$FETCH_PAUSE" '[0-9]+' "a whole number of seconds"
 check WEB_MB "$WEB_MB" '[1-9][0-9]{0,5}' "a whole number of megabytes, at least 1"
 check WEB_SCORE "$WEB_SCORE" '[0-9]+([.][0-9]+)?' "a number, such as 3 or 3.5"
 check WEB_LANGUAGE_SCORE "$WEB_LANGUAGE_SCORE" '[0-9]+([.][0-9]+)?' "a number from 0 to 1, such as 0.8"
-check BOOK_IDS "$BOOK_IDS" '([0-9]+[[:space:],]*)*' "Project Gutenberg's numbers with spaces between them"
+check BOOK_IDS "$BOOK_IDS" '([[:space:],]*[0-9][0-9[:space:],]*)?' "Project Gutenberg's numbers, spaces between them"
 for word in "$@"; do                            # nothing is fetched if one word is wrong
     case "$word" in
         tiny | books | web | instructions | all) ;;
         *) fail "there is no corpus '$word'; ./fetch_data.sh --help lists what there is." ;;
     esac
 done
+take_lock
 for word in "$@"; do
-    case "$word" in tiny) fetch "$TINY_URL" data/tiny.txt 500000 ;; esac
+    case "$word" in tiny) fetch "$TINY_URL" data/tiny.txt 500000 is_text ;; esac
     case "$word" in books | all) books ;; esac
     case "$word" in web | all) web ;; esac
-    case "$word" in instructions | all) fetch "$ALPACA_URL" data/instructions.json 1000000 is_instructions ;; esac
+    case "$word" in instructions | all) fetch "$ALPACA_URL" data/instructions.json 1000 is_instructions ;; esac
 done

@@ -225,17 +225,25 @@ def prepare(paths, vocab):
 
     What is made is kept in data/, named by a fingerprint of the contents, and made only once."""
     check_corpus(paths)
+    os.makedirs("data", exist_ok=True)
+    with open(os.path.join("data", "prepare.lock"), "w") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)       # a second run waits here, and then finds everything made
+        return make_tokens(paths, vocab)
+
+
+def make_tokens(paths, vocab):
+    """The work of prepare, for one run at a time: two would write to the same files."""
     content = "".join(file_hash(path) for path in paths)
     corpus_key = hashlib.sha256(f"{content} {vocab}".encode()).hexdigest()[:12]
     cuts = [(path, split_point(path), os.path.getsize(path)) for path in paths]
-    os.makedirs("data", exist_ok=True)
     tokenizer_path = os.path.join("data", f"tokenizer-{vocab}-{corpus_key}.json")
     if not os.path.exists(tokenizer_path):
         print(f"Training a tokenizer of {vocab} tokens on {', '.join(paths)}.", flush=True)
         sample = tokenizer_sample([(path, 0, cut) for path, cut, _ in cuts])
         Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:")).save(tokenizer_path)
     tokenizer = Tokenizer.load(tokenizer_path)
-    key = hashlib.sha256(f"{corpus_key} {file_hash(tokenizer_path)}".encode()).hexdigest()[:12]
+    made_of = corpus_key, file_hash(tokenizer_path), *map(kind, paths)
+    key = hashlib.sha256(" ".join(made_of).encode()).hexdigest()[:12]
 
     def tokens(part, ranges):
         path = os.path.join("data", f"{part}-{key}.bin")

@@ -21,6 +21,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED = pathlib.Path(ROOT).parent / "shared" / "data"
 PLAY = b"".join(b"%07d Enter a citizen, speaking.\n" % i for i in range(16000))         # 592,000 bytes
 PAGE = b"\n <!DOCTYPE html><html>Log in</html>" + b" " * 1_200_000
+PACKED = b"\x1f\x8b\x08\0" + hashlib.shake_128(b"as if gzip had made it").digest(600_000)
 SEPARATOR = "\n\n<|endoftext|>\n\n"
 
 pytestmark = pytest.mark.skipif(not shutil.which("curl"), reason="curl is missing")
@@ -46,7 +47,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(3)
             return
         body = server.files[self.path]
-        body = {"page": PAGE, "short": body[:1000]}.get(mode, body)
+        body = {"page": PAGE, "short": body[:1000], "packed": PACKED, "zeros": bytes(len(PLAY))}.get(mode, body)
         start, end = 0, len(body)
         if ranged and mode != "no ranges":
             first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", ranged).groups()
@@ -66,6 +67,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         server.sent += end - start
         if mode in ("cut", "half and stall"):
             end = min(end, start + min(200_000, len(body) // 2))
+        if mode == "slow":                      # about two seconds for the play
+            for place in range(start, end, 10_000):
+                self.wfile.write(body[place:min(place + 10_000, end)])
+                time.sleep(0.03)
+            return
         self.wfile.write(body[start:end])
         if mode == "half and stall":
             self.wfile.flush()
@@ -105,18 +111,24 @@ class Place:
         assert {name for name in self.names() - before if not name.endswith((".part", ".settings"))} == set()
 
     def names(self):
-        return {str(path.relative_to(self.data)) for path in self.data.rglob("*") if path.is_file()}
+        """The files; what a killed run leaves of its lock is none."""
+        names = {str(path.relative_to(self.data)) for path in self.data.rglob("*") if path.is_file()}
+        return {name for name in names if not name.startswith("fetch.lock/")}
 
-    def interrupt(self, number, ready, *words, **environment):
-        """Send the signal to the script and all that it has started, as a terminal does, when `ready()` is true."""
-        process = subprocess.Popen([self.folder / "fetch_data.sh", *words], env=self.environment(environment),
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    def start(self, *words, **environment):
+        return subprocess.Popen([self.folder / "fetch_data.sh", *words], env=self.environment(environment),
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    def interrupt(self, number, ready, *words, alone=False, **environment):
+        """Send the signal when `ready()` is true: to the script and all that it has started, as a terminal does, or to
+        the script alone."""
+        process = self.start(*words, **environment)
         deadline = time.monotonic() + 20
         while not ready():
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()
             time.sleep(0.02)
-        os.killpg(process.pid, number)
-        out, err = process.communicate(timeout=20)
+        (os.kill if alone else os.killpg)(process.pid, number)
+        out, err = process.communicate(timeout=5)
         return process.returncode, out, err
 
     def add_book(self, number, text, encoding="utf-8"):
@@ -176,6 +188,8 @@ def test_killed_between_the_last_byte_and_the_rename(place):
 
 @pytest.mark.parametrize("mode, message", [("missing", "error: 404"), ("page", "gave a web page instead of the text"),
                                            ("short", "gave 1000 bytes, fewer than the 500000"),
+                                           ("packed", "bytes that are not what data/tiny.txt must be"),
+                                           ("zeros", "bytes that are not what data/tiny.txt must be"),
                                            ("refused", "the server refuses for now")])
 def test_a_wrong_answer_is_refused(place, mode, message):
     place.server.modes = [mode, "whole"]
@@ -210,8 +224,17 @@ def test_an_unwritable_folder(place):
         assert (code, err) == (2, "error: data/ cannot be written to.\n")
 
 
+def test_of_a_long_complaint_one_line_is_shown(place):
+    curl = place.folder / "curl"                # a stand-in
+    curl.write_text("#!/bin/sh\nprintf 'curl: (60) SSL: no such issuer\\nMore details:\\n\\nhere\\n' >&2; exit 60\n")
+    curl.chmod(0o755)
+    place.path = f"{place.folder}:{place.path}"
+    place.fails("input.txt cannot be fetched (SSL: no such issuer); run this again to go on")
+
+
 def limit_file_size():
-    """As good as a full disk: no file grows beyond 100,000 bytes.  (Python, and so its children, ignore the signal.)"""
+    """As good as a full disk: no file grows beyond 100,000 bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)       # which Python ignores, and with it what it starts
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
@@ -230,6 +253,47 @@ def test_ctrl_c_keeps_what_has_come(place):
     assert place.names() == {"tiny.txt.part"} and place.part.stat().st_size > 0
     assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
     assert place.server.requests[1][0].startswith("bytes=")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_script_alone_ends_it_at_once(place, number):
+    place.server.modes = ["half and stall", "whole"]
+    began = time.monotonic()
+    code, _, err = place.interrupt(number, lambda: place.part.exists() and place.part.stat().st_size, "tiny",
+                                   alone=True)
+    assert (code, err) == (130, "Interrupted; run this again to go on.\n") and time.monotonic() - began < 5
+    assert place.names() == {"tiny.txt.part"} and not (place.data / "fetch.lock").exists()
+    assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
+
+
+def test_the_curl_of_a_killed_run_does_no_harm(place):
+    place.server.modes = ["slow", "slow", "slow"]
+    read = []
+    for _ in range(2):                          # the first curl writes a new file, the second one goes on with it
+        process = place.start("tiny")           # its pipes stay open in curl, so nobody waits for their end
+        deadline, before = time.monotonic() + 20, place.part.stat().st_size if place.part.exists() else 0
+        while not place.part.exists() or place.part.stat().st_size <= before:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        read += [process.stdout, process.stderr]
+    assert place.run("tiny")[::2] == (0, "")
+    assert place.file.read_bytes() == PLAY and len(place.server.requests) == 3
+    for pipe in read:
+        pipe.read()                             # until those curls have ended
+        pipe.close()
+    assert place.file.read_bytes() == PLAY and os.listdir(place.data) == ["tiny.txt"]
+
+
+def test_two_runs_at_once(place):
+    place.server.modes = ["slow"]
+    first = place.start("tiny")
+    while not place.part.exists():
+        time.sleep(0.02)
+    place.fails(f"another run of this (process {first.pid}) is at work in data/; wait for its end", "all")
+    assert first.communicate(timeout=20)[1] == "" and first.returncode == 0
+    assert place.file.read_bytes() == PLAY and os.listdir(place.data) == ["tiny.txt"]
 
 
 def test_a_terminal_sees_the_file_grow(place):
@@ -255,6 +319,7 @@ def test_a_terminal_sees_the_file_grow(place):
     (("tiny",), {"FETCH_TIMEOUT": "soon"}, 2, "error: FETCH_TIMEOUT must be a whole number of seconds"),
     (("books",), {"FETCH_PAUSE": "-1"}, 2, "error: FETCH_PAUSE must be a whole number of seconds, not '-1'"),
     (("books",), {"BOOK_IDS": "Emma"}, 2, "error: BOOK_IDS must be Project Gutenberg's numbers"),
+    (("books",), {"BOOK_IDS": " "}, 2, "error: BOOK_IDS must be Project Gutenberg's numbers"),
     (("web",), {"WEB_MB": "abc"}, 2, "error: WEB_MB must be a whole number of megabytes, at least 1, not 'abc'"),
     (("web",), {"WEB_MB": "0"}, 2, "error: WEB_MB must be"), (("web",), {"WEB_MB": "5\n6"}, 2, "error: WEB_MB must be"),
     (("web",), {"WEB_SCORE": "high"}, 2, "error: WEB_SCORE must be a number"),
@@ -291,6 +356,13 @@ FORMS = {
     "as today": (HEAD + START, END + LICENCE),
     "no spaces, two lines": (HEAD + "***START OF THE PROJECT GUTENBERG EBOOK A NIGHT IN\nLONDON***\n\n\n",
                              "\n\n***END OF THE PROJECT GUTENBERG EBOOK A NIGHT IN\nLONDON***\n" + LICENCE),
+    "two lines, early": (HEAD + "*** START OF THIS PROJECT\nGUTENBERG EBOOK A NIGHT ***\n\n\n",
+                         "\n\nEND OF THIS PROJECT\nGUTENBERG EBOOK A NIGHT\n" + LICENCE),
+    "stars apart": (HEAD + START.replace("***", "* * *"), END.replace("***", "* * *") + LICENCE),
+    "no stars": (HEAD + START.replace("*", "").replace(" PROJECT", "  PROJECT"), END.replace("*", "-") + LICENCE),
+    "within a line": (HEAD + "This is it.  " + START, "\n\nThat was it.  " + END.lstrip() + LICENCE),
+    "licence alone": (HEAD + START, LICENCE),
+    "licence's title alone": (HEAD + START, LICENCE.replace("*** START: FULL LICENSE ***\n\n", "")),
     "this, and credits": (HEAD + START.replace("THE", "THIS") + "\n\nProduced by A. Reader and\nthe Online Distributed "
                           "Proofreading Team\n\n\nNote: Project\n      Gutenberg also has it in HTML\n\nScanned by A. "
                           "Reader\n\nTo our proofreaders\n\nSee http://www.pgdp.net\n\n",
@@ -314,18 +386,21 @@ def test_books_of_every_form(place):
         place.add_book(number, before + BODY + after)
     place.add_book(200, (HEAD + START + BODY.replace("stormy", "stürmische") + END).replace("\n", "\r\n"), "latin-1")
     place.add_book(201, ("\ufeff" + START + BODY.replace("stormy", "stürmische") + END).replace("\n", "\r\n"))
-    numbers = [*range(100, 100 + len(FORMS)), 200, 201]
+    place.add_book(202, (HEAD + START + BODY.replace("stormy", "st\xfcrmische \u201d") + END), "cp1252")
+    place.add_book(203, (HEAD + START + BODY.replace("stormy", "st\0ormy") + END).replace("\n", "\r\r\n"))
+    place.add_book(204, (HEAD + START + BODY + END).replace("\n", "\r"))
+    numbers = [*range(100, 100 + len(FORMS)), *range(200, 205)]
     order = [201, *numbers, 100]                # the list's order; twice named is once taken
-    code, out, err = place.run("books", BOOK_IDS=" ".join(map(str, order)))
+    code, out, err = place.run("books", BOOK_IDS="\n  " + " ".join(map(str, order)))
     assert (code, err) == (0, ""), err
     for number, form in zip(numbers, FORMS):
         assert (place.data / "books" / f"{number}.txt").read_text("utf-8") == STRIPPED, form
-    for number in (200, 201):
+    for number, word in zip(range(200, 205), ["stürmische", "stürmische", "stürmische ”", "stormy", "stormy"]):
         found = (place.data / "books" / f"{number}.txt").read_bytes()
-        assert found == STRIPPED.replace("stormy", "stürmische").encode()
+        assert found == STRIPPED.replace("stormy", word).encode()
     books = (place.data / "books.txt").read_text("utf-8").rstrip("\n").split(SEPARATOR)
     assert [book + "\n" for book in books] == [
-        (place.data / "books" / f"{number}.txt").read_text("utf-8") for number in [201, *numbers[:-1]]]
+        (place.data / "books" / f"{number}.txt").read_text("utf-8") for number in dict.fromkeys(order)]
     assert place.names() == {"books.txt", *(f"books/{number}.txt" for number in numbers)}
     assert f"(book 3 of {len(numbers)})" in out
 
@@ -378,7 +453,7 @@ def test_books_that_cannot_be_had(place):
     lines = err.splitlines()
     assert code == 2 and len(lines) == 6
     for line, (number, reason) in zip(lines, [
-            (2, "error: 404"), (3, "gave a web page"), (4, "gave 1000 bytes, fewer than the 5000"),
+            (2, "error: 404"), (3, "gave a web page"), (4, "bytes are left without the licence"),
             (5, "has no line that says where the book starts"), (6, "bytes are left without the licence")]):
         assert line.startswith(f"warning: book {number} is left out: ") and reason in line
     assert lines[-1].startswith("error: 5 of 7 books are missing (2 3 4 5 6)")
@@ -495,7 +570,7 @@ def alpaca():
 def test_instructions(place):
     body = place.server.files["/alpaca.json"] = alpaca()
     records = json.loads(body)
-    place.server.modes = ["cut", "whole", "page", "short"]
+    place.server.modes = ["cut", "whole", "page"]
     place.fails("run this again to go on", "instructions")
     assert place.run("instructions")[::2] == (0, "")
     assert (place.data / "instructions.json").read_bytes() == body and place.names() == {"instructions.json"}
@@ -504,13 +579,13 @@ def test_instructions(place):
 
     (place.data / "instructions.json").unlink()
     place.fails("gave a web page", "instructions")
-    place.fails("gave 1000 bytes, fewer than the 1000000", "instructions")
-    for wrong in (body[:1_500_000], b"{" + body[1:], b"x" * 1_500_000, json.dumps(list(range(400_000))).encode(),
+    for wrong in (body[:1000], body[:1_500_000], PACKED, bytes(1_500_000), b"{" + body[1:],
+                  b"x" * 1_500_000, json.dumps(list(range(400_000))).encode(),
                   json.dumps([*records, {"instruction": "x", "response": "y"}]).encode()):
         place.server.files["/alpaca.json"] = wrong
         place.fails("bytes that are not what data/instructions.json must be; nothing was kept", "instructions")
         assert place.names() == set()
-    place.server.files["/alpaca.json"] = json.dumps(records).encode()                # the same, all on one line
+    place.server.files["/alpaca.json"] = json.dumps(records[:10]).encode()           # few, and all on one line
     assert place.run("instructions")[0] == 0
 
 
@@ -558,18 +633,20 @@ def page(i):
     text = f"Page {i}.\n" + "".join(hashlib.md5(f"{i} {j}".encode()).hexdigest() for j in range(20))
     text = {1: text.replace("\n", "\r\n"),
             2: f"<|endoftext|>\n<|endoftext|>\n{text}\r\n<|endoftext|>\r\nand more\n<|endoftext|>",
-            3: f" \n{text}, \"quoted\" | \\ 'q' é 日本\n\n", 4: text + "<|endoftext|>", 5: " \n"}.get(i % 100, text)
-    return text, ("en", "fr")[i % 7 == 6], 0.5 + i % 11 / 20, 2.5 + i % 13 / 8
+            3: f" \n{text}, \"quoted\" | \\ 'q' é 日本\n\n", 4: text + "<|endoftext|>", 5: " \n", 7: "nul \0" + text,
+            8: f" <|endoftext|>\t\n  <|endoftext|>\n{text}\n \n <|endoftext|>", 9: None, 10: f"\x01\"{text}\x01\",\""
+            }.get(i % 100, text)
+    return text, ("en", "fr", None)[(i % 7 == 6) + (i % 91 == 6)], 0.5 + i % 11 / 20, 2.5 + i % 13 / 8
 
 
 def passes(i, score=3.0):
     text, language, language_score, found = page(i)
-    return language == "en" and language_score >= 0.8 and found >= score and text.strip() != ""
+    return language == "en" and language_score >= 0.8 and found >= score and (text or "").strip() != ""
 
 
 def document(i):
-    lines = page(i)[0].replace("\r\n", "\n").split("\n")
-    return "\n".join(line for line in lines if line != "<|endoftext|>").strip()
+    lines = page(i)[0].replace("\0", "").replace("\r\n", "\n").split("\n")
+    return "\n".join(line for line in lines if line.strip() != "<|endoftext|>").strip()
 
 
 def shard(number, score=3.0):
@@ -673,7 +750,22 @@ def test_web_over_http_reads_only_what_it_needs(place, duckdb, parquet):
     # Each file asks for the groups that its rows lie in, one or two of six, and for the table at the end.
     groups = sum((ROWS * (i + 1) // 20 - 1) // GROUP - ROWS * i // 20 // GROUP + 1 for i in range(len(made)))
     assert place.server.sent < len(body) * groups * GROUP / ROWS + (len(made) + 1) * 50_000
-    assert place.names() == {"web.settings", *made}
+    assert place.names() == {"web.settings", *made} and all("NanoEuler" in agent for _, agent in place.server.requests)
+
+
+def test_web_slices_without_a_page(place, duckdb, parquet):
+    """Of 30 pages a slice has one or two, and often none that passes: no file is made then, nothing fetched again."""
+    (place.folder / "all.parquet").write_bytes(parquet(duckdb))
+    few = place.folder / "few.parquet"
+    duckdb.answer(f"COPY (SELECT * FROM '{place.folder}/all.parquet' LIMIT 30) TO '{few}' (FORMAT parquet)")
+    place.server.files["/10BT/000_00000.parquet"] = few.read_bytes()
+    for _ in range(2):
+        code, _, err = place.run("web", WEB_MB="1")
+        assert (code, err.count("\n")) == (2, 1) and "001_00000.parquet cannot be fetched" in err
+        found = "".join(shards(place).values()).replace(SEPARATOR, "\n")
+        assert found == "".join(document(i) + "\n" for i in range(30) if passes(i))
+        assert 0 < len(shards(place)) < 20 and all(shards(place).values())
+    assert place.server.paths == [f"/10BT/00{i}_00000.parquet" for i in (0, 1, 1)]
 
 
 @pytest.mark.parametrize("mode, message", [
@@ -716,7 +808,11 @@ def test_web_troubles_of_duckdb(place, duckdb, parquet):
 
     for name in shards(place):
         (place.data / name).unlink()
-    place.fails("no page for data/web_000.txt has WEB_SCORE=5 and WEB_LANGUAGE_SCORE=0.8; lower", "web", WEB_SCORE="5")
+    place.fails("no page of 000_00000.parquet has WEB_SCORE=5 and WEB_LANGUAGE_SCORE=0.8; lower", "web", WEB_SCORE="5")
+    duckdb.when("parquet_file_metadata", "kill -9 $$")
+    place.fails("cannot be read (no word why, exit code 137); run this again to go on", "web")
+    duckdb.when("parquet_file_metadata", "echo four; exit 0")
+    place.fails("must be a whole number, not 'four'", "web")
 
 
 def test_web_installs_duckdb_into_the_environment(place, duckdb, parquet):

@@ -160,6 +160,22 @@ def test_validation_by_kind():
     assert train.validate(model, tokenizer, {"none": val["none"]}, 4) == {}
 
 
+def test_two_preparations_at_once_make_the_same_files(tmp_path):
+    words = random.Random(0).choices(["alpha", "beta", "gamma", "delta"], k=300_000)
+    for name in "web_a", "web_b":
+        (tmp_path / f"{name}.txt").write_text(name + " ".join(words))
+    program = ("import sys; sys.path.insert(0, sys.argv[1]); import train; _, tokens, val, key = train.prepare(sys.argv[2:], 300);"
+               "print(key, len(tokens), int(tokens.astype(int).sum()), {kind: len(part) for kind, part in val.items()})")
+    both = [subprocess.Popen([sys.executable, "-c", program, ROOT, "web_a.txt", "web_b.txt"], cwd=tmp_path, text=True,
+                             stdout=subprocess.PIPE) for _ in range(2)]
+    first, second = [process.communicate(timeout=60)[0].splitlines()[-1] for process in both]
+    assert first == second and "'web'" in first
+    os.rename(tmp_path / "web_b.txt", tmp_path / "books_b.txt")         # the same text, but of another kind
+    again = subprocess.run([sys.executable, "-c", program, ROOT, "web_a.txt", "books_b.txt"], cwd=tmp_path, text=True,
+                           capture_output=True, timeout=60).stdout.splitlines()[-1]
+    assert again.split()[0] != first.split()[0] and again.split()[1:3] == first.split()[1:3] and "'books'" in again
+
+
 def test_a_small_corpus_caps_the_steps_of_the_large_models(capsys):
     args = train.parse_arguments(["big", "--device", "cpu"])
     s = train.make_settings(args, "big", model_cpu.CONFIGS["big"], train.DEFAULTS["big"])
