@@ -803,7 +803,7 @@ def pretraining(model, tokenizer, tokens, val, s):
         result = validate(model, tokenizer, val, s.micro_batch, EVAL_TOKENS)
         if result:
             print(f"           validation loss {in_words(result)}")
-        if result and step == s.steps:
+        if step == s.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
             result["all"] = validate(model, tokenizer, val, s.micro_batch)
             print(f"           on all {sum(map(len, val.values())):,} tokens held out {in_words(result['all'])}")
         samples = [sample_text(model, tokenizer, prompt, s.seed + i) for i, prompt in enumerate(PROMPTS)]
