@@ -123,12 +123,9 @@ def work_tables(config, B, T, precision, attention="flash"):
 
 
 def input_table(config, B, T):
-    """What a micro-batch brings to the GPU.  order, starts: see embedding_backward; weight, counted: of each head.
-
-    targets are B(T+K-1) numbers, fewer the longer the rows: with room for BTK, one reserved (B,T) serves all shapes of
-    as many tokens."""
+    """What a micro-batch brings to the GPU.  order, starts: see embedding_backward; weight, counted: of each head."""
     K = config.predict
-    return [("tokens", (B * T,), np.int32), ("targets", (B * T * K,), np.int32), ("order", (B * T,), np.int32),
+    return [("tokens", (B * T,), np.int32), ("targets", (B, T + K - 1), np.int32), ("order", (B * T,), np.int32),
             ("starts", (config.vocab + 1,), np.int32), ("weight", (K,), np.float32), ("counted", (K,), np.float32)]
 
 
@@ -639,8 +636,6 @@ class Model:
         layers = [carve(memory, tables[0], i * each) for i in range(self.config.layers)]
         shared = {"B": B, "T": T, **carve(memory, tables[1], all_layers), **carve(memory, tables[2], turns),
                   **carve(memory, tables[3], turns)}
-        targets = B, T + self.config.predict - 1
-        shared["targets"] = shared["targets"][:math.prod(targets)].reshape(targets)
         self.plans[B, T] = layers, shared, Inputs(memory[turns - table_bytes(inputs):], inputs)
         return self.plans[B, T]
 

@@ -100,12 +100,6 @@ def batch(config, B, T, seed=0):
     return tokens, targets
 
 
-def batch_of_ones(B):
-    """B rows of one token."""
-    rng = np.random.default_rng(1)
-    return rng.integers(0, TINY.vocab, (B, 1)), rng.integers(0, TINY.vocab, (B, TINY.predict))
-
-
 def widen(model, reference):
     """Weights drawn wide, as a trained model's, into both."""
     rng = np.random.default_rng(3)
@@ -257,24 +251,6 @@ def test_the_memory_plan_is_what_is_allocated(made, precision, attention):
     model.update(lr=0.0)
     model.forward(*batch(TINY, 1, 7))
     assert len(made) == count                                            # nothing more was allocated
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_short_rows_need_no_more_memory(made, precision):
-    """A fine-tuning run reserves (2, context) once; its batches are of any shape of as many tokens."""
-    model, reference = model_gpu.Model(TINY, precision=precision, matmul="ours", micro_batch=2), model_cpu.Model(TINY)
-    count = len(made)
-    for B, T in ((2, 40), (10, 8), (1, 40), (80, 1), (5, 16)):
-        losses = [m.forward(*(batch(TINY, B, T) if T > 1 else batch_of_ones(B))) for m in (model, reference)]
-        np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5 if precision == "fp32" else 1e-2)
-        model.backward()
-    assert len(made) == count
-    for B in range(1, 81):              # so it is for every shape
-        for T in range(1, 80 // B + 1):
-            if T <= TINY.context:
-                needs = [sum(map(model_gpu.table_bytes, model_gpu.work_tables(TINY, *shape, precision))) for shape in (
-                    (B, T), (2, TINY.context))]
-                assert needs[0] <= needs[1], (B, T)
 
 
 def test_peak_of_the_card(monkeypatch):
