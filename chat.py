@@ -267,7 +267,7 @@ if __name__ == "__main__":
     except BrokenPipeError:                                 # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, MemoryError) as error:
-        print(f"error: {explain(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        print(f"error: {explain(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -43,7 +43,7 @@ import model_gpu
 import numpy as np
 import train
 from model_cpu import CONFIGS
-from tokenizer import END_OF_TEXT, SPECIAL_TOKENS, Tokenizer, explain
+from tokenizer import END_OF_TEXT, SPECIAL_TOKENS, Tokenizer, run_script
 
 # Chosen by short runs; the README's lab notes say what else was tried.
 DEFAULTS = {
@@ -522,10 +522,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"error: {explain(error) if isinstance(error, OSError) else error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

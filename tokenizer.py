@@ -778,6 +778,17 @@ def explain(error):
     return str(error)
 
 
+def run_script(main):
+    """Exit with what main(arguments) returns. What the user can mend is one sentence and exit code 2; for train.py, sft.py."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError, MemoryError) as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
 def main(argv=None):
     arguments = parse_arguments(argv)
     sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop

@@ -41,7 +41,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS
-from tokenizer import END_OF_TEXT, SEPARATOR, Tokenizer, available_cores, explain, replace_file
+from tokenizer import END_OF_TEXT, SEPARATOR, Tokenizer, available_cores, replace_file, run_script
 
 
 @dataclasses.dataclass
@@ -867,10 +867,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"error: {explain(error) if isinstance(error, OSError) else error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)
