@@ -20,15 +20,14 @@ a model says.
 import argparse
 import codecs
 import contextlib
-import glob
-import json
 import os
 import sys
 
 import model_cpu
 import model_gpu
 import numpy as np
-from tokenizer import END_OF_TEXT, SPECIAL_TOKENS, explain, to_bytes, visible
+from tokenizer import (END_OF_TEXT, SPECIAL_TOKENS, Parser, newest_checkpoint, number_type, read_json, run_script, to_bytes,
+                       visible)
 
 # name: type, smallest and largest value, default, meaning.  Each is an option, and on a terminal also a command.
 SETTINGS = {
@@ -45,15 +44,6 @@ CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. The checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
-def newest_checkpoint():
-    """The folder in out/ whose weights were written last."""
-    weights = glob.glob(os.path.join("out", "*", "model.safetensors"))
-    if not weights:
-        raise ValueError("there is no trained model in out/: train one with `make` or `python train.py`, or name the "
-                         "folder of one with --model DIR.")
-    return os.path.dirname(max(weights, key=os.path.getmtime))
-
-
 def load_model(folder, device="auto"):
     """-> (model, tokenizer) on the engine that serves: on the CPU in float32, on a GPU in its best precision."""
     engine = model_gpu.pick(device)
@@ -66,11 +56,10 @@ def is_chat_model(folder, tokenizer):
     if missing:
         raise ValueError(f"{folder}: tokenizer.json lacks the special token {min(missing)}.")
     path = os.path.join(folder, "tokenizer_config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            return bool(json.load(file).get("chat_template"))
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}).") from None
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is damaged: it holds no settings.")
+    return bool(settings.get("chat_template"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,18 +157,10 @@ def print_lens(model, tokenizer, text):
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. The session
 # ---------------------------------------------------------------------------------------------------------------------
-def number_type(kind, low, high):
-    """An argparse type: a number of this kind from low to high, or one sentence."""
-    def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high:       # a NaN fails the comparison
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {what} from {low} to {high}, not {text!r}")
-        return value
-    return parse
+def setting_type(kind, low, high):
+    """An argparse type: a number of this kind from low to high."""
+    what = "a whole number" if kind is int else "a number"
+    return number_type(kind, lambda x: low <= x <= high, f"{what} from {low} to {high}")
 
 
 def run_command(line, session):
@@ -189,7 +170,7 @@ def run_command(line, session):
         session.turns = []
     elif name in SETTINGS and value:
         try:
-            setattr(session.settings, name.replace("-", "_"), number_type(*SETTINGS[name][:3])(value.strip()))
+            setattr(session.settings, name.replace("-", "_"), setting_type(*SETTINGS[name][:3])(value.strip()))
             session.answers = 0                             # after /seed 1 the next answer is that of --seed 1
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
@@ -227,15 +208,13 @@ def run_session(session):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description="Talk to a trained model: type, and it continues (or answers, if it "
-                                                 "was fine-tuned to).")
-    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the options.\n")
+    parser = Parser(description="Talk to a trained model: type, and it continues (or answers, if it was fine-tuned to).")
     parser.add_argument("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue this text, then stop")
     once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, a line a layer, then stop")
     for name, (kind, low, high, default, meaning) in SETTINGS.items():
-        parser.add_argument(f"--{name}", type=number_type(kind, low, high), default=default, metavar="N",
+        parser.add_argument(f"--{name}", type=setting_type(kind, low, high), default=default, metavar="N",
                             help=meaning + ("" if default is None else f" (default {default})"))
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="what computes (default auto: "
                         "the GPU if there is one)")
@@ -244,12 +223,10 @@ def parse_arguments(argv):
 
 def main(argv):
     args = parse_arguments(argv)
-    sys.stdin = sys.stdin or open(os.devnull)               # None, if whoever started this has closed them
-    sys.stdout = sys.stdout or open(os.devnull, "w")
     # Bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too.
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     sys.stdout.reconfigure(errors="replace")
-    folder = args.model or newest_checkpoint()
+    folder = args.model or newest_checkpoint("name the folder of one with --model DIR")
     model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu")    # the lens looks into every layer
     if args.lens is not None:
         return print_lens(model, tokenizer, args.lens)
@@ -262,12 +239,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except BrokenPipeError:                                 # the reader, say `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"error: {explain(error)}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

@@ -26,7 +26,6 @@ gate, up; the K heads) are slices of its rows.
 What this file does not do: no dropout, no biases, no learning-rate schedule (train.py), no batching of prompts.
 Arithmetic is float64 by default, where gradients can be checked to ten digits; training passes dtype=np.float32.
 """
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
@@ -43,7 +42,7 @@ except ImportError:
     print("NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).", file=sys.stderr)
     sys.exit(2)
 
-from tokenizer import Tokenizer
+from tokenizer import Parser, Tokenizer, naming, read_json, read_plain, replace_file, run_script
 
 NORM_EPS = 1e-5          # added to the mean square in RMSNorm
 ROPE_THETA = 10000.0     # base of the rotary frequencies theta^(-2i/D)
@@ -70,6 +69,8 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}.")
+            if value > 1 << 20:
+                raise ValueError(f"{name} must be at most {1 << 20:,}, not {value!r:.20}.")
         if not isinstance(self.mtp_weight, (int, float)) or not 0 <= self.mtp_weight < math.inf:
             raise ValueError(f"mtp_weight must be a finite number of at least 0, not {self.mtp_weight!r}.")
         if self.dim % 8 or self.vocab % 8:
@@ -623,11 +624,8 @@ class Model:
         self.check_tokens(tokens)
         return tokens
 
-    def forward(self, tokens, targets, counted=None):
-        """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, head k's sum / counted[k].
-
-        counted (K,): the number of counted targets of each head in the whole step; by default, in this call.  Raises
-        ValueError where head 0 has none at all: there would be nothing to learn."""
+    def check_batch(self, tokens, targets, counted):
+        """The arguments of forward as arrays, counted (K,) filled in; ValueError for what cannot be computed."""
         tokens, targets, K = self.as_batch(tokens), np.asarray(targets), self.config.predict
         B, T = tokens.shape
         if targets.shape != (B, T + K - 1) or not np.issubdtype(targets.dtype, np.integer):
@@ -637,6 +635,15 @@ class Model:
         counted = count_targets(targets, T, K) if counted is None else np.asarray(counted)
         if counted[0] == 0:
             raise ValueError("head 0 has no counted target in the whole step: all targets are -1.")
+        return tokens, targets, counted
+
+    def forward(self, tokens, targets, counted=None):
+        """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, head k's sum / counted[k].
+
+        counted (K,): the number of counted targets of each head in the whole step; by default, in this call.  Raises
+        ValueError where head 0 has none at all: there would be nothing to learn."""
+        tokens, targets, counted = self.check_batch(tokens, targets, counted)
+        (B, T), K = tokens.shape, self.config.predict
 
         def forward_slice(s, tokens, targets):
             table, losses = target_table(targets, T, K), np.zeros(K)
@@ -840,8 +847,7 @@ def write_safetensors(path, tensors, metadata):
 
 def read_safetensors(path):
     """-> dict name -> array, dict of metadata.  ValueError, naming the file, unless every byte is as written."""
-    with open(path, "rb") as file:
-        raw = file.read()
+    raw = read_plain(path)
     damaged = ValueError(f"{path} is damaged (truncated or altered): its checksum or its header is wrong.")
     size = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or size > len(raw) - 8:
@@ -853,12 +859,16 @@ def read_safetensors(path):
         text = raw[8:8 + size].replace(f'"crc32":"{crc}"'.encode(), NO_CRC.encode(), 1)
         if f"{zlib.crc32(memoryview(raw)[8 + size:], zlib.crc32(raw[:8] + text)):08x}" != crc:
             raise damaged
-        tensors = {}
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            tensors[name] = np.frombuffer(raw[8 + size + start:8 + size + end],
-                                          DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        tensors, end = {}, 0
+        for name, entry in header.items():              # one after the other, without gap or overlap, to the file's end
+            (start, stop), shape, dtype = entry["data_offsets"], entry["shape"], np.dtype(DTYPES[entry["dtype"]])
+            if start != end or stop - start != math.prod(shape) * dtype.itemsize or any(side < 0 for side in shape):
+                raise damaged
+            tensors[name] = np.frombuffer(raw[8 + size + start:8 + size + stop], dtype).reshape(shape)
+            end = stop
+        if end != len(raw) - 8 - size:
+            raise damaged
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise damaged from error
     return tensors, metadata
 
@@ -896,22 +906,12 @@ def llama_config(config, eos):
             "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight}
 
 
-def write_json(path, value):
-    """Atomically: another process, or a crash, sees the old file or the new one."""
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".new", path)
-
-
 CHECKPOINT = ("model.safetensors", "train_state.safetensors")
 
 
-def file_crc(path):
+def checksum(path):
     """CRC32 of a file, as eight hex digits."""
-    with open(path, "rb") as file:
-        return f"{zlib.crc32(file.read()):08x}"
+    return f"{zlib.crc32(read_plain(path)):08x}"
 
 
 def repair(folder):
@@ -938,37 +938,36 @@ def save(folder, model, tokenizer, state, chat_template=None):
                         "clean_up_tokenization_spaces": False, "eos_token": end}
     if chat_template is not None:
         tokenizer_config["chat_template"] = chat_template
-    write_json(os.path.join(folder, "tokenizer_config.json"), tokenizer_config)
+    config = json.dumps(llama_config(model.config, tokenizer.special[end]), indent=2).encode()
+    with replace_file(os.path.join(folder, "tokenizer_config.json")) as file:
+        file.write(json.dumps(tokenizer_config, indent=2).encode())
     params = param_views(model.read("params"), model.config)
     weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}
     moments = {"m": model.read("m"), "v": model.read("v")}
     paths = [os.path.join(folder, name) for name in CHECKPOINT]
+    # what else a resumed run reads is covered by the weights' checksum
+    metadata = {"format": "pt", "step": str(model.step), "config": f"{zlib.crc32(config):08x}",
+                "tokenizer": checksum(os.path.join(folder, "tokenizer.json"))}
     try:
-        metadata = {"format": "pt", "step": str(model.step), "tokenizer": file_crc(os.path.join(folder, "tokenizer.json"))}
-        write_safetensors(paths[0] + ".new", weights, metadata)
-        write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
-    except OSError as error:
+        with naming(folder):
+            write_safetensors(paths[0] + ".new", weights, metadata)
+            write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
+    except OSError:
         for path in reversed(paths):    # in this order, for repair's sake
             if os.path.exists(path + ".new"):
                 os.remove(path + ".new")
-        error.filename = error.filename or folder           # a full disk names no file
         raise
     for path in paths:
         os.replace(path + ".new", path)
-    write_json(os.path.join(folder, "config.json"), llama_config(model.config, tokenizer.special[end]))
+    with replace_file(os.path.join(folder, "config.json")) as file:     # the same in every save of a run
+        file.write(config)
 
 
-def load(folder, engine, options=None):
-    """-> (model, tokenizer) from a checkpoint folder, of which nothing is changed.  engine: the module whose Model to make
-    (model_cpu or model_gpu); options: dict of further arguments of that Model (dtype, threads, precision).  ValueError, in
-    one sentence, for what is missing, damaged or foreign."""
-    for name in ("config.json", "tokenizer.json", CHECKPOINT[0]):
-        if not os.path.exists(os.path.join(folder, name)):
-            raise ValueError(f"{folder} holds no checkpoint: there is no {os.path.join(folder, name)}.")
+def read_config(folder):
+    """-> (Config, id of the token that ends a text) from config.json; ValueError for a model that is not one of ours."""
     path = os.path.join(folder, "config.json")
+    found = read_json(path)
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
         config = Config(dim=found["hidden_size"], heads=found["num_attention_heads"], kv_heads=found["num_key_value_heads"],
                         layers=found["num_hidden_layers"], context=found["max_position_embeddings"],
                         vocab=found["vocab_size"], predict=found["mtp_heads"] + 1, mtp_weight=found["mtp_weight"])
@@ -978,25 +977,53 @@ def load(folder, engine, options=None):
     for key, value in llama_config(config, end).items():
         if found.get(key) != value:
             raise ValueError(f"{path} is not one of ours: {key} is {found.get(key)!r}, this model has {value!r}.")
-    tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
-    if tokenizer.vocab_size > config.vocab or end not in tokenizer.special.values():
-        raise ValueError(f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} tokens, config.json "
-                         f"says {config.vocab}, with the end of a text at {end}.")
-    path = os.path.join(folder, CHECKPOINT[0])
+    return config, end
+
+
+def read_weights(path, config):
+    """-> (flat array of the parameters, metadata) of a model.safetensors."""
     tensors, metadata = read_safetensors(path)
-    if metadata.get("tokenizer") != file_crc(os.path.join(folder, "tokenizer.json")):
-        raise ValueError(f"{folder}: tokenizer.json is not the one that this model was trained with.")
-    flat = np.empty(param_count(config), next(iter(tensors.values())).dtype if tensors else np.float32)
-    params = param_views(flat, config)
+    if config.layers > len(tensors):                    # before anything of the size that config.json asks for is made
+        raise ValueError(f"{path}: tensors are missing: config.json asks for {config.layers} layers, the file holds "
+                         f"{len(tensors)} tensors.")
+    shapes = dict(param_table(config))
     for name, ours, rows in llama_names(config):
         if name not in tensors:
             raise ValueError(f"{path}: the tensor {name} is missing.")
-        target, found = params[ours][rows], tensors.pop(name)
-        if found.shape != target.shape:
-            raise ValueError(f"{path}: the tensor {name} has the shape {found.shape}, config.json asks for {target.shape}.")
-        target[...] = found
+        shape = len(range(*rows.indices(shapes[ours][0]))), *shapes[ours][1:]
+        if tensors[name].shape != shape:
+            raise ValueError(f"{path}: the tensor {name} has the shape {tensors[name].shape}, config.json asks for {shape}.")
+        if not np.isfinite(tensors[name]).all():
+            raise ValueError(f"{path}: the tensor {name} holds numbers that are not finite: the model is broken.")
+    flat = np.empty(param_count(config), next(iter(tensors.values())).dtype)
+    params = param_views(flat, config)
+    for name, ours, rows in llama_names(config):
+        params[ours][rows] = tensors.pop(name)
     if tensors:
         raise ValueError(f"{path}: the tensor {next(iter(tensors))} is none of this model's.")
+    return flat, metadata
+
+
+def load(folder, engine, options=None):
+    """-> (model, tokenizer) from a checkpoint folder, of which nothing is changed.  engine: the module whose Model to make
+    (model_cpu or model_gpu); options: dict of further arguments of that Model (dtype, threads, precision).  ValueError, in
+    one sentence, for what is missing, damaged or foreign."""
+    paths = [os.path.join(folder, name) for name in ("config.json", "tokenizer.json", CHECKPOINT[0])]
+    for path in paths:
+        if not os.path.exists(path):
+            raise ValueError(f"{folder} holds no checkpoint: there is no {path}.")
+    config, end = read_config(folder)
+    tokenizer = Tokenizer.load(paths[1])
+    if tokenizer.vocab_size > config.vocab or end not in tokenizer.special.values():
+        raise ValueError(f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} tokens, config.json "
+                         f"says {config.vocab}, with the end of a text at {end}.")
+    flat, metadata = read_weights(paths[2], config)
+    if metadata.get("tokenizer") != checksum(paths[1]):
+        raise ValueError(f"{folder}: tokenizer.json is not the one that this model was trained with.")
+    if metadata.get("config", checksum(paths[0])) != checksum(paths[0]):        # the first version recorded none
+        raise ValueError(f"{paths[0]} is not as it was saved: something in it was altered.")
+    if not str(metadata.get("step")).isdecimal():
+        raise ValueError(f"{paths[2]} does not say of which step it is.")
     model = engine.Model(config, **(options or {}))
     model.write("params", flat)
     model.step = int(metadata["step"])
@@ -1011,16 +1038,24 @@ def load_state(folder, model=None):
     if not os.path.exists(path):
         raise ValueError(f"{folder} holds no training state: there is no {path}.")
     tensors, metadata = read_safetensors(path)
+    try:
+        state = json.loads(metadata["state"])
+        if not isinstance(state, dict):
+            raise ValueError(f"it is {state!r}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} holds no record of a run: its state is damaged or missing ({error}).") from None
     if model is None:
-        return json.loads(metadata["state"])
+        return state
     size = param_count(model.config)
     if set(tensors) != {"m", "v"} or any(tensor.shape != (size,) for tensor in tensors.values()):
         raise ValueError(f"{path}: it should hold the tensors m and v of {size} numbers each.")
     if metadata.get("step") != str(model.step):
         raise ValueError(f"{path} is of step {metadata.get('step')}, {CHECKPOINT[0]} of step {model.step}.")
-    model.write("m", tensors["m"])
-    model.write("v", tensors["v"])
-    return json.loads(metadata["state"])
+    for name, tensor in tensors.items():
+        if not np.isfinite(tensor).all():
+            raise ValueError(f"{path}: the tensor {name} holds numbers that are not finite: the run is broken.")
+        model.write(name, tensor)
+    return state
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1041,14 +1076,21 @@ def print_first_step():
     print("   " + "|".join(tokenizer.decode([i]) for i in ids[:24]) + "|...")
 
     model = Model(config, seed=0)
-    losses = model.forward(tokens, targets)
+    logits, losses = model.logits(tokens), model.forward(tokens, targets)
     print(f"\n2. Shapes: B=1 T={T} C={config.dim} H={config.heads} G={config.kv_heads} D={config.head_dim} "
           f"F={config.hidden} K={K} V={config.vocab} L={config.layers}")
-    first, work = model.slices[0].layers[0].arrays, model.slices[0].work.arrays
-    for name, array in [("x = embed[tokens]", first["x_in"]), ("layer 0: q, k, v", first["qkv"]),
-                        ("layer 0: P", first["P"]), ("layer 0: y = P v", first["y"]), ("x after attention", first["x_mid"]),
-                        ("layer 0: gate, up", first["gate_up"]), ("rmsnorm(x) at the end", work["h_final"])]:
-        print(f"   {name:22} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
+    first, work = model.slices[0].layers[0].arrays, model.slices[0].work.arrays     # flat
+    for name, letters, array, shape in [
+            ("x = embed[tokens]", "B,T,C", first["x_in"], (1, T, config.dim)),
+            ("layer 0: q, k, v", "B,T,(H+2G)D", first["qkv"], (1, T, config.qkv_width)),
+            ("layer 0: P", "B,H,T,T", first["P"], (1, config.heads, T, T)),
+            ("layer 0: y = P v", "B,T,H*D", first["y"], (1, T, config.dim)),
+            ("x after attention", "B,T,C", first["x_mid"], (1, T, config.dim)),
+            ("layer 0: gate, up", "B,T,2F", first["gate_up"], (1, T, 2 * config.hidden)),
+            ("rmsnorm(x) at the end", "B,T,C", work["h_final"], (1, T, config.dim)),
+            ("logits", "B,T,K,V", logits, (1, T, K, config.vocab))]:
+        array = array.reshape(shape)
+        print(f"   {name:22} {f'({letters})':13} = {str(array.shape):17} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
     print(f"\n3. The first loss of head 0: {losses[0]:.4f}.  An untrained model guesses: ln V = {math.log(config.vocab):.4f}")
 
     model.backward()
@@ -1084,10 +1126,10 @@ def print_euler_table(folder):
               f"next: {', '.join(repr(tokenizer.decode([b])) for b in best if b < tokenizer.vocab_size)}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description="A guided tour: one sentence goes through the small model.")
+def main(argv):
+    parser = Parser(description="A guided tour: one sentence goes through the small model.")
     parser.add_argument("--model", default="out/small", metavar="DIR", help="for the Euler table (default out/small)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     print_first_step()
     print("\n6. The Euler table: the loss if the integration stopped after each layer, and the length of each step")
     if os.path.exists(os.path.join(args.model, "config.json")):
@@ -1097,8 +1139,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

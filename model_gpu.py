@@ -25,20 +25,20 @@ says so there.
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); not several GPUs; no GPU but NVIDIA's.  It can be
 imported, and says so in one sentence, where there is no CuPy or no GPU.
 """
-import argparse
 import dataclasses
 import math
 import os
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 
 import model_cpu
-from model_cpu import CONFIGS, NORM_EPS, TEXT, count_targets, init_params, param_count, param_views, rope_table
+from model_cpu import CONFIGS, NORM_EPS, TEXT, init_params, param_count, param_views, rope_table
 from model_cpu import Config, generate, load, load_state, param_table, sample, save     # noqa: F401  as on the CPU
-from tokenizer import Tokenizer
+from tokenizer import Parser, Tokenizer, run_script, whole_number
 
 try:
     import cupy
@@ -108,7 +108,10 @@ def work_tables(config, B, T, precision, attention="flash"):
     layer's forward and its backward, the other large arrays at all other times.
 
     A layer keeps what its backward cannot do without: two states of the residual stream, q k v, the attention's
-    output and log-sum-exp, gate and up.  The norms' outputs and the SwiGLU product are computed again."""
+    output and log-sum-exp, gate and up.  The norms' outputs and the SwiGLU product are computed again.
+
+    No array is larger for other rows of together as many tokens, none of them longer than T: so the tables of
+    (micro_batch, context) are all that training with micro-batches of at most so many tokens ever needs."""
     c, N, single = config, B * T, np.float32
     real = np.uint16 if precision == "bf16" else single                              # NumPy has no bf16
     naive, scores = attention == "naive", (B, c.heads, T, T)
@@ -123,9 +126,10 @@ def work_tables(config, B, T, precision, attention="flash"):
 
 
 def input_table(config, B, T):
-    """What a micro-batch brings to the GPU.  order, starts: see embedding_backward; weight, counted: of each head."""
+    """What a micro-batch brings to the GPU.  targets (B,T+K-1), with the room that they have in more and shorter rows, if
+    only B*T stays the same; order, starts: see embedding_backward; weight, counted: of each head."""
     K = config.predict
-    return [("tokens", (B * T,), np.int32), ("targets", (B, T + K - 1), np.int32), ("order", (B * T,), np.int32),
+    return [("tokens", (B * T,), np.int32), ("targets", (B * T * K,), np.int32), ("order", (B * T,), np.int32),
             ("starts", (config.vocab + 1,), np.int32), ("weight", (K,), np.float32), ("counted", (K,), np.float32)]
 
 
@@ -531,6 +535,8 @@ class Inputs:
         self.pinned = [np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size) for _ in range(2)]
         self.events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self.views = [carve(array, table) for array in self.pinned]
+        self.events[0].record()                     # this memory may have been given back by others whose copies are
+        self.events[0].synchronize()                # still queued: wait for all that was queued before
 
     def send(self, values):
         """values: dict name -> array; a short one fills the front of its place."""
@@ -546,8 +552,8 @@ class Model:
     """The model on the GPU; the face of model_cpu.Model.
 
     precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: reserve the buffers for so
-    many rows of config.context tokens now; else they grow with the first call.  memory_limit: bytes that this process
-    may take. attention: "flash", or "naive" with all of the T x T probabilities in memory.  matmul: "cublas", or
+    many rows of config.context tokens now, which serve any rows of together as many; else they grow with the calls.
+    memory_limit: bytes that this process may take while the model lives.  attention: "flash", or "naive" with all of the T x T probabilities in memory.  matmul: "cublas", or
     "ours". ValueError, in one sentence, where there is no GPU, it is too old or its memory is too small.
 
     params, grads: dict name -> view of the flat fp32 buffers.  After writing params call refresh()."""
@@ -560,15 +566,16 @@ class Model:
         precision = precision or default_precision()
         check_choices(config, precision, attention, matmul)
         self.config, self.precision, self.attention = config, precision, attention
+        self.pool, self.memory_limit = cupy.get_default_memory_pool(), memory_limit
         if memory_limit is not None:
-            cupy.get_default_memory_pool().set_limit(size=max(1, int(memory_limit) - CUBLAS_BYTES))
-        self.memory_limit = memory_limit
+            self.pool.set_limit(size=max(1, int(memory_limit) - CUBLAS_BYTES))
+            weakref.finalize(self, self.pool.set_limit, size=0)         # 0: none
         try:
             self.gpu = Gpu(config, precision, attention, matmul)
         except (ImportError, RuntimeError) as error:
             raise ValueError(f"The GPU engine does not start; a CUDA library seems to be missing or does not fit the "
                              f"driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
-        self.plans, self.reserved, self.step, self.position = {}, None, 0, 0
+        self.reserved, self.views, self.step, self.position = None, {}, 0, 0
         size, decoding = param_count(config), decode_table(config, precision)
         try:
             self.flat_params = cupy.empty(size, np.float32)
@@ -591,7 +598,8 @@ class Model:
         init_params(flat, config, seed)
         self.write("params", flat)
 
-    as_batch, check_tokens, layer = model_cpu.Model.as_batch, model_cpu.Model.check_tokens, model_cpu.Model.layer
+    as_batch, check_tokens = model_cpu.Model.as_batch, model_cpu.Model.check_tokens
+    check_batch, layer = model_cpu.Model.check_batch, model_cpu.Model.layer
 
     def refresh(self):
         """After writing params: the bf16 copy follows."""
@@ -617,27 +625,43 @@ class Model:
         return ValueError(f"A micro-batch of {B} x {T} tokens needs {need / 2**30:.2f} GiB of GPU memory, "
                           f"{free / 2**30:.2f} GiB can be had: {advice}.")
 
+    def reserve(self, tables, B, T):
+        """Make the work buffers anew, as large as these tables say; (B,T) is what they are for."""
+        each, shared, *turns = map(table_bytes, tables)
+        start = self.config.layers * each
+        self.views, self.saved, self.reserved = {}, None, None         # give the old memory back before asking for more
+        self.pool.free_all_blocks()
+        try:
+            memory = cupy.empty(start + shared + max(turns), np.uint8)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise self.out_of_memory(B, T) from error
+        layers = [carve(memory, tables[0], i * each) for i in range(self.config.layers)]
+        others = {**carve(memory, tables[1], start), **carve(memory, tables[2], start + shared),
+                  **carve(memory, tables[3], start + shared)}          # logits and scratch take turns
+        inputs = tables[1][-len(input_table(self.config, B, T)):]
+        self.reserved = tables, layers, others, Inputs(memory[start + shared - table_bytes(inputs):], inputs)
+
     def buffers(self, B, T):
         """(layers, shared, inputs): for a micro-batch (B,T) the buffers by name, of each layer and of all, and the way
-        in.  Made at the first call of a shape and kept; where a larger shape needs more memory, all are made anew."""
-        if (B, T) in self.plans:
-            return self.plans[B, T]
+        in.  They are the front of what is reserved; where one of them needs more, all are made anew."""
+        if (B, T) in self.views:
+            return self.views[B, T]
         tables = work_tables(self.config, B, T, self.precision, self.attention)
-        each, all_layers = table_bytes(tables[0]), self.config.layers * table_bytes(tables[0])
-        turns = all_layers + table_bytes(tables[1])                    # where logits and scratch take turns
-        size = turns + max(map(table_bytes, tables[2:]))
-        if self.reserved is None or size > self.reserved.size:
-            self.plans, self.saved, self.reserved = {}, None, None     # give the old memory back before asking for more
-            try:
-                self.reserved = cupy.empty(size, np.uint8)
-            except cupy.cuda.memory.OutOfMemoryError as error:
-                raise self.out_of_memory(B, T) from error
-        memory, inputs = self.reserved, input_table(self.config, B, T)
-        layers = [carve(memory, tables[0], i * each) for i in range(self.config.layers)]
-        shared = {"B": B, "T": T, **carve(memory, tables[1], all_layers), **carve(memory, tables[2], turns),
-                  **carve(memory, tables[3], turns)}
-        self.plans[B, T] = layers, shared, Inputs(memory[turns - table_bytes(inputs):], inputs)
-        return self.plans[B, T]
+        shapes = {name: shape for table in tables for name, shape, _ in table}
+        room = {name: size for table in self.reserved[0] for name, (size,), _ in table} if self.reserved else {}
+        wanted = [[(name, (max(math.prod(shape), room.get(name, 0)),), dtype) for name, shape, dtype in table]
+                  for table in tables]
+        if self.reserved is None or wanted != self.reserved[0]:
+            self.reserve(wanted, B, T)
+        _, layers, others, inputs = self.reserved
+
+        def fronts(arrays):
+            return {name: array[:math.prod(shapes[name])].reshape(shapes[name]) for name, array in arrays.items()}
+
+        shared, width = fronts(others), T + self.config.predict - 1
+        shared.update(B=B, T=T, targets=shared["targets"][:B * width].reshape(B, width))
+        self.views[B, T] = list(map(fronts, layers)), shared, inputs
+        return self.views[B, T]
 
     def trunk(self, layers, s):
         """tokens (B,T), already sent -> h (N,C) = rmsnorm(x) after the last layer, in s["n"]."""
@@ -663,14 +687,8 @@ class Model:
 
     def forward(self, tokens, targets, counted=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see model_cpu."""
-        tokens, targets, c = self.as_batch(tokens), np.asarray(targets), self.config
-        (B, T), K = tokens.shape, c.predict
-        if targets.shape != (B, T + K - 1):
-            raise ValueError(f"targets must have the shape (B, T+K-1) = {(B, T + K - 1)}, not {targets.shape}.")
-        self.check_tokens(targets, "target", low=-1)
-        counted = count_targets(targets, T, K) if counted is None else np.asarray(counted)
-        if counted[0] == 0:
-            raise ValueError("head 0 has no counted target in the whole step: all targets are -1.")
+        tokens, targets, counted = self.check_batch(tokens, targets, counted)
+        (B, T), c = tokens.shape, self.config
         layers, s, inputs = self.buffers(B, T)
         # the order for embedding_backward: NumPy sorts 16-bit numbers five times as fast as 32-bit ones
         flat = tokens.reshape(-1).astype(np.uint16 if c.vocab <= 1 << 16 else np.int32)
@@ -774,10 +792,10 @@ def seconds_per_step(model, B, steps):
     return (time.perf_counter() - start) / steps
 
 
-def main():
-    parser = argparse.ArgumentParser(description="The step of model_cpu.py's tour on the CPU and on the GPU.")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps to time on the GPU (default 20)")
-    args = parser.parse_args()
+def main(argv):
+    parser = Parser(description="The step of model_cpu.py's tour on the CPU and on the GPU.")
+    parser.add_argument("--steps", type=whole_number(1), default=20, metavar="N", help="steps to time on the GPU (default 20)")
+    args = parser.parse_args(argv)
     reason = why_no_gpu()
     if reason:
         raise ValueError(reason)
@@ -805,8 +823,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

@@ -27,7 +27,6 @@ So the model learns to answer and not to ask, and it learns to stop, because the
 What it does not do: no rewards or preferences (the other steps: RLHF, DPO); no adapters (LoRA), all weights are
 trained; no packing of several conversations into one row.
 """
-import argparse
 import dataclasses
 import functools
 import hashlib
@@ -43,7 +42,7 @@ import model_gpu
 import numpy as np
 import train
 from model_cpu import CONFIGS
-from tokenizer import END_OF_TEXT, SPECIAL_TOKENS, Tokenizer, run_script
+from tokenizer import END_OF_TEXT, SPECIAL_TOKENS, Parser, Tokenizer, naming, run_script, whole_number
 
 # Chosen by short runs; the README's lab notes say what else was tried.
 DEFAULTS = {
@@ -101,7 +100,7 @@ def read_conversations(paths):
 def read_json(path):
     """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line that is no
     JSON."""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+    with naming(path), open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         text = file.read()
     one_list = text.lstrip().startswith("[")
     values = []
@@ -403,45 +402,46 @@ def show(tokenizer, conversations, T, count):
 # 6. The run
 # ---------------------------------------------------------------------------------------------------------------------
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description="Fine-tune a pretrained model to answer.")
+    parser = Parser(description="Fine-tune a pretrained model to answer.")
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
     parser.add_argument("--base", metavar="DIR", help="the checkpoint folder to begin with (default out/PRESET)")
     parser.add_argument("--data", nargs="+", metavar="FILE", help=".json or .jsonl with records of instruction, input "
                         "and output, or of messages (default: for medium and big data/instructions*.json, if there are "
                         "any; else pairs made from the base's own corpus, of what was held out from its training)")
     parser.add_argument("--out", metavar="DIR", help="the checkpoint folder to write (default: --base with -sft)")
-    parser.add_argument("--show", type=train.positive, metavar="N", help="print N examples with what is learned in "
+    parser.add_argument("--show", type=whole_number(1), metavar="N", help="print N examples with what is learned in "
                         "colour, then stop")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--epochs", type=train.positive, help="how often to read the data")
+    parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
     train.add_run_options(parser)
     return parser.parse_args(argv)
 
 
 def read_base(folder, preset):
-    """-> (settings of the run that made the base, its Tokenizer)."""
+    """-> (settings of the run that made the base, its Config, its Tokenizer)."""
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise ValueError(f"there is no trained model in {folder}: train it with `python train.py {preset or 'small'}`, "
                          f"or name the folder of one with --base.")
     try:
-        settings = model_cpu.load_state(folder)["settings"]
-        if preset not in (None, settings["preset"]):
-            raise ValueError(f"{folder} holds a model of the size {settings['preset']}, not {preset}.")
+        settings = dataclasses.asdict(train.Settings(**model_cpu.load_state(folder)["settings"]))
     except (KeyError, TypeError):
         raise ValueError(f"{folder} was not written by train.py or sft.py: how it was made is not recorded.") from None
+    if settings["preset"] not in DEFAULTS:
+        raise ValueError(f"{folder} holds a model of the size {settings['preset']}, which is none of {', '.join(DEFAULTS)}.")
+    if preset not in (None, settings["preset"]):
+        raise ValueError(f"{folder} holds a model of the size {settings['preset']}, not {preset}.")
     tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
     if missing := set(SPECIAL_TOKENS) - set(tokenizer.special):
         raise ValueError(f"{folder}: tokenizer.json lacks the special token {min(missing)}.")
-    return settings, tokenizer
+    return settings, model_cpu.read_config(folder)[0], tokenizer
 
 
 def start(args, base, out):
     """-> (model, tokenizer, settings, state, examples) of a new run."""
     if os.path.exists(base) and os.path.exists(out) and os.path.samefile(base, out):
         raise ValueError(f"--out {out} is the base itself; name another folder for the model that is made from it.")
-    made, tokenizer = read_base(base, args.preset)
+    made, config, tokenizer = read_base(base, args.preset)
     preset, data = made["preset"], args.data or find_data(made["preset"], made["data"])
-    config = dataclasses.replace(CONFIGS[preset], mtp_weight=made["mtp_weight"])
     asked, defaults = args.device, dict(DEFAULTS[preset], steps=1)          # the steps are counted below
     args.device = train.choose_device(asked or "auto", preset)
     default_epochs = defaults.pop("epochs")
@@ -459,6 +459,7 @@ def start(args, base, out):
     model, _ = model_cpu.load(base, model_gpu.pick(s.device), train.model_options(s))
     model.config, model.step = dataclasses.replace(model.config, mtp_weight=s.mtp_weight), 0
     state = {"script": "sft.py", "tokens": 0, "seconds": 0.0, "base": base}
+    train.take(out)
     train.set_aside(out)
     train.save(out, model, tokenizer, s, state, CHAT_TEMPLATE)      # from now on there is something to resume
     read = sum(len(ids) - 1 for ids, _ in examples.train)
@@ -475,8 +476,8 @@ def start(args, base, out):
 def resume(args, base, out):
     """-> the same of the run in `out`, which goes on from its own weights: the base need not be there any more."""
     model, tokenizer, s, state = train.resume(args, out, "sft.py")
-    if args.base and base != state["base"]:
-        raise ValueError(f"the run in {out} began with {state['base']}, not with {base}; start a new run with another "
+    if args.base and base != state.get("base"):
+        raise ValueError(f"the run in {out} began with {state.get('base')}, not with {base}; start a new run with another "
                          f"--out.")
     examples = make_examples(tokenizer, read_conversations(s.data), model.config.context, s.seed)
     if examples.key != s.tokens_key:
@@ -490,17 +491,12 @@ def resume(args, base, out):
 
 def main(argv):
     args = parse_arguments(argv)
-    sys.stdout = sys.stdout or open(os.devnull, "w")        # None, if whoever started this has closed it
     sys.stdout.reconfigure(errors="replace")
     base = os.path.normpath(args.base or os.path.join("out", args.preset or "small"))
     if args.show:
-        made, tokenizer = read_base(base, args.preset)
+        made, config, tokenizer = read_base(base, args.preset)
         conversations = read_conversations(args.data or find_data(made["preset"], made["data"]))
-        try:
-            return show(tokenizer, conversations, CONFIGS[made["preset"]].context, args.show)
-        except BrokenPipeError:                             # the reader, say `head`, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+        return show(tokenizer, conversations, config.context, args.show)
     train.set_threads(argv)
     out = os.path.normpath(args.out or base + "-sft")
     model, tokenizer, s, state, examples = (resume if args.resume else start)(args, base, out)
@@ -511,9 +507,7 @@ def main(argv):
         print(f"Resuming {out} at step {model.step} of {s.steps}.", flush=True)
     stop, job = train.Stop(), fine_tuning(model, tokenizer, examples, s, state)
     if "before" not in state:
-        log = train.Log(out, -1)
-        log.write(step=0, **job.evaluate(0))
-        log.file.close()
+        train.Log(out, -1).write(step=0, **job.evaluate(0))
     if code := train.train(model, tokenizer, s, out, state, stop, job):
         return code
     print(f"Held-out loss {state['before']:.4f} before, {state['after']:.4f} after.\n\n"
@@ -522,4 +516,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, to_the_end=True)

@@ -29,7 +29,9 @@ What it does not do: other patterns than GPT-2's, other models than BPE, normali
 import argparse
 import array
 import contextlib
+import errno
 import functools
+import glob
 import heapq
 import itertools
 import json
@@ -37,6 +39,7 @@ import marshal
 import operator
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
@@ -440,22 +443,6 @@ def available_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextlib.contextmanager
-def replace_file(path):
-    """Open a binary file that takes the place of `path` when all has been written, and not before."""
-    new = f"{os.fspath(path)}.new"
-    try:
-        with open(new, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(new)
-        raise
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # 5. The tokenizer
 
@@ -531,12 +518,9 @@ class Tokenizer:
     def from_gpt2(cls, vocab_bpe, encoder_json):
         """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
         try:
-            with open(encoder_json, encoding="utf-8") as file:
-                vocab = json.load(file)
-            with open(vocab_bpe, encoding="utf-8") as file:
-                merges = file.read().split("\n")[1:]                    # the first line is the version
-            return cls.from_vocab(vocab, [line for line in merges if line], [END_OF_TEXT])
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            merges = read_plain(vocab_bpe).decode("utf-8").split("\n")[1:]       # the first line is the version
+            return cls.from_vocab(read_json(encoder_json), [line for line in merges if line], [END_OF_TEXT])
+        except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{vocab_bpe} and {encoder_json} are not GPT-2's tokenizer files: {error}") from None
 
     @classmethod
@@ -632,9 +616,8 @@ class Tokenizer:
     @classmethod
     def load(cls, path):
         """Read a tokenizer.json; ValueError if the file is damaged or is of another kind than `save` writes."""
+        tokenizer = read_json(path)
         try:
-            with open(path, "rb") as file:
-                tokenizer = json.loads(file.read().decode("utf-8"))
             model, pre = tokenizer["model"], tokenizer["pre_tokenizer"]
             if model["type"] != "BPE" or tokenizer["normalizer"] or model.get("ignore_merges") or model.get("dropout"):
                 raise ValueError("it is no plain BPE without a normalizer.")
@@ -642,7 +625,7 @@ class Tokenizer:
                 raise ValueError("its words are not GPT-2's.")
             special = sorted(tokenizer["added_tokens"], key=lambda token: token["id"])
             return cls.from_vocab(model["vocab"], model["merges"], [token["content"] for token in special])
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             reason = error if type(error) is ValueError else f"it is damaged or of another kind ({error!r})."
             raise ValueError(f"{path} is not a tokenizer that tokenizer.py wrote: {reason}") from None
 
@@ -709,7 +692,7 @@ def demo():
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description="Byte-level BPE: train a tokenizer, encode, decode, look at tokens. "
+    parser = Parser(description="Byte-level BPE: train a tokenizer, encode, decode, look at tokens. "
                                                  "Without a command: a small demonstration.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     train = commands.add_parser("train", help="learn a tokenizer from text files")
@@ -728,8 +711,8 @@ def parse_arguments(argv):
     tree = commands.add_parser("tree", help="print the merge tree of a token")
     tree.add_argument("token", metavar="TOKEN", help="an id, a special token, or a text whose tokens are all shown")
     for command in encode, decode, show_, tree:
-        command.add_argument("--tokenizer", metavar="FILE", default="tokenizer.json",
-                             help="what to use (default: %(default)s)")
+        command.add_argument("--tokenizer", metavar="FILE", help="what to use (default: tokenizer.json here, else that "
+                                                                 "of the newest model in out/)")
     return parser.parse_args(argv)
 
 
@@ -750,10 +733,10 @@ def run_command(arguments):
         return demo()
     if arguments.command == "train":
         return train_command(arguments.files, arguments.vocab, arguments.out)
-    if not os.path.exists(arguments.tokenizer):
-        raise ValueError(f"There is no {arguments.tokenizer}; make one with: "
-                         f"python tokenizer.py train FILE... --out {arguments.tokenizer}")
-    tokenizer = Tokenizer.load(arguments.tokenizer)
+    path = arguments.tokenizer or "tokenizer.json"
+    if not arguments.tokenizer and not os.path.exists(path):
+        path = os.path.join(newest_checkpoint("make a tokenizer with `python tokenizer.py train FILE...`"), path)
+    tokenizer = Tokenizer.load(path)
     if arguments.command == "decode":
         data = tokenizer.decode_bytes(arguments.ids or map(int, sys.stdin.read().split()))
         sys.stdout.buffer.write(data)           # the very bytes, so that any file comes back as it was
@@ -769,41 +752,157 @@ def run_command(arguments):
         print(show(tokenizer, text) if arguments.command == "show" else " ".join(map(str, tokenizer.encode(text))))
 
 
+def main(argv):
+    arguments = parse_arguments(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
+    run_command(arguments)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 7. What every script shares: files, options, errors
+
+def newest_checkpoint(instead):
+    """The folder in out/ whose weights were written last.  instead: what to do where there is none."""
+    weights = glob.glob(os.path.join("out", "*", "model.safetensors"))
+    if not weights:
+        raise ValueError(f"there is no trained model in out/: train one with `make` or `python train.py`, or {instead}.")
+    return os.path.dirname(max(weights, key=os.path.getmtime))
+
+
+@contextlib.contextmanager
+def naming(path):
+    """An OSError inside names this file; that of a full disk, or of a failed read, names none by itself."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
+
+
+def check_plain(path):
+    """ValueError for a pipe, a device or a folder in place of a file: they could be read for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f"{path} is not a plain file, so it is not read.")
+
+
+def read_plain(path):
+    """The bytes of a plain file."""
+    check_plain(path)
+    with naming(path), open(path, "rb") as file:
+        return file.read()
+
+
+def read_json(path):
+    """The value in a file of JSON; ValueError, in one sentence, if it holds none."""
+    data = read_plain(path)
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it is no JSON ({error}).") from None
+
+
+@contextlib.contextmanager
+def replace_file(path):
+    """Open a binary file that takes the place of `path` when all has been written, and not before."""
+    new = f"{os.fspath(path)}.new"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(new)                      # of a killed run; were it a pipe, opening it would wait for a reader
+        with naming(new), open(new, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(new)
+        raise
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but an error is one sentence, without ten lines of usage before it."""
+    def error(self, message):
+        self.exit(2, f"error: {message}; --help lists the options.\n")
+
+
+def number_type(kind, good, what):
+    """An argparse type: a number of the kind that satisfies `good`, or one sentence that says `what` it must be."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not good(value):                # a NaN fails every comparison
+            shown = text if len(text) <= 40 else text[:40] + "..."
+            raise argparse.ArgumentTypeError(f"must be {what}, not {shown!r}")
+        return value
+    return parse
+
+
+def whole_number(least, most=10**9):
+    """An argparse type: an int within these bounds."""
+    return number_type(int, lambda x: least <= x <= most, f"a whole number of at least {least} and at most {most:,}")
+
+
+class Outliving:
+    """The standard output or error of a script that must finish its work even if nobody reads what it says any more: when
+    the reader, say `head` or a terminal that is closed, has left, what is written goes nowhere."""
+    def __init__(self, stream):
+        self.stream = stream or open(os.devnull, "w")
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    @contextlib.contextmanager
+    def surviving(self):
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO): # a full disk, say, is an error
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def write(self, text):
+        with self.surviving():
+            self.stream.write(text)
+
+    def flush(self):
+        with self.surviving():
+            self.stream.flush()
+
+
 def explain(error):
-    """The sentence of an error; Python's own text for a file begins with a number."""
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"Cannot use {os.fsdecode(error.filename)}: {error.strerror}."
+    """An error as one sentence."""
     if isinstance(error, OSError) and error.strerror:
-        return f"The output cannot be written: {error.strerror}."
+        where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
+        return f"{where}: {error.strerror}."
+    if isinstance(error, MemoryError):
+        return f"There is not enough memory{f' ({error})' if str(error) else ''}."
     return str(error)
 
 
-def run_script(main):
-    """Exit with what main(arguments) returns. What the user can mend is one sentence and exit code 2; for train.py, sft.py."""
+def run_script(main, to_the_end=False):
+    """Exit with what main(arguments) returns.  What the user can mend is one sentence and exit code 2.  to_the_end: the
+    script's work is more than what it prints, so it goes on without a reader."""
+    # each is None where whoever started the script has closed it
+    sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
+    sys.stdout, sys.stderr = Outliving(sys.stdout) if to_the_end else sys.stdout, Outliving(sys.stderr)
     try:
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:                                 # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
     except (ValueError, OSError, MemoryError) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
-        sys.exit(2)
-
-
-def main(argv=None):
-    arguments = parse_arguments(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
-    try:
-        run_command(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os._exit(1)                                         # whoever read the output, such as `head`, has left
-    except (ValueError, OSError) as error:
-        print(f"error: {explain(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        code = 2
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(work() if sys.argv[1:] == [WORKER] else main())
+    if sys.argv[1:] == [WORKER]:
+        work()
+    else:
+        run_script(main)

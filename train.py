@@ -28,20 +28,24 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import glob
 import hashlib
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import time
+import zlib
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS
-from tokenizer import END_OF_TEXT, SEPARATOR, Tokenizer, available_cores, replace_file, run_script
+from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, naming, number_type,
+                       replace_file, run_script, whole_number)
 
 
 @dataclasses.dataclass
@@ -68,6 +72,16 @@ class Settings:
     data: list              # the corpus files
     tokens_key: str = ""    # fingerprint of corpus and tokenizer, filled in when the tokens are made
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), 0 if field.name in ("warmup", "seed") else 1
+            good = {int: type(value) is int and value >= least or field.name == "memory_limit" and value is None,
+                    float: type(value) in (int, float) and value >= 0,
+                    str: type(value) is str,
+                    list: value is None or type(value) is list and all(type(path) is str for path in value)}
+            if not good[field.type]:
+                raise ValueError(f"the setting {field.name} cannot be {value!r:.40}.")
+
 
 # Chosen by short runs; the README's lab notes say what else was tried.
 DEFAULTS = {
@@ -75,7 +89,10 @@ DEFAULTS = {
     "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
     "big": dict(steps=48000, batch_tokens=32768, lr=1e-3, warmup=300, eval_every=500, save_every=2000),
 }
-MOST_EPOCHS = 4                 # medium and big: from a fifth reading of 290 MB the big model learned nothing of use
+# readings of a text: from a fifth of 290 MB the big model learned nothing of use; small learns 0.3 MB by heart after eight
+MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
+MOST_BATCH = 1 << 24            # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
+RISE = 0.02                     # nats by which the held-out loss must rise to mean something
 EVAL_TOKENS = 1 << 16           # an evaluation on the way reads at most this many tokens of each kind held out
 SAMPLE_TOKENS = 80
 PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to the token of the next word
@@ -153,14 +170,23 @@ def split_point(path):
     size = os.path.getsize(path)
     wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut may move from here on
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         file.seek(low)
         tail = file.read()
-    for boundary in (SEPARATOR, re.compile(rb"\n"), re.compile(rb"[\x00-\x7f]")):
-        ends = [match.end() for match in boundary.finditer(tail) if tail[match.end():].strip()]
-        if ends:
-            return low + min(ends, key=lambda end: abs(len(tail) - wanted - end))
+    end = len(tail.rstrip())                        # something must be left behind the cut
+    target = min(len(tail) - wanted, end - 1)
+    for cuts in ((match.end() for match in SEPARATOR.finditer(tail)), cuts_beside(tail, target, b"\n"),
+                 cuts_beside(tail, target, bytes(range(128)))):
+        if cuts := [cut for cut in cuts if 0 < cut < end]:
+            return low + min(cuts, key=lambda cut: abs(len(tail) - wanted - cut))
     return size - wanted
+
+
+def cuts_beside(text, target, characters):
+    """Offsets after the last of these single-byte characters before `target`, and after the first from there on; 0, or an
+    offset beyond the text, where there is none."""
+    others = bytes(set(range(256)) - set(characters))
+    return len(text[:target].rstrip(others)), len(text) - len(text[target:].lstrip(others)) + 1
 
 
 def check_corpus(paths):
@@ -168,7 +194,7 @@ def check_corpus(paths):
     for path in paths:
         if not os.path.isfile(path):
             raise ValueError(f"{path} is not a file; --data takes text files.")
-        with open(path, "rb") as file:
+        with naming(path), open(path, "rb") as file:
             start = file.read(8192)
         if not start:
             raise ValueError(f"{path} is empty; there is nothing to learn from it.")
@@ -196,7 +222,7 @@ def show_progress(what):
 
 def file_hash(path):
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -231,6 +257,13 @@ def prepare(paths, vocab):
         return make_tokens(paths, vocab)
 
 
+def map_tokens(path):
+    """A file of uint16 ids, memory-mapped; an empty one cannot be."""
+    check_plain(path)
+    count = os.path.getsize(path) // 2
+    return np.memmap(path, np.dtype("<u2"), mode="r", shape=(count,)) if count else np.zeros(0, "<u2")
+
+
 def make_tokens(paths, vocab):
     """The work of prepare, for one run at a time: two would write to the same files."""
     content = "".join(file_hash(path) for path in paths)
@@ -246,10 +279,17 @@ def make_tokens(paths, vocab):
     key = hashlib.sha256(" ".join(made_of).encode()).hexdigest()[:12]
 
     def tokens(part, ranges):
-        path = os.path.join("data", f"{part}-{key}.bin")
-        if not os.path.exists(path):
+        """The ids of these ranges, from a file whose name ends in its checksum."""
+        made = glob.glob(os.path.join("data", f"{part}-{key}-*.bin"))
+        if not made:
+            path = os.path.join("data", f"{part}-{key}.new")
             tokenizer.encode_files(ranges, path, progress=show_progress(f"{part} tokens:"))
-        return np.memmap(path, np.dtype("<u2"), mode="r") if os.path.getsize(path) else np.zeros(0, "<u2")
+            made = [path.replace(".new", f"-{zlib.crc32(map_tokens(path)):08x}.bin")]
+            os.replace(path, made[0])
+        ids = map_tokens(made[0])
+        if not made[0].endswith(f"-{zlib.crc32(ids):08x}.bin"):
+            raise ValueError(f"{made[0]} is damaged: its checksum is wrong. Delete it, and it is made anew.")
+        return ids
 
     train = tokens("train", [(path, 0, cut) for path, cut, _ in cuts])
     val = {name: tokens(f"val-{name}", [(path, cut, size) for path, cut, size in cuts if kind(path) == name])
@@ -358,43 +398,81 @@ def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
 # ---------------------------------------------------------------------------------------------------------------------
 # 6. The log
 # ---------------------------------------------------------------------------------------------------------------------
-def lock(file, folder):
-    """Lock a log against a second run in the same folder; ValueError if another run holds it."""
+def take(out):
+    """From here to the end of this process nobody else may work in the folder `out`; ValueError if somebody does.  The lock
+    is a file beside the folder, which may be renamed meanwhile."""
+    os.makedirs(out, exist_ok=True)
+    parent, name = os.path.split(os.path.realpath(out))
+    path = os.path.join(parent, f".{name}.lock")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ValueError(f"{folder} is in use by another run; choose another folder with --out.") from None
+        with naming(path):
+            fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)    # never closed
+    except BlockingIOError:
+        raise ValueError(f"{out} is in use by another run; choose another folder with --out.") from None
 
 
-def whole_lines(file):
-    """The lines of a log, but for the last one of a killed run, which may be cut short."""
-    for line in file:
-        with contextlib.suppress(ValueError):
-            json.loads(line)
-            yield line
+def set_aside(out):
+    """A new run never overwrites an old one: the folder is renamed."""
+    if any(os.path.exists(os.path.join(out, name)) for name in ("config.json", "log.jsonl")):
+        number = 1
+        while os.path.exists(f"{out}.{number}"):
+            number += 1
+        os.rename(out, f"{out}.{number}")
+        print(f"{out} held an earlier run: it is now {out}.{number}.")
+
+
+def read_log(file, path):
+    """Yield (line, record) of a log that is open for reading bytes.  The last line of a killed run may be cut short: it is
+    left out.  ValueError for any other that is no record."""
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line)
+            if type(record["step"]) is not int:
+                raise ValueError("its step is no whole number")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}, is no record of a run ({error}): the file was altered; move it away to "
+                             f"go on without it.") from None
+        yield line, record
 
 
 class Log:
-    """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for step s drops
-    what is later than s, so that the log of a resumed run has each step once.  The file is locked against a second run
-    in the same folder."""
+    """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for step s drops what is
+    later than s, so that the log of a resumed run has each step once.  What is kept is the beginning of the file, of which
+    nothing is written again: killed at any moment, no history is lost."""
     def __init__(self, folder, step):
         self.path = os.path.join(folder, "log.jsonl")
-        self.file = open(self.path, "a+", encoding="utf-8")
-        lock(self.file, folder)
-        self.file.seek(0)
-        kept = [line for line in whole_lines(self.file) if json.loads(line)["step"] <= step]
-        self.file.truncate(0)
-        self.file.write("".join(kept))
-        self.file.flush()
+        self.best, self.risen = None, False         # (held-out loss, step), and whether it has risen since
+        kept, last = 0, 0
+        if os.path.exists(self.path):
+            check_plain(self.path)
+        with naming(self.path):
+            self.file = open(self.path, "a+b")
+            self.file.seek(0)
+        for line, record in read_log(self.file, self.path):
+            if record["step"] > step:
+                break
+            kept, last = kept + len(line), record["step"]
+            self.follow(record)
+        self.file.truncate(kept)
+        if last < step:
+            print(f"note: {self.path} has no record of the steps {last + 1} to {step}.", flush=True)
 
     def write(self, **record):
-        try:
-            self.file.write(json.dumps(record) + "\n")
+        """-> whether this is the first record of a held-out loss that has risen."""
+        with naming(self.path):
+            self.file.write(json.dumps(record).encode() + b"\n")
             self.file.flush()
-        except OSError as error:
-            error.filename = self.path              # a full disk names no file
-            raise
+        return self.follow(record)
+
+    def follow(self, record):
+        if not isinstance(loss := record.get("val_loss"), (int, float)):
+            return False
+        self.best = min(self.best or (loss, record["step"]), (loss, record["step"]))
+        rises = not self.risen and loss > self.best[0] + RISE
+        self.risen |= rises
+        return rises
 
 
 def flops_per_token(config):
@@ -404,14 +482,30 @@ def flops_per_token(config):
     return 6 * products + 6 * config.layers * config.dim * config.context
 
 
-def print_step(s, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak_share, left, last=False):
-    """The progress line: rewritten in place on a terminal; elsewhere every tenth step on a line of its own."""
-    line = (f"step {step:5d}/{s.steps}  loss {loss:7.4f}  {loss / math.log(2) / bytes_per_token:.3f} bits/byte  lr {lr:.2e}"
-            f"  norm {norm:6.2f}  {tokens_per_second:8,.0f} tokens/s{peak_share}  {int(left) // 60:d}:{int(left) % 60:02d} left")
-    if sys.stdout.isatty():
-        print(f"\r{line}\033[K", end="\n" if last else "", flush=True)
-    elif last or step % 10 == 0:
-        print(line, flush=True)
+def duration(seconds):
+    """Seconds as 2:14, 1:02:14 or 3.2 days."""
+    minutes, seconds = divmod(int(seconds), 60)
+    return (f"{minutes}:{seconds:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+            if minutes < 24 * 60 else f"{minutes / 1440:.1f} days")
+
+
+def print_step(s, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak, left, last=False):
+    """The progress line: elsewhere every tenth step on a line of its own; on a terminal rewritten in place, and there what
+    matters less is left out until the rest fits, or every step would leave a line.  peak: the share of the GPU's, or
+    None."""
+    # (how much it matters, what): 1 goes first
+    parts = [(8, f"step {step:5d}/{s.steps}"), (7, f"loss {loss:7.4f}"),
+             (6, f"{loss / math.log(2) / bytes_per_token:.3f} bits/byte"), (2, f"lr {lr:.2e}"), (3, f"norm {norm:6.2f}"),
+             (4, f"{tokens_per_second:8,.0f} tokens/s"), (5, f"{duration(left)} left")]
+    if peak is not None:
+        parts.insert(-1, (1, f"{peak:.0%} of peak"))
+    if not sys.stdout.isatty():
+        if last or step % 10 == 0:
+            print("  ".join(part for _, part in parts), flush=True)
+        return
+    while len("  ".join(part for _, part in parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
+        parts.remove(min(parts))
+    print("\r" + "  ".join(part for _, part in parts) + "\033[K", end="\n" if last else "", flush=True)
 
 
 def plot(folder):
@@ -423,17 +517,21 @@ def plot(folder):
         import matplotlib
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
-    with open(path, encoding="utf-8") as file:
-        records = [json.loads(line) for line in whole_lines(file)]
+    check_plain(path)
+    with naming(path), open(path, "rb") as file:
+        records = [record for _, record in read_log(file, path)]
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     steps = [record for record in records if "loss" in record]
-    axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], linewidth=0.6, label="training")
     evals = [record for record in records if "val_loss" in record]
-    for name in evals[-1]["val"] if evals else ():
-        axes.plot([r["step"] for r in evals], [r["val"][name][0] for r in evals], "o-", markersize=3, linewidth=0.8,
-                  label=f"held out: {name}")
+    try:
+        axes.plot([r["step"] for r in steps], [float(r["loss"]) for r in steps], linewidth=0.6, label="training")
+        for name in evals[-1]["val"] if evals else ():
+            axes.plot([r["step"] for r in evals], [float(r["val"][name][0]) for r in evals], "o-", markersize=3,
+                      linewidth=0.8, label=f"held out: {name}")
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds records that cannot be drawn ({error!r}).") from None
     axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
     if steps:
         axes.set_ylim(top=steps[len(steps) // 100]["loss"])     # the first drop would leave no room for the rest
@@ -447,17 +545,20 @@ def plot(folder):
 # 7. The run
 # ---------------------------------------------------------------------------------------------------------------------
 class Stop:
-    """Ctrl-C or SIGTERM asks for an end after the step under way; a second one leaves at once."""
+    """Ctrl-C, SIGTERM, or SIGHUP of a terminal that is closed ask for an end after the step under way; a second one leaves at
+    once.  What is ignored when the script starts, as SIGHUP under nohup, stays ignored."""
     def __init__(self):
         self.signal = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.ask)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.ask)
 
     def ask(self, number, frame):
         if self.signal:
             os._exit(128 + number)
         self.signal = number
-        os.write(1, b"\nFinishing this step, then saving; once more to leave at once.\n")     # print may be under way
+        with contextlib.suppress(OSError):          # not print, which may be under way; and nobody may be there to read
+            os.write(2, b"\nFinishing this step, then saving; once more to leave at once.\n")
 
 
 @dataclasses.dataclass
@@ -517,7 +618,7 @@ def train(model, tokenizer, s, out, state, stop, job):
                   seconds=round(state["seconds"], 3))
         rate = (tokens - before["tokens"]) / (seconds - pauses)
         print_step(s, step, losses[0], job.bytes_per_token, lr, norm, rate,
-                   f"  {rate * flops_per_token(model.config) / peak:.0%} of peak" if peak else "",
+                   rate * flops_per_token(model.config) / peak if peak else None,
                    (seconds - pauses) / (step - first) * (s.steps - step), last)
         return True
 
@@ -537,13 +638,15 @@ def train(model, tokenizer, s, out, state, stop, job):
         if not report(*waiting, last=True):
             return 1
         waiting, paused = None, time.monotonic()
-        if evaluating:
-            log.write(step=step, **job.evaluate(step))
+        if evaluating and log.write(step=step, **job.evaluate(step)):
+            print(f"note: the held-out loss was best at step {log.best[1]}, {log.best[0]:.4f}, and has risen: the model learns "
+                  f"this text by heart. More text or fewer --steps would help.", flush=True)
         if saving or stop.signal:
             os.fsync(log.file.fileno())
             save(out, model, tokenizer, s, state, job.chat_template)
         if stop.signal and step < s.steps:
-            print(f"Saved {out} at step {step}. Go on with: python {state['script']} {s.preset} --resume --out {out}")
+            print(f"Saved {out} at step {step}. Go on with: python {state['script']} {s.preset} --resume --out {out}",
+                  file=sys.stderr)
             return 128 + stop.signal
         pauses += time.monotonic() - paused
     print(f"\nTrained {out}: {s.steps} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.")
@@ -643,7 +746,7 @@ def set_threads(argv):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description="Pretrain a model.", epilog="Defaults depend on the preset: --dry-run "
+    parser = Parser(description="Pretrain a model.", epilog="Defaults depend on the preset: --dry-run "
                                      "prints them.")
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="text files; documents may be separated by lines that "
@@ -651,7 +754,7 @@ def parse_arguments(argv):
                         "data/books*.txt and data/web*.txt, if there are any)")
     parser.add_argument("--out", metavar="DIR", help="the checkpoint folder (default out/PRESET)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--steps", type=positive, help="updates")
+    parser.add_argument("--steps", type=whole_number(1), help="updates")
     add_run_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print parameters and memory, then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
@@ -660,46 +763,27 @@ def parse_arguments(argv):
 
 def add_run_options(parser):
     """The options that pretraining and fine-tuning share."""
-    parser.add_argument("--batch-tokens", type=positive, help="tokens a step, a multiple of the context")
-    parser.add_argument("--micro-batch", type=positive, help="windows a forward/backward (default: what the memory holds, up "
-                        "to where more is no faster)")
+    parser.add_argument("--batch-tokens", type=whole_number(1, MOST_BATCH), help="tokens a step, a multiple of the context")
+    parser.add_argument("--micro-batch", type=whole_number(1), help="windows a forward/backward (default: what the memory "
+                        "holds, up to where more is no faster)")
     parser.add_argument("--lr", type=number_type(float, lambda x: 0 < x < math.inf, "a number above 0"), help="peak rate")
-    parser.add_argument("--warmup", type=number_type(int, lambda x: x >= 0, "a whole number of at least 0"), help="steps")
+    parser.add_argument("--warmup", type=whole_number(0), help="steps")
     parser.add_argument("--decay", type=number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1"),
                         help="weight decay (default 0.1)")
     parser.add_argument("--clip", type=number_type(float, lambda x: x > 0, "a number above 0"),
                         help="largest gradient norm (default 1)")
     parser.add_argument("--mtp-weight", type=number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
                         help="weight of the further prediction heads")
-    parser.add_argument("--seed", type=number_type(int, lambda x: x >= 0, "a whole number of at least 0"),
-                        help="of all that is drawn at random (default 0)")
-    parser.add_argument("--eval-every", type=positive, metavar="STEPS")
-    parser.add_argument("--save-every", type=positive, metavar="STEPS")
-    parser.add_argument("--threads", type=positive, help="cores to use (default: all)")
+    parser.add_argument("--seed", type=whole_number(0, 1 << 63), help="of all that is drawn at random (default 0)")
+    parser.add_argument("--eval-every", type=whole_number(1), metavar="STEPS")
+    parser.add_argument("--save-every", type=whole_number(1), metavar="STEPS")
+    parser.add_argument("--threads", type=whole_number(1, 1024), help="cores to use (default: all)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), help="auto (the default): the CPU for small, else the GPU")
     parser.add_argument("--precision", choices=model_gpu.PRECISIONS, help="on a GPU (default: the best that it has)")
     parser.add_argument("--attention", choices=("flash", "naive"), help="on a GPU (default flash)")
     parser.add_argument("--matmul", choices=("cublas", "ours"), help="on a GPU (default cublas)")
     parser.add_argument("--memory-limit", type=memory_size, metavar="SIZE", help="of the GPU, such as 12GB: plan for a smaller "
                         "card, and stay within it")
-
-
-def number_type(kind, good, what):
-    """An argparse type: a number of the kind that satisfies `good`, or one sentence that says `what` it must be."""
-    def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not good(value):
-            raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
-        return value
-    return parse
-
-
-def positive(text):
-    """An argparse type."""
-    return number_type(int, lambda x: x >= 1, "a whole number of at least 1")(text)
 
 
 def given_settings(args):
@@ -717,9 +801,9 @@ def memory_size(text):
     match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     with contextlib.suppress(ValueError, TypeError):
         size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
-        if size >= 1:
+        if 1 <= size < 1e18:
             return int(size)
-    raise argparse.ArgumentTypeError(f"must be a size such as 12GB or 800MB, not {text!r}")
+    raise argparse.ArgumentTypeError(f"must be a size such as 12GB or 800MB, not {text!r:.40}")
 
 
 def make_settings(args, preset, config, defaults):
@@ -751,10 +835,13 @@ def resume(args, out, script):
     error."""
     if not os.path.exists(os.path.join(out, "config.json")):
         raise ValueError(f"there is nothing to resume in {out}: it holds no checkpoint. Start a run without --resume.")
+    take(out)
     state = model_cpu.load_state(out)
     try:
         s = Settings(**state["settings"])
-    except (KeyError, TypeError) as error:
+        if not (type(state["script"]) is str and type(state["tokens"]) is int and type(state["seconds"]) in (int, float)):
+            raise TypeError("its script, tokens or seconds cannot be")
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{out} was not written by {script}, so there is nothing to resume ({error}).") from None
     if state["script"] != script:
         raise ValueError(f"the run in {out} is one of {state['script']}: resume it with that.")
@@ -768,26 +855,13 @@ def resume(args, out, script):
     return model, tokenizer, s, model_cpu.load_state(out, model)
 
 
-def set_aside(out):
-    """A new run never overwrites an old one: the folder is renamed."""
-    log = os.path.join(out, "log.jsonl")
-    if os.path.exists(log):
-        with open(log, "rb") as file:
-            lock(file, out)
-    if os.path.exists(os.path.join(out, "config.json")):
-        number = 1
-        while os.path.exists(f"{out}.{number}"):
-            number += 1
-        os.rename(out, f"{out}.{number}")
-        print(f"{out} held an earlier run: it is now {out}.{number}.")
-
-
 def cap_steps(args, s, tokens):
-    """medium and big, unless told: no more steps than the corpus has new things to say."""
-    most = max(1, MOST_EPOCHS * tokens // s.batch_tokens)
-    if s.preset != "small" and args.steps is None and most < s.steps:
-        print(f"{tokens:,} tokens are few for {s.steps} steps: taking {most}, which read them {MOST_EPOCHS} times (--steps takes "
-              f"another number).")
+    """Unless told: no more steps than the corpus has new things to say."""
+    epochs = MOST_EPOCHS[s.preset]
+    most = max(1, epochs * tokens // s.batch_tokens)
+    if args.steps is None and most < s.steps:
+        print(f"{tokens:,} tokens are few for {s.steps} steps: taking {most}, which read them {epochs} times (--steps takes another "
+              f"number).")
         s.steps = most
         s.warmup = s.warmup if args.warmup is not None else min(s.warmup, most // 10)
 
@@ -815,7 +889,6 @@ def pretraining(model, tokenizer, tokens, val, s):
 
 def main(argv):
     args = parse_arguments(argv)
-    sys.stdout = sys.stdout or open(os.devnull, "w")        # None, if whoever started this has closed it
     if args.plot:
         return plot(args.plot)
     set_threads(argv)
@@ -851,6 +924,7 @@ def main(argv):
             print("The corpus is too short for a validation part: there will be no validation loss.")
         model = model_gpu.pick(s.device).Model(config, s.seed, **model_options(s))
         state = {"script": "train.py", "tokens": 0, "seconds": 0.0}
+        take(out)
         set_aside(out)
         save(out, model, tokenizer, s, state)           # so that there is something to resume from the first moment on
         engine = f"{s.threads} threads" if s.device == "cpu" else f"GPU {s.precision}"
@@ -867,4 +941,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, to_the_end=True)

@@ -2,11 +2,13 @@
 
 fake_cupy() is as much of the module cupy as model_gpu.py uses, with the kernels of tests/cuda_on_cpu.h.  The matrix
 products are those of --matmul ours."""
+import gc
 import os
 import re
 import subprocess
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -44,7 +46,7 @@ class Event:
 
 def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
     """(module, list of the arrays that it has handed out).  order: in which threads and blocks take turns."""
-    made, pool = [], types.SimpleNamespace(limit=total_bytes)
+    made, pool = [], types.SimpleNamespace(limit=total_bytes, freed=[])
 
     def empty(shape, dtype):
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -69,12 +71,17 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
         return module
 
     def set_limit(size):
-        pool.limit = size
+        pool.limit = size or total_bytes                                # as CuPy has it, 0 is none
 
-    pool.set_limit, pool.total_bytes = set_limit, lambda: 0
+    def alloc_pinned_memory(size):
+        pool.pinned.append(size)
+        return bytearray(size)
+
+    pool.set_limit, pool.total_bytes, pool.pinned = set_limit, lambda: 0, []
+    pool.free_all_blocks = lambda: pool.freed.append(len(made))
     runtime = types.SimpleNamespace(memGetInfo=lambda: (pool.limit, total_bytes))
     cuda = types.SimpleNamespace(
-        is_available=lambda: True, runtime=runtime, Event=Event, alloc_pinned_memory=bytearray,
+        is_available=lambda: True, runtime=runtime, Event=Event, alloc_pinned_memory=alloc_pinned_memory,
         Device=lambda: types.SimpleNamespace(compute_capability=capability),
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError))
     return types.SimpleNamespace(empty=empty, zeros=zeros, asarray=asarray, asnumpy=np.array, RawModule=raw_module,
@@ -251,6 +258,92 @@ def test_the_memory_plan_is_what_is_allocated(made, precision, attention):
     model.update(lr=0.0)
     model.forward(*batch(TINY, 1, 7))
     assert len(made) == count                                            # nothing more was allocated
+
+
+@pytest.mark.parametrize("precision, attention", [("fp32", "flash"), ("bf16", "naive")])
+def test_what_is_reserved_serves_any_rows_of_as_many_tokens(made, precision, attention):
+    """Shorter and more rows, longer and fewer: no array and no pinned memory is made anew, and the results have the bits of
+    a model that has seen no other shape."""
+    pool = model_gpu.cupy.get_default_memory_pool()
+    model = model_gpu.Model(TINY, precision=precision, attention=attention, matmul="ours", micro_batch=2)
+    counts = len(made), len(pool.pinned), len(pool.freed)
+    for B, T in (2, 40), (80, 1), (1, 40), (10, 8), (3, 26), (2, 40), (5, 16):
+        model.forward(*batch(TINY, B, max(T, 3), seed=B)) if T >= 3 else model.forward(
+            np.full((B, T), 5), np.full((B, T + 2), 7))
+        model.backward()
+        assert (len(made), len(pool.pinned), len(pool.freed)) == counts, (B, T)
+    model.flat_grads[...] = 0
+    fresh = model_gpu.Model(TINY, precision=precision, attention=attention, matmul="ours")
+    results = []
+    for one in (model, fresh):
+        losses = one.forward(*batch(TINY, 9, 8))
+        one.backward()
+        results.append((losses.tobytes(), one.flat_grads.tobytes()))
+    assert results[0] == results[1]
+    check_guards(*made)
+
+
+def test_buffers_that_grow_give_the_old_memory_back_first(made):
+    pool = model_gpu.cupy.get_default_memory_pool()
+    model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
+    sizes = []
+    for B, T in (1, 8), (2, 8), (1, 10), (1, 40), (2, 8), (8, 5):
+        model.forward(*batch(TINY, B, T))
+        sizes.append(len(pool.freed))
+    assert sizes == [1, 2, 2, 3, 3, 3]                                  # where more than ever before was asked for
+    inputs = model_gpu.table_bytes(model_gpu.input_table(TINY, 1, 40))
+    assert pool.pinned[-2:] == [inputs, inputs] and len(pool.pinned) == 2 + 2 * 3       # the first two: for decoding
+    kept = weakref.ref(model.reserved[3])
+    model.forward(*batch(TINY, 9, 5))
+    assert kept() is None                                               # nothing holds the buffers of before
+
+
+def test_pinned_memory_is_not_written_while_copies_from_it_are_queued(made, monkeypatch):
+    """Both of a pair of pinned arrays, and memory that others have just given back."""
+    order = []
+
+    class Noted(Event):
+        def record(self):
+            order.append(("record", id(self)))
+
+        def synchronize(self):
+            order.append(("wait", id(self)))
+    monkeypatch.setattr(model_gpu.cupy.cuda, "Event", Noted)
+    table = model_gpu.input_table(TINY, 1, 4)
+    inputs = model_gpu.Inputs(model_gpu.cupy.zeros(model_gpu.table_bytes(table), np.uint8), table)
+    assert [what for what, _ in order] == ["record", "wait"] and len({event for _, event in order}) == 1
+    order.clear()
+    for i in range(4):
+        inputs.send({"tokens": np.full(4, i, np.int32)})
+        assert (inputs.device[:16].view(np.int32) == i).all()
+    waits = [event for what, event in order if what == "wait"]
+    assert [what for what, _ in order] == 4 * ["wait", "record"] and waits[0] != waits[1] and waits[:2] == waits[2:]
+    assert [event for what, event in order if what == "record"] == waits
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_both_engines_refuse_the_same_batches(made, engine):
+    model = model_cpu.Model(TINY) if engine == "cpu" else model_gpu.Model(TINY, precision="fp32", matmul="ours")
+    tokens, targets = batch(TINY, 1, 6)
+    for bad, words in [((tokens, targets.astype(float)), "targets must be integers"),
+                       ((tokens.astype(float), targets), "array of integers"), ((tokens, targets[:, 1:]), "of the shape"),
+                       ((tokens, np.full_like(targets, 48)), "target id 48"), ((tokens + 48, targets), "token id"),
+                       ((tokens, np.full_like(targets, -2)), "target id -2"), ((tokens[0], targets), "array of integers"),
+                       ((np.zeros((1, 41), int), np.zeros((1, 43), int)), "41 tokens do not fit the context of 40")]:
+        with pytest.raises(ValueError, match=words):
+            model.forward(*bad)
+
+
+def test_a_memory_limit_ends_with_its_model(made):
+    pool = model_gpu.cupy.get_default_memory_pool()
+    before, limit = pool.limit, 200 << 20
+    model = model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=limit)
+    assert pool.limit == limit - model_gpu.CUBLAS_BYTES
+    with pytest.raises(ValueError, match="A micro-batch of 4000 x 40 tokens needs"):
+        model.forward(np.zeros((4000, 40), int), np.zeros((4000, 42), int))
+    del model
+    gc.collect()
+    assert pool.limit == before
 
 
 def test_peak_of_the_card(monkeypatch):

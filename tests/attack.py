@@ -1,0 +1,490 @@
+"""Attacks a run in the ways that files, signals and full disks do, and compares with a run that nobody touched.
+
+    python tests/attack.py checkpoints --count 500 --seed 0     altered files: refused in one sentence, or without effect
+    python tests/attack.py signals --count 20                   SIGKILLs; SIGHUP, SIGTERM, Ctrl-C; readers that leave
+    python tests/attack.py pairs --count 10                     two new runs at once in one folder
+    python tests/attack.py disks                                a disk that is full at eight sizes
+
+Each attack ends well if the script said one sentence and left with exit code 2 (or 128 + the signal, and can be resumed),
+or if log and weights are those of the run that nobody touched, bit for bit.  A traceback, a hang, or another result
+without a word is a failure.  Exit code 1 if there was one.  tests/test_attack.py runs a few of each.
+"""
+import argparse
+import contextlib
+import functools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+THREADS = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")}
+os.environ.update(THREADS)                      # before NumPy loads, so that train.py need not start itself anew
+QUICK = ["--data", "corpus.txt", "--batch-tokens", "256", "--steps", "12", "--eval-every", "4", "--save-every", "4",
+         "--threads", "2"]
+PATIENCE = 300                                  # seconds after which a run counts as hanging
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------------------------------
+def command(script, *arguments):
+    return [sys.executable, os.path.join(ROOT, script), *arguments]
+
+
+def call(script, arguments, folder):
+    """Run a script in a fork of this process, which spares the imports -> (exit code or "hangs", standard error)."""
+    said = os.path.join(folder, "said.txt")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.chdir(folder)
+            file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+            os.dup2(file, 2)
+            sys.stdin, sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
+            resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))      # a huge array is a MemoryError, not the machine's end
+            sys.argv = [script, *arguments]
+            import tokenizer
+            module = __import__(script.removesuffix(".py"))
+            tokenizer.run_script(module.main, to_the_end=script != "chat.py")
+        except SystemExit as left:
+            code = left.code or 0
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    limit = time.monotonic() + PATIENCE
+    while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > limit:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return "hangs", ""
+        time.sleep(0.005)
+    with open(said, encoding="utf-8", errors="replace") as file:
+        return os.waitstatus_to_exitcode(found[1]), file.read()
+
+
+def write_corpus(path):
+    """Invented documents, about 200 kB."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(1, 7))) for _ in range(300)]
+    documents = [" ".join(rng.choices(words, k=rng.randint(20, 200))) + "." for _ in range(300)]
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("\n\n<|endoftext|>\n\n".join(documents))
+
+
+def result(folder):
+    """What a finished run leaves: the log without its seconds, and the weights and moments."""
+    with open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as file:
+        log = [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in file]
+    raw = [open(os.path.join(folder, name), "rb").read() for name in ("model.safetensors", "train_state.safetensors")]
+    return log, [data[8 + struct.unpack("<Q", data[:8])[0]:] for data in raw]
+
+
+def prepare(folder):
+    """In `folder`: corpus.txt, the finished run out/whole, and the same run stopped in its middle, out/half -> what
+    out/whole left."""
+    write_corpus(os.path.join(folder, "corpus.txt"))
+    done = subprocess.run(command("train.py", *QUICK, "--out", "out/whole"), cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    code, said = interrupt(folder, command("train.py", *QUICK, "--out", "out/half"), "out/half", 4,
+                           lambda process: process.terminate())
+    assert code == 128 + signal.SIGTERM, said
+    return result(os.path.join(folder, "out/whole"))
+
+
+def interrupt(folder, arguments, out, steps, blow, **options):
+    """Start a new run, and after so many lines of its log let `blow` do its work -> (exit code, standard error).  On a busy
+    machine the run may come to its end before the blow does: then once more."""
+    while True:
+        process = subprocess.Popen(arguments, cwd=folder, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
+        wait_for_steps(process, os.path.join(folder, out, "log.jsonl"), steps)
+        with contextlib.suppress(ProcessLookupError):
+            blow(process)
+        said = process.communicate(timeout=PATIENCE)[1]         # also until those that it started have closed it
+        if process.returncode:
+            return process.returncode, said
+        shutil.rmtree(os.path.join(folder, out))
+
+
+def lines(path):
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        return file.read().count(b"\n")
+    return 0
+
+
+def wait_for_steps(process, log, count):
+    """Until the log has so many more lines, or the process has ended."""
+    limit, before = time.monotonic() + PATIENCE, lines(log)
+    while lines(log) < before + count and process.poll() is None:
+        assert time.monotonic() < limit, "the run hangs"
+        time.sleep(0.002)
+
+
+def is_one_sentence(said):
+    said = [line for line in said.splitlines() if line]
+    return len([line for line in said if line.startswith("error: ")]) == 1 and not any("Traceback" in line for line in said)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Altered files.  Each alteration takes (path of a file, rng) and changes it -> what it did.
+# ---------------------------------------------------------------------------------------------------------------------
+def cut_short(path, rng):
+    size = os.path.getsize(path)
+    end = rng.choice([0, 1, size - 1, rng.randrange(size + 1), rng.randrange(min(size, 400) + 1)])
+    os.truncate(path, max(0, end))
+    return f"cut to {end} of {size} bytes"
+
+
+def lengthen(path, rng):
+    with open(path, "ab") as file:
+        file.write(rng.choice([b"\0", b" ", b"\n", b"{}", rng.randbytes(100)]))
+    return "lengthened"
+
+
+def flip(path, rng):
+    size = os.path.getsize(path)
+    place, bit = rng.choice([rng.randrange(size), rng.randrange(min(size, 600))]), rng.randrange(8)
+    with open(path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << bit]))
+    return f"bit {bit} of byte {place} flipped"
+
+
+def replace_special(path, rng):
+    """Something else in place of the file."""
+    os.remove(path)
+    what = rng.choice(["pipe", "zero", "folder", "nothing", "dangling", "random"])
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        os.mkdir(path)
+    elif what != "nothing":
+        os.symlink({"zero": "/dev/zero", "random": "/dev/urandom", "dangling": "/no/such/file"}[what], path)
+    return f"replaced by: {what}"
+
+
+WRONG = [None, True, -1, 0, 10**9, 3_000_000, 1 << 70, 1.5, float("nan"), "x", "", [], {}, [[1]], "\ud800"]
+
+
+def edit_json(path, rng):
+    """One value of a JSON file changed, or left out."""
+    with open(path, encoding="utf-8") as file:
+        value = json.load(file)
+    if rng.random() < 0.15:
+        text = rng.choice(["[" * 100_000, '{"a":' * 100_000, "7", "null", "[]", '"x"', "{}", "1" * 5000, "\ufeff{}"])
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return f"is now {text[:20]}"
+    at, key = value, rng.choice(list(value))
+    while isinstance(at[key], dict) and at[key] and rng.random() < 0.8:
+        at, key = at[key], rng.choice(list(at[key]))
+    old, new = at.pop(key), None
+    if rng.random() < 0.8:
+        new = rng.choice(WRONG + ([old // 2, old + 1, -old] if type(old) is int else []))
+        at[key] = new
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    return f"{key}: {str(old)[:30]} -> {str(new)[:30]}"
+
+
+def read_header(path):
+    with open(path, "rb") as file:
+        raw = file.read()
+    size = struct.unpack("<Q", raw[:8])[0]
+    return json.loads(raw[8:8 + size]), raw[8 + size:]
+
+
+def sign(path, header, data):
+    """Write a safetensors file with a right checksum, whatever is in it.  header: a dict, or text."""
+    if isinstance(header, dict):
+        header["__metadata__"]["crc32"] = "00000000"
+        header = json.dumps(header, separators=(",", ":"))
+    text = header.encode("utf-8", "surrogatepass")
+    length = struct.pack("<Q", len(text))
+    crc = f"{zlib.crc32(data, zlib.crc32(length + text)):08x}"
+    with open(path, "wb") as file:
+        file.write(length + text.replace(b'"crc32":"00000000"', f'"crc32":"{crc}"'.encode(), 1) + data)
+
+
+def edit_header(path, rng):
+    """Nonsense under a right checksum."""
+    header, data = read_header(path)
+    name = rng.choice([name for name in header if name != "__metadata__"])
+    start, end = header[name]["data_offsets"]
+    metadata = header["__metadata__"]
+    what = rng.choice(["offsets", "shape", "dtype", "step", "name", "nan", "nested", "lost", "extra", "metadata", "state"])
+    if what == "offsets":
+        header[name]["data_offsets"] = rng.choice([[-4, end - start - 4], [start + 4, end + 4], [start, end - 4], [0, end],
+                                                   [end, start], [start], "x", [start, 1 << 60], [0.5, 1.5], None])
+    elif what == "shape":
+        header[name]["shape"] = rng.choice([[1 << 40, 1 << 40], [-1], [-8, -16], [0], [], "x", None, [1, 2, 3], [1.0],
+                                            [*header[name]["shape"], 0]])
+    elif what == "dtype":
+        header[name]["dtype"] = rng.choice(["F64", "F16", "I32", "X", None, 7])
+    elif what == "step":
+        metadata["step"] = rng.choice([None, "-1", "x", "", 4, "1e3", "٣x", "9" * 5000])
+        if rng.random() < 0.4:
+            del metadata["step"]
+    elif what == "name":
+        header[name + "x"] = header.pop(name)
+    elif what == "nan":
+        place = rng.randrange(start // 4, end // 4) * 4
+        data = data[:place] + struct.pack("<f", rng.choice([float("nan"), float("inf"), -float("inf")])) + data[place + 4:]
+    elif what == "nested":
+        header = rng.choice(['{"__metadata__":' + "[" * 100_000, '{"a":' * 50_000, '["crc32":"00000000"'])
+    elif what == "lost":
+        del header[name]
+    elif what == "extra":
+        header["more"] = {"dtype": "F32", "shape": [1], "data_offsets": [len(data), len(data) + 4]}
+        data += b"\0\0\0\0"
+    elif what == "metadata":
+        metadata.pop(rng.choice([key for key in metadata if key not in ("format", "config")]))
+        metadata.setdefault("crc32", "00000000")
+        if set(metadata) >= {"step", "tokenizer"} | ({"state"} if "state" in path else set()):
+            metadata.pop("step")
+    elif "state" in metadata:
+        state = json.loads(metadata["state"])
+        if rng.random() < 0.5:
+            state = rng.choice([None, [], 5, "x", {}, {"settings": 7}, {"settings": {}, "script": "train.py"}])
+        else:
+            inner = state if rng.random() < 0.3 else state["settings"]
+            key = rng.choice([key for key in inner if key not in ("memory_limit", "tokens_key")])
+            inner[key] = rng.choice([None, "\ud800x", -1, [1], {}])
+            if key in ("preset", "attention", "matmul", "precision", "device", "script") and isinstance(inner[key], str):
+                inner[key] = -1
+        metadata["state"] = rng.choice([json.dumps(state), json.dumps(state), "[" * 100_000, "", "x"])
+    else:
+        metadata["step"] = "x"
+    sign(path, header, data)
+    return what
+
+
+def edit_log(path, rng):
+    with open(path, "rb") as file:
+        kept = file.readlines()
+    place = rng.randrange(len(kept))
+    kept[place] = rng.choice([b"5\n", b"{}\n", b"\n", b"null\n", b"[" * 100_000 + b"\n", b"\0\0\0\n", b'{"step": "x"}\n',
+                              b'{"step": null}\n', b"\xff\xfe\n", b'{"step": 1e400}\n', b"1" * 5000 + b"\n"])
+    with open(path, "wb") as file:
+        file.writelines(kept)
+    return f"line {place + 1} is now {kept[place][:20]!r}"
+
+
+def edit_tokens(path, rng):
+    with open(path, "r+b") as file:
+        file.seek(2 * rng.randrange(os.path.getsize(path) // 2))
+        file.write(rng.choice([b"\xff\xff", b"\0\2", b"\1\0", b"a"]))
+    return "an id changed"
+
+
+BYTES, JSON = (cut_short, lengthen, flip, replace_special), (edit_json, edit_json)
+ALTERATIONS = {"config.json": BYTES + JSON, "tokenizer.json": BYTES + JSON, "tokenizer_config.json": BYTES + JSON,
+               "model.safetensors": BYTES + 6 * (edit_header,), "train_state.safetensors": BYTES + 6 * (edit_header,),
+               "log.jsonl": (edit_log, edit_log, replace_special), "train-*.bin": (cut_short, lengthen, flip, edit_tokens),
+               "val-*.bin": (flip, edit_tokens, replace_special)}
+
+
+def attack_checkpoint(folder, expected, seed):
+    """One alteration of out/half or of data/, then `chat.py` and `train.py --resume` -> (what was done, complaint or
+    None)."""
+    rng = random.Random(seed)
+    name = rng.choice(list(ALTERATIONS))
+    alter = rng.choice(ALTERATIONS[name])
+    place = tempfile.mkdtemp(prefix="altered-", dir=folder)
+    try:
+        for part in ("data", "out/half"):
+            shutil.copytree(os.path.join(folder, part), os.path.join(place, part))
+        shutil.copy(os.path.join(folder, "corpus.txt"), place)
+        if name.endswith(".bin"):
+            there = sorted(found for found in os.listdir(os.path.join(place, "data"))
+                           if found.startswith(name[:4].rstrip("*")) and found.endswith(".bin"))
+            path = os.path.join(place, "data", rng.choice(there))
+        else:
+            path = os.path.join(place, "out/half", name)
+        did = f"{name}, {alter.__name__}: {alter(path, rng)}"
+        for script, arguments in [("chat.py", ["--model", "out/half", "--prompt", "a", "--temperature", "0", "--max-tokens", "5",
+                                               "--device", "cpu"]), ("train.py", ["--resume", "--out", "out/half"])]:
+            code, said = call(script, arguments, place)
+            if code == "hangs":
+                return did, f"{script} hangs"
+            if code == 2 and is_one_sentence(said):
+                continue
+            if code != 0 or "Traceback" in said or "error: " in said:
+                return did, f"{script} left with {code} and said: {said[-600:]}"
+            if script == "train.py":
+                log, tensors = result(os.path.join(place, "out/half"))
+                # of an altered log, of which nothing but the steps is read, only what was written since must be right
+                since = [record for record in log if record in expected[0]] if name == "log.jsonl" else log
+                if tensors != expected[1] or since != expected[0][-len(since):]:
+                    return did, "another result, and not a word"
+        return did, None
+    finally:
+        shutil.rmtree(place)
+
+
+def checkpoints(folder, count, seed):
+    expected, failures = prepare(folder), 0
+    for i in range(count):
+        did, complaint = attack_checkpoint(folder, expected, f"{seed} {i}")
+        if complaint:
+            failures += 1
+            print(f"{i}: {did}\n    {complaint}", flush=True)
+    print(f"{count} altered checkpoints: {count - failures} refused in one sentence, or without effect", flush=True)
+    return failures
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals, and readers that leave
+# ---------------------------------------------------------------------------------------------------------------------
+def finish(folder, out, expected, what):
+    """Resume the run -> 1, and a complaint, unless it ends as the one that nobody touched did."""
+    done = subprocess.run(command("train.py", "--resume", "--out", out), cwd=folder, capture_output=True, text=True,
+                          timeout=PATIENCE)
+    good = done.returncode == 0 and result(os.path.join(folder, out)) == expected
+    print(f"{what}: {'as if never touched' if good else 'ANOTHER RESULT ' + done.stderr}", flush=True)
+    return not good
+
+
+def kill_again_and_again(folder, script, arguments, out, count, seed):
+    """SIGKILL at random moments: of a new run, then of the one that resumes it, and so on."""
+    rng, killed, new = random.Random(seed), 0, [*arguments, "--out", out]
+    arguments = new
+    while killed < count:
+        process = subprocess.Popen(command(script, *arguments), cwd=folder, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
+        wait_for_steps(process, os.path.join(folder, out, "log.jsonl"), 1)
+        time.sleep(rng.uniform(0, 0.05))
+        process.kill()
+        if process.wait() == 0:                         # it had come to its end: again from the start
+            shutil.rmtree(os.path.join(folder, out))
+            arguments = new
+        else:
+            killed, arguments = killed + 1, ["--resume", "--out", out]
+
+
+def kills(folder, expected, count, seed):
+    """Of a run that saves at every step, so that many a blow falls into a save."""
+    kill_again_and_again(folder, "train.py", [*QUICK, "--save-every", "1"], "out/killed", count, seed)
+    return finish(folder, "out/killed", expected, f"{count} SIGKILLs")
+
+
+def ask_to_stop(folder, expected, number):
+    """A signal to the script alone, far from the next save."""
+    out = f"out/{number.name}"
+    code, said = interrupt(folder, command("train.py", *QUICK, "--out", out, "--save-every", "1000"), out, 2,
+                           lambda process: process.send_signal(number))
+    if code != 128 + number or f"Saved {out}" not in said or "Traceback" in said:
+        print(f"{number.name}: left with {code} and said {said}")
+        return 1
+    return finish(folder, out, expected, number.name)
+
+
+def pipeline(out, reader):
+    """`train.py | reader` as a command of a shell, whose exit code is that of train.py."""
+    return ["bash", "-c", f"set -o pipefail; {' '.join(command('train.py', *QUICK, '--out', out, '--save-every', '1000'))} | {reader}"]
+
+
+def interrupt_both(folder, expected):
+    """Ctrl-C at `train.py | tee log.txt`: the signal reaches both, and tee dies first."""
+    out = "out/tee"
+    code, said = interrupt(folder, pipeline(out, "tee log.txt"), out, 2,
+                           lambda process: os.killpg(process.pid, signal.SIGINT), start_new_session=True)
+    if f"Saved {out}" not in said or "Traceback" in said:
+        print(f"Ctrl-C through tee: left with {code} and said {said}")
+        return 1
+    return finish(folder, out, expected, "Ctrl-C through tee")
+
+
+def leave(folder, expected):
+    """`train.py | head -1`: the reader leaves, and the run goes on to its end."""
+    out = "out/head"
+    done = subprocess.run(pipeline(out, "head -1"), cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    good = done.returncode == 0 and not done.stderr and result(os.path.join(folder, out)) == expected
+    print(f"| head -1: {'as if read to the end' if good else f'left with {done.returncode} and said {done.stderr}'}")
+    return not good
+
+
+def signals(folder, count, seed):
+    expected = prepare(folder)
+    failures = kills(folder, expected, count, seed)
+    failures += sum(ask_to_stop(folder, expected, number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT))
+    return failures + leave(folder, expected) + interrupt_both(folder, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two runs at once; a full disk
+# ---------------------------------------------------------------------------------------------------------------------
+def pair(folder, expected, i):
+    """Two new runs in one folder: one gets it, and the other one says so, or comes after it."""
+    out = f"out/pair{i}"
+    both = [subprocess.Popen(command("train.py", *QUICK, "--out", out), cwd=folder, text=True, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE) for _ in range(2)]
+    ends = []
+    for process in both:
+        said = process.communicate(timeout=PATIENCE)[1]
+        ends.append((process.returncode, said.strip()))
+    left = [os.path.join(folder, name) for name in (out, out + ".1") if os.path.exists(os.path.join(folder, name))]
+    codes = sorted(code for code, _ in ends)
+    good = (codes in ([0, 2], [0, 0]) and len(left) == 2 - codes[1] // 2 and all(result(path) == expected for path in left)
+            and all("in use by another run" in said for code, said in ends if code))
+    print(f"pair {i}: {codes}, {'well' if good else f'BADLY: {ends}'}", flush=True)
+    return not good
+
+
+def pairs(folder, count, seed):
+    expected = prepare(folder)
+    return sum(pair(folder, expected, i) for i in range(count))
+
+
+def disk(folder, expected, size):
+    """No file grows beyond `size` bytes: what does not fit is one sentence, and the rest goes on later."""
+    out = f"out/disk{size}"
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+    shutil.copytree(os.path.join(folder, "out/half"), os.path.join(folder, out))
+    done = subprocess.run(command("train.py", "--resume", "--out", out), cwd=folder, capture_output=True, text=True,
+                          timeout=PATIENCE, preexec_fn=limit)
+    if done.returncode and not (done.returncode == 2 and is_one_sentence(done.stderr) and out in done.stderr):
+        print(f"disk full at {size:,} bytes: left with {done.returncode} and said {done.stderr}")
+        return 1
+    return finish(folder, out, expected, f"a disk full at {size:,} bytes, {done.stderr.strip() or 'which was enough'}")
+
+
+def disks(folder, count, seed):
+    expected = prepare(folder)
+    model, state, log = (os.path.getsize(os.path.join(folder, "out/half", name))
+                         for name in ("model.safetensors", "train_state.safetensors", "log.jsonl"))
+    sizes = [1, log + 1, log + 500, 20_000, model // 2, model - 1, model + 1000, state - 1]
+    return sum(disk(folder, expected, size) for size in sizes)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("attack", choices=("checkpoints", "signals", "pairs", "disks"))
+    parser.add_argument("--count", type=int, default=10, help="how many altered checkpoints, SIGKILLs or pairs (default 10)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        failures = globals()[args.attack](folder, args.count, args.seed)
+    print(f"{failures} failures")
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""What every script shares (the last section of tokenizer.py): one sentence for an error, bounds of numbers, plain files,
+and a reader that leaves."""
+import errno
+import importlib
+import io
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import tokenizer
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SCRIPTS = ["tokenizer.py", "model_cpu.py", "model_gpu.py", "train.py", "sft.py", "chat.py", "gradcheck.py"]
+
+
+def run(folder, script, *arguments, **options):
+    return subprocess.run([sys.executable, os.path.join(ROOT, script), *map(str, arguments)], cwd=folder, text=True,
+                          **{"capture_output": True, "timeout": 300, **options})
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_wrong_option_is_one_sentence(tmp_path, script):
+    done = run(tmp_path, script, "--nonsense")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: ")
+    assert "--nonsense" in done.stderr and done.stderr.endswith("; --help lists the options.\n") and done.stderr.count("\n") == 1
+    assert run(tmp_path, script, "--help").returncode == 0 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("script, option, value, words", [
+    *[("train.py", option, "9" * 400, option) for option in ("--steps", "--warmup", "--memory-limit", "--seed", "--threads",
+                                                             "--batch-tokens", "--micro-batch", "--eval-every", "--lr")],
+    ("train.py", "--batch-tokens", 128_000_000_000, "at most 16,777,216"), ("train.py", "--steps", 0, "at least 1"),
+    ("train.py", "--steps", 10**9 + 1, "at most 1,000,000,000"), ("train.py", "--warmup", -1, "at least 0"),
+    ("train.py", "--lr", "inf", "above 0"), ("train.py", "--lr", 0, "above 0"), ("train.py", "--decay", 1, "below 1"),
+    ("train.py", "--decay", "nan", "at least 0"), ("train.py", "--clip", 0, "above 0"), ("train.py", "--mtp-weight", -1, "at least 0"),
+    ("train.py", "--mtp-weight", "inf", "at least 0"), ("train.py", "--memory-limit", ".", "12GB"),
+    ("train.py", "--memory-limit", "0", "12GB"), ("train.py", "--memory-limit", "12 apples", "12GB"),
+    ("sft.py", "--epochs", "9" * 400, "--epochs"), ("sft.py", "--show", 0, "at least 1"),
+    ("chat.py", "--max-tokens", "9" * 400, "--max-tokens"), ("chat.py", "--temperature", "nan", "from 0 to 100"),
+    ("chat.py", "--top-p", 1.5, "from 0.001 to 1"), ("chat.py", "--seed", 2**63 + 1, "a whole number from 0"),
+    ("model_gpu.py", "--steps", "9" * 400, "--steps")])
+def test_numbers_out_of_bounds(capsys, script, option, value, words):
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(script.removesuffix(".py")).main([option, str(value)])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith("error: ") and words in said and said.count("\n") == 1 and len(said) < 400
+
+
+def test_bounds_are_inclusive():
+    parse = tokenizer.whole_number(2, 5)
+    assert [parse(str(x)) for x in range(2, 6)] == [2, 3, 4, 5]
+    for text in ("1", "6", "2.0", "x", "", "9" * 5000):
+        with pytest.raises(Exception, match="must be a whole number of at least 2 and at most 5, not") as error:
+            parse(text)
+        assert len(str(error.value)) < 120
+
+
+def test_errors_as_sentences():
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert tokenizer.explain(full) == "Input or output failed: No space left on device."
+    for function in (lambda: open("/no/such/file"), lambda: tokenizer.read_plain("/no/such/file")):
+        with pytest.raises(OSError) as error:
+            function()
+        assert tokenizer.explain(error.value) == "Cannot use /no/such/file: No such file or directory."
+    with pytest.raises(OSError) as error, tokenizer.naming("here"):
+        raise full
+    assert tokenizer.explain(error.value) == "Cannot use here: No space left on device."
+    with pytest.raises(OSError) as error, tokenizer.naming("here"):
+        raise OSError(errno.EIO, "Input/output error", "there")         # it has a name already
+    assert tokenizer.explain(error.value) == "Cannot use there: Input/output error."
+    assert tokenizer.explain(MemoryError()) == "There is not enough memory."
+    assert tokenizer.explain(MemoryError("Unable to allocate 7 GiB")) == "There is not enough memory (Unable to allocate 7 GiB)."
+    assert tokenizer.explain(ValueError("One sentence.")) == "One sentence."
+
+
+@pytest.mark.parametrize("error, code, words", [
+    (ValueError("It is so."), 2, "error: It is so.\n"), (MemoryError(), 2, "error: There is not enough memory.\n"),
+    (FileNotFoundError(2, "No such file", "x"), 2, "error: Cannot use x: No such file.\n"), (KeyboardInterrupt(), 130, "")])
+def test_a_script_ends_with_one_sentence(monkeypatch, capsys, error, code, words):
+    def main(arguments):
+        raise error
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))              # run_script wraps them
+    with pytest.raises(SystemExit) as left:
+        tokenizer.run_script(main)
+    assert left.value.code == code and capsys.readouterr().err == words
+
+
+def test_what_is_no_plain_file_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    os.symlink("/dev/zero", tmp_path / "zero")
+    signal.alarm(60)                                # a read would never end
+    for name in ("pipe", "zero", "."):
+        for read in (tokenizer.read_plain, tokenizer.read_json, tokenizer.check_plain, tokenizer.Tokenizer.load):
+            with pytest.raises(ValueError, match="is not a plain file, so it is not read"):
+                read(os.path.join(tmp_path, name))
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "latin.json").write_bytes(b'"\xe9"')
+    (tmp_path / "long.json").write_text("1" * 5000)
+    for name in ("deep.json", "latin.json", "long.json"):
+        with pytest.raises(ValueError, match=f"{name} is damaged: it is no JSON"):
+            tokenizer.read_json(str(tmp_path / name))
+    os.mkfifo(tmp_path / "new.json.new")            # of no run of ours: it is replaced, not waited for
+    with tokenizer.replace_file(tmp_path / "new.json") as file:
+        file.write(b"7")
+    assert tokenizer.read_json(tmp_path / "new.json") == 7 and not os.path.exists(tmp_path / "new.json.new")
+    signal.alarm(0)
+
+
+class Broken(io.StringIO):
+    """A stream whose reader has left, or whose disk is full."""
+    def __init__(self, number, fd):
+        super().__init__()
+        self.number, self.fd = number, fd
+
+    def write(self, text):
+        raise OSError(self.number, os.strerror(self.number))
+    flush = fileno = None
+
+
+@pytest.mark.parametrize("number, survives", [(errno.EPIPE, True), (errno.EIO, True), (errno.ENOSPC, False), (errno.EBADF, False)])
+def test_output_outlives_its_reader_but_not_its_disk(number, survives):
+    fd = os.dup(1)
+    stream = Broken(number, fd)
+    stream.fileno = lambda: fd
+    stream.flush = lambda: stream.write("")
+    out = tokenizer.Outliving(stream)
+    for action in (lambda: print("x", file=out), out.flush):
+        if survives:
+            action()
+            assert os.fstat(fd).st_rdev == os.stat(os.devnull).st_rdev      # what is still buffered goes nowhere
+        else:
+            with pytest.raises(OSError):
+                action()
+    os.close(fd)
+    nowhere = tokenizer.Outliving(None)
+    nowhere.write("x")
+    nowhere.flush()
+    assert not nowhere.isatty()
+
+
+def test_gradcheck_reaches_its_verdict_without_a_reader(tmp_path):
+    line = f"set -o pipefail; {sys.executable} {os.path.join(ROOT, 'gradcheck.py')} --break rope_sign | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+
+
+@pytest.mark.parametrize("arguments", [["tokenizer.py", "show", "some words"], ["train.py", "big", "--dry-run", "--memory-limit", "12GB"],
+                                       ["model_cpu.py"], ["gradcheck.py", "--list"]])
+def test_closed_standard_streams(tmp_path, arguments):
+    """Whoever starts a script, cron say, may have closed all three."""
+    tokenizer.Tokenizer.train(["some words"], 260).save(tmp_path / "tokenizer.json")
+    done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "-", sys.executable, os.path.join(ROOT, arguments[0]), *arguments[1:]],
+                          cwd=tmp_path, timeout=300)
+    assert done.returncode == 0
+
+
+def test_show_takes_the_tokenizer_here_else_that_of_the_newest_model(tmp_path):
+    def save(folder, text, time):
+        os.makedirs(tmp_path / folder)
+        tokenizer.Tokenizer.train([text * 9], 262).save(tmp_path / folder / "tokenizer.json")
+        (tmp_path / folder / "model.safetensors").write_bytes(b"")
+        os.utime(tmp_path / folder / "model.safetensors", (time, time))
+    done = run(tmp_path, "tokenizer.py", "show", "abab")
+    assert done.returncode == 2 and "python tokenizer.py train FILE" in done.stderr and "`make`" in done.stderr
+    save("out/old", "xyz ", 1e9)
+    save("out/new", "abab ", 2e9)
+    save("out/other", "xyz ", 1.5e9)
+    assert run(tmp_path, "tokenizer.py", "show", "abab").stdout.startswith("abab\n1 tokens")
+    assert run(tmp_path, "tokenizer.py", "show", "abab", "--tokenizer", "out/old/tokenizer.json").stdout.startswith("a|b|a|b\n")
+    tokenizer.Tokenizer.train(["xyz " * 9], 262).save(tmp_path / "tokenizer.json")
+    assert run(tmp_path, "tokenizer.py", "show", "abab").stdout.startswith("a|b|a|b\n")
+
+
+def test_the_tour_prints_its_shapes(tmp_path):
+    shown = run(tmp_path, "model_cpu.py").stdout
+    for words in ("(B,T,C)       = (1, 64, 128)", "(B,T,(H+2G)D) = (1, 64, 256)", "(B,H,T,T)     = (1, 4, 64, 64)",
+                  "(B,T,2F)      = (1, 64, 688)", "(B,T,K,V)     = (1, 64, 4, 304)"):
+        assert words in shown, shown
