@@ -152,21 +152,33 @@ stop_running() {
 # sentence in $problem.  A network that is gone, a full disk, or a server that refuses concerns all files: the run ends.
 problem=
 
-# download URL PART: the whole of URL into PART, going on where an earlier try ended.
+# curl_below MOST WORD...: curl, for a file of MOST bytes.  Before version 8.4 curl sees to that only where the server
+# announces a length, so the system stops it a megabyte later.
+curl_below() {
+    ulimit -Sf $(($1 / 1024 + 1024)) 2>/dev/null || true        # or at a lower limit that there is already
+    exec curl --max-filesize "$@"
+}
+
+# download URL PART MOST: the whole of URL into PART, going on where an earlier try ended; no more than MOST bytes.
 download() {
-    local url=$1 part=$2 code=0
-    with_progress "$part" curl --silent --show-error --fail --location --user-agent "$AGENT" --connect-timeout 20 \
-        --speed-limit 100 --speed-time 60 --max-time "$FETCH_TIMEOUT" --continue-at - --output "$part" "$url" || code=$?
+    local url=$1 part=$2 most=$3 code=0
+    with_progress "$part" curl_below "$most" --silent --show-error --fail --location --globoff --user-agent "$AGENT" \
+        --connect-timeout 20 --speed-limit 100 --speed-time 60 --max-time "$FETCH_TIMEOUT" \
+        --continue-at - --write-out '%{http_code}' --output "$part" "$url" || code=$?
+    [ $code != 0 ] || message=${message: -3}
     message=${message##*curl: }                 # "curl: (6) Could not resolve host: ..." -> what comes after the number
     message=${message#(*) }
     message=${message%%$'\n'*}
+    [ ! -f "$part" ] || [ $(wc -c <"$part") -le "$most" ] || code=63
     case "$code:$message" in
-        0:*) ;;
-        33:* | 22:*416*)
+        0:200 | 0:206 | 0:000 | 0:226) return 0 ;;              # the last two: file:// and ftp://
+        33:* | 0:416 | 22:*416*)
             # The server cannot resume, or has nothing after what we have: start anew.  Without a PART it is neither.
             [ -s "$part" ] || fail "$url cannot be fetched ($message)."
             rm -f "$part"
-            download "$url" "$part" ;;
+            download "$@"; return ;;
+        0:*) problem="$url answered $message instead of 200; nothing was kept." ;;      # a redirect to nowhere, say
+        63:*) problem="$url has more than the $most bytes that ${part%.part} may have; nothing was kept." ;;
         22:*404* | 22:*410*)
             problem="$url cannot be fetched ($message); see whether that address is still right."
             return 1 ;;
@@ -175,12 +187,14 @@ download() {
         1:* | 3:*) fail "$url cannot be fetched ($message); it is not an address that curl knows." ;;
         *) fail "$url cannot be fetched ($message); run this again to go on when the network is back." ;;
     esac
+    rm -f "$part"
+    return 1
 }
 
-# get URL FILE LEAST [IS_RIGHT]: make FILE from URL, unless it is there.  Refused are an answer below LEAST bytes, a web
-# page, and what the function IS_RIGHT does not accept.
+# get URL FILE LEAST MOST [IS_RIGHT]: make FILE from URL, unless it is there.  Refused are an answer below LEAST bytes
+# or above MOST (a few times what is expected), a web page, and what the function IS_RIGHT does not accept.
 get() {
-    local url=$1 file=$2 least=$3 is_right=${4:-true} part=$2.part size
+    local url=$1 file=$2 least=$3 most=$4 is_right=${5:-true} part=$2.part size
     [ ! -s "$file" ] || return 0
     { mkdir -p "$(dirname "$file")" && touch "$part"; } 2>/dev/null || fail "data/ cannot be written to."
     # What is there is gone on with in a copy: the curl of a killed run may still be writing to the file itself.
@@ -190,9 +204,9 @@ get() {
     else
         rm -f "$part"
     fi
-    download "$url" "$part" || return 1
+    download "$url" "$part" "$most" || return 1
     size=$(($(wc -c <"$part")))
-    if head -c 512 "$part" | grep -aqiE $'^(\xef\xbb\xbf)?[[:space:]]*<(!doctype|!--|html|head|body|\\?xml)'; then
+    if is_page "$part"; then
         problem="$url gave a web page instead of the text (a login page of the network, perhaps); nothing was kept."
     elif [ "$size" -lt "$least" ]; then
         problem="$url gave $size bytes, fewer than the $least that $file must have; nothing was kept."
@@ -206,7 +220,7 @@ get() {
     return 1
 }
 
-# fetch URL FILE LEAST [IS_RIGHT]: the same, for a file without which the run makes no sense; says what it does.
+# fetch URL FILE LEAST MOST [IS_RIGHT]: the same, for a file without which the run makes no sense; says what it does.
 fetch() {
     if [ -s "$2" ]; then
         echo "$2 is there ($(($(wc -c <"$2"))) bytes); nothing to fetch."
@@ -215,6 +229,15 @@ fetch() {
     echo "Fetching $2 ..."
     get "$@" || fail "$problem"
     echo "$2: $(($(wc -c <"$2"))) bytes."
+}
+
+# A line within the first 512 bytes starts a web page; blanks and byte order marks do not count, nor hide it by their
+# number.  No text is longer than these 50 MB.
+is_page() {
+    awk '{ sub(/^( |\357\273\277)+/, "") }
+         tolower($0) ~ /^<(!doctype|!--|html|head|body|[?]xml)/ { page = 1; exit }
+         (seen += length($0)) > 512 { exit }
+         END { exit !page }' <({ head -c 50000000 "$1" | tr -s ' \t\r\v\f' ' '; } 2>/dev/null)
 }
 
 # UTF-8 without NUL bytes: neither packed nor a picture.
@@ -428,9 +451,9 @@ strip_book() {
     for encoding in UTF-8 CP1252 ISO-8859-1; do
         if iconv -f $encoding -t UTF-8 "$raw" >/dev/null 2>&1; then break; fi
     done
-    # Line ends: \r\n, also \r\r\n, and \r of old Macintoshes.
+    # Line ends: \r\n, also \r\r\n, and \r of old Macintoshes.  Lines that would pass for a separator are dropped.
     { iconv -f $encoding -t UTF-8 "$raw" | tr -d '\0' | awk '{ sub(/\r+$/, ""); gsub(/\r/, "\n"); print }' |
-        awk "$STRIP" >"$file.part"; } 2>/dev/null || code=$?
+        sed '/^[[:blank:]]*<|endoftext|>[[:blank:]]*$/d' | awk "$STRIP" >"$file.part"; } 2>/dev/null || code=$?
     [ $code = 0 ] || [ $code = 3 ] || fail "$file.part cannot be written; is there room on the disk?"
     size=$(($(wc -c <"$file.part")))
     if [ $code = 3 ]; then
@@ -467,7 +490,7 @@ books() {
         fi
         [ $fetched = 0 ] || sleep "$FETCH_PAUSE"
         fetched=$((fetched + 1))
-        if get "$GUTENBERG_URL/$id/pg$id.txt" "$raw" 1000 && strip_book "$raw" "$file"; then
+        if get "$GUTENBERG_URL/$id/pg$id.txt" "$raw" 1000 20000000 && strip_book "$raw" "$file"; then
             rm -f "$raw"
             in_a_row=0
             echo "$file: $(($(wc -c <"$file"))) bytes (book $number of $total)."
@@ -584,7 +607,7 @@ open_parquet() {
             parquet=$FINEWEB_URL/$name
             if [ $whole_files = yes ]; then
                 parquet=data/fineweb_$name
-                [ -s "$parquet" ] || fetch "$FINEWEB_URL/$name" "$parquet" 1000 is_parquet
+                [ -s "$parquet" ] || fetch "$FINEWEB_URL/$name" "$parquet" 1000 5000000000 is_parquet
             fi ;;
         *)  parquet=$FINEWEB_URL/$name
             [ -f "$parquet" ] || fail "$parquet is not there; FINEWEB_URL must be an address or a folder with it." ;;
@@ -659,8 +682,9 @@ for word in "$@"; do                            # nothing is fetched if one word
 done
 take_lock
 for word in "$@"; do
-    case "$word" in tiny) fetch "$TINY_URL" data/tiny.txt 500000 is_text ;; esac
+    case "$word" in tiny) fetch "$TINY_URL" data/tiny.txt 500000 20000000 is_text ;; esac
     case "$word" in books | all) books ;; esac
     case "$word" in web | all) web ;; esac
-    case "$word" in instructions | all) fetch "$ALPACA_URL" data/instructions.json 1000 is_instructions ;; esac
+    case "$word" in instructions | all)
+        fetch "$ALPACA_URL" data/instructions.json 1000 200000000 is_instructions ;; esac
 done

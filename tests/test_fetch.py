@@ -1,4 +1,5 @@
 """fetch_data.sh against a server on this machine that behaves well, and badly."""
+import contextlib
 import functools
 import hashlib
 import http.server
@@ -8,8 +9,10 @@ import pathlib
 import pty
 import re
 import resource
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import textwrap
 import threading
@@ -19,12 +22,30 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED = pathlib.Path(ROOT).parent / "shared" / "data"
-PLAY = b"".join(b"%07d Enter a citizen, speaking.\n" % i for i in range(16000))         # 592,000 bytes
+PLAY = b"".join(b"%07d Enter a citizen, speaking.\n" % i for i in range(16000))         # 560,000 bytes
 PAGE = b"\n <!DOCTYPE html><html>Log in</html>" + b" " * 1_200_000
 PACKED = b"\x1f\x8b\x08\0" + hashlib.shake_128(b"as if gzip had made it").digest(600_000)
 SEPARATOR = "\n\n<|endoftext|>\n\n"
+DEADLINE = 600                                  # seconds after which a hang ends; no verdict depends on the speed of
+#                                                 anything: where two things must meet, one waits for the other
 
 pytestmark = pytest.mark.skipif(not shutil.which("curl"), reason="curl is missing")
+
+
+def until(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def read_on(descriptor):
+    """What comes next, b"" at the end: when nobody has the other end open any more."""
+    assert select.select([descriptor], [], [], DEADLINE)[0]
+    try:
+        return os.read(descriptor, 1000)
+    except OSError:                             # how Linux says so of a terminal
+        return b""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -32,7 +53,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+    def hold(self):
+        """Wait until the test releases this answer, or ends."""
+        self.wfile.flush()
+        event = threading.Event()
+        self.server.held.append(event)
+        event.wait()
+
+    def send_anything(self, code, body, **headers):
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
     def do_GET(self):
+        with contextlib.suppress(ConnectionError):      # whoever asked may have gone
+            self.answer()
+
+    do_HEAD = do_GET                            # DuckDB asks for the size so
+
+    def answer(self):
         server, ranged = self.server, self.headers.get("Range")
         server.requests.append((ranged, self.headers.get("User-Agent")))
         server.paths.append(self.path)
@@ -44,7 +85,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(503)
             return
         if mode == "stall":
-            time.sleep(3)
+            self.hold()
+            return
+        if isinstance(mode, int):               # this answer, with a text that is as good as the right one
+            self.send_anything(mode, b"" if mode in (204, 304) else PLAY)
+            return
+        if mode == "elsewhere":
+            self.send_anything(302, b"Moved.\n" * 100_000, Location=self.path)
+            return
+        if mode == "no length":
+            self.send_anything(200, server.files[self.path])
+            return
+        if mode in ("endless", "huge"):         # without an announced length, and with one
+            self.send_anything(200, b"", **{"Content_Length": "5000000001"} if mode == "huge" else {})
+            for _ in range(100):                # as good as endless: whoever reads all of it waits for more
+                self.wfile.write(PLAY)
+            self.hold()
             return
         body = server.files[self.path]
         body = {"page": PAGE, "short": body[:1000], "packed": PACKED, "zeros": bytes(len(PLAY))}.get(mode, body)
@@ -65,32 +121,42 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         server.sent += end - start
-        if mode in ("cut", "half and stall"):
-            end = min(end, start + min(200_000, len(body) // 2))
-        if mode == "slow":                      # about two seconds for the play
-            for place in range(start, end, 10_000):
-                self.wfile.write(body[place:min(place + 10_000, end)])
-                time.sleep(0.03)
-            return
-        self.wfile.write(body[start:end])
-        if mode == "half and stall":
-            self.wfile.flush()
-            server.stalled.set()
-            time.sleep(10)
-
-    do_HEAD = do_GET                            # DuckDB asks for the size so
+        middle = end
+        if mode in ("cut", "held and cut"):
+            middle = end = min(end, start + min(200_000, len(body) // 2))
+        if mode == "held":
+            middle = start + 100_000
+        self.wfile.write(body[start:middle])
+        if mode.startswith("held"):
+            self.hold()
+        self.wfile.write(body[middle:end])
 
 
 class Place:
     """A folder with the script in it, and the server's files: a play, books by number, Parquet files, instructions."""
-    def __init__(self, folder, server):
-        self.folder, self.server, self.data = folder, server, folder / "data"
+    def __init__(self, folder, server, gone):
+        self.folder, self.server, self.data, self.gone = folder, server, folder / "data", gone
         self.file, self.part = self.data / "tiny.txt", self.data / "tiny.txt.part"
         self.base = f"http://127.0.0.1:{server.server_port}"
         self.url = f"{self.base}/input.txt"
-        self.path = os.environ["PATH"]
+        self.path = f"{folder}/bin:{os.environ['PATH']}"
+        self.started = []
+        self.stand_in_curl()
         server.files["/input.txt"] = PLAY
         shutil.copy(os.path.join(ROOT, "fetch_data.sh"), folder)
+
+    def stand_in(self, name, text, folder="bin"):
+        """A shell script that comes before the real command of this name."""
+        path = self.folder / folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    def stand_in_curl(self, *options):
+        """The real curl with further options, of two that are alike the last one counts: patient however slow this
+        machine is."""
+        patience = f"--speed-time {10 * DEADLINE} --connect-timeout {10 * DEADLINE}"
+        self.stand_in("curl", f"exec '{shutil.which('curl')}' \"$@\" {patience} {' '.join(options)}")
 
     def environment(self, environment):
         return {**os.environ, "TINY_URL": self.url, "GUTENBERG_URL": f"{self.base}/epub",
@@ -100,7 +166,8 @@ class Place:
     def run(self, *words, preexec_fn=None, **environment):
         """-> (exit code, standard output, standard error), from another folder than the script's."""
         done = subprocess.run([self.folder / "fetch_data.sh", *words], cwd="/", env=self.environment(environment),
-                              capture_output=True, text=True, timeout=60, preexec_fn=preexec_fn, restore_signals=False)
+                              capture_output=True, text=True, timeout=DEADLINE, preexec_fn=preexec_fn,
+                              restore_signals=False)
         return done.returncode, done.stdout, done.stderr
 
     def fails(self, message, *words, **environment):
@@ -115,21 +182,29 @@ class Place:
         names = {str(path.relative_to(self.data)) for path in self.data.rglob("*") if path.is_file()}
         return {name for name in names if not name.startswith("fetch.lock/")}
 
-    def start(self, *words, **environment):
-        return subprocess.Popen([self.folder / "fetch_data.sh", *words], env=self.environment(environment),
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    def start(self, *words, stderr=subprocess.PIPE, pass_fds=(), **environment):
+        self.started.append(subprocess.Popen(
+            [self.folder / "fetch_data.sh", *words], env=self.environment(environment), stdout=subprocess.PIPE,
+            stderr=stderr, text=True, start_new_session=True, pass_fds=pass_fds))
+        return self.started[-1]
 
     def interrupt(self, number, ready, *words, alone=False, **environment):
         """Send the signal when `ready()` is true: to the script and all that it has started, as a terminal does, or to
         the script alone."""
         process = self.start(*words, **environment)
-        deadline = time.monotonic() + 20
-        while not ready():
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.02)
+        until(lambda: ready() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
         (os.kill if alone else os.killpg)(process.pid, number)
-        out, err = process.communicate(timeout=5)
+        out, err = process.communicate(timeout=DEADLINE)
         return process.returncode, out, err
+
+    def release(self, number):
+        """Let the answer that was held as this one, counted from 0, go on."""
+        until(lambda: len(self.server.held) > number)
+        self.server.held[number].set()
+
+    def some_has_come(self):
+        return self.part.exists() and self.part.stat().st_size > 0
 
     def add_book(self, number, text, encoding="utf-8"):
         self.server.files[f"/epub/{number}/pg{number}.txt"] = text.encode(encoding)
@@ -139,10 +214,17 @@ class Place:
 def place(tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads, server.block_on_close = True, False      # a stalled answer does not hold up the next test
-    server.requests, server.paths, server.modes, server.files, server.sent = [], [], [], {}, 0
-    server.stalled = threading.Event()
+    server.requests, server.paths, server.modes, server.files, server.sent, server.held = [], [], [], {}, 0, []
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield Place(tmp_path, server)
+    with socket.socket() as closed:             # a port that is taken, and where nobody listens
+        closed.bind(("127.0.0.1", 0))
+        yield (place := Place(tmp_path, server, f"http://127.0.0.1:{closed.getsockname()[1]}"))
+    for event in server.held:
+        event.set()
+    for process in place.started:
+        if process.poll() is None:              # the test has failed
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     server.shutdown()
     server.server_close()
 
@@ -198,23 +280,88 @@ def test_a_wrong_answer_is_refused(place, mode, message):
     assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
 
 
+@pytest.mark.parametrize("blank", [b"\n" * 600, b" \t\r\n\v\f" * 200_000,
+                                   b"\n" * 600 + b"\xef\xbb\xbf\r\n\xef\xbb\xbf "],
+                         ids=["lines", "a megabyte", "byte order marks"])
+def test_a_page_behind_blanks_is_a_page(place, blank):
+    place.server.files["/input.txt"] = blank + PAGE.lstrip()
+    place.fails("gave a web page instead of the text")
+    assert place.names() == set()
+    place.server.files["/input.txt"] = blank + PLAY             # and a text behind them a text
+    assert place.run("tiny")[0] == 0 and place.file.read_bytes() == blank + PLAY
+
+
+@pytest.mark.parametrize("code", [302, 300, 304, 203, 204])     # the 302 says nowhere to go on to
+def test_only_the_answer_200_is_kept(place, code):
+    """Not the text that comes with another one, nor half a text that was there before and to which nothing came."""
+    place.server.modes = [code]
+    place.fails(f"answered {code} instead of 200; nothing was kept")
+    assert place.names() == set()
+    place.part.write_bytes(PLAY[:550_000])
+    place.server.modes = [code, code]           # twice where curl sees that the first one is not what is left
+    place.fails(f"answered {code} instead of 200; nothing was kept")
+    assert place.names() == set()
+    place.server.modes.clear()
+    assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
+
+
+def test_a_redirect_is_followed_and_its_own_text_is_not_kept(place):
+    place.server.modes = ["elsewhere", "cut", "elsewhere", "whole"]
+    place.fails("run this again to go on")
+    assert place.part.read_bytes() == PLAY[:200_000]
+    assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
+    assert [ranged for ranged, _ in place.server.requests] == [None, None, "bytes=200000-", "bytes=200000-"]
+
+
+def test_an_address_is_taken_as_it_is(place):
+    """To curl braces and brackets are otherwise many addresses."""
+    place.server.files["/{a,b}[1-2].txt"] = PLAY
+    assert place.run("tiny", TINY_URL=f"{place.base}/{{a,b}}[1-2].txt")[::2] == (0, "")
+    assert place.file.read_bytes() == PLAY and place.server.paths == ["/{a,b}[1-2].txt"]
+    place.file.unlink()
+    (place.folder / "[it].txt").write_bytes(PLAY)
+    assert place.run("tiny", TINY_URL=f"file://{place.folder}/[it].txt")[0] == 0 and place.file.read_bytes() == PLAY
+
+
+TOO_LARGE = "has more than the {} bytes that data/{} may have; nothing was kept"
+
+
+@pytest.mark.parametrize("options", [(), ("--max-filesize 9000000000",)])       # the second: curl limits nothing
+@pytest.mark.parametrize("mode", ["endless", "huge"])
+def test_an_endless_answer_is_refused(place, mode, options):
+    place.stand_in_curl(*options)
+    place.server.modes = [mode]
+    place.fails(TOO_LARGE.format(20_000_000, "tiny.txt"))
+    assert place.names() == set()
+    assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
+
+
+@pytest.mark.parametrize("mode", ["whole", "no length"])
+def test_as_large_as_it_may_be(place, mode):
+    for size, code in ((20_000_001, 2), (20_000_000, 0)):
+        place.server.files["/input.txt"] = (PLAY * 36)[:size]
+        place.server.modes = [mode]
+        found, _, err = place.run("tiny")
+        assert found == code and (TOO_LARGE.format(20_000_000, "tiny.txt") in err) == (code == 2)
+        assert place.names() == ({"tiny.txt"} if code == 0 else set())
+
+
 @pytest.mark.parametrize("word", ["tiny", "books", "instructions", "all"])
 def test_no_network_is_one_sentence(place, word):
-    gone = dict.fromkeys(("TINY_URL", "GUTENBERG_URL", "FINEWEB_URL", "ALPACA_URL"), "http://127.0.0.1:9")
+    gone = dict.fromkeys(("TINY_URL", "GUTENBERG_URL", "FINEWEB_URL", "ALPACA_URL"), place.gone)
     place.fails("run this again to go on when the network is back", word, **gone)
     assert place.names() == set()
 
 
 def test_an_unknown_host_and_no_address(place):
-    place.fails("Could not resolve host", TINY_URL="http://no-such-host.invalid/input.txt", FETCH_TIMEOUT="10")
+    # No name server is asked for a part of more than 63 letters, which might take its time or know every name.
+    place.fails("Could not resolve host", TINY_URL=f"http://{'x' * 64}.invalid/input.txt")
     place.fails("it is not an address that curl knows", TINY_URL="gopher-hole://x/input.txt")
 
 
 def test_time_limit(place):
-    place.server.modes = ["stall"]
-    began = time.monotonic()
-    place.fails("timed out", FETCH_TIMEOUT="1")
-    assert time.monotonic() - began < 2.9
+    place.server.modes = ["stall"]              # until this test ends, and the curl is patient: it would hang
+    place.fails("run this again to go on when the network is back", FETCH_TIMEOUT="1")
 
 
 def test_an_unwritable_folder(place):
@@ -225,10 +372,7 @@ def test_an_unwritable_folder(place):
 
 
 def test_of_a_long_complaint_one_line_is_shown(place):
-    curl = place.folder / "curl"                # a stand-in
-    curl.write_text("#!/bin/sh\nprintf 'curl: (60) SSL: no such issuer\\nMore details:\\n\\nhere\\n' >&2; exit 60\n")
-    curl.chmod(0o755)
-    place.path = f"{place.folder}:{place.path}"
+    place.stand_in("curl", "printf 'curl: (60) SSL: no such issuer\\nMore details:\\n\\nhere\\n' >&2; exit 60")
     place.fails("input.txt cannot be fetched (SSL: no such issuer); run this again to go on")
 
 
@@ -242,13 +386,16 @@ def test_a_full_disk(place):
     code, _, err = place.run("tiny", preexec_fn=limit_file_size)
     assert (code, err.count("\n")) == (2, 1) and "is there room on the disk?" in err
     assert place.names() == {"tiny.txt.part"}
-    place.server.modes = ["whole"]
     assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
+    place.file.unlink()
+    place.server.modes = ["endless"]            # what is too large for the disk is not yet too large for its kind
+    code, _, err = place.run("tiny", preexec_fn=limit_file_size)
+    assert (code, err.count("\n")) == (2, 1) and "is there room on the disk?" in err
 
 
 def test_ctrl_c_keeps_what_has_come(place):
-    place.server.modes = ["half and stall", "whole"]
-    code, _, err = place.interrupt(signal.SIGINT, lambda: place.part.exists() and place.part.stat().st_size, "tiny")
+    place.server.modes = ["held", "whole"]
+    code, _, err = place.interrupt(signal.SIGINT, place.some_has_come, "tiny")
     assert (code, err) == (130, "Interrupted; run this again to go on.\n")
     assert place.names() == {"tiny.txt.part"} and place.part.stat().st_size > 0
     assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
@@ -257,59 +404,61 @@ def test_ctrl_c_keeps_what_has_come(place):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_script_alone_ends_it_at_once(place, number):
-    place.server.modes = ["half and stall", "whole"]
-    began = time.monotonic()
-    code, _, err = place.interrupt(number, lambda: place.part.exists() and place.part.stat().st_size, "tiny",
-                                   alone=True)
-    assert (code, err) == (130, "Interrupted; run this again to go on.\n") and time.monotonic() - began < 5
+    place.server.modes = ["held", "whole"]      # held until this test ends: a script that waited for curl would hang
+    code, _, err = place.interrupt(number, place.some_has_come, "tiny", alone=True)
+    assert (code, err) == (130, "Interrupted; run this again to go on.\n")
     assert place.names() == {"tiny.txt.part"} and not (place.data / "fetch.lock").exists()
     assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY
 
 
 def test_the_curl_of_a_killed_run_does_no_harm(place):
-    place.server.modes = ["slow", "slow", "slow"]
-    read = []
-    for _ in range(2):                          # the first curl writes a new file, the second one goes on with it
-        process = place.start("tiny")           # its pipes stay open in curl, so nobody waits for their end
-        deadline, before = time.monotonic() + 20, place.part.stat().st_size if place.part.exists() else 0
-        while not place.part.exists() or place.part.stat().st_size <= before:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.kill()
-        process.wait()
-        read += [process.stdout, process.stderr]
-    assert place.run("tiny")[::2] == (0, "")
-    assert place.file.read_bytes() == PLAY and len(place.server.requests) == 3
-    for pipe in read:
-        pipe.read()                             # until those curls have ended
-        pipe.close()
+    """The first curl writes a new file, the second one goes on with it, the third one too; the rest comes to the first
+    two, whose runs were killed, while the third is at work."""
+    place.server.modes = ["held", "held", "held"]
+    pipes, size = [], 0
+    for number in (1, 2, 3):
+        read, write = os.pipe()                 # curl inherits it, so that its end can be waited for
+        pipes.append(read)
+        process = place.start("tiny", pass_fds=(write,))
+        os.close(write)
+        until(lambda: len(place.server.held) == number and place.part.exists() and place.part.stat().st_size > size)
+        size = place.part.stat().st_size
+        if number < 3:
+            process.kill()
+            process.wait()
+    for number in (0, 1):
+        place.release(number)
+        assert read_on(pipes[number]) == b"" and PLAY.startswith(place.part.read_bytes())
+    place.release(2)
+    assert process.communicate(timeout=DEADLINE)[1] == "" and process.returncode == 0
     assert place.file.read_bytes() == PLAY and os.listdir(place.data) == ["tiny.txt"]
+    assert len(place.server.requests) == 3 and all(ranged for ranged, _ in place.server.requests[1:])
+    for read in pipes:
+        os.close(read)
 
 
 def test_two_runs_at_once(place):
-    place.server.modes = ["slow"]
+    place.server.modes = ["held"]
     first = place.start("tiny")
-    while not place.part.exists():
-        time.sleep(0.02)
+    until(lambda: place.server.held)
     place.fails(f"another run of this (process {first.pid}) is at work in data/; wait for its end", "all")
-    assert first.communicate(timeout=20)[1] == "" and first.returncode == 0
+    place.release(0)
+    assert first.communicate(timeout=DEADLINE)[1] == "" and first.returncode == 0
     assert place.file.read_bytes() == PLAY and os.listdir(place.data) == ["tiny.txt"]
 
 
 def test_a_terminal_sees_the_file_grow(place):
-    place.server.modes = ["half and stall"]
+    place.server.modes = ["held and cut"]
     leader, follower = pty.openpty()
-    process = subprocess.Popen([place.folder / "fetch_data.sh", "tiny"], env=place.environment({"FETCH_TIMEOUT": "3"}),
-                               stdout=subprocess.DEVNULL, stderr=follower)
+    process = place.start("tiny", stderr=follower)
     os.close(follower)
     shown = b""
-    try:
-        while chunk := os.read(leader, 1000):
-            shown += chunk
-    except OSError:                             # how Linux says that the other end is closed
-        pass
+    while chunk := read_on(leader):
+        shown += chunk
+        if b"MB" in shown:
+            place.release(0)
     os.close(leader)
-    assert process.wait() == 2
+    assert process.wait(DEADLINE) == 2
     assert shown.startswith(b"\rdata/tiny.txt: 0 MB ") and b"\r\033[Kerror: " in shown
 
 
@@ -486,6 +635,34 @@ def test_one_of_ten_books_may_be_missing(place):
     assert code == 2 and "error: 2 of 10 books are missing (1 10), too many" in err and "books.txt" not in place.names()
 
 
+def test_an_endless_book_is_left_out(place):
+    for number in range(1, 11):
+        place.add_book(number, HEAD + START + BODY + END)
+    place.server.modes = ["whole", "endless", "whole", "huge"]
+    code, _, err = place.run("books", BOOK_IDS=" ".join(map(str, range(1, 11))))
+    two, four, last = err.splitlines()
+    assert code == 2 and last.startswith("error: 2 of 10 books are missing (2 4)")
+    for line, number in ((two, 2), (four, 4)):
+        assert line.startswith(f"warning: book {number} is left out: ")
+        assert TOO_LARGE.format(20_000_000, f"books/{number}.raw") in line
+    assert place.names() == {f"books/{number}.txt" for number in (1, 3, 5, 6, 7, 8, 9, 10)}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_line_of_a_book_is_no_separator(place, end):
+    """After each line stands one that would pass for a separator: the book is as if they were not there."""
+    mark = "<|endoftext|>"
+    forms = [mark, f"  {mark}", f"{mark} \t", f"\t{mark}\r", f"{mark}\n{mark}"]
+    lines = [f"{line}\n{forms[i % len(forms)]}" for i, line in enumerate((START + BODY + END).split("\n"))]
+    place.add_book(1, (HEAD + "\n".join(lines)).replace("\n", end))
+    place.add_book(2, HEAD + START + BODY + "\n\nHe wrote <|endoftext|> there." + END)
+    assert place.run("books", BOOK_IDS="1 2")[::2] == (0, "")
+    assert (place.data / "books.txt").read_text("utf-8") == \
+        STRIPPED[:-1] + SEPARATOR + STRIPPED + "\nHe wrote <|endoftext|> there.\n"
+    place.server.files["/input.txt"] = PLAY + SEPARATOR.encode() + PLAY         # of a play with documents it is one
+    assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY + SEPARATOR.encode() + PLAY
+
+
 def test_five_misses_in_a_row_end_it(place):
     code, _, err = place.run("books", BOOK_IDS=" ".join(map(str, range(1, 101))))
     assert code == 2 and err.splitlines()[-1].startswith("error: five books in a row could not be had")
@@ -495,9 +672,9 @@ def test_five_misses_in_a_row_end_it(place):
 def test_a_pause_between_two_books(place):
     for number in (1, 2):
         place.add_book(number, HEAD + START + BODY + END)
-    began = time.monotonic()
-    assert place.run("books", BOOK_IDS="1 2", FETCH_PAUSE="1")[0] == 0
-    assert 1 < time.monotonic() - began < 1.9   # before the second, not before the first
+    place.stand_in("sleep", 'echo "$*" $(ls data/books) >>slept')
+    assert place.run("books", BOOK_IDS="1 2", FETCH_PAUSE="7")[0] == 0
+    assert (place.folder / "slept").read_text() == "7 1.txt\n"          # before the second, not before the first
 
 
 def test_a_server_that_refuses_is_left_alone(place):
@@ -515,8 +692,8 @@ def test_books_cut_and_killed_then_resumed(place):
     code, _, err = place.run("books", BOOK_IDS="1 2 3")
     assert (code, err.count("\n")) == (2, 1) and "run this again to go on" in err
     assert place.names() == {"books/1.txt", "books/2.raw.part"}
-    place.server.modes = ["whole", "half and stall"]
-    code = place.interrupt(signal.SIGKILL, lambda: place.server.stalled.is_set(), "books", BOOK_IDS="1 2 3")[0]
+    place.server.modes = ["whole", "held and cut"]
+    code = place.interrupt(signal.SIGKILL, lambda: place.server.held, "books", BOOK_IDS="1 2 3")[0]
     assert code == -signal.SIGKILL
     assert place.names() - {"books/3.raw.part"} == {"books/1.txt", "books/2.txt"}
     assert place.run("books", BOOK_IDS="1 2 3")[::2] == (0, "")
@@ -551,7 +728,7 @@ def test_the_list_of_books(place):
     assert {1342: "Pride and Prejudice", 2701: "Moby Dick", 1184: "The Count of Monte Cristo"}.items() <= {
         int(number): title for number, title in books}.items()
     assert f"books         {len(numbers)} classics" in place.run("--help")[1]
-    place.fails("run this again to go on when", "books", GUTENBERG_URL="http://127.0.0.1:9")
+    place.fails("run this again to go on when", "books", GUTENBERG_URL=place.gone)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -579,6 +756,9 @@ def test_instructions(place):
 
     (place.data / "instructions.json").unlink()
     place.fails("gave a web page", "instructions")
+    place.server.modes = ["huge"]
+    place.fails(TOO_LARGE.format(200_000_000, "instructions.json"), "instructions")
+    assert place.names() == set()
     for wrong in (body[:1000], body[:1_500_000], PACKED, bytes(1_500_000), b"{" + body[1:],
                   b"x" * 1_500_000, json.dumps(list(range(400_000))).encode(),
                   json.dumps([*records, {"instruction": "x", "response": "y"}]).encode()):
@@ -595,22 +775,19 @@ def test_instructions(place):
 class DuckDB:
     """A stand-in before the real DuckDB on the PATH: it notes what it is asked, and can be told to misbehave."""
     def __init__(self, real, place):
-        self.real, self.folder = real, place.folder / "bin"
+        self.real, self.place, self.folder = real, place, place.folder / "duckdb"
         self.offline = "echo 'IO Error: Failed to download extension httpfs' >&2; exit 1"
-        self.folder.mkdir()
         place.path = f"{self.folder}:{place.path}"
         self.when("no such words", ":")
 
     def when(self, asked, answer):
         """What contains `asked` is answered by these shell commands; what they leave open, by the real DuckDB."""
-        script = self.folder / "duckdb"
-        script.write_text(f"#!/bin/sh\necho \"$*\" >>'{self.folder}/asked'\ncase \"$*\" in *'{asked}'*) {answer};;\n"
-                          f"*'INSTALL httpfs'*) {self.offline};; esac\nexec '{self.real}' \"$@\"\n")
-        script.chmod(0o755)
+        self.place.stand_in("duckdb", f"echo \"$*\" >>'{self.folder}/asked'\ncase \"$*\" in *'{asked}'*) {answer};;\n"
+                            f"*'INSTALL httpfs'*) {self.offline};; esac\nexec '{self.real}' \"$@\"", folder="duckdb")
 
     def answer(self, sql):
         done = subprocess.run([self.real, "-init", os.devnull, "-json", "-c", sql], capture_output=True, text=True,
-                              timeout=60)
+                              timeout=DEADLINE)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout) if done.stdout.strip() else []
 
@@ -737,11 +914,12 @@ def test_web_from_a_file_of_1000_row_groups(place, duckdb):
 
 
 def test_web_over_http_reads_only_what_it_needs(place, duckdb, parquet):
-    done = subprocess.run([duckdb.real, "-c", "LOAD httpfs"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([duckdb.real, "-c", "LOAD httpfs"], capture_output=True, text=True, timeout=DEADLINE)
     if done.returncode:
         pytest.skip("DuckDB's extension httpfs is not installed here")
     duckdb.offline = ":"
-    duckdb.when("no such words", ":")
+    patient = f"-cmd 'LOAD httpfs; SET http_timeout = {DEADLINE}'"       # or it would ask again after 30 seconds
+    duckdb.when("parquet", f"exec '{duckdb.real}' {patient} \"$@\"")
     body = place.server.files["/10BT/000_00000.parquet"] = parquet(duckdb)
     code, out, err = place.run("web", WEB_MB="1")
     assert (code, err) == (0, "") and "httpfs" not in out
@@ -769,7 +947,7 @@ def test_web_slices_without_a_page(place, duckdb, parquet):
 
 
 @pytest.mark.parametrize("mode, message", [
-    ("missing", "error: 404"), ("page", "gave a web page"),
+    ("missing", "error: 404"), ("page", "gave a web page"), ("huge", "has more than the 5000000000 bytes"),
     ("short", "gave 1000 bytes that are not what data/fineweb_000_00000.parquet must be")])
 def test_web_a_wrong_answer_is_refused(place, duckdb, parquet, mode, message):
     place.server.files["/10BT/000_00000.parquet"] = parquet(duckdb)
@@ -780,7 +958,7 @@ def test_web_a_wrong_answer_is_refused(place, duckdb, parquet, mode, message):
 
 
 def test_web_without_a_network(place, duckdb):
-    place.fails("run this again to go on when the network is back", "web", FINEWEB_URL="http://127.0.0.1:9")
+    place.fails("run this again to go on when the network is back", "web", FINEWEB_URL=place.gone)
     assert place.names() == set()
     place.fails("nowhere/000_00000.parquet is not there; FINEWEB_URL must be an address", "web", FINEWEB_URL="nowhere")
     duckdb.offline = "exit 0"                   # httpfs is installed, and then it is DuckDB that finds no network
@@ -798,7 +976,7 @@ def test_web_troubles_of_duckdb(place, duckdb, parquet):
     assert place.names() >= {"web_000.txt"} and not any("web_001" in name for name in place.names())
 
     # Killed while it writes a file: that file is made again, and the result is the same.
-    duckdb.when("web_001", f"{half}; sleep 20")
+    duckdb.when("web_001", f"{half}; sleep {DEADLINE}")
     place.interrupt(signal.SIGKILL, (place.data / "web_001.txt.part").exists, "web", WEB_MB="1")
     assert "web_001.txt.part" in place.names() and "web_001.txt" not in place.names()
     duckdb.when("no such words", ":")
@@ -817,9 +995,9 @@ def test_web_troubles_of_duckdb(place, duckdb, parquet):
 
 def test_web_installs_duckdb_into_the_environment(place, duckdb, parquet):
     place.server.files["/10BT/000_00000.parquet"] = parquet(duckdb)
-    place.path = ":".join(folder for folder in os.environ["PATH"].split(":") if not os.path.exists(f"{folder}/duckdb"))
-    if not shutil.which("curl", path=place.path):
-        pytest.skip("DuckDB and curl lie in one folder here")
+    place.path = ":".join(folder for folder in place.path.split(":") if not os.path.exists(f"{folder}/duckdb"))
+    if not shutil.which("bash", path=place.path):
+        pytest.skip("DuckDB and bash lie in one folder here")
     place.fails("DuckDB's command line is missing, and there is no .venv to install it into; run make first", "web")
     environment = place.folder / ".venv" / "bin"
     environment.mkdir(parents=True)

@@ -35,7 +35,7 @@ def make(folder, *arguments, **environment):
     """-> (exit code, standard output, standard error, what was called)"""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
     done = subprocess.run(["make", *arguments], cwd=folder, env={**clean, **environment}, capture_output=True,
-                          text=True, timeout=60)
+                          text=True, timeout=600)    # so that a hang ends
     called = folder / "called"
     return done.returncode, done.stdout, done.stderr, called.read_text().splitlines() if called.exists() else []
 
