@@ -1,0 +1,679 @@
+"""train.py function by function, in this process: corpus, tokens, evaluation, plans, settings, and every sentence."""
+import dataclasses
+import math
+import os
+import re
+import signal
+import sys
+import types
+
+import numpy as np
+import pytest
+
+import model_cpu
+import model_gpu
+import train
+from model_cpu import CONFIGS, Config
+from tokenizer import Tokenizer
+
+NO_GPU = "The GPU engine needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`), or use --device cpu."
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(model_gpu, "cupy", None)
+
+
+def settings(*options, preset="small", config=None, **changes):
+    config = config or CONFIGS[preset]
+    args = train.parse_arguments(["--device", "cpu", *options])
+    return train.make_settings(args, preset, config, {**train.DEFAULTS[preset], **changes})
+
+
+# -- defaults ----------------------------------------------------------------------------------------------------------
+def test_defaults():
+    """What was measured to be good, and what README and DESIGN name."""
+    assert train.DEFAULTS == {
+        "small": dict(steps=1000, batch_tokens=2048, lr=2e-3, warmup=50, eval_every=250, save_every=250),
+        "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
+        "big": dict(steps=48000, batch_tokens=32768, lr=1e-3, warmup=300, eval_every=500, save_every=2000)}
+    assert (train.MOST_EPOCHS, train.MOST_BATCH, train.RISE) == ({"small": 8, "medium": 4, "big": 4}, 16_777_216, 0.02)
+    assert (train.EVAL_TOKENS, train.SAMPLE_TOKENS, train.PROMPTS) == (65536, 80, ("\n", "The", "What is"))
+    s = settings()
+    assert dataclasses.asdict(s) == dict(
+        preset="small", steps=1000, batch_tokens=2048, micro_batch=16, lr=2e-3, warmup=50, decay=0.1, clip=1.0, mtp_weight=0.3,
+        seed=0, eval_every=250, save_every=250, threads=min(16, train.available_cores()), device="cpu", precision="fp32",
+        attention="flash", matmul="cublas", memory_limit=None, data=None, tokens_key="")
+
+
+# -- corpus ------------------------------------------------------------------------------------------------------------
+def test_which_files_are_the_corpus(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "write_python_corpus", lambda path: print("written", path))
+    python = os.path.join("data", "python-{}.{}.txt".format(*sys.version_info))
+    for preset in CONFIGS:
+        assert train.find_corpus(preset) == [python]
+        said = capsys.readouterr().out
+        assert said == ("No corpus in data/ (./fetch_data.sh brings one): taking the English that ships inside Python.\n"
+                        f"written {python}\n")
+    os.mkdir("data")
+    open(python, "w").close()
+    assert train.find_corpus("big") == [python] and not capsys.readouterr().out         # it is there already
+    for name in ("tiny.txt", "web_b.txt", "books.txt", "web_a.txt", "webs.md", "my_books.txt"):
+        open(os.path.join("data", name), "w").close()
+    large = [os.path.join("data", name) for name in ("books.txt", "web_a.txt", "web_b.txt")]
+    assert train.find_corpus("big") == train.find_corpus("medium") == large
+    assert train.find_corpus("small") == [os.path.join("data", "tiny.txt")]
+    for path in large:
+        os.remove(path)
+    assert train.find_corpus("big") == [os.path.join("data", "tiny.txt")]
+
+
+def test_docstrings_of_the_library(tmp_path, monkeypatch):
+    files = {"a.py": '"""Module a."""\nclass C:\n  """Class C."""\n  def f(self):\n    """Method f."""\n    def g(): "inner"\n'
+                     "def h(): pass\nasync def k(): 'async k'\n",
+             "pkg/__init__.py": '"""Package."""', "pkg/b.py": "x = 1", "bad.py": "def", "latin.py": "#\xe9", "c.txt": '"""no"""',
+             **{f"{name}/x.py": '"""skipped"""' for name in ("test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3")},
+             "pkg/tests/y.py": '"""skipped"""'}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+    monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
+    assert list(train.python_docstrings()) == [
+        ("a", [("a", "Module a."), ("a.C", "Class C."), ("a.C.f", "Method f."), ("a.C.f.g", "inner"), ("a.k", "async k")]),
+        ("pkg", [("pkg", "Package.")]), ("pkg.b", [])]
+
+
+def test_prose_of_the_python_corpus(tmp_path, monkeypatch):
+    import pydoc_data.topics
+    prose = ["Forty characters of words, exactly so ok", "A second paragraph which is long enough to be kept here",
+             "A third one,   with\n  lines that are joined and spaces squeezed: fine"]
+    assert len(prose[0]) == 40
+    code = "def f(x): return {x[0]: (x[1] + 2) * 3 for x in [(1, 2), (3, 4)]}"
+    assert sum(c.isalpha() or c in " ,.;:'-" for c in code) <= 0.9 * len(code)
+    monkeypatch.setattr(pydoc_data.topics, "topics", {"b": f"{prose[1]}\n \n{prose[0][:-1]}\n\n{code}", "a": f"{prose[0]}\n\n>>> {prose[2]}"})
+    monkeypatch.setattr(train, "python_docstrings", lambda: [("m", [("m", prose[2]), ("m.f", prose[0])]), ("n", [("n", "short")])])
+    train.write_python_corpus(str(tmp_path / "new" / "text.txt"))
+    joined = "A third one, with lines that are joined and spaces squeezed: fine"
+    assert (tmp_path / "new" / "text.txt").read_text() == "\n\n<|endoftext|>\n\n".join([prose[0], prose[1], joined])
+    ninety = "x" * 45 + "1" * 5                                         # just 0.9 of it are letters: too few
+    monkeypatch.setattr(pydoc_data.topics, "topics", {"a": ninety + "\n\n" + "x" * 46 + "1" * 5})
+    monkeypatch.setattr(train, "python_docstrings", list)
+    train.write_python_corpus(str(tmp_path / "text.txt"))
+    assert (tmp_path / "text.txt").read_text() == "x" * 46 + "1" * 5
+
+
+@pytest.mark.parametrize("size", [500, 900_000, 1_100_000, 9_900_000, 10_100_000, 399_000_000, 401_000_000, 2_000_000_000])
+def test_how_much_is_held_out(tmp_path, size):
+    """1%, at least 100 kB, at most 10% and 4 MB; of a file with holes, which reads as zeros."""
+    with open(tmp_path / "zeros", "wb") as file:
+        file.truncate(size)
+    wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
+    assert train.split_point(tmp_path / "zeros") == size - wanted + (wanted == size // 10)      # after a character
+
+
+def test_a_cut_moves_by_a_tenth_or_32_megabytes_at_most(tmp_path):
+    with open(tmp_path / "holes", "wb") as file:
+        for place in (360_000_000, 367_900_000, 368_100_000):          # separators, in 400 MB
+            file.seek(place)
+            file.write(b"\n<|endoftext|>\n")
+        file.truncate(400_000_000)
+    assert train.split_point(tmp_path / "holes") == 368_100_000 + len("\n<|endoftext|>")
+
+
+def test_bad_corpora(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("folder")
+    for name, data in ("empty", b""), ("nul", b"a" * 8191 + b"\0"), ("late", b"a" * 8192 + b"\0"):
+        open(name, "wb").write(data)
+    train.check_corpus(["late"])
+    for name, words in [("folder", "folder is not a file; --data takes text files."), ("none", "none is not a file; --data takes text files."),
+                        ("empty", "empty is empty; there is nothing to learn from it."),
+                        ("nul", "nul is a binary file (it holds NUL bytes); --data takes text files.")]:
+        with pytest.raises(ValueError) as error:
+            train.check_corpus(["late", name])
+        assert str(error.value) == words
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+def test_progress(monkeypatch, capsys):
+    clock = iter([100.0, 102.0, 102.0, 110.0])
+    monkeypatch.setattr(train.time, "monotonic", lambda: next(clock))
+    progress = train.show_progress("words:")
+    progress(1_000_000, 10_000_000)
+    progress(9_999_999, 10_000_000)
+    assert capsys.readouterr().out == ""
+    progress(10_000_000, 10_000_000)
+    assert capsys.readouterr().out == "words: 10 MB, 1.0 MB/s, 10.0 s\n"
+    clock = iter([100.0, 102.0, 110.0])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    progress = train.show_progress("words:")
+    progress(1_000_000, 10_000_000)
+    assert capsys.readouterr().out == "\rwords: 1 MB, 0.5 MB/s, 10%, 18 s left \033[K"
+    progress(10_000_000, 10_000_000)
+    assert capsys.readouterr().out == "\rwords: 10 MB, 1.0 MB/s, 100%, 0 s left \033[K\n"
+
+
+def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "\n\n<|endoftext|>\n\n".join(f"document {i} of some words and more " * 20 for i in range(50))
+    open("books.txt", "w").write(text)
+    _, tokens, val, key = train.prepare(["books.txt"], 300)
+    assert "Training a tokenizer of 300 tokens on books.txt.\n" in (said := capsys.readouterr().out)
+    assert all(f"\n{what}" in said for what in ("words counted: 0 MB", "train tokens: 0 MB", "val-books tokens: 0 MB"))
+    assert re.fullmatch("[0-9a-f]{12}", key) and set(val) == {"books"} and tokens.dtype == np.dtype("<u2")
+    made = sorted(os.listdir("data"))
+    assert [re.sub("[0-9a-f]{8,}", "*", name) for name in made] == ["prepare.lock", "tokenizer-300-*.json", "train-*-*.bin", "val-books-*-*.bin"]
+    times = [os.stat(os.path.join("data", name)).st_mtime_ns for name in made[1:]]
+    again = train.prepare(["books.txt"], 300)
+    assert not capsys.readouterr().out and again[3] == key and np.array_equal(again[1], tokens)
+    assert times == [os.stat(os.path.join("data", name)).st_mtime_ns for name in made[1:]]
+    keys = {key, train.prepare(["books.txt"], 304)[3]}
+    os.rename("books.txt", "web.txt")
+    keys.add(train.prepare(["web.txt"], 300)[3])
+    open("web.txt", "a").write(" and a last word")
+    keys.add(train.prepare(["web.txt"], 300)[3])
+    assert len(keys) == 4
+    open("tiny.txt", "w").write("ab" * 20)
+    assert len(train.prepare(["tiny.txt"], 300)[2]["tiny"]) > 0
+    assert train.map_tokens("web.txt").size == os.path.getsize("web.txt") // 2 and train.map_tokens("data/prepare.lock").size == 0
+
+
+def test_batches_are_pairs_of_ints():
+    inputs, targets = train.get_batch(np.arange(300, dtype="<u2"), [250], 8, 3)
+    assert inputs.dtype == targets.dtype == np.int64 and targets.tolist() == [list(range(251, 261))]
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+class Uniform:
+    """A model that gives head 0 the loss `tokens[0, 0] / 100`: so the windows and their weights can be told."""
+    config = Config(dim=8, heads=2, kv_heads=1, layers=1, context=10, vocab=264, predict=3)
+
+    def __init__(self):
+        self.rows = []
+
+    def forward(self, tokens, targets):
+        assert tokens.shape[1] + 2 == targets.shape[1] and (tokens[:, 1:] == targets[:, :tokens.shape[1] - 1]).all()
+        self.rows.append(tokens[:, 0].tolist())
+        return np.array([tokens[:, 0].mean() / 100, 9.0, 9.0])
+
+
+def test_evaluation_is_a_weighted_mean_of_windows_spread_evenly():
+    sizes, val = np.full(264, 2), np.arange(100, dtype="<u2")
+    for most, micro_batch, rows in [(1 << 20, 4, [[0, 10, 20, 30], [40, 50, 60, 70], [80]]), (50, 9, [[0, 19, 38, 57, 76]]),
+                                    (59, 2, [[0, 19], [38, 57], [76]]), (3, 5, [[0]])]:
+        model = Uniform()
+        nats, counted, size = train.evaluate(model, sizes, val, micro_batch, most)
+        assert model.rows == rows
+        starts = [row for part in rows for row in part]
+        assert counted == 10 * len(starts) and size == 2 * counted and abs(nats - sum(starts) / 10) < 1e-9
+    model = Uniform()                               # shorter than the context: one window of what there is
+    assert train.evaluate(model, sizes, val[:8], 4, 1 << 20)[1:] == (5, 10) and model.rows == [[0]]
+    assert train.evaluate(model, sizes, val[:4], 4, 1 << 20)[1] == 1
+    assert train.evaluate(model, sizes, val[:3], 4, 1 << 20) == (0.0, 0, 0)
+    assert train.evaluate(model, sizes, val[:0], 4, 1 << 20) == (0.0, 0, 0)
+
+
+def test_validation_in_words(monkeypatch):
+    sums = {"books": (30.0, 10, 20), "web": (20.0, 10, 40), "none": (0.0, 0, 0)}
+    monkeypatch.setattr(train, "evaluate", lambda model, sizes, name, micro_batch, most: (
+        sums[name] if (sizes, micro_batch, most) == ("sizes", 7, 99) else None))
+    monkeypatch.setattr(train, "token_bytes", lambda tokenizer: "sizes")
+    result = train.validate("model", "tokenizer", {name: name for name in sums}, 7, 99)
+    log2 = math.log(2)
+    assert result == {"val_loss": 2.5, "val_bpb": pytest.approx(50 / log2 / 60), "val": {
+        "books": [3.0, pytest.approx(30 / log2 / 20)], "web": [2.0, pytest.approx(20 / log2 / 40)]}}
+    assert train.in_words(result) == "2.5000, 1.2022 bits/byte (books 3.0000, 2.1640; web 2.0000, 0.7213)"
+    assert train.in_words({**result, "val": {"web": [2.0, 1.0]}}) == "2.5000, 1.2022 bits/byte"
+    assert train.validate("model", "tokenizer", {"none": "none"}, 7, 99) == {}
+
+
+def test_bytes_of_tokens():
+    tokenizer = Tokenizer.train(["abababab"], 262)
+    sizes = train.token_bytes(tokenizer)
+    assert sizes.tolist() == [1] * 256 + [len(token) for token in tokenizer.tokens[256:-4]] + [0] * 4 and sizes.max() > 1
+
+
+def test_samples(monkeypatch):
+    tokenizer, asked = Tokenizer.train(["abab"], 260), []
+
+    def generate(model, ids, **options):
+        asked.append((model, list(ids), options))
+        yield from [65, 66, tokenizer.special["<|user|>"], 67, tokenizer.special["<|endoftext|>"], 68]
+    monkeypatch.setattr(train.model_cpu, "generate", generate)
+    assert train.sample_text("model", tokenizer, "Hi", 3) == "HiAB<|user|>C"
+    assert train.sample_text("model", tokenizer, "Hi", 4, length=2) == "HiAB"
+    options = dict(temperature=0.8, top_k=50, vocab=260)
+    assert asked == [("model", [72, 105], {**options, "seed": seed}) for seed in (3, 4)]
+    monkeypatch.setattr(train.model_cpu, "generate", lambda *_, **__: iter(lambda: 65, 66))
+    assert train.sample_text("model", tokenizer, "", 0) == "A" * 80
+
+
+def test_what_a_run_evaluates(monkeypatch, capsys):
+    tokenizer = Tokenizer.train(["abab"], 264)
+    model, calls = types.SimpleNamespace(config=Uniform.config), []
+    s = settings("--seed", "5", config=model.config, batch_tokens=20, steps=40)
+    monkeypatch.setattr(train, "validate", lambda *a: calls.append(a[3:]) or {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}})
+    monkeypatch.setattr(train, "sample_text", lambda model, tokenizer, prompt, seed: f"{prompt}\n{seed}")
+    for size, at_end in (65536 + 10, False), (65536 + 11, True):
+        job = train.pretraining(model, tokenizer, np.zeros(99, "<u2"), {"a": np.zeros(5), "x": np.zeros(size)}, s)
+        result = job.evaluate(20)
+        assert result == {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}, "samples": ["\n\n5", "The\n6", "What is\n7"]}
+        assert capsys.readouterr().out == "           validation loss 2.0000, 1.0000 bits/byte\n           \\n\\n5\n"
+        assert calls == [(2, 65536)] and s.micro_batch == 2
+        calls.clear()
+        assert ("all" in job.evaluate(40)) == at_end
+        said = capsys.readouterr().out
+        assert (f"           on all {size + 5:,} tokens held out 2.0000, 1.0000 bits/byte\n" in said) == at_end
+        assert calls == [(2, 65536), (2,)][:1 + at_end]
+        calls.clear()
+    monkeypatch.setattr(train, "validate", lambda *a: {})
+    assert list(job.evaluate(20)) == ["samples"] and "validation" not in capsys.readouterr().out
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+def test_flops():
+    """6 for each weight in a product, and 6 L C T."""
+    for name, products in ("small", 4 * (256 * 128 + 128 * 128 + 3 * 344 * 128) + 4 * 512 * 128), (
+            "big", 16 * (1280 * 768 + 768 * 768 + 3 * 2048 * 768) + 4 * 4096 * 768):
+        c = CONFIGS[name]
+        assert train.flops_per_token(c) == 6 * products + 6 * c.layers * c.dim * c.context
+
+
+def test_plans_of_both_engines(monkeypatch):
+    config = CONFIGS["small"]
+    s = settings("--threads", "2")
+    assert train.plan(config, s, 16) == train.memory_plan(config, 16, 128, 2)
+    assert train.memory_plan(config, 16, 128, 2)["gradients"] == 2 * 4 * 1_053_824
+    assert train.memory_plan(config, 1, 128, 8)["gradients"] == train.memory_plan(config, 0, 128, 8)["gradients"] == 4 * 1_053_824
+    assert train.memory_plan(config, 16, 128, 2, itemsize=8)["AdamW moments"] == 2 * 8 * 1_053_824
+    gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
+    assert train.plan(config, gpu, 16) == model_gpu.memory_plan(config, 16, 128, "bf16", "flash")
+    assert train.free_memory(gpu) == 3 << 30 and train.free_memory(dataclasses.replace(gpu, memory_limit=None)) is None
+    assert train.largest_micro_batch(config, dataclasses.replace(gpu, memory_limit=None)) is None
+    assert train.largest_micro_batch(config, gpu) == model_gpu.largest_micro_batch(config, 128, "bf16", 3 << 30, "flash") > 9
+    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(model_gpu, "free_memory", lambda limit: limit - 5)
+    assert train.free_memory(gpu) == (3 << 30) - 5
+    fixed, one = (sum(train.memory_plan(config, n, 128, 2).values()) for n in (0, 1))
+    for free, rows in [(fixed - 1, 0), (fixed, 0), (one, 1), (one - 1, 0), (fixed + 7 * (one - fixed), 7), (fixed + 8 * (one - fixed) - 1, 7)]:
+        monkeypatch.setattr(train, "free_memory", lambda s, free=free: free)
+        assert train.largest_micro_batch(config, s) == rows
+    monkeypatch.setattr(train, "free_memory", lambda s: None)
+    assert train.largest_micro_batch(config, s) is None
+
+
+def test_free_memory_of_linux(monkeypatch):
+    s = settings()
+    with open("/proc/meminfo", encoding="ascii") as file:
+        assert 0.5 < train.free_memory(s) / (1024 * int(re.search(r"MemAvailable: +(\d+) kB", file.read())[1])) < 2
+    monkeypatch.setattr("builtins.open", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError()))
+    assert train.free_memory(s) is None
+
+
+def test_a_dry_run_prints_the_plan(monkeypatch, capsys):
+    s = settings("--threads", "2", "--micro-batch", "16")
+    monkeypatch.setattr(train, "free_memory", lambda s: 1 << 30)
+    train.dry_run(CONFIGS["small"], s)
+    plan = train.memory_plan(CONFIGS["small"], 16, 128, 2)
+    rows = {**plan, "together": sum(plan.values())}
+    assert capsys.readouterr().out == (
+        "small: 1,053,824 parameters, 1000 steps of 2,048 tokens in micro-batches of 16 x 128, cpu fp32, peak learning rate 0.002\n"
+        + "".join(f"{name:>20} {size / 1048576:10.1f} MiB\n" for name, size in rows.items())
+        + f"Free memory is 1,024 MiB: the largest micro-batch is {train.largest_micro_batch(CONFIGS['small'], s)}.\n")
+    monkeypatch.setattr(train, "free_memory", lambda s: None)
+    train.dry_run(CONFIGS["small"], s)
+    assert "Free memory" not in capsys.readouterr().out
+
+
+def test_patience(monkeypatch):
+    clock = iter([0.0, 3.0, 3.0, 5.0, 5.0, 9.0])
+    monkeypatch.setattr(train.time, "monotonic", lambda: next(clock))
+    config = Config(dim=16, heads=2, kv_heads=1, layers=1, context=100, vocab=264)
+    s = settings("--threads", "3", config=config, batch_tokens=1000, steps=864)
+    with pytest.raises(ValueError) as error:
+        train.check_patience(config, s)
+    assert str(error.value) == ("small would take about 0.1 days on this CPU (150 tokens/s): train it on an NVIDIA GPU, train small "
+                                "instead, or say --device cpu to do it all the same.")
+
+
+def test_devices(monkeypatch):
+    assert [train.choose_device("auto", name) for name in CONFIGS] == ["cpu"] * 3 and train.choose_device("cpu", "big") == "cpu"
+    with pytest.raises(ValueError, match="needs CuPy"):
+        train.choose_device("gpu", "small")
+    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
+    assert [train.choose_device("auto", name) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
+    assert train.choose_device("gpu", "small") == "gpu" and train.choose_device("cpu", "big") == "cpu"
+    s = settings("--threads", "3")
+    assert train.model_options(s) == {"dtype": np.float32, "threads": 3}
+    s = dataclasses.replace(s, device="gpu", precision="tf32", memory_limit=7, matmul="ours", attention="naive", micro_batch=5)
+    assert train.model_options(s) == {"precision": "tf32", "micro_batch": 5, "memory_limit": 7, "attention": "naive", "matmul": "ours"}
+
+
+def test_blas_has_one_thread(monkeypatch):
+    names = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+    started = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(sys, "argv", ["train.py", "x"])
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    train.set_threads(["x"])
+    assert started == []
+    for name in names:
+        for value in ("2", None):
+            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+            train.set_threads(["a", "b"])
+            program, line, environment = started.pop()
+            assert (program, line) == (sys.executable, [sys.executable, os.path.abspath("train.py"), "a", "b"])
+            assert all(environment[each] == "1" for each in names) and environment["PATH"] == os.environ["PATH"]
+        monkeypatch.setenv(name, "1")
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+def test_options_become_settings():
+    s = settings("--data", "./a//b.txt", "c.txt", "--steps", "7", "--batch-tokens", "512", "--micro-batch", "3", "--lr", "0.5", "--warmup", "2",
+                 "--decay", "0.25", "--clip", "2", "--mtp-weight", "0.75", "--seed", "9", "--eval-every", "4", "--save-every", "5", "--threads", "2")
+    assert dataclasses.asdict(s) == dict(
+        preset="small", steps=7, batch_tokens=512, micro_batch=3, lr=0.5, warmup=2, decay=0.25, clip=2.0, mtp_weight=0.75, seed=9,
+        eval_every=4, save_every=5, threads=2, device="cpu", precision="fp32", attention="flash", matmul="cublas",
+        memory_limit=None, data=["a/b.txt", "c.txt"], tokens_key="")
+    assert train.given_settings(train.parse_arguments([])) == {}
+    assert train.given_settings(train.parse_arguments(["big", "--device", "auto", "--memory-limit", "2GB"])) == {
+        "preset": "big", "memory_limit": 2 * 10**9}
+
+
+@pytest.mark.parametrize("text, size", [("12GB", 12 * 10**9), ("800MB", 8 * 10**8), ("1.5GiB", 3 << 29), ("7", 7), ("3k", 3000), ("2KiB", 2048),
+                                        (" 1tb ", 10**12), ("5B", 5), ("1MiB", 1 << 20), ("1", 1)])
+def test_sizes_of_memory(text, size):
+    assert train.memory_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-1", "1.2.3", "12 GBs", "1PB", "9" * 400, "1000000000000000000"])
+def test_no_sizes_of_memory(text):
+    with pytest.raises(Exception, match="must be a size such as 12GB or 800MB, not") as error:
+        train.memory_size(text)
+    assert len(str(error.value)) < 100
+
+
+def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(monkeypatch):
+    asked = []
+    monkeypatch.setattr(train, "largest_micro_batch", lambda config, s: asked.append(s) or 20)
+    assert settings("--batch-tokens", "12800").micro_batch == 20 and len(asked) == 1         # 100 windows, 32 would do
+    assert settings("--batch-tokens", "1280").micro_batch == 10                              # no more than there are
+    monkeypatch.setattr(train, "largest_micro_batch", lambda config, s: 1000)
+    assert settings("--batch-tokens", "12800").micro_batch == 32
+    monkeypatch.setattr(train, "largest_micro_batch", lambda config, s: None)
+    assert settings("--batch-tokens", "12800").micro_batch == 32 and settings("--batch-tokens", "1280").micro_batch == 10
+    monkeypatch.setattr(train, "largest_micro_batch", lambda config, s: 0)
+    assert settings().micro_batch == 1
+    assert settings("--micro-batch", "999").micro_batch == 16 and settings("--micro-batch", "5").micro_batch == 5
+    monkeypatch.setattr(train, "largest_micro_batch", lambda config, s: 10**6)
+    args = train.parse_arguments(["--device", "gpu"])
+    s = train.make_settings(args, "big", CONFIGS["big"], {**train.DEFAULTS["big"], "batch_tokens": 512 * 1000})
+    assert (s.micro_batch, s.precision, s.threads, s.device) == (64, "bf16", 1, "gpu")
+    assert settings("--threads", "5").threads == 5
+    monkeypatch.setattr(train, "available_cores", lambda: 6)
+    assert settings().threads == 6 and settings("--micro-batch", "4").threads == 4
+
+
+def test_settings_that_do_not_fit():
+    for options, words in [(["--batch-tokens", "100"], "--batch-tokens 100 is not a multiple of the context, 128."),
+                           (["--batch-tokens", "129"], "--batch-tokens 129 is not a multiple of the context, 128."),
+                           (["--precision", "bf16"], "--precision is for the GPU engine; add --device gpu."),
+                           (["--memory-limit", "1GB"], "--memory-limit is for the GPU engine; add --device gpu."),
+                           (["--attention", "naive"], "--attention is for the GPU engine; add --device gpu."),
+                           (["--matmul", "ours"], "--matmul is for the GPU engine; add --device gpu.")]:
+        with pytest.raises(ValueError) as error:
+            settings(*options)
+        assert str(error.value) == words
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+def test_a_save_holds_the_settings(monkeypatch):
+    saved, s = [], settings()
+    monkeypatch.setattr(train.model_cpu, "save", lambda *arguments: saved.append(arguments))
+    train.save("out", "model", "tokenizer", s, {"tokens": 3}, "template")
+    assert saved == [("out", "model", "tokenizer", {"tokens": 3, "settings": dataclasses.asdict(s)}, "template")]
+
+
+def test_a_second_signal_leaves_at_once(monkeypatch, capfd):
+    before, left = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}, []
+    try:
+        for number in before:
+            signal.signal(number, signal.SIG_DFL)
+        stop = train.Stop()
+        assert all(signal.getsignal(number) == stop.ask for number in before)
+        monkeypatch.setattr(os, "_exit", left.append)
+        stop.ask(signal.SIGTERM, None)
+        assert (stop.signal, left) == (signal.SIGTERM, [])
+        assert capfd.readouterr().err == "\nFinishing this step, then saving; once more to leave at once.\n"
+        stop.ask(signal.SIGINT, None)
+        assert left == [130]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Plain:
+    """In a model's place, for the clock."""
+    config, step, grads, params = Config(dim=16, heads=2, kv_heads=1, layers=1, context=8, vocab=8, predict=1), 10, {}, {}
+
+    def forward(self, tokens, targets, counted):
+        return np.array([1.5])
+
+    def backward(self, last):
+        pass
+
+    def update(self, lr, decay, clip):
+        self.step += 1
+        return 0.25
+
+
+@pytest.mark.parametrize("peak", [None, 1e6])
+def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, peak):
+    """A second a step; the evaluation after step 14 takes a hundred, and counts neither for the speed nor for what is left."""
+    now, printed = [1000.0], []
+    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(train, "print_step", lambda *arguments: printed.append(arguments[1:]))
+    monkeypatch.setattr(train, "save", lambda *arguments: None)
+    monkeypatch.setattr(model_gpu, "peak_flops", lambda precision: peak if precision == "bf16" else "wrong")
+    s = settings("--eval-every", "7", "--save-every", "50", config=Plain.config, batch_tokens=32, steps=20)
+    s.device, s.precision = ("gpu", "bf16") if peak else ("cpu", "fp32")
+
+    def batch(step):
+        now[0] += 1.0
+        return np.zeros((4, 8), int), np.zeros((4, 8), int)
+
+    def evaluate(step):
+        now[0] += 100.0
+        return {}
+    (tmp_path / "log.jsonl").write_text('{"step": 10}\n')
+    state, model = {"script": "train.py", "tokens": 5000, "seconds": 50.0}, Plain()
+    stop = types.SimpleNamespace(signal=None)
+    assert train.train(model, None, s, str(tmp_path), state, stop, train.Job(batch, evaluate, 2.0)) == 0
+    for step, loss, bytes_per_token, lr, norm, rate, share, left, last in printed:
+        # a step's numbers are read when the next one has begun; after 14 and at the end at once
+        began = step - 10 + (0 if last else 1)
+        assert (loss, bytes_per_token, norm, lr) == (1.5, 2.0, 0.25, train.learning_rate(step - 1, s))
+        assert rate == pytest.approx(32 * (step - 10) / began) and left == pytest.approx(began / (step - 10) * (20 - step))
+        assert share == (peak and pytest.approx(rate * train.flops_per_token(Plain.config) / peak))
+        assert last == (step in (14, 20))
+    assert [row[0] for row in printed] == list(range(11, 21))
+    assert state["tokens"] == 5000 + 320 and state["seconds"] == 50 + 10 + 200
+
+
+def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch):
+    """The host does not ask for a step's numbers before it has launched the next one."""
+    order = []
+
+    class Number:
+        def __init__(self, step):
+            self.step = step
+
+        def __float__(self):
+            order.append(f"read {self.step}")
+            return 1.0
+
+    class Late(Plain):
+        step = 0
+
+        def forward(self, tokens, targets, counted):
+            order.append(f"launch {self.step + 1}")
+            return np.array([1.0])
+
+        def update(self, lr, decay, clip):
+            self.step += 1
+            return Number(self.step)
+    monkeypatch.setattr(train, "save", lambda *arguments: None)
+    s = settings(config=Plain.config, batch_tokens=32, steps=3)
+    job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
+    train.train(Late(), None, s, str(tmp_path), {"script": "", "tokens": 0, "seconds": 0.0}, types.SimpleNamespace(signal=None), job)
+    assert order == ["launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3"]
+
+
+def test_nothing_is_saved_after_a_number_that_is_not_finite(tmp_path, monkeypatch, capsys):
+    """Also where it is seen at the moment of a save."""
+    saved = []
+    monkeypatch.setattr(train, "save", lambda *arguments: saved.append(1))
+
+    class Bad(Plain):
+        step = 0
+
+        def forward(self, tokens, targets, counted):
+            return np.array([np.nan if self.step == 2 else 1.0])
+    s = settings("--save-every", "3", config=Plain.config, batch_tokens=32, steps=9)
+    job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
+    code = train.train(Bad(), None, s, str(tmp_path), {"script": "", "tokens": 0, "seconds": 0.0}, types.SimpleNamespace(signal=None), job)
+    assert code == 1 and saved == []
+    assert capsys.readouterr().err == (
+        "\nerror: step 3 is not finite (loss nan, gradient norm 0.25): every gradient is finite; the loss, or the sum of the "
+        f"gradient's squares, overflowed. {tmp_path} keeps its last checkpoint. Try a lower --lr.\n")
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+class Axes:
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments, **options: self.calls.append((name, arguments, options))
+
+
+def test_plot(tmp_path, monkeypatch, capsys):
+    axes, figure = Axes(), Axes()
+    pyplot = types.ModuleType("matplotlib.pyplot")
+    pyplot.subplots = lambda figsize: (figure, axes)
+    matplotlib = types.ModuleType("matplotlib")
+    matplotlib.use, matplotlib.pyplot = lambda name: None, pyplot
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+    log = tmp_path / "log.jsonl"
+    records = "".join(f'{{"step": {i}, "loss": {500 - i}}}\n' for i in range(1, 301))
+    log.write_text(records + '{"step": 300, "val_loss": 3.0, "val": {"books": [3.5, 1.0], "web": [2.5, 1]}}\n{"step": 301, "lo')
+    train.plot(str(tmp_path))
+    assert capsys.readouterr().out == f"Wrote {tmp_path / 'loss.png'}.\n"
+    assert figure.calls == [("savefig", (str(tmp_path / "loss.png"),), {"dpi": 150, "bbox_inches": "tight"})]
+    plots = [(arguments[0], arguments[1], options["label"]) for name, arguments, options in axes.calls if name == "plot"]
+    assert plots == [(list(range(1, 301)), [500.0 - i for i in range(1, 301)], "training"), ([300], [3.5], "held out: books"),
+                     ([300], [2.5], "held out: web")]
+    assert ("set_ylim", (), {"top": 500 - 4}) in axes.calls             # the loss after a hundredth of the steps
+    assert ("set", (), {"xlabel": "step", "ylabel": "loss, nats per token", "title": str(tmp_path)}) in axes.calls
+    log.write_text('{"step": 1}\n')
+    train.plot(str(tmp_path))
+    for line in ('{"step": 1, "loss": "x"}', '{"step": 1, "val_loss": 1}', '{"step": 1, "val_loss": 1, "val": {"a": []}}',
+                 '{"step": 1, "loss": null}', '{"step": 1, "val_loss": 1, "val": 5}'):
+        log.write_text(line + "\n")
+        with pytest.raises(ValueError, match="log.jsonl holds records that cannot be drawn"):
+            train.plot(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for folder, words in (tmp_path, "--plot needs matplotlib: pip install matplotlib."), (tmp_path / "no", "/log.jsonl to draw."):
+        with pytest.raises(ValueError) as error:
+            train.plot(str(folder))
+        assert str(error.value).endswith(words)
+
+
+# -- the whole script --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def whole(tmp_path, monkeypatch):
+    """main() with all that is slow taken away -> list of what happened."""
+    monkeypatch.chdir(tmp_path)
+    done, tokenizer = [], Tokenizer.train(["abab"], 264)
+    tokens = np.zeros(200_000, "<u2")
+    open("text.txt", "w").write("text")
+    for name, value in [("prepare", lambda data, vocab: done.append(("prepare", data, vocab)) or (tokenizer, tokens, {"text": tokens[:900]}, "key")),
+                        ("set_threads", lambda argv: done.append(("threads", argv))), ("take", lambda out: done.append(("take", out))),
+                        ("set_aside", lambda out: done.append(("aside", out))), ("Stop", lambda: "stop"),
+                        ("save", lambda out, model, tokenizer, s, state: done.append(("save", out, dict(state)))),
+                        ("train", lambda model, tokenizer, s, out, state, stop, job: done.append(("train", s, out, state, stop)) or 0),
+                        ("sample_text", lambda model, tokenizer, prompt, seed: f"sample {seed}"),
+                        ("find_corpus", lambda preset: [f"{preset}.txt"])]:
+        monkeypatch.setattr(train, name, value)
+    return done
+
+
+def test_a_new_run(whole, capsys):
+    assert train.main(["--data", "text.txt", "--threads", "2", "--seed", "4"]) == 0
+    out = os.path.join("out", "small")
+    threads, prepared, taken, aside, saved, (_, s, folder, state, stop) = whole
+    assert (threads, prepared) == (("threads", ["--data", "text.txt", "--threads", "2", "--seed", "4"]), ("prepare", ["text.txt"], 512))
+    assert (taken, aside, saved) == (("take", out), ("aside", out), ("save", out, {"script": "train.py", "tokens": 0, "seconds": 0.0}))
+    assert (s.tokens_key, s.steps, s.seed, folder, state["script"], stop) == ("key", 781, 4, out, "train.py", "stop")
+    assert capsys.readouterr().out == (
+        "200,000 tokens are few for 1000 steps: taking 781, which read them 8 times (--steps takes another number).\n"
+        "small: 1,053,824 parameters, 781 steps of 2,048 tokens, 2 threads; corpus text.txt: 200,000 tokens to train on, 900 to validate.\n"
+        "--- '\\n'\nsample 4\n--- 'The'\nsample 5\n--- 'What is'\nsample 6\n\nTalk to it: python chat.py --model out/small\n")
+
+
+def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
+    monkeypatch.setattr(train, "train", lambda *arguments: 7)
+    assert train.main(["--out", "./x/../y", "--steps", "3"]) == 7       # the exit code of the run; no samples then
+    assert ("take", "y") in whole and ("prepare", ["small.txt"], 512) in whole and "sample" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="medium would take about .* days on this CPU"):
+        train.main(["medium"])
+    with pytest.raises(ValueError, match="needs CuPy"):
+        train.main(["--device", "gpu"])
+    monkeypatch.setattr(train, "prepare", lambda data, vocab: (None, np.zeros(131, "<u2"), {}, "key"))
+    with pytest.raises(ValueError, match="its training part has 131 tokens, fewer than the 132 of one window"):
+        train.main([])
+    tokenizer = Tokenizer.train(["abab"], 264)
+    for held_out, said in (5, False), (4, True):
+        monkeypatch.setattr(train, "prepare", lambda data, vocab: (tokenizer, np.zeros(2048 * 500, "<u2"), {"a": np.zeros(held_out)}, "key"))
+        train.main([])
+        assert ("The corpus is too short for a validation part: there will be no validation loss.\n" in capsys.readouterr().out) == said
+
+
+def test_dry_runs(whole, monkeypatch, capsys):
+    planned = []
+    monkeypatch.setattr(train, "dry_run", lambda config, s: planned.append((config, s.device, s.precision, s.memory_limit)))
+    for options, device in [(["big", "--memory-limit", "12GB"], "gpu"), (["big"], "gpu"), (["medium"], "gpu"), ([], "cpu"), (["--device", "gpu"], "gpu"),
+                            (["--memory-limit", "12GB"], "gpu"), (["big", "--device", "cpu"], "cpu"), (["--mtp-weight", "0.9"], "cpu")]:
+        assert train.main(["--dry-run", *options]) is None
+        config, on, precision, limit = planned.pop()
+        assert on == device and precision == ("bf16" if device == "gpu" else "fp32") and limit == (12 * 10**9 if "12GB" in options else None)
+        preset = options[0] if options and options[0] in CONFIGS else "small"
+        assert config == dataclasses.replace(CONFIGS[preset], mtp_weight=0.9 if "--mtp-weight" in options else 0.3)
+    assert {row[0] for row in whole} == {"threads"}
+
+
+def test_resumed_runs(whole, monkeypatch, capsys):
+    s = settings("--data", "text.txt")
+    s.tokens_key = "key"
+    model = model_cpu.Model(dataclasses.replace(CONFIGS["small"], layers=1), 0, np.float32)
+    asked = []
+    monkeypatch.setattr(train, "resume", lambda args, out, script: asked.append((out, script)) or (model, Tokenizer.train(["ab"], 264), s, {"script": "x"}))
+    model.step = 1000
+    assert train.main(["--resume", "--out", "o"]) == 0
+    assert capsys.readouterr().out == "The run in o is finished: 1000 of 1000 steps.\n" and asked == [("o", "train.py")]
+    model.step = 999
+    assert train.main(["--resume", "--out", "o"]) == 0
+    assert capsys.readouterr().out.startswith("Resuming o at step 999 of 1000.\n") and whole[-1][0] == "train"
+    assert {row[0] for row in whole} == {"threads", "prepare", "train"}
+    s.tokens_key = "other"
+    with pytest.raises(ValueError) as error:
+        train.main(["--resume", "--out", "o"])
+    assert str(error.value) == "the corpus text.txt, or the tokenizer made from it, is not the one that the run in o began with."
+
+
+def test_plots_need_no_run(whole, monkeypatch):
+    monkeypatch.setattr(train, "plot", lambda folder: f"plotted {folder}")
+    assert train.main(["--plot", "x"]) == "plotted x" and whole == []
