@@ -499,7 +499,7 @@ def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, peak):
         assert share == (peak and pytest.approx(rate * train.flops_per_token(Plain.config) / peak))
         assert last == (step in (14, 20))
     assert [row[0] for row in printed] == list(range(11, 21))
-    assert state["tokens"] == 5000 + 320 and state["seconds"] == 50 + 10 + 200
+    assert state["tokens"] == 5000 + 320 and state["seconds"] == 50 + 10 + 100      # and then it evaluated
 
 
 def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch):
@@ -628,8 +628,10 @@ def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
     monkeypatch.setattr(train, "train", lambda *arguments: 7)
     assert train.main(["--out", "./x/../y", "--steps", "3"]) == 7       # the exit code of the run; no samples then
     assert ("take", "y") in whole and ("prepare", ["small.txt"], 512) in whole and "sample" not in capsys.readouterr().out
-    with pytest.raises(ValueError, match="medium would take about .* days on this CPU"):
-        train.main(["medium"])
+    monkeypatch.setattr(train, "check_patience", lambda config, s: whole.append(("patience", config, s.preset)))
+    for options in ["medium"], ["medium", "--device", "cpu"], ["small"]:
+        train.main(options)
+    assert [row[1:] for row in whole if row[0] == "patience"] == [(CONFIGS["medium"], "medium")]
     with pytest.raises(ValueError, match="needs CuPy"):
         train.main(["--device", "gpu"])
     monkeypatch.setattr(train, "prepare", lambda data, vocab: (None, np.zeros(131, "<u2"), {}, "key"))
