@@ -9,7 +9,12 @@ RUN  = $(VENV)/bin/python
 # In MB (CuPy 14.2, CUDA 12.9, Linux x86_64): 137 + 581 + 90 + 3, and NCCL 352.
 GPU_PACKAGES = "cupy-cuda12x>=14" nvidia-cublas-cu12 nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12
 
-.PHONY: all model check check-peers bench gpu clean help
+# What tests/mutate.py takes its mistakes in Python from, how many it plants, and the number that draws the sample.
+MUTATE_PACKAGES = "cosmic-ray>=8.3,<9"
+COUNT = 300
+SEED  = 0
+
+.PHONY: all model check check-peers mutate bench gpu clean help
 .NOTPARALLEL:
 
 all: model
@@ -21,6 +26,7 @@ help:
 	@echo "make              environment in $(VENV), packages, text, the small model trained in out/small, three samples"
 	@echo "make check        the gradient check, then the tests"
 	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers and tiktoken (downloads them first)"
+	@echo "make mutate       plants COUNT=$(COUNT) mistakes, drawn by SEED=$(SEED), and lists those that no test notices (an hour)"
 	@echo "make bench        the README's measurements"
 	@echo "make gpu          CuPy and CUDA's libraries, for an NVIDIA GPU (about 0.8 GB; no CUDA toolkit needed)"
 	@echo "make clean        removes $(VENV), caches and token files; keeps the models in out/ and the texts in data/"
@@ -64,6 +70,11 @@ $(VENV)/packages-peers: $(VENV)/packages tests/peers/requirements.txt
 	@$(call install,-r tests/peers/requirements.txt)
 	@touch $@
 
+$(VENV)/packages-mutate: $(VENV)/packages-tests
+	@echo "Installing cosmic-ray (about 70 MB)."
+	@$(call install,$(MUTATE_PACKAGES))
+	@touch $@
+
 install = $(RUN) -m pip install --quiet --disable-pip-version-check $(1) || { \
 	echo "error: pip could not install the packages (see above); is there a network, and room on the disk?" >&2; exit 2; }
 
@@ -85,11 +96,16 @@ model: $(VENV)/packages
 check: $(VENV)/packages-tests
 	$(RUN) gradcheck.py
 	@mkdir -p .pytest_cache
-	$(RUN) -m pytest -q -m "not slow" --ignore=tests/peers --basetemp=.pytest_cache/tmp tests
+	$(RUN) -m pytest -q -m "not slow" -n auto --maxprocesses 4 --dist loadfile --ignore=tests/peers \
+	    --basetemp=.pytest_cache/tmp tests
 
 check-peers: $(VENV)/packages-peers
 	@mkdir -p .pytest_cache
 	$(RUN) -m pytest -q --basetemp=.pytest_cache/tmp-peers tests/peers
+
+mutate: $(VENV)/packages-mutate
+	@mkdir -p .pytest_cache
+	TMPDIR="$(CURDIR)/.pytest_cache" $(RUN) tests/mutate.py --count $(COUNT) --seed $(SEED)
 
 bench: $(VENV)/packages
 	$(RUN) tests/bench.py

@@ -2,6 +2,7 @@
 
 fake_cupy() is as much of the module cupy as model_gpu.py uses, with the kernels of tests/cuda_on_cpu.h.  The matrix
 products are those of --matmul ours."""
+import ctypes
 import gc
 import os
 import re
@@ -17,7 +18,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 import model_cpu
 import model_gpu
-from cuda_helpers import CpuModule, check_guards, guarded
+from cuda_helpers import CpuModule, check_guards, from_bf16, guarded, to_bf16
 from model_cpu import Config
 
 
@@ -88,6 +89,12 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
                                  get_default_memory_pool=lambda: pool, cuda=cuda), made
 
 
+@pytest.fixture(autouse=True)
+def fewer_blocks(monkeypatch):
+    """Blocks of threads that a GPU needs to be busy and a CPU takes one by one."""
+    monkeypatch.setattr(model_gpu, "SUM_BLOCKS", 8)
+
+
 @pytest.fixture
 def made(monkeypatch):
     module, arrays = fake_cupy()
@@ -148,6 +155,91 @@ def test_a_whole_step_equals_the_reference(made, precision, attention, loss_bar,
     assert off.mean() < (0.1 if precision == "bf16" else 1e-3)
     assert model.step == 1
     check_guards(*made)
+
+
+class FakeCublas:
+    """cuBLAS's products as its documentation has them, in columns, on raw addresses: C (m,n) = alpha op(A) op(B) + beta C."""
+    def __init__(self):
+        self.algorithms = set()
+
+    def gemmEx(self, handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, B, type_b, ldb, beta, C, type_c, ldc,
+               compute, algorithm):
+        self.gemmStridedBatchedEx(handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, 0, B, type_b, ldb, 0, beta,
+                                  C, type_c, ldc, 0, 1, compute, algorithm)
+
+    def gemmStridedBatchedEx(self, handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, stride_a, B, type_b, ldb,
+                             stride_b, beta, C, type_c, ldc, stride_c, batch, compute, algorithm):
+        assert handle == "handle" and algorithm == -1
+        self.algorithms.add(compute)
+
+        def matrix(address, kind, rows, columns, ld):
+            size = {0: 4, 14: 2}[kind]
+            assert ld >= rows
+            raw = np.frombuffer((ctypes.c_char * (size * (ld * (columns - 1) + rows))).from_address(address), {0: "f4", 14: "u2"}[kind])
+            return np.lib.stride_tricks.as_strided(raw, (rows, columns), (size, size * ld))
+
+        def read(*arguments):
+            x = matrix(*arguments)
+            return x if x.dtype == np.float32 else from_bf16(np.ascontiguousarray(x))
+        alpha, beta = (ctypes.c_float.from_address(address).value for address in (alpha, beta))
+        for i in range(batch):
+            a, b, c = (address + i * stride * {0: 4, 14: 2}[kind] for address, stride, kind in
+                       ((A, stride_a, type_a), (B, stride_b, type_b), (C, stride_c, type_c)))
+            a = read(a, type_a, *((k, m) if transpose_a else (m, k)), lda)
+            b = read(b, type_b, *((n, k) if transpose_b else (k, n)), ldb)
+            product = alpha * ((a.T if transpose_a else a) @ (b.T if transpose_b else b))
+            out = matrix(c, type_c, m, n, ldc)
+            result = product + beta * read(c, type_c, m, n, ldc) if beta else product        # beta 0: C may hold NaN
+            out[...] = to_bf16(result) if type_c == 14 else result
+
+
+@pytest.fixture
+def cublas(made, monkeypatch):
+    module, fake = types.ModuleType("cupy.cuda"), FakeCublas()
+    module.cublas, module.device = fake, types.SimpleNamespace(get_cublas_handle=lambda: "handle")
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", module)
+    return fake
+
+
+@pytest.mark.parametrize("precision, attention, bar, compute", [("fp32", "flash", 3e-6, 68), ("tf32", "naive", 3e-6, 77),
+                                                                ("bf16", "flash", 4e-2, 68), ("bf16", "naive", 4e-2, 68)])
+def test_a_whole_step_through_cublas(cublas, precision, attention, bar, compute):
+    model, reference = model_gpu.Model(TINY, precision=precision, attention=attention), model_cpu.Model(TINY)
+    widen(model, reference)
+    tokens, targets = batch(TINY, 2, 21)
+    for m in (model, reference):
+        m.forward(tokens, targets)
+        m.backward()
+    for name, grad in model.grads.items():
+        assert relative(grad, reference.grads[name]) < (3e-3 if precision == "tf32" and attention == "flash" else bar), name
+    assert relative(model.logits(tokens), reference.logits(tokens)) < bar
+    assert relative(model.extend(tokens[0]), reference.logits(tokens)[0]) < bar and cublas.algorithms == {compute}
+
+
+def test_products_in_every_layout(cublas, monkeypatch):
+    """Views with rows further apart, batches, transposed operands, written and added: cuBLAS's and ours."""
+    rng = np.random.default_rng(0)
+    for matmul in "cublas", "ours":
+        gpu = model_gpu.Gpu(TINY, "fp32", "naive", matmul)
+        for batch_size in (0, 3):
+            for transpose_a in (False, True):
+                for transpose_b in (False, True):
+                    for add in (False, True):
+                        M, N, K = 24, 40, 16
+
+                        def operand(rows, columns):
+                            wide = rng.standard_normal((*[batch_size] * bool(batch_size), rows, columns + 8)).astype(np.float32)
+                            return wide.view(Array)[..., :columns]
+                        a = operand(*((K, M) if transpose_a else (M, K)))
+                        b = operand(*((N, K) if transpose_b else (K, N)))
+                        out = operand(M, N)
+                        expected = (np.swapaxes(a, -1, -2) if transpose_a else a) @ (np.swapaxes(b, -1, -2) if transpose_b else b)
+                        expected = np.asarray(expected + out if add else expected)
+                        beside = out.base[..., N:].copy()
+                        model_gpu.product(gpu, out, a, b, transpose_a, transpose_b, add)
+                        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+                        np.testing.assert_array_equal(out.base[..., N:], beside)
 
 
 def test_the_bf16_copy_follows_the_parameters(made):
@@ -357,6 +449,39 @@ def test_peak_of_the_card(monkeypatch):
         assert model_gpu.peak_flops(precision) == peak, name
 
 
+def test_what_this_gpu_has(monkeypatch):
+    for capability, precision in ("70", "fp32"), ("75", "fp32"), ("79", "fp32"), ("80", "bf16"), ("120", "bf16"):
+        monkeypatch.setattr(model_gpu, "cupy", fake_cupy(capability=capability)[0])
+        assert model_gpu.default_precision() == precision
+    module, _ = fake_cupy(total_bytes=1000)
+    module.get_default_memory_pool().total_bytes = lambda: 70
+    monkeypatch.setattr(model_gpu, "cupy", module)
+    assert [model_gpu.free_memory(limit) for limit in (None, 5000, 600)] == [1070, 1070, 600]
+    monkeypatch.setattr(model_gpu, "cupy", None)
+    assert model_gpu.default_precision() == "bf16"
+    assert model_gpu.BF16_TFLOPS == (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
+                                     ("L4", 121), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
+
+
+def test_the_plan_of_the_big_model():
+    """Counted by hand: 64 x 512 tokens in bf16, of which each layer keeps 2 C + (H+2G)D + C + 2F numbers, and so on."""
+    c, N = model_cpu.CONFIGS["big"], 64 * 512
+    plan = model_gpu.memory_plan(c, 64, 512, "bf16")
+    size = 116_417_280
+    assert {name: plan[name] for name in ("parameters", "gradients", "AdamW moments", "bf16 weights")} == {
+        "parameters": 4 * size, "gradients": 4 * size, "AdamW moments": 8 * size, "bf16 weights": 2 * size}
+    assert plan["activations"] == 16 * N * (2 * (3 * 768 + 1280 + 2 * 2048) + 4 * (2 + 12))
+    inputs = 4 * N * (1 + 4 + 1) + -(-4 * 4097 // 256) * 256 + 2 * 256
+    assert plan["logits and scratch"] == N * (2 * 3 * 768 + 4 + 16) + 4 * 1056 * 768 + inputs + 2 * N * 4 * 4096
+    assert plan["decoding"] == sum(-(-size // 256) * 256 for size in (
+        4 * 512, 2 * 16 * 2 * 4 * 512 * 64, *[2 * 512 * 768] * 3, 4 * 512, 2 * 512 * 1280, 2 * 512 * 768, 2 * 512 * 4096, 2 * 512 * 2048,
+        4 * 512 * 4 * 4096))
+    assert plan["cuBLAS and kernels"] == 64 << 20 and len(plan) == 8
+    assert "bf16 weights" not in model_gpu.memory_plan(c, 64, 512, "tf32")
+    flash, naive = (model_gpu.memory_plan(c, 2, 512, "fp32", attention) for attention in ("flash", "naive"))
+    assert naive["activations"] - flash["activations"] == 16 * 4 * 2 * 12 * 512 * 511
+
+
 def test_largest_micro_batch():
     config = model_cpu.CONFIGS["big"]
     total = sum(model_gpu.memory_plan(config, 64, 512, "bf16").values())
@@ -383,6 +508,16 @@ def test_errors_are_one_sentence(monkeypatch):
                              ({"matmul": "fast"}, "matmul must be one of")]:
         with pytest.raises(ValueError, match=words):
             model_gpu.Model(TINY, **arguments)
+    for change, attention, words in [
+            (dict(dim=8320, heads=65), "flash", "models up to 8192 wide and contexts up to 16384, not 8320 and 8"),
+            (dict(dim=64, heads=1, context=16392), "flash", "not 64 and 16392"), (dict(dim=96, heads=1), "flash", "not 96: choose another"),
+            (dict(dim=40, heads=1), "naive", "with naive attention any multiple of 16"), (dict(dim=16, heads=1), "flash", "not 16")]:
+        config = Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **change})
+        with pytest.raises(ValueError, match=words):
+            model_gpu.check_choices(config, "fp32", attention, "ours")
+    for change, attention in [(dict(dim=8192, heads=64), "flash"), (dict(dim=64, heads=1, context=16384), "flash"),
+                              (dict(dim=96, heads=1), "naive"), (dict(dim=16, heads=1), "naive")]:
+        model_gpu.check_choices(Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **change}), "bf16", attention, "ours")
     with pytest.raises(ValueError, match="heads 32, 64 or 128 wide"):
         model_gpu.Model(Config(dim=48, heads=2, kv_heads=1, layers=1, context=8, vocab=8), matmul="ours")
     module, _ = fake_cupy(total_bytes=80 << 20)
@@ -390,7 +525,12 @@ def test_errors_are_one_sentence(monkeypatch):
     config = Config(dim=64, heads=1, kv_heads=1, layers=2, context=64, vocab=512)
     with pytest.raises(ValueError, match="A micro-batch of 4096 x 64 tokens needs .* use --micro-batch [1-9]"):
         model_gpu.Model(config, precision="fp32", matmul="ours", micro_batch=4096)
-    for capability, precision, words in [("75", "bf16", "bf16 needs a GPU .* this one has 7.5: use --precision fp32"),
+    for capability, precision in ("80", "bf16"), ("80", "tf32"), ("70", "fp32"), ("79", "fp32"):
+        monkeypatch.setattr(model_gpu, "cupy", fake_cupy(capability=capability)[0])
+        model_gpu.check_choices(TINY, precision, "flash", "ours")
+    for capability, precision, words in [("79", "tf32", "tf32 needs a GPU of compute capability 8.0 .Ampere. or later, this one has 7.9"),
+                                         ("69", "fp32", "compute capability 7.0 .Volta. or later, this one has 6.9[.]$"),
+                                         ("69", "bf16", "compute capability 8.0 .Ampere. or later, this one has 6.9[.]$"), ("75", "bf16", "bf16 needs a GPU .* this one has 7.5: use --precision fp32"),
                                          ("61", "fp32", "fp32 needs a GPU of compute capability 7.0")]:
         monkeypatch.setattr(model_gpu, "cupy", fake_cupy(capability=capability)[0])
         with pytest.raises(ValueError, match=words):
@@ -398,10 +538,84 @@ def test_errors_are_one_sentence(monkeypatch):
     module.cuda.is_available = lambda: False
     module.cuda.runtime.runtimeGetVersion = lambda: 12090
     monkeypatch.setattr(model_gpu, "cupy", module)
-    for driver, words in [(0, "no NVIDIA driver"), (11040, "too old: it serves CUDA 11.4"), (12090, "finds no GPU")]:
+    for driver, words in [(0, "no NVIDIA driver"), (11040, "too old: it serves CUDA 11.4, this CuPy needs 12.0: .* cupy-cuda11x"),
+                          (12090, "finds no GPU"), (12000, "finds no GPU"), (13010, "finds no GPU")]:
         module.cuda.runtime.driverGetVersion = lambda: driver
         with pytest.raises(ValueError, match=words):
             model_gpu.pick("gpu")
+
+
+def test_a_missing_library_is_one_sentence(made, monkeypatch):
+    monkeypatch.setattr(model_gpu.cupy, "RawModule", lambda **_: (_ for _ in ()).throw(RuntimeError("no nvrtc\nmore")))
+    with pytest.raises(ValueError) as error:
+        model_gpu.Model(TINY, precision="fp32", matmul="ours")
+    assert str(error.value) == ("The GPU engine does not start; a CUDA library seems to be missing or does not fit the driver: run "
+                                "`make gpu` (no nvrtc).")
+
+
+def test_out_of_memory_says_what_would_fit(made):
+    model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
+    pool = model_gpu.cupy.get_default_memory_pool()
+    small = sum(model_gpu.memory_plan(TINY, 3, 40, "fp32").values())
+    model_gpu.cupy.cuda.runtime.memGetInfo = lambda: (small, 1 << 40)
+    need = sum(model_gpu.memory_plan(TINY, 50, 40, "fp32").values())
+    assert str(model.out_of_memory(50, 40)) == (f"A micro-batch of 50 x 40 tokens needs {need / 2**30:.2f} GiB of GPU memory, "
+                                                f"{small / 2**30:.2f} GiB can be had: use --micro-batch 3.")
+    model_gpu.cupy.cuda.runtime.memGetInfo = lambda: (5, 1 << 40)
+    assert str(model.out_of_memory(50, 40)).endswith("0.00 GiB can be had: use a smaller model or --device cpu.")
+    model.logits([[1, 2, 3]])
+    pool.limit = 100
+    with pytest.raises(ValueError, match="A micro-batch of 1 x 3 tokens needs"):
+        model.logits([[1, 2, 3]])
+
+
+def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
+    """What `python model_gpu.py` prints, of a smaller model."""
+    small = Config(dim=64, heads=2, kv_heads=1, layers=1, context=64, vocab=512, predict=2)
+    monkeypatch.setattr(model_gpu, "CONFIGS", {"small": small})
+    monkeypatch.setattr(model_gpu, "TEXT", "a cold morning")                # of 14 characters no pair comes twice
+    monkeypatch.setattr(model_gpu.Model.__init__, "__defaults__", (0, None, None, None, "flash", "ours"))
+    timed = []
+    monkeypatch.setattr(model_gpu, "seconds_per_step", lambda model, B, steps: timed.append((type(model).__module__, B, steps)) or 0.0125)
+    model_gpu.cupy.cuda.runtime.getDeviceProperties = lambda number: {"name": b"Card 1"}
+    model_gpu.main(["--steps", "3"])
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == "One sentence of 12 tokens through the small model: the first step of `python model_cpu.py`, on Card 1"
+    rows = [line.split() for line in lines[3:7]]
+    assert [" ".join(row[:2]) for row in rows] == ["CPU float64", "GPU fp32", "GPU tf32", "GPU bf16"]
+    assert timed == [("model_cpu", 16, 1)] + [("model_gpu", 16, 3)] * 3 and all(row[-1] == "12.50" for row in rows)
+    off = [float(row[-2]) for row in rows]
+    assert off[0] == 0 and 0 < off[1] < 1e-5 < 1e-4 < off[3] < 0.1 and off[2] < 1e-2
+    for column, bar in (2, 1e-2), (4, 1e-2), (5, 2e-2):                 # loss, norm, loss after
+        values = [float(row[column]) for row in rows]
+        assert max(values) - min(values) < bar * max(values)
+    assert float(rows[1][2]) > float(rows[1][5])                        # it learned
+    assert lines[8] == ("loss: of head 0 (ln V = 5.7170); gradient off by: relative L2 against float64; ms a step: forward, backward "
+                        "and update of 16 x 64 tokens.")
+    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability="75"))
+    monkeypatch.setattr(model_gpu, "first_step", lambda model, tokens, targets: ((1.0,) * 4, np.ones(2)))
+    model_gpu.main([])
+    assert "GPU fp32" in (said := capsys.readouterr().out) and "GPU bf16" not in said and timed[-1] == ("model_gpu", 16, 20)
+
+
+def test_seconds_of_a_step(monkeypatch):
+    class Counted:
+        config, calls = TINY, []
+
+        def forward(self, tokens, targets):
+            assert tokens.shape == (3, 40) and targets.shape == (3, 42) and {0, 47} <= set(tokens.flat) | set(targets.flat) <= set(range(48))
+            self.calls.append("f")
+
+        def backward(self):
+            self.calls.append("b")
+
+        def update(self, lr):
+            assert lr == 0.0
+            self.calls.append("u")
+            return 1.0
+    clock = iter([100.0, 106.0])
+    monkeypatch.setattr(model_gpu.time, "perf_counter", lambda: next(clock))
+    assert model_gpu.seconds_per_step(Counted(), 3, 4) == 1.5 and "".join(Counted.calls) == "fbu" + "u" + "fbu" * 4
 
 
 def test_the_script_says_in_one_sentence_that_there_is_no_gpu():

@@ -1,0 +1,532 @@
+"""Plants small mistakes, one at a time, in a copy of the project, and lists those that no test notices.
+
+    python tests/mutate.py                                # 300 mistakes, spread evenly over all files: `make mutate`
+    python tests/mutate.py kernels.cu train.py --count 60 --seed 1
+    python tests/mutate.py flash_attn.cu --barriers       # deletes every barrier, all of which a test has to notice
+
+A mistake is an operator, a number, a condition, a call or a statement that becomes another one: in Python those of
+cosmic-ray (pip install cosmic-ray), in CUDA the regular expressions in CUDA_KINDS below. A file's places, which are its
+pairs of line and kind of mistake, are drawn evenly, and then one of the variants that a place has. What does not compile
+is drawn anew. COUNT, SEED and the files decide the sample.
+
+Each mistake is judged by its file's tests (SUITES), the quick ones first, in a copy of the project of which each job has
+one. A test that fails, crashes or hangs has noticed it. A line is printed for each,
+
+    kernels.cu:117: for (int bit = 16; bit «> -> >=» 0; bit /= 2) x += ...                                 NOT NOTICED
+
+and a table at the end; the exit code is 1 if of some file's mistakes that change anything fewer than 95% were noticed,
+and 2 if nothing could be judged. What changes nothing is known by two things: the CPU's compiler makes the same program
+of it (CUDA only), or tests/equivalent.txt lists it and no test notices. 60 mistakes of one file take 3 to 20 minutes.
+"""
+import argparse
+import ast
+import atexit
+import collections
+import concurrent.futures
+import itertools
+import json
+import os
+import queue
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EQUIVALENT = ROOT / "tests" / "equivalent.txt"
+ENOUGH = 95                 # percent
+NOT_COPIED = (".git", ".venv", "data", "out")
+SUITES = {                  # what judges a file: arguments of Python
+    "tokenizer.py": ["tests/test_tokenizer.py", "tests/test_scripts.py"],
+    "model_cpu.py": ["tests/test_model_cpu.py", "tests/test_checkpoint.py", "tests/test_scripts.py", "tests/test_gradcheck.py",
+                     "gradcheck.py"],
+    "model_gpu.py": ["tests/test_model_gpu.py"],
+    "train.py": ["tests/test_train_parts.py", "tests/test_train.py", "tests/test_scripts.py", "tests/test_attack.py"],
+    "sft.py": ["tests/test_sft.py"],
+    "chat.py": ["tests/test_chat.py"],
+    "gradcheck.py": ["tests/test_gradcheck.py", "gradcheck.py"],
+    "kernels.cu": ["tests/test_kernels.py"],
+    "flash_attn.cu": ["tests/test_flash.py"]}
+OPTIONS = {"kernels.cu": ["-DBF16=0", "-DBF16=1"],
+           "flash_attn.cu": ["-DHEAD_DIM=32", "-DHEAD_DIM=64", "-DHEAD_DIM=128"]}
+REFUSED = "the compiler"
+SKIPPED_TESTS = "not compiles and not launches_them_so"     # of the compiler for GPUs, and of model_gpu.py's table
+
+# Given to every copy: notes in the run without a mistake how long each test takes and which functions it enters, and in
+# all others runs the tests first that enter the function with the mistake, the quick ones before those of more than a
+# second, and otherwise by file, so that what the tests of a file share is made once.
+CONFTEST = """
+import json, os, pathlib, sys
+import pytest
+ROOT = pathlib.Path(__file__).parent
+NOTES = ROOT / "notes.json"
+known, noted = json.loads(NOTES.read_text()) if NOTES.exists() else {}, {}
+function = os.environ.get("MUTATED_FUNCTION")
+
+def pytest_collection_modifyitems(items):
+    def order(item):
+        seconds, entered = known.get(item.nodeid, (0, []))
+        return function not in entered, seconds > 1, str(item.path), seconds
+    items.sort(key=order)
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    codes = set()
+    if not known:
+        sys.settrace(lambda frame, event, argument: codes.add(frame.f_code))
+    result = yield
+    sys.settrace(None)
+    noted.setdefault(item.nodeid, [0, []])[1] = [
+        f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" for code in codes
+        if os.path.dirname(code.co_filename) == str(ROOT)]
+    return result
+
+def pytest_runtest_logreport(report):
+    noted.setdefault(report.nodeid, [0, []])[0] += report.duration
+
+def pytest_sessionfinish():
+    if not known:
+        NOTES.write_text(json.dumps(noted))
+"""
+
+
+class Mutant:
+    """source[start:end], of a file, that becomes `new`."""
+
+    def __init__(self, file, source, start, end, new):
+        self.file, self.text, old = file, source[:start] + new + source[end:], source[start:end]
+        self.line = source.count("\n", 0, start) + 1
+        before, after = source[:start].rpartition("\n")[2], source[end:].partition("\n")[0]
+        if new == f"not {old}":
+            old, new, after = "", "not ", old + after
+        self.function = f"{file}:{first_line(source, self.line)}" if file.endswith(".py") else ""
+        self.shown = " ".join(f"{before}«{old} -> {new}»{after}".split())
+
+
+def first_line(source, line):
+    """Of the function in which the line stands, as its code object has it; 0 outside of all."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)
+                 and node.lineno <= line <= node.end_lineno]
+    return max((min(part.lineno for part in [node, *node.decorator_list]) for node in functions), default=0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mistakes in Python: {(line, kind): [function that returns (start, end, new), ...]}
+# ----------------------------------------------------------------------------------------------------------------------
+def python_places(source):
+    try:
+        import cosmic_ray.ast
+        import cosmic_ray.mutating
+        import cosmic_ray.plugins
+    except ImportError:
+        stop("cosmic-ray, which plants the mistakes in Python, is missing; `make mutate` installs it, so does pip")
+    # == for `is`: the same thing for what is compared so
+    synonyms = re.compile("_(Eq_Is|Is_Eq|NotEq_IsNot|IsNot_NotEq)$")
+    names = [name for name in cosmic_ray.plugins.operator_names() if not synonyms.search(name)]
+    operators = [cosmic_ray.plugins.get_operator(name) for name in names]
+    operators = [(name, operator()) for name, operator in zip(names, operators) if not operator.arguments()]
+    lines = source.splitlines(keepends=True)
+    offsets = [0, *itertools.accumulate(map(len, lines))]
+    skipped = [(offsets[first - 1] + len(lines[first - 1].encode()[:a].decode()),
+                offsets[last - 1] + len(lines[last - 1].encode()[:b].decode()))
+               for first, a, last, b in unwatched(ast.parse(source))]
+    places, occurrences = collections.defaultdict(list), collections.Counter()
+
+    class Collector(cosmic_ray.ast.Visitor):
+        def visit(self, node):
+            for name, operator in operators:
+                for (line, a), (last, b) in operator.mutation_positions(node):
+                    start, end = offsets[line - 1] + a, offsets[last - 1] + b
+                    if not any(low <= start < high for low, high in skipped):
+                        kind = re.sub("_.*", "", name.rpartition("/")[2])
+                        places[line, kind].append(lambda args=(operator, occurrences[name], start, end): variant(*args))
+                    occurrences[name] += 1
+            return node
+
+    def variant(operator, occurrence, start, end):
+        mutated = cosmic_ray.mutating.mutate_code(source, operator, occurrence)
+        # what changed without the white space and comments before it, which some operators take along
+        same = next((i for i, (x, y) in enumerate(zip(source, mutated)) if x != y), start)
+        return start, end, mutated[min(start, same):len(mutated) - (len(source) - end)].strip()
+
+    Collector().walk(cosmic_ray.ast.get_ast(source))
+    return places
+
+
+def unwatched(tree):
+    """Where nothing runs that a test could look at: type annotations, and what only the script's start runs."""
+    for node in ast.walk(tree):
+        found = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        if isinstance(node, ast.If) and "__name__" in ast.dump(node.test):
+            found.append(node)
+        for part in filter(None, found):
+            yield part.lineno, part.col_offset, part.end_lineno, part.end_col_offset
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mistakes in CUDA, the same
+# ----------------------------------------------------------------------------------------------------------------------
+BARRIER = re.compile(r"\b(?:__syncthreads\(\)|__syncwarp\([^()]*\)|cp_async_wait<[^<>]*>\(\));")
+# Neither code nor seen by the CPU's compiler: comments, what CUDA_ON_CPU leaves out, directives, what says nothing of
+# results (static_assert is itself a check).
+NOT_CODE = re.compile(r"""//[^\n]* | /\*.*?\*/ | ^\#if[^\n]*CUDA_ON_CPU.*?^\#endif | ^[ ]*\#[^\n]* | "[^"\n]*"
+                          | template[ ]<[^<>]*> | __launch_bounds__\([^()]*\) | static_assert\([^;]*;""",
+                      re.DOTALL | re.MULTILINE | re.VERBOSE)
+OPERATORS = {"+": "- *", "-": "+", "*": "+ /", "/": "* %", "%": "/ *", "<": "<= >", "<=": "< >", ">": ">= <",
+             ">=": "> <", "==": "!= <= >=", "!=": "==", "&&": "||", "||": "&&", "&": "| ^", "|": "& ^", "^": "| & +",
+             "<<": ">>", ">>": "<<", "+=": "-= =", "-=": "+= =", "*=": "/= += =", "/=": "*= -=", "|=": "&= =",
+             "^=": "|= &="}
+NAMES = {"fmaxf": "fminf", "fminf": "fmaxf", "min": "max", "max": "min", "true": "false", "false": "true",
+         "expf": "__expf", "__expf": "expf", "blockIdx.x": "blockIdx.y", "blockIdx.y": "blockIdx.x",
+         "threadIdx.x": "blockIdx.x"}
+DECLARED = re.compile(r"\b(?!return|else)[A-Za-z_]\w* +\(?&?\w+\)?\[[^;={}()]*")     # arrays, with their sizes
+FACTOR = r"[\w.:]+(?:\[[^\[\]]*\]|\([^()]*\))*"
+
+
+def other_numbers(text, suffix):
+    if text.startswith("0x"):
+        return [f"{value:#x}{suffix}" for value in (int(text, 16) >> 1, int(text, 16) - 1)]
+    if text.isdigit():
+        return [f"{value}{suffix}" for value in (int(text) + 1, int(text) - 1)]
+    value = float(text)
+    return [f"{other!r}{suffix}" for other in ([value + 1, value - 1] if abs(value) < 1e9 else [0.0])]
+
+
+# (kind, what is found, what may stand there instead). Binary operators have white space on both sides, pointers,
+# references and templates' brackets never.
+CUDA_KINDS = [
+    ("barrier", BARRIER, lambda m: [";"]),
+    ("operator", re.compile(r"(?<=\s)(?:<<|>>|[-+*/%<>=!|^]=|&&|\|\||[-+*/%<>&|^])(?=\s)"),
+     lambda m: OPERATORS[m[0]].split()),
+    ("number", re.compile(r"(?<![\w.])(0x[0-9A-Fa-f]+|\d+\.?\d*(?:e[-+]?\d+)?)([uLf]*)(?![\w.])"),
+     lambda m: other_numbers(m[1], m[2])),
+    ("index", re.compile(r"(?<=[\w\])])\[(?=[^\[\]&])(?!\d+\])[^\[\]]*\]"),
+     lambda m: [f"{m[0][:-1]} + 1]", f"{m[0][:-1]} - 1]"]),
+    ("term", re.compile(rf" [-+] {FACTOR}(?: [*/%] {FACTOR})*(?=[;,)\]]| [-+<>=!?:&|])"), lambda m: [""]),
+    ("condition", re.compile(r"\bif \(((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*)\)"), lambda m: [f"if (!({m[1]}))"]),
+    ("name", re.compile(rf"\b(?:{'|'.join(map(re.escape, NAMES))})\b"), lambda m: [NAMES[m[0]]]),
+    ("call", re.compile(r"\b(?!if\b|for\b|while\b|return\b|sizeof\b)[A-Za-z_][\w:]*(?=\()"), lambda m: [""]),
+    ("statement", re.compile(r"(?<=[ )])(?!return [^;]|typedef|constexpr)[A-Za-z*(_][^;{}\n?]*;(?=\s*$)", re.MULTILINE),
+     lambda m: [";"])]
+
+
+def cuda_places(source, barriers=False):
+    code = NOT_CODE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), source)     # positions stay
+    sizes = [match.span() for match in DECLARED.finditer(code)]
+    places = collections.defaultdict(list)
+    for kind, pattern, others in CUDA_KINDS[:1] if barriers else CUDA_KINDS:
+        for match in pattern.finditer(code):
+            line = source.count("\n", 0, match.start()) + 1
+            a_size = any(start <= match.start() < end for start, end in sizes)
+            if kind == "statement" and BARRIER.match(match[0]) or kind == "index" and a_size:
+                continue
+            # an array may have more room than it needs
+            variants = [new for new in others(match) if not (
+                a_size and kind == "number" and code[match.start() - 1] == "[" and int(new) > int(match[0]))]
+            key = (line, kind, match.start()) if barriers else (line, kind)
+            places[key] += [lambda args=(*match.span(), new): args for new in variants]
+    return places
+
+
+def draw(places, seed, lines):
+    """The variants in random order: one of each place, then a second one of each, and so on."""
+    rng = random.Random(seed)
+    keys = sorted(key for key in places if lines[0] <= key[0] <= lines[1])
+    shuffled = [rng.sample(places[key], len(places[key])) for key in rng.sample(keys, len(keys))]
+    return [variant for round in itertools.zip_longest(*shuffled) for variant in round if variant is not None]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The copies and what runs in them
+# ----------------------------------------------------------------------------------------------------------------------
+class Copy:
+    """A copy of the project, with the texts of ../shared beside it and a folder of its own for temporary files."""
+
+    def __init__(self, folder, model=None):
+        self.folder, self.root, self.temporary = folder, folder / "main", folder / "tmp"
+        if model:
+            shutil.copytree(model.folder, folder, symlinks=True)
+        else:
+            def ignored(path, names):
+                return [name for name in names if name in ("__pycache__", ".pytest_cache")
+                        or Path(path) == ROOT and name in NOT_COPIED]
+            shutil.copytree(ROOT, self.root, ignore=ignored)
+            self.temporary.mkdir()
+            if (ROOT.parent / "shared").exists():
+                (folder / "shared").symlink_to(ROOT.parent / "shared")
+            (self.root / "conftest.py").write_text(CONFTEST)
+        self.kept = {path: None for path in self.temporary.rglob("*")}
+
+    def run(self, arguments, timeout=None, function=""):
+        """-> (exit code, None after a time-out; output) of Python; whatever it leaves running is killed."""
+        environment = dict(os.environ, TMPDIR=str(self.temporary), PYTHONDONTWRITEBYTECODE="1",
+                           OPENBLAS_NUM_THREADS="1", MUTATED_COPY=str(self.folder), MUTATED_FUNCTION=function)
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen([sys.executable, *arguments], cwd=self.root, env=environment, stdout=output,
+                                       stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                                       preexec_fn=limit_resources)
+            RUNNING.add(process)
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                self.kill(process)
+            output.seek(0)
+            return code, output.read().decode(errors="replace")
+
+    def kill(self, process):
+        """Kill the process's group, and by the mark in their environment those who left it."""
+        mark = f"MUTATED_COPY={self.folder}\0".encode()
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+        RUNNING.discard(process)
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+            except OSError:                                         # it has ended, or belongs to somebody else
+                pass
+
+    def clean(self):
+        for path in self.temporary.rglob("*"):
+            if path not in self.kept and path.parent in {self.temporary, *self.kept}:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def suite(self, file, timeout=None, function=""):
+        """-> None if the file's tests pass, else what notices."""
+        tests = [name for name in SUITES[file] if name.startswith("tests/") and (self.root / name).exists()]
+        code, output = self.run(["-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow",
+                                 "-k", SKIPPED_TESTS, *tests], timeout, function)
+        if code and re.search(r"^E +ValueError: g\+\+ .* fails:$", output, re.MULTILINE):
+            return REFUSED
+        if code:
+            failed = re.findall(r"^(?:FAILED|ERROR) (?:\S*::)?(.*?)(?: - .*)?$", output, re.MULTILINE)
+            return (failed or [f"pytest's exit code {code}"])[-1]
+        for script in SUITES[file]:
+            if code == 0 and not script.startswith("tests/"):
+                code, output = self.run([script], timeout)
+                if code:
+                    return script
+        return "a hang" if code is None else None
+
+    def programs(self, file):
+        """-> the bytes of what the CPU's compiler makes of a .cu file for all options, or None if it refuses."""
+        code, output = self.run(["-c", "import sys; sys.path.insert(0, 'tests'); import cuda_helpers\n"
+                                 "for option in sys.argv[2:]:\n"
+                                 "    print(cuda_helpers.CpuModule(sys.argv[1], [option]).library._name)",
+                                 file, *OPTIONS[file]])
+        return None if code else [Path(path).read_bytes() for path in output.split()]
+
+
+RUNNING = set()
+
+
+def limit_resources():
+    """A mistake must not fill the memory or the disk: 12 GB of addresses, 1 GB a file."""
+    for limit, most in ((resource.RLIMIT_AS, 12 << 30), (resource.RLIMIT_FSIZE, 1 << 30)):
+        hard = resource.getrlimit(limit)[1]
+        resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def stop(sentence):
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_equivalent():
+    """[(file, pattern, text of the entry)] of tests/equivalent.txt, whose head says what stands there."""
+    entries, reason = [], None
+    for number, line in enumerate(EQUIVALENT.read_text(encoding="utf-8").splitlines() if EQUIVALENT.exists() else [], 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        if not line.startswith(" "):
+            reason = line
+            continue
+        file, _, text = line.strip().partition(": ")
+        if reason is None or file not in SUITES or not re.search("«.* -> .*»", text):
+            stop(f"{EQUIVALENT.name}, line {number}: not `FILE: code «old -> new» code` below a reason: {line.strip()}")
+        entries.append((file, re.compile(".*".join(map(re.escape, text.split("...")))), text))
+    return entries
+
+
+def note_stale(entries, files, sources):
+    for file, _, text in entries:
+        line = re.sub(r"«(.*) -> .*»", r"\1", text)
+        pattern = re.compile(".*".join(map(re.escape, line.split("..."))))
+        if file in files and not any(pattern.fullmatch(" ".join(x.split())) for x in sources[file].splitlines()):
+            print(f"note: {EQUIVALENT.name} speaks of a line that is not there: {file}: {text}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The judgement
+# ----------------------------------------------------------------------------------------------------------------------
+class Judge:
+    def __init__(self, files, args, folder):
+        self.files, self.folder, self.lock, self.entries = files, folder, threading.Lock(), read_equivalent()
+        self.copies, first = queue.Queue(), Copy(folder / "0")
+        self.sources = {file: (first.root / file).read_text(encoding="utf-8") for file in files}
+        self.candidates = {}
+        for file in files:
+            cuda = file.endswith(".cu")
+            places = cuda_places(self.sources[file], args.barriers) if cuda else python_places(self.sources[file])
+            self.candidates[file] = iter(draw(places, f"{args.seed} {file}", args.lines))
+        self.programs = {file: first.programs(file) for file in files if file.endswith(".cu")}
+        for file, programs in self.programs.items():
+            if programs is None:
+                stop(f"g++ does not compile {file}; is it installed (apt install g++)?")
+        self.measure(first)
+        first.kept = {path: None for path in first.temporary.rglob("*")}
+        for number in range(1, args.jobs):
+            self.copies.put(Copy(folder / str(number), first))
+        self.copies.put(first)
+
+    def measure(self, copy):
+        """Judge the files without a mistake; the times that their tests take become the time-outs."""
+        self.timeout, notes = {}, {}
+        for file in self.files:
+            print(f"{file} without a mistake: ", end="", flush=True)
+            failed = copy.suite(file)
+            if failed:
+                print("fails")
+                stop(f"the tests of {file} fail without any mistake ({failed}); mend that first")
+            noted = json.loads((copy.root / "notes.json").read_text())
+            (copy.root / "notes.json").unlink()
+            notes.update(noted)
+            seconds = sum(test[0] for test in noted.values())
+            self.timeout[file] = 30 + 5 * seconds
+            print(f"{len(noted)} tests, {seconds:.0f} s")
+        (copy.root / "notes.json").write_text(json.dumps(notes))
+
+    def next_mutant(self, copy, file):
+        """Writes the file's next mistake that is Python, or may be CUDA, to the copy; None if there are no more."""
+        while True:
+            with self.lock:
+                variant = next(self.candidates[file], None)
+            if variant is None:
+                return None
+            mutant = Mutant(file, self.sources[file], *variant())
+            if file.endswith(".py"):
+                try:
+                    if ast.dump(ast.parse(mutant.text)) == ast.dump(ast.parse(self.sources[file])):
+                        continue
+                    compile(mutant.text, file, "exec")
+                except (SyntaxError, ValueError):
+                    continue
+            (copy.root / file).write_text(mutant.text, encoding="utf-8")
+            return mutant
+
+    def judge(self, file):
+        """-> (mutant, verdict), printed; None if the file has no more of them."""
+        copy = self.copies.get()
+        try:
+            by = REFUSED
+            while by == REFUSED:
+                copy.clean()
+                mutant = self.next_mutant(copy, file)
+                if mutant is None:
+                    return None
+                by = copy.suite(file, self.timeout[file], mutant.function)
+            if by:
+                verdict = "noticed"
+            elif file.endswith(".cu") and copy.programs(file) == self.programs[file]:
+                verdict, by = "equivalent", "the same program"
+            elif any(file == name and pattern.fullmatch(mutant.shown) for name, pattern, _ in self.entries):
+                verdict, by = "equivalent", EQUIVALENT.name
+            else:
+                verdict = "NOT NOTICED"
+            print(f"{file}:{mutant.line}: {mutant.shown}   {verdict}" + (f" ({by})" if by else ""), flush=True)
+            return mutant, verdict
+        finally:
+            (copy.root / file).write_text(self.sources[file], encoding="utf-8")
+            copy.clean()
+            self.copies.put(copy)
+
+
+def report(files, results, enough):
+    """The table; -> whether this percentage was noticed in every file."""
+    good, survivors = True, []
+    print(f"\n{'file':14} {'planted':>8} {'change nothing':>15} {'noticed':>8} {'share':>8}")
+    for file in files:
+        verdicts = collections.Counter(verdict for mutant, verdict in results if mutant.file == file)
+        planted, nothing = verdicts.total(), verdicts["equivalent"]
+        share = 100 * verdicts["noticed"] / max(planted - nothing, 1)
+        good &= share >= enough or planted == nothing
+        print(f"{file:14} {planted:8d} {nothing:15d} {verdicts['noticed']:8d} {share:7.1f}%")
+        survivors += sorted((mutant.file, mutant.line, mutant.shown) for mutant, verdict in results
+                            if mutant.file == file and verdict == "NOT NOTICED")
+    print(f"\n{len(survivors)} not noticed" + (":" if survivors else ""))
+    for file, line, shown in survivors:
+        print(f"  {file}:{line}: {shown}")
+    return good
+
+
+def end_all():
+    for process in list(RUNNING):
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def main(argv=None):
+    def positive(text):
+        number = int(text)
+        if number < 1:
+            raise ValueError
+        return number
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.error = stop
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(SUITES)} (default: all)")
+    parser.add_argument("--count", type=positive, default=300, metavar="N", help="mistakes, spread evenly (300)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="another number draws another sample (0)")
+    parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+                        else os.cpu_count(), metavar="J", help="so many at once (as many as there are cores)")
+    parser.add_argument("--lines", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(1, 10 ** 9),
+                        help="only mistakes in these lines")
+    parser.add_argument("--barriers", action="store_true", help="of the .cu files named, delete every barrier")
+    args = parser.parse_args(argv)
+    files = list(dict.fromkeys(os.path.basename(file) for file in args.files)) or list(SUITES)
+    if args.barriers and not args.files:
+        files = list(OPTIONS)
+    for file in files:
+        if file not in SUITES:
+            stop(f"{file} is none of the files that have tests here: {', '.join(SUITES)}")
+        if args.barriers and file not in OPTIONS:
+            stop(f"{file} has no barriers, only {' and '.join(OPTIONS)} have")
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    atexit.register(end_all)
+    with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as folder:
+        judge = Judge(files, args, Path(folder))
+        share, rest = divmod(args.count, len(files))
+        tasks = [file for i, file in enumerate(files) for _ in range(share + (i < rest))]
+        if args.barriers:
+            tasks = [file for file in files for _ in cuda_places(judge.sources[file], True)]
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            try:
+                results = [result for result in pool.map(judge.judge, tasks) if result]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                end_all()
+                raise
+    good = report(files, results, 100 if args.barriers else ENOUGH)
+    note_stale(judge.entries, files, judge.sources)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
