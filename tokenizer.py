@@ -348,7 +348,7 @@ def find_chunks(path, start, end, size):
 
 
 def read_chunk(path, start, end):
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         file.seek(start)
         return file.read(end - start)
 
@@ -775,7 +775,8 @@ def naming(path):
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or os.fspath(path)
+        if error.strerror:                      # else it is a sentence of ours
+            error.filename = error.filename or os.fspath(path)
         raise
 
 

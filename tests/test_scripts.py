@@ -71,6 +71,9 @@ def test_errors_as_sentences():
     with pytest.raises(OSError) as error, tokenizer.naming("here"):
         raise OSError(errno.EIO, "Input/output error", "there")         # it has a name already
     assert tokenizer.explain(error.value) == "Cannot use there: Input/output error."
+    with pytest.raises(OSError) as error, tokenizer.naming("here"):
+        raise OSError("A sentence of ours.")
+    assert tokenizer.explain(error.value) == "A sentence of ours."
     assert tokenizer.explain(MemoryError()) == "There is not enough memory."
     assert tokenizer.explain(MemoryError("Unable to allocate 7 GiB")) == "There is not enough memory (Unable to allocate 7 GiB)."
     assert tokenizer.explain(ValueError("One sentence.")) == "One sentence."

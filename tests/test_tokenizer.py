@@ -1,5 +1,6 @@
 """tokenizer.py against slow, obvious versions of itself, on damaged input, and through its command line."""
 import array
+import contextlib
 import io
 import json
 import os
@@ -7,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tokenizer as tk  # noqa: E402
-from tokenizer import SPECIAL_TOKENS, Tokenizer  # noqa: E402
+from tokenizer import END_OF_TEXT, SPECIAL_TOKENS, Tokenizer  # noqa: E402
 
 GPT2 = ROOT.parent / "shared" / "data" / "gpt2"
 WHITE_SPACE = {*map(chr, range(9, 14)), " ", "\x85", "\xa0", "\u1680", *map(chr, range(0x2000, 0x200B)),
@@ -137,8 +137,14 @@ def test_cut_text_never_cuts_a_word():
     for _ in range(300):
         text = random_text(rng, 200)
         parts = list(tk.cut_text(text, size=7))
-        assert "".join(parts) == text
+        assert "".join(parts) == text and all(len(part) > 7 for part in parts[:-1])
         assert [word for part in parts for word in tk.split_words(part)] == tk.split_words(text)
+
+
+def test_parts_are_as_long_as_asked_for_or_a_stretch_longer():
+    assert list(tk.cut_text("ab  cd efgh i", size=2)) == ["ab  cd", " efgh", " i"]
+    assert list(tk.cut_text("ab  cd efgh i", size=1)) == ["ab", "  cd", " efgh", " i"]
+    assert list(map(len, tk.cut_text("ab " * 20_000))) == [32_771, 27_229]
 
 
 # Training
@@ -196,6 +202,28 @@ def test_pruning_keeps_the_frequent_words(monkeypatch):
     assert words == {"y" * 5000: 1}
 
 
+def test_pruning_by_hand(monkeypatch):
+    monkeypatch.setattr(tk, "MAX_WORD_BYTES", 10)
+    for lengths, kept in [("5 5", "5 5"), ("3 4 4", "3 4"), ("5 1 5", "5 1"), ("6 1 4", "6"), ("2 9 1", "2 9")]:
+        words = Counter({chr(ord("a") + i) * int(n): 9 - i for i, n in enumerate(lengths.split())})
+        tk.prune_words(words)
+        assert [len(word) for word in words] == list(map(int, kept.split())), lengths
+    # it is looked at each time that more text than the limit has passed
+    assert tk.count_words(["aaaaaa", "bbbbbb", "cccccc"]) == {"aaaaaa": 1, "cccccc": 1}
+    assert tk.count_words(["aaaaa", "bbbbb", "c"]) == {"aaaaa": 1, "bbbbb": 1}
+    assert tk.count_words(["aaaaa", "bbbbb"]) == {"aaaaa": 1, "bbbbb": 1}
+
+
+def test_files_are_pruned_too(tmp_path, monkeypatch):
+    counted = []
+    monkeypatch.setattr(tk, "MAX_WORD_BYTES", 10)
+    monkeypatch.setattr(tk, "learn_merges", lambda words, wanted: counted.append((dict(words), wanted)) or [])
+    for name, text in [("a", "aaaaaa"), ("b", "bbbbbb")]:
+        (tmp_path / name).write_text(text)
+    assert Tokenizer.train_files([tmp_path / "a", tmp_path / "b"], 300).vocab_size == 260
+    assert counted == [({"aaaaaa": 1}, 40)]
+
+
 # Encoding and decoding
 
 def test_encoding_equals_replaying_the_merges(tokenizer):
@@ -209,6 +237,13 @@ def test_the_way_for_long_words_gives_the_same(tokenizer):
     for _ in range(300):
         word = "".join(rng.choices(["a", "an", "the", "ban", "low", "中"], k=rng.randrange(1, 40))).encode()[:190]
         assert tokenizer.encoder.merge_long(list(word)) == tokenizer.encoder.merge(word)
+    pairs = Tokenizer(range(256), [(97, 98), (99, 100), (256, 257), (258, 258), (258, 256)], SPECIAL_TOKENS)
+    assert pairs.encode("abcd" * 101 + "ab") == [259] * 50 + [260]      # a pair of pairs: both must know each other
+    for alphabet in "ab", "abc", "aab":
+        deep = Tokenizer.train(["".join(rng.choices(alphabet, k=2000))], 330)
+        for _ in range(30):
+            word = "".join(rng.choices(alphabet, k=rng.randrange(1, 60))).encode()
+            assert deep.encoder.merge_long(list(word)) == deep.encoder.merge(word) == slow_encode(deep, word)
 
 
 def test_every_byte_string_comes_back(tokenizer):
@@ -233,6 +268,30 @@ def test_a_full_cache_changes_nothing(tokenizer, monkeypatch):
     monkeypatch.setattr(tk.Encoder, "MAX_ENTRIES", 3)
     tokenizer.encoder.clear()
     assert tokenizer.encode(TEXT) == expected and len(tokenizer.encoder) <= 3
+    monkeypatch.undo()
+    tokenizer.encoder.clear()
+    for length, kept in (65, 0), (64, 1):                   # what is longer hardly comes again
+        tokenizer.encode("a" * length)
+        assert len(tokenizer.encoder) == kept
+    tokenizer.encoder["a"] = array.array("H", [7]).tobytes()
+    assert tokenizer.encode("a") == [7]                     # it is read, not only written
+    tokenizer.encoder.clear()
+
+
+@pytest.mark.parametrize("missing, code", [(0, "H"), (1, "I")])
+def test_ids_take_16_bits_where_they_fit(missing, code, tmp_path):
+    """Up to 65,536 tokens, the last id being 65,535."""
+    pairs = [(left, right) for left in range(256) for right in range(256)][:65536 - 257 + missing]
+    large = Tokenizer(range(256), pairs, [END_OF_TEXT])
+    assert large.vocab_size == 65536 + missing and large.encoder.typecode == code
+    last = bytes([pairs[-1][0], pairs[-1][1]])
+    assert large.encode(last) == [large.vocab_size - 2] and large.decode([large.vocab_size - 1]) == END_OF_TEXT
+    (tmp_path / "text").write_bytes(last)
+    if code == "H":
+        assert encode_to_ids(large, tmp_path / "text") == [65534, 65535]
+    else:
+        with pytest.raises(ValueError, match="too few for a vocabulary of 65537 tokens; train one of at most 65536"):
+            encode_to_ids(large, tmp_path / "text")
 
 
 def test_ids_out_of_range_are_named(tokenizer):
@@ -243,16 +302,36 @@ def test_ids_out_of_range_are_named(tokenizer):
 
 
 def test_other_types_are_refused(tokenizer):
-    for bad in None, 5, ["a"]:
-        with pytest.raises(TypeError):
+    for bad, kind in (None, "NoneType"), (5, "int"), (["a"], "list"):
+        with pytest.raises(TypeError, match=f"^text must be str or bytes, not {kind}.$"):
             tokenizer.encode(bad)
+    assert tokenizer.encode(memoryview(b"the")) == tokenizer.encode("the")
 
 
-def test_long_words_are_not_quadratic(tokenizer):
-    started = time.perf_counter()
-    for text in "ab" * 100_000, "a" * 200_000, " " * 200_000, "中" * 70_000, "👍" * 50_000:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert time.perf_counter() - started < 30     # about 2 s; quadratic merging would take hours
+class CountingDict(dict):
+    """Counts its look-ups, which is what the time of encoding goes into."""
+    looked_up = 0
+
+    def get(self, key, default=None):
+        self.looked_up += 1
+        return super().get(key, default)
+
+
+def test_long_words_are_not_quadratic(tokenizer, monkeypatch):
+    """Counted in look-ups and in steps of the heap, not in seconds."""
+    merges, steps = CountingDict(tokenizer.merges), []
+    encoder = tk.Encoder(tokenizer.encoder.byte_ids, merges, "H")
+    heappop, merge_long = tk.heapq.heappop, tk.Encoder.merge_long
+    monkeypatch.setattr(tk.heapq, "heappop", lambda heap: steps.append("pop") or heappop(heap))
+    monkeypatch.setattr(tk.Encoder, "merge_long", lambda self, ids: steps.append("long") or merge_long(self, ids))
+    assert len(encoder.merge(b"an" * 100)) < 200 and steps == []                # 200 bytes go the short way
+    assert len(encoder.merge(b"an" * 100 + b"a")) < 200 and steps[0] == "long"  # 201 the long one
+    for text in "an" * 50_000, "a" * 100_000, "banana" * 20_000, "ab" * 50_000, " " * 100_000, "中" * 40_000, "👍" * 30_000:
+        merges.looked_up, steps[:], n = 0, [], len(text.encode())
+        ids = encoder.merge(text.encode())
+        assert steps.count("long") == 1 and len(steps) <= 2 * n     # a pair for each two neighbours there ever were
+        assert merges.looked_up <= n + len(steps) + 2 * (n - len(ids))
+        assert tokenizer.decode(ids) == text and tokenizer.encode(text) == ids
 
 
 @pytest.mark.skipif(not GPT2.is_dir(), reason="shared/data/gpt2 is not there")
@@ -271,8 +350,43 @@ def test_gpt2_known_ids(tmp_path):
 def test_gpt2_files_that_are_none(tmp_path):
     (tmp_path / "e.json").write_text('{"a": 0}')
     (tmp_path / "v.bpe").write_text("#version: 0.2\na b\n")
-    with pytest.raises(ValueError, match="not GPT-2's tokenizer files"):
-        Tokenizer.from_gpt2(tmp_path / "v.bpe", tmp_path / "e.json")
+    for vocab in '{"a": 0}', "[]", "7", "null", '{"a": "x"}', '{"a": 0, "b": "x"}', "{", '{"a": [0]}':
+        (tmp_path / "e.json").write_text(vocab)
+        with pytest.raises(ValueError, match="v.bpe and .*e.json are not GPT-2's tokenizer files: "):
+            Tokenizer.from_gpt2(tmp_path / "v.bpe", tmp_path / "e.json")
+
+
+def test_vocabularies_that_do_not_fit_their_merges():
+    chars, special = tk.byte_chars(), [END_OF_TEXT]
+    vocab = {name: i for i, name in enumerate([*chars, "ab", "abc", *special])}
+    good = Tokenizer.from_vocab(vocab, ["a b", ("ab", "c")], special)
+    assert good.merges == {(97, 98): 256, (256, 99): 257} and good.special == {END_OF_TEXT: 258}
+    assert good.tokens[:256] == [bytes([i]) for i in range(256)] and good.encode("abcab") == [257, 256]
+    order = "its tokens are not the bytes, then the merges in order, then the special tokens."
+    for change, merges, special, words in [
+            ({}, ["a b", "ab c"], ["<|end|>"], "it has no special token <|endoftext|>."),
+            ({"more": 300}, ["a b", "ab c"], special, "the ids of its 260 tokens are not 0 to 259."),
+            ({"a": 98}, ["a b", "ab c"], special, "the ids of its 259 tokens are not 0 to 258."),
+            ({"a": 256, "ab": 97}, ["a b", "ab c"], special, "its first 256 tokens are not the 256 bytes."),
+            ({}, ["a b", "a bc"], special, "merge 1 does not join two earlier tokens."),
+            ({}, ["a b", "abc "], special, "merge 1 does not join two earlier tokens."),
+            ({}, ["a b", "a b c"], special, "merge 1 does not join two earlier tokens."),
+            ({}, ["a b", ["abc"]], special, "merge 1 does not join two earlier tokens."),
+            ({"ab": 257, "abc": 256}, ["ab c", "a b"], special, "merge 0 does not join two earlier tokens."),
+            ({"": 256, "ab": 257, "abc": 258, END_OF_TEXT: 259}, [["", ""], "a b", "ab c"], special,
+             "merge 0 does not join two earlier tokens."),
+            ({}, ["ab c", "a b"], special, order), ({}, ["a b"], special, order),
+            ({}, ["a b", "ab c"], [*special, "<|end|>"], order)]:
+        with pytest.raises(ValueError) as error:
+            Tokenizer.from_vocab({**vocab, **change}, merges, special)
+        assert str(error.value) == words
+
+
+def test_the_order_of_the_bytes_is_the_vocabularys():
+    """GPT-2's files begin with "!", not with byte 0."""
+    order = [*range(33, 256), *range(33)]
+    tokenizer = Tokenizer(order, [(64, 65)], [END_OF_TEXT])             # bytes 97 and 98
+    assert tokenizer.encode("!ab a") == [0, 256, 255, 64] and tokenizer.decode([255, 256, 257]) == f" ab{END_OF_TEXT}"
 
 
 # Files
@@ -325,6 +439,51 @@ def test_chunks_do_not_change_ids(tokenizer, tmp_path, monkeypatch):
         cut += len(tk.find_chunks(*tk.file_range(path), size=300)) - 1
         assert encode_to_ids(tokenizer, path) == expected_ids(tokenizer, documents), (trial, ascii(data))
     assert cut > 300
+
+
+@pytest.mark.parametrize("window, cut", [
+    (b"ab cd", 2), (b"  ab\tcd", 4), ("é中　a".encode(), 5),         # before white space that follows something
+    (b"a> b> cd e", 8), (b"\x80\xbfab cd", 4), (b"\x80" * 3 + b"ab cd", 5), (b"\x80" * 4 + b"b cd", 5),
+    (b"abc123", 3), (b"123abc", 3), ("é中!".encode(), 5), (b"!!ab!cd!", 4),           # after letters or digits
+    (b"abc<x1.", 5), (b"a|b.", 3), (b"12<3|4.a.", 6), (b"abc\xe4", 2), (b"123\xe4", 2), (b"!ab\xe4\xb8c1", 6),
+    (b">>\n<|endoftext|>\r\n\n>>", 19), (b">>\n<|endoftext|>\n>\n<|endoftext|>\n\n>>", 17),      # after a separator
+    (b">>\n<|endoftext|>\n", 8), (b">>", 1), ("👍👍👍".encode(), 4), (b"a", 0),            # in the middle
+    (b"\x81\x81\xf0\x9f\x91\x8d", 2), (b"\x81" * 5 + b">>>", 5)])
+def test_cuts_by_hand(window, cut):
+    assert tk.find_cut(window) == cut
+
+
+def test_chunks_by_hand(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    path.write_text("ab " * 40)
+    monkeypatch.setattr(tk, "CUT_WINDOW", 10)
+    for start, end, cuts in [(4, 95, [35, 65]), (4, 74, [35]), (4, 75, [35, 65]), (4, 44, []), (0, 120, [32, 62, 92]),
+                             (7, 7, [])]:
+        cuts = [start, *cuts, end]
+        assert tk.find_chunks(path, start, end, size=30) == [(path, a, b) for a, b in zip(cuts, cuts[1:])]
+    assert tk.read_chunk(path, 4, 9) == b"b ab "
+    path.write_text("a" * 34 + "aaaaaaaaaa bcd" + "a" * 60)         # no place to cut within the window: in its middle
+    assert tk.find_chunks(path, 4, 80, size=30) == [(path, 4, 39), (path, 39, 69), (path, 69, 80)]
+
+
+def test_a_range_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("abc")
+    full = os.path.abspath("text")
+    assert tk.file_range("text") == tk.file_range("text", 0, 3) == (full, 0, 3)
+    assert tk.file_range("text", 3) == (full, 3, 3) and tk.file_range("text", 1, 2) == (full, 1, 2)
+    with pytest.raises(ValueError, match="Bytes 0 to 4 are not a part of text, which has 3 bytes."):
+        tk.file_range("text", 0, 4)
+
+
+def test_ids_on_disk_are_little_endian(monkeypatch):
+    out, ids = io.BytesIO(), array.array("H", [1, 515])
+    assert tk.write_ids(ids.tobytes(), out) == 2 and out.getvalue() == b"\1\0\3\2"
+    monkeypatch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")     # the other kind of machine
+    ids.byteswap()
+    swapped = io.BytesIO()
+    assert tk.write_ids(array.array("H", [1, 515]).tobytes(), swapped) == 2
+    assert (swapped.getvalue() == ids.tobytes()) == (sys.byteorder == "big")
 
 
 def test_chunks_of_nothing_but_separators(tokenizer, tmp_path, monkeypatch):
@@ -422,6 +581,61 @@ def test_small_files_start_no_process(tokenizer, tmp_path, monkeypatch):
     assert Tokenizer.train_files([tmp_path / "small.txt"], 400).merges == tokenizer.merges
 
 
+def test_how_many_processes_are_started(tokenizer, tmp_path, monkeypatch):
+    """As many as asked for or as there are cores, but each must have enough to do."""
+    class Started(Exception):
+        pass
+
+    started = []
+
+    class Worker:
+        def __init__(self, command, stdin, stdout, start_new_session):
+            assert command == [sys.executable, "-I", "-S", str(ROOT / "tokenizer.py"), tk.WORKER] and start_new_session
+            self.stdin, self.stdout = io.BytesIO(), io.BytesIO()
+            started.append(self)
+
+        def kill(self):
+            pass
+
+        def wait(self):
+            return 0
+    monkeypatch.setattr(subprocess, "Popen", Worker)
+    monkeypatch.setattr(tk, "available_cores", lambda: 3)
+    monkeypatch.setattr(tk, "WORTH_A_PROCESS", 100)
+    chunks = [("x", i * 100, i * 100 + 100) for i in range(5)]
+    for asked, found, expected in [(None, chunks, 3), (0, chunks, 3), (2, chunks, 2), (9, chunks, 5), (9, chunks[:4], 4),
+                                   (2, chunks[:2], 2), (2, [("x", 0, 199)], 0), (1, chunks, 0), (9, [("x", 7, 106)], 0)]:
+        started.clear()
+        with pytest.raises(OSError), contextlib.closing(tk.run_chunks(("count", None), found, None, asked, None)) as results:
+            list(results)
+        assert len(started) == expected, (asked, found)
+    monkeypatch.setattr(sys, "executable", "")              # Python inside another program: nothing to start
+    (tmp_path / "text").write_text(TEXT)
+    assert encode_to_ids(tokenizer, tmp_path / "text") == expected_ids(tokenizer, [TEXT])
+
+
+def test_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0: {1, 5, 7}}[pid], raising=False)
+    assert tk.available_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert tk.available_cores() == 4
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert tk.available_cores() == 1
+
+
+def test_a_file_that_goes_away_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(tk, "WORTH_A_PROCESS", 1)
+    (tmp_path / "text").write_text("ab")
+    chunks, done = [(str(tmp_path / "text"), 0, 2), (str(tmp_path / "gone"), 0, 2)], []
+    for processes in 1, 2:
+        results = tk.run_chunks(("count", None), chunks, None, processes, lambda *call: done.append(call))
+        assert next(results) == {"ab": 1}
+        with pytest.raises(OSError, match="gone"):
+            next(results)
+    assert done == [(2, 4)] * 2
+
+
 def test_an_interrupt_leaves_no_process_and_no_file(tokenizer, large, tmp_path, monkeypatch):
     def interrupt(done, total):
         raise KeyboardInterrupt
@@ -446,7 +660,7 @@ def test_a_script_from_standard_input_may_use_processes(tokenizer, large, tmp_pa
     script = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tokenizer import Tokenizer\n"
               f"tokenizer = Tokenizer.load({str(tmp_path / 't.json')!r})\n"
               f"print(tokenizer.encode_file({str(large)!r}, {str(tmp_path / 'o')!r}, processes=2))")
-    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) * 2 == (tmp_path / "o").stat().st_size
 
@@ -460,6 +674,12 @@ def test_training_files(tmp_path, tokenizer):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match="no text in .*empty.txt"):
         Tokenizer.train_files([tmp_path / "empty.txt"], 300)
+    (tmp_path / "late").write_bytes(b"\0" + b"ab " * 2730 + b"cc\0")               # its first 8192 bytes are looked at
+    assert Tokenizer.train_files([(tmp_path / "late", 1, None)], 300).encode("ab")[0] >= 256
+    with pytest.raises(ValueError, match="late holds NUL bytes"):
+        Tokenizer.train_files([(tmp_path / "late", 2, None)], 300)
+    with pytest.raises(ValueError, match="late holds NUL bytes"):
+        Tokenizer.train_files([tmp_path / "late"], 300)
     (tmp_path / "binary").write_bytes(b"ab\0cd" * 100)
     with pytest.raises(ValueError, match="binary holds NUL bytes"):
         Tokenizer.train_files([tmp_path / "a.txt", tmp_path / "binary"], 300)
@@ -486,6 +706,26 @@ def test_save_and_load(tokenizer, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.json"]
 
 
+def test_the_saved_file_is_all_that_the_format_asks_for(tmp_path):
+    """What `tokenizers` reads, key by key."""
+    Tokenizer.train([" é é"], 262).save(tmp_path / "tokenizer.json")
+    text = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+    names = [*tk.byte_chars(), "ĠÃ", "ĠÃ©"]
+    assert names[:4] + names[32:35] + names[126:130] + names[160:163] + names[172:175] == [
+        *"ĀāĂă", *'Ġ!"', *"~ġĢģ", *"ł¡¢", *"¬Ń®"]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    assert json.loads(text) == {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": byte_level,
+        "post_processor": None, "decoder": byte_level,
+        "added_tokens": [{"id": 258 + i, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": True} for i, name in enumerate(SPECIAL_TOKENS)],
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": {name: i for i, name in enumerate([*names, *SPECIAL_TOKENS])},
+                  "merges": ["Ġ Ã", "ĠÃ ©"]}}
+    assert "ĠÃ" in text and text.startswith('{\n "version"')         # readable, a line an entry
+
+
 def test_damaged_files_are_refused_in_one_sentence(tokenizer, tmp_path):
     path = tmp_path / "tokenizer.json"
     tokenizer.save(path)
@@ -493,7 +733,7 @@ def test_damaged_files_are_refused_in_one_sentence(tokenizer, tmp_path):
     rng = random.Random(11)
     for size in [0, 1, len(whole) - 1, *rng.sample(range(len(whole)), 60)]:
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer") as error:
+        with pytest.raises(ValueError, match="tokenizer.json is (damaged: it is no JSON|not a tokenizer)") as error:
             Tokenizer.load(path)
         assert "\n" not in str(error.value)
     for _ in range(200):        # a flipped bit either is found or does no harm
@@ -502,7 +742,7 @@ def test_damaged_files_are_refused_in_one_sentence(tokenizer, tmp_path):
         try:
             assert Tokenizer.load(path).encode(TEXT) == tokenizer.encode(TEXT)
         except ValueError as error:
-            assert "tokenizer.json is not a tokenizer" in str(error)
+            assert re.search("tokenizer.json is (damaged|not a tokenizer)", str(error))
 
 
 @pytest.mark.parametrize("change", [
@@ -511,6 +751,10 @@ def test_damaged_files_are_refused_in_one_sentence(tokenizer, tmp_path):
     lambda t: t["model"]["merges"].reverse(), lambda t: t["model"]["merges"].pop(), lambda t: t["added_tokens"].pop(),
     lambda t: t["model"]["vocab"].update(more=5000), lambda t: t["model"]["merges"].append("a"),
     lambda t: t["model"]["merges"].append(7), lambda t: t["model"].update(ignore_merges=True),
+    lambda t: t["model"].update(dropout=0.1), lambda t: t["pre_tokenizer"].update(use_regex=False),
+    lambda t: t["pre_tokenizer"].update(type="Whitespace"), lambda t: t.update(added_tokens=None),
+    lambda t: t["added_tokens"].append({"id": "x", "content": "<|x|>"}), lambda t: t.update(model=[]),
+    lambda t: t["model"].update(vocab=[]),
 ])
 def test_foreign_files_are_refused(tokenizer, tmp_path, change):
     path = tmp_path / "other.json"
@@ -522,6 +766,35 @@ def test_foreign_files_are_refused(tokenizer, tmp_path, change):
         Tokenizer.load(path)
 
 
+@pytest.mark.parametrize("change, reason", [
+    (lambda t: t["model"].update(type="WordPiece"), "it is no plain BPE without a normalizer."),
+    (lambda t: t["pre_tokenizer"].update(use_regex=False), "its words are not GPT-2's."),
+    (lambda t: t["added_tokens"].pop(0), "it has no special token <|endoftext|>."),
+    (lambda t: t.pop("model"), "it is damaged or of another kind (KeyError('model')).")])
+def test_a_refusal_says_why(tokenizer, tmp_path, change, reason):
+    path = tmp_path / "other.json"
+    tokenizer.save(path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError) as error:
+        Tokenizer.load(path)
+    assert str(error.value) == f"{path} is not a tokenizer that tokenizer.py wrote: {reason}"
+
+
+def test_what_makes_no_difference_is_accepted(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "other.json")
+    content = json.loads((tmp_path / "other.json").read_text(encoding="utf-8"))
+    content["added_tokens"].reverse()
+    content["model"]["merges"] = [merge.split(" ") for merge in content["model"]["merges"]]     # as newer versions write
+    for key in "ignore_merges", "dropout":
+        del content["model"][key]
+    del content["pre_tokenizer"]["use_regex"]
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    again = Tokenizer.load(tmp_path / "other.json")
+    assert again.merges == tokenizer.merges and again.special == tokenizer.special
+
+
 def test_a_failed_save_keeps_the_old_file(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "tokenizer.json"
     path.write_text("old")
@@ -531,11 +804,98 @@ def test_a_failed_save_keeps_the_old_file(tokenizer, tmp_path, monkeypatch):
     assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
+# What every script shares, where tests/test_scripts.py does not look
+
+def test_an_error_without_a_number_keeps_its_words():
+    with pytest.raises(OSError) as caught, tk.naming("file"):
+        raise OSError("A sentence of our own.")
+    assert str(caught.value) == tk.explain(caught.value) == "A sentence of our own."
+
+
+def test_a_file_is_replaced_when_all_is_on_the_disk(tmp_path, monkeypatch):
+    path, calls, fsync, replace = tmp_path / "file", [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("fsync", os.fstat(fd).st_size)) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: calls.append(("replace", str(a), str(b))) or replace(a, b))
+    path.write_text("old")
+    os.mkfifo(tmp_path / "file.new")                        # which nobody reads: opening it would wait
+    with tk.replace_file(path) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and calls == [("fsync", 3), ("replace", f"{path}.new", str(path))]
+    for error in KeyboardInterrupt(), OSError(28, "No space left on device"), ValueError("x"):
+        with pytest.raises(type(error)) as caught, tk.replace_file(path) as file:
+            file.write(b"half")
+            raise error
+        assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+        assert getattr(caught.value, "filename", f"{path}.new") == f"{path}.new"
+    with pytest.raises(FileNotFoundError, match="no/file.new"), tk.replace_file(tmp_path / "no" / "file"):
+        pass
+
+
+def test_options_are_checked_in_one_sentence(capsys):
+    parser = tk.Parser(prog="x")
+    parser.add_argument("--n", type=tk.whole_number(2, 2000))
+    parser.add_argument("--m", type=tk.whole_number(0))
+    parser.add_argument("--p", type=tk.number_type(float, lambda x: 0 < x <= 1, "a number"))
+    for n in "2", "2000":
+        assert parser.parse_args(["--n", n]).n == int(n)
+    assert parser.parse_args(["--m", "1000000000", "--p", "1"]).p == 1.0
+    for arguments, words in [
+            (["--n", "1"], "argument --n: must be a whole number of at least 2 and at most 2,000, not '1'"),
+            (["--n", "2001"], "not '2001'"), (["--n", "2.0"], "not '2.0'"), (["--n", ""], "not ''"),
+            (["--m", "-1"], "at least 0 and at most 1,000,000,000, not '-1'"), (["--m", "1000000001"], "not '1000000001'"),
+            (["--p", "nan"], "argument --p: must be a number, not 'nan'"), (["--p", "0"], "not '0'"),
+            (["--p", "y" * 40], f"not '{'y' * 40}'"), (["--p", "y" * 41], f"not '{'y' * 40}...'"),
+            (["--k"], "unrecognized arguments: --k")]:
+        with pytest.raises(SystemExit) as error:
+            parser.parse_args(arguments)
+        lines = capsys.readouterr().err
+        assert error.value.code == 2 and lines.startswith("error: ") and lines.endswith(f"{words}; --help lists the options.\n")
+        assert lines.count("\n") == 1
+
+
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_a_script_ends_with_its_code(code, monkeypatch):
+    def main(arguments):
+        assert arguments == ["a", "b"]
+        print("out")
+        return code
+    out, err = io.StringIO(), io.StringIO()
+    for name, value in [("stdin", None), ("stdout", out), ("stderr", err), ("argv", ["x", "a", "b"])]:
+        monkeypatch.setattr(sys, name, value)
+    with pytest.raises(SystemExit) as error:
+        tk.run_script(main)
+    assert sys.stdin.read() == ""                           # it was closed
+    assert error.value.code == code and out.getvalue() == "out\n" and err.getvalue() == ""
+
+
+@pytest.mark.parametrize("options, work_done", [("", False), (", to_the_end=True", True)])
+def test_a_script_whose_reader_leaves(tmp_path, options, work_done):
+    (tmp_path / "script.py").write_text(f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+import tokenizer
+def main(arguments):
+    for _ in range(10):
+        print("x" * 100_000)
+    open("done", "w").close()
+    raise ValueError("the end")
+tokenizer.run_script(main{options})
+""")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=600)
+    os.close(writer)
+    assert (tmp_path / "done").exists() == work_done
+    assert (done.returncode, done.stderr) == ((2, b"error: the end\n") if work_done else (0, b""))
+    done = subprocess.run(f"exec {sys.executable} script.py <&- >&- 2>&-", shell=True, cwd=tmp_path, timeout=600)
+    assert done.returncode == 2 and (tmp_path / "done").exists()            # all streams closed from the start
+
+
 # The command line
 
 def run(*arguments, folder, stdin=b""):
     return subprocess.run([sys.executable, str(ROOT / "tokenizer.py"), *map(str, arguments)], cwd=folder, input=stdin,
-                          capture_output=True, timeout=60)
+                          capture_output=True, timeout=600)
 
 
 def test_command_line(tmp_path):
@@ -558,9 +918,91 @@ def test_command_line(tmp_path):
     assert b"special" in run("tree", "<|end|>", folder=tmp_path).stdout
 
 
+def test_bytes_are_shown_as_printable_text():
+    for data, shown in [(b"a \xc3\xa9", "a é"), (b"\n\t\0\x7f", r"\n\t\x00\x7f"), (b"\\", r"\\"), (b"\x80\xff\xe4", r"\x80\xff\xe4"),
+                        ("​　­".encode(), r"\u200b\u3000\u0085\u00ad"), ("󠀁".encode(), r"\ue0001")]:
+        assert tk.visible(data) == shown
+
+
+def test_tokens_are_shown_with_bars():
+    tokenizer = Tokenizer.train(["ab ab\n\n"], 262)
+    assert list(tokenizer.merges) == [(97, 98)]
+    assert tk.show(tokenizer, "ab a\nb\n") == "ab| |a|\\n|\nb|\\n\n6 tokens for 7 bytes, 1.17 bytes a token"
+    assert tk.show(tokenizer, "") == "\n0 tokens for 0 bytes, 0.00 bytes a token"
+
+
+def test_a_tree_by_hand():
+    tokenizer = Tokenizer(range(256), [(97, 98), (99, 256), (257, 256), (258, 10)], SPECIAL_TOKENS)
+    assert tk.merge_tree(tokenizer, 259) == [
+        r'"cabab\n"  id 259, merge 4', '+-- "cabab"  id 258, merge 3', '|   +-- "cab"  id 257, merge 2',
+        '|   |   +-- "c"  id 99, byte', '|   |   +-- "ab"  id 256, merge 1', '|   |       +-- "a"  id 97, byte',
+        '|   |       +-- "b"  id 98, byte', '|   +-- "ab"  id 256, merge 1', '|       +-- "a"  id 97, byte',
+        '|       +-- "b"  id 98, byte', r'+-- "\n"  id 10, byte']
+    assert tk.merge_tree(tokenizer, 255) == [r'"\xff"  id 255, byte']
+    assert tk.merge_tree(tokenizer, 260) == ['"<|endoftext|>"  id 260, special']
+
+
+def test_the_commands(tmp_path, monkeypatch, capfdbinary):
+    """The same program, called here: what each command prints, to the letter."""
+    def called(*arguments):
+        tk.run_command(tk.parse_arguments(list(map(str, arguments))))
+        sys.stdout.flush()
+        out, err = capfdbinary.readouterr()
+        assert err == b""
+        return out.decode()
+
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("ab ab ab\n")
+    assert re.fullmatch(r"tokenizer.json: 262 tokens \(256 bytes, 2 merges, 4 special\) learned from 9 bytes in \d+\.\d s\n"
+                        r"Fewer than the 4096 asked for: no other pair of tokens occurs twice in this text.\n",
+                        called("train", "text.txt"))
+    assert re.fullmatch(r"x.json: 261 tokens \(256 bytes, 1 merges, 4 special\) learned from 18 bytes in \d+\.\d s\n",
+                        called("train", "text.txt", "text.txt", "--vocab", 261, "--out", "x.json"))
+    assert Tokenizer.load("x.json").merges == {(97, 98): 256}
+    assert called("encode", "ab ab") == "256 257\n" and called("encode", "ab ab", "--tokenizer", "x.json") == "256 32 256\n"
+    assert called("decode", 256, 257) == "ab ab" and called("decode", "--tokenizer", "x.json", 256, 257) == f"ab{END_OF_TEXT}"
+    assert called("show", "ab ab") == "ab| ab\n2 tokens for 5 bytes, 2.50 bytes a token\n"
+    assert called("tree", 256) == '"ab"  id 256, merge 1\n+-- "a"  id 97, byte\n+-- "b"  id 98, byte\n'
+    assert called("tree", "<|end|>") == '"<|end|>"  id 261, special\n' and called("tree", 261) == called("tree", "<|end|>")
+    assert called("tree", 262).splitlines() == ['"2"  id 50, byte', '"6"  id 54, byte', '"2"  id 50, byte']     # a text
+    os.remove("tokenizer.json")
+    for name in "old", "new":
+        os.makedirs(f"out/{name}")
+        Path(f"out/{name}/model.safetensors").touch()
+    os.utime("out/old/model.safetensors", (1, 1))
+    os.replace("x.json", "out/new/tokenizer.json")
+    assert called("encode", "ab ab") == "256 32 256\n"      # that of the newest model
+    os.mkdir("folder.json")
+    for out in "folder.json", "no/such.json":
+        with pytest.raises(ValueError, match=f"Cannot write {out}; give --out a file in a folder that exists"):
+            called("train", "text.txt", "--out", out)
+
+
+def test_a_terminal_gets_a_line_end_and_only_what_it_can_show(tmp_path):
+    Tokenizer.train(["ab"], 260).save(tmp_path / "tokenizer.json")
+    leader, follower = os.openpty()
+    subprocess.run([sys.executable, str(ROOT / "tokenizer.py"), "decode", "97", "98"], cwd=tmp_path, stdout=follower,
+                   timeout=600, check=True)
+    assert os.read(leader, 100) == b"ab\r\n"
+    os.close(follower)
+    os.close(leader)
+    done = subprocess.run([sys.executable, str(ROOT / "tokenizer.py"), "tree", "<|end|>", "--tokenizer", "中.json"], cwd=tmp_path,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=600)
+    assert done.returncode == 2 and rb"\u4e2d.json" in done.stderr
+    Tokenizer(range(256), [], [END_OF_TEXT, "中"]).save(tmp_path / "tokenizer.json")
+    done = subprocess.run([sys.executable, str(ROOT / "tokenizer.py"), "tree", "257"], cwd=tmp_path,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=600)
+    assert (done.returncode, done.stdout) == (0, b'"\\u4e2d"  id 257, special\n')
+
+
 def test_the_demonstration(tmp_path):
     done = run(folder=tmp_path)
     assert done.returncode == 0 and b"first merges" in done.stdout and list(tmp_path.iterdir()) == []
+    title, merges, _, _, _, bars, counts, _, _, _, tree, *_, last = done.stdout.decode().splitlines()
+    assert re.fullmatch(r"  (\d+: \".+?\"  ){11}\d+: \".+\"", merges) and " 256: " in merges and " 267: " in merges
+    assert bars.replace("|", "") == "The tokenizer merges the most frequent pair of tokens, again and again."
+    longest = re.fullmatch(r'" ?(\w+)"  id \d+, merge \d+', tree)[1]     # a word, since lines of a file are no fun
+    assert longest.isalpha() and len(longest) > 5 and "--help" in last
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -569,7 +1011,7 @@ def test_the_demonstration(tmp_path):
     (["train", "."], "not a file"), (["train", "text.txt", "--vocab", "259"], "at least 260"),
     (["train", "text.txt", "--out", "no/such/folder.json"], "no/such/folder.json"),
     (["encode", "x"], "tokenizer.py train"),
-    (["show", "x", "--tokenizer", "text.txt"], "text.txt is not a tokenizer"), (["decode", "1", "x"], "invalid int"),
+    (["show", "x", "--tokenizer", "text.txt"], "text.txt is damaged: it is no JSON"), (["decode", "1", "x"], "invalid int"),
     (["decode", "72", "260", "--tokenizer", "tiny.json"], "260"), (["decode", "--unknown"], "unrecognized"),
 ])
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, arguments, words):
@@ -586,5 +1028,5 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, arguments, words):
 
 def test_import_does_nothing():
     script = "import tokenizer; print(tokenizer.char_classes.cache_info().currsize)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout == "0\n" and done.stderr == ""

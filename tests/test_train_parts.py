@@ -103,7 +103,7 @@ def test_prose_of_the_python_corpus(tmp_path, monkeypatch):
     assert (tmp_path / "text.txt").read_text() == "x" * 46 + "1" * 5
 
 
-@pytest.mark.parametrize("size", [500, 900_000, 1_100_000, 9_900_000, 10_100_000, 399_000_000, 401_000_000, 2_000_000_000])
+@pytest.mark.parametrize("size", [500, 900_000, 1_100_000, 9_900_000, 10_100_000, 399_000_000, 401_000_000, 800_000_000])
 def test_how_much_is_held_out(tmp_path, size):
     """1%, at least 100 kB, at most 10% and 4 MB; of a file with holes, which reads as zeros."""
     with open(tmp_path / "zeros", "wb") as file:
