@@ -32,7 +32,7 @@ THREADS = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OM
 os.environ.update(THREADS)                      # before NumPy loads, so that train.py need not start itself anew
 QUICK = ["--data", "corpus.txt", "--batch-tokens", "256", "--steps", "12", "--eval-every", "4", "--save-every", "4",
          "--threads", "2"]
-PATIENCE = 300                                  # seconds after which a run counts as hanging
+PATIENCE = 600                                  # seconds after which a run counts as hanging
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -101,24 +101,42 @@ def prepare(folder):
     write_corpus(os.path.join(folder, "corpus.txt"))
     done = subprocess.run(command("train.py", *QUICK, "--out", "out/whole"), cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    code, said = interrupt(folder, command("train.py", *QUICK, "--out", "out/half"), "out/half", 4,
-                           lambda process: process.terminate())
+    code, said = interrupt(folder, "train.py", QUICK, "out/half", 4, lambda process: process.terminate())
     assert code == 128 + signal.SIGTERM, said
     return result(os.path.join(folder, "out/whole"))
 
 
-def interrupt(folder, arguments, out, steps, blow, **options):
-    """Start a new run, and after so many lines of its log let `blow` do its work -> (exit code, standard error).  On a busy
-    machine the run may come to its end before the blow does: then once more."""
-    while True:
-        process = subprocess.Popen(arguments, cwd=folder, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
-        wait_for_steps(process, os.path.join(folder, out, "log.jsonl"), steps)
-        with contextlib.suppress(ProcessLookupError):
-            blow(process)
-        said = process.communicate(timeout=PATIENCE)[1]         # also until those that it started have closed it
-        if process.returncode:
-            return process.returncode, said
-        shutil.rmtree(os.path.join(folder, out))
+# Runs a script of which every training step waits, from one on, until a file says that it may go on.
+GATED = """
+import os, sys, time
+root, gate, step, script = *sys.argv[1:4], sys.argv[4]
+sys.path.insert(0, root)
+sys.argv = [os.path.join(root, script), *sys.argv[5:]]
+import tokenizer, train
+module, training_step = __import__(script.removesuffix(".py")), train.training_step
+def gated(model, *arguments):
+    while model.step >= int(step) and not os.path.exists(gate + ".open"):
+        open(gate + ".reached", "w").close()
+        time.sleep(0.01)
+    return training_step(model, *arguments)
+train.training_step = gated
+tokenizer.run_script(module.main, to_the_end=True)
+"""
+
+
+def interrupt(folder, script, arguments, out, step, blow, **options):
+    """Start a new run, and let `blow` do its work while the run waits with so many steps behind it, however fast the
+    machine is -> (exit code, standard error)."""
+    gate = os.path.join(folder, os.path.basename(out) + "-gate")
+    process = subprocess.Popen([sys.executable, "-c", GATED, ROOT, gate, str(step), script, *arguments, "--out", out], cwd=folder,
+                               text=True, **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, **options})
+    while not os.path.exists(gate + ".reached"):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.005)
+    blow(process)
+    open(gate + ".open", "w").close()
+    said = process.communicate(timeout=PATIENCE)[1]
+    return process.returncode, said
 
 
 def lines(path):
@@ -385,28 +403,30 @@ def kills(folder, expected, count, seed):
     return finish(folder, "out/killed", expected, f"{count} SIGKILLs")
 
 
+FAR = [*QUICK, "--save-every", "1000"]           # no save on the way
+
+
 def ask_to_stop(folder, expected, number):
-    """A signal to the script alone, far from the next save."""
+    """A signal to the script alone."""
     out = f"out/{number.name}"
-    code, said = interrupt(folder, command("train.py", *QUICK, "--out", out, "--save-every", "1000"), out, 2,
-                           lambda process: process.send_signal(number))
+    code, said = interrupt(folder, "train.py", FAR, out, 2, lambda process: process.send_signal(number))
     if code != 128 + number or f"Saved {out}" not in said or "Traceback" in said:
         print(f"{number.name}: left with {code} and said {said}")
         return 1
     return finish(folder, out, expected, number.name)
 
 
-def pipeline(out, reader):
-    """`train.py | reader` as a command of a shell, whose exit code is that of train.py."""
-    return ["bash", "-c", f"set -o pipefail; {' '.join(command('train.py', *QUICK, '--out', out, '--save-every', '1000'))} | {reader}"]
-
-
 def interrupt_both(folder, expected):
     """Ctrl-C at `train.py | tee log.txt`: the signal reaches both, and tee dies first."""
-    out = "out/tee"
-    code, said = interrupt(folder, pipeline(out, "tee log.txt"), out, 2,
-                           lambda process: os.killpg(process.pid, signal.SIGINT), start_new_session=True)
-    if f"Saved {out}" not in said or "Traceback" in said:
+    out, tee = "out/tee", subprocess.Popen(["tee", os.path.join(folder, "log.txt")], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def blow(process):
+        tee.stdin.close()                               # of this process, so that tee is the only reader
+        tee.send_signal(signal.SIGINT)
+        tee.wait()
+        process.send_signal(signal.SIGINT)
+    code, said = interrupt(folder, "train.py", FAR, out, 2, blow, stdout=tee.stdin)
+    if code != 130 or f"Saved {out}" not in said or "Traceback" in said:
         print(f"Ctrl-C through tee: left with {code} and said {said}")
         return 1
     return finish(folder, out, expected, "Ctrl-C through tee")
@@ -415,7 +435,8 @@ def interrupt_both(folder, expected):
 def leave(folder, expected):
     """`train.py | head -1`: the reader leaves, and the run goes on to its end."""
     out = "out/head"
-    done = subprocess.run(pipeline(out, "head -1"), cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    line = f"set -o pipefail; {' '.join(command('train.py', *FAR, '--out', out))} | head -1"
+    done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
     good = done.returncode == 0 and not done.stderr and result(os.path.join(folder, out)) == expected
     print(f"| head -1: {'as if read to the end' if good else f'left with {done.returncode} and said {done.stderr}'}")
     return not good

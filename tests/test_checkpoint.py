@@ -33,7 +33,7 @@ def make(seed=0):
 @pytest.fixture
 def folder(tmp_path):
     save(str(tmp_path / "run"), make(), TOKENIZER, {"tokens": 5})
-    signal.alarm(120)                               # a read from a pipe would never end
+    signal.alarm(600)                               # a read from a pipe would never end
     yield str(tmp_path / "run")
     signal.alarm(0)
 

@@ -18,7 +18,7 @@ SCRIPTS = ["tokenizer.py", "model_cpu.py", "model_gpu.py", "train.py", "sft.py",
 
 def run(folder, script, *arguments, **options):
     return subprocess.run([sys.executable, os.path.join(ROOT, script), *map(str, arguments)], cwd=folder, text=True,
-                          **{"capture_output": True, "timeout": 300, **options})
+                          **{"capture_output": True, "timeout": 600, **options})
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -95,7 +95,7 @@ def test_a_script_ends_with_one_sentence(monkeypatch, capsys, error, code, words
 def test_what_is_no_plain_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     os.symlink("/dev/zero", tmp_path / "zero")
-    signal.alarm(60)                                # a read would never end
+    signal.alarm(600)                               # a read would never end
     for name in ("pipe", "zero", "."):
         for read in (tokenizer.read_plain, tokenizer.read_json, tokenizer.check_plain, tokenizer.Tokenizer.load):
             with pytest.raises(ValueError, match="is not a plain file, so it is not read"):
@@ -147,7 +147,7 @@ def test_output_outlives_its_reader_but_not_its_disk(number, survives):
 
 def test_gradcheck_reaches_its_verdict_without_a_reader(tmp_path):
     line = f"set -o pipefail; {sys.executable} {os.path.join(ROOT, 'gradcheck.py')} --break rope_sign | head -1"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
@@ -157,7 +157,7 @@ def test_closed_standard_streams(tmp_path, arguments):
     """Whoever starts a script, cron say, may have closed all three."""
     tokenizer.Tokenizer.train(["some words"], 260).save(tmp_path / "tokenizer.json")
     done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "-", sys.executable, os.path.join(ROOT, arguments[0]), *arguments[1:]],
-                          cwd=tmp_path, timeout=300)
+                          cwd=tmp_path, timeout=600)
     assert done.returncode == 0
 
 
