@@ -26,6 +26,8 @@ import time
 import traceback
 import zlib
 
+import conftest
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 THREADS = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")}
@@ -501,6 +503,7 @@ def main():
     parser.add_argument("--count", type=int, default=10, help="how many altered checkpoints, SIGKILLs or pairs (default 10)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    conftest.pytest_configure()                         # signals that are ignored here would be by what is started
     with tempfile.TemporaryDirectory() as folder:
         failures = globals()[args.attack](folder, args.count, args.seed)
     print(f"{failures} failures")

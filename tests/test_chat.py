@@ -1,4 +1,7 @@
 """chat.py: what it prints by pipe and on a terminal, what it keeps between lines, what it says of bad input."""
+import argparse
+import contextlib
+import io
 import json
 import os
 import pty
@@ -8,13 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+import types
+import unicodedata
 
 import numpy as np
 import pytest
 
 import chat
 import model_cpu
-from tokenizer import Tokenizer
+import model_gpu
+from tokenizer import Tokenizer, run_script
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOOP = "é世🙂ж"                                 # its 11 bytes are 11 different tokens, so each can have one successor
@@ -64,11 +70,43 @@ def models(tmp_path_factory):
     return folder
 
 
-def run(models, *arguments, **options):
-    """chat.py in the folder of the models -> (exit code, standard output as bytes, standard error as str)."""
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "chat.py"), *arguments], cwd=models, capture_output=True,
-                          timeout=60, env=ENVIRONMENT, **{"input": b"", **options})
-    return done.returncode, done.stdout, done.stderr.decode()
+class Stream(io.TextIOWrapper):
+    """A standard stream in memory, which may pretend to be a terminal.  seen: of an output what can be read there at the
+    moment, since it was flushed; of an input, all that its `output` showed when a line was asked for."""
+    def __init__(self, data=b"", on_terminal=False, output=None, encoding="utf-8"):
+        super().__init__(io.BytesIO(data), encoding, newline="\n")      # as Python opens its own
+        self.on_terminal, self.output, self.shown = on_terminal, output, []
+
+    def isatty(self):
+        return self.on_terminal
+
+    def seen(self):
+        return self.buffer.getvalue()
+
+    def readline(self, *arguments):
+        self.shown.append(self.output.seen())
+        return super().readline(*arguments)
+
+
+def run(models, *arguments, input=b"", terminals=(False, False), generate=None, encoding="utf-8"):
+    """chat.py in the folder of the models, in this process -> (exit code, standard output as bytes, standard error as
+    str).  terminals: whether input and output are one; generate: what takes the place of model_cpu.generate, and is told
+    standard output besides."""
+    out, err = Stream(on_terminal=terminals[1], encoding=encoding), io.StringIO()
+    stdin = Stream(input, terminals[0], out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(models)
+        patch.setattr(sys, "argv", ["chat.py", *map(os.fsdecode, arguments)])
+        for name, stream in (("stdin", stdin), ("stdout", out), ("stderr", err)):
+            patch.setattr(sys, name, stream)
+        if generate:
+            patch.setattr(model_cpu, "generate", lambda *args, **options: generate(out, *args, **options))
+        with pytest.raises(SystemExit) as left:
+            run_script(chat.main)
+    if terminals == (True, True):
+        run.shown = stdin.shown
+    out.flush()                                 # as at the end of a process
+    return left.value.code or 0, out.seen(), err.getvalue()
 
 
 def start(models, *arguments):
@@ -141,6 +179,7 @@ def test_a_prompt_that_is_not_utf8_is_completed(models):
     """The first byte of "é" as the prompt: the model writes the second, and together they are printed."""
     code, out, _ = run(models, "--model", "out/loop", "--prompt", b"\xc3", "--temperature", "0", "--max-tokens", "4")
     assert (code, out.decode()) == (0, "é世\n")
+    assert run(models, "--model", "out/loop", "--temperature=0", "--max-tokens=4", input=b"\xc3\n")[1].decode() == "é世\n"
 
 
 def test_an_empty_prompt_begins_a_text(models):
@@ -151,7 +190,7 @@ def test_a_reader_that_goes_away_is_no_error(models):
     process = start(models, "--model", "out/loop", "--prompt", "é", "--max-tokens", "1000000")
     assert len(process.stdout.read(50)) == 50
     process.stdout.close()
-    assert (process.wait(timeout=30), process.stderr.read()) == (0, b"")
+    assert (process.wait(timeout=120), process.stderr.read()) == (0, b"")
     process.stderr.close()
     process.stdin.close()
 
@@ -172,6 +211,12 @@ def test_an_answer_cut_inside_a_character_is_written_on_whole(models):
     assert (code, out.decode()) == (0, "é\n世\n\n")          # 世 has three bytes, 🙂 four: two, then the third and one
 
 
+def test_half_a_character_is_forgotten_with_its_text(models):
+    """It would otherwise be shown, broken, at the beginning of the next."""
+    assert run(models, "--model", "out/loop", "--temperature=0", "--max-tokens=2", input="é\ne\n".encode())[1].decode() == "é\nend\n"
+    assert run(models, "--model", "out/sft", "--max-tokens=1", input=b"A\nB\n", generate=lambda *_: iter([0xc3]))[1] == b"\n\n"
+
+
 def test_a_text_that_has_ended_is_written_on_as_a_new_one(models):
     assert run(models, "--model", "out/loop", "--temperature", "0", input=b"e\n\n")[1] == b"ends.\nends.\n"
 
@@ -189,7 +234,7 @@ def test_ctrl_c_ends_what_reads_from_a_pipe(models):
     process.stdin.flush()
     os.read(process.stdout.fileno(), 100)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, b"")
 
 
@@ -206,11 +251,12 @@ class Terminal:
             os.execve(sys.executable, [sys.executable, os.path.join(ROOT, "chat.py"), *arguments], environment)
         self.seen = b""
 
-    def wait_for(self, text, seconds=30):
+    def wait_for(self, text, seconds=120):
         """Read until `text` (bytes) comes; returns what came up to its end, and forgets it."""
         limit = time.monotonic() + seconds
         while text not in self.seen:
-            assert time.monotonic() < limit, f"{text!r} did not come; {self.seen[-500:]!r} did."
+            if time.monotonic() > limit:
+                raise TimeoutError(f"{text!r} did not come; {self.seen[-500:]!r} did.")
             if select.select([self.fd], [], [], 0.2)[0]:
                 self.seen += os.read(self.fd, 65536)
         end = self.seen.index(text) + len(text)
@@ -226,7 +272,7 @@ class Terminal:
         rest = self.seen
         try:
             while True:
-                assert select.select([self.fd], [], [], 30)[0], f"Ctrl-D did not end it: {rest!r}"
+                assert select.select([self.fd], [], [], 120)[0], f"Ctrl-D did not end it: {rest!r}"
                 piece = os.read(self.fd, 65536)
                 if not piece:
                     break
@@ -253,36 +299,147 @@ def test_terminal(models):
     terminal.wait_for(b"\r\nends.\r\n> ")
     terminal.send("unfinished")                 # Ctrl-C drops a line that is being typed
     terminal.wait_for(b"unfinished")
-    time.sleep(0.3)                             # Python overlooks a signal that comes just before it waits for a key
-    terminal.send("\x03")
-    terminal.wait_for(b"\r\n> ")
+    for patience in [1] * 120 + [120]:          # Python overlooks a signal that comes just before it waits for a key
+        terminal.send("\x03")
+        with contextlib.suppress(TimeoutError):
+            terminal.wait_for(b"\r\n> ", patience)
+            break
     terminal.send("e\n")
     terminal.wait_for(b"\r\nends.\r\n> ")
     code, rest = terminal.leave()
     assert code == 0 and b"Traceback" not in rest
 
 
-def test_commands(models):
-    terminal = Terminal(models, "--model", "out/loop", "--temperature", "0")
-    terminal.wait_for(b"> ")
-    for line, answer in (("/max-tokens 3", b"> "), ("e", b"\r\nends\r\n> "),
-                         ("/temperature hot", b"from 0 to 100, not 'hot'.\r\n> "),
-                         ("/nothing", b"There is no command /nothing;"), ("/help", b"/max-tokens 3 "),
-                         ("/reset", b"\r\n> "), (" /e", b"\r\n /ends\r\n> ")):
-        terminal.send(line + "\n")
-        terminal.wait_for(line.encode())        # the terminal's echo
-        terminal.wait_for(answer)
-    assert terminal.leave()[0] == 0
-
-
 def test_a_terminal_shows_control_characters_instead_of_obeying(tmp_path):
     save_chain_model(str(tmp_path / "m"), [[*b"a\x1b[2J\x07\x9b", SPECIAL["<|endoftext|>"]]])
-    terminal = Terminal(tmp_path, "--model", "m", "--temperature", "0")
-    terminal.wait_for(b"> ")
-    terminal.send("a\n")
-    terminal.wait_for("a\ufffd[2J\ufffd".encode())
-    terminal.wait_for(b"> ")
-    assert terminal.leave()[0] == 0
+    arguments = ("--model", "m", "--temperature", "0", "--prompt", "a")
+    assert run(tmp_path, *arguments, terminals=(True, True))[1].decode() == "a\ufffd[2J\ufffd\ufffd\n"
+    assert run(tmp_path, *arguments)[1].decode() == "a\x1b[2J\x07\ufffd\n"      # a file gets what was said
+    cut = {chr(code) for code, shown in chat.CONTROL.items() if shown == "\ufffd"}
+    assert cut == {char for char in map(chr, range(0x110000)) if unicodedata.category(char) == "Cc"} - {"\t", "\n"}
+
+
+TERMINAL = (True, True)
+
+
+def test_a_session_on_a_terminal(models):
+    """To the letter, and each prompt is there before a line is waited for."""
+    count = model_cpu.param_count(chat.load_model(str(models / "out" / "loop"))[0].config)
+    first = f"out/loop: {count:,} parameters, trained for 0 steps.\n"
+    assert run(models, "--model", "out/loop", "--temperature=0", input=b"e\n/reset\n\n /e\n", terminals=TERMINAL) == (
+        0, f"{first}Begin a text; Ctrl-C stops the model, Ctrl-D leaves, /help shows more.\n> ends.\n> > ends.\n>  /ends.\n> \n"
+        .encode(), "")
+    assert len(run.shown) == 5 and run.shown[0].endswith(b"more.\n> ") and run.shown[1].endswith(b"\n> ends.\n> ")
+    count = model_cpu.param_count(chat.load_model(str(models / "out" / "sft"))[0].config)
+    assert run(models, "--model", "out/sft", "--temperature=0", input=b"\nHello\n\n", terminals=TERMINAL)[1] == (
+        f"out/sft: {count:,} parameters, trained for 0 steps.\n"
+        "Ask; Ctrl-C stops the model, Ctrl-D leaves, /help shows more.\n> > Hi\n> > \n").encode()
+    # not a terminal unless both are one
+    for terminals in ((True, False), (False, True), (False, False)):
+        assert run(models, "--model", "out/loop", "--temperature=0", input=b"e\n/e\n", terminals=terminals) == (
+            0, b"ends.\n/ends.\n", "")
+
+
+def test_commands(models):
+    """Settings are changed, and what cannot be is refused in the words of the options."""
+    code, out, err = run(models, "--model", "out/loop", "--temperature", "0", terminals=TERMINAL, input=b"\n".join([
+        b"/max-tokens 3", b"e", b"/temperature  hot ", b"/max-tokens", b"/nothing", b"/", b"/  max-tokens   2 ", b"/top-p 2", b"e",
+        b"/help", b""]))
+    assert (code, err) == (0, "")
+    assert out.decode().partition("more.\n")[2] == (
+        "> > ends\n> /temperature must be a number from 0 to 100, not 'hot'.\n"
+        "> There is no command /max-tokens; /help lists them. A space in front makes it a prompt.\n"
+        "> There is no command /nothing; /help lists them. A space in front makes it a prompt.\n"
+        "> There is no command /; /help lists them. A space in front makes it a prompt.\n"
+        "> > /top-p must be a number from 0.001 to 1, not '2'.\n"
+        "> end\n"
+        "> /reset forgets what was said.  An empty line lets the model write on.  Settings, with their values now:\n"
+        "  /max-tokens 2   length of an answer, in tokens, at most\n"
+        "  /temperature 0.0   0: always the likeliest token; 1: as the model learned; more: wilder\n"
+        "  /top-k 50   draw among the k likeliest tokens; 0: among all\n"
+        "  /top-p 1.0   draw among the likeliest tokens that reach this probability together; 1: all\n"
+        "  /seed None   the same seed gives the same text; without one, another text every time\n"
+        "> \n")
+
+
+def record_calls(calls):
+    """A generate that says nothing and notes what it was asked: ids, temperature, top_k, top_p, seed, size of the
+    vocabulary."""
+    def generate(out, model, *rest):
+        calls.append(rest)
+        return iter([SPECIAL["<|endoftext|>"]])
+    return generate
+
+
+def test_what_is_asked_of_the_model(models):
+    """Every setting reaches it; each answer of a session has a seed of its own, which a command sets anew."""
+    calls = []
+    run(models, "--model", "out/loop", input=b"a\nb\n", generate=record_calls(calls))
+    assert calls == [([ord(c)], 0.8, 50, 1.0, None, 260) for c in "ab"]
+    calls.clear()
+    run(models, "--model", "out/loop", "--seed", "5", "--temperature", "0.25", "--top-k", "7", "--top-p", "0.5",
+        input=b"a\nb\n/reset\nc\n/top-k 8\nd\n/seed 20\ne\nf\n", terminals=TERMINAL, generate=record_calls(calls))
+    assert calls == [([ord(c)], 0.25, k, 0.5, seed, 260) for c, k, seed in [
+        ("a", 7, 5), ("b", 7, 6), ("c", 7, 7), ("d", 8, 5), ("e", 8, 20), ("f", 8, 21)]]
+    calls.clear()
+    run(models, "--model", "out/loop", "--prompt", "", "--seed", str(2**63), generate=record_calls(calls))
+    assert calls == [([SPECIAL["<|endoftext|>"]], 0.8, 50, 1.0, 2**63, 260)]
+
+
+def test_tokens_come_as_they_are_made(models):
+    """Each is there to be read before the next is computed, and the line end before the next line is waited for."""
+    seen = []
+
+    def generate(out, *rest):
+        for token in b"abc":
+            seen.append(out.seen())
+            yield token
+    terminals = (True, True)
+    run(models, "--model", "out/loop", "--max-tokens", "2", "--prompt", "x", generate=generate)
+    assert seen == [b"x", b"xa"]                # nothing is computed that is not shown
+    run(models, "--model", "out/loop", input=b"y\n", terminals=terminals, generate=generate)
+    assert run.shown[-1].endswith(b"> yabc\n> ")
+    out = Stream()
+    with contextlib.redirect_stdout(out):
+        s = session(models)
+        s.settings.max_tokens = 2
+        s.answer("A")
+        assert out.seen() == b"Hi\n"
+
+
+@pytest.mark.parametrize("terminals", [(True, True), (False, False)])
+def test_ctrl_c_while_the_model_writes(models, terminals):
+    """On a terminal the next line goes on; elsewhere it is the end."""
+    texts = []
+
+    def generate(out, model, ids, *rest):
+        texts.append(bytes(ids))
+        yield ord("1")
+        if len(texts) == 1:
+            raise KeyboardInterrupt
+    code, out, _ = run(models, "--model", "out/loop", input=b"a\n\n", terminals=terminals, generate=generate)
+    if terminals == TERMINAL:
+        assert (code, out.partition(b"more.\n")[2], texts) == (0, b"> a1\n> 1\n> \n", [b"a", b"a1"])
+    else:
+        assert (code, out, texts) == (130, b"a1", [b"a"])
+
+
+@pytest.mark.parametrize("special", list(SPECIAL))
+def test_any_special_token_ends_an_answer(models, special):
+    """In chat form the turn is closed as by <|end|>; in plain form the text is at its end."""
+    def generate(*_):
+        yield from [ord("a"), SPECIAL[special], ord("b")]
+    for name, text in (("sft", b"a\n"), ("loop", b"xa\n")):
+        assert run(models, "--model", f"out/{name}", "--prompt", "x", generate=generate)[1] == text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_cpu, "generate", generate)
+        s = session(models)
+        s.answer("x")
+        assert s.turns == [[USER, ord("x"), END, ASSISTANT, ord("a"), END]] and s.is_finished()
+        model, tokenizer = chat.load_model(str(models / "out" / "loop"))
+        s = chat.Session(model, tokenizer, False, chat.parse_arguments([]))
+        s.answer("x")
+        assert s.turns == [[*b"xa", SPECIAL["<|endoftext|>"]]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -315,32 +472,120 @@ def test_chat_form_closes_an_interrupted_answer(models):
 
 def test_chat_form_forgets_whole_turns(models, capsys):
     s = session(models, temperature=0)
-    for i in range(12):
+    for i in range(6):
         s.answer(f"q{i}")
         assert sum(map(len, s.turns)) <= 32     # the context
-    assert [bytes(turn[1:turn.index(END)]) for turn in s.turns] == [b"q9", b"q10", b"q11"]
+    assert [bytes(turn[1:turn.index(END)]) for turn in s.turns] == [b"q3", b"q4", b"q5"]
     assert all(turn[0] == USER for turn in s.turns)
+    assert capsys.readouterr().err == ""
     s.answer("x" * 50)
     assert s.turns == [[USER, *b"x" * 21, END, ASSISTANT, *b"Hi", END]]
-    assert "the model reads the last 21" in capsys.readouterr().err
+    assert capsys.readouterr().err == "note: the prompt has 50 tokens; the model reads the last 21.\n"
+
+
+def turn(text, *answer):
+    return [USER, *text, END, ASSISTANT, *answer]
+
+
+def test_chat_form_has_a_window_to_the_token(models, capsys):
+    """Of a window of 32, 24 are for what was said, the turn's three special tokens included."""
+    s = session(models)
+    s.add_turn(b"y" + b"x" * 20)                # 21 + 3: all of it
+    assert s.turns == [turn(b"y" + b"x" * 20)] and capsys.readouterr().err == ""
+    s.add_turn(b"y" + b"x" * 21)                # one more than fits; the turn before is forgotten
+    assert s.turns == [turn(b"x" * 21)]
+    assert capsys.readouterr().err == "note: the prompt has 22 tokens; the model reads the last 21.\n"
+    for size, kept in ((6, 3), (7, 2)):         # 8 + 8 + 8 or 9: the oldest goes when they are more than 24, and it alone
+        s.turns = [turn(b"1", *b"abc", END), turn(b"2", *b"abc", END)]
+        s.add_turn(b"z" * (size - 1))
+        assert s.turns == [turn(b"1", *b"abc", END), turn(b"2", *b"abc", END), turn(b"z" * (size - 1))][-kept:]
+    s.turns = [turn(b"1", *b"a", END), turn(b"2", *b"b")]
+    s.add_turn(b"3")                            # it is the last one that is closed
+    assert s.turns == [turn(b"1", *b"a", END), turn(b"2", *b"b", END), turn(b"3")]
+    for context, room in ((1, 1), (4, 1), (5, 1), (6, 2), (64, 45), (100, 72)):     # at least one token of what was typed
+        s.model, s.turns = types.SimpleNamespace(config=types.SimpleNamespace(context=context)), []
+        s.add_turn(bytes(range(100)))
+        assert s.turns == [turn(bytes(range(100 - room, 100)))]
+        assert capsys.readouterr().err == f"note: the prompt has 100 tokens; the model reads the last {room}.\n"
+
+
+def test_plain_form_has_a_window_to_the_token(models, capsys):
+    model, tokenizer = chat.load_model(str(models / "out" / "loop"))
+    s = chat.Session(model, tokenizer, False, chat.parse_arguments([]))
+    assert (s.turns, s.answers, s.printer, s.stop) == ([], 0, None, SPECIAL["<|endoftext|>"])
+    assert session(models).stop == END
+    for size in (31, 32, 33, 34):
+        text = bytes(range(97, 97 + size))
+        s.add_text(text)
+        assert s.turns == [list(text[-32:])]
+        note = f"note: the prompt has {size} tokens; the model reads the last 32.\n"
+        assert capsys.readouterr().err == (note if size > 32 else "")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The Euler table; which checkpoint; bad input
 
-def test_lens(models):
+HEAD = "stop after      loss   |f(x)|/|x|   most likely after the end of the text\n"
+
+
+def test_lens(models, tmp_path):
+    """The whole table, of a model that looks further back; and of one whose numbers are known."""
     text = "The king and the queen"
-    code, out, err = run(models, "--model", "out/random", "--lens", text)
     model, tokenizer = model_cpu.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
-    rows = model_cpu.euler_table(model, np.array([tokenizer.encode(text)]))
-    printed = re.findall(r"^(embedding|layer \d+) +(\d+\.\d{4}) *(\d+\.\d{3})? +(\".+)$", out.decode(), re.MULTILINE)
-    assert (code, err) == (0, "")
-    assert [name for name, *_ in printed] == ["embedding", "layer 0", "layer 1"]
-    for (_, loss, step, best), (true_loss, true_step, ids) in zip(printed, rows):
-        assert float(loss) == pytest.approx(true_loss, abs=2e-4)
-        assert float(step or 0) == pytest.approx(true_step, abs=2e-3)
-        assert best.count('"') >= 2 * len(ids)
-    assert "the table is of the last 33." in run(models, "--model", "out/random", "--lens", text * 20)[2]
+    ids = tokenizer.encode(text)
+    (first, _, best), *rows = model_cpu.euler_table(model, np.array([ids]))
+    words = ["  ".join('"%s"' % chat.visible(tokenizer.tokens[i]) for i in row) for row in (best, *(ids for *_, ids in rows))]
+    expected = "%d tokens read, the next of each predicted; loss in nats a token\n" % (len(ids) - 1) + HEAD
+    expected += "embedding   %8.4f%16s%s\n" % (first, "", words[0])
+    for i, (loss, step, _) in enumerate(rows):
+        expected += "layer %d     %8.4f%13.3f   %s\n" % (i, loss, step, words[i + 1])
+    assert len(rows) == 2 and run(models, "--model", "out/random", "--lens", text) == (0, expected.encode(), "")
+    # ids that the tokenizer does not have are left out: the model has four more
+    save_chain_model(str(tmp_path / "m"), [b"ab", b"bA", [ord("b"), 260], [ord("b"), 261]])
+    assert run(tmp_path, "--model", "m", "--lens", "abA") == (
+        0, b"2 tokens read, the next of each predicted; loss in nats a token\n" + HEAD.encode() +
+        b'embedding     0.5493                "A"\nlayer 0       0.5493        0.000   "A"\n', "")
+
+
+def test_lens_of_a_long_text(models, monkeypatch, capsys):
+    """Of a window of 32 the last 33 tokens, which make 32 predictions."""
+    asked = []
+
+    def euler_table(model, ids):
+        asked.append(ids.tolist())
+        return []
+    monkeypatch.setattr(model_cpu, "euler_table", euler_table)
+    tokenizer = chat.load_model(str(models / "out" / "loop"))[1]
+    for context in (31, 32):
+        model = types.SimpleNamespace(config=types.SimpleNamespace(context=context))
+        for size in (2, 3, 31, 32, 33, 34, 35):
+            text = "".join(map(chr, range(50, 50 + size)))
+            chat.print_lens(model, tokenizer, text)
+            out, err = capsys.readouterr()
+            assert asked.pop() == [list(text.encode()[-context - 1:])]
+            read = min(size - 1, context)
+            assert out.startswith(f"{read} tokens read, the next of each predicted; loss in nats a token\n")
+            note = f"note: the text has {size} tokens; the table is of the last {context + 1}.\n"
+            assert err == (note if size > context + 1 else "")
+    for text in ("", "a"):
+        with pytest.raises(ValueError) as error:
+            chat.print_lens(model, tokenizer, text)
+        assert str(error.value) == (f"--lens needs a text of at least 2 tokens, one to read and one to predict; {text!r} has "
+                                    f"{len(text)}.")
+
+
+def test_engine(monkeypatch):
+    """The CPU computes in float32, another engine in its own best; the lens looks into the layers on the CPU."""
+    monkeypatch.setattr(model_cpu, "load", lambda *arguments: arguments)
+    assert chat.load_model("m", "cpu") == ("m", model_cpu, {"dtype": np.float32})
+    monkeypatch.setattr(model_gpu, "pick", lambda device: f"the engine for {device}")
+    assert chat.load_model("m") == ("m", "the engine for auto", None)
+    for arguments, device in (([], "auto"), (["--device", "gpu"], "gpu"), (["--device", "gpu", "--lens", "a"], "cpu"),
+                              (["--lens", ""], "cpu"), (["--prompt", "", "--device", "cpu"], "cpu")):
+        asked = []
+        monkeypatch.setattr(chat, "load_model", lambda *rest: asked.append(rest) or exec("raise ValueError('enough')"))
+        code, _, err = run(".", "--model", "m", *arguments)
+        assert (code, asked, err) == (2, [("m", device)], "error: enough\n")
 
 
 def test_the_newest_checkpoint_is_taken(models):
@@ -361,6 +606,48 @@ def test_reading_a_checkpoint_changes_nothing_in_its_folder(models):
     new.unlink()
 
 
+def test_options():
+    """Defaults, and the bounds of each number, which it may reach."""
+    assert vars(chat.parse_arguments([])) == {"model": None, "prompt": None, "lens": None, "max_tokens": 200, "top_k": 50,
+                                              "temperature": 0.8, "top_p": 1.0, "seed": None, "device": "auto"}
+    for name, low, high, words in (("max-tokens", 1, 10**9, "a whole number from 1 to 1000000000"),
+                                   ("temperature", 0.0, 100.0, "a number from 0 to 100"),
+                                   ("top-k", 0, 10**9, "a whole number from 0 to 1000000000"),
+                                   ("top-p", 0.001, 1.0, "a number from 0.001 to 1"),
+                                   ("seed", 0, 2**63, "a whole number from 0 to 9223372036854775808")):
+        parse = chat.setting_type(*chat.SETTINGS[name][:3])
+        step = 1 if type(low) is int else 1e-9
+        for value in (low, low + step, high - step, high):
+            assert parse(repr(value)) == value and type(parse(repr(value))) is type(low)
+        for value in (low - step, high + step, "x", "nan"):
+            with pytest.raises(argparse.ArgumentTypeError) as error:
+                parse(str(value))
+            assert str(error.value) == f"must be {words}, not '{value}'"
+
+
+def test_help(models, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, err = run(models, "--help")
+    text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", out.decode()).split())
+    assert (code, err) == (0, "")
+    for words in ("Talk to a trained model: type, and it continues (or answers, if it was fine-tuned to).",
+                  "--model DIR the checkpoint folder (default: the newest in out/)", "--prompt TEXT continue this text, then stop",
+                  "--lens TEXT print the Euler table of this text, a line a layer, then stop",
+                  "--max-tokens N length of an answer, in tokens, at most (default 200)",
+                  "--temperature N 0: always the likeliest token; 1: as the model learned; more: wilder (default 0.8)",
+                  "--top-k N draw among the k likeliest tokens; 0: among all (default 50)",
+                  "--top-p N draw among the likeliest tokens that reach this probability together; 1: all (default 1.0)",
+                  "--seed N the same seed gives the same text; without one, another text every time --device",
+                  "{auto,cpu,gpu} what computes (default auto: the GPU if there is one)"):
+        assert words in text
+
+
+def test_what_a_narrow_stream_cannot_show(models):
+    """Standard output may know fewer characters than the model."""
+    assert run(models, "--model", "out/loop", "--prompt", "é", "--temperature=0", "--max-tokens=3", encoding="ascii")[:2] == (
+        0, b"??\n")
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--temperature", "-1"], "argument --temperature: must be a number from 0 to 100, not '-1'"),
     (["--temperature", "nan"], "argument --temperature: must be a number"),
@@ -373,6 +660,7 @@ def test_reading_a_checkpoint_changes_nothing_in_its_folder(models):
     (["--prompt", "a", "--lens", "a"], "not allowed with argument"),
     (["--model", "nowhere"], "nowhere holds no checkpoint"),
     (["--model", "out/loop", "--lens", "a"], "--lens needs a text of at least 2 tokens"),
+    (["--model", "out/loop", "--lens", ""], "--lens needs a text of at least 2 tokens"),
 ])
 def test_bad_options(models, arguments, message):
     code, out, err = run(models, *arguments)
@@ -380,9 +668,23 @@ def test_bad_options(models, arguments, message):
     assert err.startswith("error: ") and message in err
 
 
+def test_as_a_script(models):
+    """What the other tests do in their own process, once as a process."""
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "chat.py"), "--model", "out/loop", "--temperature", "0"],
+                          cwd=models, capture_output=True, timeout=120, env=ENVIRONMENT, input=b"e\n\xc3")
+    assert (done.returncode, done.stdout.split(b"\n")[0], done.stderr) == (0, b"ends.", b"")
+    assert done.stdout.split(b"\n")[1].decode().startswith(LOOP * 3)
+
+
 def test_no_checkpoint_at_all(tmp_path):
-    code, out, err = run(tmp_path, "--prompt", "a")
-    assert (code, out, err.count("\n")) == (2, b"", 1) and "there is no trained model in out/" in err
+    assert run(tmp_path, "--prompt", "a") == (2, b"", "error: there is no trained model in out/: train one with `make` or "
+                                              "`python train.py`, or name the folder of one with --model DIR.\n")
+
+
+def test_a_tokenizer_without_the_special_tokens():
+    tokenizer = types.SimpleNamespace(special={"<|end|>": 1, "<|endoftext|>": 2})
+    with pytest.raises(ValueError, match=r"^m: tokenizer.json lacks the special token <\|assistant\|>\.$"):
+        chat.is_chat_model("m", tokenizer)
 
 
 @pytest.mark.parametrize("name, damage, message", [
@@ -391,7 +693,7 @@ def test_no_checkpoint_at_all(tmp_path):
     ("config.json", lambda data: b"{", "config.json is damaged"),
     ("tokenizer.json", lambda data: b"[]", "tokenizer.json is not a tokenizer"),
     ("tokenizer.json", lambda data: data.replace(b"<|user|>", b"<|usor|>"), "is not the one that this model was trained with"),
-    ("tokenizer_config.json", lambda data: b"[]", "tokenizer_config.json is damaged"),
+    ("tokenizer_config.json", lambda data: b"[]", "error: m/tokenizer_config.json is damaged: it holds no settings.\n"),
     ("tokenizer_config.json", lambda data: None, "tokenizer_config.json: No such file"),
 ])
 def test_damaged_checkpoint(tmp_path, name, damage, message):

@@ -1,32 +1,82 @@
 """sft.py: what is learned and what is not, batches, held-out prompts, exact resume, bad input."""
+import contextlib
+import dataclasses
 import functools
+import hashlib
+import io
+import itertools
 import json
 import lzma
+import math
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+import traceback
+import types
+import unicodedata
 
+import attack                   # first: it says before NumPy loads that BLAS takes one thread, as the scripts do
 import numpy as np
 import pytest
 
-import attack
+import chat
 import model_cpu
+import model_gpu
 import sft
 import train
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, run_script
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.path.join(os.path.dirname(ROOT), "shared", "data")
-QUICK = ["--batch-tokens", "512", "--epochs", "2", "--eval-every", "10", "--save-every", "1", "--threads", "2"]
+QUICK = ["--batch-tokens", "256", "--epochs", "2", "--eval-every", "10", "--save-every", "1", "--threads", "2", "--lr", "0.01"]
 GREEN = re.compile(r"\x1b\[32m(.*?)\x1b\[0m", re.DOTALL)
 
 
-def run(folder, *arguments, script="sft.py", **options):
-    return subprocess.run([sys.executable, os.path.join(ROOT, script), *arguments], cwd=folder, text=True,
-                          capture_output=True, timeout=120, **options)
+def run(folder, *arguments, script="sft.py", **environment):
+    """The script in a fork of this process, which spares the imports."""
+    files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.chdir(folder)
+            os.environ.update(environment)
+            for number, file in enumerate(files, 1):
+                os.dup2(file.fileno(), number)
+            sys.stdin, sys.stdout, sys.stderr = open(os.devnull), os.fdopen(1, "w"), os.fdopen(2, "w")
+            sys.argv = [script, *arguments]
+            run_script(__import__(script.removesuffix(".py")).main, to_the_end=script != "chat.py")
+        except SystemExit as left:
+            code = left.code or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+    limit = time.monotonic() + attack.PATIENCE
+    while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > limit:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    said = []
+    for file in files:
+        file.seek(0)
+        said.append(file.read())
+        file.close()
+    return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(found[1]), *said)
+
+
+def run_anew(folder, *arguments):
+    """In a process of its own, where BLAS takes one thread whatever it does in this one: the same numbers, bit for bit."""
+    clean = {name: value for name, value in os.environ.items() if name not in attack.THREADS}       # as in a terminal
+    return subprocess.run(attack.command("sft.py", *arguments), cwd=folder, text=True, capture_output=True, env=clean)
 
 
 def read_log(folder, out):
@@ -41,12 +91,12 @@ def invented_words(rng, count):
 
 @pytest.fixture(scope="module")
 def records():
-    """All records of shared/data, or as many invented ones as make a test."""
+    """Each eighth of shared/data's records, or as many invented ones as make a test."""
     found = []
     for name in ("alpaca_data.json.xz", "instructions_extra.json.xz"):
         if os.path.exists(os.path.join(DATA, name)):
             with lzma.open(os.path.join(DATA, name), "rt", encoding="utf-8") as file:
-                found += json.load(file)
+                found += json.load(file)[::8]
     if found:
         return found
     print("shared/data holds no instructions: these are invented")
@@ -108,7 +158,7 @@ def test_what_is_too_long_is_cut_and_still_learns(examples, T):
         assert not mask[:kept].any() and mask[kept:].all()
         assert (ids[kept:] == whole[size:][:T + 1 - kept]).all()
         assert mask.sum() >= min(T // 4 + 1, all_learned.sum())
-    assert cuts > 50
+    assert cuts > 10
 
 
 @pytest.mark.parametrize("T", [128, 512])
@@ -132,7 +182,7 @@ def test_an_epoch(examples, tokenizer, T):
             assert (targets[row][targets[row] >= 0] == ids[mask]).all()
         tokens, used = tokens + inputs.size, used + sum(len(pairs[i][0]) - 1 for i in rows)
     print(f"context {T}: {len(plan)} batches, {1 - used / tokens:.1%} padding")
-    assert 1 - used / tokens < 0.05
+    assert 1 - used / tokens < 0.1
 
 
 def test_batches_depend_on_seed_and_epoch_alone():
@@ -250,18 +300,36 @@ def learned_part(path):
         return file.read()[:train.split_point(path)].decode()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")            # of a module, for being looked at
 def test_pairs_of_python_are_held_out(tmp_path, monkeypatch):
-    docstrings, path = list(train.python_docstrings()), str(tmp_path / "python-3.12.txt")
-    monkeypatch.setattr(train, "python_docstrings", lambda: docstrings)         # the walk takes seconds
+    """Of the library's first modules: to parse all takes seconds."""
+    docstrings, path = list(itertools.islice(train.python_docstrings(), 120)), str(tmp_path / "python-3.12.txt")
+    monkeypatch.setattr(train, "python_docstrings", lambda: docstrings)
     train.write_python_corpus(path)
     pairs, learned = [turns[0] for turns in sft.read_conversations([path])], learned_part(path)
-    assert len(pairs) > 1500 and len(pairs) == len({name for name, _ in pairs})
+    assert len(pairs) > 150 and len(pairs) == len({name for name, _ in pairs})
     assert not [response for _, response in pairs if response in learned]
-    assert all(response == " ".join(response.split()) for _, response in pairs)
-    modules = [(response, sys.modules[name].__doc__) for name, response in pairs if name in sys.modules]
-    true = [" ".join((docstring or "").split()).startswith(response) for response, docstring in modules]
-    assert len(true) > 5 and sum(true) > 0.8 * len(true)            # a module in C may have taken the place of the file read
+    true = {}
+    for name, docstring in itertools.chain.from_iterable(found for _, found in docstrings):
+        true.setdefault(name, set()).add(" ".join(docstring.split()))
+    for name, response in pairs:
+        assert response == " ".join(response.split()) and any(whole.startswith(response) for whole in true[name])
+
+
+def test_pairs_of_python_to_the_letter(tmp_path, monkeypatch):
+    path = tmp_path / "python-3.9.txt"
+    path.write_bytes(b"What is known. \xff And more. |Behind the cut.")
+    monkeypatch.setattr(train, "split_point", lambda found: found == str(path) and path.read_bytes().index(b"|"))
+    found = [("m", [("m", "\n  A module\n of\tits own.\n  \t\nA second part."), ("m.f", "What is known."), ("m.g", "Oneword"),
+                    ("m.h", "Behind the cut.")]),
+             ("n", [("m.f", "Something else."), ("m", "The name again."), ("n.a", "is known"), ("n.b", "is knowN")])]
+    monkeypatch.setattr(train, "python_docstrings", lambda: iter(found))
+    assert sft.read_conversations([str(path)]) == [[("m", "A module of its own.")], [("m.h", "Behind the cut.")],
+                                                   [("m.f", "Something else.")], [("n.b", "is knowN")]]
+    found[:] = [("m", [("m.f", "What is known."), ("m.g", "Oneword")])]
+    with pytest.raises(ValueError) as error:
+        sft.python_pairs(str(path))
+    assert str(error.value) == (f"{path} holds all of the library's documentation, so nothing is held out; name a file of "
+                                f"instructions with --data.")
 
 
 def write_play(path, speeches=1200):
@@ -293,18 +361,67 @@ def test_pairs_of_a_play_are_held_out(tmp_path):
         sft.read_conversations([str(tmp_path / "prose.txt")])
 
 
+def pairs_of(tmp_path, monkeypatch, text, before=""):
+    """What play_pairs makes of a play whose validation part is this text."""
+    path = tmp_path / "some.txt"
+    path.write_bytes((before + text).encode("utf-8", "surrogateescape"))
+    monkeypatch.setattr(train, "split_point", lambda found: found == str(path) and len(before.encode()))
+    return sft.play_pairs(str(path))
+
+
+def test_pairs_of_a_play_to_the_letter(tmp_path, monkeypatch):
+    pairs = functools.partial(pairs_of, tmp_path, monkeypatch)
+    assert pairs("A:\nHow\n are  you?\n\nB b:\nWell:\n fine. \n\n\n\nC:\nYes.\n\n", "É:\nOf what is learned.\n\n") == [
+        [("How are you?", "Well:\n fine. ")], [("Well: fine.", "Yes.")]]
+    assert pairs("A:\r\nHow\r\nare?\r\n\r\nB:\r\nYes\r\nno.\r\n\r\nC:\r\nSo.") == [[("How are?", "Yes\nno.")], [("Yes no.", "So.")]]
+    assert pairs("A:\nHow\udcff?\n\nB:\n\udcc3.\n\nC:\nSo.") == [[("How\ufffd?", "\ufffd.")], [("\ufffd.", "So.")]]
+    for name, good in (("x" * 40, True), ("x" * 41, False), ("", False), ("a:b", False), ("a\nb", False), ("é 1.", True)):
+        text = "\n\n".join(["A:\none", f"{name}:\ntwo", "B:\nthree", "C:\nfour", "D:\nfive", "E:\nsix"])
+        chain = [[("three", "four")], [("four", "five")], [("five", "six")]]
+        if good:
+            assert pairs(text) == [[("one", "two")], [("two", "three")], *chain]
+        else:                                                       # three pairs of six paragraphs are not more than half
+            with pytest.raises(ValueError):
+                pairs(text)
+            assert pairs(text + "\n\nF:\nseven") == [*chain, [("six", "seven")]]
+    for speeches, others, good in ((1, 0, False), (2, 0, False), (3, 0, True), (3, 1, False), (4, 1, True), (5, 2, True),
+                                   (5, 3, False), (6, 3, True), (6, 4, False), (2, 7, False), (0, 3, False), (0, 4, False)):
+        text = "\n\n".join([f"A:\nsay {i}" for i in range(speeches)] + ["A stage direction."] * others)
+        if good:
+            assert len(pairs(text)) == speeches - 1
+        else:
+            with pytest.raises(ValueError) as error:
+                pairs(text)
+            assert str(error.value) == (f"{tmp_path}/some.txt is neither a play nor the text that ships inside Python, so no "
+                                        "questions with answers can be made from it: name a file of instructions with --data "
+                                        "(./fetch_data.sh instructions brings one).")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs
 # ---------------------------------------------------------------------------------------------------------------------
+CONFIG = model_cpu.Config(dim=32, heads=2, kv_heads=1, layers=1, context=128, vocab=520, predict=4)
+
+
+def save_base(folder, out, config=CONFIG, step=7, **settings):
+    """A checkpoint as train.py leaves one, of a small model that has learned nothing yet."""
+    tokenizer = Tokenizer.train([(folder / "play.txt").read_text(encoding="utf-8")], 520)
+    args = train.parse_arguments(["--data", "play.txt", "--micro-batch", "4", "--threads", "1"])
+    s = train.make_settings(args, "small", config, train.DEFAULTS["small"])
+    state = {"script": "train.py", "tokens": 0, "seconds": 0.0, "settings": {**dataclasses.asdict(s), **settings}}
+    model = model_cpu.Model(config, 0, np.float32)
+    model.step = step
+    model_cpu.save(str(folder / out), model, tokenizer, state)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with a play, a base that was trained on it, and a fine-tuned model: (folder, log, what was printed)."""
+    """A folder with a play, a base, and a fine-tuned model: (folder, log, what was printed)."""
     folder = tmp_path_factory.mktemp("sft")
     write_play(folder / "play.txt")
-    done = run(folder, "--data", "play.txt", "--out", "out/play", "--steps", "30", "--batch-tokens", "512",
-               script="train.py")
-    assert done.returncode == 0, done.stderr
-    done = run(folder, "--base", "out/play", *QUICK)
+    save_base(folder, "out/play")
+    (folder / "out/play/log.jsonl").write_text("")
+    done = run_anew(folder, "--base", "out/play", *QUICK)
     assert done.returncode == 0, done.stderr
     return folder, read_log(folder, "out/play-sft"), done.stdout
 
@@ -332,28 +449,28 @@ def test_the_held_out_loss_falls(base):
     assert log[0]["step"] == 0 and held_out[-1] < held_out[0] - 0.3
     assert f"Held-out loss {held_out[0]:.4f} before, {held_out[-1]:.4f} after." in printed
     losses = [record["loss"] for record in log if "loss" in record]
-    assert len(losses) % 2 == 0 and np.mean(losses[-5:]) < np.mean(losses[:5])
+    assert len(losses) % 2 == 0 and len(losses) > 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
     settings = json.loads((folder / "out/play-sft/tokenizer_config.json").read_text())
     assert settings["chat_template"] == sft.CHAT_TEMPLATE and settings["eos_token"] == "<|end|>"
-    done = run(folder, "--prompt", "so", "--max-tokens", "30", script="chat.py")    # the newest model is the fine-tuned
-    assert done.returncode == 0 and done.stdout.strip() and not done.stdout.startswith("so")
+    done = run(folder, "--model", "out/play-sft", "--prompt", "so", "--max-tokens", "30", script="chat.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert chat.is_chat_model(folder / "out/play-sft", Tokenizer.load(folder / "out/play-sft/tokenizer.json"))
 
 
 def test_killed_and_resumed_is_exact(base):
     folder, whole, _ = base
     attack.kill_again_and_again(folder, "sft.py", ["--base", "out/play", *QUICK], "out/killed", 3, seed=1)
-    done = run(folder, "--resume", "--out", "out/killed")
+    done = run_anew(folder, "--resume", "--out", "out/killed")
     assert done.returncode == 0, done.stderr
     assert read_log(folder, "out/killed") == whole
 
 
 def test_ctrl_c_saves_and_resumes(base):
     folder, whole, _ = base
-    arguments = ["--base", "out/play", "--out", "out/asked", *QUICK, "--save-every", "1000"]
-    code, said = attack.interrupt(folder, attack.command("sft.py", *arguments), "out/asked", 3,
-                                  lambda process: process.send_signal(signal.SIGINT))
+    arguments = ["--base", "out/play", *QUICK, "--save-every", "1000"]
+    code, said = attack.interrupt(folder, "sft.py", arguments, "out/asked", 2, lambda process: process.send_signal(signal.SIGINT))
     assert code == 130 and "python sft.py small --resume --out out/asked" in said, said
-    done = run(folder, "small", "--resume", "--out", "out/asked")
+    done = run_anew(folder, "small", "--resume", "--out", "out/asked")
     assert done.returncode == 0, done.stderr
     assert read_log(folder, "out/asked") == whole
     first, last = (next(record["val_loss"] for record in order if "val_loss" in record) for order in (whole, whole[::-1]))
@@ -388,9 +505,8 @@ def test_show_colours_what_is_learned(base):
     (folder / "show.json").write_text(json.dumps(records))
     tokenizer = Tokenizer.load(folder / "out/play/tokenizer.json")
     arguments = ["--base", "out/play", "--data", "show.json", "--show", "3"]
-    clean = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    shown = run(folder, *arguments, env=clean).stdout
-    in_brackets = run(folder, *arguments, env={**clean, "NO_COLOR": "1"}).stdout
+    shown = run(folder, *arguments, NO_COLOR="").stdout
+    in_brackets = run(folder, *arguments, NO_COLOR="1").stdout
     pieces = re.split(r"--- example (\d+): (\d+) of (\d+) tokens are learned(, the rest did not fit)?\n", shown)[1:]
     assert len(pieces) == 15
     for record, number, learned, count, cut, text in zip(records, *(pieces[i::5] for i in range(5))):
@@ -430,7 +546,7 @@ def test_a_base_of_other_sizes_than_its_preset(base):
     done = run(folder, "--base", "out/other", "--batch-tokens", "512", "--epochs", "1", "--threads", "1")
     assert done.returncode == 0 and "longer than the context of 32 and are cut" in done.stdout, done.stderr
     assert model_cpu.read_config(str(folder / "out/other-sft"))[0] == config
-    shown = run(folder, "--base", "out/other", "--show", "30", env={**os.environ, "NO_COLOR": "1"}).stdout
+    shown = run(folder, "--base", "out/other", "--show", "30", NO_COLOR="1").stdout
     assert all(int(count) <= 33 for count in re.findall(r"of (\d+) tokens are learned", shown)) and "did not fit" in shown
     state["settings"]["preset"] = "huge"
     model_cpu.save(str(folder / "out/huge"), model_cpu.Model(config, 0, np.float32), tokenizer, state)
@@ -490,3 +606,604 @@ def test_records_left_out_are_counted(base, capsys):
     assert capsys.readouterr().out.endswith(
         "of 5 records 4 are left out: 1 with an empty response (record 2); 2 with no named fields (record 3 is the first); "
         "1 with roles that are not user and assistant in turn (record 5).\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Line by line, with what stands around it replaced
+# ---------------------------------------------------------------------------------------------------------------------
+class Bytes:
+    """A tokenizer whose tokens are bytes; the special ones come behind."""
+    special = {name: 256 + i for i, name in enumerate(("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"))}
+    vocab_size = 260
+
+    def encode(self, text):
+        return list(text.encode("utf-8", "surrogatepass"))
+
+    def decode_bytes(self, ids):
+        names = {i: name.encode() for name, i in self.special.items()}
+        return b"".join(names.get(i) or bytes([i]) for i in map(int, ids))
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
+BYTES, (PAD, USER, ASSISTANT, END) = Bytes(), range(256, 260)
+
+
+class Stream(io.TextIOWrapper):
+    """A standard output in memory; seen: what was flushed."""
+    def __init__(self, encoding="utf-8"):
+        super().__init__(io.BytesIO(), encoding)
+
+    def seen(self):
+        return self.buffer.getvalue().decode()
+
+
+def flushed(function, *arguments):
+    """-> (what it returns, what it printed and flushed, when it returned)."""
+    with contextlib.redirect_stdout(Stream()) as out:
+        result = function(*arguments)
+        return result, out.seen()
+
+
+def example(question, answer):
+    return sft.make_example(BYTES, [(question, answer)], 1 << 20)[:2]
+
+
+def test_find_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for preset in ("small", "medium", "big", "xl"):
+        assert sft.find_data(preset, ["corpus.txt"]) == ["corpus.txt"]          # there is no data/
+    (tmp_path / "data").mkdir()
+    for name in ("instructions.txt", "instructions.jsonx", "my-instructions.json", "instructions"):
+        (tmp_path / "data" / name).write_text("")
+    assert sft.find_data("big", ["corpus.txt"]) == ["corpus.txt"]
+    for name in ("instructions_b.json", "instructions.jsonl", "instructions_a.json"):
+        (tmp_path / "data" / name).write_text("")
+    for preset in ("medium", "big", "xl"):
+        assert sft.find_data(preset, ["corpus.txt"]) == ["data/instructions.jsonl", "data/instructions_a.json",
+                                                         "data/instructions_b.json"]
+    assert sft.find_data("small", ["corpus.txt"]) == ["corpus.txt"]
+
+
+def test_kinds_of_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for kind in ("read_records", "python_pairs", "play_pairs"):
+        monkeypatch.setattr(sft, kind, lambda path, kind=kind: [f"{kind} {path}", "and more"])
+    kinds = {"a.json": "read_records", "b.JSONL": "read_records", "python-3.12.txt": "python_pairs", "a.json.txt": "play_pairs",
+             "python-3.txt": "play_pairs", "python-3.12.txt.old": "play_pairs", "my-python-3.12.txt": "play_pairs"}
+    for name in kinds:
+        (tmp_path / name).write_text("")
+    assert sft.read_conversations(list(kinds)) == [said for name, kind in kinds.items() for said in (f"{kind} {name}", "and more")]
+    (tmp_path / "sub").mkdir()
+    os.rename("python-3.12.txt", "sub/python-3.12.txt")
+    assert sft.read_conversations(["sub/python-3.12.txt"])[0] == "python_pairs sub/python-3.12.txt"
+    for path in ("sub", "none.json"):
+        with pytest.raises(ValueError) as error:
+            sft.read_conversations(["a.json", path])
+        assert str(error.value) == f"{path} is not a file; name files of instructions, .json or .jsonl, with --data."
+
+
+@pytest.mark.parametrize("text, found", [
+    (b'[1, {"a": "b"}]', [1, {"a": "b"}]), (b' \n[[2]]\n', [[2]]), (b"[]", []), (b"", []), (b"\n \n", []),
+    (b'\xef\xbb\xbf[1]', [1]), (b'\xef\xbb\xbf1\n\n 2 \n"\xff"\n', [1, 2, "\udcff"]), (b'{"a": 1}\r\n{}\n', [{"a": 1}, {}]),
+    (b"[1]\n[2]", "1 2 Extra data"), (b'[1,\n2,\nx]', "1 3 Expecting value"), (b"1\n2\nx\n", "3 Expecting value"),
+    (b"x", "1 Expecting value"), (b"1\n" + b"1" * 5000, "2 Exceeds the limit"), (b"1\n\n" + b'{"a":' * 100_000, "3 maximum rec"),
+    (b"[" * 100_000, "1 maximum recursion"), (b"[" + b"1" * 5000 + b"]", "1 Exceeds the limit")])
+def test_json(tmp_path, text, found):
+    (tmp_path / "x.json").write_bytes(text)
+    if isinstance(found, list):
+        assert sft.read_json(str(tmp_path / "x.json")) == found
+        return
+    *_, line, words = re.fullmatch(r"(1 )?(\d) (.*)", found).groups()
+    with pytest.raises(ValueError) as error:
+        sft.read_json(str(tmp_path / "x.json"))
+    line, words = (2, "Extra data") if "Extra" in found else (line, words)
+    if "Exceeds" in words and not hasattr(sys, "get_int_max_str_digits"):
+        pytest.skip("this Python reads numbers of any length")
+    assert str(error.value).startswith(f"{tmp_path}/x.json, line {line}, is not JSON ({words}")
+    assert str(error.value).endswith("); the file must hold one list of records, or one record a line.")
+
+
+def test_records(tmp_path, capsys):
+    good, path = {"instruction": "a", "output": "b"}, str(tmp_path / "x.json")
+
+    def read(records):
+        (tmp_path / "x.json").write_text(json.dumps(records))
+        return sft.read_records(path)
+    assert read([good, {"instruction": "c", "output": "d"}]) == [[("a", "b")], [("c", "d")]]
+    assert capsys.readouterr().out == ""
+    assert len(read([good] * 2 + [7] + [{"instruction": "a", "output": " "}] * 1001)) == 2
+    assert capsys.readouterr().out == (f"{path}: of 1,004 records 1,002 are left out: 1 with no named fields (record 3); 1,001 with "
+                                       "an empty response (record 4 is the first).\n")
+    assert len(read([7, 7, good])) == 1
+    assert capsys.readouterr().out == f"{path}: of 3 records 2 are left out: 2 with no named fields (record 1 is the first).\n"
+    for records, words in (([], ", of 0"), ([7, "x", {"messages": []}, 8], ", of 4; record 1 has no named fields; record 3 has "
+                                            "roles that are not user and assistant in turn")):
+        with pytest.raises(ValueError) as error:
+            read(records)
+        assert str(error.value) == f"{path} holds no record that can be used{words}."
+
+
+def test_turns_to_the_letter():
+    user, assistant, empty = CHAT[1], CHAT[2], {"role": "user", "content": " "}
+    assert sft.make_turns({"instruction": "", "output": "c"}) == [("", "c")]
+    assert sft.make_turns({"instruction": "a", "input": None, "output": "c"}) == [("a", "c")]
+    assert sft.make_turns({"messages": [empty, assistant] * 3}) == [(" ", "Yo ")] * 3
+    assert sft.make_turns({"messages": CHAT + CHAT[1:3]}) == [("Be brief.\n\n Hi\n", "Yo "), ("Why?", "<|end|>"), (" Hi\n", "Yo ")]
+    for record, words in (
+            ([], "no named fields"), ({"messages": {}}, "messages that are no list of objects"),
+            ({"messages": ""}, "messages that are no list of objects"), ({"messages": [3]}, "messages that are no list of objects"),
+            ({"instruction": "a", "input": 3, "output": "b"}, "no text as instruction and output, or as the content of a message"),
+            ({"messages": [CHAT[0], user]}, "roles that are not user and assistant in turn"),
+            ({"messages": [CHAT[0]]}, "roles that are not user and assistant in turn"),
+            ({"messages": [user, assistant, user]}, "roles that are not user and assistant in turn"),
+            ({"messages": [user, assistant, assistant, user]}, "roles that are not user and assistant in turn"),
+            ({"messages": [{"role": "z", "content": ""}, assistant]}, "roles that are not user and assistant in turn"),
+            ({"messages": [user, {"role": "assistant", "content": "\n"}]}, "an empty response")):
+        with pytest.raises(ValueError) as error:
+            sft.make_turns(record)
+        assert str(error.value) == words
+
+
+@pytest.mark.parametrize("T", [8, 13, 16, 100, 128])
+def test_a_long_prompt_to_the_token(T, capsys):
+    """Its beginning goes, so that a quarter of the window is left: what chat.py reads is what was learned."""
+    room = math.ceil(T * 3 / 4)
+    model = types.SimpleNamespace(config=types.SimpleNamespace(context=T))
+    for size in (0, 1, room - 4, room - 3, room - 2, room + 5):
+        text = bytes(range(size))
+        cut = sft.cut_prompt(sft.make_prompt(BYTES, text.decode()), T)
+        kept = text[-(room - 3):]
+        assert cut == [USER, *kept, END, ASSISTANT]
+        session = chat.Session(model, BYTES, True, None)
+        session.tokenizer = types.SimpleNamespace(special=BYTES.special, encode=list)
+        session.add_turn(text)
+        assert session.turns == [cut]
+
+
+@pytest.mark.parametrize("T", [16, 17, 31])
+def test_an_example_to_the_token(T):
+    fits, room = T + 1, math.ceil(T * 3 / 4)                            # tokens of an example; those of a cut prompt
+    for size in (3, fits - 6, fits - 5, fits - 4, fits - 3, 2 * fits):  # of the response, beside which there are five
+        ids, mask, cut = sft.make_example(BYTES, [("x", "y" * size)], T)
+        whole = [USER, ord("x"), END, ASSISTANT, *b"y" * size, END]
+        assert ids.tolist() == whole[:fits] and mask.tolist() == ([False] * 4 + [True] * (size + 1))[:fits]
+        assert cut == (size + 5 > fits)
+    for size in (room - 4, room - 3, room - 2, 40):
+        ids, mask, cut = sft.make_example(BYTES, [("x" * size, "y" * T)], T)
+        kept = min(size + 3, room)
+        assert ids.tolist() == [USER, *b"x" * (kept - 3), END, ASSISTANT, *b"y" * (fits - kept)] and cut
+        assert mask.tolist() == [False] * kept + [True] * (fits - kept)
+    for size in (fits - 14, fits - 13):                                 # 8 tokens and size + 6: it fits, or is one too long
+        turns = [("ab", "cd"), ("a" * size, "bc"), ("", "")]
+        ids, mask, cut = sft.make_example(BYTES, turns, T)
+        assert len(ids) == (fits if size == fits - 14 else 8) and mask.tolist()[:8] == [False] * 5 + [True] * 3
+        assert cut and sft.make_example(BYTES, turns[:2], T)[2] == (size == fits - 13)
+
+
+def test_examples_to_the_letter():
+    """Which prompts are held out, in which order they are asked, what was cut, and the fingerprint: made anew."""
+    conversations = [[(f"q{i % 209}\ud800", "y" * (i % 19)), ("later", "z")] for i in range(600)]
+    found = sft.make_examples(BYTES, conversations, 24, 5)
+    order = sorted({turns[0][0] for turns in conversations},
+                   key=lambda text: hashlib.sha256(b"5 " + text.encode("utf-8", "surrogatepass")).hexdigest())
+    assert found.questions == order[:10]
+    digest, parts, cuts = hashlib.sha256(), ([], []), 0
+    for turns in conversations:
+        ids, mask, cut = sft.make_example(BYTES, turns, 24)
+        held_out = turns[0][0] in order[:20]
+        parts[held_out].append((ids.tolist(), mask.tolist()))
+        cuts += cut
+        digest.update(ids.tobytes() + mask.tobytes() + bytes([held_out]))
+    assert tuple([(ids.tolist(), mask.tolist()) for ids, mask in part] for part in (found.train, found.held_out)) == parts
+    assert found.cut == cuts > 0 and found.key == digest.hexdigest()[:12]
+    for prompts, held_out in ((2, 1), (3, 1), (19, 1), (20, 2), (29, 2), (30, 3), (10_020, 1000)):
+        found = sft.make_examples(BYTES, [[(str(i), "")] for i in range(prompts)], 64, 0)
+        assert (len(found.held_out), len(found.train), found.cut) == (held_out, prompts - held_out, 0)
+    with pytest.raises(ValueError) as error:
+        sft.make_examples(BYTES, [[("a", "b")]], 64, 0)
+    assert str(error.value) == "the data has one prompt only; it needs at least two, one to learn from and one to hold out."
+
+
+def test_lengths_and_plan_to_the_letter():
+    sizes = [1, 2, 8, 9, 10, 16, 17, 18, 20, 21, 40]
+    lengths = sft.padded_lengths([(range(n), None) for n in sizes], 19)
+    assert lengths.tolist() == [min(19, 8 * math.ceil((n - 1) / 8)) for n in sizes]
+    for lengths, budget in (([8, 16, 8, 24, 16, 8], 32), ([8] * 9, 24), ([64, 32, 8], 31), ([8], 8), ([24, 24, 16, 8], 47),
+                            ([8, 16] * 100, 64)):
+        for seed, epoch in ((0, 0), (3, 1)):
+            plan = [rows.tolist() for rows in sft.plan_epoch(np.array(lengths), budget, seed, epoch)]
+            rng = np.random.default_rng([seed, epoch])
+            order = sorted(rng.permutation(len(lengths)).tolist(), key=lambda i: -lengths[i])
+            batches = []
+            while order:
+                rows = max(1, budget // lengths[order[0]])
+                batches.append(order[:rows])
+                order = order[rows:]
+            assert plan == [batches[i] for i in rng.permutation(len(batches))]
+
+
+def test_the_batch_of_the_comment():
+    """That above make_batch, with a shorter one beside it."""
+    ids, mask = example("Hi", "Yo")
+    pad = 7
+    inputs, targets = sft.make_batch([(ids, mask), example("", "")], 128, 3, pad)
+    row = [USER, *b"Hi", END, ASSISTANT, *b"Yo"]
+    assert inputs.tolist() == [row + [pad], [USER, END, ASSISTANT] + [pad] * 5]
+    assert targets.tolist() == [[-1] * 4 + [*b"Yo", END] + [-1] * 3, [-1] * 2 + [END] + [-1] * 7]
+
+
+def test_evaluation_to_the_letter(monkeypatch):
+    """Its batches, and the two numbers from the losses of these."""
+    examples = [example("q" * i, "\0y" * (i % 5)) for i in range(40)]
+    seen = []
+
+    def forward(inputs, targets):
+        seen.append((inputs, targets))
+        return [1.0 + inputs.size / 1000, 5.0]
+    model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2), forward=forward)
+    loss, bpb = sft.evaluate(model, BYTES, examples, 3)
+    plan = sft.plan_epoch(sft.padded_lengths(examples, 64), 192, 0, 0)
+    batches = [sft.make_batch([examples[i] for i in rows], 64, 2, PAD) for rows in plan]
+    assert len(seen) == len(batches) > 3
+    assert all(np.array_equal(a, b) for x, y in zip(seen, batches) for a, b in zip(x, y))
+    nats = sum((1.0 + inputs.size / 1000) * (targets >= 0).sum() for inputs, targets in seen)
+    tokens, size = sum(mask.sum() for _, mask in examples), sum(2 * (i % 5) for i in range(40))
+    assert loss == pytest.approx(nats / tokens, rel=1e-12) and bpb == pytest.approx(nats / size / math.log(2), rel=1e-12)
+    loss, bpb = sft.evaluate(model, BYTES, [example("q", "")], 3)       # no byte of text, only an end
+    assert loss == 1.008 and bpb == pytest.approx(1.008 / math.log(2), rel=1e-12)
+
+
+def test_evaluation_of_a_model():
+    """Against the probabilities of every single token."""
+    model = model_cpu.Model(model_cpu.Config(dim=16, heads=2, kv_heads=1, layers=1, context=64, vocab=264, predict=2), seed=1)
+    model.params["heads"][...] *= 20
+    examples = [example("why " * (i % 4), "\0no" * (i % 3 + 1)) for i in range(9)]
+    nats = tokens = 0
+    for ids, mask in examples:
+        targets = np.full((1, len(ids)), -1)
+        for t in np.flatnonzero(mask[1:]):
+            targets[0, :], targets[0, t] = -1, ids[t + 1]               # one target at a time
+            nats, tokens = nats + model.forward(ids[None, :-1], targets)[0], tokens + 1
+    size = sum(3 * (i % 3 + 1) for i in range(9))
+    loss, bpb = sft.evaluate(model, BYTES, examples, 2)
+    assert loss == pytest.approx(nats / tokens, rel=1e-10) and bpb == pytest.approx(nats / size / math.log(2), rel=1e-10)
+
+
+@pytest.mark.parametrize("stop", [None, PAD, USER, ASSISTANT, END])
+def test_an_answer_to_the_letter(monkeypatch, stop):
+    asked = []
+
+    def generate(*arguments, **options):
+        asked.append((arguments, options))
+        return itertools.cycle([ord("a")]) if stop is None else iter([*b"No", stop, *b"more"])
+    monkeypatch.setattr(model_cpu, "generate", generate)
+    model = types.SimpleNamespace(config=types.SimpleNamespace(context=16))
+    assert sft.answer(model, BYTES, "0123456789", 9) == ("No" if stop else "a" * 150)
+    assert asked == [((model, [USER, *b"123456789", END, ASSISTANT]), dict(temperature=0.8, top_k=50, seed=9, vocab=260))]
+
+
+def test_a_look_to_the_letter(monkeypatch):
+    """What a run prints at its beginning, on the way and at its end, and what it notes."""
+    asked = []
+    numbers = iter([(3.0, 1.5), (2.5, 1.25), (2.0, 1.0)])
+    monkeypatch.setattr(sft, "evaluate", lambda *arguments: asked.append(arguments) or next(numbers))
+    monkeypatch.setattr(sft, "answer", lambda *rest: asked.append(rest) or f"to {rest[2]}\n\x07 '")
+    examples = sft.Examples([example("a", "")], [example("b", "")], [f"q{i}\x1b" for i in range(5)], 0, "key")
+    s, state = types.SimpleNamespace(steps=9, seed=4, batch_tokens=64, micro_batch=3), {}
+    model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2))
+    job = sft.fine_tuning(model, BYTES, examples, s, state)
+    assert job.bytes_per_token == 1e-9                                  # of what has no text at all
+    for step, count, loss, bpb in ((0, 3, 3.0, 1.5), (4, 3, 2.5, 1.25), (9, 5, 2.0, 1.0)):
+        asked.clear()
+        result, said = flushed(job.evaluate, step)
+        answers = [f"to q{i}\x1b\n\x07 '" for i in range(count)]
+        assert result == {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
+        assert asked == [(model, BYTES, examples.held_out, 3), *((model, BYTES, f"q{i}\x1b", 4) for i in range(count))]
+        assert said == f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte\n" + (
+            "           to q0\\x1b\\n\\x07 '\n" if step == 4 else
+            "".join(f"--- q{i}\ufffd\nto q{i}\ufffd\n\ufffd '\n" for i in range(count)))
+        assert state == {"before": 3.0, "after": loss}
+
+
+def test_each_line_is_there_when_it_is_printed(monkeypatch):
+    """A run in the background is followed by what it writes to a file."""
+    flushes = []
+    monkeypatch.setattr("builtins.print", lambda *args, end="\n", flush=False, **options: flushes.append(flush))
+    monkeypatch.setattr(sft, "evaluate", lambda *arguments: (1.0, 1.0))
+    monkeypatch.setattr(sft, "answer", lambda *arguments: "a")
+    examples = sft.Examples([example("a", "")], [example("b", "")], ["q"], 0, "key")
+    model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2))
+    job = sft.fine_tuning(model, BYTES, examples, types.SimpleNamespace(steps=9, seed=4, batch_tokens=64, micro_batch=3), {})
+    for step in (0, 4):
+        job.evaluate(step)
+    assert flushes == [True] * 4
+
+
+def test_printable_shows_no_control_character():
+    for char in map(chr, range(0x300)):
+        obeyed = unicodedata.category(char) == "Cc" and char not in "\t\n"
+        assert sft.printable(f"a{char}{char}b") == ("a\ufffd\ufffdb" if obeyed else f"a{char}{char}b")
+
+
+@pytest.mark.parametrize("no_color", [None, "", "1"])
+def test_show_to_the_letter(monkeypatch, no_color):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    conversations = [[("Hi", "Yo\x1b"), ("Why", "So")], [("a" * 20, "b" * 20)], [("not", "shown")]]
+    _, said = flushed(sft.show, BYTES, conversations, 20, 2)
+    text = ("--- example 1: 7 of 18 tokens are learned\n"
+            "<|user|>Hi<|end|><|assistant|>{Yo\ufffd<|end|>}<|user|>Why<|end|><|assistant|>{So<|end|>}\n"
+            "--- example 2: 6 of 21 tokens are learned, the rest did not fit\n"
+            "<|user|>" + "a" * 12 + "<|end|><|assistant|>{bbbbbb}\n")
+    start, stop = ("[", "]") if no_color else ("\x1b[32m", "\x1b[0m")
+    assert said == text.replace("{", start).replace("}", stop)
+
+
+def test_options(capsys, monkeypatch):
+    assert sft.parse_arguments(["--show", "1", "--epochs", "1"]).__dict__.items() >= {
+        "preset": None, "base": None, "data": None, "out": None, "show": 1, "resume": False, "epochs": 1, "lr": None}.items()
+    for option in ("--show", "--epochs"):
+        with pytest.raises(SystemExit):
+            sft.parse_arguments([option, "0"])
+        assert capsys.readouterr().err == (f"error: argument {option}: must be a whole number of at least 1 and at most "
+                                           "1,000,000,000, not '0'; --help lists the options.\n")
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        sft.parse_arguments(["--help"])
+    said = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).split())
+    for words in ("Fine-tune a pretrained model to answer.", "the model's size (default small)",
+                  "--base DIR the checkpoint folder to begin with (default out/PRESET)",
+                  ".json or .jsonl with records of instruction, input and output, or of messages (default: for medium and big "
+                  "data/instructions*.json, if there are any; else pairs made from the base's own corpus, of what was held out "
+                  "from its training)", "--out DIR the checkpoint folder to write (default: --base with -sft)",
+                  "--show N print N examples with what is learned in colour, then stop", "--resume go on with the run in --out",
+                  "--epochs EPOCHS how often to read the data", "--batch-tokens"):
+        assert words in said
+
+
+def test_a_base_to_the_letter(base, monkeypatch):
+    folder, _, _ = base
+    monkeypatch.chdir(folder)
+    settings, config, tokenizer = sft.read_base("out/play", None)
+    assert settings == model_cpu.load_state("out/play")["settings"] and config == CONFIG and tokenizer.vocab_size == 520
+    assert sft.read_base("out/play", "small")[1] == CONFIG
+    real = model_cpu.load_state("out/play")
+    found, special = {}, dict.fromkeys(["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>", "<|more|>"], 0)
+    monkeypatch.setattr(model_cpu, "load_state", lambda folder: found)
+    monkeypatch.setattr(Tokenizer, "load", lambda path: types.SimpleNamespace(special=special))
+    not_ours = "out/play was not written by train.py or sft.py: how it was made is not recorded."
+    for state, preset, words in (
+            ({}, None, not_ours), ({"settings": None}, None, not_ours), ({"settings": {"preset": "small"}}, None, not_ours),
+            ({"settings": {**real["settings"], "preset": "huge"}}, None,
+             "out/play holds a model of the size huge, which is none of small, medium, big."),
+            (real, "medium", "out/play holds a model of the size small, not medium."),
+            (real, "big", "out/play holds a model of the size small, not big."), (real, "small", None), (real, None, None)):
+        found = state
+        if words:
+            with pytest.raises(ValueError) as error:
+                sft.read_base("out/play", preset)
+            assert str(error.value) == words
+        else:
+            assert sft.read_base("out/play", preset)[0] == real["settings"]
+    del special["<|end|>"], special["<|user|>"]
+    with pytest.raises(ValueError) as error:
+        sft.read_base("out/play", None)
+    assert str(error.value) == "out/play: tokenizer.json lacks the special token <|end|>."
+    for preset in (None, "small", "big"):
+        with pytest.raises(ValueError) as error:
+            sft.read_base("out/none", preset)
+        assert str(error.value) == (f"there is no trained model in out/none: train it with `python train.py {preset or 'small'}`, "
+                                    "or name the folder of one with --base.")
+
+
+@pytest.mark.parametrize("preset, epochs, batch_tokens, lr, warmup, every", [
+    ("small", 4, 1024, 7e-4, 20, 100), ("medium", 3, 8192, 5e-4, 50, 200), ("big", 3, 32768, 2e-4, 50, 200)])
+def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_tokens, lr, warmup, every):
+    """Its settings, its state, its first checkpoint, and all numbers of its first lines."""
+    monkeypatch.chdir(tmp_path)
+    write_play(tmp_path / "play.txt", 40)
+    save_base(tmp_path, "out/base", preset=preset)
+    with open("some.jsonl", "w") as file:
+        for i in range(230):
+            file.write(json.dumps({"instruction": f"say {i} " + "o" * (i % 300), "output": "yes " * (i % 60 + 1)}) + "\n")
+    conversations = sft.read_conversations(["some.jsonl"])
+    patience = []
+    monkeypatch.setattr(train, "check_patience", lambda *arguments: patience.append(arguments))
+    monkeypatch.setattr(train, "free_memory", lambda s: None)
+    more = ["--threads", "1", "--device", "cpu"]
+    for number, (options, changed) in enumerate([
+            ([], {}), ([], {}), (["--epochs", "7", "--warmup", "3", "--mtp-weight", "0.3", "--batch-tokens", "256"],
+                                {"epochs": 7, "warmup": 3, "mtp_weight": 0.3, "batch_tokens": 256}),
+            (["--batch-tokens", "256", "--epochs", "1", "--seed", "3"], {"batch_tokens": 256, "epochs": 1, "seed": 3})]):
+        args = sft.parse_arguments(["--base", "out/base", "--data", "./some.jsonl", *more, *options])
+        out = f"out/new{number}" if number else "out/new1"
+        (model, tokenizer, s, state, examples), said = flushed(sft.start, args, "out/base", out)
+        chosen = {"epochs": epochs, "batch_tokens": batch_tokens, "mtp_weight": CONFIG.mtp_weight, "seed": 0, **changed}
+        wanted = sft.make_examples(tokenizer, conversations, 128, chosen["seed"])
+        lengths = sft.padded_lengths(wanted.train, 128)
+        batches = sft.plan_epoch(lengths, chosen["batch_tokens"], chosen["seed"], 0)
+        steps = chosen["epochs"] * len(batches)
+        assert dataclasses.asdict(s) == {
+            "preset": preset, "steps": steps, "batch_tokens": chosen["batch_tokens"], "micro_batch": s.micro_batch, "lr": lr,
+            "warmup": changed.get("warmup", min(warmup, int(steps / 10))), "decay": 0.1, "clip": 1.0,
+            "mtp_weight": chosen["mtp_weight"], "seed": chosen["seed"], "eval_every": every, "save_every": every, "threads": 1,
+            "device": "cpu", "precision": "fp32", "attention": "flash", "matmul": "cublas", "memory_limit": None,
+            "data": ["some.jsonl"], "tokens_key": wanted.key}
+        assert state == {"script": "sft.py", "tokens": 0, "seconds": 0.0, "base": "out/base"} and model.step == 0
+        assert model.config == dataclasses.replace(CONFIG, mtp_weight=chosen["mtp_weight"]) and model.dtype == np.float32
+        assert examples.key == wanted.key and examples.questions == wanted.questions
+        inputs = sum(sft.make_batch([wanted.train[i] for i in rows], 128, 4, 0)[0].size for rows in batches)
+        read, learned = sum(len(ids) - 1 for ids, _ in wanted.train), sum(mask.sum() for _, mask in wanted.train)
+        assert said.endswith(
+            f"out/base is fine-tuned into {out} on some.jsonl: {len(wanted.train):,} conversations, {len(wanted.held_out):,} more "
+            f"are held out; {wanted.cut:,} were longer than the context of 128 and are cut.\n{chosen['epochs']} epochs of "
+            f"{len(batches)} steps of at most {chosen['batch_tokens']:,} tokens; of {inputs:,} tokens "
+            f"{100 * (inputs - read) / inputs:.1f}% are padding, {100 * learned / inputs:.0f}% are learned.\n")
+        assert (len(wanted.train), len(wanted.held_out)) == (207, 23) and 50 < wanted.cut < 200
+        loaded, _ = model_cpu.load(out, model_cpu, {"dtype": np.float32})
+        assert loaded.step == 0 and loaded.config == model.config
+        assert np.array_equal(loaded.flat_params, model_cpu.load("out/base", model_cpu, {"dtype": np.float32})[0].flat_params)
+        assert model_cpu.load_state(out) == {**state, "settings": dataclasses.asdict(s)}
+        assert json.load(open(f"{out}/tokenizer_config.json"))["chat_template"] == sft.CHAT_TEMPLATE
+        if number == 0:
+            os.rename("out/new1", "out/old")                    # nobody else has the name
+            os.rename("out/.new1.lock", "out/.old.lock")
+            os.makedirs("out/new1")
+            (tmp_path / "out/new1/log.jsonl").write_text("kept")
+        if number == 1:
+            assert (tmp_path / "out/new1.1/log.jsonl").read_text() == "kept"
+            assert said.startswith("out/new1 held an earlier run: it is now out/new1.1.\n")
+    assert not patience
+    with pytest.raises(ValueError, match="in use by another run"):      # all of them are taken by this process
+        sft.start(sft.parse_arguments(["--data", "some.jsonl", *more]), "out/base", "out/new2")
+
+
+def test_the_engine_of_a_new_run(base, monkeypatch):
+    """--device, and who is asked for patience: whoever trains a larger model on a CPU without having said so."""
+    folder, _, _ = base
+    monkeypatch.chdir(folder)
+    save_base(folder, "bases/small")
+    save_base(folder, "bases/medium", preset="medium")
+    (folder / "some.json").write_text(json.dumps([{"instruction": str(i), "output": "x"} for i in range(20)]))
+
+    def stop(what):
+        def stopping(*arguments):
+            raise ValueError(f"{what} {arguments}" if what == "pick" else
+                             f"{what} {arguments[0] == CONFIG} {arguments[1].steps}")
+        return stopping
+    monkeypatch.setattr(train, "check_patience", stop("patience"))
+    monkeypatch.setattr(model_gpu, "pick", stop("pick"))
+    for preset, asked, chosen, end in (
+            ("small", None, "cpu", "pick ('cpu',)"), ("small", "cpu", "cpu", "pick ('cpu',)"),
+            ("small", "gpu", "gpu", "pick ('gpu',)"),
+            ("medium", None, "cpu", "patience True 3"), ("medium", "auto", "cpu", "patience True 3"),
+            ("medium", "cpu", "cpu", "pick ('cpu',)"), ("medium", None, "gpu", "pick ('gpu',)"),
+            ("medium", "auto", "gpu", "pick ('gpu',)"), ("medium", "gpu", "gpu", "pick ('gpu',)")):
+        wanted = []
+        monkeypatch.setattr(train, "choose_device", lambda *arguments: wanted.append(arguments) or chosen)
+        args = sft.parse_arguments(["--data", "some.json", "--micro-batch", "1", "--threads", "1"]
+                                   + (["--device", asked] if asked else []) + (["--precision", "fp32"] if chosen == "gpu" else []))
+        with pytest.raises(ValueError) as error:
+            sft.start(args, f"bases/{preset}", "out/never")
+        assert str(error.value) == end
+        assert wanted == [(asked or "auto", preset)]
+    assert not os.path.exists("out/never")
+
+
+def test_data_of_a_new_run(base, monkeypatch):
+    """Named, or found, or the base's own."""
+    folder, _, _ = base
+    monkeypatch.chdir(folder)
+    read = []
+    monkeypatch.setattr(sft, "read_conversations", lambda paths: read.append(paths) or exec("raise ValueError('read')"))
+    for options, paths in ((["--data", "./a.json", "b//c.json"], ["a.json", "b/c.json"]), ([], ["play.txt"])):
+        with pytest.raises(ValueError, match="^read$"):
+            sft.start(sft.parse_arguments(options), "out/play", "out/never")
+        assert read.pop() == paths
+        with pytest.raises(ValueError, match="^read$"):
+            sft.main(["--base", "out/play", "--show", "2", *options])
+        assert [os.path.normpath(path) for path in read.pop()] == paths
+    with pytest.raises(ValueError) as error:
+        sft.start(sft.parse_arguments([]), "out/play", "./out/../out/play")
+    assert str(error.value) == "--out ./out/../out/play is the base itself; name another folder for the model that is made from it."
+
+
+def test_resume_to_the_letter(monkeypatch):
+    """The base, the data and the epochs of a run that is resumed."""
+    conversations = [[(str(i), "x" * i)] for i in range(40)]
+    examples = sft.make_examples(BYTES, conversations, 64, 2)
+    batches = len(sft.plan_epoch(sft.padded_lengths(examples.train, 64), 128, 2, 0))
+    s = types.SimpleNamespace(data=["a.json", "b.json"], seed=2, steps=3 * batches, batch_tokens=128, tokens_key=examples.key)
+    model, state, taken = types.SimpleNamespace(config=types.SimpleNamespace(context=64)), {"base": "out/m"}, []
+    monkeypatch.setattr(train, "resume", lambda *arguments: taken.append(arguments) or (model, BYTES, s, state))
+    monkeypatch.setattr(sft, "read_conversations", lambda paths: conversations if paths == s.data else None)
+
+    def resume(*options, base="out/m"):
+        args = sft.parse_arguments(["--resume", *options])
+        result = sft.resume(args, base, "out/x")
+        assert taken.pop() == (args, "out/x", "sft.py")
+        assert result[:4] == (model, BYTES, s, state) and result[4].key == examples.key
+
+    def refused(words, *options, base="out/m"):
+        with pytest.raises(ValueError) as error:
+            resume(*options, base=base)
+        assert str(error.value) == words
+    resume()
+    resume(base="out/other")                                            # not asked for: the folder of the preset
+    resume("--base", "out/m", "--epochs", "3")
+    for other in ("out/a", "out/z"):
+        refused(f"the run in out/x began with out/m, not with {other}; start a new run with another --out.", "--base", other,
+                base=other)
+    for epochs in ("1", "2", "4", str(3 * batches)):
+        refused(f"the run in out/x has --epochs 3, not {epochs}: a resumed run keeps its settings. Leave the option out, or start "
+                "a new run with another --out.", "--epochs", epochs)
+    for key in ("", "z"):
+        s.tokens_key = key
+        refused("the data, a.json, b.json, is not what the run in out/x began with.")
+
+
+def test_main_to_the_letter(monkeypatch):
+    """What is called with what, what is said, and the exit code."""
+    calls, model, s = [], types.SimpleNamespace(step=0), types.SimpleNamespace(steps=5)
+    state, code = {}, 0
+
+    def start(args, base, out):
+        calls.append(("resume" if args.resume else "start", base, out))
+        return model, "tokenizer", s, state, "examples"
+
+    def fine_tuning(*arguments):
+        assert arguments == (model, "tokenizer", "examples", s, state)
+
+        def evaluate(step):
+            state.update(before=2.0, after=2.0)
+            return {"val_loss": step}
+        return types.SimpleNamespace(evaluate=evaluate)
+
+    def training(*arguments):
+        assert arguments[:5] == (model, "tokenizer", s, out, state) and arguments[5] == "stop" and arguments[6].evaluate
+        calls.append("train")
+        if not code:
+            state["after"] = 1.25
+        return code
+
+    class Log:
+        def __init__(self, *arguments):
+            self.where = arguments
+
+        def write(self, **record):
+            calls.append((*self.where, record))
+    for where, name, value in ((sft, "start", start), (sft, "resume", start), (sft, "fine_tuning", fine_tuning),
+                               (train, "train", training), (train, "Log", Log), (train, "Stop", lambda: "stop"),
+                               (train, "set_threads", lambda argv: calls.append(argv))):
+        monkeypatch.setattr(where, name, value)
+    for argv, base, out in (([], "out/small", "out/small-sft"), (["big"], "out/big", "out/big-sft"),
+                            (["--base", "a/./b"], "a/b", "a/b-sft"),
+                            (["--base", "x/", "--out", "y//z"], "x", "y/z"), (["medium", "--out", "y"], "out/medium", "y")):
+        for code in (0, 7):
+            calls.clear(), state.clear()
+            returned, said = flushed(sft.main, argv)
+            assert (returned, calls) == (code, [argv, ("start", base, out), (out, -1, {"step": 0, "val_loss": 0}), "train"])
+            end = f"Held-out loss 2.0000 before, 1.2500 after.\n\nTalk to it: python chat.py --model {out}\n"
+            with contextlib.redirect_stdout(Stream()) as stream:
+                state.clear()
+                sft.main(argv)
+                stream.flush()
+                assert stream.seen() == ("" if code else end)
+    out, code, argv = "out/small-sft", 0, ["--resume"]
+    for step in (1, 4):
+        state.update(before=3.0)
+        model.step = step
+        calls.clear()
+        with contextlib.redirect_stdout(Stream()) as stream:
+            assert sft.main(argv) == 0 and calls == [argv, ("resume", "out/small", out), "train"]
+            assert stream.seen() == f"Resuming {out} at step {step} of 5.\n"
+    for step in (5, 6):
+        model.step = step
+        calls.clear()
+        with contextlib.redirect_stdout(Stream("ascii")) as stream:
+            assert sft.main(argv) == 0 and calls == [argv, ("resume", "out/small", out)]
+            stream.flush()
+            assert stream.seen() == f"The run in {out} is finished: {step} of 5 steps.\n" and stream.errors == "replace"
