@@ -111,7 +111,7 @@ def prepare(folder):
 # Runs a script of which every training step waits, from one on, until a file says that it may go on.
 GATED = """
 import os, sys, time
-root, gate, step, script = *sys.argv[1:4], sys.argv[4]
+(root, gate, step, script), parent = sys.argv[1:5], os.getppid()
 sys.path.insert(0, root)
 sys.argv = [os.path.join(root, script), *sys.argv[5:]]
 import tokenizer, train
@@ -120,6 +120,8 @@ def gated(model, *arguments):
     while model.step >= int(step) and not os.path.exists(gate + ".open"):
         open(gate + ".reached", "w").close()
         time.sleep(0.01)
+        if os.getppid() != parent:                      # who should open it is gone
+            os._exit(1)
     return training_step(model, *arguments)
 train.training_step = gated
 tokenizer.run_script(module.main, to_the_end=True)
