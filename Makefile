@@ -26,7 +26,7 @@ help:
 	@echo "make              environment in $(VENV), packages, text, the small model trained in out/small, three samples"
 	@echo "make check        the gradient check, then the tests"
 	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers and tiktoken (downloads them first)"
-	@echo "make mutate       plants COUNT=$(COUNT) mistakes, drawn by SEED=$(SEED), and lists those that no test notices (an hour)"
+	@echo "make mutate       plants $(COUNT) mistakes (COUNT=, SEED=) and lists those that no test notices (an hour)"
 	@echo "make bench        the README's measurements"
 	@echo "make gpu          CuPy and CUDA's libraries, for an NVIDIA GPU (about 0.8 GB; no CUDA toolkit needed)"
 	@echo "make clean        removes $(VENV), caches and token files; keeps the models in out/ and the texts in data/"

@@ -11,16 +11,14 @@ parameter's size: a plain Python number is refused, because CuPy would pass it a
 bf16 lives in uint16 arrays: to_bf16 and from_bf16 convert.
 
 `module.order` chooses how threads and blocks take turns: ("forward", 0), ("reverse", 0) or ("seeded", n). ORDERS
-lists three; a test runs under each. What the kernel does wrong (deadlock, shared memory overrun, wrong argument sizes,
-lanes that do not meet) raises KernelError. guarded(array) copies an array between two zones of NaN bytes, and
-check_guards(array) raises if a kernel wrote there; reading there gives NaN.
+lists three; a test runs under each. What the kernel does wrong (deadlock, shared memory overrun, an index outside an
+array, wrong argument sizes, lanes that do not meet) raises KernelError. guarded(array) copies an array: a kernel that
+reads or writes past its end raises KernelError; before it are NaN bytes, and check_guards(array) raises if a kernel
+wrote there.
 
 A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)`, with or without
 __launch_bounds__; PTX only inside `#ifndef CUDA_ON_CPU`, in wrappers of the names in cuda_on_cpu.h's last section;
 dynamic shared memory declared as `extern __shared__ T name[];`; and nothing that is in neither CUDA nor cuda_on_cpu.h.
-
-The source is looked for in the folder of the environment variable CUDA_SOURCES, else in the repository's root
-(tests/barriers.py sets it to test damaged copies).
 
 compile_for_gpu(name, arch, options) compiles for a GPU architecture such as "sm_80" with NVRTC (the Python package
 nvidia-cuda-nvrtc-cu12, the compiler that CuPy uses) or, without it, nvcc, and returns {kernel: Resources}.
@@ -31,6 +29,7 @@ import ctypes
 import glob
 import hashlib
 import importlib.util
+import mmap
 import os
 import re
 import shutil
@@ -43,7 +42,8 @@ TESTS = os.path.dirname(os.path.abspath(__file__))
 ORDERS = [("forward", 0), ("reverse", 0), ("seeded", 1)]
 KERNEL = re.compile(r'extern "C"\s+void\s+(\w+)\s*\(')  # in preprocessed text, where __global__ is empty
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\]\s*;")
-GUARD = 4096  # bytes of NaN before and after a guarded array
+LIBC = ctypes.CDLL(None)
+GUARD, NO_ENTRY = 4096, 1 << 20  # bytes of NaN before a guarded array, and bytes after it that cannot be touched
 
 Resources = collections.namedtuple("Resources", "registers spill_bytes stack_bytes shared_bytes")
 
@@ -53,8 +53,7 @@ class KernelError(RuntimeError):
 
 
 def source_path(name):
-    """Path of a .cu file: in the folder CUDA_SOURCES if that is set, else in the repository's root."""
-    return os.path.join(os.environ.get("CUDA_SOURCES") or os.path.dirname(TESTS), name)
+    return os.path.join(os.path.dirname(TESTS), name)
 
 
 def run_compiler(command, text):
@@ -66,9 +65,10 @@ def run_compiler(command, text):
 
 
 class CpuModule:
-    """The kernels of one .cu file, compiled for the CPU with the given -D options."""
+    """The kernels of one .cu file, compiled for the CPU with the given -D options. bounds: an index outside an array
+    of known size raises KernelError, which costs a third of the speed."""
 
-    def __init__(self, name, options=()):
+    def __init__(self, name, options=(), bounds=True):
         with open(source_path(name)) as file:
             source = file.read()
         with open(os.path.join(TESTS, "cuda_on_cpu.h")) as file:
@@ -79,7 +79,8 @@ class CpuModule:
         # not poison.
         text = f'#include "cuda_on_cpu.h"\nnamespace {{\n#line 1 "{name}"\n{source}\n}}\n'
         command = ["g++", "-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-I", TESTS,
-                   *options, "-x", "c++", "-"]
+                   *(["-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"] if bounds else []), *options,
+                   "-x", "c++", "-"]
         digest = hashlib.sha256("\0".join([text, header, *command]).encode()).hexdigest()[:24]
         folder = os.path.join(tempfile.gettempdir(), f"cuda_on_cpu-{os.getuid()}")
         library = os.path.join(folder, f"{digest}.so")
@@ -122,22 +123,25 @@ class CpuModule:
 
 
 def guarded(array):
-    """A copy of the array between two zones of NaN bytes, its data aligned to 256 bytes as cudaMalloc's is."""
-    base = np.full(array.nbytes + 2 * GUARD + 256, 0xFF, np.uint8)
-    start = GUARD + -(base.ctypes.data + GUARD) % 256
-    view = base[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
+    """A copy of the array that ends where memory begins that cannot be touched; before it are NaN bytes. Aligned as far
+    as its size allows: one of a multiple of 16 bytes to 16."""
+    room = -(-(array.nbytes + GUARD) // mmap.PAGESIZE) * mmap.PAGESIZE
+    base = np.frombuffer(mmap.mmap(-1, room + NO_ENTRY), np.uint8)
+    if LIBC.mprotect(ctypes.c_void_p(base.ctypes.data + room), ctypes.c_size_t(NO_ENTRY), 0):
+        raise OSError("mprotect fails.")
+    base[:room - array.nbytes] = 0xFF
+    view = base[room - array.nbytes:room].view(array.dtype).reshape(array.shape)
     view[...] = array
     return view
 
 
 def check_guards(*arrays):
-    """Raises KernelError if anything was written just before or after an array made by guarded()."""
+    """Raises KernelError if anything was written just before an array made by guarded()."""
     for array in arrays:
         base = array
         while isinstance(base.base, np.ndarray):
             base = base.base
-        start = array.ctypes.data - base.ctypes.data
-        if not (np.all(base[:start] == 0xFF) and np.all(base[start + array.nbytes:] == 0xFF)):
+        if not np.all(base[:array.ctypes.data - base.ctypes.data] == 0xFF):
             raise KernelError(f"a kernel wrote outside an array of shape {array.shape}.")
 
 

@@ -5,12 +5,13 @@
     python tests/mutate.py flash_attn.cu --barriers       # deletes every barrier, all of which a test has to notice
 
 A mistake is an operator, a number, a condition, a call or a statement that becomes another one: in Python those of
-cosmic-ray (pip install cosmic-ray), in CUDA the regular expressions in CUDA_KINDS below. A file's places, which are its
-pairs of line and kind of mistake, are drawn evenly, and then one of the variants that a place has. What does not compile
-is drawn anew. COUNT, SEED and the files decide the sample.
+cosmic-ray (pip install cosmic-ray), in CUDA those of the regular expressions in CUDA_KINDS below. A file's places, its
+pairs of line and kind of mistake, are drawn evenly, and then one of the variants that a place has. What does not
+compile is drawn anew. The files, --count and --seed decide the sample.
 
-Each mistake is judged by its file's tests (SUITES), the quick ones first, in a copy of the project of which each job has
-one. A test that fails, crashes or hangs has noticed it. A line is printed for each,
+Each mistake is judged by its file's tests (SUITES), in a copy of the project of which each job has one: first by those
+that enter the function with the mistake, the quick ones before the slow. A test that fails, crashes or hangs has
+noticed it. A line is printed for each,
 
     kernels.cu:117: for (int bit = 16; bit «> -> >=» 0; bit /= 2) x += ...                                 NOT NOTICED
 
@@ -44,8 +45,8 @@ ENOUGH = 95                 # percent
 NOT_COPIED = (".git", ".venv", "data", "out")
 SUITES = {                  # what judges a file: arguments of Python
     "tokenizer.py": ["tests/test_tokenizer.py", "tests/test_scripts.py"],
-    "model_cpu.py": ["tests/test_model_cpu.py", "tests/test_checkpoint.py", "tests/test_scripts.py", "tests/test_gradcheck.py",
-                     "gradcheck.py"],
+    "model_cpu.py": ["tests/test_model_cpu.py", "tests/test_checkpoint.py", "tests/test_scripts.py",
+                     "tests/test_gradcheck.py", "gradcheck.py"],
     "model_gpu.py": ["tests/test_model_gpu.py"],
     "train.py": ["tests/test_train_parts.py", "tests/test_train.py", "tests/test_scripts.py", "tests/test_attack.py"],
     "sft.py": ["tests/test_sft.py"],
@@ -209,7 +210,8 @@ CUDA_KINDS = [
     ("index", re.compile(r"(?<=[\w\])])\[(?=[^\[\]&])(?!\d+\])[^\[\]]*\]"),
      lambda m: [f"{m[0][:-1]} + 1]", f"{m[0][:-1]} - 1]"]),
     ("term", re.compile(rf" [-+] {FACTOR}(?: [*/%] {FACTOR})*(?=[;,)\]]| [-+<>=!?:&|])"), lambda m: [""]),
-    ("condition", re.compile(r"\bif \(((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*)\)"), lambda m: [f"if (!({m[1]}))"]),
+    ("condition", re.compile(r"\bif \(((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*)\)"),
+     lambda m: [f"if (!({m[1]}))"]),
     ("name", re.compile(rf"\b(?:{'|'.join(map(re.escape, NAMES))})\b"), lambda m: [NAMES[m[0]]]),
     ("call", re.compile(r"\b(?!if\b|for\b|while\b|return\b|sizeof\b)[A-Za-z_][\w:]*(?=\()"), lambda m: [""]),
     ("statement", re.compile(r"(?<=[ )])(?!return [^;]|typedef|constexpr)[A-Za-z*(_][^;{}\n?]*;(?=\s*$)", re.MULTILINE),
@@ -346,7 +348,7 @@ def stop(sentence):
 def read_equivalent():
     """[(file, pattern, text of the entry)] of tests/equivalent.txt, whose head says what stands there."""
     entries, reason = [], None
-    for number, line in enumerate(EQUIVALENT.read_text(encoding="utf-8").splitlines() if EQUIVALENT.exists() else [], 1):
+    for number, line in enumerate(EQUIVALENT.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         if not line.startswith(" "):
@@ -490,8 +492,8 @@ def main(argv=None):
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(SUITES)} (default: all)")
     parser.add_argument("--count", type=positive, default=300, metavar="N", help="mistakes, spread evenly (300)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another number draws another sample (0)")
-    parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
-                        else os.cpu_count(), metavar="J", help="so many at once (as many as there are cores)")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parser.add_argument("--jobs", type=positive, default=cores, metavar="J", help=f"so many at once ({cores})")
     parser.add_argument("--lines", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(1, 10 ** 9),
                         help="only mistakes in these lines")
     parser.add_argument("--barriers", action="store_true", help="of the .cu files named, delete every barrier")

@@ -36,7 +36,7 @@ def geometry(version, D):
 
 @functools.lru_cache(maxsize=None)
 def module(D):
-    return CpuModule("flash_attn.cu", [f"-DHEAD_DIM={D}"])
+    return CpuModule("flash_attn.cu", [f"-DHEAD_DIM={D}"], bounds=D == 32)       # the same lines for every D
 
 
 @functools.lru_cache(maxsize=None)
@@ -112,6 +112,67 @@ def test_flash_attention(version, D, order):
 def test_wide_scores(version, D):
     """Scores of some +-100: exp of them overflows fp32 unless the maximum is subtracted, also when it grows late."""
     check(version, D, (1, 150, 2, 1), ("forward", 0), spread=5.0, loose=4.0)
+
+
+def to_tf32(x):
+    """To 10 bits of mantissa, to nearest, ties away from zero."""
+    return ((np.ascontiguousarray(x, np.float32).view(np.uint32) + 0x1000) & ~np.uint32(0x1FFF)).view(np.float32)
+
+
+@pytest.mark.parametrize("version,D", [pair for pair in VERSIONS if pair[0] != "fp32"])
+def test_rounds_where_it_should_and_nowhere_else(version, D):
+    """The fast version against float64 that rounds the operands of its products as it does. Only where the rounding of
+    a number hangs on its last bit do they differ, and so little that an operand cut off would show. T = 64: one step of
+    the forward's inner loop, so that m is the row's maximum."""
+    B, T, H, G = 1, 64, 2, 1
+    rounded = to_tf32 if version == "tf32" else lambda x: from_bf16(to_bf16(x))
+
+    def wide(x):
+        return rounded(x).astype(np.float64)
+
+    qkv, dout, *_ = problem(version, B, T, H, G, D)
+    out, lse, dqkv = run(version, qkv, dout, H, G, ("forward", 0))
+    expected, expected_lse = np.zeros((T, H, D)), np.zeros((H, T))
+    expected_d = np.zeros((T, H + 2, D))
+    K, V = wide(qkv[0, :, H]), wide(qkv[0, :, H + 1])
+    for h in range(H):
+        Q, dO = wide(qkv[0, :, h]), wide(dout[0, :, h])
+        S = np.where(np.tri(T, dtype=bool), Q @ K.T / np.sqrt(D), -np.inf)
+        top = S.max(1, keepdims=True)
+        P = np.exp(S - top)
+        expected[:, h] = wide(P) @ V / P.sum(1, keepdims=True)
+        expected_lse[h] = np.log(P.sum(1)) + top[:, 0]
+        P = np.exp(S - lse[0, h][:, None])
+        delta = (dout[0, :, h].astype(np.float64) * out[0, :, h]).sum(1, keepdims=True)
+        dS = P * (dO @ V.T - delta)
+        expected_d[:, h] = wide(dS) @ K / np.sqrt(D)
+        expected_d[:, H] += wide(dS).T @ Q / np.sqrt(D)
+        expected_d[:, H + 1] += wide(P).T @ dO
+    if version == "bf16":
+        expected, expected_d = wide(expected), wide(expected_d)
+    errors = [norm(out[0] - expected) / norm(expected), norm(lse[0] - expected_lse) / norm(expected_lse)]
+    errors += [norm((dqkv[0] - expected_d)[:, i]) / norm(expected_d[:, i]) for i in range(H + 2)]
+    assert max(errors) < 2e-5, errors
+
+
+@pytest.mark.parametrize("version,D", VERSIONS)
+def test_scores_of_any_size(version, D):
+    """Scores down to -50,000, in no order: each query takes the value of the one key that beats the others, and nothing
+    but finite numbers comes out."""
+    T, H, G = 150, 2, 1
+    rng = np.random.default_rng(0)
+    qkv, dout = np.zeros((1, T, H + 2 * G, D), np.float32), rng.integers(-8, 8, (1, T, H, D)).astype(np.float32)
+    qkv[..., 2, 0] = 2 * (rng.permutation(T) - T + 5)           # almost all below 0
+    qkv[..., 3, :] = rng.integers(-8, 8, (1, T, D))
+    qkv[..., :H, 0] = 1024
+    best = [max(range(i + 1), key=lambda j: qkv[0, j, 2, 0]) for i in range(T)]
+    out, lse, dqkv = run(version, qkv, dout, H, G, ("forward", 0))
+    assert np.array_equal(out, qkv[:, best, 3:].repeat(H, axis=2))
+    np.testing.assert_allclose(lse[0, 0], qkv[0, best, 2, 0] * 1024 / np.sqrt(D), rtol=1e-6)
+    dv = np.zeros((T, D), np.float32)
+    np.add.at(dv, best, dout[0].sum(axis=1))
+    np.testing.assert_allclose(dqkv[0, :, 3], dv, rtol=1e-6 if version == "fp32" else 8e-3)
+    assert not dqkv[0, :, :3].any()
 
 
 @pytest.mark.parametrize("version,D", VERSIONS)

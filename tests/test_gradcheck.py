@@ -1,9 +1,16 @@
 """gradcheck.py: the check passes as it stands, sees every planted bug, and says so by its exit code."""
+import dataclasses
+import os
+import sys
+import types
+
 import numpy as np
 import pytest
 
+import cuda_helpers
 import gradcheck
 import model_cpu
+import test_model_gpu
 
 
 @pytest.fixture
@@ -95,7 +102,12 @@ def test_a_gradient_that_is_zero_or_not_a_number_fails(small_blocks, capsys):
     assert gradcheck.run_check(*problem, gradcheck.TINY_STEP, gradcheck.TINY_BAR, limit=2)
 
 
-def test_exit_codes(capsys, monkeypatch):
+@pytest.fixture
+def few_entries(monkeypatch):
+    monkeypatch.setattr(gradcheck.is_caught, "__defaults__", (8,))
+
+
+def test_exit_codes(capsys, monkeypatch, few_entries):
     for arguments in (["--break", "nonsense"], ["--small", "--list"], ["--unknown"]):
         with pytest.raises(SystemExit) as error:
             gradcheck.main(arguments)
@@ -111,7 +123,604 @@ def test_exit_codes(capsys, monkeypatch):
     assert "NOT CAUGHT" in capsys.readouterr().out
 
 
-def test_main_fails_with_one_where_the_model_is_wrong(capsys):
+def test_main_fails_with_one_where_the_model_is_wrong(capsys, few_entries):
     with gradcheck.replaced(gradcheck.rope_sign()):
         assert gradcheck.main(["--break", "all"]) == 1              # "caught" would mean nothing
     assert "no bug planted" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The runs on a GPU, where there is none
+# ---------------------------------------------------------------------------------------------------------------------
+class OnGpu(np.ndarray):
+    get = np.ndarray.__array__
+
+
+class Twin:
+    """Stands for model_gpu.Model: model_cpu's own results, each off by what `off` says of its name, relatively."""
+    off, options, calls = {}, [], 0
+
+    def __init__(self, config, **options):
+        self.model, self.position, self.grads = model_cpu.Model(config), 0, None
+        self.kind = "matmul" if "matmul" in options else "other"
+        Twin.options.append(options)
+
+    def write(self, name, values):
+        self.model.write(name, values)
+
+    flat_grads = property(lambda self: self.model.flat_grads)
+
+    def wrong(self, array, name):
+        return (array * (1 + self.off.get(name, self.off.get(self.kind, self.off.get("all", 0.0))))).view(OnGpu)
+
+    def forward(self, tokens, targets):
+        return self.wrong(self.model.forward(tokens, targets), "losses")
+
+    def backward(self):
+        self.model.backward()
+        Twin.calls += 1
+        self.grads = {name: self.wrong(gradient, name) for name, gradient in self.model.grads.items()}
+        if Twin.calls % 2 == 0:
+            self.grads["norm"][0] *= 1 + self.off.get("second", 0.0)
+
+    def extend(self, tokens):
+        self.model.position = self.position
+        rows = self.model.extend(tokens)
+        self.position = self.model.position
+        return self.wrong(rows, f"extend {len(tokens)}")
+
+
+WIDE = model_cpu.Config(dim=16, heads=2, kv_heads=1, layers=1, context=256, vocab=16, predict=2)
+BARS = {"fp32": (2e-6, 1e-6), "tf32": (2e-3, 1e-4), "bf16": (2e-2, 1e-3)}
+
+
+@pytest.fixture
+def twin(monkeypatch):
+    monkeypatch.setattr(gradcheck.model_gpu, "Model", Twin)
+    for name, value in (("off", {}), ("options", []), ("calls", 0)):
+        monkeypatch.setattr(Twin, name, value)
+    return Twin
+
+
+def test_wide_problem():
+    for std, deviation, mean in ((None, 0.02, 1.0), (0.5, 0.5, 1.0)):
+        model, tokens, targets = gradcheck.make_wide(WIDE, std)
+        assert tokens.shape == (2, 256) and targets.shape == (2, 257)
+        assert (targets[0] == -1).nonzero()[0].tolist() == list(range(0, 257, 7)) and (targets[1] >= 0).all()
+        assert {0, 15} <= set(tokens.flat) <= set(range(16)) and {0, 15} <= set(targets.flat) <= set(range(-1, 16))
+        assert abs(np.std(model.params["layers.0.gate_up"]) / deviation - 1) < 0.1
+        assert abs(np.mean(model.params["norm"]) - mean) < 0.4
+        assert all(np.array_equal(weight, weight.astype(np.float32)) for weight in model.params.values())
+
+
+def test_gpu_gradients_are_printed_in_columns(twin, capsys):
+    twin.off = {"norm": 1e-6, "all": 0.0}
+    assert gradcheck.run_gpu_gradients(WIDE, ["fp32", "bf16"], None, False) is True
+    assert twin.options == [{"precision": "fp32"}, {"precision": "bf16"}]
+    first, *rows, end = capsys.readouterr().out.split("\n")[:-1]
+    assert first == ("initial weights, 1 layers of width 16, B 2 x T 256; relative L2 from float64; bars fp32 2e-06, "
+                     "bf16 2e-02")
+    names = [name for name, _ in model_cpu.param_table(WIDE)] + ["whole gradient", "losses", "twice the same bits"]
+    assert [row[2:22].strip() for row in rows] == names and end == ""
+    assert rows[names.index("norm")][22:] == "    1.00e-06    1.00e-06"
+    assert rows[names.index("embed")][22:] == "    0.00e+00    0.00e+00"
+    assert rows[-1][22:] == "        True        True"
+
+
+@pytest.mark.parametrize("precision", BARS)
+@pytest.mark.parametrize("name, bar, times, std, good", [
+    ("all", 0, 0.95, None, True), ("all", 0, 1.05, None, False), ("all", 0, 1.05, 0.1, True),
+    ("norm", 0, 1.95, None, True), ("norm", 0, 2.05, None, False), ("norm", 0, 2.05, 0.1, True),
+    ("losses", 1, 0.95, None, True), ("losses", 1, 1.05, None, False), ("losses", 1, -1.05, None, False),
+    ("losses", 1, 1.05, 0.1, True), ("second", 1, 1.0, None, False), ("second", 1, 1.0, 0.1, False)])
+def test_gpu_gradients_have_their_bars(twin, capsys, precision, name, bar, times, std, good):
+    twin.off = {"losses": 0.0, name: times * BARS[precision][bar]}
+    assert bool(gradcheck.run_gpu_gradients(WIDE, [precision], std, False)) == good
+    out = capsys.readouterr().out
+    assert ("wide (0.1) weights" in out) == (std is not None) != ("bars" in out)
+
+
+@pytest.mark.parametrize("std, ours, good", [(0.1, 1.45, True), (0.1, 1.55, False), (None, 1.55, True)])
+def test_gpu_gradients_beside_those_of_pytorch(twin, capsys, monkeypatch, std, ours, good):
+    monkeypatch.setattr(gradcheck, "peer_errors", lambda *arguments: {"bf16": 1e-3}[arguments[3]])
+    twin.off = {"all": ours * 1e-3, "losses": 0.0}
+    assert bool(gradcheck.run_gpu_gradients(WIDE, ["bf16"], std, True)) == good
+    assert f"{1e-3:.2e}\n  {'ours / PyTorch' + chr(39) + 's':20}{ours:12.2e}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("precision, matmul, autocast", [("fp32", "highest", None), ("tf32", "high", None),
+                                                         ("bf16", "high", "bfloat16")])
+def test_gradient_of_pytorch_is_asked_for_in_the_same_precision(monkeypatch, precision, matmul, autocast):
+    reference, tokens, targets = gradcheck.make_wide(WIDE)
+    reference.forward(tokens, targets)
+    reference.backward()
+    said, same = {}, types.SimpleNamespace
+    backends = same(cuda=same(matmul=same(allow_tf32=None)))
+
+    class Tensor:
+        def __init__(self, array):
+            self.array = array
+
+        def to(self, device):
+            assert device == "cuda"
+            return self
+
+        double = cpu = lambda self: self
+        numpy = lambda self: self.array                                 # noqa: E731
+
+    class Twin(Tensor):
+        def __init__(self, config, params):
+            assert config == WIDE and params is reference.params
+            self.weights = {name.replace(".", "_"): same(grad=None) for name in params}
+
+    def make_losses(twin, compiled, autocast):
+        assert not compiled
+        said["autocast"] = autocast
+
+        def backward():
+            for name, gradient in reference.grads.items():
+                twin.weights[name.replace(".", "_")].grad = Tensor(1.125 * gradient)
+
+        def losses(x, y):
+            assert x.array is tokens and y.array is targets
+            return None, same(backward=backward)
+        return losses
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "torch", same(
+        set_float32_matmul_precision=lambda name: said.update(matmul=name), backends=backends, from_numpy=Tensor,
+        bfloat16="bfloat16"))
+    monkeypatch.setitem(sys.modules, "torch_twin", same(Twin=Twin, make_losses=make_losses))
+    assert gradcheck.peer_errors(reference, tokens, targets, precision) == pytest.approx(0.125)
+    assert said == {"matmul": matmul, "autocast": autocast}
+    assert backends.cuda.matmul.allow_tf32 == (precision != "fp32")
+    assert os.path.exists(os.path.join(sys.path[0], "torch_twin.py"))
+
+
+def test_attention_ladder_takes_every_length_and_shape(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", "CuPy")
+    monkeypatch.setattr(gradcheck.model_gpu, "Gpu", lambda *arguments: arguments)
+    seen, off = [], {}
+
+    def attention_errors(cupy, gpu, config, B, T):
+        assert cupy == "CuPy" and gpu[0] is config and gpu[2:] == ("flash", "cublas") and config.context >= T
+        seen.append((gpu[1], config.head_dim, config.heads // config.kv_heads, B, T))
+        assert config.kv_heads == 2
+        error = off.get(seen[-1], 1e-7)
+        return error, error / 2, error / 4
+
+    monkeypatch.setattr(gradcheck, "attention_errors", attention_errors)
+    lengths = {1: 2, 2: 2, 63: 2, 64: 2, 65: 2, 127: 2, 137: 2, 512: 2, 1000: 1, 2048: 1}
+    assert gradcheck.run_gpu_ladder(["fp32", "tf32", "bf16"]) is True
+    assert seen == [(precision, D, group, B, T) for precision in BARS for D in (32, 64, 128) for group in (1, 2, 3, 4)
+                    for T, B in lengths.items()]
+    out = capsys.readouterr().out
+    assert ("worst of T in 1, 2, 63, 64, 65, 127, 137, 512, 1000, 2048 and H/G in 1, 2, 3, 4\n"
+            "  fp32 D  32   output 5.00e-08   gradient 2.50e-08   (T 2048, H/G 4; bar 2e-06)\n") in out
+    for precision, bar in (("fp32", 2e-6), ("tf32", 2e-3), ("bf16", 1e-2)):
+        for times in (0.95, 1.05):
+            off[precision, 64, 3, 2, 65] = times * bar
+            assert bool(gradcheck.run_gpu_ladder([precision])) == (times < 1)
+            assert (f"  {precision} D  64   output {times * bar / 2:.2e}   gradient {times * bar / 4:.2e}   "
+                    f"(T 65, H/G 3; bar {bar:.0e})\n") in capsys.readouterr().out
+
+
+def test_attention_errors_of_the_kernels(monkeypatch):
+    fake, made = test_model_gpu.fake_cupy()
+    monkeypatch.setattr(test_model_gpu.Array, "get", np.ndarray.copy, raising=False)
+    monkeypatch.setattr(gradcheck.model_gpu, "cupy", fake)
+    config = model_cpu.Config(dim=128, heads=4, kv_heads=2, layers=1, context=24, vocab=8)
+    for precision, low, high in (("fp32", 1e-8, 1e-6), ("tf32", 1e-5, 1e-3), ("bf16", 1e-3, 6e-3)):
+        gpu = gradcheck.model_gpu.Gpu(config, precision, "flash", "ours")
+        worst, *errors = gradcheck.attention_errors(fake, gpu, config, B=2, T=17)
+        assert low < min(errors) <= max(errors) == worst < high
+    cuda_helpers.check_guards(*made)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_attention_errors_are_measured_against_float64(monkeypatch, precision):
+    """With kernels that are off by a quarter and by a half: in bf16 exactly so, but for the rounding."""
+    B, T, c = 2, 5, model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=1, context=8, vocab=8)
+    kept = np.zeros((B, 2, 2, T, T))
+    pack, unpack = (cuda_helpers.to_bf16, cuda_helpers.from_bf16) if precision == "bf16" else (np.float32, np.float64)
+
+    class Coarse:
+        """Numbers of which many lie in the middle between two of bf16."""
+        def __init__(self, seed, numbers=np.random.default_rng):
+            self.rng = numbers(seed)
+
+        def standard_normal(self, shape):
+            return np.round(256 * self.rng.standard_normal(shape)) / 256
+
+    monkeypatch.setattr(np.random, "default_rng", Coarse)
+    rng = Coarse(T)
+    first = [pack(rng.standard_normal((B, T, width)).reshape(B * T, width)) for width in (c.qkv_width, 16)]
+
+    def forward(gpu, out, lse, qkv, B, T):
+        assert np.array_equal(qkv, first[0]) and lse.shape == (B, 4, T) and lse.dtype == np.float32
+        exact = np.zeros((B, T, 16))
+        model_cpu.attention_forward(exact, kept, unpack(qkv).reshape(B, T, -1).astype(float), 4, 2)
+        out[...] = pack(1.25 * exact.reshape(out.shape))
+
+    def backward(gpu, dqkv, dout, out, lse, qkv, B, T, delta):
+        assert np.array_equal(dout, first[1]) and delta.shape == (B, 4, T) and delta.dtype == np.float32
+        assert out.shape == (B * T, 16) and out.any()
+        exact, ours = np.zeros((B, T, c.qkv_width)), unpack(qkv).reshape(B, T, -1).astype(float)
+        dout, out = (unpack(array).reshape(B, T, -1).astype(float) for array in (dout, out))
+        model_cpu.attention_backward(exact, dout, out / 1.25, kept, ours, 4, 2)
+        dqkv[...] = pack(1.5 * exact.reshape(dqkv.shape))
+
+    monkeypatch.setattr(gradcheck.model_gpu, "attention_forward", forward)
+    monkeypatch.setattr(gradcheck.model_gpu, "attention_backward", backward)
+    on_host = types.SimpleNamespace(asarray=lambda x: x.view(OnGpu), empty=lambda *a: np.zeros(*a).view(OnGpu))
+    gpu = types.SimpleNamespace(precision=precision)
+    worst, forward_error, backward_error = gradcheck.attention_errors(on_host, gpu, c, B, T)
+    assert forward_error == pytest.approx(0.25, rel=0.01 if precision == "bf16" else 1e-5)
+    assert worst == backward_error == pytest.approx(0.5, rel=0.02 if precision == "bf16" else 1e-5)
+
+
+EQUIVALENCE = [{"precision": "fp32"}, {"precision": "fp32", "attention": "naive"},
+               {"precision": "fp32", "matmul": "ours"}]
+
+
+@pytest.mark.parametrize("name, size, good", [
+    ("all", 1.95e-6, True), ("all", 2.05e-6, False), ("losses", 0.95e-6, True), ("losses", 1.05e-6, False),
+    ("losses", -1.05e-6, False), ("extend 256", 1.95e-6, True), ("extend 256", 2.05e-6, False),
+    ("extend 1", 2.05e-6, False), ("extend 100", 1e-4, False), ("extend 148", 1e-4, False), ("extend 4", 1e-4, False)])
+def test_gpu_equivalence_has_its_bars(twin, capsys, name, size, good):
+    twin.off = {"losses": 0.0, "extend 256": 0.0, "extend 1": 0.0, name: size}
+    assert bool(gradcheck.run_gpu_equivalence(WIDE)) == good
+    assert twin.options == EQUIVALENCE
+    lines = capsys.readouterr().out.split("\n")[1:-1]
+    assert [line[:22] for line in lines] == [f"  {name:20}" for name in (
+        "flash, cuBLAS", "naive attention", "our products", "cache,   1 calls", "cache, 256 calls", "cache,   4 calls")]
+    bars = ["2e-06", "2e-06", "6e-06", "2e-06", "2e-06", "2e-06"]
+    assert [line.rpartition("   bar ")[2] for line in lines] == bars
+
+
+@pytest.mark.parametrize("size, good", [(5.9e-6, True), (6.1e-6, False)])
+def test_gpu_equivalence_gives_our_products_three_times_the_room(twin, capsys, size, good):
+    twin.off = {"losses": 0.0, "matmul": size, **{f"extend {n}": 0.0 for n in (256, 1, 100, 4, 148)}}
+    assert bool(gradcheck.run_gpu_equivalence(WIDE)) == good
+
+
+@pytest.mark.parametrize("best, precisions", [("bf16", ("fp32", "tf32", "bf16")), ("fp32", ("fp32",))])
+def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisions):
+    monkeypatch.setattr(gradcheck.model_gpu, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(gradcheck.model_gpu, "default_precision", lambda: best)
+    called, bad = [], None
+
+    def stub(name):
+        def run(*arguments):
+            called.append((name, *arguments))
+            return len(called) != bad
+        return run
+
+    for name in ("run_gpu_gradients", "run_gpu_ladder", "run_gpu_equivalence"):
+        monkeypatch.setattr(gradcheck, name, stub(name))
+    big = dataclasses.replace(model_cpu.CONFIGS["big"], layers=4)
+    for bad in (None, 1, 2, 3, 4):
+        called.clear()
+        assert gradcheck.main(["--gpu", *(["--peer"] if bad else [])]) == (1 if bad else 0)
+        assert called == [("run_gpu_gradients", big, precisions, None, bool(bad)),
+                          ("run_gpu_gradients", big, precisions, 0.06, bool(bad)),
+                          ("run_gpu_ladder", precisions), ("run_gpu_equivalence", big)]
+        assert capsys.readouterr().out == ("NOT all within the bars\n" if bad else "all within the bars\n")
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr(gradcheck.model_gpu, "why_no_gpu", lambda: "There is none.")
+    with pytest.raises(ValueError, match="There is none."):
+        gradcheck.main(["--gpu"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Each bug is the one that its story tells
+# ---------------------------------------------------------------------------------------------------------------------
+RNG = np.random.default_rng(5)
+
+
+def rotation(count):
+    """cos and sin as the model hands them out: (T,heads,D) with T = 3, D = 4."""
+    return model_cpu.rope_table(3, count, 4, np.float64)
+
+
+def test_bugs_of_attention_are_knobs_of_the_twins(monkeypatch):
+    turned = []
+    monkeypatch.setattr(gradcheck, "attention_twins", lambda **knobs: turned.append(knobs))
+    for name in ("backward_scale", "softmax_delta", "no_scale", "mask_off_by_one", "group_not_summed"):
+        gradcheck.BUGS[name]()
+    group = turned[4].pop("group")
+    assert turned == [{"backward_power": 0.0}, {"delta": 0.0}, {"forward_power": 0.0, "backward_power": 0.0},
+                      {"future": 1}, {}]
+    gradient = RNG.standard_normal((1, 2, 3, 4, 2))
+    assert np.array_equal(group(gradient), gradient[:, :, 2:])
+
+
+def test_knobs_of_the_twins():
+    """B 1, T 3, one head, D 2, and what each knob makes of S, of the mask, of dS and of the sum over a group."""
+    qkv, dout, B, T, D = RNG.standard_normal((1, 3, 8)), RNG.standard_normal((1, 3, 4)), 1, 3, 2
+    for knobs, forward, backward, future, delta in [
+            ({}, 2 ** -0.5, 2 ** -0.5, 0, 1.0), ({"forward_power": 1.0}, 2.0, 2 ** -0.5, 0, 1.0),
+            ({"backward_power": 2.0}, 2 ** -0.5, 4.0, 0, 1.0), ({"future": 1}, 2 ** -0.5, 2 ** -0.5, 1, 1.0),
+            ({"delta": 0.5}, 2 ** -0.5, 2 ** -0.5, 0, 0.5)]:
+        twins = gradcheck.attention_twins(**knobs)
+        out, dqkv, P = np.zeros((1, 3, 4)), np.zeros((1, 3, 8)), np.zeros((1, 1, 2, 3, 3))
+        twins["attention_forward"](out, P, qkv, 2, 1)
+        twins["attention_backward"](dqkv, dout, out, P, qkv, 2, 1)
+        (k, v), dk, dv = (qkv[0, :, 4:6], qkv[0, :, 6:]), np.zeros((3, 2)), np.zeros((3, 2))
+        for h in range(2):
+            q, dO = qkv[0, :, 2 * h:2 * h + 2], dout[0, :, 2 * h:2 * h + 2]
+            e = np.exp(q @ k.T * forward) * np.tri(3, k=future)
+            p = e / e.sum(axis=1)[:, None]
+            np.testing.assert_allclose(P[0, 0, h], p, atol=1e-12)
+            np.testing.assert_allclose(out[0, :, 2 * h:2 * h + 2], p @ v, atol=1e-12)
+            dp = dO @ v.T
+            ds = p * (dp - delta * (p * dp).sum(axis=1)[:, None]) * backward
+            np.testing.assert_allclose(dqkv[0, :, 2 * h:2 * h + 2], ds @ k, atol=1e-12)
+            dk, dv = dk + ds.T @ q, dv + p.T @ dO
+        np.testing.assert_allclose(dqkv[0, :, 4:], np.hstack([dk, dv]), atol=1e-12)
+
+
+def test_bugs_of_the_norm_and_of_the_residual(monkeypatch):
+    x, dout, gain = RNG.standard_normal((3, 8)), RNG.standard_normal((3, 8)), RNG.standard_normal(8)
+    rstd, out, new, right = np.ones(3), np.zeros((3, 8)), np.zeros((3, 8)), np.zeros((3, 8))
+    monkeypatch.setattr(model_cpu, "NORM_EPS", 0.25)
+    gradcheck.norm_eps()["rmsnorm_forward"](out, rstd, x, gain)
+    np.testing.assert_allclose(rstd, 1 / (np.sqrt((x ** 2).mean(axis=1)) + 0.25))
+    np.testing.assert_allclose(out, x * rstd[:, None] * gain)
+    dgain, right_dgain = np.ones(8), np.ones(8)
+    model_cpu.rmsnorm_backward(right, right_dgain, dout, x, rstd, gain)
+    gradcheck.norm_projection()["rmsnorm_backward"](new, dgain, dout, x, rstd, gain)
+    np.testing.assert_allclose(new, dout * gain * rstd[:, None])
+    np.testing.assert_allclose(dgain, right_dgain)
+    dgain[...] = 1
+    gradcheck.norm_gain()["rmsnorm_backward"](new, dgain, dout, x, rstd, gain)
+    np.testing.assert_allclose(new, right)
+    np.testing.assert_allclose(dgain, 1 + (dout * x).sum(axis=0))
+
+    monkeypatch.setattr(model_cpu, "block_backward", lambda dx, factor: np.multiply(dx, factor, out=dx))
+    dx = dout.copy()
+    gradcheck.residual_dropped()["block_backward"](dx, 5.0)
+    np.testing.assert_allclose(dx, 4 * dout)
+
+
+def test_bugs_of_swiglu():
+    gate_up, dout = RNG.standard_normal((2, 6)), RNG.standard_normal((2, 3))
+    (gate, up), out, sigmoid, dgate_up = np.split(gate_up, 2, axis=1), *np.zeros((2, 2, 3)), np.zeros((2, 6))
+    model_cpu.swiglu_forward(out, sigmoid, gate_up)
+    gradcheck.swiglu_slope()["swiglu_backward"](dgate_up, dout, sigmoid, gate_up, None)
+    np.testing.assert_allclose(dgate_up, np.hstack([dout * up * sigmoid, dout * gate * sigmoid]))
+    bug, swapped = gradcheck.gate_up_swapped(), np.hstack([up, gate])
+    right, right_sigmoid, right_d = np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 6))
+    model_cpu.swiglu_forward(right, right_sigmoid, swapped)
+    bug["swiglu_forward"](out, sigmoid, gate_up)
+    assert np.array_equal(out, right) and np.array_equal(sigmoid, right_sigmoid)
+    out[...] = 0
+    bug["swiglu_apply"](out, sigmoid, gate_up)
+    np.testing.assert_allclose(out, right)
+    model_cpu.swiglu_backward(right_d, dout, sigmoid, swapped, np.zeros((2, 3)))
+    bug["swiglu_backward"](dgate_up, dout, sigmoid, gate_up, np.zeros((2, 3)))
+    np.testing.assert_allclose(dgate_up, np.roll(right_d, 3, axis=1))
+
+
+def test_bugs_of_rope():
+    assert gradcheck.rope_sign() == {"rope_backward": model_cpu.rope_forward}
+    bug, x = gradcheck.rope_on_v(), RNG.standard_normal((2, 3, 16))
+    assert all(np.array_equal(a, b) for a, b in zip(bug["rope_table"](3, 9, 4, np.float64), rotation(1)))
+    config = types.SimpleNamespace(head_dim=4)
+    assert np.array_equal(bug["rotated_part"](x, config), x.reshape(2, 3, 4, 4))
+    cos, sin = rotation(2)
+    x = RNG.standard_normal((2, 3, 2, 4))
+    turned = x.copy()
+    gradcheck.rope_layout()["rope_forward"](turned, cos, sin)
+    for t in range(3):
+        for i in range(2):
+            z = (x[:, t, :, 2 * i] + 1j * x[:, t, :, 2 * i + 1]) * np.exp(1j * t * 10000 ** (-i / 2))
+            np.testing.assert_allclose(turned[:, t, :, 2 * i] + 1j * turned[:, t, :, 2 * i + 1], z)
+
+
+def test_bugs_of_embedding_and_products():
+    dembed, dout = np.ones((4, 2)), RNG.standard_normal((3, 2))
+    gradcheck.embedding_repeat()["embedding_backward"](dembed, dout, np.array([2, 0, 2]))
+    assert np.array_equal(dembed, [1 + dout[1], [1, 1], 1 + dout[2], [1, 1]])
+    dx, dw, x, w = np.ones((3, 5)), np.ones((2, 5)), RNG.standard_normal((3, 5)), RNG.standard_normal((2, 5))
+    gradcheck.gradient_overwritten()["linear_backward"](dx, dw, dout, x, w)
+    np.testing.assert_allclose(dx, dout @ w)
+    np.testing.assert_allclose(dw, dout.T @ x)
+
+
+def test_bugs_of_the_loss(monkeypatch):
+    calls = []
+    for name in ("cross_entropy_forward", "cross_entropy_backward"):
+        monkeypatch.setattr(model_cpu, name, lambda *arguments: calls.append(arguments))
+    table, e, ones = np.array([[1, -1], [0, -1], [-1, 2]]), np.zeros((3, 2, 4)), [1, 1]
+    gradcheck.micro_divisor()["cross_entropy_forward"]("losses", "total", "logits", table, "counted")
+    gradcheck.micro_divisor()["cross_entropy_backward"]("e", "total", table, "counted", "weights")
+    gradcheck.masked_pulled()["cross_entropy_backward"](e, "total", table, "counted", "weights")
+    gradcheck.head_weight()["cross_entropy_backward"]("e", "total", table, "counted", np.array([1.0, 0.5]))
+    own = calls[0][4]
+    assert calls[0][:4] == ("losses", "total", "logits", table) and own.tolist() == [2, 1]
+    assert calls[1][:3] == ("e", "total", table) and calls[1][3].tolist() == [2, 1] and calls[1][4] == "weights"
+    assert calls[2][2].tolist() == [[1, 3], [0, 3], [3, 2]]
+    assert calls[2][0] is e and calls[2][1::2] == ("total", "counted") and calls[2][4] == "weights"
+    assert calls[3][:4] == ("e", "total", table, "counted") and calls[3][4].tolist() == ones
+
+    targets = np.arange(14).reshape(2, 7)
+    shifted = gradcheck.target_shift()["target_table"](targets, 4, 4)
+    assert shifted.tolist() == [[t, t + 1, t + 1, t + 1] for row in (0, 7) for t in range(row, row + 4)]
+    assert gradcheck.masked_counted()["count_targets"](np.full((2, 7), -1), 4, 3).tolist() == [8, 8, 8]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check's own arithmetic and what it says
+# ---------------------------------------------------------------------------------------------------------------------
+def test_tiny_problem_in_numbers():
+    model, tokens, targets = gradcheck.make_tiny()
+    masked = np.zeros((2, 9), bool)
+    masked[0, 3] = masked[1, 2:] = True
+    assert tokens.shape == (2, 7) and targets.shape == (2, 9) and tokens[0, 5] == tokens[0, 1]
+    assert np.array_equal(targets == -1, masked) and set(tokens.flat) | set(targets.flat) <= set(range(-1, 16))
+    gains = np.concatenate([weight for weight in model.params.values() if weight.ndim == 1])
+    wide = np.concatenate([weight.reshape(-1) for weight in model.params.values() if weight.ndim == 2])
+    assert 0.7 <= gains.min() < 0.74 and 1.26 < gains.max() <= 1.3 and abs(wide.std() / 0.3 - 1) < 0.05
+    assert abs(wide.mean()) < 0.02 and gradcheck.TINY.mtp_weight == 0.7
+
+
+def test_small_problem_in_numbers():
+    model, tokens, targets = gradcheck.make_small()
+    assert model.config == model_cpu.CONFIGS["small"] and tokens.shape == (2, 70) and 70 > model_cpu.BLOCK
+    assert targets.shape == (2, 70 + model.config.predict - 1)
+    assert np.array_equal(tokens[:, 5], tokens[:, 1]) and not np.array_equal(tokens[0], tokens[1])
+    assert (targets[0] == -1).nonzero()[0].tolist() == list(range(0, targets.shape[1], 9)) and (targets[1] >= 0).all()
+    assert np.array_equal(model.params["embed"], model_cpu.Model(model.config).params["embed"])
+    assert 0.9 * model.config.vocab < tokens.max() < model.config.vocab > targets.max() > 0.9 * model.config.vocab
+
+
+def test_gradients_take_each_row_alone_with_the_count_of_all():
+    model, tokens, targets = gradcheck.make_tiny()
+    model.flat_grads[...] = 7.0                                     # of an earlier step
+    rows = gradcheck.gradients(model, tokens, targets)
+    model.flat_grads[...] = 0.0
+    model.forward(tokens, targets)
+    model.backward()
+    for name, gradient in model.grads.items():
+        np.testing.assert_allclose(rows[name], gradient, atol=1e-13)
+        assert rows[name] is not gradient
+
+
+def test_a_tensors_error_is_relative_to_its_largest_entry(monkeypatch):
+    by_hand = {"a": np.array([1.0, -4.0, 2.0]), "b": np.zeros(2), "c": np.array([3.0, 1.0])}
+    numeric = {"a": np.array([1.0, -4.0, 2.5]), "b": np.array([0.0, 1e-6]), "c": np.array([np.nan, 1.0])}
+    model = types.SimpleNamespace(params=numeric, config=types.SimpleNamespace(head_weights=None))
+    monkeypatch.setattr(gradcheck, "gradients", lambda *problem: by_hand)
+    monkeypatch.setattr(gradcheck, "slope", lambda loss, weight, index, h: weight[index])
+    a, b, c = gradcheck.check_tensors(model, None, None, 1e-4)
+    assert a == ("a", (3,), 3, 0.125, (2,))
+    assert b[:3] == ("b", (2,), 2) and b[3] > 1e290 and b[4] == (1,)
+    assert c == ("c", (2,), 2, np.inf, (0,))
+
+
+def test_slopes_are_those_of_the_weighted_losses(monkeypatch):
+    model, tokens, targets = gradcheck.make_tiny()
+    seen = []
+
+    def slope(loss, weight, index, h):
+        seen.append((loss(), h))
+        return 0.0
+    monkeypatch.setattr(gradcheck, "slope", slope)
+    next(gradcheck.check_tensors(model, tokens, targets, 0.125, limit=1))
+    assert seen == [(model.forward(tokens, targets) @ model.config.head_weights, 0.125)]
+
+
+def test_entries_near_the_limit():
+    gradient = np.array([[1.0, -7.0, 2.0], [3.0, 0.0, 5.0]])
+    assert gradcheck.choose_entries(gradient, 6) == gradcheck.choose_entries(gradient, 7) == list(np.ndindex(2, 3))
+    for limit in range(1, 6):
+        largest, *others = gradcheck.choose_entries(gradient, limit)
+        assert gradient[largest] == -7.0 and len(set(others)) == limit - 1
+
+
+def test_a_head_without_any_target_has_the_loss_0():
+    model, tokens, targets = gradcheck.make_tiny()
+    targets[:, 2:] = -1
+    plain = gradcheck.plain_losses(model.params, model.config, tokens[:, :2], targets[:, :4])
+    np.testing.assert_allclose(plain, model.forward(tokens[:, :2], targets[:, :4]), rtol=1e-13)
+    targets[...] = -1
+    assert gradcheck.plain_losses(model.params, model.config, tokens, targets).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_loss_error_is_that_of_the_worst_head(monkeypatch):
+    model = types.SimpleNamespace(params=None, config=None, forward=lambda *batch: np.array([2.0, 1.0, 4.0]))
+    for plain, error in (([2.0, 1.25, 4.0], 0.2), ([2.0, 1.0, 3.2], 0.25), ([2.0, np.nan, 4.0], np.inf)):
+        monkeypatch.setattr(gradcheck, "plain_losses", lambda *arguments: np.array(plain))
+        assert gradcheck.loss_error(model, None, None) == pytest.approx(error)
+
+
+def stubbed(monkeypatch, error, rows):
+    """The check with this error of the losses and these rows; -> what check_tensors was called with."""
+    called = []
+    monkeypatch.setattr(gradcheck, "loss_error", lambda *problem: error)
+    monkeypatch.setattr(gradcheck, "check_tensors", lambda *arguments: called.append(arguments) or iter(rows))
+    return called
+
+
+def test_the_table_of_a_check(monkeypatch, capsys):
+    rows = [("embed", (16, 8), 12, 2.5e-9, (3, 1)), ("norm", (8,), 4, 3e-8, (7,))]
+    called = stubbed(monkeypatch, 2e-13, rows)
+    model, tokens, targets = gradcheck.make_tiny()
+    assert gradcheck.run_check(model, tokens, targets, 0.5, 1e-8, 12) is False
+    assert called == [(model, tokens, targets, 0.5, 12)]
+    assert capsys.readouterr().out == """\
+tensor                    shape  checked  worst error   at
+embed                    16 x 8       12      2.5e-09   [3, 1]
+norm                          8        4      3.0e-08   [7]   <-- above the bar
+losses against the loops: worst relative error 2.0e-13 (bar 1e-12)
+overall: 16 of 7248 entries, worst relative error 3.0e-08 (bar 1e-08)
+FAILED
+"""
+
+
+@pytest.mark.parametrize("error, worst, good", [
+    (1e-12, 1e-8, True), (1.01e-12, 1e-8, False), (1e-12, 1.01e-8, False), (np.inf, 1e-9, False), (0.0, np.inf, False)])
+def test_the_bars_of_a_check_and_of_a_bug(monkeypatch, capsys, error, worst, good):
+    rows = [("norm", (8,), 4, worst, (7,)), ("embed", (16, 8), 12, worst / 2, (3, 1))]
+    called = stubbed(monkeypatch, error, rows)
+    problem = gradcheck.make_tiny()
+    assert gradcheck.run_check(*problem, 2e-4, 1e-8) is good
+    capsys.readouterr()
+    assert gradcheck.is_caught({}, limit=5) is not good
+    assert called[1][3:] == (2e-4, 5)
+    out = ""
+    if error > 1e-12:
+        out += f"    the losses: {error:.1e} from the loops'\n"
+    if worst > 1e-8:
+        shown = f"norm {worst:.1e}" + (f", embed {worst / 2:.1e}" if worst / 2 > 1e-8 else "")
+        out += f"    {1 + (worst / 2 > 1e-8)} tensors of 15: {shown}\n"
+    assert capsys.readouterr().out == out
+    gradcheck.is_caught({})
+    assert called[2][3:] == (2e-4, 40)
+
+
+def test_bugs_are_planted_one_by_one(monkeypatch, capsys):
+    planted = []
+    monkeypatch.setattr(gradcheck, "BUGS", {name: types.SimpleNamespace(__doc__=f"Story {name}.") for name in "ab"})
+    for name, bug in gradcheck.BUGS.items():
+        gradcheck.BUGS[name] = type(name, (), {"__doc__": bug.__doc__, "__call__": lambda self: self.__doc__})()
+    for caught, good in (({"Story a.", "Story b."}, True), ({"Story b."}, False), (set(), False)):
+        monkeypatch.setattr(gradcheck, "is_caught", lambda bug: planted.append(bug) or bug in caught if bug else False)
+        assert gradcheck.run_breaks(gradcheck.BUGS) is good
+        lines = "".join(f"{name}: Story {name}.\n" + ("" if f"Story {name}." in caught else "    NOT CAUGHT\n")
+                        for name in "ab")
+        assert capsys.readouterr().out == f"{lines}caught {len(caught)} of 2\n"
+    assert planted == ["Story a.", "Story b."] * 3
+    monkeypatch.setattr(gradcheck, "is_caught", lambda bug: True)
+    assert gradcheck.run_breaks("ab") is False
+    assert capsys.readouterr().out == "the check fails with no bug planted; run python gradcheck.py\n"
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_runs_of_the_command_line(monkeypatch, capsys, good):
+    called = []
+
+    def run_check(model, tokens, targets, *rest, **options):
+        called.append((model.config, *rest, options, model_cpu.BLOCK))
+        return good
+    monkeypatch.setattr(gradcheck, "run_check", run_check)
+    monkeypatch.setattr(gradcheck, "run_breaks", lambda names: called.append((list(names), model_cpu.BLOCK)) or good)
+    block = model_cpu.BLOCK
+    for arguments in ([], ["--small"], ["--break", "all"], ["--break", "rope_sign"]):
+        assert gradcheck.main(arguments) == (0 if good else 1)
+    assert called == [(gradcheck.TINY, 2e-4, 1e-8, {}, 3),
+                      (model_cpu.CONFIGS["small"], 1e-3, 1e-7, {"limit": 4}, block),
+                      (list(gradcheck.BUGS), 3), (["rope_sign"], 3)]
+    assert model_cpu.BLOCK == block
+
+
+def test_the_list_of_bugs(capsys):
+    assert gradcheck.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{name:20} {bug.__doc__}" for name, bug in gradcheck.BUGS.items()]
+    with pytest.raises(SystemExit) as error:
+        gradcheck.main(["--peer"])
+    assert error.value.code == 2 and "--peer goes with --gpu" in capsys.readouterr().err

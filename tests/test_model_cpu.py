@@ -696,6 +696,15 @@ def test_sample_by_hand(options, expected):
     assert drawn == order[len(expected) - 1] and type(drawn) is int
 
 
+def test_of_equals_the_first_ids_are_kept():
+    rng = Recorder()
+    for k in (1, 7, 150):
+        assert sample(np.tile([0.0, 1.0], 150), rng, top_k=k) == 2 * k - 1      # the k-th of the odd ids
+    model, (tokens, _) = wide_model(), make_batch()
+    model.params["heads"][::2], model.params["heads"][1::2] = 0.0, 0.1
+    assert all(best in ([0, 2, 4], [1, 3, 5]) for _, _, best in model_cpu.euler_table(model, tokens))
+
+
 def test_top_p_stops_exactly_where_it_is_reached():
     rng = Recorder()
     for top_p, kept in [(0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4), (1.0, 4)]:
