@@ -1114,7 +1114,7 @@ def print_euler_table(folder):
     model, tokenizer = load(folder, sys.modules[__name__])
     T, windows, held_out = model.config.context, None, []
     if os.path.exists(os.path.join(folder, CHECKPOINT[1])):
-        held_out = sorted(glob.glob(f"data/val-*-{load_state(folder).get('settings', {}).get('tokens_key')}.bin"))
+        held_out = sorted(glob.glob(f"data/val-*-{load_state(folder).get('settings', {}).get('tokens_key')}-*.bin"))
     if held_out:
         windows = np.fromfile(held_out[0], "<u2")[:8 * (T + 1)].astype(np.int64)
         windows = windows[:len(windows) // (T + 1) * (T + 1)].reshape(-1, T + 1)

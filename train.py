@@ -280,7 +280,7 @@ def make_tokens(paths, vocab):
 
     def tokens(part, ranges):
         """The ids of these ranges, from a file whose name ends in its checksum."""
-        made = glob.glob(os.path.join("data", f"{part}-{key}-*.bin"))
+        made = glob.glob(os.path.join("data", f"{glob.escape(part)}-{key}-*.bin"))
         if not made:
             path = os.path.join("data", f"{part}-{key}.new")
             tokenizer.encode_files(ranges, path, progress=show_progress(f"{part} tokens:"))

@@ -168,9 +168,9 @@ def bench_euler(arguments):
     model, _ = model_cpu.load(arguments.model, model_cpu)
     key = model_cpu.load_state(arguments.model)["settings"]["tokens_key"]
     c, T = model.config, model.config.context
-    held_out = sorted(glob.glob(f"data/val-*-{key}.bin"))
+    held_out = sorted(glob.glob(f"data/val-*-{key}-*.bin"))
     if not held_out:
-        raise ValueError(f"the held-out tokens of {arguments.model}, data/val-*-{key}.bin, are not here.")
+        raise ValueError(f"the held-out tokens of {arguments.model}, data/val-*-{key}-*.bin, are not here.")
     windows = np.fromfile(held_out[0], "<u2")[:64 * (T + 1)].reshape(-1, T + 1).astype(np.int64)
     print(f"{arguments.model} after {model.step} steps, {windows[:, 1:].size:,} held-out tokens, loss of head 0")
     for i, (loss, step, _) in enumerate(model_cpu.euler_table(model, windows)):

@@ -651,3 +651,10 @@ def test_damaged_tokens_are_named(corpus):
 def test_settings_that_cannot_be(name, value):
     with pytest.raises(ValueError, match=f"the setting {name} cannot be"):
         dataclasses.replace(recorder_settings(), **{name: value})
+
+
+def test_the_tour_finds_what_was_held_out(corpus):
+    folder, _ = corpus
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "model_cpu.py"), "--model", "out/whole"], cwd=folder, text=True,
+                          capture_output=True, timeout=600)
+    assert "out/whole, trained for 30 steps, on 1024 tokens that it has not seen" in done.stdout, done.stderr

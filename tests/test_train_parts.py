@@ -174,6 +174,9 @@ def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monke
     open("web.txt", "a").write(" and a last word")
     keys.add(train.prepare(["web.txt"], 300)[3])
     assert len(keys) == 4
+    open("7[*].txt", "w").write(text)               # whose kind is "7[*]"
+    assert np.array_equal(train.prepare(["7[*].txt"], 300)[2]["7[*]"], train.prepare(["7[*].txt"], 300)[2]["7[*]"])
+    assert len([name for name in os.listdir("data") if name.startswith("val-7")]) == 1
     open("tiny.txt", "w").write("ab" * 20)
     assert len(train.prepare(["tiny.txt"], 300)[2]["tiny"]) > 0
     assert train.map_tokens("web.txt").size == os.path.getsize("web.txt") // 2 and train.map_tokens("data/prepare.lock").size == 0
