@@ -57,7 +57,8 @@ def call(script, arguments, folder):
             os.dup2(os.open(os.devnull, os.O_RDWR), 1)
             os.dup2(file, 2)
             sys.stdin, sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
-            resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))      # a huge array is a MemoryError, not the machine's end
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]    # a huge array is a MemoryError, not the machine's end
+            resource.setrlimit(resource.RLIMIT_AS, (8 << 30 if hard == resource.RLIM_INFINITY else min(8 << 30, hard), hard))
             sys.argv = [script, *arguments]
             import tokenizer
             module = __import__(script.removesuffix(".py"))

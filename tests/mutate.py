@@ -334,8 +334,8 @@ RUNNING = set()
 
 
 def limit_resources():
-    """A mistake must not fill the memory or the disk: 12 GB of addresses, 1 GB a file."""
-    for limit, most in ((resource.RLIMIT_AS, 12 << 30), (resource.RLIMIT_FSIZE, 1 << 30)):
+    """A mistake must not fill the memory or the disk: 6 GB of addresses, 1 GB a file."""
+    for limit, most in ((resource.RLIMIT_AS, 6 << 30), (resource.RLIMIT_FSIZE, 1 << 30)):
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

@@ -63,6 +63,9 @@ def test_table_of_parameters_by_hand():
         ("embed", (48, 24)), *((f"layers.{i}.{name}", shape) for i in range(2) for name, shape in layer),
         ("heads", (96, 24)), *((f"layers.{i}.norm{j}", (24,)) for i in range(2) for j in (1, 2)), ("norm", (24,))]
     assert (config.head_dim, config.hidden, config.qkv_width) == (8, 64, 40)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.dim = 48
+    assert dataclasses.replace(config, context=1 << 20).context == 1 << 20
 
 
 def test_hidden_is_eight_thirds_of_dim_rounded_up():
@@ -88,7 +91,8 @@ def test_weights_of_the_heads():
     (dict(kv_heads=3), "heads (4) must be a multiple of kv_heads (3)."),
     (dict(mtp_weight=-0.1), "mtp_weight must be a finite number of at least 0, not -0.1."),
     (dict(mtp_weight=math.nan), "mtp_weight"), (dict(mtp_weight=math.inf), "mtp_weight"),
-    (dict(mtp_weight="1"), "mtp_weight"), (dict(mtp_weight=None), "mtp_weight")])
+    (dict(mtp_weight="1"), "mtp_weight"), (dict(mtp_weight=None), "mtp_weight"),
+    (dict(mtp_weight=float("inf")), "mtp_weight"), (dict(context=(1 << 20) + 1), "context must be at most 1,048,576")])
 def test_sizes_that_do_not_fit_are_refused(change, words):
     with pytest.raises(ValueError) as error:
         dataclasses.replace(TINY, **change)
