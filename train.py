@@ -89,7 +89,7 @@ DEFAULTS = {
     "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
     "big": dict(steps=48000, batch_tokens=32768, lr=1e-3, warmup=300, eval_every=500, save_every=2000),
 }
-# readings of a text: from a fifth of 290 MB the big model learned nothing of use; small learns 0.3 MB by heart after eight
+# readings of a text: from a fifth of 290 MB big learned nothing of use, nor small from more than eight of 0.3 MB
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 MOST_BATCH = 1 << 24            # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
 RISE = 0.02                     # nats by which the held-out loss must rise to mean something
