@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -419,6 +420,7 @@ class Judge:
             mutant = Mutant(file, self.sources[file], *variant())
             if file.endswith(".py"):
                 try:
+                    warnings.simplefilter("ignore", SyntaxWarning)              # of `is` with a number
                     if ast.dump(ast.parse(mutant.text)) == ast.dump(ast.parse(self.sources[file])):
                         continue
                     compile(mutant.text, file, "exec")

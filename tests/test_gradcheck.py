@@ -621,11 +621,16 @@ def test_entries_near_the_limit():
         assert gradient[largest] == -7.0 and len(set(others)) == limit - 1
 
 
-def test_a_head_without_any_target_has_the_loss_0():
+def test_a_head_without_any_target_has_the_loss_0_and_one_target_counts_once():
     model, tokens, targets = gradcheck.make_tiny()
     targets[:, 2:] = -1
     plain = gradcheck.plain_losses(model.params, model.config, tokens[:, :2], targets[:, :4])
     np.testing.assert_allclose(plain, model.forward(tokens[:, :2], targets[:, :4]), rtol=1e-13)
+    one = np.full((2, 3), -1)
+    one[0, 0] = one[1, 1] = 1                                       # a single target for head 0, and one for head 1
+    plain = gradcheck.plain_losses(model.params, model.config, tokens[:, :1], one)
+    np.testing.assert_allclose(plain, model.forward(tokens[:, :1], one), rtol=1e-13)
+    assert plain[0] > 0 < plain[1] and plain[2] == 0
     targets[...] = -1
     assert gradcheck.plain_losses(model.params, model.config, tokens, targets).tolist() == [0.0, 0.0, 0.0]
 
