@@ -90,8 +90,7 @@ def make_tiny():
 
 
 def make_small():
-    """-> (model, tokens (2,70), targets): the small configuration at its own initial weights; 70 queries are two blocks
-    of attention's loop."""
+    """-> (model, tokens (2,70), targets): the small configuration at its own initial weights."""
     config, T = model_cpu.CONFIGS["small"], 70
     rng = np.random.default_rng(1)
     tokens, targets = rng.integers(0, config.vocab, (2, T)), rng.integers(0, config.vocab, (2, T + config.predict - 1))
@@ -205,7 +204,7 @@ def rope_sign():
 
 
 def attention_twins(forward_power=-0.5, backward_power=-0.5, future=0, delta=1.0, group=None):
-    """Attention without blocks, with a knob for each mistake; right as the knobs stand.  forward_power, backward_power:
+    """Attention with a knob for each mistake; right as the knobs stand.  forward_power, backward_power:
     scale = D^power; future: how many later keys a query sees; delta: factor of the softmax's second term; group: how
     the gradients (B,G,R,T,D) of the query heads of a group become that of their key or value head (B,G,1,T,D)."""
     group = group or (lambda gradient: gradient.sum(axis=2, keepdims=True))
@@ -217,7 +216,7 @@ def attention_twins(forward_power=-0.5, backward_power=-0.5, future=0, delta=1.0
         P[...] = e / e.sum(axis=-1, keepdims=True)
         out[...] = (P @ v).transpose(0, 3, 1, 2, 4).reshape(out.shape)            # (B,G,R,T,D) -> (B,T,H*D)
 
-    def backward(dqkv, dout, out, P, qkv, heads, kv_heads):
+    def backward(dqkv, dout, out, P, qkv, heads, kv_heads, work):
         q, k, v = model_cpu.split_heads(qkv, heads, kv_heads)
         dq, dk, dv = model_cpu.split_heads(dqkv, heads, kv_heads)
         B, G, R, T, D = q.shape
@@ -593,7 +592,7 @@ def attention_errors(cupy, gpu, config, B, T):
     out, dqkv = np.empty_like(dout), np.empty_like(qkv)
     P = np.zeros((B, c.kv_heads, c.heads // c.kv_heads, T, T))
     model_cpu.attention_forward(out, P, qkv, c.heads, c.kv_heads)
-    model_cpu.attention_backward(dqkv, dout, out, P, qkv, c.heads, c.kv_heads)
+    model_cpu.attention_backward(dqkv, dout, out, P, qkv, c.heads, c.kv_heads, np.empty_like(P))
     gpu_out, lse = cupy.empty((B * T, c.dim), on_gpu[0].dtype), cupy.empty((B, c.heads, T), np.float32)
     gpu_dqkv, delta = cupy.empty((B * T, c.qkv_width), on_gpu[0].dtype), cupy.empty((B, c.heads, T), np.float32)
     model_gpu.attention_forward(gpu, gpu_out, lse, on_gpu[0], B, T)
@@ -669,10 +668,9 @@ def main(argv):
         return 0 if run_gpu(args.peer) else 1
     if args.small:
         return 0 if run_check(*make_small(), SMALL_STEP, SMALL_BAR, limit=4) else 1
-    with replaced({"BLOCK": 3}):                  # so that 7 queries take three blocks
-        if args.bug:
-            return 0 if run_breaks(BUGS if args.bug == "all" else [args.bug]) else 1
-        return 0 if run_check(*make_tiny(), TINY_STEP, TINY_BAR) else 1
+    if args.bug:
+        return 0 if run_breaks(BUGS if args.bug == "all" else [args.bug]) else 1
+    return 0 if run_check(*make_tiny(), TINY_STEP, TINY_BAR) else 1
 
 
 if __name__ == "__main__":

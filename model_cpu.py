@@ -46,7 +46,6 @@ from tokenizer import Parser, Tokenizer, naming, read_json, read_plain, replace_
 
 NORM_EPS = 1e-5          # added to the mean square in RMSNorm
 ROPE_THETA = 10000.0     # base of the rotary frequencies theta^(-2i/D)
-BLOCK = 64               # attention takes the queries in blocks of this many rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -274,13 +273,6 @@ def rotated_part(qkv, config):
     return qkv[..., :n * config.head_dim].reshape(*qkv.shape[:2], n, config.head_dim)
 
 
-def causal_blocks(T):
-    """Cut T queries into blocks of rows i0..i1.  Row i sees only keys 0..i, so a block needs only keys 0..i1: for long
-    T half of the work is never done.  Yields (i0, i1)."""
-    for i0 in range(0, T, BLOCK):
-        yield i0, min(i0 + BLOCK, T)
-
-
 def attention_forward(out, P, qkv, heads, kv_heads):
     """Causal grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023).  qkv (B,T,(H+2G)D), already rotated;
     out (B,T,H*D); P (B,G,R,T,T) keeps the probabilities for the backward.  Per head, with scale = 1/sqrt(D):
@@ -289,18 +281,14 @@ def attention_forward(out, P, qkv, heads, kv_heads):
     """
     q, k, v = split_heads(qkv, heads, kv_heads)
     out = out.reshape(*out.shape[:2], kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)     # view (B,G,R,T,D)
-    scale = 1.0 / math.sqrt(q.shape[-1])
-    side = min(BLOCK, qkv.shape[1])
-    future = np.triu(np.full((side, side), -np.inf, P.dtype), 1)                  # a query never sees a later key
-    for i0, i1 in causal_blocks(qkv.shape[1]):
-        p = P[..., i0:i1, :i1]
-        np.matmul(q[..., i0:i1, :], k[..., :i1, :].swapaxes(-1, -2), out=p)       # S: (B,G,R,i1-i0,i1)
-        p *= scale
-        p[..., i0:] += future[:i1 - i0, :i1 - i0]
-        p -= p.max(axis=-1, keepdims=True)          # the same softmax, but exp cannot overflow
-        np.exp(p, out=p)
-        p /= p.sum(axis=-1, keepdims=True)
-        np.matmul(p, v[..., :i1, :], out=out[..., i0:i1, :])
+    future = np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), 1)        # a query never sees a later key
+    np.matmul(q, k.swapaxes(-1, -2), out=P)                             # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
+    P *= 1.0 / math.sqrt(q.shape[-1])
+    P += future
+    P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
+    np.exp(P, out=P)
+    P /= P.sum(axis=-1, keepdims=True)
+    np.matmul(P, v, out=out)
 
 
 # Derivation, for one head (O = out, dO = dout):
@@ -313,28 +301,23 @@ def attention_forward(out, P, qkv, heads, kv_heads):
 #     S_ij = scale q_i . k_j         =>  dq_i  = scale sum_j dS_ij k_j        dQ = scale dS K
 #                                        dk_j  = scale sum_i dS_ij q_i        dK = scale dS^T Q
 # GQA: the R query heads of a group read one k and one v, so dk and dv are summed over the group.
-def attention_backward(dqkv, dout, out, P, qkv, heads, kv_heads):
-    """Writes dqkv (B,T,(H+2G)D), the gradient of v and of the rotated q and k.  dout, out: (B,T,H*D)."""
+def attention_backward(dqkv, dout, out, P, qkv, heads, kv_heads, work):
+    """Writes dqkv (B,T,(H+2G)D), the gradient of v and of the rotated q and k.  dout, out: (B,T,H*D).  work: an array like
+    P to compute in."""
     q, k, v = split_heads(qkv, heads, kv_heads)
     dq, dk, dv = split_heads(dqkv, heads, kv_heads)
     shape = (*out.shape[:2], kv_heads, -1, q.shape[-1])
     out, dout = [x.reshape(shape).transpose(0, 2, 3, 1, 4) for x in (out, dout)]              # views (B,G,R,T,D)
-    scale = 1.0 / math.sqrt(q.shape[-1])
-    dk[...] = 0.0
-    dv[...] = 0.0
-    for i0, i1 in causal_blocks(qkv.shape[1]):
-        p, dO = P[..., i0:i1, :i1], dout[..., i0:i1, :]
-        keys = np.s_[..., :i1, :]
-        # out = P @ v
-        dv[keys] += (p.swapaxes(-1, -2) @ dO).sum(axis=2, keepdims=True)          # summed over the group
-        dS = dO @ v[keys].swapaxes(-1, -2)                                        # dP: (B,G,R,i1-i0,i1)
-        # P = softmax(S)
-        dS -= np.einsum("...d,...d->...", dO, out[..., i0:i1, :])[..., None]      # delta
-        dS *= p
-        # S = scale * q @ k.T
-        dS *= scale
-        np.matmul(dS, k[keys], out=dq[..., i0:i1, :])
-        dk[keys] += (dS.swapaxes(-1, -2) @ q[..., i0:i1, :]).sum(axis=2, keepdims=True)   # summed over the group
+    # out = P @ v
+    dv[...] = (P.swapaxes(-1, -2) @ dout).sum(axis=2, keepdims=True)      # summed over the group
+    dS = np.matmul(dout, v.swapaxes(-1, -2), out=work)                                        # dP: (B,G,R,T,T)
+    # P = softmax(S)
+    dS -= np.einsum("...d,...d->...", dout, out)[..., None]                                   # delta
+    dS *= P
+    # S = scale * q @ k.T
+    dS *= 1.0 / math.sqrt(q.shape[-1])
+    np.matmul(dS, k, out=dq)
+    dk[...] = (dS.swapaxes(-1, -2) @ q).sum(axis=2, keepdims=True)        # summed over the group
 
 
 def swiglu_forward(out, sigmoid, gate_up):
@@ -437,7 +420,8 @@ def block_backward(dx, w, dw, a, scratch, config, cos, sin):
     linear_backward(dy.reshape(N, C), dw["out"], dx, y.reshape(N, C), w["out"])
     # y = attention(qkv)
     qkv, dqkv = qkv.reshape(B, T, -1), scratch("dqkv", B, T, c.qkv_width)
-    attention_backward(dqkv, dy, y, a("P", B, c.kv_heads, c.heads // c.kv_heads, T, T), qkv, c.heads, c.kv_heads)
+    P = a("P", B, c.kv_heads, c.heads // c.kv_heads, T, T)
+    attention_backward(dqkv, dy, y, P, qkv, c.heads, c.kv_heads, scratch("dS", *P.shape))
     # q, k = rope(q, k)
     rope_backward(rotated_part(dqkv, c), cos[:T], sin[:T])
     # qkv = n @ qkv.T

@@ -3,7 +3,7 @@
 Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same names.  What
 a function computes and why its backward is right stands there; here stands how a GPU does it.  What has no twin by name:
 x_apply (done again inside the backward's kernel), linear_backward (in two halves, x being computed again between them),
-cross_entropy_backward (in the forward's kernel), split_heads and causal_blocks (inside flash_attn.cu).  Top to bottom:
+cross_entropy_backward (in the forward's kernel), split_heads (inside flash_attn.cu).  Top to bottom:
 
     1. pick, memory_plan          which engine serves; the bytes of a run, known before it starts
     2. Gpu                        compiled kernels, the stream of launches, matrix products

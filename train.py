@@ -661,7 +661,7 @@ def memory_plan(config, micro_batch, T, threads, itemsize=4):
             + c.qkv_width + c.heads * T + c.dim     # qkv, P, y
             + 3 * c.hidden)                         # gate_up, sigmoid
     shared = (2 * c.dim + 1                         # x, h_final, rstd
-              + 5 * c.dim + c.qkv_width             # n, dn, step, dx, dy, dqkv
+              + 5 * c.dim + c.qkv_width + c.heads * T   # n, dn, step, dx, dy, dqkv, dS
               + 4 * c.hidden                        # h, dh, dgate_up
               + c.predict * (c.vocab + 1))          # logits, total
     return {"parameters": size, "gradients": min(threads, max(1, micro_batch)) * size, "AdamW moments": 2 * size,

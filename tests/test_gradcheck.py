@@ -13,12 +13,6 @@ import model_cpu
 import test_model_gpu
 
 
-@pytest.fixture
-def small_blocks():
-    with gradcheck.replaced({"BLOCK": 3}):
-        yield
-
-
 def test_tiny_problem_has_every_feature():
     model, tokens, targets = gradcheck.make_tiny()
     c, T = model.config, tokens.shape[1]
@@ -32,7 +26,7 @@ def test_tiny_problem_has_every_feature():
     assert all(np.any(gain != 1.0) for gain in model.params.values() if gain.ndim == 1)
 
 
-def test_check_passes_on_sampled_entries(small_blocks):
+def test_check_passes_on_sampled_entries():
     rows = list(gradcheck.check_tensors(*gradcheck.make_tiny(), gradcheck.TINY_STEP, limit=12))
     assert [row[0] for row in rows] == [name for name, _ in model_cpu.param_table(gradcheck.TINY)]
     assert all(row[2] == 12 for row in rows)
@@ -64,7 +58,7 @@ def test_plain_losses_agree_with_the_model(heads, kv_heads, predict, T):
     assert gradcheck.loss_error(model, tokens, targets) < 1e-13
 
 
-def test_attention_twins_are_right_as_the_knobs_stand(small_blocks, capsys):
+def test_attention_twins_are_right_as_the_knobs_stand(capsys):
     assert not gradcheck.is_caught(gradcheck.attention_twins(), limit=8)
     assert capsys.readouterr().out == ""
 
@@ -74,7 +68,7 @@ FORWARD_ONLY = {"rope_on_v", "rope_layout", "no_scale", "mask_off_by_one", "gate
 
 
 @pytest.mark.parametrize("name", gradcheck.BUGS)
-def test_every_planted_bug_is_caught(name, small_blocks, capsys):
+def test_every_planted_bug_is_caught(name, capsys):
     before = dict(vars(model_cpu))
     assert gradcheck.is_caught(gradcheck.BUGS[name](), limit=12)
     assert vars(model_cpu) == before                                # and is gone afterwards
@@ -91,7 +85,7 @@ def test_there_are_ten_bugs_and_each_tells_its_story_in_one_line():
     assert all(bug.__doc__.endswith(".") and "\n" not in bug.__doc__ for bug in gradcheck.BUGS.values())
 
 
-def test_a_gradient_that_is_zero_or_not_a_number_fails(small_blocks, capsys):
+def test_a_gradient_that_is_zero_or_not_a_number_fails(capsys):
     problem = gradcheck.make_tiny()
     for value in (0.0, np.nan):
         def linear_backward(dx, dw, dout, x, w):
@@ -347,7 +341,7 @@ def test_attention_errors_are_measured_against_float64(monkeypatch, precision):
         assert out.shape == (B * T, 16) and out.any()
         exact, ours = np.zeros((B, T, c.qkv_width)), unpack(qkv).reshape(B, T, -1).astype(float)
         dout, out = (unpack(array).reshape(B, T, -1).astype(float) for array in (dout, out))
-        model_cpu.attention_backward(exact, dout, out / 1.25, kept, ours, 4, 2)
+        model_cpu.attention_backward(exact, dout, out / 1.25, kept, ours, 4, 2, np.empty_like(kept))
         dqkv[...] = pack(1.5 * exact.reshape(dqkv.shape))
 
     monkeypatch.setattr(gradcheck.model_gpu, "attention_forward", forward)
@@ -447,7 +441,7 @@ def test_knobs_of_the_twins():
         twins = gradcheck.attention_twins(**knobs)
         out, dqkv, P = np.zeros((1, 3, 4)), np.zeros((1, 3, 8)), np.zeros((1, 1, 2, 3, 3))
         twins["attention_forward"](out, P, qkv, 2, 1)
-        twins["attention_backward"](dqkv, dout, out, P, qkv, 2, 1)
+        twins["attention_backward"](dqkv, dout, out, P, qkv, 2, 1, None)
         (k, v), dk, dv = (qkv[0, :, 4:6], qkv[0, :, 6:]), np.zeros((3, 2)), np.zeros((3, 2))
         for h in range(2):
             q, dO = qkv[0, :, 2 * h:2 * h + 2], dout[0, :, 2 * h:2 * h + 2]
@@ -569,7 +563,7 @@ def test_tiny_problem_in_numbers():
 
 def test_small_problem_in_numbers():
     model, tokens, targets = gradcheck.make_small()
-    assert model.config == model_cpu.CONFIGS["small"] and tokens.shape == (2, 70) and 70 > model_cpu.BLOCK
+    assert model.config == model_cpu.CONFIGS["small"] and tokens.shape == (2, 70)
     assert targets.shape == (2, 70 + model.config.predict - 1)
     assert np.array_equal(tokens[:, 5], tokens[:, 1]) and not np.array_equal(tokens[0], tokens[1])
     assert (targets[0] == -1).nonzero()[0].tolist() == list(range(0, targets.shape[1], 9)) and (targets[1] >= 0).all()
@@ -709,17 +703,14 @@ def test_runs_of_the_command_line(monkeypatch, capsys, good):
     called = []
 
     def run_check(model, tokens, targets, *rest, **options):
-        called.append((model.config, *rest, options, model_cpu.BLOCK))
+        called.append((model.config, *rest, options))
         return good
     monkeypatch.setattr(gradcheck, "run_check", run_check)
-    monkeypatch.setattr(gradcheck, "run_breaks", lambda names: called.append((list(names), model_cpu.BLOCK)) or good)
-    block = model_cpu.BLOCK
+    monkeypatch.setattr(gradcheck, "run_breaks", lambda names: called.append(list(names)) or good)
     for arguments in ([], ["--small"], ["--break", "all"], ["--break", "rope_sign"]):
         assert gradcheck.main(arguments) == (0 if good else 1)
-    assert called == [(gradcheck.TINY, 2e-4, 1e-8, {}, 3),
-                      (model_cpu.CONFIGS["small"], 1e-3, 1e-7, {"limit": 4}, block),
-                      (list(gradcheck.BUGS), 3), (["rope_sign"], 3)]
-    assert model_cpu.BLOCK == block
+    assert called == [(gradcheck.TINY, 2e-4, 1e-8, {}), (model_cpu.CONFIGS["small"], 1e-3, 1e-7, {"limit": 4}),
+                      list(gradcheck.BUGS), ["rope_sign"]]
 
 
 def test_the_list_of_bugs(capsys):
