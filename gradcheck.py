@@ -551,14 +551,14 @@ def run_gpu_gradients(config, precisions, std, peer):
 
 
 def run_gpu_ladder(precisions):
-    """naive = flash, at every length, head width and group that the kernels claim, forward and backward."""
+    """flash = attention as it is defined, at every length, head width and group that the kernels claim, both ways."""
     import cupy
     worst = {}
     for precision in precisions:
         for D in (32, 64, 128):
             for group in (1, 2, 3, 4):
                 config = model_cpu.Config(dim=2 * group * D, heads=2 * group, kv_heads=2, layers=1, context=2048, vocab=8)
-                gpu = model_gpu.Gpu(config, precision, "flash", "cublas")
+                gpu = model_gpu.Gpu(config, precision, "cublas")
                 for T in LADDER_T:
                     errors = attention_errors(cupy, gpu, config, B=2 if T < 1000 else 1, T=T)
                     worst[precision, D] = max(worst.get((precision, D), (0,)), (*errors, T, group))
@@ -603,15 +603,14 @@ def attention_errors(cupy, gpu, config, B, T):
 
 
 def run_gpu_equivalence(config):
-    """cached = whole, naive attention = flash, our products = cuBLAS's: one fp32 model computed in several ways."""
+    """cached = whole, our products = cuBLAS's: one fp32 model computed in several ways."""
     reference, tokens, targets = make_wide(config)
     losses = reference.forward(tokens, targets)
     reference.backward()
     good = True
     print("the same model by other ways, fp32, relative L2 of the gradient (of the logits, for the cache) from float64")
     # our product adds K numbers one after the other, cuBLAS in blocks: two or three times the rounding
-    for name, options, factor in [("flash, cuBLAS", {}, 1), ("naive attention", {"attention": "naive"}, 1),
-                                  ("our products", {"matmul": "ours"}, 3)]:
+    for name, options, factor in [("cuBLAS's products", {}, 1), ("our products", {"matmul": "ours"}, 3)]:
         model = model_gpu.Model(config, precision="fp32", **options)
         model.write("params", reference.read("params"))
         gpu_losses, gradients = gpu_step(model, tokens, targets)

@@ -462,14 +462,14 @@ extern "C" __global__ void copy_weights(real* copy, const float* param, long lon
 // ---------------------------------------------------------------------------------------------------------------------
 // out (M,N) = a (M,K) @ b (K,N), or += where add. Covers linear_forward and linear_backward for --matmul ours. Either
 // operand may lie transposed in memory: entry (m,k) of a is a[m * a_row + k * a_column], and one of the strides is 1; b
-// likewise. A batch of products lies a_batch, b_batch, out_batch apart.
+// likewise.
 //
 // Read naively, each entry of a would come from memory N times. Here a block computes a 64 x 64 tile of out: it
 // brings 64 x 16 pieces of a and b to shared memory and uses every number 64 times; a thread keeps 4 x 4 sums in
 // registers, and so uses what it reads from shared memory four times. cuBLAS does the same with larger tiles on two
 // more levels, tensor cores, and copies that overlap the arithmetic. On an H200, 8192 x 4096 x 768:
 // this kernel 19 TFLOP/s, cuBLAS 50 in fp32 and 684 in bf16.
-// Grid (ceil(N/64), ceil(M/64), batch); 256 threads.
+// Grid (ceil(N/64), ceil(M/64)); 256 threads.
 constexpr int TILE = 64, DEPTH = 16;
 
 template <class Out>
@@ -505,59 +505,19 @@ __device__ void tiled_product(Out* out, const real* a, const real* b, int M, int
 
 extern "C" __global__ void __launch_bounds__(256)
 matmul(real* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column, int b_row, int b_column,
-       int out_row, int add, long long a_batch, long long b_batch, long long out_batch) {
-    tiled_product(out + blockIdx.z * out_batch, a + blockIdx.z * a_batch, b + blockIdx.z * b_batch, M, N, K, a_row,
-                  a_column, b_row, b_column, out_row, add);
+       int out_row, int add) {
+    tiled_product(out, a, b, M, N, K, a_row, a_column, b_row, b_column, out_row, add);
 }
 
 // The same with an fp32 result: gradients of weights, and logits that are looked at.
 extern "C" __global__ void __launch_bounds__(256)
 matmul_to_fp32(float* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column, int b_row,
-               int b_column, int out_row, int add, long long a_batch, long long b_batch, long long out_batch) {
-    tiled_product(out + blockIdx.z * out_batch, a + blockIdx.z * a_batch, b + blockIdx.z * b_batch, M, N, K, a_row,
-                  a_column, b_row, b_column, out_row, add);
+               int b_column, int out_row, int add) {
+    tiled_product(out, a, b, M, N, K, a_row, a_column, b_row, b_column, out_row, add);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 8. Softmax for attention with a stored T x T matrix (--attention naive: the yardstick of flash_attn.cu)
-// ---------------------------------------------------------------------------------------------------------------------
-// Covers the softmax of attention_forward, in place: S (rows,T) of products q_i . k_j becomes P, row i = row % T:
-//
-//     P_ij = exp(scale S_ij) / sum_j' exp(scale S_ij')  for j <= i, 0 for the future
-//
-// Grid (rows); 256 threads.
-extern "C" __global__ void softmax_forward(real* S, int T, float scale) {
-    __shared__ float slots[2][32];
-    int i = blockIdx.x % T;
-    real* row = S + (long long)blockIdx.x * T;
-    float largest = MASKED, total = 0.0f;
-    for (int j = threadIdx.x; j <= i; j += 256) largest = fmaxf(largest, scale * to_float(row[j]));
-    largest = block_max(largest, slots[0]);
-    for (int j = threadIdx.x; j <= i; j += 256) total += expf(scale * to_float(row[j]) - largest);
-    total = block_sum(total, slots[1]);
-    for (int j = threadIdx.x; j < T; j += 256)
-        store(row + j, j <= i ? expf(scale * to_float(row[j]) - largest) / total : 0.0f);
-}
-
-// Covers the softmax of attention_backward, in place: dP becomes dS.
-//
-//     dS_ij = scale P_ij (dP_ij - delta_i),   delta_i = sum_j P_ij dP_ij
-//
-// Grid (rows); 256 threads.
-extern "C" __global__ void softmax_backward(real* dP, const real* P, int T, float scale) {
-    __shared__ float slots[32];
-    int i = blockIdx.x % T;
-    real* d = dP + (long long)blockIdx.x * T;
-    const real* p = P + (long long)blockIdx.x * T;
-    float delta = 0.0f;
-    for (int j = threadIdx.x; j <= i; j += 256) delta += to_float(p[j]) * to_float(d[j]);
-    delta = block_sum(delta, slots);
-    for (int j = threadIdx.x; j < T; j += 256)
-        store(d + j, j <= i ? scale * to_float(p[j]) * (to_float(d[j]) - delta) : 0.0f);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// 9. Decoding: n new tokens after `position` earlier ones whose keys and values are kept
+// 8. Decoding: n new tokens after `position` earlier ones whose keys and values are kept
 // ---------------------------------------------------------------------------------------------------------------------
 // A row's arithmetic here does not depend on n, so that verifying several drafted tokens at once gives the same bits as
 // decoding them one by one.

@@ -102,7 +102,7 @@ def free_memory(memory_limit=None):
     return min(free, memory_limit or free)
 
 
-def work_tables(config, B, T, precision, attention="flash"):
+def work_tables(config, B, T, precision):
     """The work buffers of a forward and backward at (B,T), as four tables, lists of (name, shape, dtype): what each
     layer keeps, what all share, and two that use the same memory in turn: the logits are there between the last
     layer's forward and its backward, the other large arrays at all other times.
@@ -114,14 +114,13 @@ def work_tables(config, B, T, precision, attention="flash"):
     (micro_batch, context) are all that training with micro-batches of at most so many tokens ever needs."""
     c, N, single = config, B * T, np.float32
     real = np.uint16 if precision == "bf16" else single                              # NumPy has no bf16
-    naive, scores = attention == "naive", (B, c.heads, T, T)
     layer = [("x_in", (N, c.dim), real), ("rstd1", (N,), single), ("qkv", (N, c.qkv_width), real),
-             ("y", (N, c.dim), real), ("lse", scores, real) if naive else ("lse", scores[:3], single),
-             ("x_mid", (N, c.dim), real), ("rstd2", (N,), single), ("gate_up", (N, 2 * c.hidden), real)]
+             ("y", (N, c.dim), real), ("lse", (B, c.heads, T), single), ("x_mid", (N, c.dim), real),
+             ("rstd2", (N,), single), ("gate_up", (N, 2 * c.hidden), real)]
     shared = [("x", (N, c.dim), real), ("rstd", (N,), single), ("n", (N, c.dim), real), ("step", (N, c.dim), real),
               ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, c.dim), single)] + input_table(config, B, T)
     scratch = [("h", (N, c.hidden), real), ("dqkv", (N, c.qkv_width), real), ("dy", (N, c.dim), real),
-               ("delta", scores, real) if naive else ("delta", scores[:3], single)]
+               ("delta", (B, c.heads, T), single)]
     return layer, shared, [("logits", (N, c.predict, c.vocab), real)], scratch
 
 
@@ -163,24 +162,24 @@ def carve(memory, table, start=0):
     return arrays
 
 
-def memory_plan(config, micro_batch, T, precision, attention="flash"):
+def memory_plan(config, micro_batch, T, precision):
     """Bytes of GPU memory by kind (a dict) that training with micro-batches (micro_batch, T) and decoding take."""
     size = 4 * param_count(config)
-    layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision, attention))
+    layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
     copy = {"bf16 weights": size // 2} if precision == "bf16" else {}
     return {"parameters": size, "gradients": size, "AdamW moments": 2 * size, **copy,
             "activations": config.layers * layer, "logits and scratch": shared + max(logits, scratch),
             "decoding": table_bytes(decode_table(config, precision)), "cuBLAS and kernels": CUBLAS_BYTES}
 
 
-def largest_micro_batch(config, T, precision, free_bytes, attention="flash"):
+def largest_micro_batch(config, T, precision, free_bytes):
     """The largest micro-batch whose plan fits free_bytes; 0 if none does."""
     low, high = 0, 1
-    while sum(memory_plan(config, high, T, precision, attention).values()) <= free_bytes:
+    while sum(memory_plan(config, high, T, precision).values()) <= free_bytes:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if sum(memory_plan(config, middle, T, precision, attention).values()) <= free_bytes:
+        if sum(memory_plan(config, middle, T, precision).values()) <= free_bytes:
             low = middle
         else:
             high = middle
@@ -197,8 +196,8 @@ ZERO, ONE = SCALARS.ctypes.data, SCALARS.ctypes.data + 4
 
 KERNELS = ("embedding_forward", "embedding_backward", "rmsnorm_forward", "rmsnorm_backward", "column_sum", "rope",
            "swiglu_forward", "swiglu_backward", "cross_entropy", "cross_entropy_sum", "sum_of_squares", "gradient_norm",
-           "adamw", "copy_weights", "matmul", "matmul_to_fp32", "softmax_forward", "softmax_backward", "rope_append",
-           "decode_attention", "few_rows", "few_rows_to_fp32")
+           "adamw", "copy_weights", "matmul", "matmul_to_fp32", "rope_append", "decode_attention", "few_rows",
+           "few_rows_to_fp32")
 NULL = np.uint64(0)                                 # as a pointer: there is none
 int32, int64, float32 = np.int32, np.int64, np.float32
 
@@ -206,19 +205,18 @@ int32, int64, float32 = np.int32, np.int64, np.float32
 class Gpu:
     """The kernels compiled for one model, and how its products are computed: every function below is given it first."""
 
-    def __init__(self, config, precision, attention, matmul):
-        self.config, self.precision, self.attention, self.matmul = config, precision, attention, matmul
+    def __init__(self, config, precision, matmul):
+        self.config, self.precision, self.matmul = config, precision, matmul
         self.kernels = {}
         notice = threading.Timer(0.5, lambda: print("Compiling the CUDA kernels for this GPU (kept for the next run).",
                                                     file=sys.stderr, flush=True))
         notice.start()                              # speaks only if this takes time: compiled kernels load at once
         try:
             self.compile("kernels.cu", KERNELS, (f"-DBF16={int(precision == 'bf16')}",))
-            if attention == "flash":
-                self.flash = flash_kernels(precision, config.head_dim)
-                self.compile("flash_attn.cu", [name for name, *_ in self.flash], (f"-DHEAD_DIM={config.head_dim}",))
-                for name, _, _, shared in self.flash:
-                    self.kernels[name].max_dynamic_shared_size_bytes = shared
+            self.flash = flash_kernels(precision, config.head_dim)
+            self.compile("flash_attn.cu", [name for name, *_ in self.flash], (f"-DHEAD_DIM={config.head_dim}",))
+            for name, _, _, shared in self.flash:
+                self.kernels[name].max_dynamic_shared_size_bytes = shared
             self.kernels["decode_attention"].max_dynamic_shared_size_bytes = 4 * config.context
         finally:
             notice.cancel()
@@ -242,15 +240,14 @@ class Gpu:
         self.kernels[name](grid, (threads,), args, shared_mem=shared)
 
 
-def check_choices(config, precision, attention, matmul):
+def check_choices(config, precision, matmul):
     """ValueError, in one sentence, for what this engine or this GPU cannot do."""
-    for what, value, choices in [("precision", precision, PRECISIONS), ("attention", attention, ("flash", "naive")),
-                                 ("matmul", matmul, ("cublas", "ours"))]:
+    for what, value, choices in [("precision", precision, PRECISIONS), ("matmul", matmul, ("cublas", "ours"))]:
         if value not in choices:
             raise ValueError(f"{what} must be one of {', '.join(choices)}, not {value!r}.")
-    if config.head_dim % 16 or attention == "flash" and config.head_dim not in (32, 64, 128):
-        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide (with naive attention any multiple of 16), "
-                         f"not {config.head_dim}: choose another number of heads.")
+    if config.head_dim not in (32, 64, 128):
+        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: choose another number "
+                         f"of heads.")
     if config.dim > 8192 or config.context > 16384:
         raise ValueError(f"the GPU engine takes models up to 8192 wide and contexts up to 16384, not {config.dim} and "
                          f"{config.context}.")
@@ -268,29 +265,21 @@ def row_threads(C):
 
 
 def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
-    """out (M,N) = a (M,K) @ b (K,N), or += with add; transposed operands lie as (K,M), (N,K).  With a leading axis, a
-    batch.
+    """out (M,N) = a (M,K) @ b (K,N), or += with add; transposed operands lie as (K,M), (N,K).
 
     cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first, and
     what lies row-major already is the transpose that it wants."""
-    M, N = out.shape[-2:]
-    K = a.shape[-2] if transpose_a else a.shape[-1]
-    batch = [len(out)] if out.ndim == 3 else []
-    lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
+    (M, N), K = out.shape, a.shape[0] if transpose_a else a.shape[1]
+    lda, ldb, ldo = [x.strides[0] // x.itemsize for x in (a, b, out)]
     if gpu.matmul == "cublas":
-        stride_a, stride_b, stride_o = [[x.strides[0] // x.itemsize] if batch else [] for x in (a, b, out)]
-        call = gpu.cublas.gemmStridedBatchedEx if batch else gpu.cublas.gemmEx
-        call(gpu.handle, transpose_b, transpose_a, N, M, K, ONE,
-             b.data.ptr, CUDA_TYPE[b.dtype.char], ldb, *stride_b, a.data.ptr, CUDA_TYPE[a.dtype.char], lda, *stride_a,
-             ONE if add else ZERO, out.data.ptr, CUDA_TYPE[out.dtype.char], ldo, *stride_o, *batch,
-             COMPUTE[gpu.precision], -1)
+        gpu.cublas.gemmEx(gpu.handle, transpose_b, transpose_a, N, M, K, ONE,
+                          b.data.ptr, CUDA_TYPE[b.dtype.char], ldb, a.data.ptr, CUDA_TYPE[a.dtype.char], lda,
+                          ONE if add else ZERO, out.data.ptr, CUDA_TYPE[out.dtype.char], ldo, COMPUTE[gpu.precision], -1)
         return
     steps_a, steps_b = (1, lda) if transpose_a else (lda, 1), (1, ldb) if transpose_b else (ldb, 1)
-    strides = [x.strides[0] // x.itemsize if batch else 0 for x in (a, b, out)]
     name = "matmul_to_fp32" if out.dtype == np.float32 else "matmul"
-    gpu.launch(name, (ceil_div(N, 64), ceil_div(M, 64), batch[0] if batch else 1), 256,
-               *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)),
-               *map(int32, (M, N, K, *steps_a, *steps_b, ldo, add)), *map(int64, strides))
+    gpu.launch(name, (ceil_div(N, 64), ceil_div(M, 64)), 256, *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)),
+               *map(int32, (M, N, K, *steps_a, *steps_b, ldo, add)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -376,65 +365,24 @@ def flash_kernels(precision, D):
 
 def attention_forward(gpu, out, lse, qkv, B, T):
     """Causal grouped-query attention.  qkv (N,(H+2G)D), already rotated; out (N,C); lse (B,H,T) keeps the log of each
-    row's sum of exponentials, from which the backward computes the probabilities again.  With --attention naive, lse
-    is P (B,H,T,T): the probabilities themselves."""
+    row's sum of exponentials, from which the backward computes the probabilities again."""
     c = gpu.config
-    if gpu.attention == "naive":
-        return naive_attention_forward(gpu, out, lse, qkv, B, T)
     name, rows, threads, shared = gpu.flash[0]
     gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, out, lse, qkv, *map(int32, (T, c.heads, c.kv_heads)),
                shared=shared)
 
 
-def attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, scratch):
-    """Writes dqkv (N,(H+2G)D), the gradient of v and of the rotated q and k.  scratch: delta (B,H,T), or dP."""
+def attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, delta):
+    """Writes dqkv (N,(H+2G)D), the gradient of v and of the rotated q and k.  delta (B,H,T): scratch, what the first
+    kernel leaves to the second."""
     c = gpu.config
-    if gpu.attention == "naive":
-        return naive_attention_backward(gpu, dqkv, dout, lse, qkv, B, T, scratch)
     sizes = [int32(i) for i in (T, c.heads, c.kv_heads)]
     name, rows, threads, shared = gpu.flash[1]
-    gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, dqkv, scratch, dout, out, lse, qkv, *sizes,
+    gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, dqkv, delta, dout, out, lse, qkv, *sizes,
                shared=shared)
     name, rows, threads, shared = gpu.flash[2]
-    gpu.launch(name, (c.kv_heads, B, ceil_div(T, rows)), threads, dqkv, scratch, dout, lse, qkv, *sizes,
+    gpu.launch(name, (c.kv_heads, B, ceil_div(T, rows)), threads, dqkv, delta, dout, lse, qkv, *sizes,
                shared=shared)
-
-
-def heads_of(gpu, qkv, B, T):
-    """Views (B,T,D) into qkv (N,(H+2G)D): lists q (H), k and v (one for each query head: head h reads h // (H/G))."""
-    c = gpu.config
-    D, group, qkv = c.head_dim, c.heads // c.kv_heads, qkv.reshape(B, T, -1)
-    q, k, v = [[qkv[:, :, (first + h) * D:(first + h + 1) * D] for h in range(n)]
-               for first, n in ((0, c.heads), (c.heads, c.kv_heads), (c.heads + c.kv_heads, c.kv_heads))]
-    return q, [k[h // group] for h in range(c.heads)], [v[h // group] for h in range(c.heads)]
-
-
-# The yardstick: what flash_attn.cu is measured against.  All of P goes through memory, three times forward.
-def naive_attention_forward(gpu, out, P, qkv, B, T):
-    """out (N,C), P (B,H,T,T), qkv (N,(H+2G)D), as attention_forward of model_cpu."""
-    c, out = gpu.config, out.reshape(B, T, -1)
-    D = c.head_dim
-    q, k, v = heads_of(gpu, qkv, B, T)
-    for h in range(c.heads):
-        product(gpu, P[:, h], q[h], k[h], transpose_b=True)                           # S
-    gpu.launch("softmax_forward", (B * c.heads * T,), 256, P, int32(T), float32(1 / math.sqrt(D)))
-    for h in range(c.heads):
-        product(gpu, out[:, :, h * D:(h + 1) * D], P[:, h], v[h])
-
-
-def naive_attention_backward(gpu, dqkv, dout, P, qkv, B, T, dP):
-    """The formulas of attention_backward of model_cpu; dP (B,H,T,T) becomes dS."""
-    c, dout = gpu.config, dout.reshape(B, T, -1)
-    D, group = c.head_dim, c.heads // c.kv_heads
-    (q, k, v), (dq, dk, dv) = heads_of(gpu, qkv, B, T), heads_of(gpu, dqkv, B, T)
-    for h in range(c.heads):
-        dO = dout[:, :, h * D:(h + 1) * D]
-        product(gpu, dv[h], P[:, h], dO, transpose_a=True, add=h % group > 0)         # summed over the group
-        product(gpu, dP[:, h], dO, v[h], transpose_b=True)
-    gpu.launch("softmax_backward", (B * c.heads * T,), 256, dP, P, int32(T), float32(1 / math.sqrt(D)))
-    for h in range(c.heads):
-        product(gpu, dq[h], dP[:, h], k[h])
-        product(gpu, dk[h], dP[:, h], q[h], transpose_a=True, add=h % group > 0)
 
 
 def swiglu_forward(gpu, out, gate_up):
@@ -553,25 +501,24 @@ class Model:
 
     precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: reserve the buffers for so
     many rows of config.context tokens now, which serve any rows of together as many; else they grow with the calls.
-    memory_limit: bytes that this process may take while the model lives.  attention: "flash", or "naive" with all of the T x T probabilities in memory.  matmul: "cublas", or
-    "ours". ValueError, in one sentence, where there is no GPU, it is too old or its memory is too small.
+    memory_limit: bytes that this process may take while the model lives.  matmul: "cublas", or "ours".  ValueError, in
+    one sentence, where there is no GPU, it is too old or its memory is too small.
 
     params, grads: dict name -> view of the flat fp32 buffers.  After writing params call refresh()."""
 
-    def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, attention="flash",
-                 matmul="cublas"):
+    def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, matmul="cublas"):
         reason = why_no_gpu()
         if reason:
             raise ValueError(reason)
         precision = precision or default_precision()
-        check_choices(config, precision, attention, matmul)
-        self.config, self.precision, self.attention = config, precision, attention
+        check_choices(config, precision, matmul)
+        self.config, self.precision = config, precision
         self.pool, self.memory_limit = cupy.get_default_memory_pool(), memory_limit
         if memory_limit is not None:
             self.pool.set_limit(size=max(1, int(memory_limit) - CUBLAS_BYTES))
             weakref.finalize(self, self.pool.set_limit, size=0)         # 0: none
         try:
-            self.gpu = Gpu(config, precision, attention, matmul)
+            self.gpu = Gpu(config, precision, matmul)
         except (ImportError, RuntimeError) as error:
             raise ValueError(f"The GPU engine does not start; a CUDA library seems to be missing or does not fit the "
                              f"driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
@@ -619,8 +566,8 @@ class Model:
     def out_of_memory(self, B, T):
         """The ValueError to raise when a micro-batch of (B,T) does not fit."""
         free = free_memory(self.memory_limit)
-        fits = largest_micro_batch(self.config, T, self.precision, free, self.attention)
-        need = sum(memory_plan(self.config, B, T, self.precision, self.attention).values())
+        fits = largest_micro_batch(self.config, T, self.precision, free)
+        need = sum(memory_plan(self.config, B, T, self.precision).values())
         advice = f"use --micro-batch {fits}" if fits else "use a smaller model or --device cpu"
         return ValueError(f"A micro-batch of {B} x {T} tokens needs {need / 2**30:.2f} GiB of GPU memory, "
                           f"{free / 2**30:.2f} GiB can be had: {advice}.")
@@ -646,7 +593,7 @@ class Model:
         in.  They are the front of what is reserved; where one of them needs more, all are made anew."""
         if (B, T) in self.views:
             return self.views[B, T]
-        tables = work_tables(self.config, B, T, self.precision, self.attention)
+        tables = work_tables(self.config, B, T, self.precision)
         shapes = {name: shape for table in tables for name, shape, _ in table}
         room = {name: size for table in self.reserved[0] for name, (size,), _ in table} if self.reserved else {}
         wanted = [[(name, (max(math.prod(shape), room.get(name, 0)),), dtype) for name, shape, dtype in table]

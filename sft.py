@@ -423,7 +423,9 @@ def read_base(folder, preset):
         raise ValueError(f"there is no trained model in {folder}: train it with `python train.py {preset or 'small'}`, "
                          f"or name the folder of one with --base.")
     try:
-        settings = dataclasses.asdict(train.Settings(**model_cpu.load_state(folder)["settings"]))
+        recorded = {**model_cpu.load_state(folder)["settings"]}
+        recorded.pop("attention", None)                                     # recorded by earlier versions
+        settings = dataclasses.asdict(train.Settings(**recorded))
     except (KeyError, TypeError):
         raise ValueError(f"{folder} was not written by train.py or sft.py: how it was made is not recorded.") from None
     if settings["preset"] not in DEFAULTS:

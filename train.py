@@ -66,7 +66,6 @@ class Settings:
     threads: int            # CPU: slices of a batch, a core each; another number sums in another order
     device: str             # cpu or gpu
     precision: str          # fp32; on a GPU also tf32 and bf16
-    attention: str          # GPU: flash, or naive, the yardstick
     matmul: str             # GPU: cublas, or ours
     memory_limit: int       # GPU: bytes to stay within, or None
     data: list              # the corpus files
@@ -671,7 +670,7 @@ def memory_plan(config, micro_batch, T, threads, itemsize=4):
 def plan(config, s, micro_batch):
     """Bytes by kind that the run takes on its device."""
     if s.device == "gpu":
-        return model_gpu.memory_plan(config, micro_batch, config.context, s.precision, s.attention)
+        return model_gpu.memory_plan(config, micro_batch, config.context, s.precision)
     return memory_plan(config, micro_batch, config.context, s.threads)
 
 
@@ -690,7 +689,7 @@ def largest_micro_batch(config, s):
     if free is None:
         return None
     if s.device == "gpu":
-        return model_gpu.largest_micro_batch(config, config.context, s.precision, free, s.attention)
+        return model_gpu.largest_micro_batch(config, config.context, s.precision, free)
     fixed = sum(plan(config, s, 0).values())
     return max(0, int((free - fixed) // (sum(plan(config, s, 1).values()) - fixed)))
 
@@ -733,7 +732,7 @@ def model_options(s):
     """The arguments of the engine's Model, other than config and seed."""
     if s.device == "gpu":
         return {"precision": s.precision, "micro_batch": s.micro_batch, "memory_limit": s.memory_limit,
-                "attention": s.attention, "matmul": s.matmul}
+                "matmul": s.matmul}
     return {"dtype": np.float32, "threads": s.threads}
 
 
@@ -780,7 +779,6 @@ def add_run_options(parser):
     parser.add_argument("--threads", type=whole_number(1, 1024), help="cores to use (default: all)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), help="auto (the default): the CPU for small, else the GPU")
     parser.add_argument("--precision", choices=model_gpu.PRECISIONS, help="on a GPU (default: the best that it has)")
-    parser.add_argument("--attention", choices=("flash", "naive"), help="on a GPU (default flash)")
     parser.add_argument("--matmul", choices=("cublas", "ours"), help="on a GPU (default cublas)")
     parser.add_argument("--memory-limit", type=memory_size, metavar="SIZE", help="of the GPU, such as 12GB: plan for a smaller "
                         "card, and stay within it")
@@ -815,11 +813,11 @@ def make_settings(args, preset, config, defaults):
     if chosen["batch_tokens"] % config.context or not windows:
         raise ValueError(f"--batch-tokens {chosen['batch_tokens']} is not a multiple of the context, {config.context}.")
     on_gpu = chosen["device"] == "gpu"
-    if not on_gpu and (wrong := [name for name in ("precision", "attention", "matmul", "memory_limit") if name in chosen]):
+    if not on_gpu and (wrong := [name for name in ("precision", "matmul", "memory_limit") if name in chosen]):
         raise ValueError(f"--{wrong[0].replace('_', '-')} is for the GPU engine; add --device gpu.")
     if "precision" not in chosen:
         chosen["precision"] = "fp32" if not on_gpu else model_gpu.default_precision()
-    s = Settings(**{"attention": "flash", "matmul": "cublas", "memory_limit": None, "threads": 1, "micro_batch": 1, **chosen})
+    s = Settings(**{"matmul": "cublas", "memory_limit": None, "threads": 1, "micro_batch": 1, **chosen})
     if "micro_batch" not in chosen:
         # as large as memory allows, up to where a larger one is no faster
         largest = largest_micro_batch(config, s)
@@ -838,13 +836,18 @@ def resume(args, out, script):
     take(out)
     state = model_cpu.load_state(out)
     try:
-        s = Settings(**state["settings"])
+        recorded = {**state["settings"]}
+        attention = recorded.pop("attention", "flash")      # recorded by earlier versions, which had two kinds
+        s = Settings(**recorded)
         if not (type(state["script"]) is str and type(state["tokens"]) is int and type(state["seconds"]) in (int, float)):
             raise TypeError("its script, tokens or seconds cannot be")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{out} was not written by {script}, so there is nothing to resume ({error}).") from None
     if state["script"] != script:
         raise ValueError(f"the run in {out} is one of {state['script']}: resume it with that.")
+    if attention != "flash":
+        raise ValueError(f"the run in {out} has --attention {attention!r:.40}, and one with naive attention cannot be gone on "
+                         f"with any more: start a new run with another --out.")
     for name, value in given_settings(args).items():
         recorded = getattr(s, name)
         if value != recorded:

@@ -290,7 +290,7 @@ def edit_header(path, rng):
             inner = state if rng.random() < 0.3 else state["settings"]
             key = rng.choice([key for key in inner if key not in ("memory_limit", "tokens_key")])
             inner[key] = rng.choice([None, "\ud800x", -1, [1], {}])
-            if key in ("preset", "attention", "matmul", "precision", "device", "script") and isinstance(inner[key], str):
+            if key in ("preset", "matmul", "precision", "device", "script") and isinstance(inner[key], str):
                 inner[key] = -1
         metadata["state"] = rng.choice([json.dumps(state), json.dumps(state), "[" * 100_000, "", "x"])
     else:

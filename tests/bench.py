@@ -220,7 +220,7 @@ TRAFFIC = {
     "embedding_forward": (2, 1, 0), "embedding_backward": (2, 1, 1, 1), "rmsnorm_forward": (1, 1, 1, 1, 1, 0),
     "rmsnorm_backward": (2, 2, 1, 1, 1, 0), "column_sum": (0, 1), "rope": (2, 0, 0), "swiglu_forward": (1, 1),
     "swiglu_backward": (2, 2), "cross_entropy": (2, 1, 1, 0), "cross_entropy_sum": (0, 1, 0), "sum_of_squares": (0, 1),
-    "gradient_norm": (0, 1), "adamw": (2, 1, 2, 2, 2, 0), "softmax_forward": (2,), "softmax_backward": (2, 1)}
+    "gradient_norm": (0, 1), "adamw": (2, 1, 2, 2, 2, 0)}
 
 
 def seconds_of(cupy, function, calls):
@@ -274,10 +274,9 @@ def record_launches(cupy, model_gpu, model, step):
 
     def timed_product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
         kind = "weight" if transpose_a else "forward" if transpose_b else "input"
-        M, N, K = *out.shape[-2:], a.shape[-2] if transpose_a else a.shape[-1]
+        M, N, K = *out.shape, a.shape[0] if transpose_a else a.shape[1]
         name = f"product {kind} {N}x{M if kind == 'weight' else K}"
-        record(lambda: product(gpu, out, a, b, transpose_a, transpose_b, add), name, 0,
-               2 * M * N * K * (len(out) if out.ndim == 3 else 1))
+        record(lambda: product(gpu, out, a, b, transpose_a, transpose_b, add), name, 0, 2 * M * N * K)
 
     model.gpu.launch, model_gpu.product = timed_launch, timed_product
     try:
@@ -323,8 +322,7 @@ def bench_train(arguments):
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, config.vocab, (B, T)), rng.integers(0, config.vocab, (B, T + config.predict - 1))
     pool = cupy.get_default_memory_pool()
-    model = model_gpu.Model(config, precision=arguments.precision, attention=arguments.attention,
-                            matmul=arguments.matmul, micro_batch=B)
+    model = model_gpu.Model(config, precision=arguments.precision, matmul=arguments.matmul, micro_batch=B)
 
     def ours():
         model.forward(tokens, targets)
@@ -380,7 +378,40 @@ def bench_train(arguments):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# attention: our kernels alone against PyTorch's flash and cuDNN backends
+# attention: our kernels alone, against PyTorch's flash and cuDNN backends, and against attention without flash
+
+# The yardstick: attention as it is defined, by an array library (xp), with all T x T probabilities in memory. q, out
+# (B,G,R*T,D): the R = H/G query heads that share a key/value head, one after the other; k, v (B,G,T,D); P (B,G,R*T,T).
+def plain_attention_forward(xp, q, k, v):
+    """-> out, P."""
+    T, D = k.shape[-2:]
+    P = q @ k.swapaxes(-1, -2)                                                      # S
+    P *= D ** -0.5
+    P.reshape(-1, T, T)[...] += xp.where(xp.tri(T, dtype=bool), 0, -xp.inf).astype(P.dtype)
+    P -= P.max(axis=-1, keepdims=True)
+    xp.exp(P, out=P)
+    P /= P.sum(axis=-1, keepdims=True)
+    return P @ v, P
+
+
+def plain_attention_backward(dout, out, P, q, k, v):
+    """-> dq, dk, dv; the derivation stands at the head of flash_attn.cu."""
+    dv = P.swapaxes(-1, -2) @ dout
+    dS = dout @ v.swapaxes(-1, -2)                                                  # dP
+    dS -= (dout * out).sum(axis=-1, keepdims=True)
+    dS *= P
+    dS *= k.shape[-1] ** -0.5
+    return dS @ k, dS.swapaxes(-1, -2) @ q, dv
+
+
+def plain_times(cupy, best, B, T, config):
+    """(ms forward, ms backward) of the yardstick, in fp32."""
+    G, R = config.kv_heads, config.heads // config.kv_heads
+    q, k, v, dout = (cupy.random.standard_normal((B, G, n * T, config.head_dim), cupy.float32) for n in (R, 1, 1, R))
+    out, P = plain_attention_forward(cupy, q, k, v)
+    return (best(lambda: plain_attention_forward(cupy, q, k, v)),
+            best(lambda: plain_attention_backward(dout, out, P, q, k, v)))
+
 
 def bench_attention(arguments):
     """Forward and backward of causal attention, D 64, 12 query and 4 key/value heads, 32,768 tokens, at several T."""
@@ -412,7 +443,7 @@ def bench_attention(arguments):
     print(f"attention, 32,768 tokens, D 64, 12/4 heads, causal, {arguments.precision}: ms, best of {arguments.rounds} x 20")
     for T in arguments.lengths:
         B, config = 32768 // T, dataclasses.replace(CONFIGS["big"], context=T)
-        gpu = model_gpu.Gpu(config, arguments.precision, "flash", "cublas")
+        gpu = model_gpu.Gpu(config, arguments.precision, "cublas")
         rng = np.random.default_rng(0)
 
         def random(*shape):
@@ -425,6 +456,11 @@ def bench_attention(arguments):
         lse, delta = (cupy.empty((B, config.heads, T), np.float32) for _ in range(2))
         rows = {"ours": (best(lambda: model_gpu.attention_forward(gpu, out, lse, qkv, B, T)),
                          best(lambda: model_gpu.attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, delta)))}
+        try:
+            rows["plain, fp32"] = plain_times(cupy, best, B, T, config)
+        except cupy.cuda.memory.OutOfMemoryError:
+            print(f"  T {T:5d} plain, fp32    its probabilities do not fit the memory")
+        cupy.get_default_memory_pool().free_all_blocks()
         for name, backend in peers.items():
             q, k, v = (torch.randn(B, heads, T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
                        for heads in (config.heads, config.kv_heads, config.kv_heads))
@@ -541,12 +577,12 @@ def main():
     command.add_argument("--batch", type=int, default=64)
     command.add_argument("--context", type=int, default=512)
     command.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
-    command.add_argument("--attention", choices=("flash", "naive"), default="flash")
     command.add_argument("--matmul", choices=("cublas", "ours"), default="cublas")
     command.add_argument("--peer", nargs="*", choices=("eager", "compiled"), help="PyTorch beside (default compiled)")
     command.add_argument("--rounds", type=int, default=5)
     command.set_defaults(run=bench_train)
-    command = commands.add_parser("attention", help="on the GPU: our attention kernels against PyTorch's backends")
+    command = commands.add_parser("attention", help="on the GPU: our attention kernels against PyTorch's, and "
+                                  "against attention without flash")
     command.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
     command.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096])
     command.add_argument("--rounds", type=int, default=5)

@@ -425,6 +425,24 @@ def test_resume_refuses(corpus):
     assert done.returncode == 0 and "finished" in done.stdout
 
 
+def test_a_run_of_an_earlier_version_goes_on_unless_its_attention_was_naive(corpus):
+    """Earlier versions recorded which of two kinds of attention a run has."""
+    folder, whole = corpus
+    assert run(folder, "--data", "corpus.txt", "--out", "out/earlier", *QUICK).returncode == 0
+    path = str(folder / "out" / "earlier")
+    model, tokenizer = model_cpu.load(path, model_cpu, {"dtype": np.float32})
+    state = model_cpu.load_state(path, model)
+    assert "attention" not in state["settings"]
+    for attention, code in ("flash", 0), ("naive", 2):
+        state["settings"]["attention"] = attention
+        model_cpu.save(path, model, tokenizer, state)
+        done = run(folder, "--resume", "--out", "out/earlier")
+        assert done.returncode == code, done.stderr
+    assert done.stderr == ("error: the run in out/earlier has --attention 'naive', and one with naive attention cannot be gone "
+                           "on with any more: start a new run with another --out.\n")
+    assert read_log(folder, "out/earlier") == whole
+
+
 def test_a_new_run_sets_the_old_one_aside(corpus):
     folder, whole = corpus
     for _ in range(2):

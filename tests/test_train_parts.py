@@ -43,7 +43,7 @@ def test_defaults():
     assert dataclasses.asdict(s) == dict(
         preset="small", steps=1000, batch_tokens=2048, micro_batch=16, lr=2e-3, warmup=50, decay=0.1, clip=1.0, mtp_weight=0.3,
         seed=0, eval_every=250, save_every=250, threads=min(16, train.available_cores()), device="cpu", precision="fp32",
-        attention="flash", matmul="cublas", memory_limit=None, data=None, tokens_key="")
+        matmul="cublas", memory_limit=None, data=None, tokens_key="")
 
 
 # -- corpus ------------------------------------------------------------------------------------------------------------
@@ -291,10 +291,10 @@ def test_plans_of_both_engines(monkeypatch):
     assert train.memory_plan(config, 1, 128, 8)["gradients"] == train.memory_plan(config, 0, 128, 8)["gradients"] == 4 * 1_053_824
     assert train.memory_plan(config, 16, 128, 2, itemsize=8)["AdamW moments"] == 2 * 8 * 1_053_824
     gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
-    assert train.plan(config, gpu, 16) == model_gpu.memory_plan(config, 16, 128, "bf16", "flash")
+    assert train.plan(config, gpu, 16) == model_gpu.memory_plan(config, 16, 128, "bf16")
     assert train.free_memory(gpu) == 3 << 30 and train.free_memory(dataclasses.replace(gpu, memory_limit=None)) is None
     assert train.largest_micro_batch(config, dataclasses.replace(gpu, memory_limit=None)) is None
-    assert train.largest_micro_batch(config, gpu) == model_gpu.largest_micro_batch(config, 128, "bf16", 3 << 30, "flash") > 9
+    assert train.largest_micro_batch(config, gpu) == model_gpu.largest_micro_batch(config, 128, "bf16", 3 << 30) > 9
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
     monkeypatch.setattr(model_gpu, "free_memory", lambda limit: limit - 5)
     assert train.free_memory(gpu) == (3 << 30) - 5
@@ -349,8 +349,8 @@ def test_devices(monkeypatch):
     assert train.choose_device("gpu", "small") == "gpu" and train.choose_device("cpu", "big") == "cpu"
     s = settings("--threads", "3")
     assert train.model_options(s) == {"dtype": np.float32, "threads": 3}
-    s = dataclasses.replace(s, device="gpu", precision="tf32", memory_limit=7, matmul="ours", attention="naive", micro_batch=5)
-    assert train.model_options(s) == {"precision": "tf32", "micro_batch": 5, "memory_limit": 7, "attention": "naive", "matmul": "ours"}
+    s = dataclasses.replace(s, device="gpu", precision="tf32", memory_limit=7, matmul="ours", micro_batch=5)
+    assert train.model_options(s) == {"precision": "tf32", "micro_batch": 5, "memory_limit": 7, "matmul": "ours"}
 
 
 def test_blas_has_one_thread(monkeypatch):
@@ -378,7 +378,7 @@ def test_options_become_settings():
                  "--decay", "0.25", "--clip", "2", "--mtp-weight", "0.75", "--seed", "9", "--eval-every", "4", "--save-every", "5", "--threads", "2")
     assert dataclasses.asdict(s) == dict(
         preset="small", steps=7, batch_tokens=512, micro_batch=3, lr=0.5, warmup=2, decay=0.25, clip=2.0, mtp_weight=0.75, seed=9,
-        eval_every=4, save_every=5, threads=2, device="cpu", precision="fp32", attention="flash", matmul="cublas",
+        eval_every=4, save_every=5, threads=2, device="cpu", precision="fp32", matmul="cublas",
         memory_limit=None, data=["a/b.txt", "c.txt"], tokens_key="")
     assert train.given_settings(train.parse_arguments([])) == {}
     assert train.given_settings(train.parse_arguments(["big", "--device", "auto", "--memory-limit", "2GB"])) == {
@@ -424,7 +424,6 @@ def test_settings_that_do_not_fit():
                            (["--batch-tokens", "129"], "--batch-tokens 129 is not a multiple of the context, 128."),
                            (["--precision", "bf16"], "--precision is for the GPU engine; add --device gpu."),
                            (["--memory-limit", "1GB"], "--memory-limit is for the GPU engine; add --device gpu."),
-                           (["--attention", "naive"], "--attention is for the GPU engine; add --device gpu."),
                            (["--matmul", "ours"], "--matmul is for the GPU engine; add --device gpu.")]:
         with pytest.raises(ValueError) as error:
             settings(*options)
