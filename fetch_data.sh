@@ -105,6 +105,7 @@ take_lock() {
         fi
     fi
     trap 'rm -rf $lock' EXIT
+    rm -f $lock/*                       # whoever the killed run has left at work may still be writing there
     { echo $$ >$lock/owner; } 2>/dev/null || fail "data/ cannot be written to."
 }
 
