@@ -5,7 +5,7 @@
     python chat.py --lens "To be, or not to be"       what the layers do with a text, seen as steps of an ODE solver
     python chat.py < prompts.txt                      one continuation for each line
 
-Read before it: tokenizer.py, and in model_cpu.py the sections 5 (generate, euler_table) and 6 (checkpoints).
+Read before it: tokenizer.py, in model_cpu.py section 6 (generate, euler_table), and checkpoint.py.
 
 A pretrained model continues a text: what you type is the beginning, and an empty line lets it write on.  A fine-tuned
 model answers: its tokenizer_config.json has a chat template, and each line becomes a turn
@@ -20,14 +20,13 @@ a model says.
 import argparse
 import codecs
 import contextlib
-import os
 import sys
 
 import model_cpu
+import checkpoint
 import model_gpu
 import numpy as np
-from tokenizer import (END_OF_TEXT, SPECIAL_TOKENS, Parser, newest_checkpoint, number_type, read_json, run_script, to_bytes,
-                       visible)
+from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, newest_checkpoint, number_type, run_script, to_bytes)
 
 # name: type, smallest and largest value, default, meaning.  Each is an option, and on a terminal also a command.
 SETTINGS = {
@@ -47,19 +46,7 @@ CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code
 def load_model(folder, device="auto"):
     """-> (model, tokenizer) on the engine that serves: on the CPU in float32, on a GPU in its best precision."""
     engine = model_gpu.pick(device)
-    return model_cpu.load(folder, engine, {"dtype": np.float32} if engine is model_cpu else None)
-
-
-def is_chat_model(folder, tokenizer):
-    """Whether the checkpoint was fine-tuned to answer: then its tokenizer_config.json has a chat template."""
-    missing = set(SPECIAL_TOKENS) - set(tokenizer.special)
-    if missing:
-        raise ValueError(f"{folder}: tokenizer.json lacks the special token {min(missing)}.")
-    path = os.path.join(folder, "tokenizer_config.json")
-    settings = read_json(path)
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} is damaged: it holds no settings.")
-    return bool(settings.get("chat_template"))
+    return checkpoint.load(folder, engine, {"training": False, **({"dtype": np.float32} if engine is model_cpu else {})})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,27 +67,27 @@ class Session:
     def __init__(self, model, tokenizer, chat_form, settings):
         self.model, self.tokenizer, self.chat_form, self.settings = model, tokenizer, chat_form, settings
         self.turns, self.answers, self.printer = [], 0, None
-        self.stop = tokenizer.special["<|end|>" if chat_form else END_OF_TEXT]
+        self.stop = tokenizer.special[END_OF_TURN if chat_form else END_OF_TEXT]
 
-    def cut(self, ids, room):
-        """The last `room` ids, said aloud where that is not all of them."""
-        if len(ids) > room:
-            print(f"note: the prompt has {len(ids)} tokens; the model reads the last {room}.", file=sys.stderr)
-        return ids[-room:]
+    def note_cut(self, length, room):
+        """Say it where a prompt of so many ids is too long."""
+        if length > room:
+            print(f"note: the prompt has {length} tokens; the model reads the last {room}.", file=sys.stderr)
 
     def add_text(self, text):
         """Plain form: a new text to continue."""
-        ids = self.tokenizer.encode(text) or [self.tokenizer.special[END_OF_TEXT]]
-        self.turns, self.printer = [self.cut(ids, self.model.config.context)], Printer()
+        ids, room = self.tokenizer.encode(text), self.model.config.context
+        self.note_cut(len(ids), room)
+        self.turns, self.printer = [ids[-room:] or [self.stop]], Printer()
 
     def add_turn(self, text):
         """Chat form: one more turn; the oldest are forgotten, to leave a quarter of the window free for the answer."""
-        special, context = self.tokenizer.special, self.model.config.context
-        room = context - context // 4
+        context = self.model.config.context
+        room = max(4, context - context // 4)
         if self.turns and not self.is_finished():           # the last answer was cut short
             self.turns[-1].append(self.stop)
-        text = self.cut(self.tokenizer.encode(text), max(1, room - 3))
-        self.turns.append([special["<|user|>"], *text, special["<|end|>"], special["<|assistant|>"]])
+        self.note_cut(len(self.tokenizer.encode(text)), room - 3)       # the turn has three special tokens
+        self.turns.append(self.tokenizer.prompt(text, room))
         while len(self.turns) > 1 and sum(map(len, self.turns)) > room:
             del self.turns[0]
         self.printer = Printer()
@@ -112,7 +99,7 @@ class Session:
         """Print the model's continuation of `line` (str), token by token.
 
         Ctrl-C may come at any point: what was printed is then in turns, and the next line goes on from there."""
-        s, text = self.settings, to_bytes(line)
+        settings, text = self.settings, to_bytes(line)
         if self.chat_form:
             if text:
                 self.add_turn(text)
@@ -122,16 +109,17 @@ class Session:
             self.add_text(text)
             self.printer.write(text)                        # so that prompt and continuation read as one text
         # Each answer of a session draws from a seed of its own, or one question would get one answer twice.
-        seed = None if s.seed is None else s.seed + self.answers
+        seed = None if settings.seed is None else settings.seed + self.answers
         self.answers += 1
-        ids = [token for turn in self.turns for token in turn]
-        stream = model_cpu.generate(self.model, ids, s.temperature, s.top_k, s.top_p, seed, self.tokenizer.vocab_size)
-        for _, token in zip(range(s.max_tokens), stream):
-            if token in self.tokenizer.special.values():    # a wrong one, from a poor model, ends the answer as well
-                self.turns[-1].append(self.stop)
-                break
+        ids, said = [token for turn in self.turns for token in turn], 0
+        specials = set(self.tokenizer.special.values())     # a wrong one, from a poor model, ends the answer as well
+        stream = model_cpu.generate(self.model, ids, settings.temperature, settings.top_k, settings.top_p, seed, self.tokenizer.vocab_size,
+                                    stop=specials, most=settings.max_tokens)
+        for said, token in enumerate(stream, 1):
             self.turns[-1].append(token)
             self.printer.write(self.tokenizer.decode_bytes([token]))
+        if said < settings.max_tokens:
+            self.turns[-1].append(self.stop)
         print(flush=True)
 
 
@@ -147,11 +135,7 @@ def print_lens(model, tokenizer, text):
     if len(ids) > context + 1:
         print(f"note: the text has {len(ids)} tokens; the table is of the last {context + 1}.", file=sys.stderr)
         ids = ids[-context - 1:]
-    print(f"{len(ids) - 1} tokens read, the next of each predicted; loss in nats a token")
-    print(f"{'stop after':12}{'loss':>8}{'|f(x)|/|x|':>13}   most likely after the end of the text")
-    for i, (loss, step, best) in enumerate(model_cpu.euler_table(model, np.array([ids]))):
-        best = "  ".join(f'"{visible(tokenizer.tokens[token])}"' for token in best if token < tokenizer.vocab_size)
-        print(f"{f'layer {i - 1}' if i else 'embedding':12}{loss:8.4f}{f'{step:.3f}' if i else '':>13}   {best}")
+    model_cpu.print_euler_table(model, tokenizer, np.array([ids]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,23 +147,41 @@ def setting_type(kind, low, high):
     return number_type(kind, lambda x: low <= x <= high, f"{what} from {low} to {high}")
 
 
+def show_setting(settings, name):
+    value = getattr(settings, name.replace("-", "_"))
+    return "none" if value is None else str(value)
+
+
+def change_setting(settings, name, text):
+    """ArgumentTypeError, in one sentence, for a value that it cannot have; "none" is one where it is the default."""
+    kind, low, high, default, _ = SETTINGS[name]
+    value = None if default is None and text == "none" else setting_type(kind, low, high)(text)
+    setattr(settings, name.replace("-", "_"), value)
+
+
 def run_command(line, session):
-    """/NAME VALUE on a terminal: change a setting."""
+    """/NAME VALUE on a terminal: change a setting.  -> whether to go on."""
     name, _, value = line[1:].strip().partition(" ")
+    if name in ("quit", "exit"):
+        return False
     if name == "reset":
         session.turns = []
-    elif name in SETTINGS and value:
+    elif name in SETTINGS:
         try:
-            setattr(session.settings, name.replace("-", "_"), setting_type(*SETTINGS[name][:3])(value.strip()))
-            session.answers = 0                             # after /seed 1 the next answer is that of --seed 1
+            if value.strip():
+                change_setting(session.settings, name, value.strip())
+                session.answers = 0                         # after /seed 1 the next answer is that of --seed 1
+            print(f"{name} is {show_setting(session.settings, name)}")
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
     elif name == "help":
-        print("/reset forgets what was said.  An empty line lets the model write on.  Settings, with their values now:")
+        print("/reset forgets what was said, /quit leaves.  An empty line lets the model write on.  Settings, with their "
+              "values now:")
         for name, (*_, meaning) in SETTINGS.items():
-            print(f"  /{name} {getattr(session.settings, name.replace('-', '_'))}   {meaning}")
+            print(f"  /{name} {show_setting(session.settings, name)}   {meaning}")
     else:
         print(f"There is no command {line.strip()}; /help lists them. A space in front makes it a prompt.")
+    return True
 
 
 def run_session(session):
@@ -189,14 +191,14 @@ def run_session(session):
         with contextlib.suppress(ImportError):
             import readline     # noqa: F401  (imported, it gives input() line editing and a history, kept in memory)
         begin = "Ask" if session.chat_form else "Begin a text"
-        print(f"{begin}; Ctrl-C stops the model, Ctrl-D leaves, /help shows more.")
+        print(f"{begin}; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.")
     while True:
         try:
             line = input("> " if on_terminal else "")
-            if on_terminal and line.startswith("/"):
-                run_command(line, session)
-            else:
+            if not (on_terminal and line.startswith("/")):
                 session.answer(line)
+            elif not run_command(line, session):
+                return
         except KeyboardInterrupt:
             if not on_terminal:
                 raise
@@ -230,7 +232,7 @@ def main(argv):
     model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu")    # the lens looks into every layer
     if args.lens is not None:
         return print_lens(model, tokenizer, args.lens)
-    session = Session(model, tokenizer, is_chat_model(folder, tokenizer), args)
+    session = Session(model, tokenizer, checkpoint.is_chat_model(folder, tokenizer), args)
     if args.prompt is not None:
         return session.answer(args.prompt)
     if sys.stdin.isatty() and sys.stdout.isatty():

@@ -147,14 +147,14 @@ def check_tensors(model, tokens, targets, h, limit=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss once more: the equations of the model in loops, sharing nothing with model_cpu but the weights
 # ---------------------------------------------------------------------------------------------------------------------
-def plain_norm(x, gain):
-    return x / math.sqrt(x @ x / len(x) + 1e-5) * gain
+def plain_norm(x, gain, eps):
+    return x / math.sqrt(x @ x / len(x) + eps) * gain
 
 
-def plain_rotation(x, t):
-    """RoPE with complex numbers: entries i and i + D/2 are one number, which position t turns by t * 10000^(-2i/D)."""
+def plain_rotation(x, t, theta):
+    """RoPE with complex numbers: entries i and i + D/2 are one number, which position t turns by t * theta^(-2i/D)."""
     half = len(x) // 2
-    turned = [complex(x[i], x[i + half]) * np.exp(1j * t * 10000 ** (-i / half)) for i in range(half)]
+    turned = [complex(x[i], x[i + half]) * np.exp(1j * t * theta ** (-i / half)) for i in range(half)]
     return np.array([z.real for z in turned] + [z.imag for z in turned])
 
 
@@ -163,23 +163,30 @@ def plain_losses(w, config, tokens, targets):
     mask and no batch to go wrong."""
     c, D, R = config, config.dim // config.heads, config.heads // config.kv_heads
     loss, count = [0.0] * c.predict, [0] * c.predict
+
+    def norm(x, name):
+        return plain_norm(x, w[name], c.norm_eps)
+
+    def turned(x, t):
+        return plain_rotation(x, t, c.rope_theta)
+
     for b in range(len(tokens)):
         keys, values = [[] for _ in range(c.layers)], [[] for _ in range(c.layers)]
         for t, token in enumerate(tokens[b]):
             x = w["embed"][token]
             for i in range(c.layers):
-                parts = (w[f"layers.{i}.qkv"] @ plain_norm(x, w[f"layers.{i}.norm1"])).reshape(-1, D)    # (H+2G,D)
-                keys[i].append([plain_rotation(parts[c.heads + g], t) for g in range(c.kv_heads)])
+                parts = (w[f"layers.{i}.qkv"] @ norm(x, f"layers.{i}.norm1")).reshape(-1, D)             # (H+2G,D)
+                keys[i].append([turned(parts[c.heads + g], t) for g in range(c.kv_heads)])
                 values[i].append([parts[c.heads + c.kv_heads + g] for g in range(c.kv_heads)])
                 y = []
                 for h in range(c.heads):
-                    q, g = plain_rotation(parts[h], t), h // R
+                    q, g = turned(parts[h], t), h // R
                     p = [math.exp(q @ k[g] / math.sqrt(D)) for k in keys[i]]
                     y.append(sum(p_s * v[g] for p_s, v in zip(p, values[i])) / sum(p))
                 x = x + w[f"layers.{i}.out"] @ np.concatenate(y)
-                gate, up = (w[f"layers.{i}.gate_up"] @ plain_norm(x, w[f"layers.{i}.norm2"])).reshape(2, -1)
+                gate, up = (w[f"layers.{i}.gate_up"] @ norm(x, f"layers.{i}.norm2")).reshape(2, -1)
                 x = x + w[f"layers.{i}.down"] @ (gate / (1 + np.exp(-gate)) * up)
-            logits = (w["heads"] @ plain_norm(x, w["norm"])).reshape(c.predict, c.vocab)
+            logits = (w["heads"] @ norm(x, "norm")).reshape(c.predict, c.vocab)
             for k, target in enumerate(targets[b][t:t + c.predict]):
                 if target >= 0:
                     loss[k] += math.log(sum(np.exp(logits[k]))) - logits[k][target]
@@ -303,11 +310,14 @@ def micro_divisor():
     """A micro-batch divides its loss by the count of its own targets, not of the whole step's."""
     forward, backward = model_cpu.cross_entropy_forward, model_cpu.cross_entropy_backward
 
-    def cross_entropy_forward(losses, total, logits, table, counted):
-        forward(losses, total, logits, table, (table >= 0).sum(axis=0))
+    def own(head_targets):
+        return np.maximum((head_targets >= 0).sum(axis=0), 1)
 
-    def cross_entropy_backward(e, total, table, counted, head_weights):
-        backward(e, total, table, (table >= 0).sum(axis=0), head_weights)
+    def cross_entropy_forward(losses, exp_sum, logits, head_targets, divisor):
+        forward(losses, exp_sum, logits, head_targets, own(head_targets))
+
+    def cross_entropy_backward(e, exp_sum, head_targets, divisor, head_weights):
+        backward(e, exp_sum, head_targets, own(head_targets), head_weights)
     return {"cross_entropy_forward": cross_entropy_forward, "cross_entropy_backward": cross_entropy_backward}
 
 
@@ -315,8 +325,8 @@ def masked_pulled():
     """A masked target is left in the backward, where index -1 silently means the last token of the vocabulary."""
     original = model_cpu.cross_entropy_backward
 
-    def cross_entropy_backward(e, total, table, counted, head_weights):
-        original(e, total, table % e.shape[-1], counted, head_weights)
+    def cross_entropy_backward(e, exp_sum, head_targets, divisor, head_weights):
+        original(e, exp_sum, head_targets % e.shape[-1], divisor, head_weights)
     return {"cross_entropy_backward": cross_entropy_backward}
 
 
@@ -324,29 +334,24 @@ def head_weight():
     """The backward forgets that the extra heads count for less than head 0."""
     original = model_cpu.cross_entropy_backward
 
-    def cross_entropy_backward(e, total, table, counted, head_weights):
-        original(e, total, table, counted, np.ones_like(head_weights))
+    def cross_entropy_backward(e, exp_sum, head_targets, divisor, head_weights):
+        original(e, exp_sum, head_targets, divisor, np.ones_like(head_weights))
     return {"cross_entropy_backward": cross_entropy_backward}
 
 
 # Now those that change the forward.  Where the backward fits it, the slopes agree, and only plain_losses can tell.
 def rope_on_v():
     """RoPE turns v as well as q and k."""
-    original = model_cpu.rope_table
-
-    def rope_table(context, heads, head_dim, dtype):
-        return original(context, 1, head_dim, dtype)        # broadcasts over all heads, however many there are
-
     def rotated_part(qkv, config):
         return qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
-    return {"rope_table": rope_table, "rotated_part": rotated_part}
+    return {"rotated_part": rotated_part}
 
 
 def rope_layout():
     """RoPE turns the neighbours 2i and 2i+1 (the paper's layout, GPT-J's) in a model whose pairs are i and i + D/2."""
     def rope_forward(x, cos, sin):
         half = x.shape[-1] // 2
-        cos, sin = cos[..., half:], sin[..., half:]         # (T,heads,D/2)
+        cos, sin = cos[..., half:], sin[..., half:]         # (T,1,D/2)
         even, odd = x[..., 0::2].copy(), x[..., 1::2].copy()
         x[..., 0::2] = even * cos - odd * sin
         x[..., 1::2] = odd * cos + even * sin
@@ -384,17 +389,17 @@ def gate_up_swapped():
 
 def norm_eps():
     """RMSNorm's eps added to the root, as Adam has it, not to the mean square under the root."""
-    def rmsnorm_forward(out, rstd, x, gain):
-        rstd[...] = 1 / (np.sqrt((x * x).mean(axis=1)) + model_cpu.NORM_EPS)
+    def rmsnorm_forward(out, rstd, x, gain, eps):
+        rstd[...] = 1 / (np.sqrt((x * x).mean(axis=1)) + eps)
         model_cpu.rmsnorm_apply(out, x, rstd, gain)
     return {"rmsnorm_forward": rmsnorm_forward}
 
 
 def target_shift():
     """The extra heads all learn the next token but one: head k reads the targets from 1, not from k."""
-    def target_table(targets, T, K):
+    def head_targets(targets, T, K):
         return np.stack([targets[:, min(k, 1):min(k, 1) + T] for k in range(K)], axis=-1).reshape(-1, K)
-    return {"target_table": target_table}
+    return {"head_targets": head_targets}
 
 
 def masked_counted():
@@ -485,7 +490,7 @@ def make_wide(config, std=None):
         for weight in model.params.values():
             weight[...] = std * rng.standard_normal(weight.shape) + (weight.ndim == 1)
     # the GPU stores float32: the reference starts from the same numbers
-    model.write("params", model.read("params").astype(np.float32))
+    model.write(model.flat_params, model.flat_params.astype(np.float32))
     tokens, targets = rng.integers(0, config.vocab, (2, 256)), rng.integers(0, config.vocab, (2, 256 + config.predict - 1))
     targets[0, ::7] = -1
     return model, tokens, targets
@@ -521,7 +526,7 @@ def run_gpu_gradients(config, precisions, std, peer):
     columns, good = {}, True
     for precision in precisions:
         model = model_gpu.Model(config, precision=precision)
-        model.write("params", reference.read("params"))
+        model.write(model.flat_params, reference.flat_params)
         gpu_losses, gradients = gpu_step(model, tokens, targets)
         whole = distance(np.concatenate([g.reshape(-1) for g in gradients.values()]), reference.flat_grads)
         loss_error = np.abs(gpu_losses / losses - 1).max()
@@ -612,7 +617,7 @@ def run_gpu_equivalence(config):
     # our product adds K numbers one after the other, cuBLAS in blocks: two or three times the rounding
     for name, options, factor in [("cuBLAS's products", {}, 1), ("our products", {"matmul": "ours"}, 3)]:
         model = model_gpu.Model(config, precision="fp32", **options)
-        model.write("params", reference.read("params"))
+        model.write(model.flat_params, reference.flat_params)
         gpu_losses, gradients = gpu_step(model, tokens, targets)
         error = distance(np.concatenate([g.reshape(-1) for g in gradients.values()]), reference.flat_grads)
         good &= error <= factor * GPU_BARS["fp32"][0] and np.abs(gpu_losses / losses - 1).max() <= GPU_BARS["fp32"][1]

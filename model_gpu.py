@@ -5,11 +5,12 @@ a function computes and why its backward is right stands there; here stands how 
 x_apply (done again inside the backward's kernel), linear_backward (in two halves, x being computed again between them),
 cross_entropy_backward (in the forward's kernel), split_heads (inside flash_attn.cu).  Top to bottom:
 
-    1. pick, memory_plan          which engine serves; the bytes of a run, known before it starts
-    2. Gpu                        compiled kernels, the stream of launches, matrix products
-    3. x_forward / x_backward     every layer as a pair: a matrix product by cuBLAS, or a kernel of kernels.cu
-    4. Model                      the face of model_cpu.Model
-    5. main                       both engines side by side: python model_gpu.py
+    1. pick                       which engine serves
+    2. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
+    3. Gpu                        compiled kernels, the stream of launches, matrix products
+    4. x_forward / x_backward     every layer as a pair: a matrix product by cuBLAS, or a kernel of kernels.cu
+    5. Model                      the face of model_cpu.Model
+    6. main                       both engines side by side: python model_gpu.py
 
 Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores round the
 inputs of products to 10 bits of mantissa.  bf16: activations, and a copy of the weights that the products read, have
@@ -36,8 +37,8 @@ import weakref
 import numpy as np
 
 import model_cpu
-from model_cpu import CONFIGS, NORM_EPS, TEXT, init_params, param_count, param_views, rope_table
-from model_cpu import Config, generate, load, load_state, param_table, sample, save     # noqa: F401  as on the CPU
+from model_cpu import (CONFIGS, TEXT, as_batch, carve, check_batch, check_tokens, init_params, largest_micro_batch,
+                       layer_views, param_count, param_views, rope_table, table_bytes, update_table)
 from tokenizer import Parser, Tokenizer, run_script, whole_number
 
 try:
@@ -52,12 +53,11 @@ FEW_ROWS = 8                # up to this many rows, decoding uses few_rows: read
 # dense bf16 rates by datasheet, TFLOP/s; TF32 has half
 BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A10", 125),
                ("RTX 4090", 165), ("RTX 3090", 71))
-ALIGN = 256                 # buffers start at multiples of this many bytes
 CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code takes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. Which engine serves, and what a run needs
+# 1. Which engine serves
 # ---------------------------------------------------------------------------------------------------------------------
 def why_no_gpu():
     """None if there is a GPU to use, else a sentence that says what is missing."""
@@ -96,10 +96,15 @@ def peak_flops(precision):
     return None if precision == "fp32" or not known else known[0] * 1e12 * (0.5 if precision == "tf32" else 1.0)
 
 
-def free_memory(memory_limit=None):
-    """Bytes of GPU memory that can be had, at most memory_limit."""
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. What a step computes in, and what a run needs
+# ---------------------------------------------------------------------------------------------------------------------
+def free_memory(limit=None):
+    """Bytes of GPU memory that can be had, at most `limit`; where there is no GPU, and a run is only planned, limit."""
+    if why_no_gpu():
+        return limit
     free = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().total_bytes()
-    return min(free, memory_limit or free)
+    return min(free, limit or free)
 
 
 def work_tables(config, B, T, precision):
@@ -112,24 +117,24 @@ def work_tables(config, B, T, precision):
 
     No array is larger for other rows of together as many tokens, none of them longer than T: so the tables of
     (micro_batch, context) are all that training with micro-batches of at most so many tokens ever needs."""
-    c, N, single = config, B * T, np.float32
-    real = np.uint16 if precision == "bf16" else single                              # NumPy has no bf16
-    layer = [("x_in", (N, c.dim), real), ("rstd1", (N,), single), ("qkv", (N, c.qkv_width), real),
-             ("y", (N, c.dim), real), ("lse", (B, c.heads, T), single), ("x_mid", (N, c.dim), real),
-             ("rstd2", (N,), single), ("gate_up", (N, 2 * c.hidden), real)]
-    shared = [("x", (N, c.dim), real), ("rstd", (N,), single), ("n", (N, c.dim), real), ("step", (N, c.dim), real),
-              ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, c.dim), single)] + input_table(config, B, T)
-    scratch = [("h", (N, c.hidden), real), ("dqkv", (N, c.qkv_width), real), ("dy", (N, c.dim), real),
+    c, N, C, F = config, B * T, config.dim, config.hidden
+    single, real = np.float32, np.uint16 if precision == "bf16" else np.float32     # NumPy has no bf16
+    layer = [("x_in", (N, C), real), ("rstd1", (N,), single), ("qkv", (N, c.qkv_width), real), ("y", (N, C), real),
+             ("lse", (B, c.heads, T), single), ("x_mid", (N, C), real), ("rstd2", (N,), single),
+             ("gate_up", (N, 2 * F), real)]
+    shared = [("x", (N, C), real), ("rstd", (N,), single), ("n", (N, C), real), ("increment", (N, C), real),
+              ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, C), single)] + input_table(config, B, T)
+    scratch = [("h", (N, F), real), ("dqkv", (N, c.qkv_width), real), ("dy", (N, C), real),
                ("delta", (B, c.heads, T), single)]
     return layer, shared, [("logits", (N, c.predict, c.vocab), real)], scratch
 
 
 def input_table(config, B, T):
-    """What a micro-batch brings to the GPU.  targets (B,T+K-1), with the room that they have in more and shorter rows, if
-    only B*T stays the same; order, starts: see embedding_backward; weight, counted: of each head."""
+    """What a micro-batch brings to the GPU.  targets (B,T+K-1), with the room that they have in more and shorter
+    rows, if only B*T stays the same; order, starts: see embedding_backward; weight, divisor: of each head."""
     K = config.predict
     return [("tokens", (B * T,), np.int32), ("targets", (B * T * K,), np.int32), ("order", (B * T,), np.int32),
-            ("starts", (config.vocab + 1,), np.int32), ("weight", (K,), np.float32), ("counted", (K,), np.float32)]
+            ("starts", (config.vocab + 1,), np.int32), ("weight", (K,), np.float32), ("divisor", (K,), np.float32)]
 
 
 def decode_table(config, precision):
@@ -137,9 +142,10 @@ def decode_table(config, precision):
     c, n = config, config.context
     real = np.uint16 if precision == "bf16" else np.float32
     return [("tokens", (n,), np.int32), ("cache", (c.layers, 2, c.kv_heads, n, c.head_dim), real),
-            ("x", (n, c.dim), real), ("n", (n, c.dim), real), ("step", (n, c.dim), real), ("rstd", (n,), np.float32),
-            ("qkv", (n, c.qkv_width), real), ("y", (n, c.dim), real), ("gate_up", (n, 2 * c.hidden), real),
-            ("h", (n, c.hidden), real), ("logits", (n, c.predict * c.vocab), np.float32)]
+            ("x", (n, c.dim), real), ("n", (n, c.dim), real), ("increment", (n, c.dim), real),
+            ("rstd", (n,), np.float32), ("qkv", (n, c.qkv_width), real), ("y", (n, c.dim), real),
+            ("gate_up", (n, 2 * c.hidden), real), ("h", (n, c.hidden), real),
+            ("logits", (n, c.predict * c.vocab), np.float32)]
 
 
 def ceil_div(n, size):
@@ -147,47 +153,19 @@ def ceil_div(n, size):
     return -(-n // size)
 
 
-def table_bytes(table):
-    """Bytes of a table's buffers, each rounded up to whole multiples of ALIGN."""
-    return sum(ceil_div(math.prod(shape) * np.dtype(dtype).itemsize, ALIGN) * ALIGN for _, shape, dtype in table)
-
-
-def carve(memory, table, start=0):
-    """dict name -> array for a table of buffers, cut out of an array of bytes from `start` on."""
-    arrays = {}
-    for name, shape, dtype in table:
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        arrays[name] = memory[start:start + size].view(dtype).reshape(shape)
-        start += table_bytes([(name, shape, dtype)])
-    return arrays
-
-
-def memory_plan(config, micro_batch, T, precision):
-    """Bytes of GPU memory by kind (a dict) that training with micro-batches (micro_batch, T) and decoding take."""
+def memory_plan(config, micro_batch, T, precision, threads=1):
+    """Bytes of GPU memory by kind (a dict) that training with micro-batches (micro_batch, T) and decoding take.
+    threads: for the face of model_cpu's; of no account here."""
     size = 4 * param_count(config)
     layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
-    copy = {"bf16 weights": size // 2} if precision == "bf16" else {}
-    return {"parameters": size, "gradients": size, "AdamW moments": 2 * size, **copy,
+    weights_bf16 = {"bf16 weights": size // 2} if precision == "bf16" else {}
+    return {"parameters": size, "gradients": size, "AdamW moments": 2 * size, **weights_bf16,
             "activations": config.layers * layer, "logits and scratch": shared + max(logits, scratch),
             "decoding": table_bytes(decode_table(config, precision)), "cuBLAS and kernels": CUBLAS_BYTES}
 
 
-def largest_micro_batch(config, T, precision, free_bytes):
-    """The largest micro-batch whose plan fits free_bytes; 0 if none does."""
-    low, high = 0, 1
-    while sum(memory_plan(config, high, T, precision).values()) <= free_bytes:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if sum(memory_plan(config, middle, T, precision).values()) <= free_bytes:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. Compiled kernels and matrix products
+# 3. Compiled kernels and matrix products
 # ---------------------------------------------------------------------------------------------------------------------
 COMPUTE = {"fp32": 68, "tf32": 77, "bf16": 68}      # CUBLAS_COMPUTE_32F, or CUBLAS_COMPUTE_32F_FAST_TF32
 CUDA_TYPE = {"f": 0, "H": 14}                       # CUDA_R_32F, CUDA_R_16BF by NumPy's letter for float32, uint16
@@ -220,10 +198,9 @@ class Gpu:
             self.kernels["decode_attention"].max_dynamic_shared_size_bytes = 4 * config.context
         finally:
             notice.cancel()
-        cos, sin = rope_table(config.context, 1, config.head_dim, np.float32)         # (context, 1, D), halves equal
-        half = config.head_dim // 2
-        self.cos = cupy.asarray(np.ascontiguousarray(cos[:, 0, half:]))               # (context, D/2)
-        self.sin = cupy.asarray(np.ascontiguousarray(sin[:, 0, half:]))
+        # (context, 1, D), of which the second half of D says all -> (context, D/2)
+        self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
+                              for table in rope_table(config, np.float32)]
         if matmul == "cublas":
             from cupy.cuda import cublas, device    # here: loading cuBLAS takes a second, and it may be missing
             self.cublas, self.handle = cublas, device.get_cublas_handle()
@@ -246,8 +223,10 @@ def check_choices(config, precision, matmul):
         if value not in choices:
             raise ValueError(f"{what} must be one of {', '.join(choices)}, not {value!r}.")
     if config.head_dim not in (32, 64, 128):
-        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: choose another number "
-                         f"of heads.")
+        fits = [str(config.dim // width) for width in (128, 64, 32) if config.dim % width == 0]
+        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: "
+                         + (f"with dim {config.dim} take {' or '.join(fits)} heads." if fits else
+                            f"dim ({config.dim}) must be a multiple of 32."))
     if config.dim > 8192 or config.context > 16384:
         raise ValueError(f"the GPU engine takes models up to 8192 wide and contexts up to 16384, not {config.dim} and "
                          f"{config.context}.")
@@ -265,25 +244,25 @@ def row_threads(C):
 
 
 def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
-    """out (M,N) = a (M,K) @ b (K,N), or += with add; transposed operands lie as (K,M), (N,K).
+    """out (M,N) = a (M,I) @ b (I,N), or += with add; transposed operands lie as (I,M), (N,I).
 
     cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first, and
     what lies row-major already is the transpose that it wants."""
-    (M, N), K = out.shape, a.shape[0] if transpose_a else a.shape[1]
+    (M, N), I = out.shape, a.shape[0] if transpose_a else a.shape[1]
     lda, ldb, ldo = [x.strides[0] // x.itemsize for x in (a, b, out)]
     if gpu.matmul == "cublas":
-        gpu.cublas.gemmEx(gpu.handle, transpose_b, transpose_a, N, M, K, ONE,
+        gpu.cublas.gemmEx(gpu.handle, transpose_b, transpose_a, N, M, I, ONE,
                           b.data.ptr, CUDA_TYPE[b.dtype.char], ldb, a.data.ptr, CUDA_TYPE[a.dtype.char], lda,
                           ONE if add else ZERO, out.data.ptr, CUDA_TYPE[out.dtype.char], ldo, COMPUTE[gpu.precision], -1)
         return
     steps_a, steps_b = (1, lda) if transpose_a else (lda, 1), (1, ldb) if transpose_b else (ldb, 1)
     name = "matmul_to_fp32" if out.dtype == np.float32 else "matmul"
     gpu.launch(name, (ceil_div(N, 64), ceil_div(M, 64)), 256, *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)),
-               *map(int32, (M, N, K, *steps_a, *steps_b, ldo, add)))
+               *map(int32, (M, N, I, *steps_a, *steps_b, ldo, add)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. The layers, each as a pair forward/backward
+# 4. The layers, each as a pair forward/backward
 # ---------------------------------------------------------------------------------------------------------------------
 # The contract of model_cpu: outputs first, gradients of activations are written, gradients of weights added to.
 def embedding_forward(gpu, out, tokens, embed):
@@ -298,11 +277,11 @@ def embedding_backward(gpu, dembed, dout, order, starts):
     gpu.launch("embedding_backward", (V, ceil_div(C, 256)), 256, dembed, dout, order, starts, int32(C))
 
 
-def rmsnorm_forward(gpu, out, rstd, x, gain, before, step=None):
-    """x (N,C) = before + step, out (N,C) its norm, rstd (N,).  Without a step x is before."""
+def rmsnorm_forward(gpu, out, rstd, x, gain, before, increment=None):
+    """x (N,C) = before + increment, out (N,C) its norm, rstd (N,).  Without an increment x is before."""
     N, C = x.shape
-    gpu.launch("rmsnorm_forward", (N,), row_threads(C), out, rstd, x, before, NULL if step is None else step, gain,
-               int32(C), float32(NORM_EPS))
+    gpu.launch("rmsnorm_forward", (N,), row_threads(C), out, rstd, x, before,
+               NULL if increment is None else increment, gain, int32(C), float32(gpu.config.norm_eps))
 
 
 def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
@@ -397,80 +376,92 @@ def swiglu_backward(gpu, gate_up, dout):
     gpu.launch("swiglu_backward", (N, ceil_div(F, 2048)), 256, gate_up, dout, int32(F))
 
 
-def block_forward(gpu, w, a, s, before, step):
+def block_forward(gpu, w, saved, shared, before, increment):
     """One layer, two forward-Euler substeps:
 
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
     The sum at the end of a substep is left to the norm that reads it.  So the input comes as its two terms, before +
-    step (step None: there is only one), and the output is returned as such.  w: this layer's weights by name; a: this
-    layer's buffers; s: the buffers that all layers share."""
-    rmsnorm_forward(gpu, s["n"], a["rstd1"], a["x_in"], w["norm1"], before, step)
-    linear_forward(gpu, a["qkv"], s["n"], w["qkv"])
-    rope_forward(gpu, a["qkv"], s["T"])
-    attention_forward(gpu, a["y"], a["lse"], a["qkv"], s["B"], s["T"])
-    linear_forward(gpu, s["step"], a["y"], w["out"])
+    increment (increment None: there is only one), and the output is returned as such.  w: this layer's weights by name;
+    saved: this layer's arrays; shared: those that all layers share, and "B" and "T"."""
+    n, B, T = shared["n"], shared["B"], shared["T"]
+    rmsnorm_forward(gpu, n, saved["rstd1"], saved["x_in"], w["norm1"], before, increment)
+    linear_forward(gpu, saved["qkv"], n, w["qkv"])
+    rope_forward(gpu, saved["qkv"], T)
+    attention_forward(gpu, saved["y"], saved["lse"], saved["qkv"], B, T)
+    linear_forward(gpu, shared["increment"], saved["y"], w["out"])
 
-    rmsnorm_forward(gpu, s["n"], a["rstd2"], a["x_mid"], w["norm2"], a["x_in"], s["step"])      # Euler substep 1
-    linear_forward(gpu, a["gate_up"], s["n"], w["gate_up"])
-    swiglu_forward(gpu, s["h"], a["gate_up"])
-    # (Taking these three in pieces of rows, so that gate_up is still in the cache when it is read, won nothing at 32,768
-    # tokens on an H200, and cost 1 to 2 ms a step with 8 or 16 pieces: small products lose more than the cache wins.)
-    linear_forward(gpu, s["step"], s["h"], w["down"])
-    return a["x_mid"], s["step"]                                                                # Euler substep 2
+    rmsnorm_forward(gpu, n, saved["rstd2"], saved["x_mid"], w["norm2"], saved["x_in"],
+                    shared["increment"])                                                   # Euler substep 1
+    linear_forward(gpu, saved["gate_up"], n, w["gate_up"])
+    swiglu_forward(gpu, shared["h"], saved["gate_up"])
+    # (Taking these three in pieces of rows, so that gate_up is still in the cache when it is read, won nothing at
+    # 32,768 tokens on an H200, and cost 1 to 2 ms a step with 8 or 16 pieces: small products lose more than the
+    # cache wins.)
+    linear_forward(gpu, shared["increment"], shared["h"], w["down"])
+    return saved["x_mid"], shared["increment"]                                             # Euler substep 2
 
 
-def block_backward(gpu, w, dw, a, s, dx):
+def block_backward(gpu, w, dw, saved, shared, dx):
     """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  Uses the layer's gate_up up."""
-    n, h, dqkv, dy = s["n"], s["h"], s["dqkv"], s["dy"]
+    n, h, dqkv, dy, dgain = (shared[name] for name in ("n", "h", "dqkv", "dy", "dgain"))
     # x = x + h @ down.T
-    linear_backward_input(gpu, h, dx, w["down"])                                                # h holds dh
+    linear_backward_input(gpu, h, dx, w["down"])                                           # h holds dh
     # h = silu(gate) * up
-    swiglu_backward(gpu, a["gate_up"], h)                                                       # h holds h
+    swiglu_backward(gpu, saved["gate_up"], h)                                              # h holds h
     linear_backward_weight(gpu, dw["down"], dx, h)
     # gate_up = n @ gate_up.T
-    linear_backward_input(gpu, n, a["gate_up"], w["gate_up"])                                   # n holds dn
+    linear_backward_input(gpu, n, saved["gate_up"], w["gate_up"])                          # n holds dn
     # n = rmsnorm(x_mid)
-    rmsnorm_backward(gpu, dx, dw["norm2"], n, a["x_mid"], a["rstd2"], w["norm2"], s["dgain"], add=True)    # n holds n
-    linear_backward_weight(gpu, dw["gate_up"], a["gate_up"], n)
+    rmsnorm_backward(gpu, dx, dw["norm2"], n, saved["x_mid"], saved["rstd2"], w["norm2"], dgain, add=True)
+    linear_backward_weight(gpu, dw["gate_up"], saved["gate_up"], n)                        # n holds n
 
     # x = x + y @ out.T
     linear_backward_input(gpu, dy, dx, w["out"])
-    linear_backward_weight(gpu, dw["out"], dx, a["y"])
+    linear_backward_weight(gpu, dw["out"], dx, saved["y"])
     # y = attention(qkv)
-    attention_backward(gpu, dqkv, dy, a["y"], a["lse"], a["qkv"], s["B"], s["T"], s["delta"])
+    attention_backward(gpu, dqkv, dy, saved["y"], saved["lse"], saved["qkv"], shared["B"], shared["T"],
+                       shared["delta"])
     # q, k = rope(q, k)
-    rope_backward(gpu, dqkv, s["T"])
+    rope_backward(gpu, dqkv, shared["T"])
     # qkv = n @ qkv.T
     linear_backward_input(gpu, n, dqkv, w["qkv"])
     # n = rmsnorm(x_in)
-    rmsnorm_backward(gpu, dx, dw["norm1"], n, a["x_in"], a["rstd1"], w["norm1"], s["dgain"], add=True)
+    rmsnorm_backward(gpu, dx, dw["norm1"], n, saved["x_in"], saved["rstd1"], w["norm1"], dgain, add=True)
     linear_backward_weight(gpu, dw["qkv"], dqkv, n)
 
 
-def cross_entropy_forward(gpu, losses, logits, nll, targets, weight, counted):
+def cross_entropy_forward(gpu, losses, logits, nll, targets, weight, divisor):
     """losses (K,) of logits (N,K,V), which become their own gradients: cross_entropy_forward and
-    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1); weight (K,): head_weight / counted; nll
+    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1); weight (K,): head_weight / divisor; nll
     (N,K)."""
     N, K, V = logits.shape
     T = targets.shape[1] - K + 1
     gpu.launch("cross_entropy", (N * K,), 256, logits, nll, targets, weight, int32(T), int32(K), int32(V))
-    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, counted, int32(N), int32(K))
+    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, divisor, int32(N), int32(K))
 
 
-def adamw_update(gpu, param, copy, grad, m, v, state, partial, step, lr, beta1, beta2, eps, decay, clip, decayed):
-    """Clipping, AdamW on the flat buffers (the first `decayed` entries are decayed), grad = 0, and the bf16 copy.
-    state (3,): norm, clipping factor, whether a norm was ever not finite (then nothing changes any more)."""
-    n = param.size
-    gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial, grad, int64(n))
+def gradient_norm(gpu, state, partial, grad, clip):
+    """state (3,): the norm of the flat gradient, the factor that clips it, and whether a norm was ever not finite (then
+    nothing changes any more)."""
+    gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial, grad, int64(grad.size))
     gpu.launch("gradient_norm", (1,), 1024, state, partial, int32(SUM_BLOCKS), float32(clip))
-    gpu.launch("adamw", (ceil_div(n, 1024),), 256, param, NULL if copy is None else copy, grad, m, v, state, int64(n),
-               int64(decayed), float32(lr), float32(beta1), float32(beta2), float32(eps), float32(decay),
+
+
+def adamw_update(gpu, param, weights_bf16, grad, m, v, state, step, lr, beta1, beta2, eps, decay):
+    """AdamW on flat arrays of one length, with the clipping of gradient_norm; grad = 0, and the bf16 copy of param
+    (None: there is none) follows."""
+    n = param.size
+    gpu.launch("adamw", (ceil_div(n, 1024),), 256, param, NULL if weights_bf16 is None else weights_bf16, grad, m, v,
+               state, int64(n), int64(n), float32(lr), float32(beta1), float32(beta2), float32(eps), float32(decay),
                float32(1 / (1 - beta1 ** step)), float32(1 / (1 - beta2 ** step)))
 
 
+RULES = {"adamw": adamw_update}         # of update_table
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. The model
+# 5. The model
 # ---------------------------------------------------------------------------------------------------------------------
 class Inputs:
     """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs beside the host, which must only
@@ -501,18 +492,19 @@ class Model:
 
     precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: reserve the buffers for so
     many rows of config.context tokens now, which serve any rows of together as many; else they grow with the calls.
-    memory_limit: bytes that this process may take while the model lives.  matmul: "cublas", or "ours".  ValueError, in
-    one sentence, where there is no GPU, it is too old or its memory is too small.
+    memory_limit: bytes that this process may take while the model lives.  matmul: "cublas", or "ours".  training,
+    seed: as on the CPU.  ValueError, in one sentence, where there is no GPU, it is too old or its memory is too small.
 
-    params, grads: dict name -> view of the flat fp32 buffers.  After writing params call refresh()."""
+    params, grads: dict name -> view of the flat fp32 buffers.  After writing params by hand call refresh()."""
 
-    def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, matmul="cublas"):
+    def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, matmul="cublas",
+                 training=True):
         reason = why_no_gpu()
         if reason:
             raise ValueError(reason)
         precision = precision or default_precision()
         check_choices(config, precision, matmul)
-        self.config, self.precision = config, precision
+        self.config, self.precision, self.training = config, precision, training
         self.pool, self.memory_limit = cupy.get_default_memory_pool(), memory_limit
         if memory_limit is not None:
             self.pool.set_limit(size=max(1, int(memory_limit) - CUBLAS_BYTES))
@@ -522,12 +514,14 @@ class Model:
         except (ImportError, RuntimeError) as error:
             raise ValueError(f"The GPU engine does not start; a CUDA library seems to be missing or does not fit the "
                              f"driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
-        self.reserved, self.views, self.step, self.position = None, {}, 0, 0
+        self.reserved, self.buffers_by_shape, self.step, self.position = None, {}, 0, 0
         size, decoding = param_count(config), decode_table(config, precision)
+        self.flat_grads = self.m = self.v = None
         try:
-            self.flat_params = cupy.empty(size, np.float32)
-            self.flat_grads, self.m, self.v = (cupy.zeros(size, np.float32) for _ in range(3))
-            self.copy = cupy.zeros(size, np.uint16) if precision == "bf16" else None
+            self.flat_params = cupy.zeros(size, np.float32)
+            if training:
+                self.flat_grads, self.m, self.v = (cupy.zeros(size, np.float32) for _ in range(3))
+            self.weights_bf16 = cupy.zeros(size, np.uint16) if precision == "bf16" else None
             self.losses, self.state = cupy.zeros(config.predict, np.float32), cupy.zeros(3, np.float32)
             self.partial = cupy.empty(SUM_BLOCKS, np.float32)
             memory = cupy.empty(table_bytes(decoding), np.uint8)
@@ -536,37 +530,37 @@ class Model:
         self.decoder = carve(memory, decoding), Inputs(memory, decoding[:1])
         if micro_batch:
             self.buffers(micro_batch, config.context)
-        self.params, self.grads = param_views(self.flat_params, config), param_views(self.flat_grads, config)
+        self.params = param_views(self.flat_params, config)
+        self.grads = param_views(self.flat_grads, config) if training else {}
         # what the products read: the bf16 copy, or the parameters themselves; the gains are read in fp32
-        self.weights = param_views(self.flat_params if self.copy is None else self.copy, config)
+        self.weights = param_views(self.flat_params if self.weights_bf16 is None else self.weights_bf16, config)
         self.weights.update((name, gain) for name, gain in self.params.items() if gain.ndim == 1)
-        self.layers = [(self.layer(self.weights, i), self.layer(self.grads, i)) for i in range(config.layers)]
-        flat = np.empty(size, np.float32)
-        init_params(flat, config, seed)
-        self.write("params", flat)
-
-    as_batch, check_tokens = model_cpu.Model.as_batch, model_cpu.Model.check_tokens
-    check_batch, layer = model_cpu.Model.check_batch, model_cpu.Model.layer
+        self.layers = [layer_views(self.weights, i) for i in range(config.layers)]
+        self.layer_grads = [layer_views(self.grads, i) for i in range(config.layers)] if training else None
+        if seed is not None:
+            flat = np.empty(size, np.float32)
+            init_params(flat, config, seed)
+            self.write(self.flat_params, flat)
 
     def refresh(self):
         """After writing params: the bf16 copy follows."""
-        if self.copy is not None:
-            self.gpu.launch("copy_weights", (ceil_div(self.copy.size, 2048),), 256, self.copy, self.flat_params,
-                            int64(self.copy.size))
+        if self.weights_bf16 is not None:
+            self.gpu.launch("copy_weights", (ceil_div(self.weights_bf16.size, 2048),), 256, self.weights_bf16,
+                            self.flat_params, int64(self.weights_bf16.size))
 
-    def read(self, what):
-        """The flat buffer "params", "m" or "v" as a NumPy array on the host, for a checkpoint."""
-        return cupy.asnumpy({"params": self.flat_params, "m": self.m, "v": self.v}[what])
+    def read(self, array):
+        """An array of this model's, flat_params say, as a NumPy array on the host."""
+        return cupy.asnumpy(array)
 
-    def write(self, what, flat):
-        """Set that buffer from a NumPy array of any float type."""
-        {"params": self.flat_params, "m": self.m, "v": self.v}[what].set(np.ascontiguousarray(flat, np.float32))
+    def write(self, array, values):
+        """Set an array of this model's, or rows of one, from a NumPy array of any float type."""
+        array.set(np.ascontiguousarray(values, np.float32))
         self.refresh()
 
     def out_of_memory(self, B, T):
         """The ValueError to raise when a micro-batch of (B,T) does not fit."""
         free = free_memory(self.memory_limit)
-        fits = largest_micro_batch(self.config, T, self.precision, free)
+        fits = largest_micro_batch(lambda rows: memory_plan(self.config, rows, T, self.precision), free)
         need = sum(memory_plan(self.config, B, T, self.precision).values())
         advice = f"use --micro-batch {fits}" if fits else "use a smaller model or --device cpu"
         return ValueError(f"A micro-batch of {B} x {T} tokens needs {need / 2**30:.2f} GiB of GPU memory, "
@@ -574,25 +568,26 @@ class Model:
 
     def reserve(self, tables, B, T):
         """Make the work buffers anew, as large as these tables say; (B,T) is what they are for."""
-        each, shared, *turns = map(table_bytes, tables)
-        start = self.config.layers * each
-        self.views, self.saved, self.reserved = {}, None, None         # give the old memory back before asking for more
+        each, rest, *in_turn = map(table_bytes, tables)
+        shared_at = self.config.layers * each
+        logits_at = shared_at + rest                                   # and the scratch, which takes turns with them
+        self.buffers_by_shape, self.saved, self.reserved = {}, None, None      # give back first, then ask for more
         self.pool.free_all_blocks()
         try:
-            memory = cupy.empty(start + shared + max(turns), np.uint8)
+            memory = cupy.empty(logits_at + max(in_turn), np.uint8)
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise self.out_of_memory(B, T) from error
         layers = [carve(memory, tables[0], i * each) for i in range(self.config.layers)]
-        others = {**carve(memory, tables[1], start), **carve(memory, tables[2], start + shared),
-                  **carve(memory, tables[3], start + shared)}          # logits and scratch take turns
+        others = {**carve(memory, tables[1], shared_at), **carve(memory, tables[2], logits_at),
+                  **carve(memory, tables[3], logits_at)}
         inputs = tables[1][-len(input_table(self.config, B, T)):]
-        self.reserved = tables, layers, others, Inputs(memory[start + shared - table_bytes(inputs):], inputs)
+        self.reserved = tables, layers, others, Inputs(memory[logits_at - table_bytes(inputs):], inputs)
 
     def buffers(self, B, T):
-        """(layers, shared, inputs): for a micro-batch (B,T) the buffers by name, of each layer and of all, and the way
-        in.  They are the front of what is reserved; where one of them needs more, all are made anew."""
-        if (B, T) in self.views:
-            return self.views[B, T]
+        """(layers, shared, inputs): for a micro-batch (B,T) the buffers by name, of each layer and of all, and the
+        way in.  They are the front of what is reserved; where one of them needs more, all are made anew."""
+        if (B, T) in self.buffers_by_shape:
+            return self.buffers_by_shape[B, T]
         tables = work_tables(self.config, B, T, self.precision)
         shapes = {name: shape for table in tables for name, shape, _ in table}
         room = {name: size for table in self.reserved[0] for name, (size,), _ in table} if self.reserved else {}
@@ -607,71 +602,77 @@ class Model:
 
         shared, width = fronts(others), T + self.config.predict - 1
         shared.update(B=B, T=T, targets=shared["targets"][:B * width].reshape(B, width))
-        self.views[B, T] = list(map(fronts, layers)), shared, inputs
-        return self.views[B, T]
+        self.buffers_by_shape[B, T] = list(map(fronts, layers)), shared, inputs
+        return self.buffers_by_shape[B, T]
 
-    def trunk(self, layers, s):
-        """tokens (B,T), already sent -> h (N,C) = rmsnorm(x) after the last layer, in s["n"]."""
-        before, step = layers[0]["x_in"], None
-        embedding_forward(self.gpu, before, s["tokens"], self.weights["embed"])
-        for i, a in enumerate(layers):
-            before, step = block_forward(self.gpu, self.layers[i][0], a, s, before, step)
-        rmsnorm_forward(self.gpu, s["n"], s["rstd"], s["x"], self.weights["norm"], before, step)
-        return s["n"]
+    def trunk(self, layers, shared):
+        """tokens (B,T), already sent -> (N,C) rmsnorm(x) after the last layer, in shared["n"]."""
+        before, increment = layers[0]["x_in"], None
+        embedding_forward(self.gpu, before, shared["tokens"], self.weights["embed"])
+        for w, saved in zip(self.layers, layers):
+            before, increment = block_forward(self.gpu, w, saved, shared, before, increment)
+        rmsnorm_forward(self.gpu, shared["n"], shared["rstd"], shared["x"], self.weights["norm"], before, increment)
+        return shared["n"]
 
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a NumPy array of float32 on the host."""
-        tokens = self.as_batch(tokens)
-        (B, T), c = tokens.shape, self.config
-        layers, s, inputs = self.buffers(B, T)
+        tokens, c = as_batch(self.config, tokens), self.config
+        B, T = tokens.shape
+        layers, shared, inputs = self.buffers(B, T)
         inputs.send({"tokens": tokens})
         try:
             logits = cupy.empty((B * T, c.predict * c.vocab), np.float32)
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise self.out_of_memory(B, T) from error
-        linear_forward(self.gpu, logits, self.trunk(layers, s), self.weights["heads"])
+        linear_forward(self.gpu, logits, self.trunk(layers, shared), self.weights["heads"])
         return cupy.asnumpy(logits).reshape(B, T, c.predict, c.vocab)
 
     def forward(self, tokens, targets, counted=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see model_cpu."""
-        tokens, targets, counted = self.check_batch(tokens, targets, counted)
+        tokens, targets, divisor = check_batch(self.config, tokens, targets, counted)
         (B, T), c = tokens.shape, self.config
-        layers, s, inputs = self.buffers(B, T)
+        layers, shared, inputs = self.buffers(B, T)
         # the order for embedding_backward: NumPy sorts 16-bit numbers five times as fast as 32-bit ones
         flat = tokens.reshape(-1).astype(np.uint16 if c.vocab <= 1 << 16 else np.int32)
-        divisor = np.maximum(counted, 1)
         inputs.send({"tokens": tokens, "targets": targets, "order": np.argsort(flat, kind="stable"),
                      "starts": np.cumsum(np.bincount(flat.astype(np.int64) + 1, minlength=c.vocab + 1)),
-                     "weight": c.head_weights / divisor, "counted": divisor})
-        h, logits = self.trunk(layers, s), s["logits"]
-        linear_forward(self.gpu, logits.reshape(B * T, -1), h, self.weights["heads"])
-        cross_entropy_forward(self.gpu, self.losses, logits, s["nll"], s["targets"], s["weight"], s["counted"])
-        self.saved = layers, s
+                     "weight": c.head_weights / divisor, "divisor": divisor})
+        final, logits = self.trunk(layers, shared), shared["logits"]
+        linear_forward(self.gpu, logits.reshape(B * T, -1), final, self.weights["heads"])
+        cross_entropy_forward(self.gpu, self.losses, logits, shared["nll"], shared["targets"], shared["weight"],
+                              shared["divisor"])
+        self.saved = layers, shared
         return self.losses.copy()
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last is for several GPUs: the
         step's last micro-batch."""
-        layers, s = self.saved
-        dlogits, dx = s["logits"].reshape(len(s["n"]), -1), s["step"]                   # dx in the memory of step
-        # logits = h @ heads.T
-        linear_backward_weight(self.gpu, self.grads["heads"], dlogits, s["n"])
-        linear_backward_input(self.gpu, s["n"], dlogits, self.weights["heads"])
-        # h = rmsnorm(x)
-        rmsnorm_backward(self.gpu, dx, self.grads["norm"], s["n"], s["x"], s["rstd"], self.weights["norm"], s["dgain"],
-                         add=False)
+        if not self.training:
+            raise ValueError("this model was made with training=False: it has no gradients.")
+        layers, shared = self.saved
+        n, dx = shared["n"], shared["increment"]                                # dx in the memory of increment
+        dlogits = shared["logits"].reshape(len(n), -1)
+        # logits = final @ heads.T, final in n
+        linear_backward_weight(self.gpu, self.grads["heads"], dlogits, n)
+        linear_backward_input(self.gpu, n, dlogits, self.weights["heads"])
+        # final = rmsnorm(x)
+        rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"], self.weights["norm"],
+                         shared["dgain"], add=False)
         for i in reversed(range(self.config.layers)):
-            block_backward(self.gpu, *self.layers[i], layers[i], s, dx)
+            block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx)
         # x = embed[tokens]
-        embedding_backward(self.gpu, self.grads["embed"], dx, s["order"], s["starts"])
+        embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
-        """Clip the gradient's global norm to `clip`, one AdamW step (no decay on the norm gains), zero the gradient.
+        """Clip the gradient's global norm to `clip`, one step of the optimizer by update_table, zero the gradient.
         Returns the norm before clipping, on the GPU.  A norm that is not finite changes nothing, now and in all later
         updates, and leaves the gradient to look at: the host, which may see it only some steps later, must stop."""
         self.step += 1
-        adamw_update(self.gpu, self.flat_params, self.copy, self.flat_grads, self.m, self.v, self.state, self.partial,
-                     self.step, lr, beta1, beta2, eps, decay, clip, param_count(self.config, decayed_only=True))
+        gradient_norm(self.gpu, self.state, self.partial, self.flat_grads, clip)
+        for part, rule, decayed in update_table(self.config):
+            weights_bf16 = None if self.weights_bf16 is None else self.weights_bf16[part]
+            RULES[rule](self.gpu, self.flat_params[part], weights_bf16, self.flat_grads[part], self.m[part],
+                        self.v[part], self.state, self.step, lr, beta1, beta2, eps, decay if decayed else 0.0)
         return self.state[0].copy()
 
     def extend(self, tokens):
@@ -684,34 +685,35 @@ class Model:
         n, H, G, D = len(tokens), c.heads, c.kv_heads, c.head_dim
         if p + n > c.context:
             raise ValueError(f"{n} tokens at position {p} do not fit the context of {c.context}.")
-        self.check_tokens(tokens)
+        check_tokens(c, tokens)
         buffers, inputs = self.decoder
         d = {name: array if name == "cache" else array[:n] for name, array in buffers.items()}
         linear = few_rows_forward if n <= max(FEW_ROWS, c.predict) else linear_forward
-        x, step, sizes = d["x"], None, [int32(i) for i in (p, H, G, D, c.context)]
+        x, increment, sizes = d["x"], None, [int32(i) for i in (p, H, G, D, c.context)]
         inputs.send({"tokens": tokens})
         embedding_forward(gpu, x, d["tokens"], self.weights["embed"])
         for i in range(c.layers):
-            w, keys, values = self.layers[i][0], d["cache"][i, 0], d["cache"][i, 1]
-            rmsnorm_forward(gpu, d["n"], d["rstd"], x, w["norm1"], x, step)
-            step = d["step"]
+            w = self.layers[i]
+            keys, values = d["cache"][i]
+            rmsnorm_forward(gpu, d["n"], d["rstd"], x, w["norm1"], x, increment)
+            increment = d["increment"]
             linear(gpu, d["qkv"], d["n"], w["qkv"])
             gpu.launch("rope_append", (ceil_div(n * (H + 2 * G) * D // 16, 256),), 256, d["qkv"], keys, values, gpu.cos,
                        gpu.sin, int32(n), *sizes)
             gpu.launch("decode_attention", (H, n), 128, d["y"], d["qkv"], keys, values, *sizes, shared=4 * (p + n))
-            linear(gpu, step, d["y"], w["out"])
-            rmsnorm_forward(gpu, d["n"], d["rstd"], x, w["norm2"], x, step)
+            linear(gpu, increment, d["y"], w["out"])
+            rmsnorm_forward(gpu, d["n"], d["rstd"], x, w["norm2"], x, increment)
             linear(gpu, d["gate_up"], d["n"], w["gate_up"])
             swiglu_forward(gpu, d["h"], d["gate_up"])
-            linear(gpu, step, d["h"], w["down"])
-        rmsnorm_forward(gpu, d["n"], d["rstd"], x, self.weights["norm"], x, step)
+            linear(gpu, increment, d["h"], w["down"])
+        rmsnorm_forward(gpu, d["n"], d["rstd"], x, self.weights["norm"], x, increment)
         linear(gpu, d["logits"], d["n"], self.weights["heads"])
         self.position = p + n
         return cupy.asnumpy(d["logits"]).reshape(n, c.predict, c.vocab)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Both engines side by side
+# 6. Both engines side by side
 # ---------------------------------------------------------------------------------------------------------------------
 def first_step(model, tokens, targets):
     """What the tour of model_cpu shows of a model's first step: (loss of head 0, one gradient entry, gradient norm,

@@ -32,17 +32,16 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import sys
 
-import model_cpu            # first: it says what to do where NumPy is missing
+from model_cpu import CONFIGS, generate             # first: it says what to do where NumPy is missing
+import checkpoint
 import model_gpu
 import numpy as np
 import train
-from model_cpu import CONFIGS
-from tokenizer import END_OF_TEXT, SPECIAL_TOKENS, Parser, Tokenizer, naming, run_script, whole_number
+from tokenizer import END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, naming, run_script, whole_number
 
 # Chosen by short runs; the README's lab notes say what else was tried.
 DEFAULTS = {
@@ -54,22 +53,6 @@ MOST_HELD_OUT = 1000            # prompts
 PAD_TO = 8                      # lengths are rounded up to a multiple of this
 QUESTIONS = 10                  # held-out prompts that are answered at the end; before and on the way 3 of them
 ANSWER_TOKENS = 150
-
-# The template for other tools, in Jinja: transformers' apply_chat_template gives the ids that section 2 makes.  But for
-# one case: such a tool puts a conversation together as text, so a "<|end|>" that somebody typed becomes the special
-# token there.  Here it stays seven characters.
-CHAT_TEMPLATE = r"""
-{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
-{%- for message in (messages[1:] if messages[0].role == 'system' else messages) -%}
-    {%- if message.role != ('assistant' if loop.index0 % 2 else 'user') -%}
-        {{- raise_exception('after one system text at most, the roles must be user and assistant in turn') -}}
-    {%- endif -%}
-    {{- '<|' + message.role + '|>' + (system + '\n\n' if loop.first and system else '') -}}
-    {{- message.content + '<|end|>' -}}
-{%- endfor -%}
-{{- '<|assistant|>' if add_generation_prompt else '' -}}
-""".strip()
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Conversations: lists of turns, each (user text, response)
@@ -203,34 +186,20 @@ def play_pairs(path):
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. Examples: ids and mask
 # ---------------------------------------------------------------------------------------------------------------------
-def make_prompt(tokenizer, text):
-    """The ids of a turn up to where the answer begins.  Put together from ids, since text can never become a special
-    token."""
-    special = tokenizer.special
-    return [special["<|user|>"], *tokenizer.encode(text), special["<|end|>"], special["<|assistant|>"]]
-
-
-def cut_prompt(prompt, T):
-    """A long prompt without the beginning of its text, so that a quarter of a window of T is left for the answer;
-    chat.py does the same."""
-    room = T - T // 4
-    return prompt if len(prompt) <= room else prompt[:1] + prompt[1 - room:]
-
-
 def make_example(tokenizer, turns, T):
     """Turns -> (ids (n,), mask (n,), whether it had to be cut), n <= T + 1: T inputs and the target of the last one.
 
     mask: True at what is learned, the responses with their end tokens.  If it is too long, turns are left out from the
     end.  The first always stays: its prompt is cut first, then its response, of which at least a quarter of the window
     is left.  So every example has something to learn."""
-    ids, mask, end = [], [], tokenizer.special["<|end|>"]
+    ids, mask, end = [], [], tokenizer.special[END_OF_TURN]
     for text, response in turns:
-        prompt, answer = make_prompt(tokenizer, text), [*tokenizer.encode(response), end]
+        prompt, answer = tokenizer.prompt(text), [*tokenizer.encode(response), end]
         cut = len(ids) + len(prompt) + len(answer) > T + 1
         if cut and ids:
             break
         if cut:
-            prompt = cut_prompt(prompt, T)
+            prompt = tokenizer.prompt(text, T - T // 4)
             answer = answer[:T + 1 - len(prompt)]
         ids += prompt + answer
         mask += [False] * len(prompt) + [True] * len(answer)
@@ -324,34 +293,29 @@ def make_batch(examples, T, K, pad):
 # 4. Evaluation
 # ---------------------------------------------------------------------------------------------------------------------
 def evaluate(model, tokenizer, examples, micro_batch):
-    """-> (nats a learned token, bits a byte of response) of head 0 on all these examples."""
-    T, K, sizes = model.config.context, model.config.predict, train.token_bytes(tokenizer)
-    nats, counted, size = 0.0, 0, 0
-    for rows in plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0):
-        inputs, targets = make_batch([examples[i] for i in rows], T, K, tokenizer.special[END_OF_TEXT])
-        learned = targets[targets >= 0]
-        nats += float(model.forward(inputs, targets)[0]) * len(learned)
-        counted += len(learned)
-        size += int(sizes[learned].sum())
-    return nats / counted, nats / math.log(2) / max(size, 1)
+    """-> [nats a learned token, bits a byte of response] of head 0 on all these examples."""
+    T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
+    plan = plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0)
+    batches = (make_batch([examples[i] for i in rows], T, K, pad) for rows in plan)
+    return train.in_units(train.held_out_loss(model, train.token_bytes(tokenizer), batches))
 
 
 def answer(model, tokenizer, question, seed):
     """What the model answers, as text."""
-    ids = cut_prompt(make_prompt(tokenizer, question), model.config.context)
-    stream = model_cpu.generate(model, ids, temperature=0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size)
-    special, said = set(tokenizer.special.values()), itertools.islice(stream, ANSWER_TOKENS)
-    return tokenizer.decode(itertools.takewhile(lambda token: token not in special, said))
+    T = model.config.context
+    said = generate(model, tokenizer.prompt(question, T - T // 4), 0.8, top_k=50, seed=seed,
+                    vocab=tokenizer.vocab_size, stop=set(tokenizer.special.values()), most=ANSWER_TOKENS)
+    return tokenizer.decode(said)
 
 
-def fine_tuning(model, tokenizer, examples, s, state):
+def fine_tuning(model, tokenizer, examples, settings, state):
     """-> the Job of a run on these examples.  state keeps the held-out loss before the first step, and the latest."""
     T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
     lengths = padded_lengths(examples.train, T)
 
     @functools.lru_cache(maxsize=2)                 # each step of an epoch asks for it
     def plan(epoch):
-        return plan_epoch(lengths, s.batch_tokens, s.seed, epoch)
+        return plan_epoch(lengths, settings.batch_tokens, settings.seed, epoch)
 
     batches = len(plan(0))
 
@@ -359,13 +323,13 @@ def fine_tuning(model, tokenizer, examples, s, state):
         return make_batch([examples.train[i] for i in plan(step // batches)[step % batches]], T, K, pad)
 
     def look(step):
-        loss, bpb = evaluate(model, tokenizer, examples.held_out, s.micro_batch)
+        loss, bpb = evaluate(model, tokenizer, examples.held_out, settings.micro_batch)
         state.setdefault("before", loss)
         state["after"] = loss
-        questions = examples.questions[:None if step == s.steps else 3]
-        answers = [answer(model, tokenizer, question, s.seed) for question in questions]
+        questions = examples.questions[:None if step == settings.steps else 3]
+        answers = [answer(model, tokenizer, question, settings.seed) for question in questions]
         print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
-        if step in (0, s.steps):
+        if step in (0, settings.steps):
             for question, said in zip(questions, answers):
                 print(f"--- {printable(question)}\n{printable(said)}", flush=True)
         else:
@@ -373,7 +337,7 @@ def fine_tuning(model, tokenizer, examples, s, state):
         return {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
 
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
-    return train.Job(batch, look, max(train.token_bytes(tokenizer)[learned].mean(), 1e-9), CHAT_TEMPLATE)
+    return train.Job(batch, look, max(train.token_bytes(tokenizer)[learned].mean(), 1e-9), chat=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -422,73 +386,70 @@ def read_base(folder, preset):
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise ValueError(f"there is no trained model in {folder}: train it with `python train.py {preset or 'small'}`, "
                          f"or name the folder of one with --base.")
-    try:
-        recorded = {**model_cpu.load_state(folder)["settings"]}
-        recorded.pop("attention", None)                                     # recorded by earlier versions
-        settings = dataclasses.asdict(train.Settings(**recorded))
-    except (KeyError, TypeError):
-        raise ValueError(f"{folder} was not written by train.py or sft.py: how it was made is not recorded.") from None
-    if settings["preset"] not in DEFAULTS:
-        raise ValueError(f"{folder} holds a model of the size {settings['preset']}, which is none of {', '.join(DEFAULTS)}.")
-    if preset not in (None, settings["preset"]):
-        raise ValueError(f"{folder} holds a model of the size {settings['preset']}, not {preset}.")
+    base_settings, _ = train.read_run(folder, "train.py or sft.py")
+    if base_settings.preset not in DEFAULTS:
+        raise ValueError(f"{folder} holds a model of the size {base_settings.preset}, which is none of "
+                         f"{', '.join(DEFAULTS)}.")
+    if preset not in (None, base_settings.preset):
+        raise ValueError(f"{folder} holds a model of the size {base_settings.preset}, not {preset}.")
     tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
-    if missing := set(SPECIAL_TOKENS) - set(tokenizer.special):
-        raise ValueError(f"{folder}: tokenizer.json lacks the special token {min(missing)}.")
-    return settings, model_cpu.read_config(folder)[0], tokenizer
+    checkpoint.check_special(folder, tokenizer)
+    return base_settings, checkpoint.read_config(folder)[0], tokenizer
 
 
 def start(args, base, out):
     """-> (model, tokenizer, settings, state, examples) of a new run."""
     if os.path.exists(base) and os.path.exists(out) and os.path.samefile(base, out):
         raise ValueError(f"--out {out} is the base itself; name another folder for the model that is made from it.")
-    made, config, tokenizer = read_base(base, args.preset)
-    preset, data = made["preset"], args.data or find_data(made["preset"], made["data"])
-    asked, defaults = args.device, dict(DEFAULTS[preset], steps=1)          # the steps are counted below
-    args.device = train.choose_device(asked or "auto", preset)
+    base_settings, config, tokenizer = read_base(base, args.preset)
+    preset = base_settings.preset
+    data = args.data or find_data(preset, base_settings.data)
+    args.device, defaults = train.choose_device(args.device, preset), dict(DEFAULTS[preset], steps=1)     # see below
     default_epochs = defaults.pop("epochs")
     epochs = args.epochs or default_epochs
-    s = train.make_settings(args, preset, config, defaults)
-    s.data = [os.path.normpath(path) for path in data]
-    examples = make_examples(tokenizer, read_conversations(s.data), config.context, s.seed)
+    settings = train.make_settings(args, preset, config, defaults)
+    settings.data = [os.path.normpath(path) for path in data]
+    examples = make_examples(tokenizer, read_conversations(settings.data), config.context, settings.seed)
     lengths = padded_lengths(examples.train, config.context)
-    batches = plan_epoch(lengths, s.batch_tokens, s.seed, 0)
-    s.steps, s.tokens_key = epochs * len(batches), examples.key
+    batches = plan_epoch(lengths, settings.batch_tokens, settings.seed, 0)
+    settings.steps, settings.tokens_key = epochs * len(batches), examples.key
     if args.warmup is None:
-        s.warmup = min(s.warmup, s.steps // 10)
-    if preset != "small" and s.device == "cpu" and asked != "cpu":
-        train.check_patience(config, s)
-    model, _ = model_cpu.load(base, model_gpu.pick(s.device), train.model_options(s))
-    model.config, model.step = dataclasses.replace(model.config, mtp_weight=s.mtp_weight), 0
+        settings.warmup = min(settings.warmup, settings.steps // 10)
+    model, _ = checkpoint.load(base, model_gpu.pick(settings.device), train.model_options(settings))
+    model.config, model.step = dataclasses.replace(model.config, mtp_weight=settings.mtp_weight), 0
     state = {"script": "sft.py", "tokens": 0, "seconds": 0.0, "base": base}
     train.take(out)
     train.set_aside(out)
-    train.save(out, model, tokenizer, s, state, CHAT_TEMPLATE)      # from now on there is something to resume
+    train.save(out, model, tokenizer, settings, state, chat=True)      # from now on there is something to resume
     read = sum(len(ids) - 1 for ids, _ in examples.train)
     padded = sum(len(rows) * lengths[rows].max() for rows in batches)
     learned = sum(int(mask.sum()) for _, mask in examples.train)
-    print(f"{base} is fine-tuned into {out} on {', '.join(s.data)}: {len(examples.train):,} conversations, "
+    print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} conversations, "
           f"{len(examples.held_out):,} more are held out; {examples.cut:,} were longer than the context of "
-          f"{config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most {s.batch_tokens:,} "
+          f"{config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most {settings.batch_tokens:,} "
           f"tokens; of {padded:,} tokens {1 - read / padded:.1%} are padding, {learned / padded:.0%} are learned.",
           flush=True)
-    return model, tokenizer, s, state, examples
+    return model, tokenizer, settings, state, examples
 
 
 def resume(args, base, out):
     """-> the same of the run in `out`, which goes on from its own weights: the base need not be there any more."""
-    model, tokenizer, s, state = train.resume(args, out, "sft.py")
+    model, tokenizer, settings, state = train.resume(args, out, "sft.py")
     if args.base and base != state.get("base"):
         raise ValueError(f"the run in {out} began with {state.get('base')}, not with {base}; start a new run with another "
                          f"--out.")
-    examples = make_examples(tokenizer, read_conversations(s.data), model.config.context, s.seed)
-    if examples.key != s.tokens_key:
-        raise ValueError(f"the data, {', '.join(s.data)}, is not what the run in {out} began with.")
-    epochs = s.steps // len(plan_epoch(padded_lengths(examples.train, model.config.context), s.batch_tokens, s.seed, 0))
-    if args.epochs not in (None, epochs):
+    examples = make_examples(tokenizer, read_conversations(settings.data), model.config.context, settings.seed)
+    if examples.key != settings.tokens_key:
+        raise ValueError(f"the data, {', '.join(settings.data)}, is not what the run in {out} began with.")
+    lengths = padded_lengths(examples.train, model.config.context)
+    batches = len(plan_epoch(lengths, settings.batch_tokens, settings.seed, 0))
+    epochs = settings.steps // batches
+    if args.epochs and args.epochs > epochs and model.step >= settings.steps:
+        train.extend(settings, args.epochs * batches, out)
+    elif args.epochs not in (None, epochs):
         raise ValueError(f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run keeps its "
                          "settings. Leave the option out, or start a new run with another --out.")
-    return model, tokenizer, s, state, examples
+    return model, tokenizer, settings, state, examples
 
 
 def main(argv):
@@ -496,21 +457,21 @@ def main(argv):
     sys.stdout.reconfigure(errors="replace")
     base = os.path.normpath(args.base or os.path.join("out", args.preset or "small"))
     if args.show:
-        made, config, tokenizer = read_base(base, args.preset)
-        conversations = read_conversations(args.data or find_data(made["preset"], made["data"]))
+        base_settings, config, tokenizer = read_base(base, args.preset)
+        conversations = read_conversations(args.data or find_data(base_settings.preset, base_settings.data))
         return show(tokenizer, conversations, config.context, args.show)
     train.set_threads(argv)
     out = os.path.normpath(args.out or base + "-sft")
-    model, tokenizer, s, state, examples = (resume if args.resume else start)(args, base, out)
-    if model.step >= s.steps:
-        print(f"The run in {out} is finished: {model.step} of {s.steps} steps.")
+    model, tokenizer, settings, state, examples = (resume if args.resume else start)(args, base, out)
+    if model.step >= settings.steps:
+        print(f"The run in {out} is finished: {model.step} of {settings.steps} steps (--epochs takes more).")
         return 0
     if args.resume:
-        print(f"Resuming {out} at step {model.step} of {s.steps}.", flush=True)
-    stop, job = train.Stop(), fine_tuning(model, tokenizer, examples, s, state)
+        print(f"Resuming {out} at step {model.step} of {settings.steps}.", flush=True)
+    stop, job = train.Stop(), fine_tuning(model, tokenizer, examples, settings, state)
     if "before" not in state:
         train.Log(out, -1).write(step=0, **job.evaluate(0))
-    if code := train.train(model, tokenizer, s, out, state, stop, job):
+    if code := train.train(model, tokenizer, settings, out, state, stop, job):
         return code
     print(f"Held-out loss {state['before']:.4f} before, {state['after']:.4f} after.\n\n"
           f"Talk to it: python chat.py --model {out}")

@@ -47,7 +47,22 @@ import unicodedata
 from collections import Counter, defaultdict
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
-END_OF_TEXT = SPECIAL_TOKENS[0]
+END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
+
+# How a conversation becomes one text (Tokenizer.prompt), for other tools, in Jinja: transformers' apply_chat_template
+# gives the same ids. But for one case: such a tool puts a conversation together as text, so a "<|end|>" that somebody
+# typed becomes the special token there. Here it stays seven characters.
+CHAT_TEMPLATE = r"""
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- for message in (messages[1:] if messages[0].role == 'system' else messages) -%}
+    {%- if message.role != ('assistant' if loop.index0 % 2 else 'user') -%}
+        {{- raise_exception('after one system text at most, the roles must be user and assistant in turn') -}}
+    {%- endif -%}
+    {{- '<|' + message.role + '|>' + (system + '\n\n' if loop.first and system else '') -}}
+    {{- message.content + '<|end|>' -}}
+{%- endfor -%}
+{{- '<|assistant|>' if add_generation_prompt else '' -}}
+""".strip()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -547,6 +562,13 @@ class Tokenizer:
         """
         return array.array(self.encoder.typecode, self.encoder.pack(text)).tolist()
 
+    def prompt(self, text, room=None):
+        """The ids of a turn up to where the answer begins, <|user|>text<|end|><|assistant|>, put together from ids,
+        since text can never become a special token. room: at most so many of them; of a longer text the end is kept.
+        """
+        ids = [self.special[USER], *self.encode(text), self.special[END_OF_TURN], self.special[ASSISTANT]]
+        return ids if room is None or len(ids) <= room else ids[:1] + ids[1 - room:]
+
     def decode_bytes(self, ids):
         """Iterable of ids -> bytes; a special token gives its name."""
         ids = [operator.index(token) for token in ids]
@@ -720,7 +742,7 @@ def train_command(files, vocab_size, out):
     if os.path.isdir(out) or not os.access(os.path.dirname(os.path.abspath(out)), os.W_OK):
         raise ValueError(f"Cannot write {out}; give --out a file in a folder that exists and may be written to.")
     started = time.monotonic()
-    tokenizer = Tokenizer.train_files(files, vocab_size)
+    tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
     tokenizer.save(out)
     print(f"{out}: {tokenizer.vocab_size} tokens (256 bytes, {len(tokenizer.merges)} merges, {len(tokenizer.special)} "
           f"special) learned from {sum(map(os.path.getsize, files)):,} bytes in {time.monotonic() - started:.1f} s")
@@ -818,6 +840,22 @@ def replace_file(path):
         with contextlib.suppress(OSError):
             os.remove(new)
         raise
+
+
+def show_progress(what, unit="MB", size=1e6):
+    """-> progress(done, total), in bytes or whatever `size` of make a unit: on a terminal a line that rewrites itself,
+    elsewhere one line at the end."""
+    start = time.monotonic()
+
+    def progress(done, total):
+        seconds = max(time.monotonic() - start, 1e-9)
+        line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
+        if sys.stdout.isatty():
+            print(f"\r{line}, {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left \033[K",
+                  end="\n" if done >= total else "", flush=True)
+        elif done >= total:
+            print(f"{line}, {seconds:.1f} s", flush=True)
+    return progress
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,6 +3,8 @@
     python train.py                          the small model on what data/ holds, or on the English inside Python itself
     python train.py small --data play.txt    on your own text
     python train.py --resume                 go on with an interrupted run, bit for bit as if it had never stopped
+    python train.py --resume --steps 2000    go on with a finished one
+    python train.py --dim 192 --layers 6     sizes of your own: a preset is only where they start
     python train.py --plot out/small         draw the loss curves
 
 Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order of a run:
@@ -41,11 +43,12 @@ import time
 import zlib
 
 import model_cpu            # first: it says what to do where NumPy is missing
+import checkpoint
 import model_gpu
 import numpy as np
-from model_cpu import CONFIGS
-from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, naming, number_type,
-                       replace_file, run_script, whole_number)
+from model_cpu import CONFIGS, generate
+from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, naming,
+                       number_type, replace_file, run_script, show_progress, whole_number)
 
 
 @dataclasses.dataclass
@@ -88,6 +91,7 @@ DEFAULTS = {
     "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
     "big": dict(steps=48000, batch_tokens=32768, lr=1e-3, warmup=300, eval_every=500, save_every=2000),
 }
+SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
 # readings of a text: from a fifth of 290 MB big learned nothing of use, nor small from more than eight of 0.3 MB
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 MOST_BATCH = 1 << 24            # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
@@ -204,21 +208,6 @@ def check_corpus(paths):
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. Tokens
 # ---------------------------------------------------------------------------------------------------------------------
-def show_progress(what):
-    """-> progress(done, total), both in bytes: on a terminal a line that rewrites itself, elsewhere one line at the end."""
-    start = time.monotonic()
-
-    def progress(done, total):
-        seconds = max(time.monotonic() - start, 1e-9)
-        line = f"{what} {done / 1e6:,.0f} MB, {done / 1e6 / seconds:.1f} MB/s"
-        if sys.stdout.isatty():
-            print(f"\r{line}, {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left \033[K",
-                  end="\n" if done >= total else "", flush=True)
-        elif done >= total:
-            print(f"{line}, {seconds:.1f} s", flush=True)
-    return progress
-
-
 def file_hash(path):
     digest = hashlib.sha256()
     with naming(path), open(path, "rb") as file:
@@ -332,12 +321,12 @@ def get_batch(tokens, starts, T, K):
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. The schedule
 # ---------------------------------------------------------------------------------------------------------------------
-def learning_rate(step, s):
-    """Linear warmup to s.lr, then a cosine down to a tenth of it (Loshchilov & Hutter 2017).  step counts from 0."""
-    if step < s.warmup:
-        return s.lr * (step + 1) / s.warmup
-    progress = (step - s.warmup) / max(1, s.steps - 1 - s.warmup)
-    return s.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+def learning_rate(step, settings):
+    """Linear warmup to settings.lr, then a cosine down to a tenth of it (Loshchilov & Hutter 2017).  step counts from 0."""
+    if step < settings.warmup:
+        return settings.lr * (step + 1) / settings.warmup
+    progress = (step - settings.warmup) / max(1, settings.steps - 1 - settings.warmup)
+    return settings.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -349,31 +338,53 @@ def token_bytes(tokenizer):
     return np.array([0 if i in special else len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
 
 
-def evaluate(model, sizes, val, micro_batch, most):
-    """Head 0 on at most `most` tokens of val, in windows spread evenly -> (nats, tokens, bytes), sums; zeros if val has not
-    even K+1 tokens.  sizes: token_bytes of the tokenizer."""
-    K, T = model.config.predict, min(model.config.context, len(val) - model.config.predict)
-    nats, counted, size = 0.0, 0, 0
+def held_out_loss(model, sizes, batches):
+    """Head 0 on batches of (inputs (B,T), targets (B,T+K-1)) -> (nats, tokens counted, bytes of these), sums.  sizes:
+    token_bytes of the tokenizer."""
+    sums = np.zeros(3)
+    for inputs, targets in batches:
+        wanted = targets[:, :inputs.shape[1]]
+        wanted = wanted[wanted >= 0]
+        sums += float(model.forward(inputs, targets)[0]) * len(wanted), len(wanted), sizes[wanted].sum()
+    return sums
+
+
+def in_units(sums):
+    """What held_out_loss returns -> [nats a token, bits a byte].  Bits a byte do not depend on the tokenizer: models can
+    be compared by them."""
+    nats, counted, size = sums
+    return [nats / max(counted, 1), nats / math.log(2) / max(size, 1)]
+
+
+def even_windows(val, T, K, micro_batch, most):
+    """Yield batches of windows spread evenly over val, of together at most `most` tokens; none if val has not even K+1
+    tokens."""
+    T = min(T, len(val) - K)
     windows = max(1, min(most, len(val) - K) // T) if T > 0 else 0
     starts = [i * ((len(val) - K) // windows) for i in range(windows)]
     for i in range(0, len(starts), micro_batch):
-        inputs, targets = get_batch(val, starts[i:i + micro_batch], T, K)
-        nats += float(model.forward(inputs, targets)[0]) * inputs.size
-        counted += inputs.size
-        size += int(sizes[targets[:, :T]].sum())
-    return nats, counted, size
+        yield get_batch(val, starts[i:i + micro_batch], T, K)
 
 
-def validate(model, tokenizer, val, micro_batch, most=1 << 62):
-    """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at most `most` tokens
-    of each kind; {} if there is nothing.  Bits a byte do not depend on the tokenizer: models can be compared by them."""
-    sizes = token_bytes(tokenizer)
-    sums = {name: np.array(evaluate(model, sizes, tokens, micro_batch, most)) for name, tokens in val.items()}
-    both = {name: [nats / max(counted, 1), nats / math.log(2) / max(size, 1)]
-            for name, (nats, counted, size) in [*sums.items(), ("", sum(sums.values()))] if counted}
+def validate(model, tokenizer, val, micro_batch, most=None, progress=None):
+    """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at most `most`
+    tokens of each kind (None: all); {} if there is nothing.  progress(done, total) is called as tokens are done."""
+    sizes, c = token_bytes(tokenizer), model.config
+    most = most or sum(map(len, val.values()))
+    sums, done, total = {}, 0, sum(min(most, len(tokens)) for tokens in val.values())
+    for name, tokens in val.items():
+        sums[name] = np.zeros(3)
+        for batch in even_windows(tokens, c.context, c.predict, micro_batch, most):
+            sums[name] += held_out_loss(model, sizes, [batch])
+            done += batch[0].size
+            if progress:
+                progress(done, total)
+    if progress:
+        progress(total, total)
+    both = {name: in_units(kind_sums) for name, kind_sums in sums.items() if kind_sums[1]}
     if not both:
         return {}
-    loss, bpb = both.pop("")
+    loss, bpb = in_units(sum(sums.values()))
     return {"val_loss": loss, "val_bpb": bpb, "val": both}
 
 
@@ -386,12 +397,9 @@ def in_words(result):
 def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
     """prompt and its continuation, as text."""
     ids = tokenizer.encode(prompt)
-    stream = model_cpu.generate(model, ids, temperature=0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size)
-    for _, token in zip(range(length), stream):
-        if token == tokenizer.special[END_OF_TEXT]:
-            break
-        ids.append(token)
-    return tokenizer.decode(ids)
+    stop = {tokenizer.special[END_OF_TEXT]}
+    said = generate(model, ids, 0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size, stop=stop, most=length)
+    return tokenizer.decode([*ids, *said])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,7 +446,7 @@ def read_log(file, path):
 
 class Log:
     """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for step s drops what is
-    later than s, so that the log of a resumed run has each step once.  What is kept is the beginning of the file, of which
+    later than settings, so that the log of a resumed run has each step once.  What is kept is the beginning of the file, of which
     nothing is written again: killed at any moment, no history is lost."""
     def __init__(self, folder, step):
         self.path = os.path.join(folder, "log.jsonl")
@@ -477,7 +485,8 @@ class Log:
 def flops_per_token(config):
     """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward), which is all but
     the embedding, and 6 L C T for causal attention."""
-    products = model_cpu.param_count(config, decayed_only=True) - config.vocab * config.dim
+    matrices = model_cpu.update_table(config)[0][0].stop
+    products = matrices - config.vocab * config.dim
     return 6 * products + 6 * config.layers * config.dim * config.context
 
 
@@ -488,18 +497,18 @@ def duration(seconds):
             if minutes < 24 * 60 else f"{minutes / 1440:.1f} days")
 
 
-def print_step(s, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak, left, last=False):
-    """The progress line: elsewhere every tenth step on a line of its own; on a terminal rewritten in place, and there what
-    matters less is left out until the rest fits, or every step would leave a line.  peak: the share of the GPU's, or
+def print_step(settings, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak, left, last=False):
+    """The progress line: on a terminal rewritten in place, and what matters less is left out until the rest fits, or every
+    step would leave a line; elsewhere the first step and every tenth on lines of their own.  peak: the share of the GPU's, or
     None."""
     # (how much it matters, what): 1 goes first
-    parts = [(8, f"step {step:5d}/{s.steps}"), (7, f"loss {loss:7.4f}"),
+    parts = [(8, f"step {step:5d}/{settings.steps}"), (7, f"loss {loss:7.4f}"),
              (6, f"{loss / math.log(2) / bytes_per_token:.3f} bits/byte"), (2, f"lr {lr:.2e}"), (3, f"norm {norm:6.2f}"),
              (4, f"{tokens_per_second:8,.0f} tokens/s"), (5, f"{duration(left)} left")]
     if peak is not None:
         parts.insert(-1, (1, f"{peak:.0%} of peak"))
     if not sys.stdout.isatty():
-        if last or step % 10 == 0:
+        if last or step == 1 or step % 10 == 0:
             print("  ".join(part for _, part in parts), flush=True)
         return
     while len("  ".join(part for _, part in parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
@@ -566,20 +575,20 @@ class Job:
     batch: callable             # step, from 0 -> inputs (B,T), targets (B,T+K-1): a pure function, so that a run can be resumed
     evaluate: callable          # step, from 1 -> dict for log.jsonl, and prints what it found
     bytes_per_token: float      # of the text learned from, for the progress line
-    chat_template: str = None   # for the checkpoint, if the model answers
+    chat: bool = False          # whether the model answers
 
 
-def training_step(model, s, inputs, targets, lr):
+def training_step(model, settings, inputs, targets, lr):
     """One update -> (losses (K,), norm of the gradient).  On a GPU both are arrays there, whose values are not known yet:
     the host runs ahead."""
     B, T = inputs.shape
-    rows = max(1, s.micro_batch * model.config.context // T)        # a micro-batch is bounded by its tokens
+    rows = max(1, settings.micro_batch * model.config.context // T)        # a micro-batch is bounded by its tokens
     counted = model_cpu.count_targets(targets, T, model.config.predict)     # of the step, so that rows changes only rounding
     losses = 0.0
     for i in range(0, B, rows):
         losses = losses + model.forward(inputs[i:i + rows], targets[i:i + rows], counted)
         model.backward(last=i + rows >= B)
-    return losses, model.update(lr, decay=s.decay, clip=s.clip)
+    return losses, model.update(lr, decay=settings.decay, clip=settings.clip)
 
 
 def first_bad_tensor(model):
@@ -591,18 +600,18 @@ def first_bad_tensor(model):
     return "every gradient is finite; the loss, or the sum of the gradient's squares, overflowed"
 
 
-def save(out, model, tokenizer, s, state, chat_template=None):
+def save(out, model, tokenizer, settings, state, chat=False):
     """The checkpoint, with all that a resumed run needs to know."""
-    model_cpu.save(out, model, tokenizer, {**state, "settings": dataclasses.asdict(s)}, chat_template)
+    checkpoint.save(out, model, tokenizer, {**state, "settings": dataclasses.asdict(settings)}, chat)
 
 
-def train(model, tokenizer, s, out, state, stop, job):
-    """Run from model.step to s.steps -> exit code, 0 when the run is finished.  state: a dict of the "tokens" and "seconds"
+def train(model, tokenizer, settings, out, state, stop, job):
+    """Run from model.step to settings.steps -> exit code, 0 when the run is finished.  state: a dict of the "tokens" and "seconds"
     spent so far and the "script" that this is."""
     np.seterr(all="ignore")                             # a number that is not finite is looked for below, and named
     log, began, first, before = Log(out, model.step), time.monotonic(), model.step, dict(state)
     pauses = 0.0                                        # seconds spent on evaluating and saving
-    peak = model_gpu.peak_flops(s.precision) if s.device == "gpu" else None
+    peak = model_gpu.peak_flops(settings.precision) if settings.device == "gpu" else None
 
     def report(step, tokens, losses, norm, lr, last):
         """Wait for a step's numbers, log and print them -> whether they are finite."""
@@ -616,22 +625,22 @@ def train(model, tokenizer, s, out, state, stop, job):
         log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
                   seconds=round(state["seconds"], 3))
         rate = (tokens - before["tokens"]) / (seconds - pauses)
-        print_step(s, step, losses[0], job.bytes_per_token, lr, norm, rate,
+        print_step(settings, step, losses[0], job.bytes_per_token, lr, norm, rate,
                    rate * flops_per_token(model.config) / peak if peak else None,
-                   (seconds - pauses) / (step - first) * (s.steps - step), last)
+                   (seconds - pauses) / (step - first) * (settings.steps - step), last)
         return True
 
     waiting, tokens = None, state["tokens"]             # waiting: the step whose numbers have not been read yet
-    for step in range(first + 1, s.steps + 1):
-        (inputs, targets), lr = job.batch(step - 1), learning_rate(step - 1, s)
+    for step in range(first + 1, settings.steps + 1):
+        (inputs, targets), lr = job.batch(step - 1), learning_rate(step - 1, settings)
         tokens += inputs.size
-        numbers = training_step(model, s, inputs, targets, lr)
+        numbers = training_step(model, settings, inputs, targets, lr)
         # a GPU works on this step while the host reads the one before
         if waiting and not report(*waiting, last=False):
             return 1
         # at first, when the loss falls fastest, evaluations stand at powers of two
-        evaluating = step % s.eval_every == 0 or step == s.steps or 16 <= step < s.eval_every and step & (step - 1) == 0
-        saving, waiting = step % s.save_every == 0 or step == s.steps, (step, tokens, *numbers, lr)
+        evaluating = step % settings.eval_every == 0 or step == settings.steps or 16 <= step < settings.eval_every and step & (step - 1) == 0
+        saving, waiting = step % settings.save_every == 0 or step == settings.steps, (step, tokens, *numbers, lr)
         if not (evaluating or saving or stop.signal):
             continue
         if not report(*waiting, last=True):
@@ -642,98 +651,63 @@ def train(model, tokenizer, s, out, state, stop, job):
                   f"this text by heart. More text or fewer --steps would help.", flush=True)
         if saving or stop.signal:
             os.fsync(log.file.fileno())
-            save(out, model, tokenizer, s, state, job.chat_template)
-        if stop.signal and step < s.steps:
-            print(f"Saved {out} at step {step}. Go on with: python {state['script']} {s.preset} --resume --out {out}",
+            save(out, model, tokenizer, settings, state, job.chat)
+        if stop.signal and step < settings.steps:
+            print(f"Saved {out} at step {step}. Go on with: python {state['script']} {settings.preset} --resume --out {out}",
                   file=sys.stderr)
             return 128 + stop.signal
         pauses += time.monotonic() - paused
-    print(f"\nTrained {out}: {s.steps} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.")
+    print(f"\nTrained {out}: {settings.steps} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.")
     return 0
 
 
-def memory_plan(config, micro_batch, T, threads, itemsize=4):
-    """Bytes by kind of the CPU engine: dict of name -> bytes."""
-    c, N, size = config, micro_batch * T, itemsize * model_cpu.param_count(config)
-    # numbers a token: what each layer keeps for its backward, and what all layers share
-    kept = (2 * c.dim + 2                           # x_in, x_mid, rstd1, rstd2
-            + c.qkv_width + c.heads * T + c.dim     # qkv, P, y
-            + 3 * c.hidden)                         # gate_up, sigmoid
-    shared = (2 * c.dim + 1                         # x, h_final, rstd
-              + 5 * c.dim + c.qkv_width + c.heads * T   # n, dn, step, dx, dy, dqkv, dS
-              + 4 * c.hidden                        # h, dh, dgate_up
-              + c.predict * (c.vocab + 1))          # logits, total
-    return {"parameters": size, "gradients": min(threads, max(1, micro_batch)) * size, "AdamW moments": 2 * size,
-            "activations": itemsize * N * (c.layers * kept + shared)}
+def engine_of(settings):
+    """The module of the run's engine; a run can be planned where there is no GPU."""
+    return model_gpu if settings.device == "gpu" else model_cpu
 
 
-def plan(config, s, micro_batch):
-    """Bytes by kind that the run takes on its device."""
-    if s.device == "gpu":
-        return model_gpu.memory_plan(config, micro_batch, config.context, s.precision)
-    return memory_plan(config, micro_batch, config.context, s.threads)
+def planner(config, settings):
+    """-> function of the micro-batch: bytes by kind that the run takes on its device."""
+    return lambda rows: engine_of(settings).memory_plan(config, rows, config.context, settings.precision, settings.threads)
 
 
-def free_memory(s):
-    """Bytes to be had on the run's device; None if that cannot be known."""
-    if s.device == "gpu":
-        return model_gpu.free_memory(s.memory_limit) if model_gpu.why_no_gpu() is None else s.memory_limit
-    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:     # Linux
-        return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", file.read())[1])
-    return None
-
-
-def largest_micro_batch(config, s):
-    """The largest micro-batch for the free memory, 0 if none fits; None if the memory cannot be known."""
-    free = free_memory(s)
-    if free is None:
-        return None
-    if s.device == "gpu":
-        return model_gpu.largest_micro_batch(config, config.context, s.precision, free)
-    fixed = sum(plan(config, s, 0).values())
-    return max(0, int((free - fixed) // (sum(plan(config, s, 1).values()) - fixed)))
-
-
-def dry_run(config, s):
-    print(f"{s.preset}: {model_cpu.param_count(config):,} parameters, {s.steps} steps of {s.batch_tokens:,} tokens in "
-          f"micro-batches of {s.micro_batch} x {config.context}, {s.device} {s.precision}, peak learning rate {s.lr}")
-    kinds = plan(config, s, s.micro_batch)
+def dry_run(config, settings):
+    plan, free = planner(config, settings), engine_of(settings).free_memory(settings.memory_limit)
+    print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of {settings.batch_tokens:,} tokens in "
+          f"micro-batches of {settings.micro_batch} x {config.context}, {settings.device} {settings.precision}, peak learning rate {settings.lr}")
+    kinds = plan(settings.micro_batch)
     for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
         print(f"{name:>20} {size / 2**20:10.1f} MiB")
-    if (largest := largest_micro_batch(config, s)) is not None:
-        print(f"Free memory is {free_memory(s) / 2**20:,.0f} MiB: the largest micro-batch is {largest}.")
+    if free is not None:
+        print(f"Free memory is {free / 2**20:,.0f} MiB: the largest micro-batch is "
+              f"{model_cpu.largest_micro_batch(plan, free)}.")
 
 
-def check_patience(config, s):
-    """medium and big are for a GPU: time a few steps, and say how long the run would take here."""
-    model = model_cpu.Model(config, s.seed, np.float32)
-    tokens = np.zeros((1, model.config.context), np.int64)
-    targets = np.zeros((1, model.config.context + model.config.predict - 1), np.int64)
-    seconds = []
-    for _ in range(3):
-        began = time.monotonic()
-        model.forward(tokens, targets)
-        model.backward()
-        seconds.append(time.monotonic() - began)
-    rate = tokens.size * s.threads / min(seconds)
-    days = s.steps * s.batch_tokens / rate / 86400
-    raise ValueError(f"{s.preset} would take about {days:.1f} days on this CPU ({rate:,.0f} tokens/s): train it on an NVIDIA "
-                     f"GPU, train small instead, or say --device cpu to do it all the same.")
+def choose_device(asked, preset):
+    """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others."""
+    if asked in (None, "auto"):
+        if preset == "small":
+            return "cpu"
+        if reason := model_gpu.why_no_gpu():
+            raise ValueError(f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do it all the "
+                             f"same. On a GPU it takes minutes; but: {reason}")
+        return "gpu"
+    model_gpu.pick(asked)
+    return asked
 
 
-def choose_device(device, preset):
-    """-> cpu or gpu.  auto: the CPU for small, and the GPU, where there is one, for the others."""
-    if device == "auto" and preset == "small":
-        return "cpu"
-    return "gpu" if model_gpu.pick(device) is model_gpu else "cpu"
+def choose_sizes(args, preset):
+    """-> the preset's Config with the sizes that were given; what follows from dim follows."""
+    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    return dataclasses.replace(CONFIGS[preset], **given, **({"hidden": None} if "dim" in given else {}))
 
 
-def model_options(s):
+def model_options(settings):
     """The arguments of the engine's Model, other than config and seed."""
-    if s.device == "gpu":
-        return {"precision": s.precision, "micro_batch": s.micro_batch, "memory_limit": s.memory_limit,
-                "matmul": s.matmul}
-    return {"dtype": np.float32, "threads": s.threads}
+    if settings.device == "gpu":
+        return {"precision": settings.precision, "micro_batch": settings.micro_batch, "memory_limit": settings.memory_limit,
+                "matmul": settings.matmul}
+    return {"dtype": np.float32, "threads": settings.threads}
 
 
 def set_threads(argv):
@@ -748,12 +722,16 @@ def parse_arguments(argv):
     parser = Parser(description="Pretrain a model.", epilog="Defaults depend on the preset: --dry-run "
                                      "prints them.")
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
+    for name in SIZES:
+        parser.add_argument("--" + name.replace("_", "-"), type=whole_number(1, 1 << 20), metavar="N",
+                            help="of the model, in place of the preset's")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="text files; documents may be separated by lines that "
                         "hold only <|endoftext|> (default: data/tiny.txt, or the English inside Python; for medium and big "
                         "data/books*.txt and data/web*.txt, if there are any)")
     parser.add_argument("--out", metavar="DIR", help="the checkpoint folder (default out/PRESET)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--steps", type=whole_number(1), help="updates")
+    parser.add_argument("--steps", type=whole_number(1), help="updates; with --resume, more than a finished run made: go "
+                        "on with it")
     add_run_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print parameters and memory, then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
@@ -808,6 +786,7 @@ def make_settings(args, preset, config, defaults):
     """Settings from these defaults, of the preset, and the options given."""
     chosen = dict(defaults, preset=preset, device="cpu", decay=0.1, clip=1.0, seed=0, data=None,
                   mtp_weight=config.mtp_weight)
+    chosen["batch_tokens"] = max(1, chosen["batch_tokens"] // config.context) * config.context
     chosen.update(given_settings(args))
     windows = chosen["batch_tokens"] // config.context
     if chosen["batch_tokens"] % config.context or not windows:
@@ -815,75 +794,96 @@ def make_settings(args, preset, config, defaults):
     on_gpu = chosen["device"] == "gpu"
     if not on_gpu and (wrong := [name for name in ("precision", "matmul", "memory_limit") if name in chosen]):
         raise ValueError(f"--{wrong[0].replace('_', '-')} is for the GPU engine; add --device gpu.")
+    if on_gpu:
+        model_gpu.check_sizes(config)
     if "precision" not in chosen:
         chosen["precision"] = "fp32" if not on_gpu else model_gpu.default_precision()
-    s = Settings(**{"matmul": "cublas", "memory_limit": None, "threads": 1, "micro_batch": 1, **chosen})
+    settings = Settings(**{"matmul": "cublas", "memory_limit": None, "threads": 1, "micro_batch": 1, **chosen})
     if "micro_batch" not in chosen:
         # as large as memory allows, up to where a larger one is no faster
-        largest = largest_micro_batch(config, s)
-        s.micro_batch = min((32768 if on_gpu else 4096) // config.context, windows if largest is None else largest)
-    s.micro_batch = min(max(1, s.micro_batch), windows)
+        free = engine_of(settings).free_memory(settings.memory_limit)
+        largest = windows if free is None else model_cpu.largest_micro_batch(planner(config, settings), free)
+        settings.micro_batch = min((32768 if on_gpu else 4096) // config.context, largest)
+    settings.micro_batch = min(max(1, settings.micro_batch), windows)
     if "threads" not in chosen and not on_gpu:
-        s.threads = min(available_cores(), s.micro_batch)
-    return s
+        settings.threads = min(available_cores(), settings.micro_batch)
+    return settings
+
+
+def read_run(folder, script):
+    """-> (Settings, state) of the run of this script that wrote a checkpoint; ValueError if none did."""
+    state = checkpoint.load_state(folder)
+    try:
+        recorded = {**state["settings"]}
+        recorded.pop("attention", None)                     # of earlier versions, which had two kinds
+        settings = Settings(**recorded)
+        if not (type(state["script"]) is str and type(state["tokens"]) is int
+                and type(state["seconds"]) in (int, float)):
+            raise TypeError("its script, tokens or seconds cannot be")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder} was not written by {script}: how the run was made is not recorded ({error}).") from None
+    return settings, state
 
 
 def resume(args, out, script):
     """-> (model, tokenizer, settings, state) of the run of this script in `out`.  Options that differ from the run's are an
-    error."""
+    error, but for more --steps than a finished run has made."""
     if not os.path.exists(os.path.join(out, "config.json")):
         raise ValueError(f"there is nothing to resume in {out}: it holds no checkpoint. Start a run without --resume.")
     take(out)
-    state = model_cpu.load_state(out)
-    try:
-        recorded = {**state["settings"]}
-        attention = recorded.pop("attention", "flash")      # recorded by earlier versions, which had two kinds
-        s = Settings(**recorded)
-        if not (type(state["script"]) is str and type(state["tokens"]) is int and type(state["seconds"]) in (int, float)):
-            raise TypeError("its script, tokens or seconds cannot be")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{out} was not written by {script}, so there is nothing to resume ({error}).") from None
+    settings, state = read_run(out, script)
     if state["script"] != script:
         raise ValueError(f"the run in {out} is one of {state['script']}: resume it with that.")
-    if attention != "flash":
-        raise ValueError(f"the run in {out} has --attention {attention!r:.40}, and one with naive attention cannot be gone on "
-                         f"with any more: start a new run with another --out.")
-    for name, value in given_settings(args).items():
-        recorded = getattr(s, name)
-        if value != recorded:
+    if state["settings"].get("attention", "flash") != "flash":
+        raise ValueError(f"the run in {out} has --attention naive, which is no more: start a new run with another --out.")
+    model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
+    recorded = {**dataclasses.asdict(settings), **dataclasses.asdict(model.config)}
+    given = {**given_settings(args), **{name: getattr(args, name, None) for name in SIZES}}
+    for name, value in given.items():
+        if name == "steps" and value > settings.steps <= model.step:
+            extend(settings, value, out)
+        elif value not in (None, recorded[name]):
             option = "the preset" if name == "preset" else "--" + name.replace("_", "-")
-            raise ValueError(f"the run in {out} has {option} {recorded}, not {value}: a resumed run keeps its settings. Leave "
-                             f"the option out, or start a new run with another --out.")
-    model, tokenizer = model_cpu.load(out, model_gpu.pick(s.device), model_options(s))
-    return model, tokenizer, s, model_cpu.load_state(out, model)
+            raise ValueError(f"the run in {out} has {option} {recorded[name]}, not {value}: a resumed run keeps its settings. "
+                             f"Leave the option out, or start a new run with another --out.")
+    return model, tokenizer, settings, checkpoint.load_state(out, model)
 
 
-def cap_steps(args, s, tokens):
+def extend(settings, steps, out):
+    """Give a finished run more steps."""
+    before, rate = settings.steps, learning_rate(settings.steps - 1, settings)
+    settings.steps = steps
+    print(f"The run in {out} was finished after {before} steps; it goes on to {steps}.  The schedule is computed anew: the "
+          f"learning rate rises from {rate:.2e} to {learning_rate(before, settings):.2e}, and falls again.", flush=True)
+
+
+def cap_steps(args, settings, tokens):
     """Unless told: no more steps than the corpus has new things to say."""
-    epochs = MOST_EPOCHS[s.preset]
-    most = max(1, epochs * tokens // s.batch_tokens)
-    if args.steps is None and most < s.steps:
-        print(f"{tokens:,} tokens are few for {s.steps} steps: taking {most}, which read them {epochs} times (--steps takes another "
+    epochs = MOST_EPOCHS[settings.preset]
+    most = max(1, epochs * tokens // settings.batch_tokens)
+    if args.steps is None and most < settings.steps:
+        print(f"{tokens:,} tokens are few for {settings.steps} steps: taking {most}, which read them {epochs} times (--steps takes another "
               f"number).")
-        s.steps = most
-        s.warmup = s.warmup if args.warmup is not None else min(s.warmup, most // 10)
+        settings.steps = most
+        settings.warmup = settings.warmup if args.warmup is not None else min(settings.warmup, most // 10)
 
 
-def pretraining(model, tokenizer, tokens, val, s):
+def pretraining(model, tokenizer, tokens, val, settings):
     """-> the Job of a run on these tokens."""
-    T, K, windows = model.config.context, model.config.predict, s.batch_tokens // model.config.context
+    T, K, windows = model.config.context, model.config.predict, settings.batch_tokens // model.config.context
 
     def batch(step):
-        return get_batch(tokens, window_starts(s.seed, step, windows, len(tokens), T, K), T, K)
+        return get_batch(tokens, window_starts(settings.seed, step, windows, len(tokens), T, K), T, K)
 
     def look(step):
-        result = validate(model, tokenizer, val, s.micro_batch, EVAL_TOKENS)
+        result = validate(model, tokenizer, val, settings.micro_batch, EVAL_TOKENS)
         if result:
             print(f"           validation loss {in_words(result)}")
-        if step == s.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
-            result["all"] = validate(model, tokenizer, val, s.micro_batch)
+        if step == settings.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
+            progress = show_progress("           held out:", "thousand tokens", 1e3)
+            result["all"] = validate(model, tokenizer, val, settings.micro_batch, progress=progress)
             print(f"           on all {sum(map(len, val.values())):,} tokens held out {in_words(result['all'])}")
-        samples = [sample_text(model, tokenizer, prompt, s.seed + i) for i, prompt in enumerate(PROMPTS)]
+        samples = [sample_text(model, tokenizer, prompt, settings.seed + i) for i, prompt in enumerate(PROMPTS)]
         print("           " + repr(samples[0])[1:-1], flush=True)
         return {**result, "samples": samples}
 
@@ -898,47 +898,44 @@ def main(argv):
     preset = args.preset or "small"
     out = os.path.normpath(args.out or os.path.join("out", preset))
     if args.resume:
-        model, tokenizer, s, state = resume(args, out, "train.py")
-        if model.step >= s.steps:
-            print(f"The run in {out} is finished: {model.step} of {s.steps} steps.")
+        model, tokenizer, settings, state = resume(args, out, "train.py")
+        if model.step >= settings.steps:
+            print(f"The run in {out} is finished: {model.step} of {settings.steps} steps (--steps takes more).")
             return 0
-        _, tokens, val, key = prepare(s.data, model.config.vocab)
-        if key != s.tokens_key:
-            raise ValueError(f"the corpus {', '.join(s.data)}, or the tokenizer made from it, is not the one that the run in "
+        _, tokens, val, key = prepare(settings.data, model.config.vocab)
+        if key != settings.tokens_key:
+            raise ValueError(f"the corpus {', '.join(settings.data)}, or the tokenizer made from it, is not the one that the run in "
                              f"{out} began with.")
-        print(f"Resuming {out} at step {model.step} of {s.steps}.")
+        print(f"Resuming {out} at step {model.step} of {settings.steps}.")
     else:
-        config = CONFIGS[preset]
+        config = choose_sizes(args, preset)
         # a dry run needs no GPU to plan for one
         planning = args.dry_run and args.device != "cpu" and (preset != "small" or args.device == "gpu" or args.memory_limit)
-        asked = args.device
-        args.device = "gpu" if planning else choose_device(asked or "auto", preset)
-        s = make_settings(args, preset, config, DEFAULTS[preset])
-        config = dataclasses.replace(config, mtp_weight=s.mtp_weight)
+        args.device = "gpu" if planning else choose_device(args.device, preset)
+        settings = make_settings(args, preset, config, DEFAULTS[preset])
+        config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
         if args.dry_run:
-            return dry_run(config, s)
-        if preset != "small" and s.device == "cpu" and asked != "cpu":
-            check_patience(config, s)
-        s.data = s.data or find_corpus(preset)
-        tokenizer, tokens, val, s.tokens_key = prepare(s.data, config.vocab)
+            return dry_run(config, settings)
+        settings.data = settings.data or find_corpus(preset)
+        tokenizer, tokens, val, settings.tokens_key = prepare(settings.data, config.vocab)
         window_count(len(tokens), config.context, config.predict)
-        cap_steps(args, s, len(tokens))
+        cap_steps(args, settings, len(tokens))
         if sum(map(len, val.values())) <= config.predict:
             print("The corpus is too short for a validation part: there will be no validation loss.")
-        model = model_gpu.pick(s.device).Model(config, s.seed, **model_options(s))
+        model = model_gpu.pick(settings.device).Model(config, settings.seed, **model_options(settings))
         state = {"script": "train.py", "tokens": 0, "seconds": 0.0}
         take(out)
         set_aside(out)
-        save(out, model, tokenizer, s, state)           # so that there is something to resume from the first moment on
-        engine = f"{s.threads} threads" if s.device == "cpu" else f"GPU {s.precision}"
-        print(f"{preset}: {model_cpu.param_count(config):,} parameters, {s.steps} steps of {s.batch_tokens:,} tokens, {engine}; "
-              f"corpus {', '.join(s.data)}: {len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.",
+        save(out, model, tokenizer, settings, state)           # so that there is something to resume from the first moment on
+        engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
+        print(f"{preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of {settings.batch_tokens:,} tokens, {engine}; "
+              f"corpus {', '.join(settings.data)}: {len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.",
               flush=True)
-    job = pretraining(model, tokenizer, tokens, val, s)
-    if code := train(model, tokenizer, s, out, state, Stop(), job):
+    job = pretraining(model, tokenizer, tokens, val, settings)
+    if code := train(model, tokenizer, settings, out, state, Stop(), job):
         return code
     for i, prompt in enumerate(PROMPTS):
-        print(f"--- {prompt!r}\n{sample_text(model, tokenizer, prompt, s.seed + i)}")
+        print(f"--- {prompt!r}\n{sample_text(model, tokenizer, prompt, settings.seed + i)}")
     print(f"\nTalk to it: python chat.py --model {out}")
     return 0
 

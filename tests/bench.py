@@ -165,8 +165,8 @@ def bench_euler(arguments):
 
     import model_cpu
 
-    model, _ = model_cpu.load(arguments.model, model_cpu)
-    key = model_cpu.load_state(arguments.model)["settings"]["tokens_key"]
+    model, _ = checkpoint.load(arguments.model, model_cpu)
+    key = checkpoint.load_state(arguments.model)["settings"]["tokens_key"]
     c, T = model.config, model.config.context
     held_out = sorted(glob.glob(f"data/val-*-{key}-*.bin"))
     if not held_out:

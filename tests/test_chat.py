@@ -36,7 +36,7 @@ def save_random_model(folder):
     tokenizer = Tokenizer.train([MULTILINGUAL], 320)
     model = model_cpu.Model(model_cpu.Config(dim=32, heads=4, kv_heads=2, layers=2, context=32, vocab=320, predict=2),
                             seed=3, dtype=np.float32)
-    model_cpu.save(folder, model, tokenizer, {})
+    checkpoint.save(folder, model, tokenizer, {})
 
 
 def save_chain_model(folder, chains, chat_template=None):
@@ -51,7 +51,7 @@ def save_chain_model(folder, chains, chat_template=None):
     for chain in chains:
         for token, successor in zip(chain, chain[1:]):
             model.params["heads"][successor, token] = 10.0
-    model_cpu.save(folder, model, tokenizer, {}, chat_template)
+    checkpoint.save(folder, model, tokenizer, {}, chat_template)
 
 
 SPECIAL = Tokenizer.train([""], 260).special
@@ -151,7 +151,7 @@ def test_same_seed_same_text(models):
 
 
 def test_greedy_is_generate_at_temperature_0(models):
-    model, tokenizer = model_cpu.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
+    model, tokenizer = checkpoint.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
     stream = model_cpu.generate(model, tokenizer.encode("The king"), temperature=0, vocab=tokenizer.vocab_size)
     ids = [next(stream) for _ in range(40)]
     stop = next((i for i, token in enumerate(ids) if token in tokenizer.special.values()), len(ids))
@@ -169,7 +169,7 @@ def test_a_prompt_longer_than_the_context_keeps_its_end_and_says_so(models):
     assert (code, out) == (0, b"x" * 100 + b"ends.\n")
     assert err == "note: the prompt has 102 tokens; the model reads the last 32.\n"
     text = "The king and the queen " * 20       # and a model that looks further back reads just the kept end
-    model, tokenizer = model_cpu.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
+    model, tokenizer = checkpoint.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
     stream = model_cpu.generate(model, tokenizer.encode(text)[-32:], temperature=0, vocab=tokenizer.vocab_size)
     out = run(models, "--model", "out/random", "--prompt", text, "--temperature", "0", "--max-tokens", "10")[1]
     assert out.decode() == text + tokenizer.decode([next(stream) for _ in range(10)]) + "\n"
@@ -531,7 +531,7 @@ HEAD = "stop after      loss   |f(x)|/|x|   most likely after the end of the tex
 def test_lens(models, tmp_path):
     """The whole table, of a model that looks further back; and of one whose numbers are known."""
     text = "The king and the queen"
-    model, tokenizer = model_cpu.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
+    model, tokenizer = checkpoint.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
     ids = tokenizer.encode(text)
     (first, _, best), *rows = model_cpu.euler_table(model, np.array([ids]))
     words = ["  ".join('"%s"' % chat.visible(tokenizer.tokens[i]) for i in row) for row in (best, *(ids for *_, ids in rows))]
@@ -684,7 +684,7 @@ def test_no_checkpoint_at_all(tmp_path):
 def test_a_tokenizer_without_the_special_tokens():
     tokenizer = types.SimpleNamespace(special={"<|end|>": 1, "<|endoftext|>": 2})
     with pytest.raises(ValueError, match=r"^m: tokenizer.json lacks the special token <\|assistant\|>\.$"):
-        chat.is_chat_model("m", tokenizer)
+        checkpoint.is_chat_model("m", tokenizer)
 
 
 @pytest.mark.parametrize("name, damage, message", [
@@ -730,5 +730,5 @@ def test_history_of_lines_stays_in_memory(models, tmp_path):
 def test_tokenizer_config_written_by_save_has_no_template(models):
     config = json.loads((models / "out" / "loop" / "tokenizer_config.json").read_text())
     assert "chat_template" not in config        # what tells a pretrained model from a fine-tuned one
-    assert not chat.is_chat_model(str(models / "out" / "loop"), Tokenizer.train([""], 260))
-    assert chat.is_chat_model(str(models / "out" / "sft"), Tokenizer.train([""], 260))
+    assert not checkpoint.is_chat_model(str(models / "out" / "loop"), Tokenizer.train([""], 260))
+    assert checkpoint.is_chat_model(str(models / "out" / "sft"), Tokenizer.train([""], 260))

@@ -198,15 +198,15 @@ def test_something_else_in_place_of_a_file(folder, name, what):
 def test_tokenizer_config(folder, text):
     """Only chat.py reads it."""
     path = os.path.join(folder, "tokenizer_config.json")
-    assert chat.is_chat_model(folder, TOKENIZER) is False
+    assert checkpoint.is_chat_model(folder, TOKENIZER) is False
     open(path, "w").write(text)
     reload(folder)
     with pytest.raises(ValueError, match="tokenizer_config.json is damaged: it "):
-        chat.is_chat_model(folder, TOKENIZER)
+        checkpoint.is_chat_model(folder, TOKENIZER)
     os.remove(path)
     os.mkfifo(path)
     with pytest.raises(ValueError, match="tokenizer_config.json is not a plain file"):
-        chat.is_chat_model(folder, TOKENIZER)
+        checkpoint.is_chat_model(folder, TOKENIZER)
 
 
 def test_a_save_repairs_first(folder):

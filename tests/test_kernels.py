@@ -178,7 +178,7 @@ def test_cross_entropy(bench):
         targets = bench.rng.integers(-1, V, (B, T + K - 1))
         targets[0, 0] = V - 1
         targets[-1, -1] = -1
-        table, counted = model_cpu.target_table(targets, T, K), model_cpu.count_targets(targets, T, K)
+        table, counted = model_cpu.head_targets(targets, T, K), model_cpu.count_targets(targets, T, K)
         heads = 1.0 / np.arange(1, K + 1)
         divisor = np.maximum(counted, 1)
         nll, losses = bench.empty(N, K, single=True), bench.empty(K, single=True)

@@ -304,7 +304,7 @@ def test_each_row_of_logits_has_its_own_maximum():
 # ---------------------------------------------------------------------------------------------------------------------
 def test_target_table_by_hand():
     targets = np.array([[1, 2, 3, 4, 5], [6, -1, 8, -1, -1]])
-    table = model_cpu.target_table(targets, 3, 3)
+    table = model_cpu.head_targets(targets, 3, 3)
     assert table.tolist() == [[1, 2, 3], [2, 3, 4], [3, 4, 5], [6, -1, 8], [-1, 8, -1], [8, -1, -1]]
     assert model_cpu.count_targets(targets, 3, 3).tolist() == [5, 4, 4]
     assert model_cpu.count_targets(targets, 5, 1).tolist() == [7]
@@ -917,11 +917,11 @@ def test_missing_extra_and_misshapen_tensors_are_refused(folder):
                           ({name: tensors[name].T}, f"{name} has the shape (16, 8), config.json asks for (8, 16)"),
                           ({name: tensors[name].ravel()}, f"the tensor {name} has the shape (128,)")]:
         changed = {key: value for key, value in {**tensors, **change}.items() if value is not None}
-        model_cpu.write_safetensors(path, changed, metadata)
+        checkpoint.write_safetensors(path, changed, metadata)
         assert words in refusal(folder, "model.safetensors")
-    model_cpu.write_safetensors(path, {}, metadata)
+    checkpoint.write_safetensors(path, {}, metadata)
     assert "missing" in refusal(folder, "model.safetensors")
-    model_cpu.write_safetensors(path, tensors, metadata)
+    checkpoint.write_safetensors(path, tensors, metadata)
     reload(folder)
 
 
@@ -929,9 +929,9 @@ def test_foreign_training_states_are_refused(folder):
     path = os.path.join(folder, "train_state.safetensors")
     tensors, metadata = model_cpu.read_safetensors(path)
     for changed in ({"m": tensors["m"]}, {**tensors, "w": tensors["m"]}, {"m": tensors["m"], "v": tensors["v"][1:]}):
-        model_cpu.write_safetensors(path, changed, {"step": "1", "state": "{}"})
+        checkpoint.write_safetensors(path, changed, {"step": "1", "state": "{}"})
         assert "should hold the tensors m and v" in refusal(folder, "train_state.safetensors")
-    model_cpu.write_safetensors(path, tensors, {"step": "2", "state": "{}"})
+    checkpoint.write_safetensors(path, tensors, {"step": "2", "state": "{}"})
     assert "is of step 2, model.safetensors of step 1" in refusal(folder, "train_state.safetensors")
     os.remove(path)
     assert "holds no training state" in refusal(folder, "train_state.safetensors")
@@ -1062,7 +1062,7 @@ def test_the_repair_itself_may_be_killed(folder, tmp_path, monkeypatch, new_mode
         with monkeypatch.context() as patch:
             kill_at(patch, stage)
             try:
-                model_cpu.repair(copy)
+                checkpoint.repair(copy)
             except Killed:
                 pass
         assert reload(copy)[0].step == (2 if renamed else 1), stage

@@ -121,8 +121,8 @@ def widen(model, reference):
     flat = rng.standard_normal(model_cpu.param_count(model.config)).astype(np.float32) * np.float32(0.1)
     gains = model_cpu.param_count(model.config, decayed_only=True)
     flat[gains:] = 1 + flat[gains:]
-    model.write("params", flat)
-    reference.write("params", flat)
+    model.write(model.flat_params, flat)
+    reference.write(reference.flat_params, flat)
 
 
 def relative(x, reference):
@@ -147,10 +147,10 @@ def test_a_whole_step_equals_the_reference(made, precision, loss_bar, bar):
     norms = [float(m.update(lr=1e-2, clip=0.5)) for m in (model, reference)]
     assert abs(norms[0] / norms[1] - 1) < bar
     assert not model.flat_grads.any()
-    assert relative(model.read("m"), reference.m) < bar
+    assert relative(model.read(model.m), reference.m) < bar
     # the first update is lr * sign(g) nearly everywhere: where g is near 0, rounding decides
     step = 1e-2 * (1 + 0.1 * np.abs(reference.flat_params).max())
-    off = np.abs(model.read("params") - reference.flat_params) > 0.01 * step
+    off = np.abs(model.read(model.flat_params) - reference.flat_params) > 0.01 * step
     assert off.mean() < (0.1 if precision == "bf16" else 1e-3)
     assert model.step == 1
     check_guards(*made)
@@ -250,7 +250,7 @@ def test_runs_are_bit_identical_whatever_the_order_of_threads(monkeypatch):
         losses = model.forward(*batch(TINY, 2, 19))
         model.backward()
         norm = model.update(lr=1e-3)
-        results.append((losses.tobytes(), norm.tobytes(), model.read("params").tobytes()))
+        results.append((losses.tobytes(), norm.tobytes(), model.read(model.flat_params).tobytes()))
     assert results[0] == results[1] == results[2]
 
 
@@ -283,7 +283,7 @@ def test_greedy_generation_equals_the_cpu_beyond_the_context(made):
 
 def test_a_norm_that_is_not_finite_stops_all_updates(made):
     model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
-    before = model.read("params")
+    before = model.read(model.flat_params)
     model.forward(*batch(TINY, 1, 8))
     model.backward()
     model.flat_grads[7] = np.inf
@@ -291,7 +291,7 @@ def test_a_norm_that_is_not_finite_stops_all_updates(made):
     assert model.flat_grads[7] == np.inf
     model.flat_grads[...] = 1.0
     assert np.isfinite(model.update(lr=1e-2))
-    np.testing.assert_array_equal(model.read("params"), before)
+    np.testing.assert_array_equal(model.read(model.flat_params), before)
 
 
 def test_a_head_without_targets_and_masked_micro_batches(made):
@@ -318,9 +318,9 @@ def test_save_and_load(made, tmp_path):
     model.forward(*batch(config, 1, 8))
     model.backward()
     model.update(lr=1e-2)
-    model_gpu.save(str(tmp_path), model, tokenizer, {"seen": 8})
-    again, _ = model_gpu.load(str(tmp_path), model_gpu, {"precision": "fp32", "matmul": "ours"})
-    assert model_gpu.load_state(str(tmp_path), again) == {"seen": 8} and again.step == 1
+    checkpoint.save(str(tmp_path), model, tokenizer, {"seen": 8})
+    again, _ = checkpoint.load(str(tmp_path), model_gpu, {"precision": "fp32", "matmul": "ours"})
+    assert checkpoint.load_state(str(tmp_path), again) == {"seen": 8} and again.step == 1
     for what in ("params", "m", "v"):
         np.testing.assert_array_equal(again.read(what), model.read(what))
 

@@ -411,7 +411,7 @@ def save_base(folder, out, config=CONFIG, step=7, **settings):
     state = {"script": "train.py", "tokens": 0, "seconds": 0.0, "settings": {**dataclasses.asdict(s), **settings}}
     model = model_cpu.Model(config, 0, np.float32)
     model.step = step
-    model_cpu.save(str(folder / out), model, tokenizer, state)
+    checkpoint.save(str(folder / out), model, tokenizer, state)
 
 
 @pytest.fixture(scope="module")
@@ -429,8 +429,8 @@ def base(tmp_path_factory):
 def test_a_job_takes_the_batch_of_its_step(base, monkeypatch):
     """Epoch by epoch, each in an order of its own."""
     folder, _, _ = base
-    model, tokenizer = model_cpu.load(str(folder / "out/play"), model_cpu)
-    settings = train.Settings(**model_cpu.load_state(folder / "out/play-sft")["settings"])
+    model, tokenizer = checkpoint.load(str(folder / "out/play"), model_cpu)
+    settings = train.Settings(**checkpoint.load_state(folder / "out/play-sft")["settings"])
     examples = sft.make_examples(tokenizer, [[(f"say {i}", "x" * (i % 50 + 1))] for i in range(300)], 128, 0)
     monkeypatch.setattr(train, "token_bytes", lambda tokenizer: np.arange(tokenizer.vocab_size) % 7)
     job = sft.fine_tuning(model, tokenizer, examples, settings, {})
@@ -440,7 +440,7 @@ def test_a_job_takes_the_batch_of_its_step(base, monkeypatch):
         expected = sft.make_batch([examples.train[i] for i in rows], 128, 4, tokenizer.special["<|endoftext|>"])
         assert all(np.array_equal(a, b) for a, b in zip(job.batch(step), expected))
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
-    assert job.bytes_per_token == np.mean(learned % 7) and job.chat_template == sft.CHAT_TEMPLATE
+    assert job.bytes_per_token == np.mean(learned % 7) and job.chat_template == tokenizer.CHAT_TEMPLATE
 
 
 def test_the_held_out_loss_falls(base):
@@ -451,10 +451,10 @@ def test_the_held_out_loss_falls(base):
     losses = [record["loss"] for record in log if "loss" in record]
     assert len(losses) % 2 == 0 and len(losses) > 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
     settings = json.loads((folder / "out/play-sft/tokenizer_config.json").read_text())
-    assert settings["chat_template"] == sft.CHAT_TEMPLATE and settings["eos_token"] == "<|end|>"
+    assert settings["chat_template"] == tokenizer.CHAT_TEMPLATE and settings["eos_token"] == "<|end|>"
     done = run(folder, "--model", "out/play-sft", "--prompt", "so", "--max-tokens", "30", script="chat.py")
     assert (done.returncode, done.stderr) == (0, "")
-    assert chat.is_chat_model(folder / "out/play-sft", Tokenizer.load(folder / "out/play-sft/tokenizer.json"))
+    assert checkpoint.is_chat_model(folder / "out/play-sft", Tokenizer.load(folder / "out/play-sft/tokenizer.json"))
 
 
 def test_killed_and_resumed_is_exact(base):
@@ -539,17 +539,17 @@ def test_a_reader_that_leaves(base):
 def test_a_base_of_other_sizes_than_its_preset(base):
     """Everything is read from the checkpoint: its context, its vocabulary, the weight of its further heads."""
     folder, _, _ = base
-    state = model_cpu.load_state(folder / "out/play")
+    state = checkpoint.load_state(folder / "out/play")
     config = model_cpu.Config(dim=32, heads=2, kv_heads=1, layers=1, context=32, vocab=520, predict=2, mtp_weight=0.7)
     tokenizer = Tokenizer.load(folder / "out/play/tokenizer.json")
-    model_cpu.save(str(folder / "out/other"), model_cpu.Model(config, 0, np.float32), tokenizer, state)
+    checkpoint.save(str(folder / "out/other"), model_cpu.Model(config, 0, np.float32), tokenizer, state)
     done = run(folder, "--base", "out/other", "--batch-tokens", "512", "--epochs", "1", "--threads", "1")
     assert done.returncode == 0 and "longer than the context of 32 and are cut" in done.stdout, done.stderr
-    assert model_cpu.read_config(str(folder / "out/other-sft"))[0] == config
+    assert checkpoint.read_config(str(folder / "out/other-sft"))[0] == config
     shown = run(folder, "--base", "out/other", "--show", "30", NO_COLOR="1").stdout
     assert all(int(count) <= 33 for count in re.findall(r"of (\d+) tokens are learned", shown)) and "did not fit" in shown
     state["settings"]["preset"] = "huge"
-    model_cpu.save(str(folder / "out/huge"), model_cpu.Model(config, 0, np.float32), tokenizer, state)
+    checkpoint.save(str(folder / "out/huge"), model_cpu.Model(config, 0, np.float32), tokenizer, state)
     done = run(folder, "--base", "out/huge")
     assert done.returncode == 2 and "holds a model of the size huge, which is none of small, medium, big" in done.stderr
 
@@ -968,9 +968,9 @@ def test_a_base_to_the_letter(base, monkeypatch):
     folder, _, _ = base
     monkeypatch.chdir(folder)
     settings, config, tokenizer = sft.read_base("out/play", None)
-    assert settings == model_cpu.load_state("out/play")["settings"] and config == CONFIG and tokenizer.vocab_size == 520
+    assert settings == checkpoint.load_state("out/play")["settings"] and config == CONFIG and tokenizer.vocab_size == 520
     assert sft.read_base("out/play", "small")[1] == CONFIG
-    real = model_cpu.load_state("out/play")
+    real = checkpoint.load_state("out/play")
     found, special = {}, dict.fromkeys(["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>", "<|more|>"], 0)
     monkeypatch.setattr(model_cpu, "load_state", lambda folder: found)
     monkeypatch.setattr(Tokenizer, "load", lambda path: types.SimpleNamespace(special=special))
@@ -1044,11 +1044,11 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
             f"{len(batches)} steps of at most {chosen['batch_tokens']:,} tokens; of {inputs:,} tokens "
             f"{100 * (inputs - read) / inputs:.1f}% are padding, {100 * learned / inputs:.0f}% are learned.\n")
         assert (len(wanted.train), len(wanted.held_out)) == (207, 23) and 50 < wanted.cut < 200
-        loaded, _ = model_cpu.load(out, model_cpu, {"dtype": np.float32})
+        loaded, _ = checkpoint.load(out, model_cpu, {"dtype": np.float32})
         assert loaded.step == 0 and loaded.config == model.config
-        assert np.array_equal(loaded.flat_params, model_cpu.load("out/base", model_cpu, {"dtype": np.float32})[0].flat_params)
-        assert model_cpu.load_state(out) == {**state, "settings": dataclasses.asdict(s)}
-        assert json.load(open(f"{out}/tokenizer_config.json"))["chat_template"] == sft.CHAT_TEMPLATE
+        assert np.array_equal(loaded.flat_params, checkpoint.load("out/base", model_cpu, {"dtype": np.float32})[0].flat_params)
+        assert checkpoint.load_state(out) == {**state, "settings": dataclasses.asdict(s)}
+        assert json.load(open(f"{out}/tokenizer_config.json"))["chat_template"] == tokenizer.CHAT_TEMPLATE
         if number == 0:
             os.rename("out/new1", "out/old")                    # nobody else has the name
             os.rename("out/.new1.lock", "out/.old.lock")

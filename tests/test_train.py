@@ -430,12 +430,12 @@ def test_a_run_of_an_earlier_version_goes_on_unless_its_attention_was_naive(corp
     folder, whole = corpus
     assert run(folder, "--data", "corpus.txt", "--out", "out/earlier", *QUICK).returncode == 0
     path = str(folder / "out" / "earlier")
-    model, tokenizer = model_cpu.load(path, model_cpu, {"dtype": np.float32})
-    state = model_cpu.load_state(path, model)
+    model, tokenizer = checkpoint.load(path, model_cpu, {"dtype": np.float32})
+    state = checkpoint.load_state(path, model)
     assert "attention" not in state["settings"]
     for attention, code in ("flash", 0), ("naive", 2):
         state["settings"]["attention"] = attention
-        model_cpu.save(path, model, tokenizer, state)
+        checkpoint.save(path, model, tokenizer, state)
         done = run(folder, "--resume", "--out", "out/earlier")
         assert done.returncode == code, done.stderr
     assert done.stderr == ("error: the run in out/earlier has --attention 'naive', and one with naive attention cannot be gone "

@@ -96,7 +96,7 @@ def test_loss_and_every_gradient_equal_autograd(threads):
     model, (tokens, targets) = make_model(0.15), make_batch(seed=0)
     twin = torch_params(model)
     threaded = model_cpu.Model(CONFIG, threads=threads)
-    threaded.write("params", model.read("params"))
+    threaded.write(threaded.flat_params, model.read(model.flat_params))
     losses, expected = threaded.forward(tokens, targets), torch_step(twin, tokens, targets)
     threaded.backward()
     assert distance(losses, expected) < 1e-13
@@ -146,7 +146,7 @@ def folder(tmp_path_factory):
         weight *= 3 if weight.ndim == 2 else rng.uniform(0.8, 1.2, weight.shape)
     text = " the cat's mat, we'll see; déjà vu! Grüße\n\tan alle, 猫 and dog. " * 20
     text += " ".join(str(n) for n in range(300))
-    model_cpu.save(path, model, Tokenizer.train([text], 400), {})
+    checkpoint.save(path, model, Tokenizer.train([text], 400), {})
     return path
 
 
@@ -160,7 +160,7 @@ def load_llama(folder, dtype):
 
 def both_logits(folder, dtype):
     tokens = np.random.default_rng(1).integers(0, 512, (3, 128))
-    model, _ = model_cpu.load(folder, model_cpu, {"dtype": str(dtype).removeprefix("torch.")})
+    model, _ = checkpoint.load(folder, model_cpu, {"dtype": str(dtype).removeprefix("torch.")})
     with torch.no_grad():
         return model.logits(tokens)[:, :, 0], load_llama(folder, dtype)(torch.from_numpy(tokens)).logits
 
@@ -201,7 +201,7 @@ def test_llama_in_float64_throughout_agrees_to_ten_digits(folder, monkeypatch):
 
 @pytest.mark.parametrize("prompt", [1, 20, 90])
 def test_greedy_generation_is_the_same(folder, prompt):
-    model, _ = model_cpu.load(folder, model_cpu)
+    model, _ = checkpoint.load(folder, model_cpu)
     tokens = np.random.default_rng(prompt).integers(0, 400, prompt).tolist()
     llama = load_llama(folder, torch.float64)
     llama.generation_config.eos_token_id = None

@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
     """A fine-tuned checkpoint, as far as its files go."""
     path = str(tmp_path_factory.mktemp("checkpoint"))
     model = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32)
-    model_cpu.save(path, model, Tokenizer.train(TEXTS * 3, 400), {}, sft.CHAT_TEMPLATE)
+    checkpoint.save(path, model, Tokenizer.train(TEXTS * 3, 400), {}, tokenizer.CHAT_TEMPLATE)
     return path
 
 
@@ -116,7 +116,7 @@ def test_the_template_refuses_what_we_refuse(folder, roles):
 def test_the_folder_loads_and_stops_at_end(folder):
     ours, theirs = Tokenizer.load(os.path.join(folder, "tokenizer.json")), transformers.AutoTokenizer.from_pretrained(folder)
     llama = peers.load_llama(folder, torch.float32)
-    assert theirs.eos_token == "<|end|>" and theirs.chat_template == sft.CHAT_TEMPLATE
+    assert theirs.eos_token == "<|end|>" and theirs.chat_template == tokenizer.CHAT_TEMPLATE
     assert theirs.eos_token_id == llama.config.eos_token_id == llama.generation_config.eos_token_id == ours.special["<|end|>"]
 
 

@@ -1,0 +1,371 @@
+"""checkpoint.py: a model on disk, as a folder that Hugging Face's Llama loads as it is.
+
+    python checkpoint.py out/small      what is in a folder: sizes, step, tensors, checksum
+
+Read before it: tokenizer.py, model_cpu.py (Config, param_table).  Top to bottom:
+
+    1. safetensors         arrays in a file: a header and raw bytes, under a checksum
+    2. Llama's names       which rows of our fused matrices each of Hugging Face's tensors is; config.json
+    3. save                atomic: killed at any moment, a whole checkpoint of one step is on disk
+    4. load, load_state    everything checked before anything is believed
+    5. main                the printer
+
+A folder holds config.json, tokenizer.json, tokenizer_config.json (with a chat template only if the model was
+fine-tuned to answer, which is how chat.py tells), model.safetensors, train_state.safetensors (the optimizer's
+moments, and what a run needs to go on), and log.jsonl, which train.py writes.
+
+What this file does not do: it reads our own folders only, and no pickle anywhere.
+"""
+import json
+import math
+import os
+import zlib
+
+import model_cpu            # first: it says what to do where NumPy is missing
+import numpy as np
+from model_cpu import Config, param_count, param_table, param_views
+from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, Parser, Tokenizer,
+                       check_plain, naming, read_json, read_plain, replace_file, run_script)
+
+MODEL, STATE = "model.safetensors", "train_state.safetensors"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 1. Arrays in a file
+# ------------------------------------------------------------------------------------------------------------
+# A .safetensors file is 8 bytes (little-endian length of the header), a JSON header {name: {dtype, shape,
+# data_offsets}}, and the raw bytes of the tensors.  Our headers carry, under "__metadata__", the step and a
+# CRC32 of the whole file, header included, computed with the eight hex digits of the checksum itself set to
+# 0.
+NO_CRC = '"crc32":"00000000"'
+DTYPES = {"F32": np.float32, "F64": np.float64}
+
+
+def checksum(path):
+    """CRC32 of a file, as eight hex digits."""
+    return f"{zlib.crc32(read_plain(path)):08x}"
+
+
+def write_safetensors(path, tensors, metadata):
+    """Write dict name -> array to path, with dict metadata of strings, and wait until the disk has it."""
+    header, end = {"__metadata__": {**metadata, "crc32": "00000000"}}, 0
+    arrays = [np.ascontiguousarray(array) for array in tensors.values()]
+    for name, array in zip(tensors, arrays):
+        kind = {"float32": "F32", "float64": "F64"}[array.dtype.name]
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(header, separators=(",", ":"))
+    text += " " * (-len(text) % 8)                                # so that the tensors start aligned
+    length = len(text).to_bytes(8, "little")
+    crc = zlib.crc32(length + text.encode())
+    for array in arrays:
+        crc = zlib.crc32(array.view(np.uint8).reshape(-1), crc)
+    with open(path, "wb") as file:
+        file.write(length + text.replace(NO_CRC, f'"crc32":"{crc:08x}"', 1).encode())
+        for array in arrays:
+            file.write(array.view(np.uint8).reshape(-1))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class SafeTensors:
+    """A file of tensors, open for reading in a with block.  shapes: {name: shape}, in the order of the file;
+    metadata: dict.  Iterate for (name, array), one after the other, so that only one is in memory; at the end
+    the checksum tells whether every byte is as written.  ValueError, naming the file, for anything else."""
+
+    def __init__(self, path):
+        check_plain(path)
+        self.path = path
+        self.damaged = ValueError(f"{path} is damaged (truncated or altered): its checksum or its header is "
+                                  f"wrong.")
+        with naming(path):
+            self.file = open(path, "rb")
+            self.start, length = self.file.read(8), os.path.getsize(path)
+        size = int.from_bytes(self.start, "little")
+        if len(self.start) < 8 or size > length - 8:
+            raise self.damaged
+        self.start += self.file.read(size)
+        try:
+            header = json.loads(self.start[8:])
+            self.metadata = header.pop("__metadata__")
+            self.crc, self.dtypes, self.shapes, end = self.metadata["crc32"], {}, {}, 0
+            self.without_crc = self.start.replace(f'"crc32":"{self.crc}"'.encode(), NO_CRC.encode(), 1)
+            for name, entry in header.items():          # one after the other, without gap or overlap, to the end
+                (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
+                dtype = np.dtype(DTYPES[entry["dtype"]])
+                if (start != end or stop - start != math.prod(shape) * dtype.itemsize
+                        or not all(type(side) is int and side >= 0 for side in shape)):
+                    raise self.damaged
+                self.dtypes[name], self.shapes[name], end = dtype, shape, stop
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise self.damaged from error
+        if end != length - len(self.start):
+            raise self.damaged
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+    def __iter__(self):
+        crc = zlib.crc32(self.without_crc)
+        for name, shape in self.shapes.items():
+            array = np.empty(shape, self.dtypes[name])
+            data = array.view(np.uint8).reshape(-1)
+            with naming(self.path):
+                self.file.readinto(data)
+            crc = zlib.crc32(data, crc)
+            yield name, array
+        if f"{crc:08x}" != self.crc:
+            raise self.damaged
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 2. Llama's names
+# ------------------------------------------------------------------------------------------------------------
+def llama_names(config):
+    """Yields (Hugging Face's name, our name, rows): which rows of our fused matrices each Llama tensor is."""
+    c, D = config, config.head_dim
+    q, k = c.heads * D, (c.heads + c.kv_heads) * D
+    yield "model.embed_tokens.weight", "embed", np.s_[:]
+    for i in range(c.layers):
+        hf, ours = f"model.layers.{i}", f"layers.{i}"
+        yield f"{hf}.self_attn.q_proj.weight", f"{ours}.qkv", np.s_[:q]
+        yield f"{hf}.self_attn.k_proj.weight", f"{ours}.qkv", np.s_[q:k]
+        yield f"{hf}.self_attn.v_proj.weight", f"{ours}.qkv", np.s_[k:]
+        yield f"{hf}.self_attn.o_proj.weight", f"{ours}.out", np.s_[:]
+        yield f"{hf}.mlp.gate_proj.weight", f"{ours}.gate_up", np.s_[:c.hidden]
+        yield f"{hf}.mlp.up_proj.weight", f"{ours}.gate_up", np.s_[c.hidden:]
+        yield f"{hf}.mlp.down_proj.weight", f"{ours}.down", np.s_[:]
+        yield f"{hf}.input_layernorm.weight", f"{ours}.norm1", np.s_[:]
+        yield f"{hf}.post_attention_layernorm.weight", f"{ours}.norm2", np.s_[:]
+    yield "model.norm.weight", "norm", np.s_[:]
+    yield "lm_head.weight", "heads", np.s_[:c.vocab]                # head 0 is Llama's head
+    if c.predict > 1:
+        yield "mtp_heads.weight", "heads", np.s_[c.vocab:]
+
+
+def llama_config(config, eos):
+    """config.json: the keys of Hugging Face's LlamaConfig, and our two."""
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": config.dim,
+            "intermediate_size": config.hidden, "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_dim, "vocab_size": config.vocab, "max_position_embeddings": config.context,
+            "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta, "hidden_act": "silu",
+            "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "torch_dtype": "float32",
+            "bos_token_id": None, "eos_token_id": eos, "mtp_heads": config.predict - 1,
+            "mtp_weight": config.mtp_weight}
+
+
+def read_config(folder):
+    """-> (Config, id of the token that ends a text) from config.json; ValueError for a model that is not one
+    of ours."""
+    path = os.path.join(folder, "config.json")
+    found = read_json(path)
+    try:
+        config = Config(dim=found["hidden_size"], heads=found["num_attention_heads"],
+                        kv_heads=found["num_key_value_heads"], layers=found["num_hidden_layers"],
+                        context=found["max_position_embeddings"], vocab=found["vocab_size"],
+                        predict=found["mtp_heads"] + 1, mtp_weight=found["mtp_weight"],
+                        hidden=found["intermediate_size"], norm_eps=found["rms_norm_eps"],
+                        rope_theta=found["rope_theta"])
+        end = found["eos_token_id"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged or not one of ours ({error}).") from error
+    for key, value in llama_config(config, end).items():
+        if found.get(key) != value:
+            raise ValueError(f"{path} is not one of ours: {key} is {found.get(key)!r}, this model has {value!r}.")
+    return config, end
+
+
+def check_special(folder, tokenizer):
+    """ValueError for a tokenizer without the special tokens of a conversation."""
+    if missing := set(SPECIAL_TOKENS) - set(tokenizer.special):
+        raise ValueError(f"{folder}: tokenizer.json lacks the special token {min(missing)}.")
+
+
+def is_chat_model(folder, tokenizer):
+    """Whether the checkpoint was fine-tuned to answer: then its tokenizer_config.json has a chat template."""
+    check_special(folder, tokenizer)
+    path = os.path.join(folder, "tokenizer_config.json")
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is damaged: it holds no settings.")
+    return bool(settings.get("chat_template"))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 3. Save
+# ------------------------------------------------------------------------------------------------------------
+def paths_of(folder):
+    """-> (path of the weights, path of the training state)."""
+    return os.path.join(folder, MODEL), os.path.join(folder, STATE)
+
+
+def repair(folder):
+    """Finish or undo an interrupted save, so that both files are of one step.  save writes both as .new, then
+    renames the model, then the state.  Killed before the first rename, the old pair is whole: the .new files
+    are dropped.  Killed between the two, the new state stands alone as .new: the second rename is made up
+    for.  Only save may call this: a reader that did, chat.py say, would take the files from under the hands
+    of a run that is saving."""
+    model, state = paths_of(folder)
+    if os.path.exists(state + ".new") and not os.path.exists(model + ".new"):
+        os.replace(state + ".new", state)
+    drop_new(folder)
+
+
+def drop_new(folder):
+    """Remove half-written files; the state first: killed in between, no .new of it is left to stand alone."""
+    for path in reversed(paths_of(folder)):
+        if os.path.exists(path + ".new"):
+            os.remove(path + ".new")
+
+
+def save(folder, model, tokenizer, state, chat=False):
+    """Write the checkpoint folder.  state: a JSON-able dict that load_state gives back; chat: the model
+    answers. Atomic: killed at any moment, or on a full disk (OSError), the folder holds a whole checkpoint of
+    one step."""
+    os.makedirs(folder, exist_ok=True)
+    repair(folder)
+    end = END_OF_TURN if chat else END_OF_TEXT
+    tokenizer.save(os.path.join(folder, "tokenizer.json"))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.context,
+                        "clean_up_tokenization_spaces": False, "eos_token": end}
+    if chat:
+        tokenizer_config["chat_template"] = CHAT_TEMPLATE
+    config = json.dumps(llama_config(model.config, tokenizer.special[end]), indent=2).encode()
+    with replace_file(os.path.join(folder, "tokenizer_config.json")) as file:
+        file.write(json.dumps(tokenizer_config, indent=2).encode())
+    params = param_views(model.read(model.flat_params), model.config)
+    weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}
+    moments = {"m": model.read(model.m), "v": model.read(model.v)}
+    # what else a resumed run reads is covered by the weights' checksum
+    metadata = {"format": "pt", "step": str(model.step), "config": f"{zlib.crc32(config):08x}",
+                "tokenizer": checksum(os.path.join(folder, "tokenizer.json"))}
+    paths = paths_of(folder)
+    try:
+        with naming(folder):
+            write_safetensors(paths[0] + ".new", weights, metadata)
+            write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
+    except OSError:
+        drop_new(folder)
+        raise
+    for path in paths:
+        os.replace(path + ".new", path)
+    with replace_file(os.path.join(folder, "config.json")) as file:     # the same in every save of a run
+        file.write(config)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 4. Load
+# ------------------------------------------------------------------------------------------------------------
+def check_tensors(file, config):
+    """ValueError unless the names and shapes in a model.safetensors are this model's."""
+    if config.layers > len(file.shapes):                # before anything as large as config.json asks for is made
+        raise ValueError(f"{file.path}: tensors are missing: config.json asks for {config.layers} layers, the file "
+                         f"holds {len(file.shapes)} tensors.")
+    shapes, names = dict(param_table(config)), set(file.shapes)
+    for name, ours, rows in llama_names(config):
+        if name not in names:
+            raise ValueError(f"{file.path}: the tensor {name} is missing.")
+        shape = len(range(*rows.indices(shapes[ours][0]))), *shapes[ours][1:]
+        if file.shapes[name] != shape:
+            raise ValueError(f"{file.path}: the tensor {name} has the shape {file.shapes[name]}, config.json asks "
+                             f"for {shape}.")
+        names.remove(name)
+    if names:
+        raise ValueError(f"{file.path}: the tensor {min(names)} is none of this model's.")
+
+
+def check_finite(file, name, tensor):
+    """ValueError for a tensor with numbers that are not."""
+    if not np.isfinite(tensor).all():
+        raise ValueError(f"{file.path}: the tensor {name} holds numbers that are not finite: the model is broken.")
+
+
+def load(folder, engine, options=None):
+    """-> (model, tokenizer) from a checkpoint folder, of which nothing is changed.  engine: the module whose
+    Model to make (model_cpu or model_gpu); options: dict of further arguments of that Model (dtype, threads,
+    training, precision).  ValueError, in one sentence, for what is missing, damaged or foreign."""
+    config_path, tokenizer_path, model_path = [os.path.join(folder, name)
+                                               for name in ("config.json", "tokenizer.json", MODEL)]
+    for path in (config_path, tokenizer_path, model_path):
+        if not os.path.exists(path):
+            raise ValueError(f"{folder} holds no checkpoint: there is no {path}.")
+    config, end = read_config(folder)
+    tokenizer = Tokenizer.load(tokenizer_path)
+    if tokenizer.vocab_size > config.vocab or end not in tokenizer.special.values():
+        raise ValueError(f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} tokens, "
+                         f"config.json says {config.vocab}, with the end of a text at {end}.")
+    with SafeTensors(model_path) as file:
+        check_tensors(file, config)
+        if file.metadata.get("tokenizer") != checksum(tokenizer_path):
+            raise ValueError(f"{folder}: tokenizer.json is not the one that this model was trained with.")
+        written = checksum(config_path)
+        if file.metadata.get("config", written) != written:             # the first version recorded none
+            raise ValueError(f"{config_path} is not as it was saved: something in it was altered.")
+        if not str(file.metadata.get("step")).isdecimal():
+            raise ValueError(f"{model_path} does not say of which step it is.")
+        model = engine.Model(config, seed=None, **(options or {}))
+        places = {name: model.params[ours][rows] for name, ours, rows in llama_names(config)}
+        for name, tensor in file:
+            check_finite(file, name, tensor)
+            model.write(places[name], tensor)
+    model.step = int(file.metadata["step"])
+    return model, tokenizer
+
+
+def load_state(folder, model=None):
+    """The dict that save() was given; with a model that load() made, fill the optimizer's moments too."""
+    model_path, path = paths_of(folder)
+    if os.path.exists(path + ".new") and not os.path.exists(model_path + ".new"):
+        path += ".new"                              # killed between the two renames; the next save makes up for it
+    if not os.path.exists(path):
+        raise ValueError(f"{folder} holds no training state: there is no {path}.")
+    with SafeTensors(path) as file:
+        moments = {} if model is None else {"m": model.m, "v": model.v}
+        if model is not None:
+            size = param_count(model.config)
+            if file.shapes != {"m": (size,), "v": (size,)}:
+                raise ValueError(f"{path}: it should hold the tensors m and v of {size} numbers each.")
+            if file.metadata.get("step") != str(model.step):
+                raise ValueError(f"{path} is of step {file.metadata.get('step')}, {MODEL} of step {model.step}.")
+        for name, tensor in file:                   # to its end, where the checksum is looked at
+            if model is not None:
+                check_finite(file, name, tensor)
+                model.write(moments[name], tensor)
+    try:
+        state = json.loads(file.metadata["state"])
+        if not isinstance(state, dict):
+            raise ValueError(f"it is {state!r}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} holds no record of a run: its state is damaged or missing ({error}).") from None
+    return state
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 5. What is in a folder
+# ------------------------------------------------------------------------------------------------------------
+def main(argv):
+    parser = Parser(description="Print what a checkpoint folder holds, after checking every byte of it.")
+    parser.add_argument("folder", metavar="DIR", help="such as out/small")
+    folder = parser.parse_args(argv).folder
+    model, tokenizer = load(folder, model_cpu, {"dtype": np.float32, "training": False})
+    c = model.config
+    print(f"{folder}: step {model.step:,}, {param_count(c):,} parameters, "
+          + ("answers" if is_chat_model(folder, tokenizer) else "continues texts"))
+    print(f"config    dim {c.dim}, heads {c.heads}, kv_heads {c.kv_heads}, layers {c.layers}, context {c.context}, "
+          f"vocab {c.vocab}, predict {c.predict},\n          hidden {c.hidden}, mtp_weight {c.mtp_weight}, norm_eps "
+          f"{c.norm_eps}, rope_theta {c.rope_theta:g}")
+    print(f"tokenizer {tokenizer.vocab_size} tokens, {len(tokenizer.special)} of them special")
+    for path in filter(os.path.exists, paths_of(folder)):
+        with SafeTensors(path) as file:
+            print(f"{path}: {len(file.shapes)} tensors, {os.path.getsize(path):,} bytes, CRC32 {file.crc}")
+            for name, tensor in file:
+                size = np.sqrt(np.mean(np.square(tensor, dtype=np.float64)))
+                print(f"  {name:44} {str(tensor.shape):15} {tensor.dtype}  root mean square {size:.3g}")
+
+
+if __name__ == "__main__":
+    run_script(main)
