@@ -28,6 +28,7 @@ What it does not do: other patterns than GPT-2's, other models than BPE, normali
 """
 import argparse
 import array
+import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -35,16 +36,17 @@ import glob
 import heapq
 import itertools
 import json
-import marshal
+import multiprocessing
 import operator
 import os
 import re
+import signal
 import stat
-import subprocess
 import sys
+import threading
 import time
 import unicodedata
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
@@ -392,66 +394,57 @@ def run_task(task, chunk, encoder):
 def run_chunks(task, chunks, encoder, processes, progress):
     """Yield run_task of each chunk, in order, from this process or, if there is enough for each, from several.
 
-    progress(done bytes, all bytes), if it is not None, is called after each. Whoever iterates must close the generator.
-
-    A worker is this very file, run as a program that reads its task from a pipe and writes its results into another.
-    multiprocessing would run the caller's script again in each worker, which fails for a script that is read from
-    standard input or has no `if __name__ == "__main__"`. A full pipe stops a worker, so memory stays bounded; a worker
-    whose parent died stops at its next result; Ctrl-C does not reach it (own session), and the `finally` ends it.
+    progress(done bytes, all bytes), if it is not None, is called after each. Whoever iterates must close the
+    generator. Workers are forked, so the caller's script does not run again in them; two chunks each are under
+    way, so memory stays bounded; Ctrl-C does not reach them, and they end with their parent, however it ends.
     """
     done, total = 0, sum(end - start for _, start, end in chunks)
-    processes = min(processes or available_cores(), total // WORTH_A_PROCESS) if sys.executable else 1
-    workers = []
-    try:
-        settings = None if encoder is None else (encoder.byte_ids, encoder.merges, encoder.typecode)
-        for i in range(processes if processes > 1 else 0):
-            worker = subprocess.Popen([sys.executable, "-I", "-S", os.path.abspath(__file__), WORKER],
-                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-            workers.append(worker)
-            with contextlib.suppress(BrokenPipeError), worker.stdin:        # a worker that died is noticed just below
-                marshal.dump((task, chunks[i::processes], settings), worker.stdin)
-        for i, chunk in enumerate(chunks):
-            yield receive(workers[i % processes]) if workers else run_task(task, chunk, encoder)
+    processes = min(processes or available_cores(), total // WORTH_A_PROCESS)
+    with contextlib.ExitStack() as stack:
+        if processes > 1:
+            stack.enter_context(naming_crashes())
+            fork = multiprocessing.get_context("fork")
+            pool = concurrent.futures.ProcessPoolExecutor(processes, fork, start_worker, (encoder,))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            later = iter(chunks)
+            under_way = deque(pool.submit(work, task, chunk) for chunk in itertools.islice(later, 2 * processes))
+        for chunk in chunks:
+            if processes > 1:
+                yield under_way.popleft().result()
+                under_way.extend(pool.submit(work, task, chunk) for chunk in itertools.islice(later, 1))
+            else:
+                yield run_task(task, chunk, encoder)
             done += chunk[2] - chunk[1]
-            if progress:
+            if progress and total:
                 progress(done, total)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.stdout.close()
-            worker.wait()
 
 
-def receive(worker):
-    """A worker's next result; OSError if it failed."""
+@contextlib.contextmanager
+def naming_crashes():
+    """OSError, in one sentence, where a worker was killed."""
     try:
-        result = marshal.load(worker.stdout)
-    except EOFError:
-        raise OSError(f"A process of the tokenizer ended early, with exit code {worker.wait()}; if memory is short, "
-                      f"use fewer processes.") from None
-    if isinstance(result, str):
-        raise OSError(result)
-    return result
+        yield
+    except concurrent.futures.process.BrokenProcessPool:
+        raise OSError("A process of the tokenizer ended early; if memory is short, use fewer processes.") from None
 
 
-WORKER = "--worker"
 WORTH_A_PROCESS = 1 << 21       # bytes; a process starts in the time that it takes to encode about one megabyte
 
 
-def work():
-    """The other end of `run_chunks`."""
-    task, chunks, settings = marshal.load(sys.stdin.buffer)
-    encoder = settings and Encoder(*settings)
-    for chunk in chunks:
-        try:
-            result = run_task(task, chunk, encoder)
-        except OSError as error:
-            result = explain(error)
-        try:
-            marshal.dump(result, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            os._exit(1)         # the parent is gone; a normal exit would try to flush into the pipe again
+def start_worker(encoder):
+    """Runs first in a worker."""
+    def end_with_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    work.encoder = encoder      # a copy of the parent's, with a cache of its own
+
+
+def work(task, chunk):
+    """run_task in a worker."""
+    return run_task(task, chunk, work.encoder)
 
 
 def available_cores():
@@ -941,7 +934,4 @@ def run_script(main, to_the_end=False):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == [WORKER]:
-        work()
-    else:
-        run_script(main)
+    run_script(main)

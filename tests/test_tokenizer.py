@@ -1,13 +1,17 @@
 """tokenizer.py against slow, obvious versions of itself, on damaged input, and through its command line."""
 import array
+import concurrent.futures
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -575,43 +579,46 @@ def test_processes_do_not_change_results(tokenizer, large, tmp_path, monkeypatch
 
 
 def test_small_files_start_no_process(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", lambda *_: pytest.fail("a process was started"))
     (tmp_path / "small.txt").write_text(TEXT)
     assert encode_to_ids(tokenizer, tmp_path / "small.txt", processes=8) == expected_ids(tokenizer, [TEXT])
     assert Tokenizer.train_files([tmp_path / "small.txt"], 400).merges == tokenizer.merges
 
 
-def test_how_many_processes_are_started(tokenizer, tmp_path, monkeypatch):
+def test_how_many_processes_are_started_and_how_many_chunks_are_under_way(monkeypatch):
     """As many as asked for or as there are cores, but each must have enough to do."""
-    class Started(Exception):
-        pass
+    started, under_way = [], []
 
-    started = []
+    class Pool:
+        def __init__(self, processes, context, initializer, arguments):
+            assert context.get_start_method() == "fork" and initializer is tk.start_worker and arguments == ("E",)
+            started.append(processes)
 
-    class Worker:
-        def __init__(self, command, stdin, stdout, start_new_session):
-            assert command == [sys.executable, "-I", "-S", str(ROOT / "tokenizer.py"), tk.WORKER] and start_new_session
-            self.stdin, self.stdout = io.BytesIO(), io.BytesIO()
-            started.append(self)
+        def submit(self, function, task, chunk):
+            assert function is tk.work and task == "T"
+            future = concurrent.futures.Future()
+            future.set_result(chunk[1])
+            under_way.append(chunk)
+            return future
 
-        def kill(self):
-            pass
-
-        def wait(self):
-            return 0
-    monkeypatch.setattr(subprocess, "Popen", Worker)
+        def shutdown(self, cancel_futures):
+            assert cancel_futures
+            started.append("shut down")
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(tk, "run_task", lambda task, chunk, encoder: chunk[1])
     monkeypatch.setattr(tk, "available_cores", lambda: 3)
     monkeypatch.setattr(tk, "WORTH_A_PROCESS", 100)
-    chunks = [("x", i * 100, i * 100 + 100) for i in range(5)]
-    for asked, found, expected in [(None, chunks, 3), (0, chunks, 3), (2, chunks, 2), (9, chunks, 5), (9, chunks[:4], 4),
-                                   (2, chunks[:2], 2), (2, [("x", 0, 199)], 0), (1, chunks, 0), (9, [("x", 7, 106)], 0)]:
+    chunks = [("x", i * 100, i * 100 + 100) for i in range(9)]
+    for asked, found, expected in [(None, chunks, 3), (0, chunks, 3), (2, chunks, 2), (20, chunks, 9),
+                                   (9, chunks[:4], 4), (2, chunks[:2], 2), (2, [("x", 0, 199)], None),
+                                   (1, chunks, None), (9, [("x", 7, 106)], None)]:
         started.clear()
-        with pytest.raises(OSError), contextlib.closing(tk.run_chunks(("count", None), found, None, asked, None)) as results:
-            list(results)
-        assert len(started) == expected, (asked, found)
-    monkeypatch.setattr(sys, "executable", "")              # Python inside another program: nothing to start
-    (tmp_path / "text").write_text(TEXT)
-    assert encode_to_ids(tokenizer, tmp_path / "text") == expected_ids(tokenizer, [TEXT])
+        under_way.clear()
+        with contextlib.closing(tk.run_chunks("T", found, "E", asked, None)) as results:
+            for n, result in enumerate(results):
+                assert result == found[n][1]
+                assert under_way == (found[:n + 2 * expected] if expected else []), (asked, n)
+        assert started == ([expected, "shut down"] if expected else []), (asked, found)
 
 
 def test_cores(monkeypatch):
@@ -636,23 +643,53 @@ def test_a_file_that_goes_away_is_one_sentence(tmp_path, monkeypatch):
     assert done == [(2, 4)] * 2
 
 
-def test_an_interrupt_leaves_no_process_and_no_file(tokenizer, large, tmp_path, monkeypatch):
+def test_an_interrupt_leaves_no_process_and_no_file(tokenizer, large, tmp_path):
+    began = []
+
     def interrupt(done, total):
+        began.extend(multiprocessing.active_children())
         raise KeyboardInterrupt
 
-    started, popen = [], subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: started.append(popen(*args, **kwargs)) or started[-1])
     with pytest.raises(KeyboardInterrupt):
         tokenizer.encode_file(large, tmp_path / "out.bin", processes=2, progress=interrupt)
-    assert len(started) == 2 and all(worker.returncode is not None for worker in started)
+    assert len(began) == 2 and not any(worker.is_alive() for worker in began)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_that_dies_is_one_sentence(tokenizer, large, tmp_path, monkeypatch):
-    monkeypatch.setattr(tk, "WORKER", "--unknown")
-    with pytest.raises(OSError, match="ended early, with exit code 2"):
+    monkeypatch.setattr(tk, "run_task", lambda *_: os._exit(3))
+    with pytest.raises(OSError, match="A process of the tokenizer ended early; if memory is short, use fewer"):
         tokenizer.encode_file(large, tmp_path / "out.bin", processes=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_end_with_their_parent_and_ctrl_c_does_not_reach_them(tokenizer, large, tmp_path):
+    tokenizer.save(tmp_path / "t.json")
+    script = (f"import multiprocessing, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+              f"from tokenizer import Tokenizer\n"
+              f"def stay(done, total):\n"
+              f"    print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
+              f"    time.sleep(600)\n"
+              f"Tokenizer.load({str(tmp_path / 't.json')!r}).encode_file({str(large)!r}, {str(tmp_path / 'o')!r}, "
+              f"processes=2, progress=stay)")
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    workers = list(map(int, parent.stdout.readline().split()))
+    assert len(workers) == 2
+
+    def alive():
+        return [pid for pid in workers if os.path.exists(f"/proc/{pid}")
+                and " Z " not in open(f"/proc/{pid}/stat").read()]
+    for pid in workers:
+        os.kill(pid, signal.SIGINT)
+    assert all(int(re.search(r"SigIgn:\s+(\w+)", open(f"/proc/{pid}/status").read())[1], 16) >> 1 & 1
+               for pid in workers) and alive() == workers
+    parent.kill()
+    parent.wait()
+    for _ in range(600):                                    # a minute, if need be; as a rule at once
+        if not alive():
+            return
+        time.sleep(0.1)
+    pytest.fail("workers outlive their parent")
 
 
 def test_a_script_from_standard_input_may_use_processes(tokenizer, large, tmp_path):
@@ -953,7 +990,7 @@ def test_the_commands(tmp_path, monkeypatch, capfdbinary):
 
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("ab ab ab\n")
-    assert re.fullmatch(r"tokenizer.json: 262 tokens \(256 bytes, 2 merges, 4 special\) learned from 9 bytes in \d+\.\d s\n"
+    assert re.fullmatch(r"words counted: 0 MB, \d\.\d MB/s, \d\.\d s\ntokenizer.json: 262 tokens \(256 bytes, 2 merges, 4 special\) learned from 9 bytes in \d+\.\d s\n"
                         r"Fewer than the 4096 asked for: no other pair of tokens occurs twice in this text.\n",
                         called("train", "text.txt"))
     assert re.fullmatch(r"x.json: 261 tokens \(256 bytes, 1 merges, 4 special\) learned from 18 bytes in \d+\.\d s\n",
