@@ -2,20 +2,21 @@
 
     python chat.py                                    the newest checkpoint in out/
     python chat.py --model out/small --prompt "The"   one continuation, then the end
-    python chat.py --lens "To be, or not to be"       what the layers do with a text, seen as steps of an ODE solver
+    python chat.py --lens "To be, or not to be"       the layers, seen as steps of an ODE solver
     python chat.py < prompts.txt                      one continuation for each line
 
 Read before it: tokenizer.py, in model_cpu.py section 6 (generate, euler_table), and checkpoint.py.
 
-A pretrained model continues a text: what you type is the beginning, and an empty line lets it write on.  A fine-tuned
-model answers: its tokenizer_config.json has a chat template, and each line becomes a turn
+A pretrained model continues a text: what you type is the beginning, and an empty line lets it write on.  A
+fine-tuned model answers: its tokenizer_config.json has a chat template, and each line becomes a turn
 
     <|user|> what you typed <|end|> <|assistant|> the answer <|end|>
 
-put together from ids.  Text can never become one of these special tokens: a typed "<|end|>" is seven characters.
+put together from ids.  Text can never become one of these special tokens: a typed "<|end|>" is seven
+characters.
 
-What it does not do: no batches, no files written (the history of lines lives as long as the session), no filter on what
-a model says.
+What it does not do: no batches, no files written (the history of lines lives as long as the session), no
+filter on what a model says.
 """
 import argparse
 import codecs
@@ -28,32 +29,38 @@ import model_gpu
 import numpy as np
 from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, newest_checkpoint, number_type, run_script, to_bytes)
 
-# name: type, smallest and largest value, default, meaning.  Each is an option, and on a terminal also a command.
+# name: type, smallest and largest value, default, meaning.  Each is an option, and on a terminal also a
+# command.
 SETTINGS = {
     "max-tokens": (int, 1, 10**9, 200, "length of an answer, in tokens, at most"),
-    "temperature": (float, 0, 100, 0.8, "0: always the likeliest token; 1: as the model learned; more: wilder"),
+    "temperature": (float, 0, 100, 0.8, "0: always the likeliest token; 1: as the model learned; more: "
+                                        "wilder"),
     "top-k": (int, 0, 10**9, 50, "draw among the k likeliest tokens; 0: among all"),
-    "top-p": (float, 0.001, 1, 1.0, "draw among the likeliest tokens that reach this probability together; 1: all"),
+    "top-p": (float, 0.001, 1, 1.0, "draw among the likeliest tokens that reach this probability together; "
+                                    "1: all"),
     "seed": (int, 0, 2**63, None, "the same seed gives the same text; without one, another text every time"),
 }
 # What a terminal would obey instead of showing: all control characters but tab and line end.
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. The checkpoint
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def load_model(folder, device="auto"):
-    """-> (model, tokenizer) on the engine that serves: on the CPU in float32, on a GPU in its best precision."""
+    """-> (model, tokenizer) on the engine that serves: on the CPU in float32, on a GPU in its best
+    precision."""
     engine = model_gpu.pick(device)
-    return checkpoint.load(folder, engine, {"training": False, **({"dtype": np.float32} if engine is model_cpu else {})})
+    options = {"dtype": np.float32} if engine is model_cpu else {}
+    return checkpoint.load(folder, engine, {"training": False, **options})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 2. A conversation
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 class Printer:
-    """Bytes to the screen as they come.  A token may end inside a UTF-8 character: its bytes wait for the rest."""
+    """Bytes to the screen as they come.  A token may end inside a UTF-8 character: its bytes wait for the
+    rest."""
     def __init__(self):
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -81,7 +88,8 @@ class Session:
         self.turns, self.printer = [ids[-room:] or [self.stop]], Printer()
 
     def add_turn(self, text):
-        """Chat form: one more turn; the oldest are forgotten, to leave a quarter of the window free for the answer."""
+        """Chat form: one more turn; the oldest are forgotten, to leave a quarter of the window free for the
+        answer."""
         context = self.model.config.context
         room = max(4, context - context // 4)
         if self.turns and not self.is_finished():           # the last answer was cut short
@@ -98,7 +106,8 @@ class Session:
     def answer(self, line):
         """Print the model's continuation of `line` (str), token by token.
 
-        Ctrl-C may come at any point: what was printed is then in turns, and the next line goes on from there."""
+        Ctrl-C may come at any point: what was printed is then in turns, and the next line goes on from
+        there."""
         settings, text = self.settings, to_bytes(line)
         if self.chat_form:
             if text:
@@ -112,9 +121,10 @@ class Session:
         seed = None if settings.seed is None else settings.seed + self.answers
         self.answers += 1
         ids, said = [token for turn in self.turns for token in turn], 0
-        specials = set(self.tokenizer.special.values())     # a wrong one, from a poor model, ends the answer as well
-        stream = model_cpu.generate(self.model, ids, settings.temperature, settings.top_k, settings.top_p, seed, self.tokenizer.vocab_size,
-                                    stop=specials, most=settings.max_tokens)
+        # a wrong one, from a poor model, ends the answer as well
+        specials = set(self.tokenizer.special.values())
+        stream = model_cpu.generate(self.model, ids, settings.temperature, settings.top_k, settings.top_p,
+                                    seed, self.tokenizer.vocab_size, specials, settings.max_tokens)
         for said, token in enumerate(stream, 1):
             self.turns[-1].append(token)
             self.printer.write(self.tokenizer.decode_bytes([token]))
@@ -123,24 +133,26 @@ class Session:
         print(flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 3. The Euler table of a text
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def print_lens(model, tokenizer, text):
-    """One line a layer: x + f(x) is a step of Euler's method; what would head 0 say if the integration stopped here?"""
+    """One line a layer: x + f(x) is a step of Euler's method; what would head 0 say if the integration
+    stopped here?"""
     ids, context = tokenizer.encode(to_bytes(text)), model.config.context
     if len(ids) < 2:
-        raise ValueError(f"--lens needs a text of at least 2 tokens, one to read and one to predict; {text!r} has "
-                         f"{len(ids)}.")
+        raise ValueError("--lens needs a text of at least 2 tokens, one to read and one to predict; "
+                         f"{text!r} has {len(ids)}.")
     if len(ids) > context + 1:
-        print(f"note: the text has {len(ids)} tokens; the table is of the last {context + 1}.", file=sys.stderr)
+        print(f"note: the text has {len(ids)} tokens; the table is of the last "
+              f"{context + 1}.", file=sys.stderr)
         ids = ids[-context - 1:]
     model_cpu.print_euler_table(model, tokenizer, np.array([ids]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 4. The session
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def setting_type(kind, low, high):
     """An argparse type: a number of this kind from low to high."""
     what = "a whole number" if kind is int else "a number"
@@ -153,7 +165,8 @@ def show_setting(settings, name):
 
 
 def change_setting(settings, name, text):
-    """ArgumentTypeError, in one sentence, for a value that it cannot have; "none" is one where it is the default."""
+    """ArgumentTypeError, in one sentence, for a value that it cannot have; "none" is one where it is the
+    default."""
     kind, low, high, default, _ = SETTINGS[name]
     value = None if default is None and text == "none" else setting_type(kind, low, high)(text)
     setattr(settings, name.replace("-", "_"), value)
@@ -170,13 +183,13 @@ def run_command(line, session):
         try:
             if value.strip():
                 change_setting(session.settings, name, value.strip())
-                session.answers = 0                         # after /seed 1 the next answer is that of --seed 1
+                session.answers = 0    # after /seed 1 the next answer is that of --seed 1
             print(f"{name} is {show_setting(session.settings, name)}")
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
     elif name == "help":
-        print("/reset forgets what was said, /quit leaves.  An empty line lets the model write on.  Settings, with their "
-              "values now:")
+        print("/reset forgets what was said, /quit leaves.  An empty line lets the model write on.  "
+              "Settings, with their values now:")
         for name, (*_, meaning) in SETTINGS.items():
             print(f"  /{name} {show_setting(session.settings, name)}   {meaning}")
     else:
@@ -185,11 +198,13 @@ def run_command(line, session):
 
 
 def run_session(session):
-    """Line by line until the input ends.  Prompts, commands and Ctrl-C that only stops an answer are for a terminal."""
+    """Line by line until the input ends.  Prompts, commands and Ctrl-C that only stops an answer are for a
+    terminal."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal:
         with contextlib.suppress(ImportError):
-            import readline     # noqa: F401  (imported, it gives input() line editing and a history, kept in memory)
+            # noqa: F401  (imported, it gives input() line editing and a history, kept in memory)
+            import readline
         begin = "Ask" if session.chat_form else "Begin a text"
         print(f"{begin}; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.")
     while True:
@@ -210,16 +225,18 @@ def run_session(session):
 
 
 def parse_arguments(argv):
-    parser = Parser(description="Talk to a trained model: type, and it continues (or answers, if it was fine-tuned to).")
+    parser = Parser(description="Talk to a trained model: type, and it continues (or answers, if it was "
+                                "fine-tuned to).")
     parser.add_argument("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue this text, then stop")
-    once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, a line a layer, then stop")
+    once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, a line a layer, "
+                                                     "then stop")
     for name, (kind, low, high, default, meaning) in SETTINGS.items():
         parser.add_argument(f"--{name}", type=setting_type(kind, low, high), default=default, metavar="N",
                             help=meaning + ("" if default is None else f" (default {default})"))
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="what computes (default auto: "
-                        "the GPU if there is one)")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="what computes "
+                        "(default auto: the GPU if there is one)")
     return parser.parse_args(argv)
 
 
@@ -229,14 +246,16 @@ def main(argv):
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     sys.stdout.reconfigure(errors="replace")
     folder = args.model or newest_checkpoint("name the folder of one with --model DIR")
-    model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu")    # the lens looks into every layer
+    # the lens looks into every layer
+    model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu")
     if args.lens is not None:
         return print_lens(model, tokenizer, args.lens)
     session = Session(model, tokenizer, checkpoint.is_chat_model(folder, tokenizer), args)
     if args.prompt is not None:
         return session.answer(args.prompt)
     if sys.stdin.isatty() and sys.stdout.isatty():
-        print(f"{folder}: {model_cpu.param_count(model.config):,} parameters, trained for {model.step} steps.")
+        print(f"{folder}: {model_cpu.param_count(model.config):,} parameters, trained for {model.step} "
+              "steps.")
     run_session(session)
 
 

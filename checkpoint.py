@@ -90,7 +90,7 @@ class SafeTensors:
             self.metadata = header.pop("__metadata__")
             self.crc, self.dtypes, self.shapes, end = self.metadata["crc32"], {}, {}, 0
             self.without_crc = self.start.replace(f'"crc32":"{self.crc}"'.encode(), NO_CRC.encode(), 1)
-            for name, entry in header.items():          # one after the other, without gap or overlap, to the end
+            for name, entry in header.items():    # one after the other, without gap or overlap, to the end
                 (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
                 dtype = np.dtype(DTYPES[entry["dtype"]])
                 if (start != end or stop - start != math.prod(shape) * dtype.itemsize
@@ -151,11 +151,11 @@ def llama_config(config, eos):
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": config.dim,
             "intermediate_size": config.hidden, "num_hidden_layers": config.layers,
             "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_dim, "vocab_size": config.vocab, "max_position_embeddings": config.context,
-            "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta, "hidden_act": "silu",
-            "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "torch_dtype": "float32",
-            "bos_token_id": None, "eos_token_id": eos, "mtp_heads": config.predict - 1,
-            "mtp_weight": config.mtp_weight}
+            "head_dim": config.head_dim, "vocab_size": config.vocab,
+            "max_position_embeddings": config.context, "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+            "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": eos,
+            "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight}
 
 
 def read_config(folder):
@@ -175,7 +175,8 @@ def read_config(folder):
         raise ValueError(f"{path} is damaged or not one of ours ({error}).") from error
     for key, value in llama_config(config, end).items():
         if found.get(key) != value:
-            raise ValueError(f"{path} is not one of ours: {key} is {found.get(key)!r}, this model has {value!r}.")
+            raise ValueError(f"{path} is not one of ours: {key} is {found.get(key)!r}, this model has "
+                             f"{value!r}.")
     return config, end
 
 
@@ -230,8 +231,8 @@ def save(folder, model, tokenizer, state, chat=False):
     repair(folder)
     end = END_OF_TURN if chat else END_OF_TEXT
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
-    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.context,
-                        "clean_up_tokenization_spaces": False, "eos_token": end}
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+                        "model_max_length": model.config.context, "eos_token": end}
     if chat:
         tokenizer_config["chat_template"] = CHAT_TEMPLATE
     config = json.dumps(llama_config(model.config, tokenizer.special[end]), indent=2).encode()
@@ -262,17 +263,17 @@ def save(folder, model, tokenizer, state, chat=False):
 # ------------------------------------------------------------------------------------------------------------
 def check_tensors(file, config):
     """ValueError unless the names and shapes in a model.safetensors are this model's."""
-    if config.layers > len(file.shapes):                # before anything as large as config.json asks for is made
-        raise ValueError(f"{file.path}: tensors are missing: config.json asks for {config.layers} layers, the file "
-                         f"holds {len(file.shapes)} tensors.")
+    if config.layers > len(file.shapes):    # before anything as large as config.json asks for is made
+        raise ValueError(f"{file.path}: tensors are missing: config.json asks for {config.layers} layers, "
+                         f"the file holds {len(file.shapes)} tensors.")
     shapes, names = dict(param_table(config)), set(file.shapes)
     for name, ours, rows in llama_names(config):
         if name not in names:
             raise ValueError(f"{file.path}: the tensor {name} is missing.")
         shape = len(range(*rows.indices(shapes[ours][0]))), *shapes[ours][1:]
         if file.shapes[name] != shape:
-            raise ValueError(f"{file.path}: the tensor {name} has the shape {file.shapes[name]}, config.json asks "
-                             f"for {shape}.")
+            raise ValueError(f"{file.path}: the tensor {name} has the shape {file.shapes[name]}, config.json "
+                             f"asks for {shape}.")
         names.remove(name)
     if names:
         raise ValueError(f"{file.path}: the tensor {min(names)} is none of this model's.")
@@ -281,7 +282,8 @@ def check_tensors(file, config):
 def check_finite(file, name, tensor):
     """ValueError for a tensor with numbers that are not."""
     if not np.isfinite(tensor).all():
-        raise ValueError(f"{file.path}: the tensor {name} holds numbers that are not finite: the model is broken.")
+        raise ValueError(f"{file.path}: the tensor {name} holds numbers that are not finite: the model is "
+                         "broken.")
 
 
 def load(folder, engine, options=None):
@@ -296,8 +298,8 @@ def load(folder, engine, options=None):
     config, end = read_config(folder)
     tokenizer = Tokenizer.load(tokenizer_path)
     if tokenizer.vocab_size > config.vocab or end not in tokenizer.special.values():
-        raise ValueError(f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} tokens, "
-                         f"config.json says {config.vocab}, with the end of a text at {end}.")
+        raise ValueError(f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} "
+                         f"tokens, config.json says {config.vocab}, with the end of a text at {end}.")
     with SafeTensors(model_path) as file:
         check_tensors(file, config)
         if file.metadata.get("tokenizer") != checksum(tokenizer_path):
@@ -320,7 +322,7 @@ def load_state(folder, model=None):
     """The dict that save() was given; with a model that load() made, fill the optimizer's moments too."""
     model_path, path = paths_of(folder)
     if os.path.exists(path + ".new") and not os.path.exists(model_path + ".new"):
-        path += ".new"                              # killed between the two renames; the next save makes up for it
+        path += ".new"    # killed between the two renames; the next save makes up for it
     if not os.path.exists(path):
         raise ValueError(f"{folder} holds no training state: there is no {path}.")
     with SafeTensors(path) as file:
@@ -330,7 +332,8 @@ def load_state(folder, model=None):
             if file.shapes != {"m": (size,), "v": (size,)}:
                 raise ValueError(f"{path}: it should hold the tensors m and v of {size} numbers each.")
             if file.metadata.get("step") != str(model.step):
-                raise ValueError(f"{path} is of step {file.metadata.get('step')}, {MODEL} of step {model.step}.")
+                raise ValueError(f"{path} is of step {file.metadata.get('step')}, {MODEL} of step "
+                                 f"{model.step}.")
         for name, tensor in file:                   # to its end, where the checksum is looked at
             if model is not None:
                 check_finite(file, name, tensor)
@@ -340,7 +343,8 @@ def load_state(folder, model=None):
         if not isinstance(state, dict):
             raise ValueError(f"it is {state!r}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} holds no record of a run: its state is damaged or missing ({error}).") from None
+        raise ValueError(f"{path} holds no record of a run: its state is damaged or missing "
+                         f"({error}).") from None
     return state
 
 
@@ -355,9 +359,9 @@ def main(argv):
     c = model.config
     print(f"{folder}: step {model.step:,}, {param_count(c):,} parameters, "
           + ("answers" if is_chat_model(folder, tokenizer) else "continues texts"))
-    print(f"config    dim {c.dim}, heads {c.heads}, kv_heads {c.kv_heads}, layers {c.layers}, context {c.context}, "
-          f"vocab {c.vocab}, predict {c.predict},\n          hidden {c.hidden}, mtp_weight {c.mtp_weight}, norm_eps "
-          f"{c.norm_eps}, rope_theta {c.rope_theta:g}")
+    print(f"config    dim {c.dim}, heads {c.heads}, kv_heads {c.kv_heads}, layers {c.layers}, context "
+          f"{c.context}, vocab {c.vocab}, predict {c.predict},\n          hidden {c.hidden}, mtp_weight "
+          f"{c.mtp_weight}, norm_eps {c.norm_eps}, rope_theta {c.rope_theta:g}")
     print(f"tokenizer {tokenizer.vocab_size} tokens, {len(tokenizer.special)} of them special")
     for path in filter(os.path.exists, paths_of(folder)):
         with SafeTensors(path) as file:

@@ -627,7 +627,7 @@ def check_batch(config, tokens, targets, counted=None):
     counted = count_targets(targets, T, K) if counted is None else np.asarray(counted)
     if counted[0] == 0:
         raise ValueError("head 0 has no counted target in the whole step: all targets are -1.")
-    return tokens, targets, np.maximum(counted, 1)      # a head without a target: the sum 0, and so the loss 0
+    return tokens, targets, np.maximum(counted, 1)    # a head without a target: the sum 0, and so the loss 0
 
 
 class Worker:
@@ -930,9 +930,9 @@ def print_euler_table(model, tokenizer, tokens):
 # ------------------------------------------------------------------------------------------------------------
 # 7. The guided tour
 # ------------------------------------------------------------------------------------------------------------
-TEXT = ("It was a bright cold morning, and the old man walked down to the harbour to see whether the boats had "
-        "come in. The wind had turned in the night. He counted the sails, as he had done every day for forty "
-        "years.")
+TEXT = ("It was a bright cold morning, and the old man walked down to the harbour to see whether the boats "
+        "had come in. The wind had turned in the night. He counted the sails, as he had done every day for "
+        "forty years.")
 
 
 def main(argv):

@@ -1,9 +1,10 @@
 """model_gpu.py: the model of model_cpu.py on one NVIDIA GPU, through CuPy.
 
-Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same names.  What
-a function computes and why its backward is right stands there; here stands how a GPU does it.  What has no twin by name:
-x_apply (done again inside the backward's kernel), linear_backward (in two halves, x being computed again between them),
-cross_entropy_backward (in the forward's kernel), split_heads (inside flash_attn.cu).  Top to bottom:
+Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same
+names.  What a function computes and why its backward is right stands there; here stands how a GPU does it.
+What has no twin by name: x_apply (done again inside the backward's kernel), linear_backward (in two halves, x
+being computed again between them), cross_entropy_backward (in the forward's kernel), split_heads (inside
+flash_attn.cu).  Top to bottom:
 
     1. pick                       which engine serves
     2. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
@@ -12,19 +13,19 @@ cross_entropy_backward (in the forward's kernel), split_heads (inside flash_attn
     5. Model                      the face of model_cpu.Model
     6. main                       both engines side by side: python model_gpu.py
 
-Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores round the
-inputs of products to 10 bits of mantissa.  bf16: activations, and a copy of the weights that the products read, have
-8 bits of mantissa and half the size; the weights themselves ("master" weights), gradients and moments stay fp32,
-because an update is often smaller than the spacing of bf16 numbers and would be lost.  Sums, norms, softmax and
-losses are fp32 in each.
+Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores
+round the inputs of products to 10 bits of mantissa.  bf16: activations, and a copy of the weights that the
+products read, have 8 bits of mantissa and half the size; the weights themselves ("master" weights), gradients
+and moments stay fp32, because an update is often smaller than the spacing of bf16 numbers and would be lost.
+Sums, norms, softmax and losses are fp32 in each.
 
-How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no function here waits for a
-result, and nothing is allocated within a step.  What crosses from one kernel to the next is the traffic that costs
-time, so neighbouring functions are fused (kernels.cu); where one kernel covers several functions of model_cpu, it
-says so there.
+How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no function here
+waits for a result, and nothing is allocated within a step.  What crosses from one kernel to the next is the
+traffic that costs time, so neighbouring functions are fused (kernels.cu); where one kernel covers several
+functions of model_cpu, it says so there.
 
-What this file does not do: no CUDA (kernels.cu, flash_attn.cu); not several GPUs; no GPU but NVIDIA's.  It can be
-imported, and says so in one sentence, where there is no CuPy or no GPU.
+What this file does not do: no CUDA (kernels.cu, flash_attn.cu); not several GPUs; no GPU but NVIDIA's.  It
+can be imported, and says so in one sentence, where there is no CuPy or no GPU.
 """
 import dataclasses
 import math
@@ -37,8 +38,9 @@ import weakref
 import numpy as np
 
 import model_cpu
-from model_cpu import (CONFIGS, TEXT, as_batch, carve, check_batch, check_tokens, init_params, largest_micro_batch,
-                       layer_views, param_count, param_views, rope_table, table_bytes, update_table)
+from model_cpu import (CONFIGS, TEXT, as_batch, carve, check_batch, check_tokens, init_params,
+                       largest_micro_batch, layer_views, param_count, param_views, rope_table, table_bytes,
+                       update_table)
 from tokenizer import Parser, Tokenizer, run_script, whole_number
 
 try:
@@ -47,35 +49,37 @@ except ImportError:
     cupy = None
 
 PRECISIONS = ("bf16", "tf32", "fp32")
-NORM_BLOCKS = 1056          # blocks, and so partial sums, of rmsnorm_backward: 8 for each multiprocessor of an H100
+NORM_BLOCKS = 1056    # blocks, and so partial sums, of rmsnorm_backward: 8 for each multiprocessor of an H100
 SUM_BLOCKS = 1024           # of sum_of_squares
-FEW_ROWS = 8                # up to this many rows, decoding uses few_rows: reading the weights once is all it costs
+FEW_ROWS = 8    # up to this many rows, decoding uses few_rows: reading the weights once is all it costs
 # dense bf16 rates by datasheet, TFLOP/s; TF32 has half
-BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A10", 125),
-               ("RTX 4090", 165), ("RTX 3090", 71))
+BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
+               ("L4", 121), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
 CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code takes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. Which engine serves
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def why_no_gpu():
     """None if there is a GPU to use, else a sentence that says what is missing."""
     if cupy is None:
-        return "The GPU engine needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`), or use --device cpu."
+        return ("The GPU engine needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`), or use --device "
+                "cpu.")
     if cupy.cuda.is_available():
         return None
     driver, needed = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
     if driver == 0:
         return "There is no NVIDIA driver on this machine: use --device cpu."
     if driver // 1000 < needed // 1000:
-        return (f"The NVIDIA driver is too old: it serves CUDA {driver // 1000}.{driver % 1000 // 10}, this CuPy needs "
-                f"{needed // 1000}.0: update the driver, or install cupy-cuda{driver // 1000}x.")
+        return (f"The NVIDIA driver is too old: it serves CUDA {driver // 1000}.{driver % 1000 // 10}, this "
+                f"CuPy needs {needed // 1000}.0: update the driver, or install cupy-cuda{driver // 1000}x.")
     return "The NVIDIA driver finds no GPU: use --device cpu."
 
 
 def pick(device):
-    """The engine's module for "cpu", "gpu" (ValueError if there is none) or "auto" (the GPU if there is one)."""
+    """The engine's module for "cpu", "gpu" (ValueError if there is none) or "auto" (the GPU if there is
+    one)."""
     if device not in ("auto", "cpu", "gpu"):
         raise ValueError(f"the device must be auto, cpu or gpu, not {device!r}.")
     reason = why_no_gpu() if device != "cpu" else None
@@ -93,14 +97,17 @@ def peak_flops(precision):
     """The dense matrix rate of this GPU by its vendor's datasheet, FLOP/s; None where it is not known."""
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     known = [rate for part, rate in BF16_TFLOPS if part in name]
-    return None if precision == "fp32" or not known else known[0] * 1e12 * (0.5 if precision == "tf32" else 1.0)
+    if precision == "fp32" or not known:
+        return None
+    return known[0] * 1e12 * (0.5 if precision == "tf32" else 1.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 2. What a step computes in, and what a run needs
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def free_memory(limit=None):
-    """Bytes of GPU memory that can be had, at most `limit`; where there is no GPU, and a run is only planned, limit."""
+    """Bytes of GPU memory that can be had, at most `limit`; where there is no GPU, and a run is only planned,
+    limit."""
     if why_no_gpu():
         return limit
     free = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().total_bytes()
@@ -108,33 +115,37 @@ def free_memory(limit=None):
 
 
 def work_tables(config, B, T, precision):
-    """The work buffers of a forward and backward at (B,T), as four tables, lists of (name, shape, dtype): what each
-    layer keeps, what all share, and two that use the same memory in turn: the logits are there between the last
-    layer's forward and its backward, the other large arrays at all other times.
+    """The work buffers of a forward and backward at (B,T), as four tables, lists of (name, shape, dtype):
+    what each layer keeps, what all share, and two that use the same memory in turn: the logits are there
+    between the last layer's forward and its backward, the other large arrays at all other times.
 
-    A layer keeps what its backward cannot do without: two states of the residual stream, q k v, the attention's
-    output and log-sum-exp, gate and up.  The norms' outputs and the SwiGLU product are computed again.
+    A layer keeps what its backward cannot do without: two states of the residual stream, q k v, the
+    attention's output and log-sum-exp, gate and up.  The norms' outputs and the SwiGLU product are computed
+    again.
 
     No array is larger for other rows of together as many tokens, none of them longer than T: so the tables of
     (micro_batch, context) are all that training with micro-batches of at most so many tokens ever needs."""
     c, N, C, F = config, B * T, config.dim, config.hidden
     single, real = np.float32, np.uint16 if precision == "bf16" else np.float32     # NumPy has no bf16
-    layer = [("x_in", (N, C), real), ("rstd1", (N,), single), ("qkv", (N, c.qkv_width), real), ("y", (N, C), real),
-             ("lse", (B, c.heads, T), single), ("x_mid", (N, C), real), ("rstd2", (N,), single),
-             ("gate_up", (N, 2 * F), real)]
+    layer = [("x_in", (N, C), real), ("rstd1", (N,), single), ("qkv", (N, c.qkv_width), real),
+             ("y", (N, C), real), ("lse", (B, c.heads, T), single), ("x_mid", (N, C), real),
+             ("rstd2", (N,), single), ("gate_up", (N, 2 * F), real)]
     shared = [("x", (N, C), real), ("rstd", (N,), single), ("n", (N, C), real), ("increment", (N, C), real),
-              ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, C), single)] + input_table(config, B, T)
+              ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, C), single),
+              *input_table(config, B, T)]
     scratch = [("h", (N, F), real), ("dqkv", (N, c.qkv_width), real), ("dy", (N, C), real),
                ("delta", (B, c.heads, T), single)]
     return layer, shared, [("logits", (N, c.predict, c.vocab), real)], scratch
 
 
 def input_table(config, B, T):
-    """What a micro-batch brings to the GPU.  targets (B,T+K-1), with the room that they have in more and shorter
-    rows, if only B*T stays the same; order, starts: see embedding_backward; weight, divisor: of each head."""
+    """What a micro-batch brings to the GPU.  targets (B,T+K-1), with the room that they have in more and
+    shorter rows, if only B*T stays the same; order, starts: see embedding_backward; weight, divisor: of each
+    head."""
     K = config.predict
-    return [("tokens", (B * T,), np.int32), ("targets", (B * T * K,), np.int32), ("order", (B * T,), np.int32),
-            ("starts", (config.vocab + 1,), np.int32), ("weight", (K,), np.float32), ("divisor", (K,), np.float32)]
+    return [("tokens", (B * T,), np.int32), ("targets", (B * T * K,), np.int32),
+            ("order", (B * T,), np.int32), ("starts", (config.vocab + 1,), np.int32),
+            ("weight", (K,), np.float32), ("divisor", (K,), np.float32)]
 
 
 def decode_table(config, precision):
@@ -154,8 +165,8 @@ def ceil_div(n, size):
 
 
 def memory_plan(config, micro_batch, T, precision, threads=1):
-    """Bytes of GPU memory by kind (a dict) that training with micro-batches (micro_batch, T) and decoding take.
-    threads: for the face of model_cpu's; of no account here."""
+    """Bytes of GPU memory by kind (a dict) that training with micro-batches (micro_batch, T) and decoding
+    take. threads: for the face of model_cpu's; of no account here."""
     size = 4 * param_count(config)
     layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
     weights_bf16 = {"bf16 weights": size // 2} if precision == "bf16" else {}
@@ -164,35 +175,38 @@ def memory_plan(config, micro_batch, T, precision, threads=1):
             "decoding": table_bytes(decode_table(config, precision)), "cuBLAS and kernels": CUBLAS_BYTES}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 3. Compiled kernels and matrix products
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 COMPUTE = {"fp32": 68, "tf32": 77, "bf16": 68}      # CUBLAS_COMPUTE_32F, or CUBLAS_COMPUTE_32F_FAST_TF32
-CUDA_TYPE = {"f": 0, "H": 14}                       # CUDA_R_32F, CUDA_R_16BF by NumPy's letter for float32, uint16
-SCALARS = np.array([0.0, 1.0], np.float32)          # cuBLAS reads its factors from host memory, at these addresses
+CUDA_TYPE = {"f": 0, "H": 14}    # CUDA_R_32F, CUDA_R_16BF by NumPy's letter for float32, uint16
+SCALARS = np.array([0.0, 1.0], np.float32)    # cuBLAS reads its factors from host memory, at these addresses
 ZERO, ONE = SCALARS.ctypes.data, SCALARS.ctypes.data + 4
 
-KERNELS = ("embedding_forward", "embedding_backward", "rmsnorm_forward", "rmsnorm_backward", "column_sum", "rope",
-           "swiglu_forward", "swiglu_backward", "cross_entropy", "cross_entropy_sum", "sum_of_squares", "gradient_norm",
-           "adamw", "copy_weights", "matmul", "matmul_to_fp32", "rope_append", "decode_attention", "few_rows",
-           "few_rows_to_fp32")
+KERNELS = ("embedding_forward", "embedding_backward", "rmsnorm_forward", "rmsnorm_backward", "column_sum",
+           "rope", "swiglu_forward", "swiglu_backward", "cross_entropy", "cross_entropy_sum",
+           "sum_of_squares", "gradient_norm", "adamw", "copy_weights", "matmul", "matmul_to_fp32",
+           "rope_append", "decode_attention", "few_rows", "few_rows_to_fp32")
 NULL = np.uint64(0)                                 # as a pointer: there is none
 int32, int64, float32 = np.int32, np.int64, np.float32
 
 
 class Gpu:
-    """The kernels compiled for one model, and how its products are computed: every function below is given it first."""
+    """The kernels compiled for one model, and how its products are computed: every function below is given it
+    first."""
 
     def __init__(self, config, precision, matmul):
         self.config, self.precision, self.matmul = config, precision, matmul
         self.kernels = {}
-        notice = threading.Timer(0.5, lambda: print("Compiling the CUDA kernels for this GPU (kept for the next run).",
+        notice = threading.Timer(0.5, lambda: print("Compiling the CUDA kernels for this GPU (kept for the "
+                                                    "next run).",
                                                     file=sys.stderr, flush=True))
-        notice.start()                              # speaks only if this takes time: compiled kernels load at once
+        notice.start()    # speaks only if this takes time: compiled kernels load at once
         try:
             self.compile("kernels.cu", KERNELS, (f"-DBF16={int(precision == 'bf16')}",))
             self.flash = flash_kernels(precision, config.head_dim)
-            self.compile("flash_attn.cu", [name for name, *_ in self.flash], (f"-DHEAD_DIM={config.head_dim}",))
+            names = [name for name, *_ in self.flash]
+            self.compile("flash_attn.cu", names, (f"-DHEAD_DIM={config.head_dim}",))
             for name, _, _, shared in self.flash:
                 self.kernels[name].max_dynamic_shared_size_bytes = shared
             self.kernels["decode_attention"].max_dynamic_shared_size_bytes = 4 * config.context
@@ -202,7 +216,7 @@ class Gpu:
         self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
                               for table in rope_table(config, np.float32)]
         if matmul == "cublas":
-            from cupy.cuda import cublas, device    # here: loading cuBLAS takes a second, and it may be missing
+            from cupy.cuda import cublas, device  # here: loading cuBLAS takes a second, and it may be missing
             self.cublas, self.handle = cublas, device.get_cublas_handle()
 
     def compile(self, name, kernels, options):
@@ -213,13 +227,15 @@ class Gpu:
             self.kernels[kernel] = module.get_function(kernel)
 
     def launch(self, name, grid, threads, *args, shared=0):
-        """Queue a kernel.  A plain int or float would reach it as 64 bits: numbers come as np.int32(...) and so on."""
+        """Queue a kernel.  A plain int or float would reach it as 64 bits: numbers come as np.int32(...) and
+        so on."""
         self.kernels[name](grid, (threads,), args, shared_mem=shared)
 
 
 def check_choices(config, precision, matmul):
     """ValueError, in one sentence, for what this engine or this GPU cannot do."""
-    for what, value, choices in [("precision", precision, PRECISIONS), ("matmul", matmul, ("cublas", "ours"))]:
+    for what, value, choices in [("precision", precision, PRECISIONS),
+                                 ("matmul", matmul, ("cublas", "ours"))]:
         if value not in choices:
             raise ValueError(f"{what} must be one of {', '.join(choices)}, not {value!r}.")
     if config.head_dim not in (32, 64, 128):
@@ -228,8 +244,8 @@ def check_choices(config, precision, matmul):
                          + (f"with dim {config.dim} take {' or '.join(fits)} heads." if fits else
                             f"dim ({config.dim}) must be a multiple of 32."))
     if config.dim > 8192 or config.context > 16384:
-        raise ValueError(f"the GPU engine takes models up to 8192 wide and contexts up to 16384, not {config.dim} and "
-                         f"{config.context}.")
+        raise ValueError("the GPU engine takes models up to 8192 wide and contexts up to 16384, not "
+                         f"{config.dim} and {config.context}.")
     capability = int(cupy.cuda.Device().compute_capability)
     if capability < 70 or precision != "fp32" and capability < 80:
         needed = "8.0 (Ampere)" if precision != "fp32" else "7.0 (Volta)"
@@ -246,25 +262,28 @@ def row_threads(C):
 def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     """out (M,N) = a (M,I) @ b (I,N), or += with add; transposed operands lie as (I,M), (N,I).
 
-    cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first, and
-    what lies row-major already is the transpose that it wants."""
+    cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first,
+    and what lies row-major already is the transpose that it wants."""
     (M, N), I = out.shape, a.shape[0] if transpose_a else a.shape[1]
     lda, ldb, ldo = [x.strides[0] // x.itemsize for x in (a, b, out)]
     if gpu.matmul == "cublas":
         gpu.cublas.gemmEx(gpu.handle, transpose_b, transpose_a, N, M, I, ONE,
                           b.data.ptr, CUDA_TYPE[b.dtype.char], ldb, a.data.ptr, CUDA_TYPE[a.dtype.char], lda,
-                          ONE if add else ZERO, out.data.ptr, CUDA_TYPE[out.dtype.char], ldo, COMPUTE[gpu.precision], -1)
+                          ONE if add else ZERO, out.data.ptr, CUDA_TYPE[out.dtype.char], ldo,
+                          COMPUTE[gpu.precision], -1)
         return
     steps_a, steps_b = (1, lda) if transpose_a else (lda, 1), (1, ldb) if transpose_b else (ldb, 1)
     name = "matmul_to_fp32" if out.dtype == np.float32 else "matmul"
-    gpu.launch(name, (ceil_div(N, 64), ceil_div(M, 64)), 256, *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)),
+    gpu.launch(name, (ceil_div(N, 64), ceil_div(M, 64)), 256,
+               *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)),
                *map(int32, (M, N, I, *steps_a, *steps_b, ldo, add)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 4. The layers, each as a pair forward/backward
-# ---------------------------------------------------------------------------------------------------------------------
-# The contract of model_cpu: outputs first, gradients of activations are written, gradients of weights added to.
+# ------------------------------------------------------------------------------------------------------------
+# The contract of model_cpu: outputs first, gradients of activations are written, gradients of weights added
+# to.
 def embedding_forward(gpu, out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
     N, C = out.shape
@@ -272,7 +291,8 @@ def embedding_forward(gpu, out, tokens, embed):
 
 
 def embedding_backward(gpu, dembed, dout, order, starts):
-    """Adds to dembed (V,C).  order (N,): positions sorted by token; starts (V+1,): where each token's begin."""
+    """Adds to dembed (V,C).  order (N,): positions sorted by token; starts (V+1,): where each token's
+    begin."""
     V, C = dembed.shape
     gpu.launch("embedding_backward", (V, ceil_div(C, 256)), 256, dembed, dout, order, starts, int32(C))
 
@@ -285,8 +305,8 @@ def rmsnorm_forward(gpu, out, rstd, x, gain, before, increment=None):
 
 
 def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
-    """Writes dx (N,C), or adds to it with add (the residual's gradient); adds to dgain (C,).  dout (N,C) becomes the
-    norm's output again.  partial (NORM_BLOCKS,C): space for the first stage of dgain's sum."""
+    """Writes dx (N,C), or adds to it with add (the residual's gradient); adds to dgain (C,).  dout (N,C)
+    becomes the norm's output again.  partial (NORM_BLOCKS,C): space for the first stage of dgain's sum."""
     N, C = x.shape
     blocks = min(N, NORM_BLOCKS)
     gpu.launch("rmsnorm_backward", (blocks,), row_threads(C), dx, dout, partial, x, rstd, gain,
@@ -331,29 +351,31 @@ def rope_backward(gpu, dqkv, T):
 
 
 def flash_kernels(precision, D):
-    """(name, rows of queries or keys a block takes, threads, bytes of shared memory) of the forward and of the two
-    kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores else."""
+    """(name, rows of queries or keys a block takes, threads, bytes of shared memory) of the forward and of
+    the two kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores
+    else."""
     names = "flash_forward", "flash_backward_dq", "flash_backward_dkdv"
     if precision == "fp32" or precision == "tf32" and D > 64:
         return [(name, 32 if D <= 64 else 16, 64, 0) for name in names]
     rows = 128 if precision == "bf16" and D <= 64 else 64
-    tile = rows * D * (2 if precision == "bf16" else 4)         # bytes: the block's own, and two stages of the others'
-    return [(f"{names[0]}_{precision}", rows, 128, 5 * tile), (f"{names[1]}_{precision}", rows, 128, 6 * tile),
-            (f"{names[2]}_{precision}", rows, 128, 6 * tile + 16 * rows)]
+    # bytes: the block's own, and two stages of the others'
+    tile = rows * D * (2 if precision == "bf16" else 4)
+    shared = 5 * tile, 6 * tile, 6 * tile + 16 * rows
+    return [(f"{name}_{precision}", rows, 128, size) for name, size in zip(names, shared)]
 
 
 def attention_forward(gpu, out, lse, qkv, B, T):
-    """Causal grouped-query attention.  qkv (N,(H+2G)D), already rotated; out (N,C); lse (B,H,T) keeps the log of each
-    row's sum of exponentials, from which the backward computes the probabilities again."""
+    """Causal grouped-query attention.  qkv (N,(H+2G)D), already rotated; out (N,C); lse (B,H,T) keeps the log
+    of each row's sum of exponentials, from which the backward computes the probabilities again."""
     c = gpu.config
     name, rows, threads, shared = gpu.flash[0]
-    gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, out, lse, qkv, *map(int32, (T, c.heads, c.kv_heads)),
-               shared=shared)
+    gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, out, lse, qkv,
+               *map(int32, (T, c.heads, c.kv_heads)), shared=shared)
 
 
 def attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, delta):
-    """Writes dqkv (N,(H+2G)D), the gradient of v and of the rotated q and k.  delta (B,H,T): scratch, what the first
-    kernel leaves to the second."""
+    """Writes dqkv (N,(H+2G)D), the gradient of v and of the rotated q and k.  delta (B,H,T): scratch, what
+    the first kernel leaves to the second."""
     c = gpu.config
     sizes = [int32(i) for i in (T, c.heads, c.kv_heads)]
     name, rows, threads, shared = gpu.flash[1]
@@ -381,9 +403,10 @@ def block_forward(gpu, w, saved, shared, before, increment):
 
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
-    The sum at the end of a substep is left to the norm that reads it.  So the input comes as its two terms, before +
-    increment (increment None: there is only one), and the output is returned as such.  w: this layer's weights by name;
-    saved: this layer's arrays; shared: those that all layers share, and "B" and "T"."""
+    The sum at the end of a substep is left to the norm that reads it.  So the input comes as its two terms,
+    before + increment (increment None: there is only one), and the output is returned as such.  w: this
+    layer's weights by name; saved: this layer's arrays; shared: those that all layers share, and "B" and
+    "T"."""
     n, B, T = shared["n"], shared["B"], shared["T"]
     rmsnorm_forward(gpu, n, saved["rstd1"], saved["x_in"], w["norm1"], before, increment)
     linear_forward(gpu, saved["qkv"], n, w["qkv"])
@@ -395,15 +418,16 @@ def block_forward(gpu, w, saved, shared, before, increment):
                     shared["increment"])                                                   # Euler substep 1
     linear_forward(gpu, saved["gate_up"], n, w["gate_up"])
     swiglu_forward(gpu, shared["h"], saved["gate_up"])
-    # (Taking these three in pieces of rows, so that gate_up is still in the cache when it is read, won nothing at
-    # 32,768 tokens on an H200, and cost 1 to 2 ms a step with 8 or 16 pieces: small products lose more than the
-    # cache wins.)
+    # (Taking these three in pieces of rows, so that gate_up is still in the cache when it is read, won
+    # nothing at 32,768 tokens on an H200, and cost 1 to 2 ms a step with 8 or 16 pieces: small products lose
+    # more than the cache wins.)
     linear_forward(gpu, shared["increment"], shared["h"], w["down"])
     return saved["x_mid"], shared["increment"]                                             # Euler substep 2
 
 
 def block_backward(gpu, w, dw, saved, shared, dx):
-    """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  Uses the layer's gate_up up."""
+    """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  Uses the layer's
+    gate_up up."""
     n, h, dqkv, dy, dgain = (shared[name] for name in ("n", "h", "dqkv", "dy", "dgain"))
     # x = x + h @ down.T
     linear_backward_input(gpu, h, dx, w["down"])                                           # h holds dh
@@ -433,8 +457,8 @@ def block_backward(gpu, w, dw, saved, shared, dx):
 
 def cross_entropy_forward(gpu, losses, logits, nll, targets, weight, divisor):
     """losses (K,) of logits (N,K,V), which become their own gradients: cross_entropy_forward and
-    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1); weight (K,): head_weight / divisor; nll
-    (N,K)."""
+    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1); weight (K,): head_weight / divisor;
+    nll (N,K)."""
     N, K, V = logits.shape
     T = targets.shape[1] - K + 1
     gpu.launch("cross_entropy", (N * K,), 256, logits, nll, targets, weight, int32(T), int32(K), int32(V))
@@ -442,30 +466,31 @@ def cross_entropy_forward(gpu, losses, logits, nll, targets, weight, divisor):
 
 
 def gradient_norm(gpu, state, partial, grad, clip):
-    """state (3,): the norm of the flat gradient, the factor that clips it, and whether a norm was ever not finite (then
-    nothing changes any more)."""
+    """state (3,): the norm of the flat gradient, the factor that clips it, and whether a norm was ever not
+    finite (then nothing changes any more)."""
     gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial, grad, int64(grad.size))
     gpu.launch("gradient_norm", (1,), 1024, state, partial, int32(SUM_BLOCKS), float32(clip))
 
 
 def adamw_update(gpu, param, weights_bf16, grad, m, v, state, step, lr, beta1, beta2, eps, decay):
-    """AdamW on flat arrays of one length, with the clipping of gradient_norm; grad = 0, and the bf16 copy of param
-    (None: there is none) follows."""
+    """AdamW on flat arrays of one length, with the clipping of gradient_norm; grad = 0, and the bf16 copy of
+    param (None: there is none) follows."""
     n = param.size
-    gpu.launch("adamw", (ceil_div(n, 1024),), 256, param, NULL if weights_bf16 is None else weights_bf16, grad, m, v,
-               state, int64(n), int64(n), float32(lr), float32(beta1), float32(beta2), float32(eps), float32(decay),
-               float32(1 / (1 - beta1 ** step)), float32(1 / (1 - beta2 ** step)))
+    gpu.launch("adamw", (ceil_div(n, 1024),), 256, param, NULL if weights_bf16 is None else weights_bf16,
+               grad, m, v, state, int64(n), int64(n), *map(float32, (
+                   lr, beta1, beta2, eps, decay, 1 / (1 - beta1 ** step), 1 / (1 - beta2 ** step))))
 
 
 RULES = {"adamw": adamw_update}         # of update_table
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 5. The model
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 class Inputs:
-    """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs beside the host, which must only
-    not write there before it is done: with two pinned arrays that take turns, it waits for the last but one."""
+    """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs beside the host, which
+    must only not write there before it is done: with two pinned arrays that take turns, it waits for the last
+    but one."""
 
     def __init__(self, device, table):
         """device: bytes on the GPU for the table's arrays."""
@@ -474,7 +499,7 @@ class Inputs:
         self.pinned = [np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size) for _ in range(2)]
         self.events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self.views = [carve(array, table) for array in self.pinned]
-        self.events[0].record()                     # this memory may have been given back by others whose copies are
+        self.events[0].record()    # this memory may have been given back by others whose copies are
         self.events[0].synchronize()                # still queued: wait for all that was queued before
 
     def send(self, values):
@@ -490,12 +515,14 @@ class Inputs:
 class Model:
     """The model on the GPU; the face of model_cpu.Model.
 
-    precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: reserve the buffers for so
-    many rows of config.context tokens now, which serve any rows of together as many; else they grow with the calls.
-    memory_limit: bytes that this process may take while the model lives.  matmul: "cublas", or "ours".  training,
-    seed: as on the CPU.  ValueError, in one sentence, where there is no GPU, it is too old or its memory is too small.
+    precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: reserve the buffers
+    for so many rows of config.context tokens now, which serve any rows of together as many; else they grow
+    with the calls. memory_limit: bytes that this process may take while the model lives.  matmul: "cublas",
+    or "ours".  training, seed: as on the CPU.  ValueError, in one sentence, where there is no GPU, it is too
+    old or its memory is too small.
 
-    params, grads: dict name -> view of the flat fp32 buffers.  After writing params by hand call refresh()."""
+    params, grads: dict name -> view of the flat fp32 buffers.  After writing params by hand call
+    refresh()."""
 
     def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, matmul="cublas",
                  training=True):
@@ -512,8 +539,8 @@ class Model:
         try:
             self.gpu = Gpu(config, precision, matmul)
         except (ImportError, RuntimeError) as error:
-            raise ValueError(f"The GPU engine does not start; a CUDA library seems to be missing or does not fit the "
-                             f"driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
+            raise ValueError("The GPU engine does not start; a CUDA library seems to be missing or does not "
+                             f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
         self.reserved, self.buffers_by_shape, self.step, self.position = None, {}, 0, 0
         size, decoding = param_count(config), decode_table(config, precision)
         self.flat_grads = self.m = self.v = None
@@ -533,7 +560,8 @@ class Model:
         self.params = param_views(self.flat_params, config)
         self.grads = param_views(self.flat_grads, config) if training else {}
         # what the products read: the bf16 copy, or the parameters themselves; the gains are read in fp32
-        self.weights = param_views(self.flat_params if self.weights_bf16 is None else self.weights_bf16, config)
+        read = self.flat_params if self.weights_bf16 is None else self.weights_bf16
+        self.weights = param_views(read, config)
         self.weights.update((name, gain) for name, gain in self.params.items() if gain.ndim == 1)
         self.layers = [layer_views(self.weights, i) for i in range(config.layers)]
         self.layer_grads = [layer_views(self.grads, i) for i in range(config.layers)] if training else None
@@ -570,8 +598,9 @@ class Model:
         """Make the work buffers anew, as large as these tables say; (B,T) is what they are for."""
         each, rest, *in_turn = map(table_bytes, tables)
         shared_at = self.config.layers * each
-        logits_at = shared_at + rest                                   # and the scratch, which takes turns with them
-        self.buffers_by_shape, self.saved, self.reserved = {}, None, None      # give back first, then ask for more
+        logits_at = shared_at + rest    # and the scratch, which takes turns with them
+        # give back first, then ask for more
+        self.buffers_by_shape, self.saved, self.reserved = {}, None, None
         self.pool.free_all_blocks()
         try:
             memory = cupy.empty(logits_at + max(in_turn), np.uint8)
@@ -584,13 +613,15 @@ class Model:
         self.reserved = tables, layers, others, Inputs(memory[logits_at - table_bytes(inputs):], inputs)
 
     def buffers(self, B, T):
-        """(layers, shared, inputs): for a micro-batch (B,T) the buffers by name, of each layer and of all, and the
-        way in.  They are the front of what is reserved; where one of them needs more, all are made anew."""
+        """(layers, shared, inputs): for a micro-batch (B,T) the buffers by name, of each layer and of all,
+        and the way in.  They are the front of what is reserved; where one of them needs more, all are made
+        anew."""
         if (B, T) in self.buffers_by_shape:
             return self.buffers_by_shape[B, T]
         tables = work_tables(self.config, B, T, self.precision)
         shapes = {name: shape for table in tables for name, shape, _ in table}
-        room = {name: size for table in self.reserved[0] for name, (size,), _ in table} if self.reserved else {}
+        reserved = self.reserved[0] if self.reserved else ()
+        room = {name: size for table in reserved for name, (size,), _ in table}
         wanted = [[(name, (max(math.prod(shape), room.get(name, 0)),), dtype) for name, shape, dtype in table]
                   for table in tables]
         if self.reserved is None or wanted != self.reserved[0]:
@@ -598,7 +629,8 @@ class Model:
         _, layers, others, inputs = self.reserved
 
         def fronts(arrays):
-            return {name: array[:math.prod(shapes[name])].reshape(shapes[name]) for name, array in arrays.items()}
+            return {name: array[:math.prod(shapes[name])].reshape(shapes[name])
+                    for name, array in arrays.items()}
 
         shared, width = fronts(others), T + self.config.predict - 1
         shared.update(B=B, T=T, targets=shared["targets"][:B * width].reshape(B, width))
@@ -611,7 +643,8 @@ class Model:
         embedding_forward(self.gpu, before, shared["tokens"], self.weights["embed"])
         for w, saved in zip(self.layers, layers):
             before, increment = block_forward(self.gpu, w, saved, shared, before, increment)
-        rmsnorm_forward(self.gpu, shared["n"], shared["rstd"], shared["x"], self.weights["norm"], before, increment)
+        rmsnorm_forward(self.gpu, shared["n"], shared["rstd"], shared["x"], self.weights["norm"], before,
+                        increment)
         return shared["n"]
 
     def logits(self, tokens):
@@ -628,7 +661,8 @@ class Model:
         return cupy.asnumpy(logits).reshape(B, T, c.predict, c.vocab)
 
     def forward(self, tokens, targets, counted=None):
-        """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see model_cpu."""
+        """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see
+        model_cpu."""
         tokens, targets, divisor = check_batch(self.config, tokens, targets, counted)
         (B, T), c = tokens.shape, self.config
         layers, shared, inputs = self.buffers(B, T)
@@ -639,34 +673,35 @@ class Model:
                      "weight": c.head_weights / divisor, "divisor": divisor})
         final, logits = self.trunk(layers, shared), shared["logits"]
         linear_forward(self.gpu, logits.reshape(B * T, -1), final, self.weights["heads"])
-        cross_entropy_forward(self.gpu, self.losses, logits, shared["nll"], shared["targets"], shared["weight"],
-                              shared["divisor"])
+        cross_entropy_forward(self.gpu, self.losses, logits, shared["nll"], shared["targets"],
+                              shared["weight"], shared["divisor"])
         self.saved = layers, shared
         return self.losses.copy()
 
     def backward(self, last=True):
-        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last is for several GPUs: the
-        step's last micro-batch."""
+        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last is for several GPUs:
+        the step's last micro-batch."""
         if not self.training:
             raise ValueError("this model was made with training=False: it has no gradients.")
         layers, shared = self.saved
-        n, dx = shared["n"], shared["increment"]                                # dx in the memory of increment
+        n, dx = shared["n"], shared["increment"]    # dx in the memory of increment
         dlogits = shared["logits"].reshape(len(n), -1)
         # logits = final @ heads.T, final in n
         linear_backward_weight(self.gpu, self.grads["heads"], dlogits, n)
         linear_backward_input(self.gpu, n, dlogits, self.weights["heads"])
         # final = rmsnorm(x)
-        rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"], self.weights["norm"],
-                         shared["dgain"], add=False)
+        rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"],
+                         self.weights["norm"], shared["dgain"], add=False)
         for i in reversed(range(self.config.layers)):
             block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx)
         # x = embed[tokens]
         embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
-        """Clip the gradient's global norm to `clip`, one step of the optimizer by update_table, zero the gradient.
-        Returns the norm before clipping, on the GPU.  A norm that is not finite changes nothing, now and in all later
-        updates, and leaves the gradient to look at: the host, which may see it only some steps later, must stop."""
+        """Clip the gradient's global norm to `clip`, one step of the optimizer by update_table, zero the
+        gradient. Returns the norm before clipping, on the GPU.  A norm that is not finite changes nothing,
+        now and in all later updates, and leaves the gradient to look at: the host, which may see it only some
+        steps later, must stop."""
         self.step += 1
         gradient_norm(self.gpu, self.state, self.partial, self.flat_grads, clip)
         for part, rule, decayed in update_table(self.config):
@@ -676,11 +711,12 @@ class Model:
         return self.state[0].copy()
 
     def extend(self, tokens):
-        """Append n tokens at self.position and return their logits (n,K,V), a NumPy array, reading keys and values of
-        all earlier tokens from the cache.  Setting position back to an earlier value forgets what came after it.
+        """Append n tokens at self.position and return their logits (n,K,V), a NumPy array, reading keys and
+        values of all earlier tokens from the cache.  Setting position back to an earlier value forgets what
+        came after it.
 
-        For up to max(K, 8) tokens a row's arithmetic does not depend on n: verifying drafted tokens gives the bits of
-        decoding them one by one.  A longer prompt goes through cuBLAS."""
+        For up to max(K, 8) tokens a row's arithmetic does not depend on n: verifying drafted tokens gives the
+        bits of decoding them one by one.  A longer prompt goes through cuBLAS."""
         tokens, c, p, gpu = np.asarray(tokens, np.int64), self.config, self.position, self.gpu
         n, H, G, D = len(tokens), c.heads, c.kv_heads, c.head_dim
         if p + n > c.context:
@@ -698,9 +734,10 @@ class Model:
             rmsnorm_forward(gpu, d["n"], d["rstd"], x, w["norm1"], x, increment)
             increment = d["increment"]
             linear(gpu, d["qkv"], d["n"], w["qkv"])
-            gpu.launch("rope_append", (ceil_div(n * (H + 2 * G) * D // 16, 256),), 256, d["qkv"], keys, values, gpu.cos,
-                       gpu.sin, int32(n), *sizes)
-            gpu.launch("decode_attention", (H, n), 128, d["y"], d["qkv"], keys, values, *sizes, shared=4 * (p + n))
+            gpu.launch("rope_append", (ceil_div(n * (H + 2 * G) * D // 16, 256),), 256, d["qkv"], keys,
+                       values, gpu.cos, gpu.sin, int32(n), *sizes)
+            gpu.launch("decode_attention", (H, n), 128, d["y"], d["qkv"], keys, values, *sizes,
+                       shared=4 * (p + n))
             linear(gpu, increment, d["y"], w["out"])
             rmsnorm_forward(gpu, d["n"], d["rstd"], x, w["norm2"], x, increment)
             linear(gpu, d["gate_up"], d["n"], w["gate_up"])
@@ -712,12 +749,12 @@ class Model:
         return cupy.asnumpy(d["logits"]).reshape(n, c.predict, c.vocab)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 6. Both engines side by side
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def first_step(model, tokens, targets):
-    """What the tour of model_cpu shows of a model's first step: (loss of head 0, one gradient entry, gradient norm,
-    loss after one AdamW step), and the flat gradient."""
+    """What the tour of model_cpu shows of a model's first step: (loss of head 0, one gradient entry, gradient
+    norm, loss after one AdamW step), and the flat gradient."""
     losses = model.forward(tokens, targets)
     model.backward()
     flat = np.concatenate([np.asarray(grad.get() if hasattr(grad, "get") else grad, np.float64).reshape(-1)
@@ -743,7 +780,8 @@ def seconds_per_step(model, B, steps):
 
 def main(argv):
     parser = Parser(description="The step of model_cpu.py's tour on the CPU and on the GPU.")
-    parser.add_argument("--steps", type=whole_number(1), default=20, metavar="N", help="steps to time on the GPU (default 20)")
+    parser.add_argument("--steps", type=whole_number(1), default=20, metavar="N",
+                        help="steps to time on the GPU (default 20)")
     args = parser.parse_args(argv)
     reason = why_no_gpu()
     if reason:
@@ -755,11 +793,13 @@ def main(argv):
     tokens, targets = np.array([ids[:T]]), np.array([ids[1:T + K]])
     precisions = PRECISIONS if int(cupy.cuda.Device().compute_capability) >= 80 else ("fp32",)
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    print(f"One sentence of {T} tokens through the small model: the first step of `python model_cpu.py`, on {name}\n")
-    print(f"{'engine':14} {'loss':>9} {'d qkv[0,0]':>13} {'norm':>9} {'loss after':>11} {'gradient off by':>16} "
-          f"{'ms a step':>10}")
+    print(f"One sentence of {T} tokens through the small model: the first step of `python model_cpu.py`, on "
+          f"{name}\n")
+    print(f"{'engine':14} {'loss':>9} {'d qkv[0,0]':>13} {'norm':>9} {'loss after':>11} "
+          f"{'gradient off by':>16} {'ms a step':>10}")
     rows = [("CPU float64", model_cpu.Model(config), 1)]
-    rows += [(f"GPU {precision}", Model(config, precision=precision), args.steps) for precision in reversed(precisions)]
+    rows += [(f"GPU {precision}", Model(config, precision=precision), args.steps)
+             for precision in reversed(precisions)]
     reference = None
     for label, model, steps in rows:
         (loss, entry, norm, after), gradient = first_step(model, tokens, targets)
@@ -767,8 +807,8 @@ def main(argv):
         off = np.linalg.norm(gradient - reference) / np.linalg.norm(reference)
         print(f"{label:14} {loss:9.5f} {entry:13.5e} {norm:9.5f} {after:11.5f} {off:16.1e} "
               f"{1e3 * seconds_per_step(model, 16, steps):10.2f}")
-    print(f"\nloss: of head 0 (ln V = {math.log(config.vocab):.4f}); gradient off by: relative L2 against float64; "
-          f"ms a step: forward, backward and update of 16 x {config.context} tokens.")
+    print(f"\nloss: of head 0 (ln V = {math.log(config.vocab):.4f}); gradient off by: relative L2 against "
+          f"float64; ms a step: forward, backward and update of 16 x {config.context} tokens.")
 
 
 if __name__ == "__main__":

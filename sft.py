@@ -1,31 +1,33 @@
 """sft.py: supervised fine-tuning.  A model that continues texts becomes one that answers.
 
-    python sft.py                          out/small -> out/small-sft, on pairs made from text of the kind that it knows
-    python sft.py big --data FILE.json     on instructions: records of instruction, input, output, or of messages
+    python sft.py                          out/small -> out/small-sft, on pairs from text of the kind it knows
+    python sft.py big --data FILE.json     on instructions: instruction, input, output, or messages
     python sft.py --show 3                 three examples, with what is learned in colour
     python sft.py --resume                 go on with an interrupted run
 
-Read before it: train.py, whose schedule, log, checkpoints and signals serve here as they are (train.train).  Model,
-loss and optimizer stay the same, too.  What is new stands in the order of a run:
+Read before it: train.py, whose schedule, log, checkpoints and signals serve here as they are (train.train).
+Model, loss and optimizer stay the same, too.  What is new stands in the order of a run:
 
-    1. conversations   records of a file, or pairs made from a text, -> turns: what the user says, what is answered
+    1. conversations   records of a file, or pairs made from a text -> turns: what is said, what is answered
     2. examples        turns -> ids, and the mask that says what is learned
     3. batches         examples of about one length together; a pure function of (seed, step)
     4. evaluation      held-out loss, and answers to held-out questions
     5. looking at it   --show
     6. the run
 
-The mask is the one idea of this file.  A conversation stands in a template of special tokens.  All of it is read, but
-only what is underlined is learned; anything else has the target -1, which counts for nothing in the loss:
+The mask is the one idea of this file.  A conversation stands in a template of special tokens.  All of it is
+read, but only what is underlined is learned; anything else has the target -1, which counts for nothing in the
+loss:
 
     <|user|>What is a cat?<|end|><|assistant|>An animal.<|end|>
                                               ~~~~~~~~~~~~~~~~~
 
-So the model learns to answer and not to ask, and it learns to stop, because the end of an answer is one of its tokens
-(Ouyang et al. 2022, "Training language models to follow instructions with human feedback", the first of their steps).
+So the model learns to answer and not to ask, and it learns to stop, because the end of an answer is one of
+its tokens (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", the
+first of their steps).
 
-What it does not do: no rewards or preferences (the other steps: RLHF, DPO); no adapters (LoRA), all weights are
-trained; no packing of several conversations into one row.
+What it does not do: no rewards or preferences (the other steps: RLHF, DPO); no adapters (LoRA), all weights
+are trained; no packing of several conversations into one row.
 """
 import dataclasses
 import functools
@@ -51,26 +53,28 @@ DEFAULTS = {
 }
 MOST_HELD_OUT = 1000            # prompts
 PAD_TO = 8                      # lengths are rounded up to a multiple of this
-QUESTIONS = 10                  # held-out prompts that are answered at the end; before and on the way 3 of them
+QUESTIONS = 10    # held-out prompts that are answered at the end; before and on the way 3 of them
 ANSWER_TOKENS = 150
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. Conversations: lists of turns, each (user text, response)
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def find_data(preset, corpus):
-    """The files to learn from when none are named: for the larger models what `fetch_data.sh instructions` has brought;
-    else the files that the model was pretrained on."""
+    """The files to learn from when none are named: for the larger models what `fetch_data.sh instructions`
+    has brought; else the files that the model was pretrained on."""
     names = sorted(os.listdir("data")) if preset != "small" and os.path.isdir("data") else []
-    return [os.path.join("data", name) for name in names if re.fullmatch(r"instructions.*\.jsonl?", name)] or corpus
+    found = [os.path.join("data", name) for name in names if re.fullmatch(r"instructions.*\.jsonl?", name)]
+    return found or corpus
 
 
 def read_conversations(paths):
-    """The conversations in these files: the records of .json and .jsonl; of a corpus, pairs whose responses train.py
-    held out from pretraining.  ValueError for a file that has none."""
+    """The conversations in these files: the records of .json and .jsonl; of a corpus, pairs whose responses
+    train.py held out from pretraining.  ValueError for a file that has none."""
     conversations = []
     for path in paths:
         if not os.path.isfile(path):
-            raise ValueError(f"{path} is not a file; name files of instructions, .json or .jsonl, with --data.")
+            raise ValueError(f"{path} is not a file; name files of instructions, .json or .jsonl, with "
+                             "--data.")
         if path.lower().endswith((".json", ".jsonl")):
             conversations += read_records(path)
         elif re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)):
@@ -81,8 +85,8 @@ def read_conversations(paths):
 
 
 def read_json(path):
-    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line that is no
-    JSON."""
+    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
+    that is no JSON."""
     with naming(path), open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         text = file.read()
     one_list = text.lstrip().startswith("[")
@@ -93,8 +97,8 @@ def read_json(path):
                 values.append(json.loads(piece))
         except (ValueError, RecursionError) as error:
             line = number + getattr(error, "lineno", 1) - 1
-            raise ValueError(f"{path}, line {line}, is not JSON ({getattr(error, 'msg', error)}); the file must hold "
-                             f"one list of records, or one record a line.") from None
+            raise ValueError(f"{path}, line {line}, is not JSON ({getattr(error, 'msg', error)}); the file "
+                             "must hold one list of records, or one record a line.") from None
     return values[0] if one_list else values
 
 
@@ -108,17 +112,19 @@ def read_records(path):
             wrong.setdefault(str(error), []).append(number)
     if not conversations:
         raise ValueError(f"{path} holds no record that can be used, of {len(records)}"
-                         + "".join(f"; record {numbers[0]} has {what}" for what, numbers in wrong.items()) + ".")
+                         + "".join(f"; record {numbers[0]} has {what}" for what, numbers in wrong.items())
+                         + ".")
     if wrong:
-        print(f"{path}: of {len(records):,} records {len(records) - len(conversations):,} are left out: " + "; ".join(
+        print(f"{path}: of {len(records):,} records {len(records) - len(conversations):,} are left "
+              "out: " + "; ".join(
             f"{len(numbers):,} with {what} (record {numbers[0]:,}{' is the first' * (len(numbers) > 1)})"
             for what, numbers in wrong.items()) + ".")
     return conversations
 
 
 def make_turns(record):
-    """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> turns, every text as
-    it stands.  ValueError says in a few words what the record has that is wrong."""
+    """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> turns,
+    every text as it stands.  ValueError says in a few words what the record has that is wrong."""
     if not isinstance(record, dict):
         raise ValueError("no named fields")
     messages = record.get("messages")
@@ -139,15 +145,17 @@ def make_turns(record):
         roles, texts = roles[1:], [f"{system}\n\n{question}" if system else question, *rest]
     if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
         raise ValueError("roles that are not user and assistant in turn")
-    if not all(response.strip() for response in texts[1::2]):     # from an empty one a model would learn to be silent
+    # from an empty one a model would learn to be silent
+    if not all(response.strip() for response in texts[1::2]):
         raise ValueError("an empty response")
     return list(zip(texts[::2], texts[1::2]))
 
 
 def python_pairs(path):
-    """Pairs (name, first paragraph of its documentation) from the standard library, for a model that was trained on the
-    file `path` that train.write_python_corpus wrote.  Held out: only those whose response occurs nowhere in what the
-    model read.  These are mostly the short ones, since the corpus takes paragraphs from 40 characters up."""
+    """Pairs (name, first paragraph of its documentation) from the standard library, for a model that was
+    trained on the file `path` that train.write_python_corpus wrote.  Held out: only those whose response
+    occurs nowhere in what the model read.  These are mostly the short ones, since the corpus takes paragraphs
+    from 40 characters up."""
     with open(path, "rb") as file:
         learned = file.read(train.split_point(path)).decode("utf-8", "replace")
     pairs = {}
@@ -157,18 +165,18 @@ def python_pairs(path):
             if " " in first and first not in learned:
                 pairs.setdefault(name, first)               # a name may be defined twice
     if not pairs:
-        raise ValueError(f"{path} holds all of the library's documentation, so nothing is held out; name a file of "
-                         f"instructions with --data.")
+        raise ValueError(f"{path} holds all of the library's documentation, so nothing is held out; name a "
+                         "file of instructions with --data.")
     return [[pair] for pair in pairs.items()]
 
 
 def play_pairs(path):
-    """Pairs (speech, the reply to it) from the validation part of a play whose paragraphs are "NAME:\\nspeech".
-    Without the names, which are the user and the assistant here; and the speech on one line, as one types it in
-    chat.py.
+    """Pairs (speech, the reply to it) from the validation part of a play whose paragraphs are
+    "NAME:\\nspeech". Without the names, which are the user and the assistant here; and the speech on one
+    line, as one types it in chat.py.
 
-    A reply is the speech of the next pair, too, which may be on the other side of the split: read there, but thanks to
-    the mask not learned."""
+    A reply is the speech of the next pair, too, which may be on the other side of the split: read there, but
+    thanks to the mask not learned."""
     with open(path, "rb") as file:
         file.seek(train.split_point(path))
         held_out = file.read().decode("utf-8", "replace").replace("\r\n", "\n")
@@ -177,21 +185,22 @@ def play_pairs(path):
     pairs = [[(" ".join(speech[1].split()), reply[1])]
              for speech, reply in itertools.pairwise(speeches) if speech and reply]
     if len(pairs) <= len(paragraphs) // 2:
-        raise ValueError(f"{path} is neither a play nor the text that ships inside Python, so no questions with "
-                         f"answers can be made from it: name a file of instructions with --data (./fetch_data.sh "
-                         f"instructions brings one).")
+        raise ValueError(f"{path} is neither a play nor the text that ships inside Python, so no questions "
+                         "with answers can be made from it: name a file of instructions with --data "
+                         "(./fetch_data.sh instructions brings one).")
     return pairs
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 2. Examples: ids and mask
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def make_example(tokenizer, turns, T):
-    """Turns -> (ids (n,), mask (n,), whether it had to be cut), n <= T + 1: T inputs and the target of the last one.
+    """Turns -> (ids (n,), mask (n,), whether it had to be cut), n <= T + 1: T inputs and the target of the
+    last one.
 
-    mask: True at what is learned, the responses with their end tokens.  If it is too long, turns are left out from the
-    end.  The first always stays: its prompt is cut first, then its response, of which at least a quarter of the window
-    is left.  So every example has something to learn."""
+    mask: True at what is learned, the responses with their end tokens.  If it is too long, turns are left out
+    from the end.  The first always stays: its prompt is cut first, then its response, of which at least a
+    quarter of the window is left.  So every example has something to learn."""
     ids, mask, end = [], [], tokenizer.special[END_OF_TURN]
     for text, response in turns:
         prompt, answer = tokenizer.prompt(text), [*tokenizer.encode(response), end]
@@ -218,14 +227,15 @@ class Examples:
 
 
 def make_examples(tokenizer, conversations, T, seed):
-    """Conversations -> Examples.  The first user texts decide what is held out: a tenth of the different ones, in the
-    order of their hashes."""
+    """Conversations -> Examples.  The first user texts decide what is held out: a tenth of the different
+    ones, in the order of their hashes."""
     def order(prompt):
         return hashlib.sha256(f"{seed} {prompt}".encode("utf-8", "surrogatepass")).digest()
 
     prompts = sorted({turns[0][0] for turns in conversations}, key=order)
     if len(prompts) < 2:
-        raise ValueError("the data has one prompt only; it needs at least two, one to learn from and one to hold out.")
+        raise ValueError("the data has one prompt only; it needs at least two, one to learn from and one to "
+                         "hold out.")
     questions = prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]
     unseen, to_train, held_out, cuts, digest = set(questions), [], [], 0, hashlib.sha256()
     for turns in conversations:
@@ -237,22 +247,22 @@ def make_examples(tokenizer, conversations, T, seed):
     return Examples(to_train, held_out, questions[:QUESTIONS], cuts, digest.hexdigest()[:12])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 3. Batches: a pure function of (seed, step)
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def padded_lengths(examples, T):
-    """How many inputs each example takes in a batch that has no longer one.  Rounded up, so that more examples have the
-    same length, and meet others in every epoch."""
+    """How many inputs each example takes in a batch that has no longer one.  Rounded up, so that more
+    examples have the same length, and meet others in every epoch."""
     return np.array([min(T, -(-(len(ids) - 1) // PAD_TO) * PAD_TO) for ids, _ in examples])
 
 
 def plan_epoch(lengths, batch_tokens, seed, epoch):
-    """-> list of arrays of indices into `lengths`, each index once: the batches of an epoch, of at most batch_tokens
-    inputs each (or one row).
+    """-> list of arrays of indices into `lengths`, each index once: the batches of an epoch, of at most
+    batch_tokens inputs each (or one row).
 
-    Rows of one batch are about as long, since sorted by length, so little is padding.  Chance decides which examples of
-    one length meet, and the order of the batches.  The sizes of the batches depend on the lengths alone, so every
-    epoch has as many, and the batch of a step follows from its number."""
+    Rows of one batch are about as long, since sorted by length, so little is padding.  Chance decides which
+    examples of one length meet, and the order of the batches.  The sizes of the batches depend on the lengths
+    alone, so every epoch has as many, and the batch of a step follows from its number."""
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(lengths))
     order = order[np.argsort(-lengths[order], kind="stable")]
@@ -264,7 +274,8 @@ def plan_epoch(lengths, batch_tokens, seed, epoch):
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-# The loss of a batch.  Head k at position t has read the ids up to t and predicts the one at t+1+k, if that is learned:
+# The loss of a batch.  Head k at position t has read the ids up to t and predicts the one at t+1+k, if that
+# is learned:
 #
 #     t                    0      1      2           3          4        5
 #     ids              <|user|>   Hi  <|end|>  <|assistant|>    Yo    <|end|>
@@ -275,12 +286,13 @@ def plan_epoch(lengths, batch_tokens, seed, epoch):
 #     loss_k = -1/n_k  sum over all rows and t with mask[t+1+k] = 1 of  log p_k(ids[t+1+k] | ids[0..t])
 #     total  = loss_0 + mtp_weight * mean of loss_1 .. loss_(K-1)
 #
-# n_k counts the terms of this sum in the whole step, so every learned token weighs the same, and a long answer more
-# than a short one.  Where the target is -1 there is no term: these logits have the gradient 0.  The prompt still takes
-# part.  The answer attends to it, and so the gradient reaches the prompt's positions through their keys and values.
+# n_k counts the terms of this sum in the whole step, so every learned token weighs the same, and a long
+# answer more than a short one.  Where the target is -1 there is no term: these logits have the gradient 0.
+# The prompt still takes part.  The answer attends to it, and so the gradient reaches the prompt's positions
+# through their keys and values.
 def make_batch(examples, T, K, pad):
-    """-> inputs (B,P) and targets (B,P+K-1), -1 where nothing is learned; head k reads targets[:, k:k+P].  Rows are
-    filled up on the right with `pad`, which no earlier position sees and which is no target."""
+    """-> inputs (B,P) and targets (B,P+K-1), -1 where nothing is learned; head k reads targets[:, k:k+P].
+    Rows are filled up on the right with `pad`, which no earlier position sees and which is no target."""
     P = int(padded_lengths(examples, T).max())
     inputs, targets = np.full((len(examples), P), pad), np.full((len(examples), P + K - 1), -1)
     for row, (ids, mask) in enumerate(examples):
@@ -289,9 +301,9 @@ def make_batch(examples, T, K, pad):
     return inputs, targets
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 4. Evaluation
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def evaluate(model, tokenizer, examples, micro_batch):
     """-> [nats a learned token, bits a byte of response] of head 0 on all these examples."""
     T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
@@ -309,7 +321,8 @@ def answer(model, tokenizer, question, seed):
 
 
 def fine_tuning(model, tokenizer, examples, settings, state):
-    """-> the Job of a run on these examples.  state keeps the held-out loss before the first step, and the latest."""
+    """-> the Job of a run on these examples.  state keeps the held-out loss before the first step, and the
+    latest."""
     T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
     lengths = padded_lengths(examples.train, T)
 
@@ -340,41 +353,45 @@ def fine_tuning(model, tokenizer, examples, settings, state):
     return train.Job(batch, look, max(train.token_bytes(tokenizer)[learned].mean(), 1e-9), chat=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 5. Looking at it
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def printable(text):
-    """A text without the characters that a terminal would obey instead of showing: all control characters but tab and
-    line end."""
+    """A text without the characters that a terminal would obey instead of showing: all control characters but
+    tab and line end."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
 def show(tokenizer, conversations, T, count):
-    """Print the first `count` examples as the model reads them, what is learned in green, or in brackets where the
-    environment has NO_COLOR."""
+    """Print the first `count` examples as the model reads them, what is learned in green, or in brackets
+    where the environment has NO_COLOR."""
     start, stop = ("[", "]") if os.environ.get("NO_COLOR") else ("\x1b[32m", "\x1b[0m")
     for number, turns in enumerate(conversations[:count], 1):
         ids, mask, cut = make_example(tokenizer, turns, T)
-        print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are learned{', the rest did not fit' * cut}")
+        print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are "
+              f"learned{', the rest did not fit' * cut}")
         for learned, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
             text = printable(tokenizer.decode([token for token, _ in run]))
             print(f"{start}{text}{stop}" if learned else text, end="")
         print(flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 6. The run
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def parse_arguments(argv):
     parser = Parser(description="Fine-tune a pretrained model to answer.")
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
-    parser.add_argument("--base", metavar="DIR", help="the checkpoint folder to begin with (default out/PRESET)")
-    parser.add_argument("--data", nargs="+", metavar="FILE", help=".json or .jsonl with records of instruction, input "
-                        "and output, or of messages (default: for medium and big data/instructions*.json, if there are "
-                        "any; else pairs made from the base's own corpus, of what was held out from its training)")
-    parser.add_argument("--out", metavar="DIR", help="the checkpoint folder to write (default: --base with -sft)")
-    parser.add_argument("--show", type=whole_number(1), metavar="N", help="print N examples with what is learned in "
-                        "colour, then stop")
+    parser.add_argument("--base", metavar="DIR", help="the checkpoint folder to begin with (default "
+                                                      "out/PRESET)")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help=".json or .jsonl with records of "
+                        "instruction, input and output, or of messages (default: for medium and big "
+                        "data/instructions*.json, if there are any; else pairs made from the base's own "
+                        "corpus, of what was held out from its training)")
+    parser.add_argument("--out", metavar="DIR", help="the checkpoint folder to write (default: --base with "
+                                                     "-sft)")
+    parser.add_argument("--show", type=whole_number(1), metavar="N", help="print N examples with what is "
+                        "learned in colour, then stop")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
     train.add_run_options(parser)
@@ -384,8 +401,8 @@ def parse_arguments(argv):
 def read_base(folder, preset):
     """-> (settings of the run that made the base, its Config, its Tokenizer)."""
     if not os.path.exists(os.path.join(folder, "config.json")):
-        raise ValueError(f"there is no trained model in {folder}: train it with `python train.py {preset or 'small'}`, "
-                         f"or name the folder of one with --base.")
+        raise ValueError(f"there is no trained model in {folder}: train it with `python train.py "
+                         f"{preset or 'small'}`, or name the folder of one with --base.")
     base_settings, _ = train.read_run(folder, "train.py or sft.py")
     if base_settings.preset not in DEFAULTS:
         raise ValueError(f"{folder} holds a model of the size {base_settings.preset}, which is none of "
@@ -400,11 +417,14 @@ def read_base(folder, preset):
 def start(args, base, out):
     """-> (model, tokenizer, settings, state, examples) of a new run."""
     if os.path.exists(base) and os.path.exists(out) and os.path.samefile(base, out):
-        raise ValueError(f"--out {out} is the base itself; name another folder for the model that is made from it.")
+        raise ValueError(f"--out {out} is the base itself; name another folder for the model that is made "
+                         "from it.")
     base_settings, config, tokenizer = read_base(base, args.preset)
     preset = base_settings.preset
     data = args.data or find_data(preset, base_settings.data)
-    args.device, defaults = train.choose_device(args.device, preset), dict(DEFAULTS[preset], steps=1)     # see below
+    # see below
+    args.device = train.choose_device(args.device, preset)
+    defaults = dict(DEFAULTS[preset], steps=1)
     default_epochs = defaults.pop("epochs")
     epochs = args.epochs or default_epochs
     settings = train.make_settings(args, preset, config, defaults)
@@ -420,25 +440,28 @@ def start(args, base, out):
     state = {"script": "sft.py", "tokens": 0, "seconds": 0.0, "base": base}
     train.take(out)
     train.set_aside(out)
-    train.save(out, model, tokenizer, settings, state, chat=True)      # from now on there is something to resume
+    train.save(out, model, tokenizer, settings, state, chat=True)  # from now on there is something to resume
     read = sum(len(ids) - 1 for ids, _ in examples.train)
     padded = sum(len(rows) * lengths[rows].max() for rows in batches)
     learned = sum(int(mask.sum()) for _, mask in examples.train)
-    print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} conversations, "
-          f"{len(examples.held_out):,} more are held out; {examples.cut:,} were longer than the context of "
-          f"{config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most {settings.batch_tokens:,} "
-          f"tokens; of {padded:,} tokens {1 - read / padded:.1%} are padding, {learned / padded:.0%} are learned.",
+    print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
+          f"conversations, {len(examples.held_out):,} more are held out; {examples.cut:,} were longer than "
+          f"the context of {config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most "
+          f"{settings.batch_tokens:,} tokens; of {padded:,} tokens {1 - read / padded:.1%} are padding, "
+          f"{learned / padded:.0%} are learned.",
           flush=True)
     return model, tokenizer, settings, state, examples
 
 
 def resume(args, base, out):
-    """-> the same of the run in `out`, which goes on from its own weights: the base need not be there any more."""
+    """-> the same of the run in `out`, which goes on from its own weights: the base need not be there any
+    more."""
     model, tokenizer, settings, state = train.resume(args, out, "sft.py")
     if args.base and base != state.get("base"):
-        raise ValueError(f"the run in {out} began with {state.get('base')}, not with {base}; start a new run with another "
-                         f"--out.")
-    examples = make_examples(tokenizer, read_conversations(settings.data), model.config.context, settings.seed)
+        raise ValueError(f"the run in {out} began with {state.get('base')}, not with {base}; start a new run "
+                         "with another --out.")
+    conversations = read_conversations(settings.data)
+    examples = make_examples(tokenizer, conversations, model.config.context, settings.seed)
     if examples.key != settings.tokens_key:
         raise ValueError(f"the data, {', '.join(settings.data)}, is not what the run in {out} began with.")
     lengths = padded_lengths(examples.train, model.config.context)
@@ -447,8 +470,8 @@ def resume(args, base, out):
     if args.epochs and args.epochs > epochs and model.step >= settings.steps:
         train.extend(settings, args.epochs * batches, out)
     elif args.epochs not in (None, epochs):
-        raise ValueError(f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run keeps its "
-                         "settings. Leave the option out, or start a new run with another --out.")
+        raise ValueError(f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run keeps "
+                         "its settings. Leave the option out, or start a new run with another --out.")
     return model, tokenizer, settings, state, examples
 
 

@@ -2,29 +2,33 @@ r"""Byte-level BPE: how text becomes the integers that the model reads, and back
 
 Read before it: nothing; this is the first file. It needs the standard library alone.
 
-A language model needs a finite alphabet. Single characters make sequences long and words make an endless vocabulary;
-byte pair encoding (Sennrich, Haddow and Birch 2016, "Neural Machine Translation of Rare Words with Subword Units") lies
-between: start from single symbols and, again and again, glue the most frequent neighbouring pair into a new symbol.
-GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners") took the 256 bytes as the first
-symbols, so that every text in every script, and every damaged file, has an encoding and no "unknown" token exists.
+A language model needs a finite alphabet. Single characters make sequences long and words make an endless
+vocabulary; byte pair encoding (Sennrich, Haddow and Birch 2016, "Neural Machine Translation of Rare Words
+with Subword Units") lies between: start from single symbols and, again and again, glue the most frequent
+neighbouring pair into a new symbol. GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask
+Learners") took the 256 bytes as the first symbols, so that every text in every script, and every damaged
+file, has an encoding and no "unknown" token exists.
 
-    text --(1)--> words --(2)--> bytes --(3)--> tokens         "low lower" -> "low", " lower" -> ... -> 300, 301, 258
+    text --(1)--> words --(2)--> bytes --(3)--> tokens      "low lower" -> "low", " lower" -> ... -> 300, 301
 
-(1) Words. Merges never cross a word, or "dog." and "dog!" would become tokens of their own. GPT-2's pattern is kept to
-    the letter (`word_pattern`): a contraction, letters, digits or signs with the one space before them, or white space.
-(2) Bytes. A word is its UTF-8 bytes. Bytes that are not UTF-8 are no error: each is a sign that stands for itself.
-(3) Tokens. `learn_merges` finds the merges, in order; `Encoder.merge` replays them on a word, in the same order.
+(1) Words. Merges never cross a word, or "dog." and "dog!" would become tokens of their own. GPT-2's pattern
+    is kept to the letter (`word_pattern`): a contraction, letters, digits or signs with the one space before
+    them, or white space.
+(2) Bytes. A word is its UTF-8 bytes. Bytes that are not UTF-8 are no error: each is a sign that stands for
+    itself.
+(3) Tokens. `learn_merges` finds the merges, in order; `Encoder.merge` replays them on a word, in that order.
 
-HOW A TIE IS BROKEN. Training takes the pair with the highest count; among equal counts the smallest pair of ids, first
-the left id, then the right (ids 0 to 255 are the bytes, 256 is the first merge and so on). So a result depends on the
-counts of words alone, never on their order, the hash seed or the number of processes. Encoding takes the merge learned
-first; if it fits at several places, the leftmost.
+HOW A TIE IS BROKEN. Training takes the pair with the highest count; among equal counts the smallest pair of
+ids, first the left id, then the right (ids 0 to 255 are the bytes, 256 is the first merge and so on). So a
+result depends on the counts of words alone, never on their order, the hash seed or the number of processes.
+Encoding takes the merge learned first; if it fits at several places, the leftmost.
 
-Ids: 256 bytes, the merges in the order learned, then the special tokens, last. Text can never produce a special token:
-"<|end|>" typed by a user is seven ordinary characters. The one exception is a corpus on disk, where a line that holds
-only <|endoftext|> separates documents (`split_documents`).
+Ids: 256 bytes, the merges in the order learned, then the special tokens, last. Text can never produce a
+special token: "<|end|>" typed by a user is seven ordinary characters. The one exception is a corpus on disk,
+where a line that holds only <|endoftext|> separates documents (`split_documents`).
 
-What it does not do: other patterns than GPT-2's, other models than BPE, normalization, padding, truncation, offsets.
+What it does not do: other patterns than GPT-2's, other models than BPE, normalization, padding, truncation,
+offsets.
 """
 import argparse
 import array
@@ -51,9 +55,9 @@ from collections import Counter, defaultdict, deque
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
 
-# How a conversation becomes one text (Tokenizer.prompt), for other tools, in Jinja: transformers' apply_chat_template
-# gives the same ids. But for one case: such a tool puts a conversation together as text, so a "<|end|>" that somebody
-# typed becomes the special token there. Here it stays seven characters.
+# How a conversation becomes one text (Tokenizer.prompt), for other tools, in Jinja: transformers'
+# apply_chat_template gives the same ids. But for one case: such a tool puts a conversation together as text,
+# so a "<|end|>" that somebody typed becomes the special token there. Here it stays seven characters.
 CHAT_TEMPLATE = r"""
 {%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
 {%- for message in (messages[1:] if messages[0].role == 'system' else messages) -%}
@@ -67,34 +71,38 @@ CHAT_TEMPLATE = r"""
 """.strip()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. Text into words
 
-# Unicode's White_Space, which is what \s means to GPT-2. Python's own \s also takes the separators \x1c to \x1f.
+# Unicode's White_Space, which is what \s means to GPT-2. Python's own \s also takes the separators \x1c to
+# \x1f.
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
-# A stretch is white space and what follows it, up to the next white space: " don't!" White space that follows something
-# else always begins a new word, so a text can be cut there and each part split into words by itself.
+# A stretch is white space and what follows it, up to the next white space: " don't!" White space that follows
+# something else always begins a new word, so a text can be cut there and each part split into words by
+# itself.
 STRETCH = re.compile(f"[{SPACE}]*[^{SPACE}]+|[{SPACE}]+")
 STRETCH_END = re.compile(f"[^{SPACE}](?=[{SPACE}])")
 
 
 @functools.lru_cache(maxsize=None)
 def char_classes(limit):
-    r"""The insides of two regular expression classes [...], letters \p{L} and numbers \p{N}, up to code point `limit`.
+    r"""The insides of two regular expression classes [...], letters \p{L} and numbers \p{N}, up to code point
+    `limit`.
 
     `re` lacks \p{...}, so the ranges come from unicodedata.
     """
-    categories = "".join(map(unicodedata.category, map(chr, range(limit + 1))))[::2]    # "Lu" -> "L", and so on
-    return ["".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in re.finditer(f"{category}+", categories))
-            for category in "LN"]
+    categories = "".join(map(unicodedata.category, map(chr, range(limit + 1))))[::2]  # "Lu" -> "L", and so on
+    runs = [re.finditer(f"{category}+", categories) for category in "LN"]
+    return ["".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in found) for found in runs]
 
 
 @functools.lru_cache(maxsize=None)
 def word_pattern(limit):
     r"""GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
-    The last but one takes a run of white space without its last character, which then joins the word it precedes.
+    The last but one takes a run of white space without its last character, which then joins the word it
+    precedes.
     """
     letter, number = char_classes(limit)
     return re.compile(f"'(?:[stmd]|re|ve|ll)| ?[{letter}]+| ?[{number}]+| ?[^{SPACE}{letter}{number}]+"
@@ -106,10 +114,12 @@ BEYOND_BMP = re.compile("[\U00010000-\U0010FFFF]")
 
 
 def split_words(text):
-    """The words of a str, in order; joined they are the text. "I'd say 42!" -> ["I", "'d", " say", " 42", "!"]
+    """The words of a str, in order; joined they are the text. "I'd say 42!" -> ["I", "'d", " say", " 42",
+    "!"]
 
-    `re` looks characters up to U+FFFF up in a table but tries the ranges beyond one by one, four times as slow. So the
-    full pattern is built (in 0.15 s) and used only for stretches that have such characters, as emoji.
+    `re` looks characters up to U+FFFF up in a table but tries the ranges beyond one by one, four times as
+    slow. So the full pattern is built (in 0.15 s) and used only for stretches that have such characters, as
+    emoji.
     """
     if text.isascii():
         return word_pattern(ASCII).findall(text)
@@ -120,9 +130,11 @@ def split_words(text):
 
 
 def to_str(text):
-    """str or bytes -> a str in which a byte that is not UTF-8 is a lone surrogate, U+DC80 to U+DCFF (surrogateescape).
+    """str or bytes -> a str in which a byte that is not UTF-8 is a lone surrogate, U+DC80 to U+DCFF
+    (surrogateescape).
 
-    A lone surrogate in a str is no UTF-8 either: it becomes the three bytes that UTF-8 would give it (surrogatepass).
+    A lone surrogate in a str is no UTF-8 either: it becomes the three bytes that UTF-8 would give it
+    (surrogatepass).
     """
     if isinstance(text, str):
         try:
@@ -141,7 +153,8 @@ def to_bytes(word):
 
 
 def cut_text(text, size=1 << 15):
-    """Cut a str into parts of `size` characters or a little more, each ending where a stretch ends: bounded memory."""
+    """Cut a str into parts of `size` characters or a little more, each ending where a stretch ends: bounded
+    memory."""
     start = 0
     while start < len(text):
         found = STRETCH_END.search(text, start + size)
@@ -150,10 +163,11 @@ def cut_text(text, size=1 << 15):
         start = end
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 2. Learning the merges
 
-MAX_WORD_BYTES = 1 << 23    # about how much text in distinct words training keeps; 60 MB of books have 1 MB of it
+# about how much text in distinct words training keeps; 60 MB of books have 1 MB of it
+MAX_WORD_BYTES = 1 << 23
 
 
 def count_words(texts):
@@ -169,7 +183,8 @@ def count_words(texts):
 
 
 def prune_words(words):
-    """Drop the rarest words, the last in code point order among equals, when all together outgrow MAX_WORD_BYTES."""
+    """Drop the rarest words, the last in code point order among equals, when all together outgrow
+    MAX_WORD_BYTES."""
     if sum(map(len, words)) > MAX_WORD_BYTES:
         kept = 0
         for word in sorted(words, key=lambda word: (-words[word], word)):
@@ -179,20 +194,24 @@ def prune_words(words):
 
 
 def learn_merges(words, wanted):
-    """Counter of words -> list of at most `wanted` merges (left id, right id); merge number i makes token 256 + i.
+    """Counter of words -> list of at most `wanted` merges (left id, right id); merge number i makes token 256
+    + i.
 
-    Recounting all pairs after each merge would be quadratic. Instead every word stands once, weighted by its count, in
-    one long row of token ids, and each pair knows its positions in the row. A merge touches only its own occurrences,
-    each removes one id from the row for ever, so the whole of training costs about one step per byte of distinct words.
+    Recounting all pairs after each merge would be quadratic. Instead every word stands once, weighted by its
+    count, in one long row of token ids, and each pair knows its positions in the row. A merge touches only
+    its own occurrences, each removes one id from the row for ever, so the whole of training costs about one
+    step per byte of distinct words.
     """
-    token = array.array("i", [-1])      # id at each position; -1 between two words and where a merge took an id away
+    # id at each position; -1 between two words and where a merge took an id away
+    token = array.array("i", [-1])
     weight = array.array("q", [0])      # how often the word of this position occurs
     for word, count in words.items():
         data = to_bytes(word)
         token.extend(data)
         token.append(-1)
         weight.extend(itertools.repeat(count, len(data) + 1))
-    before = array.array("q", range(-1, len(token) - 1))      # the row is a linked list: a merge unlinks its right id
+    # the row is a linked list: a merge unlinks its right id
+    before = array.array("q", range(-1, len(token) - 1))
     after = array.array("q", range(1, len(token) + 1))
 
     counts, where = Counter(), defaultdict(functools.partial(array.array, "q"))
@@ -209,12 +228,13 @@ def learn_merges(words, wanted):
     while heap and len(merges) < wanted:
         negative, pair = heapq.heappop(heap)
         if -negative != counts[pair]:
-            # Lazy deletion: other merges took some of its occurrences. A count only falls, since a pair can only arise
-            # while its younger token is being made; so the true count goes back into the heap and waits its turn.
+            # Lazy deletion: other merges took some of its occurrences. A count only falls, since a pair can
+            # only arise while its younger token is being made; so the true count goes back into the heap and
+            # waits its turn.
             heapq.heappush(heap, (-counts[pair], pair))
             continue
         if counts[pair] < 2:
-            break                       # what occurs once is no pattern: the vocabulary stays smaller than asked
+            break    # what occurs once is no pattern: the vocabulary stays smaller than asked
         left, right = pair
         new = 256 + len(merges)
         merges.append(pair)
@@ -242,13 +262,14 @@ def learn_merges(words, wanted):
     return merges
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 3. Words into tokens
 
 class Encoder(dict):
     """A cache: word (str) -> its ids packed as bytes, worked out on first use by `__missing__`.
 
-    Packed ids of a text are then one b"".join(map(encoder.__getitem__, words)): the loop over a text runs in C.
+    Packed ids of a text are then one b"".join(map(encoder.__getitem__, words)): the loop over a text runs in
+    C.
     """
     MAX_ENTRIES = 1 << 18       # about 50 MB; emptied when full
     MAX_LENGTH = 64             # longer words hardly come again
@@ -266,10 +287,12 @@ class Encoder(dict):
 
     def pack(self, text):
         """str or bytes -> ids packed in the machine's byte order."""
-        return b"".join([b"".join(map(self.__getitem__, split_words(part))) for part in cut_text(to_str(text))])
+        parts = map(split_words, cut_text(to_str(text)))
+        return b"".join([b"".join(map(self.__getitem__, words)) for words in parts])
 
     def merge(self, word):
-        """The bytes of one word -> its list of ids: the merge learned first, at its leftmost place, until none fits.
+        """The bytes of one word -> its list of ids: the merge learned first, at its leftmost place, until
+        none fits.
 
         Ids are in the order of learning, so that merge is the smallest id that a neighbouring pair can make.
         """
@@ -277,7 +300,8 @@ class Encoder(dict):
         if len(ids) > 200:
             return self.merge_long(ids)
         get, none = self.merges.get, len(self.byte_ids) + len(self.merges)
-        made = list(map(get, zip(ids, ids[1:]), itertools.repeat(none)))    # made[i]: what ids[i], ids[i + 1] can make
+        # made[i]: what ids[i], ids[i + 1] can make
+        made = list(map(get, zip(ids, ids[1:]), itertools.repeat(none)))
         while made and (smallest := min(made)) != none:
             i = made.index(smallest)
             ids[i:i + 2] = [smallest]
@@ -289,17 +313,19 @@ class Encoder(dict):
         return ids
 
     def merge_long(self, ids):
-        """The same for a word of any length in n log n steps, where the loop above takes n squared: a heap."""
+        """The same for a word of any length in n log n steps, where the loop above takes n squared: a
+        heap."""
         n, get = len(ids), self.merges.get
         before, after = array.array("q", range(-1, n - 1)), array.array("q", range(1, n + 1))
         ids.append(-1)                                          # a neighbour with which no pair can be made
-        heap = [made * n + place for place, made in enumerate(map(get, zip(ids, ids[1:]))) if made is not None]
-        heapq.heapify(heap)                                     # (id, place) as one number: a third of a tuple's memory
+        pairs = enumerate(map(get, zip(ids, ids[1:])))
+        heap = [made * n + place for place, made in pairs if made is not None]
+        heapq.heapify(heap)    # (id, place) as one number: a third of a tuple's memory
         while heap:
             made, p = divmod(heapq.heappop(heap), n)
             q = after[p]
             if get((ids[p], ids[q])) != made:
-                continue                                        # this pair is gone since it was put into the heap
+                continue    # this pair is gone since it was put into the heap
             o, r = before[p], after[q]
             ids[p], ids[q] = made, -1
             after[p] = r
@@ -312,16 +338,18 @@ class Encoder(dict):
         return [token for token in ids if token != -1]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 4. Files: documents, chunks, processes
 
-# ^<\|endoftext\|>\r?$ with the line's start looked for last: what begins with plain bytes is found much faster.
+# ^<\|endoftext\|>\r?$ with the line's start looked for last: what begins with plain bytes is found much
+# faster.
 SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
 
 
 def split_documents(data):
-    """Bytes of a corpus -> its documents: what stands between lines that hold only <|endoftext|>, without the line ends
-    next to them. The first and the last may be empty, if a separator comes first or last; no other is."""
+    """Bytes of a corpus -> its documents: what stands between lines that hold only <|endoftext|>, without the
+    line ends next to them. The first and the last may be empty, if a separator comes first or last; no other
+    is."""
     first, *others = SEPARATOR.split(data)
     if not others:
         return [first]
@@ -330,18 +358,22 @@ def split_documents(data):
     return [first.rstrip(b"\r\n"), *filter(None, middle), last.lstrip(b"\r\n")]
 
 
-CHUNK, CUT_WINDOW = 1 << 20, 1 << 16      # bytes of a file encoded at a time, and looked through for a place to cut it
+# bytes of a file encoded at a time, and looked through for a place to cut it
+CHUNK, CUT_WINDOW = 1 << 20, 1 << 16
 
 
 def find_cut(window):
-    """Where a file may be cut: an offset into these bytes, so that both sides give the ids that they give together.
+    """Where a file may be cut: an offset into these bytes, so that both sides give the ids that they give
+    together.
 
-    Words must not be cut, nor a separator line be parted from the line ends that belong to it. In order of preference:
-    before white space that follows something else (but not ">", which may end a separator); after a run of letters or
-    of digits (but not before "<" or "|"); after a separator and its line ends; in the middle. Only 64 KiB of a single
-    kind of character get to the last, and there a word is cut between two characters: memory stays bounded.
+    Words must not be cut, nor a separator line be parted from the line ends that belong to it. In order of
+    preference: before white space that follows something else (but not ">", which may end a separator); after
+    a run of letters or of digits (but not before "<" or "|"); after a separator and its line ends; in the
+    middle. Only 64 KiB of a single kind of character get to the last, and there a word is cut between two
+    characters: memory stays bounded.
     """
-    skipped = next((i for i in range(min(3, len(window))) if window[i] & 0xC0 != 0x80), 3)   # start at a character
+    # start at a character
+    skipped = next((i for i in range(min(3, len(window))) if window[i] & 0xC0 != 0x80), 3)
     text = to_str(window[skipped:])
     cut = re.search(f"[^{SPACE}>](?=[{SPACE}])", text)
     if not cut:
@@ -382,7 +414,8 @@ def file_range(path, start=0, end=None):
 
 
 def run_task(task, chunk, encoder):
-    """One chunk's work. task: ("count" -> dict of words or "encode" -> packed ids, the separator packed or None)."""
+    """One chunk's work. task: ("count" -> dict of words or "encode" -> packed ids, the separator packed or
+    None)."""
     kind, end_of_text = task
     data = read_chunk(*chunk)
     documents = [data] if end_of_text is None else split_documents(data)
@@ -392,11 +425,13 @@ def run_task(task, chunk, encoder):
 
 
 def run_chunks(task, chunks, encoder, processes, progress):
-    """Yield run_task of each chunk, in order, from this process or, if there is enough for each, from several.
+    """Yield run_task of each chunk, in order, from this process or, if there is enough for each, from
+    several.
 
     progress(done bytes, all bytes), if it is not None, is called after each. Whoever iterates must close the
-    generator. Workers are forked, so the caller's script does not run again in them; two chunks each are under
-    way, so memory stays bounded; Ctrl-C does not reach them, and they end with their parent, however it ends.
+    generator. Workers are forked, so the caller's script does not run again in them; two chunks each are
+    under way, so memory stays bounded; Ctrl-C does not reach them, and they end with their parent, however it
+    ends.
     """
     done, total = 0, sum(end - start for _, start, end in chunks)
     processes = min(processes or available_cores(), total // WORTH_A_PROCESS)
@@ -407,7 +442,8 @@ def run_chunks(task, chunks, encoder, processes, progress):
             pool = concurrent.futures.ProcessPoolExecutor(processes, fork, start_worker, (encoder,))
             stack.callback(pool.shutdown, cancel_futures=True)
             later = iter(chunks)
-            under_way = deque(pool.submit(work, task, chunk) for chunk in itertools.islice(later, 2 * processes))
+            first = itertools.islice(later, 2 * processes)
+            under_way = deque(pool.submit(work, task, chunk) for chunk in first)
         for chunk in chunks:
             if processes > 1:
                 yield under_way.popleft().result()
@@ -415,7 +451,7 @@ def run_chunks(task, chunks, encoder, processes, progress):
             else:
                 yield run_task(task, chunk, encoder)
             done += chunk[2] - chunk[1]
-            if progress and total:
+            if progress:
                 progress(done, total)
 
 
@@ -425,10 +461,11 @@ def naming_crashes():
     try:
         yield
     except concurrent.futures.process.BrokenProcessPool:
-        raise OSError("A process of the tokenizer ended early; if memory is short, use fewer processes.") from None
+        raise OSError("A process of the tokenizer ended early; if memory is short, use fewer "
+                      "processes.") from None
 
 
-WORTH_A_PROCESS = 1 << 21       # bytes; a process starts in the time that it takes to encode about one megabyte
+WORTH_A_PROCESS = 1 << 21    # bytes; a process starts in the time that it takes to encode about one megabyte
 
 
 def start_worker(encoder):
@@ -451,20 +488,20 @@ def available_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 5. The tokenizer
 
 def byte_chars():
-    """GPT-2's printable stand-ins for the 256 bytes in vocabulary files: itself where Latin-1 can be printed, else the
-    next of U+0100, U+0101, ... (so a space is written as U+0120)."""
+    """GPT-2's printable stand-ins for the 256 bytes in vocabulary files: itself where Latin-1 can be printed,
+    else the next of U+0100, U+0101, ... (so a space is written as U+0120)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = itertools.count(0x100)
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 class Tokenizer:
-    """byte_order: the 256 bytes in the order of their ids; merges: list of (left id, right id), merge number i makes
-    token 256 + i; special: names of the special tokens, which come last.
+    """byte_order: the 256 bytes in the order of their ids; merges: list of (left id, right id), merge number
+    i makes token 256 + i; special: names of the special tokens, which come last.
 
     vocab_size V, special {name: id}, tokens [bytes of token id], merges {(left id, right id): id}.
     """
@@ -488,17 +525,20 @@ class Tokenizer:
     def train(cls, texts, vocab_size):
         """Learn from an iterable of str or bytes, each a document (a text by itself counts as one document).
 
-        vocab_size V counts the 256 bytes and the 4 special tokens; a text without enough repeated pairs gives fewer.
+        vocab_size V counts the 256 bytes and the 4 special tokens; a text without enough repeated pairs gives
+        fewer.
         """
         check_vocab_size(vocab_size)
         return cls.from_words(count_words([texts] if isinstance(texts, (str, bytes)) else texts), vocab_size)
 
     @classmethod
     def train_files(cls, files, vocab_size, separator=True, processes=None, progress=None):
-        """The same from files, on all cores in bounded memory. files: paths, or (path, start, end) for a part in bytes.
+        """The same from files, on all cores in bounded memory. files: paths, or (path, start, end) for a part
+        in bytes.
 
         separator: lines that hold only <|endoftext|> separate documents and are not learned from.
-        progress(done bytes, all bytes) is called now and then. ValueError if a file is binary or all are empty.
+        progress(done bytes, all bytes) is called now and then. ValueError if a file is binary or all are
+        empty.
         """
         check_vocab_size(vocab_size)
         ranges = [file_range(*((file,) if isinstance(file, (str, os.PathLike)) else file)) for file in files]
@@ -526,14 +566,16 @@ class Tokenizer:
     def from_gpt2(cls, vocab_bpe, encoder_json):
         """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
         try:
-            merges = read_plain(vocab_bpe).decode("utf-8").split("\n")[1:]       # the first line is the version
+            merges = read_plain(vocab_bpe).decode("utf-8").split("\n")[1:]    # the first line is the version
             return cls.from_vocab(read_json(encoder_json), [line for line in merges if line], [END_OF_TEXT])
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{vocab_bpe} and {encoder_json} are not GPT-2's tokenizer files: {error}") from None
+            raise ValueError(f"{vocab_bpe} and {encoder_json} are not GPT-2's tokenizer files: "
+                             f"{error}") from None
 
     @classmethod
     def from_vocab(cls, vocab, merges, special):
-        """vocab: {token in printable stand-ins: id}; merges: "left right" or [left, right] each. Checks all of it."""
+        """vocab: {token in printable stand-ins: id}; merges: "left right" or [left, right] each. Checks all
+        of it."""
         if END_OF_TEXT not in special:
             raise ValueError(f"it has no special token {END_OF_TEXT}.")
         byte_of = {char: byte for byte, char in enumerate(byte_chars())}
@@ -543,21 +585,25 @@ class Tokenizer:
         if set(names[:256]) != set(byte_of):
             raise ValueError("its first 256 tokens are not the 256 bytes.")
         merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
-        if ["".join(merge) for merge in merges] != names[256:256 + len(merges)] or names[256 + len(merges):] != special:
-            raise ValueError("its tokens are not the bytes, then the merges in order, then the special tokens.")
+        if [*map("".join, merges), *special] != names[256:]:
+            raise ValueError("its tokens are not the bytes, then the merges in order, then the special "
+                             "tokens.")
         for i, merge in enumerate(merges):
             if len(merge) != 2 or not all(vocab.get(part, len(names)) < 256 + i for part in merge):
                 raise ValueError(f"merge {i} does not join two earlier tokens.")
-        return cls([byte_of[name] for name in names[:256]], [(vocab[a], vocab[b]) for a, b in merges], special)
+        byte_order = [byte_of[name] for name in names[:256]]
+        return cls(byte_order, [(vocab[a], vocab[b]) for a, b in merges], special)
 
     def encode(self, text):
-        """str or bytes -> list of ids, never a special one; decode_bytes gives the same bytes back, whatever they are.
+        """str or bytes -> list of ids, never a special one; decode_bytes gives the same bytes back, whatever
+        they are.
         """
         return array.array(self.encoder.typecode, self.encoder.pack(text)).tolist()
 
     def prompt(self, text, room=None):
-        """The ids of a turn up to where the answer begins, <|user|>text<|end|><|assistant|>, put together from ids,
-        since text can never become a special token. room: at most so many of them; of a longer text the end is kept.
+        """The ids of a turn up to where the answer begins, <|user|>text<|end|><|assistant|>, put together
+        from ids, since text can never become a special token. room: at most so many of them; of a longer text
+        the end is kept.
         """
         ids = [self.special[USER], *self.encode(text), self.special[END_OF_TURN], self.special[ASSISTANT]]
         return ids if room is None or len(ids) <= room else ids[:1] + ids[1 - room:]
@@ -567,40 +613,44 @@ class Tokenizer:
         ids = [operator.index(token) for token in ids]
         for token in ids and (min(ids), max(ids)):
             if not 0 <= token < self.vocab_size:
-                raise ValueError(f"Token id {token} is out of range: this vocabulary has V = {self.vocab_size} tokens, "
-                                 f"0 to {self.vocab_size - 1}.")
+                raise ValueError(f"Token id {token} is out of range: this vocabulary has V = "
+                                 f"{self.vocab_size} tokens, 0 to {self.vocab_size - 1}.")
         return b"".join([self.tokens[token] for token in ids])
 
     def decode(self, ids):
-        """Iterable of ids -> str; bytes that are not UTF-8, as when a token ends inside a character, become U+FFFD."""
+        """Iterable of ids -> str; bytes that are not UTF-8, as when a token ends inside a character, become
+        U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def encode_file(self, path, out, start=0, end=None, separator=True, processes=None, progress=None):
         """Encode bytes [start, end) of a file into little-endian uint16 ids; returns how many were written.
 
-        out: a path, replaced when all is written, or a binary file. separator: lines that hold only <|endoftext|>, with
-        the empty lines around them, become the one id of <|endoftext|>, and the last document ends with it too; there
-        are no empty documents. Memory is bounded: chunks of 1 MiB (`find_cut` says where), on all cores or `processes`.
-        progress(done bytes, all bytes) is called after each chunk.
+        out: a path, replaced when all is written, or a binary file. separator: lines that hold only
+        <|endoftext|>, with the empty lines around them, become the one id of <|endoftext|>, and the last
+        document ends with it too; there are no empty documents. Memory is bounded: chunks of 1 MiB
+        (`find_cut` says where), on all cores or `processes`. progress(done bytes, all bytes) is called after
+        each chunk.
         """
         return self.encode_files([(path, start, end)], out, separator, processes, progress)
 
     def encode_files(self, files, out, separator=True, processes=None, progress=None):
         """The same of several files, one after the other. files: (path, start, end) each, a part in bytes."""
         if self.vocab_size > 1 << 16:
-            raise ValueError(f"encode_file writes 16-bit ids, too few for a vocabulary of {self.vocab_size} tokens; "
-                             f"train one of at most {1 << 16}.")
+            raise ValueError(f"encode_file writes 16-bit ids, too few for a vocabulary of {self.vocab_size} "
+                             f"tokens; train one of at most {1 << 16}.")
         if not hasattr(out, "write"):
             with replace_file(out) as file:
                 return self.encode_files(files, file, separator, processes, progress)
         parts = [find_chunks(*file_range(*file), size=CHUNK) for file in files]
         boundary = array.array("H", [self.special[END_OF_TEXT]]).tobytes() if separator else None
-        chunks, begins = [chunk for part in parts for chunk in part], [i == 0 for part in parts for i in range(len(part))]
+        chunks = [chunk for part in parts for chunk in part]
+        begins = [i == 0 for part in parts for i in range(len(part))]
         count, last = 0, boundary
-        with contextlib.closing(run_chunks(("encode", boundary), chunks, self.encoder, processes, progress)) as results:
+        work = run_chunks(("encode", boundary), chunks, self.encoder, processes, progress)
+        with contextlib.closing(work) as results:
             for ids, begin in zip(results, begins):      # in this order: results must run to its end
                 if separator and begin and last != boundary:
-                    count, last = count + write_ids(boundary, out), boundary        # the end of the file before
+                    count, last = count + write_ids(boundary, out), boundary    # the end of the file before
                 if separator and last == boundary and ids[:2] == boundary:
                     ids = ids[2:]               # a separator at the start of a chunk that ends no document
                 count, last = count + write_ids(ids, out), ids[-2:] or last
@@ -611,18 +661,21 @@ class Tokenizer:
     def save(self, path):
         """Write a Hugging Face tokenizer.json, which `tokenizers` and `transformers` load with the same ids.
 
-        Their ByteLevel pre-tokenizer holds GPT-2's pattern. It is theirs that would find special tokens in a text.
+        Their ByteLevel pre-tokenizer holds GPT-2's pattern. It is theirs that would find special tokens in a
+        text.
         """
         chars = byte_chars()
         names = ["".join([chars[byte] for byte in token]) for token in self.tokens[:256 + len(self.merges)]]
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
         tokenizer = {
             "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": token, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
-                              "normalized": False, "special": True} for name, token in self.special.items()],
+            "added_tokens": [{"id": token, "content": name, "single_word": False, "lstrip": False,
+                              "rstrip": False, "normalized": False, "special": True}
+                             for name, token in self.special.items()],
             "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
             "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                      "ignore_merges": False,
                       "vocab": {name: token for token, name in enumerate([*names, *self.special])},
                       "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}}
         with replace_file(path) as file:
@@ -630,11 +683,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path):
-        """Read a tokenizer.json; ValueError if the file is damaged or is of another kind than `save` writes."""
+        """Read a tokenizer.json; ValueError if the file is damaged or is of another kind than `save`
+        writes."""
         tokenizer = read_json(path)
         try:
             model, pre = tokenizer["model"], tokenizer["pre_tokenizer"]
-            if model["type"] != "BPE" or tokenizer["normalizer"] or model.get("ignore_merges") or model.get("dropout"):
+            if (model["type"] != "BPE" or tokenizer["normalizer"] or model.get("ignore_merges")
+                    or model.get("dropout")):
                 raise ValueError("it is no plain BPE without a normalizer.")
             if pre["type"] != "ByteLevel" or pre["add_prefix_space"] or not pre.get("use_regex", True):
                 raise ValueError("its words are not GPT-2's.")
@@ -648,8 +703,8 @@ class Tokenizer:
 def check_vocab_size(vocab_size):
     least = 256 + len(SPECIAL_TOKENS)
     if operator.index(vocab_size) < least:
-        raise ValueError(f"A vocabulary of {vocab_size} tokens is too small: 256 bytes and {len(SPECIAL_TOKENS)} "
-                         f"special tokens need at least {least}.")
+        raise ValueError(f"A vocabulary of {vocab_size} tokens is too small: 256 bytes and "
+                         f"{len(SPECIAL_TOKENS)} special tokens need at least {least}.")
 
 
 def write_ids(ids, out):
@@ -661,11 +716,12 @@ def write_ids(ids, out):
     return len(ids)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 6. Looking at it: the command line
 
 def visible(token):
-    r"""The bytes of a token as printable text: a byte that is no whole character as \xNN, a line end as \n, ..."""
+    r"""The bytes of a token as printable text: a byte that is no whole character as \xNN, a line end as \n,
+    ..."""
     return "".join(char if char.isprintable() and char != "\\" else
                    f"\\x{ord(char) & 0xFF:02x}" if "\udc80" <= char <= "\udcff" else
                    char.encode("unicode_escape").decode() if char.isascii() else f"\\u{ord(char):04x}"
@@ -676,14 +732,16 @@ def show(tokenizer, text):
     """A text with a bar between its tokens; after a line end, which is shown as \\n, a new line begins."""
     ids = tokenizer.encode(text)
     tokens = [tokenizer.tokens[token] for token in ids]
-    shown = "".join(visible(token) + ("|\n" if token.endswith(b"\n") else "|") for token in tokens).rstrip("\n")[:-1]
+    bars = ["|\n" if token.endswith(b"\n") else "|" for token in tokens]
+    shown = "".join(visible(token) + bar for token, bar in zip(tokens, bars)).rstrip("\n")[:-1]
     size = sum(map(len, tokens))
     return f"{shown}\n{len(ids)} tokens for {size} bytes, {size / max(len(ids), 1):.2f} bytes a token"
 
 
 def merge_tree(tokenizer, token, first="", rest=""):
     """The tree of a token: each line a token, below it the two that were merged into it."""
-    kind = "special" if token in tokenizer.special.values() else "byte" if token < 256 else f"merge {token - 256 + 1}"
+    kind = ("special" if token in tokenizer.special.values() else "byte" if token < 256 else
+            f"merge {token - 256 + 1}")
     lines = [f'{first}"{visible(tokenizer.tokens[token])}"  id {token}, {kind}']
     if kind.startswith("merge"):
         left, right = list(tokenizer.merges)[token - 256]
@@ -715,30 +773,35 @@ def parse_arguments(argv):
                        help="text; lines that hold only <|endoftext|> separate documents")
     train.add_argument("--vocab", type=int, default=4096, metavar="V",
                        help="number of tokens: 256 bytes, merges, 4 special tokens (default: %(default)s)")
-    train.add_argument("--out", metavar="FILE", default="tokenizer.json", help="what to write (default: %(default)s)")
+    train.add_argument("--out", metavar="FILE", default="tokenizer.json",
+                       help="what to write (default: %(default)s)")
     encode = commands.add_parser("encode", help="print the ids of a text")
     decode = commands.add_parser("decode", help="print the text of ids")
-    decode.add_argument("ids", nargs="*", type=int, metavar="ID", help="ids; none: read them from standard input")
+    decode.add_argument("ids", nargs="*", type=int, metavar="ID",
+                        help="ids; none: read them from standard input")
     show_ = commands.add_parser("show", help="print a text with its token boundaries")
     for command in encode, show_:
         command.add_argument("text", metavar="TEXT",
-                             help="the text, or - for standard input (put -- before a text that begins with -)")
+                             help="the text, or - for standard input (put -- before one that begins with -)")
     tree = commands.add_parser("tree", help="print the merge tree of a token")
-    tree.add_argument("token", metavar="TOKEN", help="an id, a special token, or a text whose tokens are all shown")
+    tree.add_argument("token", metavar="TOKEN",
+                      help="an id, a special token, or a text whose tokens are all shown")
     for command in encode, decode, show_, tree:
-        command.add_argument("--tokenizer", metavar="FILE", help="what to use (default: tokenizer.json here, else that "
-                                                                 "of the newest model in out/)")
+        command.add_argument("--tokenizer", metavar="FILE", help="what to use (default: tokenizer.json here, "
+                             "else that of the newest model in out/)")
     return parser.parse_args(argv)
 
 
 def train_command(files, vocab_size, out):
     if os.path.isdir(out) or not os.access(os.path.dirname(os.path.abspath(out)), os.W_OK):
-        raise ValueError(f"Cannot write {out}; give --out a file in a folder that exists and may be written to.")
+        raise ValueError(f"Cannot write {out}; give --out a file in a folder that exists and may be written "
+                         "to.")
     started = time.monotonic()
     tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
     tokenizer.save(out)
-    print(f"{out}: {tokenizer.vocab_size} tokens (256 bytes, {len(tokenizer.merges)} merges, {len(tokenizer.special)} "
-          f"special) learned from {sum(map(os.path.getsize, files)):,} bytes in {time.monotonic() - started:.1f} s")
+    print(f"{out}: {tokenizer.vocab_size} tokens (256 bytes, {len(tokenizer.merges)} merges, "
+          f"{len(tokenizer.special)} special) learned from {sum(map(os.path.getsize, files)):,} bytes in "
+          f"{time.monotonic() - started:.1f} s")
     if tokenizer.vocab_size < vocab_size:
         print(f"Fewer than the {vocab_size} asked for: no other pair of tokens occurs twice in this text.")
 
@@ -750,7 +813,8 @@ def run_command(arguments):
         return train_command(arguments.files, arguments.vocab, arguments.out)
     path = arguments.tokenizer or "tokenizer.json"
     if not arguments.tokenizer and not os.path.exists(path):
-        path = os.path.join(newest_checkpoint("make a tokenizer with `python tokenizer.py train FILE...`"), path)
+        path = os.path.join(newest_checkpoint("make a tokenizer with `python tokenizer.py train "
+                                              "FILE...`"), path)
     tokenizer = Tokenizer.load(path)
     if arguments.command == "decode":
         data = tokenizer.decode_bytes(arguments.ids or map(int, sys.stdin.read().split()))
@@ -764,7 +828,8 @@ def run_command(arguments):
         print("\n".join(line for token in ids for line in merge_tree(tokenizer, token)))
     else:
         text = sys.stdin.buffer.read() if arguments.text == "-" else os.fsencode(arguments.text)
-        print(show(tokenizer, text) if arguments.command == "show" else " ".join(map(str, tokenizer.encode(text))))
+        shown = arguments.command == "show"
+        print(show(tokenizer, text) if shown else " ".join(map(str, tokenizer.encode(text))))
 
 
 def main(argv):
@@ -773,14 +838,15 @@ def main(argv):
     run_command(arguments)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 7. What every script shares: files, options, errors
 
 def newest_checkpoint(instead):
     """The folder in out/ whose weights were written last.  instead: what to do where there is none."""
     weights = glob.glob(os.path.join("out", "*", "model.safetensors"))
     if not weights:
-        raise ValueError(f"there is no trained model in out/: train one with `make` or `python train.py`, or {instead}.")
+        raise ValueError("there is no trained model in out/: train one with `make` or `python train.py`, or "
+                         f"{instead}.")
     return os.path.dirname(max(weights, key=os.path.getmtime))
 
 
@@ -823,7 +889,7 @@ def replace_file(path):
     new = f"{os.fspath(path)}.new"
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.remove(new)                      # of a killed run; were it a pipe, opening it would wait for a reader
+            os.remove(new)    # of a killed run; were it a pipe, opening it would wait for a reader
         with naming(new), open(new, "wb") as file:
             yield file
             file.flush()
@@ -836,17 +902,18 @@ def replace_file(path):
 
 
 def show_progress(what, unit="MB", size=1e6):
-    """-> progress(done, total), in bytes or whatever `size` of make a unit: on a terminal a line that rewrites itself,
-    elsewhere one line at the end."""
+    """-> progress(done, total), in bytes or whatever `size` of make a unit: on a terminal a line that
+    rewrites itself, elsewhere one line at the end, if it was a unit at least."""
     start = time.monotonic()
 
     def progress(done, total):
         seconds = max(time.monotonic() - start, 1e-9)
         line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
         if sys.stdout.isatty():
-            print(f"\r{line}, {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left \033[K",
+            print(f"\r{line}, {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s "
+                  "left \033[K",
                   end="\n" if done >= total else "", flush=True)
-        elif done >= total:
+        elif done >= total >= size:
             print(f"{line}, {seconds:.1f} s", flush=True)
     return progress
 
@@ -858,7 +925,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def number_type(kind, good, what):
-    """An argparse type: a number of the kind that satisfies `good`, or one sentence that says `what` it must be."""
+    """An argparse type: a number of the kind that satisfies `good`, or one sentence that says `what` it must
+    be."""
     def parse(text):
         try:
             value = kind(text)
@@ -873,12 +941,14 @@ def number_type(kind, good, what):
 
 def whole_number(least, most=10**9):
     """An argparse type: an int within these bounds."""
-    return number_type(int, lambda x: least <= x <= most, f"a whole number of at least {least} and at most {most:,}")
+    what = f"a whole number of at least {least} and at most {most:,}"
+    return number_type(int, lambda x: least <= x <= most, what)
 
 
 class Outliving:
-    """The standard output or error of a script that must finish its work even if nobody reads what it says any more: when
-    the reader, say `head` or a terminal that is closed, has left, what is written goes nowhere."""
+    """The standard output or error of a script that must finish its work even if nobody reads what it says
+    any more: when the reader, say `head` or a terminal that is closed, has left, what is written goes
+    nowhere."""
     def __init__(self, stream):
         self.stream = stream or open(os.devnull, "w")
 
@@ -914,8 +984,8 @@ def explain(error):
 
 
 def run_script(main, to_the_end=False):
-    """Exit with what main(arguments) returns.  What the user can mend is one sentence and exit code 2.  to_the_end: the
-    script's work is more than what it prints, so it goes on without a reader."""
+    """Exit with what main(arguments) returns.  What the user can mend is one sentence and exit code 2.
+    to_the_end: the script's work is more than what it prints, so it goes on without a reader."""
     # each is None where whoever started the script has closed it
     sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
     sys.stdout, sys.stderr = Outliving(sys.stdout) if to_the_end else sys.stdout, Outliving(sys.stderr)

@@ -1,8 +1,8 @@
 """train.py: pretraining.  Text in, a checkpoint folder out.
 
-    python train.py                          the small model on what data/ holds, or on the English inside Python itself
+    python train.py                          the small model on data/, or on the English inside Python
     python train.py small --data play.txt    on your own text
-    python train.py --resume                 go on with an interrupted run, bit for bit as if it had never stopped
+    python train.py --resume                 go on with an interrupted run: the same bits as if never stopped
     python train.py --resume --steps 2000    go on with a finished one
     python train.py --dim 192 --layers 6     sizes of your own: a preset is only where they start
     python train.py --plot out/small         draw the loss curves
@@ -17,12 +17,13 @@ Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order
     6. log         one line a step on the terminal, log.jsonl on disk
     7. the run     accumulate, clip, AdamW, evaluate, save; signals; what stops it
 
-Why a resumed run is exact: the checkpoint holds weights, moments and step of one moment; the batch is a pure function of
-(seed, step), so no reader and no random generator has a state to restore; threads and micro-batch, which fix the order of
-sums, are settings of the run and may not change; and the log is cut back to the checkpoint's step.
+Why a resumed run is exact: the checkpoint holds weights, moments and step of one moment; the batch is a pure
+function of (seed, step), so no reader and no random generator has a state to restore; threads and
+micro-batch, which fix the order of sums, are settings of the run and may not change; and the log is cut back
+to the checkpoint's step.
 
-What it does not do: no shuffling of documents, no masks at document boundaries (the end-of-text token is what the model
-learns them from), no fine-tuning.
+What it does not do: no shuffling of documents, no masks at document boundaries (the end-of-text token is what
+the model learns them from), no fine-tuning.
 """
 import argparse
 import ast
@@ -77,7 +78,8 @@ class Settings:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), 0 if field.name in ("warmup", "seed") else 1
-            good = {int: type(value) is int and value >= least or field.name == "memory_limit" and value is None,
+            good = {int: (type(value) is int and value >= least
+                          or field.name == "memory_limit" and value is None),
                     float: type(value) in (int, float) and value >= 0,
                     str: type(value) is str,
                     list: value is None or type(value) is list and all(type(path) is str for path in value)}
@@ -92,51 +94,56 @@ DEFAULTS = {
     "big": dict(steps=48000, batch_tokens=32768, lr=1e-3, warmup=300, eval_every=500, save_every=2000),
 }
 SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
-# readings of a text: from a fifth of 290 MB big learned nothing of use, nor small from more than eight of 0.3 MB
+# readings of a text: from a fifth of 290 MB big learned nothing of use, nor small from more than eight of 0.3
+# MB
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
-MOST_BATCH = 1 << 24            # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
+MOST_BATCH = 1 << 24    # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
 RISE = 0.02                     # nats by which the held-out loss must rise to mean something
-EVAL_TOKENS = 1 << 16           # an evaluation on the way reads at most this many tokens of each kind held out
+EVAL_TOKENS = 1 << 16    # an evaluation on the way reads at most this many tokens of each kind held out
 SAMPLE_TOKENS = 80
 PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to the token of the next word
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. The corpus
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def find_corpus(preset):
-    """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt; else what
-    `fetch_data.sh tiny` has brought; else the text inside Python."""
+    """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt;
+    else what `fetch_data.sh tiny` has brought; else the text inside Python."""
     tiny = os.path.join("data", "tiny.txt")
-    large = [os.path.join("data", name) for name in sorted(os.listdir("data")) if re.match(r"(books|web).*\.txt$", name)
-               ] if os.path.isdir("data") else []
+    names = sorted(os.listdir("data")) if os.path.isdir("data") else []
+    large = [os.path.join("data", name) for name in names if re.match(r"(books|web).*\.txt$", name)]
     if preset != "small" and large:
         return large
     if os.path.exists(tiny):
         return [tiny]
     path = os.path.join("data", "python-{}.{}.txt".format(*sys.version_info))
     if not os.path.exists(path):
-        print("No corpus in data/ (./fetch_data.sh brings one): taking the English that ships inside Python.", flush=True)
+        print("No corpus in data/ (./fetch_data.sh brings one): taking the English that ships inside "
+              "Python.", flush=True)
         write_python_corpus(path)
     return [path]
 
 
 def python_docstrings():
-    """Yield (module, [(qualified name, docstring), ...]) of the standard library: the module's own first, then those of its
-    classes and functions as they stand in the file."""
+    """Yield (module, [(qualified name, docstring), ...]) of the standard library: the module's own first,
+    then those of its classes and functions as they stand in the file."""
     library = os.path.dirname(os.__file__)
     for folder, folders, names in os.walk(library):
-        folders[:] = sorted(set(folders) - {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"})
+        folders[:] = sorted(set(folders) - {"test", "tests", "idle_test", "site-packages", "dist-packages",
+                                            "lib2to3"})
         for name in sorted(names):
             if name.endswith(".py"):
                 path = os.path.join(folder, name)
-                module = os.path.relpath(path, library)[:-len(".py")].replace(os.sep, ".").removesuffix(".__init__")
-                with contextlib.suppress(SyntaxError, UnicodeDecodeError, ValueError), open(path, encoding="utf-8") as file:
+                module = os.path.relpath(path, library)[:-len(".py")].replace(os.sep, ".")
+                module = module.removesuffix(".__init__")
+                with contextlib.suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
                     yield module, list(docstrings_below(ast.parse(file.read()), module))
 
 
 def docstrings_below(node, name):
-    """Yield (name, docstring) of a syntax tree's node, which has that name, and of all definitions in it, depth first."""
+    """Yield (name, docstring) of a syntax tree's node, which has that name, and of all definitions in it,
+    depth first."""
     definition = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     if isinstance(node, (ast.Module, *definition)) and (docstring := ast.get_docstring(node)):
         yield name, docstring
@@ -145,18 +152,21 @@ def docstrings_below(node, name):
 
 
 def write_python_corpus(path):
-    """About 2 MB of English that every interpreter carries: the language reference (pydoc_data.topics) and the docstrings
-    of the standard library.  Prose paragraphs only, each once; a document a topic or module."""
+    """About 2 MB of English that every interpreter carries: the language reference (pydoc_data.topics) and
+    the docstrings of the standard library.  Prose paragraphs only, each once; a document a topic or
+    module."""
     import pydoc_data.topics
     documents, seen = [text for _, text in sorted(pydoc_data.topics.topics.items())], set()
-    documents += ["\n\n".join(docstring for _, docstring in docstrings) for _, docstrings in python_docstrings()]
+    documents += ["\n\n".join(docstring for _, docstring in docstrings)
+                  for _, docstrings in python_docstrings()]
     kept = []
     for document in documents:
         prose = []
         for paragraph in re.split(r"\n\s*\n", document):
             paragraph = " ".join(paragraph.split())
             letters = sum(char.isalpha() or char in " ,.;:'-" for char in paragraph)
-            if len(paragraph) >= 40 and letters > 0.9 * len(paragraph) and ">>>" not in paragraph and paragraph not in seen:
+            is_prose = len(paragraph) >= 40 and letters > 0.9 * len(paragraph) and ">>>" not in paragraph
+            if is_prose and paragraph not in seen:
                 seen.add(paragraph)
                 prose.append(paragraph)
         if prose:
@@ -167,9 +177,9 @@ def write_python_corpus(path):
 
 
 def split_point(path):
-    """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB, and at most 10% and 4 MB (about
-    1M tokens), cut at the document boundary nearest to that, else at the nearest line, else after an ASCII character.
-    Everything before is for training, so no document is in both parts."""
+    """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB, and at most 10%
+    and 4 MB (about 1M tokens), cut at the document boundary nearest to that, else at the nearest line, else
+    after an ASCII character. Everything before is for training, so no document is in both parts."""
     size = os.path.getsize(path)
     wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut may move from here on
@@ -186,8 +196,8 @@ def split_point(path):
 
 
 def cuts_beside(text, target, characters):
-    """Offsets after the last of these single-byte characters before `target`, and after the first from there on; 0, or an
-    offset beyond the text, where there is none."""
+    """Offsets after the last of these single-byte characters before `target`, and after the first from there
+    on; 0, or an offset beyond the text, where there is none."""
     others = bytes(set(range(256)) - set(characters))
     return len(text[:target].rstrip(others)), len(text) - len(text[target:].lstrip(others)) + 1
 
@@ -205,9 +215,9 @@ def check_corpus(paths):
             raise ValueError(f"{path} is a binary file (it holds NUL bytes); --data takes text files.")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 2. Tokens
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def file_hash(path):
     digest = hashlib.sha256()
     with naming(path), open(path, "rb") as file:
@@ -217,25 +227,27 @@ def file_hash(path):
 
 
 def kind(path):
-    """What validation is reported by: the letters that a file's name begins with, so that books_00.txt and books_01.txt are
-    one kind, and web_wikipedia.txt another."""
+    """What validation is reported by: the letters that a file's name begins with, so that books_00.txt and
+    books_01.txt are one kind, and web_wikipedia.txt another."""
     stem = os.path.splitext(os.path.basename(path))[0]
     return re.match(r"[A-Za-z]*", stem)[0].lower() or stem
 
 
 def tokenizer_sample(parts, most=100_000_000):
-    """Of (path, start, end) parts of files, what a tokenizer is trained on: everything, or pieces of 1 MB evenly spread that
-    make up `most` bytes. Which pairs are frequent is known long before gigabytes are read."""
+    """Of (path, start, end) parts of files, what a tokenizer is trained on: everything, or pieces of 1 MB
+    evenly spread that make up `most` bytes. Which pairs are frequent is known long before gigabytes are
+    read."""
     total, piece = sum(end - start for _, start, end in parts), 1_000_000
     if total <= most:
         return parts
     stride = piece * total // most
-    return [(path, place, min(place + piece, end)) for path, start, end in parts for place in range(start, end, stride)]
+    return [(path, place, min(place + piece, end))
+            for path, start, end in parts for place in range(start, end, stride)]
 
 
 def prepare(paths, vocab):
-    """Corpus -> (tokenizer, train, val, key).  train: uint16 token ids, memory-mapped; val: dict of kind -> such ids, held
-    out.  ValueError for a file that is no text.
+    """Corpus -> (tokenizer, train, val, key).  train: uint16 token ids, memory-mapped; val: dict of kind ->
+    such ids, held out.  ValueError for a file that is no text.
 
     What is made is kept in data/, named by a fingerprint of the contents, and made only once."""
     check_corpus(paths)
@@ -285,15 +297,15 @@ def make_tokens(paths, vocab):
     return tokenizer, train, val, key
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 3. Batches: a pure function of (seed, step)
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def window_count(size, T, K):
-    """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a grid that
-    may be shifted by up to T-1 tokens."""
+    """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
+    grid that may be shifted by up to T-1 tokens."""
     if size < T + K:
-        raise ValueError(f"the corpus is too short: its training part has {size} tokens, fewer than the {T + K} of one "
-                         f"window.")
+        raise ValueError(f"the corpus is too short: its training part has {size} tokens, fewer than the "
+                         f"{T + K} of one window.")
     return max(1, (size - K - T + 1) // T)
 
 
@@ -318,29 +330,30 @@ def get_batch(tokens, starts, T, K):
     return windows[:, :T], windows[:, 1:]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 4. The schedule
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def learning_rate(step, settings):
-    """Linear warmup to settings.lr, then a cosine down to a tenth of it (Loshchilov & Hutter 2017).  step counts from 0."""
+    """Linear warmup to settings.lr, then a cosine down to a tenth of it (Loshchilov & Hutter 2017).  step
+    counts from 0."""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
     progress = (step - settings.warmup) / max(1, settings.steps - 1 - settings.warmup)
     return settings.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 5. Evaluation and samples
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def token_bytes(tokenizer):
     """(V,) how many bytes of text each id stands for; a special token is no text, 0."""
     special = set(tokenizer.special.values())
-    return np.array([0 if i in special else len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
+    return np.array([0 if i in special else len(token) for i, token in enumerate(tokenizer.tokens)])
 
 
 def held_out_loss(model, sizes, batches):
-    """Head 0 on batches of (inputs (B,T), targets (B,T+K-1)) -> (nats, tokens counted, bytes of these), sums.  sizes:
-    token_bytes of the tokenizer."""
+    """Head 0 on batches of (inputs (B,T), targets (B,T+K-1)) -> (nats, tokens counted, bytes of these), sums.
+    sizes: token_bytes of the tokenizer."""
     sums = np.zeros(3)
     for inputs, targets in batches:
         wanted = targets[:, :inputs.shape[1]]
@@ -350,15 +363,15 @@ def held_out_loss(model, sizes, batches):
 
 
 def in_units(sums):
-    """What held_out_loss returns -> [nats a token, bits a byte].  Bits a byte do not depend on the tokenizer: models can
-    be compared by them."""
+    """What held_out_loss returns -> [nats a token, bits a byte].  Bits a byte do not depend on the tokenizer:
+    models can be compared by them."""
     nats, counted, size = sums
     return [nats / max(counted, 1), nats / math.log(2) / max(size, 1)]
 
 
 def even_windows(val, T, K, micro_batch, most):
-    """Yield batches of windows spread evenly over val, of together at most `most` tokens; none if val has not even K+1
-    tokens."""
+    """Yield batches of windows spread evenly over val, of together at most `most` tokens; none if val has not
+    even K+1 tokens."""
     T = min(T, len(val) - K)
     windows = max(1, min(most, len(val) - K) // T) if T > 0 else 0
     starts = [i * ((len(val) - K) // windows) for i in range(windows)]
@@ -367,8 +380,9 @@ def even_windows(val, T, K, micro_batch, most):
 
 
 def validate(model, tokenizer, val, micro_batch, most=None, progress=None):
-    """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at most `most`
-    tokens of each kind (None: all); {} if there is nothing.  progress(done, total) is called as tokens are done."""
+    """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at
+    most `most` tokens of each kind (None: all); {} if there is nothing.  progress(done, total) is called as
+    tokens are done."""
     sizes, c = token_bytes(tokenizer), model.config
     most = most or sum(map(len, val.values()))
     sums, done, total = {}, 0, sum(min(most, len(tokens)) for tokens in val.values())
@@ -391,7 +405,8 @@ def validate(model, tokenizer, val, micro_batch, most=None, progress=None):
 def in_words(result):
     """validate's dict as text."""
     kinds = "; ".join(f"{name} {loss:.4f}, {bpb:.4f}" for name, (loss, bpb) in result["val"].items())
-    return (f"{result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte" + (f" ({kinds})" if len(result["val"]) > 1 else ""))
+    return (f"{result['val_loss']:.4f}, {result['val_bpb']:.4f} "
+            "bits/byte" + (f" ({kinds})" if len(result["val"]) > 1 else ""))
 
 
 def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
@@ -402,18 +417,19 @@ def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
     return tokenizer.decode([*ids, *said])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 6. The log
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def take(out):
-    """From here to the end of this process nobody else may work in the folder `out`; ValueError if somebody does.  The lock
-    is a file beside the folder, which may be renamed meanwhile."""
+    """From here to the end of this process nobody else may work in the folder `out`; ValueError if somebody
+    does.  The lock is a file beside the folder, which may be renamed meanwhile."""
     os.makedirs(out, exist_ok=True)
     parent, name = os.path.split(os.path.realpath(out))
     path = os.path.join(parent, f".{name}.lock")
     try:
         with naming(path):
-            fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)    # never closed
+            # never closed
+            fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"{out} is in use by another run; choose another folder with --out.") from None
 
@@ -429,8 +445,8 @@ def set_aside(out):
 
 
 def read_log(file, path):
-    """Yield (line, record) of a log that is open for reading bytes.  The last line of a killed run may be cut short: it is
-    left out.  ValueError for any other that is no record."""
+    """Yield (line, record) of a log that is open for reading bytes.  The last line of a killed run may be cut
+    short: it is left out.  ValueError for any other that is no record."""
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
             return
@@ -439,15 +455,15 @@ def read_log(file, path):
             if type(record["step"]) is not int:
                 raise ValueError("its step is no whole number")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}, is no record of a run ({error}): the file was altered; move it away to "
-                             f"go on without it.") from None
+            raise ValueError(f"{path}, line {number}, is no record of a run ({error}): the file was altered; "
+                             "move it away to go on without it.") from None
         yield line, record
 
 
 class Log:
-    """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for step s drops what is
-    later than settings, so that the log of a resumed run has each step once.  What is kept is the beginning of the file, of which
-    nothing is written again: killed at any moment, no history is lost."""
+    """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for step s
+    drops what is later than settings, so that the log of a resumed run has each step once.  What is kept is
+    the beginning of the file, of which nothing is written again: killed at any moment, no history is lost."""
     def __init__(self, folder, step):
         self.path = os.path.join(folder, "log.jsonl")
         self.best, self.risen = None, False         # (held-out loss, step), and whether it has risen since
@@ -483,8 +499,8 @@ class Log:
 
 
 def flops_per_token(config):
-    """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward), which is all but
-    the embedding, and 6 L C T for causal attention."""
+    """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward),
+    which is all but the embedding, and 6 L C T for causal attention."""
     matrices = model_cpu.update_table(config)[0][0].stop
     products = matrices - config.vocab * config.dim
     return 6 * products + 6 * config.layers * config.dim * config.context
@@ -493,27 +509,27 @@ def flops_per_token(config):
 def duration(seconds):
     """Seconds as 2:14, 1:02:14 or 3.2 days."""
     minutes, seconds = divmod(int(seconds), 60)
-    return (f"{minutes}:{seconds:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-            if minutes < 24 * 60 else f"{minutes / 1440:.1f} days")
+    if minutes < 60:
+        return f"{minutes}:{seconds:02d}"
+    if minutes < 24 * 60:
+        return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+    return f"{minutes / 1440:.1f} days"
 
 
 def print_step(settings, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak, left, last=False):
-    """The progress line: on a terminal rewritten in place, and what matters less is left out until the rest fits, or every
-    step would leave a line; elsewhere the first step and every tenth on lines of their own.  peak: the share of the GPU's, or
-    None."""
-    # (how much it matters, what): 1 goes first
-    parts = [(8, f"step {step:5d}/{settings.steps}"), (7, f"loss {loss:7.4f}"),
-             (6, f"{loss / math.log(2) / bytes_per_token:.3f} bits/byte"), (2, f"lr {lr:.2e}"), (3, f"norm {norm:6.2f}"),
-             (4, f"{tokens_per_second:8,.0f} tokens/s"), (5, f"{duration(left)} left")]
-    if peak is not None:
-        parts.insert(-1, (1, f"{peak:.0%} of peak"))
-    if not sys.stdout.isatty():
-        if last or step == 1 or step % 10 == 0:
-            print("  ".join(part for _, part in parts), flush=True)
-        return
-    while len("  ".join(part for _, part in parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
-        parts.remove(min(parts))
-    print("\r" + "  ".join(part for _, part in parts) + "\033[K", end="\n" if last else "", flush=True)
+    """The progress line: on a terminal rewritten in place, and cut where its width ends, or every step would
+    leave a line; elsewhere the first step and every tenth on lines of their own.  peak: the share of the
+    GPU's, or None."""
+    bits = loss / math.log(2) / bytes_per_token
+    line = (f"step {step:5d}/{settings.steps}  loss {loss:7.4f}  {bits:.3f} bits/byte  {duration(left)} left"
+            f"  {tokens_per_second:8,.0f} tokens/s  norm {norm:6.2f}  lr {lr:.2e}"
+            + (f"  {peak:.0%} of peak" if peak is not None else ""))
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        shown = line if len(line) <= width else line[:width + 1].rpartition("  ")[0]
+        print(f"\r{shown}\033[K", end="\n" if last else "", flush=True)
+    elif last or step == 1 or step % 10 == 0:
+        print(line, flush=True)
 
 
 def plot(folder):
@@ -534,27 +550,29 @@ def plot(folder):
     steps = [record for record in records if "loss" in record]
     evals = [record for record in records if "val_loss" in record]
     try:
-        axes.plot([r["step"] for r in steps], [float(r["loss"]) for r in steps], linewidth=0.6, label="training")
+        axes.plot([r["step"] for r in steps], [float(r["loss"]) for r in steps], linewidth=0.6,
+                  label="training")
         for name in evals[-1]["val"] if evals else ():
-            axes.plot([r["step"] for r in evals], [float(r["val"][name][0]) for r in evals], "o-", markersize=3,
-                      linewidth=0.8, label=f"held out: {name}")
+            axes.plot([r["step"] for r in evals], [float(r["val"][name][0]) for r in evals], "o-",
+                      markersize=3, linewidth=0.8, label=f"held out: {name}")
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds records that cannot be drawn ({error!r}).") from None
     axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
     if steps:
-        axes.set_ylim(top=steps[len(steps) // 100]["loss"])     # the first drop would leave no room for the rest
+        axes.set_ylim(top=steps[len(steps) // 100]["loss"])  # the first drop would leave no room for the rest
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(os.path.join(folder, "loss.png"), dpi=150, bbox_inches="tight")
     print(f"Wrote {os.path.join(folder, 'loss.png')}.")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 7. The run
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 class Stop:
-    """Ctrl-C, SIGTERM, or SIGHUP of a terminal that is closed ask for an end after the step under way; a second one leaves at
-    once.  What is ignored when the script starts, as SIGHUP under nohup, stays ignored."""
+    """Ctrl-C, SIGTERM, or SIGHUP of a terminal that is closed ask for an end after the step under way; a
+    second one leaves at once.  What is ignored when the script starts, as SIGHUP under nohup, stays
+    ignored."""
     def __init__(self):
         self.signal = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -565,25 +583,28 @@ class Stop:
         if self.signal:
             os._exit(128 + number)
         self.signal = number
-        with contextlib.suppress(OSError):          # not print, which may be under way; and nobody may be there to read
+        # not print, which may be under way; and nobody may be there to read
+        with contextlib.suppress(OSError):
             os.write(2, b"\nFinishing this step, then saving; once more to leave at once.\n")
 
 
 @dataclasses.dataclass
 class Job:
     """What pretraining and fine-tuning do not share; train() below is the rest."""
-    batch: callable             # step, from 0 -> inputs (B,T), targets (B,T+K-1): a pure function, so that a run can be resumed
+    # step, from 0 -> inputs (B,T), targets (B,T+K-1): a pure function, so that a run can be resumed
+    batch: callable
     evaluate: callable          # step, from 1 -> dict for log.jsonl, and prints what it found
     bytes_per_token: float      # of the text learned from, for the progress line
     chat: bool = False          # whether the model answers
 
 
 def training_step(model, settings, inputs, targets, lr):
-    """One update -> (losses (K,), norm of the gradient).  On a GPU both are arrays there, whose values are not known yet:
-    the host runs ahead."""
+    """One update -> (losses (K,), norm of the gradient).  On a GPU both are arrays there, whose values are
+    not known yet: the host runs ahead."""
     B, T = inputs.shape
-    rows = max(1, settings.micro_batch * model.config.context // T)        # a micro-batch is bounded by its tokens
-    counted = model_cpu.count_targets(targets, T, model.config.predict)     # of the step, so that rows changes only rounding
+    rows = max(1, settings.micro_batch * model.config.context // T)  # a micro-batch is bounded by its tokens
+    # of the step, so that rows changes only rounding
+    counted = model_cpu.count_targets(targets, T, model.config.predict)
     losses = 0.0
     for i in range(0, B, rows):
         losses = losses + model.forward(inputs[i:i + rows], targets[i:i + rows], counted)
@@ -606,9 +627,9 @@ def save(out, model, tokenizer, settings, state, chat=False):
 
 
 def train(model, tokenizer, settings, out, state, stop, job):
-    """Run from model.step to settings.steps -> exit code, 0 when the run is finished.  state: a dict of the "tokens" and "seconds"
-    spent so far and the "script" that this is."""
-    np.seterr(all="ignore")                             # a number that is not finite is looked for below, and named
+    """Run from model.step to settings.steps -> exit code, 0 when the run is finished.  state: a dict of the
+    "tokens" and "seconds" spent so far and the "script" that this is."""
+    np.seterr(all="ignore")    # a number that is not finite is looked for below, and named
     log, began, first, before = Log(out, model.step), time.monotonic(), model.step, dict(state)
     pauses = 0.0                                        # seconds spent on evaluating and saving
     peak = model_gpu.peak_flops(settings.precision) if settings.device == "gpu" else None
@@ -617,8 +638,9 @@ def train(model, tokenizer, settings, out, state, stop, job):
         """Wait for a step's numbers, log and print them -> whether they are finite."""
         losses, norm = [float(loss) for loss in losses], float(norm)
         if not all(map(math.isfinite, [*losses, norm])):
-            print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): {first_bad_tensor(model)}. "
-                  f"{out} keeps its last checkpoint. Try a lower --lr.", file=sys.stderr)
+            print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
+                  f"{first_bad_tensor(model)}. {out} keeps its last checkpoint. Try a lower "
+                  "--lr.", file=sys.stderr)
             return False
         seconds = time.monotonic() - began
         state.update(tokens=tokens, seconds=before["seconds"] + seconds)
@@ -630,7 +652,7 @@ def train(model, tokenizer, settings, out, state, stop, job):
                    (seconds - pauses) / (step - first) * (settings.steps - step), last)
         return True
 
-    waiting, tokens = None, state["tokens"]             # waiting: the step whose numbers have not been read yet
+    waiting, tokens = None, state["tokens"]    # waiting: the step whose numbers have not been read yet
     for step in range(first + 1, settings.steps + 1):
         (inputs, targets), lr = job.batch(step - 1), learning_rate(step - 1, settings)
         tokens += inputs.size
@@ -639,25 +661,30 @@ def train(model, tokenizer, settings, out, state, stop, job):
         if waiting and not report(*waiting, last=False):
             return 1
         # at first, when the loss falls fastest, evaluations stand at powers of two
-        evaluating = step % settings.eval_every == 0 or step == settings.steps or 16 <= step < settings.eval_every and step & (step - 1) == 0
-        saving, waiting = step % settings.save_every == 0 or step == settings.steps, (step, tokens, *numbers, lr)
+        evaluating = (step % settings.eval_every == 0 or step == settings.steps
+                      or 16 <= step < settings.eval_every and step & (step - 1) == 0)
+        saving = step % settings.save_every == 0 or step == settings.steps
+        waiting = step, tokens, *numbers, lr
         if not (evaluating or saving or stop.signal):
             continue
         if not report(*waiting, last=True):
             return 1
         waiting, paused = None, time.monotonic()
         if evaluating and log.write(step=step, **job.evaluate(step)):
-            print(f"note: the held-out loss was best at step {log.best[1]}, {log.best[0]:.4f}, and has risen: the model learns "
-                  f"this text by heart. More text or fewer --steps would help.", flush=True)
+            print(f"note: the held-out loss was best at step {log.best[1]}, {log.best[0]:.4f}, and has "
+                  "risen: the model learns this text by heart. More text or fewer --steps would "
+                  "help.", flush=True)
         if saving or stop.signal:
             os.fsync(log.file.fileno())
             save(out, model, tokenizer, settings, state, job.chat)
         if stop.signal and step < settings.steps:
-            print(f"Saved {out} at step {step}. Go on with: python {state['script']} {settings.preset} --resume --out {out}",
+            print(f"Saved {out} at step {step}. Go on with: python {state['script']} {settings.preset} "
+                  f"--resume --out {out}",
                   file=sys.stderr)
             return 128 + stop.signal
         pauses += time.monotonic() - paused
-    print(f"\nTrained {out}: {settings.steps} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.")
+    print(f"\nTrained {out}: {settings.steps} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} "
+          "seconds.")
     return 0
 
 
@@ -668,13 +695,15 @@ def engine_of(settings):
 
 def planner(config, settings):
     """-> function of the micro-batch: bytes by kind that the run takes on its device."""
-    return lambda rows: engine_of(settings).memory_plan(config, rows, config.context, settings.precision, settings.threads)
+    plan, how = engine_of(settings).memory_plan, (settings.precision, settings.threads)
+    return lambda rows: plan(config, rows, config.context, *how)
 
 
 def dry_run(config, settings):
     plan, free = planner(config, settings), engine_of(settings).free_memory(settings.memory_limit)
-    print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of {settings.batch_tokens:,} tokens in "
-          f"micro-batches of {settings.micro_batch} x {config.context}, {settings.device} {settings.precision}, peak learning rate {settings.lr}")
+    print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
+          f"{settings.batch_tokens:,} tokens in micro-batches of {settings.micro_batch} x {config.context}, "
+          f"{settings.device} {settings.precision}, peak learning rate {settings.lr}")
     kinds = plan(settings.micro_batch)
     for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
         print(f"{name:>20} {size / 2**20:10.1f} MiB")
@@ -689,8 +718,8 @@ def choose_device(asked, preset):
         if preset == "small":
             return "cpu"
         if reason := model_gpu.why_no_gpu():
-            raise ValueError(f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do it all the "
-                             f"same. On a GPU it takes minutes; but: {reason}")
+            raise ValueError(f"{preset} takes many hours or days on a CPU: train small, or say --device cpu "
+                             f"to do it all the same. On a GPU it takes minutes; but: {reason}")
         return "gpu"
     model_gpu.pick(asked)
     return asked
@@ -705,33 +734,36 @@ def choose_sizes(args, preset):
 def model_options(settings):
     """The arguments of the engine's Model, other than config and seed."""
     if settings.device == "gpu":
-        return {"precision": settings.precision, "micro_batch": settings.micro_batch, "memory_limit": settings.memory_limit,
-                "matmul": settings.matmul}
+        names = "precision", "micro_batch", "memory_limit", "matmul"
+        return {name: getattr(settings, name) for name in names}
     return {"dtype": np.float32, "threads": settings.threads}
 
 
 def set_threads(argv):
-    """The threads here are slices of the batch, a core each, so BLAS must not start its own: its number of threads is
-    read when NumPy loads, hence the script starts itself anew with it set."""
-    wanted = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")}
+    """The threads here are slices of the batch, a core each, so BLAS must not start its own: its number of
+    threads is read when NumPy loads, hence the script starts itself anew with it set."""
+    wanted = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
+                            "VECLIB_MAXIMUM_THREADS"), "1")
     if any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, os.path.abspath(sys.argv[0]), *argv], {**os.environ, **wanted})
+        script = os.path.abspath(sys.argv[0])
+        os.execve(sys.executable, [sys.executable, script, *argv], {**os.environ, **wanted})
 
 
 def parse_arguments(argv):
-    parser = Parser(description="Pretrain a model.", epilog="Defaults depend on the preset: --dry-run "
-                                     "prints them.")
+    parser = Parser(description="Pretrain a model.",
+                    epilog="Defaults depend on the preset: --dry-run prints them.")
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
     for name in SIZES:
         parser.add_argument("--" + name.replace("_", "-"), type=whole_number(1, 1 << 20), metavar="N",
                             help="of the model, in place of the preset's")
-    parser.add_argument("--data", nargs="+", metavar="FILE", help="text files; documents may be separated by lines that "
-                        "hold only <|endoftext|> (default: data/tiny.txt, or the English inside Python; for medium and big "
-                        "data/books*.txt and data/web*.txt, if there are any)")
+    parser.add_argument("--data", nargs="+", metavar="FILE",
+                        help="text files; documents may be separated by lines that hold only <|endoftext|> "
+                             "(default: data/tiny.txt, or the English inside Python; for medium and big "
+                             "data/books*.txt and data/web*.txt, if there are any)")
     parser.add_argument("--out", metavar="DIR", help="the checkpoint folder (default out/PRESET)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--steps", type=whole_number(1), help="updates; with --resume, more than a finished run made: go "
-                        "on with it")
+    parser.add_argument("--steps", type=whole_number(1), metavar="N",
+                        help="updates; with --resume, more than a finished run made: go on with it")
     add_run_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print parameters and memory, then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
@@ -740,31 +772,34 @@ def parse_arguments(argv):
 
 def add_run_options(parser):
     """The options that pretraining and fine-tuning share."""
-    parser.add_argument("--batch-tokens", type=whole_number(1, MOST_BATCH), help="tokens a step, a multiple of the context")
-    parser.add_argument("--micro-batch", type=whole_number(1), help="windows a forward/backward (default: what the memory "
-                        "holds, up to where more is no faster)")
-    parser.add_argument("--lr", type=number_type(float, lambda x: 0 < x < math.inf, "a number above 0"), help="peak rate")
-    parser.add_argument("--warmup", type=whole_number(0), help="steps")
-    parser.add_argument("--decay", type=number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1"),
-                        help="weight decay (default 0.1)")
-    parser.add_argument("--clip", type=number_type(float, lambda x: x > 0, "a number above 0"),
-                        help="largest gradient norm (default 1)")
-    parser.add_argument("--mtp-weight", type=number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
-                        help="weight of the further prediction heads")
-    parser.add_argument("--seed", type=whole_number(0, 1 << 63), help="of all that is drawn at random (default 0)")
-    parser.add_argument("--eval-every", type=whole_number(1), metavar="STEPS")
-    parser.add_argument("--save-every", type=whole_number(1), metavar="STEPS")
-    parser.add_argument("--threads", type=whole_number(1, 1024), help="cores to use (default: all)")
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), help="auto (the default): the CPU for small, else the GPU")
-    parser.add_argument("--precision", choices=model_gpu.PRECISIONS, help="on a GPU (default: the best that it has)")
-    parser.add_argument("--matmul", choices=("cublas", "ours"), help="on a GPU (default cublas)")
-    parser.add_argument("--memory-limit", type=memory_size, metavar="SIZE", help="of the GPU, such as 12GB: plan for a smaller "
-                        "card, and stay within it")
+    above_0 = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
+    clip = number_type(float, lambda x: x > 0, "a number above 0")              # inf: none
+    decay = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
+    weight = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
+    for name, kind, meaning in (
+            ("batch-tokens", whole_number(1, MOST_BATCH), "tokens a step, a multiple of the context"),
+            ("micro-batch", whole_number(1), "windows a forward/backward (default: what the memory holds, up "
+                                             "to where more is no faster)"),
+            ("lr", above_0, "peak rate"), ("warmup", whole_number(0), "steps"),
+            ("decay", decay, "weight decay (default 0.1)"),
+            ("clip", clip, "largest gradient norm (default 1)"),
+            ("mtp-weight", weight, "weight of the further prediction heads"),
+            ("seed", whole_number(0, 1 << 63), "of all that is drawn at random (default 0)"),
+            ("eval-every", whole_number(1), "steps"), ("save-every", whole_number(1), "steps"),
+            ("threads", whole_number(1, 1024), "cores to use (default: all)"),
+            ("memory-limit", memory_size, "of the GPU, such as 12GB: stay within it")):
+        parser.add_argument("--" + name, type=kind, metavar="N", help=meaning)
+    for name, choices, meaning in (
+            ("device", ("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU"),
+            ("precision", model_gpu.PRECISIONS, "on a GPU (default: the best that it has)"),
+            ("matmul", ("cublas", "ours"), "on a GPU (default cublas)")):
+        parser.add_argument("--" + name, choices=choices, help=meaning)
 
 
 def given_settings(args):
     """The options on the command line that are settings of the run, as a dict."""
-    given = {name: value for name, value in vars(args).items() if name in Settings.__annotations__ and value is not None}
+    given = {name: value for name, value in vars(args).items()
+             if name in Settings.__annotations__ and value is not None}
     if args.data:
         given["data"] = [os.path.normpath(path) for path in args.data]
     if args.device == "auto":
@@ -790,7 +825,8 @@ def make_settings(args, preset, config, defaults):
     chosen.update(given_settings(args))
     windows = chosen["batch_tokens"] // config.context
     if chosen["batch_tokens"] % config.context or not windows:
-        raise ValueError(f"--batch-tokens {chosen['batch_tokens']} is not a multiple of the context, {config.context}.")
+        raise ValueError(f"--batch-tokens {chosen['batch_tokens']} is not a multiple of the context, "
+                         f"{config.context}.")
     on_gpu = chosen["device"] == "gpu"
     if not on_gpu and (wrong := [name for name in ("precision", "matmul", "memory_limit") if name in chosen]):
         raise ValueError(f"--{wrong[0].replace('_', '-')} is for the GPU engine; add --device gpu.")
@@ -798,14 +834,15 @@ def make_settings(args, preset, config, defaults):
         model_gpu.check_sizes(config)
     if "precision" not in chosen:
         chosen["precision"] = "fp32" if not on_gpu else model_gpu.default_precision()
-    settings = Settings(**{"matmul": "cublas", "memory_limit": None, "threads": 1, "micro_batch": 1, **chosen})
+    chosen = {"matmul": "cublas", "memory_limit": None, "threads": 1, **chosen}
+    settings = Settings(**{"micro_batch": 1, **chosen})
     if "micro_batch" not in chosen:
         # as large as memory allows, up to where a larger one is no faster
         free = engine_of(settings).free_memory(settings.memory_limit)
         largest = windows if free is None else model_cpu.largest_micro_batch(planner(config, settings), free)
         settings.micro_batch = min((32768 if on_gpu else 4096) // config.context, largest)
     settings.micro_batch = min(max(1, settings.micro_batch), windows)
-    if "threads" not in chosen and not on_gpu:
+    if args.threads is None and not on_gpu:
         settings.threads = min(available_cores(), settings.micro_batch)
     return settings
 
@@ -821,21 +858,24 @@ def read_run(folder, script):
                 and type(state["seconds"]) in (int, float)):
             raise TypeError("its script, tokens or seconds cannot be")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} was not written by {script}: how the run was made is not recorded ({error}).") from None
+        raise ValueError(f"{folder} was not written by {script}: how the run was made is not recorded "
+                         f"({error}).") from None
     return settings, state
 
 
 def resume(args, out, script):
-    """-> (model, tokenizer, settings, state) of the run of this script in `out`.  Options that differ from the run's are an
-    error, but for more --steps than a finished run has made."""
+    """-> (model, tokenizer, settings, state) of the run of this script in `out`.  Options that differ from
+    the run's are an error, but for more --steps than a finished run has made."""
     if not os.path.exists(os.path.join(out, "config.json")):
-        raise ValueError(f"there is nothing to resume in {out}: it holds no checkpoint. Start a run without --resume.")
+        raise ValueError(f"there is nothing to resume in {out}: it holds no checkpoint. Start a run without "
+                         "--resume.")
     take(out)
     settings, state = read_run(out, script)
     if state["script"] != script:
         raise ValueError(f"the run in {out} is one of {state['script']}: resume it with that.")
     if state["settings"].get("attention", "flash") != "flash":
-        raise ValueError(f"the run in {out} has --attention naive, which is no more: start a new run with another --out.")
+        raise ValueError(f"the run in {out} has --attention naive, which is no more: start a new run with "
+                         "another --out.")
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     recorded = {**dataclasses.asdict(settings), **dataclasses.asdict(model.config)}
     given = {**given_settings(args), **{name: getattr(args, name, None) for name in SIZES}}
@@ -844,8 +884,9 @@ def resume(args, out, script):
             extend(settings, value, out)
         elif value not in (None, recorded[name]):
             option = "the preset" if name == "preset" else "--" + name.replace("_", "-")
-            raise ValueError(f"the run in {out} has {option} {recorded[name]}, not {value}: a resumed run keeps its settings. "
-                             f"Leave the option out, or start a new run with another --out.")
+            raise ValueError(f"the run in {out} has {option} {recorded[name]}, not {value}: a resumed run "
+                             "keeps its settings. Leave the option out, or start a new run with another "
+                             "--out.")
     return model, tokenizer, settings, checkpoint.load_state(out, model)
 
 
@@ -853,8 +894,9 @@ def extend(settings, steps, out):
     """Give a finished run more steps."""
     before, rate = settings.steps, learning_rate(settings.steps - 1, settings)
     settings.steps = steps
-    print(f"The run in {out} was finished after {before} steps; it goes on to {steps}.  The schedule is computed anew: the "
-          f"learning rate rises from {rate:.2e} to {learning_rate(before, settings):.2e}, and falls again.", flush=True)
+    print(f"The run in {out} was finished after {before} steps; it goes on to {steps}.  The schedule is "
+          f"computed anew: the learning rate rises from {rate:.2e} to {learning_rate(before, settings):.2e}, "
+          "and falls again.", flush=True)
 
 
 def cap_steps(args, settings, tokens):
@@ -862,8 +904,8 @@ def cap_steps(args, settings, tokens):
     epochs = MOST_EPOCHS[settings.preset]
     most = max(1, epochs * tokens // settings.batch_tokens)
     if args.steps is None and most < settings.steps:
-        print(f"{tokens:,} tokens are few for {settings.steps} steps: taking {most}, which read them {epochs} times (--steps takes another "
-              f"number).")
+        print(f"{tokens:,} tokens are few for {settings.steps} steps: taking {most}, which read them "
+              f"{epochs} times (--steps takes another number).")
         settings.steps = most
         settings.warmup = settings.warmup if args.warmup is not None else min(settings.warmup, most // 10)
 
@@ -882,8 +924,10 @@ def pretraining(model, tokenizer, tokens, val, settings):
         if step == settings.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
             progress = show_progress("           held out:", "thousand tokens", 1e3)
             result["all"] = validate(model, tokenizer, val, settings.micro_batch, progress=progress)
-            print(f"           on all {sum(map(len, val.values())):,} tokens held out {in_words(result['all'])}")
-        samples = [sample_text(model, tokenizer, prompt, settings.seed + i) for i, prompt in enumerate(PROMPTS)]
+            print(f"           on all {sum(map(len, val.values())):,} tokens held out "
+                  f"{in_words(result['all'])}")
+        samples = [sample_text(model, tokenizer, prompt, settings.seed + i)
+                   for i, prompt in enumerate(PROMPTS)]
         print("           " + repr(samples[0])[1:-1], flush=True)
         return {**result, "samples": samples}
 
@@ -900,18 +944,19 @@ def main(argv):
     if args.resume:
         model, tokenizer, settings, state = resume(args, out, "train.py")
         if model.step >= settings.steps:
-            print(f"The run in {out} is finished: {model.step} of {settings.steps} steps (--steps takes more).")
+            print(f"The run in {out} is finished: {model.step} of {settings.steps} steps (--steps takes "
+                  "more).")
             return 0
         _, tokens, val, key = prepare(settings.data, model.config.vocab)
         if key != settings.tokens_key:
-            raise ValueError(f"the corpus {', '.join(settings.data)}, or the tokenizer made from it, is not the one that the run in "
-                             f"{out} began with.")
+            raise ValueError(f"the corpus {', '.join(settings.data)}, or the tokenizer made from it, is not "
+                             f"the one that the run in {out} began with.")
         print(f"Resuming {out} at step {model.step} of {settings.steps}.")
     else:
         config = choose_sizes(args, preset)
         # a dry run needs no GPU to plan for one
-        planning = args.dry_run and args.device != "cpu" and (preset != "small" or args.device == "gpu" or args.memory_limit)
-        args.device = "gpu" if planning else choose_device(args.device, preset)
+        for_gpu = args.device != "cpu" and (preset != "small" or args.device == "gpu" or args.memory_limit)
+        args.device = "gpu" if args.dry_run and for_gpu else choose_device(args.device, preset)
         settings = make_settings(args, preset, config, DEFAULTS[preset])
         config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
         if args.dry_run:
@@ -926,10 +971,12 @@ def main(argv):
         state = {"script": "train.py", "tokens": 0, "seconds": 0.0}
         take(out)
         set_aside(out)
-        save(out, model, tokenizer, settings, state)           # so that there is something to resume from the first moment on
+        # so that there is something to resume from the first moment on
+        save(out, model, tokenizer, settings, state)
         engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
-        print(f"{preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of {settings.batch_tokens:,} tokens, {engine}; "
-              f"corpus {', '.join(settings.data)}: {len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.",
+        print(f"{preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
+              f"{settings.batch_tokens:,} tokens, {engine}; corpus {', '.join(settings.data)}: "
+              f"{len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.",
               flush=True)
     job = pretraining(model, tokenizer, tokens, val, settings)
     if code := train(model, tokenizer, settings, out, state, Stop(), job):
