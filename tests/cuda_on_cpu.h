@@ -41,13 +41,8 @@
 #define CUDA_ON_CPU 1
 #define __global__
 #define __device__
-#define __host__
-#define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__
-#define __align__(n) __attribute__((aligned(n)))
-#define __restrict__ __restrict
 // Static shared memory is one array for all blocks (they run one by one); the section's name lets us poison it.
 // `extern __shared__ T name[];` is rewritten by cuda_helpers.py into a call of dynamic_shared().
 #define __shared__ static __attribute__((section("cuda_shared"), aligned(16)))
@@ -56,19 +51,16 @@ struct dim3 {
     unsigned x, y, z;
 };
 static dim3 threadIdx, blockIdx, blockDim, gridDim;
-static const int warpSize = 32;
 
-#define CUDA_VECTOR2(name, T, n)          \
-    struct alignas(n) name { T x, y; };   \
+#define CUDA_VECTOR2(name, T)          \
+    struct alignas(8) name { T x, y; };   \
     static inline name make_##name(T x, T y) { return {x, y}; }
 #define CUDA_VECTOR4(name, T)                   \
     struct alignas(16) name { T x, y, z, w; };  \
     static inline name make_##name(T x, T y, T z, T w) { return {x, y, z, w}; }
-CUDA_VECTOR2(float2, float, 8)
-CUDA_VECTOR2(int2, int, 8)
-CUDA_VECTOR2(uint2, unsigned, 8)
+CUDA_VECTOR2(float2, float)
+CUDA_VECTOR2(uint2, unsigned)
 CUDA_VECTOR4(float4, float)
-CUDA_VECTOR4(int4, int)
 CUDA_VECTOR4(uint4, unsigned)
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -333,13 +325,11 @@ static void* dynamic_shared() { return shared_memory; }
     }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Barriers, shuffles, votes, atomics
+// Barriers, shuffles, votes
 // ---------------------------------------------------------------------------------------------------------------
 
 #define __syncthreads() cuda_on_cpu::block_barrier(__LINE__)
 static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { cuda_on_cpu::meet(mask, nullptr, nullptr); }
-static inline void __threadfence() {}
-static inline void __threadfence_block() {}
 
 namespace cuda_on_cpu {
 template <class T>
@@ -385,34 +375,11 @@ static T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
     int lane = cuda_on_cpu::lane(), source = lane ^ bits;
     return cuda_on_cpu::shuffle(mask, value, (source & ~(width - 1)) > (lane & ~(width - 1)) ? lane : source);
 }
-template <class T>
-static T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
-    int lane = cuda_on_cpu::lane(), at = lane & (width - 1);
-    return cuda_on_cpu::shuffle(mask, value, at + int(delta) < width ? lane + int(delta) : lane);
-}
-template <class T>
-static T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
-    int lane = cuda_on_cpu::lane(), at = lane & (width - 1);
-    return cuda_on_cpu::shuffle(mask, value, at - int(delta) >= 0 ? lane - int(delta) : lane);
-}
-static inline unsigned __ballot_sync(unsigned mask, int predicate) {
+static inline int __any_sync(unsigned mask, int predicate) {
     unsigned vote = predicate != 0;
     cuda_on_cpu::meet(mask, cuda_on_cpu::vote_all, &vote);
-    return vote;
+    return vote != 0;
 }
-static inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-static inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
-
-template <class T>
-static T atomicAdd(T* address, T value) { T old = *address; *address = T(old + value); return old; }
-template <class T>
-static T atomicMax(T* address, T value) { T old = *address; *address = std::max(old, value); return old; }
-template <class T>
-static T atomicMin(T* address, T value) { T old = *address; *address = std::min(old, value); return old; }
-template <class T>
-static T atomicOr(T* address, T value) { T old = *address; *address = T(old | value); return old; }
-template <class T>
-static T atomicExch(T* address, T value) { T old = *address; *address = value; return old; }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Arithmetic that is built into CUDA
@@ -421,23 +388,7 @@ static T atomicExch(T* address, T value) { T old = *address; *address = value; r
 #define __expf inexact_exp
 // Less exact than expf, as on a GPU; more so than there, so that tests in fp32 see it.
 static inline float inexact_exp(float x) { return exp2f(1.4426f * x); }
-#define __exp2f exp2f
-#define __logf logf
-#define __log2f log2f
-#define __sinf sinf
-#define __cosf cosf
-#define __powf powf
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-static inline float __fdividef(float a, float b) { return a / b; }
-static inline float __fadd_rn(float a, float b) { return a + b; }
-static inline float __fmul_rn(float a, float b) { return a * b; }
-static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-static inline float __fsqrt_rn(float a) { return sqrtf(a); }
-static inline float __fdiv_rn(float a, float b) { return a / b; }
-static inline int __popc(unsigned x) { return __builtin_popcount(x); }
-static inline int __ffs(int x) { return __builtin_ffs(x); }
-static inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
-static inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 
 template <class To, class From>
 static To cuda_bits(From from) {
@@ -447,12 +398,8 @@ static To cuda_bits(From from) {
     return to;
 }
 static inline unsigned __float_as_uint(float x) { return cuda_bits<unsigned>(x); }
-static inline int __float_as_int(float x) { return cuda_bits<int>(x); }
 static inline float __uint_as_float(unsigned x) { return cuda_bits<float>(x); }
-static inline float __int_as_float(int x) { return cuda_bits<float>(x); }
-template <class T>
-static T __ldg(const T* address) { return *address; }
-using std::max;
+using std::max;  // not in our kernels, but tests/mutate.py puts it in min's place
 using std::min;
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -551,18 +498,18 @@ static inline void ldmatrix_x4(unsigned* r, const void* row) { cuda_on_cpu::ldma
 static inline void ldmatrix_x4_transposed(unsigned* r, const void* row) { cuda_on_cpu::ldmatrix<true>(r, row); }
 
 // c (16 x 8, fp32) += a (16 x 16 bf16, or 16 x 8 tf32) b (16 x 8, or 8 x 8).        mma.sync m16n8k16 / m16n8k8
-static inline void mma_bf16(float* c, const unsigned* a, unsigned b0, unsigned b1) {
-    cuda_on_cpu::MatrixProduct p = {c, a, {b0, b1}};
+static inline void mma_bf16(float* c, const unsigned* a, const unsigned* b) {
+    cuda_on_cpu::MatrixProduct p = {c, a, {b[0], b[1]}};
     cuda_on_cpu::meet(0xFFFFFFFFu, cuda_on_cpu::mma_all<16>, &p);
 }
-static inline void mma_tf32(float* c, const unsigned* a, unsigned b0, unsigned b1) {
-    cuda_on_cpu::MatrixProduct p = {c, a, {b0, b1}};
+static inline void mma_tf32(float* c, const unsigned* a, const unsigned* b) {
+    cuda_on_cpu::MatrixProduct p = {c, a, {b[0], b[1]}};
     cuda_on_cpu::meet(0xFFFFFFFFu, cuda_on_cpu::mma_all<8>, &p);
 }
 
-// Copies of 16 or 4 bytes from global to shared memory; zeros where not `valid`.                    cp.async
-static inline void cp_async16(void* to, const void* from, bool valid) { cuda_on_cpu::copy_async(to, from, valid, 16); }
-static inline void cp_async4(void* to, const void* from, bool valid) { cuda_on_cpu::copy_async(to, from, valid, 4); }
+// A copy of 16 or 4 bytes from global to shared memory; zeros where not `valid`.                    cp.async
+template <int BYTES>
+static void cp_async(void* to, const void* from, bool valid) { cuda_on_cpu::copy_async(to, from, valid, BYTES); }
 static inline void cp_async_commit() { cuda_on_cpu::self->groups++; }
 // Waits until at most PENDING of this thread's committed groups are under way.
 template <int PENDING>
