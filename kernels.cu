@@ -1,21 +1,25 @@
 // kernels.cu: every CUDA kernel of the GPU engine but attention (flash_attn.cu).
 //
-// Read model_cpu.py first: each kernel says which of its functions it covers and quotes their formulas; the derivations
-// stand there. model_gpu.py launches these kernels; the launch geometry (grid; threads of a block) stands above each.
-// What this file does not do: no large matrix products for training (cuBLAS does them; section 7 has a readable one).
+// Read model_cpu.py first: each kernel says which of its functions it covers and quotes their formulas; the
+// derivations stand there. model_gpu.py launches these kernels; the launch geometry (grid; threads of a
+// block) stands above each. What this file does not do: no large matrix products for training (cuBLAS does
+// them; section 7 has a readable one).
 //
-// Letters as everywhere: B batch, T time, C model width, H query heads, G key/value heads, D head width, F feed-forward
-// width, V vocabulary, K prediction heads, N = B*T tokens.
+// Letters as everywhere: B batch, T time, C model width, H query heads, G key/value heads, D head width, F
+// feed-forward width, V vocabulary, K prediction heads, N = B*T tokens.
 //
-// What makes such kernels fast is not arithmetic but memory traffic. Reading or writing the activations of one layer
-// costs more time than anything computed from them, so
-//   * functions that follow each other are fused, so that a tensor moves once: the residual add with the norm after
-//     it, the norm's backward with the add of its gradient to the residual's, softmax with its loss and its gradient;
-//   * what is cheap to compute again is not kept: the norms' outputs and the SwiGLU product come back in the backward;
-//   * a thread moves 16 bytes at a time, eight bf16 numbers (C, F and V are multiples of 8), neighbours side by side.
+// What makes such kernels fast is not arithmetic but memory traffic. Reading or writing the activations of
+// one layer costs more time than anything computed from them, so
+//   * functions that follow each other are fused, so that a tensor moves once: the residual add with the norm
+//     after it, the norm's backward with the add of its gradient to the residual's, softmax with its loss and
+//     its gradient;
+//   * what is cheap to compute again is not kept: the norms' outputs and the SwiGLU product come back in the
+//     backward;
+//   * a thread moves 16 bytes at a time, eight bf16 numbers (C, F and V are multiples of 8), neighbours side
+//     by side.
 //
-// Arithmetic is fp32 always. BF16 chooses how activations and the weights of products are stored. No atomics: every sum
-// has one order, so two runs give the same bits.
+// Arithmetic is fp32 always. BF16 chooses how activations and the weights of products are stored. No atomics:
+// every sum has one order, so two runs give the same bits.
 #ifndef BF16
 #define BF16 0
 #endif
@@ -26,9 +30,9 @@ typedef unsigned short real;  // bf16: the upper half of a float
 typedef float real;
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // 1. Eight numbers at a time, sums over a block
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 struct Eight {
     float x[8];
 };
@@ -62,10 +66,11 @@ __device__ Eight store8(float* to, Eight v) {
 #if BF16
 typedef uint4 Packed;  // eight numbers as they lie in memory
 
+__device__ float low(unsigned word) { return __uint_as_float(word << 16); }
+__device__ float high(unsigned word) { return __uint_as_float(word & 0xFFFF0000u); }
+
 __device__ Eight unpack8(Packed w) {
-    return {{__uint_as_float(w.x << 16), __uint_as_float(w.x & 0xFFFF0000u), __uint_as_float(w.y << 16),
-             __uint_as_float(w.y & 0xFFFF0000u), __uint_as_float(w.z << 16), __uint_as_float(w.z & 0xFFFF0000u),
-             __uint_as_float(w.w << 16), __uint_as_float(w.w & 0xFFFF0000u)}};
+    return {{low(w.x), high(w.x), low(w.y), high(w.y), low(w.z), high(w.z), low(w.w), high(w.w)}};
 }
 
 __device__ Packed load_packed(const real* from) { return *(const uint4*)from; }
@@ -102,8 +107,9 @@ __device__ float warp_max(float x) {
     return x;
 }
 
-// Sum and maximum over the block, the same in every thread: within each warp, then over the warps through `slots`, 32
-// floats of shared memory that no thread still reads. What was written to shared memory before is visible after.
+// Sum and maximum over the block, the same in every thread: within each warp, then over the warps through
+// `slots`, 32 floats of shared memory that no thread still reads. What was written to shared memory before is
+// visible after.
 __device__ float block_sum(float x, float* slots) {
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
@@ -126,25 +132,25 @@ __device__ float exponential(float x) { return BF16 ? __expf(x) : expf(x); }
 
 constexpr float MASKED = -1e30f;  // stands for minus infinity, and MASKED - MASKED is not NaN
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // 2. Embedding
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Covers embedding_forward: out[n] = embed[tokens[n]].
 // Grid (N); C/8 threads, rounded up to whole warps.
 extern "C" __global__ void embedding_forward(real* out, const int* tokens, const real* embed, int C) {
     int column = 8 * threadIdx.x;
-    if (column < C)
-        store8(out + (long long)blockIdx.x * C + column, load8(embed + (long long)tokens[blockIdx.x] * C + column));
+    const real* row = embed + (long long)tokens[blockIdx.x] * C;
+    if (column < C) store8(out + (long long)blockIdx.x * C + column, load8(row + column));
 }
 
 // Covers embedding_backward: dembed[v] += sum of dout[n] over all n with tokens[n] == v.
 //
-// As on the CPU equal tokens were brought side by side by a sort (of 4-byte ids, on the host): order lists the
-// positions n by token, those of token v from starts[v] to starts[v+1]. One block owns 256 columns of one row of
-// dembed, its eight warps take the positions in turn and their eight sums are added in order.
+// As on the CPU equal tokens were brought side by side by a sort (of 4-byte ids, on the host): order lists
+// the positions n by token, those of token v from starts[v] to starts[v+1]. One block owns 256 columns of one
+// row of dembed, its eight warps take the positions in turn and their eight sums are added in order.
 // Grid (V, ceil(C/256)); 256 threads.
-extern "C" __global__ void embedding_backward(float* dembed, const real* dout, const int* order, const int* starts,
-                                              int C) {
+extern "C" __global__ void embedding_backward(float* dembed, const real* dout, const int* order,
+                                              const int* starts, int C) {
     __shared__ Eight parts[8][32];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32, column = 256 * blockIdx.y + 8 * lane;
     int first = starts[blockIdx.x], end = starts[blockIdx.x + 1];
@@ -165,19 +171,19 @@ extern "C" __global__ void embedding_backward(float* dembed, const real* dout, c
     store8(row, total);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // 3. RMSNorm, with the residual stream
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Covers `x += step` of block_forward, then rmsnorm_forward:
 //
 //     x = before + step        rstd_n = 1 / sqrt(mean_i x_ni^2 + eps)        out_ni = x_ni rstd_n gain_i
 //
-// A block owns a row and a thread eight of its columns, so x stays in registers between the sum of squares and its
-// use. The norm reads x as stored (in bf16: rounded), because the backward will. Without a step, x = before is left
-// alone.
+// A block owns a row and a thread eight of its columns, so x stays in registers between the sum of squares
+// and its use. The norm reads x as stored (in bf16: rounded), because the backward will. Without a step, x =
+// before is left alone.
 // Grid (N); C/8 threads, rounded up to whole warps.
-extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x, const real* before, const real* step,
-                                           const float* gain, int C, float eps) {
+extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x, const real* before,
+                                           const real* step, const float* gain, int C, float eps) {
     __shared__ float slots[32];
     int column = 8 * threadIdx.x;
     long long at = (long long)blockIdx.x * C + column;
@@ -204,13 +210,14 @@ extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x, cons
 //     dx_j (+)= rstd (dxhat_j - xhat_j mean_i(dxhat_i xhat_i)),   xhat = x rstd,   dxhat = dout gain
 //     dgain_i += sum_n dout_ni xhat_ni
 //
-// Leaves the norm's output xhat * gain where dout was: the gradient of the matrix that read it comes next and needs it.
-// dgain, a sum over rows, is taken in two stages: here each block sums its rows n = block, block + blocks, ...;
-// column_sum adds the blocks. A row's sum takes a barrier, and memory would stand idle meanwhile: so the next row is
-// loaded before. In every round block_sum uses the other half of `slots`, and one barrier a row is enough.
+// Leaves the norm's output xhat * gain where dout was: the gradient of the matrix that read it comes next and
+// needs it. dgain, a sum over rows, is taken in two stages: here each block sums its rows n = block, block +
+// blocks, ...; column_sum adds the blocks. A row's sum takes a barrier, and memory would stand idle
+// meanwhile: so the next row is loaded before. In every round block_sum uses the other half of `slots`, and
+// one barrier a row is enough.
 // Grid (at most N blocks: the rows of partial); C/8 threads, rounded up to whole warps.
-extern "C" __global__ void rmsnorm_backward(real* dx, real* dout, float* partial, const real* x, const float* rstd,
-                                            const float* gain, int N, int C, int add) {
+extern "C" __global__ void rmsnorm_backward(real* dx, real* dout, float* partial, const real* x,
+                                            const float* rstd, const float* gain, int N, int C, int add) {
     __shared__ float slots[2][32];
     int column = 8 * threadIdx.x, half = 0;
     Eight g = {}, dgain = {};
@@ -263,10 +270,11 @@ extern "C" __global__ void column_sum(float* out, const float* partial, int rows
     out[column] += sum;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // 4. Rotary embedding
-// ---------------------------------------------------------------------------------------------------------------------
-// Rotates eight pairs (x_i, x_{i+D/2}), read at x, and writes them at out. cos and sin: eight entries for these pairs.
+// -----------------------------------------------------------------------------------------------------------
+// Rotates eight pairs (x_i, x_{i+D/2}), read at x, and writes them at out. cos and sin: eight entries for
+// these pairs.
 __device__ void rotate(real* out, const real* x, const float* cos, const float* sin, int D, float direction) {
     Eight x1 = load8(x), x2 = load8(x + D / 2), c = load8(cos), s = load8(sin), y1, y2;
     for (int i = 0; i < 8; i++) {
@@ -277,12 +285,13 @@ __device__ void rotate(real* out, const real* x, const float* cos, const float* 
     store8(out + D / 2, y2);
 }
 
-// Covers rope_forward (direction 1) and rope_backward (direction -1: the transpose of a rotation is its inverse), in
-// place on the heads q and k of qkv (N, width):
+// Covers rope_forward (direction 1) and rope_backward (direction -1: the transpose of a rotation is its
+// inverse), in place on the heads q and k of qkv (N, width):
 //
 //     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
 //
-// cos, sin (context, D/2); heads = H + G, the heads that turn. A thread turns eight pairs: D is a multiple of 16.
+// cos, sin (context, D/2); heads = H + G, the heads that turn. A thread turns eight pairs: D is a multiple of
+// 16.
 // Grid (ceil(N * heads * D/16 / 256)); 256 threads.
 extern "C" __global__ void rope(real* qkv, const float* cos, const float* sin, int N, int T, int heads, int D,
                                 int width, float direction) {
@@ -294,9 +303,9 @@ extern "C" __global__ void rope(real* qkv, const float* cos, const float* sin, i
     rotate(x, x, cos + angle, sin + angle, D, direction);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // 5. SwiGLU
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 __device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // Covers swiglu_forward: out = g sigmoid(g) u, gate_up (N,2F) = [g | u].
@@ -314,7 +323,8 @@ extern "C" __global__ void swiglu_forward(real* out, const real* gate_up, int F)
 //
 //     h = silu u        du = dh silu        dg = dh u s (1 + g - silu)
 //
-// In place: gate_up becomes [dg | du], and dh becomes h, which the gradient of `down` needs next and nobody kept.
+// In place: gate_up becomes [dg | du], and dh becomes h, which the gradient of `down` needs next and nobody
+// kept.
 // Grid (N, ceil(F/2048)); 256 threads.
 extern "C" __global__ void swiglu_backward(real* gate_up, real* dh, int F) {
     int column = 8 * (256 * blockIdx.y + threadIdx.x);
@@ -333,21 +343,21 @@ extern "C" __global__ void swiglu_backward(real* gate_up, real* dh, int F) {
     store8(h_at, h);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // 6. The loss and the optimizer
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Covers cross_entropy_forward (but for its sum over rows) and cross_entropy_backward, one row (n,k) a block:
 //
 //     nll = log sum_v exp(z_v) - z_y        dz_v = weight_k (p_v - [v == y]),  p = softmax(z)
 //
-// logits (N,K,V) become their gradients in place; a masked row (target -1) gets nll 0 and gradient 0. weight (K) is
-// head_weight_k / counted_k. targets (B, T+K-1): head k at position t is to predict targets[b][t+k].
+// logits (N,K,V) become their gradients in place; a masked row (target -1) gets nll 0 and gradient 0. weight
+// (K) is head_weight_k / counted_k. targets (B, T+K-1): head k at position t is to predict targets[b][t+k].
 //
-// The first pass keeps for each thread a running maximum m and the sum of exp(z - m), rescaled whenever m grows (the
-// online softmax of flash_attn.cu); the second reads the row again, now from the cache.
+// The first pass keeps for each thread a running maximum m and the sum of exp(z - m), rescaled whenever m
+// grows (the online softmax of flash_attn.cu); the second reads the row again, now from the cache.
 // Grid (N*K); 256 threads.
-extern "C" __global__ void cross_entropy(real* logits, float* nll, const int* targets, const float* weight, int T,
-                                         int K, int V) {
+extern "C" __global__ void cross_entropy(real* logits, float* nll, const int* targets, const float* weight,
+                                         int T, int K, int V) {
     __shared__ float slots[2][32];
     int n = blockIdx.x / K, k = blockIdx.x % K, b = n / T, t = n % T;
     int target = targets[b * (T + K - 1) + t + k];
@@ -370,8 +380,7 @@ extern "C" __global__ void cross_entropy(real* logits, float* nll, const int* ta
     if (threadIdx.x == 0) nll[blockIdx.x] = target < 0 ? 0.0f : log_total - to_float(z[target]);
     __syncthreads();  // the target's logit is read before its owner overwrites it
     for (int v = 8 * threadIdx.x; v < V; v += 8 * 256) {
-        Eight e = {};
-        if (target >= 0) e = load8(z + v);
+        Eight e = target < 0 ? Eight{} : load8(z + v);
         for (int i = 0; i < 8; i++)
             e.x[i] = target < 0 ? 0.0f : w * (exponential(e.x[i] - log_total) - float(v + i == target));
         store8(z + v, e);
@@ -380,7 +389,8 @@ extern "C" __global__ void cross_entropy(real* logits, float* nll, const int* ta
 
 // Covers the sum of cross_entropy_forward: losses[k] = sum_n nll[n][k] / counted[k].
 // Grid (K); 1024 threads.
-extern "C" __global__ void cross_entropy_sum(float* losses, const float* nll, const float* counted, int N, int K) {
+extern "C" __global__ void cross_entropy_sum(float* losses, const float* nll, const float* counted,
+                                             int N, int K) {
     __shared__ float slots[32];
     float sum = 0.0f;
     for (int n = threadIdx.x; n < N; n += 1024) sum += nll[(long long)n * K + blockIdx.x];
@@ -388,8 +398,8 @@ extern "C" __global__ void cross_entropy_sum(float* losses, const float* nll, co
     if (threadIdx.x == 0) losses[blockIdx.x] = sum / counted[blockIdx.x];
 }
 
-// The gradient's norm, in two stages: partial[block] = sum of squares of the block's share of grad (n, a multiple of
-// 4).
+// The gradient's norm, in two stages: partial[block] = sum of squares of the block's share of grad (n, a
+// multiple of 4).
 // Grid (any number of blocks); 256 threads.
 extern "C" __global__ void sum_of_squares(float* partial, const float* grad, long long n) {
     __shared__ float slots[32];
@@ -402,8 +412,8 @@ extern "C" __global__ void sum_of_squares(float* partial, const float* grad, lon
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// state: the norm; the factor min(1, clip / (norm + 1e-6)) for adamw, which so never passes through the host; and
-// whether a norm was ever not finite, which stops every later update too.
+// state: the norm; the factor min(1, clip / (norm + 1e-6)) for adamw, which so never passes through the host;
+// and whether a norm was ever not finite, which stops every later update too.
 // Grid (1); 1024 threads.
 extern "C" __global__ void gradient_norm(float* state, const float* partial, int blocks, float clip) {
     __shared__ float slots[32];
@@ -416,37 +426,39 @@ extern "C" __global__ void gradient_norm(float* state, const float* partial, int
     if (!(norm <= 3.4e38f)) state[2] = 1.0f;
 }
 
-// Covers adamw_update and the rest of Model.update, in one pass over the flat buffers (n, a multiple of 4), of which
-// the first `decayed` entries are matrices:
+// Covers adamw_update and the rest of Model.update, in one pass over the flat buffers (n, a multiple of 4),
+// of which the first `decayed` entries are matrices:
 //
 //     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        g = factor * grad
 //     param -= lr (decay param + mhat / (sqrt(vhat) + eps)),   mhat = m correction1,   vhat = v correction2
 //
-// then grad = 0, and in bf16 the copy of the weights that the products read. correction = 1 / (1 - beta^step).
+// then grad = 0, and in bf16 the copy of the weights that the products read. correction = 1 / (1 -
+// beta^step).
 // Grid (ceil(n/1024)); 256 threads.
-extern "C" __global__ void adamw(float* param, real* copy, float* grad, float* m, float* v, const float* state,
-                                 long long n, long long decayed, float lr, float beta1, float beta2, float eps,
-                                 float decay, float correction1, float correction2) {
+extern "C" __global__ void adamw(float* param, real* copy, float* grad, float* m, float* v,
+                                 const float* state, long long n, long long decayed, float lr, float beta1,
+                                 float beta2, float eps, float decay, float correction1, float correction2) {
     long long i = 4 * (256LL * blockIdx.x + threadIdx.x);
     if (i >= n || state[2] != 0.0f) return;
     float keep = i < decayed ? 1.0f - lr * decay : 1.0f;
-    float p4[4], g4[4], m4[4], v4[4];
-    *(float4*)p4 = *(const float4*)(param + i);
-    *(float4*)g4 = *(const float4*)(grad + i);
-    *(float4*)m4 = *(const float4*)(m + i);
-    *(float4*)v4 = *(const float4*)(v + i);
-    for (int j = 0; j < 4; j++) {
-        float g = g4[j] * state[1];
-        m4[j] = beta1 * m4[j] + (1.0f - beta1) * g;
-        v4[j] = beta2 * v4[j] + (1.0f - beta2) * g * g;
-        p4[j] = keep * p4[j] - lr * (m4[j] * correction1) / (sqrtf(v4[j] * correction2) + eps);
-    }
-    *(float4*)(param + i) = *(float4*)p4;
+    float4 p4 = *(const float4*)(param + i), g4 = *(const float4*)(grad + i);
+    float4 m4 = *(const float4*)(m + i), v4 = *(const float4*)(v + i);
+    auto step = [&](float& p, float g, float& m, float& v) {
+        g *= state[1];
+        m = beta1 * m + (1.0f - beta1) * g;
+        v = beta2 * v + (1.0f - beta2) * g * g;
+        p = keep * p - lr * (m * correction1) / (sqrtf(v * correction2) + eps);
+    };
+    step(p4.x, g4.x, m4.x, v4.x);
+    step(p4.y, g4.y, m4.y, v4.y);
+    step(p4.z, g4.z, m4.z, v4.z);
+    step(p4.w, g4.w, m4.w, v4.w);
+    *(float4*)(param + i) = p4;
     *(float4*)(grad + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    *(float4*)(m + i) = *(float4*)m4;
-    *(float4*)(v + i) = *(float4*)v4;
+    *(float4*)(m + i) = m4;
+    *(float4*)(v + i) = v4;
 #if BF16
-    *(uint2*)(copy + i) = make_uint2(pack_bf16(p4[0], p4[1]), pack_bf16(p4[2], p4[3]));
+    *(uint2*)(copy + i) = make_uint2(pack_bf16(p4.x, p4.y), pack_bf16(p4.z, p4.w));
 #endif
 }
 
@@ -457,24 +469,24 @@ extern "C" __global__ void copy_weights(real* copy, const float* param, long lon
     if (i < n) store8(copy + i, load8(param + i));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // 7. A readable matrix product
-// ---------------------------------------------------------------------------------------------------------------------
-// out (M,N) = a (M,K) @ b (K,N), or += where add. Covers linear_forward and linear_backward for --matmul ours. Either
-// operand may lie transposed in memory: entry (m,k) of a is a[m * a_row + k * a_column], and one of the strides is 1; b
-// likewise.
+// -----------------------------------------------------------------------------------------------------------
+// out (M,N) = a (M,K) @ b (K,N), or += where add. Covers linear_forward and linear_backward for --matmul
+// ours. Either operand may lie transposed in memory: entry (m,k) of a is a[m * a_row + k * a_column], and one
+// of the strides is 1; b likewise.
 //
-// Read naively, each entry of a would come from memory N times. Here a block computes a 64 x 64 tile of out: it
-// brings 64 x 16 pieces of a and b to shared memory and uses every number 64 times; a thread keeps 4 x 4 sums in
-// registers, and so uses what it reads from shared memory four times. cuBLAS does the same with larger tiles on two
-// more levels, tensor cores, and copies that overlap the arithmetic. On an H200, 8192 x 4096 x 768:
-// this kernel 19 TFLOP/s, cuBLAS 50 in fp32 and 684 in bf16.
+// Read naively, each entry of a would come from memory N times. Here a block computes a 64 x 64 tile of out:
+// it brings 64 x 16 pieces of a and b to shared memory and uses every number 64 times; a thread keeps 4 x 4
+// sums in registers, and so uses what it reads from shared memory four times. cuBLAS does the same with
+// larger tiles on two more levels, tensor cores, and copies that overlap the arithmetic. On an H200, 8192 x
+// 4096 x 768: this kernel 19 TFLOP/s, cuBLAS 50 in fp32 and 684 in bf16.
 // Grid (ceil(N/64), ceil(M/64)); 256 threads.
 constexpr int TILE = 64, DEPTH = 16;
 
 template <class Out>
-__device__ void tiled_product(Out* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column,
-                              int b_row, int b_column, int out_row, int add) {
+__device__ void tiled_product(Out* out, const real* a, const real* b, int M, int N, int K, int a_row,
+                              int a_column, int b_row, int b_column, int out_row, int add) {
     __shared__ float A[DEPTH][TILE + 1], B[DEPTH][TILE + 1];  // + 1: a column then lies in different banks
     int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x, ty = threadIdx.x / 16, tx = threadIdx.x % 16;
     float sum[4][4] = {};
@@ -504,29 +516,30 @@ __device__ void tiled_product(Out* out, const real* a, const real* b, int M, int
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-matmul(real* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column, int b_row, int b_column,
-       int out_row, int add) {
+matmul(real* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column, int b_row,
+       int b_column, int out_row, int add) {
     tiled_product(out, a, b, M, N, K, a_row, a_column, b_row, b_column, out_row, add);
 }
 
 // The same with an fp32 result: gradients of weights, and logits that are looked at.
 extern "C" __global__ void __launch_bounds__(256)
-matmul_to_fp32(float* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column, int b_row,
-               int b_column, int out_row, int add) {
+matmul_to_fp32(float* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column,
+               int b_row, int b_column, int out_row, int add) {
     tiled_product(out, a, b, M, N, K, a_row, a_column, b_row, b_column, out_row, add);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // 8. Decoding: n new tokens after `position` earlier ones whose keys and values are kept
-// ---------------------------------------------------------------------------------------------------------------------
-// A row's arithmetic here does not depend on n, so that verifying several drafted tokens at once gives the same bits as
-// decoding them one by one.
+// -----------------------------------------------------------------------------------------------------------
+// A row's arithmetic here does not depend on n, so that verifying several drafted tokens at once gives the
+// same bits as decoding them one by one.
 
-// Covers rope_forward and the append of Model.extend: turns q (n, H heads) in place; turns k into its place in the
-// cache, keys (G, context, D); copies v to values (G, context, D).
+// Covers rope_forward and the append of Model.extend: turns q (n, H heads) in place; turns k into its place
+// in the cache, keys (G, context, D); copies v to values (G, context, D).
 // Grid (ceil(n * (H+2G) * D/16 / 256)); 256 threads.
-extern "C" __global__ void rope_append(real* qkv, real* keys, real* values, const float* cos, const float* sin, int n,
-                                       int position, int H, int G, int D, int context) {
+extern "C" __global__ void rope_append(real* qkv, real* keys, real* values, const float* cos,
+                                       const float* sin, int n, int position, int H, int G, int D,
+                                       int context) {
     int vectors = D / 16, heads = H + 2 * G, index = 256 * blockIdx.x + threadIdx.x;
     int row = index / (heads * vectors), head = index / vectors % heads, pair = 8 * (index % vectors);
     if (row >= n) return;
@@ -543,8 +556,9 @@ extern "C" __global__ void rope_append(real* qkv, real* keys, real* values, cons
     }
 }
 
-// Covers the attention of Model.extend. One query head of one new token a block: first a thread a key, for the scores
-// and their softmax; then a thread eight columns of the values, the keys dealt out to 128 / (D/8) parts.
+// Covers the attention of Model.extend. One query head of one new token a block: first a thread a key, for
+// the scores and their softmax; then a thread eight columns of the values, the keys dealt out to 128 / (D/8)
+// parts.
 // Grid (H, n); 128 threads; shared memory: position + n floats.
 extern "C" __global__ void decode_attention(real* out, const real* qkv, const real* keys, const real* values,
                                             int position, int H, int G, int D, int context) {
@@ -568,7 +582,8 @@ extern "C" __global__ void decode_attention(real* out, const real* qkv, const re
         total += scores[j];
     }
     total = block_sum(total, slots[1]);  // its barrier also publishes the scores
-    int vectors = D / 8, parts = 128 / vectors, part = threadIdx.x / vectors, column = 8 * (threadIdx.x % vectors);
+    int vectors = D / 8, parts = 128 / vectors;
+    int part = threadIdx.x / vectors, column = 8 * (threadIdx.x % vectors);
     Eight sum = {};
     if (part < parts)
         for (int j = part; j < length; j += parts) {
@@ -584,8 +599,8 @@ extern "C" __global__ void decode_attention(real* out, const real* qkv, const re
     store8(out + ((long long)row * H + h) * D + column, sum);
 }
 
-// out (n,O) = x (n,I) @ w (O,I).T for a few rows: reading w is all the time it takes, so a warp owns an output o, reads
-// its row of w once, 16 bytes a lane, and uses it for up to eight rows of x.
+// out (n,O) = x (n,I) @ w (O,I).T for a few rows: reading w is all the time it takes, so a warp owns an
+// output o, reads its row of w once, 16 bytes a lane, and uses it for up to eight rows of x.
 // Grid (ceil(O/8), ceil(n/8)); 256 threads.
 template <class Out>
 __device__ void few_rows_product(Out* out, const real* x, const real* w, int n, int I, int O) {

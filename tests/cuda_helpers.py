@@ -37,11 +37,12 @@ import subprocess
 import tempfile
 
 import numpy as np
+import pytest
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
 ORDERS = [("forward", 0), ("reverse", 0), ("seeded", 1)]
 KERNEL = re.compile(r'extern "C"\s+void\s+(\w+)\s*\(')  # in preprocessed text, where __global__ is empty
-DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\]\s*;")
+DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+([\w ]+?)\s+(\w+)\[\]\s*;")
 LIBC = ctypes.CDLL(None)
 GUARD, NO_ENTRY = 4096, 1 << 20  # bytes of NaN before a guarded array, and bytes after it that cannot be touched
 
@@ -174,6 +175,24 @@ def gpu_compiler():
         if path:
             return kind, path
     return None
+
+
+def skip_unless_known(arch):
+    """Skips the test, with the reason, where there is no compiler for GPUs or it does not know this architecture: CUDA 13
+    has dropped sm_70, CUDA before 12.8 does not have sm_100 and sm_120 yet."""
+    if gpu_compiler() is None:
+        pytest.skip("neither nvidia-cuda-nvrtc-cu12 (pip) nor nvcc is installed")
+    kind, path = gpu_compiler()
+    if kind == "nvcc":
+        known = run_compiler([path, "--list-gpu-code"], "").split()
+    else:
+        nvrtc, count = ctypes.CDLL(path), ctypes.c_int()
+        nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+        numbers = (ctypes.c_int * count.value)()
+        nvrtc.nvrtcGetSupportedArchs(numbers)
+        known = [f"sm_{number}" for number in numbers]
+    if arch not in known:
+        pytest.skip(f"the {kind} here does not know {arch}, only {', '.join(known)}")
 
 
 def compile_for_gpu(name, arch, options=()):

@@ -10,7 +10,7 @@ import pytest
 
 import bench
 import model_gpu
-from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_bf16, gpu_compiler, guarded, to_bf16
+from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, to_bf16
 
 norm = np.linalg.norm
 
@@ -212,13 +212,9 @@ def test_model_gpu_launches_them_so(precision, D):
 
 # all architectures for the big model's D; the other D once each for the readable and the fast kernels
 @pytest.mark.parametrize("arch,D", [("sm_70", 64), ("sm_75", 64), ("sm_80", 64), ("sm_89", 64), ("sm_90", 64),
-                                    ("sm_70", 32), ("sm_80", 32), ("sm_70", 128), ("sm_80", 128)])
+                                    ("sm_100", 64), ("sm_120", 64), ("sm_70", 32), ("sm_80", 32), ("sm_70", 128), ("sm_80", 128)])
 def test_compiles_for_gpu(arch, D, capsys):
-    compiler = gpu_compiler()
-    if compiler is None:
-        pytest.skip("neither nvidia-cuda-nvrtc-cu12 (pip) nor nvcc is installed")
-    if compiler[0] == "nvcc" and arch == "sm_70":
-        pytest.skip("nvcc 13 no longer knows sm_70")
+    skip_unless_known(arch)
     kernels = compile_for_gpu("flash_attn.cu", arch, [f"-DHEAD_DIM={D}"])
     with capsys.disabled():
         for name, use in kernels.items():

@@ -10,7 +10,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 import model_cpu
-from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_bf16, gpu_compiler, guarded, to_bf16
+from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, to_bf16
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 NULL = np.uint64(0)
@@ -329,12 +329,10 @@ def test_few_rows(bench):
             assert one.tobytes() == out.tobytes()
 
 
-@pytest.mark.skipif(gpu_compiler() is None, reason="neither NVRTC (nvidia-cuda-nvrtc-cu12) nor nvcc is installed")
 @pytest.mark.parametrize("arch, bf16", [("sm_70", 0), ("sm_75", 0), ("sm_80", 0), ("sm_80", 1), ("sm_89", 1),
-                                        ("sm_90", 0), ("sm_90", 1)])
+                                        ("sm_90", 0), ("sm_90", 1), ("sm_100", 1), ("sm_120", 1)])
 def test_compiles_for_gpus(arch, bf16):
-    if arch == "sm_70" and gpu_compiler()[0] != "nvrtc":
-        pytest.skip("sm_70 needs NVRTC 12: CUDA 13 dropped it")
+    skip_unless_known(arch)
     kernels = compile_for_gpu("kernels.cu", arch, [f"-DBF16={bf16}"])
     for name, used in kernels.items():
         print(f"{arch} BF16={bf16} {name:20} {used.registers:4} registers, {used.shared_bytes:6} bytes shared, "
