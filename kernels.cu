@@ -174,24 +174,24 @@ extern "C" __global__ void embedding_backward(float* dembed, const real* dout, c
 // -----------------------------------------------------------------------------------------------------------
 // 3. RMSNorm, with the residual stream
 // -----------------------------------------------------------------------------------------------------------
-// Covers `x += step` of block_forward, then rmsnorm_forward:
+// Covers `x += increment` of block_forward, then rmsnorm_forward:
 //
-//     x = before + step        rstd_n = 1 / sqrt(mean_i x_ni^2 + eps)        out_ni = x_ni rstd_n gain_i
+//     x = before + increment   rstd_n = 1 / sqrt(mean_i x_ni^2 + eps)        out_ni = x_ni rstd_n gain_i
 //
 // A block owns a row and a thread eight of its columns, so x stays in registers between the sum of squares
-// and its use. The norm reads x as stored (in bf16: rounded), because the backward will. Without a step, x =
+// and its use. The norm reads x as stored (in bf16: rounded), because the backward will. Without one, x =
 // before is left alone.
 // Grid (N); C/8 threads, rounded up to whole warps.
 extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x, const real* before,
-                                           const real* step, const float* gain, int C, float eps) {
+                                           const real* increment, const float* gain, int C, float eps) {
     __shared__ float slots[32];
     int column = 8 * threadIdx.x;
     long long at = (long long)blockIdx.x * C + column;
     Eight v = {};
     if (column < C) {
         v = load8(before + at);
-        if (step) {
-            Eight s = load8(step + at);
+        if (increment) {
+            Eight s = load8(increment + at);
             for (int i = 0; i < 8; i++) v.x[i] += s.x[i];
             v = store8(x + at, v);
         }
@@ -351,7 +351,7 @@ extern "C" __global__ void swiglu_backward(real* gate_up, real* dh, int F) {
 //     nll = log sum_v exp(z_v) - z_y        dz_v = weight_k (p_v - [v == y]),  p = softmax(z)
 //
 // logits (N,K,V) become their gradients in place; a masked row (target -1) gets nll 0 and gradient 0. weight
-// (K) is head_weight_k / counted_k. targets (B, T+K-1): head k at position t is to predict targets[b][t+k].
+// (K) is head_weight_k / divisor_k. targets (B, T+K-1): head k at position t is to predict targets[b][t+k].
 //
 // The first pass keeps for each thread a running maximum m and the sum of exp(z - m), rescaled whenever m
 // grows (the online softmax of flash_attn.cu); the second reads the row again, now from the cache.
@@ -387,15 +387,15 @@ extern "C" __global__ void cross_entropy(real* logits, float* nll, const int* ta
     }
 }
 
-// Covers the sum of cross_entropy_forward: losses[k] = sum_n nll[n][k] / counted[k].
+// Covers the sum of cross_entropy_forward: losses[k] = sum_n nll[n][k] / divisor[k].
 // Grid (K); 1024 threads.
-extern "C" __global__ void cross_entropy_sum(float* losses, const float* nll, const float* counted,
+extern "C" __global__ void cross_entropy_sum(float* losses, const float* nll, const float* divisor,
                                              int N, int K) {
     __shared__ float slots[32];
     float sum = 0.0f;
     for (int n = threadIdx.x; n < N; n += 1024) sum += nll[(long long)n * K + blockIdx.x];
     sum = block_sum(sum, slots);
-    if (threadIdx.x == 0) losses[blockIdx.x] = sum / counted[blockIdx.x];
+    if (threadIdx.x == 0) losses[blockIdx.x] = sum / divisor[blockIdx.x];
 }
 
 // The gradient's norm, in two stages: partial[block] = sum of squares of the block's share of grad (n, a
@@ -426,33 +426,31 @@ extern "C" __global__ void gradient_norm(float* state, const float* partial, int
     if (!(norm <= 3.4e38f)) state[2] = 1.0f;
 }
 
-// Covers adamw_update and the rest of Model.update, in one pass over the flat buffers (n, a multiple of 4),
-// of which the first `decayed` entries are matrices:
+// Covers adamw_update, in one pass over a part of the flat buffers (n numbers, a multiple of 4):
 //
 //     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        g = factor * grad
 //     param -= lr (decay param + mhat / (sqrt(vhat) + eps)),   mhat = m correction1,   vhat = v correction2
 //
-// then grad = 0, and in bf16 the copy of the weights that the products read. correction = 1 / (1 -
-// beta^step).
+// then grad = 0, and in bf16 the copy of the weights that the products read. correction = 1 / (1 - beta^t).
 // Grid (ceil(n/1024)); 256 threads.
 extern "C" __global__ void adamw(float* param, real* copy, float* grad, float* m, float* v,
-                                 const float* state, long long n, long long decayed, float lr, float beta1,
-                                 float beta2, float eps, float decay, float correction1, float correction2) {
+                                 const float* state, long long n, float lr, float beta1, float beta2,
+                                 float eps, float decay, float correction1, float correction2) {
     long long i = 4 * (256LL * blockIdx.x + threadIdx.x);
     if (i >= n || state[2] != 0.0f) return;
-    float keep = i < decayed ? 1.0f - lr * decay : 1.0f;
+    float keep = 1.0f - lr * decay;
     float4 p4 = *(const float4*)(param + i), g4 = *(const float4*)(grad + i);
     float4 m4 = *(const float4*)(m + i), v4 = *(const float4*)(v + i);
-    auto step = [&](float& p, float g, float& m, float& v) {
+    auto update = [&](float& p, float g, float& m, float& v) {
         g *= state[1];
         m = beta1 * m + (1.0f - beta1) * g;
         v = beta2 * v + (1.0f - beta2) * g * g;
         p = keep * p - lr * (m * correction1) / (sqrtf(v * correction2) + eps);
     };
-    step(p4.x, g4.x, m4.x, v4.x);
-    step(p4.y, g4.y, m4.y, v4.y);
-    step(p4.z, g4.z, m4.z, v4.z);
-    step(p4.w, g4.w, m4.w, v4.w);
+    update(p4.x, g4.x, m4.x, v4.x);
+    update(p4.y, g4.y, m4.y, v4.y);
+    update(p4.z, g4.z, m4.z, v4.z);
+    update(p4.w, g4.w, m4.w, v4.w);
     *(float4*)(param + i) = p4;
     *(float4*)(grad + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     *(float4*)(m + i) = m4;
@@ -472,7 +470,7 @@ extern "C" __global__ void copy_weights(real* copy, const float* param, long lon
 // -----------------------------------------------------------------------------------------------------------
 // 7. A readable matrix product
 // -----------------------------------------------------------------------------------------------------------
-// out (M,N) = a (M,K) @ b (K,N), or += where add. Covers linear_forward and linear_backward for --matmul
+// out (M,N) = a (M,I) @ b (I,N), or += where add. Covers linear_forward and linear_backward for --matmul
 // ours. Either operand may lie transposed in memory: entry (m,k) of a is a[m * a_row + k * a_column], and one
 // of the strides is 1; b likewise.
 //
@@ -485,19 +483,19 @@ extern "C" __global__ void copy_weights(real* copy, const float* param, long lon
 constexpr int TILE = 64, DEPTH = 16;
 
 template <class Out>
-__device__ void tiled_product(Out* out, const real* a, const real* b, int M, int N, int K, int a_row,
+__device__ void tiled_product(Out* out, const real* a, const real* b, int M, int N, int I, int a_row,
                               int a_column, int b_row, int b_column, int out_row, int add) {
     __shared__ float A[DEPTH][TILE + 1], B[DEPTH][TILE + 1];  // + 1: a column then lies in different banks
     int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x, ty = threadIdx.x / 16, tx = threadIdx.x % 16;
     float sum[4][4] = {};
-    for (int k0 = 0; k0 < K; k0 += DEPTH) {
+    for (int k0 = 0; k0 < I; k0 += DEPTH) {
         for (int i = threadIdx.x; i < TILE * DEPTH; i += 256) {
             // neighbouring threads take neighbours in memory
             int m = a_column == 1 ? i / DEPTH : i % TILE, ka = a_column == 1 ? i % DEPTH : i / TILE;
             int n = b_row == 1 ? i / DEPTH : i % TILE, kb = b_row == 1 ? i % DEPTH : i / TILE;
-            A[ka][m] = m0 + m < M && k0 + ka < K
+            A[ka][m] = m0 + m < M && k0 + ka < I
                 ? to_float(a[(long long)(m0 + m) * a_row + (long long)(k0 + ka) * a_column]) : 0.0f;
-            B[kb][n] = n0 + n < N && k0 + kb < K
+            B[kb][n] = n0 + n < N && k0 + kb < I
                 ? to_float(b[(long long)(k0 + kb) * b_row + (long long)(n0 + n) * b_column]) : 0.0f;
         }
         __syncthreads();  // the pieces are complete
@@ -516,16 +514,16 @@ __device__ void tiled_product(Out* out, const real* a, const real* b, int M, int
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-matmul(real* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column, int b_row,
+matmul(real* out, const real* a, const real* b, int M, int N, int I, int a_row, int a_column, int b_row,
        int b_column, int out_row, int add) {
-    tiled_product(out, a, b, M, N, K, a_row, a_column, b_row, b_column, out_row, add);
+    tiled_product(out, a, b, M, N, I, a_row, a_column, b_row, b_column, out_row, add);
 }
 
 // The same with an fp32 result: gradients of weights, and logits that are looked at.
 extern "C" __global__ void __launch_bounds__(256)
-matmul_to_fp32(float* out, const real* a, const real* b, int M, int N, int K, int a_row, int a_column,
+matmul_to_fp32(float* out, const real* a, const real* b, int M, int N, int I, int a_row, int a_column,
                int b_row, int b_column, int out_row, int add) {
-    tiled_product(out, a, b, M, N, K, a_row, a_column, b_row, b_column, out_row, add);
+    tiled_product(out, a, b, M, N, I, a_row, a_column, b_row, b_column, out_row, add);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -600,13 +598,12 @@ extern "C" __global__ void decode_attention(real* out, const real* qkv, const re
 }
 
 // out (n,O) = x (n,I) @ w (O,I).T for a few rows: reading w is all the time it takes, so a warp owns an
-// output o, reads its row of w once, 16 bytes a lane, and uses it for up to eight rows of x.
-// Grid (ceil(O/8), ceil(n/8)); 256 threads.
+// output o, reads its row of w once, 16 bytes a lane, and uses it for up to eight rows of x. O is a multiple
+// of 8. Grid (O/8, ceil(n/8)); 256 threads.
 template <class Out>
 __device__ void few_rows_product(Out* out, const real* x, const real* w, int n, int I, int O) {
     int o = 8 * blockIdx.x + threadIdx.x / 32, lane = threadIdx.x % 32;
     int first = 8 * blockIdx.y, rows = min(8, n - first);
-    if (o >= O) return;
     float sum[8] = {};
     for (int i = 8 * lane; i < I; i += 256) {
         Eight weight = load8(w + (long long)o * I + i);

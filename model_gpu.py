@@ -323,7 +323,7 @@ def few_rows_forward(gpu, out, x, w):
     """linear_forward for decoding: each of the few rows of x is computed as if it were alone."""
     (N, I), O = x.shape, len(w)
     name = "few_rows_to_fp32" if out.dtype == np.float32 else "few_rows"
-    gpu.launch(name, (ceil_div(O, 8), ceil_div(N, 8)), 256, out, x, w, int32(N), int32(I), int32(O))
+    gpu.launch(name, (O // 8, ceil_div(N, 8)), 256, out, x, w, int32(N), int32(I), int32(O))
 
 
 # linear_backward of model_cpu, in two halves: between them the backward of what made x computes x again.
@@ -477,7 +477,7 @@ def adamw_update(gpu, param, weights_bf16, grad, m, v, state, step, lr, beta1, b
     param (None: there is none) follows."""
     n = param.size
     gpu.launch("adamw", (ceil_div(n, 1024),), 256, param, NULL if weights_bf16 is None else weights_bf16,
-               grad, m, v, state, int64(n), int64(n), *map(float32, (
+               grad, m, v, state, int64(n), *map(float32, (
                    lr, beta1, beta2, eps, decay, 1 / (1 - beta1 ** step), 1 / (1 - beta2 ** step))))
 
 
