@@ -108,7 +108,7 @@ def test_rmsnorm_forward(bench, with_step):
             bench.close(x, x64 + step64)
             x64 = bench.value(x)                                         # as stored
         expected, expected_rstd = np.zeros((N, C)), np.zeros(N)
-        model_cpu.rmsnorm_forward(expected, expected_rstd, x64, gain64)
+        model_cpu.rmsnorm_forward(expected, expected_rstd, x64, gain64, 1e-5)
         np.testing.assert_array_equal(bench.value(x), x64)
         bench.close(out, expected)
         bench.close(rstd, expected_rstd)
@@ -123,7 +123,7 @@ def test_rmsnorm_backward(bench, add):
         gain, gain64 = bench.single(C)
         dgain, dgain64 = bench.single(C)
         normed, rstd64 = np.zeros((N, C)), np.zeros(N)
-        model_cpu.rmsnorm_forward(normed, rstd64, x64, gain64)
+        model_cpu.rmsnorm_forward(normed, rstd64, x64, gain64, 1e-5)
         partial = bench.empty(blocks, C, single=True)
         bench.launch("rmsnorm_backward", (blocks,), threads(C), dx, dout, partial, x, bench.put(rstd64.astype(f32)),
                      gain, i32(N), i32(C), i32(add))
@@ -136,7 +136,8 @@ def test_rmsnorm_backward(bench, add):
 
 
 def rope_tables(bench, T, D):
-    cos, sin = model_cpu.rope_table(T, 1, D, np.float64)
+    config = model_cpu.Config(dim=D, heads=1, kv_heads=1, layers=1, context=T, vocab=8)
+    cos, sin = model_cpu.rope_table(config, np.float64)
     return cos, sin, *(bench.put(np.ascontiguousarray(x[:, 0, D // 2:].astype(f32))) for x in (cos, sin))
 
 
@@ -149,7 +150,7 @@ def test_rope(bench):
             bench.launch("rope", (-(-B * T * (H + G) * D // 16 // 256),), 256, qkv, cos32, sin32,
                          *map(i32, (B * T, T, H + G, D, width)), f32(direction))
             part = expected.reshape(B, T, -1, D)[:, :, :H + G]
-            function(part, np.repeat(cos[:T], H + G, axis=1), np.repeat(sin[:T], H + G, axis=1))
+            function(part, cos[:T], sin[:T])
             bench.close(qkv, expected)
 
 
@@ -302,7 +303,7 @@ def test_decoding(bench):
         bench.launch("decode_attention", (H, n), 128, out, qkv, past[0], past[1],
                      *map(i32, (position, H, G, D, context)), shared=4 * (position + n))
         part = qkv64.reshape(1, n, -1, D)[:, :, :H + G]
-        model_cpu.rope_forward(part, *(np.repeat(x[position:position + n], H + G, axis=1) for x in (cos, sin)))
+        model_cpu.rope_forward(part, cos[position:position + n], sin[position:position + n])
         bench.close(qkv[:, :H * D].copy(), qkv64[:, :H * D])
         new = qkv64[:, H * D:].reshape(n, 2, G, D).transpose(1, 2, 0, 3)
         bench.close(past[:, :, position:position + n].copy(), new)

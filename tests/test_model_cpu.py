@@ -1,13 +1,9 @@
-"""model_cpu.py: sizes, layers, loss, threads, cached decoding, sampling, checkpoints, the tour.
+"""model_cpu.py: sizes, layers, loss, threads, cached decoding, sampling, the tour.
 
 That every gradient is right is gradcheck.py's part; that the model is the one the world calls Llama, tests/peers'."""
 import dataclasses
 import itertools
-import json
 import math
-import os
-import resource
-import shutil
 import subprocess
 import sys
 
@@ -15,8 +11,7 @@ import numpy as np
 import pytest
 
 import model_cpu
-from model_cpu import CONFIGS, Config, Model, generate, load, load_state, sample, save, window_start
-from tokenizer import Tokenizer
+from model_cpu import CONFIGS, Config, Model, generate, sample, window_start
 
 TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=16, vocab=264, predict=3, mtp_weight=0.5)
 
@@ -37,6 +32,11 @@ def make_batch(config=TINY, B=4, T=7, seed=0):
     return rng.integers(0, config.vocab, (B, T)), rng.integers(0, config.vocab, (B, T + config.predict - 1))
 
 
+def decayed_count(config):
+    """Numbers at the front of the flat buffers that are updated with decay."""
+    return sum(part.stop - part.start for part, _, decayed in model_cpu.update_table(config) if decayed)
+
+
 def step_gradient(model, tokens, targets, counted=None):
     """-> (losses, a copy of the flat gradient) of one micro-batch."""
     model.flat_grads[...] = 0.0
@@ -53,7 +53,8 @@ def step_gradient(model, tokens, targets, counted=None):
     ("big", 116_417_280, (768, 12, 4, 16, 512, 4096))])
 def test_parameter_counts(name, count, sizes):
     assert model_cpu.param_count(CONFIGS[name]) == count
-    assert dataclasses.astuple(CONFIGS[name]) == (*sizes, 4, 0.3)
+    hidden = {128: 344, 256: 688, 768: 2048}[sizes[0]]
+    assert dataclasses.astuple(CONFIGS[name]) == (*sizes, 4, 0.3, hidden, 1e-5, 10000.0)
 
 
 def test_table_of_parameters_by_hand():
@@ -85,10 +86,11 @@ def test_weights_of_the_heads():
     (dict(dim=0), "dim must be a whole number of at least 1, not 0."),
     (dict(layers=-1), "layers must be"), (dict(vocab=264.0), "vocab must be a whole number of at least 1, not 264.0."),
     (dict(predict=True), "predict must be"), (dict(context="8"), "context must be"),
-    (dict(dim=12, heads=3, kv_heads=3), "dim (12) and vocab (264) must be multiples of 8."),
-    (dict(vocab=260), "dim (16) and vocab (260) must be multiples of 8."),
-    (dict(heads=16), "dim (16) must be a multiple of 2 x heads (2 x 16)"),
-    (dict(kv_heads=3), "heads (4) must be a multiple of kv_heads (3)."),
+    (dict(dim=12, heads=3, kv_heads=3), "dim (12) must be a multiple of 8."),
+    (dict(vocab=260), "vocab (260) must be a multiple of 8."),
+    (dict(heads=16), "dim (16) must be a multiple of 2 x heads (2 x 16): rotary embedding turns the "
+     "entries of a head in pairs; take 8 heads."),
+    (dict(kv_heads=3), "heads (4) must be a multiple of kv_heads (3); take 2 or 4 kv_heads."),
     (dict(mtp_weight=-0.1), "mtp_weight must be a finite number of at least 0, not -0.1."),
     (dict(mtp_weight=math.nan), "mtp_weight"), (dict(mtp_weight=math.inf), "mtp_weight"),
     (dict(mtp_weight="1"), "mtp_weight"), (dict(mtp_weight=None), "mtp_weight"),
@@ -114,7 +116,7 @@ def test_parameters_are_views_of_one_buffer_with_the_gains_last():
         assert view.shape == shape and np.shares_memory(view, model.flat_params)
         assert view.ctypes.data == model.flat_params[start:].ctypes.data
         start += view.size
-    decayed = model_cpu.param_count(TINY, decayed_only=True)
+    decayed = decayed_count(TINY)
     assert start == model_cpu.param_count(TINY) == model.flat_params.size
     assert np.all(model.flat_params[decayed:] == 1.0)
     assert start - decayed == (2 * TINY.layers + 1) * TINY.dim
@@ -143,10 +145,10 @@ def test_initial_values_by_hand():
 
 def test_buffers_are_read_and_written():
     model = Model(TINY, dtype=np.float32)
-    for i, (what, flat) in enumerate([("params", model.flat_params), ("m", model.m), ("v", model.v)]):
-        model.write(what, np.full(flat.shape, i + 0.1))
-        assert np.all(flat == np.float32(i + 0.1)) and flat.dtype == np.float32
-        assert np.array_equal(model.read(what), flat)
+    for i, array in enumerate([model.flat_params, model.m, model.v, model.params["layers.1.out"][2:4]]):
+        model.write(array, np.full(array.shape, i + 0.1))
+        assert np.all(array == np.float32(i + 0.1)) and array.dtype == np.float32
+        assert np.array_equal(model.read(array), array)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,18 +169,20 @@ def test_rmsnorm_by_hand_where_eps_matters():
     rng = np.random.default_rng(0)
     x, gain, out, rstd = rng.standard_normal((6, 8)), rng.random(8), np.empty((6, 8)), np.empty(6)
     x *= np.array([0.0, 1e-9, 1e-3, 3e-3, 1.0, 1e6])[:, None]
-    model_cpu.rmsnorm_forward(out, rstd, x, gain)
-    for n in range(6):
-        r = 1 / math.sqrt(math.fsum(x[n] ** 2) / 8 + 1e-5)
-        assert rstd[n] == pytest.approx(r, rel=1e-14) and np.allclose(out[n], x[n] * r * gain, rtol=1e-14, atol=0)
+    for eps in (1e-5, 0.5):
+        model_cpu.rmsnorm_forward(out, rstd, x, gain, eps)
+        for n in range(6):
+            r = 1 / math.sqrt(math.fsum(x[n] ** 2) / 8 + eps)
+            assert rstd[n] == pytest.approx(r, rel=1e-14)
+            assert np.allclose(out[n], x[n] * r * gain, rtol=1e-14, atol=0)
 
 
 def test_rmsnorm_throws_the_length_away():
     rng = np.random.default_rng(0)
     x, gain = 50 * rng.standard_normal((5, 16)), np.ones(16)
     out, scaled, rstd = np.empty_like(x), np.empty_like(x), np.empty(5)
-    model_cpu.rmsnorm_forward(scaled, rstd, 3 * x, gain)
-    model_cpu.rmsnorm_forward(out, rstd, x, gain)
+    model_cpu.rmsnorm_forward(scaled, rstd, 3 * x, gain, 1e-5)
+    model_cpu.rmsnorm_forward(out, rstd, x, gain, 1e-5)
     assert np.allclose((out ** 2).mean(axis=1), 1.0, atol=1e-6)
     assert np.allclose(out, scaled, atol=1e-6)
     dx, dout = np.empty_like(x), rng.standard_normal(x.shape)
@@ -188,20 +192,23 @@ def test_rmsnorm_throws_the_length_away():
 
 
 @pytest.mark.parametrize("dtype, error", [(np.float32, 1e-7), (np.float64, 1e-12)])
-def test_rope_table_by_hand(dtype, error):
-    cos, sin = model_cpu.rope_table(600, 3, 6, dtype)
-    assert cos.shape == sin.shape == (600, 3, 6) and cos.dtype == sin.dtype == dtype
-    for t, h, i in itertools.product((0, 1, 2, 511, 599), range(3), range(6)):
-        angle = t * 10000 ** (-2 * (i % 3) / 6)
-        assert abs(cos[t, h, i] - math.cos(angle)) < error
-        assert abs(sin[t, h, i] - math.sin(angle) * (-1 if i < 3 else 1)) < error
+@pytest.mark.parametrize("theta", [10000.0, 7])
+def test_rope_table_by_hand(dtype, error, theta):
+    config = Config(dim=24, heads=4, kv_heads=1, layers=1, context=600, vocab=8, rope_theta=theta)      # D = 6
+    cos, sin = model_cpu.rope_table(config, dtype)
+    assert cos.shape == sin.shape == (600, 1, 6) and cos.dtype == sin.dtype == dtype
+    for t, i in itertools.product((0, 1, 2, 511, 599), range(6)):
+        angle = t * theta ** (-2 * (i % 3) / 6)
+        assert abs(cos[t, 0, i] - math.cos(angle)) < error
+        assert abs(sin[t, 0, i] - math.sin(angle) * (-1 if i < 3 else 1)) < error
 
 
 def test_rope_products_depend_on_the_distance_alone():
     rng = np.random.default_rng(0)
     T, D = 40, 8
     q, k = rng.standard_normal((2, D))
-    cos, sin = model_cpu.rope_table(T, 1, D, np.float64)
+    config = Config(dim=D, heads=1, kv_heads=1, layers=1, context=T, vocab=8)
+    cos, sin = model_cpu.rope_table(config, np.float64)
     turned = [np.tile(x, (1, T, 1, 1)) for x in (q, k)]
     for x in turned:
         model_cpu.rope_forward(x, cos, sin)
@@ -473,27 +480,85 @@ def test_overflow_in_a_thread_is_silent():
     assert not np.all(np.isfinite(losses))
 
 
+def test_work_arrays_of_a_step_by_hand():
+    """B=2, T=3, and 2 layers of dim 16, 4 + 2 heads 4 wide, F 48, K 3, V 264."""
+    N, scores = 6, (2, 2, 2, 3, 3)
+    layer, shared = model_cpu.work_tables(TINY, 2, 3, np.float64)
+    assert layer == [(name, shape, np.float64) for name, shape in [
+        ("x_in", (N, 16)), ("rstd1", (N,)), ("qkv", (N, 32)), ("P", scores), ("y", (N, 16)), ("x_mid", (N, 16)),
+        ("rstd2", (N,)), ("gate_up", (N, 96)), ("sigmoid", (N, 48))]]
+    assert shared == [(name, shape, np.float64) for name, shape in [
+        ("x", (N, 16)), ("rstd", (N,)), ("n", (N, 16)), ("increment", (N, 16)), ("h", (N, 48)), ("final", (N, 16)),
+        ("logits", (N, 3, 264)), ("exp_sum", (N, 3)), ("dx", (N, 16)), ("dn", (N, 16)), ("dh", (N, 48)),
+        ("dgate_up", (N, 96)), ("dy", (N, 16)), ("dS", scores), ("dqkv", (N, 32))]]
+    assert {dtype for _, _, dtype in model_cpu.work_tables(TINY, 1, 1)[0]} == {np.float32}
+
+
+def test_a_table_is_cut_out_of_memory():
+    """Arrays start at multiples of 256 bytes, one after the other, and none lies in another."""
+    table = [("a", (63,), np.float32), ("b", (2, 32), np.float32), ("c", (65,), np.float32), ("d", (1,), np.float64)]
+    assert model_cpu.table_bytes(table) == 256 + 256 + 512 + 256 and model_cpu.table_bytes([]) == 0
+    memory = np.zeros(64 + 1280, np.uint8)
+    arrays = model_cpu.carve(memory, table, 64)
+    starts = [array.ctypes.data - memory.ctypes.data for array in arrays.values()]
+    assert list(arrays) == ["a", "b", "c", "d"] and starts == [64, 320, 576, 1088]
+    assert [(array.shape, array.dtype) for array in arrays.values()] == [(shape, dtype) for _, shape, dtype in table]
+    assert next(iter(model_cpu.carve(memory, table).values())).ctypes.data == memory.ctypes.data
+
+
 def test_buffers_are_kept_and_grow():
-    buffers = model_cpu.Buffers(np.float32)
-    first = buffers("a", 3, 4)
-    assert first.shape == (3, 4) and first.dtype == np.float32 and not np.any(first)
-    for shape in [(12,), (2, 5), (1,)]:                             # what fits takes the front of the same array
-        again = buffers("a", *shape)
-        assert again.shape == shape and again.ctypes.data == first.ctypes.data
-    assert not np.shares_memory(buffers("b", 3, 4), first)
-    larger = buffers("a", 13)
-    assert larger.shape == (13,) and not np.shares_memory(larger, first) and np.shares_memory(buffers("a", 12), larger)
+    worker = model_cpu.Worker(TINY, np.dtype(np.float32), None)
+    assert worker.grads == {} and not worker.memory.size
+    layers, shared = worker.buffers(2, 7)
+    each, others = map(model_cpu.table_bytes, model_cpu.work_tables(TINY, 2, 7))
+    assert len(worker.memory) == 2 * each + others and len(layers) == 2
+    arrays = [array for buffers in (*layers, shared) for array in buffers.values()]
+    places = [array.ctypes.data - worker.memory.ctypes.data for array in arrays]
+    assert places[0] == 0 and list(layers[1].values())[0].ctypes.data - worker.memory.ctypes.data == each
+    assert list(shared.values())[0].ctypes.data - worker.memory.ctypes.data == 2 * each
+    assert all(a + array.nbytes <= b for a, b, array in zip(places, places[1:], arrays))
+    assert places[-1] + arrays[-1].nbytes <= len(worker.memory)
+    memory = worker.memory
+    assert worker.buffers(1, 7)[1]["x"].shape == (7, 16) and worker.memory is memory    # what fits takes the front
+    assert worker.buffers(2, 7)[1] is shared
+    larger = worker.buffers(3, 7)[1]
+    assert worker.memory is not memory and not np.shares_memory(larger["x"], memory)
+    assert np.shares_memory(worker.buffers(2, 7)[1]["x"], worker.memory)        # nothing of before is handed out
+
+
+def work_arrays(model):
+    return [array for worker in model.workers for layers, shared in worker.buffers_by_shape.values()
+            for buffers in (*layers, shared) for array in buffers.values()]
 
 
 def test_a_step_makes_no_new_buffers():
     model, (tokens, targets) = wide_model(threads=2), make_batch()
+    step_gradient(model, tokens, targets)
+    before = [array.ctypes.data for array in work_arrays(model)]
+    step_gradient(model, tokens, targets)
+    assert [array.ctypes.data for array in work_arrays(model)] == before and len(before) == 2 * (2 * 9 + 15)
 
-    def addresses():
-        return [(name, array.ctypes.data) for s in model.slices for b in (*s.layers, s.work) for name, array in b.arrays.items()]
-    step_gradient(model, tokens, targets)
-    before = addresses()
-    step_gradient(model, tokens, targets)
-    assert addresses() == before
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_left_in_the_work_arrays_changes_nothing(threads):
+    """NaN in all of them before each forward, and before each backward in those that no forward writes."""
+    model, batches = wide_model(threads=threads), [make_batch(B=3, T=16), make_batch(B=4, T=5)]
+    expected = [step_gradient(model, *batch) for batch in batches]
+    kept = {"x", "rstd", "final", "logits", "exp_sum"}              # of the shared ones the backward reads these
+    for turn in range(4):
+        for worker in model.workers:
+            worker.memory.view(np.float64)[...] = np.nan
+        model.flat_grads[...] = 0.0
+        for worker in model.workers[1:]:
+            worker.flat_grads[...] = np.nan
+        losses = model.forward(*batches[turn % 2])
+        for worker in model.workers:
+            _, _, _, shared = worker.saved
+            for name in set(shared) - kept:
+                shared[name][...] = np.nan
+        model.backward()
+        assert np.array_equal(losses, expected[turn % 2][0])
+        assert np.array_equal(model.flat_grads, expected[turn % 2][1])
 
 
 def train_steps(model, steps=4, B=5):
@@ -530,7 +595,7 @@ def test_update_clips_the_norm_and_returns_it_unclipped():
 
 def test_update_by_hand_and_decay_of_matrices_only():
     model = wide_model()
-    before, decayed = model.flat_params.copy(), model_cpu.param_count(TINY, decayed_only=True)
+    before, decayed = model.flat_params.copy(), decayed_count(TINY)
     model.update(lr=0.1, decay=0.5)                                 # no gradient at all: decay alone
     assert np.allclose(model.flat_params[:decayed], before[:decayed] * (1 - 0.1 * 0.5), rtol=1e-15)
     assert np.array_equal(model.flat_params[decayed:], before[decayed:])
@@ -549,7 +614,7 @@ def test_updates_by_hand_with_the_defaults(threads):
     """More parameters than two of the pieces of an update; gradients below, about and above eps; a norm above the
     limit, then two below it."""
     config, rng = dataclasses.replace(TINY, vocab=2048), np.random.default_rng(0)
-    model, decayed = wide_model(config, threads=threads), model_cpu.param_count(config, decayed_only=True)
+    model, decayed = wide_model(config, threads=threads), decayed_count(config)
     assert decayed > 1 << 17
     param, m, v = model.flat_params.copy(), 0.0, 0.0
     decay = np.where(np.arange(param.size) < decayed, 0.1, 0.0)
@@ -798,7 +863,7 @@ def test_euler_table():
     states = [model.params["embed"][tokens[:, :9]].reshape(18, -1)]
     for one in (shallow, model):
         one.logits(tokens[:, :9])
-        states.append(one.slices[0].work("x", 18, TINY.dim).copy())
+        states.append(one.workers[0].buffers(2, 9)[1]["x"].copy())
     for (loss, step, best), before, x in zip(rows, [states[0], *states], states):
         h = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-5) * model.params["norm"]
         logits = h @ model.params["heads"][:TINY.vocab].T
@@ -809,298 +874,6 @@ def test_euler_table():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-# ---------------------------------------------------------------------------------------------------------------------
-TOKENIZER = Tokenizer.train(["the cat sat on the mat"], 262)
-STATE = {"tokens": 123, "settings": {"tokens_key": "none", "name": 'quote " and é'}, "crc32": "00000000"}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A checkpoint of step 1."""
-    model = wide_model(dtype=np.float32)
-    train_steps(model, steps=1)
-    save(str(tmp_path / "run"), model, TOKENIZER, STATE)
-    return str(tmp_path / "run")
-
-
-def reload(folder):
-    """-> (model with its moments, state)"""
-    model, tokenizer = load(folder, model_cpu, {"dtype": np.float32})
-    assert tokenizer.encode("the cat") == TOKENIZER.encode("the cat")
-    return model, load_state(folder, model)
-
-
-def refusal(folder, path):
-    """The one sentence with which load or load_state refuses the folder; it names the file."""
-    with pytest.raises(ValueError) as error:
-        reload(folder)
-    text = str(error.value)
-    assert os.path.join(folder, path) in text and "\n" not in text and text.endswith(".")
-    return text
-
-
-def buffers(model):
-    return [array.copy() for array in (model.flat_params, model.m, model.v)]
-
-
-def same(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(a, b))
-
-
-def test_save_and_load_give_back_every_bit(folder):
-    model = wide_model(dtype=np.float32)
-    train_steps(model, steps=1)
-    loaded, state = reload(folder)
-    assert loaded.config == model.config and loaded.step == 1 and state == STATE
-    assert same(buffers(loaded), buffers(model)) and np.any(loaded.m) and np.any(loaded.v)
-    assert all(np.array_equal(a, b) for a, b in zip(train_steps(loaded), train_steps(model)))
-    assert same(buffers(loaded), buffers(model))
-    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-                                          "train_state.safetensors"]
-
-
-def test_float64_and_other_sizes_round_trip(tmp_path):
-    for i, change in enumerate([dict(), dict(predict=1), dict(kv_heads=4), dict(layers=1, context=3, mtp_weight=0)]):
-        model = wide_model(dataclasses.replace(TINY, **change))
-        save(str(tmp_path / str(i)), model, TOKENIZER, {})
-        loaded, _ = load(str(tmp_path / str(i)), model_cpu)
-        assert loaded.config == model.config and np.array_equal(loaded.flat_params, model.flat_params)
-        assert load_state(str(tmp_path / str(i)), loaded) == {}
-
-
-@pytest.mark.parametrize("name", model_cpu.CHECKPOINT)
-def test_a_file_cut_at_any_place_is_refused(folder, name):
-    path = os.path.join(folder, name)
-    raw = open(path, "rb").read()
-    header = 8 + int.from_bytes(raw[:8], "little")
-    for end in (0, 1, 7, 8, 9, header // 2, header - 1, header, header + 1, (header + len(raw)) // 2, len(raw) - 4,
-                len(raw) - 1):
-        with open(path, "wb") as file:
-            file.write(raw[:end])
-        assert "damaged" in refusal(folder, name)
-    with open(path, "wb") as file:
-        file.write(raw + b"\0")
-    refusal(folder, name)
-
-
-@pytest.mark.parametrize("name", model_cpu.CHECKPOINT)
-def test_a_flipped_byte_is_refused(folder, name):
-    path = os.path.join(folder, name)
-    raw = open(path, "rb").read()
-    size, rng = int.from_bytes(raw[:8], "little"), np.random.default_rng(0)
-    places = [(i, x) for i in range(8) for x in range(1, 256)]      # the length of the header: every other value
-    places += [(8 + i, x) for i in range(size) for x in (1 << int(rng.integers(8)), int(rng.integers(1, 256)))]
-    places += [(int(i), 1 << int(rng.integers(8))) for i in rng.integers(8 + size, len(raw), 100)]
-    accepted = []
-    with open(path, "r+b", buffering=0) as file:
-        for i, x in places:
-            os.pwrite(file.fileno(), bytes([raw[i] ^ x]), i)
-            try:
-                model_cpu.read_safetensors(path)
-                accepted.append((i, x))
-            except ValueError as error:
-                assert path in str(error)
-            os.pwrite(file.fileno(), raw[i:i + 1], i)
-        assert accepted == []
-        os.pwrite(file.fileno(), b"!", 20)
-    refusal(folder, name)
-
-
-def test_missing_extra_and_misshapen_tensors_are_refused(folder):
-    path = os.path.join(folder, "model.safetensors")
-    tensors, metadata = model_cpu.read_safetensors(path)
-    metadata.pop("crc32")
-    name = "model.layers.1.self_attn.k_proj.weight"
-    for change, words in [({name: None}, f"the tensor {name} is missing"),
-                          ({"surplus": np.zeros(3, np.float32)}, "the tensor surplus is none of this model's"),
-                          ({name: tensors[name].T}, f"{name} has the shape (16, 8), config.json asks for (8, 16)"),
-                          ({name: tensors[name].ravel()}, f"the tensor {name} has the shape (128,)")]:
-        changed = {key: value for key, value in {**tensors, **change}.items() if value is not None}
-        checkpoint.write_safetensors(path, changed, metadata)
-        assert words in refusal(folder, "model.safetensors")
-    checkpoint.write_safetensors(path, {}, metadata)
-    assert "missing" in refusal(folder, "model.safetensors")
-    checkpoint.write_safetensors(path, tensors, metadata)
-    reload(folder)
-
-
-def test_foreign_training_states_are_refused(folder):
-    path = os.path.join(folder, "train_state.safetensors")
-    tensors, metadata = model_cpu.read_safetensors(path)
-    for changed in ({"m": tensors["m"]}, {**tensors, "w": tensors["m"]}, {"m": tensors["m"], "v": tensors["v"][1:]}):
-        checkpoint.write_safetensors(path, changed, {"step": "1", "state": "{}"})
-        assert "should hold the tensors m and v" in refusal(folder, "train_state.safetensors")
-    checkpoint.write_safetensors(path, tensors, {"step": "2", "state": "{}"})
-    assert "is of step 2, model.safetensors of step 1" in refusal(folder, "train_state.safetensors")
-    os.remove(path)
-    assert "holds no training state" in refusal(folder, "train_state.safetensors")
-
-
-@pytest.mark.parametrize("change, words", [
-    (dict(hidden_act="gelu"), "hidden_act is 'gelu', this model has 'silu'"), (dict(rms_norm_eps=1e-6), "rms_norm_eps"),
-    (dict(rope_theta=500000.0), "rope_theta"), (dict(tie_word_embeddings=True), "tie_word_embeddings"),
-    (dict(model_type="mistral"), "model_type"), (dict(intermediate_size=40), "intermediate_size"),
-    (dict(num_attention_heads="4"), "heads must be a whole number"), (dict(num_key_value_heads=3), "kv_heads"),
-    (dict(mtp_heads=None), "damaged or not one of ours"), (dict(hidden_size=17), "multiples of 8")])
-def test_foreign_configs_are_refused(folder, change, words):
-    path = os.path.join(folder, "config.json")
-    config = json.load(open(path))
-    json.dump({**config, **change}, open(path, "w"))
-    assert words in refusal(folder, "config.json")
-
-
-def test_configs_that_are_no_config_are_refused(folder):
-    path = os.path.join(folder, "config.json")
-    whole = open(path, "rb").read()
-    config = json.loads(whole)
-    texts = [whole[:n] for n in (0, 1, len(whole) // 2, len(whole) - 1)] + [b"[]", b"1", b"null", b"\xff\xfe", b'"x"']
-    texts += [json.dumps({k: v for k, v in config.items() if k != key}).encode()
-              for key in config if config[key] is not None]
-    for text in texts:
-        with open(path, "wb") as file:
-            file.write(text)
-        refusal(folder, "config.json")
-
-
-def test_another_tokenizer_is_refused(folder):
-    path = os.path.join(folder, "tokenizer.json")
-    Tokenizer.train(["the cat sat on the mat and the dog sat on the cat"], 266).save(path)
-    with pytest.raises(ValueError, match="tokenizer.json is not this model's: it has 266 tokens, config.json says 264"):
-        load(folder, model_cpu)
-    open(path, "w").write("{}")
-    refusal(folder, "tokenizer.json")
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_missing_file_is_named(folder, name):
-    os.remove(os.path.join(folder, name))
-    refusal(folder, name)
-
-
-def test_no_folder_at_all(tmp_path):
-    assert "holds no checkpoint" in refusal(str(tmp_path / "nothing"), "config.json")
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL."""
-
-
-def kill_at(monkeypatch, stage):
-    """Let the process "die" at its stage-th call that changes the disk; a file about to be synced is cut in half, as if
-    it had not been written to its end.  After its death nothing changes the disk, whatever handlers still run."""
-    calls = itertools.count()
-
-    def wrap(name, original):
-        def call(*arguments, **options):
-            number = next(calls)
-            if number == stage and name == "fsync":
-                os.ftruncate(arguments[0], os.fstat(arguments[0]).st_size // 2)
-            if number >= stage:
-                raise Killed
-            return original(*arguments, **options)
-        monkeypatch.setattr(os, name, call)
-    for name in ("replace", "remove", "fsync"):
-        wrap(name, getattr(os, name))
-
-
-def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder, tmp_path, monkeypatch):
-    old, _ = reload(folder)
-    new, _ = reload(folder)
-    train_steps(new, steps=1)
-    expected = {1: buffers(old), 2: buffers(new)}
-    found = []
-    for stage in itertools.count():
-        copy = str(tmp_path / f"killed{stage}")
-        shutil.copytree(folder, copy)
-        with monkeypatch.context() as patch:
-            kill_at(patch, stage)
-            try:
-                save(copy, new, TOKENIZER, {"after": 2})
-                finished = True
-            except Killed:
-                finished = False
-        if stage % 2:
-            save_twice = str(tmp_path / f"again{stage}")            # nor may the next save trip over the remains
-            shutil.copytree(copy, save_twice)
-            save(save_twice, new, TOKENIZER, {"after": 2})
-            assert same(buffers(reload(save_twice)[0]), expected[2])
-            assert not [name for name in os.listdir(save_twice) if name.endswith(".new")]
-        files = {name: os.path.getmtime(os.path.join(copy, name)) for name in os.listdir(copy)}
-        loaded, state = reload(copy)
-        # a reader touches nothing: the files may be those of a run that is saving at this moment
-        assert files == {name: os.path.getmtime(os.path.join(copy, name)) for name in os.listdir(copy)}
-        found.append(loaded.step)
-        assert same(buffers(loaded), expected[loaded.step]), stage
-        assert state == (STATE if loaded.step == 1 else {"after": 2})
-        if finished:
-            break
-    assert found == sorted(found) and found[0] == 1 and found[-1] == 2 and len(found) > 6
-    assert found.count(2) >= 2                                      # one of them between the two renames
-
-
-# What a killed save can leave: how much of the model's and of the state's .new file there is (None: no such file), and
-# whether the new model has been renamed already.
-@pytest.mark.parametrize("new_model, new_state, renamed", [
-    (0, None, False), (0.5, None, False), (1, None, False), (1, 0, False), (1, 0.5, False), (1, 1, False),
-    (None, 1, True)])
-def test_the_repair_itself_may_be_killed(folder, tmp_path, monkeypatch, new_model, new_state, renamed):
-    after = str(tmp_path / "after")
-    new, _ = reload(folder)
-    train_steps(new, steps=1)
-    save(after, new, TOKENIZER, {"after": 2})
-    for stage in range(4):
-        copy = str(tmp_path / f"killed{stage}")
-        shutil.copytree(folder, copy)
-        for name, part in zip(model_cpu.CHECKPOINT, (new_model, new_state)):
-            if part is not None:
-                raw = open(os.path.join(after, name), "rb").read()
-                with open(os.path.join(copy, name + ".new"), "wb") as file:
-                    file.write(raw[:int(part * len(raw))])
-        if renamed:
-            shutil.copy(os.path.join(after, model_cpu.CHECKPOINT[0]), copy)
-        with monkeypatch.context() as patch:
-            kill_at(patch, stage)
-            try:
-                checkpoint.repair(copy)
-            except Killed:
-                pass
-        assert reload(copy)[0].step == (2 if renamed else 1), stage
-
-
-def test_a_full_disk_keeps_the_last_checkpoint(folder):
-    """Writes fail at a limit on the size of a file: in tokenizer.json, in the model, in the training state."""
-    old, _ = reload(folder)
-    new, _ = reload(folder)
-    train_steps(new, steps=1)
-    sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder)}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for limit in (100, 5000, sizes["model.safetensors"] - 1000, sizes["train_state.safetensors"] - 1000):
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-            with pytest.raises(OSError):
-                save(folder, new, TOKENIZER, {"after": 2})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        loaded, state = reload(folder)
-        assert loaded.step == 1 and state == STATE and same(buffers(loaded), buffers(old))
-        assert not [name for name in os.listdir(folder) if name.endswith(".safetensors.new")]   # space is given back
-    save(folder, new, TOKENIZER, {"after": 2})
-    assert reload(folder)[0].step == 2
-
-
-def test_chat_template_and_end_token(tmp_path):
-    model = wide_model(dtype=np.float32)
-    save(str(tmp_path), model, TOKENIZER, {}, chat_template="{{ messages }}")
-    assert json.load(open(tmp_path / "tokenizer_config.json"))["chat_template"] == "{{ messages }}"
-    assert json.load(open(tmp_path / "config.json"))["eos_token_id"] == TOKENIZER.special["<|end|>"]
-    load(str(tmp_path), model_cpu)
-    save(str(tmp_path), model, TOKENIZER, {})
-    assert "chat_template" not in json.load(open(tmp_path / "tokenizer_config.json"))
-    assert json.load(open(tmp_path / "config.json"))["eos_token_id"] == TOKENIZER.special["<|endoftext|>"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The tour
 # ---------------------------------------------------------------------------------------------------------------------
 def run_tour(*arguments):
@@ -1108,8 +881,8 @@ def run_tour(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=600)     # only so that a hang ends
 
 
-def test_tour(tmp_path):
-    result = run_tour("--model", str(tmp_path / "nothing"))
+def test_tour():
+    result = run_tour()
     assert result.returncode == 0 and result.stderr == ""
     for number in range(1, 7):
         assert f"\n{number}. " in "\n" + result.stdout
@@ -1119,17 +892,16 @@ def test_tour(tmp_path):
     line = next(line for line in result.stdout.splitlines() if line.startswith("5. "))
     before, after = line.split("head 0 ")[1].split(" -> ")
     assert float(after) < float(before)
+    lines = result.stdout.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("64 tokens read")) + 2:]
+    assert [row[:12].strip() for row in table] == ["embedding"] + [f"layer {i}" for i in range(4)]
+    assert float(table[-1][12:20]) == pytest.approx(float(after), abs=1e-4)         # the same model, after its step
 
 
-def test_tour_of_a_trained_model_and_of_a_damaged_one(folder):
-    result = run_tour("--model", folder)
-    assert result.returncode == 0 and "trained for 1 steps" in result.stdout and "layer 1" in result.stdout
-    with open(os.path.join(folder, "model.safetensors"), "r+b") as file:
-        file.truncate(1000)
-    result = run_tour("--model", folder)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("error: ") and "model.safetensors is damaged" in result.stderr
-    assert run_tour("--nonsense").returncode == 2
+def test_tour_takes_no_options():
+    for arguments in (["--model", "out/small"], ["--nonsense"], ["out/small"]):
+        result = run_tour(*arguments)
+        assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
 
 
 def test_a_single_head_trains():

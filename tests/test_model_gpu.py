@@ -17,6 +17,7 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
+import checkpoint
 import model_cpu
 import model_gpu
 from cuda_helpers import CpuModule, check_guards, from_bf16, guarded, to_bf16
@@ -119,7 +120,7 @@ def widen(model, reference):
     """Weights drawn wide, as a trained model's, into both."""
     rng = np.random.default_rng(3)
     flat = rng.standard_normal(model_cpu.param_count(model.config)).astype(np.float32) * np.float32(0.1)
-    gains = model_cpu.param_count(model.config, decayed_only=True)
+    gains = model_cpu.update_table(model.config)[1][0].start
     flat[gains:] = 1 + flat[gains:]
     model.write(model.flat_params, flat)
     reference.write(reference.flat_params, flat)
@@ -235,7 +236,7 @@ def test_the_bf16_copy_follows_the_parameters(made):
     model.forward(*batch(TINY, 1, 8))
     model.backward()
     model.update(lr=1e-2)
-    copy = (model.copy.astype(np.uint32) << 16).view(np.float32)
+    copy = (model.weights_bf16.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_allclose(copy, model.flat_params, rtol=2 ** -8)
     model.params["layers.0.qkv"][0, 0] = 1.5
     model.refresh()
@@ -321,8 +322,8 @@ def test_save_and_load(made, tmp_path):
     checkpoint.save(str(tmp_path), model, tokenizer, {"seen": 8})
     again, _ = checkpoint.load(str(tmp_path), model_gpu, {"precision": "fp32", "matmul": "ours"})
     assert checkpoint.load_state(str(tmp_path), again) == {"seen": 8} and again.step == 1
-    for what in ("params", "m", "v"):
-        np.testing.assert_array_equal(again.read(what), model.read(what))
+    for what in ("flat_params", "m", "v"):
+        np.testing.assert_array_equal(again.read(getattr(again, what)), model.read(getattr(model, what)))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -472,9 +473,9 @@ def test_largest_micro_batch():
     config = model_cpu.CONFIGS["big"]
     total = sum(model_gpu.memory_plan(config, 64, 512, "bf16").values())
     assert 9.5 * 2 ** 30 < total < 11.5 * 2 ** 30
-    assert model_gpu.largest_micro_batch(config, 512, "bf16", total) == 64
-    assert model_gpu.largest_micro_batch(config, 512, "bf16", total - 1) == 63
-    assert model_gpu.largest_micro_batch(config, 512, "bf16", 1 << 30) == 0
+    def plan(rows):
+        return model_gpu.memory_plan(config, rows, 512, "bf16", 2)
+    assert [model_gpu.largest_micro_batch(plan, free) for free in (total, total - 1, 1 << 30)] == [64, 63, 0]
 
 
 def test_errors_are_one_sentence(monkeypatch):
@@ -496,8 +497,11 @@ def test_errors_are_one_sentence(monkeypatch):
     for change, words in [
             (dict(dim=8320, heads=65), "models up to 8192 wide and contexts up to 16384, not 8320 and 8"),
             (dict(dim=64, heads=1, context=16392), "not 64 and 16392"),
-            (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: choose another number of heads"),
-            (dict(dim=40, heads=1), "not 40"), (dict(dim=16, heads=1), "not 16")]:
+            (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: with dim 96 take 3 heads[.]$"),
+            (dict(dim=64, heads=4), "heads 32, 64 or 128 wide, not 16: with dim 64 take 1 or 2 heads[.]$"),
+            (dict(dim=768, heads=4), "128 wide, not 192: with dim 768 take 6 or 12 or 24 heads[.]$"),
+            (dict(dim=40, heads=1), "not 40: dim [(]40[)] must be a multiple of 32[.]$"),
+            (dict(dim=16, heads=1), "not 16: dim [(]16[)] must be a multiple of 32[.]$")]:
         config = Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **change})
         with pytest.raises(ValueError, match=words):
             model_gpu.check_choices(config, "fp32", "ours")
@@ -559,7 +563,7 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
     small = Config(dim=64, heads=2, kv_heads=1, layers=1, context=64, vocab=512, predict=2)
     monkeypatch.setattr(model_gpu, "CONFIGS", {"small": small})
     monkeypatch.setattr(model_gpu, "TEXT", "a cold morning")                # of 14 characters no pair comes twice
-    monkeypatch.setattr(model_gpu.Model.__init__, "__defaults__", (0, None, None, None, "ours"))
+    monkeypatch.setattr(model_gpu.Model.__init__, "__defaults__", (0, None, None, None, "ours", True))
     timed = []
     monkeypatch.setattr(model_gpu, "seconds_per_step", lambda model, B, steps: timed.append((type(model).__module__, B, steps)) or 0.0125)
     model_gpu.cupy.cuda.runtime.getDeviceProperties = lambda number: {"name": b"Card 1"}
