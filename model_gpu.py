@@ -232,12 +232,8 @@ class Gpu:
         self.kernels[name](grid, (threads,), args, shared_mem=shared)
 
 
-def check_choices(config, precision, matmul):
-    """ValueError, in one sentence, for what this engine or this GPU cannot do."""
-    for what, value, choices in [("precision", precision, PRECISIONS),
-                                 ("matmul", matmul, ("cublas", "ours"))]:
-        if value not in choices:
-            raise ValueError(f"{what} must be one of {', '.join(choices)}, not {value!r}.")
+def check_sizes(config):
+    """ValueError, in one sentence, for a model whose sizes these kernels do not take; needs no GPU."""
     if config.head_dim not in (32, 64, 128):
         fits = [str(config.dim // width) for width in (128, 64, 32) if config.dim % width == 0]
         raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: "
@@ -246,6 +242,15 @@ def check_choices(config, precision, matmul):
     if config.dim > 8192 or config.context > 16384:
         raise ValueError("the GPU engine takes models up to 8192 wide and contexts up to 16384, not "
                          f"{config.dim} and {config.context}.")
+
+
+def check_choices(config, precision, matmul):
+    """ValueError, in one sentence, for what this engine or this GPU cannot do."""
+    for what, value, choices in [("precision", precision, PRECISIONS),
+                                 ("matmul", matmul, ("cublas", "ours"))]:
+        if value not in choices:
+            raise ValueError(f"{what} must be one of {', '.join(choices)}, not {value!r}.")
+    check_sizes(config)
     capability = int(cupy.cuda.Device().compute_capability)
     if capability < 70 or precision != "fp32" and capability < 80:
         needed = "8.0 (Ampere)" if precision != "fp32" else "7.0 (Volta)"

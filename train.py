@@ -461,9 +461,9 @@ def read_log(file, path):
 
 
 class Log:
-    """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for step s
-    drops what is later than settings, so that the log of a resumed run has each step once.  What is kept is
-    the beginning of the file, of which nothing is written again: killed at any moment, no history is lost."""
+    """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for a step
+    drops what is later, so that the log of a resumed run has each step once.  What is kept is the beginning of
+    the file, of which nothing is written again: killed at any moment, no history is lost."""
     def __init__(self, folder, step):
         self.path = os.path.join(folder, "log.jsonl")
         self.best, self.risen = None, False         # (held-out loss, step), and whether it has risen since
