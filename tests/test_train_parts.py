@@ -10,8 +10,10 @@ import types
 import numpy as np
 import pytest
 
+import checkpoint
 import model_cpu
 import model_gpu
+import tokenizer as tokenizer_module
 import train
 from model_cpu import CONFIGS, Config
 from tokenizer import Tokenizer
@@ -138,7 +140,7 @@ def test_bad_corpora(tmp_path, monkeypatch):
 # -- tokens ------------------------------------------------------------------------------------------------------------
 def test_progress(monkeypatch, capsys):
     clock = iter([100.0, 102.0, 102.0, 110.0])
-    monkeypatch.setattr(train.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(tokenizer_module.time, "monotonic", lambda: next(clock))
     progress = train.show_progress("words:")
     progress(1_000_000, 10_000_000)
     progress(9_999_999, 10_000_000)
@@ -152,6 +154,10 @@ def test_progress(monkeypatch, capsys):
     assert capsys.readouterr().out == "\rwords: 1 MB, 0.5 MB/s, 10%, 18 s left \033[K"
     progress(10_000_000, 10_000_000)
     assert capsys.readouterr().out == "\rwords: 10 MB, 1.0 MB/s, 100%, 0 s left \033[K\n"
+    clock = iter([100.0, 102.0, 102.0])
+    progress = train.show_progress("held out:", "thousand tokens", 1e3)
+    progress(3_000_000, 4_000_000)
+    assert capsys.readouterr().out == "\rheld out: 3,000 thousand tokens, 1,500.0 thousand tokens/s, 75%, 1 s left \033[K"
 
 
 def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monkeypatch, capsys):
@@ -203,32 +209,83 @@ class Uniform:
 
 def test_evaluation_is_a_weighted_mean_of_windows_spread_evenly():
     sizes, val = np.full(264, 2), np.arange(100, dtype="<u2")
+
+    def sums(val, micro_batch, most):
+        model = Uniform()
+        return model.rows, train.held_out_loss(model, sizes, train.even_windows(val, 10, 3, micro_batch, most))
     for most, micro_batch, rows in [(1 << 20, 4, [[0, 10, 20, 30], [40, 50, 60, 70], [80]]), (50, 9, [[0, 19, 38, 57, 76]]),
                                     (59, 2, [[0, 19], [38, 57], [76]]), (3, 5, [[0]])]:
-        model = Uniform()
-        nats, counted, size = train.evaluate(model, sizes, val, micro_batch, most)
-        assert model.rows == rows
+        asked, (nats, counted, size) = sums(val, micro_batch, most)
+        assert asked == rows
         starts = [row for part in rows for row in part]
         assert counted == 10 * len(starts) and size == 2 * counted and abs(nats - sum(starts) / 10) < 1e-9
-    model = Uniform()                               # shorter than the context: one window of what there is
-    assert train.evaluate(model, sizes, val[:8], 4, 1 << 20)[1:] == (5, 10) and model.rows == [[0]]
-    assert train.evaluate(model, sizes, val[:4], 4, 1 << 20)[1] == 1
-    assert train.evaluate(model, sizes, val[:3], 4, 1 << 20) == (0.0, 0, 0)
-    assert train.evaluate(model, sizes, val[:0], 4, 1 << 20) == (0.0, 0, 0)
+    asked, (_, *counts) = sums(val[:8], 4, 1 << 20)         # shorter than the context: one window of what there is
+    assert counts == [5, 10] and asked == [[0]]
+    assert sums(val[:4], 4, 1 << 20)[1][1] == 1
+    for size in (3, 0):
+        assert sums(val[:size], 4, 1 << 20)[1].tolist() == [0, 0, 0]
+
+
+def test_a_held_out_loss_counts_what_is_a_target():
+    """Of head 0 alone, and what is not learned is left out."""
+    model, sizes = types.SimpleNamespace(forward=lambda inputs, targets: [2.0 * len(inputs), 99.0]), np.arange(20)
+    first = np.zeros((1, 3), int), np.array([[-1, 4, 0, 7, 9]])     # 7 and 9 are targets of the further heads
+    second = np.zeros((2, 2), int), np.array([[5, -1, 1, 1], [-1, -1, 1, 1]])
+    assert train.held_out_loss(model, sizes, []).tolist() == [0, 0, 0]
+    assert train.held_out_loss(model, sizes, [first]).tolist() == [2.0 * 2, 2, 4]
+    assert train.held_out_loss(model, sizes, iter([first, second])).tolist() == [2.0 * 2 + 4.0 * 1, 3, 9]
+
+
+def test_units():
+    assert train.in_units((30.0, 10, 20)) == [3.0, pytest.approx(30 / math.log(2) / 20)]
+    assert train.in_units((3.0, 4, 0)) == [0.75, pytest.approx(3 / math.log(2))]
+    assert train.in_units(np.zeros(3)) == [0, 0]
 
 
 def test_validation_in_words(monkeypatch):
+    """Each kind by itself and all together; how far it has come is said after each batch, and the end at the end."""
     sums = {"books": (30.0, 10, 20), "web": (20.0, 10, 40), "none": (0.0, 0, 0)}
-    monkeypatch.setattr(train, "evaluate", lambda model, sizes, name, micro_batch, most: (
-        sums[name] if (sizes, micro_batch, most) == ("sizes", 7, 99) else None))
+    val, asked, said = {"books": range(500), "web": range(60), "none": range(3)}, [], []
+    model = types.SimpleNamespace(config=Uniform.config)
+
+    def even_windows(tokens, *rest):
+        asked.append((len(tokens), *rest))
+        for part in range(2 if len(tokens) > 3 else 0):
+            yield np.zeros((2, 10)), (tokens, part)
+
+    def held_out_loss(model_, sizes, batches):
+        assert (model_, sizes) == (model, "sizes") and len(batches) == 1
+        (_, (tokens, part)), = batches
+        name, = [name for name in val if val[name] is tokens]
+        return (np.array([0.25, 0.75][part]) * sums[name])
+    monkeypatch.setattr(train, "even_windows", even_windows)
+    monkeypatch.setattr(train, "held_out_loss", held_out_loss)
     monkeypatch.setattr(train, "token_bytes", lambda tokenizer: "sizes")
-    result = train.validate("model", "tokenizer", {name: name for name in sums}, 7, 99)
+    result = train.validate(model, "tokenizer", val, 7, 99)
+    assert asked == [(500, 10, 3, 7, 99), (60, 10, 3, 7, 99), (3, 10, 3, 7, 99)]
     log2 = math.log(2)
     assert result == {"val_loss": 2.5, "val_bpb": pytest.approx(50 / log2 / 60), "val": {
         "books": [3.0, pytest.approx(30 / log2 / 20)], "web": [2.0, pytest.approx(20 / log2 / 40)]}}
+    asked.clear()
+    assert train.validate(model, "tokenizer", val, 7, progress=lambda *both: said.append(both)) == result
+    assert {row[-1] for row in asked} == {563}                      # of each kind all that there is
+    assert said == [(20, 563), (40, 563), (60, 563), (80, 563), (563, 563)]
+    said.clear()
+    train.validate(model, "tokenizer", val, 7, 99, lambda *both: said.append(both))
+    assert said[0] == (20, 99 + 60 + 3) and said[-1] == (162, 162)
     assert train.in_words(result) == "2.5000, 1.2022 bits/byte (books 3.0000, 2.1640; web 2.0000, 0.7213)"
     assert train.in_words({**result, "val": {"web": [2.0, 1.0]}}) == "2.5000, 1.2022 bits/byte"
-    assert train.validate("model", "tokenizer", {"none": "none"}, 7, 99) == {}
+    assert train.validate(model, "tokenizer", {"none": val["none"]}, 7, 99) == {}
+
+
+def test_validation_without_a_bound_reads_all():
+    """Each token of each kind, but for what fills no window: here 130 and 30 of them, in windows of ten."""
+    tokenizer = Tokenizer.train(["abab"], 264)
+    for most, read in (None, [130 - 10, 30 - 10]), (20, [20, 20]), (1 << 20, [120, 20]):
+        model = Uniform()
+        val = {"a": np.arange(130, dtype="<u2"), "b": np.arange(100, 130, dtype="<u2")}
+        train.validate(model, tokenizer, val, 100, *[most] * (most is not None))
+        assert [10 * len(rows) for rows in model.rows] == read
 
 
 def test_bytes_of_tokens():
@@ -240,26 +297,42 @@ def test_bytes_of_tokens():
 def test_samples(monkeypatch):
     tokenizer, asked = Tokenizer.train(["abab"], 260), []
 
-    def generate(model, ids, **options):
-        asked.append((model, list(ids), options))
-        yield from [65, 66, tokenizer.special["<|user|>"], 67, tokenizer.special["<|endoftext|>"], 68]
-    monkeypatch.setattr(train.model_cpu, "generate", generate)
+    def generate(model, ids, *rest, **options):
+        asked.append((model, list(ids), *rest, options))
+        yield from [65, 66, tokenizer.special["<|user|>"], 67]
+    monkeypatch.setattr(train, "generate", generate)
     assert train.sample_text("model", tokenizer, "Hi", 3) == "HiAB<|user|>C"
-    assert train.sample_text("model", tokenizer, "Hi", 4, length=2) == "HiAB"
-    options = dict(temperature=0.8, top_k=50, vocab=260)
-    assert asked == [("model", [72, 105], {**options, "seed": seed}) for seed in (3, 4)]
-    monkeypatch.setattr(train.model_cpu, "generate", lambda *_, **__: iter(lambda: 65, 66))
-    assert train.sample_text("model", tokenizer, "", 0) == "A" * 80
+    assert train.sample_text("model", tokenizer, "", 4, length=2) == "AB<|user|>C"
+    options = dict(top_k=50, vocab=260, stop={tokenizer.special["<|endoftext|>"]})
+    assert asked == [("model", [72, 105], 0.8, {**options, "seed": 3, "most": 80}),
+                     ("model", [], 0.8, {**options, "seed": 4, "most": 2})]
+
+
+def test_a_sample_of_a_model_is_so_long_and_the_same_again():
+    tokenizer = Tokenizer.train(["abab"], 260)
+    model = model_cpu.Model(dataclasses.replace(Uniform.config, context=32), 0, np.float32)
+    texts = [train.sample_text(model, tokenizer, "Hi", seed) for seed in (5, 5, 6)]
+    assert texts[0] == texts[1] != texts[2] and all(text.startswith("Hi") for text in texts)
+    ids = [*model_cpu.generate(model, tokenizer.encode("Hi"), 0.8, 50, seed=5, vocab=260, most=82,
+                               stop={tokenizer.special["<|endoftext|>"]})]
+    assert texts[0] == tokenizer.decode([*b"Hi", *ids[:80]])
 
 
 def test_what_a_run_evaluates(monkeypatch, capsys):
     tokenizer = Tokenizer.train(["abab"], 264)
     model, calls = types.SimpleNamespace(config=Uniform.config), []
     s = settings("--seed", "5", config=model.config, batch_tokens=20, steps=40)
-    monkeypatch.setattr(train, "validate", lambda *a: calls.append(a[3:]) or {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}})
+
+    def validate(*arguments, progress=None):
+        calls.append(arguments[3:])
+        if progress:
+            progress(2_000, 2_000)
+        return {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
+    monkeypatch.setattr(train, "validate", validate)
     monkeypatch.setattr(train, "sample_text", lambda model, tokenizer, prompt, seed: f"{prompt}\n{seed}")
     for size, at_end in (65536 + 10, False), (65536 + 11, True):
         job = train.pretraining(model, tokenizer, np.zeros(99, "<u2"), {"a": np.zeros(5), "x": np.zeros(size)}, s)
+        assert not job.chat
         result = job.evaluate(20)
         assert result == {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}, "samples": ["\n\n5", "The\n6", "What is\n7"]}
         assert capsys.readouterr().out == "           validation loss 2.0000, 1.0000 bits/byte\n           \\n\\n5\n"
@@ -267,10 +340,11 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
         calls.clear()
         assert ("all" in job.evaluate(40)) == at_end
         said = capsys.readouterr().out
-        assert (f"           on all {size + 5:,} tokens held out 2.0000, 1.0000 bits/byte\n" in said) == at_end
-        assert calls == [(2, 65536), (2,)][:1 + at_end]
+        assert bool(re.search(r"\n           held out: 2 thousand tokens, [0-9.,]+ thousand tokens/s, [0-9.]+ s\n"
+                              rf"           on all {size + 5:,} tokens held out 2\.0000, 1\.0000 bits/byte\n", said)) == at_end
+        assert ("held out" in said) == at_end and calls == [(2, 65536), (2,)][:1 + at_end]
         calls.clear()
-    monkeypatch.setattr(train, "validate", lambda *a: {})
+    monkeypatch.setattr(train, "validate", lambda *a, **options: {})
     assert list(job.evaluate(20)) == ["samples"] and "validation" not in capsys.readouterr().out
 
 
@@ -283,69 +357,64 @@ def test_flops():
         assert train.flops_per_token(c) == 6 * products + 6 * c.layers * c.dim * c.context
 
 
-def test_plans_of_both_engines(monkeypatch):
+def test_plans_of_both_engines():
+    """What a micro-batch takes on the run's device, by that engine's own plan."""
     config = CONFIGS["small"]
     s = settings("--threads", "2")
-    assert train.plan(config, s, 16) == train.memory_plan(config, 16, 128, 2)
-    assert train.memory_plan(config, 16, 128, 2)["gradients"] == 2 * 4 * 1_053_824
-    assert train.memory_plan(config, 1, 128, 8)["gradients"] == train.memory_plan(config, 0, 128, 8)["gradients"] == 4 * 1_053_824
-    assert train.memory_plan(config, 16, 128, 2, itemsize=8)["AdamW moments"] == 2 * 8 * 1_053_824
+    assert train.engine_of(s) is model_cpu
+    plan = train.planner(config, s)
+    for rows in (1, 16):
+        assert plan(rows) == model_cpu.memory_plan(config, rows, 128, "fp32", 2)
+    assert plan(16)["gradients"] == 2 * plan(1)["gradients"]
     gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
-    assert train.plan(config, gpu, 16) == model_gpu.memory_plan(config, 16, 128, "bf16")
-    assert train.free_memory(gpu) == 3 << 30 and train.free_memory(dataclasses.replace(gpu, memory_limit=None)) is None
-    assert train.largest_micro_batch(config, dataclasses.replace(gpu, memory_limit=None)) is None
-    assert train.largest_micro_batch(config, gpu) == model_gpu.largest_micro_batch(config, 128, "bf16", 3 << 30) > 9
-    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(model_gpu, "free_memory", lambda limit: limit - 5)
-    assert train.free_memory(gpu) == (3 << 30) - 5
-    fixed, one = (sum(train.memory_plan(config, n, 128, 2).values()) for n in (0, 1))
-    for free, rows in [(fixed - 1, 0), (fixed, 0), (one, 1), (one - 1, 0), (fixed + 7 * (one - fixed), 7), (fixed + 8 * (one - fixed) - 1, 7)]:
-        monkeypatch.setattr(train, "free_memory", lambda s, free=free: free)
-        assert train.largest_micro_batch(config, s) == rows
-    monkeypatch.setattr(train, "free_memory", lambda s: None)
-    assert train.largest_micro_batch(config, s) is None
+    assert train.engine_of(gpu) is model_gpu
+    assert train.planner(config, gpu)(16) == model_gpu.memory_plan(config, 16, 128, "bf16") != (
+        train.planner(config, dataclasses.replace(gpu, precision="fp32"))(16))
 
 
 def test_free_memory_of_linux(monkeypatch):
-    s = settings()
     with open("/proc/meminfo", encoding="ascii") as file:
-        assert 0.5 < train.free_memory(s) / (1024 * int(re.search(r"MemAvailable: +(\d+) kB", file.read())[1])) < 2
+        assert 0.5 < model_cpu.free_memory() / (1024 * int(re.search(r"MemAvailable: +(\d+) kB", file.read())[1])) < 2
+    assert model_cpu.free_memory(7) == 7 and model_cpu.free_memory(1 << 60) < 1 << 60
     monkeypatch.setattr("builtins.open", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError()))
-    assert train.free_memory(s) is None
+    assert model_cpu.free_memory() is None and model_cpu.free_memory(7) == 7
 
 
 def test_a_dry_run_prints_the_plan(monkeypatch, capsys):
     s = settings("--threads", "2", "--micro-batch", "16")
-    monkeypatch.setattr(train, "free_memory", lambda s: 1 << 30)
+    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 1 << 30 if limit is None else limit)
     train.dry_run(CONFIGS["small"], s)
-    plan = train.memory_plan(CONFIGS["small"], 16, 128, 2)
+    plan = model_cpu.memory_plan(CONFIGS["small"], 16, 128, "fp32", 2)
     rows = {**plan, "together": sum(plan.values())}
+    largest = model_cpu.largest_micro_batch(lambda rows: model_cpu.memory_plan(CONFIGS["small"], rows, 128, "fp32", 2), 1 << 30)
+    assert 50 < largest < 150
     assert capsys.readouterr().out == (
         "small: 1,053,824 parameters, 1000 steps of 2,048 tokens in micro-batches of 16 x 128, cpu fp32, peak learning rate 0.002\n"
         + "".join(f"{name:>20} {size / 1048576:10.1f} MiB\n" for name, size in rows.items())
-        + f"Free memory is 1,024 MiB: the largest micro-batch is {train.largest_micro_batch(CONFIGS['small'], s)}.\n")
-    monkeypatch.setattr(train, "free_memory", lambda s: None)
+        + f"Free memory is 1,024 MiB: the largest micro-batch is {largest}.\n")
+    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
     train.dry_run(CONFIGS["small"], s)
     assert "Free memory" not in capsys.readouterr().out
-
-
-def test_patience(monkeypatch):
-    clock = iter([0.0, 3.0, 3.0, 5.0, 5.0, 9.0])
-    monkeypatch.setattr(train.time, "monotonic", lambda: next(clock))
-    config = Config(dim=16, heads=2, kv_heads=1, layers=1, context=100, vocab=264)
-    s = settings("--threads", "3", config=config, batch_tokens=1000, steps=864)
-    with pytest.raises(ValueError) as error:
-        train.check_patience(config, s)
-    assert str(error.value) == ("small would take about 0.1 days on this CPU (150 tokens/s): train it on an NVIDIA GPU, train small "
-                                "instead, or say --device cpu to do it all the same.")
+    gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)      # there is none: the limit counts
+    train.dry_run(CONFIGS["small"], gpu)
+    largest = model_cpu.largest_micro_batch(lambda rows: model_gpu.memory_plan(CONFIGS["small"], rows, 128, "bf16"), 3 << 30)
+    assert capsys.readouterr().out.endswith(f"Free memory is 3,072 MiB: the largest micro-batch is {largest}.\n")
 
 
 def test_devices(monkeypatch):
-    assert [train.choose_device("auto", name) for name in CONFIGS] == ["cpu"] * 3 and train.choose_device("cpu", "big") == "cpu"
-    with pytest.raises(ValueError, match="needs CuPy"):
+    """The CPU for small, a GPU for the others, and where there is none one sentence."""
+    assert train.choose_device("auto", "small") == train.choose_device(None, "small") == "cpu"
+    assert [train.choose_device("cpu", name) for name in CONFIGS] == ["cpu"] * 3
+    for preset in ("medium", "big"):
+        for asked in ("auto", None):
+            with pytest.raises(ValueError) as error:
+                train.choose_device(asked, preset)
+            assert str(error.value) == (f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do it all "
+                                        f"the same. On a GPU it takes minutes; but: {NO_GPU}")
+    with pytest.raises(ValueError, match="^The GPU engine needs CuPy"):
         train.choose_device("gpu", "small")
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
-    assert [train.choose_device("auto", name) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
+    assert [train.choose_device(asked, name) for asked in ("auto", None) for name in CONFIGS] == ["cpu", "gpu", "gpu"] * 2
     assert train.choose_device("gpu", "small") == "gpu" and train.choose_device("cpu", "big") == "cpu"
     s = settings("--threads", "3")
     assert train.model_options(s) == {"dtype": np.float32, "threads": 3}
@@ -399,24 +468,88 @@ def test_no_sizes_of_memory(text):
 
 
 def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(monkeypatch):
-    asked = []
-    monkeypatch.setattr(train, "largest_micro_batch", lambda config, s: asked.append(s) or 20)
-    assert settings("--batch-tokens", "12800").micro_batch == 20 and len(asked) == 1         # 100 windows, 32 would do
+    def free_for(config, rows, *rest):
+        """Bytes that just hold a micro-batch of so many rows."""
+        return sum(model_cpu.memory_plan(config, rows, *rest).values())
+    asked, small = [], CONFIGS["small"]
+    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: asked.append(limit) or free_for(small, 20, 128))
+    assert settings("--batch-tokens", "12800").micro_batch == 20 and asked == [None]         # 100 windows, 32 would do
     assert settings("--batch-tokens", "1280").micro_batch == 10                              # no more than there are
-    monkeypatch.setattr(train, "largest_micro_batch", lambda config, s: 1000)
-    assert settings("--batch-tokens", "12800").micro_batch == 32
-    monkeypatch.setattr(train, "largest_micro_batch", lambda config, s: None)
-    assert settings("--batch-tokens", "12800").micro_batch == 32 and settings("--batch-tokens", "1280").micro_batch == 10
-    monkeypatch.setattr(train, "largest_micro_batch", lambda config, s: 0)
+    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: free_for(small, 20, 128) - 1)
+    assert settings("--batch-tokens", "12800").micro_batch == 19
+    for free in (free_for(small, 1000, 128), None):
+        monkeypatch.setattr(model_cpu, "free_memory", lambda limit: free)
+        assert settings("--batch-tokens", "12800").micro_batch == 32 and settings("--batch-tokens", "1280").micro_batch == 10
+    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 1)
     assert settings().micro_batch == 1
     assert settings("--micro-batch", "999").micro_batch == 16 and settings("--micro-batch", "5").micro_batch == 5
-    monkeypatch.setattr(train, "largest_micro_batch", lambda config, s: 10**6)
-    args = train.parse_arguments(["--device", "gpu"])
-    s = train.make_settings(args, "big", CONFIGS["big"], {**train.DEFAULTS["big"], "batch_tokens": 512 * 1000})
-    assert (s.micro_batch, s.precision, s.threads, s.device) == (64, "bf16", 1, "gpu")
+    for limit, rows in (1 << 50, 64), (sum(model_gpu.memory_plan(CONFIGS["big"], 5, 512, "bf16").values()), 5):
+        args = train.parse_arguments(["--device", "gpu", "--memory-limit", str(limit)])
+        s = train.make_settings(args, "big", CONFIGS["big"], {**train.DEFAULTS["big"], "batch_tokens": 512 * 1000})
+        assert (s.micro_batch, s.precision, s.threads, s.device, s.memory_limit) == (rows, "bf16", 1, "gpu", limit)
     assert settings("--threads", "5").threads == 5
+    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
     monkeypatch.setattr(train, "available_cores", lambda: 6)
     assert settings().threads == 6 and settings("--micro-batch", "4").threads == 4
+
+
+def test_sizes_in_place_of_the_presets():
+    """Each option, and what follows from dim."""
+    def sizes(preset, *options):
+        return train.choose_sizes(train.parse_arguments(list(options)), preset)
+    for preset in CONFIGS:
+        assert sizes(preset) == CONFIGS[preset]
+        for name, value in dict(dim=256, heads=16, kv_heads=1, layers=3, context=100, vocab=264).items():
+            if (preset, name) in {("big", "dim"), ("big", "heads")}:
+                value = {"dim": 384, "heads": 24}[name]
+            hidden = {256: 688, 384: 1024}[value] if name == "dim" else CONFIGS[preset].hidden
+            option = "--" + name.replace("_", "-")
+            assert sizes(preset, option, str(value)) == dataclasses.replace(CONFIGS[preset], **{name: value, "hidden": hidden})
+    several = sizes("small", "--dim", "192", "--heads", "6", "--kv-heads", "3", "--layers", "1", "--context", "7", "--vocab", "1000")
+    assert several == Config(dim=192, heads=6, kv_heads=3, layers=1, context=7, vocab=1000) and several.hidden == 512
+    for option in train.SIZES:
+        for value in ("0", str((1 << 20) + 1), "x"):
+            with pytest.raises(SystemExit):
+                train.parse_arguments(["--" + option.replace("_", "-"), value])
+
+
+def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
+    for options, words in [
+            (["--heads", "5"], "dim (128) must be a multiple of 2 x heads (2 x 5): rotary embedding turns the entries of a head in "
+                               "pairs; take 4 or 8 heads."),
+            (["--kv-heads", "3"], "heads (4) must be a multiple of kv_heads (3); take 2 or 4 kv_heads."),
+            (["--kv-heads", "5"], "heads (4) must be a multiple of kv_heads (5); take 4 kv_heads."),
+            (["--dim", "100"], "dim (100) must be a multiple of 8."), (["--vocab", "513"], "vocab (513) must be a multiple of 8.")]:
+        with pytest.raises(ValueError) as error:
+            train.choose_sizes(train.parse_arguments(options), "small")
+        assert str(error.value) == words
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--heads", "8"], "not 16: with dim 128 take 1 or 2 or 4 heads."),
+    (["--dim", "160", "--heads", "2"], "not 80: with dim 160 take 5 heads."),
+    (["--dim", "192", "--heads", "4"], "not 48: with dim 192 take 3 or 6 heads."),
+    (["--dim", "80", "--heads", "4"], "not 20: dim (80) must be a multiple of 32.")])
+def test_heads_that_a_gpu_does_not_take(monkeypatch, options, words):
+    """Said before a run is planned, and before one is begun; a CPU takes them."""
+    for gpu, dry in (False, ["--dry-run"]), (True, []), (True, ["--dry-run"]):
+        if gpu:
+            monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
+        monkeypatch.setattr(train, "set_threads", lambda argv: None)
+        with pytest.raises(ValueError) as error:
+            train.main(["--device", "gpu", *options, *dry])
+        assert str(error.value) == "the GPU engine takes heads 32, 64 or 128 wide, " + words
+    args = train.parse_arguments(["--device", "cpu", *options])
+    assert train.make_settings(args, "small", train.choose_sizes(args, "small"), train.DEFAULTS["small"]).device == "cpu"
+
+
+def test_default_tokens_a_step_are_whole_windows():
+    """Rounded down to them, but at least one; what was asked for is not rounded."""
+    for context, tokens in (100, 2000), (128, 2048), (2047, 2047), (2048, 2048), (2049, 2049), (3000, 3000), (1, 2048):
+        config = dataclasses.replace(CONFIGS["small"], context=context)
+        assert settings(config=config).batch_tokens == tokens
+    with pytest.raises(ValueError, match="^--batch-tokens 2048 is not a multiple of the context, 100.$"):
+        settings("--batch-tokens", "2048", config=dataclasses.replace(CONFIGS["small"], context=100))
 
 
 def test_settings_that_do_not_fit():
@@ -433,9 +566,11 @@ def test_settings_that_do_not_fit():
 # -- the run -----------------------------------------------------------------------------------------------------------
 def test_a_save_holds_the_settings(monkeypatch):
     saved, s = [], settings()
-    monkeypatch.setattr(train.model_cpu, "save", lambda *arguments: saved.append(arguments))
-    train.save("out", "model", "tokenizer", s, {"tokens": 3}, "template")
-    assert saved == [("out", "model", "tokenizer", {"tokens": 3, "settings": dataclasses.asdict(s)}, "template")]
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: saved.append(arguments))
+    train.save("out", "model", "tokenizer", s, {"tokens": 3}, True)
+    train.save("out", "model", "tokenizer", s, {})
+    assert saved == [("out", "model", "tokenizer", {"tokens": 3, "settings": dataclasses.asdict(s)}, True),
+                     ("out", "model", "tokenizer", {"settings": dataclasses.asdict(s)}, False)]
 
 
 def test_a_second_signal_leaves_at_once(monkeypatch, capfd):
@@ -630,10 +765,14 @@ def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
     monkeypatch.setattr(train, "train", lambda *arguments: 7)
     assert train.main(["--out", "./x/../y", "--steps", "3"]) == 7       # the exit code of the run; no samples then
     assert ("take", "y") in whole and ("prepare", ["small.txt"], 512) in whole and "sample" not in capsys.readouterr().out
-    monkeypatch.setattr(train, "check_patience", lambda config, s: whole.append(("patience", config, s.preset)))
-    for options in ["medium"], ["medium", "--device", "cpu"], ["small"]:
-        train.main(options)
-    assert [row[1:] for row in whole if row[0] == "patience"] == [(CONFIGS["medium"], "medium")]
+    monkeypatch.setattr(train, "train", lambda model, *rest: whole.append(("model", model.config)) or 0)
+    for options in ["medium", "--device", "cpu"], ["small"]:            # on a CPU, if one says so
+        train.main([*options, "--layers", "1"])
+        assert whole[-1] == ("model", dataclasses.replace(CONFIGS[options[0]], layers=1))
+    before = len(whole)
+    with pytest.raises(ValueError, match="^medium takes many hours or days on a CPU: train small, or say --device cpu"):
+        train.main(["medium"])
+    assert [row[0] for row in whole[before:]] == ["threads"]
     with pytest.raises(ValueError, match="needs CuPy"):
         train.main(["--device", "gpu"])
     monkeypatch.setattr(train, "prepare", lambda data, vocab: (None, np.zeros(131, "<u2"), {}, "key"))
@@ -667,7 +806,7 @@ def test_resumed_runs(whole, monkeypatch, capsys):
     monkeypatch.setattr(train, "resume", lambda args, out, script: asked.append((out, script)) or (model, Tokenizer.train(["ab"], 264), s, {"script": "x"}))
     model.step = 1000
     assert train.main(["--resume", "--out", "o"]) == 0
-    assert capsys.readouterr().out == "The run in o is finished: 1000 of 1000 steps.\n" and asked == [("o", "train.py")]
+    assert capsys.readouterr().out == "The run in o is finished: 1000 of 1000 steps (--steps takes more).\n" and asked == [("o", "train.py")]
     model.step = 999
     assert train.main(["--resume", "--out", "o"]) == 0
     assert capsys.readouterr().out.startswith("Resuming o at step 999 of 1000.\n") and whole[-1][0] == "train"
