@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 import chat
+import checkpoint
 import model_cpu
 import model_gpu
-from tokenizer import Tokenizer, run_script
+from tokenizer import Tokenizer, run_script, visible
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOOP = "é世🙂ж"                                 # its 11 bytes are 11 different tokens, so each can have one successor
@@ -39,7 +40,7 @@ def save_random_model(folder):
     checkpoint.save(folder, model, tokenizer, {})
 
 
-def save_chain_model(folder, chains, chat_template=None):
+def save_chain_model(folder, chains, chat_form=False):
     """A model of bytes that knows one thing: which token comes after a token.  chains: lists of ids, each followed by
     the next.  The embedding is one-hot, the layers add nothing, and head 0 is the table of successors."""
     tokenizer = Tokenizer.train([""], 260)
@@ -51,7 +52,7 @@ def save_chain_model(folder, chains, chat_template=None):
     for chain in chains:
         for token, successor in zip(chain, chain[1:]):
             model.params["heads"][successor, token] = 10.0
-    checkpoint.save(folder, model, tokenizer, {}, chat_template)
+    checkpoint.save(folder, model, tokenizer, {}, chat_form)
 
 
 SPECIAL = Tokenizer.train([""], 260).special
@@ -66,7 +67,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     save_random_model(str(folder / "out" / "random"))
     save_chain_model(str(folder / "out" / "loop"), [LOOP_IDS, [*b"ends.", SPECIAL["<|endoftext|>"], *b"ends"]])
-    save_chain_model(str(folder / "out" / "sft"), [[ASSISTANT, *b"Hi", END]], "a template")
+    save_chain_model(str(folder / "out" / "sft"), [[ASSISTANT, *b"Hi", END]], chat_form=True)
     return folder
 
 
@@ -327,13 +328,13 @@ def test_a_session_on_a_terminal(models):
     count = model_cpu.param_count(chat.load_model(str(models / "out" / "loop"))[0].config)
     first = f"out/loop: {count:,} parameters, trained for 0 steps.\n"
     assert run(models, "--model", "out/loop", "--temperature=0", input=b"e\n/reset\n\n /e\n", terminals=TERMINAL) == (
-        0, f"{first}Begin a text; Ctrl-C stops the model, Ctrl-D leaves, /help shows more.\n> ends.\n> > ends.\n>  /ends.\n> \n"
+        0, f"{first}Begin a text; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n> ends.\n> > ends.\n>  /ends.\n> \n"
         .encode(), "")
     assert len(run.shown) == 5 and run.shown[0].endswith(b"more.\n> ") and run.shown[1].endswith(b"\n> ends.\n> ")
     count = model_cpu.param_count(chat.load_model(str(models / "out" / "sft"))[0].config)
     assert run(models, "--model", "out/sft", "--temperature=0", input=b"\nHello\n\n", terminals=TERMINAL)[1] == (
         f"out/sft: {count:,} parameters, trained for 0 steps.\n"
-        "Ask; Ctrl-C stops the model, Ctrl-D leaves, /help shows more.\n> > Hi\n> > \n").encode()
+        "Ask; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n> > Hi\n> > \n").encode()
     # not a terminal unless both are one
     for terminals in ((True, False), (False, True), (False, False)):
         assert run(models, "--model", "out/loop", "--temperature=0", input=b"e\n/e\n", terminals=terminals) == (
@@ -534,7 +535,7 @@ def test_lens(models, tmp_path):
     model, tokenizer = checkpoint.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
     ids = tokenizer.encode(text)
     (first, _, best), *rows = model_cpu.euler_table(model, np.array([ids]))
-    words = ["  ".join('"%s"' % chat.visible(tokenizer.tokens[i]) for i in row) for row in (best, *(ids for *_, ids in rows))]
+    words = ["  ".join('"%s"' % visible(tokenizer.tokens[i]) for i in row) for row in (best, *(ids for *_, ids in rows))]
     expected = "%d tokens read, the next of each predicted; loss in nats a token\n" % (len(ids) - 1) + HEAD
     expected += "embedding   %8.4f%16s%s\n" % (first, "", words[0])
     for i, (loss, step, _) in enumerate(rows):

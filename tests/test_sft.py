@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,11 +26,12 @@ import numpy as np
 import pytest
 
 import chat
+import checkpoint
 import model_cpu
 import model_gpu
 import sft
 import train
-from tokenizer import Tokenizer, run_script
+from tokenizer import CHAT_TEMPLATE, Tokenizer, run_script
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.path.join(os.path.dirname(ROOT), "shared", "data")
@@ -440,7 +442,7 @@ def test_a_job_takes_the_batch_of_its_step(base, monkeypatch):
         expected = sft.make_batch([examples.train[i] for i in rows], 128, 4, tokenizer.special["<|endoftext|>"])
         assert all(np.array_equal(a, b) for a, b in zip(job.batch(step), expected))
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
-    assert job.bytes_per_token == np.mean(learned % 7) and job.chat_template == tokenizer.CHAT_TEMPLATE
+    assert job.bytes_per_token == np.mean(learned % 7) and job.chat is True
 
 
 def test_the_held_out_loss_falls(base):
@@ -451,7 +453,7 @@ def test_the_held_out_loss_falls(base):
     losses = [record["loss"] for record in log if "loss" in record]
     assert len(losses) % 2 == 0 and len(losses) > 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
     settings = json.loads((folder / "out/play-sft/tokenizer_config.json").read_text())
-    assert settings["chat_template"] == tokenizer.CHAT_TEMPLATE and settings["eos_token"] == "<|end|>"
+    assert settings["chat_template"] == CHAT_TEMPLATE and settings["eos_token"] == "<|end|>"
     done = run(folder, "--model", "out/play-sft", "--prompt", "so", "--max-tokens", "30", script="chat.py")
     assert (done.returncode, done.stderr) == (0, "")
     assert checkpoint.is_chat_model(folder / "out/play-sft", Tokenizer.load(folder / "out/play-sft/tokenizer.json"))
@@ -482,11 +484,11 @@ def test_resume_refuses(base):
     folder, _, _ = base
     data = folder / "some.jsonl"
     data.write_text("".join(json.dumps({"instruction": str(i), "output": f"It is {i}."}) + "\n" for i in range(40)))
-    arguments = ["--data", "some.jsonl", "--base", "out/play", "--out", "out/some", "--batch-tokens", "512", "--epochs", "1"]
+    arguments = ["--data", "some.jsonl", "--base", "out/play", "--out", "out/some", "--batch-tokens", "512", "--epochs", "2"]
     assert run(folder, *arguments).returncode == 0
     # what is fine-tuned can be fine-tuned again, without --data on the same
     assert run(folder, "--base", "out/some", "--out", "out/again", "--batch-tokens", "512", "--epochs", "1").returncode == 0
-    for script, arguments, words in [("sft.py", ["--epochs", "2"], "--epochs 1, not 2"), ("sft.py", ["--lr", "1"], "--lr"),
+    for script, arguments, words in [("sft.py", ["--epochs", "1"], "--epochs 2, not 1"), ("sft.py", ["--lr", "1"], "--lr"),
                                      ("sft.py", ["--base", "out/again"], "out/play, not with out/again"),
                                      ("sft.py", ["--data", "play.txt"], "--data"), ("train.py", [], "sft.py")]:
         done = run(folder, "--resume", "--out", "out/some", *arguments, script=script)
@@ -496,6 +498,29 @@ def test_resume_refuses(base):
     assert done.returncode == 2 and "is not what the run in out/some began with" in done.stderr
     done = run(folder, "--resume", "--out", "out/play")
     assert done.returncode == 2 and "train.py" in done.stderr
+
+
+def test_a_finished_run_is_given_more_epochs(base):
+    """Its steps are counted on, the schedule is that of a run of so many steps, and the log has each step once."""
+    folder, whole, _ = base
+    shutil.copytree(folder / "out/play-sft", folder / "out/longer")
+    steps = whole[-1]["step"]
+    done = run(folder, "--resume", "--out", "out/longer", "--epochs", "2")      # as many as it has
+    assert done.returncode == 0 and done.stdout == (
+        f"The run in out/longer is finished: {steps} of {steps} steps (--epochs takes more).\n")
+    done = run(folder, "--resume", "--out", "out/longer", "--epochs", "3")
+    assert done.returncode == 0, done.stderr
+    settings = train.Settings(**checkpoint.load_state(folder / "out/longer")["settings"])
+    assert settings.steps == 3 * steps // 2 and f"was finished after {steps} steps; it goes on to {settings.steps}." in done.stdout
+    log = read_log(folder, "out/longer")
+    assert log[:len(whole)] == whole                    # with the answers that it had when it was finished
+    losses = [record for record in log if "loss" in record]
+    assert [record["step"] for record in losses] == list(range(1, settings.steps + 1))
+    assert [record["lr"] for record in losses[steps:]] == [
+        train.learning_rate(step, settings) for step in range(steps, settings.steps)]
+    before, *_, after = [record["val_loss"] for record in log if "val_loss" in record]
+    assert f"Held-out loss {before:.4f} before, {after:.4f} after." in done.stdout
+    assert checkpoint.is_chat_model(folder / "out/longer", Tokenizer.load(folder / "out/longer/tokenizer.json"))
 
 
 def test_show_colours_what_is_learned(base):
@@ -615,6 +640,7 @@ class Bytes:
     """A tokenizer whose tokens are bytes; the special ones come behind."""
     special = {name: 256 + i for i, name in enumerate(("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"))}
     vocab_size = 260
+    prompt = Tokenizer.prompt
 
     def encode(self, text):
         return list(text.encode("utf-8", "surrogatepass"))
@@ -753,12 +779,12 @@ def test_a_long_prompt_to_the_token(T, capsys):
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=T))
     for size in (0, 1, room - 4, room - 3, room - 2, room + 5):
         text = bytes(range(size))
-        cut = sft.cut_prompt(sft.make_prompt(BYTES, text.decode()), T)
+        cut = BYTES.prompt(text.decode(), T - T // 4)
         kept = text[-(room - 3):]
+        assert BYTES.prompt(text.decode()) == [USER, *text, END, ASSISTANT]
         assert cut == [USER, *kept, END, ASSISTANT]
         session = chat.Session(model, BYTES, True, None)
-        session.tokenizer = types.SimpleNamespace(special=BYTES.special, encode=list)
-        session.add_turn(text)
+        session.add_turn(text.decode())
         assert session.turns == [cut]
 
 
@@ -871,17 +897,26 @@ def test_evaluation_of_a_model():
     assert loss == pytest.approx(nats / tokens, rel=1e-10) and bpb == pytest.approx(nats / size / math.log(2), rel=1e-10)
 
 
-@pytest.mark.parametrize("stop", [None, PAD, USER, ASSISTANT, END])
-def test_an_answer_to_the_letter(monkeypatch, stop):
+def test_an_answer_to_the_letter(monkeypatch):
     asked = []
 
     def generate(*arguments, **options):
         asked.append((arguments, options))
-        return itertools.cycle([ord("a")]) if stop is None else iter([*b"No", stop, *b"more"])
-    monkeypatch.setattr(model_cpu, "generate", generate)
+        return iter(b"No")
+    monkeypatch.setattr(sft, "generate", generate)
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=16))
-    assert sft.answer(model, BYTES, "0123456789", 9) == ("No" if stop else "a" * 150)
-    assert asked == [((model, [USER, *b"123456789", END, ASSISTANT]), dict(temperature=0.8, top_k=50, seed=9, vocab=260))]
+    assert sft.answer(model, BYTES, "0123456789", 9) == "No"
+    assert asked == [((model, [USER, *b"123456789", END, ASSISTANT], 0.8),
+                      dict(top_k=50, seed=9, vocab=260, stop={PAD, USER, ASSISTANT, END}, most=150))]
+
+
+@pytest.mark.parametrize("stop", [None, PAD, USER, ASSISTANT, END])
+def test_any_special_token_ends_an_answer(monkeypatch, stop):
+    """Of a model that says what it is told to say."""
+    said = itertools.cycle(b"a") if stop is None else iter([*b"No", stop, *b"more"])
+    monkeypatch.setattr(model_cpu, "sample", lambda *rest: next(said))
+    model = types.SimpleNamespace(config=types.SimpleNamespace(context=16), position=0, extend=lambda ids: np.zeros((len(ids), 1, 264)))
+    assert sft.answer(model, BYTES, "why", 9) == ("No" if stop else "a" * 150)
 
 
 def test_a_look_to_the_letter(monkeypatch):
@@ -968,27 +1003,30 @@ def test_a_base_to_the_letter(base, monkeypatch):
     folder, _, _ = base
     monkeypatch.chdir(folder)
     settings, config, tokenizer = sft.read_base("out/play", None)
-    assert settings == checkpoint.load_state("out/play")["settings"] and config == CONFIG and tokenizer.vocab_size == 520
-    assert sft.read_base("out/play", "small")[1] == CONFIG
     real = checkpoint.load_state("out/play")
+    assert dataclasses.asdict(settings) == real["settings"] and config == CONFIG and tokenizer.vocab_size == 520
+    assert sft.read_base("out/play", "small")[1] == CONFIG
     found, special = {}, dict.fromkeys(["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>", "<|more|>"], 0)
-    monkeypatch.setattr(model_cpu, "load_state", lambda folder: found)
+    monkeypatch.setattr(checkpoint, "load_state", lambda folder: found)
     monkeypatch.setattr(Tokenizer, "load", lambda path: types.SimpleNamespace(special=special))
-    not_ours = "out/play was not written by train.py or sft.py: how it was made is not recorded."
+    not_ours = "out/play was not written by train.py or sft.py: how the run was made is not recorded ("
     for state, preset, words in (
-            ({}, None, not_ours), ({"settings": None}, None, not_ours), ({"settings": {"preset": "small"}}, None, not_ours),
-            ({"settings": {**real["settings"], "preset": "huge"}}, None,
+            ({}, None, not_ours + "'settings')."), ({"settings": None}, None, not_ours + "'NoneType' object is not a mapping)."),
+            ({"settings": {"preset": "small"}}, None, not_ours),
+            ({**real, "settings": {**real["settings"], "steps": 0}}, None, not_ours + "the setting steps cannot be 0.)."),
+            ({**real, "tokens": None}, None, not_ours + "its script, tokens or seconds cannot be)."),
+            ({**real, "settings": {**real["settings"], "preset": "huge"}}, None,
              "out/play holds a model of the size huge, which is none of small, medium, big."),
             (real, "medium", "out/play holds a model of the size small, not medium."),
             (real, "big", "out/play holds a model of the size small, not big."), (real, "small", None), (real, None, None),
-            ({"settings": {**real["settings"], "attention": "naive"}}, None, None)):            # of an earlier version
+            ({**real, "settings": {**real["settings"], "attention": "naive"}}, None, None)):    # of an earlier version
         found = state
         if words:
             with pytest.raises(ValueError) as error:
                 sft.read_base("out/play", preset)
-            assert str(error.value) == words
+            assert str(error.value) == words or words == not_ours and str(error.value).startswith(words)
         else:
-            assert sft.read_base("out/play", preset)[0] == real["settings"]
+            assert dataclasses.asdict(sft.read_base("out/play", preset)[0]) == real["settings"]
     del special["<|end|>"], special["<|user|>"]
     with pytest.raises(ValueError) as error:
         sft.read_base("out/play", None)
@@ -1011,9 +1049,7 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
         for i in range(230):
             file.write(json.dumps({"instruction": f"say {i} " + "o" * (i % 300), "output": "yes " * (i % 60 + 1)}) + "\n")
     conversations = sft.read_conversations(["some.jsonl"])
-    patience = []
-    monkeypatch.setattr(train, "check_patience", lambda *arguments: patience.append(arguments))
-    monkeypatch.setattr(train, "free_memory", lambda s: None)
+    monkeypatch.setattr(model_cpu, "free_memory", lambda limit=None: None)
     more = ["--threads", "1", "--device", "cpu"]
     for number, (options, changed) in enumerate([
             ([], {}), ([], {}), (["--epochs", "7", "--warmup", "3", "--mtp-weight", "0.3", "--batch-tokens", "256"],
@@ -1048,7 +1084,7 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
         assert loaded.step == 0 and loaded.config == model.config
         assert np.array_equal(loaded.flat_params, checkpoint.load("out/base", model_cpu, {"dtype": np.float32})[0].flat_params)
         assert checkpoint.load_state(out) == {**state, "settings": dataclasses.asdict(s)}
-        assert json.load(open(f"{out}/tokenizer_config.json"))["chat_template"] == tokenizer.CHAT_TEMPLATE
+        assert json.load(open(f"{out}/tokenizer_config.json"))["chat_template"] == CHAT_TEMPLATE
         if number == 0:
             os.rename("out/new1", "out/old")                    # nobody else has the name
             os.rename("out/.new1.lock", "out/.old.lock")
@@ -1057,40 +1093,38 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
         if number == 1:
             assert (tmp_path / "out/new1.1/log.jsonl").read_text() == "kept"
             assert said.startswith("out/new1 held an earlier run: it is now out/new1.1.\n")
-    assert not patience
     with pytest.raises(ValueError, match="in use by another run"):      # all of them are taken by this process
         sft.start(sft.parse_arguments(["--data", "some.jsonl", *more]), "out/base", "out/new2")
 
 
 def test_the_engine_of_a_new_run(base, monkeypatch):
-    """--device, and who is asked for patience: whoever trains a larger model on a CPU without having said so."""
+    """--device decides; without it, it is a GPU for the larger models, and where there is none they are refused."""
     folder, _, _ = base
     monkeypatch.chdir(folder)
     save_base(folder, "bases/small")
     save_base(folder, "bases/medium", preset="medium")
     (folder / "some.json").write_text(json.dumps([{"instruction": str(i), "output": "x"} for i in range(20)]))
+    monkeypatch.setattr(model_gpu, "cupy", None)
 
-    def stop(what):
-        def stopping(*arguments):
-            raise ValueError(f"{what} {arguments}" if what == "pick" else
-                             f"{what} {arguments[0] == CONFIG} {arguments[1].steps}")
-        return stopping
-    monkeypatch.setattr(train, "check_patience", stop("patience"))
-    monkeypatch.setattr(model_gpu, "pick", stop("pick"))
-    for preset, asked, chosen, end in (
-            ("small", None, "cpu", "pick ('cpu',)"), ("small", "cpu", "cpu", "pick ('cpu',)"),
-            ("small", "gpu", "gpu", "pick ('gpu',)"),
-            ("medium", None, "cpu", "patience True 3"), ("medium", "auto", "cpu", "patience True 3"),
-            ("medium", "cpu", "cpu", "pick ('cpu',)"), ("medium", None, "gpu", "pick ('gpu',)"),
-            ("medium", "auto", "gpu", "pick ('gpu',)"), ("medium", "gpu", "gpu", "pick ('gpu',)")):
-        wanted = []
-        monkeypatch.setattr(train, "choose_device", lambda *arguments: wanted.append(arguments) or chosen)
-        args = sft.parse_arguments(["--data", "some.json", "--micro-batch", "1", "--threads", "1"]
-                                   + (["--device", asked] if asked else []) + (["--precision", "fp32"] if chosen == "gpu" else []))
+    def stop(*arguments):
+        raise ValueError(f"pick {arguments}")
+
+    def start(preset, *options):
+        args = sft.parse_arguments(["--data", "some.json", "--micro-batch", "1", "--threads", "1", *options])
         with pytest.raises(ValueError) as error:
             sft.start(args, f"bases/{preset}", "out/never")
-        assert str(error.value) == end
-        assert wanted == [(asked or "auto", preset)]
+        return str(error.value)
+    for options in [], ["--device", "auto"]:
+        assert start("medium", *options).startswith("medium takes many hours or days on a CPU: train small, or say --device cpu")
+    monkeypatch.setattr(model_gpu, "check_sizes", lambda config: None)
+    for preset, asked, chosen in (("small", None, "cpu"), ("small", "cpu", "cpu"), ("small", "gpu", "gpu"), ("medium", "cpu", "cpu"),
+                                  ("medium", None, "gpu"), ("medium", "auto", "gpu"), ("medium", "gpu", "gpu")):
+        wanted = []
+        monkeypatch.setattr(train, "choose_device", lambda *arguments: wanted.append(arguments) or chosen)
+        monkeypatch.setattr(model_gpu, "pick", stop)
+        assert start(preset, *(["--device", asked] if asked else []),
+                     *(["--precision", "fp32"] if chosen == "gpu" else [])) == f"pick ('{chosen}',)"
+        assert wanted == [(asked, preset)]
     assert not os.path.exists("out/never")
 
 
@@ -1119,6 +1153,8 @@ def test_resume_to_the_letter(monkeypatch):
     batches = len(sft.plan_epoch(sft.padded_lengths(examples.train, 64), 128, 2, 0))
     s = types.SimpleNamespace(data=["a.json", "b.json"], seed=2, steps=3 * batches, batch_tokens=128, tokens_key=examples.key)
     model, state, taken = types.SimpleNamespace(config=types.SimpleNamespace(context=64)), {"base": "out/m"}, []
+    model.step, extended = 0, []
+    monkeypatch.setattr(train, "extend", lambda *arguments: extended.append(arguments))
     monkeypatch.setattr(train, "resume", lambda *arguments: taken.append(arguments) or (model, BYTES, s, state))
     monkeypatch.setattr(sft, "read_conversations", lambda paths: conversations if paths == s.data else None)
 
@@ -1138,9 +1174,17 @@ def test_resume_to_the_letter(monkeypatch):
     for other in ("out/a", "out/z"):
         refused(f"the run in out/x began with out/m, not with {other}; start a new run with another --out.", "--base", other,
                 base=other)
+    model.step = 3 * batches - 1
     for epochs in ("1", "2", "4", str(3 * batches)):
         refused(f"the run in out/x has --epochs 3, not {epochs}: a resumed run keeps its settings. Leave the option out, or start "
                 "a new run with another --out.", "--epochs", epochs)
+    for model.step in (3 * batches, 3 * batches + 1):                   # of a finished run, fewer are refused, more are made
+        refused("the run in out/x has --epochs 3, not 2: a resumed run keeps its settings. Leave the option out, or start "
+                "a new run with another --out.", "--epochs", "2")
+        resume("--epochs", "3")
+        assert extended == [] and s.steps == 3 * batches
+        resume("--epochs", "5")
+        assert extended.pop() == (s, 5 * batches, "out/x")
     for key in ("", "z"):
         s.tokens_key = key
         refused("the data, a.json, b.json, is not what the run in out/x began with.")
@@ -1207,4 +1251,4 @@ def test_main_to_the_letter(monkeypatch):
         with contextlib.redirect_stdout(Stream("ascii")) as stream:
             assert sft.main(argv) == 0 and calls == [argv, ("resume", "out/small", out)]
             stream.flush()
-            assert stream.seen() == f"The run in {out} is finished: {step} of 5 steps.\n" and stream.errors == "replace"
+            assert stream.seen() == f"The run in {out} is finished: {step} of 5 steps (--epochs takes more).\n" and stream.errors == "replace"
