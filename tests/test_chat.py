@@ -1,7 +1,9 @@
 """chat.py: what it prints by pipe and on a terminal, what it keeps between lines, what it says of bad input."""
 import argparse
 import contextlib
+import functools
 import io
+import itertools
 import json
 import os
 import pty
@@ -89,10 +91,18 @@ class Stream(io.TextIOWrapper):
         return super().readline(*arguments)
 
 
+def speaking(source):
+    """What takes the place of model_cpu.generate: it says what the source does, up to `stop` and at most `most`, as that."""
+    def generate(*arguments, stop, most):
+        said = itertools.islice(source(*arguments), most)
+        return itertools.takewhile(lambda token: token not in stop, said)
+    return generate
+
+
 def run(models, *arguments, input=b"", terminals=(False, False), generate=None, encoding="utf-8"):
     """chat.py in the folder of the models, in this process -> (exit code, standard output as bytes, standard error as
-    str).  terminals: whether input and output are one; generate: what takes the place of model_cpu.generate, and is told
-    standard output besides."""
+    str).  terminals: whether input and output are one; generate: the source of what a model says, which is told standard
+    output besides what model_cpu.generate is."""
     out, err = Stream(on_terminal=terminals[1], encoding=encoding), io.StringIO()
     stdin = Stream(input, terminals[0], out)
     with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +111,7 @@ def run(models, *arguments, input=b"", terminals=(False, False), generate=None, 
         for name, stream in (("stdin", stdin), ("stdout", out), ("stderr", err)):
             patch.setattr(sys, name, stream)
         if generate:
-            patch.setattr(model_cpu, "generate", lambda *args, **options: generate(out, *args, **options))
+            patch.setattr(model_cpu, "generate", speaking(functools.partial(generate, out)))
         with pytest.raises(SystemExit) as left:
             run_script(chat.main)
     if terminals == (True, True):
@@ -342,25 +352,52 @@ def test_a_session_on_a_terminal(models):
 
 
 def test_commands(models):
-    """Settings are changed, and what cannot be is refused in the words of the options."""
+    """Settings are shown, changed and confirmed, and what cannot be is refused in the words of the options."""
     code, out, err = run(models, "--model", "out/loop", "--temperature", "0", terminals=TERMINAL, input=b"\n".join([
         b"/max-tokens 3", b"e", b"/temperature  hot ", b"/max-tokens", b"/nothing", b"/", b"/  max-tokens   2 ", b"/top-p 2", b"e",
-        b"/help", b""]))
+        b"/help", b"/temperature 0.5", b"/temperature", b"/seed", b"/seed  7", b"/seed ", b"/seed none", b"/seed no", b"/top-k none",
+        b"/top-k", b"/quit now", b"/quits", b""]))
     assert (code, err) == (0, "")
     assert out.decode().partition("more.\n")[2] == (
-        "> > ends\n> /temperature must be a number from 0 to 100, not 'hot'.\n"
-        "> There is no command /max-tokens; /help lists them. A space in front makes it a prompt.\n"
+        "> max-tokens is 3\n> ends\n> /temperature must be a number from 0 to 100, not 'hot'.\n"
+        "> max-tokens is 3\n"
         "> There is no command /nothing; /help lists them. A space in front makes it a prompt.\n"
         "> There is no command /; /help lists them. A space in front makes it a prompt.\n"
-        "> > /top-p must be a number from 0.001 to 1, not '2'.\n"
+        "> max-tokens is 2\n> /top-p must be a number from 0.001 to 1, not '2'.\n"
         "> end\n"
-        "> /reset forgets what was said.  An empty line lets the model write on.  Settings, with their values now:\n"
+        "> /reset forgets what was said, /quit leaves.  An empty line lets the model write on.  Settings, with their values now:\n"
         "  /max-tokens 2   length of an answer, in tokens, at most\n"
         "  /temperature 0.0   0: always the likeliest token; 1: as the model learned; more: wilder\n"
         "  /top-k 50   draw among the k likeliest tokens; 0: among all\n"
         "  /top-p 1.0   draw among the likeliest tokens that reach this probability together; 1: all\n"
-        "  /seed None   the same seed gives the same text; without one, another text every time\n"
-        "> \n")
+        "  /seed none   the same seed gives the same text; without one, another text every time\n"
+        "> temperature is 0.5\n> temperature is 0.5\n> seed is none\n> seed is 7\n> seed is 7\n> seed is none\n"
+        "> /seed must be a whole number from 0 to 9223372036854775808, not 'no'.\n"
+        "> /top-k must be a whole number from 0 to 1000000000, not 'none'.\n> top-k is 50\n> ")
+
+
+@pytest.mark.parametrize("line", [b"/quit", b"/exit", b"/ quit ", b"/quit now", b"/exit\r"])
+def test_leaving(models, line):
+    """What comes after it is not read any more; without a terminal it is a text as any other."""
+    code, out, err = run(models, "--model", "out/loop", "--temperature=0", terminals=TERMINAL, input=b"e\n" + line + b"\ne\n")
+    assert (code, out.partition(b"more.\n")[2], err) == (0, b"> ends.\n> ", "")
+    out = run(models, "--model", "out/loop", "--temperature=0", "--max-tokens=1", input=line + b"\ne\n")[1]
+    assert out.startswith(line.strip(b"\r")) and out.endswith(b"\nen\n")
+
+
+@pytest.mark.parametrize("name", ["quits", "exits", "Quit", "resets", "helpme", "top_k", "max-tokens2"])
+def test_what_is_no_command(models, name):
+    out = run(models, "--model", "out/loop", terminals=TERMINAL, input=f"/{name} 3 \n".encode())[1]
+    assert out.partition(b"more.\n")[2].decode() == (
+        f"> There is no command /{name} 3; /help lists them. A space in front makes it a prompt.\n> \n")
+
+
+def test_a_shown_setting_is_not_changed(models):
+    """Only a change sets the seeds of a session back to the first."""
+    calls = []
+    run(models, "--model", "out/loop", "--seed", "5", input=b"a\n/seed\nb\n/temperature x\nc\n/seed 5\nd\n/seed none\ne\n",
+        terminals=TERMINAL, generate=record_calls(calls))
+    assert [seed for *_, seed, _ in calls] == [5, 6, 7, 5, None]
 
 
 def record_calls(calls):
@@ -372,7 +409,7 @@ def record_calls(calls):
     return generate
 
 
-def test_what_is_asked_of_the_model(models):
+def test_what_is_asked_of_the_model(models, monkeypatch):
     """Every setting reaches it; each answer of a session has a seed of its own, which a command sets anew."""
     calls = []
     run(models, "--model", "out/loop", input=b"a\nb\n", generate=record_calls(calls))
@@ -385,6 +422,12 @@ def test_what_is_asked_of_the_model(models):
     calls.clear()
     run(models, "--model", "out/loop", "--prompt", "", "--seed", str(2**63), generate=record_calls(calls))
     assert calls == [([SPECIAL["<|endoftext|>"]], 0.8, 50, 1.0, 2**63, 260)]
+    bounds = []
+    monkeypatch.setattr(model_cpu, "generate", lambda *rest, **options: bounds.append(options) or iter(()))
+    for name in ("loop", "sft"):
+        for options, most in ([], 200), (["--max-tokens", "7"], 7):
+            run(models, "--model", f"out/{name}", "--prompt", "x", *options)
+            assert bounds.pop() == {"stop": set(SPECIAL.values()), "most": most}
 
 
 def test_tokens_come_as_they_are_made(models):
@@ -433,7 +476,7 @@ def test_any_special_token_ends_an_answer(models, special):
     for name, text in (("sft", b"a\n"), ("loop", b"xa\n")):
         assert run(models, "--model", f"out/{name}", "--prompt", "x", generate=generate)[1] == text
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_cpu, "generate", generate)
+        patch.setattr(model_cpu, "generate", speaking(generate))
         s = session(models)
         s.answer("x")
         assert s.turns == [[USER, ord("x"), END, ASSISTANT, ord("a"), END]] and s.is_finished()
@@ -577,10 +620,10 @@ def test_lens_of_a_long_text(models, monkeypatch, capsys):
 
 def test_engine(monkeypatch):
     """The CPU computes in float32, another engine in its own best; the lens looks into the layers on the CPU."""
-    monkeypatch.setattr(model_cpu, "load", lambda *arguments: arguments)
-    assert chat.load_model("m", "cpu") == ("m", model_cpu, {"dtype": np.float32})
+    monkeypatch.setattr(checkpoint, "load", lambda *arguments: arguments)
+    assert chat.load_model("m", "cpu") == ("m", model_cpu, {"training": False, "dtype": np.float32})
     monkeypatch.setattr(model_gpu, "pick", lambda device: f"the engine for {device}")
-    assert chat.load_model("m") == ("m", "the engine for auto", None)
+    assert chat.load_model("m") == ("m", "the engine for auto", {"training": False})
     for arguments, device in (([], "auto"), (["--device", "gpu"], "gpu"), (["--device", "gpu", "--lens", "a"], "cpu"),
                               (["--lens", ""], "cpu"), (["--prompt", "", "--device", "cpu"], "cpu")):
         asked = []
