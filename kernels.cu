@@ -599,7 +599,8 @@ extern "C" __global__ void decode_attention(real* out, const real* qkv, const re
 
 // out (n,O) = x (n,I) @ w (O,I).T for a few rows: reading w is all the time it takes, so a warp owns an
 // output o, reads its row of w once, 16 bytes a lane, and uses it for up to eight rows of x. O is a multiple
-// of 8. Grid (O/8, ceil(n/8)); 256 threads.
+// of 8.
+// Grid (O/8, ceil(n/8)); 256 threads.
 template <class Out>
 __device__ void few_rows_product(Out* out, const real* x, const real* w, int n, int I, int O) {
     int o = 8 * blockIdx.x + threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -462,7 +462,7 @@ def read_log(file, path):
 
 class Log:
     """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for a step
-    drops what is later, so that the log of a resumed run has each step once.  What is kept is the beginning of
+    drops what is later, so that the log of a resumed run has each step once.  What is kept is the start of
     the file, of which nothing is written again: killed at any moment, no history is lost."""
     def __init__(self, folder, step):
         self.path = os.path.join(folder, "log.jsonl")
