@@ -223,11 +223,11 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
             for (int c = 0; c < R; c++) {
                 S[r][c] = expf(S[r][c] - m_new);
                 sum += S[r][c];
-                P[ty + 8 * r][tx + 8 * c] = S[r][c];
             }
             l[r] = alpha * l[r] + row_sum(sum);
             m[r] = m_new;
             for (int c = 0; c < DC; c++) O[r][c] = scaled(alpha, O[r][c]);
+            for (int c = 0; c < R; c++) P[ty + 8 * r][tx + 8 * c] = S[r][c];
         }
         __syncwarp();  // a row of P is written and read by the eight threads of one ty
         product_ab(O, P, V);
