@@ -51,6 +51,17 @@ __device__ unsigned pack_bf16(float low, float high) {
 
 __device__ void store(float* to, float x) { *to = x; }
 
+struct Four {
+    float x[4];
+};
+
+__device__ Four load4(const float* from) {
+    float4 a = *(const float4*)from;
+    return {{a.x, a.y, a.z, a.w}};
+}
+
+__device__ void store4(float* to, Four v) { *(float4*)to = make_float4(v.x[0], v.x[1], v.x[2], v.x[3]); }
+
 __device__ Eight load8(const float* from) {
     float4 a = ((const float4*)from)[0], b = ((const float4*)from)[1];
     return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
@@ -439,24 +450,19 @@ extern "C" __global__ void adamw(float* param, real* copy, float* grad, float* m
     long long i = 4 * (256LL * blockIdx.x + threadIdx.x);
     if (i >= n || state[2] != 0.0f) return;
     float keep = 1.0f - lr * decay;
-    float4 p4 = *(const float4*)(param + i), g4 = *(const float4*)(grad + i);
-    float4 m4 = *(const float4*)(m + i), v4 = *(const float4*)(v + i);
-    auto update = [&](float& p, float g, float& m, float& v) {
-        g *= state[1];
-        m = beta1 * m + (1.0f - beta1) * g;
-        v = beta2 * v + (1.0f - beta2) * g * g;
-        p = keep * p - lr * (m * correction1) / (sqrtf(v * correction2) + eps);
-    };
-    update(p4.x, g4.x, m4.x, v4.x);
-    update(p4.y, g4.y, m4.y, v4.y);
-    update(p4.z, g4.z, m4.z, v4.z);
-    update(p4.w, g4.w, m4.w, v4.w);
-    *(float4*)(param + i) = p4;
-    *(float4*)(grad + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    *(float4*)(m + i) = m4;
-    *(float4*)(v + i) = v4;
+    Four p = load4(param + i), g = load4(grad + i), m4 = load4(m + i), v4 = load4(v + i);
+    for (int j = 0; j < 4; j++) {
+        float clipped = g.x[j] * state[1];
+        m4.x[j] = beta1 * m4.x[j] + (1.0f - beta1) * clipped;
+        v4.x[j] = beta2 * v4.x[j] + (1.0f - beta2) * clipped * clipped;
+        p.x[j] = keep * p.x[j] - lr * (m4.x[j] * correction1) / (sqrtf(v4.x[j] * correction2) + eps);
+    }
+    store4(param + i, p);
+    store4(grad + i, {});
+    store4(m + i, m4);
+    store4(v + i, v4);
 #if BF16
-    *(uint2*)(copy + i) = make_uint2(pack_bf16(p4.x, p4.y), pack_bf16(p4.z, p4.w));
+    *(uint2*)(copy + i) = make_uint2(pack_bf16(p.x[0], p.x[1]), pack_bf16(p.x[2], p.x[3]));
 #endif
 }
 
