@@ -112,7 +112,7 @@ class SafeTensors:
         crc = zlib.crc32(self.without_crc)
         for name, shape in self.shapes.items():
             array = np.empty(shape, self.dtypes[name])
-            data = array.view(np.uint8).reshape(-1)
+            data = array.reshape(-1).view(np.uint8)
             with naming(self.path):
                 self.file.readinto(data)
             crc = zlib.crc32(data, crc)

@@ -606,7 +606,7 @@ class Tokenizer:
         the end is kept.
         """
         ids = [self.special[USER], *self.encode(text), self.special[END_OF_TURN], self.special[ASSISTANT]]
-        return ids if room is None or len(ids) <= room else ids[:1] + ids[1 - room:]
+        return ids if room is None or len(ids) <= room else ids[:1] + ids[len(ids) + 1 - room:]
 
     def decode_bytes(self, ids):
         """Iterable of ids -> bytes; a special token gives its name."""

@@ -359,6 +359,146 @@ def test_chat_template_and_end_token(tmp_path):
         assert reload(str(tmp_path))[0].step == 7
 
 
+def test_config_json_carries_every_size(tmp_path):
+    config = dataclasses.replace(TINY, hidden=24, norm_eps=0.25, rope_theta=77.0, predict=1)
+    save(str(tmp_path), make(config=config), TOKENIZER, {})
+    found = json.load(open(tmp_path / "config.json"))
+    assert {key: found[key] for key in ("intermediate_size", "rms_norm_eps", "rope_theta", "mtp_heads", "mtp_weight",
+                                        "hidden_size", "head_dim", "max_position_embeddings")} == {
+        "intermediate_size": 24, "rms_norm_eps": 0.25, "rope_theta": 77.0, "mtp_heads": 0, "mtp_weight": 0.5,
+        "hidden_size": 16, "head_dim": 4, "max_position_embeddings": 16}
+    assert checkpoint.read_config(str(tmp_path)) == (config, TOKENIZER.special["<|endoftext|>"])
+
+
+def test_a_single_head_has_no_further_tensor(tmp_path):
+    save(str(tmp_path), make(config=dataclasses.replace(TINY, predict=1)), TOKENIZER, {})
+    tensors, _ = read_tensors(str(tmp_path / MODEL))
+    assert "mtp_heads.weight" not in tensors and tensors["lm_head.weight"].shape == (264, 16) and len(tensors) == 21
+
+
+def test_loading_draws_no_random_numbers(folder, monkeypatch):
+    expected = make()
+    monkeypatch.setattr(np.random, "default_rng", None)
+    assert same(buffers(reload(folder)[0]), buffers(expected))
+    model, _ = load(folder, model_cpu, {"dtype": np.float32, "training": False})
+    assert np.array_equal(model.flat_params, expected.flat_params) and model.flat_grads is model.m is None
+
+
+def test_tensors_are_read_one_by_one(tmp_path):
+    """Of sixteen megabytes never more than one tensor, and the one before it."""
+    path, rng = str(tmp_path / MODEL), np.random.default_rng(0)
+    tensors = {f"tensor {i}": rng.random((128, 2048), np.float32) for i in range(16)}
+    checkpoint.write_safetensors(path, tensors, {"step": "1"})
+    tracemalloc.start()
+    try:
+        with checkpoint.SafeTensors(path) as file:
+            assert file.shapes == {name: (128, 2048) for name in tensors} and file.metadata["step"] == "1"
+            for name, tensor in file:
+                assert np.array_equal(tensor, tensors[name])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 1 << 20 < peak < 2.5 * (1 << 20)
+    assert file.file.closed
+
+
+def test_writing_copies_no_tensor(tmp_path):
+    tensors = {f"tensor {i}": np.ones((128, 2048), np.float32) for i in range(8)}
+    tracemalloc.start()
+    try:
+        checkpoint.write_safetensors(str(tmp_path / MODEL), tensors, {})
+        assert tracemalloc.get_traced_memory()[1] < 1 << 19
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_of_tensors_by_hand(tmp_path):
+    """Byte by byte, as the format has it."""
+    path = str(tmp_path / "x")
+    a, b = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), np.array([5.0])
+    checkpoint.write_safetensors(path, {"a": a.T, "b": b, "none": np.zeros((0, 3))}, {"step": "1"})
+    raw = open(path, "rb").read()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:8 + size])
+    assert size % 8 == 0 and raw[8 + size:] == a.T.tobytes() + b.tobytes() and raw[8:9] == b"{"
+    crc = header["__metadata__"].pop("crc32")
+    assert header == {"__metadata__": {"step": "1"}, "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+                      "b": {"dtype": "F64", "shape": [1], "data_offsets": [16, 24]},
+                      "none": {"dtype": "F64", "shape": [0, 3], "data_offsets": [24, 24]}}
+    assert crc == f"{zlib.crc32(raw.replace(crc.encode(), b'00000000')):08x}"
+    tensors, _ = read_tensors(path)
+    assert np.array_equal(tensors["a"], a.T) and tensors["b"].dtype == np.float64 and tensors["none"].shape == (0, 3)
+
+
+def test_a_number_alone_is_a_tensor_too(tmp_path):
+    """We write none, but the format has them: the shape []."""
+    path = str(tmp_path / "x")
+    header = {"__metadata__": {}, "a": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}
+    attack.sign(path, header, np.float32(2.5).tobytes())
+    assert read_tensors(path)[0] == {"a": 2.5}
+
+
+# -- the printer ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_is_in_a_folder_is_printed(folder, capsys, chat):
+    save(folder, make(), TOKENIZER, RECORD, chat=chat)
+    assert checkpoint.main([folder]) is None
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    count = make().flat_params.size
+    assert lines[:4] == [
+        f"{folder}: step 7, {count:,} parameters, " + ("answers" if chat else "continues texts"),
+        "config    dim 16, heads 4, kv_heads 2, layers 2, context 16, vocab 264, predict 3,",
+        "          hidden 48, mtp_weight 0.5, norm_eps 1e-05, rope_theta 10000", "tokenizer 262 tokens, 4 of them special"]
+    tensors = read_tensors(os.path.join(folder, MODEL))[0]
+    at = 4
+    for name, number in ((MODEL, 22), (STATE, 2)):
+        path = os.path.join(folder, name)
+        crc = attack.read_header(path)[0]["__metadata__"]["crc32"]
+        assert lines[at] == f"{path}: {number} tensors, {os.path.getsize(path):,} bytes, CRC32 {crc}"
+        for line, (tensor, array) in zip(lines[at + 1:at + 1 + number], read_tensors(path)[0].items(), strict=True):
+            size = np.linalg.norm(array.astype(np.float64)) / np.sqrt(array.size)
+            assert line == f"  {tensor:44} {str(array.shape):15} float32  root mean square {size:.3g}"
+        at += 1 + number
+    assert len(lines) == at and len(tensors) == 22
+    os.remove(os.path.join(folder, STATE))
+    checkpoint.main([folder])
+    assert capsys.readouterr().out.splitlines() == lines[:27]
+
+
+def test_the_printer_refuses_in_one_sentence(folder, tmp_path):
+    def called(*arguments):
+        done = subprocess.run([sys.executable, checkpoint.__file__, *arguments], capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+    code, out, error = called(folder)
+    assert (code, error) == (0, "") and out.startswith(f"{folder}: step 7, ")
+    for place, words in [(str(tmp_path), "holds no checkpoint: there is no "), (str(tmp_path / "none"), "holds no checkpoint"),
+                         (os.path.join(folder, MODEL), "holds no checkpoint")]:
+        code, out, error = called(place)
+        assert code == 2 and out == "" and error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert called()[0] == called(folder, folder)[0] == 2
+    for name in (MODEL, STATE):
+        with open(os.path.join(folder, name), "r+b") as file:
+            file.seek(-3, os.SEEK_END)
+            file.write(b"!")
+        code, out, error = called(folder)
+        assert code == 2 and f"{name} is damaged" in error and error.count("\n") == 1
+        save(folder, make(), TOKENIZER, RECORD)
+
+
+# -- special tokens -------------------------------------------------------------------------------------------
+def test_more_special_tokens_than_ours_are_accepted(folder):
+    for extra in ([], ["<|more|>"], ["<|more|>", "<|still|>"]):
+        checkpoint.check_special(folder, Tokenizer(range(256), [], [*SPECIAL_TOKENS, *extra]))
+    for name in SPECIAL_TOKENS:
+        lacking = types.SimpleNamespace(special={other: 0 for other in (*SPECIAL_TOKENS, "<|more|>") if other != name})
+        with pytest.raises(ValueError) as error:
+            checkpoint.check_special(folder, lacking)
+        assert str(error.value) == f"{folder}: tokenizer.json lacks the special token {name}."
+        with pytest.raises(ValueError, match="lacks the special token"):
+            checkpoint.is_chat_model(folder, lacking)
+
+
 # -- config.json -------------------------------------------------------------------------------------------------------
 def test_config_is_covered_by_a_checksum(folder):
     path = os.path.join(folder, "config.json")
@@ -371,15 +511,27 @@ def test_config_is_covered_by_a_checksum(folder):
     reload(folder)
 
 
+FIRST_CONFIG = """{
+  "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 48,
+  "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 264,
+  "max_position_embeddings": 16, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "hidden_act": "silu",
+  "attention_bias": false, "mlp_bias": false, "tie_word_embeddings": false, "torch_dtype": "float32",
+  "bos_token_id": null, "eos_token_id": 258, "mtp_heads": 2, "mtp_weight": 0.5
+}"""
+
+
 def test_a_folder_of_the_first_version_loads(folder):
     """It has no checksum of config.json."""
     edit(folder, MODEL, lambda header, data: header["__metadata__"].pop("config") and None)
     edit(folder, STATE, lambda header, data: header["__metadata__"].pop("config") and None)
+    path = os.path.join(folder, "config.json")
+    assert json.loads(FIRST_CONFIG) == json.load(open(path))
+    open(path, "w").write(FIRST_CONFIG)
     model, state = reload(folder)
-    assert model.step == 7 and state == RECORD and same(buffers(model), buffers(make()))
+    assert model.step == 7 and state == RECORD and same(buffers(model), buffers(make())) and model.config == TINY
     save(folder, model, TOKENIZER, state)
     assert attack.read_header(os.path.join(folder, MODEL))[0]["__metadata__"]["config"] == (
-        f"{zlib.crc32(open(os.path.join(folder, 'config.json'), 'rb').read()):08x}")
+        f"{zlib.crc32(open(path, 'rb').read()):08x}")
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -101,9 +101,36 @@ def test_sizes_that_do_not_fit_are_refused(change, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["dim", "heads", "kv_heads", "layers", "context", "vocab", "predict"])
+@pytest.mark.parametrize("sizes, words", [
+    (dict(dim=48, heads=5), "take 4 or 6 heads."), (dict(dim=48, heads=9), "take 8 or 12 heads."),
+    (dict(dim=16, heads=17), "take 8 heads."), (dict(dim=8, heads=3), "take 2 or 4 heads."),
+    (dict(dim=48, heads=12, kv_heads=5), "take 4 or 6 kv_heads."), (dict(heads=4, kv_heads=3), "take 2 or 4 kv_heads."),
+    (dict(heads=4, kv_heads=9), "take 4 kv_heads."), (dict(dim=80, heads=5, kv_heads=2), "take 1 or 5 kv_heads.")])
+def test_the_head_counts_that_fit_are_named(sizes, words):
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(TINY, hidden=None, **sizes)
+    assert str(error.value).endswith(words)
+
+
+def test_the_numbers_of_norm_and_rope_have_bounds():
+    for name, least in (("norm_eps", 0), ("rope_theta", 1), ("mtp_weight", 0)):
+        for value in (least, least + 0.5, 1e30):
+            assert getattr(dataclasses.replace(TINY, **{name: value}), name) == value
+        for value in (least - 1e-9, math.nan, math.inf, True, "1", None, np.float64(5)):
+            with pytest.raises(ValueError) as error:
+                dataclasses.replace(TINY, **{name: value})
+            assert str(error.value) == f"{name} must be a finite number of at least {least}, not {value!r}."
+    for hidden, words in ((12, "hidden (12) must be a multiple of 8."), (0, "hidden must be a whole number"),
+                          ((1 << 20) + 8, "hidden must be at most 1,048,576, not 1048584.")):
+        with pytest.raises(ValueError) as error:
+            dataclasses.replace(TINY, hidden=hidden)
+        assert words in str(error.value)
+    assert dataclasses.replace(TINY, hidden=8).hidden == 8
+
+
+@pytest.mark.parametrize("name", ["dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"])
 def test_every_size_is_a_whole_number(name):
-    for value in (0, -8, True, 8.0, "8", None):
+    for value in (0, -8, True, 8.0, "8", None)[:6 - (name == "hidden")]:
         with pytest.raises(ValueError, match=f"^{name} must be a whole number of at least 1, not {value!r}.$"):
             dataclasses.replace(TINY, **{name: value})
 
@@ -149,6 +176,62 @@ def test_buffers_are_read_and_written():
         model.write(array, np.full(array.shape, i + 0.1))
         assert np.all(array == np.float32(i + 0.1)) and array.dtype == np.float32
         assert np.array_equal(model.read(array), array)
+
+
+def test_the_table_of_updates_by_hand():
+    matrices = 264 * 16 + 2 * (32 * 16 + 16 * 16 + 96 * 16 + 16 * 48) + 3 * 264 * 16
+    assert model_cpu.update_table(TINY) == [(slice(0, matrices), "adamw", True),
+                                            (slice(matrices, matrices + 5 * 16), "adamw", False)]
+    assert model_cpu.RULES == {"adamw": model_cpu.adamw_update}
+
+
+def test_the_rule_of_the_table_is_the_one_that_updates(monkeypatch):
+    model, called = wide_model(), []
+    model.flat_grads[:] = 1.0
+    parts = [(slice(0, 70000 // 64), "second", True), (slice(70000 // 64, model.flat_params.size), "adamw", False)]
+    monkeypatch.setattr(model_cpu, "update_table", lambda config: parts)
+    for name in ("adamw", "second"):
+        monkeypatch.setitem(model_cpu.RULES, name, lambda *a, name=name: called.append((name, len(a[0]), *a[4:])))
+    model.update(0.5, beta1=0.1, beta2=0.2, eps=0.3, decay=0.4, clip=1e9)
+    assert called == [("second", 1093, 1, 0.5, 0.1, 0.2, 0.3, 0.4),
+                      ("adamw", model.flat_params.size - 1093, 1, 0.5, 0.1, 0.2, 0.3, 0.0)]
+
+
+def test_the_plan_of_memory_is_what_is_taken():
+    c = CONFIGS["small"]
+    for micro_batch, T, threads, pieces, rows in ((4, 128, 2, 2, 2), (5, 64, 2, 2, 3), (3, 9, 8, 3, 1), (7, 128, 1, 1, 7)):
+        model = Model(c, dtype=np.float32, threads=pieces)
+        tokens, targets = np.zeros((micro_batch, T), int), np.zeros((micro_batch, T + c.predict - 1), int)
+        model.forward(tokens, targets)
+        plan = model_cpu.memory_plan(c, micro_batch, T, "fp32", threads)
+        assert plan["parameters"] == model.flat_params.nbytes == 4 * 1_053_824
+        assert plan["gradients"] == pieces * 4 * 1_053_824 and plan["AdamW moments"] == 2 * 4 * 1_053_824
+        layer, shared = (model_cpu.table_bytes(table) for table in model_cpu.work_tables(c, rows, T))
+        assert plan["activations"] == pieces * 4 * layer and plan["logits and scratch"] == pieces * shared
+        assert len(plan) == 5 and len(model.workers[0].memory) == 4 * layer + shared    # the first share is the largest
+    assert model_cpu.memory_plan(c, 7, 128) == model_cpu.memory_plan(c, 7, 128, "fp32", 1)
+
+
+def test_free_memory(monkeypatch, tmp_path):
+    real = open
+    (tmp_path / "meminfo").write_text("MemTotal: 9999 kB\nMemFree:  5 kB\nMemAvailable:     77 kB\nBuffers: 3 kB\n")
+    path = tmp_path / "meminfo"
+    monkeypatch.setattr("builtins.open", lambda name, *rest, **options: real(
+        path if name == "/proc/meminfo" else name, *rest, **options))
+    assert [model_cpu.free_memory(limit) for limit in (None, 77 * 1024 + 1, 500)] == [77 * 1024, 77 * 1024, 500]
+    path = tmp_path / "nothing"
+    assert model_cpu.free_memory() is None and model_cpu.free_memory(500) == 500
+
+
+def test_largest_micro_batch():
+    asked = []
+
+    def plan(rows):
+        asked.append(rows)
+        return {"fixed": 1000, "rows": 10 * rows}
+    for free, largest in ((0, 0), (1009, 0), (1010, 1), (1019, 1), (1020, 2), (1030, 3), (1079, 7), (1080, 8), (2234, 123)):
+        assert model_cpu.largest_micro_batch(plan, free) == largest
+    assert min(asked) == 1 and len(asked) < 60
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,6 +440,35 @@ def test_micro_batches_sum_to_the_whole_batch(threads):
     assert model.forward(tokens[4:], targets[4:], counted).tolist() == [0.0] * TINY.predict
     assert np.array_equal(model.forward(tokens[2:4], targets[2:4], counted.tolist()),
                           model.forward(tokens[2:4].tolist(), targets[2:4].tolist(), counted))
+
+
+def test_a_head_with_one_target_divides_by_one():
+    targets = np.full((2, 3 + TINY.predict - 1), -1)
+    targets[0, :2] = 5                                              # heads 0, 1, 2: two targets, one, none
+    tokens, same, divisor = model_cpu.check_batch(TINY, [[1, 2, 3]] * 2, targets.tolist())
+    assert divisor.tolist() == [2, 1, 1] and np.array_equal(same, targets) and tokens.tolist() == [[1, 2, 3]] * 2
+    assert model_cpu.check_batch(TINY, tokens, targets, [7, 1, 0])[2].tolist() == [7, 1, 1]
+    assert model_cpu.check_batch(TINY, tokens, targets, (1, 0, 2))[2].tolist() == [1, 1, 2]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_without_training_there_are_no_gradients(threads):
+    tokens, targets = make_batch()
+    model, other = wide_model(threads=threads), Model(TINY, seed=None, threads=threads, training=False)
+    other.write(other.flat_params, model.flat_params)
+    assert np.array_equal(other.forward(tokens, targets), model.forward(tokens, targets))
+    assert np.array_equal(other.logits(tokens), model.logits(tokens))
+    assert np.array_equal(other.extend(tokens[0]), model.extend(tokens[0]))
+    with pytest.raises(ValueError, match=r"^this model was made with training=False: it has no gradients\.$"):
+        other.backward()
+    assert other.flat_grads is other.m is other.v is None and other.grads == {} and model.training
+    assert all(worker.flat_grads is None and worker.grads == {} for worker in other.workers)
+    assert len(other.workers) == threads and all(worker.grads for worker in model.workers)
+
+
+def test_without_a_seed_no_numbers_are_drawn(monkeypatch):
+    monkeypatch.setattr(np.random, "default_rng", None)
+    assert not np.any(Model(TINY, seed=None).flat_params)
 
 
 def test_a_head_without_targets_contributes_nothing():
@@ -784,6 +896,10 @@ def test_sample_of_large_logits():
         for shift in (-1e4, 1e4):
             sample(np.array([0.0, 1.0, -1e4]) + shift, rng, temperature=0.5)
             assert rng.p == pytest.approx([1 / (1 + math.exp(-2)), 1 / (1 + math.exp(2)), 0.0], rel=1e-11)
+        for temperature in (0.5, 1e-3, 1e-30):
+            assert sample(np.array([0.0, 1000.0, -1000.0, 999.0]), rng, temperature) in (1, 3)
+            first = 1 / (1 + math.exp(-2)) if temperature == 0.5 else 1.0
+            assert rng.p == pytest.approx([first, 1 - first, 0.0, 0.0], rel=1e-11)
     logits = np.random.default_rng(0).standard_normal(4096, np.float32)     # float32's rounding is none of choice's business
     assert 0 <= sample(logits, np.random.default_rng(0)) < 4096
     assert type(sample(logits, rng, temperature=0)) is int
@@ -809,6 +925,36 @@ def test_generation_is_determined_by_its_seed():
     first, again, other = (list(itertools.islice(generate(model, [1, 2], seed=seed), 40)) for seed in (3, 3, 4))
     assert first == again and first != other
     assert max(itertools.islice(generate(model, [1, 2], seed=3, vocab=8), 40)) < 8
+
+
+def test_generation_ends(monkeypatch):
+    model, script = wide_model(), iter([])
+    monkeypatch.setattr(model_cpu, "sample", lambda *arguments: next(script))
+
+    def ids(drawn, text=(1, 2), **options):
+        nonlocal script
+        script = iter(drawn)
+        return list(generate(model, list(text), **options)), list(script)
+    assert ids([7, 8, 9, 5], stop={9}) == ([7, 8], [5])             # what stops is not yielded
+    assert ids([7, 8, 9, 5], stop=(5, 9)) == ([7, 8], [5]) == ids([7, 8, 5, 4], stop=[5, 9])[:1] + ([5],)
+    assert ids([9, 8], stop={9}) == ([], [8])
+    for most in (0, 1, 3):
+        assert ids([7, 8, 9, 5], most=most) == ([7, 8, 9, 5][:most], [7, 8, 9, 5][most:])
+    assert ids([7, 8, 9, 5], most=3, stop={8}) == ([7], [9, 5]) and ids([7, 8, 9], most=3, stop={9}) == ([7, 8], [])
+    assert ids([7] * 40 + [9], text=[3] * 20, most=50, stop={9}) == ([7] * 40, [])          # through several windows
+
+
+def test_the_list_that_is_continued_may_grow_meanwhile(monkeypatch):
+    """Whoever appends what is generated to the list given, or empties it, gets the same."""
+    model = wide_model()
+    expected = list(generate(model, [1, 2, 3], seed=5, most=9))
+    assert len(expected) == 9
+    for change in (lambda text, token: text.append(token), lambda text, token: text.clear()):
+        text, found = [1, 2, 3], []
+        for token in generate(model, text, seed=5, most=9):
+            found.append(token)
+            change(text, token)
+        assert found == expected
 
 
 def test_generate_passes_everything_on(monkeypatch):
@@ -871,6 +1017,23 @@ def test_euler_table():
         assert loss == pytest.approx(-logp[np.arange(18), tokens[:, 1:].reshape(-1)].mean(), rel=1e-12)
         assert step == pytest.approx(np.mean([math.dist(a, b) / math.hypot(*b) for a, b in zip(x, before)]), rel=1e-12)
         assert best == np.argsort(-logits[-1])[:3].tolist() and type(loss) is type(step) is float
+
+
+class Words:
+    """A tokenizer of three tokens."""
+    tokens, vocab_size = [b"a", b"\n", b"\xff"], 3
+
+
+def test_the_euler_table_is_printed(monkeypatch, capsys):
+    rows = [(2.5, 0.0, [0, 1, 2]), (1.23456, 0.25, [3, 2, 0]), (10.0, 12.3456, [3, 4, 5])]
+    monkeypatch.setattr(model_cpu, "euler_table", lambda model, tokens: rows if model == "model" else None)
+    model_cpu.print_euler_table("model", Words, np.zeros((1, 8)))
+    assert capsys.readouterr().out == """\
+7 tokens read, the next of each predicted; loss in nats a token
+stop after      loss   |f(x)|/|x|   most likely after the end of the text
+embedding     2.5000                "a"  "\\n"  "\\xff"
+layer 0       1.2346        0.250   "\\xff"  "a"
+layer 1      10.0000       12.346   \n"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
