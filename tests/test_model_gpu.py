@@ -3,6 +3,7 @@
 fake_cupy() is as much of the module cupy as model_gpu.py uses, with the kernels of tests/cuda_on_cpu.h.  The matrix
 products are those of --matmul ours."""
 import ctypes
+import dataclasses
 import gc
 import itertools
 import os
@@ -413,6 +414,236 @@ def test_both_engines_refuse_the_same_batches(made, engine):
                        ((np.zeros((1, 41), int), np.zeros((1, 43), int)), "41 tokens do not fit the context of 40")]:
         with pytest.raises(ValueError, match=words):
             model.forward(*bad)
+
+
+def test_the_pool_is_given_what_cublas_leaves(made):
+    pool, given = model_gpu.cupy.get_default_memory_pool(), []
+    set_limit = pool.set_limit
+    pool.set_limit = lambda size: given.append(size) or set_limit(size)
+    model = model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=(64 << 20) + 12_345_678)
+    assert given == [12_345_678]
+    del model
+    gc.collect()
+    assert given == [12_345_678, 0]
+    for limit in (64 << 20, 5):                             # 0 would be no limit at all
+        with pytest.raises((ValueError, MemoryError)):
+            model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=limit)
+        gc.collect()
+        assert given[2:] == [1, 0]
+        del given[2:]
+    model_gpu.Model(TINY, precision="fp32", matmul="ours")
+    gc.collect()
+    assert given == [12_345_678, 0] and model_gpu.CUBLAS_BYTES == 64 << 20
+
+
+def recorder(config=TINY, matmul="ours", precision="bf16"):
+    """(stands for a Gpu, list of what it launched)."""
+    launched = []
+
+    def launch(name, grid, threads, *arguments, shared=0):
+        assert all(isinstance(x, (np.ndarray, np.generic)) for x in arguments)      # no plain int or float
+        launched.append([name, grid, threads, shared, *(
+            x if isinstance(x, np.ndarray) else (type(x).__name__, x.item()) for x in arguments)])
+    gpu = types.SimpleNamespace(config=config, matmul=matmul, precision=precision, launch=launch, cos="cos", sin="sin",
+                                flash=[("F", 32, 64, 7), ("DQ", 48, 96, 8), ("DKDV", 16, 128, 9)])
+    gpu.cos, gpu.sin = np.zeros(1), np.ones(1)
+    return gpu, launched
+
+
+def array(*shape, dtype=np.uint16):
+    return np.empty(shape, dtype).view(Array)
+
+
+def launches_of(function, *arguments, gpu=None, **options):
+    """[[name, grid, threads, shared, arguments ...], ...]; of arrays that are arguments, their number."""
+    gpu, launched = gpu or recorder()
+    function(gpu, *arguments, **options)
+    given = [x for x in [*arguments, *options.values(), gpu.cos, gpu.sin] if isinstance(x, np.ndarray)]
+
+    def shown(x):
+        return next(i for i, y in enumerate(given) if x is y) if isinstance(x, np.ndarray) else x
+    return [[shown(x) for x in launch] for launch in launched]
+
+
+def i32(*numbers):
+    return [("int32", x) for x in numbers]
+
+
+def f32(*numbers):
+    return [("float32", float(np.float32(x))) for x in numbers]
+
+
+NO_ARRAY = ("uint64", 0)
+
+
+def test_threads_of_a_row():
+    assert [model_gpu.row_threads(C) for C in (8, 256, 264, 512, 520, 768, 776, 8192)] == [32, 32, 64, 64, 96, 96, 128, 1024]
+    assert [model_gpu.ceil_div(n, 8) for n in (0, 1, 7, 8, 9, 16, 17)] == [0, 1, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("N, C, threads, columns", [(1, 8, 32, 1), (3, 256, 32, 1), (7, 264, 64, 2), (5, 776, 128, 4)])
+def test_launches_of_embedding_and_norm(N, C, threads, columns):
+    x, out, gain, rstd, before = array(N, C), array(N, C), array(C), array(N), array(N, C)
+    tokens, embed, starts = array(N), array(24, C), array(25)
+    assert launches_of(model_gpu.embedding_forward, out, tokens, embed) == [
+        ["embedding_forward", (N,), threads, 0, 0, 1, 2, *i32(C)]]
+    assert launches_of(model_gpu.embedding_backward, embed, x, tokens, starts) == [
+        ["embedding_backward", (24, columns), 256, 0, 0, 1, 2, 3, *i32(C)]]
+    gpu = recorder(dataclasses.replace(TINY, norm_eps=0.25))
+    norm = ["rmsnorm_forward", (N,), threads, 0, 0, 1, 2]
+    assert launches_of(model_gpu.rmsnorm_forward, out, rstd, x, gain, before, gpu=gpu) == [
+        [*norm, 4, NO_ARRAY, 3, *i32(C), *f32(0.25)]]
+    assert launches_of(model_gpu.rmsnorm_forward, out, rstd, x, gain, before, increment=array(N, C)) == [
+        [*norm, 4, 5, 3, *i32(C), *f32(1e-5)]]
+
+
+@pytest.mark.parametrize("N, blocks", [(1, 1), (1055, 1055), (1056, 1056), (1057, 1056), (5000, 1056)])
+@pytest.mark.parametrize("C, columns", [(8, 1), (32, 1), (40, 2), (264, 9)])
+def test_launches_of_the_norms_backward(N, blocks, C, columns):
+    names = array(N, C), array(C), array(N, C), array(N, C), array(N), array(C), array(1056, C)
+    for add in (False, True):
+        assert launches_of(model_gpu.rmsnorm_backward, *names, add=add) == [
+            ["rmsnorm_backward", (blocks,), 32 + 32 * (C > 256), 0, 0, 2, 6, 3, 4, 5, *i32(N, C, add)],
+            ["column_sum", (columns,), 1024, 0, 1, 6, *i32(blocks, C)]]
+
+
+@pytest.mark.parametrize("N, O, grid", [(1, 8, (1, 1)), (8, 2048, (256, 1)), (9, 2056, (257, 2)), (16, 2040, (255, 2))])
+def test_launches_of_few_rows(N, O, grid):
+    for dtype, name in ((np.uint16, "few_rows"), (np.float32, "few_rows_to_fp32")):
+        assert launches_of(model_gpu.few_rows_forward, array(N, O, dtype=dtype), array(N, 16), array(O, 16)) == [
+            [name, grid, 256, 0, 0, 1, 2, *i32(N, 16, O)]]
+
+
+@pytest.mark.parametrize("M, N, grid", [(1, 8, (1, 1)), (64, 128, (2, 1)), (65, 136, (3, 2)), (63, 64, (1, 1))])
+def test_launches_of_products(M, N, grid):
+    """linear_forward, and both halves of its backward."""
+    def of(function, out, a, b):
+        launch, = launches_of(function, out, a, b)
+        assert launch[4:7] == [("uint64", x.ctypes.data) for x in (out, a, b)]
+        return launch[:4] + launch[7:]
+    for dtype, name in ((np.uint16, "matmul"), (np.float32, "matmul_to_fp32")):
+        out, w, x = array(M, N, dtype=dtype), array(N, 24), array(M, 24)
+        assert of(model_gpu.linear_forward, out, x, w) == [name, grid, 256, 0, *i32(M, N, 24, 24, 1, 1, 24, N, 0)]
+        assert of(model_gpu.linear_backward_input, out, x, array(24, N)) == [
+            name, grid, 256, 0, *i32(M, N, 24, 24, 1, N, 1, N, 0)]
+        assert of(model_gpu.linear_backward_weight, out, array(24, M), array(24, N)) == [
+            name, grid, 256, 0, *i32(M, N, 24, 1, M, N, 1, N, 1)]
+
+
+@pytest.mark.parametrize("config, N, T, blocks, sizes", [
+    (TINY, 1, 1, 1, (3, 32, 128)), (TINY, 42, 21, 1, (3, 32, 128)), (TINY, 43, 43, 2, (3, 32, 128)),       # 96 N / 4096
+    (dict(heads=1), 64, 8, 2, (2, 64, 192)), (dict(heads=1), 32, 8, 1, (2, 64, 192)), (dict(heads=1), 33, 3, 2, (2, 64, 192))])
+def test_launches_of_rope(config, N, T, blocks, sizes):
+    gpu = recorder(dataclasses.replace(TINY, **config) if isinstance(config, dict) else config)
+    heads, D, width = sizes
+    for function, direction in ((model_gpu.rope_forward, 1.0), (model_gpu.rope_backward, -1.0)):
+        launch, = launches_of(function, array(N, width), T, gpu=gpu)
+        assert launch == ["rope", (blocks,), 256, 0, 0, 1, 2, *i32(N, T, heads, D, width), *f32(direction)]
+        gpu[1].clear()
+
+
+@pytest.mark.parametrize("T, blocks", [(1, (1, 1, 1)), (32, (1, 1, 2)), (33, (2, 1, 3)), (48, (2, 1, 3)), (49, (2, 2, 4)),
+                                       (96, (3, 2, 6)), (97, (4, 3, 7))])
+def test_launches_of_attention(T, blocks):
+    """3 rows, 4 query and 2 key/value heads; blocks of 32 and 48 queries, of 16 keys."""
+    gpu, B = recorder(dataclasses.replace(TINY, heads=4, kv_heads=2)), 3
+    out, lse, qkv = array(B * T, 64), array(B, 4, T), array(B * T, 128)
+    assert launches_of(model_gpu.attention_forward, out, lse, qkv, B, T, gpu=gpu) == [
+        ["F", (4, B, blocks[0]), 64, 7, 0, 1, 2, *i32(T, 4, 2)]]
+    gpu[1].clear()
+    dqkv, dout, delta = array(B * T, 128), array(B * T, 64), array(B, 4, T)
+    assert launches_of(model_gpu.attention_backward, dqkv, dout, out, lse, qkv, B, T, delta, gpu=gpu) == [
+        ["DQ", (4, B, blocks[1]), 96, 8, 0, 5, 1, 2, 3, 4, *i32(T, 4, 2)],
+        ["DKDV", (2, B, blocks[2]), 128, 9, 0, 5, 1, 3, 4, *i32(T, 4, 2)]]
+
+
+@pytest.mark.parametrize("F, blocks", [(8, 1), (2048, 1), (2056, 2), (16384, 8), (16392, 9)])
+def test_launches_of_swiglu(F, blocks):
+    out, gate_up = array(3, F), array(3, 2 * F)
+    assert launches_of(model_gpu.swiglu_forward, out, gate_up) == [["swiglu_forward", (3, blocks), 256, 0, 0, 1, *i32(F)]]
+    assert launches_of(model_gpu.swiglu_backward, gate_up, out) == [["swiglu_backward", (3, blocks), 256, 0, 0, 1, *i32(F)]]
+
+
+def test_launches_of_the_loss():
+    losses, logits, nll, targets, weight, divisor = (array(3), array(14, 3, 40), array(14, 3), array(2, 9), array(3), array(3))
+    assert launches_of(model_gpu.cross_entropy_forward, losses, logits, nll, targets, weight, divisor) == [
+        ["cross_entropy", (42,), 256, 0, 1, 2, 3, 4, *i32(7, 3, 40)],
+        ["cross_entropy_sum", (3,), 1024, 0, 0, 2, 5, *i32(14, 3)]]
+
+
+@pytest.mark.parametrize("n, blocks", [(8, 1), (1024, 1), (1032, 2), (4096, 4), (4104, 5)])
+def test_launches_of_the_update(n, blocks):
+    state, partial, grad = array(3), array(8), array(n)
+    assert launches_of(model_gpu.gradient_norm, state, partial, grad, 0.5) == [
+        ["sum_of_squares", (8,), 256, 0, 1, 2, ("int64", n)], ["gradient_norm", (1,), 1024, 0, 0, 1, *i32(8), *f32(0.5)]]
+    param, m, v, copy = array(n), array(n), array(n), array(n)
+    numbers = dict(step=3, lr=0.25, beta1=0.5, beta2=0.75, eps=0.125, decay=0.0625)
+    expected = [("int64", n)] * 2 + f32(0.25, 0.5, 0.75, 0.125, 0.0625, 1 / (1 - 0.125), 1 / (1 - 0.75 ** 3))
+    for weights, shown in ((copy, 1), (None, NO_ARRAY)):
+        launch, = launches_of(model_gpu.adamw_update, param, weights, grad, m, v, state, **numbers)
+        after = [2, 3, 4, 5] if weights is copy else [1, 2, 3, 4]
+        assert launch == ["adamw", (blocks,), 256, 0, 0, shown, *after, *expected]
+
+
+def test_launches_of_decoding(made):
+    """Grids and shared memory of one call of extend, of 21 and of 3 tokens, and what refresh asks for."""
+    config = Config(dim=64, heads=2, kv_heads=1, layers=1, context=40, vocab=48, predict=3, hidden=2056)
+    for precision in ("bf16", "fp32"):
+        model = model_gpu.Model(config, precision=precision, matmul="ours")
+        seen, launch = [], model.gpu.launch
+
+        def note(name, grid, threads, *arguments, shared=0):
+            numbers = [x.item() for x in arguments if isinstance(x, np.int32)]
+            seen.append((name, grid, threads, shared, numbers if name in ("rope_append", "decode_attention") else None))
+            launch(name, grid, threads, *arguments, shared=shared)
+        model.gpu.launch = note
+        model.extend([1] * 32)                              # 32 x 4 heads x 32 / 16 = 256 threads
+        model.extend([1] * 3)
+        own = [call for call in seen if call[4] is not None]
+        assert own == [("rope_append", (1,), 256, 0, [32, 0, 2, 1, 32, 40]), ("decode_attention", (2, 32), 128, 128, [0, 2, 1, 32, 40]),
+                       ("rope_append", (1,), 256, 0, [3, 32, 2, 1, 32, 40]), ("decode_attention", (2, 3), 128, 140, [32, 2, 1, 32, 40])]
+        assert [call[0] for call in seen].count("few_rows_to_fp32") == (1 if precision == "bf16" else 5)
+        assert [call[:3] for call in seen if call[0] == "swiglu_forward"] == [("swiglu_forward", (n, 2), 256) for n in (32, 3)]
+        model.position = 0
+        model.extend([1] * 33)
+        assert [call[:3] for call in seen if call[0] == "rope_append"][2:] == [("rope_append", (2,), 256)]
+        seen.clear()
+        model.refresh()
+        size = model_cpu.param_count(config)
+        expected = [("copy_weights", (-(-size // 2048),), 256, 0, None)] if precision == "bf16" else []
+        assert seen == expected
+    for size, blocks in ((2048, 1), (2056, 2), (4096, 2), (4104, 3)):
+        model = types.SimpleNamespace(weights_bf16=array(size), flat_params=array(size), gpu=recorder()[0])
+        model.gpu.launch = lambda name, grid, threads, *arguments: seen.append((name, grid, threads, arguments))
+        seen.clear()
+        model_gpu.Model.refresh(model)
+        (name, grid, threads, arguments), = seen
+        assert (name, grid, threads) == ("copy_weights", (blocks,), 256) and arguments[2] == size
+        assert arguments[0] is model.weights_bf16 and arguments[1] is model.flat_params and type(arguments[2]) is np.int64
+
+
+def test_other_numbers_than_the_usual(made):
+    """The width of the feed-forward, the norm's eps and the rotation's base come from Config; without training there are
+    losses and no gradients."""
+    config = dataclasses.replace(TINY, hidden=72, norm_eps=0.25, rope_theta=20.0)
+    model, reference = model_gpu.Model(config, precision="fp32", matmul="ours"), model_cpu.Model(config)
+    widen(model, reference)
+    tokens, targets = batch(config, 2, 9)
+    for m in (model, reference):
+        m.forward(tokens, targets)
+        m.backward()
+    assert max(relative(grad, reference.grads[name]) for name, grad in model.grads.items()) < 3e-6
+    assert relative(model.logits(tokens), reference.logits(tokens)) < 1e-5
+    assert relative(model.extend(tokens[0]), reference.logits(tokens)[0]) < 1e-5
+    count = len(made)
+    only = model_gpu.Model(config, precision="fp32", matmul="ours", training=False, seed=None)
+    size = 4 * model_cpu.param_count(config)
+    assert [x.nbytes for x in made[count:]].count(size) == 1 and not only.flat_params.any()
+    only.write(only.flat_params, reference.flat_params)
+    assert np.array_equal(only.forward(tokens, targets), model.forward(tokens, targets))
+    assert only.flat_grads is only.m is only.v is None and only.grads == {}
+    with pytest.raises(ValueError, match=r"^this model was made with training=False: it has no gradients\.$"):
+        only.backward()
 
 
 def test_a_memory_limit_ends_with_its_model(made):

@@ -490,6 +490,76 @@ def test_ids_on_disk_are_little_endian(monkeypatch):
     assert (swapped.getvalue() == ids.tobytes()) == (sys.byteorder == "big")
 
 
+@pytest.mark.parametrize("text", ["c", "\x01", "ab", "\x02\x01", "c\n"])
+def test_a_document_ends_with_one_separator_whatever_its_last_id(tmp_path, text):
+    """The id of the separator, 257, has the bytes 1, 1: as bytes, those of "c" are greater, those of 0 less."""
+    tokenizer = Tokenizer(range(256), [(97, 98)], SPECIAL_TOKENS)
+    paths = [tmp_path / name for name in ("a", "b", "zero")]
+    for path in paths:
+        path.write_text("\0" if path.name == "zero" else text)
+    ids = tokenizer.encode(text)
+    for files, expected in [(paths[:1], [*ids, 257]), (paths[:2], [*ids, 257, *ids, 257]),
+                            (paths, [*ids, 257, *ids, 257, 0, 257])]:
+        out = io.BytesIO()
+        parts = [(path, 0, None) for path in files]
+        assert tokenizer.encode_files(parts, out) == len(expected)
+        assert array.array("H", out.getvalue()).tolist() == expected
+        out = io.BytesIO()
+        plain = [token for token in expected if token != 257]
+        assert tokenizer.encode_files(parts, out, separator=False) == len(plain)
+        assert array.array("H", out.getvalue()).tolist() == plain
+
+
+def test_a_prompt_is_put_together_from_ids(tokenizer):
+    user, assistant, end = (tokenizer.special[f"<|{name}|>"] for name in ("user", "assistant", "end"))
+    for text in ("The cat sat on the mat.", "", "<|end|> is what she typed", "中文"):
+        ids = tokenizer.encode(text)
+        whole = [user, *ids, end, assistant]
+        assert tokenizer.prompt(text) == whole == tokenizer.prompt(text, None)
+        for room in range(1, len(whole) + 3):
+            found = tokenizer.prompt(text, room)
+            assert found[0] == user and len(found) == min(room, len(whole))
+            assert found[1:] == whole[len(whole) - len(found) + 1:]             # of what follows <|user|>, the end
+        assert tokenizer.prompt(text, 3) == [user, end, assistant] or text == ""
+
+
+def test_the_chat_template_gives_the_prompt(tokenizer):
+    jinja2 = pytest.importorskip("jinja2")
+
+    def raise_exception(words):
+        raise ValueError(words)
+    template = jinja2.Environment().from_string(tk.CHAT_TEMPLATE)
+    template.globals["raise_exception"] = raise_exception
+    roles = [dict(role="user", content="a b"), dict(role="assistant", content="c"), dict(role="user", content="d")]
+    text = template.render(messages=roles[:1], add_generation_prompt=True)
+    assert text == "<|user|>a b<|end|><|assistant|>"
+    assert template.render(messages=roles) == "<|user|>a b<|end|><|assistant|>c<|end|><|user|>d<|end|>"
+    system = dict(role="system", content="be brief")
+    assert template.render(messages=[system, *roles[:2]]) == "<|user|>be brief\n\na b<|end|><|assistant|>c<|end|>"
+    for wrong in (roles[1:], [roles[0], roles[0]], [roles[0], system], [system, roles[1]]):
+        with pytest.raises(ValueError, match="the roles must be user and assistant in turn"):
+            template.render(messages=wrong)
+
+
+def test_progress_in_a_file_and_on_a_terminal(monkeypatch, capsys):
+    clock = iter([100.0, 102.0, 104.0, 108.0])
+    monkeypatch.setattr(tk.time, "monotonic", lambda: next(clock))
+    progress = tk.show_progress("words counted:")
+    progress(0, 16_000_000)                                             # elsewhere only the end is told
+    progress(8_000_000, 16_000_000)
+    assert capsys.readouterr().out == ""
+    progress(16_000_000, 16_000_000)
+    assert capsys.readouterr().out == "words counted: 16 MB, 2.0 MB/s, 8.0 s\n"
+    clock = iter([50.0, 50.0, 54.0, 58.0, 60.0])
+    progress = tk.show_progress("seen:", "thousand", 1e3)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for done in (0, 2000, 6000, 8000):
+        progress(done, 8000)
+    assert capsys.readouterr().out == (
+        "\rseen: 0 thousand, 0.0 thousand/s, 0%, 0 s left \033[K\rseen: 2 thousand, 0.5 thousand/s, 25%, 12 s left \033[K"
+        "\rseen: 6 thousand, 0.8 thousand/s, 75%, 3 s left \033[K\rseen: 8 thousand, 0.8 thousand/s, 100%, 0 s left \033[K\n")
+
+
 def test_chunks_of_nothing_but_separators(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tk, "CHUNK", 300)
     monkeypatch.setattr(tk, "CUT_WINDOW", 120)
