@@ -578,7 +578,7 @@ def test_launches_of_the_update(n, blocks):
         ["sum_of_squares", (8,), 256, 0, 1, 2, ("int64", n)], ["gradient_norm", (1,), 1024, 0, 0, 1, *i32(8), *f32(0.5)]]
     param, m, v, copy = array(n), array(n), array(n), array(n)
     numbers = dict(step=3, lr=0.25, beta1=0.5, beta2=0.75, eps=0.125, decay=0.0625)
-    expected = [("int64", n)] * 2 + f32(0.25, 0.5, 0.75, 0.125, 0.0625, 1 / (1 - 0.125), 1 / (1 - 0.75 ** 3))
+    expected = [("int64", n)] + f32(0.25, 0.5, 0.75, 0.125, 0.0625, 1 / (1 - 0.125), 1 / (1 - 0.75 ** 3))
     for weights, shown in ((copy, 1), (None, NO_ARRAY)):
         launch, = launches_of(model_gpu.adamw_update, param, weights, grad, m, v, state, **numbers)
         after = [2, 3, 4, 5] if weights is copy else [1, 2, 3, 4]
@@ -736,6 +736,9 @@ def test_errors_are_one_sentence(monkeypatch):
         config = Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **change})
         with pytest.raises(ValueError, match=words):
             model_gpu.check_choices(config, "fp32", "ours")
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=words):
+            patch.setattr(model_gpu, "cupy", None)
+            model_gpu.check_sizes(config)
     for change in dict(dim=8192, heads=64), dict(dim=64, heads=1, context=16384), dict(dim=96, heads=3), dict(dim=64, heads=1):
         model_gpu.check_choices(Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **change}), "bf16", "ours")
     with pytest.raises(ValueError, match="heads 32, 64 or 128 wide"):
