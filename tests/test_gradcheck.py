@@ -61,8 +61,9 @@ def test_plain_losses_agree_with_the_model(heads, kv_heads, predict, T):
 @pytest.mark.parametrize("change", [dict(hidden=24), dict(norm_eps=0.5), dict(rope_theta=3.0),
                                     dict(hidden=72, norm_eps=0.1, rope_theta=50, predict=1)])
 def test_other_numbers_than_the_usual(change):
-    """Width of the feed-forward, eps of the norm and base of the rotation: losses and gradients follow Config, and are
-    not those of the usual numbers."""
+    """Width of the feed-forward, eps of the norm and base of the rotation: losses and gradients follow
+    Config,
+    and are not those of the usual numbers."""
     usual, tokens, targets = gradcheck.make_tiny()
     model, rng = model_cpu.Model(dataclasses.replace(gradcheck.TINY, **change)), np.random.default_rng(2)
     targets = targets[:, :tokens.shape[1] + model.config.predict - 1]
@@ -70,7 +71,8 @@ def test_other_numbers_than_the_usual(change):
         weight[...] = (usual.params[name] if usual.params[name].shape == weight.shape else
                        0.3 * rng.standard_normal(weight.shape))
     assert gradcheck.loss_error(model, tokens, targets) < 1e-13
-    assert max(row[3] for row in gradcheck.check_tensors(model, tokens, targets, gradcheck.TINY_STEP, 6)) < 1e-9
+    rows = gradcheck.check_tensors(model, tokens, targets, gradcheck.TINY_STEP, 6)
+    assert max(row[3] for row in rows) < 1e-9
     if "hidden" not in change:
         assert np.abs(model.forward(tokens, targets) / usual.forward(tokens, targets) - 1).min() > 1e-4
     else:

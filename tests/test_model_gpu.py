@@ -444,7 +444,7 @@ def recorder(config=TINY, matmul="ours", precision="bf16"):
         assert all(isinstance(x, (np.ndarray, np.generic)) for x in arguments)      # no plain int or float
         launched.append([name, grid, threads, shared, *(
             x if isinstance(x, np.ndarray) else (type(x).__name__, x.item()) for x in arguments)])
-    gpu = types.SimpleNamespace(config=config, matmul=matmul, precision=precision, launch=launch, cos="cos", sin="sin",
+    gpu = types.SimpleNamespace(config=config, matmul=matmul, precision=precision, launch=launch,
                                 flash=[("F", 32, 64, 7), ("DQ", 48, 96, 8), ("DKDV", 16, 128, 9)])
     gpu.cos, gpu.sin = np.zeros(1), np.ones(1)
     return gpu, launched
@@ -477,11 +477,13 @@ NO_ARRAY = ("uint64", 0)
 
 
 def test_threads_of_a_row():
-    assert [model_gpu.row_threads(C) for C in (8, 256, 264, 512, 520, 768, 776, 8192)] == [32, 32, 64, 64, 96, 96, 128, 1024]
+    widths = {8: 32, 256: 32, 264: 64, 512: 64, 520: 96, 768: 96, 776: 128, 8192: 1024}
+    assert {C: model_gpu.row_threads(C) for C in widths} == widths
     assert [model_gpu.ceil_div(n, 8) for n in (0, 1, 7, 8, 9, 16, 17)] == [0, 1, 1, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("N, C, threads, columns", [(1, 8, 32, 1), (3, 256, 32, 1), (7, 264, 64, 2), (5, 776, 128, 4)])
+@pytest.mark.parametrize("N, C, threads, columns", [(1, 8, 32, 1), (3, 256, 32, 1), (7, 264, 64, 2),
+                                                    (5, 776, 128, 4)])
 def test_launches_of_embedding_and_norm(N, C, threads, columns):
     x, out, gain, rstd, before = array(N, C), array(N, C), array(C), array(N), array(N, C)
     tokens, embed, starts = array(N), array(24, C), array(25)
@@ -507,14 +509,17 @@ def test_launches_of_the_norms_backward(N, blocks, C, columns):
             ["column_sum", (columns,), 1024, 0, 1, 6, *i32(blocks, C)]]
 
 
-@pytest.mark.parametrize("N, O, grid", [(1, 8, (1, 1)), (8, 2048, (256, 1)), (9, 2056, (257, 2)), (16, 2040, (255, 2))])
+@pytest.mark.parametrize("N, O, grid", [(1, 8, (1, 1)), (8, 2048, (256, 1)), (9, 2056, (257, 2)),
+                                        (16, 2040, (255, 2))])
 def test_launches_of_few_rows(N, O, grid):
     for dtype, name in ((np.uint16, "few_rows"), (np.float32, "few_rows_to_fp32")):
-        assert launches_of(model_gpu.few_rows_forward, array(N, O, dtype=dtype), array(N, 16), array(O, 16)) == [
+        assert launches_of(model_gpu.few_rows_forward, array(N, O, dtype=dtype), array(N, 16),
+                           array(O, 16)) == [
             [name, grid, 256, 0, 0, 1, 2, *i32(N, 16, O)]]
 
 
-@pytest.mark.parametrize("M, N, grid", [(1, 8, (1, 1)), (64, 128, (2, 1)), (65, 136, (3, 2)), (63, 64, (1, 1))])
+@pytest.mark.parametrize("M, N, grid", [(1, 8, (1, 1)), (64, 128, (2, 1)), (65, 136, (3, 2)),
+                                        (63, 64, (1, 1))])
 def test_launches_of_products(M, N, grid):
     """linear_forward, and both halves of its backward."""
     def of(function, out, a, b):
@@ -523,7 +528,8 @@ def test_launches_of_products(M, N, grid):
         return launch[:4] + launch[7:]
     for dtype, name in ((np.uint16, "matmul"), (np.float32, "matmul_to_fp32")):
         out, w, x = array(M, N, dtype=dtype), array(N, 24), array(M, 24)
-        assert of(model_gpu.linear_forward, out, x, w) == [name, grid, 256, 0, *i32(M, N, 24, 24, 1, 1, 24, N, 0)]
+        assert of(model_gpu.linear_forward, out, x, w) == [
+            name, grid, 256, 0, *i32(M, N, 24, 24, 1, 1, 24, N, 0)]
         assert of(model_gpu.linear_backward_input, out, x, array(24, N)) == [
             name, grid, 256, 0, *i32(M, N, 24, 24, 1, N, 1, N, 0)]
         assert of(model_gpu.linear_backward_weight, out, array(24, M), array(24, N)) == [
@@ -531,8 +537,10 @@ def test_launches_of_products(M, N, grid):
 
 
 @pytest.mark.parametrize("config, N, T, blocks, sizes", [
-    (TINY, 1, 1, 1, (3, 32, 128)), (TINY, 42, 21, 1, (3, 32, 128)), (TINY, 43, 43, 2, (3, 32, 128)),       # 96 N / 4096
-    (dict(heads=1), 64, 8, 2, (2, 64, 192)), (dict(heads=1), 32, 8, 1, (2, 64, 192)), (dict(heads=1), 33, 3, 2, (2, 64, 192))])
+    # two blocks from 96 N / 16 > 256 on, then 128 N / 16
+    (TINY, 1, 1, 1, (3, 32, 128)), (TINY, 42, 21, 1, (3, 32, 128)), (TINY, 43, 43, 2, (3, 32, 128)),
+    (dict(heads=1), 64, 8, 2, (2, 64, 192)), (dict(heads=1), 32, 8, 1, (2, 64, 192)),
+    (dict(heads=1), 33, 3, 2, (2, 64, 192))])
 def test_launches_of_rope(config, N, T, blocks, sizes):
     gpu = recorder(dataclasses.replace(TINY, **config) if isinstance(config, dict) else config)
     heads, D, width = sizes
@@ -542,7 +550,8 @@ def test_launches_of_rope(config, N, T, blocks, sizes):
         gpu[1].clear()
 
 
-@pytest.mark.parametrize("T, blocks", [(1, (1, 1, 1)), (32, (1, 1, 2)), (33, (2, 1, 3)), (48, (2, 1, 3)), (49, (2, 2, 4)),
+@pytest.mark.parametrize("T, blocks", [(1, (1, 1, 1)), (32, (1, 1, 2)), (33, (2, 1, 3)), (48, (2, 1, 3)),
+                                       (49, (2, 2, 4)),
                                        (96, (3, 2, 6)), (97, (4, 3, 7))])
 def test_launches_of_attention(T, blocks):
     """3 rows, 4 query and 2 key/value heads; blocks of 32 and 48 queries, of 16 keys."""
@@ -560,12 +569,14 @@ def test_launches_of_attention(T, blocks):
 @pytest.mark.parametrize("F, blocks", [(8, 1), (2048, 1), (2056, 2), (16384, 8), (16392, 9)])
 def test_launches_of_swiglu(F, blocks):
     out, gate_up = array(3, F), array(3, 2 * F)
-    assert launches_of(model_gpu.swiglu_forward, out, gate_up) == [["swiglu_forward", (3, blocks), 256, 0, 0, 1, *i32(F)]]
-    assert launches_of(model_gpu.swiglu_backward, gate_up, out) == [["swiglu_backward", (3, blocks), 256, 0, 0, 1, *i32(F)]]
+    launched = [(3, blocks), 256, 0, 0, 1, *i32(F)]
+    assert launches_of(model_gpu.swiglu_forward, out, gate_up) == [["swiglu_forward", *launched]]
+    assert launches_of(model_gpu.swiglu_backward, gate_up, out) == [["swiglu_backward", *launched]]
 
 
 def test_launches_of_the_loss():
-    losses, logits, nll, targets, weight, divisor = (array(3), array(14, 3, 40), array(14, 3), array(2, 9), array(3), array(3))
+    losses, logits, nll, targets, weight, divisor = (array(3), array(14, 3, 40), array(14, 3), array(2, 9),
+                                                     array(3), array(3))
     assert launches_of(model_gpu.cross_entropy_forward, losses, logits, nll, targets, weight, divisor) == [
         ["cross_entropy", (42,), 256, 0, 1, 2, 3, 4, *i32(7, 3, 40)],
         ["cross_entropy_sum", (3,), 1024, 0, 0, 2, 5, *i32(14, 3)]]
@@ -575,7 +586,8 @@ def test_launches_of_the_loss():
 def test_launches_of_the_update(n, blocks):
     state, partial, grad = array(3), array(8), array(n)
     assert launches_of(model_gpu.gradient_norm, state, partial, grad, 0.5) == [
-        ["sum_of_squares", (8,), 256, 0, 1, 2, ("int64", n)], ["gradient_norm", (1,), 1024, 0, 0, 1, *i32(8), *f32(0.5)]]
+        ["sum_of_squares", (8,), 256, 0, 1, 2, ("int64", n)],
+        ["gradient_norm", (1,), 1024, 0, 0, 1, *i32(8), *f32(0.5)]]
     param, m, v, copy = array(n), array(n), array(n), array(n)
     numbers = dict(step=3, lr=0.25, beta1=0.5, beta2=0.75, eps=0.125, decay=0.0625)
     expected = [("int64", n)] + f32(0.25, 0.5, 0.75, 0.125, 0.0625, 1 / (1 - 0.125), 1 / (1 - 0.75 ** 3))
@@ -594,16 +606,19 @@ def test_launches_of_decoding(made):
 
         def note(name, grid, threads, *arguments, shared=0):
             numbers = [x.item() for x in arguments if isinstance(x, np.int32)]
-            seen.append((name, grid, threads, shared, numbers if name in ("rope_append", "decode_attention") else None))
+            seen.append((name, grid, threads, shared, numbers if name in ("rope_append", "decode_attention")
+                         else None))
             launch(name, grid, threads, *arguments, shared=shared)
         model.gpu.launch = note
         model.extend([1] * 32)                              # 32 x 4 heads x 32 / 16 = 256 threads
         model.extend([1] * 3)
         own = [call for call in seen if call[4] is not None]
-        assert own == [("rope_append", (1,), 256, 0, [32, 0, 2, 1, 32, 40]), ("decode_attention", (2, 32), 128, 128, [0, 2, 1, 32, 40]),
-                       ("rope_append", (1,), 256, 0, [3, 32, 2, 1, 32, 40]), ("decode_attention", (2, 3), 128, 140, [32, 2, 1, 32, 40])]
+        assert own == [("rope_append", (1,), 256, 0, [32, 0, 2, 1, 32, 40]),
+                       ("decode_attention", (2, 32), 128, 128, [0, 2, 1, 32, 40]),
+                       ("rope_append", (1,), 256, 0, [3, 32, 2, 1, 32, 40]),
+                       ("decode_attention", (2, 3), 128, 140, [32, 2, 1, 32, 40])]
         assert [call[0] for call in seen].count("few_rows_to_fp32") == (1 if precision == "bf16" else 5)
-        assert [call[:3] for call in seen if call[0] == "swiglu_forward"] == [("swiglu_forward", (n, 2), 256) for n in (32, 3)]
+        assert [call[1:3] for call in seen if call[0] == "swiglu_forward"] == [((32, 2), 256), ((3, 2), 256)]
         model.position = 0
         model.extend([1] * 33)
         assert [call[:3] for call in seen if call[0] == "rope_append"][2:] == [("rope_append", (2,), 256)]
@@ -614,17 +629,19 @@ def test_launches_of_decoding(made):
         assert seen == expected
     for size, blocks in ((2048, 1), (2056, 2), (4096, 2), (4104, 3)):
         model = types.SimpleNamespace(weights_bf16=array(size), flat_params=array(size), gpu=recorder()[0])
-        model.gpu.launch = lambda name, grid, threads, *arguments: seen.append((name, grid, threads, arguments))
         seen.clear()
+        model.gpu.launch = lambda *arguments: seen.append(arguments)
         model_gpu.Model.refresh(model)
-        (name, grid, threads, arguments), = seen
+        (name, grid, threads, *arguments), = seen
         assert (name, grid, threads) == ("copy_weights", (blocks,), 256) and arguments[2] == size
-        assert arguments[0] is model.weights_bf16 and arguments[1] is model.flat_params and type(arguments[2]) is np.int64
+        assert arguments[0] is model.weights_bf16 and arguments[1] is model.flat_params
+        assert type(arguments[2]) is np.int64
 
 
 def test_other_numbers_than_the_usual(made):
-    """The width of the feed-forward, the norm's eps and the rotation's base come from Config; without training there are
-    losses and no gradients."""
+    """The width of the feed-forward, the norm's eps and the rotation's base come from Config; without
+    training
+    there are losses and no gradients."""
     config = dataclasses.replace(TINY, hidden=72, norm_eps=0.25, rope_theta=20.0)
     model, reference = model_gpu.Model(config, precision="fp32", matmul="ours"), model_cpu.Model(config)
     widen(model, reference)

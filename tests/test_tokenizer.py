@@ -493,7 +493,7 @@ def test_ids_on_disk_are_little_endian(monkeypatch):
 
 @pytest.mark.parametrize("text", ["c", "\x01", "ab", "\x02\x01", "c\n"])
 def test_a_document_ends_with_one_separator_whatever_its_last_id(tmp_path, text):
-    """The id of the separator, 257, has the bytes 1, 1: as bytes, those of "c" are greater, those of 0 less."""
+    """The separator's id, 257, has the bytes 1, 1: as bytes, those of "c" are greater, those of 0 less."""
     tokenizer = Tokenizer(range(256), [(97, 98)], SPECIAL_TOKENS)
     paths = [tmp_path / name for name in ("a", "b", "zero")]
     for path in paths:
@@ -520,7 +520,8 @@ def test_a_prompt_is_put_together_from_ids(tokenizer):
         for room in range(1, len(whole) + 3):
             found = tokenizer.prompt(text, room)
             assert found[0] == user and len(found) == min(room, len(whole))
-            assert found[1:] == whole[len(whole) - len(found) + 1:]             # of what follows <|user|>, the end
+            # of what follows <|user|>, the end
+            assert found[1:] == whole[len(whole) - len(found) + 1:]
         assert tokenizer.prompt(text, 3) == [user, end, assistant] or text == ""
 
 
@@ -531,12 +532,14 @@ def test_the_chat_template_gives_the_prompt(tokenizer):
         raise ValueError(words)
     template = jinja2.Environment().from_string(tk.CHAT_TEMPLATE)
     template.globals["raise_exception"] = raise_exception
-    roles = [dict(role="user", content="a b"), dict(role="assistant", content="c"), dict(role="user", content="d")]
+    roles = [dict(role="user", content="a b"), dict(role="assistant", content="c"),
+             dict(role="user", content="d")]
     text = template.render(messages=roles[:1], add_generation_prompt=True)
     assert text == "<|user|>a b<|end|><|assistant|>"
     assert template.render(messages=roles) == "<|user|>a b<|end|><|assistant|>c<|end|><|user|>d<|end|>"
     system = dict(role="system", content="be brief")
-    assert template.render(messages=[system, *roles[:2]]) == "<|user|>be brief\n\na b<|end|><|assistant|>c<|end|>"
+    text = template.render(messages=[system, *roles[:2]])
+    assert text == "<|user|>be brief\n\na b<|end|><|assistant|>c<|end|>"
     for wrong in (roles[1:], [roles[0], roles[0]], [roles[0], system], [system, roles[1]]):
         with pytest.raises(ValueError, match="the roles must be user and assistant in turn"):
             template.render(messages=wrong)
@@ -552,7 +555,8 @@ def test_progress_in_a_file_and_on_a_terminal(monkeypatch, capsys):
     progress(16_000_000, 16_000_000)
     assert capsys.readouterr().out == "words counted: 16 MB, 2.0 MB/s, 8.0 s\n"
     clock = itertools.count(1.0, 0.5)
-    for total, said in ((999_999, ""), (1_000_000, "words: 1 MB, 2.0 MB/s, 0.5 s\n"), (0, "")):     # of nearly nothing, none
+    # of nearly nothing, none
+    for total, said in ((999_999, ""), (1_000_000, "words: 1 MB, 2.0 MB/s, 0.5 s\n"), (0, "")):
         tk.show_progress("words:")(total, total)
         assert capsys.readouterr().out == said
     clock = iter([50.0, 50.0, 54.0, 58.0, 60.0])
@@ -561,8 +565,10 @@ def test_progress_in_a_file_and_on_a_terminal(monkeypatch, capsys):
     for done in (0, 2000, 6000, 8000):
         progress(done, 8000)
     assert capsys.readouterr().out == (
-        "\rseen: 0 thousand, 0.0 thousand/s, 0%, 0 s left \033[K\rseen: 2 thousand, 0.5 thousand/s, 25%, 12 s left \033[K"
-        "\rseen: 6 thousand, 0.8 thousand/s, 75%, 3 s left \033[K\rseen: 8 thousand, 0.8 thousand/s, 100%, 0 s left \033[K\n")
+        "\rseen: 0 thousand, 0.0 thousand/s, 0%, 0 s left \033[K"
+        "\rseen: 2 thousand, 0.5 thousand/s, 25%, 12 s left \033[K"
+        "\rseen: 6 thousand, 0.8 thousand/s, 75%, 3 s left \033[K"
+        "\rseen: 8 thousand, 0.8 thousand/s, 100%, 0 s left \033[K\n")
 
 
 def test_chunks_of_nothing_but_separators(tokenizer, tmp_path, monkeypatch):
@@ -654,7 +660,8 @@ def test_processes_do_not_change_results(tokenizer, large, tmp_path, monkeypatch
 
 
 def test_small_files_start_no_process(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor",
+                        lambda *_: pytest.fail("a process was started"))
     (tmp_path / "small.txt").write_text(TEXT)
     assert encode_to_ids(tokenizer, tmp_path / "small.txt", processes=8) == expected_ids(tokenizer, [TEXT])
     assert Tokenizer.train_files([tmp_path / "small.txt"], 400).merges == tokenizer.merges
@@ -666,7 +673,8 @@ def test_how_many_processes_are_started_and_how_many_chunks_are_under_way(monkey
 
     class Pool:
         def __init__(self, processes, context, initializer, arguments):
-            assert context.get_start_method() == "fork" and initializer is tk.start_worker and arguments == ("E",)
+            assert context.get_start_method() == "fork" and initializer is tk.start_worker
+            assert arguments == ("E",)
             started.append(processes)
 
         def submit(self, function, task, chunk):
@@ -733,7 +741,8 @@ def test_an_interrupt_leaves_no_process_and_no_file(tokenizer, large, tmp_path):
 
 def test_a_worker_that_dies_is_one_sentence(tokenizer, large, tmp_path, monkeypatch):
     monkeypatch.setattr(tk, "run_task", lambda *_: os._exit(3))
-    with pytest.raises(OSError, match="A process of the tokenizer ended early; if memory is short, use fewer"):
+    with pytest.raises(OSError,
+                       match="A process of the tokenizer ended early; if memory is short, use fewer"):
         tokenizer.encode_file(large, tmp_path / "out.bin", processes=2)
     assert list(tmp_path.iterdir()) == []
 
