@@ -4,6 +4,7 @@
     python tests/bench.py tokenizer
     python tests/bench.py cpu
     python tests/bench.py euler         # of the model in out/small
+    python tests/bench.py counts FILE   # what counting reaches on a text, beside the model in out/small
     python tests/bench.py train --peer  # on a GPU, as are the next two
     python tests/bench.py attention
     python tests/bench.py curves --tokens data/train-KEY.bin --peer
@@ -163,6 +164,7 @@ def bench_euler(arguments):
     """The trained model's layers as steps of size 1, against other ways to integrate the same dx/dt = f(x, t)."""
     import numpy as np
 
+    import checkpoint
     import model_cpu
 
     model, _ = checkpoint.load(arguments.model, model_cpu)
@@ -171,7 +173,8 @@ def bench_euler(arguments):
     held_out = sorted(glob.glob(f"data/val-*-{key}-*.bin"))
     if not held_out:
         raise ValueError(f"the held-out tokens of {arguments.model}, data/val-*-{key}-*.bin, are not here.")
-    windows = np.fromfile(held_out[0], "<u2")[:64 * (T + 1)].reshape(-1, T + 1).astype(np.int64)
+    ids = np.fromfile(held_out[0], "<u2").astype(np.int64)
+    windows = ids[:min(64, len(ids) // (T + 1)) * (T + 1)].reshape(-1, T + 1)
     print(f"{arguments.model} after {model.step} steps, {windows[:, 1:].size:,} held-out tokens, loss of head 0")
     for i, (loss, step, _) in enumerate(model_cpu.euler_table(model, windows)):
         print(f"  stopped after {'the embedding' if i == 0 else f'layer {i - 1}':14s} {loss:.4f}   |f(x)|/|x| {step:.3f}")
@@ -182,8 +185,9 @@ def bench_euler(arguments):
 
     def layer(x, i, size=1.0):
         """x after one step of that size by layer i."""
-        x, work = x.copy(), model_cpu.Buffers(model.dtype)
-        model_cpu.block_forward(x, scaled(model.layer(model.params, i), size), work, work, c, model.cos, model.sin)
+        x, w = x.copy(), scaled(model_cpu.layer_views(model.params, i), size)
+        layers, shared = model.workers[0].buffers(*x.shape[:2])
+        model_cpu.block_forward(x, w, layers[i], shared, c, model.cos, model.sin)
         return x
 
     def euler(parts):
@@ -205,11 +209,83 @@ def bench_euler(arguments):
         for i in range(c.layers):
             x = solve(x, i)
         h, rstd, loss = np.empty((x.size // c.dim, c.dim)), np.empty(x.size // c.dim), np.zeros(1)
-        model_cpu.rmsnorm_forward(h, rstd, x.reshape(-1, c.dim), model.params["norm"])
+        model_cpu.rmsnorm_forward(h, rstd, x.reshape(-1, c.dim), model.params["norm"], c.norm_eps)
         logits = (h @ model.params["heads"][:c.vocab].T)[:, None]
-        table = windows[:, 1:].reshape(-1, 1)
-        model_cpu.cross_entropy_forward(loss, np.empty(table.shape), logits, table, len(table))
+        head_targets = windows[:, 1:].reshape(-1, 1)
+        model_cpu.cross_entropy_forward(loss, np.empty(head_targets.shape), logits, head_targets, len(head_targets))
         print(f"  {name:30s} {loss[0]:.4f}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# counts: the first rungs of the ladder that a model climbs
+
+def numbered(ids, n, vocab):
+    """Every run of n ids as one number, in the order in which the runs end; vocab ** n must fit 63 bits."""
+    import numpy as np
+    numbers = np.zeros(len(ids) - n + 1, np.int64)
+    for i in range(n):
+        numbers = numbers * vocab + ids[i:len(numbers) + i]
+    return numbers
+
+
+def look_up(asked, known, values):
+    """Of each number asked for, what stands beside it in `known`, which is sorted; 0 where it is not there."""
+    import numpy as np
+    places = np.minimum(np.searchsorted(known, asked), len(known) - 1)
+    return np.where(known[places] == asked, values[places], 0)
+
+
+def count_losses(learned, held_out, vocab):
+    """-> {name: nats a token} of held-out ids, from the third on, by counts of the learned ids.
+
+    The chances of n-1 tokens before are interpolated with those of n-2, by Witten and Bell's rule (1991), which has
+    nothing to tune: after `before`, which occurred c times with t different next tokens,
+
+        P(token | before) = (times(before, token) + t * P(token | before without its first)) / (c + t)
+
+    so that what was never seen has a chance, too; below the unigrams stand the uniform chances, 1 / vocab."""
+    import numpy as np
+    learned, held_out = (np.asarray(ids).astype(np.int64) for ids in (learned, held_out))
+    if len(learned) < 3 or len(held_out) < 3:
+        raise ValueError("the text is too short to count in: its parts need at least 3 tokens each.")
+    chances = np.full(len(held_out) - 2, 1 / vocab)
+    losses = {"uniform": float(-np.log(chances).mean())}
+    for n, name in enumerate(("unigram", "bigram", "trigram"), 1):
+        runs, times = np.unique(numbered(learned, n, vocab), return_counts=True)
+        before, first = np.unique(runs // vocab, return_index=True)             # runs that begin alike lie side by side
+        total, kinds = np.add.reduceat(times, first), np.diff([*first, len(runs)])
+        asked = numbered(held_out, n, vocab)[-len(chances):]                    # those that end with the tokens in question
+        c, t = (look_up(asked // vocab, before, values) for values in (total, kinds))
+        mixed = (look_up(asked, runs, times) + t * chances) / np.maximum(c + t, 1)
+        chances = np.where(c > 0, mixed, chances)
+        losses[name] = float(-np.log(chances).mean())
+    return losses
+
+
+def bench_counts(arguments):
+    """Nats a token of a text's held-out part by counts in its training part, beside the model's, whose windows see less
+    at their beginning.  The parts and the tokens are those that train.py makes of the text."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"        # as train.py has it; read when NumPy loads
+    import checkpoint
+    import model_cpu
+    import train
+    from tokenizer import available_cores
+
+    folder = arguments.model or "out/small"
+    model = None
+    if arguments.model or os.path.exists(os.path.join(folder, "config.json")):
+        options = {"dtype": "float32", "threads": available_cores(), "training": False}
+        model, tokenizer = checkpoint.load(folder, model_cpu, options)
+    _, learned, val, key = train.prepare([arguments.file], model.config.vocab if model else arguments.vocab)
+    (held_out,), vocab = val.values(), model.config.vocab if model else arguments.vocab
+    print(f"{arguments.file}: {len(learned):,} tokens of a vocabulary of {vocab} to learn from, {len(held_out):,} held out; "
+          f"nats a token")
+    for name, loss in count_losses(learned, held_out, vocab).items():
+        print(f"  {name:10s} {loss:.4f}")
+    if model and checkpoint.load_state(folder)["settings"]["tokens_key"] != key:
+        print(f"  {folder} has not learned from this text, so it is not measured")
+    elif model:
+        print(f"  {folder:10s} {train.validate(model, tokenizer, val, 16)['val_loss']:.4f}   after {model.step} steps")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -600,6 +676,11 @@ def main():
     command = commands.add_parser("euler", help="half steps, Heun's method: is a trained layer a solver's step?")
     command.add_argument("--model", default="out/small")
     command.set_defaults(run=bench_euler)
+    command = commands.add_parser("counts", help="the loss of counted unigrams, bigrams and trigrams on a text")
+    command.add_argument("file", metavar="FILE", help="a text, such as a model was trained on")
+    command.add_argument("--model", metavar="DIR", help="the model beside (default out/small, if it is there)")
+    command.add_argument("--vocab", type=int, default=512, help="tokens, where there is no model (default %(default)s)")
+    command.set_defaults(run=bench_counts)
     arguments = parser.parse_args()
     # without a name: all that need no choice, each as far as this machine has what it takes
     chosen = [arguments] if arguments.command else [parser.parse_args([name]) for name in ("cpu", "tokenizer", "train",

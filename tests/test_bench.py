@@ -1,0 +1,102 @@
+"""tests/bench.py, as far as this machine and a moment go: counted losses by hand, and the solvers on a tiny model."""
+import contextlib
+import io
+import math
+import os
+import re
+
+import bench
+import numpy as np
+import pytest
+
+import checkpoint
+import model_cpu
+import train
+from tokenizer import Tokenizer
+
+
+def run(*arguments):
+    """python tests/bench.py ... -> what it printed."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr("sys.argv", ["bench.py", *arguments])
+        bench.main()
+    return out.getvalue()
+
+
+def test_counts_by_hand():
+    """The text "ababac" before "ababc", of which the last three are predicted."""
+    losses = bench.count_losses([0, 1, 0, 1, 0, 2], [0, 1, 0, 1, 2], 3)
+    unigram = [4 / 9, 3 / 9, 2 / 9]                                     # (3 + 3/3) / (6 + 3), and so on
+    bigram = [(2 + 4 / 9) / 3, (2 + 2 * 3 / 9) / 5, (0 + 2 / 9) / 3]    # a after b, b after a, c after b
+    trigram = [(2 + bigram[0]) / 3, (1 + 2 * bigram[1]) / 4, (0 + bigram[2]) / 3]
+    for name, chances in (("uniform", [1 / 3] * 3), ("unigram", unigram), ("bigram", bigram), ("trigram", trigram)):
+        assert losses.pop(name) == pytest.approx(-np.log(chances).mean(), rel=1e-12)
+    assert not losses
+    # after tokens that never came before, what is known without them: the last token has no next one to learn
+    losses = bench.count_losses([0, 1, 2], [2, 2, 0], 4)
+    assert losses["trigram"] == losses["bigram"] == losses["unigram"] == pytest.approx(-math.log((1 + 3 / 4) / 6))
+    for learned, held_out in ([0, 1], [0, 1, 2]), ([0, 1, 2], [0, 1]):
+        with pytest.raises(ValueError, match="too short to count in"):
+            bench.count_losses(learned, held_out, 4)
+
+
+def test_chances_add_up_to_one():
+    """Whatever came before, over all tokens that may come next."""
+    rng = np.random.default_rng(0)
+    learned, context = rng.integers(0, 5, 200), rng.integers(0, 7, (20, 2))
+    for before in context:
+        losses = [bench.count_losses(learned, [*before, token], 7) for token in range(7)]
+        for name in losses[0]:
+            assert sum(math.exp(-row[name]) for row in losses) == pytest.approx(1, rel=1e-12)
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A text, and a model in out/tiny that has begun to learn it."""
+    monkeypatch.chdir(tmp_path)
+    open("tiny.txt", "w").write("the cat sat on the mat and the dog lay on the rug. " * 40)
+    for name in ("set_threads", "take"):
+        monkeypatch.setattr(train, name, lambda *rest: None)
+    with contextlib.redirect_stdout(io.StringIO()):
+        train.main(["--data", "tiny.txt", "--out", "out/tiny", "--dim", "16", "--heads", "2", "--layers", "2", "--context",
+                    "16", "--vocab", "272", "--steps", "40", "--batch-tokens", "32", "--threads", "1", "--lr", "0.02"])
+    return tmp_path
+
+
+def test_counts_of_a_text(tiny):
+    tokenizer, learned, val, _ = train.prepare(["tiny.txt"], 272)
+    held_out, cut = val["tiny"], train.split_point("tiny.txt")
+    parts = [open("tiny.txt").read()[:cut], open("tiny.txt").read()[cut:]]
+    assert [tokenizer.decode(ids[:-1]) for ids in (learned, held_out)] == parts         # and each ends with <|endoftext|>
+    losses = bench.count_losses(learned, held_out, 272)
+    said = run("counts", "tiny.txt", "--model", "out/tiny")
+    assert said.startswith(f"tiny.txt: {len(learned):,} tokens of a vocabulary of 272 to learn from, {len(held_out):,} held out"
+                           "; nats a token\n")
+    for name, loss in losses.items():
+        assert re.search(rf"^  {name} +{loss:.4f}$", said, re.MULTILINE)
+    assert losses["uniform"] == pytest.approx(math.log(272)) and losses["trigram"] < losses["bigram"] < losses["unigram"]
+    model, _ = checkpoint.load("out/tiny", model_cpu, {"dtype": np.float32})
+    loss = train.validate(model, tokenizer, val, 16)["val_loss"]
+    assert said.endswith(f"  out/tiny   {loss:.4f}   after 40 steps\n\n")
+    assert run("counts", "tiny.txt", "--vocab", "272") == "".join(said.splitlines(keepends=True)[:-2]) + "\n"
+    open("other.txt", "w").write("another text, of other words, in another order. " * 40)
+    assert run("counts", "other.txt", "--model", "out/tiny").endswith(
+        "  out/tiny has not learned from this text, so it is not measured\n\n")
+    os.rename("out/tiny", "out/small")                  # what is there by default
+    assert "  out/small  " in run("counts", "tiny.txt")
+
+
+def test_solvers(tiny):
+    """Layers as trained are one Euler step each: the loss is the model's own, in the table and among the solvers."""
+    said = run("euler", "--model", "out/tiny")
+    table = dict(re.findall(r"^  (\S.*?) +([0-9]+\.[0-9]{4})(?: .*)?$", said, re.MULTILINE))
+    assert list(table) == ["stopped after the embedding", "stopped after layer 0", "stopped after layer 1",
+                           "one step a layer, as trained", "two half steps", "four quarter steps", "Heun's method",
+                           "every step 10% longer", "every step 10% shorter"]
+    model, _ = checkpoint.load("out/tiny", model_cpu)
+    held_out = train.prepare(["tiny.txt"], 272)[2]["tiny"]
+    windows = held_out[:len(held_out) // 17 * 17].reshape(-1, 17).astype(int)[:64]
+    targets = np.pad(windows[:, 1:], ((0, 0), (0, model.config.predict - 1)), constant_values=-1)
+    loss = f"{model.forward(windows[:, :-1], targets)[0]:.4f}"
+    assert table["stopped after layer 1"] == table["one step a layer, as trained"] == loss != table["stopped after layer 0"]
+    assert len(set(table.values())) > 5
