@@ -1,10 +1,14 @@
 """train.py: batches as a pure function, the held-out part, exact resume after every kind of death, bad input."""
+import contextlib
 import dataclasses
+import io
 import json
 import lzma
 import math
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +42,32 @@ def read_log(folder, out="out/small"):
     """The log without the seconds, which no run repeats."""
     with open(os.path.join(folder, out, "log.jsonl"), encoding="utf-8") as file:
         return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in file]
+
+
+TINY = ["--data", "tiny.txt", "--dim", "16", "--heads", "2", "--kv-heads", "1", "--layers", "1", "--context", "16", "--vocab", "272",
+        "--batch-tokens", "64", "--threads", "1", "--steps", "12", "--eval-every", "5", "--save-every", "100"]
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """-> function (options, stop at this step) -> what train.py printed: runs of a tiny model in this process."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.txt").write_text("the cat sat on the mat and the dog lay on the rug. " * 40)
+    for name in ("set_threads", "take"):            # a lock is held until its process ends
+        monkeypatch.setattr(train, name, lambda *rest: None)
+
+    def go(*options, stop_at=None):
+        step, stop = train.training_step, types.SimpleNamespace(signal=None)
+
+        def stopping(model, *rest):
+            stop.signal = signal.SIGTERM if model.step + 1 == stop_at else None
+            return step(model, *rest)
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+            patch.setattr(train, "training_step", stopping)
+            patch.setattr(train, "Stop", lambda: stop)
+            assert (train.main(list(options)) or 0) == (128 + signal.SIGTERM if stop_at else 0)
+        return out.getvalue()
+    return go
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +313,19 @@ def test_split_is_as_near_as_can_be_to_what_is_wanted(tmp_path):
             assert abs(found - wanted) == min((abs(cut - wanted) for cut in kind), default=0), raw
 
 
+def test_a_cut_leaves_something_behind_it(tmp_path):
+    """Where what is wanted, the last 100 kB, is only the white space at the end, or begins with the last byte before it:
+    the cut is then the last one that leaves a byte."""
+    path, wanted = tmp_path / "text.txt", 1_100_000
+    for line, sizes in (b"a", (-3, -1, 0, 1, 2)), (b"abc\n", (-8, -3, -2, -1, 0, 1, 2, 3, 7)):
+        for more in sizes:
+            text = (line * 300_000 if line == b"abc\n" else line * 1_200_000)[:wanted + more].rstrip()
+            raw = text.ljust(1_200_000)
+            path.write_bytes(raw)
+            cuts = [cut for cut in range(wanted - 20, len(text)) if raw[cut - 1:cut] == line[-1:]]
+            assert train.split_point(path) == min(cuts, key=lambda cut: abs(cut - wanted)), (line, more)
+
+
 def test_split_of_a_long_line_and_of_many_lines_takes_no_longer_than_reading_them(tmp_path):
     """Once these took hours and minutes; now a second.  The limit only ends a hang."""
     program = "import sys; sys.path.insert(0, sys.argv[1]); import train; print(train.split_point('text.txt'))"
@@ -342,6 +385,19 @@ def test_a_tokenizer_sample_is_spread_over_all_parts():
         assert all(start <= a < b <= end for _, a, b in inside)
         assert inside[0][1] == start and end - inside[-1][1] < 13_000_000
     assert train.tokenizer_sample(parts[1:2]) == parts[1:2]
+
+
+def test_a_tokenizer_reads_a_hundred_million_bytes_and_no_more():
+    """All of just as many; of one more pieces of a megabyte, as far apart as makes so many of them."""
+    whole = [("a", 0, 40_000_000), ("b", 5, 60_000_005)]
+    assert train.tokenizer_sample(whole) is whole
+    assert train.tokenizer_sample([*whole, ("c", 0, 1)]) == [
+        *[("a", place, place + 1_000_000) for place in range(0, 40_000_000, 1_000_000)],
+        *[("b", place, place + 1_000_000) for place in range(5, 60_000_005, 1_000_000)], ("c", 0, 1)]
+    assert train.tokenizer_sample([("a", 0, 250_000_000)]) == [
+        ("a", place, place + 1_000_000) for place in range(0, 250_000_000, 2_500_000)]
+    assert train.tokenizer_sample([("a", 0, 5_000_000)], 2_500_000) == [
+        ("a", 0, 1_000_000), ("a", 2_000_000, 3_000_000), ("a", 4_000_000, 5_000_000)]
 
 
 def test_validation_by_kind():
@@ -442,6 +498,155 @@ def test_a_run_of_an_earlier_version_goes_on_unless_its_attention_was_naive(corp
     assert done.stderr == ("error: the run in out/earlier has --attention naive, which is no more: start a new run with another "
                            "--out.\n")
     assert read_log(folder, "out/earlier") == whole
+
+
+def test_a_checkpoint_of_the_first_version_goes_on_with_the_same_losses(tiny, tmp_path):
+    """Its settings name the kind of attention, and its files do not say which config.json is theirs."""
+    tiny(*TINY, "--out", "out/whole")
+    tiny(*TINY, "--out", "out/first", stop_at=7)
+    with open("out/first/config.json", "rb") as file:
+        assert json.load(file)["hidden_size"] == 16
+    for name in ("model.safetensors", "train_state.safetensors"):
+        path = os.path.join("out/first", name)
+        with checkpoint.SafeTensors(path) as file:
+            tensors, metadata = dict(file), dict(file.metadata)
+        del metadata["config"], metadata["crc32"]
+        if "state" in metadata:
+            state = json.loads(metadata["state"])
+            state["settings"]["attention"] = "flash"
+            metadata["state"] = json.dumps(state)
+        checkpoint.write_safetensors(path, tensors, metadata)
+    assert "Resuming out/first at step 7 of 12." in tiny("--resume", "--out", "out/first")
+    assert read_log(tmp_path, "out/first") == read_log(tmp_path, "out/whole")
+    state = checkpoint.load_state("out/first")
+    assert "attention" not in state["settings"] and state["tokens"] == 12 * 64
+    with checkpoint.SafeTensors("out/first/model.safetensors") as file:
+        assert "config" in file.metadata
+
+
+def test_sizes_reach_the_model_and_the_checkpoint(tiny):
+    """Each option by itself, in place of the preset's; with --dim alone what follows from it follows."""
+    few = ["--data", "tiny.txt", "--steps", "1", "--micro-batch", "1", "--threads", "1"]
+    small = model_cpu.CONFIGS["small"]
+    for number, (options, changed) in enumerate([
+            (["--vocab", "264"], {"vocab": 264}), (["--vocab", "264", "--dim", "64"], {"vocab": 264, "dim": 64, "hidden": 176}),
+            (["--vocab", "264", "--heads", "8"], {"vocab": 264, "heads": 8}),
+            (["--vocab", "264", "--kv-heads", "4"], {"vocab": 264, "kv_heads": 4}),
+            (["--vocab", "264", "--layers", "1"], {"vocab": 264, "layers": 1}),
+            (["--vocab", "264", "--context", "100"], {"vocab": 264, "context": 100})]):
+        said = tiny(*few, *options, "--out", f"out/{number}", "--batch-tokens", str(changed.get("context", 128)))
+        config = dataclasses.replace(small, **changed)
+        assert f"small: {model_cpu.param_count(config):,} parameters, 1 steps" in said
+        model, tokenizer = checkpoint.load(f"out/{number}", model_cpu)
+        assert model.config == config and model.step == 1 and tokenizer.vocab_size == 264
+        found = json.loads(open(f"out/{number}/config.json").read())
+        assert [found[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
+                                         "max_position_embeddings", "vocab_size", "intermediate_size")] == [
+            config.dim, config.heads, config.kv_heads, config.layers, config.context, config.vocab, config.hidden]
+
+
+def test_a_context_that_does_not_divide_the_tokens_of_a_step(tiny):
+    """Of a default batch as many windows are taken as fit; one that was asked for is refused."""
+    few = [*TINY[:12], "--context", "100", "--vocab", "272", "--steps", "1", "--threads", "1"]
+    assert "1 steps of 2,000 tokens" in tiny(*few)
+    assert checkpoint.load_state("out/small")["settings"]["batch_tokens"] == 2000
+    with pytest.raises(ValueError, match="^--batch-tokens 2048 is not a multiple of the context, 100.$"):
+        tiny(*few, "--batch-tokens", "2048")
+
+
+def test_a_resumed_run_keeps_its_sizes(tiny, tmp_path):
+    tiny(*TINY, "--out", "out/whole")
+    tiny(*TINY, "--out", "out/half", stop_at=6)
+    sizes = {"dim": 16, "heads": 2, "kv-heads": 1, "layers": 1, "context": 16, "vocab": 272}
+    for name, value in sizes.items():
+        with pytest.raises(ValueError) as error:
+            tiny("--resume", "--out", "out/half", f"--{name}", str(2 * value))
+        assert str(error.value) == (f"the run in out/half has --{name} {value}, not {2 * value}: a resumed run keeps its settings. "
+                                    "Leave the option out, or start a new run with another --out.")
+    same = [f"--{name}={value}" for name, value in sizes.items()]
+    assert "Resuming out/half at step 6 of 12." in tiny("--resume", "--out", "out/half", *same)
+    assert read_log(tmp_path, "out/half") == read_log(tmp_path, "out/whole")
+
+
+def test_a_finished_run_is_given_more_steps(tiny, tmp_path):
+    """They are counted on, the schedule is that of a run of so many steps from there on, and it is said aloud."""
+    tiny(*TINY, "--lr", "0.01", "--warmup", "3", "--out", "out/run")
+    done = read_log(tmp_path, "out/run")
+    for options in [], ["--steps", "12"]:
+        assert tiny("--resume", "--out", "out/run", *options) == (
+            "The run in out/run is finished: 12 of 12 steps (--steps takes more).\n")
+    with pytest.raises(ValueError, match="^the run in out/run has --steps 12, not 11: a resumed run keeps its settings."):
+        tiny("--resume", "--out", "out/run", "--steps", "11")
+    said = tiny("--resume", "--out", "out/run", "--steps", "40", stop_at=20)
+    settings = train.Settings(**checkpoint.load_state("out/run")["settings"])
+    rates = [train.learning_rate(step, settings) for step in range(40)]
+    assert settings.steps == 40 and rates[12] == 0.01 * (0.1 + 0.45 * (1 + math.cos(math.pi * 9 / 36)))
+    assert said.startswith(
+        "The run in out/run was finished after 12 steps; it goes on to 40.  The schedule is computed anew: the learning rate rises "
+        f"from 1.00e-03 to {rates[12]:.2e}, and falls again.\nResuming out/run at step 12 of 40.\n")
+    # it is now an unfinished run of 40 steps: it goes on, but not to another number of them
+    for steps in ("12", "20", "39", "41"):
+        with pytest.raises(ValueError, match=f"^the run in out/run has --steps 40, not {steps}: a resumed run"):
+            tiny("--resume", "--out", "out/run", "--steps", steps)
+    assert tiny("--resume", "--out", "out/run", "--steps", "40").startswith("Resuming out/run at step 20 of 40.\n")
+    log = read_log(tmp_path, "out/run")
+    assert log[:len(done)] == done
+    steps = [record for record in log if "loss" in record]
+    assert [record["step"] for record in steps] == list(range(1, 41))
+    assert [record["lr"] for record in steps[12:]] == rates[12:] and steps[11]["lr"] == pytest.approx(0.001)
+    assert all(a > b for a, b in zip(rates[12:], rates[13:])) and rates[-1] == pytest.approx(0.001)
+    assert [record["step"] for record in log if "val_loss" in record] == [5, 10, 12, 15, 20, 25, 30, 35, 40]
+    assert [record["tokens"] for record in steps] == [64 * step for step in range(1, 41)]
+    assert checkpoint.load_state("out/run")["tokens"] == 40 * 64
+    assert (tmp_path / "out/run/log.jsonl").read_text().count("\n") == len(log)
+
+
+def test_a_run_that_is_not_finished_gets_no_other_steps(tiny, tmp_path):
+    tiny(*TINY, "--out", "out/half", stop_at=11)
+    for steps in ("11", "13", "100"):
+        with pytest.raises(ValueError, match=f"^the run in out/half has --steps 12, not {steps}: a resumed run keeps its settings."):
+            tiny("--resume", "--out", "out/half", "--steps", steps)
+    assert "12 steps, 768 tokens" in tiny("--resume", "--out", "out/half", "--steps", "12")
+
+
+def test_an_extended_run_killed_before_its_first_save_is_the_finished_one(tiny, tmp_path):
+    """And given as many steps again, it is the same as one that nobody killed."""
+    tiny(*TINY, "--out", "out/run")
+    shutil.copytree("out/run", "out/whole")
+    tiny("--resume", "--out", "out/whole", "--steps", "15")
+    with pytest.MonkeyPatch.context() as patch:
+        def die(*rest):
+            raise KeyboardInterrupt
+        patch.setattr(train, "save", die)
+        with pytest.raises(KeyboardInterrupt):
+            tiny("--resume", "--out", "out/run", "--steps", "15")
+    assert "finished: 12 of 12 steps" in tiny("--resume", "--out", "out/run")
+    tiny("--resume", "--out", "out/run", "--steps", "15")
+    assert read_log(tmp_path, "out/run") == read_log(tmp_path, "out/whole")
+
+
+def test_the_last_evaluation_reads_all_and_shows_how_far_it_is(tiny, monkeypatch):
+    """On the way at most EVAL_TOKENS of each kind; at the end everything, with a line of progress, where that is more."""
+    monkeypatch.setattr(train, "EVAL_TOKENS", 32)
+    said = tiny(*TINY)
+    held_out = int(re.search(r"to train on, ([0-9,]+) to validate", said)[1])
+    assert held_out > 48 and said.count("held out:") == 1
+    thousands = f"{held_out / 1e3:,.0f} thousand tokens"
+    assert re.search(rf"\n           held out: {thousands}, [0-9.,]+ thousand tokens/s, [0-9.]+ s\n"
+                     rf"           on all {held_out:,} tokens held out [0-9.]+, [0-9.]+ bits/byte\n", said)
+    log = [json.loads(line) for line in open("out/small/log.jsonl")]
+    assert [record["step"] for record in log if "all" in record] == [12]
+    model, tokenizer = checkpoint.load("out/small", model_cpu, {"dtype": np.float32})
+    val = train.prepare(["tiny.txt"], 272)[2]
+    assert log[-1]["all"]["val_loss"] == pytest.approx(train.validate(model, tokenizer, val, 4)["val_loss"], rel=1e-5)
+    monkeypatch.setattr(train, "EVAL_TOKENS", 1 << 16)
+    assert "held out" not in tiny(*TINY)
+
+
+def test_the_first_step_is_said_where_there_is_no_terminal(tiny):
+    """So that one knows at once that it runs, and how fast; then every tenth, and the last."""
+    said = re.findall(r"^step +([0-9]+)/12  loss", tiny(*TINY), re.MULTILINE)
+    assert list(map(int, said)) == [1, 5, 10, 12]           # 5 and 12 because of the evaluation
 
 
 def test_a_new_run_sets_the_old_one_aside(corpus):

@@ -715,6 +715,13 @@ def test_plot(tmp_path, monkeypatch, capsys):
                      ([300], [2.5], "held out: web")]
     assert ("set_ylim", (), {"top": 500 - 4}) in axes.calls             # the loss after a hundredth of the steps
     assert ("set", (), {"xlabel": "step", "ylabel": "loss, nats per token", "title": str(tmp_path)}) in axes.calls
+    # the kinds are those of the last evaluation, each drawn through all
+    axes.calls.clear()
+    log.write_text('{"step": 1, "loss": 5}\n{"step": 1, "val_loss": 4, "val": {"a": [4, 1], "b": [5, 1], "c": [6, 1]}}\n'
+                   '{"step": 2, "val_loss": 3, "val": {"c": [2, 1], "a": [1, 1]}}\n')
+    train.plot(str(tmp_path))
+    plots = [(arguments[:2], options["label"]) for name, arguments, options in axes.calls if name == "plot"]
+    assert plots == [(([1], [5.0]), "training"), (([1, 2], [6.0, 2.0]), "held out: c"), (([1, 2], [4.0, 1.0]), "held out: a")]
     log.write_text('{"step": 1}\n')
     train.plot(str(tmp_path))
     for line in ('{"step": 1, "loss": "x"}', '{"step": 1, "val_loss": 1}', '{"step": 1, "val_loss": 1, "val": {"a": []}}',
