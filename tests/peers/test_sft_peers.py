@@ -14,10 +14,11 @@ import torch.nn.functional as F
 import torch_twin
 import transformers
 
+import checkpoint
 import model_cpu
 import sft
 import train
-from tokenizer import Tokenizer
+from tokenizer import CHAT_TEMPLATE, Tokenizer
 
 STEPS, B, T = 300, 8, 128
 TEXTS = [*peers.TEXTS.values(), "What is a cat?", "An animal.", " leading", "trailing ", "\nlines\n\n", "{{ x }} {% if %}"]
@@ -72,7 +73,7 @@ def folder(tmp_path_factory):
     """A fine-tuned checkpoint, as far as its files go."""
     path = str(tmp_path_factory.mktemp("checkpoint"))
     model = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32)
-    checkpoint.save(path, model, Tokenizer.train(TEXTS * 3, 400), {}, tokenizer.CHAT_TEMPLATE)
+    checkpoint.save(path, model, Tokenizer.train(TEXTS * 3, 400), {}, chat=True)
     return path
 
 
@@ -89,7 +90,8 @@ def test_apply_chat_template_gives_our_ids(folder):
         assert theirs.apply_chat_template(messages, return_dict=False) == ids.tolist() and not cut, messages
         asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
         assert asked == ids[:len(asked)].tolist() and asked[-1] == ours.special["<|assistant|>"]
-        assert asked[-len(sft.make_prompt(ours, turns[-1][0])):] == sft.make_prompt(ours, turns[-1][0])
+        prompt = ours.prompt(turns[-1][0])
+        assert asked[-len(prompt):] == prompt
         several += len(turns) > 1
     assert several > 100
 
@@ -116,7 +118,7 @@ def test_the_template_refuses_what_we_refuse(folder, roles):
 def test_the_folder_loads_and_stops_at_end(folder):
     ours, theirs = Tokenizer.load(os.path.join(folder, "tokenizer.json")), transformers.AutoTokenizer.from_pretrained(folder)
     llama = peers.load_llama(folder, torch.float32)
-    assert theirs.eos_token == "<|end|>" and theirs.chat_template == tokenizer.CHAT_TEMPLATE
+    assert theirs.eos_token == "<|end|>" and theirs.chat_template == CHAT_TEMPLATE
     assert theirs.eos_token_id == llama.config.eos_token_id == llama.generation_config.eos_token_id == ours.special["<|end|>"]
 
 
@@ -125,7 +127,7 @@ def test_the_folder_loads_and_stops_at_end(folder):
 # ---------------------------------------------------------------------------------------------------------------------
 def settings(steps, lr, batch_tokens):
     return train.Settings("small", steps, batch_tokens, batch_tokens // T, lr, 50, 0.1, 1.0, 0.3, 0, 1, 1, 2, "cpu", "fp32",
-                          "flash", "cublas", None, [])
+                          "cublas", None, [])
 
 
 def train_both(model, s, batch):
