@@ -212,11 +212,12 @@ def bench_euler(arguments):
         model_cpu.rmsnorm_forward(h, rstd, x.reshape(-1, c.dim), model.params["norm"], c.norm_eps)
         logits = (h @ model.params["heads"][:c.vocab].T)[:, None]
         head_targets = windows[:, 1:].reshape(-1, 1)
-        model_cpu.cross_entropy_forward(loss, np.empty(head_targets.shape), logits, head_targets, len(head_targets))
+        exp_sum = np.empty(head_targets.shape)
+        model_cpu.cross_entropy_forward(loss, exp_sum, logits, head_targets, len(head_targets))
         print(f"  {name:30s} {loss[0]:.4f}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # counts: the first rungs of the ladder that a model climbs
 
 def numbered(ids, n, vocab):
@@ -229,7 +230,8 @@ def numbered(ids, n, vocab):
 
 
 def look_up(asked, known, values):
-    """Of each number asked for, what stands beside it in `known`, which is sorted; 0 where it is not there."""
+    """Of each number asked for, what stands beside it in `known`, which is sorted; 0 where it is not there.
+    """
     import numpy as np
     places = np.minimum(np.searchsorted(known, asked), len(known) - 1)
     return np.where(known[places] == asked, values[places], 0)
@@ -238,8 +240,8 @@ def look_up(asked, known, values):
 def count_losses(learned, held_out, vocab):
     """-> {name: nats a token} of held-out ids, from the third on, by counts of the learned ids.
 
-    The chances of n-1 tokens before are interpolated with those of n-2, by Witten and Bell's rule (1991), which has
-    nothing to tune: after `before`, which occurred c times with t different next tokens,
+    The chances after n-1 tokens are interpolated with those after n-2, by Witten and Bell's rule (1991).  It
+    has nothing to tune: after `before`, which occurred c times with t different next tokens,
 
         P(token | before) = (times(before, token) + t * P(token | before without its first)) / (c + t)
 
@@ -252,9 +254,9 @@ def count_losses(learned, held_out, vocab):
     losses = {"uniform": float(-np.log(chances).mean())}
     for n, name in enumerate(("unigram", "bigram", "trigram"), 1):
         runs, times = np.unique(numbered(learned, n, vocab), return_counts=True)
-        before, first = np.unique(runs // vocab, return_index=True)             # runs that begin alike lie side by side
+        before, first = np.unique(runs // vocab, return_index=True)     # what begins alike lies side by side
         total, kinds = np.add.reduceat(times, first), np.diff([*first, len(runs)])
-        asked = numbered(held_out, n, vocab)[-len(chances):]                    # those that end with the tokens in question
+        asked = numbered(held_out, n, vocab)[-len(chances):]            # those that end with these tokens
         c, t = (look_up(asked // vocab, before, values) for values in (total, kinds))
         mixed = (look_up(asked, runs, times) + t * chances) / np.maximum(c + t, 1)
         chances = np.where(c > 0, mixed, chances)
@@ -263,8 +265,9 @@ def count_losses(learned, held_out, vocab):
 
 
 def bench_counts(arguments):
-    """Nats a token of a text's held-out part by counts in its training part, beside the model's, whose windows see less
-    at their beginning.  The parts and the tokens are those that train.py makes of the text."""
+    """Nats a token of a text's held-out part by counts in its training part, interpolated as count_losses
+    says, beside the model's, whose windows see less at their beginning.  Parts and tokens are those that
+    train.py makes of the text."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"        # as train.py has it; read when NumPy loads
     import checkpoint
     import model_cpu
@@ -278,14 +281,15 @@ def bench_counts(arguments):
         model, tokenizer = checkpoint.load(folder, model_cpu, options)
     _, learned, val, key = train.prepare([arguments.file], model.config.vocab if model else arguments.vocab)
     (held_out,), vocab = val.values(), model.config.vocab if model else arguments.vocab
-    print(f"{arguments.file}: {len(learned):,} tokens of a vocabulary of {vocab} to learn from, {len(held_out):,} held out; "
-          f"nats a token")
+    print(f"{arguments.file}: {len(learned):,} tokens of a vocabulary of {vocab} to learn from, "
+          f"{len(held_out):,} held out; nats a token")
     for name, loss in count_losses(learned, held_out, vocab).items():
         print(f"  {name:10s} {loss:.4f}")
     if model and checkpoint.load_state(folder)["settings"]["tokens_key"] != key:
         print(f"  {folder} has not learned from this text, so it is not measured")
     elif model:
-        print(f"  {folder:10s} {train.validate(model, tokenizer, val, 16)['val_loss']:.4f}   after {model.step} steps")
+        loss = train.validate(model, tokenizer, val, 16)["val_loss"]
+        print(f"  {folder:10s} {loss:.4f}   after {model.step} steps")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -676,10 +680,11 @@ def main():
     command = commands.add_parser("euler", help="half steps, Heun's method: is a trained layer a solver's step?")
     command.add_argument("--model", default="out/small")
     command.set_defaults(run=bench_euler)
-    command = commands.add_parser("counts", help="the loss of counted unigrams, bigrams and trigrams on a text")
+    command = commands.add_parser("counts", help="the loss of counted n-grams on a text, and a model's")
     command.add_argument("file", metavar="FILE", help="a text, such as a model was trained on")
-    command.add_argument("--model", metavar="DIR", help="the model beside (default out/small, if it is there)")
-    command.add_argument("--vocab", type=int, default=512, help="tokens, where there is no model (default %(default)s)")
+    command.add_argument("--model", metavar="DIR", help="beside (default out/small, if it is there)")
+    command.add_argument("--vocab", type=int, default=512,
+                         help="where there is no model (default %(default)s)")
     command.set_defaults(run=bench_counts)
     arguments = parser.parse_args()
     # without a name: all that need no choice, each as far as this machine has what it takes

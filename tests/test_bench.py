@@ -1,4 +1,4 @@
-"""tests/bench.py, as far as this machine and a moment go: counted losses by hand, and the solvers on a tiny model."""
+"""tests/bench.py, as far as a moment goes: counted losses by hand, and the solvers on a tiny model."""
 import contextlib
 import io
 import math
@@ -29,12 +29,14 @@ def test_counts_by_hand():
     unigram = [4 / 9, 3 / 9, 2 / 9]                                     # (3 + 3/3) / (6 + 3), and so on
     bigram = [(2 + 4 / 9) / 3, (2 + 2 * 3 / 9) / 5, (0 + 2 / 9) / 3]    # a after b, b after a, c after b
     trigram = [(2 + bigram[0]) / 3, (1 + 2 * bigram[1]) / 4, (0 + bigram[2]) / 3]
-    for name, chances in (("uniform", [1 / 3] * 3), ("unigram", unigram), ("bigram", bigram), ("trigram", trigram)):
+    expected = {"uniform": [1 / 3] * 3, "unigram": unigram, "bigram": bigram, "trigram": trigram}
+    for name, chances in expected.items():
         assert losses.pop(name) == pytest.approx(-np.log(chances).mean(), rel=1e-12)
     assert not losses
     # after tokens that never came before, what is known without them: the last token has no next one to learn
     losses = bench.count_losses([0, 1, 2], [2, 2, 0], 4)
-    assert losses["trigram"] == losses["bigram"] == losses["unigram"] == pytest.approx(-math.log((1 + 3 / 4) / 6))
+    assert losses["trigram"] == losses["bigram"] == losses["unigram"]
+    assert losses["unigram"] == pytest.approx(-math.log((1 + 3 / 4) / 6))
     for learned, held_out in ([0, 1], [0, 1, 2]), ([0, 1, 2], [0, 1]):
         with pytest.raises(ValueError, match="too short to count in"):
             bench.count_losses(learned, held_out, 4)
@@ -58,8 +60,8 @@ def tiny(tmp_path, monkeypatch):
     for name in ("set_threads", "take"):
         monkeypatch.setattr(train, name, lambda *rest: None)
     with contextlib.redirect_stdout(io.StringIO()):
-        train.main(["--data", "tiny.txt", "--out", "out/tiny", "--dim", "16", "--heads", "2", "--layers", "2", "--context",
-                    "16", "--vocab", "272", "--steps", "40", "--batch-tokens", "32", "--threads", "1", "--lr", "0.02"])
+        train.main("--data tiny.txt --out out/tiny --dim 16 --heads 2 --layers 2 --context 16 --vocab 272 "
+                   "--steps 40 --batch-tokens 32 --threads 1 --lr 0.02".split())
     return tmp_path
 
 
@@ -67,14 +69,15 @@ def test_counts_of_a_text(tiny):
     tokenizer, learned, val, _ = train.prepare(["tiny.txt"], 272)
     held_out, cut = val["tiny"], train.split_point("tiny.txt")
     parts = [open("tiny.txt").read()[:cut], open("tiny.txt").read()[cut:]]
-    assert [tokenizer.decode(ids[:-1]) for ids in (learned, held_out)] == parts         # and each ends with <|endoftext|>
+    assert [tokenizer.decode(ids[:-1]) for ids in (learned, held_out)] == parts         # and <|endoftext|>
     losses = bench.count_losses(learned, held_out, 272)
     said = run("counts", "tiny.txt", "--model", "out/tiny")
-    assert said.startswith(f"tiny.txt: {len(learned):,} tokens of a vocabulary of 272 to learn from, {len(held_out):,} held out"
-                           "; nats a token\n")
+    assert said.startswith(f"tiny.txt: {len(learned):,} tokens of a vocabulary of 272 to learn from, "
+                           f"{len(held_out):,} held out; nats a token\n")
     for name, loss in losses.items():
         assert re.search(rf"^  {name} +{loss:.4f}$", said, re.MULTILINE)
-    assert losses["uniform"] == pytest.approx(math.log(272)) and losses["trigram"] < losses["bigram"] < losses["unigram"]
+    assert losses["uniform"] == pytest.approx(math.log(272))
+    assert losses["trigram"] < losses["bigram"] < losses["unigram"]
     model, _ = checkpoint.load("out/tiny", model_cpu, {"dtype": np.float32})
     loss = train.validate(model, tokenizer, val, 16)["val_loss"]
     assert said.endswith(f"  out/tiny   {loss:.4f}   after 40 steps\n\n")
@@ -87,16 +90,17 @@ def test_counts_of_a_text(tiny):
 
 
 def test_solvers(tiny):
-    """Layers as trained are one Euler step each: the loss is the model's own, in the table and among the solvers."""
+    """Layers as trained are one Euler step each: the loss is the model's, in the table and by a solver."""
     said = run("euler", "--model", "out/tiny")
     table = dict(re.findall(r"^  (\S.*?) +([0-9]+\.[0-9]{4})(?: .*)?$", said, re.MULTILINE))
     assert list(table) == ["stopped after the embedding", "stopped after layer 0", "stopped after layer 1",
-                           "one step a layer, as trained", "two half steps", "four quarter steps", "Heun's method",
-                           "every step 10% longer", "every step 10% shorter"]
+                           "one step a layer, as trained", "two half steps", "four quarter steps",
+                           "Heun's method", "every step 10% longer", "every step 10% shorter"]
     model, _ = checkpoint.load("out/tiny", model_cpu)
     held_out = train.prepare(["tiny.txt"], 272)[2]["tiny"]
     windows = held_out[:len(held_out) // 17 * 17].reshape(-1, 17).astype(int)[:64]
     targets = np.pad(windows[:, 1:], ((0, 0), (0, model.config.predict - 1)), constant_values=-1)
     loss = f"{model.forward(windows[:, :-1], targets)[0]:.4f}"
-    assert table["stopped after layer 1"] == table["one step a layer, as trained"] == loss != table["stopped after layer 0"]
+    assert table["stopped after layer 1"] == table["one step a layer, as trained"] == loss
+    assert table["stopped after layer 0"] != loss
     assert len(set(table.values())) > 5

@@ -92,7 +92,8 @@ class Stream(io.TextIOWrapper):
 
 
 def speaking(source):
-    """What takes the place of model_cpu.generate: it says what the source does, up to `stop` and at most `most`, as that."""
+    """What takes the place of model_cpu.generate: it says what the source does, up to `stop`, at most `most`.
+    """
     def generate(*arguments, stop, most):
         said = itertools.islice(source(*arguments), most)
         return itertools.takewhile(lambda token: token not in stop, said)
@@ -101,8 +102,8 @@ def speaking(source):
 
 def run(models, *arguments, input=b"", terminals=(False, False), generate=None, encoding="utf-8"):
     """chat.py in the folder of the models, in this process -> (exit code, standard output as bytes, standard error as
-    str).  terminals: whether input and output are one; generate: the source of what a model says, which is told standard
-    output besides what model_cpu.generate is."""
+    str).  terminals: whether input and output are one; generate: the source of what a model says; it is told
+    standard output besides what model_cpu.generate is."""
     out, err = Stream(on_terminal=terminals[1], encoding=encoding), io.StringIO()
     stdin = Stream(input, terminals[0], out)
     with pytest.MonkeyPatch.context() as patch:
@@ -338,8 +339,8 @@ def test_a_session_on_a_terminal(models):
     count = model_cpu.param_count(chat.load_model(str(models / "out" / "loop"))[0].config)
     first = f"out/loop: {count:,} parameters, trained for 0 steps.\n"
     assert run(models, "--model", "out/loop", "--temperature=0", input=b"e\n/reset\n\n /e\n", terminals=TERMINAL) == (
-        0, f"{first}Begin a text; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n> ends.\n> > ends.\n>  /ends.\n> \n"
-        .encode(), "")
+        0, f"{first}Begin a text; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n"
+        "> ends.\n> > ends.\n>  /ends.\n> \n".encode(), "")
     assert len(run.shown) == 5 and run.shown[0].endswith(b"more.\n> ") and run.shown[1].endswith(b"\n> ends.\n> ")
     count = model_cpu.param_count(chat.load_model(str(models / "out" / "sft"))[0].config)
     assert run(models, "--model", "out/sft", "--temperature=0", input=b"\nHello\n\n", terminals=TERMINAL)[1] == (
@@ -352,11 +353,11 @@ def test_a_session_on_a_terminal(models):
 
 
 def test_commands(models):
-    """Settings are shown, changed and confirmed, and what cannot be is refused in the words of the options."""
+    """Settings are shown, changed and confirmed; what cannot be is refused in the words of the options."""
     code, out, err = run(models, "--model", "out/loop", "--temperature", "0", terminals=TERMINAL, input=b"\n".join([
         b"/max-tokens 3", b"e", b"/temperature  hot ", b"/max-tokens", b"/nothing", b"/", b"/  max-tokens   2 ", b"/top-p 2", b"e",
-        b"/help", b"/temperature 0.5", b"/temperature", b"/seed", b"/seed  7", b"/seed ", b"/seed none", b"/seed no", b"/top-k none",
-        b"/top-k", b"/quit now", b"/quits", b""]))
+        b"/help", b"/temperature 0.5", b"/temperature", b"/seed", b"/seed  7", b"/seed ", b"/seed none",
+        b"/seed no", b"/top-k none", b"/top-k", b"/quit now", b"/quits", b""]))
     assert (code, err) == (0, "")
     assert out.decode().partition("more.\n")[2] == (
         "> max-tokens is 3\n> ends\n> /temperature must be a number from 0 to 100, not 'hot'.\n"
@@ -365,13 +366,15 @@ def test_commands(models):
         "> There is no command /; /help lists them. A space in front makes it a prompt.\n"
         "> max-tokens is 2\n> /top-p must be a number from 0.001 to 1, not '2'.\n"
         "> end\n"
-        "> /reset forgets what was said, /quit leaves.  An empty line lets the model write on.  Settings, with their values now:\n"
+        "> /reset forgets what was said, /quit leaves.  An empty line lets the model write on.  Settings, "
+        "with their values now:\n"
         "  /max-tokens 2   length of an answer, in tokens, at most\n"
         "  /temperature 0.0   0: always the likeliest token; 1: as the model learned; more: wilder\n"
         "  /top-k 50   draw among the k likeliest tokens; 0: among all\n"
         "  /top-p 1.0   draw among the likeliest tokens that reach this probability together; 1: all\n"
         "  /seed none   the same seed gives the same text; without one, another text every time\n"
-        "> temperature is 0.5\n> temperature is 0.5\n> seed is none\n> seed is 7\n> seed is 7\n> seed is none\n"
+        "> temperature is 0.5\n> temperature is 0.5\n"
+        "> seed is none\n> seed is 7\n> seed is 7\n> seed is none\n"
         "> /seed must be a whole number from 0 to 9223372036854775808, not 'no'.\n"
         "> /top-k must be a whole number from 0 to 1000000000, not 'none'.\n> top-k is 50\n> ")
 
@@ -379,7 +382,8 @@ def test_commands(models):
 @pytest.mark.parametrize("line", [b"/quit", b"/exit", b"/ quit ", b"/quit now", b"/exit\r"])
 def test_leaving(models, line):
     """What comes after it is not read any more; without a terminal it is a text as any other."""
-    code, out, err = run(models, "--model", "out/loop", "--temperature=0", terminals=TERMINAL, input=b"e\n" + line + b"\ne\n")
+    code, out, err = run(models, "--model", "out/loop", "--temperature=0", terminals=TERMINAL,
+                         input=b"e\n" + line + b"\ne\n")
     assert (code, out.partition(b"more.\n")[2], err) == (0, b"> ends.\n> ", "")
     out = run(models, "--model", "out/loop", "--temperature=0", "--max-tokens=1", input=line + b"\ne\n")[1]
     assert out.startswith(line.strip(b"\r")) and out.endswith(b"\nen\n")
@@ -395,8 +399,8 @@ def test_what_is_no_command(models, name):
 def test_a_shown_setting_is_not_changed(models):
     """Only a change sets the seeds of a session back to the first."""
     calls = []
-    run(models, "--model", "out/loop", "--seed", "5", input=b"a\n/seed\nb\n/temperature x\nc\n/seed 5\nd\n/seed none\ne\n",
-        terminals=TERMINAL, generate=record_calls(calls))
+    run(models, "--model", "out/loop", "--seed", "5", terminals=TERMINAL, generate=record_calls(calls),
+        input=b"a\n/seed\nb\n/temperature x\nc\n/seed 5\nd\n/seed none\ne\n")
     assert [seed for *_, seed, _ in calls] == [5, 6, 7, 5, None]
 
 
@@ -578,7 +582,8 @@ def test_lens(models, tmp_path):
     model, tokenizer = checkpoint.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
     ids = tokenizer.encode(text)
     (first, _, best), *rows = model_cpu.euler_table(model, np.array([ids]))
-    words = ["  ".join('"%s"' % visible(tokenizer.tokens[i]) for i in row) for row in (best, *(ids for *_, ids in rows))]
+    words = ["  ".join('"%s"' % visible(tokenizer.tokens[i]) for i in row)
+             for row in (best, *(ids for *_, ids in rows))]
     expected = "%d tokens read, the next of each predicted; loss in nats a token\n" % (len(ids) - 1) + HEAD
     expected += "embedding   %8.4f%16s%s\n" % (first, "", words[0])
     for i, (loss, step, _) in enumerate(rows):

@@ -14,7 +14,8 @@ import pytest
 import tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SCRIPTS = ["tokenizer.py", "model_cpu.py", "model_gpu.py", "checkpoint.py", "train.py", "sft.py", "chat.py", "gradcheck.py"]
+SCRIPTS = ["tokenizer.py", "model_cpu.py", "model_gpu.py", "checkpoint.py", "train.py", "sft.py", "chat.py",
+           "gradcheck.py"]
 
 
 def run(folder, script, *arguments, **options):
@@ -39,7 +40,8 @@ def test_a_wrong_option_is_one_sentence(tmp_path, script):
     ("train.py", "--decay", "nan", "at least 0"), ("train.py", "--clip", 0, "above 0"), ("train.py", "--mtp-weight", -1, "at least 0"),
     ("train.py", "--mtp-weight", "inf", "at least 0"), ("train.py", "--memory-limit", ".", "12GB"),
     ("train.py", "--memory-limit", "0", "12GB"), ("train.py", "--memory-limit", "12 apples", "12GB"),
-    *[("train.py", option, value, words) for option in ("--dim", "--heads", "--kv-heads", "--layers", "--context", "--vocab")
+    *[("train.py", option, value, words)
+      for option in ("--dim", "--heads", "--kv-heads", "--layers", "--context", "--vocab")
       for value, words in ((0, "at least 1"), ((1 << 20) + 1, "at most 1,048,576"), ("9" * 400, option))],
     ("sft.py", "--epochs", "9" * 400, "--epochs"), ("sft.py", "--show", 0, "at least 1"),
     ("chat.py", "--max-tokens", "9" * 400, "--max-tokens"), ("chat.py", "--temperature", "nan", "from 0 to 100"),
@@ -183,17 +185,21 @@ def test_show_takes_the_tokenizer_here_else_that_of_the_newest_model(tmp_path):
 
 def test_the_tour_prints_its_shapes_and_numbers_that_agree(tmp_path):
     shown = run(tmp_path, "model_cpu.py").stdout
-    for name, shape in (("layer 0: x_in", "(64, 128)"), ("layer 0: qkv", "(64, 256)"), ("layer 0: P", "(1, 2, 2, 64, 64)"),
-                        ("layer 0: gate_up", "(64, 688)"), ("final = rmsnorm(x)", "(64, 128)"),
-                        ("logits (B,T,K,V)", "(1, 64, 4, 304)")):
-        assert re.search(rf"^   {re.escape(name)} +{re.escape(shape)} +root mean square [0-9.]+$", shown, re.MULTILINE), shown
-    first, guess = map(float, re.search(r"first loss of head 0: ([0-9.]+)\..* ln V = ([0-9.]+)", shown).groups())
-    by_hand, numeric = map(float, re.search(r"by hand (\S+), by finite difference (\S+)\n", shown).groups())
-    before, after = map(float, re.search(r"loss of head 0 ([0-9.]+) -> ([0-9.]+)\n", shown).groups())
+    for name, shape in (("layer 0: x_in", "(64, 128)"), ("layer 0: qkv", "(64, 256)"),
+                        ("layer 0: P", "(1, 2, 2, 64, 64)"), ("layer 0: gate_up", "(64, 688)"),
+                        ("final = rmsnorm(x)", "(64, 128)"), ("logits (B,T,K,V)", "(1, 64, 4, 304)")):
+        line = rf"^   {re.escape(name)} +{re.escape(shape)} +root mean square [0-9.]+$"
+        assert re.search(line, shown, re.MULTILINE), shown
+    def numbers(words):
+        return map(float, re.search(words, shown).groups())
+    first, guess = numbers(r"first loss of head 0: ([0-9.]+)\..* ln V = ([0-9.]+)")
+    by_hand, numeric = numbers(r"by hand (\S+), by finite difference (\S+)\n")
+    before, after = numbers(r"loss of head 0 ([0-9.]+) -> ([0-9.]+)\n")
     assert abs(first - guess) < 0.2 and before == first > after + 0.1
     assert abs(by_hand) > 1e-3 and abs(by_hand / numeric - 1) < 1e-9
     # the table of the same text: stopped after the last layer, the loss is that of the model
-    table = [float(line[12:20]) for line in shown.splitlines() if line.startswith(("embedding ", "layer ")) and line[12:13] == " "]
+    table = [float(line[12:20]) for line in shown.splitlines()
+             if re.match("(embedding|layer [0-9]) +[0-9]", line)]
     assert len(table) == 5 and table[-1] == after and "\n64 tokens read, the next of each predicted" in shown
 
 
@@ -201,8 +207,8 @@ def test_the_seconds_that_a_tokenizer_took(tmp_path):
     """How long it took, not when it was."""
     (tmp_path / "text.txt").write_text("a tiny text, tiny as can be. " * 50)
     said = run(tmp_path, "tokenizer.py", "train", "text.txt", "--vocab", "270").stdout
-    seconds = re.search(r"^tokenizer\.json: 270 tokens .* learned from 1,450 bytes in ([0-9.]+) s$", said, re.MULTILINE)
-    assert 0 <= float(seconds[1]) < 1000, said
+    line = r"^tokenizer\.json: 270 tokens .* learned from 1,450 bytes in ([0-9.]+) s$"
+    assert 0 <= float(re.search(line, said, re.MULTILINE)[1]) < 1000, said
 
 
 def test_how_fast_something_goes(monkeypatch, capsys):

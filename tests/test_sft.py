@@ -484,11 +484,13 @@ def test_resume_refuses(base):
     folder, _, _ = base
     data = folder / "some.jsonl"
     data.write_text("".join(json.dumps({"instruction": str(i), "output": f"It is {i}."}) + "\n" for i in range(40)))
-    arguments = ["--data", "some.jsonl", "--base", "out/play", "--out", "out/some", "--batch-tokens", "512", "--epochs", "2"]
+    arguments = ["--data", "some.jsonl", "--base", "out/play", "--out", "out/some", "--batch-tokens", "512",
+                 "--epochs", "2"]
     assert run(folder, *arguments).returncode == 0
     # what is fine-tuned can be fine-tuned again, without --data on the same
     assert run(folder, "--base", "out/some", "--out", "out/again", "--batch-tokens", "512", "--epochs", "1").returncode == 0
-    for script, arguments, words in [("sft.py", ["--epochs", "1"], "--epochs 2, not 1"), ("sft.py", ["--lr", "1"], "--lr"),
+    for script, arguments, words in [("sft.py", ["--epochs", "1"], "--epochs 2, not 1"),
+                                     ("sft.py", ["--lr", "1"], "--lr"),
                                      ("sft.py", ["--base", "out/again"], "out/play, not with out/again"),
                                      ("sft.py", ["--data", "play.txt"], "--data"), ("train.py", [], "sft.py")]:
         done = run(folder, "--resume", "--out", "out/some", *arguments, script=script)
@@ -501,7 +503,7 @@ def test_resume_refuses(base):
 
 
 def test_a_finished_run_is_given_more_epochs(base):
-    """Its steps are counted on, the schedule is that of a run of so many steps, and the log has each step once."""
+    """Its steps are counted on, the schedule is that of a run of so many, and the log has each step once."""
     folder, whole, _ = base
     shutil.copytree(folder / "out/play-sft", folder / "out/longer")
     steps = whole[-1]["step"]
@@ -511,7 +513,8 @@ def test_a_finished_run_is_given_more_epochs(base):
     done = run(folder, "--resume", "--out", "out/longer", "--epochs", "3")
     assert done.returncode == 0, done.stderr
     settings = train.Settings(**checkpoint.load_state(folder / "out/longer")["settings"])
-    assert settings.steps == 3 * steps // 2 and f"was finished after {steps} steps; it goes on to {settings.steps}." in done.stdout
+    assert settings.steps == 3 * steps // 2
+    assert f"was finished after {steps} steps; it goes on to {settings.steps}." in done.stdout
     log = read_log(folder, "out/longer")
     assert log[:len(whole)] == whole                    # with the answers that it had when it was finished
     losses = [record for record in log if "loss" in record]
@@ -520,7 +523,8 @@ def test_a_finished_run_is_given_more_epochs(base):
         train.learning_rate(step, settings) for step in range(steps, settings.steps)]
     before, *_, after = [record["val_loss"] for record in log if "val_loss" in record]
     assert f"Held-out loss {before:.4f} before, {after:.4f} after." in done.stdout
-    assert checkpoint.is_chat_model(folder / "out/longer", Tokenizer.load(folder / "out/longer/tokenizer.json"))
+    tokenizer = Tokenizer.load(folder / "out/longer/tokenizer.json")
+    assert checkpoint.is_chat_model(folder / "out/longer", tokenizer)
 
 
 def test_show_colours_what_is_learned(base):
@@ -915,7 +919,8 @@ def test_any_special_token_ends_an_answer(monkeypatch, stop):
     """Of a model that says what it is told to say."""
     said = itertools.cycle(b"a") if stop is None else iter([*b"No", stop, *b"more"])
     monkeypatch.setattr(model_cpu, "sample", lambda *rest: next(said))
-    model = types.SimpleNamespace(config=types.SimpleNamespace(context=16), position=0, extend=lambda ids: np.zeros((len(ids), 1, 264)))
+    model = types.SimpleNamespace(config=types.SimpleNamespace(context=16), position=0,
+                                  extend=lambda ids: np.zeros((len(ids), 1, 264)))
     assert sft.answer(model, BYTES, "why", 9) == ("No" if stop else "a" * 150)
 
 
@@ -1004,22 +1009,26 @@ def test_a_base_to_the_letter(base, monkeypatch):
     monkeypatch.chdir(folder)
     settings, config, tokenizer = sft.read_base("out/play", None)
     real = checkpoint.load_state("out/play")
-    assert dataclasses.asdict(settings) == real["settings"] and config == CONFIG and tokenizer.vocab_size == 520
+    assert dataclasses.asdict(settings) == real["settings"]
+    assert config == CONFIG and tokenizer.vocab_size == 520
     assert sft.read_base("out/play", "small")[1] == CONFIG
     found, special = {}, dict.fromkeys(["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>", "<|more|>"], 0)
     monkeypatch.setattr(checkpoint, "load_state", lambda folder: found)
     monkeypatch.setattr(Tokenizer, "load", lambda path: types.SimpleNamespace(special=special))
     not_ours = "out/play was not written by train.py or sft.py: how the run was made is not recorded ("
     for state, preset, words in (
-            ({}, None, not_ours + "'settings')."), ({"settings": None}, None, not_ours + "'NoneType' object is not a mapping)."),
+            ({}, None, not_ours + "'settings')."),
+            ({"settings": None}, None, not_ours + "'NoneType' object is not a mapping)."),
             ({"settings": {"preset": "small"}}, None, not_ours),
-            ({**real, "settings": {**real["settings"], "steps": 0}}, None, not_ours + "the setting steps cannot be 0.)."),
+            ({**real, "settings": {**real["settings"], "steps": 0}}, None,
+             not_ours + "the setting steps cannot be 0.)."),
             ({**real, "tokens": None}, None, not_ours + "its script, tokens or seconds cannot be)."),
             ({**real, "settings": {**real["settings"], "preset": "huge"}}, None,
              "out/play holds a model of the size huge, which is none of small, medium, big."),
             (real, "medium", "out/play holds a model of the size small, not medium."),
             (real, "big", "out/play holds a model of the size small, not big."), (real, "small", None), (real, None, None),
-            ({**real, "settings": {**real["settings"], "attention": "naive"}}, None, None)):    # of an earlier version
+            # of an earlier version
+            ({**real, "settings": {**real["settings"], "attention": "naive"}}, None, None)):
         found = state
         if words:
             with pytest.raises(ValueError) as error:
@@ -1098,7 +1107,8 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
 
 
 def test_the_engine_of_a_new_run(base, monkeypatch):
-    """--device decides; without it, it is a GPU for the larger models, and where there is none they are refused."""
+    """--device decides; without it a GPU serves the larger models, and where there is none they are refused.
+    """
     folder, _, _ = base
     monkeypatch.chdir(folder)
     save_base(folder, "bases/small")
@@ -1115,10 +1125,11 @@ def test_the_engine_of_a_new_run(base, monkeypatch):
             sft.start(args, f"bases/{preset}", "out/never")
         return str(error.value)
     for options in [], ["--device", "auto"]:
-        assert start("medium", *options).startswith("medium takes many hours or days on a CPU: train small, or say --device cpu")
+        assert start("medium", *options).startswith("medium takes many hours or days on a CPU: train small, ")
     monkeypatch.setattr(model_gpu, "check_sizes", lambda config: None)
-    for preset, asked, chosen in (("small", None, "cpu"), ("small", "cpu", "cpu"), ("small", "gpu", "gpu"), ("medium", "cpu", "cpu"),
-                                  ("medium", None, "gpu"), ("medium", "auto", "gpu"), ("medium", "gpu", "gpu")):
+    for preset, asked, chosen in (
+            ("small", None, "cpu"), ("small", "cpu", "cpu"), ("small", "gpu", "gpu"),
+            ("medium", "cpu", "cpu"), ("medium", None, "gpu"), ("medium", "auto", "gpu"), ("medium", "gpu", "gpu")):
         wanted = []
         monkeypatch.setattr(train, "choose_device", lambda *arguments: wanted.append(arguments) or chosen)
         monkeypatch.setattr(model_gpu, "pick", stop)
@@ -1178,9 +1189,9 @@ def test_resume_to_the_letter(monkeypatch):
     for epochs in ("1", "2", "4", str(3 * batches)):
         refused(f"the run in out/x has --epochs 3, not {epochs}: a resumed run keeps its settings. Leave the option out, or start "
                 "a new run with another --out.", "--epochs", epochs)
-    for model.step in (3 * batches, 3 * batches + 1):                   # of a finished run, fewer are refused, more are made
-        refused("the run in out/x has --epochs 3, not 2: a resumed run keeps its settings. Leave the option out, or start "
-                "a new run with another --out.", "--epochs", "2")
+    for model.step in (3 * batches, 3 * batches + 1):   # of a finished run, fewer are refused, more are made
+        refused("the run in out/x has --epochs 3, not 2: a resumed run keeps its settings. Leave the option "
+                "out, or start a new run with another --out.", "--epochs", "2")
         resume("--epochs", "3")
         assert extended == [] and s.steps == 3 * batches
         resume("--epochs", "5")
@@ -1251,4 +1262,6 @@ def test_main_to_the_letter(monkeypatch):
         with contextlib.redirect_stdout(Stream("ascii")) as stream:
             assert sft.main(argv) == 0 and calls == [argv, ("resume", "out/small", out)]
             stream.flush()
-            assert stream.seen() == f"The run in {out} is finished: {step} of 5 steps (--epochs takes more).\n" and stream.errors == "replace"
+            assert stream.seen() == (
+                f"The run in {out} is finished: {step} of 5 steps (--epochs takes more).\n")
+            assert stream.errors == "replace"
