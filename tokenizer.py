@@ -437,7 +437,6 @@ def run_chunks(task, chunks, encoder, processes, progress):
     processes = min(processes or available_cores(), total // WORTH_A_PROCESS)
     with contextlib.ExitStack() as stack:
         if processes > 1:
-            stack.enter_context(naming_crashes())
             fork = multiprocessing.get_context("fork")
             pool = concurrent.futures.ProcessPoolExecutor(processes, fork, start_worker, (encoder,))
             stack.callback(pool.shutdown, cancel_futures=True)
@@ -453,16 +452,6 @@ def run_chunks(task, chunks, encoder, processes, progress):
             done += chunk[2] - chunk[1]
             if progress:
                 progress(done, total)
-
-
-@contextlib.contextmanager
-def naming_crashes():
-    """OSError, in one sentence, where a worker was killed."""
-    try:
-        yield
-    except concurrent.futures.process.BrokenProcessPool:
-        raise OSError("A process of the tokenizer ended early; if memory is short, use fewer "
-                      "processes.") from None
 
 
 WORTH_A_PROCESS = 1 << 21    # bytes; a process starts in the time that it takes to encode about one megabyte
@@ -946,31 +935,27 @@ def whole_number(least, most=10**9):
 
 
 class Outliving:
-    """The standard output or error of a script that must finish its work even if nobody reads what it says
-    any more: when the reader, say `head` or a terminal that is closed, has left, what is written goes
-    nowhere."""
+    """The standard output or error of a script that must finish its work even if nobody reads what it says any
+    more: when the reader, say `head` or a terminal that is closed, has left, what is written goes nowhere."""
     def __init__(self, stream):
         self.stream = stream or open(os.devnull, "w")
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
-    @contextlib.contextmanager
-    def surviving(self):
+    def write(self, text):
+        self.survive(self.stream.write, text)
+
+    def flush(self):
+        self.survive(self.stream.flush)
+
+    def survive(self, function, *arguments):
         try:
-            yield
+            function(*arguments)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO): # a full disk, say, is an error
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-
-    def write(self, text):
-        with self.surviving():
-            self.stream.write(text)
-
-    def flush(self):
-        with self.surviving():
-            self.stream.flush()
 
 
 def explain(error):
@@ -978,6 +963,8 @@ def explain(error):
     if isinstance(error, OSError) and error.strerror:
         where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
         return f"{where}: {error.strerror}."
+    if isinstance(error, concurrent.futures.BrokenExecutor):
+        return "A process of the tokenizer ended early; if memory is short, use fewer processes."
     if isinstance(error, MemoryError):
         return f"There is not enough memory{f' ({error})' if str(error) else ''}."
     return str(error)
@@ -997,7 +984,7 @@ def run_script(main, to_the_end=False):
         code = 0
     except KeyboardInterrupt:
         code = 130
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, concurrent.futures.BrokenExecutor) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         code = 2
     sys.exit(code)
