@@ -8,14 +8,16 @@ Read before it: tokenizer.py, model_cpu.py (Config, param_table).  Top to bottom
     2. Llama's names       which rows of our fused matrices each of Hugging Face's tensors is; config.json
     3. save                atomic: killed at any moment, a whole checkpoint of one step is on disk
     4. load, load_state    everything checked before anything is believed
-    5. main                the printer
+    5. take, Log           a run's folder: one run at a time, and its log
+    6. main                the printer
 
 A folder holds config.json, tokenizer.json, tokenizer_config.json (with a chat template only if the model was
 fine-tuned to answer, which is how chat.py tells), model.safetensors, train_state.safetensors (the optimizer's
-moments, and what a run needs to go on), and log.jsonl, which train.py writes.
+moments, and what a run needs to go on), and log.jsonl, a record a step.
 
 What this file does not do: it reads our own folders only, and no pickle anywhere.
 """
+import fcntl
 import json
 import math
 import os
@@ -349,7 +351,91 @@ def load_state(folder, model=None):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5. What is in a folder
+# 5. A run's folder: one run at a time, and its log
+# ------------------------------------------------------------------------------------------------------------
+RISE = 0.02             # nats by which the held-out loss must rise to mean something
+
+
+def take(out):
+    """From here to the end of this process nobody else may work in the folder `out`; ValueError if somebody
+    does.  The lock is a file beside the folder, which may be renamed meanwhile."""
+    os.makedirs(out, exist_ok=True)
+    parent, name = os.path.split(os.path.realpath(out))
+    path = os.path.join(parent, f".{name}.lock")
+    try:
+        with naming(path):
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)             # never closed
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{out} is in use by another run; choose another folder with --out.") from None
+
+
+def set_aside(out):
+    """A new run never overwrites an old one: the folder is renamed."""
+    if any(os.path.exists(os.path.join(out, name)) for name in ("config.json", "log.jsonl")):
+        number = 1
+        while os.path.exists(f"{out}.{number}"):
+            number += 1
+        os.rename(out, f"{out}.{number}")
+        print(f"{out} held an earlier run: it is now {out}.{number}.")
+
+
+def read_log(file, path):
+    """Yield (line, record) of a log that is open for reading bytes.  The last line of a killed run may be cut
+    short: it is left out.  ValueError for any other that is no record."""
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line)
+            if type(record["step"]) is not int:
+                raise ValueError("its step is no whole number")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}, is no record of a run ({error}): the file was altered; "
+                             "move it away to go on without it.") from None
+        yield line, record
+
+
+class Log:
+    """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for a step
+    drops what is later, so that the log of a resumed run has each step once.  What is kept is the start of
+    the file, of which nothing is written again: killed at any moment, no history is lost."""
+    def __init__(self, folder, step):
+        self.path = os.path.join(folder, "log.jsonl")
+        self.best, self.risen = None, False         # (held-out loss, step), and whether it has risen since
+        kept, last = 0, 0
+        if os.path.exists(self.path):
+            check_plain(self.path)
+        with naming(self.path):
+            self.file = open(self.path, "a+b")
+            self.file.seek(0)
+        for line, record in read_log(self.file, self.path):
+            if record["step"] > step:
+                break
+            kept, last = kept + len(line), record["step"]
+            self.follow(record)
+        self.file.truncate(kept)
+        if last < step:
+            print(f"note: {self.path} has no record of the steps {last + 1} to {step}.", flush=True)
+
+    def write(self, **record):
+        """-> whether this is the first record of a held-out loss that has risen."""
+        with naming(self.path):
+            self.file.write(json.dumps(record).encode() + b"\n")
+            self.file.flush()
+        return self.follow(record)
+
+    def follow(self, record):
+        if not isinstance(loss := record.get("val_loss"), (int, float)):
+            return False
+        self.best = min(self.best or (loss, record["step"]), (loss, record["step"]))
+        rises = not self.risen and loss > self.best[0] + RISE
+        self.risen |= rises
+        return rises
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 6. What is in a folder
 # ------------------------------------------------------------------------------------------------------------
 def main(argv):
     parser = Parser(description="Print what a checkpoint folder holds, after checking every byte of it.")

@@ -438,8 +438,8 @@ def start(args, base, out):
     model, _ = checkpoint.load(base, model_gpu.pick(settings.device), train.model_options(settings))
     model.config, model.step = dataclasses.replace(model.config, mtp_weight=settings.mtp_weight), 0
     state = {"script": "sft.py", "tokens": 0, "seconds": 0.0, "base": base}
-    train.take(out)
-    train.set_aside(out)
+    checkpoint.take(out)
+    checkpoint.set_aside(out)
     train.save(out, model, tokenizer, settings, state, chat=True)  # from now on there is something to resume
     read = sum(len(ids) - 1 for ids, _ in examples.train)
     padded = sum(len(rows) * lengths[rows].max() for rows in batches)
@@ -493,7 +493,7 @@ def main(argv):
         print(f"Resuming {out} at step {model.step} of {settings.steps}.", flush=True)
     stop, job = train.Stop(), fine_tuning(model, tokenizer, examples, settings, state)
     if "before" not in state:
-        train.Log(out, -1).write(step=0, **job.evaluate(0))
+        checkpoint.Log(out, -1).write(step=0, **job.evaluate(0))
     if code := train.train(model, tokenizer, settings, out, state, stop, job):
         return code
     print(f"Held-out loss {state['before']:.4f} before, {state['after']:.4f} after.\n\n"

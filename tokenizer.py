@@ -558,8 +558,7 @@ class Tokenizer:
             merges = read_plain(vocab_bpe).decode("utf-8").split("\n")[1:]    # the first line is the version
             return cls.from_vocab(read_json(encoder_json), [line for line in merges if line], [END_OF_TEXT])
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{vocab_bpe} and {encoder_json} are not GPT-2's tokenizer files: "
-                             f"{error}") from None
+            raise ValueError(f"{vocab_bpe}, {encoder_json}: not GPT-2's tokenizer files: {error}") from None
 
     @classmethod
     def from_vocab(cls, vocab, merges, special):
@@ -575,8 +574,7 @@ class Tokenizer:
             raise ValueError("its first 256 tokens are not the 256 bytes.")
         merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
         if [*map("".join, merges), *special] != names[256:]:
-            raise ValueError("its tokens are not the bytes, then the merges in order, then the special "
-                             "tokens.")
+            raise ValueError("its tokens are not the bytes, then the merges, then the special tokens.")
         for i, merge in enumerate(merges):
             if len(merge) != 2 or not all(vocab.get(part, len(names)) < 256 + i for part in merge):
                 raise ValueError(f"merge {i} does not join two earlier tokens.")
@@ -729,8 +727,8 @@ def show(tokenizer, text):
 
 def merge_tree(tokenizer, token, first="", rest=""):
     """The tree of a token: each line a token, below it the two that were merged into it."""
-    kind = ("special" if token in tokenizer.special.values() else "byte" if token < 256 else
-            f"merge {token - 256 + 1}")
+    made = "byte" if token < 256 else f"merge {token - 255}"
+    kind = "special" if token in tokenizer.special.values() else made
     lines = [f'{first}"{visible(tokenizer.tokens[token])}"  id {token}, {kind}']
     if kind.startswith("merge"):
         left, right = list(tokenizer.merges)[token - 256]
@@ -783,8 +781,7 @@ def parse_arguments(argv):
 
 def train_command(files, vocab_size, out):
     if os.path.isdir(out) or not os.access(os.path.dirname(os.path.abspath(out)), os.W_OK):
-        raise ValueError(f"Cannot write {out}; give --out a file in a folder that exists and may be written "
-                         "to.")
+        raise ValueError(f"Cannot write {out}; give --out a file in a folder that exists and is yours.")
     started = time.monotonic()
     tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
     tokenizer.save(out)
@@ -802,8 +799,7 @@ def run_command(arguments):
         return train_command(arguments.files, arguments.vocab, arguments.out)
     path = arguments.tokenizer or "tokenizer.json"
     if not arguments.tokenizer and not os.path.exists(path):
-        path = os.path.join(newest_checkpoint("make a tokenizer with `python tokenizer.py train "
-                                              "FILE...`"), path)
+        path = os.path.join(newest_checkpoint("make a tokenizer: `python tokenizer.py train FILE`"), path)
     tokenizer = Tokenizer.load(path)
     if arguments.command == "decode":
         data = tokenizer.decode_bytes(arguments.ids or map(int, sys.stdin.read().split()))
@@ -834,8 +830,7 @@ def newest_checkpoint(instead):
     """The folder in out/ whose weights were written last.  instead: what to do where there is none."""
     weights = glob.glob(os.path.join("out", "*", "model.safetensors"))
     if not weights:
-        raise ValueError("there is no trained model in out/: train one with `make` or `python train.py`, or "
-                         f"{instead}.")
+        raise ValueError(f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
     return os.path.dirname(max(weights, key=os.path.getmtime))
 
 
@@ -935,8 +930,8 @@ def whole_number(least, most=10**9):
 
 
 class Outliving:
-    """The standard output or error of a script that must finish its work even if nobody reads what it says any
-    more: when the reader, say `head` or a terminal that is closed, has left, what is written goes nowhere."""
+    """The standard output or error of a script that must finish its work even if nobody reads what it says:
+    when the reader, say `head` or a terminal that is closed, has left, what is written goes nowhere."""
     def __init__(self, stream):
         self.stream = stream or open(os.devnull, "w")
 

@@ -14,7 +14,7 @@ Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order
     3. batches     a pure function of (seed, step): no reader state, so a resumed run sees the same data
     4. schedule    warmup and cosine
     5. evaluation  validation loss in nats a token and bits a byte; samples
-    6. log         one line a step on the terminal, log.jsonl on disk
+    6. progress    one line a step on the terminal; the curves of log.jsonl
     7. the run     accumulate, clip, AdamW, evaluate, save; signals; what stops it
 
 Why a resumed run is exact: the checkpoint holds weights, moments and step of one moment; the batch is a pure
@@ -33,7 +33,6 @@ import fcntl
 import functools
 import glob
 import hashlib
-import json
 import math
 import os
 import re
@@ -78,11 +77,11 @@ class Settings:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), 0 if field.name in ("warmup", "seed") else 1
-            good = {int: (type(value) is int and value >= least
-                          or field.name == "memory_limit" and value is None),
+            none = value is None and field.name in ("memory_limit", "data")
+            good = {int: none or type(value) is int and value >= least,
                     float: type(value) in (int, float) and value >= 0,
                     str: type(value) is str,
-                    list: value is None or type(value) is list and all(type(path) is str for path in value)}
+                    list: none or type(value) is list and all(type(path) is str for path in value)}
             if not good[field.type]:
                 raise ValueError(f"the setting {field.name} cannot be {value!r:.40}.")
 
@@ -94,11 +93,9 @@ DEFAULTS = {
     "big": dict(steps=48000, batch_tokens=32768, lr=1e-3, warmup=300, eval_every=500, save_every=2000),
 }
 SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
-# readings of a text: from a fifth of 290 MB big learned nothing of use, nor small from more than eight of 0.3
-# MB
+# readings of a text: big learned nothing of use from a fifth of 290 MB, nor small from a ninth of 0.3 MB
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 MOST_BATCH = 1 << 24    # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
-RISE = 0.02                     # nats by which the held-out loss must rise to mean something
 EVAL_TOKENS = 1 << 16    # an evaluation on the way reads at most this many tokens of each kind held out
 SAMPLE_TOKENS = 80
 PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to the token of the next word
@@ -119,8 +116,7 @@ def find_corpus(preset):
         return [tiny]
     path = os.path.join("data", "python-{}.{}.txt".format(*sys.version_info))
     if not os.path.exists(path):
-        print("No corpus in data/ (./fetch_data.sh brings one): taking the English that ships inside "
-              "Python.", flush=True)
+        print("No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.", flush=True)
         write_python_corpus(path)
     return [path]
 
@@ -157,8 +153,7 @@ def write_python_corpus(path):
     module."""
     import pydoc_data.topics
     documents, seen = [text for _, text in sorted(pydoc_data.topics.topics.items())], set()
-    documents += ["\n\n".join(docstring for _, docstring in docstrings)
-                  for _, docstrings in python_docstrings()]
+    documents += ["\n\n".join(text for _, text in docstrings) for _, docstrings in python_docstrings()]
     kept = []
     for document in documents:
         prose = []
@@ -241,8 +236,8 @@ def tokenizer_sample(parts, most=100_000_000):
     if total <= most:
         return parts
     stride = piece * total // most
-    return [(path, place, min(place + piece, end))
-            for path, start, end in parts for place in range(start, end, stride)]
+    places = [(path, place, end) for path, start, end in parts for place in range(start, end, stride)]
+    return [(path, place, min(place + piece, end)) for path, place, end in places]
 
 
 def prepare(paths, vocab):
@@ -320,8 +315,8 @@ def epoch_order(seed, epoch, size, T, K):
 def window_starts(seed, step, windows, size, T, K):
     """Step s (from 0) takes windows s*W to (s+1)*W-1 of the epochs' orders laid end to end."""
     count = window_count(size, T, K)
-    return [int(epoch_order(seed, i // count, size, T, K)[i % count])
-            for i in range(step * windows, (step + 1) * windows)]
+    numbers = range(step * windows, (step + 1) * windows)
+    return [int(epoch_order(seed, i // count, size, T, K)[i % count]) for i in numbers]
 
 
 def get_batch(tokens, starts, T, K):
@@ -405,8 +400,8 @@ def validate(model, tokenizer, val, micro_batch, most=None, progress=None):
 def in_words(result):
     """validate's dict as text."""
     kinds = "; ".join(f"{name} {loss:.4f}, {bpb:.4f}" for name, (loss, bpb) in result["val"].items())
-    return (f"{result['val_loss']:.4f}, {result['val_bpb']:.4f} "
-            "bits/byte" + (f" ({kinds})" if len(result["val"]) > 1 else ""))
+    both = f"{result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte"
+    return both + (f" ({kinds})" if len(result["val"]) > 1 else "")
 
 
 def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
@@ -418,86 +413,8 @@ def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. The log
+# 6. Progress, and the curves
 # ------------------------------------------------------------------------------------------------------------
-def take(out):
-    """From here to the end of this process nobody else may work in the folder `out`; ValueError if somebody
-    does.  The lock is a file beside the folder, which may be renamed meanwhile."""
-    os.makedirs(out, exist_ok=True)
-    parent, name = os.path.split(os.path.realpath(out))
-    path = os.path.join(parent, f".{name}.lock")
-    try:
-        with naming(path):
-            # never closed
-            fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{out} is in use by another run; choose another folder with --out.") from None
-
-
-def set_aside(out):
-    """A new run never overwrites an old one: the folder is renamed."""
-    if any(os.path.exists(os.path.join(out, name)) for name in ("config.json", "log.jsonl")):
-        number = 1
-        while os.path.exists(f"{out}.{number}"):
-            number += 1
-        os.rename(out, f"{out}.{number}")
-        print(f"{out} held an earlier run: it is now {out}.{number}.")
-
-
-def read_log(file, path):
-    """Yield (line, record) of a log that is open for reading bytes.  The last line of a killed run may be cut
-    short: it is left out.  ValueError for any other that is no record."""
-    for number, line in enumerate(file, 1):
-        if not line.endswith(b"\n"):
-            return
-        try:
-            record = json.loads(line)
-            if type(record["step"]) is not int:
-                raise ValueError("its step is no whole number")
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}, is no record of a run ({error}): the file was altered; "
-                             "move it away to go on without it.") from None
-        yield line, record
-
-
-class Log:
-    """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for a step
-    drops what is later, so that the log of a resumed run has each step once.  What is kept is the start of
-    the file, of which nothing is written again: killed at any moment, no history is lost."""
-    def __init__(self, folder, step):
-        self.path = os.path.join(folder, "log.jsonl")
-        self.best, self.risen = None, False         # (held-out loss, step), and whether it has risen since
-        kept, last = 0, 0
-        if os.path.exists(self.path):
-            check_plain(self.path)
-        with naming(self.path):
-            self.file = open(self.path, "a+b")
-            self.file.seek(0)
-        for line, record in read_log(self.file, self.path):
-            if record["step"] > step:
-                break
-            kept, last = kept + len(line), record["step"]
-            self.follow(record)
-        self.file.truncate(kept)
-        if last < step:
-            print(f"note: {self.path} has no record of the steps {last + 1} to {step}.", flush=True)
-
-    def write(self, **record):
-        """-> whether this is the first record of a held-out loss that has risen."""
-        with naming(self.path):
-            self.file.write(json.dumps(record).encode() + b"\n")
-            self.file.flush()
-        return self.follow(record)
-
-    def follow(self, record):
-        if not isinstance(loss := record.get("val_loss"), (int, float)):
-            return False
-        self.best = min(self.best or (loss, record["step"]), (loss, record["step"]))
-        rises = not self.risen and loss > self.best[0] + RISE
-        self.risen |= rises
-        return rises
-
-
 def flops_per_token(config):
     """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward),
     which is all but the embedding, and 6 L C T for causal attention."""
@@ -543,7 +460,7 @@ def plot(folder):
         raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
     check_plain(path)
     with naming(path), open(path, "rb") as file:
-        records = [record for _, record in read_log(file, path)]
+        records = [record for _, record in checkpoint.read_log(file, path)]
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
@@ -630,7 +547,7 @@ def train(model, tokenizer, settings, out, state, stop, job):
     """Run from model.step to settings.steps -> exit code, 0 when the run is finished.  state: a dict of the
     "tokens" and "seconds" spent so far and the "script" that this is."""
     np.seterr(all="ignore")    # a number that is not finite is looked for below, and named
-    log, began, first, before = Log(out, model.step), time.monotonic(), model.step, dict(state)
+    log, began, first, before = checkpoint.Log(out, model.step), time.monotonic(), model.step, dict(state)
     pauses = 0.0                                        # seconds spent on evaluating and saving
     peak = model_gpu.peak_flops(settings.precision) if settings.device == "gpu" else None
 
@@ -639,8 +556,8 @@ def train(model, tokenizer, settings, out, state, stop, job):
         losses, norm = [float(loss) for loss in losses], float(norm)
         if not all(map(math.isfinite, [*losses, norm])):
             print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
-                  f"{first_bad_tensor(model)}. {out} keeps its last checkpoint. Try a lower "
-                  "--lr.", file=sys.stderr)
+                  f"{first_bad_tensor(model)}. {out} keeps its last checkpoint. Try a lower --lr.",
+                  file=sys.stderr)
             return False
         seconds = time.monotonic() - began
         state.update(tokens=tokens, seconds=before["seconds"] + seconds)
@@ -671,20 +588,17 @@ def train(model, tokenizer, settings, out, state, stop, job):
             return 1
         waiting, paused = None, time.monotonic()
         if evaluating and log.write(step=step, **job.evaluate(step)):
-            print(f"note: the held-out loss was best at step {log.best[1]}, {log.best[0]:.4f}, and has "
-                  "risen: the model learns this text by heart. More text or fewer --steps would "
-                  "help.", flush=True)
+            print(f"note: the held-out loss was best at step {log.best[1]}, {log.best[0]:.4f}, and rises: "
+                  "the model learns this text by heart. More text or fewer --steps would help.", flush=True)
         if saving or stop.signal:
             os.fsync(log.file.fileno())
             save(out, model, tokenizer, settings, state, job.chat)
         if stop.signal and step < settings.steps:
-            print(f"Saved {out} at step {step}. Go on with: python {state['script']} {settings.preset} "
-                  f"--resume --out {out}",
-                  file=sys.stderr)
+            command = f"python {state['script']} {settings.preset} --resume --out {out}"
+            print(f"Saved {out} at step {step}. Go on with: {command}", file=sys.stderr)
             return 128 + stop.signal
         pauses += time.monotonic() - paused
-    print(f"\nTrained {out}: {settings.steps} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} "
-          "seconds.")
+    print(f"\nTrained {out}: {step} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.")
     return 0
 
 
@@ -750,8 +664,7 @@ def set_threads(argv):
 
 
 def parse_arguments(argv):
-    parser = Parser(description="Pretrain a model.",
-                    epilog="Defaults depend on the preset: --dry-run prints them.")
+    parser = Parser(description="Pretrain a model.  Defaults depend on the preset: --dry-run prints them.")
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
     for name in SIZES:
         parser.add_argument("--" + name.replace("_", "-"), type=whole_number(1, 1 << 20), metavar="N",
@@ -825,7 +738,7 @@ def make_settings(args, preset, config, defaults):
     chosen.update(given_settings(args))
     windows = chosen["batch_tokens"] // config.context
     if chosen["batch_tokens"] % config.context or not windows:
-        raise ValueError(f"--batch-tokens {chosen['batch_tokens']} is not a multiple of the context, "
+        raise ValueError(f"--batch-tokens {chosen['batch_tokens']} is no multiple of the context, "
                          f"{config.context}.")
     on_gpu = chosen["device"] == "gpu"
     if not on_gpu and (wrong := [name for name in ("precision", "matmul", "memory_limit") if name in chosen]):
@@ -867,15 +780,13 @@ def resume(args, out, script):
     """-> (model, tokenizer, settings, state) of the run of this script in `out`.  Options that differ from
     the run's are an error, but for more --steps than a finished run has made."""
     if not os.path.exists(os.path.join(out, "config.json")):
-        raise ValueError(f"there is nothing to resume in {out}: it holds no checkpoint. Start a run without "
-                         "--resume.")
-    take(out)
+        raise ValueError(f"there is nothing to resume in {out}: it holds no checkpoint.")
+    checkpoint.take(out)
     settings, state = read_run(out, script)
     if state["script"] != script:
         raise ValueError(f"the run in {out} is one of {state['script']}: resume it with that.")
     if state["settings"].get("attention", "flash") != "flash":
-        raise ValueError(f"the run in {out} has --attention naive, which is no more: start a new run with "
-                         "another --out.")
+        raise ValueError(f"the run in {out} has --attention naive, which is no more: start a new run.")
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     recorded = {**dataclasses.asdict(settings), **dataclasses.asdict(model.config)}
     given = {**given_settings(args), **{name: getattr(args, name, None) for name in SIZES}}
@@ -885,8 +796,7 @@ def resume(args, out, script):
         elif value not in (None, recorded[name]):
             option = "the preset" if name == "preset" else "--" + name.replace("_", "-")
             raise ValueError(f"the run in {out} has {option} {recorded[name]}, not {value}: a resumed run "
-                             "keeps its settings. Leave the option out, or start a new run with another "
-                             "--out.")
+                             "keeps its settings. Leave the option out, or start a new run with --out.")
     return model, tokenizer, settings, checkpoint.load_state(out, model)
 
 
@@ -924,10 +834,8 @@ def pretraining(model, tokenizer, tokens, val, settings):
         if step == settings.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
             progress = show_progress("           held out:", "thousand tokens", 1e3)
             result["all"] = validate(model, tokenizer, val, settings.micro_batch, progress=progress)
-            print(f"           on all {sum(map(len, val.values())):,} tokens held out "
-                  f"{in_words(result['all'])}")
-        samples = [sample_text(model, tokenizer, prompt, settings.seed + i)
-                   for i, prompt in enumerate(PROMPTS)]
+            print(f"           on all that is held out {in_words(result['all'])}")
+        samples = [sample_text(model, tokenizer, text, settings.seed + i) for i, text in enumerate(PROMPTS)]
         print("           " + repr(samples[0])[1:-1], flush=True)
         return {**result, "samples": samples}
 
@@ -944,13 +852,11 @@ def main(argv):
     if args.resume:
         model, tokenizer, settings, state = resume(args, out, "train.py")
         if model.step >= settings.steps:
-            print(f"The run in {out} is finished: {model.step} of {settings.steps} steps (--steps takes "
-                  "more).")
+            print(f"The run in {out} is finished: {model.step} steps (--steps takes more).")
             return 0
         _, tokens, val, key = prepare(settings.data, model.config.vocab)
         if key != settings.tokens_key:
-            raise ValueError(f"the corpus {', '.join(settings.data)}, or the tokenizer made from it, is not "
-                             f"the one that the run in {out} began with.")
+            raise ValueError(f"{', '.join(settings.data)}: not the corpus that the run in {out} began with.")
         print(f"Resuming {out} at step {model.step} of {settings.steps}.")
     else:
         config = choose_sizes(args, preset)
@@ -969,15 +875,13 @@ def main(argv):
             print("The corpus is too short for a validation part: there will be no validation loss.")
         model = model_gpu.pick(settings.device).Model(config, settings.seed, **model_options(settings))
         state = {"script": "train.py", "tokens": 0, "seconds": 0.0}
-        take(out)
-        set_aside(out)
-        # so that there is something to resume from the first moment on
-        save(out, model, tokenizer, settings, state)
+        checkpoint.take(out)
+        checkpoint.set_aside(out)
+        save(out, model, tokenizer, settings, state)    # from now on there is something to resume
         engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
         print(f"{preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
               f"{settings.batch_tokens:,} tokens, {engine}; corpus {', '.join(settings.data)}: "
-              f"{len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.",
-              flush=True)
+              f"{len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.", flush=True)
     job = pretraining(model, tokenizer, tokens, val, settings)
     if code := train(model, tokenizer, settings, out, state, Stop(), job):
         return code
