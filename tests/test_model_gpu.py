@@ -638,6 +638,20 @@ def test_launches_of_decoding(made):
         assert type(arguments[2]) is np.int64
 
 
+@pytest.mark.parametrize("predict, most", [(3, 8), (8, 8), (9, 9)])
+def test_few_rows_are_as_many_as_the_heads_or_eight(made, predict, most):
+    config = Config(dim=32, heads=1, kv_heads=1, layers=1, context=40, vocab=8, predict=predict)
+    model, seen = model_gpu.Model(config, precision="bf16", matmul="ours"), []
+    model.gpu.launch = lambda name, *rest, **options: seen.append(name)
+    for n in (1, most, most + 1):
+        seen.clear()
+        model.position = 0
+        model.extend([1] * n)
+        products = [name for name in seen if name.startswith(("few_rows", "matmul"))]
+        kind = "matmul" if n > most else "few_rows"
+        assert products == [kind] * 4 + [kind + "_to_fp32"]
+
+
 def test_other_numbers_than_the_usual(made):
     """The width of the feed-forward, the norm's eps and the rotation's base come from Config; without
     training

@@ -273,6 +273,10 @@ def test_a_full_cache_changes_nothing(tokenizer, monkeypatch):
     monkeypatch.setattr(tk.Encoder, "MAX_ENTRIES", 3)
     tokenizer.encoder.clear()
     assert tokenizer.encode(TEXT) == expected and len(tokenizer.encoder) <= 3
+    tokenizer.encoder.clear()
+    for word, kept in (("a", 1), ("b", 2), ("b", 2), ("c", 3), ("a", 3), ("d", 1), ("a", 2)):
+        tokenizer.encode(word)
+        assert len(tokenizer.encoder) == kept
     monkeypatch.undo()
     tokenizer.encoder.clear()
     for length, kept in (65, 0), (64, 1):                   # what is longer hardly comes again
