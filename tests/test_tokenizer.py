@@ -475,6 +475,20 @@ def test_chunks_by_hand(tmp_path, monkeypatch):
     assert tk.find_chunks(path, 4, 80, size=30) == [(path, 4, 39), (path, 39, 69), (path, 69, 80)]
 
 
+def test_training_and_encoding_go_by_chunks(tmp_path, monkeypatch):
+    """Of four times as many bytes where words are counted; all of them of the file's bytes, in order."""
+    monkeypatch.setattr(tk, "CHUNK", 100)
+    monkeypatch.setattr(tk, "CUT_WINDOW", 10)
+    path, seen = tmp_path / "text", []
+    path.write_text("ab " * 400)
+    tokenizer = Tokenizer.train_files([path], 262, progress=lambda *done: seen.append(done))
+    assert seen == [(401, 1200), (803, 1200), (1200, 1200)]
+    seen.clear()
+    tokenizer.encode_file(path, io.BytesIO(), progress=lambda *done: seen.append(done))
+    cuts = [100 * i + (2, 1, 3)[100 * i % 3] for i in range(1, 12)]           # after the next b
+    assert seen == [(cut, 1200) for cut in [*cuts, 1200]]
+
+
 def test_a_range_of_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("abc")
