@@ -237,6 +237,7 @@ def test_largest_micro_batch():
 
     def plan(rows):
         asked.append(rows)
+        assert len(asked) < 200                                     # a mistake would ask for ever
         return {"fixed": 1000, "rows": 10 * rows}
     for free, largest in ((0, 0), (1009, 0), (1010, 1), (1019, 1), (1020, 2), (1030, 3), (1079, 7), (1080, 8),
                           (2234, 123)):
