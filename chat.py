@@ -203,8 +203,8 @@ def run_session(session):
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal:
         with contextlib.suppress(ImportError):
-            # noqa: F401  (imported, it gives input() line editing and a history, kept in memory)
-            import readline
+            # imported, it gives input() line editing and a history, kept in memory
+            import readline     # noqa: F401
         begin = "Ask" if session.chat_form else "Begin a text"
         print(f"{begin}; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.")
     while True:

@@ -434,19 +434,20 @@ def duration(seconds):
 
 
 def print_step(settings, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak, left, last=False):
-    """The progress line: on a terminal rewritten in place, and cut where its width ends, or every step would
-    leave a line; elsewhere the first step and every tenth on lines of their own.  peak: the share of the
-    GPU's, or None."""
-    bits = loss / math.log(2) / bytes_per_token
-    line = (f"step {step:5d}/{settings.steps}  loss {loss:7.4f}  {bits:.3f} bits/byte  {duration(left)} left"
-            f"  {tokens_per_second:8,.0f} tokens/s  norm {norm:6.2f}  lr {lr:.2e}"
-            + (f"  {peak:.0%} of peak" if peak is not None else ""))
+    """The progress line: on a terminal rewritten in place, and without its last parts where they do not fit,
+    or every step would leave a line; elsewhere the first step and every tenth on lines of their own.  peak: the
+    share of the GPU's, or None."""
+    parts = [f"step {step:5d}/{settings.steps}", f"loss {loss:7.4f}",
+             f"{loss / math.log(2) / bytes_per_token:.3f} bits/byte", f"{duration(left)} left",
+             f"{tokens_per_second:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
+    if peak is not None:
+        parts.append(f"{peak:.0%} of peak")
     if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns - 1
-        shown = line if len(line) <= width else line[:width + 1].rpartition("  ")[0]
-        print(f"\r{shown}\033[K", end="\n" if last else "", flush=True)
+        while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
+            parts.pop()
+        print("\r" + "  ".join(parts) + "\033[K", end="\n" if last else "", flush=True)
     elif last or step == 1 or step % 10 == 0:
-        print(line, flush=True)
+        print("  ".join(parts), flush=True)
 
 
 def plot(folder):

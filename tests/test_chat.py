@@ -2,6 +2,7 @@
 import argparse
 import contextlib
 import functools
+import inspect
 import io
 import itertools
 import json
@@ -91,10 +92,14 @@ class Stream(io.TextIOWrapper):
         return super().readline(*arguments)
 
 
+SIGNATURE = inspect.signature(model_cpu.generate)
+
+
 def speaking(source):
     """What takes the place of model_cpu.generate: it says what the source does, up to `stop`, at most `most`.
     """
-    def generate(*arguments, stop, most):
+    def generate(*arguments, **options):
+        *arguments, stop, most = SIGNATURE.bind(*arguments, **options).args
         said = itertools.islice(source(*arguments), most)
         return itertools.takewhile(lambda token: token not in stop, said)
     return generate
@@ -427,11 +432,15 @@ def test_what_is_asked_of_the_model(models, monkeypatch):
     run(models, "--model", "out/loop", "--prompt", "", "--seed", str(2**63), generate=record_calls(calls))
     assert calls == [([SPECIAL["<|endoftext|>"]], 0.8, 50, 1.0, 2**63, 260)]
     bounds = []
-    monkeypatch.setattr(model_cpu, "generate", lambda *rest, **options: bounds.append(options) or iter(()))
+
+    def generate(*arguments, **options):
+        bounds.append(SIGNATURE.bind(*arguments, **options).args[-2:])
+        return iter(())
+    monkeypatch.setattr(model_cpu, "generate", generate)
     for name in ("loop", "sft"):
         for options, most in ([], 200), (["--max-tokens", "7"], 7):
             run(models, "--model", f"out/{name}", "--prompt", "x", *options)
-            assert bounds.pop() == {"stop": set(SPECIAL.values()), "most": most}
+            assert bounds.pop() == (set(SPECIAL.values()), most)
 
 
 def test_tokens_come_as_they_are_made(models):
@@ -516,6 +525,16 @@ def test_chat_form_closes_an_interrupted_answer(models):
     assert s.turns[0][-2:] == [ord("H"), END]
     s.answer("")                                # writes on
     assert s.turns[1][-2:] == [*b"Hi"]
+
+
+@pytest.mark.parametrize("most, said, closed", [(1, b"", True), (1, b"a", False), (2, b"a", True),
+                                                (2, b"ab", False)])
+def test_a_turn_is_closed_where_the_model_ended_it(models, monkeypatch, most, said, closed):
+    """And left open where the number of tokens did, even if it would have ended there."""
+    monkeypatch.setattr(model_cpu, "generate", speaking(lambda *rest: iter([*said, END])))
+    s = session(models, **{"max-tokens": most})
+    s.answer("x")
+    assert s.turns == [[USER, ord("x"), END, ASSISTANT, *said, *[END] * closed]]
 
 
 def test_chat_form_forgets_whole_turns(models, capsys):

@@ -643,6 +643,7 @@ def test_records_left_out_are_counted(base, capsys):
 class Bytes:
     """A tokenizer whose tokens are bytes; the special ones come behind."""
     special = {name: 256 + i for i, name in enumerate(("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"))}
+    tokens = [*(bytes([i]) for i in range(256)), *(name.encode() for name in special)]
     vocab_size = 260
     prompt = Tokenizer.prompt
 
@@ -1129,7 +1130,8 @@ def test_the_engine_of_a_new_run(base, monkeypatch):
     monkeypatch.setattr(model_gpu, "check_sizes", lambda config: None)
     for preset, asked, chosen in (
             ("small", None, "cpu"), ("small", "cpu", "cpu"), ("small", "gpu", "gpu"),
-            ("medium", "cpu", "cpu"), ("medium", None, "gpu"), ("medium", "auto", "gpu"), ("medium", "gpu", "gpu")):
+            ("medium", "cpu", "cpu"), ("medium", None, "gpu"), ("medium", "auto", "gpu"),
+            ("medium", "gpu", "gpu")):
         wanted = []
         monkeypatch.setattr(train, "choose_device", lambda *arguments: wanted.append(arguments) or chosen)
         monkeypatch.setattr(model_gpu, "pick", stop)

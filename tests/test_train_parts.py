@@ -190,6 +190,17 @@ def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monke
     assert train.map_tokens("web.txt").size == os.path.getsize("web.txt") // 2 and train.map_tokens("data/prepare.lock").size == 0
 
 
+def test_progress_of_a_preparation(tmp_path, monkeypatch, capsys):
+    """Each of its parts is told how far it is, under its name."""
+    monkeypatch.chdir(tmp_path)
+    open("books.txt", "w").write("some words and more of them here\n" * 40)
+    told = {}
+    monkeypatch.setattr(train, "show_progress", lambda what: lambda done, total: told.setdefault(what, total))
+    train.prepare(["books.txt"], 260)
+    cut, size = train.split_point("books.txt"), os.path.getsize("books.txt")
+    assert told == {"words counted:": cut, "train tokens:": cut, "val-books tokens:": size - cut}
+
+
 def test_batches_are_pairs_of_ints():
     inputs, targets = train.get_batch(np.arange(300, dtype="<u2"), [250], 8, 3)
     assert inputs.dtype == targets.dtype == np.int64 and targets.tolist() == [list(range(251, 261))]
