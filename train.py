@@ -435,8 +435,8 @@ def duration(seconds):
 
 def print_step(settings, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak, left, last=False):
     """The progress line: on a terminal rewritten in place, and without its last parts where they do not fit,
-    or every step would leave a line; elsewhere the first step and every tenth on lines of their own.  peak: the
-    share of the GPU's, or None."""
+    or every step would leave a line; elsewhere the first step and every tenth on lines of their own.  peak:
+    the share of the GPU's, or None."""
     parts = [f"step {step:5d}/{settings.steps}", f"loss {loss:7.4f}",
              f"{loss / math.log(2) / bytes_per_token:.3f} bits/byte", f"{duration(left)} left",
              f"{tokens_per_second:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]

@@ -593,6 +593,77 @@ def test_settings_that_do_not_fit():
         assert str(error.value) == words
 
 
+# -- what a run has recorded ---------------------------------------------------------------------------------
+def test_the_record_of_a_run(monkeypatch):
+    s = settings("--data", "a.txt")
+    good = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": dataclasses.asdict(s), "more": None}
+    state = good
+    monkeypatch.setattr(checkpoint, "load_state", lambda folder: state if folder == "f" else None)
+    assert train.read_run("f", "train.py") == (s, good)
+    for state in ({**good, "seconds": 7}, {**good, "settings": {**good["settings"], "attention": "naive"}}):
+        assert train.read_run("f", "sft.py") == (s, state)              # of an earlier version
+        assert state["settings"].keys() - good["settings"].keys() <= {"attention"}
+    cannot = "its script, tokens or seconds cannot be"
+    few = {name: value for name, value in good["settings"].items() if name != "steps"}
+    for changed, why in [
+            ({"script": 3}, cannot), ({"script": None}, cannot), ({"tokens": None}, cannot),
+            ({"tokens": 1.0}, cannot), ({"tokens": True}, cannot), ({"seconds": "1"}, cannot),
+            ({"seconds": True}, cannot),
+            ({"settings": 7}, "'int' object is not a mapping"),
+            ({"settings": few}, "missing 1 required positional"),
+            ({"settings": {**few, "steps": 0}}, "the setting steps cannot be 0."),
+            ({"settings": {**good["settings"], "speed": 1}}, "unexpected keyword argument 'speed'")]:
+        state = {**good, **changed}
+        with pytest.raises(ValueError) as error:
+            train.read_run("f", "train.py")
+        said = str(error.value)
+        assert said.startswith("f was not written by train.py: how the run was made is not recorded (")
+        assert said.endswith(").") and why in said
+    for name in ("script", "tokens", "seconds", "settings"):
+        state = {key: value for key, value in good.items() if key != name}
+        with pytest.raises(ValueError, match=rf"^f was not written by sft.py: .* is not recorded \('{name}'\)\.$"):
+            train.read_run("f", "sft.py")
+
+
+def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
+    """Before its weights are read: no checkpoint, another script's, naive attention; and after: other settings."""
+    s = settings("--data", "a.txt", "--steps", "9")
+    state = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": dataclasses.asdict(s)}
+    loaded, taken, out = [], [], str(tmp_path)
+    model = types.SimpleNamespace(config=CONFIGS["small"], step=4)
+    monkeypatch.setattr(train, "take", taken.append)
+    monkeypatch.setattr(checkpoint, "load_state", lambda folder, model=None: {**state, "model": model})
+    monkeypatch.setattr(checkpoint, "load", lambda *arguments: loaded.append(arguments) or (model, "tokenizer"))
+
+    def refusal(*options, script="train.py"):
+        with pytest.raises(ValueError) as error:
+            train.resume(train.parse_arguments(["--resume", *options]), out, script)
+        return str(error.value)
+    assert refusal() == (
+        f"there is nothing to resume in {out}: it holds no checkpoint. Start a run without --resume.")
+    assert taken == []
+    (tmp_path / "config.json").write_text("")
+    assert refusal(script="sft.py") == f"the run in {out} is one of train.py: resume it with that."
+    state["settings"]["attention"] = "naive"
+    assert refusal() == (
+        f"the run in {out} has --attention naive, which is no more: start a new run with another --out.")
+    del state["settings"]["attention"]
+    assert taken == [out, out] and loaded == []
+    end = ": a resumed run keeps its settings. Leave the option out, or start a new run with another --out."
+    for options, words in [
+            (["big"], "the preset small, not big"), (["--steps", "8"], "--steps 9, not 8"),
+            (["--data", "./b.txt"], "--data ['a.txt'], not ['b.txt']"), (["--seed", "1"], "--seed 0, not 1"),
+            (["--save-every", "1"], "--save-every 250, not 1"), (["--device", "gpu"], "--device cpu, not gpu"),
+            (["--precision", "bf16"], "--precision fp32, not bf16"),
+            (["--memory-limit", "5"], "--memory-limit None, not 5"),
+            (["--layers", "2"], "--layers 4, not 2"), (["--kv-heads", "1"], "--kv-heads 2, not 1")]:
+        assert refusal(*options) == f"the run in {out} has {words}{end}"
+        assert loaded.pop() == (out, model_cpu, {"dtype": np.float32, "threads": s.threads})
+    same = "small --steps 9 --data ./a.txt --device auto --seed 0 --dim 128 --vocab 512"
+    args = train.parse_arguments(["--resume", *same.split()])
+    assert train.resume(args, out, "train.py") == (model, "tokenizer", s, {**state, "model": model})
+
+
 # -- the run -----------------------------------------------------------------------------------------------------------
 def test_a_save_holds_the_settings(monkeypatch):
     saved, s = [], settings()
