@@ -596,7 +596,8 @@ def test_settings_that_do_not_fit():
 # -- what a run has recorded ---------------------------------------------------------------------------------
 def test_the_record_of_a_run(monkeypatch):
     s = settings("--data", "a.txt")
-    good = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": dataclasses.asdict(s), "more": None}
+    recorded = dataclasses.asdict(s)
+    good = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": recorded, "more": None}
     state = good
     monkeypatch.setattr(checkpoint, "load_state", lambda folder: state if folder == "f" else None)
     assert train.read_run("f", "train.py") == (s, good)
@@ -621,19 +622,19 @@ def test_the_record_of_a_run(monkeypatch):
         assert said.endswith(").") and why in said
     for name in ("script", "tokens", "seconds", "settings"):
         state = {key: value for key, value in good.items() if key != name}
-        with pytest.raises(ValueError, match=rf"^f was not written by sft.py: .* is not recorded \('{name}'\)\.$"):
+        with pytest.raises(ValueError, match=rf"^f was not written by sft.py: .* recorded \('{name}'\)\.$"):
             train.read_run("f", "sft.py")
 
 
 def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
-    """Before its weights are read: no checkpoint, another script's, naive attention; and after: other settings."""
+    """Before its weights are read: no checkpoint, another script's, naive attention; then: other settings."""
     s = settings("--data", "a.txt", "--steps", "9")
     state = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": dataclasses.asdict(s)}
     loaded, taken, out = [], [], str(tmp_path)
     model = types.SimpleNamespace(config=CONFIGS["small"], step=4)
     monkeypatch.setattr(train, "take", taken.append)
     monkeypatch.setattr(checkpoint, "load_state", lambda folder, model=None: {**state, "model": model})
-    monkeypatch.setattr(checkpoint, "load", lambda *arguments: loaded.append(arguments) or (model, "tokenizer"))
+    monkeypatch.setattr(checkpoint, "load", lambda *rest: loaded.append(rest) or (model, "tokenizer"))
 
     def refusal(*options, script="train.py"):
         with pytest.raises(ValueError) as error:
@@ -653,7 +654,8 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
     for options, words in [
             (["big"], "the preset small, not big"), (["--steps", "8"], "--steps 9, not 8"),
             (["--data", "./b.txt"], "--data ['a.txt'], not ['b.txt']"), (["--seed", "1"], "--seed 0, not 1"),
-            (["--save-every", "1"], "--save-every 250, not 1"), (["--device", "gpu"], "--device cpu, not gpu"),
+            (["--save-every", "1"], "--save-every 250, not 1"),
+            (["--device", "gpu"], "--device cpu, not gpu"),
             (["--precision", "bf16"], "--precision fp32, not bf16"),
             (["--memory-limit", "5"], "--memory-limit None, not 5"),
             (["--layers", "2"], "--layers 4, not 2"), (["--kv-heads", "1"], "--kv-heads 2, not 1")]:
