@@ -854,7 +854,7 @@ def window_start(n, context):
 def sample(logits, rng, temperature=1.0, top_k=0, top_p=1.0):
     """Draw an id from logits (V,).  temperature 0: the largest.  top_k keeps the k largest (0: all), top_p
     then the smallest set of largest probabilities that reaches p (nucleus sampling, Holtzman et al. 2020; 1:
-    all)."""
+    all).  rng.choice draws among these, the most likely first, so one state of rng gives one id."""
     if temperature == 0:
         return int(np.argmax(logits))
     order = np.argsort(-logits, kind="stable")

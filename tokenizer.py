@@ -194,8 +194,9 @@ def prune_words(words):
 
 
 def learn_merges(words, wanted):
-    """Counter of words -> list of at most `wanted` merges (left id, right id); merge number i makes token 256
-    + i.
+    """Counter of words -> list of at most `wanted` merges (left id, right id); merge number i makes token
+    256 + i.  Each is the pair that occurs most often, the smallest of several; one that occurs once ends the
+    list.
 
     Recounting all pairs after each merge would be quadratic. Instead every word stands once, weighted by its
     count, in one long row of token ids, and each pair knows its positions in the row. A merge touches only
