@@ -1,6 +1,8 @@
 """gradcheck.py: the check passes as it stands, sees every planted bug, and says so by its exit code."""
 import dataclasses
+import inspect
 import os
+import re
 import sys
 import types
 
@@ -79,11 +81,6 @@ def test_other_numbers_than_the_usual(change):
         assert model.params["layers.1.down"].shape == (16, change["hidden"])
 
 
-def test_attention_twins_are_right_as_the_knobs_stand(capsys):
-    assert not gradcheck.is_caught(gradcheck.attention_twins(), limit=8)
-    assert capsys.readouterr().out == ""
-
-
 FORWARD_ONLY = {"rope_on_v", "rope_layout", "no_scale", "mask_off_by_one", "gate_up_swapped", "target_shift",
                 "masked_counted"}
 
@@ -91,7 +88,7 @@ FORWARD_ONLY = {"rope_on_v", "rope_layout", "no_scale", "mask_off_by_one", "gate
 @pytest.mark.parametrize("name", gradcheck.BUGS)
 def test_every_planted_bug_is_caught(name, capsys):
     before = dict(vars(model_cpu))
-    assert gradcheck.is_caught(gradcheck.BUGS[name](), limit=12)
+    assert gradcheck.is_caught(gradcheck.plant(name), limit=12)
     assert vars(model_cpu) == before                                # and is gone afterwards
     lines = capsys.readouterr().out
     # what finite differences cannot see, the loops must, and the other way round
@@ -103,7 +100,11 @@ def test_every_planted_bug_is_caught(name, capsys):
 
 def test_there_are_ten_bugs_and_each_tells_its_story_in_one_line():
     assert len(gradcheck.BUGS) >= 10
-    assert all(bug.__doc__.endswith(".") and "\n" not in bug.__doc__ for bug in gradcheck.BUGS.values())
+    for *edits, story in [*gradcheck.BUGS.values(), *gradcheck.EXERCISE_BUGS.values()]:
+        assert story.endswith(".") and "\n" not in story
+        for edit in edits:                                          # the line that it changes still stands there
+            function, there = re.fullmatch("(.*?): (.*) -> .*", edit, re.DOTALL).groups()
+            assert there in inspect.getsource(getattr(model_cpu, function)), edit
 
 
 def test_a_gradient_that_is_zero_or_not_a_number_fails(capsys):
@@ -132,14 +133,13 @@ def test_exit_codes(capsys, monkeypatch, few_entries):
     assert all(name in listed for name in gradcheck.BUGS)
     assert gradcheck.main(["--break", "rope_sign"]) == 0
     assert "caught 1 of 1" in capsys.readouterr().out
-    monkeypatch.setitem(gradcheck.BUGS, "rope_sign", gradcheck.attention_twins)     # a "bug" that changes nothing
-    monkeypatch.setattr(gradcheck.attention_twins, "__doc__", "None.")
+    monkeypatch.setitem(gradcheck.BUGS, "rope_sign", ("rope_backward: cos -> cos", "A bug that changes nothing."))
     assert gradcheck.main(["--break", "rope_sign"]) == 1
     assert "NOT CAUGHT" in capsys.readouterr().out
 
 
 def test_main_fails_with_one_where_the_model_is_wrong(capsys, few_entries):
-    with gradcheck.replaced(gradcheck.rope_sign()):
+    with gradcheck.replaced(gradcheck.plant("rope_sign")):
         assert gradcheck.main(["--break", "all"]) == 1              # "caught" would mean nothing
     assert "no bug planted" in capsys.readouterr().out
 
@@ -441,44 +441,36 @@ def rotation():
     return model_cpu.rope_table(config, np.float64)
 
 
-def test_bugs_of_attention_are_knobs_of_the_twins(monkeypatch):
-    turned = []
-    monkeypatch.setattr(gradcheck, "attention_twins", lambda **knobs: turned.append(knobs))
-    for name in ("backward_scale", "softmax_delta", "no_scale", "mask_off_by_one", "group_not_summed"):
-        gradcheck.BUGS[name]()
-    group = turned[4].pop("group")
-    assert turned == [{"backward_power": 0.0}, {"delta": 0.0}, {"forward_power": 0.0, "backward_power": 0.0},
-                      {"future": 1}, {}]
-    gradient = RNG.standard_normal((1, 2, 3, 4, 2))
-    assert np.array_equal(group(gradient), gradient[:, :, 2:])
+def attention_in_loops(qkv, dout, forward=2 ** -0.5, backward=2 ** -0.5, future=0, delta=1.0, last=False):
+    """B 1, T 3, two query heads and one key/value head of D 2 -> (P, out, dqkv), with a number for each mistake."""
+    k, v, dq = qkv[0, :, 4:6], qkv[0, :, 6:], []
+    P, out, dk, dv = [], [], np.zeros((3, 2)), np.zeros((3, 2))
+    for h in range(2):
+        q, dO = qkv[0, :, 2 * h:2 * h + 2], dout[0, :, 2 * h:2 * h + 2]
+        e = np.exp(q @ k.T * forward) * np.tri(3, k=future)
+        p = e / e.sum(axis=1)[:, None]
+        dp = dO @ v.T
+        ds = p * (dp - delta * (p * dp).sum(axis=1)[:, None]) * backward
+        P, out, dq = [*P, p], [*out, p @ v], [*dq, ds @ k]
+        dk, dv = (ds.T @ q, p.T @ dO) if last else (dk + ds.T @ q, dv + p.T @ dO)
+    return np.array(P)[None, None], np.hstack(out)[None], np.hstack([*dq, dk, dv])[None]
 
 
-def test_knobs_of_the_twins():
-    """B 1, T 3, one head, D 2, and what each knob makes of S, of the mask, of dS and of the sum over a group."""
-    qkv, dout, B, T, D = RNG.standard_normal((1, 3, 8)), RNG.standard_normal((1, 3, 4)), 1, 3, 2
-    for knobs, forward, backward, future, delta in [
-            ({}, 2 ** -0.5, 2 ** -0.5, 0, 1.0), ({"forward_power": 1.0}, 2.0, 2 ** -0.5, 0, 1.0),
-            ({"backward_power": 2.0}, 2 ** -0.5, 4.0, 0, 1.0), ({"future": 1}, 2 ** -0.5, 2 ** -0.5, 1, 1.0),
-            ({"delta": 0.5}, 2 ** -0.5, 2 ** -0.5, 0, 0.5)]:
-        twins = gradcheck.attention_twins(**knobs)
-        out, dqkv, P = np.zeros((1, 3, 4)), np.zeros((1, 3, 8)), np.zeros((1, 1, 2, 3, 3))
-        twins["attention_forward"](out, P, qkv, 2, 1)
-        twins["attention_backward"](dqkv, dout, out, P, qkv, 2, 1, None)
-        (k, v), dk, dv = (qkv[0, :, 4:6], qkv[0, :, 6:]), np.zeros((3, 2)), np.zeros((3, 2))
-        for h in range(2):
-            q, dO = qkv[0, :, 2 * h:2 * h + 2], dout[0, :, 2 * h:2 * h + 2]
-            e = np.exp(q @ k.T * forward) * np.tri(3, k=future)
-            p = e / e.sum(axis=1)[:, None]
-            np.testing.assert_allclose(P[0, 0, h], p, atol=1e-12)
-            np.testing.assert_allclose(out[0, :, 2 * h:2 * h + 2], p @ v, atol=1e-12)
-            dp = dO @ v.T
-            ds = p * (dp - delta * (p * dp).sum(axis=1)[:, None]) * backward
-            np.testing.assert_allclose(dqkv[0, :, 2 * h:2 * h + 2], ds @ k, atol=1e-12)
-            dk, dv = dk + ds.T @ q, dv + p.T @ dO
-        np.testing.assert_allclose(dqkv[0, :, 4:], np.hstack([dk, dv]), atol=1e-12)
+@pytest.mark.parametrize("name, numbers", [
+    ("backward_scale", {"backward": 1.0}), ("softmax_delta", {"delta": 0.0}),
+    ("no_scale", {"forward": 1.0, "backward": 1.0}), ("mask_off_by_one", {"future": 1}),
+    ("group_not_summed", {"last": True})])
+def test_bugs_of_attention(name, numbers):
+    qkv, dout = RNG.standard_normal((1, 3, 8)), RNG.standard_normal((1, 3, 4))
+    out, dqkv, P = np.zeros((1, 3, 4)), np.zeros((1, 3, 8)), np.zeros((1, 1, 2, 3, 3))
+    with gradcheck.replaced(gradcheck.plant(name)):
+        model_cpu.attention_forward(out, P, qkv, 2, 1)
+        model_cpu.attention_backward(dqkv, dout, out, P, qkv, 2, 1, np.empty_like(P))
+    for ours, plain in zip((P, out, dqkv), attention_in_loops(qkv, dout, **numbers)):
+        np.testing.assert_allclose(ours, plain, atol=1e-12)
 
 
-def test_bugs_of_the_norm_and_of_the_residual(monkeypatch):
+def test_bugs_of_the_norm():
     x, dout, gain = RNG.standard_normal((3, 8)), RNG.standard_normal((3, 8)), RNG.standard_normal(8)
     rstd, out, new, right = np.ones(3), np.zeros((3, 8)), np.zeros((3, 8)), np.zeros((3, 8))
     gradcheck.norm_eps()["rmsnorm_forward"](out, rstd, x, gain, 0.25)
@@ -486,30 +478,26 @@ def test_bugs_of_the_norm_and_of_the_residual(monkeypatch):
     np.testing.assert_allclose(out, x * rstd[:, None] * gain)
     dgain, right_dgain = np.ones(8), np.ones(8)
     model_cpu.rmsnorm_backward(right, right_dgain, dout, x, rstd, gain)
-    gradcheck.norm_projection()["rmsnorm_backward"](new, dgain, dout, x, rstd, gain)
+    gradcheck.plant("norm_projection")["rmsnorm_backward"](new, dgain, dout, x, rstd, gain)
     np.testing.assert_allclose(new, dout * gain * rstd[:, None])
     np.testing.assert_allclose(dgain, right_dgain)
     dgain[...] = 1
-    gradcheck.norm_gain()["rmsnorm_backward"](new, dgain, dout, x, rstd, gain)
+    gradcheck.plant("norm_gain")["rmsnorm_backward"](new, dgain, dout, x, rstd, gain)
     np.testing.assert_allclose(new, right)
     np.testing.assert_allclose(dgain, 1 + (dout * x).sum(axis=0))
-
-    monkeypatch.setattr(model_cpu, "block_backward", lambda dx, factor: np.multiply(dx, factor, out=dx))
-    dx = dout.copy()
-    gradcheck.residual_dropped()["block_backward"](dx, 5.0)
-    np.testing.assert_allclose(dx, 4 * dout)
 
 
 def test_bugs_of_swiglu():
     gate_up, dout = RNG.standard_normal((2, 6)), RNG.standard_normal((2, 3))
     (gate, up), out, sigmoid, dgate_up = np.split(gate_up, 2, axis=1), *np.zeros((2, 2, 3)), np.zeros((2, 6))
     model_cpu.swiglu_forward(out, sigmoid, gate_up)
-    gradcheck.swiglu_slope()["swiglu_backward"](dgate_up, dout, sigmoid, gate_up, None)
+    gradcheck.plant("swiglu_slope")["swiglu_backward"](dgate_up, dout, sigmoid, gate_up, np.zeros((2, 3)))
     np.testing.assert_allclose(dgate_up, np.hstack([dout * up * sigmoid, dout * gate * sigmoid]))
-    bug, swapped = gradcheck.gate_up_swapped(), np.hstack([up, gate])
+    bug, swapped = gradcheck.plant("gate_up_swapped"), np.hstack([up, gate])
     right, right_sigmoid, right_d = np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 6))
     model_cpu.swiglu_forward(right, right_sigmoid, swapped)
-    bug["swiglu_forward"](out, sigmoid, gate_up)
+    with gradcheck.replaced(bug):
+        model_cpu.swiglu_forward(out, sigmoid, gate_up)
     assert np.array_equal(out, right) and np.array_equal(sigmoid, right_sigmoid)
     out[...] = 0
     bug["swiglu_apply"](out, sigmoid, gate_up)
@@ -527,8 +515,12 @@ def test_bugs_of_rope():
     assert np.array_equal(bug["rotated_part"](x, config), x.reshape(2, 3, 4, 4))
     cos, sin = rotation()
     x = RNG.standard_normal((2, 3, 2, 4))
+    turned, again = x.copy(), x.copy()
+    gradcheck.plant("rope_sign")["rope_backward"](turned, cos, sin)
+    model_cpu.rope_forward(again, cos, sin)
+    assert np.array_equal(turned, again)
     turned = x.copy()
-    gradcheck.rope_layout()["rope_forward"](turned, cos, sin)
+    gradcheck.plant("rope_layout")["rope_forward"](turned, cos, sin)
     for t in range(3):
         for i in range(2):
             z = (x[:, t, :, 2 * i] + 1j * x[:, t, :, 2 * i + 1]) * np.exp(1j * t * 10000 ** (-i / 2))
@@ -537,34 +529,36 @@ def test_bugs_of_rope():
 
 def test_bugs_of_embedding_and_products():
     dembed, dout = np.ones((4, 2)), RNG.standard_normal((3, 2))
-    gradcheck.embedding_repeat()["embedding_backward"](dembed, dout, np.array([2, 0, 2]))
+    gradcheck.plant("embedding_repeat")["embedding_backward"](dembed, dout, np.array([2, 0, 2]))
     assert np.array_equal(dembed, [1 + dout[1], [1, 1], 1 + dout[2], [1, 1]])
     dx, dw, x, w = np.ones((3, 5)), np.ones((2, 5)), RNG.standard_normal((3, 5)), RNG.standard_normal((2, 5))
-    gradcheck.gradient_overwritten()["linear_backward"](dx, dw, dout, x, w)
+    gradcheck.plant("gradient_overwritten")["linear_backward"](dx, dw, dout, x, w)
     np.testing.assert_allclose(dx, dout @ w)
     np.testing.assert_allclose(dw, dout.T @ x)
 
 
-def test_bugs_of_the_loss(monkeypatch):
-    calls = []
-    for name in ("cross_entropy_forward", "cross_entropy_backward"):
-        monkeypatch.setattr(model_cpu, name, lambda *arguments: calls.append(arguments))
-    table, e, ones = np.array([[1, -1], [0, -1], [-1, 2]]), np.zeros((3, 2, 4)), [1, 1]
-    gradcheck.micro_divisor()["cross_entropy_forward"]("losses", "total", "logits", table, "counted")
-    gradcheck.micro_divisor()["cross_entropy_backward"]("e", "total", table, "counted", "weights")
-    gradcheck.masked_pulled()["cross_entropy_backward"](e, "total", table, "counted", "weights")
-    gradcheck.head_weight()["cross_entropy_backward"]("e", "total", table, "counted", np.array([1.0, 0.5]))
-    own = calls[0][4]
-    assert calls[0][:4] == ("losses", "total", "logits", table) and own.tolist() == [2, 1]
-    assert calls[1][:3] == ("e", "total", table) and calls[1][3].tolist() == [2, 1] and calls[1][4] == "weights"
-    assert calls[2][2].tolist() == [[1, 3], [0, 3], [3, 2]]
-    assert calls[2][0] is e and calls[2][1::2] == ("total", "counted") and calls[2][4] == "weights"
-    assert calls[3][:4] == ("e", "total", table, "counted") and calls[3][4].tolist() == ones
+def test_bugs_of_the_loss():
+    table, weights = np.array([[1, -1], [0, -1], [-1, 2]]), np.array([1.0, 0.5])
+    e = RNG.uniform(0.1, 1.0, (3, 2, 4))
+
+    def backward(functions, table=table, divisor=5, weights=weights):
+        gradient = e.copy()
+        functions["cross_entropy_backward"](gradient, e.sum(axis=-1), table, divisor, weights)
+        return gradient
+
+    right, own = vars(model_cpu), np.array([2, 1])
+    for bug, expected in (("micro_divisor", {"divisor": own}), ("masked_pulled", {"table": table % 4}),
+                          ("head_weight", {"weights": np.ones(2)})):
+        np.testing.assert_allclose(backward(gradcheck.plant(bug)), backward(right, **expected))
+    losses = np.zeros((2, 2))
+    gradcheck.plant("micro_divisor")["cross_entropy_forward"](losses[0], np.zeros((3, 2)), e.copy(), table, 5)
+    model_cpu.cross_entropy_forward(losses[1], np.zeros((3, 2)), e.copy(), table, own)
+    np.testing.assert_allclose(losses[0], losses[1])
 
     targets = np.arange(14).reshape(2, 7)
     shifted = gradcheck.target_shift()["head_targets"](targets, 4, 4)
     assert shifted.tolist() == [[t, t + 1, t + 1, t + 1] for row in (0, 7) for t in range(row, row + 4)]
-    assert gradcheck.masked_counted()["count_targets"](np.full((2, 7), -1), 4, 3).tolist() == [8, 8, 8]
+    assert gradcheck.plant("masked_counted")["count_targets"](np.full((2, 7), -1), 4, 3).tolist() == [8, 8, 8]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -704,9 +698,8 @@ def test_the_bars_of_a_check_and_of_a_bug(monkeypatch, capsys, error, worst, goo
 
 def test_bugs_are_planted_one_by_one(monkeypatch, capsys):
     planted = []
-    monkeypatch.setattr(gradcheck, "BUGS", {name: types.SimpleNamespace(__doc__=f"Story {name}.") for name in "ab"})
-    for name, bug in gradcheck.BUGS.items():
-        gradcheck.BUGS[name] = type(name, (), {"__doc__": bug.__doc__, "__call__": lambda self: self.__doc__})()
+    monkeypatch.setattr(gradcheck, "BUGS", {name: (f"Story {name}.",) for name in "ab"})
+    monkeypatch.setattr(gradcheck, "plant", lambda name: f"Story {name}.")
     for caught, good in (({"Story a.", "Story b."}, True), ({"Story b."}, False), (set(), False)):
         monkeypatch.setattr(gradcheck, "is_caught", lambda bug: planted.append(bug) or bug in caught if bug else False)
         assert gradcheck.run_breaks(gradcheck.BUGS) is good
@@ -737,7 +730,8 @@ def test_runs_of_the_command_line(monkeypatch, capsys, good):
 def test_the_list_of_bugs(capsys):
     assert gradcheck.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"{name:20} {bug.__doc__}" for name, bug in gradcheck.BUGS.items()]
+    assert lines == [f"{name:20} {bug[-1]}" for name, bug in gradcheck.BUGS.items()] + [
+        f"{name:20} {bug[-1]}  (In the exercise alone.)" for name, bug in gradcheck.EXERCISE_BUGS.items()]
     with pytest.raises(SystemExit) as error:
         gradcheck.main(["--peer"])
     assert error.value.code == 2 and "--peer goes with --gpu" in capsys.readouterr().err

@@ -764,7 +764,7 @@ def test_opening_a_log_cuts_it_and_writes_nothing_again(tmp_path, monkeypatch):
 
         def __iter__(self):
             return iter(self.file)
-    log = train.Log(str(tmp_path), 6)
+    log = checkpoint.Log(str(tmp_path), 6)
     kept = "".join(whole.splitlines(keepends=True)[:6])
     assert len(sizes) == 1 and (tmp_path / "log.jsonl").read_text() == kept     # one truncation, and no write
     log.write(step=7, loss=2.0)
@@ -773,11 +773,11 @@ def test_opening_a_log_cuts_it_and_writes_nothing_again(tmp_path, monkeypatch):
 
 def test_the_last_line_of_a_killed_run_is_dropped_and_what_is_missing_is_said(tmp_path, capsys):
     whole = write_log(tmp_path, range(1, 5), tail='{"step": 5, "lo')
-    train.Log(str(tmp_path), 4)
+    checkpoint.Log(str(tmp_path), 4)
     assert (tmp_path / "log.jsonl").read_text() == whole and not capsys.readouterr().out
-    train.Log(str(tmp_path), 9)
+    checkpoint.Log(str(tmp_path), 9)
     assert "no record of the steps 5 to 9" in capsys.readouterr().out
-    train.Log(str(tmp_path), 0)
+    checkpoint.Log(str(tmp_path), 0)
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 
@@ -788,12 +788,12 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
         file.write(f'{line}\n{{"step": 4}}\n')
     before = (tmp_path / "log.jsonl").read_bytes()
     with pytest.raises(ValueError, match="log.jsonl, line 4, is no record of a run"):
-        train.Log(str(tmp_path), 9)
+        checkpoint.Log(str(tmp_path), 9)
     assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
 def test_a_held_out_loss_that_has_risen_is_said_once_with_the_best_step(tmp_path, monkeypatch, capsys):
-    losses = {16: 3.5, 20: 3.0, 40: 2.9, 60: 2.9 + train.RISE - 1e-3, 80: 3.1, 100: 2.95, 120: 4.0}
+    losses = {16: 3.5, 20: 3.0, 40: 2.9, 60: 2.9 + checkpoint.RISE - 1e-3, 80: 3.1, 100: 2.95, 120: 4.0}
     s = recorder_settings("--steps", "90", "--eval-every", "20", "--save-every", "1000")
     run_recorder(tmp_path, monkeypatch, Recorder(), s, lambda step: {"val_loss": losses.get(step, 3.2)})
     printed = capsys.readouterr().out
@@ -870,20 +870,20 @@ def test_stop_leaves_alone_what_is_ignored(monkeypatch):
 
 def test_a_folder_is_taken_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train.take("out/a")
-    program = "import sys; sys.path.insert(0, sys.argv[1]); import train; train.take(sys.argv[2])"
+    checkpoint.take("out/a")
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import checkpoint; checkpoint.take(sys.argv[2])"
     os.symlink("a", "out/link")
     for name, free in ("out/a", False), ("./out/a/", False), ("out/link", False), ("out/b", True):
         done = subprocess.run([sys.executable, "-c", program, ROOT, name], capture_output=True, text=True)
         assert (done.returncode == 0) == free and ("is in use by another run" in done.stderr) != free
     os.rename("out/a", "out/c")
-    train.set_aside("out/a")                        # nothing there: nothing to do
+    checkpoint.set_aside("out/a")                        # nothing there: nothing to do
     os.makedirs("out/a")
-    train.set_aside("out/a")                        # empty: likewise
+    checkpoint.set_aside("out/a")                        # empty: likewise
     assert sorted(os.listdir("out")) == [".a.lock", ".b.lock", "a", "b", "c", "link"]
     open("out/a/log.jsonl", "w").close()
     os.makedirs("out/a.1")
-    train.set_aside("out/a")
+    checkpoint.set_aside("out/a")
     assert sorted(os.listdir("out"))[2:] == ["a.1", "a.2", "b", "c", "link"] and os.listdir("out/a.2") == ["log.jsonl"]
 
 

@@ -39,7 +39,7 @@ def test_defaults():
         "small": dict(steps=1000, batch_tokens=2048, lr=2e-3, warmup=50, eval_every=250, save_every=250),
         "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
         "big": dict(steps=48000, batch_tokens=32768, lr=1e-3, warmup=300, eval_every=500, save_every=2000)}
-    assert (train.MOST_EPOCHS, train.MOST_BATCH, train.RISE) == ({"small": 8, "medium": 4, "big": 4}, 16_777_216, 0.02)
+    assert (train.MOST_EPOCHS, train.MOST_BATCH, checkpoint.RISE) == ({"small": 8, "medium": 4, "big": 4}, 16_777_216, 0.02)
     assert (train.EVAL_TOKENS, train.SAMPLE_TOKENS, train.PROMPTS) == (65536, 80, ("\n", "The", "What is"))
     s = settings()
     assert dataclasses.asdict(s) == dict(
@@ -632,7 +632,7 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
     state = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": dataclasses.asdict(s)}
     loaded, taken, out = [], [], str(tmp_path)
     model = types.SimpleNamespace(config=CONFIGS["small"], step=4)
-    monkeypatch.setattr(train, "take", taken.append)
+    monkeypatch.setattr(checkpoint, "take", taken.append)
     monkeypatch.setattr(checkpoint, "load_state", lambda folder, model=None: {**state, "model": model})
     monkeypatch.setattr(checkpoint, "load", lambda *rest: loaded.append(rest) or (model, "tokenizer"))
 
