@@ -124,7 +124,7 @@ class Session:
         # a wrong one, from a poor model, ends the answer as well
         specials = set(self.tokenizer.special.values())
         stream = model_cpu.generate(self.model, ids, settings.temperature, settings.top_k, settings.top_p,
-                                    seed, self.tokenizer.vocab_size, specials, settings.max_tokens)
+                                    seed, self.tokenizer.vocab_size, stop=specials, most=settings.max_tokens)
         for said, token in enumerate(stream, 1):
             self.turns[-1].append(token)
             self.printer.write(self.tokenizer.decode_bytes([token]))

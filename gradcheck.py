@@ -758,12 +758,13 @@ def main(argv):
                     f"tiny model, to {TINY_BAR:.0e}. Exit code 1: an error above the bar, a bug not caught.")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--small", action="store_true", help="sampled entries of the small model, to "
-                       f"{SMALL_BAR:.0e} (measured: 5e-9; its gradients are nearer to the rounding of the loss)")
+                       f"{SMALL_BAR:.0e} (measured: 5e-9; its gradients are nearer to the loss's rounding)")
     which.add_argument("--break", dest="bug", choices=["all", *BUGS], metavar="NAME",
                        help="plant this bug (all: one after the other) and see that it is caught")
     which.add_argument("--list", action="store_true", help="the names of the bugs, with their stories")
-    which.add_argument("--exercise", choices=["all", *EXERCISES], metavar="NAME", help="write "
-                       f"exercises/NAME.py, to complete; run again: is it right? (all: a table)  NAME: {', '.join(EXERCISES)}")
+    which.add_argument("--exercise", choices=["all", *EXERCISES], metavar="NAME",
+                       help="write exercises/NAME.py, to complete; run again: is it right? (all: a table)  "
+                            f"NAME: {', '.join(EXERCISES)}")
     which.add_argument("--gpu", action="store_true", help="the GPU engine against model_cpu in float64")
     parser.add_argument("--peer", action="store_true", help="with --gpu: PyTorch's error beside ours")
     parser.add_argument("--hint", action="store_true", help="with --exercise NAME: the derivation")

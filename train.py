@@ -343,7 +343,8 @@ def learning_rate(step, settings):
 def token_bytes(tokenizer):
     """(V,) how many bytes of text each id stands for; a special token is no text, 0."""
     special = set(tokenizer.special.values())
-    return np.array([0 if i in special else len(token) for i, token in enumerate(tokenizer.tokens)])
+    sizes = [len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)]
+    return np.array([0 if i in special else size for i, size in enumerate(sizes)])
 
 
 def held_out_loss(model, sizes, batches):
@@ -739,7 +740,7 @@ def make_settings(args, preset, config, defaults):
     chosen.update(given_settings(args))
     windows = chosen["batch_tokens"] // config.context
     if chosen["batch_tokens"] % config.context or not windows:
-        raise ValueError(f"--batch-tokens {chosen['batch_tokens']} is no multiple of the context, "
+        raise ValueError(f"--batch-tokens {chosen['batch_tokens']} is not a multiple of the context, "
                          f"{config.context}.")
     on_gpu = chosen["device"] == "gpu"
     if not on_gpu and (wrong := [name for name in ("precision", "matmul", "memory_limit") if name in chosen]):

@@ -745,7 +745,7 @@ def test_as_a_script(models):
 
 
 def test_no_checkpoint_at_all(tmp_path):
-    assert run(tmp_path, "--prompt", "a") == (2, b"", "error: there is no trained model in out/: train one with `make` or "
+    assert run(tmp_path, "--prompt", "a") == (2, b"", "error: there is no trained model in out/: run `make` or "
                                               "`python train.py`, or name the folder of one with --model DIR.\n")
 
 

@@ -64,8 +64,7 @@ def test_plain_losses_agree_with_the_model(heads, kv_heads, predict, T):
                                     dict(hidden=72, norm_eps=0.1, rope_theta=50, predict=1)])
 def test_other_numbers_than_the_usual(change):
     """Width of the feed-forward, eps of the norm and base of the rotation: losses and gradients follow
-    Config,
-    and are not those of the usual numbers."""
+    Config, and are not those of the usual numbers."""
     usual, tokens, targets = gradcheck.make_tiny()
     model, rng = model_cpu.Model(dataclasses.replace(gradcheck.TINY, **change)), np.random.default_rng(2)
     targets = targets[:, :tokens.shape[1] + model.config.predict - 1]
@@ -473,7 +472,7 @@ def test_bugs_of_attention(name, numbers):
 def test_bugs_of_the_norm():
     x, dout, gain = RNG.standard_normal((3, 8)), RNG.standard_normal((3, 8)), RNG.standard_normal(8)
     rstd, out, new, right = np.ones(3), np.zeros((3, 8)), np.zeros((3, 8)), np.zeros((3, 8))
-    gradcheck.norm_eps()["rmsnorm_forward"](out, rstd, x, gain, 0.25)
+    gradcheck.plant("norm_eps")["rmsnorm_forward"](out, rstd, x, gain, 0.25)
     np.testing.assert_allclose(rstd, 1 / (np.sqrt((x ** 2).mean(axis=1)) + 0.25))
     np.testing.assert_allclose(out, x * rstd[:, None] * gain)
     dgain, right_dgain = np.ones(8), np.ones(8)
@@ -508,12 +507,9 @@ def test_bugs_of_swiglu():
 
 
 def test_bugs_of_rope():
-    assert gradcheck.rope_sign() == {"rope_backward": model_cpu.rope_forward}
-    bug, x = gradcheck.rope_on_v(), RNG.standard_normal((2, 3, 16))
-    assert list(bug) == ["rotated_part"]
-    config = types.SimpleNamespace(head_dim=4)
-    assert np.array_equal(bug["rotated_part"](x, config), x.reshape(2, 3, 4, 4))
-    cos, sin = rotation()
+    x, cos, sin = RNG.standard_normal((2, 3, 16)), *rotation()
+    config = types.SimpleNamespace(head_dim=4, heads=2, kv_heads=1)
+    assert np.array_equal(gradcheck.plant("rope_on_v")["rotated_part"](x, config), x.reshape(2, 3, 4, 4))
     x = RNG.standard_normal((2, 3, 2, 4))
     turned, again = x.copy(), x.copy()
     gradcheck.plant("rope_sign")["rope_backward"](turned, cos, sin)
@@ -556,7 +552,7 @@ def test_bugs_of_the_loss():
     np.testing.assert_allclose(losses[0], losses[1])
 
     targets = np.arange(14).reshape(2, 7)
-    shifted = gradcheck.target_shift()["head_targets"](targets, 4, 4)
+    shifted = gradcheck.plant("target_shift")["head_targets"](targets, 4, 4)
     assert shifted.tolist() == [[t, t + 1, t + 1, t + 1] for row in (0, 7) for t in range(row, row + 4)]
     assert gradcheck.plant("masked_counted")["count_targets"](np.full((2, 7), -1), 4, 3).tolist() == [8, 8, 8]
 

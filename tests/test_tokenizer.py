@@ -361,7 +361,7 @@ def test_gpt2_files_that_are_none(tmp_path):
     (tmp_path / "v.bpe").write_text("#version: 0.2\na b\n")
     for vocab in '{"a": 0}', "[]", "7", "null", '{"a": "x"}', '{"a": 0, "b": "x"}', "{", '{"a": [0]}':
         (tmp_path / "e.json").write_text(vocab)
-        with pytest.raises(ValueError, match="v.bpe and .*e.json are not GPT-2's tokenizer files: "):
+        with pytest.raises(ValueError, match="v.bpe, .*e.json: not GPT-2's tokenizer files: "):
             Tokenizer.from_gpt2(tmp_path / "v.bpe", tmp_path / "e.json")
 
 
@@ -371,7 +371,7 @@ def test_vocabularies_that_do_not_fit_their_merges():
     good = Tokenizer.from_vocab(vocab, ["a b", ("ab", "c")], special)
     assert good.merges == {(97, 98): 256, (256, 99): 257} and good.special == {END_OF_TEXT: 258}
     assert good.tokens[:256] == [bytes([i]) for i in range(256)] and good.encode("abcab") == [257, 256]
-    order = "its tokens are not the bytes, then the merges in order, then the special tokens."
+    order = "its tokens are not the bytes, then the merges, then the special tokens."
     for change, merges, special, words in [
             ({}, ["a b", "ab c"], ["<|end|>"], "it has no special token <|endoftext|>."),
             ({"more": 300}, ["a b", "ab c"], special, "the ids of its 260 tokens are not 0 to 259."),

@@ -500,8 +500,7 @@ def test_a_run_of_an_earlier_version_goes_on_unless_its_attention_was_naive(corp
         checkpoint.save(path, model, tokenizer, state)
         done = run(folder, "--resume", "--out", "out/earlier")
         assert done.returncode == code, done.stderr
-    assert done.stderr == ("error: the run in out/earlier has --attention naive, which is no more: start a "
-                           "new run with another --out.\n")
+    assert done.stderr == ("error: the run in out/earlier has --attention naive, which is no more: start a new run.\n")
     assert read_log(folder, "out/earlier") == whole
 
 

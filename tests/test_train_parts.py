@@ -56,7 +56,7 @@ def test_which_files_are_the_corpus(tmp_path, monkeypatch, capsys):
     for preset in CONFIGS:
         assert train.find_corpus(preset) == [python]
         said = capsys.readouterr().out
-        assert said == ("No corpus in data/ (./fetch_data.sh brings one): taking the English that ships inside Python.\n"
+        assert said == ("No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.\n"
                         f"written {python}\n")
     os.mkdir("data")
     open(python, "w").close()
@@ -641,13 +641,13 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
             train.resume(train.parse_arguments(["--resume", *options]), out, script)
         return str(error.value)
     assert refusal() == (
-        f"there is nothing to resume in {out}: it holds no checkpoint. Start a run without --resume.")
+        f"there is nothing to resume in {out}: it holds no checkpoint.")
     assert taken == []
     (tmp_path / "config.json").write_text("")
     assert refusal(script="sft.py") == f"the run in {out} is one of train.py: resume it with that."
     state["settings"]["attention"] = "naive"
     assert refusal() == (
-        f"the run in {out} has --attention naive, which is no more: start a new run with another --out.")
+        f"the run in {out} has --attention naive, which is no more: start a new run.")
     del state["settings"]["attention"]
     assert taken == [out, out] and loaded == []
     end = ": a resumed run keeps its settings. Leave the option out, or start a new run with another --out."
@@ -927,7 +927,7 @@ def test_resumed_runs(whole, monkeypatch, capsys):
     s.tokens_key = "other"
     with pytest.raises(ValueError) as error:
         train.main(["--resume", "--out", "o"])
-    assert str(error.value) == "the corpus text.txt, or the tokenizer made from it, is not the one that the run in o began with."
+    assert str(error.value) == "text.txt: not the corpus that the run in o began with."
 
 
 def test_plots_need_no_run(whole, monkeypatch):
