@@ -57,8 +57,8 @@ def tiny(tmp_path, monkeypatch):
     """A text, and a model in out/tiny that has begun to learn it."""
     monkeypatch.chdir(tmp_path)
     open("tiny.txt", "w").write("the cat sat on the mat and the dog lay on the rug. " * 40)
-    for name in ("set_threads", "take"):
-        monkeypatch.setattr(train, name, lambda *rest: None)
+    for module, name in ((train, "set_threads"), (checkpoint, "take")):
+        monkeypatch.setattr(module, name, lambda *rest: None)
     with contextlib.redirect_stdout(io.StringIO()):
         train.main("--data tiny.txt --out out/tiny --dim 16 --heads 2 --layers 2 --context 16 --vocab 272 "
                    "--steps 40 --batch-tokens 32 --threads 1 --lr 0.02".split())

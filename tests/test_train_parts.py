@@ -356,7 +356,7 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
         assert ("all" in job.evaluate(40)) == at_end
         said = capsys.readouterr().out
         line = (r"\n {11}held out: 2 thousand tokens, [0-9.,]+ thousand tokens/s, [0-9.]+ s\n"
-                rf" {{11}}on all {size + 5:,} tokens held out 2\.0000, 1\.0000 bits/byte\n")
+                r" {11}on all that is held out 2\.0000, 1\.0000 bits/byte\n")
         assert bool(re.search(line, said)) == at_end
         assert ("held out" in said) == at_end and calls == [(2, 65536), (2,)][:1 + at_end]
         calls.clear()
@@ -578,13 +578,13 @@ def test_default_tokens_a_step_are_whole_windows():
                             (1, 2048)):
         config = dataclasses.replace(CONFIGS["small"], context=context)
         assert settings(config=config).batch_tokens == tokens
-    with pytest.raises(ValueError, match="^--batch-tokens 2048 is not a multiple of the context, 100.$"):
+    with pytest.raises(ValueError, match="^--batch-tokens 2048 is no multiple of the context, 100.$"):
         settings("--batch-tokens", "2048", config=dataclasses.replace(CONFIGS["small"], context=100))
 
 
 def test_settings_that_do_not_fit():
-    for options, words in [(["--batch-tokens", "100"], "--batch-tokens 100 is not a multiple of the context, 128."),
-                           (["--batch-tokens", "129"], "--batch-tokens 129 is not a multiple of the context, 128."),
+    for options, words in [(["--batch-tokens", "100"], "--batch-tokens 100 is no multiple of the context, 128."),
+                           (["--batch-tokens", "129"], "--batch-tokens 129 is no multiple of the context, 128."),
                            (["--precision", "bf16"], "--precision is for the GPU engine; add --device gpu."),
                            (["--memory-limit", "1GB"], "--memory-limit is for the GPU engine; add --device gpu."),
                            (["--matmul", "ours"], "--matmul is for the GPU engine; add --device gpu.")]:
@@ -650,7 +650,7 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
         f"the run in {out} has --attention naive, which is no more: start a new run.")
     del state["settings"]["attention"]
     assert taken == [out, out] and loaded == []
-    end = ": a resumed run keeps its settings. Leave the option out, or start a new run with another --out."
+    end = ": a resumed run keeps its settings. Leave the option out, or start a new run with --out."
     for options, words in [
             (["big"], "the preset small, not big"), (["--steps", "8"], "--steps 9, not 8"),
             (["--data", "./b.txt"], "--data ['a.txt'], not ['b.txt']"), (["--seed", "1"], "--seed 0, not 1"),
@@ -856,7 +856,7 @@ def whole(tmp_path, monkeypatch):
                         ("train", lambda model, tokenizer, s, out, state, stop, job: done.append(("train", s, out, state, stop)) or 0),
                         ("sample_text", lambda model, tokenizer, prompt, seed: f"sample {seed}"),
                         ("find_corpus", lambda preset: [f"{preset}.txt"])]:
-        monkeypatch.setattr(train, name, value)
+        monkeypatch.setattr(checkpoint if hasattr(checkpoint, name) and name != "save" else train, name, value)
     return done
 
 
@@ -918,7 +918,7 @@ def test_resumed_runs(whole, monkeypatch, capsys):
     monkeypatch.setattr(train, "resume", lambda args, out, script: asked.append((out, script)) or (model, Tokenizer.train(["ab"], 264), s, {"script": "x"}))
     model.step = 1000
     assert train.main(["--resume", "--out", "o"]) == 0
-    assert capsys.readouterr().out == "The run in o is finished: 1000 of 1000 steps (--steps takes more).\n"
+    assert capsys.readouterr().out == "The run in o is finished: 1000 steps (--steps takes more).\n"
     assert asked == [("o", "train.py")]
     model.step = 999
     assert train.main(["--resume", "--out", "o"]) == 0
