@@ -477,13 +477,13 @@ NO_ARRAY = ("uint64", 0)
 
 
 def test_threads_of_a_row():
-    widths = {8: 32, 256: 32, 264: 64, 512: 64, 520: 96, 768: 96, 776: 128, 8192: 1024}
+    widths = {8: 32, 256: 32, 264: 64, 512: 64, 520: 96, 768: 96, 776: 128, 2056: 288, 8192: 1024}
     assert {C: model_gpu.row_threads(C) for C in widths} == widths
     assert [model_gpu.ceil_div(n, 8) for n in (0, 1, 7, 8, 9, 16, 17)] == [0, 1, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("N, C, threads, columns", [(1, 8, 32, 1), (3, 256, 32, 1), (7, 264, 64, 2),
-                                                    (5, 776, 128, 4)])
+                                                    (5, 776, 128, 4), (2, 2056, 288, 9)])
 def test_launches_of_embedding_and_norm(N, C, threads, columns):
     x, out, gain, rstd, before = array(N, C), array(N, C), array(C), array(N), array(N, C)
     tokens, embed, starts = array(N), array(24, C), array(25)
@@ -519,7 +519,7 @@ def test_launches_of_few_rows(N, O, grid):
 
 
 @pytest.mark.parametrize("M, N, grid", [(1, 8, (1, 1)), (64, 128, (2, 1)), (65, 136, (3, 2)),
-                                        (63, 64, (1, 1))])
+                                        (130, 520, (9, 3)), (63, 64, (1, 1))])
 def test_launches_of_products(M, N, grid):
     """linear_forward, and both halves of its backward."""
     def of(function, out, a, b):
@@ -540,7 +540,7 @@ def test_launches_of_products(M, N, grid):
     # two blocks from 96 N / 16 > 256 on, then 128 N / 16
     (TINY, 1, 1, 1, (3, 32, 128)), (TINY, 42, 21, 1, (3, 32, 128)), (TINY, 43, 43, 2, (3, 32, 128)),
     (dict(heads=1), 64, 8, 2, (2, 64, 192)), (dict(heads=1), 32, 8, 1, (2, 64, 192)),
-    (dict(heads=1), 33, 3, 2, (2, 64, 192))])
+    (dict(heads=1), 33, 3, 2, (2, 64, 192)), (TINY, 342, 9, 9, (3, 32, 128))])
 def test_launches_of_rope(config, N, T, blocks, sizes):
     gpu = recorder(dataclasses.replace(TINY, **config) if isinstance(config, dict) else config)
     heads, D, width = sizes
@@ -582,7 +582,7 @@ def test_launches_of_the_loss():
         ["cross_entropy_sum", (3,), 1024, 0, 0, 2, 5, *i32(14, 3)]]
 
 
-@pytest.mark.parametrize("n, blocks", [(8, 1), (1024, 1), (1032, 2), (4096, 4), (4104, 5)])
+@pytest.mark.parametrize("n, blocks", [(8, 1), (1024, 1), (1032, 2), (4104, 5), (131080, 129)])
 def test_launches_of_the_update(n, blocks):
     state, partial, grad = array(3), array(8), array(n)
     assert launches_of(model_gpu.gradient_norm, state, partial, grad, 0.5) == [
@@ -627,7 +627,7 @@ def test_launches_of_decoding(made):
         size = model_cpu.param_count(config)
         expected = [("copy_weights", (-(-size // 2048),), 256, 0, None)] if precision == "bf16" else []
         assert seen == expected
-    for size, blocks in ((2048, 1), (2056, 2), (4096, 2), (4104, 3)):
+    for size, blocks in ((2048, 1), (2056, 2), (4096, 2), (4104, 3), (16392, 9)):
         model = types.SimpleNamespace(weights_bf16=array(size), flat_params=array(size), gpu=recorder()[0])
         seen.clear()
         model.gpu.launch = lambda *arguments: seen.append(arguments)
@@ -650,6 +650,15 @@ def test_few_rows_are_as_many_as_the_heads_or_eight(made, predict, most):
         products = [name for name in seen if name.startswith(("few_rows", "matmul"))]
         kind = "matmul" if n > most else "few_rows"
         assert products == [kind] * 4 + [kind + "_to_fp32"]
+
+
+def test_launches_of_decoding_many(made):
+    config = Config(dim=64, heads=2, kv_heads=1, layers=1, context=264, vocab=8)
+    model, seen = model_gpu.Model(config, precision="bf16", matmul="ours"), []
+    model.gpu.launch = lambda name, grid, *rest, **options: seen.append((name, grid, options))
+    model.extend([1] * 257)
+    assert [call for call in seen if call[0] in ("rope_append", "decode_attention")] == [
+        ("rope_append", (9,), {}), ("decode_attention", (2, 257), {"shared": 1028})]
 
 
 def test_other_numbers_than_the_usual(made):
