@@ -48,7 +48,7 @@ SUITES = {                  # what judges a file: arguments of Python
     "tokenizer.py": ["tests/test_tokenizer.py", "tests/test_scripts.py"],
     "model_cpu.py": ["tests/test_model_cpu.py", "tests/test_scripts.py", "tests/test_gradcheck.py",
                      "gradcheck.py"],
-    "checkpoint.py": ["tests/test_checkpoint.py", "tests/test_scripts.py"],
+    "checkpoint.py": ["tests/test_checkpoint.py", "tests/test_scripts.py", "tests/test_train.py"],
     "model_gpu.py": ["tests/test_model_gpu.py"],
     "train.py": ["tests/test_train_parts.py", "tests/test_train.py", "tests/test_scripts.py", "tests/test_attack.py"],
     "sft.py": ["tests/test_sft.py"],
