@@ -762,8 +762,8 @@ def main(argv):
     which.add_argument("--break", dest="bug", choices=["all", *BUGS], metavar="NAME",
                        help="plant this bug (all: one after the other) and see that it is caught")
     which.add_argument("--list", action="store_true", help="the names of the bugs, with their stories")
-    which.add_argument("--exercise", choices=["all", *EXERCISES], metavar="NAME", help="write a file for you to "
-                       f"complete; again: is it right? (all: a table)  NAME: {', '.join(EXERCISES)}")
+    which.add_argument("--exercise", choices=["all", *EXERCISES], metavar="NAME", help="write the file to"
+                       f" complete; again: is it right? (all: a table)  NAME: {', '.join(EXERCISES)}")
     which.add_argument("--gpu", action="store_true", help="the GPU engine against model_cpu in float64")
     parser.add_argument("--peer", action="store_true", help="with --gpu: PyTorch's error beside ours")
     parser.add_argument("--hint", action="store_true", help="with --exercise NAME: the derivation")
