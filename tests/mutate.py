@@ -53,7 +53,7 @@ SUITES = {                  # what judges a file: arguments of Python
     "train.py": ["tests/test_train_parts.py", "tests/test_train.py", "tests/test_scripts.py", "tests/test_attack.py"],
     "sft.py": ["tests/test_sft.py"],
     "chat.py": ["tests/test_chat.py"],
-    "gradcheck.py": ["tests/test_gradcheck.py", "gradcheck.py"],
+    "gradcheck.py": ["tests/test_gradcheck.py", "tests/test_exercises.py", "gradcheck.py"],
     "kernels.cu": ["tests/test_kernels.py"],
     "flash_attn.cu": ["tests/test_flash.py"]}
 OPTIONS = {"kernels.cu": ["-DBF16=0", "-DBF16=1"],
