@@ -859,6 +859,9 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
     monkeypatch.setattr(model_gpu, "first_step", lambda model, tokens, targets: ((1.0,) * 4, np.ones(2)))
     model_gpu.main([])
     assert "GPU fp32" in (said := capsys.readouterr().out) and "GPU bf16" not in said and timed[-1] == ("model_gpu", 16, 20)
+    monkeypatch.setattr(model_gpu, "TEXT", model_cpu.TEXT)              # of 121 tokens
+    model_gpu.main([])
+    assert capsys.readouterr().out.startswith("One sentence of 64 tokens through the small model: ")
 
 
 def test_seconds_of_a_step(monkeypatch):
