@@ -1234,7 +1234,8 @@ def test_main_to_the_letter(monkeypatch):
         def write(self, **record):
             calls.append((*self.where, record))
     for where, name, value in ((sft, "start", start), (sft, "resume", start), (sft, "fine_tuning", fine_tuning),
-                               (train, "train", training), (checkpoint, "Log", Log), (train, "Stop", lambda: "stop"),
+                               (train, "train", training), (checkpoint, "Log", Log),
+                               (train, "Stop", lambda: "stop"),
                                (train, "set_threads", lambda argv: calls.append(argv))):
         monkeypatch.setattr(where, name, value)
     for argv, base, out in (([], "out/small", "out/small-sft"), (["big"], "out/big", "out/big-sft"),

@@ -54,7 +54,7 @@ def tiny(tmp_path, monkeypatch):
     """-> function (options, stop at this step) -> what train.py printed: tiny runs in this process."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.txt").write_text("the cat sat on the mat and the dog lay on the rug. " * 40)
-    for module, name in ((train, "set_threads"), (checkpoint, "take")):     # a lock is held until a process ends
+    for module, name in ((train, "set_threads"), (checkpoint, "take")):     # a lock lasts as long as its process
         monkeypatch.setattr(module, name, lambda *rest: None)
 
     def go(*options, stop_at=None):
@@ -801,6 +801,17 @@ def test_a_held_out_loss_that_has_risen_is_said_once_with_the_best_step(tmp_path
     model.step = 90                                 # and a resumed run does not say it again
     run_recorder(tmp_path, monkeypatch, model, s, lambda step: {"val_loss": losses[step]})
     assert "and rises" not in capsys.readouterr().out
+
+
+def test_a_loss_has_risen_by_more_than_what_means_something(tmp_path):
+    """Not by just so much; once; and the best is the first of equal ones."""
+    log = checkpoint.Log(str(tmp_path), 0)
+    said = [log.write(step=step, val_loss=loss) for step, loss in enumerate(
+        [1.5, 1.0, 1.0, 1.0 + checkpoint.RISE, 1.0 + checkpoint.RISE + 1e-9, 2.0, 0.5, 1.0], 1)]
+    assert said == [False] * 4 + [True] + [False] * 3 and log.best == (0.5, 7)
+    again = checkpoint.Log(str(tmp_path), 3)
+    assert again.best == (1.0, 2) and again.write(step=4, val_loss=1.5)
+    assert not again.write(step=5, loss=9.0) and not again.write(step=6, val_loss=None)
 
 
 def test_small_reads_a_short_text_eight_times_at_most(capsys):
