@@ -3,10 +3,10 @@
 // Read attention_forward and attention_backward of model_cpu.py first: they are the specification, and this
 // file computes the same in tiles. Below are the mathematics, then a readable version (fp32, any GPU from
 // compute capability 7.0 on), then a fast version (tensor cores, bf16 or tf32, from 8.0 on) of the same three
-// kernels. model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128 and launches the kernels, as stands
+// kernels. model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128 and launches the kernels; how, stands
 // above FLASH_KERNELS. Method and letters: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
-// Not here: RoPE (kernels.cu; q and k arrive rotated, and the gradients left here
-// are with respect to those), dropout, masks other than the causal one, decoding with a KV cache.
+// Not here: RoPE (kernels.cu; q and k arrive rotated, and the gradients left here are with respect to those),
+// dropout, masks other than the causal one, decoding with a KV cache.
 //
 // Letters   B batch, T time, H query heads, G key/value heads, D head width. Query head h reads key head
 //           h / (H/G). i counts queries and tiles of Br queries, j keys and tiles of Bc keys; here Br = Bc.

@@ -156,7 +156,7 @@ extern "C" __global__ void embedding_forward(real* out, const int* tokens, const
 
 // Covers embedding_backward: dembed[v] += sum of dout[n] over all n with tokens[n] == v.
 //
-// As on the CPU equal tokens were brought side by side by a sort (of 4-byte ids, on the host): order lists
+// As on the CPU equal tokens were brought side by side by a sort (on the host: Model.forward): order lists
 // the positions n by token, those of token v from starts[v] to starts[v+1]. One block owns 256 columns of one
 // row of dembed, its eight warps take the positions in turn and their eight sums are added in order.
 // Grid (V, ceil(C/256)); 256 threads.
@@ -190,8 +190,8 @@ extern "C" __global__ void embedding_backward(float* dembed, const real* dout, c
 //     x = before + increment   rstd_n = 1 / sqrt(mean_i x_ni^2 + eps)        out_ni = x_ni rstd_n gain_i
 //
 // A block owns a row and a thread eight of its columns, so x stays in registers between the sum of squares
-// and its use. The norm reads x as stored (in bf16: rounded), because the backward will. Without one, x =
-// before is left alone.
+// and its use. The norm reads x as stored (in bf16: rounded), because the backward will. Where there is
+// no increment, x = before is left alone.
 // Grid (N); C/8 threads, rounded up to whole warps.
 extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x, const real* before,
                                            const real* increment, const float* gain, int C, float eps) {
@@ -216,7 +216,7 @@ extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x, cons
     }
 }
 
-// Covers rmsnorm_backward, the `dx += dstep` after it, and rmsnorm_apply:
+// Covers rmsnorm_backward, the `dx += back` after it, and rmsnorm_apply:
 //
 //     dx_j (+)= rstd (dxhat_j - xhat_j mean_i(dxhat_i xhat_i)),   xhat = x rstd,   dxhat = dout gain
 //     dgain_i += sum_n dout_ni xhat_ni

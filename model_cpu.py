@@ -143,7 +143,8 @@ def param_count(config):
 
 def update_table(config):
     """[(part, rule, decayed), ...]: by which rule of RULES each part of the flat buffers, a slice, is
-    updated, and whether its weights decay: matrices do, norm gains do not."""
+    updated, and whether its weights decay: matrices do, norm gains do not.  A rule sees flat pieces, on the
+    CPU of 64k numbers, and has m and v as its state; each engine has RULES of these names."""
     matrices = sum(math.prod(shape) for _, shape in param_table(config) if len(shape) == 2)
     return [(slice(0, matrices), "adamw", True), (slice(matrices, param_count(config)), "adamw", False)]
 
@@ -538,8 +539,7 @@ def cross_entropy_forward(losses, exp_sum, logits, head_targets, divisor):
     """Softmax cross-entropy.  logits (N,K,V) are REPLACED by e = exp(logit - max); exp_sum (N,K) = sum_v e;
     losses (K,); head_targets (N,K); divisor (K,): the head's targets in the whole step, at least 1.
 
-        loss_k = sum over n with head_targets_nk >= 0 of  -log softmax(logits_nk)[head_targets_nk]  /
-        divisor_k
+        loss_k = 1/divisor_k  sum over n, where y = head_targets_nk >= 0, of  -log softmax(logits_nk)[y]
     """
     logits -= logits.max(axis=-1, keepdims=True)
     n, k = np.nonzero(head_targets >= 0)

@@ -166,7 +166,7 @@ def ceil_div(n, size):
 
 def memory_plan(config, micro_batch, T, precision, threads=1):
     """Bytes of GPU memory by kind (a dict) that training with micro-batches (micro_batch, T) and decoding
-    take. threads: for the face of model_cpu's; of no account here."""
+    take.  threads is for model_cpu's plan, which has the same face."""
     size = 4 * param_count(config)
     layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
     weights_bf16 = {"bf16 weights": size // 2} if precision == "bf16" else {}
@@ -504,8 +504,9 @@ class Inputs:
         self.pinned = [np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size) for _ in range(2)]
         self.events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self.views = [carve(array, table) for array in self.pinned]
-        self.events[0].record()    # this memory may have been given back by others whose copies are
-        self.events[0].synchronize()                # still queued: wait for all that was queued before
+        # this memory may have been given back by others whose copies are still queued: wait for these
+        self.events[0].record()
+        self.events[0].synchronize()
 
     def send(self, values):
         """values: dict name -> array; a short one fills the front of its place."""

@@ -45,7 +45,7 @@ import numpy as np
 import train
 from tokenizer import END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, naming, run_script, whole_number
 
-# Chosen by short runs; the README's lab notes say what else was tried.
+# Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {
     "small": dict(epochs=4, batch_tokens=1024, lr=7e-4, warmup=20, eval_every=100, save_every=100),
     "medium": dict(epochs=3, batch_tokens=8192, lr=5e-4, warmup=50, eval_every=200, save_every=200),
@@ -422,9 +422,8 @@ def start(args, base, out):
     base_settings, config, tokenizer = read_base(base, args.preset)
     preset = base_settings.preset
     data = args.data or find_data(preset, base_settings.data)
-    # see below
     args.device = train.choose_device(args.device, preset)
-    defaults = dict(DEFAULTS[preset], steps=1)
+    defaults = dict(DEFAULTS[preset], steps=1)      # set below, once the batches are counted
     default_epochs = defaults.pop("epochs")
     epochs = args.epochs or default_epochs
     settings = train.make_settings(args, preset, config, defaults)

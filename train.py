@@ -86,7 +86,7 @@ class Settings:
                 raise ValueError(f"the setting {field.name} cannot be {value!r:.40}.")
 
 
-# Chosen by short runs; the README's lab notes say what else was tried.
+# Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {
     "small": dict(steps=1000, batch_tokens=2048, lr=2e-3, warmup=50, eval_every=250, save_every=250),
     "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
@@ -419,9 +419,8 @@ def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
 def flops_per_token(config):
     """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward),
     which is all but the embedding, and 6 L C T for causal attention."""
-    matrices = model_cpu.update_table(config)[0][0].stop
-    products = matrices - config.vocab * config.dim
-    return 6 * products + 6 * config.layers * config.dim * config.context
+    matrices = sum(math.prod(shape) for _, shape in model_cpu.param_table(config) if len(shape) == 2)
+    return 6 * (matrices - config.vocab * config.dim) + 6 * config.layers * config.dim * config.context
 
 
 def duration(seconds):
@@ -521,8 +520,9 @@ def training_step(model, settings, inputs, targets, lr):
     """One update -> (losses (K,), norm of the gradient).  On a GPU both are arrays there, whose values are
     not known yet: the host runs ahead."""
     B, T = inputs.shape
-    rows = max(1, settings.micro_batch * model.config.context // T)  # a micro-batch is bounded by its tokens
-    # of the step, so that rows changes only rounding
+    # a micro-batch is bounded by its tokens
+    rows = max(1, settings.micro_batch * model.config.context // T)
+    # the targets of the whole step, so that rows changes only rounding
     counted = model_cpu.count_targets(targets, T, model.config.predict)
     losses = 0.0
     for i in range(0, B, rows):
