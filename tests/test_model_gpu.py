@@ -652,6 +652,38 @@ def test_few_rows_are_as_many_as_the_heads_or_eight(made, predict, most):
         assert products == [kind] * 4 + [kind + "_to_fp32"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_kernels_may_use_the_shared_memory_that_they_are_given(made, precision):
+    """More than 48 KiB have to be asked for."""
+    gpu = model_gpu.Gpu(TINY, precision, "ours")
+    for name, _, _, shared in model_gpu.flash_kernels(precision, TINY.head_dim):
+        assert gpu.kernels[name].max_dynamic_shared_size_bytes == shared
+    assert gpu.kernels["decode_attention"].max_dynamic_shared_size_bytes == 4 * TINY.context
+
+
+def test_compiling_is_told_if_it_takes_time(made, monkeypatch, capsys):
+    said = []
+
+    class Timer:
+        def __init__(self, seconds, function):
+            said.append(seconds)
+            function()
+
+        def start(self):
+            said.append("start")
+
+        def cancel(self):
+            said.append("cancel")
+    monkeypatch.setattr(model_gpu.threading, "Timer", Timer)
+    model_gpu.Gpu(TINY, "fp32", "ours")
+    assert said == [0.5, "start", "cancel"]
+    assert capsys.readouterr().err == "Compiling the CUDA kernels for this GPU (kept for the next run).\n"
+    monkeypatch.setattr(model_gpu.Gpu, "compile", None)
+    with pytest.raises(TypeError):
+        model_gpu.Gpu(TINY, "fp32", "ours")
+    assert said[3:] == [0.5, "start", "cancel"]
+
+
 def test_launches_of_decoding_many(made):
     config = Config(dim=64, heads=2, kv_heads=1, layers=1, context=264, vocab=8)
     model, seen = model_gpu.Model(config, precision="bf16", matmul="ours"), []
