@@ -684,6 +684,15 @@ def test_compiling_is_told_if_it_takes_time(made, monkeypatch, capsys):
     assert said[3:] == [0.5, "start", "cancel"]
 
 
+def test_the_starts_of_all_ids_are_sent(made):
+    """Also of those after the largest that occurs, where an earlier batch has left others."""
+    model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
+    for token in (47, 5, 0):
+        model.forward(np.full((2, 3), token), np.zeros((2, 5), int))
+        starts = model.saved[1]["starts"]
+        assert np.array_equal(starts, [0] * (token + 1) + [6] * (48 - token))
+
+
 def test_launches_of_decoding_many(made):
     config = Config(dim=64, heads=2, kv_heads=1, layers=1, context=264, vocab=8)
     model, seen = model_gpu.Model(config, precision="bf16", matmul="ours"), []
@@ -799,7 +808,7 @@ def test_errors_are_one_sentence(monkeypatch):
             model_gpu.Model(TINY, **arguments)
     for change, words in [
             (dict(dim=8320, heads=65), "models up to 8192 wide and contexts up to 16384, not 8320 and 8"),
-            (dict(dim=64, heads=1, context=16392), "not 64 and 16392"),
+            (dict(dim=64, heads=1, context=16385), "not 64 and 16385"),
             (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: with dim 96 take 3 heads[.]$"),
             (dict(dim=64, heads=4), "heads 32, 64 or 128 wide, not 16: with dim 64 take 1 or 2 heads[.]$"),
             (dict(dim=768, heads=4), "128 wide, not 192: with dim 768 take 6 or 12 or 24 heads[.]$"),

@@ -1135,6 +1135,15 @@ def test_a_terminal_gets_a_line_end_and_only_what_it_can_show(tmp_path):
     assert (done.returncode, done.stdout) == (0, b'"\\u4e2d"  id 257, special\n')
 
 
+def test_the_demonstration_learns_640_tokens_from_the_file_itself(monkeypatch):
+    def train_files(files, vocab_size):
+        raise ValueError(files, vocab_size)
+    monkeypatch.setattr(Tokenizer, "train_files", train_files)
+    with pytest.raises(ValueError) as error:
+        tk.demo()
+    assert error.value.args == ([tk.__file__], 640)
+
+
 def test_the_demonstration(tmp_path):
     done = run(folder=tmp_path)
     assert done.returncode == 0 and b"first merges" in done.stdout and list(tmp_path.iterdir()) == []
