@@ -556,7 +556,7 @@ def test_a_context_that_does_not_divide_the_tokens_of_a_step(tiny):
     few = [*TINY[:12], "--context", "100", "--vocab", "272", "--steps", "1", "--threads", "1"]
     assert "1 steps of 2,000 tokens" in tiny(*few)
     assert checkpoint.load_state("out/small")["settings"]["batch_tokens"] == 2000
-    with pytest.raises(ValueError, match="^--batch-tokens 2048 is no multiple of the context, 100.$"):
+    with pytest.raises(ValueError, match="^--batch-tokens 2048 is not a multiple of the context, 100.$"):
         tiny(*few, "--batch-tokens", "2048")
 
 

@@ -579,13 +579,13 @@ def test_default_tokens_a_step_are_whole_windows():
                             (1, 2048)):
         config = dataclasses.replace(CONFIGS["small"], context=context)
         assert settings(config=config).batch_tokens == tokens
-    with pytest.raises(ValueError, match="^--batch-tokens 2048 is no multiple of the context, 100.$"):
+    with pytest.raises(ValueError, match="^--batch-tokens 2048 is not a multiple of the context, 100.$"):
         settings("--batch-tokens", "2048", config=dataclasses.replace(CONFIGS["small"], context=100))
 
 
 def test_settings_that_do_not_fit():
-    for options, words in [(["--batch-tokens", "100"], "--batch-tokens 100 is no multiple of the context, 128."),
-                           (["--batch-tokens", "129"], "--batch-tokens 129 is no multiple of the context, 128."),
+    for options, words in [(["--batch-tokens", "100"], "--batch-tokens 100 is not a multiple of the context, 128."),
+                           (["--batch-tokens", "129"], "--batch-tokens 129 is not a multiple of the context, 128."),
                            (["--precision", "bf16"], "--precision is for the GPU engine; add --device gpu."),
                            (["--memory-limit", "1GB"], "--memory-limit is for the GPU engine; add --device gpu."),
                            (["--matmul", "ours"], "--matmul is for the GPU engine; add --device gpu.")]:
