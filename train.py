@@ -792,13 +792,14 @@ def resume(args, out, script):
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     recorded = {**dataclasses.asdict(settings), **dataclasses.asdict(model.config)}
     given = {**given_settings(args), **{name: getattr(args, name, None) for name in SIZES}}
+    more = given.get("steps", 0) > settings.steps <= model.step
     for name, value in given.items():
-        if name == "steps" and value > settings.steps <= model.step:
-            extend(settings, value, out)
-        elif value not in (None, recorded[name]):
+        if value not in (None, recorded[name]) and not (name == "steps" and more):
             option = "the preset" if name == "preset" else "--" + name.replace("_", "-")
             raise ValueError(f"the run in {out} has {option} {recorded[name]}, not {value}: a resumed run "
                              "keeps its settings. Leave the option out, or start a new run with --out.")
+    if more:
+        extend(settings, given["steps"], out)
     return model, tokenizer, settings, checkpoint.load_state(out, model)
 
 
