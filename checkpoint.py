@@ -8,7 +8,7 @@ Read before it: tokenizer.py, model_cpu.py (Config, param_table).  Top to bottom
     2. Llama's names       which rows of our fused matrices each of Hugging Face's tensors is; config.json
     3. save                atomic: killed at any moment, a whole checkpoint of one step is on disk
     4. load, load_state    everything checked before anything is believed
-    5. take, Log           a run's folder: one run at a time, and its log
+    5. take, Log, plot     a run's folder: one run at a time, its log, and the log's curves
     6. main                the printer
 
 A folder holds config.json, tokenizer.json, tokenizer_config.json (with a chat template only if the model was
@@ -351,7 +351,7 @@ def load_state(folder, model=None):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5. A run's folder: one run at a time, and its log
+# 5. A run's folder: one run at a time, its log, and the log's curves
 # ------------------------------------------------------------------------------------------------------------
 RISE = 0.02             # nats by which the held-out loss must rise to mean something
 
@@ -432,6 +432,40 @@ class Log:
         rises = not self.risen and loss > self.best[0] + RISE
         self.risen |= rises
         return rises
+
+
+def plot(folder):
+    """Draw folder/log.jsonl to folder/loss.png."""
+    path = os.path.join(folder, "log.jsonl")
+    if not os.path.exists(path):
+        raise ValueError(f"there is no {path} to draw.")
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
+    check_plain(path)
+    with naming(path), open(path, "rb") as file:
+        records = [record for _, record in read_log(file, path)]
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    steps = [record for record in records if "loss" in record]
+    evals = [record for record in records if "val_loss" in record]
+    try:
+        axes.plot([r["step"] for r in steps], [float(r["loss"]) for r in steps], linewidth=0.6,
+                  label="training")
+        for name in evals[-1]["val"] if evals else ():
+            axes.plot([r["step"] for r in evals], [float(r["val"][name][0]) for r in evals], "o-",
+                      markersize=3, linewidth=0.8, label=f"held out: {name}")
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds records that cannot be drawn ({error!r}).") from None
+    axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
+    if steps:
+        axes.set_ylim(top=steps[len(steps) // 100]["loss"])  # the first drop would leave no room for the rest
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(os.path.join(folder, "loss.png"), dpi=150, bbox_inches="tight")
+    print(f"Wrote {os.path.join(folder, 'loss.png')}.")
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -441,9 +441,8 @@ def run_chunks(task, chunks, encoder, processes, progress):
             fork = multiprocessing.get_context("fork")
             pool = concurrent.futures.ProcessPoolExecutor(processes, fork, start_worker, (encoder,))
             stack.callback(pool.shutdown, cancel_futures=True)
-            later = iter(chunks)
-            first = itertools.islice(later, 2 * processes)
-            under_way = deque(pool.submit(work, task, chunk) for chunk in first)
+            under_way = deque(pool.submit(work, task, chunk) for chunk in chunks[:2 * processes])
+            later = iter(chunks[2 * processes:])
         for chunk in chunks:
             if processes > 1:
                 yield under_way.popleft().result()
@@ -460,12 +459,9 @@ WORTH_A_PROCESS = 1 << 21    # bytes; a process starts in the time that it takes
 
 def start_worker(encoder):
     """Runs first in a worker."""
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()      # end with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
     work.encoder = encoder      # a copy of the parent's, with a cache of its own
 
 
@@ -504,12 +500,9 @@ class Tokenizer:
             self.tokens.append(self.tokens[left] + self.tokens[right])
         self.special = {name: len(self.tokens) + i for i, name in enumerate(special)}
         self.tokens += [name.encode() for name in special]
+        self.vocab_size = len(self.tokens)
         byte_ids = sorted(range(256), key=lambda token: byte_order[token])
         self.encoder = Encoder(byte_ids, self.merges, "H" if self.vocab_size <= 1 << 16 else "I")
-
-    @property
-    def vocab_size(self):
-        return len(self.tokens)
 
     @classmethod
     def train(cls, texts, vocab_size):
@@ -761,19 +754,16 @@ def parse_arguments(argv):
                        help="text; lines that hold only <|endoftext|> separate documents")
     train.add_argument("--vocab", type=int, default=4096, metavar="V",
                        help="number of tokens: 256 bytes, merges, 4 special tokens (default: %(default)s)")
-    train.add_argument("--out", metavar="FILE", default="tokenizer.json",
-                       help="what to write (default: %(default)s)")
+    train.add_argument("--out", metavar="FILE", default="tokenizer.json", help="(default: %(default)s)")
     encode = commands.add_parser("encode", help="print the ids of a text")
     decode = commands.add_parser("decode", help="print the text of ids")
-    decode.add_argument("ids", nargs="*", type=int, metavar="ID",
-                        help="ids; none: read them from standard input")
+    decode.add_argument("ids", nargs="*", type=int, metavar="ID", help="ids; none: from standard input")
     show_ = commands.add_parser("show", help="print a text with its token boundaries")
     for command in encode, show_:
         command.add_argument("text", metavar="TEXT",
                              help="the text, or - for standard input (put -- before one that begins with -)")
     tree = commands.add_parser("tree", help="print the merge tree of a token")
-    tree.add_argument("token", metavar="TOKEN",
-                      help="an id, a special token, or a text whose tokens are all shown")
+    tree.add_argument("token", metavar="TOKEN", help="an id, a special token, or a text: all its tokens")
     for command in encode, decode, show_, tree:
         command.add_argument("--tokenizer", metavar="FILE", help="what to use (default: tokenizer.json here, "
                              "else that of the newest model in out/)")
@@ -895,9 +885,8 @@ def show_progress(what, unit="MB", size=1e6):
         seconds = max(time.monotonic() - start, 1e-9)
         line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
         if sys.stdout.isatty():
-            print(f"\r{line}, {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s "
-                  "left \033[K",
-                  end="\n" if done >= total else "", flush=True)
+            line += f", {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left"
+            print(f"\r{line} \033[K", end="\n" if done >= total else "", flush=True)
         elif done >= total >= size:
             print(f"{line}, {seconds:.1f} s", flush=True)
     return progress

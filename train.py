@@ -14,7 +14,7 @@ Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order
     3. batches     a pure function of (seed, step): no reader state, so a resumed run sees the same data
     4. schedule    warmup and cosine
     5. evaluation  validation loss in nats a token and bits a byte; samples
-    6. progress    one line a step on the terminal; the curves of log.jsonl
+    6. progress    one line a step on the terminal
     7. the run     accumulate, clip, AdamW, evaluate, save; signals; what stops it
 
 Why a resumed run is exact: the checkpoint holds weights, moments and step of one moment; the batch is a pure
@@ -414,7 +414,7 @@ def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. Progress, and the curves
+# 6. Progress
 # ------------------------------------------------------------------------------------------------------------
 def flops_per_token(config):
     """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward),
@@ -448,40 +448,6 @@ def print_step(settings, step, loss, bytes_per_token, lr, norm, tokens_per_secon
         print("\r" + "  ".join(parts) + "\033[K", end="\n" if last else "", flush=True)
     elif last or step == 1 or step % 10 == 0:
         print("  ".join(parts), flush=True)
-
-
-def plot(folder):
-    """Draw folder/log.jsonl to folder/loss.png."""
-    path = os.path.join(folder, "log.jsonl")
-    if not os.path.exists(path):
-        raise ValueError(f"there is no {path} to draw.")
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
-    check_plain(path)
-    with naming(path), open(path, "rb") as file:
-        records = [record for _, record in checkpoint.read_log(file, path)]
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    steps = [record for record in records if "loss" in record]
-    evals = [record for record in records if "val_loss" in record]
-    try:
-        axes.plot([r["step"] for r in steps], [float(r["loss"]) for r in steps], linewidth=0.6,
-                  label="training")
-        for name in evals[-1]["val"] if evals else ():
-            axes.plot([r["step"] for r in evals], [float(r["val"][name][0]) for r in evals], "o-",
-                      markersize=3, linewidth=0.8, label=f"held out: {name}")
-    except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds records that cannot be drawn ({error!r}).") from None
-    axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
-    if steps:
-        axes.set_ylim(top=steps[len(steps) // 100]["loss"])  # the first drop would leave no room for the rest
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(os.path.join(folder, "loss.png"), dpi=150, bbox_inches="tight")
-    print(f"Wrote {os.path.join(folder, 'loss.png')}.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -848,7 +814,7 @@ def pretraining(model, tokenizer, tokens, val, settings):
 def main(argv):
     args = parse_arguments(argv)
     if args.plot:
-        return plot(args.plot)
+        return checkpoint.plot(args.plot)
     set_threads(argv)
     preset = args.preset or "small"
     out = os.path.normpath(args.out or os.path.join("out", preset))

@@ -811,7 +811,7 @@ def test_plot(tmp_path, monkeypatch, capsys):
     log = tmp_path / "log.jsonl"
     records = "".join(f'{{"step": {i}, "loss": {500 - i}}}\n' for i in range(1, 301))
     log.write_text(records + '{"step": 300, "val_loss": 3.0, "val": {"books": [3.5, 1.0], "web": [2.5, 1]}}\n{"step": 301, "lo')
-    train.plot(str(tmp_path))
+    checkpoint.plot(str(tmp_path))
     assert capsys.readouterr().out == f"Wrote {tmp_path / 'loss.png'}.\n"
     assert figure.calls == [("savefig", (str(tmp_path / "loss.png"),), {"dpi": 150, "bbox_inches": "tight"})]
     plots = [(arguments[0], arguments[1], options["label"]) for name, arguments, options in axes.calls if name == "plot"]
@@ -824,21 +824,21 @@ def test_plot(tmp_path, monkeypatch, capsys):
     log.write_text('{"step": 1, "loss": 5}\n'
                    '{"step": 1, "val_loss": 4, "val": {"a": [4, 1], "b": [5, 1], "c": [6, 1]}}\n'
                    '{"step": 2, "val_loss": 3, "val": {"c": [2, 1], "a": [1, 1]}}\n')
-    train.plot(str(tmp_path))
+    checkpoint.plot(str(tmp_path))
     plots = [(*arguments[:2], options["label"]) for name, arguments, options in axes.calls if name == "plot"]
     assert plots == [([1], [5.0], "training"), ([1, 2], [6.0, 2.0], "held out: c"),
                      ([1, 2], [4.0, 1.0], "held out: a")]
     log.write_text('{"step": 1}\n')
-    train.plot(str(tmp_path))
+    checkpoint.plot(str(tmp_path))
     for line in ('{"step": 1, "loss": "x"}', '{"step": 1, "val_loss": 1}', '{"step": 1, "val_loss": 1, "val": {"a": []}}',
                  '{"step": 1, "loss": null}', '{"step": 1, "val_loss": 1, "val": 5}'):
         log.write_text(line + "\n")
         with pytest.raises(ValueError, match="log.jsonl holds records that cannot be drawn"):
-            train.plot(str(tmp_path))
+            checkpoint.plot(str(tmp_path))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for folder, words in (tmp_path, "--plot needs matplotlib: pip install matplotlib."), (tmp_path / "no", "/log.jsonl to draw."):
         with pytest.raises(ValueError) as error:
-            train.plot(str(folder))
+            checkpoint.plot(str(folder))
         assert str(error.value).endswith(words)
 
 
@@ -932,5 +932,5 @@ def test_resumed_runs(whole, monkeypatch, capsys):
 
 
 def test_plots_need_no_run(whole, monkeypatch):
-    monkeypatch.setattr(train, "plot", lambda folder: f"plotted {folder}")
+    monkeypatch.setattr(checkpoint, "plot", lambda folder: f"plotted {folder}")
     assert train.main(["--plot", "x"]) == "plotted x" and whole == []
