@@ -29,8 +29,7 @@ import model_gpu
 import numpy as np
 from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, newest_checkpoint, number_type, run_script, to_bytes)
 
-# name: type, smallest and largest value, default, meaning.  Each is an option, and on a terminal also a
-# command.
+# name: type, smallest and largest value, default, meaning.  Each is an option, on a terminal also a command.
 SETTINGS = {
     "max-tokens": (int, 1, 10**9, 200, "length of an answer, in tokens, at most"),
     "temperature": (float, 0, 100, 0.8, "0: always the likeliest token; 1: as the model learned; more: "
@@ -225,18 +224,16 @@ def run_session(session):
 
 
 def parse_arguments(argv):
-    parser = Parser(description="Talk to a trained model: type, and it continues (or answers, if it was "
-                                "fine-tuned to).")
+    parser = Parser(description="Talk to a trained model: type, and it continues, or answers.")
     parser.add_argument("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue this text, then stop")
-    once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, a line a layer, "
-                                                     "then stop")
+    once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, then stop")
     for name, (kind, low, high, default, meaning) in SETTINGS.items():
         parser.add_argument(f"--{name}", type=setting_type(kind, low, high), default=default, metavar="N",
                             help=meaning + ("" if default is None else f" (default {default})"))
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="what computes "
-                        "(default auto: the GPU if there is one)")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto",
+                        help="what computes (default auto: the GPU if there is one)")
     return parser.parse_args(argv)
 
 

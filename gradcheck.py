@@ -143,8 +143,7 @@ def check_tensors(model, tokens, targets, h, limit=None):
         entries = choose_entries(gradient, limit)
         numeric = np.array([slope(loss, model.params[name], index, h) for index in entries])
         by_hand = np.array([gradient[index] for index in entries])
-        # the tiny number: a gradient that is 0 throughout, where none should be, is an error, not a division
-        # by 0
+        # the tiny number: a gradient that is 0 throughout, where none should be, is an error, and no 0 / 0
         errors = np.abs(by_hand - numeric) / (np.abs(gradient).max() + np.finfo(float).tiny)
         errors[np.isnan(errors)] = np.inf
         worst = np.argmax(errors)
@@ -576,8 +575,8 @@ def run_exercise(name, hint):
 
 # ------------------------------------------------------------------------------------------------------------
 # The GPU engine against model_cpu in float64.  Finite differences would drown in fp32's rounding; but the
-# reference's gradient is proven, so it is compared with that, tensor by tensor, by relative L2: |gpu -
-# reference| / |reference|.
+# reference's gradient is proven, so it is compared with that, tensor by tensor, by relative L2:
+# |gpu - reference| / |reference|.
 # ------------------------------------------------------------------------------------------------------------
 # of the whole gradient and of each head's loss; of the attention output and of its gradient
 GPU_BARS = {"fp32": (2e-6, 1e-6), "tf32": (2e-3, 1e-4), "bf16": (2e-2, 1e-3)}

@@ -293,8 +293,7 @@ def rmsnorm_apply(out, x, rstd, gain):
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)
 #          = r (dxhat_j - xhat_j * mean_i(dxhat_i xhat_i))
 # The second term is the projection: RMSNorm throws the length of x away, so a gradient along x itself can
-# change nothing, and it is removed.  (mean(xhat^2) = 1, exactly so for eps = 0: this is the projection of
-# dxhat on xhat.)
+# change nothing, and it is removed.  (mean(xhat^2) = 1, exactly so for eps = 0: it projects on xhat.)
 def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     """Writes dx (N,C), adds to dgain (C,)."""
     xhat = x * rstd[:, None]
@@ -569,9 +568,9 @@ def cross_entropy_backward(e, exp_sum, head_targets, divisor, head_weights):
 #     param -= lr (decay param + mhat / (sqrt(vhat) + eps)),   mhat = m / (1 - beta1^step),
 #                                                              vhat = v / (1 - beta2^step)
 #
-# Why the correction: from m = 0, after t steps of a constant g, m = (1 - beta1)(1 + beta1 + ... +
-# beta1^(t-1)) g = (1 - beta1^t) g.  Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never
-# enters m and v.
+# Why the correction: from m = 0, after t steps of a constant g,
+#     m = (1 - beta1)(1 + beta1 + ... + beta1^(t-1)) g = (1 - beta1^t) g.
+# Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is spent: 0 after this."""
     m *= beta1
@@ -680,8 +679,7 @@ class Model:
         self.step = 0                               # updates made so far
         own = [np.zeros(size, self.dtype) if training else None for _ in range(threads - 1)]
         self.workers = [Worker(config, self.dtype, flat_grads) for flat_grads in (self.flat_grads, *own)]
-        # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and looks at the
-        # loss
+        # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and sees the loss
         quiet = functools.partial(np.seterr, all="ignore")
         self.pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=quiet) if threads > 1 else None
         self.cache, self.position = None, 0         # KV cache: keys and values of the tokens decoded so far

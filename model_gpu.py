@@ -198,9 +198,8 @@ class Gpu:
     def __init__(self, config, precision, matmul):
         self.config, self.precision, self.matmul = config, precision, matmul
         self.kernels = {}
-        notice = threading.Timer(0.5, lambda: print("Compiling the CUDA kernels for this GPU (kept for the "
-                                                    "next run).",
-                                                    file=sys.stderr, flush=True))
+        words = "Compiling the CUDA kernels for this GPU (kept for the next run)."
+        notice = threading.Timer(0.5, lambda: print(words, file=sys.stderr, flush=True))
         notice.start()    # speaks only if this takes time: compiled kernels load at once
         try:
             self.compile("kernels.cu", KERNELS, (f"-DBF16={int(precision == 'bf16')}",))
@@ -287,8 +286,7 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
 # ------------------------------------------------------------------------------------------------------------
 # 4. The layers, each as a pair forward/backward
 # ------------------------------------------------------------------------------------------------------------
-# The contract of model_cpu: outputs first, gradients of activations are written, gradients of weights added
-# to.
+# The contract of model_cpu: outputs first; gradients of activations are written, those of weights added to.
 def embedding_forward(gpu, out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
     N, C = out.shape
