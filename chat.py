@@ -224,7 +224,8 @@ def run_session(session):
 
 
 def parse_arguments(argv):
-    parser = Parser(description="Talk to a trained model: type, and it continues, or answers.")
+    parser = Parser(description="Talk to a trained model: type, and it continues (or answers, if it was "
+                                "fine-tuned to).")
     parser.add_argument("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue this text, then stop")

@@ -700,7 +700,7 @@ def test_help(models, monkeypatch):
     assert (code, err) == (0, "")
     for words in ("Talk to a trained model: type, and it continues (or answers, if it was fine-tuned to).",
                   "--model DIR the checkpoint folder (default: the newest in out/)", "--prompt TEXT continue this text, then stop",
-                  "--lens TEXT print the Euler table of this text, a line a layer, then stop",
+                  "--lens TEXT print the Euler table of this text, then stop",
                   "--max-tokens N length of an answer, in tokens, at most (default 200)",
                   "--temperature N 0: always the likeliest token; 1: as the model learned; more: wilder (default 0.8)",
                   "--top-k N draw among the k likeliest tokens; 0: among all (default 50)",
