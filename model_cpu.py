@@ -7,7 +7,7 @@ Top to bottom:
     1. Config, param_table        how large the model is, and the one list of its parameters
     2. work_tables, memory_plan   the one list of what a step computes in, and what that takes
     3. x_forward / x_backward     every layer as a pair: what it computes; its derivative, with the derivation
-    4. cross-entropy, AdamW       the loss and the optimizer
+    4. cross-entropy, AdamW, Muon  the loss and the optimizers
     5. Model                      strings the pairs together: forward, backward, update, cached decoding
     6. generate, euler_table      sampling, and what the layers do seen as steps of an ODE solver
     7. main                       the guided tour: python model_cpu.py
@@ -141,12 +141,45 @@ def param_count(config):
     return sum(math.prod(shape) for _, shape in param_table(config))
 
 
-def update_table(config):
-    """[(part, rule, decayed), ...]: by which rule of RULES each part of the flat buffers, a slice, is
-    updated, and whether its weights decay: matrices do, norm gains do not.  A rule sees flat pieces, on the
-    CPU of 64k numbers, and has m and v as its state; each engine has RULES of these names."""
-    matrices = sum(math.prod(shape) for _, shape in param_table(config) if len(shape) == 2)
-    return [(slice(0, matrices), "adamw", True), (slice(matrices, param_count(config)), "adamw", False)]
+OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
+
+
+def update_table(config, optimizer):
+    """[(rule, part, part of v, decayed), ...]: by which rule each part of the flat buffers, a slice, is
+    updated; where in v its second moments lie, of which Muon has none; and whether its weights decay:
+    matrices do, norm gains do not."""
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"the optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    c = config
+    embed, heads, gains = c.vocab * c.dim, c.predict * c.vocab * c.dim, (2 * c.layers + 1) * c.dim
+    table, start, v_start = [], 0, 0
+    hidden = param_count(c) - embed - heads - gains
+    for size, rule, decayed in ((embed, "adamw", True), (hidden, optimizer, True), (heads, "adamw", True),
+                                (gains, "adamw", False)):
+        v_size = 0 if rule == "muon" else size
+        table.append((rule, slice(start, start + size), slice(v_start, v_start + v_size), decayed))
+        start, v_start = start + size, v_start + v_size
+    return table
+
+
+def muon_part(config, optimizer):
+    """The part of the flat buffers that Muon updates, a slice; an empty one, at their end, where there is
+    none."""
+    size = param_count(config)
+    return next((part for rule, part, *_ in update_table(config, optimizer) if rule == "muon"),
+                slice(size, size))
+
+
+def hidden_matrices(flat, config):
+    """[q, k, v, out, gate, up, down]: views (L, rows, columns) into the layers' part of a flat buffer, each
+    of one matrix in all layers.  They stand side by side in a layer, and the layers at a constant stride."""
+    c, layers, views, start = config, flat.reshape(config.layers, -1), [], 0
+    square, kv, up = (c.dim, c.dim), (c.kv_heads * c.head_dim, c.dim), (c.hidden, c.dim)
+    for shape in (square, kv, kv, square, up, up, up[::-1]):
+        size = math.prod(shape)
+        views.append(layers[:, start:start + size].reshape(c.layers, *shape))
+        start += size
+    return views
 
 
 def param_views(flat, config):
@@ -215,12 +248,17 @@ def carve(memory, table, start=0):
     return arrays
 
 
-def memory_plan(config, micro_batch, T, precision="fp32", threads=1):
+def moment_count(config, optimizer):
+    """Numbers that the optimizer keeps: m of every parameter, v of those that AdamW updates."""
+    return param_count(config) + update_table(config, optimizer)[-1][2].stop
+
+
+def memory_plan(config, micro_batch, T, precision="fp32", threads=1, optimizer="adamw"):
     """Bytes of memory by kind (a dict) that training with micro-batches (micro_batch, T) takes; precision: a
     GPU has a choice, here it is always fp32."""
     size, pieces = 4 * param_count(config), min(threads, micro_batch)
     layer, shared = map(table_bytes, work_tables(config, -(-micro_batch // pieces), T))
-    return {"parameters": size, "gradients": pieces * size, "AdamW moments": 2 * size,
+    return {"parameters": size, "gradients": pieces * size, "moments": 4 * moment_count(config, optimizer),
             "activations": pieces * config.layers * layer, "logits and scratch": pieces * shared}
 
 
@@ -588,7 +626,46 @@ def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     grad[...] = 0.0
 
 
-RULES = {"adamw": adamw_update}         # of update_table
+# Muon (Jordan et al. 2024): momentum, orthogonalised.
+#
+# The gradient of a weight matrix, and so its running mean M, is nearly of low rank: a few singular values are
+# large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead,
+# where M = U S V^T: every direction that the gradient knows gets a step of the same length.  (U V^T is the
+# steepest descent if a step is measured by the most that it changes any output of the layer, that is by its
+# spectral norm, where plain gradient descent measures it entry by entry.)
+#
+# No singular values need be computed.  Take X = U S V^T with X X^T = U S^2 U^T: an odd polynomial in X,
+#     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
+# acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  With (a, b, c) below five rounds bring
+# all s from 0.005 to 1 into [0.68, 1.16]: near 0 each round multiplies s by a = 3.4, and what lies near 1
+# swings about it, which the step does not mind.  The start X = M / |M| (Frobenius) has all s <= 1.
+NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
+
+
+def newton_schulz(M):
+    """M (rows, columns) -> U V^T, nearly: its singular values s / |M| after five rounds of the quintic."""
+    a, b, c = NEWTON_SCHULZ
+    X = M.T if M.shape[0] > M.shape[1] else M       # X X^T on the shorter side: the same, in fewer products
+    X = X / (np.linalg.norm(X) + 1e-7)
+    for _ in range(5):
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return X.T if M.shape[0] > M.shape[1] else X
+
+
+# The step.  U V^T (rows, columns) has min(rows, columns) singular values of about 1, so the root mean square
+# of its entries is 1 / sqrt(max(rows, columns)).  AdamW's is about 0.2 in training, whatever the shape; times
+# 0.2 sqrt(max(rows, columns)) Muon's is the same, and AdamW's learning rate and decay serve both (Liu et al.
+# 2025).  Nesterov: the step looks ahead by one more gradient.  M's length is lost, so nothing is clipped.
+def muon_update(param, grad, m, lr, decay, momentum=0.95):
+    """In place, on matrices (rows, columns).  The gradient is spent: 0 after this."""
+    m *= momentum
+    grad *= 1 - momentum
+    m += grad
+    grad += momentum * m
+    param *= 1 - lr * decay
+    param -= lr * 0.2 * math.sqrt(max(param.shape)) * newton_schulz(grad)
+    grad[...] = 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -664,14 +741,15 @@ class Model:
     over shares is exact because the loss is divided by the count of targets in the whole step, not in the
     share."""
 
-    def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True):
+    def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config, self.dtype, self.threads, self.training = config, np.dtype(dtype), threads, training
-        size = param_count(config)
+        self.optimizer, size = optimizer, param_count(config)
         self.flat_params = np.zeros(size, self.dtype)
         self.params, self.grads = param_views(self.flat_params, config), {}
         self.flat_grads = self.m = self.v = None
         if training:
-            self.flat_grads, self.m, self.v = (np.zeros(size, self.dtype) for _ in range(3))
+            self.flat_grads, self.m = np.zeros(size, self.dtype), np.zeros(size, self.dtype)
+            self.v = np.zeros(moment_count(config, optimizer) - size, self.dtype)
             self.grads = param_views(self.flat_grads, config)
         if seed is not None:
             init_params(self.flat_params, config, seed)
@@ -774,26 +852,34 @@ class Model:
         embedding_backward(worker.grads["embed"], dx, tokens.reshape(-1))
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
-        """Clip the gradient's global norm to `clip`, one step of the optimizer by update_table, zero the
-        gradient. Returns the norm before clipping.  A norm that is not finite changes nothing and leaves the
-        gradient to look at: the caller must stop."""
-        norm = math.sqrt(np.dot(self.flat_grads, self.flat_grads))
+        """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
+        clipped to `clip`; zero the gradient.  Returns the norm of the whole before clipping.  A norm that is
+        not finite changes nothing and leaves the gradient to look at: the caller must stop."""
+        c, grads, hidden = self.config, self.flat_grads, muon_part(self.config, self.optimizer)
+        squares = sum(np.dot(part, part) for part in (grads[:hidden.start], grads[hidden.stop:]))
+        norm = math.sqrt(squares + np.dot(grads[hidden], grads[hidden]))
         if not math.isfinite(norm):
             return norm
         self.step += 1
-        scale = min(1.0, clip / (norm + 1e-6))
+        scale = min(1.0, clip / (math.sqrt(squares) + 1e-6))
 
-        def update_piece(start, end, rule, decay):
-            piece = np.s_[start:end]
-            self.flat_grads[piece] *= scale
-            RULES[rule](self.flat_params[piece], self.flat_grads[piece], self.m[piece], self.v[piece],
-                        self.step, lr, beta1, beta2, eps, decay)
+        def update_piece(start, end, v_start, decay):
+            piece, v = np.s_[start:end], self.v[v_start:v_start + end - start]
+            grads[piece] *= scale
+            adamw_update(self.flat_params[piece], grads[piece], self.m[piece], v, self.step, lr, beta1, beta2,
+                         eps, decay)
 
-        # pieces of 64k numbers stay in the cache through the dozen passes of an update
-        pieces = [(start, min(start + (1 << 16), part.stop), rule, decay if decayed else 0.0)
-                  for part, rule, decayed in update_table(self.config)
-                  for start in range(part.start, part.stop, 1 << 16)]
-        list((self.pool.map if self.pool else map)(update_piece, *zip(*pieces)))
+        jobs = []                           # for the threads: matrices, and pieces of 64k numbers, which stay
+        for rule, part, v, decayed in update_table(c, self.optimizer):      # in the cache through an update
+            if rule == "muon":
+                stacks = [hidden_matrices(flat[part], c) for flat in (self.flat_params, grads, self.m)]
+                jobs += [functools.partial(muon_update, *matrices, lr, decay)
+                         for kind in zip(*stacks) for matrices in zip(*kind)]
+            else:
+                jobs += [functools.partial(update_piece, start, min(start + (1 << 16), part.stop),
+                                           start - part.start + v.start, decay if decayed else 0.0)
+                         for start in range(part.start, part.stop, 1 << 16)]
+        list((self.pool.map if self.pool else map)(lambda job: job(), jobs))
         return norm
 
     def extend(self, tokens):
