@@ -423,17 +423,21 @@ extern "C" __global__ void sum_of_squares(float* partial, const float* grad, lon
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// state: the norm; the factor min(1, clip / (norm + 1e-6)) for adamw, which so never passes through the host;
-// and whether a norm was ever not finite, which stops every later update too.
+// state: the norm of all; the factor min(1, clip / (norm + 1e-6)) for adamw, which so never passes through
+// the host, by the norm of what the first `clipped` blocks summed; and whether a norm was ever not finite,
+// which stops every later update too.
 // Grid (1); 1024 threads.
-extern "C" __global__ void gradient_norm(float* state, const float* partial, int blocks, float clip) {
-    __shared__ float slots[32];
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < blocks; i += 1024) sum += partial[i];
-    float norm = sqrtf(block_sum(sum, slots));
+extern "C" __global__ void gradient_norm(float* state, const float* partial, int clipped, int blocks,
+                                         float clip) {
+    __shared__ float slots[2][32];
+    float sum = 0.0f, rest = 0.0f;
+    for (int i = threadIdx.x; i < clipped; i += 1024) sum += partial[i];
+    for (int i = clipped + threadIdx.x; i < blocks; i += 1024) rest += partial[i];
+    sum = block_sum(sum, slots[0]);
+    float norm = sqrtf(sum + block_sum(rest, slots[1]));
     if (threadIdx.x > 0) return;
     state[0] = norm;
-    state[1] = fminf(1.0f, clip / (norm + 1e-6f));
+    state[1] = fminf(1.0f, clip / (sqrtf(sum) + 1e-6f));
     if (!(norm <= 3.4e38f)) state[2] = 1.0f;
 }
 
@@ -463,6 +467,78 @@ extern "C" __global__ void adamw(float* param, real* copy, float* grad, float* m
     store4(v + i, v4);
 #if BF16
     *(uint2*)(copy + i) = make_uint2(pack_bf16(p.x[0], p.x[1]), pack_bf16(p.x[2], p.x[3]));
+#endif
+}
+
+// The four kernels of muon_update. Each takes one kind of matrix in all layers: blockIdx.y counts the layers,
+// whose matrices of `size` numbers (a multiple of 8) lie `stride` numbers apart in param, copy, grad and m,
+// and side by side in X. What goes into newton_schulz is u = momentum m + (1 - momentum) grad (Nesterov),
+// where m is the new mean; divided by its norm, for which the first kernel leaves sums of squares.
+__device__ Eight running_mean(Eight m, Eight g, float momentum) {
+    for (int j = 0; j < 8; j++) m.x[j] = momentum * m.x[j] + (1.0f - momentum) * g.x[j];
+    return m;
+}
+
+// m = momentum m + (1 - momentum) grad; squares (layers, blocks): sums of the squares of u.
+// Grid (blocks, layers); 256 threads.
+extern "C" __global__ void muon_momentum(float* squares, float* m, const float* grad, const float* state,
+                                         long long stride, int size, float momentum) {
+    __shared__ float slots[32];
+    m += blockIdx.y * stride;
+    grad += blockIdx.y * stride;
+    float sum = 0.0f;
+    for (int i = 8 * (256 * blockIdx.x + threadIdx.x); i < size; i += 8 * 256 * gridDim.x) {
+        Eight g = load8(grad + i), mean = running_mean(load8(m + i), g, momentum);
+        Eight u = running_mean(mean, g, momentum);
+        sum += dot8(u, u);
+        if (state[2] == 0.0f) store8(m + i, mean);
+    }
+    sum = block_sum(sum, slots);
+    if (threadIdx.x == 0) squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
+}
+
+// X = u / (|u| + 1e-7), and grad = 0.
+// Grid (blocks, layers), as many as of muon_momentum; 256 threads.
+extern "C" __global__ void muon_input(real* X, float* grad, const float* m, const float* squares,
+                                      const float* state, long long stride, int size, float momentum) {
+    if (state[2] != 0.0f) return;
+    X += (long long)blockIdx.y * size;
+    m += blockIdx.y * stride;
+    grad += blockIdx.y * stride;
+    float sum = 0.0f;
+    for (int b = 0; b < gridDim.x; b++) sum += squares[blockIdx.y * gridDim.x + b];
+    float norm = sqrtf(sum) + 1e-7f;
+    for (int i = 8 * (256 * blockIdx.x + threadIdx.x); i < size; i += 8 * 256 * gridDim.x) {
+        Eight u = running_mean(load8(m + i), load8(grad + i), momentum);
+        for (int j = 0; j < 8; j++) u.x[j] /= norm;
+        store8(X + i, u);
+        store8(grad + i, {});
+    }
+}
+
+// Covers the polynomial of newton_schulz: B (side, side) holds A^2, and becomes a I + b A + c A^2.
+// Grid (ceil(side^2 / 2048), matrices); 256 threads.
+extern "C" __global__ void muon_polynomial(real* B, const real* A, int side, float a, float b, float c) {
+    int i = 8 * (256 * blockIdx.x + threadIdx.x), row = i / side, column = i % side;
+    if (row >= side) return;
+    long long at = (long long)blockIdx.y * side * side + i;
+    Eight x = load8(A + at), square = load8(B + at);
+    for (int j = 0; j < 8; j++) x.x[j] = (row == column + j ? a : 0.0f) + b * x.x[j] + c * square.x[j];
+    store8(B + at, x);
+}
+
+// param = keep param - rate X, and in bf16 the copy of the weights.
+// Grid (ceil(size/2048), layers); 256 threads.
+extern "C" __global__ void muon_apply(float* param, real* copy, const real* X, const float* state,
+                                      long long stride, int size, float keep, float rate) {
+    int i = 8 * (256 * blockIdx.x + threadIdx.x);
+    if (i >= size || state[2] != 0.0f) return;
+    param += blockIdx.y * stride;
+    Eight p = load8(param + i), x = load8(X + (long long)blockIdx.y * size + i);
+    for (int j = 0; j < 8; j++) p.x[j] = keep * p.x[j] - rate * x.x[j];
+    store8(param + i, p);
+#if BF16
+    store8(copy + blockIdx.y * stride + i, p);
 #endif
 }
 

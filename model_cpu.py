@@ -150,12 +150,9 @@ def update_table(config, optimizer):
     matrices do, norm gains do not."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"the optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
-    c = config
-    embed, heads, gains = c.vocab * c.dim, c.predict * c.vocab * c.dim, (2 * c.layers + 1) * c.dim
-    table, start, v_start = [], 0, 0
-    hidden = param_count(c) - embed - heads - gains
-    for size, rule, decayed in ((embed, "adamw", True), (hidden, optimizer, True), (heads, "adamw", True),
-                                (gains, "adamw", False)):
+    c, table, start, v_start = config, [], 0, 0
+    sizes = c.vocab * c.dim, layer_size(c) * c.layers, c.predict * c.vocab * c.dim, (2 * c.layers + 1) * c.dim
+    for size, rule, decayed in zip(sizes, ("adamw", optimizer, "adamw", "adamw"), (True, True, True, False)):
         v_size = 0 if rule == "muon" else size
         table.append((rule, slice(start, start + size), slice(v_start, v_start + v_size), decayed))
         start, v_start = start + size, v_start + v_size
@@ -165,21 +162,25 @@ def update_table(config, optimizer):
 def muon_part(config, optimizer):
     """The part of the flat buffers that Muon updates, a slice; an empty one, at their end, where there is
     none."""
-    size = param_count(config)
-    return next((part for rule, part, *_ in update_table(config, optimizer) if rule == "muon"),
-                slice(size, size))
+    end = param_count(config)
+    return update_table(config, optimizer)[1][1] if optimizer == "muon" else slice(end, end)
 
 
-def hidden_matrices(flat, config):
-    """[q, k, v, out, gate, up, down]: views (L, rows, columns) into the layers' part of a flat buffer, each
-    of one matrix in all layers.  They stand side by side in a layer, and the layers at a constant stride."""
-    c, layers, views, start = config, flat.reshape(config.layers, -1), [], 0
+def matrix_table(config):
+    """[(shape, place), ...] of the matrices of a layer, each that Muon takes by itself: q, k, v, out, gate,
+    up, down; place: where in the layer's part of a flat buffer each lies, a slice."""
+    c, table, start = config, [], 0
     square, kv, up = (c.dim, c.dim), (c.kv_heads * c.head_dim, c.dim), (c.hidden, c.dim)
     for shape in (square, kv, kv, square, up, up, up[::-1]):
-        size = math.prod(shape)
-        views.append(layers[:, start:start + size].reshape(c.layers, *shape))
-        start += size
-    return views
+        end = start + math.prod(shape)
+        table.append((shape, slice(start, end)))
+        start = end
+    return table
+
+
+def layer_size(config):
+    """Numbers in the matrices of a layer."""
+    return matrix_table(config)[-1][1].stop
 
 
 def param_views(flat, config):
@@ -743,13 +744,13 @@ class Model:
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config, self.dtype, self.threads, self.training = config, np.dtype(dtype), threads, training
-        self.optimizer, size = optimizer, param_count(config)
+        self.optimizer, size, moments = optimizer, param_count(config), moment_count(config, optimizer)
         self.flat_params = np.zeros(size, self.dtype)
         self.params, self.grads = param_views(self.flat_params, config), {}
         self.flat_grads = self.m = self.v = None
         if training:
             self.flat_grads, self.m = np.zeros(size, self.dtype), np.zeros(size, self.dtype)
-            self.v = np.zeros(moment_count(config, optimizer) - size, self.dtype)
+            self.v = np.zeros(moments - size, self.dtype)
             self.grads = param_views(self.flat_grads, config)
         if seed is not None:
             init_params(self.flat_params, config, seed)
@@ -863,23 +864,22 @@ class Model:
         self.step += 1
         scale = min(1.0, clip / (math.sqrt(squares) + 1e-6))
 
-        def update_piece(start, end, v_start, decay):
-            piece, v = np.s_[start:end], self.v[v_start:v_start + end - start]
-            grads[piece] *= scale
-            adamw_update(self.flat_params[piece], grads[piece], self.m[piece], v, self.step, lr, beta1, beta2,
-                         eps, decay)
+        def clip_and_update(param, grad, m, v, decay):
+            grad *= scale
+            adamw_update(param, grad, m, v, self.step, lr, beta1, beta2, eps, decay)
 
-        jobs = []                           # for the threads: matrices, and pieces of 64k numbers, which stay
-        for rule, part, v, decayed in update_table(c, self.optimizer):      # in the cache through an update
+        jobs, piece = [], 1 << 16           # numbers that stay in the cache through AdamW's dozen passes
+        for rule, part, in_v, decayed in update_table(c, self.optimizer):
+            flats = [flat[part] for flat in (self.flat_params, grads, self.m)]
             if rule == "muon":
-                stacks = [hidden_matrices(flat[part], c) for flat in (self.flat_params, grads, self.m)]
-                jobs += [functools.partial(muon_update, *matrices, lr, decay)
-                         for kind in zip(*stacks) for matrices in zip(*kind)]
+                flats = [flat.reshape(c.layers, -1) for flat in flats]
+                jobs += [(muon_update, *(flat[i, place].reshape(shape) for flat in flats), lr, decay)
+                         for i in range(c.layers) for shape, place in matrix_table(c)]
             else:
-                jobs += [functools.partial(update_piece, start, min(start + (1 << 16), part.stop),
-                                           start - part.start + v.start, decay if decayed else 0.0)
-                         for start in range(part.start, part.stop, 1 << 16)]
-        list((self.pool.map if self.pool else map)(lambda job: job(), jobs))
+                flats.append(self.v[in_v])
+                jobs += [(clip_and_update, *(flat[i:i + piece] for flat in flats), decay if decayed else 0.0)
+                         for i in range(0, len(flats[0]), piece)]
+        list((self.pool.map if self.pool else map)(lambda job: job[0](*job[1:]), jobs))
         return norm
 
     def extend(self, tokens):

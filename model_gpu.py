@@ -38,9 +38,9 @@ import weakref
 import numpy as np
 
 import model_cpu
-from model_cpu import (CONFIGS, TEXT, as_batch, carve, check_batch, check_tokens, init_params,
-                       largest_micro_batch, layer_views, param_count, param_views, rope_table, table_bytes,
-                       update_table)
+from model_cpu import (CONFIGS, NEWTON_SCHULZ, TEXT, as_batch, carve, check_batch, check_tokens, init_params,
+                       largest_micro_batch, layer_size, layer_views, matrix_table, moment_count, muon_part,
+                       param_count, param_views, rope_table, table_bytes, update_table)
 from tokenizer import Parser, Tokenizer, run_script, whole_number
 
 try:
@@ -51,6 +51,7 @@ except ImportError:
 PRECISIONS = ("bf16", "tf32", "fp32")
 NORM_BLOCKS = 1056    # blocks, and so partial sums, of rmsnorm_backward: 8 for each multiprocessor of an H100
 SUM_BLOCKS = 1024           # of sum_of_squares
+MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 FEW_ROWS = 8    # up to this many rows, decoding uses few_rows: reading the weights once is all it costs
 # dense bf16 rates by datasheet, TFLOP/s; TF32 has half
 BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
@@ -148,6 +149,18 @@ def input_table(config, B, T):
             ("weight", (K,), np.float32), ("divisor", (K,), np.float32)]
 
 
+def muon_tables(config, precision):
+    """{shape: table}: the work buffers of muon_update, which takes all matrices of one shape at once.  They
+    lie where the activations are between an update and the next forward."""
+    real, tables = np.uint16 if precision == "bf16" else np.float32, {}
+    shapes = [shape for shape, _ in matrix_table(config)]
+    for shape in shapes:
+        n, side = shapes.count(shape) * config.layers, min(shape)
+        tables[shape] = [("X", (n, *shape), real), ("Y", (n, *shape), real), ("A", (n, side, side), real),
+                         ("B", (n, side, side), real), ("squares", (n, MATRIX_BLOCKS), np.float32)]
+    return tables
+
+
 def decode_table(config, precision):
     """The buffers of extend: the cache of keys and values, and up to context rows of everything else."""
     c, n = config, config.context
@@ -164,14 +177,21 @@ def ceil_div(n, size):
     return -(-n // size)
 
 
-def memory_plan(config, micro_batch, T, precision, threads=1):
+def muon_bytes(config, precision, optimizer):
+    """Bytes that muon_update works in."""
+    return max(map(table_bytes, muon_tables(config, precision).values())) if optimizer == "muon" else 0
+
+
+def memory_plan(config, micro_batch, T, precision, threads=1, optimizer="adamw"):
     """Bytes of GPU memory by kind (a dict) that training with micro-batches (micro_batch, T) and decoding
     take.  threads is for model_cpu's plan, which has the same face."""
     size = 4 * param_count(config)
     layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
     weights_bf16 = {"bf16 weights": size // 2} if precision == "bf16" else {}
-    return {"parameters": size, "gradients": size, "AdamW moments": 2 * size, **weights_bf16,
-            "activations": config.layers * layer, "logits and scratch": shared + max(logits, scratch),
+    activations = config.layers * layer
+    rest = max(shared + max(logits, scratch), muon_bytes(config, precision, optimizer) - activations)
+    return {"parameters": size, "gradients": size, "moments": 4 * moment_count(config, optimizer),
+            **weights_bf16, "activations": activations, "logits and scratch": rest,
             "decoding": table_bytes(decode_table(config, precision)), "cuBLAS and kernels": CUBLAS_BYTES}
 
 
@@ -185,7 +205,8 @@ ZERO, ONE = SCALARS.ctypes.data, SCALARS.ctypes.data + 4
 
 KERNELS = ("embedding_forward", "embedding_backward", "rmsnorm_forward", "rmsnorm_backward", "column_sum",
            "rope", "swiglu_forward", "swiglu_backward", "cross_entropy", "cross_entropy_sum",
-           "sum_of_squares", "gradient_norm", "adamw", "copy_weights", "matmul", "matmul_to_fp32",
+           "sum_of_squares", "gradient_norm", "adamw", "muon_momentum", "muon_input", "muon_polynomial",
+           "muon_apply", "copy_weights", "matmul", "matmul_to_fp32",
            "rope_append", "decode_attention", "few_rows", "few_rows_to_fp32")
 NULL = np.uint64(0)                                 # as a pointer: there is none
 int32, int64, float32 = np.int32, np.int64, np.float32
@@ -264,12 +285,25 @@ def row_threads(C):
 
 
 def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
-    """out (M,N) = a (M,I) @ b (I,N), or += with add; transposed operands lie as (I,M), (N,I).
+    """out (M,N) = a (M,I) @ b (I,N), or += with add; transposed operands lie as (I,M), (N,I).  Of stacks of
+    matrices, (n,M,N) and so on without gaps, each with each.
 
     cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first,
     and what lies row-major already is the transpose that it wants."""
-    (M, N), I = out.shape, a.shape[0] if transpose_a else a.shape[1]
-    lda, ldb, ldo = [x.strides[0] // x.itemsize for x in (a, b, out)]
+    (M, N), I = out.shape[-2:], a.shape[-2 if transpose_a else -1]
+    lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
+    if gpu.matmul == "cublas" and out.ndim == 3:
+        steps = [x.strides[0] // x.itemsize for x in (b, a, out)]
+        kinds = [CUDA_TYPE[x.dtype.char] for x in (b, a, out)]
+        gpu.cublas.gemmStridedBatchedEx(
+            gpu.handle, transpose_b, transpose_a, N, M, I, ONE, b.data.ptr, kinds[0], ldb, steps[0],
+            a.data.ptr, kinds[1], lda, steps[1], ONE if add else ZERO, out.data.ptr, kinds[2], ldo, steps[2],
+            len(out), COMPUTE[gpu.precision], -1)
+        return
+    if out.ndim == 3:
+        for matrices in zip(out, a, b):
+            product(gpu, *matrices, transpose_a, transpose_b, add)
+        return
     if gpu.matmul == "cublas":
         gpu.cublas.gemmEx(gpu.handle, transpose_b, transpose_a, N, M, I, ONE,
                           b.data.ptr, CUDA_TYPE[b.dtype.char], ldb, a.data.ptr, CUDA_TYPE[a.dtype.char], lda,
@@ -468,11 +502,16 @@ def cross_entropy_forward(gpu, losses, logits, nll, targets, weight, divisor):
     gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, divisor, int32(N), int32(K))
 
 
-def gradient_norm(gpu, state, partial, grad, clip):
-    """state (3,): the norm of the flat gradient, the factor that clips it, and whether a norm was ever not
-    finite (then nothing changes any more)."""
-    gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial, grad, int64(grad.size))
-    gpu.launch("gradient_norm", (1,), 1024, state, partial, int32(SUM_BLOCKS), float32(clip))
+def gradient_norm(gpu, state, partial, grad, hidden, clip):
+    """state (3,): the norm of the flat gradient; the factor that clips the norm of all but its part `hidden`,
+    a slice; and whether a norm was ever not finite (then nothing changes any more).  partial (3 SUM_BLOCKS,):
+    scratch."""
+    parts = [part for part in (grad[:hidden.start], grad[hidden.stop:], grad[hidden]) if part.size]
+    for i, part in enumerate(parts):
+        gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
+    clipped = len(parts) - (hidden.start < hidden.stop)
+    gpu.launch("gradient_norm", (1,), 1024, state, partial, int32(SUM_BLOCKS * clipped),
+               int32(SUM_BLOCKS * len(parts)), float32(clip))
 
 
 def adamw_update(gpu, param, weights_bf16, grad, m, v, state, step, lr, beta1, beta2, eps, decay):
@@ -484,7 +523,36 @@ def adamw_update(gpu, param, weights_bf16, grad, m, v, state, step, lr, beta1, b
                    lr, beta1, beta2, eps, decay, 1 / (1 - beta1 ** step), 1 / (1 - beta2 ** step))))
 
 
-RULES = {"adamw": adamw_update}         # of update_table
+def newton_schulz(gpu, X, Y, A, B):
+    """X (n, rows, columns), each of norm 1 -> U V^T of each, nearly: X or Y.  A, B: (n, side, side)."""
+    tall = X.shape[1] > X.shape[2]
+    side = A.shape[1]
+    for _ in range(5):
+        product(gpu, A, X, X, transpose_a=tall, transpose_b=not tall)           # X X^T, or X^T X
+        product(gpu, B, A, A)
+        gpu.launch("muon_polynomial", (ceil_div(side * side, 2048), len(A)), 256, B, A, int32(side),
+                   *map(float32, NEWTON_SCHULZ))                                # a I + b A + c A^2
+        product(gpu, Y, *((X, B) if tall else (B, X)))
+        X, Y = Y, X
+    return X
+
+
+def muon_update(gpu, kinds, stride, work, state, lr, decay, momentum=0.95):
+    """Muon on all matrices of one shape.  kinds: [(param, weights_bf16, grad, m), ...], of each kind of
+    matrix the flat arrays from that of the first layer on (weights_bf16 None: there is no copy); that of the
+    next layer comes `stride` numbers later.  work: the arrays of muon_tables."""
+    n, rows, columns = work["X"].shape
+    L, size = n // len(kinds), rows * columns
+    place, blocks = (state, int64(stride), int32(size)), (MATRIX_BLOCKS, L)
+    for i, (_, _, grad, m) in enumerate(kinds):
+        X, squares = work["X"][i * L:], work["squares"][i * L:]
+        gpu.launch("muon_momentum", blocks, 256, squares, m, grad, *place, float32(momentum))
+        gpu.launch("muon_input", blocks, 256, X, grad, m, squares, *place, float32(momentum))
+    X = newton_schulz(gpu, *(work[name] for name in ("X", "Y", "A", "B")))
+    for i, (param, weights_bf16, _, _) in enumerate(kinds):
+        gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, param,
+                   NULL if weights_bf16 is None else weights_bf16, X[i * L:], *place,
+                   float32(1 - lr * decay), float32(0.2 * lr * math.sqrt(max(rows, columns))))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -529,13 +597,13 @@ class Model:
     refresh()."""
 
     def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, matmul="cublas",
-                 training=True):
+                 training=True, optimizer="adamw"):
         reason = why_no_gpu()
         if reason:
             raise ValueError(reason)
         precision = precision or default_precision()
         check_choices(config, precision, matmul)
-        self.config, self.precision, self.training = config, precision, training
+        self.config, self.precision, self.training, self.optimizer = config, precision, training, optimizer
         self.pool, self.memory_limit = cupy.get_default_memory_pool(), memory_limit
         if memory_limit is not None:
             self.pool.set_limit(size=max(1, int(memory_limit) - CUBLAS_BYTES))
@@ -546,15 +614,17 @@ class Model:
             raise ValueError("The GPU engine does not start; a CUDA library seems to be missing or does not "
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
         self.reserved, self.buffers_by_shape, self.step, self.position = None, {}, 0, 0
-        size, decoding = param_count(config), decode_table(config, precision)
+        size, moments = param_count(config), moment_count(config, optimizer)
+        decoding = decode_table(config, precision)
         self.flat_grads = self.m = self.v = None
         try:
             self.flat_params = cupy.zeros(size, np.float32)
             if training:
-                self.flat_grads, self.m, self.v = (cupy.zeros(size, np.float32) for _ in range(3))
+                self.flat_grads, self.m = cupy.zeros(size, np.float32), cupy.zeros(size, np.float32)
+                self.v = cupy.zeros(moments - size, np.float32)
             self.weights_bf16 = cupy.zeros(size, np.uint16) if precision == "bf16" else None
             self.losses, self.state = cupy.zeros(config.predict, np.float32), cupy.zeros(3, np.float32)
-            self.partial = cupy.empty(SUM_BLOCKS, np.float32)
+            self.partial = cupy.empty(3 * SUM_BLOCKS, np.float32)
             memory = cupy.empty(table_bytes(decoding), np.uint8)
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise self.out_of_memory(micro_batch or 1, config.context) from error
@@ -592,8 +662,11 @@ class Model:
     def out_of_memory(self, B, T):
         """The ValueError to raise when a micro-batch of (B,T) does not fit."""
         free = free_memory(self.memory_limit)
-        fits = largest_micro_batch(lambda rows: memory_plan(self.config, rows, T, self.precision), free)
-        need = sum(memory_plan(self.config, B, T, self.precision).values())
+
+        def plan(rows):
+            return memory_plan(self.config, rows, T, self.precision, optimizer=self.optimizer)
+
+        fits, need = largest_micro_batch(plan, free), sum(plan(B).values())
         advice = f"use --micro-batch {fits}" if fits else "use a smaller model or --device cpu"
         return ValueError(f"A micro-batch of {B} x {T} tokens needs {need / 2**30:.2f} GiB of GPU memory, "
                           f"{free / 2**30:.2f} GiB can be had: {advice}.")
@@ -607,14 +680,16 @@ class Model:
         self.buffers_by_shape, self.saved, self.reserved = {}, None, None
         self.pool.free_all_blocks()
         try:
-            memory = cupy.empty(logits_at + max(in_turn), np.uint8)
+            memory = cupy.empty(max(logits_at + max(in_turn),
+                                    muon_bytes(self.config, self.precision, self.optimizer)), np.uint8)
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise self.out_of_memory(B, T) from error
         layers = [carve(memory, tables[0], i * each) for i in range(self.config.layers)]
         others = {**carve(memory, tables[1], shared_at), **carve(memory, tables[2], logits_at),
                   **carve(memory, tables[3], logits_at)}
         inputs = tables[1][-len(input_table(self.config, B, T)):]
-        self.reserved = tables, layers, others, Inputs(memory[logits_at - table_bytes(inputs):], inputs)
+        inputs = Inputs(memory[logits_at - table_bytes(inputs):], inputs)
+        self.reserved = tables, layers, others, inputs, memory
 
     def buffers(self, B, T):
         """(layers, shared, inputs): for a micro-batch (B,T) the buffers by name, of each layer and of all,
@@ -630,7 +705,7 @@ class Model:
                   for table in tables]
         if self.reserved is None or wanted != self.reserved[0]:
             self.reserve(wanted, B, T)
-        _, layers, others, inputs = self.reserved
+        _, layers, others, inputs, _ = self.reserved
 
         def fronts(arrays):
             return {name: array[:math.prod(shapes[name])].reshape(shapes[name])
@@ -702,16 +777,26 @@ class Model:
         embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
-        """Clip the gradient's global norm to `clip`, one step of the optimizer by update_table, zero the
-        gradient. Returns the norm before clipping, on the GPU.  A norm that is not finite changes nothing,
-        now and in all later updates, and leaves the gradient to look at: the host, which may see it only some
-        steps later, must stop."""
+        """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
+        clipped to `clip`; zero the gradient.  Returns the norm of the whole before clipping, on the GPU.  A
+        norm that is not finite changes nothing, now and in all later updates, and leaves the gradient to look
+        at: the host, which may see it only some steps later, must stop."""
         self.step += 1
-        gradient_norm(self.gpu, self.state, self.partial, self.flat_grads, clip)
-        for part, rule, decayed in update_table(self.config):
-            weights_bf16 = None if self.weights_bf16 is None else self.weights_bf16[part]
-            RULES[rule](self.gpu, self.flat_params[part], weights_bf16, self.flat_grads[part], self.m[part],
-                        self.v[part], self.state, self.step, lr, beta1, beta2, eps, decay if decayed else 0.0)
+        c, gpu = self.config, self.gpu
+        gradient_norm(gpu, self.state, self.partial, self.flat_grads, muon_part(c, self.optimizer), clip)
+        for rule, part, v, decayed in update_table(c, self.optimizer):
+            flat = [None if array is None else array[part]
+                    for array in (self.flat_params, self.weights_bf16, self.flat_grads, self.m)]
+            if rule == "muon":
+                self.buffers(1, 1)                      # at the latest now there is memory to work in
+                for shape, table in muon_tables(c, self.precision).items():
+                    kinds = [[None if array is None else array[place.start:] for array in flat]
+                             for each, place in matrix_table(c) if each == shape]
+                    work = carve(self.reserved[-1], table)
+                    muon_update(gpu, kinds, layer_size(c), work, self.state, lr, decay)
+            else:
+                adamw_update(gpu, *flat, self.v[v], self.state, self.step, lr, beta1, beta2, eps,
+                             decay if decayed else 0.0)
         return self.state[0].copy()
 
     def extend(self, tokens):

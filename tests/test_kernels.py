@@ -209,7 +209,7 @@ def test_gradient_norm_and_adamw(bench):
 
         def update():
             bench.launch("sum_of_squares", (5,), 256, partial, grad, i64(n))
-            bench.launch("gradient_norm", (1,), 1024, state, partial, i32(5), f32(clip))
+            bench.launch("gradient_norm", (1,), 1024, state, partial, i32(5), i32(5), f32(clip))
             for part, decay in ((np.s_[:decayed], 0.1), (np.s_[decayed:], 0.0)):
                 size = len(param[part])
                 if size:

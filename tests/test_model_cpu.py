@@ -2,6 +2,7 @@
 
 That every gradient is right is gradcheck.py's part; that the model is the one the world calls Llama, tests/peers'."""
 import dataclasses
+import inspect
 import itertools
 import math
 import subprocess
@@ -34,7 +35,7 @@ def make_batch(config=TINY, B=4, T=7, seed=0):
 
 def decayed_count(config):
     """Numbers at the front of the flat buffers that are updated with decay."""
-    return sum(part.stop - part.start for part, _, decayed in model_cpu.update_table(config) if decayed)
+    return sum(part.stop - part.start for _, part, _, decayed in model_cpu.update_table(config, "adamw") if decayed)
 
 
 def step_gradient(model, tokens, targets, counted=None):
@@ -181,25 +182,113 @@ def test_buffers_are_read_and_written():
 
 
 def test_the_table_of_updates_by_hand():
-    matrices = 264 * 16 + 2 * (32 * 16 + 16 * 16 + 96 * 16 + 16 * 48) + 3 * 264 * 16
-    assert model_cpu.update_table(TINY) == [(slice(0, matrices), "adamw", True),
-                                            (slice(matrices, matrices + 5 * 16), "adamw", False)]
-    assert model_cpu.RULES == {"adamw": model_cpu.adamw_update}
+    embed, layers, heads, gains = 264 * 16, 2 * (32 * 16 + 16 * 16 + 96 * 16 + 16 * 48), 3 * 264 * 16, 5 * 16
+    ends = np.cumsum([0, embed, layers, heads, gains]).tolist()
+    parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+    assert model_cpu.update_table(TINY, "adamw") == [
+        ("adamw", part, part, decayed) for part, decayed in zip(parts, (True, True, True, False))]
+    in_v = [slice(0, embed), slice(embed, embed), slice(embed, embed + heads), slice(embed + heads, embed + heads + gains)]
+    assert model_cpu.update_table(TINY, "muon") == list(zip(
+        ("adamw", "muon", "adamw", "adamw"), parts, in_v, (True, True, True, False)))
+    assert model_cpu.muon_part(TINY, "muon") == parts[1] and model_cpu.muon_part(TINY, "adamw") == slice(ends[-1], ends[-1])
+    assert model_cpu.moment_count(TINY, "adamw") == 2 * ends[-1] == model_cpu.moment_count(TINY, "muon") + layers
+    with pytest.raises(ValueError, match=r"^the optimizer must be one of muon, adamw, not 'sgd'\.$"):
+        Model(TINY, optimizer="sgd")
+    for training in (True, False):
+        with pytest.raises(ValueError, match="the optimizer must be"):
+            Model(TINY, optimizer="Muon", training=training)
 
 
-def test_the_rule_of_the_table_is_the_one_that_updates(monkeypatch):
-    model, called = wide_model(), []
-    model.flat_grads[:] = 1.0
-    size = model.flat_params.size
-    parts = [(slice(0, 1093), "second", True), (slice(1093, size), "adamw", False)]
-    monkeypatch.setattr(model_cpu, "update_table", lambda config: parts)
-    for name in ("adamw", "second"):
-        def rule(param, grad, m, v, *rest, name=name):
-            called.append((name, len(param), *rest))
-        monkeypatch.setitem(model_cpu.RULES, name, rule)
-    model.update(0.5, beta1=0.1, beta2=0.2, eps=0.3, decay=0.4, clip=1e9)
-    assert called == [("second", 1093, 1, 0.5, 0.1, 0.2, 0.3, 0.4),
-                      ("adamw", size - 1093, 1, 0.5, 0.1, 0.2, 0.3, 0.0)]
+def test_each_part_decays_or_not():
+    """Without a gradient only the decay moves the weights: those of matrices, and no gain, under both optimizers."""
+    for optimizer in model_cpu.OPTIMIZERS:
+        model = wide_model(optimizer=optimizer)
+        before = {name: weight.copy() for name, weight in model.params.items()}
+        model.update(0.5, decay=0.25)
+        for name, weight in model.params.items():
+            factor = 1 - 0.5 * 0.25 if weight.ndim == 2 else 1.0
+            assert np.allclose(weight, factor * before[name], rtol=1e-15, atol=0), name
+        assert model.step == 1
+
+
+def orthogonal(u):
+    """What newton_schulz gives, by LAPACK's singular values, which the quintic moves."""
+    U, s, Vt = np.linalg.svd(u, full_matrices=False)
+    s = s / (np.linalg.norm(u) + 1e-7)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s ** 3 + 2.0315 * s ** 5
+    return (U * s) @ Vt
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (8, 3), (16, 16), (1, 5), (64, 128), (344, 128), (128, 344)])
+def test_newton_schulz_moves_singular_values_alone(shape):
+    for scale in (1e-4, 1.0, 1e6):
+        u = scale * np.random.default_rng(0).standard_normal(shape)
+        kept = u.copy()
+        assert np.abs(model_cpu.newton_schulz(u) - orthogonal(u)).max() < 1e-10 and np.array_equal(u, kept)
+    assert not model_cpu.newton_schulz(np.zeros(shape)).any()
+    assert model_cpu.newton_schulz(np.ones(shape, np.float32)).dtype == np.float32
+
+
+def muon_distance(threads=1, steps=3):
+    """Steps of Muon against the same from named tensors, q, k, v, gate and up cut by hand: the worst relative distance."""
+    rng, model, m, worst = np.random.default_rng(0), wide_model(optimizer="muon", threads=threads), {}, 0.0
+    c, expected = model.config, {name: weight.copy() for name, weight in model.params.items()}
+    D, hidden = c.head_dim, [name for name in expected if name.startswith("layers") and expected[name].ndim == 2]
+    cuts = {"qkv": [c.heads * D, (c.heads + c.kv_heads) * D], "gate_up": [c.hidden], "out": [], "down": []}
+    means = {name: (np.zeros_like(weight), np.zeros_like(weight)) for name, weight in expected.items()}
+    for step in range(1, 1 + steps):
+        grads = {name: 10.0 ** rng.integers(-3, 2) * rng.standard_normal(w.shape) for name, w in expected.items()}
+        norm = math.sqrt(sum((grad ** 2).sum() for grad in grads.values()))
+        of_adamw = math.sqrt(sum((grad ** 2).sum() for name, grad in grads.items() if name not in hidden))
+        for name, grad in grads.items():
+            model.grads[name][...] = grad
+        assert model.update(0.02, decay=0.3, clip=0.7) == pytest.approx(norm, rel=1e-12) and model.step == step
+        for name, grad in grads.items():
+            mean, square = means[name]
+            if name not in hidden:
+                model_cpu.adamw_update(expected[name].reshape(-1), (grad * (0.7 / (of_adamw + 1e-6))).reshape(-1),
+                                       mean.reshape(-1), square.reshape(-1), step, 0.02, 0.9, 0.95, 1e-8,
+                                       0.3 if grad.ndim == 2 else 0.0)
+                continue
+            mean[...] = 0.95 * mean + 0.05 * grad
+            parts = (np.split(array, cuts[name.rsplit(".", 1)[1]]) for array in (expected[name], 0.95 * mean + 0.05 * grad))
+            for weight, u in zip(*parts):
+                weight[...] = weight * (1 - 0.02 * 0.3) - 0.02 * 0.2 * math.sqrt(max(weight.shape)) * orthogonal(u)
+        distances = [np.linalg.norm(model.params[name] - weight) / np.linalg.norm(weight) for name, weight in expected.items()]
+        worst = max(worst, *distances)
+    assert not model.flat_grads.any() and np.isfinite(model.flat_params).all()
+    return worst
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_muon_by_named_tensors(threads):
+    assert muon_distance(threads) < 1e-12
+
+
+@pytest.mark.parametrize("name, there, instead", [
+    ("newton_schulz", "X = M.T if", "X = M.reshape(M.shape[::-1]) if"), ("newton_schulz", "range(5)", "range(4)"),
+    ("newton_schulz", "np.linalg.norm(X)", "np.linalg.norm(X, 2)"), ("newton_schulz", "A @ A", "A"),
+    ("muon_update", "grad += momentum * m", "grad[...] = m"), ("muon_update", "math.sqrt(max(param.shape))", "1.0"),
+    ("muon_update", "max(", "min("), ("muon_update", "param *= 1 - lr * decay", "param *= (1 - lr * decay) ** 2"),
+    ("matrix_table", "for shape in (square, kv, kv, square,", "for shape in ((square[0] + 2 * kv[0], c.dim), square,"),
+    ("matrix_table", "up, up, up[::-1])", "(2 * c.hidden, c.dim), up[::-1])"), ("muon_part", '== "muon"', '== "none"')])
+def test_mistakes_in_muon_are_noticed(name, there, instead, monkeypatch):
+    source, planted = inspect.getsource(getattr(model_cpu, name)), {}
+    assert there in source
+    exec(source.replace(there, instead), vars(model_cpu), planted)
+    monkeypatch.setattr(model_cpu, name, planted[name])
+    assert not muon_distance() < 1e-9
+
+
+def test_muon_changes_nothing_where_the_norm_is_not_finite():
+    for at in (0, 264 * 16 + 5, -1):
+        model = wide_model(optimizer="muon")
+        model.flat_grads[:] = 1.0
+        model.flat_grads[at] = np.inf
+        before = [array.copy() for array in (model.flat_params, model.flat_grads, model.m, model.v)]
+        assert model.update(0.1) == math.inf and model.step == 0
+        assert all(map(np.array_equal, before, (model.flat_params, model.flat_grads, model.m, model.v)))
 
 
 def test_the_plan_of_memory_is_what_is_taken():
@@ -211,7 +300,7 @@ def test_the_plan_of_memory_is_what_is_taken():
         model.forward(tokens, targets)
         plan = model_cpu.memory_plan(c, micro_batch, T, "fp32", threads)
         assert plan["parameters"] == model.flat_params.nbytes == 4 * 1_053_824
-        assert plan["gradients"] == pieces * 4 * 1_053_824 and plan["AdamW moments"] == 2 * 4 * 1_053_824
+        assert plan["gradients"] == pieces * 4 * 1_053_824 and plan["moments"] == 2 * 4 * 1_053_824
         layer, shared = (model_cpu.table_bytes(table) for table in model_cpu.work_tables(c, rows, T))
         assert plan["activations"] == pieces * 4 * layer and plan["logits and scratch"] == pieces * shared
         # the first share is the largest

@@ -121,7 +121,7 @@ def widen(model, reference):
     """Weights drawn wide, as a trained model's, into both."""
     rng = np.random.default_rng(3)
     flat = rng.standard_normal(model_cpu.param_count(model.config)).astype(np.float32) * np.float32(0.1)
-    gains = model_cpu.update_table(model.config)[1][0].start
+    gains = model_cpu.update_table(model.config, "adamw")[-1][1].start
     flat[gains:] = 1 + flat[gains:]
     model.write(model.flat_params, flat)
     reference.write(reference.flat_params, flat)
@@ -158,6 +158,55 @@ def test_a_whole_step_equals_the_reference(made, precision, loss_bar, bar):
     check_guards(*made)
 
 
+def muon_step(model, reference, lr=0.1, decay=0.1, clip=0.7):
+    """The same gradients, of two sizes, into both; -> of each matrix that Muon takes what it moved by, in both."""
+    rng, moved = np.random.default_rng(5), []
+    flat = rng.standard_normal(reference.flat_grads.size) * np.exp(rng.standard_normal(reference.flat_grads.size))
+    flat = (0.01 * flat).astype(np.float32)
+    for m in (model, reference):
+        m.write(m.flat_grads, flat)
+        before = np.array(m.flat_params, np.float64)
+        norm = float(m.update(lr, decay=decay, clip=clip))
+        assert abs(norm / np.linalg.norm(flat.astype(np.float64)) - 1) < 1e-6 and not m.flat_grads.any()
+        hidden = model_cpu.muon_part(m.config, "muon")
+        after = np.array(m.flat_params, np.float64) - (1 - lr * decay) * before
+        moved.append([layer[place].reshape(shape) for layer in after[hidden].reshape(m.config.layers, -1)
+                      for shape, place in model_cpu.matrix_table(m.config)])
+        moved[-1].append(np.concatenate([after[:hidden.start], after[hidden.stop:]]))
+    return moved
+
+
+@pytest.mark.parametrize("precision, bar", [("fp32", 1e-4), ("tf32", 1e-2), ("bf16", 8e-2)])
+def test_a_step_of_muon_equals_the_reference(made, precision, bar):
+    """Three steps: every matrix by itself, what AdamW updates beside it, the means, and the copy in bf16."""
+    model = model_gpu.Model(TINY, precision=precision, matmul="ours", optimizer="muon")
+    reference = model_cpu.Model(TINY, optimizer="muon")
+    widen(model, reference)
+    for _ in range(3):
+        ours, theirs = muon_step(model, reference)
+        assert len(ours) == 2 * 7 + 1
+        for matrix, expected in zip(ours, theirs):
+            assert relative(matrix, expected) < bar
+        assert relative(model.read(model.m), reference.m) < 1e-6 and relative(model.read(model.v), reference.v) < 1e-6
+        if precision == "bf16":
+            np.testing.assert_array_equal(model.weights_bf16, to_bf16(np.array(model.flat_params)))
+    assert model.v.size == reference.v.size == model.m.size - 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 176 * 64)
+    check_guards(*made)
+
+
+def test_muon_leaves_all_alone_where_the_norm_is_not_finite(made):
+    for at in (0, 9000):                                    # of AdamW's part, of Muon's
+        model = model_gpu.Model(TINY, precision="bf16", matmul="ours", optimizer="muon")
+        before = model.read(model.flat_params)
+        model.flat_grads[...] = 1.0
+        model.flat_grads[at] = np.nan
+        grads = model.read(model.flat_grads)
+        for _ in range(2):
+            model.update(0.1)
+            np.testing.assert_array_equal(model.flat_grads, grads)
+            assert np.array_equal(model.flat_params, before) and not model.m.any() and not model.v.any()
+
+
 class FakeCublas:
     """cuBLAS's products as its documentation has them, in columns, on raw addresses: C (m,n) = alpha op(A) op(B) + beta C."""
     def __init__(self):
@@ -184,6 +233,14 @@ class FakeCublas:
         result = product + beta * read(C, type_c, m, n, ldc) if beta else product            # beta 0: C may hold NaN
         matrix(C, type_c, m, n, ldc)[...] = to_bf16(result) if type_c == 14 else result
 
+    def gemmStridedBatchedEx(self, handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, step_a, B, type_b, ldb,
+                             step_b, beta, C, type_c, ldc, step_c, count, compute, algorithm):
+        size = {0: 4, 14: 2}
+        for i in range(count):
+            self.gemmEx(handle, transpose_a, transpose_b, m, n, k, alpha, A + i * step_a * size[type_a], type_a, lda,
+                        B + i * step_b * size[type_b], type_b, ldb, beta, C + i * step_c * size[type_c], type_c, ldc,
+                        compute, algorithm)
+
 
 @pytest.fixture
 def cublas(made, monkeypatch):
@@ -208,6 +265,23 @@ def test_a_whole_step_through_cublas(cublas, precision, bar, compute):
     if precision == "tf32":                     # decoding has its own attention, in fp32; and these products do not round
         bar = 3e-6
     assert relative(model.extend(tokens[0]), reference.logits(tokens)[0]) < bar and cublas.algorithms == {compute}
+
+
+@pytest.mark.parametrize("precision, bar", [("fp32", 1e-4), ("bf16", 8e-2)])
+def test_muon_through_cublas(cublas, made, precision, bar):
+    """Within the memory of a small micro-batch that is there already, and of one made for it."""
+    for micro_batch in (None, 6):
+        model = model_gpu.Model(TINY, precision=precision, optimizer="muon", micro_batch=micro_batch)
+        reference = model_cpu.Model(TINY, optimizer="muon")
+        widen(model, reference)
+        for matrix, expected in zip(*muon_step(model, reference)):
+            assert relative(matrix, expected) < bar
+        tokens, targets = batch(TINY, 2, 21)
+        np.testing.assert_allclose(model.forward(tokens, targets), reference.forward(tokens, targets), rtol=0.02)
+        plan = model_gpu.memory_plan(TINY, micro_batch or 1, TINY.context if micro_batch else 1, precision, optimizer="muon")
+        if micro_batch:
+            assert len(model.reserved[-1]) == plan["activations"] + plan["logits and scratch"]
+    check_guards(*made)
 
 
 def test_products_in_every_layout(cublas, monkeypatch):
@@ -461,7 +535,8 @@ def launches_of(function, *arguments, gpu=None, **options):
     given = [x for x in [*arguments, *options.values(), gpu.cos, gpu.sin] if isinstance(x, np.ndarray)]
 
     def shown(x):
-        return next(i for i, y in enumerate(given) if x is y) if isinstance(x, np.ndarray) else x
+        return next(i for i, y in enumerate(given) if isinstance(y, np.ndarray) and np.shares_memory(x, y)) \
+            if isinstance(x, np.ndarray) else x
     return [[shown(x) for x in launch] for launch in launched]
 
 
@@ -584,10 +659,14 @@ def test_launches_of_the_loss():
 
 @pytest.mark.parametrize("n, blocks", [(8, 1), (1024, 1), (1032, 2), (4104, 5), (131080, 129)])
 def test_launches_of_the_update(n, blocks):
-    state, partial, grad = array(3), array(8), array(n)
-    assert launches_of(model_gpu.gradient_norm, state, partial, grad, 0.5) == [
+    state, partial, grad = array(3), array(24), array(n)
+    assert launches_of(model_gpu.gradient_norm, state, partial, grad, slice(n, n), 0.5) == [
         ["sum_of_squares", (8,), 256, 0, 1, 2, ("int64", n)],
-        ["gradient_norm", (1,), 1024, 0, 0, 1, *i32(8), *f32(0.5)]]
+        ["gradient_norm", (1,), 1024, 0, 0, 1, *i32(8, 8), *f32(0.5)]]
+    for hidden, sizes, clipped in ((slice(0, 3), (n - 3, 3), 8), (slice(2, 5), (2, n - 5, 3), 16), (slice(0, n), (n,), 0)):
+        *sums, norm = launches_of(model_gpu.gradient_norm, state, partial, grad, hidden, 0.5)
+        assert [launch[-1] for launch in sums] == [("int64", size) for size in sizes]
+        assert norm == ["gradient_norm", (1,), 1024, 0, 0, 1, *i32(clipped, 8 * len(sizes)), *f32(0.5)]
     param, m, v, copy = array(n), array(n), array(n), array(n)
     numbers = dict(step=3, lr=0.25, beta1=0.5, beta2=0.75, eps=0.125, decay=0.0625)
     expected = [("int64", n)] + f32(0.25, 0.5, 0.75, 0.125, 0.0625, 1 / (1 - 0.125), 1 / (1 - 0.75 ** 3))
@@ -769,8 +848,14 @@ def test_the_plan_of_the_big_model():
     c, N = model_cpu.CONFIGS["big"], 64 * 512
     plan = model_gpu.memory_plan(c, 64, 512, "bf16")
     size = 116_417_280
-    assert {name: plan[name] for name in ("parameters", "gradients", "AdamW moments", "bf16 weights")} == {
-        "parameters": 4 * size, "gradients": 4 * size, "AdamW moments": 8 * size, "bf16 weights": 2 * size}
+    assert {name: plan[name] for name in ("parameters", "gradients", "moments", "bf16 weights")} == {
+        "parameters": 4 * size, "gradients": 4 * size, "moments": 8 * size, "bf16 weights": 2 * size}
+    muon = model_gpu.memory_plan(c, 64, 512, "bf16", optimizer="muon")      # no second moments of the layers' matrices
+    hidden = 16 * (2 * 768 * 768 + 2 * 256 * 768 + 3 * 2048 * 768)
+    assert muon == {**plan, "moments": 8 * size - 4 * hidden}
+    little = model_gpu.memory_plan(c, 1, 8, "bf16", optimizer="muon")       # here the work of Muon takes more than a step
+    work = 32 * 2 * (2 * 2048 * 768 + 2 * 768 * 768) + 4 * 32 * 64
+    assert little["activations"] + little["logits and scratch"] == work
     assert plan["activations"] == 16 * N * (2 * (3 * 768 + 1280 + 2 * 2048) + 4 * (2 + 12))
     inputs = 4 * N * (1 + 4 + 1) + -(-4 * 4097 // 256) * 256 + 2 * 256
     assert plan["logits and scratch"] == N * (2 * 3 * 768 + 4 + 16) + 4 * 1056 * 768 + inputs + 2 * N * 4 * 4096

@@ -717,7 +717,7 @@ def test_dry_run_counts_what_the_engine_allocates(tmp_path):
     assert abs(sum(kept) / model.workers[0].memory.nbytes - 1) < 0.02
     assert plan["parameters"] == model.flat_params.nbytes
     assert plan["gradients"] == model.flat_grads.nbytes
-    assert plan["AdamW moments"] == model.m.nbytes + model.v.nbytes
+    assert plan["moments"] == model.m.nbytes + model.v.nbytes
     done = run(tmp_path, "big", "--dry-run")
     assert done.returncode == 0 and "116,417,280" in done.stdout and not (tmp_path / "out").exists()
 
