@@ -775,6 +775,10 @@ class Model:
         array[...] = values
         self.refresh()
 
+    def later(self, *arrays):
+        """-> a function that returns these; on the GPU it waits for them."""
+        return lambda: arrays
+
     def each_worker(self, function, *arguments):
         """Run function(worker, *its arguments), on threads if there are several; the results in order."""
         if len(arguments[0]) == 1:

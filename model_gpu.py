@@ -27,6 +27,7 @@ functions of model_cpu, it says so there.
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); not several GPUs; no GPU but NVIDIA's.  It
 can be imported, and says so in one sentence, where there is no CuPy or no GPU.
 """
+import ctypes
 import dataclasses
 import math
 import os
@@ -52,6 +53,7 @@ PRECISIONS = ("bf16", "tf32", "fp32")
 NORM_BLOCKS = 1056    # blocks, and so partial sums, of rmsnorm_backward: 8 for each multiprocessor of an H100
 SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
+RECORD_AT = 10              # the use of a batch's shape from which on its launches are a CUDA graph
 FEW_ROWS = 8    # up to this many rows, decoding uses few_rows: reading the weights once is all it costs
 # dense bf16 rates by datasheet, TFLOP/s; TF32 has half
 BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
@@ -212,13 +214,26 @@ NULL = np.uint64(0)                                 # as a pointer: there is non
 int32, int64, float32 = np.int32, np.int64, np.float32
 
 
+def load_cublas():
+    """-> (handle, cublasGemmEx, cublasGemmStridedBatchedEx, cublasSetStream) of the cuBLAS that CuPy loads.
+    Called by ctypes: CuPy's own wrapper costs the host twice as much, and cannot be recorded in a graph."""
+    from cupy.cuda import device                # here: loading cuBLAS takes a second, and it may be missing
+    handle = ctypes.c_void_p(device.get_cublas_handle())
+    library = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
+    i, p, q = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
+    library.cublasGemmEx.argtypes = [p, i, i, i, i, i, p, p, i, i, p, i, i, p, p, i, i, i, i]
+    library.cublasGemmStridedBatchedEx.argtypes = [p, i, i, i, i, i, p, p, i, i, q, p, i, i, q, p, p, i, i, q,
+                                                   i, i, i]
+    library.cublasSetStream_v2.argtypes = [p, p]
+    return handle, library.cublasGemmEx, library.cublasGemmStridedBatchedEx, library.cublasSetStream_v2
+
+
 class Gpu:
     """The kernels compiled for one model, and how its products are computed: every function below is given it
     first."""
 
     def __init__(self, config, precision, matmul):
-        self.config, self.precision, self.matmul = config, precision, matmul
-        self.kernels = {}
+        self.config, self.precision, self.kernels = config, precision, {}
         words = "Compiling the CUDA kernels for this GPU (kept for the next run)."
         notice = threading.Timer(0.5, lambda: print(words, file=sys.stderr, flush=True))
         notice.start()    # speaks only if this takes time: compiled kernels load at once
@@ -235,9 +250,7 @@ class Gpu:
         # (context, 1, D), of which the second half of D says all -> (context, D/2)
         self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
                               for table in rope_table(config, np.float32)]
-        if matmul == "cublas":
-            from cupy.cuda import cublas, device  # here: loading cuBLAS takes a second, and it may be missing
-            self.cublas, self.handle = cublas, device.get_cublas_handle()
+        self.cublas = load_cublas() if matmul == "cublas" else None
 
     def compile(self, name, kernels, options):
         path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
@@ -250,6 +263,23 @@ class Gpu:
         """Queue a kernel.  A plain int or float would reach it as 64 bits: numbers come as np.int32(...) and
         so on."""
         self.kernels[name](grid, (threads,), args, shared_mem=shared)
+
+    def record(self, function):
+        """-> a CUDA graph of what function() launches, none of which runs now: graph.launch() queues it all
+        in one call."""
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            self.set_stream(stream.ptr)
+            stream.begin_capture()
+            function()
+            graph = stream.end_capture()
+        self.set_stream(0)
+        return graph
+
+    def set_stream(self, stream):
+        if self.cublas:
+            handle, *_, set_stream = self.cublas
+            set_stream(handle, stream)
 
 
 def check_sizes(config):
@@ -292,23 +322,22 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     and what lies row-major already is the transpose that it wants."""
     (M, N), I = out.shape[-2:], a.shape[-2 if transpose_a else -1]
     lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
-    if gpu.matmul == "cublas" and out.ndim == 3:
-        steps = [x.strides[0] // x.itemsize for x in (b, a, out)]
-        kinds = [CUDA_TYPE[x.dtype.char] for x in (b, a, out)]
-        gpu.cublas.gemmStridedBatchedEx(
-            gpu.handle, transpose_b, transpose_a, N, M, I, ONE, b.data.ptr, kinds[0], ldb, steps[0],
-            a.data.ptr, kinds[1], lda, steps[1], ONE if add else ZERO, out.data.ptr, kinds[2], ldo, steps[2],
-            len(out), COMPUTE[gpu.precision], -1)
+    if gpu.cublas:
+        handle, gemm, batched_gemm, _ = gpu.cublas
+        operands = [[x.data.ptr, CUDA_TYPE[x.dtype.char], ld] for x, ld in ((b, ldb), (a, lda), (out, ldo))]
+        stacks = out.ndim == 3
+        if stacks:
+            for operand, x in zip(operands, (b, a, out)):
+                operand.append(x.strides[0] // x.itemsize)
+        status = (batched_gemm if stacks else gemm)(
+            handle, transpose_b, transpose_a, N, M, I, ONE, *operands[0], *operands[1], ONE if add else ZERO,
+            *operands[2], *[len(out)][:stacks], COMPUTE[gpu.precision], -1)
+        if status:
+            raise RuntimeError(f"cuBLAS refuses a product of {M} x {I} by {I} x {N}: status {status}.")
         return
     if out.ndim == 3:
         for matrices in zip(out, a, b):
             product(gpu, *matrices, transpose_a, transpose_b, add)
-        return
-    if gpu.matmul == "cublas":
-        gpu.cublas.gemmEx(gpu.handle, transpose_b, transpose_a, N, M, I, ONE,
-                          b.data.ptr, CUDA_TYPE[b.dtype.char], ldb, a.data.ptr, CUDA_TYPE[a.dtype.char], lda,
-                          ONE if add else ZERO, out.data.ptr, CUDA_TYPE[out.dtype.char], ldo,
-                          COMPUTE[gpu.precision], -1)
         return
     steps_a, steps_b = (1, lda) if transpose_a else (lda, 1), (1, ldb) if transpose_b else (ldb, 1)
     name = "matmul_to_fp32" if out.dtype == np.float32 else "matmul"
@@ -584,6 +613,18 @@ class Inputs:
         self.events[self.turn].record()
 
 
+class Replay:
+    """Launches that are the same each time, kernels and arguments.  Where they come often they are recorded:
+    the host then queues them as one, and it is the host that a small batch waits for."""
+    calls, graph = 0, None
+
+    def __call__(self, gpu, launch):
+        self.calls += 1
+        if self.calls == RECORD_AT:
+            self.graph = gpu.record(launch)
+        (self.graph.launch if self.graph else launch)()
+
+
 class Model:
     """The model on the GPU; the face of model_cpu.Model.
 
@@ -659,6 +700,21 @@ class Model:
         array.set(np.ascontiguousarray(values, np.float32))
         self.refresh()
 
+    def later(self, *arrays):
+        """-> a function that waits until the GPU has these arrays, and for nothing else, and returns them as
+        NumPy's: the copies, to pinned memory, are queued now, before whatever comes next."""
+        pinned = [np.frombuffer(cupy.cuda.alloc_pinned_memory(array.nbytes), array.dtype, array.size)
+                  .reshape(array.shape) for array in arrays]
+        for array, host in zip(arrays, pinned):
+            array.get(out=host, blocking=False)
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record()
+
+        def read():
+            event.synchronize()
+            return pinned
+        return read
+
     def out_of_memory(self, B, T):
         """The ValueError to raise when a micro-batch of (B,T) does not fit."""
         free = free_memory(self.memory_limit)
@@ -712,7 +768,8 @@ class Model:
                     for name, array in arrays.items()}
 
         shared, width = fronts(others), T + self.config.predict - 1
-        shared.update(B=B, T=T, targets=shared["targets"][:B * width].reshape(B, width))
+        shared.update(B=B, T=T, targets=shared["targets"][:B * width].reshape(B, width),
+                      forward=Replay(), backward=Replay())
         self.buffers_by_shape[B, T] = list(map(fronts, layers)), shared, inputs
         return self.buffers_by_shape[B, T]
 
@@ -750,10 +807,14 @@ class Model:
         inputs.send({"tokens": tokens, "targets": targets, "order": np.argsort(flat, kind="stable"),
                      "starts": np.cumsum(np.bincount(flat.astype(np.int64) + 1, minlength=c.vocab + 1)),
                      "weight": c.head_weights / divisor, "divisor": divisor})
-        final, logits = self.trunk(layers, shared), shared["logits"]
-        linear_forward(self.gpu, logits.reshape(B * T, -1), final, self.weights["heads"])
-        cross_entropy_forward(self.gpu, self.losses, logits, shared["nll"], shared["targets"],
-                              shared["weight"], shared["divisor"])
+
+        def launch():
+            final, logits = self.trunk(layers, shared), shared["logits"]
+            linear_forward(self.gpu, logits.reshape(B * T, -1), final, self.weights["heads"])
+            cross_entropy_forward(self.gpu, self.losses, logits, shared["nll"], shared["targets"],
+                                  shared["weight"], shared["divisor"])
+
+        shared["forward"](self.gpu, launch)
         self.saved = layers, shared
         return self.losses.copy()
 
@@ -763,18 +824,22 @@ class Model:
         if not self.training:
             raise ValueError("this model was made with training=False: it has no gradients.")
         layers, shared = self.saved
-        n, dx = shared["n"], shared["increment"]    # dx in the memory of increment
-        dlogits = shared["logits"].reshape(len(n), -1)
-        # logits = final @ heads.T, final in n
-        linear_backward_weight(self.gpu, self.grads["heads"], dlogits, n)
-        linear_backward_input(self.gpu, n, dlogits, self.weights["heads"])
-        # final = rmsnorm(x)
-        rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"],
-                         self.weights["norm"], shared["dgain"], add=False)
-        for i in reversed(range(self.config.layers)):
-            block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx)
-        # x = embed[tokens]
-        embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
+
+        def launch():
+            n, dx = shared["n"], shared["increment"]    # dx in the memory of increment
+            dlogits = shared["logits"].reshape(len(n), -1)
+            # logits = final @ heads.T, final in n
+            linear_backward_weight(self.gpu, self.grads["heads"], dlogits, n)
+            linear_backward_input(self.gpu, n, dlogits, self.weights["heads"])
+            # final = rmsnorm(x)
+            rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"],
+                             self.weights["norm"], shared["dgain"], add=False)
+            for i in reversed(range(self.config.layers)):
+                block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx)
+            # x = embed[tokens]
+            embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
+
+        shared["backward"](self.gpu, launch)
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
         """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
@@ -797,7 +862,7 @@ class Model:
             else:
                 adamw_update(gpu, *flat, self.v[v], self.state, self.step, lr, beta1, beta2, eps,
                              decay if decayed else 0.0)
-        return self.state[0].copy()
+        return self.state[:1].reshape(()).copy()
 
     def extend(self, tokens):
         """Append n tokens at self.position and return their logits (n,K,V), a NumPy array, reading keys and

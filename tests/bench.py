@@ -7,7 +7,7 @@
     python tests/bench.py counts FILE   # what counting reaches on a text, beside the model in out/small
     python tests/bench.py train --peer  # on a GPU, as are the next two
     python tests/bench.py attention
-    python tests/bench.py curves --tokens data/train-KEY.bin --peer
+    python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY-*.bin
 
 Every row is the best of some rounds; a round runs all rows once, so that a busy machine slows ours and the peers alike.
 """
@@ -16,6 +16,7 @@ import functools
 import glob
 import lzma
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -300,7 +301,7 @@ TRAFFIC = {
     "embedding_forward": (2, 1, 0), "embedding_backward": (2, 1, 1, 1), "rmsnorm_forward": (1, 1, 1, 1, 1, 0),
     "rmsnorm_backward": (2, 2, 1, 1, 1, 0), "column_sum": (0, 1), "rope": (2, 0, 0), "swiglu_forward": (1, 1),
     "swiglu_backward": (2, 2), "cross_entropy": (2, 1, 1, 0), "cross_entropy_sum": (0, 1, 0), "sum_of_squares": (0, 1),
-    "gradient_norm": (0, 1), "adamw": (2, 1, 2, 2, 2, 0)}
+    "gradient_norm": (0, 1), "adamw": (2, 1, 2, 2, 2, 0), "muon_polynomial": (2, 1)}
 
 
 def seconds_of(cupy, function, calls):
@@ -354,9 +355,9 @@ def record_launches(cupy, model_gpu, model, step):
 
     def timed_product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
         kind = "weight" if transpose_a else "forward" if transpose_b else "input"
-        M, N, K = *out.shape, a.shape[0] if transpose_a else a.shape[1]
-        name = f"product {kind} {N}x{M if kind == 'weight' else K}"
-        record(lambda: product(gpu, out, a, b, transpose_a, transpose_b, add), name, 0, 2 * M * N * K)
+        (M, N), K = out.shape[-2:], a.shape[-2 if transpose_a else -1]
+        name = f"product {kind} {N}x{M if kind == 'weight' else K}" if out.ndim == 2 else f"products of Muon {M}x{N}x{K}"
+        record(lambda: product(gpu, out, a, b, transpose_a, transpose_b, add), name, 0, 2 * out.size * K)
 
     model.gpu.launch, model_gpu.product = timed_launch, timed_product
     try:
@@ -402,7 +403,8 @@ def bench_train(arguments):
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, config.vocab, (B, T)), rng.integers(0, config.vocab, (B, T + config.predict - 1))
     pool = cupy.get_default_memory_pool()
-    model = model_gpu.Model(config, precision=arguments.precision, matmul=arguments.matmul, micro_batch=B)
+    model = model_gpu.Model(config, precision=arguments.precision, matmul=arguments.matmul, micro_batch=B,
+                            optimizer=arguments.optimizer)
 
     def ours():
         model.forward(tokens, targets)
@@ -559,84 +561,163 @@ def bench_attention(arguments):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# curves: do the precisions learn alike, and like PyTorch?
+# curves: the held-out loss against tokens and seconds, by optimizer and precision, with PyTorch's beside
 
-def bench_curves(arguments):
-    """Train from one seed on the same batches in several precisions, and the PyTorch twin beside; losses of head 0, and with
-    --val the loss on held-out tokens afterwards."""
-    import numpy as np
+RUN = re.compile(r"(muon|adamw|twin)(?:/(fp32|tf32|bf16))?(?::(\d+))?(?:@([0-9.e-]+))?")
+
+
+def curve(make_step, losses, sync, tokens, val, settings, config, B, seed):
+    """Train for settings.steps -> [[step, seconds, {kind: nats a token}], ...]; evaluating takes no seconds.
+    make_step() -> step(inputs, targets, lr); losses(inputs, targets) -> those of the heads, without a gradient."""
+    import train
+    T, K, points, seconds = config.context, config.predict, [], 0.0
+    step = make_step()
+    sync()
+    started = time.perf_counter()
+    for i in range(settings.steps):
+        starts = train.window_starts(seed, i, B, len(tokens), T, K)
+        step(*train.get_batch(tokens, starts, T, K), train.learning_rate(i, settings))
+        if (i + 1) % max(1, settings.steps // 16) and i + 1 < settings.steps:
+            continue
+        sync()
+        seconds += time.perf_counter() - started
+        held_out = {}
+        for kind, ids in val.items():
+            sums = [(targets[:, :inputs.shape[1]].size, float(losses(inputs, targets)[0]))
+                    for inputs, targets in train.even_windows(ids, T, K, B, 1 << 18)]
+            held_out[kind] = sum(n * loss for n, loss in sums) / sum(n for n, _ in sums)
+        points.append([i + 1, seconds, held_out])
+        started = time.perf_counter()
+    return points
+
+
+def run_of_ours(config, optimizer, precision, B, seed, *rest):
+    """curve's arguments and rest -> its points, on our engine."""
+    import cupy
 
     import model_gpu
+    model = model_gpu.Model(config, seed, precision=precision, micro_batch=B, optimizer=optimizer)
+
+    def step(inputs, targets, lr):
+        model.forward(inputs, targets)
+        model.backward()
+        model.update(lr)
+    points = curve(lambda: step, model.forward, cupy.cuda.Device().synchronize, *rest, config, B, seed)
+    del model, step
+    cupy.get_default_memory_pool().free_all_blocks()
+    return points
+
+
+def run_of_the_twin(config, precision, B, seed, *rest):
+    """The same on compiled PyTorch with AdamW, from the same weights; compiling takes no seconds."""
+    import numpy as np
+    import torch
+
+    import model_cpu
+    sys.path.insert(0, str(ROOT / "tests" / "peers"))
+    import torch_twin
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    start = model_cpu.Model(config, seed, dtype=np.float32, training=False)
+    twin = torch_twin.Twin(config, start.params).to("cuda")
+    autocast = torch.bfloat16 if precision == "bf16" else None
+    losses = torch_twin.make_losses(twin, False, autocast)
+
+    def on_gpu(function):
+        return lambda inputs, targets, *lr: function(
+            torch.from_numpy(inputs).to("cuda"), torch.from_numpy(targets).to("cuda"), *lr)
+
+    def make_step():
+        step = torch_twin.make_step(twin, True, autocast)
+        before = {name: weight.detach().clone() for name, weight in twin.named_parameters()}
+        tokens = np.zeros((B, config.context), int)
+        for _ in range(3):                          # compiles; then back to the start, with new moments
+            step.warm_up(torch.from_numpy(tokens).to("cuda"),
+                         torch.zeros((B, config.context + config.predict - 1), dtype=torch.int64, device="cuda"))
+        assert all(torch.equal(before[name], weight) for name, weight in twin.named_parameters())
+        return on_gpu(step)
+
+    def without_gradient(*arguments):
+        with torch.no_grad():
+            return on_gpu(losses)(*arguments)[0]
+    points = curve(make_step, without_gradient, torch.cuda.synchronize, *rest, config, B, seed)
+    torch.cuda.empty_cache()
+    return points
+
+
+def bench_curves(arguments):
+    """Runs from one start on the same batches, each with a schedule of its own length: NAME[/PRECISION][:STEPS][@LR],
+    NAME an optimizer of ours or "twin", PyTorch compiled, with AdamW.  The held-out losses by tokens and by seconds.
+    Results gather in --results, a line a run."""
+    import dataclasses
+    import json
+
+    import numpy as np
+
     import train
     from model_cpu import CONFIGS
 
-    reason = model_gpu.why_no_gpu()
-    if reason:
-        raise ValueError(reason)
-    config, B, data = CONFIGS[arguments.model], arguments.batch, np.fromfile(arguments.tokens, "<u2")
-    T, K = config.context, config.predict
-    # the schedule of the real run, of which these are the first steps
+    config, B, results = CONFIGS[arguments.model], arguments.batch, []
+    tokens = np.fromfile(arguments.tokens, "<u2")
+    val = {re.sub(r"val-(.*)-\w+-\w+\.bin", r"\1", os.path.basename(path)): np.fromfile(path, "<u2")
+           for path in arguments.val}
     settings = train.make_settings(train.parse_arguments(["--device", "cpu"]), arguments.model, config,
                                    train.DEFAULTS[arguments.model])
-    val = np.fromfile(arguments.val, "<u2") if arguments.val else []
-    windows = [i * T for i in range(min(8 * B, (len(val) - K) // T))]
+    for seed in arguments.seeds:
+        for text in arguments.runs:
+            name, precision, steps, lr = RUN.fullmatch(text).groups()
+            precision, steps = precision or "bf16", int(steps or arguments.steps)
+            run = dataclasses.replace(settings, steps=steps, warmup=steps // 10, lr=float(lr or arguments.lr))
+            rest = tokens, val, run
+            points = (run_of_the_twin(config, precision, B, seed, *rest) if name == "twin" else
+                      run_of_ours(config, name, precision, B, seed, *rest))
+            results.append({"run": text, "name": name, "precision": precision, "steps": steps, "lr": run.lr, "seed": seed,
+                            "batch": B * config.context, "points": points})
+            print(f"{text:20} seed {seed}  lr {run.lr:.1e}  {steps * B * config.context / 1e6:6.1f}M tokens  "
+                  f"{points[-1][1]:7.1f} s  {1e3 * points[-1][1] / steps:6.2f} ms a step  "
+                  + "  ".join(f"{kind} {loss:.4f}" for kind, loss in points[-1][2].items()), flush=True)
+            if arguments.results:
+                with open(arguments.results, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(results[-1]) + "\n")
+    if arguments.results:
+        results = [json.loads(line) for line in open(arguments.results, encoding="utf-8")]
+    compare_curves(results)
+    if arguments.plot:
+        plot_curves(results, arguments.plot)
 
-    def run(step):
-        """step(inputs, targets, lr) -> losses on the device; the curve of head 0."""
-        curve = []
-        for i in range(arguments.steps):
-            batch = train.get_batch(data, train.window_starts(0, i, B, len(data), T, K), T, K)
-            curve.append(step(*batch, train.learning_rate(i, settings)))
-        return np.array([float(losses[0]) for losses in curve])
 
-    def held_out(losses):
-        """losses(inputs, targets) -> those of the heads; the mean of head 0's over the windows held out."""
-        parts = [windows[i:i + B] for i in range(0, len(windows), B)]
-        return sum(len(part) * float(losses(*train.get_batch(val, part, T, K))[0]) for part in parts) / max(1, len(windows))
+def compare_curves(results):
+    """What share of the twin's tokens and seconds our runs of the same seed take to its final losses, all of them."""
+    for twin in results:
+        for ours in results if twin["name"] == "twin" else ():
+            steps, seconds, losses = twin["points"][-1]
+            if ours["name"] == "twin" or ours["seed"] != twin["seed"] or ours["batch"] != twin["batch"]:
+                continue
+            reached = [point for point in ours["points"] if all(point[2][kind] <= losses[kind] for kind in losses)]
+            if reached:
+                print(f"{ours['run']:16} reaches {twin['run']}'s losses after {steps} steps, seed {twin['seed']}, with "
+                      f"{reached[0][0] / steps:.2f} of the tokens and {reached[0][1] / seconds:.2f} of the seconds")
 
-    curves, after = {}, {}
-    for precision in arguments.precisions:
-        model = model_gpu.Model(config, precision=precision, micro_batch=B)
-        host = {name: array.get() for name, array in model.params.items()}
 
-        def ours(inputs, targets, lr, model=model):
-            losses = model.forward(inputs, targets)
-            model.backward()
-            model.update(lr)
-            return losses
-
-        curves[precision], after[precision] = run(ours), held_out(model.forward)
-        del model, ours
-        if arguments.peer:
-            import torch
-            sys.path.insert(0, str(ROOT / "tests" / "peers"))
-            import torch_twin
-            torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-            twin = torch_twin.Twin(config, host).to("cuda")
-            autocast = torch.bfloat16 if precision == "bf16" else None
-            step, losses = torch_twin.make_step(twin, True, autocast), torch_twin.make_losses(twin, False, autocast)
-            curves[f"PyTorch {precision}"] = run(lambda inputs, targets, lr, step=step: step(
-                torch.from_numpy(inputs).to("cuda"), torch.from_numpy(targets).to("cuda"), lr))
-            with torch.no_grad():
-                after[f"PyTorch {precision}"] = held_out(lambda inputs, targets, losses=losses: losses(
-                    torch.from_numpy(inputs).to("cuda"), torch.from_numpy(targets).to("cuda"))[0])
-    print(f"{arguments.model}, {arguments.steps} steps of {B} x {T} tokens, loss of head 0")
-    print("step  " + "".join(f"{name:>14}" for name in curves))
-    for i in sorted({*range(0, arguments.steps, max(1, arguments.steps // 20)), arguments.steps - 1}):
-        print(f"{i + 1:4d}  " + "".join(f"{curve[i]:14.5f}" for curve in curves.values()))
-    if windows:
-        print("held " + "".join(f"{loss:14.5f}" for loss in after.values()) + f"   after them, on {len(windows) * T:,} other tokens")
-    first, *others = curves
-    for name in others:
-        gap = np.abs(curves[name] - curves[first])
-        print(f"{name} against {first}: largest difference {gap.max():.5f} (step {gap.argmax() + 1}), mean {gap.mean():.5f}")
-    for precision in arguments.precisions:
-        if arguments.peer:
-            gap = np.abs(curves[precision] - curves[f"PyTorch {precision}"])
-            print(f"{precision} against PyTorch {precision}: largest difference {gap.max():.6f}, mean {gap.mean():.6f}, "
-                  f"in the first 20 steps {gap[:20].max():.7f}")
-    if arguments.out:
-        np.savetxt(arguments.out, np.stack(list(curves.values()), axis=1), header=" ".join(curves), fmt="%.6f")
+def plot_curves(results, path):
+    """The mean of the held-out losses against tokens and against seconds."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    colours = {"muon": "C0", "adamw": "C1", "twin": "C2"}
+    names = {"muon": "ours, Muon", "adamw": "ours, AdamW", "twin": "PyTorch compiled, AdamW"}
+    for result in results:
+        steps, seconds, losses = zip(*result["points"])
+        loss = [sum(kinds.values()) / len(kinds) for kinds in losses]
+        for axes, x in (left, [step * result["batch"] / 1e6 for step in steps]), (right, seconds):
+            axes.plot(x, loss, color=colours[result["name"]], linewidth=0.9, alpha=0.8, label=names.pop(result["name"], None))
+            axes.plot(x[-1], loss[-1], ".", color=colours[result["name"]])
+    left.set(xlabel="million tokens", ylabel="held-out loss, nats a token", ylim=(None, min(4.5, max(loss))))
+    right.set(xlabel="seconds on one H200")
+    left.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -658,6 +739,7 @@ def main():
     command.add_argument("--context", type=int, default=512)
     command.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
     command.add_argument("--matmul", choices=("cublas", "ours"), default="cublas")
+    command.add_argument("--optimizer", choices=("muon", "adamw"), default="adamw", help="of ours; PyTorch has AdamW")
     command.add_argument("--peer", nargs="*", choices=("eager", "compiled"), help="PyTorch beside (default compiled)")
     command.add_argument("--rounds", type=int, default=5)
     command.set_defaults(run=bench_train)
@@ -667,15 +749,17 @@ def main():
     command.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096])
     command.add_argument("--rounds", type=int, default=5)
     command.set_defaults(run=bench_attention)
-    command = commands.add_parser("curves", help="on the GPU: loss curves in several precisions, and PyTorch's")
+    command = commands.add_parser("curves", help="on the GPU: held-out losses by tokens and seconds, and PyTorch's")
     command.add_argument("--tokens", required=True, help="a data/train-*.bin of the model's vocabulary")
-    command.add_argument("--val", help="a data/val-*.bin of the same vocabulary: the loss on it afterwards")
+    command.add_argument("--val", nargs="+", required=True, help="data/val-*.bin of the same vocabulary")
     command.add_argument("--model", choices=("small", "medium", "big"), default="big")
-    command.add_argument("--steps", type=int, default=200)
+    command.add_argument("--runs", nargs="*", default=["muon", "adamw", "twin"], help="NAME[/PRECISION][:STEPS][@LR]")
+    command.add_argument("--steps", type=int, default=1024)
+    command.add_argument("--lr", type=float, default=1.2e-3)
+    command.add_argument("--seeds", type=int, nargs="+", default=[0])
     command.add_argument("--batch", type=int, default=64)
-    command.add_argument("--precisions", nargs="+", choices=("fp32", "tf32", "bf16"), default=["tf32", "bf16"])
-    command.add_argument("--peer", action="store_true", help="the PyTorch twin beside, compiled")
-    command.add_argument("--out", help="write every step's losses to this file")
+    command.add_argument("--results", help="add the results to this file, and compare all that it holds")
+    command.add_argument("--plot", help="draw them to this file")
     command.set_defaults(run=bench_curves)
     command = commands.add_parser("euler", help="half steps, Heun's method: is a trained layer a solver's step?")
     command.add_argument("--model", default="out/small")

@@ -2,8 +2,10 @@
 
 fake_cupy() is as much of the module cupy as model_gpu.py uses, with the kernels of tests/cuda_on_cpu.h.  The matrix
 products are those of --matmul ours."""
+import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -32,6 +34,13 @@ class Array(np.ndarray):
     def set(self, host):
         assert host.dtype == self.dtype and host.shape == self.shape
         self[...] = host
+
+    def get(self, out=None, blocking=True):
+        assert blocking == (out is None)
+        if out is None:
+            return np.array(self)
+        assert out.dtype == self.dtype and out.shape == self.shape
+        out[...] = self
 
 
 class OutOfMemoryError(MemoryError):
@@ -69,10 +78,34 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
         array[...] = host
         return array
 
+    def queued(function):
+        """A launch that, while a graph is recorded, is written down and not made."""
+        def call(*arguments, **options):
+            if pool.recorded is None:
+                return function(*arguments, **options)
+            pool.recorded.append(functools.partial(function, *arguments, **options))
+            return 0
+        return call
+
     def raw_module(code, options):
         module = CpuModule("kernels.cu" if "rmsnorm_forward" in code else "flash_attn.cu", list(options))
         module.order = order
-        return module
+        return types.SimpleNamespace(get_function=lambda name: queued(module.get_function(name)))
+
+    class Stream(contextlib.nullcontext):
+        ptr = 77
+
+        def __init__(self, non_blocking):
+            super().__init__()
+            assert non_blocking
+
+        def begin_capture(self):
+            pool.recorded = []
+
+        def end_capture(self):
+            recorded, pool.recorded = pool.recorded, None
+            pool.graphs.append(len(recorded))
+            return types.SimpleNamespace(launch=lambda: [launch() for launch in recorded])
 
     def set_limit(size):
         pool.limit = size or total_bytes                                # as CuPy has it, 0 is none
@@ -82,10 +115,11 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
         return bytearray(size)
 
     pool.set_limit, pool.total_bytes, pool.pinned = set_limit, lambda: 0, []
+    pool.queued, pool.recorded, pool.graphs = queued, None, []
     pool.free_all_blocks = lambda: pool.freed.append(len(made))
     runtime = types.SimpleNamespace(memGetInfo=lambda: (pool.limit, total_bytes))
     cuda = types.SimpleNamespace(
-        is_available=lambda: True, runtime=runtime, Event=Event, alloc_pinned_memory=alloc_pinned_memory,
+        is_available=lambda: True, runtime=runtime, Event=Event, Stream=Stream, alloc_pinned_memory=alloc_pinned_memory,
         Device=lambda: types.SimpleNamespace(compute_capability=capability),
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError))
     return types.SimpleNamespace(empty=empty, zeros=zeros, asarray=asarray, asnumpy=np.array, RawModule=raw_module,
@@ -210,7 +244,7 @@ def test_muon_leaves_all_alone_where_the_norm_is_not_finite(made):
 class FakeCublas:
     """cuBLAS's products as its documentation has them, in columns, on raw addresses: C (m,n) = alpha op(A) op(B) + beta C."""
     def __init__(self):
-        self.algorithms = set()
+        self.algorithms, self.streams = set(), []
 
     def gemmEx(self, handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, B, type_b, ldb, beta, C, type_c, ldc,
                compute, algorithm):
@@ -244,10 +278,9 @@ class FakeCublas:
 
 @pytest.fixture
 def cublas(made, monkeypatch):
-    module, fake = types.ModuleType("cupy.cuda"), FakeCublas()
-    module.cublas, module.device = fake, types.SimpleNamespace(get_cublas_handle=lambda: "handle")
-    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
-    monkeypatch.setitem(sys.modules, "cupy.cuda", module)
+    fake, queued = FakeCublas(), model_gpu.cupy.get_default_memory_pool().queued
+    products = queued(fake.gemmEx), queued(fake.gemmStridedBatchedEx)
+    monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", *products, lambda *call: fake.streams.append(call)))
     return fake
 
 
@@ -265,6 +298,29 @@ def test_a_whole_step_through_cublas(cublas, precision, bar, compute):
     if precision == "tf32":                     # decoding has its own attention, in fp32; and these products do not round
         bar = 3e-6
     assert relative(model.extend(tokens[0]), reference.logits(tokens)[0]) < bar and cublas.algorithms == {compute}
+
+
+def test_a_shape_that_comes_often_is_recorded(cublas, monkeypatch):
+    """The same losses, gradients and weights as launched one by one; each shape has its graphs, new memory new ones."""
+    pool, runs = model_gpu.cupy.get_default_memory_pool(), []
+    for at in (3, 1000):
+        monkeypatch.setattr(model_gpu, "RECORD_AT", at)
+        model, kept = model_gpu.Model(TINY, precision="fp32", optimizer="muon"), []
+        for step, (B, T) in enumerate([(2, 9), (2, 9), (2, 9), (1, 18), (2, 9), (2, 9), (3, 40), (3, 40), (2, 9)]):
+            kept += model.later(model.forward(*batch(TINY, B, T, step)))()
+            model.backward()
+            kept += [*model.later(model.update(0.01))(), model.read(model.flat_params)]
+        runs.append(kept)
+    assert all(map(np.array_equal, *runs))
+    assert pool.graphs == [1 + 2 * 9 + 2 + 2, 2 + 2 + 2 * 16 + 1] and cublas.streams == 2 * [("handle", 77), ("handle", 0)]
+
+
+def test_products_that_cublas_refuses(cublas, monkeypatch):
+    monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", lambda *call: 7, None, None))
+    gpu = model_gpu.Gpu(TINY, "fp32", "cublas")
+    a = np.zeros((3, 4), np.float32).view(Array)
+    with pytest.raises(RuntimeError, match=r"^cuBLAS refuses a product of 3 x 4 by 4 x 3: status 7\.$"):
+        model_gpu.product(gpu, a @ a.T, a, a, transpose_b=True)
 
 
 @pytest.mark.parametrize("precision, bar", [("fp32", 1e-4), ("bf16", 8e-2)])
@@ -518,7 +574,7 @@ def recorder(config=TINY, matmul="ours", precision="bf16"):
         assert all(isinstance(x, (np.ndarray, np.generic)) for x in arguments)      # no plain int or float
         launched.append([name, grid, threads, shared, *(
             x if isinstance(x, np.ndarray) else (type(x).__name__, x.item()) for x in arguments)])
-    gpu = types.SimpleNamespace(config=config, matmul=matmul, precision=precision, launch=launch,
+    gpu = types.SimpleNamespace(config=config, cublas=None, precision=precision, launch=launch,
                                 flash=[("F", 32, 64, 7), ("DQ", 48, 96, 8), ("DKDV", 16, 128, 9)])
     gpu.cos, gpu.sin = np.zeros(1), np.ones(1)
     return gpu, launched
@@ -963,7 +1019,7 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
     small = Config(dim=64, heads=2, kv_heads=1, layers=1, context=64, vocab=512, predict=2)
     monkeypatch.setattr(model_gpu, "CONFIGS", {"small": small})
     monkeypatch.setattr(model_gpu, "TEXT", "a cold morning")                # of 14 characters no pair comes twice
-    monkeypatch.setattr(model_gpu.Model.__init__, "__defaults__", (0, None, None, None, "ours", True))
+    monkeypatch.setattr(model_gpu.Model.__init__, "__defaults__", (0, None, None, None, "ours", True, "adamw"))
     timed = []
     monkeypatch.setattr(model_gpu, "seconds_per_step", lambda model, B, steps: timed.append((type(model).__module__, B, steps)) or 0.0125)
     model_gpu.cupy.cuda.runtime.getDeviceProperties = lambda number: {"name": b"Card 1"}

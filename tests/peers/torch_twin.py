@@ -64,7 +64,7 @@ def make_losses(twin, compiled, autocast=None):
 
 def make_step(twin, compiled, autocast=None):
     """-> step(tokens, targets, lr): forward, backward, clip, AdamW as model.update does it (no decay on gains); returns the
-    losses of the heads (K,)."""
+    losses of the heads (K,).  step.warm_up(tokens, targets): what compiles, without an update."""
     groups = [{"params": [p for p in twin.parameters() if p.ndim == 2], "weight_decay": 0.1},
               {"params": [p for p in twin.parameters() if p.ndim == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
@@ -79,4 +79,9 @@ def make_step(twin, compiled, autocast=None):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return losses.detach()
+
+    def warm_up(tokens, targets):
+        forward(tokens, targets)[1].backward()
+        optimizer.zero_grad(set_to_none=True)
+    step.warm_up = warm_up
     return step
