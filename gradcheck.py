@@ -47,13 +47,13 @@ both would hide, only judges that others wrote can find: PyTorch and Hugging Fac
 Nor does the check of the CPU look at the optimizer, at cached decoding, or at float32: see
 tests/test_model_cpu.py.
 """
-import collections
 import copy
 import inspect
 import itertools
 import math
 import os
 import re
+import runpy
 import sys
 import traceback
 import unittest.mock
@@ -69,12 +69,6 @@ TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=
 TINY_STEP, TINY_BAR = 2e-4, 1e-8
 SMALL_STEP, SMALL_BAR = 1e-3, 1e-7
 LOSS_BAR = 1e-12         # of a loss against plain_losses, relative
-
-
-def replaced(replacements):
-    """Inside `with replaced(...)`, these names in model_cpu stand for these functions; after it, for their
-    own."""
-    return unittest.mock.patch.dict(vars(model_cpu), replacements)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -153,10 +147,6 @@ def check_tensors(model, tokens, targets, h, limit=None):
 # ------------------------------------------------------------------------------------------------------------
 # The loss once more: the equations of the model in loops, sharing nothing with model_cpu but the weights
 # ------------------------------------------------------------------------------------------------------------
-def plain_norm(x, gain, eps):
-    return x / math.sqrt(x @ x / len(x) + eps) * gain
-
-
 def plain_rotation(x, t, theta):
     """RoPE with complex numbers: entries i and i + D/2 are one number, which position t turns by t *
     theta^(-2i/D)."""
@@ -172,7 +162,7 @@ def plain_losses(w, config, tokens, targets):
     loss, count = [0.0] * c.predict, [0] * c.predict
 
     def norm(x, name):
-        return plain_norm(x, w[name], c.norm_eps)
+        return x / math.sqrt(x @ x / len(x) + c.norm_eps) * w[name]
 
     for b in range(len(tokens)):
         keys, values = [[] for _ in range(c.layers)], [[] for _ in range(c.layers)]
@@ -308,7 +298,7 @@ def run_check(model, tokens, targets, h, bar, limit=None):
 
 def is_caught(replacements, limit=40):
     """Plant the replacements in the tiny model and print what shows it."""
-    with replaced(replacements):
+    with unittest.mock.patch.dict(vars(model_cpu), replacements):       # for as long as this lasts
         problem = make_tiny()
         error = loss_error(*problem)
         rows = check_tensors(*problem, TINY_STEP, limit)
@@ -399,22 +389,6 @@ def measured(backward, *arguments):
             values["d" + name][index] += slope(loss, values[name], index, 1e-3)
 
 
-def plain_merges(words, wanted):
-    """The judge of learn_merges: before each merge, encode all words with those so far, and count anew."""
-    merges = {}
-    while len(merges) < wanted:
-        encoder, counts = tokenizer.Encoder(range(256), merges, "i"), collections.Counter()
-        for word, count in words.items():
-            ids = encoder.merge(tokenizer.to_bytes(word))
-            for pair in zip(ids, ids[1:]):
-                counts[pair] += count
-        best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
-        if counts[best] < 2:
-            break
-        merges[best] = 256 + len(merges)
-    return list(merges)
-
-
 EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for function in (
     model_cpu.linear_backward, model_cpu.embedding_backward, model_cpu.swiglu_backward,
     model_cpu.cross_entropy_backward, model_cpu.rmsnorm_backward, model_cpu.rope_backward,
@@ -446,11 +420,11 @@ def record():
     """-> dict name of an exercise -> the calls of its function in a small run, each a dict of arguments."""
     model, tokens, targets = make_tiny()
     gradients(model, tokens, targets)           # so that no buffer is empty when the recording begins
-    calls = {function.__code__: [] for function in EXERCISES.values()}
+    names, calls = {f.__code__: name for name, f in EXERCISES.items()}, {name: [] for name in EXERCISES}
 
     def watch(frame, event, _):
-        if event == "call" and frame.f_code in calls:
-            calls[frame.f_code].append(copy.deepcopy(dict(frame.f_locals)))
+        if event == "call" and frame.f_code in names:
+            calls[names[frame.f_code]].append(copy.deepcopy(dict(frame.f_locals)))
 
     sys.setprofile(watch)
     for _ in range(2):
@@ -462,11 +436,11 @@ def record():
         tokenizer.Tokenizer.train([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"], vocab_size)
     sys.setprofile(None)
     rng, shapes = np.random.default_rng(2), {"gain": 8, "bias": 8, "gate_up": (5, 16)}
-    for backward in map(EXERCISES.get, MARKS):
-        calls[backward.__code__] = [
-            {key: 1.5 if key == "cap" else rng.standard_normal(shapes.get(key.removeprefix("d"), (5, 8)))
-             for key in inspect.signature(backward).parameters} for _ in range(2)]
-    return {name: calls[function.__code__] for name, function in EXERCISES.items()}
+    for name in MARKS:
+        calls[name] = [{
+            key: 1.5 if key == "cap" else rng.standard_normal(shapes.get(key.removeprefix("d"), (5, 8)))
+            for key in inspect.signature(EXERCISES[name]).parameters} for _ in range(2)]
+    return calls
 
 
 def outcome(function, call):
@@ -514,18 +488,18 @@ def complaint(label, cases, calls):
 def compare(name, calls, got):
     """got: what the reader's function made of each call -> what is wrong with it, in sentences."""
     function, lines = EXERCISES[name], []
-    judges = {"learn_merges": plain_merges, **dict.fromkeys(MARKS, lambda *call: measured(function, *call))}
-    before, want = ([outcome(f, call) for call in calls] for f in (None, judges.get(name, function)))
+    judge = function if name not in MARKS else lambda *call: measured(function, *call)
+    before, want = ([outcome(f, call) for call in calls] for f in (None, judge))
     for label in want[0]:
         cases = [(b.get(label), g.get(label), w[label]) for b, g, w in zip(before, got, want)]
         cases = [case for case in cases if off(*case[1:]).any()]
         lines += complaint(label, cases, len(calls)) if cases else []
     if lines and "the result" in got[0].keys() - want[0].keys():
         lines.append("Something is returned, and nobody takes it: results belong in the caller's arrays.")
-    for bug, (*edits, story) in {**BUGS, **EXERCISE_BUGS}.items() if lines else ():
-        if any(edit.startswith(f"{function.__name__}: ") for edit in edits):
-            planted = [outcome(plant(bug)[function.__name__], call) for call in calls]
-            if not any(off(g.get(label), p[label]).any() for g, p in zip(got, planted) for label in p):
+    for bug, (*_, story) in {**BUGS, **EXERCISE_BUGS}.items() if lines else ():
+        if planted := plant(bug).get(function.__name__):
+            want = [outcome(planted, call) for call in calls]
+            if not any(off(g.get(label), w[label]).any() for g, w in zip(got, want) for label in w):
                 return [*lines, f"Just so behaves the bug {bug}: {story}"]
     return lines
 
@@ -536,9 +510,7 @@ def grade(name, calls):
     if not os.path.exists(path):
         return ["not begun"]
     try:
-        scope = {"__name__": name}
-        with open(path, "rb") as file:
-            exec(compile(file.read(), path, "exec"), scope)
+        scope = runpy.run_path(path)
         if function not in scope:
             return [f"{path} has no function {function}."]
         for call in calls:

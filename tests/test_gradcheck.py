@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import types
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,11 @@ import cuda_helpers
 import gradcheck
 import model_cpu
 import test_model_gpu
+
+
+def replaced(functions):
+    """Inside `with replaced(...)`, these stand in model_cpu."""
+    return unittest.mock.patch.dict(vars(model_cpu), functions)
 
 
 def test_tiny_problem_has_every_feature():
@@ -112,7 +118,7 @@ def test_a_gradient_that_is_zero_or_not_a_number_fails(capsys):
         def linear_backward(dx, dw, dout, x, w):
             np.matmul(dout, w, out=dx)
             dw[...] = value
-        with gradcheck.replaced({"linear_backward": linear_backward}):
+        with replaced({"linear_backward": linear_backward}):
             assert not gradcheck.run_check(*problem, gradcheck.TINY_STEP, gradcheck.TINY_BAR, limit=2)
     assert gradcheck.run_check(*problem, gradcheck.TINY_STEP, gradcheck.TINY_BAR, limit=2)
 
@@ -138,7 +144,7 @@ def test_exit_codes(capsys, monkeypatch, few_entries):
 
 
 def test_main_fails_with_one_where_the_model_is_wrong(capsys, few_entries):
-    with gradcheck.replaced(gradcheck.plant("rope_sign")):
+    with replaced(gradcheck.plant("rope_sign")):
         assert gradcheck.main(["--break", "all"]) == 1              # "caught" would mean nothing
     assert "no bug planted" in capsys.readouterr().out
 
@@ -462,7 +468,7 @@ def attention_in_loops(qkv, dout, forward=2 ** -0.5, backward=2 ** -0.5, future=
 def test_bugs_of_attention(name, numbers):
     qkv, dout = RNG.standard_normal((1, 3, 8)), RNG.standard_normal((1, 3, 4))
     out, dqkv, P = np.zeros((1, 3, 4)), np.zeros((1, 3, 8)), np.zeros((1, 1, 2, 3, 3))
-    with gradcheck.replaced(gradcheck.plant(name)):
+    with replaced(gradcheck.plant(name)):
         model_cpu.attention_forward(out, P, qkv, 2, 1)
         model_cpu.attention_backward(dqkv, dout, out, P, qkv, 2, 1, np.empty_like(P))
     for ours, plain in zip((P, out, dqkv), attention_in_loops(qkv, dout, **numbers)):
@@ -495,7 +501,7 @@ def test_bugs_of_swiglu():
     bug, swapped = gradcheck.plant("gate_up_swapped"), np.hstack([up, gate])
     right, right_sigmoid, right_d = np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 6))
     model_cpu.swiglu_forward(right, right_sigmoid, swapped)
-    with gradcheck.replaced(bug):
+    with replaced(bug):
         model_cpu.swiglu_forward(out, sigmoid, gate_up)
     assert np.array_equal(out, right) and np.array_equal(sigmoid, right_sigmoid)
     out[...] = 0
