@@ -906,26 +906,14 @@ class Model:
 # ------------------------------------------------------------------------------------------------------------
 # 6. Both engines side by side
 # ------------------------------------------------------------------------------------------------------------
-def first_step(model, tokens, targets):
-    """What the tour of model_cpu shows of a model's first step: (loss of head 0, one gradient entry, gradient
-    norm, loss after one AdamW step), and the flat gradient."""
-    losses = model.forward(tokens, targets)
-    model.backward()
-    flat = np.concatenate([np.asarray(grad.get() if hasattr(grad, "get") else grad, np.float64).reshape(-1)
-                           for grad in model.grads.values()])
-    entry, norm = float(model.grads["layers.0.qkv"][0, 0]), float(model.update(lr=1e-3))
-    return (float(losses[0]), entry, norm, float(model.forward(tokens, targets)[0])), flat
-
-
 def seconds_per_step(model, B, steps):
     """Seconds of one training step on random tokens (B, context)."""
     c, rng = model.config, np.random.default_rng(0)
-    tokens = rng.integers(0, c.vocab, (B, c.context))
-    targets = rng.integers(0, c.vocab, (B, c.context + c.predict - 1))
+    text = rng.integers(0, c.vocab, (B, c.context + c.predict))
     for step in range(-1, steps):                   # one to warm up
         if step == 0:
             norm, start = float(model.update(lr=0.0)), time.perf_counter()
-        model.forward(tokens, targets)
+        model.forward(text[:, :c.context], text[:, 1:])
         model.backward()
         norm = model.update(lr=0.0)
     float(norm)                                     # waits for the GPU
@@ -937,15 +925,12 @@ def main(argv):
     parser.add_argument("--steps", type=whole_number(1), default=20, metavar="N",
                         help="steps to time on the GPU (default 20)")
     args = parser.parse_args(argv)
-    reason = why_no_gpu()
-    if reason:
+    if reason := why_no_gpu():
         raise ValueError(reason)
-    tokenizer = Tokenizer.train([TEXT], 300)
     config = dataclasses.replace(CONFIGS["small"], vocab=304)
-    ids, K = tokenizer.encode(TEXT), config.predict
-    T = min(64, len(ids) - K)
-    tokens, targets = np.array([ids[:T]]), np.array([ids[1:T + K]])
-    precisions = PRECISIONS if int(cupy.cuda.Device().compute_capability) >= 80 else ("fp32",)
+    text = np.array([Tokenizer.train([TEXT], 300).encode(TEXT)])
+    T = min(64, text.size - config.predict)
+    tokens, targets = text[:, :T], text[:, 1:T + config.predict]
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     print(f"One sentence of {T} tokens through the small model: the first step of `python model_cpu.py`, on "
           f"{name}\n")
@@ -953,12 +938,15 @@ def main(argv):
           f"{'gradient off by':>16} {'ms a step':>10}")
     rows = [("CPU float64", model_cpu.Model(config), 1)]
     rows += [(f"GPU {precision}", Model(config, precision=precision), args.steps)
-             for precision in reversed(precisions)]
-    reference = None
+             for precision in (["fp32"] if default_precision() == "fp32" else reversed(PRECISIONS))]
+    gradients = []
     for label, model, steps in rows:
-        (loss, entry, norm, after), gradient = first_step(model, tokens, targets)
-        reference = gradient if reference is None else reference
-        off = np.linalg.norm(gradient - reference) / np.linalg.norm(reference)
+        loss = float(model.forward(tokens, targets)[0])
+        model.backward()
+        gradients.append(np.array(model.read(model.flat_grads), np.float64))    # a copy: the update spends it
+        off = np.linalg.norm(gradients[-1] - gradients[0]) / np.linalg.norm(gradients[0])
+        entry, norm = param_views(gradients[-1], config)["layers.0.qkv"][0, 0], float(model.update(lr=1e-3))
+        after = float(model.forward(tokens, targets)[0])
         print(f"{label:14} {loss:9.5f} {entry:13.5e} {norm:9.5f} {after:11.5f} {off:16.1e} "
               f"{1e3 * seconds_per_step(model, 16, steps):10.2f}")
     print(f"\nloss: of head 0 (ln V = {math.log(config.vocab):.4f}); gradient off by: relative L2 against "

@@ -1038,7 +1038,6 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
     assert lines[8] == ("loss: of head 0 (ln V = 5.7170); gradient off by: relative L2 against float64; ms a step: forward, backward "
                         "and update of 16 x 64 tokens.")
     monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability="75"))
-    monkeypatch.setattr(model_gpu, "first_step", lambda model, tokens, targets: ((1.0,) * 4, np.ones(2)))
     model_gpu.main([])
     assert "GPU fp32" in (said := capsys.readouterr().out) and "GPU bf16" not in said and timed[-1] == ("model_gpu", 16, 20)
     monkeypatch.setattr(model_gpu, "TEXT", model_cpu.TEXT)              # of 121 tokens
