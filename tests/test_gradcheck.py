@@ -312,8 +312,7 @@ def test_attention_ladder_takes_every_length_and_shape(monkeypatch, capsys):
         assert matmul == "cublas" and config.context >= T
         seen.append((precision, config.head_dim, config.heads // config.kv_heads, B, T))
         assert config.kv_heads == 2
-        error = off.get(seen[-1], 1e-7)
-        return error, error / 2, error / 4
+        return off.get((0, *seen[-1]), 1e-7), off.get((1, *seen[-1]), 5e-8)
 
     monkeypatch.setattr(gradcheck, "attention_errors", attention_errors)
     lengths = {1: 2, 2: 2, 63: 2, 64: 2, 65: 2, 127: 2, 137: 2, 512: 2, 1000: 1, 2048: 1}
@@ -322,15 +321,18 @@ def test_attention_ladder_takes_every_length_and_shape(monkeypatch, capsys):
                     for T, B in lengths.items()]
     out = capsys.readouterr().out
     assert ("worst of T in 1, 2, 63, 64, 65, 127, 137, 512, 1000, 2048 and H/G in 1, 2, 3, 4\n"
-            "  fp32 D  32   output 5.00e-08   gradient 2.50e-08   (T 2048, H/G 4; bar 2e-06)\n") in out
+            f"  {'fp32 D 32 output, T 2048, H/G 4':36} 1.00e-07   bar 2e-06\n"
+            f"  {'fp32 D 32 gradient, T 2048, H/G 4':36} 5.00e-08   bar 2e-06\n") in out
     for precision, bar in (("fp32", 2e-6), ("tf32", 2e-3), ("bf16", 1e-2)):
-        for times in (0.95, 1.05):
-            off[precision, 64, 3, 2, 65] = times * bar
-            assert bool(gradcheck.run_gpu_ladder([precision])) == (times < 1)
-            assert (f"  {precision} D  64   output {times * bar / 2:.2e}   gradient {times * bar / 4:.2e}   "
-                    f"(T 65, H/G 3; bar {bar:.0e})\n") in capsys.readouterr().out
-    off["fp32", 64, 3, 2, 65] = gradcheck.distance(np.full(2, np.nan), np.ones(2))       # not a number, in one of many
-    assert not gradcheck.run_gpu_ladder(["fp32"]) and "output inf" in capsys.readouterr().out
+        for part, name in enumerate(("output", "gradient")):
+            for times in (0.95, 1.05):
+                off[part, precision, 64, 3, 2, 65] = times * bar
+                assert bool(gradcheck.run_gpu_ladder([precision])) == (times < 1)
+                label = f"{precision} D 64 {name}, T 65, H/G 3"
+                assert f"  {label:36} {times * bar:.2e}   bar {bar:.0e}\n" in capsys.readouterr().out
+            del off[part, precision, 64, 3, 2, 65]
+    off[0, "fp32", 64, 3, 2, 65] = gradcheck.distance(np.full(2, np.nan), np.ones(2))       # not a number, in one of many
+    assert not gradcheck.run_gpu_ladder(["fp32"]) and " inf   bar 2e-06" in capsys.readouterr().out
 
 
 def test_attention_errors_of_the_kernels(monkeypatch):
@@ -340,8 +342,8 @@ def test_attention_errors_of_the_kernels(monkeypatch):
     config = model_cpu.Config(dim=128, heads=4, kv_heads=2, layers=1, context=24, vocab=8)
     for precision, low, high in (("fp32", 1e-8, 1e-6), ("tf32", 1e-5, 1e-3), ("bf16", 1e-3, 6e-3)):
         gpu = gradcheck.model_gpu.Gpu(config, precision, "ours")
-        worst, *errors = gradcheck.attention_errors(gpu, B=2, T=17)
-        assert low < min(errors) <= max(errors) == worst < high
+        errors = gradcheck.attention_errors(gpu, B=2, T=17)
+        assert low < min(errors) <= max(errors) < high
     cuda_helpers.check_guards(*made)
 
 
@@ -383,9 +385,9 @@ def test_attention_errors_are_measured_against_float64(monkeypatch, precision):
     on_host = types.SimpleNamespace(asarray=lambda x: x.view(OnGpu), empty=lambda *a: np.zeros(*a).view(OnGpu))
     monkeypatch.setattr(gradcheck.model_gpu, "cupy", on_host)
     gpu = types.SimpleNamespace(config=c, precision=precision)
-    worst, forward_error, backward_error = gradcheck.attention_errors(gpu, B, T)
+    forward_error, backward_error = gradcheck.attention_errors(gpu, B, T)
     assert forward_error == pytest.approx(0.25, rel=0.01 if precision == "bf16" else 1e-5)
-    assert worst == backward_error == pytest.approx(0.5, rel=0.02 if precision == "bf16" else 1e-5)
+    assert backward_error == pytest.approx(0.5, rel=0.02 if precision == "bf16" else 1e-5)
 
 
 @pytest.mark.parametrize("name, size, good", [
@@ -397,8 +399,8 @@ def test_gpu_equivalence_has_its_bars(twin, capsys, name, size, good):
     assert bool(gradcheck.run_gpu_equivalence(WIDE)) == good
     assert twin.options == [{"precision": "fp32", "matmul": "ours"}]
     lines = capsys.readouterr().out.split("\n")[1:-1]
-    assert [line[:22] for line in lines] == [f"  {name:20}" for name in (
-        "our products", "losses", "cache,   1 calls", "cache, 256 calls", "cache,   4 calls")]
+    assert [line[:39] for line in lines] == [f"  {name:36} " for name in (
+        "our products", "our products: losses", "cache,   1 calls", "cache, 256 calls", "cache,   4 calls")]
     bars = ["6e-06", "1e-06", "2e-06", "2e-06", "2e-06"]
     assert [line.rpartition("   bar ")[2] for line in lines] == bars
 
