@@ -925,8 +925,7 @@ def main(argv):
     parser.add_argument("--steps", type=whole_number(1), default=20, metavar="N",
                         help="steps to time on the GPU (default 20)")
     args = parser.parse_args(argv)
-    if reason := why_no_gpu():
-        raise ValueError(reason)
+    pick("gpu")                                     # ValueError where there is none
     config = dataclasses.replace(CONFIGS["small"], vocab=304)
     text = np.array([Tokenizer.train([TEXT], 300).encode(TEXT)])
     T = min(64, text.size - config.predict)
