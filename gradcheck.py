@@ -563,6 +563,7 @@ def run_exercise(name, hint):
 # of the whole gradient and of each head's loss; of the attention output and of its gradient
 GPU_BARS = {"fp32": (2e-6, 1e-6), "tf32": (2e-3, 1e-4), "bf16": (2e-2, 1e-3)}
 LADDER_T = (1, 2, 63, 64, 65, 127, 137, 512, 1000, 2048)
+MUON_BARS = {"fp32": 1e-4, "tf32": 8e-2, "bf16": 8e-2}     # of what a step moves a matrix by
 LADDER_BARS = {"fp32": 2e-6, "tf32": 2e-3, "bf16": 1e-2}
 
 
@@ -680,7 +681,7 @@ def attention_errors(gpu, B, T):
 
 
 def run_gpu_equivalence(config):
-    """Our products = cuBLAS's, cached = whole: the fp32 model computed in other ways."""
+    """Our products = cuBLAS's, recorded = launched, cached = whole: the fp32 model computed in other ways."""
     reference, tokens, targets = make_wide(config)
     losses, gradient = whole_step(reference, tokens, targets)
     model = model_gpu.Model(config, precision="fp32", matmul="ours")
@@ -691,10 +692,34 @@ def run_gpu_equivalence(config):
     # our product adds K numbers one after the other, cuBLAS in blocks: two or three times the rounding
     good = within(distance(flat, gradient), 3 * bar, "our products")
     good &= within(np.abs(gpu_losses / losses - 1).max(), loss_bar, "our products: losses")
+    with unittest.mock.patch.object(model_gpu, "RECORD_AT", 1):
+        recorded = model_gpu.Model(config, precision="fp32", matmul="ours")
+        recorded.write(recorded.flat_params, reference.flat_params)
+        good &= within(distance(whole_step(recorded, tokens, targets)[1], flat), 0, "recorded in a CUDA graph")
     for cuts in ([256], [1] * 256, [100, 4, 4, 148]):
         model.position = 0
         rows = [model.extend(part) for part in np.split(tokens[0], np.cumsum(cuts)[:-1])]
         good &= within(distance(np.concatenate(rows), expected), 2e-6, f"cache, {len(cuts):3d} calls")
+    return good
+
+
+def run_gpu_muon(config, precisions):
+    """A step of Muon on both engines, from the same gradients, whose entries differ widely in size."""
+    rng, size, good = np.random.default_rng(0), model_cpu.param_count(config), True
+    gradient = (rng.standard_normal(size) * np.exp(rng.standard_normal(size))).astype(np.float32)
+
+    def moved(model):
+        model.write(model.flat_params, np.zeros(size))
+        model.write(model.flat_grads, gradient)
+        model.update(lr=1.0)
+        return model_cpu.param_views(model.read(model.flat_params), config)
+
+    expected = moved(model_cpu.Model(config, optimizer="muon"))
+    print("Muon, what a step moves the weights by: the worst tensor's relative L2 from float64")
+    for precision in precisions:
+        found = moved(model_gpu.Model(config, precision=precision, optimizer="muon"))
+        error, name = max((distance(found[name], expected[name]), name) for name in found)
+        good &= within(error, MUON_BARS[precision], f"{precision}, {name}")
     return good
 
 
@@ -705,7 +730,7 @@ def run_gpu(peer):
     precisions = ("fp32", "tf32", "bf16") if model_gpu.default_precision() == "bf16" else ("fp32",)
     config = dataclasses.replace(model_cpu.CONFIGS["big"], layers=4)
     results = [*(run_gpu_gradients(config, precisions, std, peer) for std in (None, 0.06)),
-               run_gpu_ladder(precisions), run_gpu_equivalence(config)]
+               run_gpu_ladder(precisions), run_gpu_equivalence(config), run_gpu_muon(config, precisions)]
     print("all within the bars" if all(results) else "NOT all within the bars")
     return all(results)
 
