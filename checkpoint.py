@@ -18,6 +18,7 @@ moments, and what a run needs to go on), and log.jsonl, a record a step.
 What this file does not do: it reads our own folders only, and no pickle anywhere.
 """
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -61,25 +62,25 @@ def write_safetensors(path, tensors, metadata):
     length = len(text).to_bytes(8, "little")
     crc = zlib.crc32(length + text.encode())
     for array in arrays:
-        crc = zlib.crc32(array.view(np.uint8).reshape(-1), crc)
+        crc = zlib.crc32(array, crc)
     with open(path, "wb") as file:
         file.write(length + text.replace(NO_CRC, f'"crc32":"{crc:08x}"', 1).encode())
         for array in arrays:
-            file.write(array.view(np.uint8).reshape(-1))
+            file.write(array)
         file.flush()
         os.fsync(file.fileno())
 
 
 class SafeTensors:
     """A file of tensors, open for reading in a with block.  shapes: {name: shape}, in the order of the file;
-    metadata: dict.  Iterate for (name, array), one after the other, so that only one is in memory; at the end
-    the checksum tells whether every byte is as written.  ValueError, naming the file, for anything else."""
+    metadata: dict.  Iterate for (name, array), one after the other, so that only one is in memory; all numbers
+    are finite, and at the end the checksum tells whether every byte is as written.  ValueError, naming the
+    file, for anything else."""
 
     def __init__(self, path):
         check_plain(path)
         self.path = path
-        self.damaged = ValueError(f"{path} is damaged (truncated or altered): its checksum or its header is "
-                                  f"wrong.")
+        self.damaged = ValueError(f"{path} is damaged (truncated or altered): checksum or header is wrong.")
         with naming(path):
             self.file = open(path, "rb")
             self.start, length = self.file.read(8), os.path.getsize(path)
@@ -114,10 +115,12 @@ class SafeTensors:
         crc = zlib.crc32(self.without_crc)
         for name, shape in self.shapes.items():
             array = np.empty(shape, self.dtypes[name])
-            data = array.reshape(-1).view(np.uint8)
             with naming(self.path):
-                self.file.readinto(data)
-            crc = zlib.crc32(data, crc)
+                self.file.readinto(array)
+            crc = zlib.crc32(array, crc)
+            if not np.isfinite(array).all():
+                raise ValueError(f"{self.path}: the tensor {name} holds numbers that are not finite: the model "
+                                 "is broken.")
             yield name, array
         if f"{crc:08x}" != self.crc:
             raise self.damaged
@@ -215,12 +218,7 @@ def repair(folder):
     model, state = paths_of(folder)
     if os.path.exists(state + ".new") and not os.path.exists(model + ".new"):
         os.replace(state + ".new", state)
-    drop_new(folder)
-
-
-def drop_new(folder):
-    """Remove half-written files; the state first: killed in between, no .new of it is left to stand alone."""
-    for path in reversed(paths_of(folder)):
+    for path in (state, model):    # killed in between, no .new of the state is left to stand alone
         if os.path.exists(path + ".new"):
             os.remove(path + ".new")
 
@@ -252,7 +250,7 @@ def save(folder, model, tokenizer, state, chat=False):
             write_safetensors(paths[0] + ".new", weights, metadata)
             write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
     except OSError:
-        drop_new(folder)
+        repair(folder)                  # which gives the space back
         raise
     for path in paths:
         os.replace(path + ".new", path)
@@ -263,29 +261,19 @@ def save(folder, model, tokenizer, state, chat=False):
 # ------------------------------------------------------------------------------------------------------------
 # 4. Load
 # ------------------------------------------------------------------------------------------------------------
-def check_tensors(file, config):
-    """ValueError unless the names and shapes in a model.safetensors are this model's."""
-    if config.layers > len(file.shapes):    # before anything as large as config.json asks for is made
-        raise ValueError(f"{file.path}: tensors are missing: config.json asks for {config.layers} layers, "
-                         f"the file holds {len(file.shapes)} tensors.")
-    shapes, names = dict(param_table(config)), set(file.shapes)
-    for name, ours, rows in llama_names(config):
-        if name not in names:
-            raise ValueError(f"{file.path}: the tensor {name} is missing.")
-        shape = len(range(*rows.indices(shapes[ours][0]))), *shapes[ours][1:]
-        if file.shapes[name] != shape:
-            raise ValueError(f"{file.path}: the tensor {name} has the shape {file.shapes[name]}, config.json "
-                             f"asks for {shape}.")
-        names.remove(name)
-    if names:
-        raise ValueError(f"{file.path}: the tensor {min(names)} is none of this model's.")
+def check_tensors(file, shapes):
+    """ValueError unless the names and shapes in a file of tensors are these."""
+    for name in [*shapes, *file.shapes]:
+        found, wanted = file.shapes.get(name, "missing"), shapes.get(name, "none of that name")
+        if found != wanted:
+            raise ValueError(f"{file.path}: the tensor {name} is {found}, config.json asks for {wanted}.")
 
 
-def check_finite(file, name, tensor):
-    """ValueError for a tensor with numbers that are not."""
-    if not np.isfinite(tensor).all():
-        raise ValueError(f"{file.path}: the tensor {name} holds numbers that are not finite: the model is "
-                         "broken.")
+def llama_shapes(config):
+    """{Hugging Face's name: shape} of a model's tensors."""
+    shapes = dict(param_table(config))
+    return {name: (len(range(*rows.indices(shapes[ours][0]))), *shapes[ours][1:])
+            for name, ours, rows in llama_names(config)}
 
 
 def load(folder, engine, options=None):
@@ -303,7 +291,10 @@ def load(folder, engine, options=None):
         raise ValueError(f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} "
                          f"tokens, config.json says {config.vocab}, with the end of a text at {end}.")
     with SafeTensors(model_path) as file:
-        check_tensors(file, config)
+        if config.layers > len(file.shapes):    # before anything as large as config.json asks for is made
+            raise ValueError(f"{model_path}: tensors are missing: config.json asks for {config.layers} layers, "
+                             f"the file holds {len(file.shapes)} tensors.")
+        check_tensors(file, llama_shapes(config))
         if file.metadata.get("tokenizer") != checksum(tokenizer_path):
             raise ValueError(f"{folder}: tokenizer.json is not the one that this model was trained with.")
         written = checksum(config_path)
@@ -314,7 +305,6 @@ def load(folder, engine, options=None):
         model = engine.Model(config, seed=None, **(options or {}))
         places = {name: model.params[ours][rows] for name, ours, rows in llama_names(config)}
         for name, tensor in file:
-            check_finite(file, name, tensor)
             model.write(places[name], tensor)
     model.step = int(file.metadata["step"])
     return model, tokenizer
@@ -327,18 +317,15 @@ def load_state(folder, model=None):
         path += ".new"    # killed between the two renames; the next save makes up for it
     if not os.path.exists(path):
         raise ValueError(f"{folder} holds no training state: there is no {path}.")
+    moments = {} if model is None else {"m": model.m, "v": model.v}
     with SafeTensors(path) as file:
-        moments = {} if model is None else {"m": model.m, "v": model.v}
         if model is not None:
-            size = param_count(model.config)
-            if file.shapes != {"m": (size,), "v": (size,)}:
-                raise ValueError(f"{path}: it should hold the tensors m and v of {size} numbers each.")
+            check_tensors(file, {name: moment.shape for name, moment in moments.items()})
             if file.metadata.get("step") != str(model.step):
                 raise ValueError(f"{path} is of step {file.metadata.get('step')}, {MODEL} of step "
                                  f"{model.step}.")
         for name, tensor in file:                   # to its end, where the checksum is looked at
-            if model is not None:
-                check_finite(file, name, tensor)
+            if name in moments:
                 model.write(moments[name], tensor)
     try:
         state = json.loads(file.metadata["state"])
@@ -373,11 +360,9 @@ def take(out):
 def set_aside(out):
     """A new run never overwrites an old one: the folder is renamed."""
     if any(os.path.exists(os.path.join(out, name)) for name in ("config.json", "log.jsonl")):
-        number = 1
-        while os.path.exists(f"{out}.{number}"):
-            number += 1
-        os.rename(out, f"{out}.{number}")
-        print(f"{out} held an earlier run: it is now {out}.{number}.")
+        free = next(name for i in itertools.count(1) if not os.path.exists(name := f"{out}.{i}"))
+        os.rename(out, free)
+        print(f"{out} held an earlier run: it is now {free}.")
 
 
 def read_log(file, path):

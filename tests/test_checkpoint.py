@@ -172,12 +172,12 @@ def test_missing_extra_and_misshapen_tensors_are_refused(folder):
     tensors, metadata = read_tensors(path)
     metadata.pop("crc32")
     name = "model.layers.1.self_attn.k_proj.weight"
-    for change, words in [({name: None}, f"the tensor {name} is missing"),
+    for change, words in [({name: None}, f"the tensor {name} is missing, config.json asks for (8, 16)."),
                           ({"surplus": np.zeros(3, np.float32)},
-                           "the tensor surplus is none of this model's"),
+                           "the tensor surplus is (3,), config.json asks for none of that name."),
                           ({name: tensors[name].T},
-                           f"{name} has the shape (16, 8), config.json asks for (8, 16)"),
-                          ({name: tensors[name].ravel()}, f"the tensor {name} has the shape (128,)")]:
+                           f"the tensor {name} is (16, 8), config.json asks for (8, 16)."),
+                          ({name: tensors[name].ravel()}, f"the tensor {name} is (128,), config.json asks")]:
         changed = {key: value for key, value in {**tensors, **change}.items() if value is not None}
         checkpoint.write_safetensors(path, changed, metadata)
         refused(folder, words, MODEL)
@@ -190,10 +190,12 @@ def test_missing_extra_and_misshapen_tensors_are_refused(folder):
 def test_foreign_training_states_are_refused(folder):
     path = os.path.join(folder, "train_state.safetensors")
     tensors, metadata = read_tensors(path)
-    for changed in ({"m": tensors["m"]}, {**tensors, "w": tensors["m"]},
-                    {"m": tensors["m"], "v": tensors["v"][1:]}):
+    size = tensors["m"].size
+    for changed, words in (({"m": tensors["m"]}, f"v is missing, config.json asks for ({size},)."),
+                           ({**tensors, "w": tensors["m"]}, f"w is ({size},), config.json asks for none of that name."),
+                           ({"m": tensors["m"], "v": tensors["v"][1:]}, f"v is ({size - 1},), config.json asks for ({size},).")):
         checkpoint.write_safetensors(path, changed, {"step": "7", "state": "{}"})
-        refused(folder, f"should hold the tensors m and v of {tensors['m'].size} numbers each", STATE)
+        refused(folder, f"the tensor {words}", STATE)
     checkpoint.write_safetensors(path, tensors, {"step": "2", "state": "{}"})
     refused(folder, "is of step 2, model.safetensors of step 7", STATE)
     os.remove(path)
@@ -574,9 +576,9 @@ def test_a_folder_of_the_first_version_loads(folder):
     ({"num_hidden_layers": 3}, "the tensor model.layers.2.self_attn.q_proj.weight is missing"),
     ({"num_hidden_layers": 1}, "the tensor model.layers.1."),
     ({"hidden_size": 1 << 19, "head_dim": 1 << 17, "intermediate_size": 1 << 20},
-                                                               "has the shape (264, 16)"),
+                                                               "model.embed_tokens.weight is (264, 16), config.json asks for (264, 524288)."),
     ({"max_position_embeddings": 1 << 21}, "context must be at most 1,048,576, not 2097152"),
-    ({"vocab_size": 1 << 70}, "vocab must be at most"), ({"mtp_heads": 3}, "mtp_heads.weight has the shape"),
+    ({"vocab_size": 1 << 70}, "vocab must be at most"), ({"mtp_heads": 3}, "mtp_heads.weight is (528, 16), config.json asks for (792, 16)."),
     ({"eos_token_id": 3}, "end of a text at 3"), ({"eos_token_id": [1]}, "end of a text at [1]")])
 def test_sizes_that_are_not_those_of_the_weights(folder, changes, words):
     """Under a right checksum: refused before anything of that size is made."""
