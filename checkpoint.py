@@ -73,9 +73,9 @@ def write_safetensors(path, tensors, metadata):
 
 class SafeTensors:
     """A file of tensors, open for reading in a with block.  shapes: {name: shape}, in the order of the file;
-    metadata: dict.  Iterate for (name, array), one after the other, so that only one is in memory; all numbers
-    are finite, and at the end the checksum tells whether every byte is as written.  ValueError, naming the
-    file, for anything else."""
+    metadata: dict.  Iterate for (name, array), one after the other, so that only one is in memory; all
+    numbers are finite, and at the end the checksum tells whether every byte is as written.  ValueError,
+    naming the file, for anything else."""
 
     def __init__(self, path):
         check_plain(path)
@@ -119,8 +119,8 @@ class SafeTensors:
                 self.file.readinto(array)
             crc = zlib.crc32(array, crc)
             if not np.isfinite(array).all():
-                raise ValueError(f"{self.path}: the tensor {name} holds numbers that are not finite: the model "
-                                 "is broken.")
+                raise ValueError(f"{self.path}: the tensor {name} holds numbers that are not finite: the "
+                                 "model is broken.")
             yield name, array
         if f"{crc:08x}" != self.crc:
             raise self.damaged
@@ -292,8 +292,8 @@ def load(folder, engine, options=None):
                          f"tokens, config.json says {config.vocab}, with the end of a text at {end}.")
     with SafeTensors(model_path) as file:
         if config.layers > len(file.shapes):    # before anything as large as config.json asks for is made
-            raise ValueError(f"{model_path}: tensors are missing: config.json asks for {config.layers} layers, "
-                             f"the file holds {len(file.shapes)} tensors.")
+            raise ValueError(f"{model_path}: tensors are missing: config.json asks for {config.layers} "
+                             f"layers, the file holds {len(file.shapes)} tensors.")
         check_tensors(file, llama_shapes(config))
         if file.metadata.get("tokenizer") != checksum(tokenizer_path):
             raise ValueError(f"{folder}: tokenizer.json is not the one that this model was trained with.")

@@ -31,6 +31,7 @@ are trained; no packing of several conversations into one row.
 """
 import dataclasses
 import functools
+import glob
 import hashlib
 import itertools
 import json
@@ -38,19 +39,19 @@ import os
 import re
 import sys
 
-from model_cpu import CONFIGS, generate             # first: it says what to do where NumPy is missing
+import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
-import train
 from tokenizer import END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, naming, run_script, whole_number
 
 # Chosen by short runs; docs/notes.md says what else was tried.
-DEFAULTS = {
-    "small": dict(epochs=4, batch_tokens=1024, lr=7e-4, warmup=20, eval_every=100, save_every=100),
-    "medium": dict(epochs=3, batch_tokens=8192, lr=5e-4, warmup=50, eval_every=200, save_every=200),
-    "big": dict(epochs=3, batch_tokens=32768, lr=2e-4, warmup=50, eval_every=200, save_every=200),
+DEFAULTS = {        # the steps are set once the batches are counted
+    "small": dict(steps=1, batch_tokens=1024, lr=7e-4, warmup=20, eval_every=100, save_every=100),
+    "medium": dict(steps=1, batch_tokens=8192, lr=5e-4, warmup=50, eval_every=200, save_every=200),
+    "big": dict(steps=1, batch_tokens=32768, lr=2e-4, warmup=50, eval_every=200, save_every=200),
 }
+EPOCHS = {"small": 4, "medium": 3, "big": 3}
 MOST_HELD_OUT = 1000            # prompts
 PAD_TO = 8                      # lengths are rounded up to a multiple of this
 QUESTIONS = 10    # held-out prompts that are answered at the end; before and on the way 3 of them
@@ -62,9 +63,8 @@ ANSWER_TOKENS = 150
 def find_data(preset, corpus):
     """The files to learn from when none are named: for the larger models what `fetch_data.sh instructions`
     has brought; else the files that the model was pretrained on."""
-    names = sorted(os.listdir("data")) if preset != "small" and os.path.isdir("data") else []
-    found = [os.path.join("data", name) for name in names if re.fullmatch(r"instructions.*\.jsonl?", name)]
-    return found or corpus
+    found = sorted(glob.glob("data/instructions*.json") + glob.glob("data/instructions*.jsonl"))
+    return found if found and preset != "small" else corpus
 
 
 def read_conversations(paths):
@@ -89,14 +89,13 @@ def read_json(path):
     that is no JSON."""
     with naming(path), open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         text = file.read()
-    one_list = text.lstrip().startswith("[")
-    values = []
-    for number, piece in [(1, text)] if one_list else enumerate(text.split("\n"), 1):
+    one_list, values = text.lstrip().startswith("["), []
+    for number, piece in enumerate([text] if one_list else text.split("\n")):
         try:
             if piece.strip():
                 values.append(json.loads(piece))
         except (ValueError, RecursionError) as error:
-            line = number + getattr(error, "lineno", 1) - 1
+            line = number + getattr(error, "lineno", 1)
             raise ValueError(f"{path}, line {line}, is not JSON ({getattr(error, 'msg', error)}); the file "
                              "must hold one list of records, or one record a line.") from None
     return values[0] if one_list else values
@@ -110,15 +109,12 @@ def read_records(path):
             conversations.append(make_turns(record))
         except ValueError as error:
             wrong.setdefault(str(error), []).append(number)
+    said = f"{path}: {len(conversations):,} of {len(records):,} records can be used" + "".join(
+        f"; {len(numbers):,} with {what} (first: record {numbers[0]:,})" for what, numbers in wrong.items())
     if not conversations:
-        raise ValueError(f"{path} holds no record that can be used, of {len(records)}"
-                         + "".join(f"; record {numbers[0]} has {what}" for what, numbers in wrong.items())
-                         + ".")
+        raise ValueError(f"{said}.")
     if wrong:
-        print(f"{path}: of {len(records):,} records {len(records) - len(conversations):,} are left "
-              "out: " + "; ".join(
-            f"{len(numbers):,} with {what} (record {numbers[0]:,}{' is the first' * (len(numbers) > 1)})"
-            for what, numbers in wrong.items()) + ".")
+        print(f"{said}.")
     return conversations
 
 
@@ -220,6 +216,7 @@ def make_example(tokenizer, turns, T):
 @dataclasses.dataclass
 class Examples:
     train: list         # of (ids, mask)
+    lengths: np.ndarray     # padded_lengths of train
     held_out: list      # the same, of conversations that begin with other prompts than those in train
     questions: list     # some of these other prompts, as text
     cut: int            # how many were too long
@@ -244,7 +241,8 @@ def make_examples(tokenizer, conversations, T, seed):
         (held_out if is_held_out else to_train).append((ids, mask))
         cuts += cut
         digest.update(ids.tobytes() + mask.tobytes() + bytes([is_held_out]))
-    return Examples(to_train, held_out, questions[:QUESTIONS], cuts, digest.hexdigest()[:12])
+    return Examples(to_train, padded_lengths(to_train, T), held_out, questions[:QUESTIONS], cuts,
+                    digest.hexdigest()[:12])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -307,28 +305,25 @@ def make_batch(examples, T, K, pad):
 def evaluate(model, tokenizer, examples, micro_batch):
     """-> [nats a learned token, bits a byte of response] of head 0 on all these examples."""
     T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
-    plan = plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0)
+    plan, sizes = plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0), train.token_bytes(tokenizer)
     batches = (make_batch([examples[i] for i in rows], T, K, pad) for rows in plan)
-    return train.in_units(train.held_out_loss(model, train.token_bytes(tokenizer), batches))
+    return train.in_units(sum(train.held_out_loss(model, sizes, *batch) for batch in batches))
 
 
 def answer(model, tokenizer, question, seed):
     """What the model answers, as text."""
     T = model.config.context
-    said = generate(model, tokenizer.prompt(question, T - T // 4), 0.8, top_k=50, seed=seed,
-                    vocab=tokenizer.vocab_size, stop=set(tokenizer.special.values()), most=ANSWER_TOKENS)
-    return tokenizer.decode(said)
+    return train.sample_text(model, tokenizer, tokenizer.prompt(question, T - T // 4), seed, ANSWER_TOKENS)
 
 
 def fine_tuning(model, tokenizer, examples, settings, state):
     """-> the Job of a run on these examples.  state keeps the held-out loss before the first step, and the
     latest."""
     T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
-    lengths = padded_lengths(examples.train, T)
 
     @functools.lru_cache(maxsize=2)                 # each step of an epoch asks for it
     def plan(epoch):
-        return plan_epoch(lengths, settings.batch_tokens, settings.seed, epoch)
+        return plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, epoch)
 
     batches = len(plan(0))
 
@@ -350,7 +345,7 @@ def fine_tuning(model, tokenizer, examples, settings, state):
         return {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
 
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
-    return train.Job(batch, look, max(train.token_bytes(tokenizer)[learned].mean(), 1e-9), chat=True)
+    return train.Job(batch, look, max(train.token_bytes(tokenizer)[learned].mean(), 1e-9))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -381,16 +376,14 @@ def show(tokenizer, conversations, T, count):
 # ------------------------------------------------------------------------------------------------------------
 def parse_arguments(argv):
     parser = Parser(description="Fine-tune a pretrained model to answer.")
-    parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
     parser.add_argument("--base", metavar="DIR", help="the folder to begin with (default out/PRESET)")
-    parser.add_argument("--data", nargs="+", metavar="FILE",
+    parser.add_argument("--data", nargs="+", type=os.path.normpath, metavar="FILE",
                         help=".json or .jsonl with records of instruction, input and output, or of messages "
                              "(default: for medium and big data/instructions*.json, if there are any; else "
                              "pairs made from the base's own corpus, of what was held out from its training)")
     parser.add_argument("--out", metavar="DIR", help="the folder to write (default: --base with -sft)")
     parser.add_argument("--show", type=whole_number(1), metavar="N",
                         help="print N examples with what is learned in colour, then stop")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
     train.add_run_options(parser)
     return parser.parse_args(argv)
@@ -402,9 +395,6 @@ def read_base(folder, preset):
         raise ValueError(f"there is no trained model in {folder}: train it with `python train.py "
                          f"{preset or 'small'}`, or name the folder of one with --base.")
     base_settings, _ = train.read_run(folder, "train.py or sft.py")
-    if base_settings.preset not in DEFAULTS:
-        raise ValueError(f"{folder} holds a model of the size {base_settings.preset}, which is none of "
-                         f"{', '.join(DEFAULTS)}.")
     if preset not in (None, base_settings.preset):
         raise ValueError(f"{folder} holds a model of the size {base_settings.preset}, not {preset}.")
     tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
@@ -414,21 +404,16 @@ def read_base(folder, preset):
 
 def start(args, base, out):
     """-> (model, tokenizer, settings, state, examples) of a new run."""
-    if os.path.exists(base) and os.path.exists(out) and os.path.samefile(base, out):
-        raise ValueError(f"--out {out} is the base itself; name another folder for the model that is made "
-                         "from it.")
     base_settings, config, tokenizer = read_base(base, args.preset)
+    if os.path.exists(out) and os.path.samefile(base, out):
+        raise ValueError(f"--out {out} is the base itself; name another folder for the model made from it.")
     preset = base_settings.preset
-    data = args.data or find_data(preset, base_settings.data)
     args.device = train.choose_device(args.device, preset)
-    defaults = dict(DEFAULTS[preset], steps=1)      # set below, once the batches are counted
-    default_epochs = defaults.pop("epochs")
-    epochs = args.epochs or default_epochs
-    settings = train.make_settings(args, preset, config, defaults)
-    settings.data = [os.path.normpath(path) for path in data]
+    settings = train.make_settings(args, preset, config, DEFAULTS[preset])
+    settings.data = settings.data or find_data(preset, base_settings.data)
     examples = make_examples(tokenizer, read_conversations(settings.data), config.context, settings.seed)
-    lengths = padded_lengths(examples.train, config.context)
-    batches = plan_epoch(lengths, settings.batch_tokens, settings.seed, 0)
+    batches = plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, 0)
+    epochs = args.epochs or EPOCHS[preset]
     settings.steps, settings.tokens_key = epochs * len(batches), examples.key
     if args.warmup is None:
         settings.warmup = min(settings.warmup, settings.steps // 10)
@@ -437,16 +422,15 @@ def start(args, base, out):
     state = {"script": "sft.py", "tokens": 0, "seconds": 0.0, "base": base}
     checkpoint.take(out)
     checkpoint.set_aside(out)
-    train.save(out, model, tokenizer, settings, state, chat=True)  # from now on there is something to resume
+    train.save(out, model, tokenizer, settings, state)     # from now on there is something to resume
     read = sum(len(ids) - 1 for ids, _ in examples.train)
-    padded = sum(len(rows) * lengths[rows].max() for rows in batches)
+    padded = sum(len(rows) * examples.lengths[rows].max() for rows in batches)
     learned = sum(int(mask.sum()) for _, mask in examples.train)
     print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
           f"conversations, {len(examples.held_out):,} more are held out; {examples.cut:,} were longer than "
           f"the context of {config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most "
           f"{settings.batch_tokens:,} tokens; of {padded:,} tokens {1 - read / padded:.1%} are padding, "
-          f"{learned / padded:.0%} are learned.",
-          flush=True)
+          f"{learned / padded:.0%} are learned.", flush=True)
     return model, tokenizer, settings, state, examples
 
 
@@ -461,8 +445,7 @@ def resume(args, base, out):
     examples = make_examples(tokenizer, conversations, model.config.context, settings.seed)
     if examples.key != settings.tokens_key:
         raise ValueError(f"the data, {', '.join(settings.data)}, is not what the run in {out} began with.")
-    lengths = padded_lengths(examples.train, model.config.context)
-    batches = len(plan_epoch(lengths, settings.batch_tokens, settings.seed, 0))
+    batches = len(plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, 0))
     epochs = settings.steps // batches
     if args.epochs and args.epochs > epochs and model.step >= settings.steps:
         train.extend(settings, args.epochs * batches, out)

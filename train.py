@@ -9,6 +9,7 @@
 
 Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order of a run:
 
+    0. settings    what a run is; most are options, and what an option takes is what a checkpoint may hold
     1. corpus      which files; the last part of each is held out for validation
     2. tokens      files -> tokenizer -> data/*.bin, uint16, memory-mapped
     3. batches     a pure function of (seed, step): no reader state, so a resumed run sees the same data
@@ -29,6 +30,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import datetime
 import fcntl
 import functools
 import glob
@@ -51,39 +53,78 @@ from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_core
                        number_type, replace_file, run_script, show_progress, whole_number)
 
 
+# ------------------------------------------------------------------------------------------------------------
+# 0. Settings
+# ------------------------------------------------------------------------------------------------------------
+MOST_BATCH = 1 << 24    # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
+
+
+def memory_size(text):
+    """An argparse type: 12GB, 800MB, 1.5GiB or a number of bytes."""
+    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    with contextlib.suppress(ValueError, TypeError):
+        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+        if 1 <= size < 1e18:
+            return int(size)
+    raise argparse.ArgumentTypeError(f"must be a size such as 12GB or 800MB, not {text!r:.40}")
+
+
+def setting(kind, meaning=None):
+    """A field of Settings.  kind: the argparse type of its option, or a tuple of choices; meaning: the
+    option's help, None for what is no option of both train.py and sft.py."""
+    return dataclasses.field(metadata={"kind": kind, "meaning": meaning})
+
+
 @dataclasses.dataclass
 class Settings:
     """What a run is: with the same settings, files and code, every loss is the same, bit for bit."""
-    preset: str
-    steps: int              # updates
-    batch_tokens: int       # tokens a step: W windows of the context's length
-    micro_batch: int        # windows a forward/backward
-    lr: float               # peak learning rate
-    warmup: int             # steps of linear warmup
-    decay: float            # AdamW's weight decay, on matrices
-    clip: float             # largest norm of the gradient
-    mtp_weight: float       # weight of the further prediction heads in the loss
-    seed: int
-    eval_every: int
-    save_every: int
-    threads: int            # CPU: slices of a batch, a core each; another number sums in another order
-    device: str             # cpu or gpu
-    precision: str          # fp32; on a GPU also tf32 and bf16
-    matmul: str             # GPU: cublas, or ours
-    memory_limit: int       # GPU: bytes to stay within, or None
+    preset: str = setting(tuple(CONFIGS))
+    steps: int = setting(whole_number(1, 1 << 63))                  # updates
+    batch_tokens: int = setting(whole_number(1, MOST_BATCH), "tokens a step, a multiple of the context")
+    micro_batch: int = setting(whole_number(1), "windows a forward/backward (default: as many as pay)")
+    lr: float = setting(number_type(float, lambda x: 0 < x < math.inf, "a number above 0"), "peak rate")
+    warmup: int = setting(whole_number(0), "steps of linear warmup")
+    decay: float = setting(number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1"),
+                           "AdamW's weight decay, on matrices (default 0.1)")
+    clip: float = setting(number_type(float, lambda x: x > 0, "a number above 0"),      # inf: none
+                          "largest gradient norm (default 1)")
+    mtp_weight: float = setting(number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
+                                "weight of the further prediction heads in the loss")
+    seed: int = setting(whole_number(0, 1 << 63), "of all that is drawn at random (default 0)")
+    eval_every: int = setting(whole_number(1), "steps")
+    save_every: int = setting(whole_number(1), "steps")
+    # slices of a batch, a core each; another number sums in another order
+    threads: int = setting(whole_number(1, 1024), "cores to use (default: all)")
+    device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU")
+    precision: str = setting(model_gpu.PRECISIONS, "on a GPU (default: the best that it has)")
+    matmul: str = setting(("cublas", "ours"), "on a GPU (default cublas)")
+    memory_limit: int = setting(memory_size, "of the GPU, such as 12GB: stay within it")    # bytes, or None
     data: list              # the corpus files
     tokens_key: str = ""    # fingerprint of corpus and tokenizer, filled in when the tokens are made
 
     def __post_init__(self):
+        """ValueError for what no option gives, as in a checkpoint that was altered."""
         for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in ("warmup", "seed") else 1
-            none = value is None and field.name in ("memory_limit", "data")
-            good = {int: none or type(value) is int and value >= least,
-                    float: type(value) in (int, float) and value >= 0,
-                    str: type(value) is str,
-                    list: none or type(value) is list and all(type(path) is str for path in value)}
-            if not good[field.type]:
+            value, kind = getattr(self, field.name), field.metadata.get("kind")
+            try:
+                good = (value in kind if isinstance(kind, tuple) else
+                        kind(str(value)) == value if kind else
+                        type(value) is field.type and all(type(part) is str for part in value))
+            except argparse.ArgumentTypeError:
+                good = False
+            if not good and (value is not None or field.name not in ("memory_limit", "data")):
                 raise ValueError(f"the setting {field.name} cannot be {value!r:.40}.")
+
+
+def add_run_options(parser):
+    """The options that pretraining and fine-tuning share."""
+    parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    for field in dataclasses.fields(Settings):
+        if meaning := field.metadata.get("meaning"):
+            kind = field.metadata["kind"]
+            how = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": "N"}
+            parser.add_argument("--" + field.name.replace("_", "-"), help=meaning, **how)
 
 
 # Chosen by short runs; docs/notes.md says what else was tried.
@@ -95,7 +136,6 @@ DEFAULTS = {
 SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
 # readings of a text: big learned nothing of use from a fifth of 290 MB, nor small from a ninth of 0.3 MB
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
-MOST_BATCH = 1 << 24    # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
 EVAL_TOKENS = 1 << 16    # an evaluation on the way reads at most this many tokens of each kind held out
 SAMPLE_TOKENS = 80
 PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to the token of the next word
@@ -107,13 +147,11 @@ PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to t
 def find_corpus(preset):
     """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt;
     else what `fetch_data.sh tiny` has brought; else the text inside Python."""
-    tiny = os.path.join("data", "tiny.txt")
-    names = sorted(os.listdir("data")) if os.path.isdir("data") else []
-    large = [os.path.join("data", name) for name in names if re.match(r"(books|web).*\.txt$", name)]
+    large = sorted(glob.glob("data/books*.txt") + glob.glob("data/web*.txt"))
     if preset != "small" and large:
         return large
-    if os.path.exists(tiny):
-        return [tiny]
+    if os.path.exists("data/tiny.txt"):
+        return ["data/tiny.txt"]
     path = os.path.join("data", "python-{}.{}.txt".format(*sys.version_info))
     if not os.path.exists(path):
         print("No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.", flush=True)
@@ -128,13 +166,11 @@ def python_docstrings():
     for folder, folders, names in os.walk(library):
         folders[:] = sorted(set(folders) - {"test", "tests", "idle_test", "site-packages", "dist-packages",
                                             "lib2to3"})
-        for name in sorted(names):
-            if name.endswith(".py"):
-                path = os.path.join(folder, name)
-                module = os.path.relpath(path, library)[:-len(".py")].replace(os.sep, ".")
-                module = module.removesuffix(".__init__")
-                with contextlib.suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
-                    yield module, list(docstrings_below(ast.parse(file.read()), module))
+        for name in sorted(name for name in names if name.endswith(".py")):
+            path = os.path.join(folder, name)
+            module = os.path.relpath(path, library)[:-3].replace(os.sep, ".").removesuffix(".__init__")
+            with contextlib.suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
+                yield module, list(docstrings_below(ast.parse(file.read()), module))
 
 
 def docstrings_below(node, name):
@@ -147,6 +183,12 @@ def docstrings_below(node, name):
         yield from docstrings_below(child, f"{name}.{child.name}" if isinstance(child, definition) else name)
 
 
+def is_prose(paragraph):
+    """Whether a paragraph is long enough, almost all letters, and no example of code."""
+    letters = sum(char.isalpha() or char in " ,.;:'-" for char in paragraph)
+    return len(paragraph) >= 40 and letters > 0.9 * len(paragraph) and ">>>" not in paragraph
+
+
 def write_python_corpus(path):
     """About 2 MB of English that every interpreter carries: the language reference (pydoc_data.topics) and
     the docstrings of the standard library.  Prose paragraphs only, each once; a document a topic or
@@ -156,14 +198,9 @@ def write_python_corpus(path):
     documents += ["\n\n".join(text for _, text in docstrings) for _, docstrings in python_docstrings()]
     kept = []
     for document in documents:
-        prose = []
-        for paragraph in re.split(r"\n\s*\n", document):
-            paragraph = " ".join(paragraph.split())
-            letters = sum(char.isalpha() or char in " ,.;:'-" for char in paragraph)
-            is_prose = len(paragraph) >= 40 and letters > 0.9 * len(paragraph) and ">>>" not in paragraph
-            if is_prose and paragraph not in seen:
-                seen.add(paragraph)
-                prose.append(paragraph)
+        paragraphs = dict.fromkeys(" ".join(part.split()) for part in re.split(r"\n\s*\n", document))
+        prose = [paragraph for paragraph in paragraphs if is_prose(paragraph) and paragraph not in seen]
+        seen.update(prose)
         if prose:
             kept.append("\n\n".join(prose))
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -347,20 +384,18 @@ def token_bytes(tokenizer):
     return np.array([0 if i in special else size for i, size in enumerate(sizes)])
 
 
-def held_out_loss(model, sizes, batches):
-    """Head 0 on batches of (inputs (B,T), targets (B,T+K-1)) -> (nats, tokens counted, bytes of these), sums.
+def held_out_loss(model, sizes, inputs, targets):
+    """Head 0 on inputs (B,T), targets (B,T+K-1) -> [nats, tokens counted, bytes of these], sums.
     sizes: token_bytes of the tokenizer."""
-    sums = np.zeros(3)
-    for inputs, targets in batches:
-        wanted = targets[:, :inputs.shape[1]]
-        wanted = wanted[wanted >= 0]
-        sums += float(model.forward(inputs, targets)[0]) * len(wanted), len(wanted), sizes[wanted].sum()
-    return sums
+    wanted = targets[:, :inputs.shape[1]]
+    wanted = wanted[wanted >= 0]
+    loss = float(model.forward(inputs, targets)[0])
+    return np.array([loss * len(wanted), len(wanted), sizes[wanted].sum()])
 
 
 def in_units(sums):
-    """What held_out_loss returns -> [nats a token, bits a byte].  Bits a byte do not depend on the tokenizer:
-    models can be compared by them."""
+    """Sums of what held_out_loss returns -> [nats a token, bits a byte].  Bits a byte do not depend on the
+    tokenizer: models can be compared by them."""
     nats, counted, size = sums
     return [nats / max(counted, 1), nats / math.log(2) / max(size, 1)]
 
@@ -375,27 +410,22 @@ def even_windows(val, T, K, micro_batch, most):
         yield get_batch(val, starts[i:i + micro_batch], T, K)
 
 
-def validate(model, tokenizer, val, micro_batch, most=None, progress=None):
+def validate(model, tokenizer, val, micro_batch, most=None, progress=lambda done, total: None):
     """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at
     most `most` tokens of each kind (None: all); {} if there is nothing.  progress(done, total) is called as
     tokens are done."""
-    sizes, c = token_bytes(tokenizer), model.config
-    most = most or sum(map(len, val.values()))
-    sums, done, total = {}, 0, sum(min(most, len(tokens)) for tokens in val.values())
+    sizes, c, sums, done = token_bytes(tokenizer), model.config, {}, 0
+    total = sum(min(most or len(tokens), len(tokens)) for tokens in val.values())
     for name, tokens in val.items():
-        sums[name] = np.zeros(3)
-        for batch in even_windows(tokens, c.context, c.predict, micro_batch, most):
-            sums[name] += held_out_loss(model, sizes, [batch])
-            done += batch[0].size
-            if progress:
-                progress(done, total)
-    if progress:
-        progress(total, total)
-    both = {name: in_units(kind_sums) for name, kind_sums in sums.items() if kind_sums[1]}
-    if not both:
+        for inputs, targets in even_windows(tokens, c.context, c.predict, micro_batch, most or len(tokens)):
+            sums[name] = sums.get(name, 0) + held_out_loss(model, sizes, inputs, targets)
+            done += inputs.size
+            progress(done, total)
+    progress(total, total)                      # what fills no window is left out
+    if not sums:
         return {}
     loss, bpb = in_units(sum(sums.values()))
-    return {"val_loss": loss, "val_bpb": bpb, "val": both}
+    return {"val_loss": loss, "val_bpb": bpb, "val": {name: in_units(part) for name, part in sums.items()}}
 
 
 def in_words(result):
@@ -405,12 +435,10 @@ def in_words(result):
     return both + (f" ({kinds})" if len(result["val"]) > 1 else "")
 
 
-def sample_text(model, tokenizer, prompt, seed, length=SAMPLE_TOKENS):
-    """prompt and its continuation, as text."""
-    ids = tokenizer.encode(prompt)
-    stop = {tokenizer.special[END_OF_TEXT]}
-    said = generate(model, ids, 0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size, stop=stop, most=length)
-    return tokenizer.decode([*ids, *said])
+def sample_text(model, tokenizer, ids, seed, most=SAMPLE_TOKENS):
+    """How the model goes on after these ids, up to a special token, as text."""
+    return tokenizer.decode([*generate(model, ids, 0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size,
+                                       stop=set(tokenizer.special.values()), most=most)])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -423,22 +451,13 @@ def flops_per_token(config):
     return 6 * (matrices - config.vocab * config.dim) + 6 * config.layers * config.dim * config.context
 
 
-def duration(seconds):
-    """Seconds as 2:14, 1:02:14 or 3.2 days."""
-    minutes, seconds = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}:{seconds:02d}"
-    if minutes < 24 * 60:
-        return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-    return f"{minutes / 1440:.1f} days"
-
-
 def print_step(settings, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak, left, last=False):
     """The progress line: on a terminal rewritten in place, and without its last parts where they do not fit,
     or every step would leave a line; elsewhere the first step and every tenth on lines of their own.  peak:
     the share of the GPU's, or None."""
+    left = str(datetime.timedelta(seconds=int(left))).removeprefix("0:")        # 02:14, or 1:02:14
     parts = [f"step {step:5d}/{settings.steps}", f"loss {loss:7.4f}",
-             f"{loss / math.log(2) / bytes_per_token:.3f} bits/byte", f"{duration(left)} left",
+             f"{loss / math.log(2) / bytes_per_token:.3f} bits/byte", f"{left} left",
              f"{tokens_per_second:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
     if peak is not None:
         parts.append(f"{peak:.0%} of peak")
@@ -479,7 +498,6 @@ class Job:
     batch: callable
     evaluate: callable          # step, from 1 -> dict for log.jsonl, and prints what it found
     bytes_per_token: float      # of the text learned from, for the progress line
-    chat: bool = False          # whether the model answers
 
 
 def training_step(model, settings, inputs, targets, lr):
@@ -506,9 +524,10 @@ def first_bad_tensor(model):
     return "every gradient is finite; the loss, or the sum of the gradient's squares, overflowed"
 
 
-def save(out, model, tokenizer, settings, state, chat=False):
+def save(out, model, tokenizer, settings, state):
     """The checkpoint, with all that a resumed run needs to know."""
-    checkpoint.save(out, model, tokenizer, {**state, "settings": dataclasses.asdict(settings)}, chat)
+    everything = {**state, "settings": dataclasses.asdict(settings)}
+    checkpoint.save(out, model, tokenizer, everything, chat=state["script"] == "sft.py")
 
 
 def train(model, tokenizer, settings, out, state, stop, job):
@@ -560,7 +579,7 @@ def train(model, tokenizer, settings, out, state, stop, job):
                   "the model learns this text by heart. More text or fewer --steps would help.", flush=True)
         if saving or stop.signal:
             os.fsync(log.file.fileno())
-            save(out, model, tokenizer, settings, state, job.chat)
+            save(out, model, tokenizer, settings, state)
         if stop.signal and step < settings.steps:
             command = f"python {state['script']} {settings.preset} --resume --out {out}"
             print(f"Saved {out} at step {step}. Go on with: {command}", file=sys.stderr)
@@ -570,19 +589,18 @@ def train(model, tokenizer, settings, out, state, stop, job):
     return 0
 
 
-def engine_of(settings):
-    """The module of the run's engine; a run can be planned where there is no GPU."""
-    return model_gpu if settings.device == "gpu" else model_cpu
-
-
 def planner(config, settings):
-    """-> function of the micro-batch: bytes by kind that the run takes on its device."""
-    plan, how = engine_of(settings).memory_plan, (settings.precision, settings.threads)
-    return lambda rows: plan(config, rows, config.context, *how)
+    """-> (function of the micro-batch: bytes by kind that the run takes on its device, bytes that are free
+    there, or None); a run can be planned where there is no GPU."""
+    engine = model_gpu if settings.device == "gpu" else model_cpu
+
+    def plan(rows):
+        return engine.memory_plan(config, rows, config.context, settings.precision, settings.threads)
+    return plan, engine.free_memory(settings.memory_limit)
 
 
 def dry_run(config, settings):
-    plan, free = planner(config, settings), engine_of(settings).free_memory(settings.memory_limit)
+    plan, free = planner(config, settings)
     print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens in micro-batches of {settings.micro_batch} x {config.context}, "
           f"{settings.device} {settings.precision}, peak learning rate {settings.lr}")
@@ -596,20 +614,18 @@ def dry_run(config, settings):
 
 def choose_device(asked, preset):
     """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others."""
-    if asked in (None, "auto"):
-        if preset == "small":
-            return "cpu"
-        if reason := model_gpu.why_no_gpu():
-            raise ValueError(f"{preset} takes many hours or days on a CPU: train small, or say --device cpu "
-                             f"to do it all the same. On a GPU it takes minutes; but: {reason}")
-        return "gpu"
-    model_gpu.pick(asked)
-    return asked
+    if asked in ("cpu", "gpu"):
+        model_gpu.pick(asked)
+        return asked
+    if preset != "small" and (reason := model_gpu.why_no_gpu()):
+        raise ValueError(f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to "
+                         f"do it all the same. On a GPU it takes minutes; but: {reason}")
+    return "cpu" if preset == "small" else "gpu"
 
 
 def choose_sizes(args, preset):
-    """-> the preset's Config with the sizes that were given; what follows from dim follows."""
-    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    """-> the preset's Config with what of it was given; what follows from dim follows."""
+    given = {name: getattr(args, name) for name in (*SIZES, "mtp_weight") if getattr(args, name) is not None}
     return dataclasses.replace(CONFIGS[preset], **given, **({"hidden": None} if "dim" in given else {}))
 
 
@@ -633,16 +649,14 @@ def set_threads(argv):
 
 def parse_arguments(argv):
     parser = Parser(description="Pretrain a model.  Defaults depend on the preset: --dry-run prints them.")
-    parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
     for name in SIZES:
         parser.add_argument("--" + name.replace("_", "-"), type=whole_number(1, 1 << 20), metavar="N",
                             help="of the model, in place of the preset's")
-    parser.add_argument("--data", nargs="+", metavar="FILE",
+    parser.add_argument("--data", nargs="+", type=os.path.normpath, metavar="FILE",
                         help="text files; documents may be separated by lines that hold only <|endoftext|> "
                              "(default: data/tiny.txt, or the English inside Python; for medium and big "
                              "data/books*.txt and data/web*.txt, if there are any)")
     parser.add_argument("--out", metavar="DIR", help="the checkpoint folder (default out/PRESET)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--steps", type=whole_number(1), metavar="N",
                         help="updates; with --resume, more than a finished run made: go on with it")
     add_run_options(parser)
@@ -651,77 +665,32 @@ def parse_arguments(argv):
     return parser.parse_args(argv)
 
 
-def add_run_options(parser):
-    """The options that pretraining and fine-tuning share."""
-    above_0 = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
-    clip = number_type(float, lambda x: x > 0, "a number above 0")              # inf: none
-    decay = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
-    weight = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
-    for name, kind, meaning in (
-            ("batch-tokens", whole_number(1, MOST_BATCH), "tokens a step, a multiple of the context"),
-            ("micro-batch", whole_number(1), "windows a forward/backward (default: what the memory holds, up "
-                                             "to where more is no faster)"),
-            ("lr", above_0, "peak rate"), ("warmup", whole_number(0), "steps"),
-            ("decay", decay, "weight decay (default 0.1)"),
-            ("clip", clip, "largest gradient norm (default 1)"),
-            ("mtp-weight", weight, "weight of the further prediction heads"),
-            ("seed", whole_number(0, 1 << 63), "of all that is drawn at random (default 0)"),
-            ("eval-every", whole_number(1), "steps"), ("save-every", whole_number(1), "steps"),
-            ("threads", whole_number(1, 1024), "cores to use (default: all)"),
-            ("memory-limit", memory_size, "of the GPU, such as 12GB: stay within it")):
-        parser.add_argument("--" + name, type=kind, metavar="N", help=meaning)
-    for name, choices, meaning in (
-            ("device", ("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU"),
-            ("precision", model_gpu.PRECISIONS, "on a GPU (default: the best that it has)"),
-            ("matmul", ("cublas", "ours"), "on a GPU (default cublas)")):
-        parser.add_argument("--" + name, choices=choices, help=meaning)
-
-
 def given_settings(args):
     """The options on the command line that are settings of the run, as a dict."""
-    given = {name: value for name, value in vars(args).items()
-             if name in Settings.__annotations__ and value is not None}
-    if args.data:
-        given["data"] = [os.path.normpath(path) for path in args.data]
-    if args.device == "auto":
-        del given["device"]
-    return given
-
-
-def memory_size(text):
-    """An argparse type: 12GB, 800MB, 1.5GiB or a number of bytes."""
-    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    with contextlib.suppress(ValueError, TypeError):
-        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
-        if 1 <= size < 1e18:
-            return int(size)
-    raise argparse.ArgumentTypeError(f"must be a size such as 12GB or 800MB, not {text!r:.40}")
+    return {name: value for name, value in vars(args).items()
+            if name in Settings.__annotations__ and value not in (None, "auto")}
 
 
 def make_settings(args, preset, config, defaults):
     """Settings from these defaults, of the preset, and the options given."""
-    chosen = dict(defaults, preset=preset, device="cpu", decay=0.1, clip=1.0, seed=0, data=None,
-                  mtp_weight=config.mtp_weight)
-    chosen["batch_tokens"] = max(1, chosen["batch_tokens"] // config.context) * config.context
-    chosen.update(given_settings(args))
-    windows = chosen["batch_tokens"] // config.context
-    if chosen["batch_tokens"] % config.context or not windows:
-        raise ValueError(f"--batch-tokens {chosen['batch_tokens']} is not a multiple of the context, "
-                         f"{config.context}.")
-    on_gpu = chosen["device"] == "gpu"
-    if not on_gpu and (wrong := [name for name in ("precision", "matmul", "memory_limit") if name in chosen]):
+    T, given = config.context, given_settings(args)
+    on_gpu = given.get("device") == "gpu"
+    if not on_gpu and (wrong := [name for name in ("precision", "matmul", "memory_limit") if name in given]):
         raise ValueError(f"--{wrong[0].replace('_', '-')} is for the GPU engine; add --device gpu.")
     if on_gpu:
         model_gpu.check_sizes(config)
-    if "precision" not in chosen:
-        chosen["precision"] = "fp32" if not on_gpu else model_gpu.default_precision()
-    chosen = {"matmul": "cublas", "memory_limit": None, "threads": 1, **chosen}
-    settings = Settings(**{"micro_batch": 1, **chosen})
-    if "micro_batch" not in chosen:
-        # as large as memory allows, up to where a larger one is no faster
-        free = engine_of(settings).free_memory(settings.memory_limit)
-        largest = windows if free is None else model_cpu.largest_micro_batch(planner(config, settings), free)
-        settings.micro_batch = min((32768 if on_gpu else 4096) // config.context, largest)
+    settings = Settings(**{
+        **defaults, "batch_tokens": max(1, defaults["batch_tokens"] // T) * T, "preset": preset, "data": None,
+        "mtp_weight": config.mtp_weight, "decay": 0.1, "clip": 1.0, "seed": 0, "micro_batch": 1, "threads": 1,
+        "device": "cpu", "precision": model_gpu.default_precision() if on_gpu else "fp32",
+        "matmul": "cublas", "memory_limit": None, **given})
+    windows, rest = divmod(settings.batch_tokens, T)
+    if rest:
+        raise ValueError(f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
+    if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
+        plan, free = planner(config, settings)
+        largest = windows if free is None else model_cpu.largest_micro_batch(plan, free)
+        settings.micro_batch = min((32768 if on_gpu else 4096) // T, largest)
     settings.micro_batch = min(max(1, settings.micro_batch), windows)
     if args.threads is None and not on_gpu:
         settings.threads = min(available_cores(), settings.micro_batch)
@@ -804,7 +773,8 @@ def pretraining(model, tokenizer, tokens, val, settings):
             progress = show_progress("           held out:", "thousand tokens", 1e3)
             result["all"] = validate(model, tokenizer, val, settings.micro_batch, progress=progress)
             print(f"           on all that is held out {in_words(result['all'])}")
-        samples = [sample_text(model, tokenizer, text, settings.seed + i) for i, text in enumerate(PROMPTS)]
+        samples = [text + sample_text(model, tokenizer, tokenizer.encode(text), settings.seed + i)
+                   for i, text in enumerate(PROMPTS)]
         print("           " + repr(samples[0])[1:-1], flush=True)
         return {**result, "samples": samples}
 
@@ -833,7 +803,6 @@ def main(argv):
         for_gpu = args.device != "cpu" and (preset != "small" or args.device == "gpu" or args.memory_limit)
         args.device = "gpu" if args.dry_run and for_gpu else choose_device(args.device, preset)
         settings = make_settings(args, preset, config, DEFAULTS[preset])
-        config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
         if args.dry_run:
             return dry_run(config, settings)
         settings.data = settings.data or find_corpus(preset)
@@ -855,7 +824,8 @@ def main(argv):
     if code := train(model, tokenizer, settings, out, state, Stop(), job):
         return code
     for i, prompt in enumerate(PROMPTS):
-        print(f"--- {prompt!r}\n{sample_text(model, tokenizer, prompt, settings.seed + i)}")
+        said = sample_text(model, tokenizer, tokenizer.encode(prompt), settings.seed + i)
+        print(f"--- {prompt!r}\n{prompt}{said}")
     print(f"\nTalk to it: python chat.py --model {out}")
     return 0
 

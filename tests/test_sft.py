@@ -442,7 +442,7 @@ def test_a_job_takes_the_batch_of_its_step(base, monkeypatch):
         expected = sft.make_batch([examples.train[i] for i in rows], 128, 4, tokenizer.special["<|endoftext|>"])
         assert all(np.array_equal(a, b) for a, b in zip(job.batch(step), expected))
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
-    assert job.bytes_per_token == np.mean(learned % 7) and job.chat is True
+    assert job.bytes_per_token == np.mean(learned % 7)
 
 
 def test_the_held_out_loss_falls(base):
@@ -580,7 +580,7 @@ def test_a_base_of_other_sizes_than_its_preset(base):
     state["settings"]["preset"] = "huge"
     checkpoint.save(str(folder / "out/huge"), model_cpu.Model(config, 0, np.float32), tokenizer, state)
     done = run(folder, "--base", "out/huge")
-    assert done.returncode == 2 and "holds a model of the size huge, which is none of small, medium, big" in done.stderr
+    assert done.returncode == 2 and "the setting preset cannot be 'huge'" in done.stderr
 
 
 def test_the_base_is_safe(base):
@@ -614,8 +614,8 @@ def test_bad_input_is_one_sentence(base):
              ([*here, "--data", "no.json"], "of 0"), ([*here, "--data", "broken.jsonl"], "broken.jsonl, line 3, is not JSON"),
              ([*here, "--data", "broken.json"], "broken.json, line 3, is not JSON"),
              ([*here, "--data", "deep.json"], "deep.json, line 1, is not JSON"),
-             ([*here, "--data", "number.json"], "record 1 has no named fields"),
-             ([*here, "--data", "wrong.json"], "record 1 has no text as instruction and output"),
+             ([*here, "--data", "number.json"], "0 of 1 records can be used; 1 with no named fields (first: record 1)."),
+             ([*here, "--data", "wrong.json"], "0 of 2 records can be used; 1 with no text as instruction and output"),
              ([*here, "--data", "one.jsonl"], "one prompt only"), ([*here, "--data", "prose.txt"], "--data"),
              ([*here, "--data", "binary.json"], "line 1"), ([*here, "--batch-tokens", "100"], "100"),
              ([*here, "--epochs", "0"], "at least 1"),
@@ -633,8 +633,8 @@ def test_records_left_out_are_counted(base, capsys):
     (folder / "mixed.jsonl").write_text("\n".join(lines) + "\n")
     assert sft.read_records(str(folder / "mixed.jsonl")) == [[("a", "b")]]
     assert capsys.readouterr().out.endswith(
-        "of 5 records 4 are left out: 1 with an empty response (record 2); 2 with no named fields (record 3 is the first); "
-        "1 with roles that are not user and assistant in turn (record 5).\n")
+        "1 of 5 records can be used; 1 with an empty response (first: record 2); 2 with no named fields (first: record 3); "
+        "1 with roles that are not user and assistant in turn (first: record 5).\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -745,15 +745,15 @@ def test_records(tmp_path, capsys):
     assert read([good, {"instruction": "c", "output": "d"}]) == [[("a", "b")], [("c", "d")]]
     assert capsys.readouterr().out == ""
     assert len(read([good] * 2 + [7] + [{"instruction": "a", "output": " "}] * 1001)) == 2
-    assert capsys.readouterr().out == (f"{path}: of 1,004 records 1,002 are left out: 1 with no named fields (record 3); 1,001 with "
-                                       "an empty response (record 4 is the first).\n")
+    assert capsys.readouterr().out == (f"{path}: 2 of 1,004 records can be used; 1 with no named fields (first: record 3); 1,001 with "
+                                       "an empty response (first: record 4).\n")
     assert len(read([7, 7, good])) == 1
-    assert capsys.readouterr().out == f"{path}: of 3 records 2 are left out: 2 with no named fields (record 1 is the first).\n"
-    for records, words in (([], ", of 0"), ([7, "x", {"messages": []}, 8], ", of 4; record 1 has no named fields; record 3 has "
-                                            "roles that are not user and assistant in turn")):
+    assert capsys.readouterr().out == f"{path}: 1 of 3 records can be used; 2 with no named fields (first: record 1).\n"
+    for records, words in (([], "0 of 0 records can be used"), ([7, "x", {"messages": []}, 8], "0 of 4 records can be used; 3 with "
+                           "no named fields (first: record 1); 1 with roles that are not user and assistant in turn (first: record 3)")):
         with pytest.raises(ValueError) as error:
             read(records)
-        assert str(error.value) == f"{path} holds no record that can be used{words}."
+        assert str(error.value) == f"{path}: {words}."
 
 
 def test_turns_to_the_letter():
@@ -908,7 +908,7 @@ def test_an_answer_to_the_letter(monkeypatch):
     def generate(*arguments, **options):
         asked.append((arguments, options))
         return iter(b"No")
-    monkeypatch.setattr(sft, "generate", generate)
+    monkeypatch.setattr(train, "generate", generate)
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=16))
     assert sft.answer(model, BYTES, "0123456789", 9) == "No"
     assert asked == [((model, [USER, *b"123456789", END, ASSISTANT], 0.8),
@@ -931,7 +931,7 @@ def test_a_look_to_the_letter(monkeypatch):
     numbers = iter([(3.0, 1.5), (2.5, 1.25), (2.0, 1.0)])
     monkeypatch.setattr(sft, "evaluate", lambda *arguments: asked.append(arguments) or next(numbers))
     monkeypatch.setattr(sft, "answer", lambda *rest: asked.append(rest) or f"to {rest[2]}\n\x07 '")
-    examples = sft.Examples([example("a", "")], [example("b", "")], [f"q{i}\x1b" for i in range(5)], 0, "key")
+    examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], [f"q{i}\x1b" for i in range(5)], 0, "key")
     s, state = types.SimpleNamespace(steps=9, seed=4, batch_tokens=64, micro_batch=3), {}
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2))
     job = sft.fine_tuning(model, BYTES, examples, s, state)
@@ -954,7 +954,7 @@ def test_each_line_is_there_when_it_is_printed(monkeypatch):
     monkeypatch.setattr("builtins.print", lambda *args, end="\n", flush=False, **options: flushes.append(flush))
     monkeypatch.setattr(sft, "evaluate", lambda *arguments: (1.0, 1.0))
     monkeypatch.setattr(sft, "answer", lambda *arguments: "a")
-    examples = sft.Examples([example("a", "")], [example("b", "")], ["q"], 0, "key")
+    examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], ["q"], 0, "key")
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2))
     job = sft.fine_tuning(model, BYTES, examples, types.SimpleNamespace(steps=9, seed=4, batch_tokens=64, micro_batch=3), {})
     for step in (0, 4):
@@ -1025,7 +1025,7 @@ def test_a_base_to_the_letter(base, monkeypatch):
              not_ours + "the setting steps cannot be 0.)."),
             ({**real, "tokens": None}, None, not_ours + "its script, tokens or seconds cannot be)."),
             ({**real, "settings": {**real["settings"], "preset": "huge"}}, None,
-             "out/play holds a model of the size huge, which is none of small, medium, big."),
+             not_ours + "the setting preset cannot be 'huge'.)."),
             (real, "medium", "out/play holds a model of the size small, not medium."),
             (real, "big", "out/play holds a model of the size small, not big."), (real, "small", None), (real, None, None),
             # of an earlier version
@@ -1156,7 +1156,7 @@ def test_data_of_a_new_run(base, monkeypatch):
         assert [os.path.normpath(path) for path in read.pop()] == paths
     with pytest.raises(ValueError) as error:
         sft.start(sft.parse_arguments([]), "out/play", "./out/../out/play")
-    assert str(error.value) == "--out ./out/../out/play is the base itself; name another folder for the model that is made from it."
+    assert str(error.value) == "--out ./out/../out/play is the base itself; name another folder for the model made from it."
 
 
 def test_resume_to_the_letter(monkeypatch):

@@ -427,8 +427,8 @@ def test_validation_by_kind():
     pair, = [i for i, token in enumerate(tokenizer.tokens) if token == b"abab"]
     ids = np.full(133, pair, "<u2")
     ids[1:] = 65
-    windows = train.even_windows(ids, 128, 4, 4, 1 << 20)
-    _, counted, size = train.held_out_loss(model, train.token_bytes(tokenizer), windows)
+    window, = train.even_windows(ids, 128, 4, 4, 1 << 20)
+    _, counted, size = train.held_out_loss(model, train.token_bytes(tokenizer), *window)
     assert (counted, size) == (128, 128) and len(tokenizer.tokens[pair]) == 4
     assert some["val"] != whole["val"] and abs(some["val_loss"] - whole["val_loss"]) < 0.1
     assert train.validate(model, tokenizer, {"none": val["none"]}, 4) == {}
@@ -856,9 +856,12 @@ def test_which_steps_are_said_where_there_is_no_terminal(capsys):
     assert said == [1, 10, 20, 110]
 
 
-def test_durations():
-    assert [train.duration(x) for x in (0, 61.9, 3599, 3600, 86399, 86400, 86400 * 2.5)] == [
-        "0:00", "1:01", "59:59", "1:00:00", "23:59:59", "1.0 days", "2.5 days"]
+def test_time_left(capsys):
+    s = recorder_settings("--steps", "48000")
+    for seconds, words in ((0, "00:00"), (61.9, "01:01"), (3599, "59:59"), (3600, "1:00:00"), (86399, "23:59:59"),
+                           (86400, "1 day, 0:00:00"), (86400 * 2.5, "2 days, 12:00:00")):
+        train.print_step(s, 10, 1.5, 3.2, 1e-3, 0.5, 23, None, seconds)
+        assert f"  {words} left  " in capsys.readouterr().out
 
 
 # -- signals, and folders in use ---------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ def test_evaluation_is_a_weighted_mean_of_windows_spread_evenly():
     def sums(val, micro_batch, most):
         model = Uniform()
         windows = train.even_windows(val, 10, 3, micro_batch, most)
-        return model.rows, train.held_out_loss(model, sizes, windows)
+        return model.rows, sum((train.held_out_loss(model, sizes, *window) for window in windows), np.zeros(3))
     for most, micro_batch, rows in [(1 << 20, 4, [[0, 10, 20, 30], [40, 50, 60, 70], [80]]), (50, 9, [[0, 19, 38, 57, 76]]),
                                     (59, 2, [[0, 19], [38, 57], [76]]), (3, 5, [[0]])]:
         asked, (nats, counted, size) = sums(val, micro_batch, most)
@@ -247,9 +247,8 @@ def test_a_held_out_loss_counts_what_is_a_target():
     sizes = np.arange(20)
     first = np.zeros((1, 3), int), np.array([[-1, 4, 0, 7, 9]])     # 7 and 9 are targets of the further heads
     second = np.zeros((2, 2), int), np.array([[5, -1, 1, 1], [-1, -1, 1, 1]])
-    assert train.held_out_loss(model, sizes, []).tolist() == [0, 0, 0]
-    assert train.held_out_loss(model, sizes, [first]).tolist() == [2.0 * 2, 2, 4]
-    assert train.held_out_loss(model, sizes, iter([first, second])).tolist() == [2.0 * 2 + 4.0 * 1, 3, 9]
+    assert train.held_out_loss(model, sizes, *first).tolist() == [2.0 * 2, 2, 4]
+    assert train.held_out_loss(model, sizes, *second).tolist() == [4.0 * 1, 1, 5]
 
 
 def test_units():
@@ -269,9 +268,9 @@ def test_validation_in_words(monkeypatch):
         for part in range(2 if len(tokens) > 3 else 0):
             yield np.zeros((2, 10)), (tokens, part)
 
-    def held_out_loss(model_, sizes, batches):
-        assert (model_, sizes) == (model, "sizes") and len(batches) == 1
-        (_, (tokens, part)), = batches
+    def held_out_loss(model_, sizes, inputs, targets):
+        assert (model_, sizes, inputs.shape) == (model, "sizes", (2, 10))
+        tokens, part = targets
         name, = [name for name in val if val[name] is tokens]
         return (np.array([0.25, 0.75][part]) * sums[name])
     monkeypatch.setattr(train, "even_windows", even_windows)
@@ -284,7 +283,7 @@ def test_validation_in_words(monkeypatch):
         "books": [3.0, pytest.approx(30 / log2 / 20)], "web": [2.0, pytest.approx(20 / log2 / 40)]}}
     asked.clear()
     assert train.validate(model, "tokenizer", val, 7, progress=lambda *both: said.append(both)) == result
-    assert {row[-1] for row in asked} == {563}                      # of each kind all that there is
+    assert [row[-1] for row in asked] == [500, 60, 3]               # of each kind all that there is
     assert said == [(20, 563), (40, 563), (60, 563), (80, 563), (563, 563)]
     said.clear()
     train.validate(model, "tokenizer", val, 7, 99, lambda *both: said.append(both))
@@ -317,9 +316,9 @@ def test_samples(monkeypatch):
         asked.append((model, list(ids), *rest, options))
         yield from [65, 66, tokenizer.special["<|user|>"], 67]
     monkeypatch.setattr(train, "generate", generate)
-    assert train.sample_text("model", tokenizer, "Hi", 3) == "HiAB<|user|>C"
-    assert train.sample_text("model", tokenizer, "", 4, length=2) == "AB<|user|>C"
-    options = dict(top_k=50, vocab=260, stop={tokenizer.special["<|endoftext|>"]})
+    assert train.sample_text("model", tokenizer, [72, 105], 3) == "AB<|user|>C"
+    assert train.sample_text("model", tokenizer, [], 4, 2) == "AB<|user|>C"
+    options = dict(top_k=50, vocab=260, stop=set(tokenizer.special.values()))
     assert asked == [("model", [72, 105], 0.8, {**options, "seed": 3, "most": 80}),
                      ("model", [], 0.8, {**options, "seed": 4, "most": 2})]
 
@@ -327,11 +326,11 @@ def test_samples(monkeypatch):
 def test_a_sample_of_a_model_is_so_long_and_the_same_again():
     tokenizer = Tokenizer.train(["abab"], 260)
     model = model_cpu.Model(dataclasses.replace(Uniform.config, context=32), 0, np.float32)
-    texts = [train.sample_text(model, tokenizer, "Hi", seed) for seed in (5, 5, 6)]
-    assert texts[0] == texts[1] != texts[2] and all(text.startswith("Hi") for text in texts)
+    texts = [train.sample_text(model, tokenizer, [*b"Hi"], seed) for seed in (5, 5, 6)]
+    assert texts[0] == texts[1] != texts[2]
     ids = [*model_cpu.generate(model, tokenizer.encode("Hi"), 0.8, 50, seed=5, vocab=260, most=82,
-                               stop={tokenizer.special["<|endoftext|>"]})]
-    assert texts[0] == tokenizer.decode([*b"Hi", *ids[:80]])
+                               stop=set(tokenizer.special.values()))]
+    assert texts[0] == tokenizer.decode(ids[:80])
 
 
 def test_what_a_run_evaluates(monkeypatch, capsys):
@@ -345,13 +344,12 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
             progress(2_000, 2_000)
         return {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
     monkeypatch.setattr(train, "validate", validate)
-    monkeypatch.setattr(train, "sample_text", lambda model, tokenizer, prompt, seed: f"{prompt}\n{seed}")
+    monkeypatch.setattr(train, "sample_text", lambda model, tokenizer, ids, seed: f"{ids[-1]}\n{seed}")
     for size, at_end in (65536 + 10, False), (65536 + 11, True):
         job = train.pretraining(model, tokenizer, np.zeros(99, "<u2"), {"a": np.zeros(5), "x": np.zeros(size)}, s)
-        assert not job.chat
         result = job.evaluate(20)
-        assert result == {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}, "samples": ["\n\n5", "The\n6", "What is\n7"]}
-        assert capsys.readouterr().out == "           validation loss 2.0000, 1.0000 bits/byte\n           \\n\\n5\n"
+        assert result == {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}, "samples": ["\n10\n5", "The101\n6", "What is115\n7"]}
+        assert capsys.readouterr().out == "           validation loss 2.0000, 1.0000 bits/byte\n           \\n10\\n5\n"
         assert calls == [(2, 65536)] and s.micro_batch == 2
         calls.clear()
         assert ("all" in job.evaluate(40)) == at_end
@@ -374,19 +372,21 @@ def test_flops():
         assert train.flops_per_token(c) == 6 * products + 6 * c.layers * c.dim * c.context
 
 
-def test_plans_of_both_engines():
-    """What a micro-batch takes on the run's device, by that engine's own plan."""
+def test_plans_of_both_engines(monkeypatch):
+    """What a micro-batch takes on the run's device, by that engine's own plan, and what is free there."""
     config = CONFIGS["small"]
+    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 5 << 30 if limit is None else None)
     s = settings("--threads", "2")
-    assert train.engine_of(s) is model_cpu
-    plan = train.planner(config, s)
+    plan, free = train.planner(config, s)
+    assert free == 5 << 30
     for rows in (1, 16):
         assert plan(rows) == model_cpu.memory_plan(config, rows, 128, "fp32", 2)
     assert plan(16)["gradients"] == 2 * plan(1)["gradients"]
     gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
-    assert train.engine_of(gpu) is model_gpu
-    assert train.planner(config, gpu)(16) == model_gpu.memory_plan(config, 16, 128, "bf16") != (
-        train.planner(config, dataclasses.replace(gpu, precision="fp32"))(16))
+    plan, free = train.planner(config, gpu)
+    assert plan(16) == model_gpu.memory_plan(config, 16, 128, "bf16") != (
+        train.planner(config, dataclasses.replace(gpu, precision="fp32"))[0](16))
+    assert free == 3 << 30
 
 
 def test_free_memory_of_linux(monkeypatch):
@@ -670,11 +670,11 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
 # -- the run -----------------------------------------------------------------------------------------------------------
 def test_a_save_holds_the_settings(monkeypatch):
     saved, s = [], settings()
-    monkeypatch.setattr(checkpoint, "save", lambda *arguments: saved.append(arguments))
-    train.save("out", "model", "tokenizer", s, {"tokens": 3}, True)
-    train.save("out", "model", "tokenizer", s, {})
-    assert saved == [("out", "model", "tokenizer", {"tokens": 3, "settings": dataclasses.asdict(s)}, True),
-                     ("out", "model", "tokenizer", {"settings": dataclasses.asdict(s)}, False)]
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments, **options: saved.append((arguments, options)))
+    for script, chat in ("sft.py", True), ("train.py", False):
+        train.save("out", "model", "tokenizer", s, {"script": script})
+        state = {"script": script, "settings": dataclasses.asdict(s)}
+        assert saved.pop() == (("out", "model", "tokenizer", state), {"chat": chat})
 
 
 def test_a_second_signal_leaves_at_once(monkeypatch, capfd):
@@ -855,7 +855,7 @@ def whole(tmp_path, monkeypatch):
                         ("set_aside", lambda out: done.append(("aside", out))), ("Stop", lambda: "stop"),
                         ("save", lambda out, model, tokenizer, s, state: done.append(("save", out, dict(state)))),
                         ("train", lambda model, tokenizer, s, out, state, stop, job: done.append(("train", s, out, state, stop)) or 0),
-                        ("sample_text", lambda model, tokenizer, prompt, seed: f"sample {seed}"),
+                        ("sample_text", lambda model, tokenizer, ids, seed: f" sample {seed}"),
                         ("find_corpus", lambda preset: [f"{preset}.txt"])]:
         monkeypatch.setattr(checkpoint if name in ("take", "set_aside") else train, name, value)
     return done
@@ -871,7 +871,7 @@ def test_a_new_run(whole, capsys):
     assert capsys.readouterr().out == (
         "200,000 tokens are few for 1000 steps: taking 781, which read them 8 times (--steps takes another number).\n"
         "small: 1,053,824 parameters, 781 steps of 2,048 tokens, 2 threads; corpus text.txt: 200,000 tokens to train on, 900 to validate.\n"
-        "--- '\\n'\nsample 4\n--- 'The'\nsample 5\n--- 'What is'\nsample 6\n\nTalk to it: python chat.py --model out/small\n")
+        "--- '\\n'\n\n sample 4\n--- 'The'\nThe sample 5\n--- 'What is'\nWhat is sample 6\n\nTalk to it: python chat.py --model out/small\n")
 
 
 def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
