@@ -16,7 +16,7 @@ Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order
     4. schedule    warmup and cosine
     5. evaluation  validation loss in nats a token and bits a byte; samples
     6. progress    one line a step on the terminal
-    7. the run     accumulate, clip, AdamW, evaluate, save; signals; what stops it
+    7. the run     accumulate, update, evaluate, save; signals; what stops it
 
 Why a resumed run is exact: the checkpoint holds weights, moments and step of one moment; the batch is a pure
 function of (seed, step), so no reader and no random generator has a state to restore; threads and
@@ -48,7 +48,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
-from model_cpu import CONFIGS, generate
+from model_cpu import CONFIGS, OPTIMIZERS, generate
 from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, naming,
                        number_type, replace_file, run_script, show_progress, whole_number)
 
@@ -82,12 +82,13 @@ class Settings:
     steps: int = setting(whole_number(1, 1 << 63))                  # updates
     batch_tokens: int = setting(whole_number(1, MOST_BATCH), "tokens a step, a multiple of the context")
     micro_batch: int = setting(whole_number(1), "windows a forward/backward (default: as many as pay)")
+    optimizer: str = setting(OPTIMIZERS, "muon: for the layers' matrices, with AdamW for the rest; or adamw")
     lr: float = setting(number_type(float, lambda x: 0 < x < math.inf, "a number above 0"), "peak rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
     decay: float = setting(number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1"),
-                           "AdamW's weight decay, on matrices (default 0.1)")
+                           "weight decay, on matrices (default 0.1)")
     clip: float = setting(number_type(float, lambda x: x > 0, "a number above 0"),      # inf: none
-                          "largest gradient norm (default 1)")
+                          "largest gradient norm for AdamW (default 1)")
     mtp_weight: float = setting(number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
                                 "weight of the further prediction heads in the loss")
     seed: int = setting(whole_number(0, 1 << 63), "of all that is drawn at random (default 0)")
@@ -501,8 +502,8 @@ class Job:
 
 
 def training_step(model, settings, inputs, targets, lr):
-    """One update -> (losses (K,), norm of the gradient).  On a GPU both are arrays there, whose values are
-    not known yet: the host runs ahead."""
+    """One update -> a function that waits for its (losses (K,), norm of the gradient): on a GPU the host runs
+    ahead."""
     B, T = inputs.shape
     # a micro-batch is bounded by its tokens
     rows = max(1, settings.micro_batch * model.config.context // T)
@@ -512,7 +513,7 @@ def training_step(model, settings, inputs, targets, lr):
     for i in range(0, B, rows):
         losses = losses + model.forward(inputs[i:i + rows], targets[i:i + rows], counted)
         model.backward(last=i + rows >= B)
-    return losses, model.update(lr, decay=settings.decay, clip=settings.clip)
+    return model.later(losses, model.update(lr, decay=settings.decay, clip=settings.clip))
 
 
 def first_bad_tensor(model):
@@ -538,8 +539,9 @@ def train(model, tokenizer, settings, out, state, stop, job):
     pauses = 0.0                                        # seconds spent on evaluating and saving
     peak = model_gpu.peak_flops(settings.precision) if settings.device == "gpu" else None
 
-    def report(step, tokens, losses, norm, lr, last):
+    def report(step, tokens, numbers, lr, last):
         """Wait for a step's numbers, log and print them -> whether they are finite."""
+        losses, norm = numbers()
         losses, norm = [float(loss) for loss in losses], float(norm)
         if not all(map(math.isfinite, [*losses, norm])):
             print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
@@ -568,7 +570,7 @@ def train(model, tokenizer, settings, out, state, stop, job):
         evaluating = (step % settings.eval_every == 0 or step == settings.steps
                       or 16 <= step < settings.eval_every and step & (step - 1) == 0)
         saving = step % settings.save_every == 0 or step == settings.steps
-        waiting = step, tokens, *numbers, lr
+        waiting = step, tokens, numbers, lr
         if not (evaluating or saving or stop.signal):
             continue
         if not report(*waiting, last=True):
@@ -595,7 +597,8 @@ def planner(config, settings):
     engine = model_gpu if settings.device == "gpu" else model_cpu
 
     def plan(rows):
-        return engine.memory_plan(config, rows, config.context, settings.precision, settings.threads)
+        return engine.memory_plan(config, rows, config.context, settings.precision, settings.threads,
+                                  settings.optimizer)
     return plan, engine.free_memory(settings.memory_limit)
 
 
@@ -632,9 +635,9 @@ def choose_sizes(args, preset):
 def model_options(settings):
     """The arguments of the engine's Model, other than config and seed."""
     if settings.device == "gpu":
-        names = "precision", "micro_batch", "memory_limit", "matmul"
+        names = "precision", "micro_batch", "memory_limit", "matmul", "optimizer"
         return {name: getattr(settings, name) for name in names}
-    return {"dtype": np.float32, "threads": settings.threads}
+    return {"dtype": np.float32, "threads": settings.threads, "optimizer": settings.optimizer}
 
 
 def set_threads(argv):
@@ -682,7 +685,7 @@ def make_settings(args, preset, config, defaults):
     settings = Settings(**{
         **defaults, "batch_tokens": max(1, defaults["batch_tokens"] // T) * T, "preset": preset, "data": None,
         "mtp_weight": config.mtp_weight, "decay": 0.1, "clip": 1.0, "seed": 0, "micro_batch": 1, "threads": 1,
-        "device": "cpu", "precision": model_gpu.default_precision() if on_gpu else "fp32",
+        "optimizer": "adamw", "device": "cpu", "precision": model_gpu.default_precision() if on_gpu else "fp32",
         "matmul": "cublas", "memory_limit": None, **given})
     windows, rest = divmod(settings.batch_tokens, T)
     if rest:
@@ -701,8 +704,8 @@ def read_run(folder, script):
     """-> (Settings, state) of the run of this script that wrote a checkpoint; ValueError if none did."""
     state = checkpoint.load_state(folder)
     try:
-        recorded = {**state["settings"]}
-        recorded.pop("attention", None)                     # of earlier versions, which had two kinds
+        recorded = {"optimizer": "adamw", **state["settings"]}      # earlier versions had no other,
+        recorded.pop("attention", None)                             # and two kinds of attention
         settings = Settings(**recorded)
         if not (type(state["script"]) is str and type(state["tokens"]) is int
                 and type(state["seconds"]) in (int, float)):

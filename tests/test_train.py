@@ -175,7 +175,7 @@ def test_a_step_is_cut_into_micro_batches_and_loses_no_row(micro_batch, cuts):
     rng, model = np.random.default_rng(0), Recorder()
     inputs, targets = rng.integers(0, 8, (7, 4)), rng.integers(-1, 8, (7, 5))
     s = recorder_settings("--micro-batch", str(micro_batch), "--decay", "0.3", "--clip", "2.5")
-    losses, norm = train.training_step(model, s, inputs, targets, 0.125)
+    losses, norm = train.training_step(model, s, inputs, targets, 0.125)()
     counted = [int((targets[:, k:k + 4] >= 0).sum()) for k in range(2)]         # of the whole step
     expected = []
     for a, b in zip(cuts, cuts[1:]):
