@@ -88,23 +88,17 @@ def make_tiny():
     return model, tokens, targets
 
 
-def make_wide(config, std=None, T=256, every=7):
-    """-> (model in float64, tokens (2,T), targets): the initial weights, or with std wide ones, as after
-    training."""
+def make_problem(config, std=None, T=256, every=7):
+    """-> (model in float64, tokens (2,T), targets), a problem of any size: the initial weights, or with std
+    wide ones, as after training."""
     rng, model = np.random.default_rng(1), model_cpu.Model(config)
     for weight in model.params.values() if std else ():
         weight[...] = std * rng.standard_normal(weight.shape) + (weight.ndim == 1)
     # the GPU stores float32: the reference starts from the same numbers
     model.write(model.flat_params, model.flat_params.astype(np.float32))
     tokens, targets = [rng.integers(0, config.vocab, (2, width)) for width in (T, T + config.predict - 1)]
-    targets[0, ::every] = -1
-    return model, tokens, targets
-
-
-def make_small():
-    """-> (model, tokens (2,70), targets): the small configuration at its own initial weights."""
-    model, tokens, targets = make_wide(model_cpu.CONFIGS["small"], T=70, every=9)
     tokens[:, 5] = tokens[:, 1]
+    targets[0, ::every] = -1
     return model, tokens, targets
 
 
@@ -604,7 +598,7 @@ def peer_errors(reference, tokens, targets, precision):
 
 def run_gpu_gradients(config, precisions, std, peer):
     """A row per tensor, a column per precision; then losses, the whole gradient, and the same step twice."""
-    reference, tokens, targets = make_wide(config, std)
+    reference, tokens, targets = make_problem(config, std)
     losses, gradient = whole_step(reference, tokens, targets)
     columns, good = {}, True
     for precision in precisions:
@@ -682,7 +676,7 @@ def attention_errors(gpu, B, T):
 
 def run_gpu_equivalence(config):
     """Our products = cuBLAS's, recorded = launched, cached = whole: the fp32 model computed in other ways."""
-    reference, tokens, targets = make_wide(config)
+    reference, tokens, targets = make_problem(config)
     losses, gradient = whole_step(reference, tokens, targets)
     model = model_gpu.Model(config, precision="fp32", matmul="ours")
     model.write(model.flat_params, reference.flat_params)
@@ -760,7 +754,8 @@ def main(argv):
     good = (run_exercise(args.exercise, args.hint) if args.exercise
             else run_gpu(args.peer) if args.gpu
             else run_breaks(BUGS if args.bug == "all" else [args.bug]) if args.bug
-            else run_check(*make_small(), SMALL_STEP, SMALL_BAR, limit=4) if args.small
+            else run_check(*make_problem(model_cpu.CONFIGS["small"], T=70, every=9), SMALL_STEP, SMALL_BAR,
+                           limit=4) if args.small
             else run_check(*make_tiny(), TINY_STEP, TINY_BAR))
     return 0 if good else 1
 

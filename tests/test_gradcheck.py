@@ -210,9 +210,10 @@ def twin(monkeypatch):
 
 def test_wide_problem():
     for std, deviation, mean in ((None, 0.02, 1.0), (0.5, 0.5, 1.0)):
-        model, tokens, targets = gradcheck.make_wide(WIDE, std)
+        model, tokens, targets = gradcheck.make_problem(WIDE, std)
         assert tokens.shape == (2, 256) and targets.shape == (2, 257)
         assert (targets[0] == -1).nonzero()[0].tolist() == list(range(0, 257, 7)) and (targets[1] >= 0).all()
+        assert np.array_equal(tokens[:, 5], tokens[:, 1])
         assert {0, 15} <= set(tokens.flat) <= set(range(16)) and {0, 15} <= set(targets.flat) <= set(range(-1, 16))
         assert abs(np.std(model.params["layers.0.gate_up"]) / deviation - 1) < 0.1
         assert abs(np.mean(model.params["norm"]) - mean) < 0.4
@@ -257,7 +258,7 @@ def test_gpu_gradients_beside_those_of_pytorch(twin, capsys, monkeypatch, std, o
 @pytest.mark.parametrize("precision, matmul, autocast", [("fp32", "highest", None), ("tf32", "high", None),
                                                          ("bf16", "high", "bfloat16")])
 def test_gradient_of_pytorch_is_asked_for_in_the_same_precision(monkeypatch, precision, matmul, autocast):
-    reference, tokens, targets = gradcheck.make_wide(WIDE)
+    reference, tokens, targets = gradcheck.make_problem(WIDE)
     reference.forward(tokens, targets)
     reference.backward()
     said, same = {}, types.SimpleNamespace
@@ -580,7 +581,7 @@ def test_tiny_problem_in_numbers():
 
 
 def test_small_problem_in_numbers():
-    model, tokens, targets = gradcheck.make_small()
+    model, tokens, targets = gradcheck.make_problem(model_cpu.CONFIGS["small"], T=70, every=9)
     assert model.config == model_cpu.CONFIGS["small"] and tokens.shape == (2, 70)
     assert targets.shape == (2, 70 + model.config.predict - 1)
     assert np.array_equal(tokens[:, 5], tokens[:, 1]) and not np.array_equal(tokens[0], tokens[1])
