@@ -41,11 +41,9 @@ import heapq
 import itertools
 import json
 import multiprocessing
-import operator
 import os
 import re
 import signal
-import stat
 import sys
 import threading
 import time
@@ -136,15 +134,8 @@ def to_str(text):
     A lone surrogate in a str is no UTF-8 either: it becomes the three bytes that UTF-8 would give it
     (surrogatepass).
     """
-    if isinstance(text, str):
-        try:
-            text.encode("utf-8")
-            return text
-        except UnicodeEncodeError:
-            text = text.encode("utf-8", "surrogatepass")
-    if not isinstance(text, (bytes, bytearray, memoryview)):
-        raise TypeError(f"text must be str or bytes, not {type(text).__name__}.")
-    return str(text, "utf-8", "surrogateescape")
+    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return str(data, "utf-8", "surrogateescape")
 
 
 def to_bytes(word):
@@ -207,17 +198,14 @@ def learn_merges(words, wanted):
     token = array.array("i", [-1])
     weight = array.array("q", [0])      # how often the word of this position occurs
     for word, count in words.items():
-        data = to_bytes(word)
-        token.extend(data)
-        token.append(-1)
-        weight.extend(itertools.repeat(count, len(data) + 1))
+        token.extend([*to_bytes(word), -1])
+        weight.extend(itertools.repeat(count, len(token) - len(weight)))
     # the row is a linked list: a merge unlinks its right id
     before = array.array("q", range(-1, len(token) - 1))
     after = array.array("q", range(1, len(token) + 1))
 
     counts, where = Counter(), defaultdict(functools.partial(array.array, "q"))
-    for position in range(1, len(token) - 1):
-        pair = token[position], token[position + 1]
+    for position, pair in enumerate(itertools.pairwise(token)):
         if -1 not in pair:
             counts[pair] += weight[position]
             where[pair].append(position)
@@ -297,28 +285,27 @@ class Encoder(dict):
 
         Ids are in the order of learning, so that merge is the smallest id that a neighbouring pair can make.
         """
-        ids = [self.byte_ids[byte] for byte in word]
-        if len(ids) > 200:
+        # -1 makes no pair; being last, it is the right neighbour of the last id and, as ids[-1], the left one
+        # of the first
+        ids = [self.byte_ids[byte] for byte in word] + [-1]
+        if len(word) > 200:
             return self.merge_long(ids)
         get, none = self.merges.get, len(self.byte_ids) + len(self.merges)
         # made[i]: what ids[i], ids[i + 1] can make
         made = list(map(get, zip(ids, ids[1:]), itertools.repeat(none)))
-        while made and (smallest := min(made)) != none:
+        while (smallest := min(made)) != none:
             i = made.index(smallest)
             ids[i:i + 2] = [smallest]
             del made[i]
-            if i < len(made):
-                made[i] = get((smallest, ids[i + 1]), none)
-            if i > 0:
-                made[i - 1] = get((ids[i - 1], smallest), none)
-        return ids
+            made[i] = get((smallest, ids[i + 1]), none)
+            made[i - 1] = get((ids[i - 1], smallest), none)
+        return ids[:-1]
 
     def merge_long(self, ids):
         """The same for a word of any length in n log n steps, where the loop above takes n squared: a
         heap."""
         n, get = len(ids), self.merges.get
         before, after = array.array("q", range(-1, n - 1)), array.array("q", range(1, n + 1))
-        ids.append(-1)                                          # a neighbour with which no pair can be made
         pairs = enumerate(map(get, zip(ids, ids[1:])))
         heap = [made * n + place for place, made in pairs if made is not None]
         heapq.heapify(heap)    # (id, place) as one number: a third of a tuple's memory
@@ -329,13 +316,10 @@ class Encoder(dict):
                 continue    # this pair is gone since it was put into the heap
             o, r = before[p], after[q]
             ids[p], ids[q] = made, -1
-            after[p] = r
-            if r < n:
-                before[r] = p
-                if (pair := get((made, ids[r]))) is not None:
-                    heapq.heappush(heap, pair * n + p)
-            if o >= 0 and (pair := get((ids[o], made))) is not None:
-                heapq.heappush(heap, pair * n + o)
+            after[p], before[r] = r, p
+            for left, right in (o, p), (p, r):
+                if (pair := get((ids[left], ids[right]))) is not None:
+                    heapq.heappush(heap, pair * n + left)
         return [token for token in ids if token != -1]
 
 
@@ -351,12 +335,10 @@ def split_documents(data):
     """Bytes of a corpus -> its documents: what stands between lines that hold only <|endoftext|>, without the
     line ends next to them. The first and the last may be empty, if a separator comes first or last; no other
     is."""
-    first, *others = SEPARATOR.split(data)
-    if not others:
-        return [first]
-    *middle, last = others
-    middle = [text.strip(b"\r\n") for text in middle]
-    return [first.rstrip(b"\r\n"), *filter(None, middle), last.lstrip(b"\r\n")]
+    texts = SEPARATOR.split(data)
+    for i in range(1, len(texts)):              # on both sides of each separator
+        texts[i - 1], texts[i] = texts[i - 1].rstrip(b"\r\n"), texts[i].lstrip(b"\r\n")
+    return [text for i, text in enumerate(texts) if text or i in (0, len(texts) - 1)]
 
 
 # bytes of a file encoded at a time, and looked through for a place to cut it
@@ -384,17 +366,19 @@ def find_cut(window):
     return skipped + len(to_bytes(text[:cut.end() if cut else len(text) // 2]))
 
 
-def find_chunks(path, start, end, size):
+def find_chunks(path, start=0, end=None, *, size):
     """Cut bytes [start, end) of a file into chunks of about `size` bytes -> list of (path, start, end).
 
     Where it is cut depends on the file alone, not on the number of processes, and each cut reads 64 KiB only.
     """
-    cuts = [start]
-    with open(path, "rb") as file:
-        for place in range(start + size, end - CUT_WINDOW, size):
-            file.seek(place)
-            cuts.append(place + find_cut(file.read(CUT_WINDOW)))
-    return [(path, a, b) for a, b in zip(cuts, cuts[1:] + [end])]
+    check_plain(path)
+    length = os.path.getsize(path)
+    end = length if end is None else end
+    if not 0 <= start <= end <= length:
+        raise ValueError(f"Bytes {start} to {end} are not a part of {path}, which has {length} bytes.")
+    cuts = [place + find_cut(read_chunk(path, place, place + CUT_WINDOW))
+            for place in range(start + size, end - CUT_WINDOW, size)]
+    return [(path, a, b) for a, b in itertools.pairwise([start, *cuts, end])]
 
 
 def read_chunk(path, start, end):
@@ -403,29 +387,14 @@ def read_chunk(path, start, end):
         return file.read(end - start)
 
 
-def file_range(path, start=0, end=None):
-    """Check a range of bytes of a file -> (path, start, end)."""
-    size = os.stat(path).st_size
-    if not os.path.isfile(path):
-        raise ValueError(f"{path} is not a file of text; give a plain file (save piped text into one first).")
-    end = size if end is None else end
-    if not 0 <= start <= end <= size:
-        raise ValueError(f"Bytes {start} to {end} are not a part of {path}, which has {size} bytes.")
-    return os.path.abspath(path), start, end
+def run_task(boundary, chunk, encoder):
+    """One chunk's work: packed ids, with `boundary` (packed, too) between documents; without an encoder a
+    dict of words and their counts."""
+    documents = split_documents(read_chunk(*chunk))
+    return dict(count_words(documents)) if encoder is None else boundary.join(map(encoder.pack, documents))
 
 
-def run_task(task, chunk, encoder):
-    """One chunk's work. task: ("count" -> dict of words or "encode" -> packed ids, the separator packed or
-    None)."""
-    kind, end_of_text = task
-    data = read_chunk(*chunk)
-    documents = [data] if end_of_text is None else split_documents(data)
-    if kind == "count":
-        return dict(count_words(documents))
-    return (end_of_text or b"").join(map(encoder.pack, documents))
-
-
-def run_chunks(task, chunks, encoder, processes, progress):
+def run_chunks(boundary, chunks, encoder, processes, progress):
     """Yield run_task of each chunk, in order, from this process or, if there is enough for each, from
     several.
 
@@ -441,14 +410,14 @@ def run_chunks(task, chunks, encoder, processes, progress):
             fork = multiprocessing.get_context("fork")
             pool = concurrent.futures.ProcessPoolExecutor(processes, fork, start_worker, (encoder,))
             stack.callback(pool.shutdown, cancel_futures=True)
-            under_way = deque(pool.submit(work, task, chunk) for chunk in chunks[:2 * processes])
+            under_way = deque(pool.submit(work, boundary, chunk) for chunk in chunks[:2 * processes])
             later = iter(chunks[2 * processes:])
         for chunk in chunks:
             if processes > 1:
                 yield under_way.popleft().result()
-                under_way.extend(pool.submit(work, task, chunk) for chunk in itertools.islice(later, 1))
+                under_way.extend(pool.submit(work, boundary, chunk) for chunk in itertools.islice(later, 1))
             else:
-                yield run_task(task, chunk, encoder)
+                yield run_task(boundary, chunk, encoder)
             done += chunk[2] - chunk[1]
             if progress:
                 progress(done, total)
@@ -465,9 +434,9 @@ def start_worker(encoder):
     work.encoder = encoder      # a copy of the parent's, with a cache of its own
 
 
-def work(task, chunk):
+def work(boundary, chunk):
     """run_task in a worker."""
-    return run_task(task, chunk, work.encoder)
+    return run_task(boundary, chunk, work.encoder)
 
 
 def available_cores():
@@ -501,7 +470,7 @@ class Tokenizer:
         self.special = {name: len(self.tokens) + i for i, name in enumerate(special)}
         self.tokens += [name.encode() for name in special]
         self.vocab_size = len(self.tokens)
-        byte_ids = sorted(range(256), key=lambda token: byte_order[token])
+        byte_ids = sorted(range(256), key=lambda token: self.tokens[token])
         self.encoder = Encoder(byte_ids, self.merges, "H" if self.vocab_size <= 1 << 16 else "I")
 
     @classmethod
@@ -515,29 +484,26 @@ class Tokenizer:
         return cls.from_words(count_words([texts] if isinstance(texts, (str, bytes)) else texts), vocab_size)
 
     @classmethod
-    def train_files(cls, files, vocab_size, separator=True, processes=None, progress=None):
+    def train_files(cls, files, vocab_size, processes=None, progress=None):
         """The same from files, on all cores in bounded memory. files: paths, or (path, start, end) for a part
         in bytes.
 
-        separator: lines that hold only <|endoftext|> separate documents and are not learned from.
-        progress(done bytes, all bytes) is called now and then. ValueError if a file is binary or all are
-        empty.
+        Lines that hold only <|endoftext|> separate documents and are not learned from. progress(done bytes,
+        all bytes) is called now and then. ValueError if a file is binary or all are empty.
         """
         check_vocab_size(vocab_size)
-        ranges = [file_range(*((file,) if isinstance(file, (str, os.PathLike)) else file)) for file in files]
-        for path, start, end in ranges:
+        files = [(file,) if isinstance(file, (str, os.PathLike)) else file for file in files]
+        parts = [find_chunks(*file, size=4 * CHUNK) for file in files]
+        for (path, start, end), *_ in parts:
             if b"\0" in read_chunk(path, start, min(end, start + 8192)):
                 raise ValueError(f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
-        chunks = [chunk for part in ranges for chunk in find_chunks(*part, size=4 * CHUNK)]
-        task = "count", END_OF_TEXT.encode() if separator else None
-        words = Counter()
-        with contextlib.closing(run_chunks(task, chunks, None, processes, progress)) as results:
+        words, chunks = Counter(), list(itertools.chain(*parts))
+        with contextlib.closing(run_chunks(None, chunks, None, processes, progress)) as results:
             for counts in results:
                 words.update(counts)
                 prune_words(words)
         if not words:
-            raise ValueError(f"There is no text in {', '.join(path for path, _, _ in ranges) or 'no files'}; "
-                             f"give at least one file with text.")
+            raise ValueError(f"There is no text in {', '.join(str(part[0][0]) for part in parts)}.")
         return cls.from_words(words, vocab_size)
 
     @classmethod
@@ -560,11 +526,10 @@ class Tokenizer:
         of it."""
         if END_OF_TEXT not in special:
             raise ValueError(f"it has no special token {END_OF_TEXT}.")
-        byte_of = {char: byte for byte, char in enumerate(byte_chars())}
-        names = sorted(vocab, key=vocab.get)
+        names, chars = sorted(vocab, key=vocab.get), byte_chars()
         if [vocab[name] for name in names] != list(range(len(names))):
             raise ValueError(f"the ids of its {len(names)} tokens are not 0 to {len(names) - 1}.")
-        if set(names[:256]) != set(byte_of):
+        if set(names[:256]) != set(chars):
             raise ValueError("its first 256 tokens are not the 256 bytes.")
         merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
         if [*map("".join, merges), *special] != names[256:]:
@@ -572,8 +537,7 @@ class Tokenizer:
         for i, merge in enumerate(merges):
             if len(merge) != 2 or not all(vocab.get(part, len(names)) < 256 + i for part in merge):
                 raise ValueError(f"merge {i} does not join two earlier tokens.")
-        byte_order = [byte_of[name] for name in names[:256]]
-        return cls(byte_order, [(vocab[a], vocab[b]) for a, b in merges], special)
+        return cls(map(chars.index, names[:256]), [(vocab[a], vocab[b]) for a, b in merges], special)
 
     def encode(self, text):
         """str or bytes -> list of ids, never a special one; decode_bytes gives the same bytes back, whatever
@@ -591,11 +555,9 @@ class Tokenizer:
 
     def decode_bytes(self, ids):
         """Iterable of ids -> bytes; a special token gives its name."""
-        ids = [operator.index(token) for token in ids]
-        for token in ids and (min(ids), max(ids)):
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"Token id {token} is out of range: this vocabulary has V = "
-                                 f"{self.vocab_size} tokens, 0 to {self.vocab_size - 1}.")
+        ids = list(ids)
+        if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"Token id {bad[0]} is out of range: there are V = {self.vocab_size} tokens.")
         return b"".join([self.tokens[token] for token in ids])
 
     def decode(self, ids):
@@ -603,40 +565,35 @@ class Tokenizer:
         U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
-    def encode_file(self, path, out, start=0, end=None, separator=True, processes=None, progress=None):
-        """Encode bytes [start, end) of a file into little-endian uint16 ids; returns how many were written.
+    def encode_file(self, path, out, start=0, end=None, processes=None, progress=None):
+        """Encode bytes [start, end) of a file into little-endian uint16 ids in the file `out`, which is
+        replaced when all is written; returns how many they are.
 
-        out: a path, replaced when all is written, or a binary file. separator: lines that hold only
-        <|endoftext|>, with the empty lines around them, become the one id of <|endoftext|>, and the last
-        document ends with it too; there are no empty documents. Memory is bounded: chunks of 1 MiB
-        (`find_cut` says where), on all cores or `processes`. progress(done bytes, all bytes) is called after
-        each chunk.
+        Lines that hold only <|endoftext|>, with the empty lines around them, become the one id of
+        <|endoftext|>, and the last document ends with it too; there are no empty documents. Memory is
+        bounded: chunks of 1 MiB (`find_cut` says where), on all cores or `processes`. progress(done bytes,
+        all bytes) is called after each chunk.
         """
-        return self.encode_files([(path, start, end)], out, separator, processes, progress)
+        return self.encode_files([(path, start, end)], out, processes, progress)
 
-    def encode_files(self, files, out, separator=True, processes=None, progress=None):
+    def encode_files(self, files, out, processes=None, progress=None):
         """The same of several files, one after the other. files: (path, start, end) each, a part in bytes."""
         if self.vocab_size > 1 << 16:
-            raise ValueError(f"encode_file writes 16-bit ids, too few for a vocabulary of {self.vocab_size} "
-                             f"tokens; train one of at most {1 << 16}.")
-        if not hasattr(out, "write"):
-            with replace_file(out) as file:
-                return self.encode_files(files, file, separator, processes, progress)
-        parts = [find_chunks(*file_range(*file), size=CHUNK) for file in files]
-        boundary = array.array("H", [self.special[END_OF_TEXT]]).tobytes() if separator else None
-        chunks = [chunk for part in parts for chunk in part]
+            raise ValueError(f"16-bit ids are too few for a vocabulary of {self.vocab_size} tokens; train "
+                             "one of at most 65536.")
+        parts = [find_chunks(*file, size=CHUNK) for file in files]
         begins = [i == 0 for part in parts for i in range(len(part))]
+        boundary = array.array("H", [self.special[END_OF_TEXT]]).tobytes()
         count, last = 0, boundary
-        work = run_chunks(("encode", boundary), chunks, self.encoder, processes, progress)
-        with contextlib.closing(work) as results:
-            for ids, begin in zip(results, begins):      # in this order: results must run to its end
-                if separator and begin and last != boundary:
-                    count, last = count + write_ids(boundary, out), boundary    # the end of the file before
-                if separator and last == boundary and ids[:2] == boundary:
+        work = run_chunks(boundary, list(itertools.chain(*parts)), self.encoder, processes, progress)
+        with replace_file(out) as file, contextlib.closing(work) as results:
+            # zip in this order: results must run to its end; behind the last file as if an empty one began
+            for ids, begin in itertools.chain(zip(results, begins), [(b"", True)]):
+                if begin and last != boundary:
+                    count, last = count + write_ids(boundary, file), boundary   # the end of the file before
+                if last == boundary and ids[:2] == boundary:
                     ids = ids[2:]               # a separator at the start of a chunk that ends no document
-                count, last = count + write_ids(ids, out), ids[-2:] or last
-        if separator and last != boundary:
-            count += write_ids(boundary, out)
+                count, last = count + write_ids(ids, file), ids[-2:] or last
         return count
 
     def save(self, path):
@@ -647,18 +604,18 @@ class Tokenizer:
         """
         chars = byte_chars()
         names = ["".join([chars[byte] for byte in token]) for token in self.tokens[:256 + len(self.merges)]]
+        alike = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        model = {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "vocab": {name: token for token, name in enumerate([*names, *self.special])},
+            "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}
         tokenizer = {
             "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": token, "content": name, "single_word": False, "lstrip": False,
-                              "rstrip": False, "normalized": False, "special": True}
-                             for name, token in self.special.items()],
+            "added_tokens": [{"id": token, "content": name, **alike} for name, token in self.special.items()],
             "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
-            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                      "ignore_merges": False,
-                      "vocab": {name: token for token, name in enumerate([*names, *self.special])},
-                      "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}}
+            "model": model}
         with replace_file(path) as file:
             file.write(json.dumps(tokenizer, ensure_ascii=False, indent=1).encode())
 
@@ -682,10 +639,10 @@ class Tokenizer:
 
 
 def check_vocab_size(vocab_size):
+    """ValueError if there is no room for the 256 bytes and the special tokens."""
     least = 256 + len(SPECIAL_TOKENS)
-    if operator.index(vocab_size) < least:
-        raise ValueError(f"A vocabulary of {vocab_size} tokens is too small: 256 bytes and "
-                         f"{len(SPECIAL_TOKENS)} special tokens need at least {least}.")
+    if vocab_size < least:
+        raise ValueError(f"A vocabulary of {vocab_size} tokens is too small; it takes at least {least}.")
 
 
 def write_ids(ids, out):
@@ -711,12 +668,11 @@ def visible(token):
 
 def show(tokenizer, text):
     """A text with a bar between its tokens; after a line end, which is shown as \\n, a new line begins."""
-    ids = tokenizer.encode(text)
-    tokens = [tokenizer.tokens[token] for token in ids]
+    tokens = [tokenizer.tokens[token] for token in tokenizer.encode(text)]
     bars = ["|\n" if token.endswith(b"\n") else "|" for token in tokens]
     shown = "".join(visible(token) + bar for token, bar in zip(tokens, bars)).rstrip("\n")[:-1]
     size = sum(map(len, tokens))
-    return f"{shown}\n{len(ids)} tokens for {size} bytes, {size / max(len(ids), 1):.2f} bytes a token"
+    return f"{shown}\n{len(tokens)} tokens for {size} bytes, {size / max(len(tokens), 1):.2f} bytes a token"
 
 
 def merge_tree(tokenizer, token, first="", rest=""):
@@ -725,9 +681,8 @@ def merge_tree(tokenizer, token, first="", rest=""):
     kind = "special" if token in tokenizer.special.values() else made
     lines = [f'{first}"{visible(tokenizer.tokens[token])}"  id {token}, {kind}']
     if kind.startswith("merge"):
-        left, right = list(tokenizer.merges)[token - 256]
-        lines += merge_tree(tokenizer, left, rest + "+-- ", rest + "|   ")
-        lines += merge_tree(tokenizer, right, rest + "+-- ", rest + "    ")
+        for part, below in zip(list(tokenizer.merges)[token - 256], ("|   ", "    ")):
+            lines += merge_tree(tokenizer, part, rest + "+-- ", rest + below)
     return lines
 
 
@@ -765,8 +720,8 @@ def parse_arguments(argv):
     tree = commands.add_parser("tree", help="print the merge tree of a token")
     tree.add_argument("token", metavar="TOKEN", help="an id, a special token, or a text: all its tokens")
     for command in encode, decode, show_, tree:
-        command.add_argument("--tokenizer", metavar="FILE", help="what to use (default: tokenizer.json here, "
-                             "else that of the newest model in out/)")
+        command.add_argument("--tokenizer", metavar="FILE",
+                             help="(default: tokenizer.json here, else that of the newest model in out/)")
     return parser.parse_args(argv)
 
 
@@ -783,7 +738,9 @@ def train_command(files, vocab_size, out):
         print(f"Fewer than the {vocab_size} asked for: no other pair of tokens occurs twice in this text.")
 
 
-def run_command(arguments):
+def main(argv):
+    arguments = parse_arguments(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
     if arguments.command is None:
         return demo()
     if arguments.command == "train":
@@ -806,12 +763,6 @@ def run_command(arguments):
         text = sys.stdin.buffer.read() if arguments.text == "-" else os.fsencode(arguments.text)
         shown = arguments.command == "show"
         print(show(tokenizer, text) if shown else " ".join(map(str, tokenizer.encode(text))))
-
-
-def main(argv):
-    arguments = parse_arguments(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
-    run_command(arguments)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -838,7 +789,7 @@ def naming(path):
 
 def check_plain(path):
     """ValueError for a pipe, a device or a folder in place of a file: they could be read for ever."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
+    if os.path.exists(path) and not os.path.isfile(path):           # what is missing, open() will say
         raise ValueError(f"{path} is not a plain file, so it is not read.")
 
 
@@ -870,10 +821,9 @@ def replace_file(path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
-    except BaseException:
+    finally:
         with contextlib.suppress(OSError):
-            os.remove(new)
-        raise
+            os.remove(new)    # where it could not be finished
 
 
 def show_progress(what, unit="MB", size=1e6):
@@ -902,14 +852,11 @@ def number_type(kind, good, what):
     """An argparse type: a number of the kind that satisfies `good`, or one sentence that says `what` it must
     be."""
     def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not good(value):                # a NaN fails every comparison
-            shown = text if len(text) <= 40 else text[:40] + "..."
-            raise argparse.ArgumentTypeError(f"must be {what}, not {shown!r}")
-        return value
+        with contextlib.suppress(ValueError):
+            if good(value := kind(text)):                   # a NaN fails every comparison
+                return value
+        shown = text if len(text) <= 40 else text[:40] + "..."
+        raise argparse.ArgumentTypeError(f"must be {what}, not {shown!r}")
     return parse
 
 
