@@ -32,11 +32,9 @@ from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, newest_checkpoint, numb
 # name: type, smallest and largest value, default, meaning.  Each is an option, on a terminal also a command.
 SETTINGS = {
     "max-tokens": (int, 1, 10**9, 200, "length of an answer, in tokens, at most"),
-    "temperature": (float, 0, 100, 0.8, "0: always the likeliest token; 1: as the model learned; more: "
-                                        "wilder"),
+    "temperature": (float, 0, 100, 0.8, "0: the likeliest token; 1: as the model learned; more: wilder"),
     "top-k": (int, 0, 10**9, 50, "draw among the k likeliest tokens; 0: among all"),
-    "top-p": (float, 0.001, 1, 1.0, "draw among the likeliest tokens that reach this probability together; "
-                                    "1: all"),
+    "top-p": (float, 0.001, 1, 1.0, "draw among the likeliest tokens of this probability together; 1: all"),
     "seed": (int, 0, 2**63, None, "the same seed gives the same text; without one, another text every time"),
 }
 # What a terminal would obey instead of showing: all control characters but tab and line end.
@@ -68,6 +66,12 @@ class Printer:
         print(text.translate(CONTROL) if sys.stdout.isatty() else text, end="", flush=True)
 
 
+def note_cut(what, length, room):
+    """Say it where a text of so many ids is too long."""
+    if length > room:
+        print(f"note: the {what} has {length} tokens; the last {room} are used.", file=sys.stderr)
+
+
 class Session:
     """turns: lists of ids, the oldest first.  A pretrained model has one turn, the text that it continues."""
     def __init__(self, model, tokenizer, chat_form, settings):
@@ -75,15 +79,10 @@ class Session:
         self.turns, self.answers, self.printer = [], 0, None
         self.stop = tokenizer.special[END_OF_TURN if chat_form else END_OF_TEXT]
 
-    def note_cut(self, length, room):
-        """Say it where a prompt of so many ids is too long."""
-        if length > room:
-            print(f"note: the prompt has {length} tokens; the model reads the last {room}.", file=sys.stderr)
-
     def add_text(self, text):
         """Plain form: a new text to continue."""
         ids, room = self.tokenizer.encode(text), self.model.config.context
-        self.note_cut(len(ids), room)
+        note_cut("prompt", len(ids), room)
         self.turns, self.printer = [ids[-room:] or [self.stop]], Printer()
 
     def add_turn(self, text):
@@ -93,7 +92,7 @@ class Session:
         room = max(4, context - context // 4)
         if self.turns and not self.is_finished():           # the last answer was cut short
             self.turns[-1].append(self.stop)
-        self.note_cut(len(self.tokenizer.encode(text)), room - 3)       # the turn has three special tokens
+        note_cut("prompt", len(self.tokenizer.encode(text)), room - 3)   # the turn has three special tokens
         self.turns.append(self.tokenizer.prompt(text, room))
         while len(self.turns) > 1 and sum(map(len, self.turns)) > room:
             del self.turns[0]
@@ -140,13 +139,9 @@ def print_lens(model, tokenizer, text):
     stopped here?"""
     ids, context = tokenizer.encode(to_bytes(text)), model.config.context
     if len(ids) < 2:
-        raise ValueError("--lens needs a text of at least 2 tokens, one to read and one to predict; "
-                         f"{text!r} has {len(ids)}.")
-    if len(ids) > context + 1:
-        print(f"note: the text has {len(ids)} tokens; the table is of the last "
-              f"{context + 1}.", file=sys.stderr)
-        ids = ids[-context - 1:]
-    model_cpu.print_euler_table(model, tokenizer, np.array([ids]))
+        raise ValueError(f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
+    note_cut("text", len(ids), context + 1)     # the last one is predicted only
+    model_cpu.print_euler_table(model, tokenizer, np.array([ids[-context - 1:]]))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -187,8 +182,7 @@ def run_command(line, session):
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
     elif name == "help":
-        print("/reset forgets what was said, /quit leaves.  An empty line lets the model write on.  "
-              "Settings, with their values now:")
+        print("/reset forgets, /quit leaves, an empty line lets the model write on.  The settings now:")
         for name, (*_, meaning) in SETTINGS.items():
             print(f"  /{name} {show_setting(session.settings, name)}   {meaning}")
     else:
@@ -196,7 +190,7 @@ def run_command(line, session):
     return True
 
 
-def run_session(session):
+def run_session(session, folder):
     """Line by line until the input ends.  Prompts, commands and Ctrl-C that only stops an answer are for a
     terminal."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -204,6 +198,8 @@ def run_session(session):
         with contextlib.suppress(ImportError):
             # imported, it gives input() line editing and a history, kept in memory
             import readline     # noqa: F401
+        print(f"{folder}: {model_cpu.param_count(session.model.config):,} parameters, trained for "
+              f"{session.model.step} steps.")
         begin = "Ask" if session.chat_form else "Begin a text"
         print(f"{begin}; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.")
     while True:
@@ -224,8 +220,7 @@ def run_session(session):
 
 
 def parse_arguments(argv):
-    parser = Parser(description="Talk to a trained model: type, and it continues (or answers, if it was "
-                                "fine-tuned to).")
+    parser = Parser(description="Type, and a trained model continues (or answers, if it was fine-tuned to).")
     parser.add_argument("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue this text, then stop")
@@ -251,10 +246,7 @@ def main(argv):
     session = Session(model, tokenizer, checkpoint.is_chat_model(folder, tokenizer), args)
     if args.prompt is not None:
         return session.answer(args.prompt)
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        print(f"{folder}: {model_cpu.param_count(model.config):,} parameters, trained for {model.step} "
-              "steps.")
-    run_session(session)
+    run_session(session, folder)
 
 
 if __name__ == "__main__":

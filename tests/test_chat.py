@@ -184,7 +184,7 @@ def test_end_of_text_stops(models):
 def test_a_prompt_longer_than_the_context_keeps_its_end_and_says_so(models):
     code, out, err = run(models, "--model", "out/loop", "--prompt", "x" * 100 + "en", "--temperature", "0")
     assert (code, out) == (0, b"x" * 100 + b"ends.\n")
-    assert err == "note: the prompt has 102 tokens; the model reads the last 32.\n"
+    assert err == "note: the prompt has 102 tokens; the last 32 are used.\n"
     text = "The king and the queen " * 20       # and a model that looks further back reads just the kept end
     model, tokenizer = checkpoint.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
     stream = model_cpu.generate(model, tokenizer.encode(text)[-32:], temperature=0, vocab=tokenizer.vocab_size)
@@ -371,12 +371,11 @@ def test_commands(models):
         "> There is no command /; /help lists them. A space in front makes it a prompt.\n"
         "> max-tokens is 2\n> /top-p must be a number from 0.001 to 1, not '2'.\n"
         "> end\n"
-        "> /reset forgets what was said, /quit leaves.  An empty line lets the model write on.  Settings, "
-        "with their values now:\n"
+        "> /reset forgets, /quit leaves, an empty line lets the model write on.  The settings now:\n"
         "  /max-tokens 2   length of an answer, in tokens, at most\n"
-        "  /temperature 0.0   0: always the likeliest token; 1: as the model learned; more: wilder\n"
+        "  /temperature 0.0   0: the likeliest token; 1: as the model learned; more: wilder\n"
         "  /top-k 50   draw among the k likeliest tokens; 0: among all\n"
-        "  /top-p 1.0   draw among the likeliest tokens that reach this probability together; 1: all\n"
+        "  /top-p 1.0   draw among the likeliest tokens of this probability together; 1: all\n"
         "  /seed none   the same seed gives the same text; without one, another text every time\n"
         "> temperature is 0.5\n> temperature is 0.5\n"
         "> seed is none\n> seed is 7\n> seed is 7\n> seed is none\n"
@@ -547,7 +546,7 @@ def test_chat_form_forgets_whole_turns(models, capsys):
     assert capsys.readouterr().err == ""
     s.answer("x" * 50)
     assert s.turns == [[USER, *b"x" * 21, END, ASSISTANT, *b"Hi", END]]
-    assert capsys.readouterr().err == "note: the prompt has 50 tokens; the model reads the last 21.\n"
+    assert capsys.readouterr().err == "note: the prompt has 50 tokens; the last 21 are used.\n"
 
 
 def turn(text, *answer):
@@ -561,7 +560,7 @@ def test_chat_form_has_a_window_to_the_token(models, capsys):
     assert s.turns == [turn(b"y" + b"x" * 20)] and capsys.readouterr().err == ""
     s.add_turn(b"y" + b"x" * 21)                # one more than fits; the turn before is forgotten
     assert s.turns == [turn(b"x" * 21)]
-    assert capsys.readouterr().err == "note: the prompt has 22 tokens; the model reads the last 21.\n"
+    assert capsys.readouterr().err == "note: the prompt has 22 tokens; the last 21 are used.\n"
     for size, kept in ((6, 3), (7, 2)):         # 8 + 8 + 8 or 9: the oldest goes when they are more than 24, and it alone
         s.turns = [turn(b"1", *b"abc", END), turn(b"2", *b"abc", END)]
         s.add_turn(b"z" * (size - 1))
@@ -573,7 +572,7 @@ def test_chat_form_has_a_window_to_the_token(models, capsys):
         s.model, s.turns = types.SimpleNamespace(config=types.SimpleNamespace(context=context)), []
         s.add_turn(bytes(range(100)))
         assert s.turns == [turn(bytes(range(100 - room, 100)))]
-        assert capsys.readouterr().err == f"note: the prompt has 100 tokens; the model reads the last {room}.\n"
+        assert capsys.readouterr().err == f"note: the prompt has 100 tokens; the last {room} are used.\n"
 
 
 def test_plain_form_has_a_window_to_the_token(models, capsys):
@@ -585,7 +584,7 @@ def test_plain_form_has_a_window_to_the_token(models, capsys):
         text = bytes(range(97, 97 + size))
         s.add_text(text)
         assert s.turns == [list(text[-32:])]
-        note = f"note: the prompt has {size} tokens; the model reads the last 32.\n"
+        note = f"note: the prompt has {size} tokens; the last 32 are used.\n"
         assert capsys.readouterr().err == (note if size > 32 else "")
 
 
@@ -633,13 +632,12 @@ def test_lens_of_a_long_text(models, monkeypatch, capsys):
             assert asked.pop() == [list(text.encode()[-context - 1:])]
             read = min(size - 1, context)
             assert out.startswith(f"{read} tokens read, the next of each predicted; loss in nats a token\n")
-            note = f"note: the text has {size} tokens; the table is of the last {context + 1}.\n"
+            note = f"note: the text has {size} tokens; the last {context + 1} are used.\n"
             assert err == (note if size > context + 1 else "")
     for text in ("", "a"):
         with pytest.raises(ValueError) as error:
             chat.print_lens(model, tokenizer, text)
-        assert str(error.value) == (f"--lens needs a text of at least 2 tokens, one to read and one to predict; {text!r} has "
-                                    f"{len(text)}.")
+        assert str(error.value) == f"--lens needs a text of at least 2 tokens; {text!r} has {len(text)}."
 
 
 def test_engine(monkeypatch):
@@ -698,13 +696,13 @@ def test_help(models, monkeypatch):
     code, out, err = run(models, "--help")
     text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", out.decode()).split())
     assert (code, err) == (0, "")
-    for words in ("Talk to a trained model: type, and it continues (or answers, if it was fine-tuned to).",
+    for words in ("Type, and a trained model continues (or answers, if it was fine-tuned to).",
                   "--model DIR the checkpoint folder (default: the newest in out/)", "--prompt TEXT continue this text, then stop",
                   "--lens TEXT print the Euler table of this text, then stop",
                   "--max-tokens N length of an answer, in tokens, at most (default 200)",
-                  "--temperature N 0: always the likeliest token; 1: as the model learned; more: wilder (default 0.8)",
+                  "--temperature N 0: the likeliest token; 1: as the model learned; more: wilder (default 0.8)",
                   "--top-k N draw among the k likeliest tokens; 0: among all (default 50)",
-                  "--top-p N draw among the likeliest tokens that reach this probability together; 1: all (default 1.0)",
+                  "--top-p N draw among the likeliest tokens of this probability together; 1: all (default 1.0)",
                   "--seed N the same seed gives the same text; without one, another text every time --device",
                   "{auto,cpu,gpu} what computes (default auto: the GPU if there is one)"):
         assert words in text
