@@ -579,8 +579,7 @@ class Tokenizer:
     def encode_files(self, files, out, processes=None, progress=None):
         """The same of several files, one after the other. files: (path, start, end) each, a part in bytes."""
         if self.vocab_size > 1 << 16:
-            raise ValueError(f"16-bit ids are too few for a vocabulary of {self.vocab_size} tokens; train "
-                             "one of at most 65536.")
+            raise ValueError(f"16-bit ids are too few for {self.vocab_size} tokens; train at most 65536.")
         parts = [find_chunks(*file, size=CHUNK) for file in files]
         begins = [i == 0 for part in parts for i in range(len(part))]
         boundary = array.array("H", [self.special[END_OF_TEXT]]).tobytes()
@@ -604,7 +603,7 @@ class Tokenizer:
         """
         chars = byte_chars()
         names = ["".join([chars[byte] for byte in token]) for token in self.tokens[:256 + len(self.merges)]]
-        alike = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
         model = {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
@@ -613,7 +612,7 @@ class Tokenizer:
             "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}
         tokenizer = {
             "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": token, "content": name, **alike} for name, token in self.special.items()],
+            "added_tokens": [{"id": token, "content": name, **plain} for name, token in self.special.items()],
             "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
             "model": model}
         with replace_file(path) as file:
@@ -701,8 +700,7 @@ def demo():
 
 
 def parse_arguments(argv):
-    parser = Parser(description="Byte-level BPE: train a tokenizer, encode, decode, look at tokens. "
-                                                 "Without a command: a small demonstration.")
+    parser = Parser(description="Byte-level BPE. Without a command: a small demonstration.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     train = commands.add_parser("train", help="learn a tokenizer from text files")
     train.add_argument("files", nargs="+", metavar="FILE",

@@ -299,7 +299,7 @@ def test_ids_take_16_bits_where_they_fit(missing, code, tmp_path):
     if code == "H":
         assert encode_to_ids(large, tmp_path / "text") == [65534, 65535]
     else:
-        with pytest.raises(ValueError, match="too few for a vocabulary of 65537 tokens; train one of at most 65536"):
+        with pytest.raises(ValueError, match="^16-bit ids are too few for 65537 tokens; train at most 65536.$"):
             encode_to_ids(large, tmp_path / "text")
 
 
