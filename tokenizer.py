@@ -285,25 +285,28 @@ class Encoder(dict):
 
         Ids are in the order of learning, so that merge is the smallest id that a neighbouring pair can make.
         """
-        # -1 makes no pair; being last, it is the right neighbour of the last id and, as ids[-1], the left one
-        # of the first
-        ids = [self.byte_ids[byte] for byte in word] + [-1]
-        if len(word) > 200:
+        ids = [self.byte_ids[byte] for byte in word]
+        if len(ids) > 200:
             return self.merge_long(ids)
         get, none = self.merges.get, len(self.byte_ids) + len(self.merges)
         # made[i]: what ids[i], ids[i + 1] can make
         made = list(map(get, zip(ids, ids[1:]), itertools.repeat(none)))
-        while (smallest := min(made)) != none:
+        while made and (smallest := min(made)) != none:
             i = made.index(smallest)
             ids[i:i + 2] = [smallest]
             del made[i]
-            made[i] = get((smallest, ids[i + 1]), none)
-            made[i - 1] = get((ids[i - 1], smallest), none)
-        return ids[:-1]
+            if i < len(made):
+                made[i] = get((smallest, ids[i + 1]), none)
+            if i > 0:
+                made[i - 1] = get((ids[i - 1], smallest), none)
+        return ids
 
     def merge_long(self, ids):
         """The same for a word of any length in n log n steps, where the loop above takes n squared: a
         heap."""
+        # -1 makes no pair; being last, it is the right neighbour of the last id and, as ids[-1], the left one
+        # of the first
+        ids.append(-1)
         n, get = len(ids), self.merges.get
         before, after = array.array("q", range(-1, n - 1)), array.array("q", range(1, n + 1))
         pairs = enumerate(map(get, zip(ids, ids[1:])))
