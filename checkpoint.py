@@ -365,20 +365,22 @@ def set_aside(out):
         print(f"{out} held an earlier run: it is now {free}.")
 
 
-def read_log(file, path):
-    """Yield (line, record) of a log that is open for reading bytes.  The last line of a killed run may be cut
-    short: it is left out.  ValueError for any other that is no record."""
-    for number, line in enumerate(file, 1):
-        if not line.endswith(b"\n"):
-            return
-        try:
-            record = json.loads(line)
-            if type(record["step"]) is not int:
-                raise ValueError("its step is no whole number")
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}, is no record of a run ({error}): the file was altered; "
-                             "move it away to go on without it.") from None
-        yield line, record
+def read_log(path):
+    """Yield (line, record) of a log.  The last line of a killed run may be cut short: it is left out.
+    ValueError for any other that is no record."""
+    check_plain(path)
+    with naming(path), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+                if type(record["step"]) is not int:
+                    raise ValueError("its step is no whole number")
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}, is no record of a run ({error}): the file was "
+                                 "altered; move it away to go on without it.") from None
+            yield line, record
 
 
 class Log:
@@ -389,17 +391,14 @@ class Log:
         self.path = os.path.join(folder, "log.jsonl")
         self.best, self.risen = None, False         # (held-out loss, step), and whether it has risen since
         kept, last = 0, 0
-        if os.path.exists(self.path):
-            check_plain(self.path)
-        with naming(self.path):
-            self.file = open(self.path, "a+b")
-            self.file.seek(0)
-        for line, record in read_log(self.file, self.path):
+        for line, record in read_log(self.path) if os.path.exists(self.path) else ():
             if record["step"] > step:
                 break
             kept, last = kept + len(line), record["step"]
             self.follow(record)
-        self.file.truncate(kept)
+        with naming(self.path):
+            self.file = open(self.path, "ab")
+            self.file.truncate(kept)
         if last < step:
             print(f"note: {self.path} has no record of the steps {last + 1} to {step}.", flush=True)
 
@@ -428,9 +427,7 @@ def plot(folder):
         import matplotlib
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
-    check_plain(path)
-    with naming(path), open(path, "rb") as file:
-        records = [record for _, record in read_log(file, path)]
+    records = [record for _, record in read_log(path)]
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 4.5))

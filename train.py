@@ -615,15 +615,14 @@ def dry_run(config, settings):
               f"{model_cpu.largest_micro_batch(plan, free)}.")
 
 
-def choose_device(asked, preset):
-    """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others."""
-    if asked in ("cpu", "gpu"):
-        model_gpu.pick(asked)
-        return asked
-    if preset != "small" and (reason := model_gpu.why_no_gpu()):
-        raise ValueError(f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to "
+def choose_device(asked, preset, planning=False):
+    """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others.  To plan a run needs none."""
+    device = asked if asked in ("cpu", "gpu") else "cpu" if preset == "small" else "gpu"
+    if device == "gpu" and not planning and (reason := model_gpu.why_no_gpu()):
+        raise ValueError(reason if asked == "gpu" else
+                         f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to "
                          f"do it all the same. On a GPU it takes minutes; but: {reason}")
-    return "cpu" if preset == "small" else "gpu"
+    return device
 
 
 def choose_sizes(args, preset):
@@ -758,7 +757,8 @@ def cap_steps(args, settings, tokens):
         print(f"{tokens:,} tokens are few for {settings.steps} steps: taking {most}, which read them "
               f"{epochs} times (--steps takes another number).")
         settings.steps = most
-        settings.warmup = settings.warmup if args.warmup is not None else min(settings.warmup, most // 10)
+        if args.warmup is None:
+            settings.warmup = min(settings.warmup, most // 10)
 
 
 def pretraining(model, tokenizer, tokens, val, settings):
@@ -802,9 +802,8 @@ def main(argv):
         print(f"Resuming {out} at step {model.step} of {settings.steps}.")
     else:
         config = choose_sizes(args, preset)
-        # a dry run needs no GPU to plan for one
-        for_gpu = args.device != "cpu" and (preset != "small" or args.device == "gpu" or args.memory_limit)
-        args.device = "gpu" if args.dry_run and for_gpu else choose_device(args.device, preset)
+        asked = args.device or ("gpu" if args.dry_run and args.memory_limit else None)
+        args.device = choose_device(asked, preset, planning=args.dry_run)
         settings = make_settings(args, preset, config, DEFAULTS[preset])
         if args.dry_run:
             return dry_run(config, settings)

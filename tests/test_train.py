@@ -763,6 +763,12 @@ def test_opening_a_log_cuts_it_and_writes_nothing_again(tmp_path, monkeypatch):
 
         def __iter__(self):
             return iter(self.file)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
     log = checkpoint.Log(str(tmp_path), 6)
     kept = "".join(whole.splitlines(keepends=True)[:6])
     assert len(sizes) == 1 and (tmp_path / "log.jsonl").read_text() == kept     # one truncation, and no write
