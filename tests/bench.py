@@ -584,7 +584,7 @@ def curve(make_step, losses, sync, tokens, val, settings, config, B, seed):
         held_out = {}
         for kind, ids in val.items():
             sums = [(targets[:, :inputs.shape[1]].size, float(losses(inputs, targets)[0]))
-                    for inputs, targets in train.even_windows(ids, T, K, B, 1 << 18)]
+                    for inputs, targets in train.even_windows(ids, T, K, B, 1 << 17)]
             held_out[kind] = sum(n * loss for n, loss in sums) / sum(n for n, _ in sums)
         points.append([i + 1, seconds, held_out])
         started = time.perf_counter()
