@@ -130,9 +130,9 @@ def add_run_options(parser):
 
 # Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {
-    "small": dict(steps=1000, batch_tokens=2048, lr=2e-3, warmup=50, eval_every=250, save_every=250),
+    "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
     "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
-    "big": dict(steps=48000, batch_tokens=32768, lr=1e-3, warmup=300, eval_every=500, save_every=2000),
+    "big": dict(steps=48000, batch_tokens=32768, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000),
 }
 SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
 # readings of a text: big learned nothing of use from a fifth of 290 MB, nor small from a ninth of 0.3 MB
@@ -684,7 +684,7 @@ def make_settings(args, preset, config, defaults):
     settings = Settings(**{
         **defaults, "batch_tokens": max(1, defaults["batch_tokens"] // T) * T, "preset": preset, "data": None,
         "mtp_weight": config.mtp_weight, "decay": 0.1, "clip": 1.0, "seed": 0, "micro_batch": 1, "threads": 1,
-        "optimizer": "adamw", "device": "cpu", "precision": model_gpu.default_precision() if on_gpu else "fp32",
+        "optimizer": "muon", "device": "cpu", "precision": model_gpu.default_precision() if on_gpu else "fp32",
         "matmul": "cublas", "memory_limit": None, **given})
     windows, rest = divmod(settings.batch_tokens, T)
     if rest:

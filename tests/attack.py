@@ -26,12 +26,10 @@ import time
 import traceback
 import zlib
 
-import conftest
+import conftest         # before NumPy loads: it sets the number of BLAS's threads
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-THREADS = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")}
-os.environ.update(THREADS)                      # before NumPy loads, so that train.py need not start itself anew
 QUICK = ["--data", "corpus.txt", "--batch-tokens", "256", "--steps", "12", "--eval-every", "4", "--save-every", "4",
          "--threads", "2"]
 PATIENCE = 600                                  # seconds after which a run counts as hanging

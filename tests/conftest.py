@@ -1,5 +1,11 @@
-"""What holds for all tests: signals as in a terminal, however the suite was started."""
+"""What holds for all tests: one thread for BLAS, and signals as in a terminal, however the suite was started."""
+import os
 import signal
+
+# Before NumPy loads, which reads them: the bits of a product depend on the number of its threads, so a run within this
+# process and one that train.py starts, which sets them too, would differ; and the tests run side by side anyway.
+THREADS = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")}
+os.environ.update(THREADS)
 
 
 def pytest_configure():

@@ -406,6 +406,27 @@ def test_gpu_equivalence_has_its_bars(twin, capsys, name, size, good):
     assert [line.rpartition("   bar ")[2] for line in lines] == bars
 
 
+@pytest.mark.parametrize("precision, bar, factor", [("fp32", "1e-04", 0.99), ("tf32", "8e-02", 0.99), ("bf16", "8e-02", 1.01)])
+def test_a_step_of_muon_has_its_bars(monkeypatch, capsys, precision, bar, factor):
+    """An engine that moves one matrix too far."""
+    asked = []
+
+    class Engine(model_cpu.Model):
+        def __init__(self, config, precision, optimizer):
+            asked.append((config, precision, optimizer))
+            super().__init__(config, optimizer=optimizer)
+
+        def update(self, lr):
+            super().update(lr)
+            self.params["layers.0.out"] *= 1 + factor * float(bar)
+
+    monkeypatch.setattr(gradcheck.model_gpu, "Model", Engine)
+    assert bool(gradcheck.run_gpu_muon(WIDE, [precision])) == (factor < 1) and asked == [(WIDE, precision, "muon")]
+    name, _, rest = capsys.readouterr().out.split("\n")[1].rpartition("   bar ")
+    assert name.startswith(f"  {precision}, layers.0.out ") and rest == bar
+    assert float(name.split()[-1]) == pytest.approx(factor * float(bar), rel=0.01)
+
+
 @pytest.mark.parametrize("best, precisions", [("bf16", ("fp32", "tf32", "bf16")), ("fp32", ("fp32",))])
 def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisions):
     monkeypatch.setattr(gradcheck.model_gpu, "why_no_gpu", lambda: None)
@@ -418,15 +439,16 @@ def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisio
             return len(called) != bad
         return run
 
-    for name in ("run_gpu_gradients", "run_gpu_ladder", "run_gpu_equivalence"):
+    for name in ("run_gpu_gradients", "run_gpu_ladder", "run_gpu_equivalence", "run_gpu_muon"):
         monkeypatch.setattr(gradcheck, name, stub(name))
     big = dataclasses.replace(model_cpu.CONFIGS["big"], layers=4)
-    for bad in (None, 1, 2, 3, 4):
+    for bad in (None, 1, 2, 3, 4, 5):
         called.clear()
         assert gradcheck.main(["--gpu", *(["--peer"] if bad else [])]) == (1 if bad else 0)
         assert called == [("run_gpu_gradients", big, precisions, None, bool(bad)),
                           ("run_gpu_gradients", big, precisions, 0.06, bool(bad)),
-                          ("run_gpu_ladder", precisions), ("run_gpu_equivalence", big)]
+                          ("run_gpu_ladder", precisions), ("run_gpu_equivalence", big),
+                          ("run_gpu_muon", big, precisions)]
         assert capsys.readouterr().out == ("NOT all within the bars\n" if bad else "all within the bars\n")
 
 

@@ -824,7 +824,7 @@ def test_small_reads_a_short_text_eight_times_at_most(capsys):
     args = train.parse_arguments([])
     s = train.make_settings(args, "small", model_cpu.CONFIGS["small"], train.DEFAULTS["small"])
     train.cap_steps(args, s, 8 * 2048 * 125)
-    assert s.steps == 1000 and s.warmup == 50 and not capsys.readouterr().out
+    assert s.steps == 800 and s.warmup == 40 and not capsys.readouterr().out
     train.cap_steps(args, s, 40 * 2048)
     assert s.steps == 320 and s.warmup == 32 and "read them 8 times" in capsys.readouterr().out
 

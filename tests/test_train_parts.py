@@ -36,16 +36,16 @@ def settings(*options, preset="small", config=None, **changes):
 def test_defaults():
     """What was measured to be good, and what README and DESIGN name."""
     assert train.DEFAULTS == {
-        "small": dict(steps=1000, batch_tokens=2048, lr=2e-3, warmup=50, eval_every=250, save_every=250),
+        "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
         "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
-        "big": dict(steps=48000, batch_tokens=32768, lr=1e-3, warmup=300, eval_every=500, save_every=2000)}
+        "big": dict(steps=48000, batch_tokens=32768, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000)}
     assert train.MOST_EPOCHS == {"small": 8, "medium": 4, "big": 4}
     assert (train.MOST_BATCH, checkpoint.RISE) == (16_777_216, 0.02)
     assert (train.EVAL_TOKENS, train.SAMPLE_TOKENS, train.PROMPTS) == (65536, 80, ("\n", "The", "What is"))
     s = settings()
     assert dataclasses.asdict(s) == dict(
-        preset="small", steps=1000, batch_tokens=2048, micro_batch=16, lr=2e-3, warmup=50, decay=0.1, clip=1.0, mtp_weight=0.3,
-        seed=0, eval_every=250, save_every=250, threads=min(16, train.available_cores()), device="cpu", precision="fp32",
+        preset="small", steps=800, batch_tokens=2048, micro_batch=16, optimizer="muon", lr=4e-3, warmup=40, decay=0.1, clip=1.0, mtp_weight=0.3,
+        seed=0, eval_every=200, save_every=200, threads=min(16, train.available_cores()), device="cpu", precision="fp32",
         matmul="cublas", memory_limit=None, data=None, tokens_key="")
 
 
@@ -403,12 +403,12 @@ def test_a_dry_run_prints_the_plan(monkeypatch, capsys):
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 1 << 30 if limit is None else limit)
     train.dry_run(CONFIGS["small"], s)
     def plan(rows):
-        return model_cpu.memory_plan(CONFIGS["small"], rows, 128, "fp32", 2)
+        return model_cpu.memory_plan(CONFIGS["small"], rows, 128, "fp32", 2, "muon")
     rows = {**plan(16), "together": sum(plan(16).values())}
     largest = model_cpu.largest_micro_batch(plan, 1 << 30)
     assert 50 < largest < 150
     assert capsys.readouterr().out == (
-        "small: 1,053,824 parameters, 1000 steps of 2,048 tokens in micro-batches of 16 x 128, cpu fp32, peak learning rate 0.002\n"
+        "small: 1,053,824 parameters, 800 steps of 2,048 tokens in micro-batches of 16 x 128, cpu fp32, peak learning rate 0.004\n"
         + "".join(f"{name:>20} {size / 1048576:10.1f} MiB\n" for name, size in rows.items())
         + f"Free memory is 1,024 MiB: the largest micro-batch is {largest}.\n")
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
@@ -418,7 +418,7 @@ def test_a_dry_run_prints_the_plan(monkeypatch, capsys):
     gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
     train.dry_run(CONFIGS["small"], gpu)
     largest = model_cpu.largest_micro_batch(
-        lambda rows: model_gpu.memory_plan(CONFIGS["small"], rows, 128, "bf16"), 3 << 30)
+        lambda rows: model_gpu.memory_plan(CONFIGS["small"], rows, 128, "bf16", optimizer="muon"), 3 << 30)
     assert capsys.readouterr().out.endswith(
         f"Free memory is 3,072 MiB: the largest micro-batch is {largest}.\n")
 
@@ -869,7 +869,7 @@ def test_a_new_run(whole, capsys):
     assert (taken, aside, saved) == (("take", out), ("aside", out), ("save", out, {"script": "train.py", "tokens": 0, "seconds": 0.0}))
     assert (s.tokens_key, s.steps, s.seed, folder, state["script"], stop) == ("key", 781, 4, out, "train.py", "stop")
     assert capsys.readouterr().out == (
-        "200,000 tokens are few for 1000 steps: taking 781, which read them 8 times (--steps takes another number).\n"
+        "200,000 tokens are few for 800 steps: taking 781, which read them 8 times (--steps takes another number).\n"
         "small: 1,053,824 parameters, 781 steps of 2,048 tokens, 2 threads; corpus text.txt: 200,000 tokens to train on, 900 to validate.\n"
         "--- '\\n'\n\n sample 4\n--- 'The'\nThe sample 5\n--- 'What is'\nWhat is sample 6\n\nTalk to it: python chat.py --model out/small\n")
 
