@@ -58,6 +58,8 @@ template <class Real>
 struct Matrix {
     Real* rows;
     int T, stride;
+
+    __device__ Real* row(int t) const { return rows + (long long)t * stride; }
 };
 
 // Head n of sequence b in an array (B,T,heads*D), such as out.
@@ -85,7 +87,7 @@ __device__ Number* numbers_of(Number* array, int b, int h, int T, int H) {
 }
 
 // How the kernels are launched. `rows` is how many queries, or keys in dkdv, a block owns:
-//     readable      rows = 32, and 16 for D = 128     64 threads
+//     readable      rows = 4096 / D                   128 threads
 //     _bf16         rows = 128, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
 //     _tf32         rows = 64, only for D <= 64       128 threads    tile = rows * D * 4 bytes
 //
@@ -117,219 +119,192 @@ __device__ Number* numbers_of(Number* array, int b, int h, int T, int H) {
 // ===========================================================================================================
 // 1. The readable version: fp32, plain arithmetic
 // ===========================================================================================================
+// A block owns ROWS rows: queries in the forward and in dQ, keys in dK/dV. They stay in registers, beside the
+// sums that belong to them, while the rows of the other side stream past in tiles through shared memory.
 
 namespace readable {
 
-// The backward keeps four Br x D tiles in shared memory, and 48 KB is what every GPU gives without being
-// asked: hence smaller tiles for D = 128.
-constexpr int Br = D <= 64 ? 32 : 16, Bc = Br;
+// Two rows belong to a group of LANES lanes of one warp. Each lane has 16 columns of both, so that what it
+// reads from shared memory serves twice.
+constexpr int THREADS = 128, LANES = D / 16, GROUPS = 32 / LANES, WARP_ROWS = 2 * GROUPS;
+constexpr int ROWS = THREADS / 32 * WARP_ROWS, TILE = 32;  // rows of a tile: one for each lane of a warp
 
-// 64 threads per block, seen as an 8 x 8 grid (ty, tx). Of a Br x Bc tile thread (ty, tx) owns the R x R
-// entries (ty + 8r, tx + 8c); of a Br x D tile the rows ty + 8r and the columns 4tx + 32c + (0..3), so that
-// it can move four floats at a time. The eight threads of one ty, which share rows, are neighbours in one
-// warp.
-constexpr int THREADS = 64, R = Br / 8, DC = D / 32;
+typedef float4 Tile[TILE][D / 4];
 
-// Rows are padded by 16 bytes, so that eight threads reading one column of eight successive rows hit
-// different banks.
-typedef float Rows[Br][D + 4];
-typedef float Scores[Br][Bc + 4];
+struct Rows {  // the columns of its two rows that a lane has
+    float4 x[2][4];
+};
 
-// tile = rows first .. first + Br - 1 of a head; zeros past the end.
-__device__ void load(Rows tile, Matrix<const float> from, int first) {
-    for (int n = threadIdx.x; n < Br * D / 4; n += THREADS) {
-        int row = n / (D / 4), column = 4 * (n % (D / 4));
-        const float* at = from.rows + (long long)(first + row) * from.stride + column;
-        *(float4*)&tile[row][column] = first + row < from.T ? *(const float4*)at : float4{};
-    }
+struct Pair {  // a number for each of the two rows, the same in all lanes of the group
+    float x[2];
+    __device__ float& operator[](int r) { return x[r]; }
+};
+
+// The first of this lane's two rows, counted from the block's first.
+__device__ int own_row() { return threadIdx.x / 32 * WARP_ROWS + threadIdx.x % GROUPS * 2; }
+
+// Which float4 of a row is this lane's n-th. Lanes side by side belong to different groups and have the same
+// columns: they read one address of shared memory. The others read neighbouring ones, in other banks.
+__device__ int own_column(int n) { return n * LANES + threadIdx.x % 32 / GROUPS; }
+
+// Rows first and first + 1 of a head; past the end the last one, for nobody's use.
+__device__ Rows load(Matrix<const float> from, int first) {
+    Rows rows;
+    for (int r = 0; r < 2; r++)
+        for (int n = 0; n < 4; n++)
+            rows.x[r][n] = ((const float4*)from.row(min(first + r, from.T - 1)))[own_column(n)];
+    return rows;
 }
 
-// acc (Br x Bc) += A (Br x D) @ B (Bc x D)^T
-__device__ void product_abt(float acc[R][R], const Rows A, const Rows B) {
-    int ty = threadIdx.x / 8, tx = threadIdx.x % 8;
-    #pragma unroll 4
-    for (int d = 0; d < D; d += 4) {
-        float4 a[R], b[R];
-        for (int r = 0; r < R; r++) a[r] = *(const float4*)&A[ty + 8 * r][d];
-        for (int c = 0; c < R; c++) b[c] = *(const float4*)&B[tx + 8 * c][d];
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < R; c++)
-                acc[r][c] += a[r].x * b[c].x + a[r].y * b[c].y + a[r].z * b[c].z + a[r].w * b[c].w;
-    }
+__device__ Rows scaled(Pair factor, Rows rows) {
+    for (int r = 0; r < 2; r++)
+        for (float4& a : rows.x[r])
+            a = make_float4(factor[r] * a.x, factor[r] * a.y, factor[r] * a.z, factor[r] * a.w);
+    return rows;
 }
 
-// x += p * y
-__device__ void add_product(float4& x, float p, float4 y) {
-    x = make_float4(x.x + p * y.x, x.y + p * y.y, x.z + p * y.z, x.w + p * y.w);
+// Rows first and first + 1 of a head = rows, as far as they exist.
+__device__ void store(Matrix<float> to, int first, Rows rows) {
+    for (int r = 0; r < 2; r++)
+        for (int n = 0; n < 4; n++)
+            if (first + r < to.T) ((float4*)to.row(first + r))[own_column(n)] = rows.x[r][n];
 }
 
-__device__ float4 scaled(float f, float4 x) { return make_float4(f * x.x, f * x.y, f * x.z, f * x.w); }
-
-// acc (Br x D) += P (Br x Bc) @ B (Bc x D)
-__device__ void product_ab(float4 acc[R][DC], const Scores P, const Rows B) {
-    int ty = threadIdx.x / 8, tx = threadIdx.x % 8;
-    #pragma unroll 4
-    for (int j = 0; j < Bc; j++)
-        for (int c = 0; c < DC; c++)
-            for (int r = 0; r < R; r++)
-                add_product(acc[r][c], P[ty + 8 * r][j], *(const float4*)&B[j][4 * tx + 32 * c]);
+// rows . y, over all D columns
+__device__ Pair dot(const Rows& rows, const float4* y) {
+    Pair sum = {};
+    for (int n = 0; n < 4; n++)
+        for (int r = 0; r < 2; r++) {
+            float4 a = rows.x[r][n], b = y[own_column(n)];
+            sum[r] = sum[r] + a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
+        }
+    for (int bit = GROUPS; bit < 32; bit *= 2)
+        for (int r = 0; r < 2; r++) sum[r] += __shfl_xor_sync(0xFFFFFFFF, sum[r], bit);
+    return sum;
 }
 
-// Rows first .. of a head = factor * acc, for the rows that exist.
-__device__ void store(Matrix<float> to, const float4 acc[R][DC], float factor, int first) {
-    int ty = threadIdx.x / 8, tx = threadIdx.x % 8;
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < DC; c++) {
-            float* at = to.rows + (long long)(first + ty + 8 * r) * to.stride + 4 * tx + 32 * c;
-            if (first + ty + 8 * r < to.T) *(float4*)at = scaled(factor, acc[r][c]);
+// rows += p y
+__device__ void add_product(Rows& rows, Pair p, const float4* y) {
+    for (int n = 0; n < 4; n++)
+        for (int r = 0; r < 2; r++) {
+            float4 &a = rows.x[r][n], b = y[own_column(n)];
+            a = make_float4(a.x + p[r] * b.x, a.y + p[r] * b.y, a.z + p[r] * b.z, a.w + p[r] * b.w);
         }
 }
 
-// The sum over the eight threads that share a row.
-__device__ float row_sum(float x) {
-    for (int bit = 1; bit < 8; bit *= 2) x += __shfl_xor_sync(0xFFFFFFFF, x, bit);
-    return x;
+// Tiles x and y = rows first .. first + TILE - 1 of two heads; past the end the last one.
+__device__ void load_tiles(Tile& x, Matrix<const float> from_x, Tile& y, Matrix<const float> from_y,
+                           int first) {
+    __syncthreads();  // nobody reads what was there any more
+    #pragma unroll 2  // more at once would take registers from the sums
+    for (int n = threadIdx.x; n < TILE * D / 4; n += THREADS) {
+        int row = n / (D / 4), column = n % (D / 4), t = min(first + row, from_x.T - 1);
+        x[row][column] = ((const float4*)from_x.row(t))[column];
+        y[row][column] = ((const float4*)from_y.row(t))[column];
+    }
+    __syncthreads();  // the tiles are complete
 }
 
 __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, int G) {
-    __shared__ Rows Q, K, V;
-    __shared__ Scores P;
+    constexpr int STEP = 8;  // keys for which m, l and O are brought up to date at once
+    __shared__ Tile K, V;
     // The last queries see the most keys: the longest work starts first.
     int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = gridDim.z - 1 - blockIdx.z;
-    int ty = threadIdx.x / 8, tx = threadIdx.x % 8;
+    int query = i * ROWS + own_row(), last = query | (WARP_ROWS - 1);  // last: of this warp's queries
     const float scale = rsqrtf(float(D));
     auto in = heads_of(qkv, b, h, g, T, H, G);
 
-    float4 O[R][DC] = {};
-    float m[R], l[R] = {};
-    for (int r = 0; r < R; r++) m[r] = MASKED;
-    load(Q, in.q, i * Br);
-    for (int j = 0; j <= i; j++) {
-        load(K, in.k, j * Bc);
-        load(V, in.v, j * Bc);
-        __syncthreads();  // the tiles are complete
-        float S[R][R] = {};
-        product_abt(S, Q, K);
-        for (int r = 0; r < R; r++) {  // online softmax of row ty + 8r, with the seven threads beside this
-            float m_new = m[r];
-            for (int c = 0; c < R; c++) {
-                bool seen = j * Bc + tx + 8 * c <= i * Br + ty + 8 * r;
-                S[r][c] = seen ? S[r][c] * scale : MASKED;
-                m_new = fmaxf(m_new, S[r][c]);
+    Rows q = load(in.q, query), O = {};
+    Pair m = {MASKED, MASKED}, l = {}, alpha;
+    for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
+        load_tiles(K, in.k, V, in.v, first);
+        for (int j = 0; j < TILE && first + j <= last; j += STEP) {
+            Pair S[STEP], P[STEP];
+            for (int n = 0; n < STEP; n++) S[n] = dot(q, K[j + n]);
+            for (int r = 0; r < 2; r++) {  // online softmax
+                float m_new = m[r];
+                for (int n = 0; n < STEP; n++) {
+                    S[n][r] = first + j + n <= query + r ? scale * S[n][r] : MASKED;
+                    m_new = fmaxf(m_new, S[n][r]);
+                }
+                alpha[r] = expf(m[r] - m_new);
+                m[r] = m_new;
+                l[r] *= alpha[r];
+                for (int n = 0; n < STEP; n++) l[r] += P[n][r] = expf(S[n][r] - m[r]);
             }
-            for (int bit = 1; bit < 8; bit *= 2)
-                m_new = fmaxf(m_new, __shfl_xor_sync(0xFFFFFFFF, m_new, bit));
-            float alpha = expf(m[r] - m_new), sum = 0.0f;
-            for (int c = 0; c < R; c++) {
-                S[r][c] = expf(S[r][c] - m_new);
-                sum += S[r][c];
-            }
-            l[r] = alpha * l[r] + row_sum(sum);
-            m[r] = m_new;
-            for (int c = 0; c < DC; c++) O[r][c] = scaled(alpha, O[r][c]);
-            for (int c = 0; c < R; c++) P[ty + 8 * r][tx + 8 * c] = S[r][c];
+            O = scaled(alpha, O);
+            for (int n = 0; n < STEP; n++) add_product(O, P[n], V[j + n]);
         }
-        __syncwarp();  // a row of P is written and read by the eight threads of one ty
-        product_ab(O, P, V);
-        __syncthreads();  // nobody reads these tiles any more
     }
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < DC; c++) O[r][c] = scaled(1.0f / l[r], O[r][c]);
-        int row = i * Br + ty + 8 * r;
-        if (tx == 0 && row < T) numbers_of(lse, b, h, T, H)[row] = m[r] + logf(l[r]);
-    }
-    store(head_of(out, b, h, T, H), O, 1.0f, i * Br);
+    store(head_of(out, b, h, T, H), query, scaled({1.0f / l[0], 1.0f / l[1]}, O));
+    for (int r = 0; r < 2; r++)
+        if (query + r < T) numbers_of(lse, b, h, T, H)[query + r] = m[r] + logf(l[r]);
 }
 
 __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const float* out, const float* lse,
                             const float* qkv, int T, int H, int G) {
-    __shared__ Rows Q, K, V, dO;
-    __shared__ Scores dS;
+    __shared__ Tile K, V;
     int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = gridDim.z - 1 - blockIdx.z;
-    int ty = threadIdx.x / 8, tx = threadIdx.x % 8;
+    int query = i * ROWS + own_row(), last = query | (WARP_ROWS - 1);
     const float scale = rsqrtf(float(D));
     auto in = heads_of(qkv, b, h, g, T, H, G);
 
-    load(Q, in.q, i * Br);
-    load(dO, head_of(dout, b, h, T, H), i * Br);
-    load(K, head_of(out, b, h, T, H), i * Br);  // O, for a moment in K's place
-    __syncthreads();
-    float L[R], Delta[R];
-    for (int r = 0; r < R; r++) {
-        int row = ty + 8 * r, t = i * Br + row;
-        float sum = 0.0f;
-        for (int d = tx; d < D; d += 8) sum += dO[row][d] * K[row][d];
-        Delta[r] = row_sum(sum);
-        L[r] = t < T ? numbers_of(lse, b, h, T, H)[t] : 0.0f;
-        if (tx == 0 && t < T) numbers_of(delta, b, h, T, H)[t] = Delta[r];
+    Rows q = load(in.q, query), dO = load(head_of(dout, b, h, T, H), query), dQ = {};
+    Pair L, Delta, dS;
+    for (int r = 0; r < 2; r++) {
+        int t = min(query + r, T - 1);
+        L[r] = numbers_of(lse, b, h, T, H)[t];
+        Delta[r] = dot(dO, (const float4*)head_of(out, b, h, T, H).row(t))[r];
+        numbers_of(delta, b, h, T, H)[t] = Delta[r];
     }
-    __syncthreads();  // O has been read: K may take its place
-    float4 dQ[R][DC] = {};
-    for (int j = 0; j <= i; j++) {
-        load(K, in.k, j * Bc);
-        load(V, in.v, j * Bc);
-        __syncthreads();
-        float S[R][R] = {}, dP[R][R] = {};
-        product_abt(S, Q, K);
-        product_abt(dP, dO, V);
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < R; c++) {
-                bool seen = j * Bc + tx + 8 * c <= i * Br + ty + 8 * r;
-                float p = seen ? expf(S[r][c] * scale - L[r]) : 0.0f;
-                dS[ty + 8 * r][tx + 8 * c] = p * (dP[r][c] - Delta[r]);
+    for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
+        load_tiles(K, in.k, V, in.v, first);
+        for (int j = 0; j < TILE && first + j <= last; j++) {
+            Pair S = dot(q, K[j]), dP = dot(dO, V[j]);
+            for (int r = 0; r < 2; r++) {
+                float P = expf((first + j <= query + r ? scale * S[r] : MASKED) - L[r]);
+                dS[r] = P * (dP[r] - Delta[r]);
             }
-        __syncwarp();
-        product_ab(dQ, dS, K);
-        __syncthreads();
+            add_product(dQ, dS, K[j]);
+        }
     }
-    store(heads_of(dqkv, b, h, g, T, H, G).q, dQ, scale, i * Br);
+    store(heads_of(dqkv, b, h, g, T, H, G).q, query, scaled({scale, scale}, dQ));
 }
 
-// Its tiles are transposed, keys as rows, so that a thread's rows are rows of dK and dV.
 __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout, const float* lse,
                               const float* qkv, int T, int H, int G) {
-    __shared__ Rows Q, K, V, dO;
-    __shared__ Scores Pt, dSt;
-    int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
-    int ty = threadIdx.x / 8, tx = threadIdx.x % 8;
+    __shared__ Tile Q, dO;
+    int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z, key = j * ROWS + own_row();
     const float scale = rsqrtf(float(D));
+    auto in = heads_of(qkv, b, 0, g, T, H, G);
 
-    load(K, heads_of(qkv, b, 0, g, T, H, G).k, j * Bc);
-    load(V, heads_of(qkv, b, 0, g, T, H, G).v, j * Bc);
-    float4 dK[R][DC] = {}, dV[R][DC] = {};
-    // Queries past T come as zeros: then S, dP, L and delta are 0 and P is 1, and nothing is added to dK or
-    // dV.
+    Rows k = load(in.k, key), v = load(in.v, key), dK = {}, dV = {};
+    Pair P, dS;
     for (int h = g * (H / G); h < (g + 1) * (H / G); h++)
-        for (int i = j; i * Br < T; i++) {
-            load(Q, heads_of(qkv, b, h, g, T, H, G).q, i * Br);
-            load(dO, head_of(dout, b, h, T, H), i * Br);
-            __syncthreads();
-            float St[R][R] = {}, dPt[R][R] = {};
-            product_abt(St, K, Q);
-            product_abt(dPt, V, dO);
-            for (int c = 0; c < R; c++) {
-                int query = i * Br + tx + 8 * c;
-                float L = query < T ? numbers_of(lse, b, h, T, H)[query] : 0.0f;
-                float Delta = query < T ? numbers_of(delta, b, h, T, H)[query] : 0.0f;
-                for (int r = 0; r < R; r++) {
-                    bool seen = j * Bc + ty + 8 * r <= query;
-                    float p = seen ? expf(St[r][c] * scale - L) : 0.0f;
-                    Pt[ty + 8 * r][tx + 8 * c] = p;
-                    dSt[ty + 8 * r][tx + 8 * c] = p * (dPt[r][c] - Delta);
-                }
+        for (int first = j * ROWS; first < T; first += TILE) {
+            load_tiles(Q, heads_of(qkv, b, h, g, T, H, G).q, dO, head_of(dout, b, h, T, H), first);
+            int t = min(first + int(threadIdx.x % 32), T - 1);  // each lane fetches the numbers of one query
+            float L = numbers_of(lse, b, h, T, H)[t], Delta = numbers_of(delta, b, h, T, H)[t];
+            // from the first query that sees a key of this warp
+            for (int i = max(0, (key & -WARP_ROWS) - first); i < TILE && first + i < T; i++) {
+                Pair S = dot(k, Q[i]);
+                float L_i = __shfl_sync(0xFFFFFFFF, L, i);
+                for (int r = 0; r < 2; r++)
+                    P[r] = expf((key + r <= first + i ? scale * S[r] : MASKED) - L_i);
+                add_product(dV, P, dO[i]);
+                Pair dP = dot(v, dO[i]);
+                float delta_i = __shfl_sync(0xFFFFFFFF, Delta, i);
+                for (int r = 0; r < 2; r++) dS[r] = P[r] * (dP[r] - delta_i);
+                add_product(dK, dS, Q[i]);
             }
-            __syncwarp();
-            product_ab(dV, Pt, dO);
-            product_ab(dK, dSt, Q);
-            __syncthreads();
         }
-    store(heads_of(dqkv, b, 0, g, T, H, G).k, dK, scale, j * Bc);
-    store(heads_of(dqkv, b, 0, g, T, H, G).v, dV, 1.0f, j * Bc);
+    store(heads_of(dqkv, b, 0, g, T, H, G).k, key, scaled({scale, scale}, dK));
+    store(heads_of(dqkv, b, 0, g, T, H, G).v, key, dV);
 }
 
 }  // namespace readable
 
-FLASH_KERNELS(, readable, float, readable::THREADS)
+FLASH_KERNELS(, readable, float, readable::THREADS, 2)
 
 // ===========================================================================================================
 // 2. The fast version: tensor cores, bf16 or tf32, compute capability 8.0 and later

@@ -422,7 +422,7 @@ def flash_kernels(precision, D):
     else."""
     names = "flash_forward", "flash_backward_dq", "flash_backward_dkdv"
     if precision == "fp32" or precision == "tf32" and D > 64:
-        return [(name, 32 if D <= 64 else 16, 64, 0) for name in names]
+        return [(name, 4096 // D, 128, 0) for name in names]
     rows = 128 if precision == "bf16" and D <= 64 else 64
     # bytes: the block's own, and two stages of the others'
     tile = rows * D * (2 if precision == "bf16" else 4)

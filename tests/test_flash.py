@@ -19,7 +19,7 @@ VERSIONS = [("fp32", 32), ("fp32", 64), ("fp32", 128), ("bf16", 32), ("bf16", 64
             ("tf32", 64)]
 BOUNDS = {"fp32": 2e-6, "tf32": 1.5e-3, "bf16": 8e-3}
 
-# B, T, H, G. Tiles have 16, 32, 64 or 128 rows: shapes at, just below and just above, and several tiles.
+# B, T, H, G. Tiles have 32, 64 or 128 rows: shapes at, just below and just above, and several tiles.
 SHAPES = [(2, 1, 2, 1), (1, 2, 3, 1), (1, 17, 4, 1), (1, 63, 4, 2), (2, 64, 2, 1), (1, 65, 3, 3), (1, 127, 2, 2),
           (1, 137, 4, 2), (1, 200, 3, 1)]
 
@@ -28,7 +28,7 @@ def geometry(version, D):
     """[(name, rows of queries or keys per block, threads, bytes of dynamic shared memory)] of the three kernels."""
     names = ["flash_forward", "flash_backward_dq", "flash_backward_dkdv"]
     if version == "fp32":
-        return [(name, 32 if D <= 64 else 16, 64, 0) for name in names]
+        return [(name, 4096 // D, 128, 0) for name in names]
     rows = 128 if version == "bf16" and D <= 64 else 64
     tile = rows * D * (2 if version == "bf16" else 4)
     return [(f"{names[0]}_{version}", rows, 128, 5 * tile), (f"{names[1]}_{version}", rows, 128, 6 * tile),
