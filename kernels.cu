@@ -51,17 +51,6 @@ __device__ unsigned pack_bf16(float low, float high) {
 
 __device__ void store(float* to, float x) { *to = x; }
 
-struct Four {
-    float x[4];
-};
-
-__device__ Four load4(const float* from) {
-    float4 a = *(const float4*)from;
-    return {{a.x, a.y, a.z, a.w}};
-}
-
-__device__ void store4(float* to, Four v) { *(float4*)to = make_float4(v.x[0], v.x[1], v.x[2], v.x[3]); }
-
 __device__ Eight load8(const float* from) {
     float4 a = ((const float4*)from)[0], b = ((const float4*)from)[1];
     return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
@@ -441,32 +430,32 @@ extern "C" __global__ void gradient_norm(float* state, const float* partial, int
     if (!(norm <= 3.4e38f)) state[2] = 1.0f;
 }
 
-// Covers adamw_update, in one pass over a part of the flat buffers (n numbers, a multiple of 4):
+// Covers adamw_update, in one pass over a part of the flat buffers (n numbers, a multiple of 8):
 //
 //     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        g = factor * grad
 //     param -= lr (decay param + mhat / (sqrt(vhat) + eps)),   mhat = m correction1,   vhat = v correction2
 //
 // then grad = 0, and in bf16 the copy of the weights that the products read. correction = 1 / (1 - beta^t).
-// Grid (ceil(n/1024)); 256 threads.
+// Grid (ceil(n/2048)); 256 threads.
 extern "C" __global__ void adamw(float* param, real* copy, float* grad, float* m, float* v,
                                  const float* state, long long n, float lr, float beta1, float beta2,
                                  float eps, float decay, float correction1, float correction2) {
-    long long i = 4 * (256LL * blockIdx.x + threadIdx.x);
+    long long i = 8 * (256LL * blockIdx.x + threadIdx.x);
     if (i >= n || state[2] != 0.0f) return;
     float keep = 1.0f - lr * decay;
-    Four p = load4(param + i), g = load4(grad + i), m4 = load4(m + i), v4 = load4(v + i);
-    for (int j = 0; j < 4; j++) {
+    Eight p = load8(param + i), g = load8(grad + i), m8 = load8(m + i), v8 = load8(v + i);
+    for (int j = 0; j < 8; j++) {
         float clipped = g.x[j] * state[1];
-        m4.x[j] = beta1 * m4.x[j] + (1.0f - beta1) * clipped;
-        v4.x[j] = beta2 * v4.x[j] + (1.0f - beta2) * clipped * clipped;
-        p.x[j] = keep * p.x[j] - lr * (m4.x[j] * correction1) / (sqrtf(v4.x[j] * correction2) + eps);
+        m8.x[j] = beta1 * m8.x[j] + (1.0f - beta1) * clipped;
+        v8.x[j] = beta2 * v8.x[j] + (1.0f - beta2) * clipped * clipped;
+        p.x[j] = keep * p.x[j] - lr * (m8.x[j] * correction1) / (sqrtf(v8.x[j] * correction2) + eps);
     }
-    store4(param + i, p);
-    store4(grad + i, {});
-    store4(m + i, m4);
-    store4(v + i, v4);
+    store8(param + i, p);
+    store8(grad + i, {});
+    store8(m + i, m8);
+    store8(v + i, v8);
 #if BF16
-    *(uint2*)(copy + i) = make_uint2(pack_bf16(p.x[0], p.x[1]), pack_bf16(p.x[2], p.x[3]));
+    store8(copy + i, p);
 #endif
 }
 

@@ -547,7 +547,7 @@ def adamw_update(gpu, param, weights_bf16, grad, m, v, state, step, lr, beta1, b
     """AdamW on flat arrays of one length, with the clipping of gradient_norm; grad = 0, and the bf16 copy of
     param (None: there is none) follows."""
     n = param.size
-    gpu.launch("adamw", (ceil_div(n, 1024),), 256, param, NULL if weights_bf16 is None else weights_bf16,
+    gpu.launch("adamw", (ceil_div(n, 2048),), 256, param, NULL if weights_bf16 is None else weights_bf16,
                grad, m, v, state, int64(n), *map(float32, (
                    lr, beta1, beta2, eps, decay, 1 / (1 - beta1 ** step), 1 / (1 - beta2 ** step))))
 

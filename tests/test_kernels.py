@@ -214,7 +214,7 @@ def test_gradient_norm_and_adamw(bench):
                 size = len(param[part])
                 if size:
                     scalars[4] = f32(decay)
-                    bench.launch("adamw", (-(-size // 1024),), 256, *(x[part] for x in (param, copy, grad, m, v)),
+                    bench.launch("adamw", (-(-size // 2048),), 256, *(x[part] for x in (param, copy, grad, m, v)),
                                  state, i64(size), *scalars)
 
         update()

@@ -713,7 +713,7 @@ def test_launches_of_the_loss():
         ["cross_entropy_sum", (3,), 1024, 0, 0, 2, 5, *i32(14, 3)]]
 
 
-@pytest.mark.parametrize("n, blocks", [(8, 1), (1024, 1), (1032, 2), (4104, 5), (131080, 129)])
+@pytest.mark.parametrize("n, blocks", [(8, 1), (2048, 1), (2056, 2), (8200, 5), (131080, 65)])
 def test_launches_of_the_update(n, blocks):
     state, partial, grad = array(3), array(24), array(n)
     assert launches_of(model_gpu.gradient_norm, state, partial, grad, slice(n, n), 0.5) == [
