@@ -460,7 +460,7 @@ struct Kernels {
         constexpr int PASS = THREADS / CHUNKS;  // rows per pass
         static_assert(ROWS % PASS == 0 && PASS % 8 == 0, "every pass must see the same swizzle");
         int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, left = from.T - first - row;
-        const Real* at = from.rows + (long long)(first + row) * from.stride + chunk * CHUNK;
+        const Real* at = from.row(first + row) + chunk * CHUNK;
         tile += offset(row, chunk);
         each<ROWS / PASS>([&](int n) {
             cp_async<16>(tile + n * PASS * ROW, at, n * PASS < left);
@@ -494,7 +494,7 @@ struct Kernels {
         #pragma unroll
         for (int n = lane; n < 16 * M * CHUNKS; n += 32) {
             int r = n / CHUNKS, chunk = n % CHUNKS;
-            Real* at = to.rows + (long long)(first + r) * to.stride + chunk * CHUNK;
+            Real* at = to.row(first + r) + chunk * CHUNK;
             if (first + r < to.T) *(uint4*)at = *(const uint4*)(tile + offset(r, chunk));
         }
     }
