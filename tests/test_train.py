@@ -163,6 +163,8 @@ class Recorder:
         self.calls.append(("update", lr, decay, clip))
         return self.norms.pop(0) if self.norms else 0.5
 
+    later = model_cpu.Model.later
+
 
 def recorder_settings(*options, **changes):
     args = train.parse_arguments(["--device", "cpu", *options])

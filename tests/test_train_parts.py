@@ -380,11 +380,11 @@ def test_plans_of_both_engines(monkeypatch):
     plan, free = train.planner(config, s)
     assert free == 5 << 30
     for rows in (1, 16):
-        assert plan(rows) == model_cpu.memory_plan(config, rows, 128, "fp32", 2)
+        assert plan(rows) == model_cpu.memory_plan(config, rows, 128, "fp32", 2, "muon")
     assert plan(16)["gradients"] == 2 * plan(1)["gradients"]
     gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
     plan, free = train.planner(config, gpu)
-    assert plan(16) == model_gpu.memory_plan(config, 16, 128, "bf16") != (
+    assert plan(16) == model_gpu.memory_plan(config, 16, 128, "bf16", optimizer="muon") != (
         train.planner(config, dataclasses.replace(gpu, precision="fp32"))[0](16))
     assert free == 3 << 30
 
@@ -441,9 +441,10 @@ def test_devices(monkeypatch):
         assert [train.choose_device(asked, name) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
     assert train.choose_device("gpu", "small") == "gpu" and train.choose_device("cpu", "big") == "cpu"
     s = settings("--threads", "3")
-    assert train.model_options(s) == {"dtype": np.float32, "threads": 3}
-    s = dataclasses.replace(s, device="gpu", precision="tf32", memory_limit=7, matmul="ours", micro_batch=5)
-    assert train.model_options(s) == {"precision": "tf32", "micro_batch": 5, "memory_limit": 7, "matmul": "ours"}
+    assert train.model_options(s) == {"dtype": np.float32, "threads": 3, "optimizer": "muon"}
+    s = dataclasses.replace(s, device="gpu", precision="tf32", memory_limit=7, matmul="ours", micro_batch=5, optimizer="adamw")
+    assert train.model_options(s) == {"precision": "tf32", "micro_batch": 5, "memory_limit": 7, "matmul": "ours",
+                                      "optimizer": "adamw"}
 
 
 def test_blas_has_one_thread(monkeypatch):
@@ -467,10 +468,10 @@ def test_blas_has_one_thread(monkeypatch):
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 def test_options_become_settings():
-    s = settings("--data", "./a//b.txt", "c.txt", "--steps", "7", "--batch-tokens", "512", "--micro-batch", "3", "--lr", "0.5", "--warmup", "2",
+    s = settings("--data", "./a//b.txt", "c.txt", "--steps", "7", "--batch-tokens", "512", "--micro-batch", "3", "--optimizer", "adamw", "--lr", "0.5", "--warmup", "2",
                  "--decay", "0.25", "--clip", "2", "--mtp-weight", "0.75", "--seed", "9", "--eval-every", "4", "--save-every", "5", "--threads", "2")
     assert dataclasses.asdict(s) == dict(
-        preset="small", steps=7, batch_tokens=512, micro_batch=3, lr=0.5, warmup=2, decay=0.25, clip=2.0, mtp_weight=0.75, seed=9,
+        preset="small", steps=7, batch_tokens=512, micro_batch=3, optimizer="adamw", lr=0.5, warmup=2, decay=0.25, clip=2.0, mtp_weight=0.75, seed=9,
         eval_every=4, save_every=5, threads=2, device="cpu", precision="fp32", matmul="cublas",
         memory_limit=None, data=["a/b.txt", "c.txt"], tokens_key="")
     assert train.given_settings(train.parse_arguments([])) == {}
@@ -492,9 +493,9 @@ def test_no_sizes_of_memory(text):
 
 
 def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(monkeypatch):
-    def free_for(config, rows, *rest):
+    def free_for(config, rows, T):
         """Bytes that just hold a micro-batch of so many rows."""
-        return sum(model_cpu.memory_plan(config, rows, *rest).values())
+        return sum(model_cpu.memory_plan(config, rows, T, optimizer="muon").values())
     asked, small = [], CONFIGS["small"]
     twenty, hundred, ten = free_for(small, 20, 128), ("--batch-tokens", "12800"), ("--batch-tokens", "1280")
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: asked.append(limit) or twenty)
@@ -508,7 +509,7 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 1)
     assert settings().micro_batch == 1
     assert settings("--micro-batch", "999").micro_batch == 16 and settings("--micro-batch", "5").micro_batch == 5
-    five = sum(model_gpu.memory_plan(CONFIGS["big"], 5, 512, "bf16").values())
+    five = sum(model_gpu.memory_plan(CONFIGS["big"], 5, 512, "bf16", optimizer="muon").values())
     for limit, rows in (1 << 50, 64), (five, 5), (five - 1, 4):
         args = train.parse_arguments(["--device", "gpu", "--memory-limit", str(limit)])
         defaults = {**train.DEFAULTS["big"], "batch_tokens": 512 * 1000}
@@ -655,13 +656,13 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
     for options, words in [
             (["big"], "the preset small, not big"), (["--steps", "8"], "--steps 9, not 8"),
             (["--data", "./b.txt"], "--data ['a.txt'], not ['b.txt']"), (["--seed", "1"], "--seed 0, not 1"),
-            (["--save-every", "1"], "--save-every 250, not 1"),
+            (["--save-every", "1"], "--save-every 200, not 1"), (["--optimizer", "adamw"], "--optimizer muon, not adamw"),
             (["--device", "gpu"], "--device cpu, not gpu"),
             (["--precision", "bf16"], "--precision fp32, not bf16"),
             (["--memory-limit", "5"], "--memory-limit None, not 5"),
             (["--layers", "2"], "--layers 4, not 2"), (["--kv-heads", "1"], "--kv-heads 2, not 1")]:
         assert refusal(*options) == f"the run in {out} has {words}{end}"
-        assert loaded.pop() == (out, model_cpu, {"dtype": np.float32, "threads": s.threads})
+        assert loaded.pop() == (out, model_cpu, {"dtype": np.float32, "threads": s.threads, "optimizer": "muon"})
     same = "small --steps 9 --data ./a.txt --device auto --seed 0 --dim 128 --vocab 512"
     args = train.parse_arguments(["--resume", *same.split()])
     assert train.resume(args, out, "train.py") == (model, "tokenizer", s, {**state, "model": model})
@@ -708,6 +709,8 @@ class Plain:
     def update(self, lr, decay, clip):
         self.step += 1
         return 0.25
+
+    later = model_cpu.Model.later
 
 
 @pytest.mark.parametrize("peak", [None, 1e6])
@@ -765,11 +768,15 @@ def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch):
         def update(self, lr, decay, clip):
             self.step += 1
             return Number(self.step)
+
+        def later(self, *numbers):
+            order.append(f"copy {self.step}")
+            return super().later(*numbers)
     monkeypatch.setattr(train, "save", lambda *arguments: None)
     s = settings(config=Plain.config, batch_tokens=32, steps=3)
     job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
     train.train(Late(), None, s, str(tmp_path), {"script": "", "tokens": 0, "seconds": 0.0}, types.SimpleNamespace(signal=None), job)
-    assert order == ["launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3"]
+    assert order == ["launch 1", "copy 1", "launch 2", "copy 2", "read 1", "launch 3", "copy 3", "read 2", "read 3"]
 
 
 def test_nothing_is_saved_after_a_number_that_is_not_finite(tmp_path, monkeypatch, capsys):
@@ -917,13 +924,13 @@ def test_resumed_runs(whole, monkeypatch, capsys):
     model = model_cpu.Model(dataclasses.replace(CONFIGS["small"], layers=1), 0, np.float32)
     asked = []
     monkeypatch.setattr(train, "resume", lambda args, out, script: asked.append((out, script)) or (model, Tokenizer.train(["ab"], 264), s, {"script": "x"}))
-    model.step = 1000
+    model.step = 800
     assert train.main(["--resume", "--out", "o"]) == 0
-    assert capsys.readouterr().out == "The run in o is finished: 1000 steps (--steps takes more).\n"
+    assert capsys.readouterr().out == "The run in o is finished: 800 steps (--steps takes more).\n"
     assert asked == [("o", "train.py")]
-    model.step = 999
+    model.step = 799
     assert train.main(["--resume", "--out", "o"]) == 0
-    assert capsys.readouterr().out.startswith("Resuming o at step 999 of 1000.\n") and whole[-1][0] == "train"
+    assert capsys.readouterr().out.startswith("Resuming o at step 799 of 800.\n") and whole[-1][0] == "train"
     assert {row[0] for row in whole} == {"threads", "prepare", "train"}
     s.tokens_key = "other"
     with pytest.raises(ValueError) as error:
