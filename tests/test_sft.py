@@ -1078,7 +1078,7 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
             "preset": preset, "steps": steps, "batch_tokens": chosen["batch_tokens"], "micro_batch": s.micro_batch, "lr": lr,
             "warmup": changed.get("warmup", min(warmup, int(steps / 10))), "decay": 0.1, "clip": 1.0,
             "mtp_weight": chosen["mtp_weight"], "seed": chosen["seed"], "eval_every": every, "save_every": every, "threads": 1,
-            "device": "cpu", "precision": "fp32", "matmul": "cublas", "memory_limit": None,
+            "optimizer": "muon", "device": "cpu", "precision": "fp32", "matmul": "cublas", "memory_limit": None,
             "data": ["some.jsonl"], "tokens_key": wanted.key}
         assert state == {"script": "sft.py", "tokens": 0, "seconds": 0.0, "base": "out/base"} and model.step == 0
         assert model.config == dataclasses.replace(CONFIG, mtp_weight=chosen["mtp_weight"]) and model.dtype == np.float32

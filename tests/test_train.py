@@ -494,7 +494,7 @@ def test_a_run_of_an_earlier_version_goes_on_unless_its_attention_was_naive(corp
     folder, whole = corpus
     assert run(folder, "--data", "corpus.txt", "--out", "out/earlier", *QUICK).returncode == 0
     path = str(folder / "out" / "earlier")
-    model, tokenizer = checkpoint.load(path, model_cpu, {"dtype": np.float32})
+    model, tokenizer = checkpoint.load(path, model_cpu, {"dtype": np.float32, "optimizer": "muon"})
     state = checkpoint.load_state(path, model)
     assert "attention" not in state["settings"]
     for attention, code in ("flash", 0), ("naive", 2):
@@ -507,9 +507,10 @@ def test_a_run_of_an_earlier_version_goes_on_unless_its_attention_was_naive(corp
 
 
 def test_a_checkpoint_of_the_first_version_goes_on_with_the_same_losses(tiny, tmp_path):
-    """Its settings name the kind of attention, and its files do not say which config.json is theirs."""
-    tiny(*TINY, "--out", "out/whole")
-    tiny(*TINY, "--out", "out/first", stop_at=7)
+    """Its settings name the kind of attention and no optimizer, which was AdamW; and its files do not say which
+    config.json is theirs."""
+    tiny(*TINY, "--out", "out/whole", "--optimizer", "adamw")
+    tiny(*TINY, "--out", "out/first", "--optimizer", "adamw", stop_at=7)
     with open("out/first/config.json", "rb") as file:
         assert json.load(file)["hidden_size"] == 16
     for name in ("model.safetensors", "train_state.safetensors"):
@@ -520,12 +521,14 @@ def test_a_checkpoint_of_the_first_version_goes_on_with_the_same_losses(tiny, tm
         if "state" in metadata:
             state = json.loads(metadata["state"])
             state["settings"]["attention"] = "flash"
+            assert state["settings"].pop("optimizer") == "adamw"
             metadata["state"] = json.dumps(state)
         checkpoint.write_safetensors(path, tensors, metadata)
     assert "Resuming out/first at step 7 of 12." in tiny("--resume", "--out", "out/first")
     assert read_log(tmp_path, "out/first") == read_log(tmp_path, "out/whole")
     state = checkpoint.load_state("out/first")
-    assert "attention" not in state["settings"] and state["tokens"] == 12 * 64
+    assert "attention" not in state["settings"] and state["settings"]["optimizer"] == "adamw"
+    assert state["tokens"] == 12 * 64
     with checkpoint.SafeTensors("out/first/model.safetensors") as file:
         assert "config" in file.metadata
 
