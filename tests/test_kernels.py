@@ -195,6 +195,71 @@ def test_cross_entropy(bench):
         assert not bench.value(logits)[table < 0].any()
 
 
+def test_the_norm_of_a_part_clips_and_the_norm_of_all_is_said(bench):
+    partial, state = bench.put(bench.rng.random(3000).astype(f32)), bench.put(np.zeros(3, f32))
+    for clipped, blocks in ((5, 7), (0, 3), (1024, 3000), (1500, 1500), (2999, 3000)):
+        bench.launch("gradient_norm", (1,), 1024, state, partial, i32(clipped), i32(blocks), f32(0.25))
+        part, norm = np.sqrt(partial[:clipped].sum(dtype=np.float64)), np.sqrt(partial[:blocks].sum(dtype=np.float64))
+        np.testing.assert_allclose(state, [norm, min(1.0, 0.25 / (part + 1e-6)), 0.0], rtol=1e-6)
+    partial[1234] = np.inf
+    bench.launch("gradient_norm", (1,), 1024, state, partial, i32(1000), i32(1500), f32(0.25))
+    assert state[2] == 1.0 and state[1] > 0
+
+
+def test_muon_between_the_products(bench):
+    """Matrices of one kind in several layers, with other things between them that no kernel may touch."""
+    for layers, rows, columns, stride, blocks in [(1, 8, 8, 64, 1), (3, 16, 24, 400, 2), (2, 40, 64, 2576, 3)]:
+        size, whole = rows * columns, (layers - 1) * stride + rows * columns
+        place = np.add.outer(np.arange(layers) * stride, np.arange(size)).reshape(layers, rows, columns)
+        sizes, momentum = (i64(stride), i32(size)), f32(0.75)
+        m, m64 = bench.single(whole, scale=0.1)
+        grad, grad64 = bench.single(whole, scale=0.3)
+        param, param64 = bench.single(whole)
+        copy, X, squares = bench.empty(whole), bench.empty(layers, rows, columns), bench.empty(layers, blocks, single=True)
+        state = bench.put(np.array([0.0, 0.0, 1.0], f32))               # a norm was not finite: nothing changes
+        kept = [array.copy() for array in (m, grad, param, X)]
+        bench.launch("muon_momentum", (blocks, layers), 256, squares, m, grad, state, *sizes, momentum)
+        bench.launch("muon_input", (blocks, layers), 256, X, grad, m, squares, state, *sizes, momentum)
+        bench.launch("muon_apply", (-(-size // 2048), layers), 256, param, copy, X, state, *sizes, f32(0.5), f32(0.5))
+        assert all(np.array_equal(a, b, equal_nan=a.dtype == f32) for a, b in zip(kept, (m, grad, param, X)))
+
+        state[2] = 0.0
+        bench.launch("muon_momentum", (blocks, layers), 256, squares, m, grad, state, *sizes, momentum)
+        bench.launch("muon_input", (blocks, layers), 256, X, grad, m, squares, state, *sizes, momentum)
+        m64[place] = 0.75 * m64[place] + 0.25 * grad64[place]
+        u = 0.75 * m64[place] + 0.25 * grad64[place]
+        grad64[place] = 0.0
+        bench.close(m, m64)
+        np.testing.assert_array_equal(bench.value(grad), grad64)
+        bench.close(squares.sum(axis=1), (u ** 2).sum(axis=(1, 2)))
+        bench.close(X, u / (np.linalg.norm(u, axis=(1, 2))[:, None, None] + 1e-7))
+
+        bench.launch("muon_apply", (-(-size // 2048), layers), 256, param, copy, X, state, *sizes, f32(0.875), f32(0.5))
+        param64[place] = 0.875 * param64[place] - 0.5 * bench.value(X)
+        bench.close(param, param64)
+        if bench.bf16:
+            np.testing.assert_array_equal(copy[place], to_bf16(param[place]))
+        beside = np.delete(np.arange(whole), place)
+        assert np.isnan(bench.value(copy)[beside]).all()
+
+
+def test_muon_of_nothing_is_nothing(bench):
+    """Where all gradients were 0 so far: no division by 0."""
+    zeros, squares, state = [bench.put(np.zeros(64, f32)) for _ in range(2)], bench.empty(1, single=True), bench.put(np.zeros(3, f32))
+    X = bench.empty(64)
+    bench.launch("muon_momentum", (1, 1), 256, squares, *zeros, state, i64(64), i32(64), f32(0.95))
+    bench.launch("muon_input", (1, 1), 256, X, zeros[1], zeros[0], squares, state, i64(64), i32(64), f32(0.95))
+    assert not bench.value(X).any() and not squares.any()
+
+
+def test_the_polynomial_of_muon(bench):
+    for n, side in (1, 8), (3, 24), (2, 64):
+        A, A64 = bench.real(n, side, side)
+        B, B64 = bench.real(n, side, side)
+        bench.launch("muon_polynomial", (-(-side * side // 2048), n), 256, B, A, i32(side), f32(3.5), f32(-4.75), f32(2.0))
+        bench.close(B, 3.5 * np.eye(side) - 4.75 * A64 + 2.0 * B64)
+
+
 def test_gradient_norm_and_adamw(bench):
     for n, decayed, clip in [(8, 8, 0.25), (1000, 800, 100.0), (40008, 40000, 0.25)]:
         param, param64 = bench.single(n)

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -730,6 +731,48 @@ def test_launches_of_the_update(n, blocks):
         launch, = launches_of(model_gpu.adamw_update, param, weights, grad, m, v, state, **numbers)
         after = [2, 3, 4, 5] if weights is copy else [1, 2, 3, 4]
         assert launch == ["adamw", (blocks,), 256, 0, 0, shown, *after, *expected]
+
+
+def test_launches_of_muon(monkeypatch):
+    """Two kinds of matrices 24 x 40 in three layers that are 5000 numbers apart; of the products only which are made."""
+    products = []
+    monkeypatch.setattr(model_gpu, "product", lambda gpu, out, a, b, transpose_a=False, transpose_b=False: products.append(
+        [names[id(x)] for x in (out, a, b)] + [transpose_a, transpose_b]))
+    work = {"X": array(6, 24, 40), "Y": array(6, 24, 40), "A": array(6, 24, 24), "B": array(6, 24, 24),
+            "squares": array(6, model_gpu.MATRIX_BLOCKS)}
+    names = {id(x): name for name, x in work.items()}
+    state, kinds = array(3), [[array(15000) for _ in range(4)], [array(15000), None, array(15000), array(15000)]]
+    gpu, launched = recorder()
+    model_gpu.muon_update(gpu, kinds, 5000, work, state, lr=0.5, decay=0.25)
+    arrays = {"state": state, **work, **{f"{name}{i}": x for i, kind in enumerate(kinds)
+                                         for name, x in zip(("param", "copy", "grad", "m"), kind) if x is not None}}
+
+    def shown(x):
+        if not isinstance(x, np.ndarray):
+            return x
+        name, base = next((name, base) for name, base in arrays.items() if np.shares_memory(x, base))
+        return name, (x.ctypes.data - base.ctypes.data) // base.strides[0]
+    shown_all = [[shown(x) for x in launch] for launch in launched]
+    place = [("state", 0), ("int64", 5000), *i32(960)]
+    blocks = model_gpu.MATRIX_BLOCKS, 3
+    momentum, step = f32(0.95), f32(1 - 0.5 * 0.25, 0.2 * 0.5 * math.sqrt(40))
+    for i in range(2):
+        first, second = shown_all[2 * i:2 * i + 2]
+        assert first == ["muon_momentum", blocks, 256, 0, ("squares", 3 * i), (f"m{i}", 0), (f"grad{i}", 0), *place, *momentum]
+        assert second == ["muon_input", blocks, 256, 0, ("X", 3 * i), (f"grad{i}", 0), (f"m{i}", 0), ("squares", 3 * i), *place,
+                          *momentum]
+    assert shown_all[4:9] == 5 * [["muon_polynomial", (1, 6), 256, 0, ("B", 0), ("A", 0), *i32(24), *f32(3.4445, -4.775, 2.0315)]]
+    assert products == [product for x, y in ("XY", "YX", "XY", "YX", "XY") for product in (
+        ["A", x, x, False, True], ["B", "A", "A", False, False], [y, "B", x, False, False])]
+    assert shown_all[9:] == [
+        ["muon_apply", (1, 3), 256, 0, ("param0", 0), ("copy0", 0), ("Y", 0), *place, *step],
+        ["muon_apply", (1, 3), 256, 0, ("param1", 0), ("uint64", 0), ("Y", 3), *place, *step]]
+    products.clear()
+    tall = {**work, "X": array(6, 40, 24), "Y": array(6, 40, 24)}
+    names.update({id(x): name for name, x in tall.items()})
+    assert model_gpu.newton_schulz(gpu, *(tall[name] for name in "XYAB")) is tall["Y"]
+    assert products[:4] == [["A", "X", "X", True, False], ["B", "A", "A", False, False], ["Y", "X", "B", False, False],
+                            ["A", "Y", "Y", True, False]]
 
 
 def test_launches_of_decoding(made):
