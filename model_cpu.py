@@ -150,13 +150,15 @@ def update_table(config, optimizer):
     matrices do, norm gains do not."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"the optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
-    c, table, start, v_start = config, [], 0, 0
-    sizes = c.vocab * c.dim, layer_size(c) * c.layers, c.predict * c.vocab * c.dim, (2 * c.layers + 1) * c.dim
-    for size, rule, decayed in zip(sizes, ("adamw", optimizer, "adamw", "adamw"), (True, True, True, False)):
-        v_size = 0 if rule == "muon" else size
-        table.append((rule, slice(start, start + size), slice(v_start, v_start + v_size), decayed))
-        start, v_start = start + size, v_start + v_size
-    return table
+    c, size = config, param_count(config)
+    first = c.vocab * c.dim                                 # the matrices of the layers: from here
+    last = first + c.layers * matrix_table(c)[-1][1].stop   # to here
+    gains = size - (2 * c.layers + 1) * c.dim
+    gap = last - first if optimizer == "muon" else 0        # has no place in v
+    return [("adamw", slice(0, first), slice(0, first), True),
+            (optimizer, slice(first, last), slice(first, last - gap), True),
+            ("adamw", slice(last, gains), slice(last - gap, gains - gap), True),
+            ("adamw", slice(gains, size), slice(gains - gap, size - gap), False)]
 
 
 def muon_part(config, optimizer):
@@ -176,11 +178,6 @@ def matrix_table(config):
         table.append((shape, slice(start, end)))
         start = end
     return table
-
-
-def layer_size(config):
-    """Numbers in the matrices of a layer."""
-    return matrix_table(config)[-1][1].stop
 
 
 def param_views(flat, config):
@@ -901,9 +898,8 @@ class Model:
         check_tokens(c, tokens)
         if self.cache is None:                      # (L, k or v, G, context, D)
             self.cache = np.zeros((c.layers, 2, c.kv_heads, c.context, c.head_dim), self.dtype)
-        x, normed = np.empty((n, c.dim), self.dtype), np.empty((n, c.dim), self.dtype)
-        h, sigmoid = np.empty((n, c.hidden), self.dtype), np.empty((n, c.hidden), self.dtype)
-        rstd = np.empty(n, self.dtype)
+        x, normed, h, sigmoid, rstd = (np.empty(shape, self.dtype) for shape in (
+            (n, c.dim), (n, c.dim), (n, c.hidden), (n, c.hidden), n))
         embedding_forward(x, tokens, self.params["embed"])
         future = np.arange(p + n) > np.arange(p, p + n)[:, None]                    # (n, p+n)
         for i, (keys, values) in enumerate(self.cache):

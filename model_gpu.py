@@ -40,7 +40,7 @@ import numpy as np
 
 import model_cpu
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, TEXT, as_batch, carve, check_batch, check_tokens, init_params,
-                       largest_micro_batch, layer_size, layer_views, matrix_table, moment_count, muon_part,
+                       largest_micro_batch, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, rope_table, table_bytes, update_table)
 from tokenizer import Parser, Tokenizer, run_script, whole_number
 
@@ -324,11 +324,9 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
     if gpu.cublas:
         handle, gemm, batched_gemm, _ = gpu.cublas
-        operands = [[x.data.ptr, CUDA_TYPE[x.dtype.char], ld] for x, ld in ((b, ldb), (a, lda), (out, ldo))]
-        stacks = out.ndim == 3
-        if stacks:
-            for operand, x in zip(operands, (b, a, out)):
-                operand.append(x.strides[0] // x.itemsize)
+        stacks = out.ndim == 3                          # then each operand has a stride from matrix to matrix
+        operands = [[x.data.ptr, CUDA_TYPE[x.dtype.char], ld, *[x.strides[0] // x.itemsize][:stacks]]
+                    for x, ld in ((b, ldb), (a, lda), (out, ldo))]
         status = (batched_gemm if stacks else gemm)(
             handle, transpose_b, transpose_a, N, M, I, ONE, *operands[0], *operands[1], ONE if add else ZERO,
             *operands[2], *[len(out)][:stacks], COMPUTE[gpu.precision], -1)
@@ -858,7 +856,7 @@ class Model:
                     kinds = [[None if array is None else array[place.start:] for array in flat]
                              for each, place in matrix_table(c) if each == shape]
                     work = carve(self.reserved[-1], table)
-                    muon_update(gpu, kinds, layer_size(c), work, self.state, lr, decay)
+                    muon_update(gpu, kinds, matrix_table(c)[-1][1].stop, work, self.state, lr, decay)
             else:
                 adamw_update(gpu, *flat, self.v[v], self.state, self.step, lr, beta1, beta2, eps,
                              decay if decayed else 0.0)
