@@ -28,7 +28,7 @@ def main():
     shapes = (32, 2, 2), (64, 3, 1), (128, 2, 1)
     for precision, (D, heads, kv_heads) in itertools.product(model_gpu.PRECISIONS, shapes):
         config = model_cpu.Config(dim=heads * D, heads=heads, kv_heads=kv_heads, layers=1, context=152, vocab=72, predict=3)
-        model = model_gpu.Model(config, precision=precision, matmul="ours")
+        model = model_gpu.Model(config, precision=precision, matmul="ours", optimizer="muon")
         for B, T in (1, 1), (1, 137):
             losses = model.forward(rng.integers(0, 72, (B, T)), rng.integers(0, 72, (B, T + 2)))
             model.backward()
