@@ -37,7 +37,7 @@ def test_defaults():
     """What was measured to be good, and what README and DESIGN name."""
     assert train.DEFAULTS == {
         "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
-        "medium": dict(steps=4000, batch_tokens=8192, lr=1.5e-3, warmup=200, eval_every=500, save_every=500),
+        "medium": dict(steps=4000, batch_tokens=8192, lr=3e-3, warmup=200, eval_every=500, save_every=500),
         "big": dict(steps=48000, batch_tokens=32768, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000)}
     assert train.MOST_EPOCHS == {"small": 8, "medium": 4, "big": 4}
     assert (train.MOST_BATCH, checkpoint.RISE) == (16_777_216, 0.02)
