@@ -35,7 +35,7 @@
 //   instead of 5, and bit-identical results.
 //
 // The ladder. H200, bf16, D 64, 12/4 heads, 32768 tokens: ms of forward + dQ + dK/dV at T 512 | 1024 | 4096.
-//   4.43 | 8.34 | 31.5   the readable version (tf32 on tensor cores: 1.11 | 2.12 | 7.40)
+//   4.88 | 9.03 | -      the readable version (tf32 on tensor cores: 1.11 | 2.12 | 7.40)
 //   0.58 | 0.93 | 3.07   tensor cores: 32 rows a warp, P and dS stay in registers from product to product,
 //                        two stages
 //   0.51 | 0.81 | 2.69   copies in a fixed number of passes, swizzled addresses by one XOR: in the forward
