@@ -9,7 +9,7 @@ Top to bottom:
     3. x_forward / x_backward     every layer as a pair: what it computes; its derivative, with the derivation
     4. cross-entropy, AdamW, Muon  the loss and the optimizers
     5. Model                      strings the pairs together: forward, backward, update, cached decoding
-    6. generate, euler_table      sampling, and what the layers do seen as steps of an ODE solver
+    6. generate, euler_table      drawing tokens, speculation; what the layers do, as steps of an ODE solver
     7. main                       the guided tour: python model_cpu.py
 
 Letters, used in every file and in the CUDA code too:
@@ -31,8 +31,8 @@ digits; training passes dtype=np.float32.
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import math
+import os
 import re
 import sys
 
@@ -738,6 +738,7 @@ class Model:
     BLAS alone leaves the element-wise work on one.  Set OPENBLAS_NUM_THREADS=1 then (train.py does).  The sum
     over shares is exact because the loss is divided by the count of targets in the whole step, not in the
     share."""
+    speculation_pays = False            # four rows take twice as long as one, and give half a token more
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config, self.dtype, self.threads, self.training = config, np.dtype(dtype), threads, training
@@ -756,12 +757,14 @@ class Model:
         own = [np.zeros(size, self.dtype) if training else None for _ in range(threads - 1)]
         self.workers = [Worker(config, self.dtype, flat_grads) for flat_grads in (self.flat_grads, *own)]
         # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and sees the loss
-        quiet = functools.partial(np.seterr, all="ignore")
-        self.pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=quiet) if threads > 1 else None
-        self.cache, self.position = None, 0         # KV cache: keys and values of the tokens decoded so far
+        quiet = {"initializer": np.seterr, "initargs": ("ignore",)}
+        self.pool = concurrent.futures.ThreadPoolExecutor(threads, **quiet) if threads > 1 else None
+        # KV cache: keys and values of the tokens decoded so far; the ids of those that generate has put there
+        self.cache, self.position, self.cached = None, 0, []
 
     def refresh(self):
-        """After writing params: nothing to do here (on the GPU the bf16 copy follows)."""
+        """After writing params: what other weights have left in the cache is forgotten."""
+        self.cached = []
 
     def read(self, array):
         """An array of this model's, flat_params say, as a NumPy array on the host."""
@@ -862,7 +865,7 @@ class Model:
         norm = math.sqrt(squares + np.dot(grads[hidden], grads[hidden]))
         if not math.isfinite(norm):
             return norm
-        self.step += 1
+        self.step, self.cached = self.step + 1, []
         scale = min(1.0, clip / (math.sqrt(squares) + 1e-6))
 
         def clip_and_update(param, grad, m, v, decay):
@@ -935,45 +938,98 @@ def window_start(n, context):
     return 0 if n <= context else (n - context + stride - 1) // stride * stride
 
 
-def sample(logits, rng, temperature=1.0, top_k=0, top_p=1.0):
-    """Draw an id from logits (V,).  temperature 0: the largest.  top_k keeps the k largest (0: all), top_p
-    then the smallest set of largest probabilities that reaches p (nucleus sampling, Holtzman et al. 2020; 1:
-    all).  rng.choice draws among these, the most likely first, so one state of rng gives one id."""
+def gumbel(seed, t, ids):
+    """Noise for tokens `ids` (n,V) at positions t (n,), (n,V): a pure function of (seed, position, id), so
+    it can be had in any order, by every head, and by a GPU.  seed: an integer below 2^64, or one a row.
+
+    Output n of the generator splitmix64 (Steele, Lea & Flood 2014) started at z is mix(z + (n+1) gamma): a
+    counter, then a hash of two multiplications.  Output t of the one started at `seed` starts another; its
+    output `id` has 52 bits for u, uniform in (0,1); then -log(-log u) is Gumbel-distributed."""
+    z = np.array(seed, np.uint64).reshape(-1, 1)
+    for n in (np.reshape(t, (-1, 1)), ids):
+        z = z + (n.astype(np.uint64) + 1) * 0x9e3779b97f4a7c15          # modulo 2^64, as all of it
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9
+        z = (z ^ (z >> 27)) * 0x94d049bb133111eb
+        z = z ^ (z >> 31)
+    u = ((z >> 12) + 0.5) / 2**52
+    return -np.log(-np.log(u))
+
+
+# Why argmax(log p + G) draws from p (the "Gumbel-max trick").  Let E_i = -log u_i.  Then
+#     log p_i + G_i = -log(E_i / p_i): the largest of the one is the smallest of E_i / p_i;
+#     P(E_i > x) = P(u_i < e^-x) = e^-x, so P(E_i / p_i > x) = e^(-p_i x), with the density p_i e^(-p_i x);
+#     P(i is the smallest) = integral of p_i e^(-p_i x) prod_(j != i) e^(-p_j x) dx = p_i / sum_j p_j.
+# A factor common to all p cancels: what is kept of p need not be normalised.
+def sample(logits, seed, t, temperature=1.0, top_k=0, top_p=1.0):
+    """Draw ids (n,) from logits (n,V), for positions t (n,) of the text: argmax(log p + gumbel).  temperature
+    0: the largest logit, the first of equals.  top_k keeps the k largest (0: all), top_p then the smallest
+    set of largest probabilities that reaches p (nucleus sampling, Holtzman et al. 2020; 1: all)."""
     if temperature == 0:
-        return int(np.argmax(logits))
-    order = np.argsort(-logits, kind="stable")
-    z = logits[order].astype(np.float64)
-    p = np.exp((z - z[0]) / temperature)
-    if top_k:
-        p[top_k:] = 0.0
-    p /= p.sum()
-    p[1:][np.cumsum(p)[:-1] >= top_p] = 0.0     # stop once the ids before have reached top_p; the first stays
-    p /= p.sum()
-    return int(order[rng.choice(len(p), p=p)])
+        return np.argmax(logits, axis=1)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k or None]           # (n,V or top_k)
+    z = np.take_along_axis(logits, order, axis=1).astype(np.float64)
+    log_p = (z - z[:, :1]) / temperature            # up to a constant
+    reached = np.cumsum(np.exp(log_p), axis=1)
+    # an id goes if those before it have reached top_p; the first stays
+    log_p[:, 1:][reached[:, :-1] >= top_p * reached[:, -1:]] = -np.inf
+    best = np.argmax(log_p + gumbel(seed, t, order), axis=1)
+    return order[np.arange(len(order)), best]
 
 
-def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, vocab=None, stop=(), most=None):
+def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, vocab=None, stop=(), most=None,
+             speculate=None, trace=None):
     """Continue `tokens` (a non-empty list of ids): yields ids one by one, up to the first that is in `stop`,
-    which is not yielded, and at most `most` (None: without end).  vocab: draw only ids below it (a tokenizer
-    may have fewer tokens than the model has rows)."""
+    which is not yielded, and at most `most` (None: without end).  The text is a function of the model, the
+    tokens and the seed (None: a fresh one).  vocab: draw only ids below it (a tokenizer may have fewer tokens
+    than the model has rows).
+
+    model.cached says what the cache holds: of a text that begins alike only the rest is read.  However this
+    ends, closed in mid-text too, all that was yielded is in the cache, but for the last token where no other
+    was drawn after it.
+
+    speculate (None: where it pays): heads 1..K-1 draft the tokens after the next, and one call of extend
+    reads them all; a draft counts if it is the very token that head 0 draws there (Stern et al. 2018).  So
+    the text is that of single steps.  A draft is drawn with the noise that head 0 will use at its position:
+    the nearer the two heads' p, the more often they draw the same token.
+
+    trace: a list to which each token drawn adds (head, drafts, p): the head whose draft it was, 0 for none;
+    how many drafts were read along with it; the probability that the model gave it."""
     if not tokens:
         raise ValueError("generate needs at least one token to continue.")
     if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1):
         raise ValueError(f"sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, not temperature "
                          f"{temperature}, top_k {top_k}, top_p {top_p}.")
-    rng, text, seen, start = np.random.default_rng(seed), list(tokens), 0, None
+    seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
+    speculate = model.speculation_pays if speculate is None else speculate
+    context, text, drafts = model.config.context, list(tokens), []
     end = math.inf if most is None else len(text) + most
+
+    def draw(logits, t):
+        """logits (n,V) of positions t, t+1, ... -> list of n ids."""
+        return sample(logits[:, :vocab], seed, t + np.arange(len(logits)), temperature, top_k, top_p).tolist()
+
     while len(text) < end:
-        if start != window_start(len(text), model.config.context):      # a new window: read it from its start
-            start = seen = window_start(len(text), model.config.context)
-            model.position = 0
-        logits = model.extend(text[seen:])
-        seen = len(text)
-        token = sample(np.asarray(logits[-1, 0, :vocab]), rng, temperature, top_k, top_p)
-        if token in stop:
-            return
-        text.append(token)
-        yield token
+        window = text[window_start(len(text), context):]
+        if model.cached != window[:-1]:             # another text, or a new window
+            model.cached = os.path.commonprefix([model.cached, window[:-1]])        # of lists
+        model.position = len(model.cached)
+        if len(window) - model.position > 1 or len(window) + len(drafts) > context:
+            drafts = []             # what has to be read is read alike with and without speculation
+        logits = model.extend(window[model.position:] + drafts)[-1 - len(drafts):]      # (1 + drafts,K,V)
+        model.cached = window
+        for head, (token, draft) in enumerate(zip(draw(logits[:, 0], len(text)), [*drafts, None])):
+            model.position = len(model.cached)      # roll back: the rows of drafts count one by one
+            if trace is not None:
+                z = logits[head, 0, :vocab].astype(np.float64)
+                trace.append((head, len(drafts), 1 / np.exp(z - z[token]).sum()))
+            if token in stop:
+                return
+            text.append(token)
+            yield token
+            if token != draft or len(text) == end:
+                break
+            model.cached.append(token)
+        drafts = draw(logits[head, 1:], len(text)) if speculate else []
 
 
 def euler_table(model, tokens):

@@ -634,6 +634,7 @@ class Model:
 
     params, grads: dict name -> view of the flat fp32 buffers.  After writing params by hand call
     refresh()."""
+    speculation_pays = True             # a step takes as long as it takes to read the weights, for K rows too
 
     def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, matmul="cublas",
                  training=True, optimizer="adamw"):
@@ -652,7 +653,8 @@ class Model:
         except (ImportError, RuntimeError) as error:
             raise ValueError("The GPU engine does not start; a CUDA library seems to be missing or does not "
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
-        self.reserved, self.buffers_by_shape, self.step, self.position = None, {}, 0, 0
+        self.reserved, self.buffers_by_shape, self.step = None, {}, 0
+        self.position, self.cached = 0, []
         size, moments = param_count(config), moment_count(config, optimizer)
         decoding = decode_table(config, precision)
         self.flat_grads = self.m = self.v = None
@@ -684,7 +686,8 @@ class Model:
             self.write(self.flat_params, flat)
 
     def refresh(self):
-        """After writing params: the bf16 copy follows."""
+        """After writing params: the bf16 copy follows; what other weights left in the cache is forgotten."""
+        self.cached = []
         if self.weights_bf16 is not None:
             self.gpu.launch("copy_weights", (ceil_div(self.weights_bf16.size, 2048),), 256, self.weights_bf16,
                             self.flat_params, int64(self.weights_bf16.size))
@@ -844,7 +847,7 @@ class Model:
         clipped to `clip`; zero the gradient.  Returns the norm of the whole before clipping, on the GPU.  A
         norm that is not finite changes nothing, now and in all later updates, and leaves the gradient to look
         at: the host, which may see it only some steps later, must stop."""
-        self.step += 1
+        self.step, self.cached = self.step + 1, []
         c, gpu = self.config, self.gpu
         gradient_norm(gpu, self.state, self.partial, self.flat_grads, muon_part(c, self.optimizer), clip)
         for rule, part, v, decayed in update_table(c, self.optimizer):

@@ -106,7 +106,7 @@ def test_hints(capsys):
     for name in gradcheck.EXERCISES:
         assert gradcheck.run_exercise(name, hint=True) is True
         out = capsys.readouterr().out
-        none = name in gradcheck.MARKS or name in ("head_targets", "sample", "learn_merges")
+        none = name in gradcheck.MARKS or name in ("head_targets", "learn_merges")
         assert (out == "There is no derivation: the docstrings say all.\n") == none and "---" not in out
     assert os.listdir("exercises") == []
 
@@ -150,7 +150,7 @@ del NAMED["no_scale"]                   # in the backward it is backward_scale
 
 def test_which_bugs_have_an_exercise():
     assert len([bug for bug in NAMED if bug in gradcheck.BUGS]) == 15
-    assert [bug for bug, name in NAMED.items() if name == "adamw"] == list(gradcheck.EXERCISE_BUGS)
+    assert [bug for bug, name in NAMED.items() if name in ("adamw", "sample")] == list(gradcheck.EXERCISE_BUGS)
 
 
 @pytest.mark.parametrize("bug, name", NAMED.items())
@@ -191,9 +191,11 @@ def test_every_planted_bug_is_named(bug, name, calls):
      ["the result is nothing, where int64 of the shape (14, 3) belongs."]),
     ("head_targets", ".reshape(-1, K)", "",
      ["the result is int64 of the shape (2, 7, 3), where int64 of the shape"]),
-    ("sample", "return int(order[", "return 'id', int(order[",
+    ("sample", "return order[np", "return 'id', order[np",
      ["the result is object of the shape (), where"]),
-    ("sample", ">= top_p", "> 0", ["the result: 1 of 1 entries are off"]),
+    ("sample", "return order[np", "result = order[np",
+     ["the result is nothing, where int64 of the shape (1,) belongs."]),
+    ("sample", ">= top_p * ", "> 0 * ", ["the result: 1 of 1 entries are off"]),
     ("learn_merges", "counts[pair] < 2", "counts[pair] < 1",
      ["the result is int64 of the shape (40, 2), where"])])
 def test_words_for_a_mistake(name, there, instead, sentences, calls):

@@ -11,8 +11,9 @@ import sys
 import numpy as np
 import pytest
 
+import gradcheck
 import model_cpu
-from model_cpu import CONFIGS, Config, Model, generate, sample, window_start
+from model_cpu import CONFIGS, Config, Model, generate, gumbel, sample, window_start
 
 TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=16, vocab=264, predict=3, mtp_weight=0.5)
 
@@ -941,26 +942,63 @@ def test_greedy_generation_equals_recomputation_beyond_the_context(prompt):
     assert len(set(cached)) > 3                                     # or the comparison would mean little
 
 
+def splitmix64(state):
+    """The generator as its authors wrote it, in Python's integers: yields its outputs."""
+    while True:
+        state = (state + 0x9e3779b97f4a7c15) % 2**64
+        z = (state ^ state >> 30) * 0xbf58476d1ce4e5b9 % 2**64
+        z = (z ^ z >> 27) * 0x94d049bb133111eb % 2**64
+        yield z ^ z >> 31
+
+
+def output(seed, n):
+    return next(itertools.islice(splitmix64(seed), n, None))
+
+
+def test_noise_is_splitmix64():
+    # what is published for this seed
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert list(itertools.islice(splitmix64(1234567), 3)) == published
+    ids, ts, seeds = np.array([[0, 5, 2], [7, 1, 0]]), np.array([0, 9]), [3, 2**64 - 1]
+    with np.errstate(all="raise"):
+        for seed in (0, 1, 2**63 + 5, 2**64 - 1, seeds):
+            noise = gumbel(seed, ts, ids)
+            for (i, j), found in np.ndenumerate(noise):
+                first = seed[i] if isinstance(seed, list) else seed
+                bits = output(output(first, int(ts[i])), int(ids[i, j])) >> 12
+                assert found == pytest.approx(-math.log(-math.log((bits + 0.5) / 2**52)), rel=1e-12)
+    largest = (2**52 - 1 + 0.5) / 2**52
+    assert 0 < 0.5 / 2**52 and largest < 1                          # u is never 0 or 1
+
+
+def test_noise_is_gumbel_distributed_and_independent():
+    noise = gumbel(5, np.arange(300), np.tile(np.arange(400), (300, 1)))
+    u = np.exp(-np.exp(-noise))
+    counts = np.bincount((u * 64).astype(int).ravel(), minlength=64)
+    assert np.sum((counts - u.size / 64) ** 2) / (u.size / 64) < 103.4      # 0.1% point for 63 degrees of freedom
+    others = [u[1:, :-1], u[1:, 1:], u[:-1, 1:], gumbel(6, np.arange(299), np.tile(np.arange(399), (299, 1)))]
+    for other in others:                                            # neighbours in id, in position, in both, in seed
+        assert abs(np.corrcoef(u[:-1, :-1].ravel(), other.ravel())[0, 1]) < 3.3 / math.sqrt(299 * 399)
+
+
+def draws(logits, n, **options):
+    """The set of ids drawn from logits (V,) in n draws."""
+    return set(sample(np.tile(logits, (n, 1)), 3, np.arange(n), **options).tolist())
+
+
 def test_sample_filters():
-    logits, rng = np.array([1.0, 3.0, 2.0, 3.0, -1.0]), np.random.default_rng(0)
-    assert sample(logits, rng, temperature=0) == 1                  # of equals, the first
-    assert {sample(logits, rng, top_k=1) for _ in range(50)} == {1}
-    assert {sample(logits, rng, top_k=3) for _ in range(300)} == {1, 2, 3}
-    assert {sample(logits, rng, top_k=99) for _ in range(2000)} == {0, 1, 2, 3, 4}
+    logits = np.array([1.0, 3.0, 2.0, 3.0, -1.0])
+    assert draws(logits, 5, temperature=0) == {1}                   # of equals, the first
+    assert draws(logits, 50, top_k=1) == {1}
+    assert draws(logits, 300, top_k=3) == {1, 2, 3}
+    assert draws(logits, 2000, top_k=99) == {0, 1, 2, 3, 4}
     p = np.exp(logits) / np.exp(logits).sum()                       # sorted: 0.40 0.40 0.15 0.05 0.01
-    assert {sample(logits, rng, top_p=p[1] / 2) for _ in range(50)} == {1}
-    assert {sample(logits, rng, top_p=p[1] + 0.01) for _ in range(300)} == {1, 3}
-    assert {sample(logits, rng, top_p=p[1] + p[3] + 0.01) for _ in range(500)} == {1, 2, 3}
-    assert {sample(logits, rng, top_k=2, top_p=0.9) for _ in range(300)} == {1, 3}
-    assert {sample(logits, rng, temperature=1e-3) for _ in range(100)} == {1, 3}
-
-
-class Recorder:
-    """A generator that notes the probabilities it is to draw from, and "draws" the last id that may come."""
-    def choice(self, n, p):
-        assert len(p) == n and p.dtype == np.float64
-        self.p = p.tolist()
-        return int(np.flatnonzero(p)[-1])
+    assert draws(logits, 50, top_p=p[1] / 2) == {1}
+    assert draws(logits, 300, top_p=p[1] + 0.01) == {1, 3}
+    assert draws(logits, 500, top_p=p[1] + p[3] + 0.01) == {1, 2, 3}
+    assert draws(logits, 300, top_k=2, top_p=0.9) == {1, 3}
+    assert draws(logits, 100, temperature=1e-3) == {1, 3}
+    assert sample(np.empty((0, 5)), 3, np.arange(0)).shape == (0,)
 
 
 @pytest.mark.parametrize("options, expected", [
@@ -974,57 +1012,97 @@ class Recorder:
     (dict(top_k=3, top_p=0.7), [0.5, 0.5]),                         # top_p of what top_k has left: 0.4 0.4 0.2
     (dict(temperature=0.5, top_p=0.5), [0.5, 0.5]), (dict(temperature=0.5, top_p=0.42), [1.0])])
 def test_sample_by_hand(options, expected):
-    """The probabilities of ids 2, 4, 1, 0, 3: four to four to two to one to one."""
-    logits, order, rng = np.log(np.array([1.0, 2.0, 4.0, 1.0, 4.0], np.float32)), [2, 4, 1, 0, 3], Recorder()
-    drawn = sample(logits, rng, **options)
-    assert rng.p == pytest.approx(expected + [0.0] * (5 - len(expected)), rel=1e-6)
-    assert drawn == order[len(expected) - 1] and type(drawn) is int
+    """The probabilities of ids 2, 4, 1, 0, 3: four to four to two to one to one; and which of what is kept is drawn,
+    with the noise of its id, one by one."""
+    logits, order, n = np.log(np.array([1.0, 2.0, 4.0, 1.0, 4.0], np.float32)), [2, 4, 1, 0, 3], 500
+    t = np.arange(40, 40 + n)
+    drawn = sample(np.tile(logits, (n, 1)), 9, t, **options)
+    noise = gumbel(9, t, np.tile(np.arange(5), (n, 1)))
+    kept = order[:len(expected)]
+    assert drawn.tolist() == [max(kept, key=lambda i: math.log(expected[order.index(i)]) + row[i]) for row in noise]
+    assert set(drawn.tolist()) == set(kept)
 
 
 def test_of_equals_the_first_ids_are_kept():
-    rng = Recorder()
+    logits = np.tile([0.0, 1.0], 150)
     for k in (1, 7, 150):
-        assert sample(np.tile([0.0, 1.0], 150), rng, top_k=k) == 2 * k - 1      # the k-th of the odd ids
+        assert draws(logits, 5000, top_k=k) == set(range(1, 2 * k, 2))
     model, (tokens, _) = wide_model(), make_batch()
     model.params["heads"][::2], model.params["heads"][1::2] = 0.0, 0.1
     assert all(best in ([0, 2, 4], [1, 3, 5]) for _, _, best in model_cpu.euler_table(model, tokens))
 
 
 def test_top_p_stops_exactly_where_it_is_reached():
-    rng = Recorder()
     for top_p, kept in [(0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4), (1.0, 4)]:
-        sample(np.zeros(4), rng, top_p=top_p)                       # four quarters: their sums are exact
-        assert rng.p == [1 / kept] * kept + [0.0] * (4 - kept)
+        assert draws(np.zeros(4), 200, top_p=top_p) == set(range(kept))     # four quarters: their sums are exact
 
 
 def test_sample_of_large_logits():
-    rng = Recorder()
     with np.errstate(all="raise", under="ignore"):
         for shift in (-1e4, 1e4):
-            sample(np.array([0.0, 1.0, -1e4]) + shift, rng, temperature=0.5)
-            assert rng.p == pytest.approx([1 / (1 + math.exp(-2)), 1 / (1 + math.exp(2)), 0.0], rel=1e-11)
-        for temperature in (0.5, 1e-3, 1e-30):
-            assert sample(np.array([0.0, 1000.0, -1000.0, 999.0]), rng, temperature) in (1, 3)
-            first = 1 / (1 + math.exp(-2)) if temperature == 0.5 else 1.0
-            assert rng.p == pytest.approx([first, 1 - first, 0.0, 0.0], rel=1e-11)
-    logits = np.random.default_rng(0).standard_normal(4096, np.float32)     # float32's rounding is none of choice's business
-    assert 0 <= sample(logits, np.random.default_rng(0)) < 4096
-    assert type(sample(logits, rng, temperature=0)) is int
+            logits = np.tile(np.array([0.0, 1.0, -1e4]) + shift, (5000, 1))
+            found = sample(logits, 1, np.arange(5000), temperature=0.5)
+            assert np.bincount(found) / 5000 == pytest.approx([1 / (1 + math.exp(2)), 1 / (1 + math.exp(-2))], abs=0.02)
+        for temperature, ids in ((0.5, {1, 3}), (1e-3, {1}), (1e-30, {1})):
+            assert draws(np.array([0.0, 1000.0, -1000.0, 999.0]), 300, temperature=temperature) == ids
+    logits = np.random.default_rng(0).standard_normal((3, 4096), np.float32)
+    assert sample(logits, 0, np.arange(3)).max() < 4096
+    assert sample(logits, 0, np.arange(3), temperature=0).tolist() == logits.argmax(axis=1).tolist()
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.8)])
-def test_sample_has_the_right_distribution(temperature, top_k, top_p):
-    logits, rng, n = np.array([0.3, -1.0, 1.2, 0.0, 0.7, -0.4]), np.random.default_rng(7), 6000
-    p = np.exp(logits / temperature)
-    p /= p.sum()
-    order = np.argsort(-p)
-    keep = order[:top_k] if top_k else order[:1 + np.sum(np.cumsum(p[order]) < top_p)]
-    expected = np.zeros(6)
-    expected[keep] = p[keep] / p[keep].sum()
-    counts = np.bincount([sample(logits, rng, temperature, top_k, top_p) for _ in range(n)], minlength=6)
-    assert np.all(counts[expected == 0] == 0)
-    chi2 = np.sum((counts - n * expected)[keep] ** 2 / (n * expected)[keep])
-    assert chi2 < 20.5                                              # 0.1% point for 5 degrees of freedom
+# What a text of three tokens has as its probability, by the tables of a model of eight tokens, and by 200,000 draws.
+FILTERS = [dict(temperature=0.7), dict(temperature=1.4, top_k=3), dict(temperature=1.2, top_p=0.7)]
+MISTAKES = [bug for bug, edits in gradcheck.EXERCISE_BUGS.items() if edits[0].startswith("sample: ")]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """tables[i] (8,) * i + (8,): the logits of head 0 after a prompt and i more tokens."""
+    model, V = wide_model(Config(dim=16, heads=4, kv_heads=2, layers=2, context=16, vocab=8, predict=1)), 8
+    return [0.3 * np.array([model.logits([[1, 5, 2, *more]])[0, -1, 0] for more in itertools.product(range(V), repeat=i)]
+                           ).reshape((V,) * i + (V,)) for i in range(3)]
+
+
+def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """Of one row of logits, by the words of sample's docstring, in loops."""
+    weights = {i: math.exp(logit / temperature) for i, logit in enumerate(logits)}
+    ids = sorted(weights, key=lambda i: (-weights[i], i))[:top_k or None]
+    total, kept = sum(weights[i] for i in ids), []
+    for i in ids:
+        if sum(weights[j] for j in kept) < top_p * total:
+            kept.append(i)
+    return np.array([weights[i] * (i in kept) for i in range(len(logits))]) / sum(weights[i] for i in kept)
+
+
+def chi_square(tables, draw, options, n=200_000):
+    """-> p of the 200,000 texts of seeds 0, 1, ..., drawn at positions 3, 4, 5; 0 where one could not be drawn."""
+    exact, seeds, texts = np.ones(()), np.arange(n), ()
+    for i, table in enumerate(tables):
+        steps = np.apply_along_axis(probabilities, -1, table, **options)
+        exact = exact[..., None] * steps
+        texts += (draw(table[texts] if i else np.tile(table, (n, 1)), seeds, np.full(n, 3 + i), **options),)
+    counts, expected = np.bincount(np.ravel_multi_index(texts, exact.shape), minlength=exact.size), n * exact.ravel()
+    if counts[expected == 0].any():
+        return 0.0
+    rare = expected < 5
+    cells = [(counts[i], expected[i]) for i in np.flatnonzero(~rare)] + [(counts[rare].sum(), expected[rare].sum())]
+    cells = [(count, mean) for count, mean in cells if mean > 0]
+    chi2, k = sum((count - mean) ** 2 / mean for count, mean in cells), len(cells) - 1
+    assert k > 10
+    # Wilson & Hilferty 1931: the cube root of chi2 / k is all but normal
+    return math.erfc(((chi2 / k) ** (1 / 3) - 1 + 2 / (9 * k)) / math.sqrt(2 / (9 * k)) / math.sqrt(2)) / 2
+
+
+@pytest.mark.parametrize("options", FILTERS)
+def test_texts_have_their_probabilities(tables, options):
+    assert chi_square(tables, sample, options) > 1e-3
+
+
+@pytest.mark.parametrize("bug", MISTAKES)
+def test_texts_drawn_with_a_planted_mistake_do_not(tables, bug):
+    assert len(MISTAKES) == 3
+    planted = gradcheck.plant(bug)["sample"]
+    assert any(chi_square(tables, planted, options) < 1e-3 for options in FILTERS)
 
 
 def test_generation_is_determined_by_its_seed():
@@ -1032,16 +1110,23 @@ def test_generation_is_determined_by_its_seed():
     first, again, other = (list(itertools.islice(generate(model, [1, 2], seed=seed), 40)) for seed in (3, 3, 4))
     assert first == again and first != other
     assert max(itertools.islice(generate(model, [1, 2], seed=3, vocab=8), 40)) < 8
+    assert first == list(generate(model, [1, 2], seed=3 + 2**64, most=40))
+    assert list(generate(model, [1, 2], most=40)) != list(generate(model, [1, 2], most=40))
+    # in one piece or in two
+    assert first == first[:17] + list(generate(model, [1, 2, *first[:17]], seed=3, most=23))
+
+
+def scripted(drawn):
+    """In the place of sample: ids from a list, of which those are taken that are drawn."""
+    return lambda logits, *rest: np.array([drawn.pop(0) for _ in logits])
 
 
 def test_generation_ends(monkeypatch):
-    model, script = wide_model(), iter([])
-    monkeypatch.setattr(model_cpu, "sample", lambda *arguments: next(script))
+    model = wide_model()
 
     def ids(drawn, text=(1, 2), **options):
-        nonlocal script
-        script = iter(drawn)
-        return list(generate(model, list(text), **options)), list(script)
+        monkeypatch.setattr(model_cpu, "sample", scripted(drawn))
+        return list(generate(model, list(text), **options)), drawn
     assert ids([7, 8, 9, 5], stop={9}) == ([7, 8], [5])             # what stops is not yielded
     assert ids([7, 8, 9, 5], stop=(5, 9)) == ([7, 8], [5]) == ids([7, 8, 5, 4], stop=[5, 9])[:1] + ([5],)
     assert ids([9, 8], stop={9}) == ([], [8])
@@ -1070,28 +1155,175 @@ def test_generate_passes_everything_on(monkeypatch):
     model, calls, text = wide_model(), [], [1, 2, 3]
     model.extend([9, 9])                                            # what another text has left in the cache
 
-    def note(logits, rng, temperature, top_k, top_p):
-        calls.append((logits.copy(), rng.bit_generator.state, temperature, top_k, top_p))
-        return 7
+    def note(logits, seed, t, *rest):
+        calls.append((logits.copy(), seed, t.tolist(), rest))
+        return np.full(len(logits), 7)
     monkeypatch.setattr(model_cpu, "sample", note)
     for options, passed, V in [(dict(temperature=0.5, top_k=3, top_p=0.25, seed=5, vocab=260), (0.5, 3, 0.25), 260),
                                (dict(seed=5), (1.0, 0, 1.0), TINY.vocab)]:
         calls.clear()
         assert list(itertools.islice(generate(model, text, **options), 3)) == [7, 7, 7] and text == [1, 2, 3]
-        for i, (logits, state, *found) in enumerate(calls):
-            assert tuple(found) == passed and state == np.random.default_rng(5).bit_generator.state
-            assert np.allclose(logits, model.logits([text + [7] * i])[0, -1, 0, :V], rtol=0, atol=1e-11)
+        for i, (logits, seed, t, found) in enumerate(calls):
+            assert (seed, t, found) == (5, [3 + i], passed)
+            assert np.allclose(logits, model.logits([text + [7] * i])[0, -1:, 0, :V], rtol=0, atol=1e-11)
+        calls.clear()
+        assert list(itertools.islice(generate(model, text, speculate=True, **options), 5)) == [7] * 5
+        assert [t for _, _, t, _ in calls] == [[3], [4, 5], [4, 5, 6], [7, 8], [7, 8, 9]]
+        for (logits, seed, t, found) in calls[1::2]:                # heads 1 and 2 after the last but one token drawn
+            assert (seed, found) == (5, passed)
+            expected = model.logits([text + [7] * (t[0] - 4)])[0, -1, 1:, :V]
+            assert np.allclose(logits, expected, rtol=0, atol=1e-11)
     for _ in range(2):
         next(generate(model, text))
     assert calls[-1][1] != calls[-2][1]                             # without a seed no two are alike
 
 
 def test_decoding_reads_each_token_once(monkeypatch):
-    """One call a token, of that token alone; only a new window is read as a whole."""
+    """One call a token, of that token alone; only a new window is read as a whole.  A later call reads what is new."""
     model, lengths, extend = wide_model(), [], Model.extend
     monkeypatch.setattr(Model, "extend", lambda self, tokens: lengths.append(len(tokens)) or extend(self, tokens))
-    list(itertools.islice(generate(model, [1] * 5, seed=0), 30))
+
+    def read(tokens, **options):
+        lengths.clear()
+        return [*tokens, *generate(model, tokens, seed=0, **options)], lengths
+    text, _ = read([1] * 5, most=30)
     assert lengths == [5] + [1] * 11 + [9] + [1] * 7 + [9] + [1] * 7 + [9, 1]
+    text, _ = read([7, 8, 9], most=4)
+    assert read(text, most=3)[1] == [1, 1, 1]                       # the last token yielded was not read yet
+    assert read([*text, 3, 4, 5], most=1)[1] == [3]
+    assert read([*text[:5], 3, 4], most=1)[1] == [2]                # from where they part
+    assert read(text[:4], most=2)[1] == [1, 1] and read(text[:4], most=1)[1] == [1]
+    for change in (model.refresh, lambda: model.write(model.flat_params, model.flat_params),
+                   lambda: model.update(1e-9)):
+        model.flat_grads[...] = 1.0
+        change()                                                    # other weights: nothing of the cache holds
+        assert read(text[:4], most=2)[1] == [4, 1] and model.position == len(model.cached) == 5
+
+
+def plain_text(model, tokens, most, stop=(), seed=None, **options):
+    """What generate should yield, every token recomputed from scratch."""
+    text = list(tokens)
+    while len(text) < len(tokens) + most:
+        logits = model.logits([text[window_start(len(text), model.config.context):]])[0, -1:, 0]
+        token = int(sample(logits, seed, np.array([len(text)]), **options)[0])
+        if token in stop:
+            break
+        text.append(token)
+    return text[len(tokens):]
+
+
+DECODING = [dict(temperature=0), dict(temperature=0.3), dict(temperature=1.0, top_k=4), dict(temperature=1.5, top_p=0.2)]
+
+
+@pytest.fixture(scope="module")
+def drafting_model():
+    """Wide, and its further heads near enough to head 0 after some more tokens that each is right now and then: the
+    layers say little, so that what comes next hangs on the last token, and head k is the k-fold step."""
+    model, V = wide_model(dataclasses.replace(TINY, vocab=40, predict=4)), 40
+    rng = np.random.default_rng(1)
+    for name, weight in model.params.items():
+        if name.startswith("layers") and weight.ndim == 2:
+            weight *= 0.4
+    steps = np.eye(V)[rng.permutation(V)]
+    heads = model.params["heads"].reshape(4, V, -1)
+    heads[...] = np.stack([np.linalg.matrix_power(steps, k + 1) @ model.params["embed"] for k in range(4)])
+    return model
+
+
+def test_speculation_changes_nothing(drafting_model):
+    """From scratch, cached, speculative: one text; through full windows, over several calls, however they end; and
+    the cache stands at the same token."""
+    model, traces = drafting_model, []
+    for prompt, size in enumerate([1, 3, 15, 16, 17, 5, 40, 2, 30, 9]):
+        rng, options, count = np.random.default_rng(prompt), DECODING[prompt % len(DECODING)], 0
+        text = rng.integers(0, 40, size).tolist()
+        while count < 200:
+            seed, most, stop = int(rng.integers(2**63)), int(rng.integers(1, 60)), set(rng.integers(0, 40, 1).tolist())
+            close = int(rng.integers(1, 60)) if rng.random() < 0.4 else 60      # closed after so many, as by Ctrl-C
+            expected = plain_text(model, text, min(most, close), stop, seed, **options)
+            whole, states = text + expected, []
+            for speculate, part in ((False, 0), (True, 0), (rng.random() < 0.5, int(rng.integers(1, 17)))):
+                model.refresh()
+                if part:                                            # so much of it is in the cache already
+                    window = text[window_start(len(text), 16):]
+                    list(generate(model, window[:part], most=1))
+                stream = generate(model, text, seed=seed, most=most, stop=stop, speculate=speculate,
+                                  trace=traces if speculate else None, **options)
+                assert list(itertools.islice(stream, close)) == expected
+                stream.close()
+                states.append((model.position, model.cached))
+                assert model.cached in (whole[:-1][-model.position:], whole[-model.position:])
+                assert len(model.cached) == model.position
+            assert all(state == states[0] for state in states)
+            text, count = whole + rng.integers(0, 40, rng.integers(1, 6)).tolist(), count + len(expected)
+    heads = [sum(head == k for head, _, _ in traces) for k in range(4)]
+    read = sum(head == 0 and drafts == 3 for head, drafts, _ in traces)
+    assert heads[3] > 100 and read > heads[1] + 100 and heads[1] > heads[2] + 50    # each is right and wrong at times
+
+
+def test_turns_with_the_cache_of_the_turn_before(drafting_model):
+    """The same without emptying the cache in between, speculation in turns on and off."""
+    model, rng, text = drafting_model, np.random.default_rng(0), [3]
+    for turn in range(60):
+        most, close = int(rng.integers(1, 12)), int(rng.integers(1, 12))
+        options = DECODING[turn % len(DECODING)]
+        stream = generate(model, text, seed=turn, most=most, speculate=turn % 3 > 0, **options)
+        found = list(itertools.islice(stream, close))
+        stream.close()
+        assert found == plain_text(model, text, min(most, close), seed=turn, **options)
+        text += found + rng.integers(0, 40, rng.integers(0, 5)).tolist()
+        if turn % 7 == 6:
+            del text[rng.integers(1, len(text)):]                   # a part of it is forgotten
+    assert len(text) > 16
+
+
+def test_an_interruption_within_a_call_leaves_the_cache_right(drafting_model, monkeypatch):
+    """KeyboardInterrupt may come at any moment: in the midst of extend, or just after it."""
+    model, extend, sampled, calls = drafting_model, Model.extend, model_cpu.sample, []
+    rng = np.random.default_rng(0)
+
+    def interrupted(function):
+        def call(*arguments):
+            calls.append(function)
+            stop_at = rng.random()
+            if stop_at < 0.1:
+                raise KeyboardInterrupt
+            result = function(*arguments)
+            if stop_at < 0.2:
+                raise KeyboardInterrupt
+            return result
+        return call
+    text, interruptions = [3], 0
+    for turn in range(100):
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "extend", interrupted(extend))
+            patch.setattr(model_cpu, "sample", interrupted(sampled))
+            try:
+                for token in generate(model, text, seed=5, most=9, speculate=turn % 2 > 0):
+                    text.append(token)
+            except KeyboardInterrupt:
+                interruptions += 1
+        if turn % 5 == 4:
+            text = text[:rng.integers(1, len(text))] + [turn % 40]
+        found = list(generate(model, text, seed=turn, most=3, speculate=turn % 3 > 0))
+        assert found == plain_text(model, text, 3, seed=turn)
+    assert interruptions > 30
+
+
+def test_the_trace(drafting_model):
+    model, trace = drafting_model, []
+    text = [5, 6]
+    found = list(generate(model, text, seed=1, most=40, speculate=True, trace=trace, vocab=38))
+    assert len(trace) == 40
+    for i, (head, drafts, p) in enumerate(trace):
+        before = text + found[:i]
+        z = model.logits([before[window_start(len(before), 16):]])[0, -1, 0, :38]
+        assert p == pytest.approx(np.exp(z[found[i]]) / np.exp(z).sum(), rel=1e-9)
+        assert drafts in (0, 3) and (head == 0 or trace[i - 1][0] == head - 1 and drafts == 3)
+    trace.clear()
+    said = list(generate(model, text, seed=1, stop={found[4]}, trace=trace))
+    assert len(trace) == len(said) + 1 and not any(head or drafts for head, drafts, _ in trace)
+    assert model_cpu.Model.speculation_pays is False
 
 
 @pytest.mark.parametrize("options", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=-1), dict(top_p=0),

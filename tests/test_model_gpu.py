@@ -414,6 +414,21 @@ def test_greedy_generation_equals_the_cpu_beyond_the_context(made):
     assert [next(streams[0]) for _ in range(12)] == [next(streams[1]) for _ in range(12)]
 
 
+def test_speculation_changes_nothing(made):
+    """Through a full window, and over two calls; drafts are the default here."""
+    model, texts, trace = model_gpu.Model(TINY, precision="fp32", matmul="ours"), [], []
+    widen(model, model_cpu.Model(TINY))
+    for options in (dict(speculate=False), dict(trace=trace)):
+        model.refresh()
+        text = [1, 2, 3] * 11
+        for most in (9, 5):
+            text += [*model_cpu.generate(model, text, seed=4, most=most, top_k=2, **options), 5]
+        texts.append((text, model.position, model.cached))
+    assert texts[0] == texts[1] and any(drafts for _, drafts, _ in trace)
+    model.update(1e-3)
+    assert model.cached == []
+
+
 def test_a_norm_that_is_not_finite_stops_all_updates(made):
     model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
     before = model.read(model.flat_params)
