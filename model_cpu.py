@@ -28,6 +28,7 @@ What this file does not do: no dropout, no biases, no learning-rate schedule (tr
 prompts, no files (checkpoint.py).  Arithmetic is float64 by default, where gradients can be checked to ten
 digits; training passes dtype=np.float32.
 """
+import bisect
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -70,10 +71,8 @@ class Config:
             object.__setattr__(self, "hidden", (8 * self.dim + 23) // 24 * 8)   # frozen for everybody else
         for name in ("dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}.")
-            if value > 1 << 20:
-                raise ValueError(f"{name} must be at most {1 << 20:,}, not {value!r:.20}.")
+            if type(value) is not int or not 1 <= value <= 1 << 20:
+                raise ValueError(f"{name} must be a whole number from 1 to {1 << 20:,}, not {value!r:.20}.")
         for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
             value = getattr(self, name)
             if type(value) not in (int, float) or not least <= value < math.inf:
@@ -205,8 +204,7 @@ def init_params(flat, config, seed):
         if view.ndim == 1:
             view[...] = 1.0
         else:
-            into_residual = name.endswith((".out", ".down"))
-            std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
+            std = 0.02 / math.sqrt(2 * config.layers) if name.endswith((".out", ".down")) else 0.02
             view[...] = rng.standard_normal(view.shape, dtype=np.float32) * np.float32(std)
 
 
@@ -271,13 +269,7 @@ def free_memory(limit=None):
 def largest_micro_batch(plan, free):
     """The largest micro-batch for which plan(micro_batch), a dict of bytes, fits these free bytes; 0 if none
     does."""
-    low, high = 0, 1
-    while sum(plan(high).values()) <= free:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if sum(plan(middle).values()) <= free else (low, middle)
-    return low
+    return bisect.bisect_right(range(1, 1 << 20), free, key=lambda rows: sum(plan(rows).values()))
 
 
 # ------------------------------------------------------------------------------------------------------------
