@@ -128,7 +128,7 @@ def add_run_options(parser):
             parser.add_argument("--" + field.name.replace("_", "-"), help=meaning, **how)
 
 
-# Chosen by short runs; docs/notes.md says what else was tried.
+# Chosen by short runs; docs/notes.md says what else was tried.  lr is for Muon; AdamW's was half of it in each.
 DEFAULTS = {
     "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
     "medium": dict(steps=4000, batch_tokens=8192, lr=3e-3, warmup=200, eval_every=500, save_every=500),
@@ -804,7 +804,10 @@ def main(argv):
         config = choose_sizes(args, preset)
         asked = args.device or ("gpu" if args.dry_run and args.memory_limit else None)
         args.device = choose_device(asked, preset, planning=args.dry_run)
-        settings = make_settings(args, preset, config, DEFAULTS[preset])
+        defaults = DEFAULTS[preset]
+        if args.optimizer == "adamw":
+            defaults = {**defaults, "lr": defaults["lr"] / 2}
+        settings = make_settings(args, preset, config, defaults)
         if args.dry_run:
             return dry_run(config, settings)
         settings.data = settings.data or find_corpus(preset)

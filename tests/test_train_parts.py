@@ -938,6 +938,13 @@ def test_resumed_runs(whole, monkeypatch, capsys):
     assert str(error.value) == "text.txt: not the corpus that the run in o began with."
 
 
+def test_the_rate_of_each_optimizer(whole):
+    for options, optimizer, lr in [([], "muon", 4e-3), (["--optimizer", "muon"], "muon", 4e-3), (["--optimizer", "adamw"], "adamw", 2e-3),
+                                   (["--optimizer", "adamw", "--lr", "0.125"], "adamw", 0.125)]:
+        assert train.main(["--data", "text.txt", "--threads", "1", *options]) == 0
+        assert (whole[-1][1].optimizer, whole[-1][1].lr) == (optimizer, lr)
+
+
 def test_plots_need_no_run(whole, monkeypatch):
     monkeypatch.setattr(checkpoint, "plot", lambda folder: f"plotted {folder}")
     assert train.main(["--plot", "x"]) == "plotted x" and whole == []
