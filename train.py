@@ -128,7 +128,7 @@ def add_run_options(parser):
             parser.add_argument("--" + field.name.replace("_", "-"), help=meaning, **how)
 
 
-# Chosen by short runs; docs/notes.md says what else was tried.  lr is for Muon; AdamW's was half of it in each.
+# Chosen by short runs; docs/notes.md says what else was tried.  lr is Muon's; AdamW's was half of it in each.
 DEFAULTS = {
     "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
     "medium": dict(steps=4000, batch_tokens=8192, lr=3e-3, warmup=200, eval_every=500, save_every=500),
@@ -684,8 +684,8 @@ def make_settings(args, preset, config, defaults):
     settings = Settings(**{
         **defaults, "batch_tokens": max(1, defaults["batch_tokens"] // T) * T, "preset": preset, "data": None,
         "mtp_weight": config.mtp_weight, "decay": 0.1, "clip": 1.0, "seed": 0, "micro_batch": 1, "threads": 1,
-        "optimizer": "muon", "device": "cpu", "precision": model_gpu.default_precision() if on_gpu else "fp32",
-        "matmul": "cublas", "memory_limit": None, **given})
+        "optimizer": "muon", "device": "cpu", "matmul": "cublas", "memory_limit": None,
+        "precision": model_gpu.default_precision() if on_gpu else "fp32", **given})
     windows, rest = divmod(settings.batch_tokens, T)
     if rest:
         raise ValueError(f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
