@@ -3,6 +3,7 @@
     python chat.py                                    the newest checkpoint in out/
     python chat.py --model out/small --prompt "The"   one continuation, then the end
     python chat.py --lens "To be, or not to be"       the layers, seen as steps of an ODE solver
+    python chat.py --lens TEXT --plot lens.png        what each layer would say next, at each position
     python chat.py < prompts.txt                      one continuation for each line
 
 Read before it: tokenizer.py, in model_cpu.py section 6 (generate, euler_table), and checkpoint.py.
@@ -13,7 +14,8 @@ fine-tuned model answers: its tokenizer_config.json has a chat template, and eac
     <|user|> what you typed <|end|> <|assistant|> the answer <|end|>
 
 put together from ids.  Text can never become one of these special tokens: a typed "<|end|>" is seven
-characters.
+characters.  A system text stands before the first user text, with an empty line between, as the template
+says.
 
 What it does not do: no batches, no files written (the history of lines lives as long as the session), no
 filter on what a model says.
@@ -21,13 +23,17 @@ filter on what a model says.
 import argparse
 import codecs
 import contextlib
+import os
 import sys
+import time
+import warnings
 
 import model_cpu
 import checkpoint
 import model_gpu
 import numpy as np
-from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, newest_checkpoint, number_type, run_script, to_bytes)
+from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, newest_checkpoint, number_type, run_script, to_bytes,
+                       visible)
 
 # name: type, smallest and largest value, default, meaning.  Each is an option, on a terminal also a command.
 SETTINGS = {
@@ -37,7 +43,10 @@ SETTINGS = {
     "top-p": (float, 0.001, 1, 1.0, "draw among the likeliest tokens of this probability together; 1: all"),
     "seed": (int, 0, 2**63, None, "the same seed gives the same text; without one, another text every time"),
 }
+# from which probability on a token has which colour on a terminal: green, cyan, yellow, red
+COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
 # What a terminal would obey instead of showing: all control characters but tab and line end.
+PLOTTED = 64        # positions in a picture, at most
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
@@ -76,7 +85,8 @@ class Session:
     """turns: lists of ids, the oldest first.  A pretrained model has one turn, the text that it continues."""
     def __init__(self, model, tokenizer, chat_form, settings):
         self.model, self.tokenizer, self.chat_form, self.settings = model, tokenizer, chat_form, settings
-        self.turns, self.answers, self.printer = [], 0, None
+        self.turns, self.answers, self.printer, self.system = [], 0, None, b""
+        self.said, self.trace, self.seconds = [], [], 0.0       # the last answer: ids, generate's trace, time
         self.stop = tokenizer.special[END_OF_TURN if chat_form else END_OF_TEXT]
 
     def add_text(self, text):
@@ -87,15 +97,18 @@ class Session:
 
     def add_turn(self, text):
         """Chat form: one more turn; the oldest are forgotten, to leave a quarter of the window free for the
-        answer."""
+        answer.  The system text stays: it is in the first turn that there is."""
         context = self.model.config.context
         room = max(4, context - context // 4)
         if self.turns and not self.is_finished():           # the last answer was cut short
             self.turns[-1].append(self.stop)
-        note_cut("prompt", len(self.tokenizer.encode(text)), room - 3)   # the turn has three special tokens
         self.turns.append(self.tokenizer.prompt(text, room))
         while len(self.turns) > 1 and sum(map(len, self.turns)) > room:
-            del self.turns[0]
+            del self.turns[1 if self.system and len(self.turns) > 2 else 0]
+        if len(self.turns) == 1 and self.system:
+            text = self.system + b"\n\n" + text
+            self.turns = [self.tokenizer.prompt(text, room)]
+        note_cut("prompt", len(self.tokenizer.encode(text)), room - 3)   # the turn has three special tokens
         self.printer = Printer()
 
     def is_finished(self):
@@ -118,30 +131,81 @@ class Session:
         # Each answer of a session draws from a seed of its own, or one question would get one answer twice.
         seed = None if settings.seed is None else settings.seed + self.answers
         self.answers += 1
-        ids, said = [token for turn in self.turns for token in turn], 0
+        ids, begin = [token for turn in self.turns for token in turn], time.perf_counter()
+        self.said, self.trace = [], []
         # a wrong one, from a poor model, ends the answer as well
         specials = set(self.tokenizer.special.values())
         stream = model_cpu.generate(self.model, ids, settings.temperature, settings.top_k, settings.top_p,
-                                    seed, self.tokenizer.vocab_size, stop=specials, most=settings.max_tokens)
-        for said, token in enumerate(stream, 1):
+                                    seed, self.tokenizer.vocab_size, stop=specials, most=settings.max_tokens,
+                                    speculate=settings.speculation, trace=self.trace)
+        for token in stream:
             self.turns[-1].append(token)
+            self.said.append(token)
+            self.seconds = time.perf_counter() - begin
             self.printer.write(self.tokenizer.decode_bytes([token]))
-        if said < settings.max_tokens:
+        if len(self.said) < settings.max_tokens:
             self.turns[-1].append(self.stop)
         print(flush=True)
+
+    def print_stats(self):
+        """How fast the last answer came, and how often each head was right."""
+        heads, count = [head for head, _, _ in self.trace], len(self.said)
+        print(f"{count} tokens in {self.seconds:.2f} s, {count / self.seconds:.1f} tokens/s, "
+              f"{len(heads) / heads.count(0):.2f} tokens a verification")
+        for k in range(1, self.model.config.predict):
+            read = sum(head == 0 and drafts >= k for head, drafts, _ in self.trace)
+            print(f"  head {k}: " + (f"{heads.count(k)} of {read} drafts right, {heads.count(k) / read:.0%}"
+                                     if read else "no drafts (--speculation)"))
+
+    def print_tokens(self):
+        """The last answer token by token, in the colour of the probability that the model gave it; where the
+        environment has NO_COLOR, with that in brackets."""
+        plain = os.environ.get("NO_COLOR")
+
+        def paint(text, p):
+            colour = next(colour for least, colour in COLOURS if p >= least)
+            return f"{text}[{p:.0%}]" if plain else f"\x1b[{colour}m{text}\x1b[0m"
+
+        for token, (_, _, p) in zip(self.said, self.trace):
+            token = self.tokenizer.tokens[token]
+            print(paint(visible(token), p), end="\n" if token.endswith(b"\n") else "")
+        print("" if plain else "\n" + "  ".join(paint(f"from {least:.0%}", least) for least, _ in COLOURS))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 3. The Euler table of a text
 # ------------------------------------------------------------------------------------------------------------
-def print_lens(model, tokenizer, text):
+def print_lens(model, tokenizer, text, path=None):
     """One line a layer: x + f(x) is a step of Euler's method; what would head 0 say if the integration
-    stopped here?"""
+    stopped here?  path: draw it as well, for each position."""
     ids, context = tokenizer.encode(to_bytes(text)), model.config.context
     if len(ids) < 2:
         raise ValueError(f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
     note_cut("text", len(ids), context + 1)     # the last one is predicted only
     model_cpu.print_euler_table(model, tokenizer, np.array([ids[-context - 1:]]))
+    if path:
+        plot_lens(model, tokenizer, ids[-context - 1:-1], path)
+
+
+def plot_lens(model, tokenizer, ids, path):
+    """Draw to `path` what head 0 would say after each layer (a row) and position (a column): the likeliest
+    next token, on the colour of its probability."""
+    pyplot, layers = checkpoint.load_pyplot(), model_cpu.layer_logits(model, np.array([ids]))
+    logits = np.array([z[-PLOTTED:, :tokenizer.vocab_size] for _, z in layers])         # (L+1,T,V)
+    best, p = logits.argmax(axis=2), 1 / np.exp(logits - logits.max(axis=2, keepdims=True)).sum(axis=2)
+    ids, shown = ids[-PLOTTED:], [visible(token).replace(" ", "\u2423") for token in tokenizer.tokens]
+    figure, axes = pyplot.subplots(figsize=(3 + 0.7 * len(ids), 1.5 + 0.4 * len(p)))
+    figure.colorbar(axes.imshow(p, vmin=0, vmax=1, origin="lower", aspect="auto"), label="probability")
+    for (row, column), token in np.ndenumerate(best):
+        axes.text(column, row, shown[token], ha="center", va="center", fontsize=8,
+                  color="black" if p[row, column] > 0.6 else "white", parse_math=False)
+    axes.set_xticks(range(len(ids)), [shown[token] for token in ids], parse_math=False)
+    axes.set_yticks(range(len(p)), ["embedding", *(f"layer {i}" for i in range(len(p) - 1))])
+    axes.set(xlabel="token read", title="the likeliest next token if the integration stopped here")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")             # of characters that the font does not have
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+    print(f"Wrote {path}.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -173,6 +237,16 @@ def run_command(line, session):
         return False
     if name == "reset":
         session.turns = []
+    elif name in ("stats", "tokens"):
+        if not session.said:
+            print(f"/{name} is about the last answer, and there is none.")
+        else:
+            session.print_stats() if name == "stats" else session.print_tokens()
+    elif name == "system" and session.chat_form:
+        if value.strip():
+            session.system = b"" if value.strip() == "none" else to_bytes(value.strip())
+            session.turns = []
+        print(f"system is {session.system.decode('utf-8', 'replace') or 'none'}")
     elif name in SETTINGS:
         try:
             if value.strip():
@@ -182,7 +256,11 @@ def run_command(line, session):
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
     elif name == "help":
-        print("/reset forgets, /quit leaves, an empty line lets the model write on.  The settings now:")
+        print("/reset forgets, /quit leaves, an empty line lets the model write on, \\ at its end continues "
+              "a line.\n/stats: how fast the last answer came; /tokens: how likely each of its tokens was.")
+        if session.chat_form:
+            print("/system TEXT begins anew, with this before the first question; /system none: without.")
+        print("The settings now:")
         for name, (*_, meaning) in SETTINGS.items():
             print(f"  /{name} {show_setting(session.settings, name)}   {meaning}")
     else:
@@ -205,6 +283,8 @@ def run_session(session, folder):
     while True:
         try:
             line = input("> " if on_terminal else "")
+            while on_terminal and line.endswith("\\"):
+                line = line[:-1] + "\n" + input("... ")
             if not (on_terminal and line.startswith("/")):
                 session.answer(line)
             elif not run_command(line, session):
@@ -228,9 +308,16 @@ def parse_arguments(argv):
     for name, (kind, low, high, default, meaning) in SETTINGS.items():
         parser.add_argument(f"--{name}", type=setting_type(kind, low, high), default=default, metavar="N",
                             help=meaning + ("" if default is None else f" (default {default})"))
+    parser.add_argument("--plot", metavar="FILE", help="with --lens: draw it for each position (needs "
+                        f"matplotlib; at most the last {PLOTTED})")
+    parser.add_argument("--speculation", action=argparse.BooleanOptionalAction,
+                        help="let the further heads draft: the same text, sooner on a GPU (default: there)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto",
                         help="what computes (default auto: the GPU if there is one)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.plot and args.lens is None:
+        parser.error("--plot goes with --lens TEXT")
+    return args
 
 
 def main(argv):
@@ -242,7 +329,7 @@ def main(argv):
     # the lens looks into every layer
     model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu")
     if args.lens is not None:
-        return print_lens(model, tokenizer, args.lens)
+        return print_lens(model, tokenizer, args.lens, args.plot)
     session = Session(model, tokenizer, checkpoint.is_chat_model(folder, tokenizer), args)
     if args.prompt is not None:
         return session.answer(args.prompt)

@@ -418,18 +418,23 @@ class Log:
         return rises
 
 
+def load_pyplot():
+    """matplotlib's pyplot, drawing to files; ValueError, in one sentence, where it is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    return pyplot
+
+
 def plot(folder):
     """Draw folder/log.jsonl to folder/loss.png."""
     path = os.path.join(folder, "log.jsonl")
     if not os.path.exists(path):
         raise ValueError(f"there is no {path} to draw.")
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
-    records = [record for _, record in read_log(path)]
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot, records = load_pyplot(), [record for _, record in read_log(path)]
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     steps = [record for record in records if "loss" in record]
     evals = [record for record in records if "val_loss" in record]

@@ -1024,25 +1024,29 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
         drafts = draw(logits[head, 1:], len(text)) if speculate else []
 
 
+def layer_logits(model, inputs):
+    """The "logit lens" (nostalgebraist 2020): inputs (B,T) -> for the embedding and after each layer the
+    residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
+    layers, shared = model.trunk(model.workers[0], inputs)
+    for x in [*(saved["x_in"] for saved in layers), shared["x"]]:
+        rmsnorm_forward(shared["n"], shared["rstd"], x, model.params["norm"], model.config.norm_eps)
+        yield x, shared["n"] @ model.params["heads"][:model.config.vocab].T
+
+
 def euler_table(model, tokens):
-    """The "logit lens" (nostalgebraist 2020), with the layers seen as steps of an ODE solver.  tokens (B,T+1)
-    ids: T inputs and their T targets a row.
+    """The lens, with the layers seen as steps of an ODE solver.  tokens (B,T+1) ids: T inputs and their T
+    targets a row.
 
     Returns L+1 rows (loss, length, ids), for the embedding and after each layer: the loss of head 0 if the
     integration stopped there; the mean over positions of |f(x)|/|x| of that layer's step (0 for the
     embedding); the three best next tokens at the end of the last row."""
     tokens = np.asarray(tokens)
     inputs, targets = as_batch(model.config, tokens[:, :-1]), tokens[:, 1:].reshape(-1, 1)
-    layers, shared = model.trunk(model.workers[0], inputs)
-    c, N = model.config, inputs.size
-    states = [saved["x_in"] for saved in layers] + [shared["x"]]
-    rows, before = [], states[0]
-    for x in states:
-        final, rstd, loss = np.empty_like(x), np.empty(N, x.dtype), np.zeros(1)
-        rmsnorm_forward(final, rstd, x, model.params["norm"], c.norm_eps)
-        logits = (final @ model.params["heads"][:c.vocab].T)[:, None]               # (N,1,V)
-        best = np.argsort(-logits[-1, 0], kind="stable")[:3].tolist()
-        cross_entropy_forward(loss, np.empty(targets.shape, x.dtype), logits, targets, N)
+    rows, before = [], None
+    for x, logits in layer_logits(model, inputs):
+        loss, before = np.zeros(1), x if before is None else before
+        best = np.argsort(-logits[-1], kind="stable")[:3].tolist()
+        cross_entropy_forward(loss, np.empty(targets.shape, x.dtype), logits[:, None], targets, inputs.size)
         length = np.linalg.norm(x - before, axis=1) / np.linalg.norm(before, axis=1)
         rows.append((float(loss[0]), float(length.mean()), best))
         before = x

@@ -99,8 +99,9 @@ def speaking(source):
     """What takes the place of model_cpu.generate: it says what the source does, up to `stop`, at most `most`.
     """
     def generate(*arguments, **options):
-        *arguments, stop, most = SIGNATURE.bind(*arguments, **options).args
-        said = itertools.islice(source(*arguments), most)
+        asked = SIGNATURE.bind(*arguments, **options).arguments
+        stop, most, *_ = [asked.pop(name) for name in ("stop", "most", "speculate", "trace")]
+        said = itertools.islice(source(*asked.values()), most)
         return itertools.takewhile(lambda token: token not in stop, said)
     return generate
 
@@ -327,6 +328,92 @@ def test_terminal(models):
     assert code == 0 and b"Traceback" not in rest
 
 
+def test_every_command_on_a_terminal(models):
+    """What is typed goes through a real line editor: a paste of 10,000 characters, a line that goes on, Ctrl-C in the
+    midst of an answer and a question after it, and what the last answer was like."""
+    terminal = Terminal(models, "--model", "out/sft", "--temperature", "0", "--speculation")
+    for line, answer in [("/stats", "/stats is about the last answer, and there is none."),
+                         ("/tokens", "/tokens is about the last answer, and there is none."),
+                         ("/system", "system is none"), ("/system Be brief.", "system is Be brief."),
+                         ("Hello", "Hi"), ("/stats", " tokens/s, 1.00 tokens a verification"),
+                         ("/tokens", "H\x1b[0m\x1b[32mi\x1b[0m\r\n\x1b[32mfrom 50%\x1b[0m  \x1b[36mfrom 10%\x1b[0m  "),
+                         ("x" * 10_000, "note: the prompt has 10011 tokens; the last 21 are used."), ("one\\", "... "),
+                         ("two", "Hi"), ("/system none", "system is none"), ("/temperature 2", "temperature is 2.0"),
+                         ("/max-tokens 100000000", "max-tokens is 100000000"), ("/top-k 0", "top-k is 0"),
+                         ("/seed 3", "seed is 3"), ("/help", "/system TEXT begins anew")]:
+        terminal.wait_for(b"> " if line != "two" else b"")
+        terminal.send(line + "\n")
+        terminal.wait_for(b"\n" if len(line) < 9000 else b"x\r\n")
+        terminal.wait_for(answer.encode())
+    terminal.send("/reset\n/quit\n")
+    assert b"Traceback" not in terminal.leave()[1]
+
+
+def test_ctrl_c_and_a_follow_up(models):
+    """What the cache holds after an answer was stopped is what was read: the next lines get the answers that a new
+    session gets."""
+    terminal = Terminal(models, "--model", "out/loop", "--temperature", "0", "--max-tokens", "1000000")
+    for line in ("é", "", "世"):
+        terminal.wait_for(b"> ")
+        terminal.send(line + "\n")
+        terminal.wait_for(LOOP.encode() * 9)
+        terminal.send("\x03")
+    terminal.wait_for(b"> ")
+    terminal.send("e\n")
+    terminal.wait_for(b"\r\nends.\r\n> ")
+    assert b"Traceback" not in terminal.leave()[1]
+
+
+def test_lines_that_go_on(models):
+    """On a terminal; from a pipe a backslash is a backslash."""
+    texts = []
+
+    def generate(out, model, ids, *rest):
+        texts.append(bytes(ids))
+        return iter(())
+    out = run(models, "--model", "out/loop", input=b"a\\\nb\\\n\nc\\\\\n/d\n", terminals=TERMINAL, generate=generate)[1]
+    assert texts == [b"a\nb\n", b"c\\\n/d"] and out.count(b"... ") == 3
+    assert out.partition(b"more.\n")[2] == b"> ... ... a\nb\n\n> ... c\\\n/d\n> \n"
+    texts.clear()
+    run(models, "--model", "out/loop", input=b"a\\\nb\n", generate=generate)
+    assert texts == [b"a\\", b"b"]
+
+
+def test_speculation_changes_no_answer(models):
+    """Greedy or drawn; and what /stats says of it, of a model whose every draft is right."""
+    for arguments in (["--temperature", "0"], ["--seed", "3"], ["--seed", "4", "--temperature", "2", "--top-k", "9"]):
+        texts = [run(models, "--model", "out/random", *arguments, option, input=b"The king\n\nand\n")[1]
+                 for option in ("--speculation", "--no-speculation")]
+        assert texts[0] == texts[1]
+    s = session(models)
+    s.said, s.seconds, s.model = [1] * 7, 0.5, types.SimpleNamespace(config=types.SimpleNamespace(predict=4))
+    s.trace = [(0, 0, 1.0), (0, 3, 1.0), (1, 3, 1.0), (2, 3, 1.0), (0, 3, 1.0), (1, 3, 1.0), (0, 0, 1.0)]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        s.print_stats()
+        s.trace = [(0, 0, 1.0)] * 7
+        s.print_stats()
+    none = "no drafts (--speculation)\n"
+    assert out.getvalue() == (
+        "7 tokens in 0.50 s, 14.0 tokens/s, 1.75 tokens a verification\n"
+        "  head 1: 2 of 2 drafts right, 100%\n  head 2: 1 of 2 drafts right, 50%\n  head 3: 0 of 2 drafts right, 0%\n"
+        "7 tokens in 0.50 s, 14.0 tokens/s, 1.00 tokens a verification\n"
+        f"  head 1: {none}  head 2: {none}  head 3: {none}")
+
+
+def test_tokens_have_the_colour_of_their_probability(models, monkeypatch, capsys):
+    s = session(models)
+    s.said, s.trace = [*b"ab\nc\xc3"], [(0, 0, p) for p in (0.5, 0.499, 0.1, 0.01, 0.009, 1.0)]
+    legend = "  ".join(f"\x1b[{c}mfrom {p}%\x1b[0m" for p, c in ((50, 32), (10, 36), (1, 33), (0, 31)))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    s.print_tokens()
+    assert capsys.readouterr().out == ("\x1b[32ma\x1b[0m\x1b[36mb\x1b[0m\x1b[36m\\n\x1b[0m\n\x1b[33mc\x1b[0m"
+                                       "\x1b[31m\\xc3\x1b[0m\n" + legend + "\n")
+    monkeypatch.setenv("NO_COLOR", "1")
+    s.print_tokens()
+    assert capsys.readouterr().out == "a[50%]b[50%]\\n[10%]\nc[1%]\\xc3[1%]\n"
+
+
 def test_a_terminal_shows_control_characters_instead_of_obeying(tmp_path):
     save_chain_model(str(tmp_path / "m"), [[*b"a\x1b[2J\x07\x9b", SPECIAL["<|endoftext|>"]]])
     arguments = ("--model", "m", "--temperature", "0", "--prompt", "a")
@@ -371,7 +458,8 @@ def test_commands(models):
         "> There is no command /; /help lists them. A space in front makes it a prompt.\n"
         "> max-tokens is 2\n> /top-p must be a number from 0.001 to 1, not '2'.\n"
         "> end\n"
-        "> /reset forgets, /quit leaves, an empty line lets the model write on.  The settings now:\n"
+        "> /reset forgets, /quit leaves, an empty line lets the model write on, \\ at its end continues a line.\n"
+        "/stats: how fast the last answer came; /tokens: how likely each of its tokens was.\nThe settings now:\n"
         "  /max-tokens 2   length of an answer, in tokens, at most\n"
         "  /temperature 0.0   0: the likeliest token; 1: as the model learned; more: wilder\n"
         "  /top-k 50   draw among the k likeliest tokens; 0: among all\n"
@@ -433,13 +521,16 @@ def test_what_is_asked_of_the_model(models, monkeypatch):
     bounds = []
 
     def generate(*arguments, **options):
-        bounds.append(SIGNATURE.bind(*arguments, **options).args[-2:])
+        bounds.append((options["stop"], options["most"], options["speculate"]))
         return iter(())
     monkeypatch.setattr(model_cpu, "generate", generate)
     for name in ("loop", "sft"):
         for options, most in ([], 200), (["--max-tokens", "7"], 7):
             run(models, "--model", f"out/{name}", "--prompt", "x", *options)
-            assert bounds.pop() == (set(SPECIAL.values()), most)
+            assert bounds.pop() == (set(SPECIAL.values()), most, None)
+    for option, speculate in (("--speculation", True), ("--no-speculation", False)):
+        run(models, "--model", "out/sft", "--prompt", "x", option)
+        assert bounds.pop()[2] is speculate
 
 
 def test_tokens_come_as_they_are_made(models):
@@ -549,6 +640,32 @@ def test_chat_form_forgets_whole_turns(models, capsys):
     assert capsys.readouterr().err == "note: the prompt has 50 tokens; the last 21 are used.\n"
 
 
+def test_a_system_text_stands_before_the_first_question(models, capsys):
+    """And stays there while whole turns between are forgotten.  The template says the same."""
+    s = session(models, temperature=0)
+    assert chat.run_command("/system  Be  good. \n", s) and capsys.readouterr().out == "system is Be  good.\n"
+    s.answer("a")
+    assert s.turns == [turn(b"Be  good.\n\na", *b"Hi", END)]
+    for i in range(3):
+        s.answer(str(i))
+        assert s.turns == [turn(b"Be  good.\n\na", *b"Hi", END), turn(b"%d" % i, *b"Hi", END)]
+    s.answer("q" * 10)                                                  # too long to stay beside the first
+    assert s.turns == [turn(b"Be  good.\n\n" + b"q" * 10, *b"Hi", END)]
+    assert capsys.readouterr().err == ""
+    s.answer("q" * 11)
+    assert s.turns == [turn(b"e  good.\n\n" + b"q" * 11, *b"Hi", END)]
+    assert capsys.readouterr().err == "note: the prompt has 22 tokens; the last 21 are used.\n"
+    for command, said in (("/system", "Be  good."), ("/system none", "none"), ("/system", "none")):
+        chat.run_command(command, s)
+        assert capsys.readouterr().out == f"system is {said}\n"
+    assert s.turns == []
+    s.answer("a")
+    assert s.turns == [turn(b"a", *b"Hi", END)]
+    model, tokenizer = chat.load_model(str(models / "out" / "loop"))
+    chat.run_command("/system x", chat.Session(model, tokenizer, False, chat.parse_arguments([])))
+    assert "There is no command /system x; /help" in capsys.readouterr().out
+
+
 def turn(text, *answer):
     return [USER, *text, END, ASSISTANT, *answer]
 
@@ -614,6 +731,48 @@ def test_lens(models, tmp_path):
         b'embedding     0.5493                "A"\nlayer 0       0.5493        0.000   "A"\n', "")
 
 
+def test_plot_of_the_lens(models, monkeypatch, tmp_path):
+    """What is drawn, by a stand-in for matplotlib; the picture itself, where that is installed."""
+    text, drawn = "The king and the queen " * 5, types.SimpleNamespace(cells={}, ticks={}, saved=[])
+    axes = types.SimpleNamespace(
+        imshow=lambda p, **options: setattr(drawn, "p", p), set=lambda **options: None,
+        text=lambda x, y, text, **options: drawn.cells.update({(y, x): (text, options["parse_math"])}),
+        set_xticks=lambda at, labels, **options: drawn.ticks.update(x=(list(at), labels)),
+        set_yticks=lambda at, labels, **options: drawn.ticks.update(y=(list(at), labels)))
+    figure = types.SimpleNamespace(colorbar=lambda image, **options: None,
+                                   savefig=lambda path, **options: drawn.saved.append(path))
+    pyplot = types.SimpleNamespace(subplots=lambda figsize: (figure, axes))
+    model, tokenizer = checkpoint.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
+    ids = tokenizer.encode(text)[-33:]
+    expected = model.logits([ids[:-1]])[0, :, 0, :tokenizer.vocab_size]
+    p = np.exp(expected) / np.exp(expected).sum(axis=1, keepdims=True)
+    shown = [visible(token).replace(" ", "\u2423") for token in tokenizer.tokens]
+    for most in (64, 7):
+        drawn.cells.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "load_pyplot", lambda: pyplot)
+            patch.setattr(chat, "PLOTTED", most)
+            code, out, _ = run(models, "--model", "out/random", "--lens", text, "--plot", "lens.png")
+        T = min(32, most)
+        assert code == 0 and out.endswith(b"Wrote lens.png.\n") and drawn.saved.pop() == "lens.png"
+        assert drawn.p.shape == (3, T) and np.allclose(drawn.p[-1], p.max(axis=1)[-T:], rtol=1e-4)
+        assert drawn.ticks == {"x": (list(range(T)), [shown[i] for i in ids[:-1]][-T:]),
+                               "y": ([0, 1, 2], ["embedding", "layer 0", "layer 1"])}
+        assert len(drawn.cells) == 3 * T
+        assert [drawn.cells[2, t] for t in range(T)] == [
+            (shown[i], False) for i in expected.argmax(axis=1)[-T:]]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        code, _, err = run(models, "--model", "out/random", "--lens", text, "--plot", "lens.png")
+        assert (code, err.splitlines()[-1]) == (2, "error: --plot needs matplotlib: pip install matplotlib.")
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "lens.png"
+    assert run(models, "--model", "out/random", "--lens", text + "$x_1$ 国王", "--plot", str(path))[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    code, _, err = run(models, "--model", "out/random", "--lens", text, "--plot", "nowhere/lens.png")
+    assert code == 2 and err.splitlines()[-1].startswith("error: ")
+
+
 def test_lens_of_a_long_text(models, monkeypatch, capsys):
     """Of a window of 32 the last 33 tokens, which make 32 predictions."""
     asked = []
@@ -675,7 +834,8 @@ def test_reading_a_checkpoint_changes_nothing_in_its_folder(models):
 def test_options():
     """Defaults, and the bounds of each number, which it may reach."""
     assert vars(chat.parse_arguments([])) == {"model": None, "prompt": None, "lens": None, "max_tokens": 200, "top_k": 50,
-                                              "temperature": 0.8, "top_p": 1.0, "seed": None, "device": "auto"}
+                                              "temperature": 0.8, "top_p": 1.0, "seed": None, "device": "auto",
+                                              "plot": None, "speculation": None}
     for name, low, high, words in (("max-tokens", 1, 10**9, "a whole number from 1 to 1000000000"),
                                    ("temperature", 0.0, 100.0, "a number from 0 to 100"),
                                    ("top-k", 0, 10**9, "a whole number from 0 to 1000000000"),
@@ -703,7 +863,9 @@ def test_help(models, monkeypatch):
                   "--temperature N 0: the likeliest token; 1: as the model learned; more: wilder (default 0.8)",
                   "--top-k N draw among the k likeliest tokens; 0: among all (default 50)",
                   "--top-p N draw among the likeliest tokens of this probability together; 1: all (default 1.0)",
-                  "--seed N the same seed gives the same text; without one, another text every time --device",
+                  "--seed N the same seed gives the same text; without one, another text every time --plot FILE",
+                  "with --lens: draw it for each position (needs matplotlib; at most the last 64)",
+                  "--speculation, --no-speculation let the further heads draft: the same text, sooner on a GPU",
                   "{auto,cpu,gpu} what computes (default auto: the GPU if there is one)"):
         assert words in text
 
@@ -724,6 +886,7 @@ def test_what_a_narrow_stream_cannot_show(models):
     (["--device", "tpu"], "argument --device: invalid choice"),
     (["--unknown"], "unrecognized arguments: --unknown"),
     (["--prompt", "a", "--lens", "a"], "not allowed with argument"),
+    (["--plot", "a.png"], "--plot goes with --lens TEXT"),
     (["--model", "nowhere"], "nowhere holds no checkpoint"),
     (["--model", "out/loop", "--lens", "a"], "--lens needs a text of at least 2 tokens"),
     (["--model", "out/loop", "--lens", ""], "--lens needs a text of at least 2 tokens"),
