@@ -1261,6 +1261,27 @@ def test_speculation_changes_nothing(drafting_model):
     assert heads[3] > 100 and read > heads[1] + 100 and heads[1] > heads[2] + 50    # each is right and wrong at times
 
 
+def test_what_speculation_reads(drafting_model, monkeypatch):
+    """Prompts and new windows in the same rows as without it; then K rows, but one by one where K do not fit."""
+    model, calls, extend = drafting_model, [], Model.extend
+
+    def note(self, tokens):
+        calls.append((self.position, len(tokens)))
+        return extend(self, tokens)
+    monkeypatch.setattr(Model, "extend", note)
+    reads = []
+    for speculate in (False, True):
+        model.refresh()
+        calls.clear()
+        text = [5, 6, 7, 8, 9]
+        for turn in range(4):
+            text += [*generate(model, text, temperature=1.5, seed=turn, most=20, speculate=speculate), 1, 2, 3, 4, 5]
+        reads.append([call for call in calls if call[1] not in (1, 4)])
+    assert reads[0] == reads[1] and (0, 9) in reads[0] and len(reads[0]) > 8
+    steps = [call for call in calls if call[1] in (1, 4)]
+    assert all((rows == 1) == (position + 4 > 16) for position, rows in steps) and (12, 4) in steps
+
+
 def test_turns_with_the_cache_of_the_turn_before(drafting_model):
     """The same without emptying the cache in between, speculation in turns on and off."""
     model, rng, text = drafting_model, np.random.default_rng(0), [3]
