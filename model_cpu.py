@@ -915,7 +915,7 @@ class Model:
             swiglu_forward(h, sigmoid, normed @ w["gate_up"].T)
             x += h @ w["down"].T
         rmsnorm_forward(normed, rstd, x, self.params["norm"], c.norm_eps)
-        self.position = p + n
+        self.position, self.cached = p + n, []      # generate notes what it has read
         return (normed @ self.params["heads"].T).reshape(n, c.predict, c.vocab)
 
 

@@ -900,7 +900,7 @@ class Model:
             linear(gpu, increment, d["h"], w["down"])
         rmsnorm_forward(gpu, d["n"], d["rstd"], x, self.weights["norm"], x, increment)
         linear(gpu, d["logits"], d["n"], self.weights["heads"])
-        self.position = p + n
+        self.position, self.cached = p + n, []      # generate notes what it has read
         return cupy.asnumpy(d["logits"]).reshape(n, c.predict, c.vocab)
 
 

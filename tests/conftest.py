@@ -4,8 +4,7 @@ import signal
 
 # Before NumPy loads, which reads them: the bits of a product depend on the number of its threads, so a run within this
 # process and one that train.py starts, which sets them too, would differ; and the tests run side by side anyway.
-THREADS = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")}
-os.environ.update(THREADS)
+os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"))
 
 
 def pytest_configure():

@@ -22,7 +22,6 @@ import types
 import unicodedata
 
 import attack
-import conftest
 import numpy as np
 import pytest
 
@@ -78,7 +77,7 @@ def run(folder, *arguments, script="sft.py", **environment):
 
 def run_anew(folder, *arguments):
     """In a process of its own, where BLAS takes one thread whatever it does in this one: the same numbers, bit for bit."""
-    clean = {name: value for name, value in os.environ.items() if name not in conftest.THREADS}       # as in a terminal
+    clean = {name: value for name, value in os.environ.items() if not name.endswith("_THREADS")}       # as in a terminal
     return subprocess.run(attack.command("sft.py", *arguments), cwd=folder, text=True, capture_output=True, env=clean)
 
 
