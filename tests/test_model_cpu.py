@@ -1298,6 +1298,15 @@ def test_turns_with_the_cache_of_the_turn_before(drafting_model):
     assert len(text) > 16
 
 
+def test_a_cache_that_was_written_by_hand_is_not_believed(drafting_model):
+    model, text = drafting_model, [3, 1, 4, 1, 5, 9]
+    expected = list(generate(model, text, seed=1, most=6))
+    for position in (0, 3):
+        model.position = position
+        model.extend([7] * 5)
+        assert list(generate(model, text, seed=1, most=6)) == expected == list(generate(model, text, seed=1, most=6))
+
+
 def test_an_interruption_within_a_call_leaves_the_cache_right(drafting_model, monkeypatch):
     """KeyboardInterrupt may come at any moment: in the midst of extend, or just after it."""
     model, extend, sampled, calls = drafting_model, Model.extend, model_cpu.sample, []
