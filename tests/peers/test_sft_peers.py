@@ -126,7 +126,7 @@ def test_the_folder_loads_and_stops_at_end(folder):
 # A twin in PyTorch, trained on the same batches from the same weights
 # ---------------------------------------------------------------------------------------------------------------------
 def settings(steps, lr, batch_tokens):
-    return train.Settings("small", steps, batch_tokens, batch_tokens // T, lr, 50, 0.1, 1.0, 0.3, 0, 1, 1, 2, "cpu", "fp32",
+    return train.Settings("small", steps, batch_tokens, batch_tokens // T, "adamw", lr, 50, 0.1, 1.0, 0.3, 0, 1, 1, 2, "cpu", "fp32",
                           "cublas", None, [])
 
 
