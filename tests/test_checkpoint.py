@@ -599,7 +599,7 @@ FIRST = "model.layers.0.self_attn.q_proj.weight"
 @pytest.mark.parametrize("change", [
     {"data_offsets": [-1024, 0]}, {"data_offsets": [0, 1024]}, {"data_offsets": [16896, 17916]}, {"data_offsets": [16900, 17924]},
     {"data_offsets": [17920, 16896]}, {"data_offsets": [16896]}, {"data_offsets": None}, {"data_offsets": [16896, 1 << 62]},
-    {"data_offsets": [16896.0, "x"]}, {"shape": [-16, -16]}, {"shape": [8, 16]}, {"shape": [256, 0]}, {"shape": None}, {"shape": [1 << 40, 1 << 40]},
+    {"data_offsets": [16896.0, "x"]}, {"shape": [-16, -16]}, {"shape": [-1, -1, 256]}, {"shape": [8, 16]}, {"shape": [256, 0]}, {"shape": None}, {"shape": [1 << 40, 1 << 40]},
     {"dtype": "F64"}, {"dtype": "I8"}, {"dtype": None}])
 def test_entries_that_do_not_lie_one_after_the_other(folder, change):
     header, _ = attack.read_header(os.path.join(folder, MODEL))
