@@ -45,8 +45,8 @@ SETTINGS = {
 }
 # from which probability on a token has which colour on a terminal: green, cyan, yellow, red
 COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
-# What a terminal would obey instead of showing: all control characters but tab and line end.
 PLOTTED = 64        # positions in a picture, at most
+# What a terminal would obey instead of showing: all control characters but tab and line end.
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 

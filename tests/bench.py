@@ -333,6 +333,8 @@ def ceilings(cupy, model_gpu, gpu):
 def record_launches(cupy, model_gpu, model, step):
     """Run one step with an event before and after every launch: [(name, seconds, bytes, FLOPs)]."""
     c, launch, product, records = model.config, model.gpu.launch, model_gpu.product, []
+    record_at, model_gpu.RECORD_AT = model_gpu.RECORD_AT, 0         # never: a CUDA graph would hide its launches
+    model.buffers_by_shape.clear()                                  # and with them the graphs that there are
 
     def record(function, name, moved, flops):
         start, end = cupy.cuda.Event(), cupy.cuda.Event()
@@ -363,7 +365,7 @@ def record_launches(cupy, model_gpu, model, step):
     try:
         step()
     finally:
-        model.gpu.launch, model_gpu.product = launch, product
+        model.gpu.launch, model_gpu.product, model_gpu.RECORD_AT = launch, product, record_at
     cupy.cuda.Device().synchronize()
     return [(name, cupy.cuda.get_elapsed_time(start, end) / 1e3, *cost) for name, start, end, *cost in records]
 

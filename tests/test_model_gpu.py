@@ -21,6 +21,7 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
+import bench
 import checkpoint
 import model_cpu
 import model_gpu
@@ -314,6 +315,24 @@ def test_a_shape_that_comes_often_is_recorded(cublas, monkeypatch):
         runs.append(kept)
     assert all(map(np.array_equal, *runs))
     assert pool.graphs == [1 + 2 * 9 + 2 + 2, 2 + 2 + 2 * 16 + 1] and cublas.streams == 2 * [("handle", 77), ("handle", 0)]
+
+
+def test_the_breakdown_of_a_step_sees_every_launch(cublas, monkeypatch):
+    """Also those that a CUDA graph would make as one."""
+    monkeypatch.setattr(model_gpu, "RECORD_AT", 1)
+    cupy, model = model_gpu.cupy, model_gpu.Model(TINY, precision="fp32")
+    cupy.ndarray, cupy.cuda.get_elapsed_time = Array, lambda start, end: 2.0
+    cupy.cuda.Device = lambda: types.SimpleNamespace(synchronize=lambda: None)
+
+    def step():
+        model.forward(*batch(TINY, 2, 9))
+        model.backward()
+        model.update(0.01)
+    step()
+    records = bench.record_launches(cupy, model_gpu, model, step)
+    assert len(records) == 23 + 37 + 6 and model_gpu.RECORD_AT == 1     # forward, backward, AdamW in four parts
+    assert sum(name.startswith("product") for name, *_ in records) == 1 + 2 * 4 + 2 + 2 * 8
+    assert {seconds for _, seconds, *_ in records} == {2e-3}
 
 
 def test_products_that_cublas_refuses(cublas, monkeypatch):
