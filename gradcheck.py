@@ -47,6 +47,7 @@ both would hide, only judges that others wrote can find: PyTorch and Hugging Fac
 Nor does the check of the CPU look at the optimizer, at cached decoding, or at float32: see
 tests/test_model_cpu.py.
 """
+import collections
 import copy
 import inspect
 import itertools
@@ -401,6 +402,22 @@ def measured(backward, *arguments):
             values["d" + name][index] += slope(loss, values[name], index, 1e-3)
 
 
+def plain_merges(words, wanted):
+    """The judge of learn_merges: before each merge, encode all words with those so far, and count anew."""
+    merges = {}
+    while len(merges) < wanted:
+        encoder, counts = tokenizer.Encoder(range(256), merges, "i"), collections.Counter()
+        for word, count in words.items():
+            ids = encoder.merge(tokenizer.to_bytes(word))
+            for pair in zip(ids, ids[1:]):
+                counts[pair] += count
+        best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
+        if counts[best] < 2:
+            break
+        merges[best] = 256 + len(merges)
+    return list(merges)
+
+
 EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for function in (
     model_cpu.linear_backward, model_cpu.embedding_backward, model_cpu.swiglu_backward,
     model_cpu.cross_entropy_backward, model_cpu.rmsnorm_backward, model_cpu.rope_backward,
@@ -501,8 +518,8 @@ def complaint(label, cases, calls):
 def compare(name, calls, got):
     """got: what the reader's function made of each call -> what is wrong with it, in sentences."""
     function, lines = EXERCISES[name], []
-    judge = function if name not in MARKS else lambda *call: measured(function, *call)
-    before, want = ([outcome(f, call) for call in calls] for f in (None, judge))
+    judges = {"learn_merges": plain_merges, **dict.fromkeys(MARKS, lambda *call: measured(function, *call))}
+    before, want = ([outcome(f, call) for call in calls] for f in (None, judges.get(name, function)))
     for label in want[0]:
         cases = [(b.get(label), g.get(label), w[label]) for b, g, w in zip(before, got, want)]
         cases = [case for case in cases if off(*case[1:]).any()]
