@@ -28,7 +28,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from model_cpu import Config, param_count, param_table, param_views
 from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, Parser, Tokenizer,
-                       check_plain, naming, read_json, read_plain, replace_file, run_script)
+                       check_plain, naming, read_json, read_plain, refusing, replace_file, run_script)
 
 MODEL, STATE = "model.safetensors", "train_state.safetensors"
 
@@ -79,31 +79,26 @@ class SafeTensors:
 
     def __init__(self, path):
         check_plain(path)
-        self.path = path
-        self.damaged = ValueError(f"{path} is damaged (truncated or altered): checksum or header is wrong.")
-        with naming(path):
-            self.file = open(path, "rb")
-            self.start, length = self.file.read(8), os.path.getsize(path)
-        size = int.from_bytes(self.start, "little")
-        if len(self.start) < 8 or size > length - 8:
-            raise self.damaged
-        self.start += self.file.read(size)
-        try:
-            header = json.loads(self.start[8:])
+        self.path, self.dtypes, self.shapes, end = path, {}, {}, 0
+        with naming(path), refusing(f"{path} is damaged (truncated or altered), its header is wrong"):
+            self.file, length = open(path, "rb"), os.path.getsize(path)
+            size = self.file.read(8)
+            if int.from_bytes(size, "little") > length - 8:
+                raise ValueError("it is cut")
+            text = self.file.read(int.from_bytes(size, "little"))
+            header = json.loads(text)
             self.metadata = header.pop("__metadata__")
-            self.crc, self.dtypes, self.shapes, end = self.metadata["crc32"], {}, {}, 0
-            self.without_crc = self.start.replace(f'"crc32":"{self.crc}"'.encode(), NO_CRC.encode(), 1)
+            self.crc = self.metadata["crc32"]
+            self.without_crc = size + text.replace(f'"crc32":"{self.crc}"'.encode(), NO_CRC.encode(), 1)
             for name, entry in header.items():    # one after the other, without gap or overlap, to the end
                 (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
                 dtype = np.dtype(DTYPES[entry["dtype"]])
                 if (start != end or stop - start != math.prod(shape) * dtype.itemsize
                         or not all(type(side) is int and side >= 0 for side in shape)):
-                    raise self.damaged
+                    raise ValueError(f"{name!r} has no such place")
                 self.dtypes[name], self.shapes[name], end = dtype, shape, stop
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise self.damaged from error
-        if end != length - len(self.start):
-            raise self.damaged
+            if end != length - 8 - len(text):
+                raise ValueError("its tensors end elsewhere than the file")
 
     def __enter__(self):
         return self
@@ -119,11 +114,10 @@ class SafeTensors:
                 self.file.readinto(array)
             crc = zlib.crc32(array, crc)
             if not np.isfinite(array).all():
-                raise ValueError(f"{self.path}: the tensor {name} holds numbers that are not finite: the "
-                                 "model is broken.")
+                raise ValueError(f"{self.path}: the tensor {name} holds numbers that are not finite.")
             yield name, array
         if f"{crc:08x}" != self.crc:
-            raise self.damaged
+            raise ValueError(f"{self.path} is damaged (truncated or altered): its checksum is wrong.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -151,15 +145,19 @@ def llama_names(config):
         yield "mtp_heads.weight", "heads", np.s_[c.vocab:]
 
 
+# what LlamaConfig calls the sizes of our Config
+LLAMA_SIZES = {"hidden_size": "dim", "intermediate_size": "hidden", "num_hidden_layers": "layers",
+               "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim",
+               "vocab_size": "vocab", "max_position_embeddings": "context", "rms_norm_eps": "norm_eps",
+               "rope_theta": "rope_theta"}
+
+
 def llama_config(config, eos):
     """config.json: the keys of Hugging Face's LlamaConfig, and our two."""
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": config.dim,
-            "intermediate_size": config.hidden, "num_hidden_layers": config.layers,
-            "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_dim, "vocab_size": config.vocab,
-            "max_position_embeddings": config.context, "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-            "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": eos,
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
+            **{theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()},
+            "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+            "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": eos,
             "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight}
 
 
@@ -168,20 +166,13 @@ def read_config(folder):
     of ours."""
     path = os.path.join(folder, "config.json")
     found = read_json(path)
-    try:
-        config = Config(dim=found["hidden_size"], heads=found["num_attention_heads"],
-                        kv_heads=found["num_key_value_heads"], layers=found["num_hidden_layers"],
-                        context=found["max_position_embeddings"], vocab=found["vocab_size"],
-                        predict=found["mtp_heads"] + 1, mtp_weight=found["mtp_weight"],
-                        hidden=found["intermediate_size"], norm_eps=found["rms_norm_eps"],
-                        rope_theta=found["rope_theta"])
+    with refusing(f"{path} is damaged or not one of ours"):
+        sizes = {ours: found[theirs] for theirs, ours in LLAMA_SIZES.items() if ours != "head_dim"}
+        config = Config(**sizes, predict=found["mtp_heads"] + 1, mtp_weight=found["mtp_weight"])
         end = found["eos_token_id"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged or not one of ours ({error}).") from error
     for key, value in llama_config(config, end).items():
-        if found.get(key) != value:
-            raise ValueError(f"{path} is not one of ours: {key} is {found.get(key)!r}, this model has "
-                             f"{value!r}.")
+        if (there := found.get(key)) != value:
+            raise ValueError(f"{path} is not one of ours: {key} is {there!r}, this model has {value!r}.")
     return config, end
 
 
@@ -321,20 +312,13 @@ def load_state(folder, model=None):
     with SafeTensors(path) as file:
         if model is not None:
             check_tensors(file, {name: moment.shape for name, moment in moments.items()})
-            if file.metadata.get("step") != str(model.step):
-                raise ValueError(f"{path} is of step {file.metadata.get('step')}, {MODEL} of step "
-                                 f"{model.step}.")
+            if (step := file.metadata.get("step")) != str(model.step):
+                raise ValueError(f"{path} is of step {step}, {MODEL} of step {model.step}.")
         for name, tensor in file:                   # to its end, where the checksum is looked at
             if name in moments:
                 model.write(moments[name], tensor)
-    try:
-        state = json.loads(file.metadata["state"])
-        if not isinstance(state, dict):
-            raise ValueError(f"it is {state!r}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} holds no record of a run: its state is damaged or missing "
-                         f"({error}).") from None
-    return state
+    with refusing(f"{path} holds no record of a run: its state is damaged or missing"):
+        return {**json.loads(file.metadata["state"])}               # only a dict unpacks so
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -373,13 +357,10 @@ def read_log(path):
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            try:
+            with refusing(f"{path}, line {number}, is no record of a run; move it away to go on without"):
                 record = json.loads(line)
                 if type(record["step"]) is not int:
                     raise ValueError("its step is no whole number")
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}, is no record of a run ({error}): the file was "
-                                 "altered; move it away to go on without it.") from None
             yield line, record
 
 
@@ -438,14 +419,11 @@ def plot(folder):
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     steps = [record for record in records if "loss" in record]
     evals = [record for record in records if "val_loss" in record]
-    try:
-        axes.plot([r["step"] for r in steps], [float(r["loss"]) for r in steps], linewidth=0.6,
-                  label="training")
+    with refusing(f"{path} holds records that cannot be drawn"):
+        axes.plot([r["step"] for r in steps], [float(r["loss"]) for r in steps], lw=0.6, label="training")
         for name in evals[-1]["val"] if evals else ():
             axes.plot([r["step"] for r in evals], [float(r["val"][name][0]) for r in evals], "o-",
-                      markersize=3, linewidth=0.8, label=f"held out: {name}")
-    except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds records that cannot be drawn ({error!r}).") from None
+                      markersize=3, lw=0.8, label=f"held out: {name}")
     axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
     if steps:
         axes.set_ylim(top=steps[len(steps) // 100]["loss"])  # the first drop would leave no room for the rest

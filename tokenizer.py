@@ -788,6 +788,16 @@ def naming(path):
         raise
 
 
+@contextlib.contextmanager
+def refusing(what):
+    """What goes wrong inside, where something is made of what a file holds, is one sentence: `what`, and in
+    brackets the reason."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{what} ({error}).") from None
+
+
 def check_plain(path):
     """ValueError for a pipe, a device or a folder in place of a file: they could be read for ever."""
     if os.path.exists(path) and not os.path.isfile(path):           # what is missing, open() will say
@@ -804,10 +814,8 @@ def read_plain(path):
 def read_json(path):
     """The value in a file of JSON; ValueError, in one sentence, if it holds none."""
     data = read_plain(path)
-    try:
+    with refusing(f"{path} is damaged: it is no JSON"):
         return json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it is no JSON ({error}).") from None
 
 
 @contextlib.contextmanager
