@@ -413,12 +413,12 @@ def run_chunks(boundary, chunks, encoder, processes, progress):
             fork = multiprocessing.get_context("fork")
             pool = concurrent.futures.ProcessPoolExecutor(processes, fork, start_worker, (encoder,))
             stack.callback(pool.shutdown, cancel_futures=True)
-            under_way = deque(pool.submit(work, boundary, chunk) for chunk in chunks[:2 * processes])
-            later = iter(chunks[2 * processes:])
+            tasks = (pool.submit(work, boundary, chunk) for chunk in chunks)    # each when it is asked for
+            under_way = deque(itertools.islice(tasks, 2 * processes))
         for chunk in chunks:
             if processes > 1:
                 yield under_way.popleft().result()
-                under_way.extend(pool.submit(work, boundary, chunk) for chunk in itertools.islice(later, 1))
+                under_way.extend(itertools.islice(tasks, 1))
             else:
                 yield run_task(boundary, chunk, encoder)
             done += chunk[2] - chunk[1]
@@ -517,29 +517,27 @@ class Tokenizer:
     @classmethod
     def from_gpt2(cls, vocab_bpe, encoder_json):
         """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
-        try:
+        with refusing(f"{vocab_bpe}, {encoder_json}: not GPT-2's tokenizer files"):
             merges = read_plain(vocab_bpe).decode("utf-8").split("\n")[1:]    # the first line is the version
             return cls.from_vocab(read_json(encoder_json), [line for line in merges if line], [END_OF_TEXT])
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{vocab_bpe}, {encoder_json}: not GPT-2's tokenizer files: {error}") from None
 
     @classmethod
     def from_vocab(cls, vocab, merges, special):
         """vocab: {token in printable stand-ins: id}; merges: "left right" or [left, right] each. Checks all
         of it."""
         if END_OF_TEXT not in special:
-            raise ValueError(f"it has no special token {END_OF_TEXT}.")
+            raise ValueError(f"it has no special token {END_OF_TEXT}")
         names, chars = sorted(vocab, key=vocab.get), byte_chars()
         if [vocab[name] for name in names] != list(range(len(names))):
-            raise ValueError(f"the ids of its {len(names)} tokens are not 0 to {len(names) - 1}.")
+            raise ValueError(f"the ids of its {len(names)} tokens are not 0 to {len(names) - 1}")
         if set(names[:256]) != set(chars):
-            raise ValueError("its first 256 tokens are not the 256 bytes.")
+            raise ValueError("its first 256 tokens are not the 256 bytes")
         merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
         if [*map("".join, merges), *special] != names[256:]:
-            raise ValueError("its tokens are not the bytes, then the merges, then the special tokens.")
+            raise ValueError("its tokens are not the bytes, then the merges, then the special tokens")
         for i, merge in enumerate(merges):
             if len(merge) != 2 or not all(vocab.get(part, len(names)) < 256 + i for part in merge):
-                raise ValueError(f"merge {i} does not join two earlier tokens.")
+                raise ValueError(f"merge {i} does not join two earlier tokens")
         return cls(map(chars.index, names[:256]), [(vocab[a], vocab[b]) for a, b in merges], special)
 
     def encode(self, text):
@@ -626,18 +624,15 @@ class Tokenizer:
         """Read a tokenizer.json; ValueError if the file is damaged or is of another kind than `save`
         writes."""
         tokenizer = read_json(path)
-        try:
+        with refusing(f"{path} is not a tokenizer that tokenizer.py wrote"):
             model, pre = tokenizer["model"], tokenizer["pre_tokenizer"]
             if (model["type"] != "BPE" or tokenizer["normalizer"] or model.get("ignore_merges")
                     or model.get("dropout")):
-                raise ValueError("it is no plain BPE without a normalizer.")
+                raise ValueError("it is no plain BPE without a normalizer")
             if pre["type"] != "ByteLevel" or pre["add_prefix_space"] or not pre.get("use_regex", True):
-                raise ValueError("its words are not GPT-2's.")
+                raise ValueError("its words are not GPT-2's")
             special = sorted(tokenizer["added_tokens"], key=lambda token: token["id"])
             return cls.from_vocab(model["vocab"], model["merges"], [token["content"] for token in special])
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            reason = error if type(error) is ValueError else f"it is damaged or of another kind ({error!r})."
-            raise ValueError(f"{path} is not a tokenizer that tokenizer.py wrote: {reason}") from None
 
 
 def check_vocab_size(vocab_size):
@@ -858,10 +853,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def number_type(kind, good, what):
-    """An argparse type: a number of the kind that satisfies `good`, or one sentence that says `what` it must
-    be."""
+    """An argparse type: what `kind` makes of the text, if that satisfies `good`, or one sentence that says
+    `what` it must be."""
     def parse(text):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
             if good(value := kind(text)):                   # a NaN fails every comparison
                 return value
         shown = text if len(text) <= 40 else text[:40] + "..."

@@ -50,7 +50,8 @@ import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, generate
 from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, naming,
-                       number_type, replace_file, run_script, show_progress, whole_number)
+                       number_type, read_chunk, refusing, replace_file, run_script, show_progress,
+                       whole_number)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -59,14 +60,13 @@ from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_core
 MOST_BATCH = 1 << 24    # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
 
 
-def memory_size(text):
-    """An argparse type: 12GB, 800MB, 1.5GiB or a number of bytes."""
+def parse_size(text):
+    """12GB, 800MB, 1.5GiB or a number of bytes -> bytes."""
     match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    with contextlib.suppress(ValueError, TypeError):
-        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
-        if 1 <= size < 1e18:
-            return int(size)
-    raise argparse.ArgumentTypeError(f"must be a size such as 12GB or 800MB, not {text!r:.40}")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+
+
+memory_size = number_type(parse_size, lambda size: 1 <= size < 1e18, "a size such as 12GB or 800MB")
 
 
 def setting(kind, meaning=None):
@@ -240,8 +240,7 @@ def check_corpus(paths):
     for path in paths:
         if not os.path.isfile(path):
             raise ValueError(f"{path} is not a file; --data takes text files.")
-        with naming(path), open(path, "rb") as file:
-            start = file.read(8192)
+        start = read_chunk(path, 0, 8192)
         if not start:
             raise ValueError(f"{path} is empty; there is nothing to learn from it.")
         if b"\0" in start:
@@ -381,8 +380,7 @@ def learning_rate(step, settings):
 def token_bytes(tokenizer):
     """(V,) how many bytes of text each id stands for; a special token is no text, 0."""
     special = set(tokenizer.special.values())
-    sizes = [len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)]
-    return np.array([0 if i in special else size for i, size in enumerate(sizes)])
+    return np.array([0 if i in special else len(token) for i, token in enumerate(tokenizer.tokens)])
 
 
 def held_out_loss(model, sizes, inputs, targets):
@@ -595,10 +593,8 @@ def planner(config, settings):
     """-> (function of the micro-batch: bytes by kind that the run takes on its device, bytes that are free
     there, or None); a run can be planned where there is no GPU."""
     engine = model_gpu if settings.device == "gpu" else model_cpu
-
-    def plan(rows):
-        return engine.memory_plan(config, rows, config.context, settings.precision, settings.threads,
-                                  settings.optimizer)
+    plan = functools.partial(engine.memory_plan, config, T=config.context, precision=settings.precision,
+                             threads=settings.threads, optimizer=settings.optimizer)
     return plan, engine.free_memory(settings.memory_limit)
 
 
@@ -702,16 +698,13 @@ def make_settings(args, preset, config, defaults):
 def read_run(folder, script):
     """-> (Settings, state) of the run of this script that wrote a checkpoint; ValueError if none did."""
     state = checkpoint.load_state(folder)
-    try:
+    with refusing(f"{folder} was not written by {script}: how the run was made is not recorded"):
         recorded = {"optimizer": "adamw", **state["settings"]}      # earlier versions had no other,
         recorded.pop("attention", None)                             # and two kinds of attention
         settings = Settings(**recorded)
         if not (type(state["script"]) is str and type(state["tokens"]) is int
                 and type(state["seconds"]) in (int, float)):
             raise TypeError("its script, tokens or seconds cannot be")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} was not written by {script}: how the run was made is not recorded "
-                         f"({error}).") from None
     return settings, state
 
 

@@ -361,7 +361,7 @@ def test_gpt2_files_that_are_none(tmp_path):
     (tmp_path / "v.bpe").write_text("#version: 0.2\na b\n")
     for vocab in '{"a": 0}', "[]", "7", "null", '{"a": "x"}', '{"a": 0, "b": "x"}', "{", '{"a": [0]}':
         (tmp_path / "e.json").write_text(vocab)
-        with pytest.raises(ValueError, match="v.bpe, .*e.json: not GPT-2's tokenizer files: "):
+        with pytest.raises(ValueError, match="v.bpe, .*e.json: not GPT-2's tokenizer files "):
             Tokenizer.from_gpt2(tmp_path / "v.bpe", tmp_path / "e.json")
 
 
@@ -371,19 +371,19 @@ def test_vocabularies_that_do_not_fit_their_merges():
     good = Tokenizer.from_vocab(vocab, ["a b", ("ab", "c")], special)
     assert good.merges == {(97, 98): 256, (256, 99): 257} and good.special == {END_OF_TEXT: 258}
     assert good.tokens[:256] == [bytes([i]) for i in range(256)] and good.encode("abcab") == [257, 256]
-    order = "its tokens are not the bytes, then the merges, then the special tokens."
+    order = "its tokens are not the bytes, then the merges, then the special tokens"
     for change, merges, special, words in [
-            ({}, ["a b", "ab c"], ["<|end|>"], "it has no special token <|endoftext|>."),
-            ({"more": 300}, ["a b", "ab c"], special, "the ids of its 260 tokens are not 0 to 259."),
-            ({"a": 98}, ["a b", "ab c"], special, "the ids of its 259 tokens are not 0 to 258."),
-            ({"a": 256, "ab": 97}, ["a b", "ab c"], special, "its first 256 tokens are not the 256 bytes."),
-            ({}, ["a b", "a bc"], special, "merge 1 does not join two earlier tokens."),
-            ({}, ["a b", "abc "], special, "merge 1 does not join two earlier tokens."),
-            ({}, ["a b", "a b c"], special, "merge 1 does not join two earlier tokens."),
-            ({}, ["a b", ["abc"]], special, "merge 1 does not join two earlier tokens."),
-            ({"ab": 257, "abc": 256}, ["ab c", "a b"], special, "merge 0 does not join two earlier tokens."),
+            ({}, ["a b", "ab c"], ["<|end|>"], "it has no special token <|endoftext|>"),
+            ({"more": 300}, ["a b", "ab c"], special, "the ids of its 260 tokens are not 0 to 259"),
+            ({"a": 98}, ["a b", "ab c"], special, "the ids of its 259 tokens are not 0 to 258"),
+            ({"a": 256, "ab": 97}, ["a b", "ab c"], special, "its first 256 tokens are not the 256 bytes"),
+            ({}, ["a b", "a bc"], special, "merge 1 does not join two earlier tokens"),
+            ({}, ["a b", "abc "], special, "merge 1 does not join two earlier tokens"),
+            ({}, ["a b", "a b c"], special, "merge 1 does not join two earlier tokens"),
+            ({}, ["a b", ["abc"]], special, "merge 1 does not join two earlier tokens"),
+            ({"ab": 257, "abc": 256}, ["ab c", "a b"], special, "merge 0 does not join two earlier tokens"),
             ({"": 256, "ab": 257, "abc": 258, END_OF_TEXT: 259}, [["", ""], "a b", "ab c"], special,
-             "merge 0 does not join two earlier tokens."),
+             "merge 0 does not join two earlier tokens"),
             ({}, ["ab c", "a b"], special, order), ({}, ["a b"], special, order),
             ({}, ["a b", "ab c"], [*special, "<|end|>"], order)]:
         with pytest.raises(ValueError) as error:
@@ -904,10 +904,10 @@ def test_foreign_files_are_refused(tokenizer, tmp_path, change):
 
 
 @pytest.mark.parametrize("change, reason", [
-    (lambda t: t["model"].update(type="WordPiece"), "it is no plain BPE without a normalizer."),
-    (lambda t: t["pre_tokenizer"].update(use_regex=False), "its words are not GPT-2's."),
-    (lambda t: t["added_tokens"].pop(0), "it has no special token <|endoftext|>."),
-    (lambda t: t.pop("model"), "it is damaged or of another kind (KeyError('model')).")])
+    (lambda t: t["model"].update(type="WordPiece"), "it is no plain BPE without a normalizer"),
+    (lambda t: t["pre_tokenizer"].update(use_regex=False), "its words are not GPT-2's"),
+    (lambda t: t["added_tokens"].pop(0), "it has no special token <|endoftext|>"),
+    (lambda t: t.pop("model"), "'model'")])
 def test_a_refusal_says_why(tokenizer, tmp_path, change, reason):
     path = tmp_path / "other.json"
     tokenizer.save(path)
@@ -916,7 +916,7 @@ def test_a_refusal_says_why(tokenizer, tmp_path, change, reason):
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError) as error:
         Tokenizer.load(path)
-    assert str(error.value) == f"{path} is not a tokenizer that tokenizer.py wrote: {reason}"
+    assert str(error.value) == f"{path} is not a tokenizer that tokenizer.py wrote ({reason})."
 
 
 def test_what_makes_no_difference_is_accepted(tokenizer, tmp_path):
