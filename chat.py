@@ -32,8 +32,8 @@ import model_cpu
 import checkpoint
 import model_gpu
 import numpy as np
-from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, newest_checkpoint, number_type, run_script, to_bytes,
-                       visible)
+from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, newest_checkpoint, number_type, printable,
+                       run_script, to_bytes, visible)
 
 # name: type, smallest and largest value, default, meaning.  Each is an option, on a terminal also a command.
 SETTINGS = {
@@ -46,8 +46,6 @@ SETTINGS = {
 # from which probability on a token has which colour on a terminal: green, cyan, yellow, red
 COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
 PLOTTED = 64        # positions in a picture, at most
-# What a terminal would obey instead of showing: all control characters but tab and line end.
-CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -72,7 +70,7 @@ class Printer:
 
     def write(self, data):
         text = self.decoder.decode(data)
-        print(text.translate(CONTROL) if sys.stdout.isatty() else text, end="", flush=True)
+        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def note_cut(what, length, room):
@@ -237,11 +235,12 @@ def run_command(line, session):
         return False
     if name == "reset":
         session.turns = []
-    elif name in ("stats", "tokens"):
-        if not session.said:
-            print(f"/{name} is about the last answer, and there is none.")
-        else:
-            session.print_stats() if name == "stats" else session.print_tokens()
+    elif name in ("stats", "tokens") and not session.said:
+        print(f"/{name} is about the last answer, and there is none.")
+    elif name == "stats":
+        session.print_stats()
+    elif name == "tokens":
+        session.print_tokens()
     elif name == "system" and session.chat_form:
         if value.strip():
             session.system = b"" if value.strip() == "none" else to_bytes(value.strip())

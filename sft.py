@@ -43,7 +43,8 @@ import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
-from tokenizer import END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, naming, run_script, whole_number
+from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, naming, printable, read_chunk, run_script,
+                       whole_number)
 
 # Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {        # the steps are set once the batches are counted
@@ -152,8 +153,7 @@ def python_pairs(path):
     trained on the file `path` that train.write_python_corpus wrote.  Held out: only those whose response
     occurs nowhere in what the model read.  These are mostly the short ones, since the corpus takes paragraphs
     from 40 characters up."""
-    with open(path, "rb") as file:
-        learned = file.read(train.split_point(path)).decode("utf-8", "replace")
+    learned = read_chunk(path, 0, train.split_point(path)).decode("utf-8", "replace")
     pairs = {}
     for _, docstrings in train.python_docstrings():
         for name, docstring in docstrings:
@@ -173,9 +173,8 @@ def play_pairs(path):
 
     A reply is the speech of the next pair, too, which may be on the other side of the split: read there, but
     thanks to the mask not learned."""
-    with open(path, "rb") as file:
-        file.seek(train.split_point(path))
-        held_out = file.read().decode("utf-8", "replace").replace("\r\n", "\n")
+    held_out = read_chunk(path, train.split_point(path), os.path.getsize(path))
+    held_out = held_out.decode("utf-8", "replace").replace("\r\n", "\n")
     paragraphs = re.split(r"\n\n+", held_out.strip())
     speeches = [re.fullmatch(r"[^\n:]{1,40}:\n(.+)", paragraph, re.DOTALL) for paragraph in paragraphs]
     pairs = [[(" ".join(speech[1].split()), reply[1])]
@@ -351,12 +350,6 @@ def fine_tuning(model, tokenizer, examples, settings, state):
 # ------------------------------------------------------------------------------------------------------------
 # 5. Looking at it
 # ------------------------------------------------------------------------------------------------------------
-def printable(text):
-    """A text without the characters that a terminal would obey instead of showing: all control characters but
-    tab and line end."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
-
-
 def show(tokenizer, conversations, T, count):
     """Print the first `count` examples as the model reads them, what is learned in green, or in brackets
     where the environment has NO_COLOR."""

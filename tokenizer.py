@@ -663,6 +663,12 @@ def visible(token):
                    for char in to_str(token))
 
 
+def printable(text):
+    """A text without the characters that a terminal would obey instead of showing: all control characters but
+    tab and line end."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
 def show(tokenizer, text):
     """A text with a bar between its tokens; after a line end, which is shown as \\n, a new line begins."""
     tokens = [tokenizer.tokens[token] for token in tokenizer.encode(text)]

@@ -31,7 +31,7 @@ import model_cpu
 import model_gpu
 import sft
 import train
-from tokenizer import CHAT_TEMPLATE, Tokenizer, run_script
+from tokenizer import CHAT_TEMPLATE, Tokenizer, printable, run_script
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.path.join(os.path.dirname(ROOT), "shared", "data")
@@ -546,7 +546,7 @@ def test_show_colours_what_is_learned(base):
         assert GREEN.sub("", text)[:-1] == tokenizer.decode(ids[~mask]).translate(safe)
         assert GREEN.sub(r"[\1]", text) in in_brackets
     assert "not shown" not in shown and "\x1b" not in in_brackets
-    assert sft.printable("\u3000\xa0\u200d\tcafé\n") == "\u3000\xa0\u200d\tcafé\n"      # harmless, and so shown
+    assert printable("\u3000\xa0\u200d\tcafé\n") == "\u3000\xa0\u200d\tcafé\n"      # harmless, and so shown
 
 
 def test_a_reader_that_leaves(base):
@@ -965,7 +965,7 @@ def test_each_line_is_there_when_it_is_printed(monkeypatch):
 def test_printable_shows_no_control_character():
     for char in map(chr, range(0x300)):
         obeyed = unicodedata.category(char) == "Cc" and char not in "\t\n"
-        assert sft.printable(f"a{char}{char}b") == ("a\ufffd\ufffdb" if obeyed else f"a{char}{char}b")
+        assert printable(f"a{char}{char}b") == ("a\ufffd\ufffdb" if obeyed else f"a{char}{char}b")
 
 
 @pytest.mark.parametrize("no_color", [None, "", "1"])
