@@ -33,7 +33,7 @@ import checkpoint
 import model_gpu
 import numpy as np
 from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, newest_checkpoint, number_type, printable,
-                       run_script, to_bytes, visible)
+                       require, run_script, to_bytes, visible)
 
 # name: type, smallest and largest value, default, meaning.  Each is an option, on a terminal also a command.
 SETTINGS = {
@@ -177,8 +177,7 @@ def print_lens(model, tokenizer, text, path=None):
     """One line a layer: x + f(x) is a step of Euler's method; what would head 0 say if the integration
     stopped here?  path: draw it as well, for each position."""
     ids, context = tokenizer.encode(to_bytes(text)), model.config.context
-    if len(ids) < 2:
-        raise ValueError(f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
+    require(len(ids) > 1, f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
     note_cut("text", len(ids), context + 1)     # the last one is predicted only
     model_cpu.print_euler_table(model, tokenizer, np.array([ids[-context - 1:]]))
     if path:

@@ -28,7 +28,8 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from model_cpu import Config, param_count, param_table, param_views
 from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, Parser, Tokenizer,
-                       check_plain, naming, read_json, read_plain, refusing, replace_file, run_script)
+                       check_plain, naming, read_json, read_plain, refusing, replace_file, require,
+                       run_script)
 
 MODEL, STATE = "model.safetensors", "train_state.safetensors"
 
@@ -83,8 +84,7 @@ class SafeTensors:
         with naming(path), refusing(f"{path} is damaged (truncated or altered), its header is wrong"):
             self.file, length = open(path, "rb"), os.path.getsize(path)
             size = self.file.read(8)
-            if int.from_bytes(size, "little") > length - 8:
-                raise ValueError("it is cut")
+            require(int.from_bytes(size, "little") <= length - 8, "it is cut")
             text = self.file.read(int.from_bytes(size, "little"))
             header = json.loads(text)
             self.metadata = header.pop("__metadata__")
@@ -93,12 +93,10 @@ class SafeTensors:
             for name, entry in header.items():    # one after the other, without gap or overlap, to the end
                 (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
                 dtype = np.dtype(DTYPES[entry["dtype"]])
-                if (start != end or stop - start != math.prod(shape) * dtype.itemsize
-                        or not all(type(side) is int and side >= 0 for side in shape)):
-                    raise ValueError(f"{name!r} has no such place")
+                require(all(type(side) is int and side >= 0 for side in shape) and start == end
+                        and stop - start == math.prod(shape) * dtype.itemsize, f"{name!r} has no such place")
                 self.dtypes[name], self.shapes[name], end = dtype, shape, stop
-            if end != length - 8 - len(text):
-                raise ValueError("its tensors end elsewhere than the file")
+            require(end == length - 8 - len(text), "its tensors end elsewhere than the file")
 
     def __enter__(self):
         return self
@@ -113,11 +111,11 @@ class SafeTensors:
             with naming(self.path):
                 self.file.readinto(array)
             crc = zlib.crc32(array, crc)
-            if not np.isfinite(array).all():
-                raise ValueError(f"{self.path}: the tensor {name} holds numbers that are not finite.")
+            require(np.isfinite(array).all(),
+                    f"{self.path}: the tensor {name} holds numbers that are not finite.")
             yield name, array
-        if f"{crc:08x}" != self.crc:
-            raise ValueError(f"{self.path} is damaged (truncated or altered): its checksum is wrong.")
+        require(f"{crc:08x}" == self.crc,
+                f"{self.path} is damaged (truncated or altered): its checksum is wrong.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -171,8 +169,8 @@ def read_config(folder):
         config = Config(**sizes, predict=found["mtp_heads"] + 1, mtp_weight=found["mtp_weight"])
         end = found["eos_token_id"]
     for key, value in llama_config(config, end).items():
-        if (there := found.get(key)) != value:
-            raise ValueError(f"{path} is not one of ours: {key} is {there!r}, this model has {value!r}.")
+        require(found.get(key) == value,
+                f"{path} is not one of ours: {key} is {found.get(key)!r}, this model has {value!r}.")
     return config, end
 
 
@@ -187,8 +185,7 @@ def is_chat_model(folder, tokenizer):
     check_special(folder, tokenizer)
     path = os.path.join(folder, "tokenizer_config.json")
     settings = read_json(path)
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} is damaged: it holds no settings.")
+    require(isinstance(settings, dict), f"{path} is damaged: it holds no settings.")
     return bool(settings.get("chat_template"))
 
 
@@ -256,8 +253,8 @@ def check_tensors(file, shapes):
     """ValueError unless the names and shapes in a file of tensors are these."""
     for name in [*shapes, *file.shapes]:
         found, wanted = file.shapes.get(name, "missing"), shapes.get(name, "none of that name")
-        if found != wanted:
-            raise ValueError(f"{file.path}: the tensor {name} is {found}, config.json asks for {wanted}.")
+        require(found == wanted,
+                f"{file.path}: the tensor {name} is {found}, config.json asks for {wanted}.")
 
 
 def llama_shapes(config):
@@ -274,25 +271,24 @@ def load(folder, engine, options=None):
     config_path, tokenizer_path, model_path = [os.path.join(folder, name)
                                                for name in ("config.json", "tokenizer.json", MODEL)]
     for path in (config_path, tokenizer_path, model_path):
-        if not os.path.exists(path):
-            raise ValueError(f"{folder} holds no checkpoint: there is no {path}.")
+        require(os.path.exists(path), f"{folder} holds no checkpoint: there is no {path}.")
     config, end = read_config(folder)
     tokenizer = Tokenizer.load(tokenizer_path)
-    if tokenizer.vocab_size > config.vocab or end not in tokenizer.special.values():
-        raise ValueError(f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} "
-                         f"tokens, config.json says {config.vocab}, with the end of a text at {end}.")
+    require(tokenizer.vocab_size <= config.vocab and end in tokenizer.special.values(),
+            f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} tokens, "
+            f"config.json says {config.vocab}, with the end of a text at {end}.")
     with SafeTensors(model_path) as file:
-        if config.layers > len(file.shapes):    # before anything as large as config.json asks for is made
-            raise ValueError(f"{model_path}: tensors are missing: config.json asks for {config.layers} "
-                             f"layers, the file holds {len(file.shapes)} tensors.")
+        require(config.layers <= len(file.shapes),  # before anything as large as config.json asks for is made
+                f"{model_path}: tensors are missing: config.json asks for {config.layers} layers, the file "
+                f"holds {len(file.shapes)} tensors.")
         check_tensors(file, llama_shapes(config))
-        if file.metadata.get("tokenizer") != checksum(tokenizer_path):
-            raise ValueError(f"{folder}: tokenizer.json is not the one that this model was trained with.")
+        require(file.metadata.get("tokenizer") == checksum(tokenizer_path),
+                f"{folder}: tokenizer.json is not the one that this model was trained with.")
         written = checksum(config_path)
-        if file.metadata.get("config", written) != written:             # the first version recorded none
-            raise ValueError(f"{config_path} is not as it was saved: something in it was altered.")
-        if not str(file.metadata.get("step")).isdecimal():
-            raise ValueError(f"{model_path} does not say of which step it is.")
+        require(file.metadata.get("config", written) == written,        # the first version recorded none
+                f"{config_path} is not as it was saved: something in it was altered.")
+        require(str(file.metadata.get("step")).isdecimal(),
+                f"{model_path} does not say of which step it is.")
         model = engine.Model(config, seed=None, **(options or {}))
         places = {name: model.params[ours][rows] for name, ours, rows in llama_names(config)}
         for name, tensor in file:
@@ -306,14 +302,13 @@ def load_state(folder, model=None):
     model_path, path = paths_of(folder)
     if os.path.exists(path + ".new") and not os.path.exists(model_path + ".new"):
         path += ".new"    # killed between the two renames; the next save makes up for it
-    if not os.path.exists(path):
-        raise ValueError(f"{folder} holds no training state: there is no {path}.")
+    require(os.path.exists(path), f"{folder} holds no training state: there is no {path}.")
     moments = {} if model is None else {"m": model.m, "v": model.v}
     with SafeTensors(path) as file:
         if model is not None:
             check_tensors(file, {name: moment.shape for name, moment in moments.items()})
-            if (step := file.metadata.get("step")) != str(model.step):
-                raise ValueError(f"{path} is of step {step}, {MODEL} of step {model.step}.")
+            step = file.metadata.get("step")
+            require(step == str(model.step), f"{path} is of step {step}, {MODEL} of step {model.step}.")
         for name, tensor in file:                   # to its end, where the checksum is looked at
             if name in moments:
                 model.write(moments[name], tensor)
@@ -359,8 +354,7 @@ def read_log(path):
                 return
             with refusing(f"{path}, line {number}, is no record of a run; move it away to go on without"):
                 record = json.loads(line)
-                if type(record["step"]) is not int:
-                    raise ValueError("its step is no whole number")
+                require(type(record["step"]) is int, "its step is no whole number")
             yield line, record
 
 
@@ -413,8 +407,7 @@ def load_pyplot():
 def plot(folder):
     """Draw folder/log.jsonl to folder/loss.png."""
     path = os.path.join(folder, "log.jsonl")
-    if not os.path.exists(path):
-        raise ValueError(f"there is no {path} to draw.")
+    require(os.path.exists(path), f"there is no {path} to draw.")
     pyplot, records = load_pyplot(), [record for _, record in read_log(path)]
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     steps = [record for record in records if "loss" in record]

@@ -43,8 +43,8 @@ import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
-from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, naming, printable, read_chunk, run_script,
-                       whole_number)
+from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, naming, printable, read_chunk, require,
+                       run_script, whole_number)
 
 # Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {        # the steps are set once the batches are counted
@@ -73,9 +73,8 @@ def read_conversations(paths):
     train.py held out from pretraining.  ValueError for a file that has none."""
     conversations = []
     for path in paths:
-        if not os.path.isfile(path):
-            raise ValueError(f"{path} is not a file; name files of instructions, .json or .jsonl, with "
-                             "--data.")
+        require(os.path.isfile(path),
+                f"{path} is not a file; name files of instructions, .json or .jsonl, with --data.")
         if path.lower().endswith((".json", ".jsonl")):
             conversations += read_records(path)
         elif re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)):
@@ -112,8 +111,7 @@ def read_records(path):
             wrong.setdefault(str(error), []).append(number)
     said = f"{path}: {len(conversations):,} of {len(records):,} records can be used" + "".join(
         f"; {len(numbers):,} with {what} (first: record {numbers[0]:,})" for what, numbers in wrong.items())
-    if not conversations:
-        raise ValueError(f"{said}.")
+    require(conversations, f"{said}.")
     if wrong:
         print(f"{said}.")
     return conversations
@@ -122,29 +120,27 @@ def read_records(path):
 def make_turns(record):
     """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> turns,
     every text as it stands.  ValueError says in a few words what the record has that is wrong."""
-    if not isinstance(record, dict):
-        raise ValueError("no named fields")
+    require(isinstance(record, dict), "no named fields")
     messages = record.get("messages")
     if messages is None:
         texts = [record.get("instruction"), record.get("input") or "", record.get("output")]
         roles = ["user", "assistant"]
-    elif isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
-        roles, texts = ([message.get(name) for message in messages] for name in ("role", "content"))
     else:
-        raise ValueError("messages that are no list of objects")
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("no text as instruction and output, or as the content of a message")
+        require(isinstance(messages, list) and all(isinstance(message, dict) for message in messages),
+                "messages that are no list of objects")
+        roles, texts = ([message.get(name) for message in messages] for name in ("role", "content"))
+    require(all(isinstance(text, str) for text in texts),
+            "no text as instruction and output, or as the content of a message")
     if messages is None:
         instruction, extra, output = texts
         texts = [f"{instruction}\n\n{extra}" if extra else instruction, output]
     elif roles[:1] == ["system"] and len(texts) > 1:
         system, question, *rest = texts
         roles, texts = roles[1:], [f"{system}\n\n{question}" if system else question, *rest]
-    if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
-        raise ValueError("roles that are not user and assistant in turn")
+    require(roles and roles == ["user", "assistant"] * (len(roles) // 2),
+            "roles that are not user and assistant in turn")
     # from an empty one a model would learn to be silent
-    if not all(response.strip() for response in texts[1::2]):
-        raise ValueError("an empty response")
+    require(all(response.strip() for response in texts[1::2]), "an empty response")
     return list(zip(texts[::2], texts[1::2]))
 
 
@@ -160,9 +156,8 @@ def python_pairs(path):
             first = " ".join(re.split(r"\n\s*\n", docstring.strip())[0].split())
             if " " in first and first not in learned:
                 pairs.setdefault(name, first)               # a name may be defined twice
-    if not pairs:
-        raise ValueError(f"{path} holds all of the library's documentation, so nothing is held out; name a "
-                         "file of instructions with --data.")
+    require(pairs, f"{path} holds all of the library's documentation, so nothing is held out; name a file of "
+                   "instructions with --data.")
     return [[pair] for pair in pairs.items()]
 
 
@@ -179,10 +174,10 @@ def play_pairs(path):
     speeches = [re.fullmatch(r"[^\n:]{1,40}:\n(.+)", paragraph, re.DOTALL) for paragraph in paragraphs]
     pairs = [[(" ".join(speech[1].split()), reply[1])]
              for speech, reply in itertools.pairwise(speeches) if speech and reply]
-    if len(pairs) <= len(paragraphs) // 2:
-        raise ValueError(f"{path} is neither a play nor the text that ships inside Python, so no questions "
-                         "with answers can be made from it: name a file of instructions with --data "
-                         "(./fetch_data.sh instructions brings one).")
+    require(len(pairs) > len(paragraphs) // 2,
+            f"{path} is neither a play nor the text that ships inside Python, so no questions with answers "
+            "can be made from it: name a file of instructions with --data (./fetch_data.sh instructions "
+            "brings one).")
     return pairs
 
 
@@ -229,9 +224,8 @@ def make_examples(tokenizer, conversations, T, seed):
         return hashlib.sha256(f"{seed} {prompt}".encode("utf-8", "surrogatepass")).digest()
 
     prompts = sorted({turns[0][0] for turns in conversations}, key=order)
-    if len(prompts) < 2:
-        raise ValueError("the data has one prompt only; it needs at least two, one to learn from and one to "
-                         "hold out.")
+    require(len(prompts) > 1, "the data has one prompt only; it needs at least two, one to learn from and "
+                              "one to hold out.")
     questions = prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]
     unseen, to_train, held_out, cuts, digest = set(questions), [], [], 0, hashlib.sha256()
     for turns in conversations:
@@ -384,12 +378,12 @@ def parse_arguments(argv):
 
 def read_base(folder, preset):
     """-> (settings of the run that made the base, its Config, its Tokenizer)."""
-    if not os.path.exists(os.path.join(folder, "config.json")):
-        raise ValueError(f"there is no trained model in {folder}: train it with `python train.py "
-                         f"{preset or 'small'}`, or name the folder of one with --base.")
+    require(os.path.exists(os.path.join(folder, "config.json")),
+            f"there is no trained model in {folder}: train it with `python train.py {preset or 'small'}`, or "
+            "name the folder of one with --base.")
     base_settings, _ = train.read_run(folder, "train.py or sft.py")
-    if preset not in (None, base_settings.preset):
-        raise ValueError(f"{folder} holds a model of the size {base_settings.preset}, not {preset}.")
+    require(preset in (None, base_settings.preset),
+            f"{folder} holds a model of the size {base_settings.preset}, not {preset}.")
     tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
     checkpoint.check_special(folder, tokenizer)
     return base_settings, checkpoint.read_config(folder)[0], tokenizer
@@ -398,8 +392,8 @@ def read_base(folder, preset):
 def start(args, base, out):
     """-> (model, tokenizer, settings, state, examples) of a new run."""
     base_settings, config, tokenizer = read_base(base, args.preset)
-    if os.path.exists(out) and os.path.samefile(base, out):
-        raise ValueError(f"--out {out} is the base itself; name another folder for the model made from it.")
+    require(not os.path.exists(out) or not os.path.samefile(base, out),
+            f"--out {out} is the base itself; name another folder for the model made from it.")
     preset = base_settings.preset
     args.device = train.choose_device(args.device, preset)
     settings = train.make_settings(args, preset, config, DEFAULTS[preset])
@@ -431,13 +425,13 @@ def resume(args, base, out):
     """-> the same of the run in `out`, which goes on from its own weights: the base need not be there any
     more."""
     model, tokenizer, settings, state = train.resume(args, out, "sft.py")
-    if args.base and base != state.get("base"):
-        raise ValueError(f"the run in {out} began with {state.get('base')}, not with {base}; start a new run "
-                         "with another --out.")
+    began = state.get("base")
+    require(not args.base or base == began,
+            f"the run in {out} began with {began}, not with {base}; start a new run with another --out.")
     conversations = read_conversations(settings.data)
     examples = make_examples(tokenizer, conversations, model.config.context, settings.seed)
-    if examples.key != settings.tokens_key:
-        raise ValueError(f"the data, {', '.join(settings.data)}, is not what the run in {out} began with.")
+    require(examples.key == settings.tokens_key,
+            f"the data, {', '.join(settings.data)}, is not what the run in {out} began with.")
     batches = len(plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, 0))
     epochs = settings.steps // batches
     if args.epochs and args.epochs > epochs and model.step >= settings.steps:

@@ -377,8 +377,8 @@ def find_chunks(path, start=0, end=None, *, size):
     check_plain(path)
     length = os.path.getsize(path)
     end = length if end is None else end
-    if not 0 <= start <= end <= length:
-        raise ValueError(f"Bytes {start} to {end} are not a part of {path}, which has {length} bytes.")
+    require(0 <= start <= end <= length,
+            f"Bytes {start} to {end} are not a part of {path}, which has {length} bytes.")
     cuts = [place + find_cut(read_chunk(path, place, place + CUT_WINDOW))
             for place in range(start + size, end - CUT_WINDOW, size)]
     return [(path, a, b) for a, b in itertools.pairwise([start, *cuts, end])]
@@ -498,15 +498,14 @@ class Tokenizer:
         files = [(file,) if isinstance(file, (str, os.PathLike)) else file for file in files]
         parts = [find_chunks(*file, size=4 * CHUNK) for file in files]
         for (path, start, end), *_ in parts:
-            if b"\0" in read_chunk(path, start, min(end, start + 8192)):
-                raise ValueError(f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
+            require(b"\0" not in read_chunk(path, start, min(end, start + 8192)),
+                    f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
         words, chunks = Counter(), list(itertools.chain(*parts))
         with contextlib.closing(run_chunks(None, chunks, None, processes, progress)) as results:
             for counts in results:
                 words.update(counts)
                 prune_words(words)
-        if not words:
-            raise ValueError(f"There is no text in {', '.join(str(part[0][0]) for part in parts)}.")
+        require(words, f"There is no text in {', '.join(str(part[0][0]) for part in parts)}.")
         return cls.from_words(words, vocab_size)
 
     @classmethod
@@ -525,19 +524,17 @@ class Tokenizer:
     def from_vocab(cls, vocab, merges, special):
         """vocab: {token in printable stand-ins: id}; merges: "left right" or [left, right] each. Checks all
         of it."""
-        if END_OF_TEXT not in special:
-            raise ValueError(f"it has no special token {END_OF_TEXT}")
+        require(END_OF_TEXT in special, f"it has no special token {END_OF_TEXT}")
         names, chars = sorted(vocab, key=vocab.get), byte_chars()
-        if [vocab[name] for name in names] != list(range(len(names))):
-            raise ValueError(f"the ids of its {len(names)} tokens are not 0 to {len(names) - 1}")
-        if set(names[:256]) != set(chars):
-            raise ValueError("its first 256 tokens are not the 256 bytes")
+        require([vocab[name] for name in names] == list(range(len(names))),
+                f"the ids of its {len(names)} tokens are not 0 to {len(names) - 1}")
+        require(set(names[:256]) == set(chars), "its first 256 tokens are not the 256 bytes")
         merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
-        if [*map("".join, merges), *special] != names[256:]:
-            raise ValueError("its tokens are not the bytes, then the merges, then the special tokens")
+        require([*map("".join, merges), *special] == names[256:],
+                "its tokens are not the bytes, then the merges, then the special tokens")
         for i, merge in enumerate(merges):
-            if len(merge) != 2 or not all(vocab.get(part, len(names)) < 256 + i for part in merge):
-                raise ValueError(f"merge {i} does not join two earlier tokens")
+            require(len(merge) == 2 and all(vocab.get(part, len(names)) < 256 + i for part in merge),
+                    f"merge {i} does not join two earlier tokens")
         return cls(map(chars.index, names[:256]), [(vocab[a], vocab[b]) for a, b in merges], special)
 
     def encode(self, text):
@@ -579,8 +576,8 @@ class Tokenizer:
 
     def encode_files(self, files, out, processes=None, progress=None):
         """The same of several files, one after the other. files: (path, start, end) each, a part in bytes."""
-        if self.vocab_size > 1 << 16:
-            raise ValueError(f"16-bit ids are too few for {self.vocab_size} tokens; train at most 65536.")
+        require(self.vocab_size <= 1 << 16,
+                f"16-bit ids are too few for {self.vocab_size} tokens; train at most 65536.")
         parts = [find_chunks(*file, size=CHUNK) for file in files]
         begins = [i == 0 for part in parts for i in range(len(part))]
         boundary = array.array("H", [self.special[END_OF_TEXT]]).tobytes()
@@ -626,11 +623,10 @@ class Tokenizer:
         tokenizer = read_json(path)
         with refusing(f"{path} is not a tokenizer that tokenizer.py wrote"):
             model, pre = tokenizer["model"], tokenizer["pre_tokenizer"]
-            if (model["type"] != "BPE" or tokenizer["normalizer"] or model.get("ignore_merges")
-                    or model.get("dropout")):
-                raise ValueError("it is no plain BPE without a normalizer")
-            if pre["type"] != "ByteLevel" or pre["add_prefix_space"] or not pre.get("use_regex", True):
-                raise ValueError("its words are not GPT-2's")
+            others = tokenizer["normalizer"], model.get("ignore_merges"), model.get("dropout")
+            require(model["type"] == "BPE" and not any(others), "it is no plain BPE without a normalizer")
+            require(pre["type"] == "ByteLevel" and not pre["add_prefix_space"] and pre.get("use_regex", True),
+                    "its words are not GPT-2's")
             special = sorted(tokenizer["added_tokens"], key=lambda token: token["id"])
             return cls.from_vocab(model["vocab"], model["merges"], [token["content"] for token in special])
 
@@ -638,8 +634,8 @@ class Tokenizer:
 def check_vocab_size(vocab_size):
     """ValueError if there is no room for the 256 bytes and the special tokens."""
     least = 256 + len(SPECIAL_TOKENS)
-    if vocab_size < least:
-        raise ValueError(f"A vocabulary of {vocab_size} tokens is too small; it takes at least {least}.")
+    require(vocab_size >= least,
+            f"A vocabulary of {vocab_size} tokens is too small; it takes at least {least}.")
 
 
 def write_ids(ids, out):
@@ -728,8 +724,8 @@ def parse_arguments(argv):
 
 
 def train_command(files, vocab_size, out):
-    if os.path.isdir(out) or not os.access(os.path.dirname(os.path.abspath(out)), os.W_OK):
-        raise ValueError(f"Cannot write {out}; give --out a file in a folder that exists and is yours.")
+    require(not os.path.isdir(out) and os.access(os.path.dirname(os.path.abspath(out)), os.W_OK),
+            f"Cannot write {out}; give --out a file in a folder that exists and is yours.")
     started = time.monotonic()
     tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
     tokenizer.save(out)
@@ -773,9 +769,14 @@ def main(argv):
 def newest_checkpoint(instead):
     """The folder in out/ whose weights were written last.  instead: what to do where there is none."""
     weights = glob.glob(os.path.join("out", "*", "model.safetensors"))
-    if not weights:
-        raise ValueError(f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
+    require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
     return os.path.dirname(max(weights, key=os.path.getmtime))
+
+
+def require(good, sentence):
+    """ValueError, with this sentence, for what is not good."""
+    if not good:
+        raise ValueError(sentence)
 
 
 @contextlib.contextmanager
@@ -801,8 +802,8 @@ def refusing(what):
 
 def check_plain(path):
     """ValueError for a pipe, a device or a folder in place of a file: they could be read for ever."""
-    if os.path.exists(path) and not os.path.isfile(path):           # what is missing, open() will say
-        raise ValueError(f"{path} is not a plain file, so it is not read.")
+    require(os.path.isfile(path) or not os.path.exists(path),       # what is missing, open() will say
+            f"{path} is not a plain file, so it is not read.")
 
 
 def read_plain(path):

@@ -50,7 +50,7 @@ import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, generate
 from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, naming,
-                       number_type, read_chunk, refusing, replace_file, run_script, show_progress,
+                       number_type, read_chunk, refusing, replace_file, require, run_script, show_progress,
                        whole_number)
 
 
@@ -238,13 +238,10 @@ def cuts_beside(text, target, characters):
 def check_corpus(paths):
     """ValueError, in one sentence, for files that cannot be a corpus."""
     for path in paths:
-        if not os.path.isfile(path):
-            raise ValueError(f"{path} is not a file; --data takes text files.")
+        require(os.path.isfile(path), f"{path} is not a file; --data takes text files.")
         start = read_chunk(path, 0, 8192)
-        if not start:
-            raise ValueError(f"{path} is empty; there is nothing to learn from it.")
-        if b"\0" in start:
-            raise ValueError(f"{path} is a binary file (it holds NUL bytes); --data takes text files.")
+        require(start, f"{path} is empty; there is nothing to learn from it.")
+        require(b"\0" not in start, f"{path} is a binary file (it holds NUL bytes); --data takes text files.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -319,8 +316,8 @@ def make_tokens(paths, vocab):
             made = [path.replace(".new", f"-{zlib.crc32(map_tokens(path)):08x}.bin")]
             os.replace(path, made[0])
         ids = map_tokens(made[0])
-        if not made[0].endswith(f"-{zlib.crc32(ids):08x}.bin"):
-            raise ValueError(f"{made[0]} is damaged: its checksum is wrong. Delete it, and it is made anew.")
+        require(made[0].endswith(f"-{zlib.crc32(ids):08x}.bin"),
+                f"{made[0]} is damaged: its checksum is wrong. Delete it, and it is made anew.")
         return ids
 
     train = tokens("train", [(path, 0, cut) for path, cut, _ in cuts])
@@ -335,9 +332,8 @@ def make_tokens(paths, vocab):
 def window_count(size, T, K):
     """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
     grid that may be shifted by up to T-1 tokens."""
-    if size < T + K:
-        raise ValueError(f"the corpus is too short: its training part has {size} tokens, fewer than the "
-                         f"{T + K} of one window.")
+    require(size >= T + K, f"the corpus is too short: its training part has {size} tokens, fewer than the "
+                           f"{T + K} of one window.")
     return max(1, (size - K - T + 1) // T)
 
 
@@ -683,8 +679,7 @@ def make_settings(args, preset, config, defaults):
         "optimizer": "muon", "device": "cpu", "matmul": "cublas", "memory_limit": None,
         "precision": model_gpu.default_precision() if on_gpu else "fp32", **given})
     windows, rest = divmod(settings.batch_tokens, T)
-    if rest:
-        raise ValueError(f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
+    require(not rest, f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
         plan, free = planner(config, settings)
         largest = windows if free is None else model_cpu.largest_micro_batch(plan, free)
@@ -702,23 +697,21 @@ def read_run(folder, script):
         recorded = {"optimizer": "adamw", **state["settings"]}      # earlier versions had no other,
         recorded.pop("attention", None)                             # and two kinds of attention
         settings = Settings(**recorded)
-        if not (type(state["script"]) is str and type(state["tokens"]) is int
-                and type(state["seconds"]) in (int, float)):
-            raise TypeError("its script, tokens or seconds cannot be")
+        require(type(state["script"]) is str and type(state["tokens"]) is int
+                and type(state["seconds"]) in (int, float), "its script, tokens or seconds cannot be")
     return settings, state
 
 
 def resume(args, out, script):
     """-> (model, tokenizer, settings, state) of the run of this script in `out`.  Options that differ from
     the run's are an error, but for more --steps than a finished run has made."""
-    if not os.path.exists(os.path.join(out, "config.json")):
-        raise ValueError(f"there is nothing to resume in {out}: it holds no checkpoint.")
+    require(os.path.exists(os.path.join(out, "config.json")),
+            f"there is nothing to resume in {out}: it holds no checkpoint.")
     checkpoint.take(out)
     settings, state = read_run(out, script)
-    if state["script"] != script:
-        raise ValueError(f"the run in {out} is one of {state['script']}: resume it with that.")
-    if state["settings"].get("attention", "flash") != "flash":
-        raise ValueError(f"the run in {out} has --attention naive, which is no more: start a new run.")
+    require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
+    require(state["settings"].get("attention", "flash") == "flash",
+            f"the run in {out} has --attention naive, which is no more: start a new run.")
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     recorded = {**dataclasses.asdict(settings), **dataclasses.asdict(model.config)}
     given = {**given_settings(args), **{name: getattr(args, name, None) for name in SIZES}}
@@ -790,8 +783,8 @@ def main(argv):
             print(f"The run in {out} is finished: {model.step} steps (--steps takes more).")
             return 0
         _, tokens, val, key = prepare(settings.data, model.config.vocab)
-        if key != settings.tokens_key:
-            raise ValueError(f"{', '.join(settings.data)}: not the corpus that the run in {out} began with.")
+        require(key == settings.tokens_key,
+                f"{', '.join(settings.data)}: not the corpus that the run in {out} began with.")
         print(f"Resuming {out} at step {model.step} of {settings.steps}.")
     else:
         config = choose_sizes(args, preset)
