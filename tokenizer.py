@@ -884,13 +884,8 @@ class Outliving:
         self.stream = stream or open(os.devnull, "w")
 
     def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        self.survive(self.stream.write, text)
-
-    def flush(self):
-        self.survive(self.stream.flush)
+        found = getattr(self.stream, name)
+        return functools.partial(self.survive, found) if name in ("write", "flush") else found
 
     def survive(self, function, *arguments):
         try:
