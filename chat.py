@@ -62,17 +62,6 @@ def load_model(folder, device="auto"):
 # ------------------------------------------------------------------------------------------------------------
 # 2. A conversation
 # ------------------------------------------------------------------------------------------------------------
-class Printer:
-    """Bytes to the screen as they come.  A token may end inside a UTF-8 character: its bytes wait for the
-    rest."""
-    def __init__(self):
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def write(self, data):
-        text = self.decoder.decode(data)
-        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
-
-
 def note_cut(what, length, room):
     """Say it where a text of so many ids is too long."""
     if length > room:
@@ -83,7 +72,8 @@ class Session:
     """turns: lists of ids, the oldest first.  A pretrained model has one turn, the text that it continues."""
     def __init__(self, model, tokenizer, chat_form, settings):
         self.model, self.tokenizer, self.chat_form, self.settings = model, tokenizer, chat_form, settings
-        self.turns, self.answers, self.printer, self.system = [], 0, None, b""
+        self.turns, self.answers, self.system = [], 0, b""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.said, self.trace, self.seconds = [], [], 0.0       # the last answer: ids, generate's trace, time
         self.stop = tokenizer.special[END_OF_TURN if chat_form else END_OF_TEXT]
 
@@ -91,7 +81,8 @@ class Session:
         """Plain form: a new text to continue."""
         ids, room = self.tokenizer.encode(text), self.model.config.context
         note_cut("prompt", len(ids), room)
-        self.turns, self.printer = [ids[-room:] or [self.stop]], Printer()
+        self.turns = [ids[-room:] or [self.stop]]
+        self.decoder.reset()
 
     def add_turn(self, text):
         """Chat form: one more turn; the oldest are forgotten, to leave a quarter of the window free for the
@@ -107,7 +98,13 @@ class Session:
             text = self.system + b"\n\n" + text
             self.turns = [self.tokenizer.prompt(text, room)]
         note_cut("prompt", len(self.tokenizer.encode(text)), room - 3)   # the turn has three special tokens
-        self.printer = Printer()
+        self.decoder.reset()
+
+    def show(self, data):
+        """Bytes to the screen as they come.  A token may end inside a UTF-8 character: its bytes wait for the
+        rest."""
+        text = self.decoder.decode(data)
+        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
     def is_finished(self):
         return self.turns[-1][-1] == self.stop
@@ -125,7 +122,7 @@ class Session:
                 return                                      # an empty line, and no answer to go on with
         elif text or not self.turns:
             self.add_text(text)
-            self.printer.write(text)                        # so that prompt and continuation read as one text
+            self.show(text)                                 # so that prompt and continuation read as one text
         # Each answer of a session draws from a seed of its own, or one question would get one answer twice.
         seed = None if settings.seed is None else settings.seed + self.answers
         self.answers += 1
@@ -140,7 +137,7 @@ class Session:
             self.turns[-1].append(token)
             self.said.append(token)
             self.seconds = time.perf_counter() - begin
-            self.printer.write(self.tokenizer.decode_bytes([token]))
+            self.show(self.tokenizer.decode_bytes([token]))
         if len(self.said) < settings.max_tokens:
             self.turns[-1].append(self.stop)
         print(flush=True)

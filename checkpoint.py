@@ -253,8 +253,7 @@ def check_tensors(file, shapes):
     """ValueError unless the names and shapes in a file of tensors are these."""
     for name in [*shapes, *file.shapes]:
         found, wanted = file.shapes.get(name, "missing"), shapes.get(name, "none of that name")
-        require(found == wanted,
-                f"{file.path}: the tensor {name} is {found}, config.json asks for {wanted}.")
+        require(found == wanted, f"{file.path}: the tensor {name} is {found}, config.json asks for {wanted}.")
 
 
 def llama_shapes(config):
@@ -286,8 +285,7 @@ def load(folder, engine, options=None):
         written = checksum(config_path)
         require(file.metadata.get("config", written) == written,        # the first version recorded none
                 f"{config_path} is not as it was saved: something in it was altered.")
-        require(str(file.metadata.get("step")).isdecimal(),
-                f"{model_path} does not say of which step it is.")
+        require(str(file.metadata.get("step")).isdecimal(), f"{model_path} does not say of which step it is.")
         model = engine.Model(config, seed=None, **(options or {}))
         places = {name: model.params[ours][rows] for name, ours, rows in llama_names(config)}
         for name, tensor in file:

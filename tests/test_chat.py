@@ -149,10 +149,10 @@ def test_streaming_never_cuts_a_character(models):
 
 @pytest.mark.parametrize("count", range(1, 12))
 def test_an_answer_that_ends_inside_a_character_shows_no_broken_one(models, capsys, count):
-    tokenizer = Tokenizer.load(models / "out" / "loop" / "tokenizer.json")
-    printer = chat.Printer()
+    model, tokenizer = chat.load_model(str(models / "out" / "loop"))
+    s = chat.Session(model, tokenizer, False, None)
     for token in tokenizer.encode(LOOP)[:count]:
-        printer.write(tokenizer.decode_bytes([token]))
+        s.show(tokenizer.decode_bytes([token]))
     assert capsys.readouterr().out == LOOP.encode()[:count].decode("utf-8", "ignore")
 
 
@@ -695,7 +695,7 @@ def test_chat_form_has_a_window_to_the_token(models, capsys):
 def test_plain_form_has_a_window_to_the_token(models, capsys):
     model, tokenizer = chat.load_model(str(models / "out" / "loop"))
     s = chat.Session(model, tokenizer, False, chat.parse_arguments([]))
-    assert (s.turns, s.answers, s.printer, s.stop) == ([], 0, None, SPECIAL["<|endoftext|>"])
+    assert (s.turns, s.answers, s.stop) == ([], 0, SPECIAL["<|endoftext|>"])
     assert session(models).stop == END
     for size in (31, 32, 33, 34):
         text = bytes(range(97, 97 + size))
