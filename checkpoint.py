@@ -126,17 +126,13 @@ def llama_names(config):
     c, D = config, config.head_dim
     q, k = c.heads * D, (c.heads + c.kv_heads) * D
     yield "model.embed_tokens.weight", "embed", np.s_[:]
-    for i in range(c.layers):
-        hf, ours = f"model.layers.{i}", f"layers.{i}"
-        yield f"{hf}.self_attn.q_proj.weight", f"{ours}.qkv", np.s_[:q]
-        yield f"{hf}.self_attn.k_proj.weight", f"{ours}.qkv", np.s_[q:k]
-        yield f"{hf}.self_attn.v_proj.weight", f"{ours}.qkv", np.s_[k:]
-        yield f"{hf}.self_attn.o_proj.weight", f"{ours}.out", np.s_[:]
-        yield f"{hf}.mlp.gate_proj.weight", f"{ours}.gate_up", np.s_[:c.hidden]
-        yield f"{hf}.mlp.up_proj.weight", f"{ours}.gate_up", np.s_[c.hidden:]
-        yield f"{hf}.mlp.down_proj.weight", f"{ours}.down", np.s_[:]
-        yield f"{hf}.input_layernorm.weight", f"{ours}.norm1", np.s_[:]
-        yield f"{hf}.post_attention_layernorm.weight", f"{ours}.norm2", np.s_[:]
+    layer = [("self_attn.q_proj", "qkv", np.s_[:q]), ("self_attn.k_proj", "qkv", np.s_[q:k]),
+             ("self_attn.v_proj", "qkv", np.s_[k:]), ("self_attn.o_proj", "out", np.s_[:]),
+             ("mlp.gate_proj", "gate_up", np.s_[:c.hidden]), ("mlp.up_proj", "gate_up", np.s_[c.hidden:]),
+             ("mlp.down_proj", "down", np.s_[:]), ("input_layernorm", "norm1", np.s_[:]),
+             ("post_attention_layernorm", "norm2", np.s_[:])]
+    for i, (theirs, ours, rows) in itertools.product(range(c.layers), layer):
+        yield f"model.layers.{i}.{theirs}.weight", f"layers.{i}.{ours}", rows
     yield "model.norm.weight", "norm", np.s_[:]
     yield "lm_head.weight", "heads", np.s_[:c.vocab]                # head 0 is Llama's head
     if c.predict > 1:
@@ -393,11 +389,10 @@ class Log:
 def load_pyplot():
     """matplotlib's pyplot, drawing to files; ValueError, in one sentence, where it is missing."""
     try:
-        import matplotlib
+        from matplotlib import pyplot
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot.switch_backend("Agg")
     return pyplot
 
 

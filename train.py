@@ -107,14 +107,12 @@ class Settings:
         """ValueError for what no option gives, as in a checkpoint that was altered."""
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), field.metadata.get("kind")
-            try:
-                good = (value in kind if isinstance(kind, tuple) else
-                        kind(str(value)) == value if kind else
-                        type(value) is field.type and all(type(part) is str for part in value))
-            except argparse.ArgumentTypeError:
-                good = False
-            if not good and (value is not None or field.name not in ("memory_limit", "data")):
-                raise ValueError(f"the setting {field.name} cannot be {value!r:.40}.")
+            good = value is None and field.name in ("memory_limit", "data")
+            with contextlib.suppress(argparse.ArgumentTypeError):
+                good |= (value in kind if isinstance(kind, tuple) else
+                         kind(str(value)) == value if kind else
+                         type(value) is field.type and all(type(part) is str for part in value))
+            require(good, f"the setting {field.name} cannot be {value!r:.40}.")
 
 
 def add_run_options(parser):
@@ -216,9 +214,7 @@ def split_point(path):
     size = os.path.getsize(path)
     wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut may move from here on
-    with naming(path), open(path, "rb") as file:
-        file.seek(low)
-        tail = file.read()
+    tail = read_chunk(path, low, size)
     end = len(tail.rstrip())                        # something must be left behind the cut
     target = min(len(tail) - wanted, end - 1)
     for cuts in ((match.end() for match in SEPARATOR.finditer(tail)), cuts_beside(tail, target, b"\n"),

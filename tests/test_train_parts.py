@@ -812,7 +812,7 @@ def test_plot(tmp_path, monkeypatch, capsys):
     pyplot = types.ModuleType("matplotlib.pyplot")
     pyplot.subplots = lambda figsize: (figure, axes)
     matplotlib = types.ModuleType("matplotlib")
-    matplotlib.use, matplotlib.pyplot = lambda name: None, pyplot
+    pyplot.switch_backend, matplotlib.pyplot = lambda name: None, pyplot
     monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
     log = tmp_path / "log.jsonl"
