@@ -255,7 +255,7 @@ def check_tensors(file, shapes):
 def llama_shapes(config):
     """{Hugging Face's name: shape} of a model's tensors: slices of arrays that take no memory."""
     shapes = dict(param_table(config))
-    return {name: np.broadcast_to(False, shapes[ours])[rows].shape for name, ours, rows in llama_names(config)}
+    return {hf: np.broadcast_to(False, shapes[ours])[rows].shape for hf, ours, rows in llama_names(config)}
 
 
 def load(folder, engine, options=None):

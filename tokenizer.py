@@ -809,8 +809,7 @@ def check_plain(path):
 def read_plain(path):
     """The bytes of a plain file."""
     check_plain(path)
-    with naming(path), open(path, "rb") as file:
-        return file.read()
+    return read_chunk(path, 0, os.path.getsize(path))
 
 
 def read_json(path):

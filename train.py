@@ -49,9 +49,8 @@ import checkpoint
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, generate
-from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, naming,
-                       number_type, read_chunk, refusing, replace_file, require, run_script, show_progress,
-                       whole_number)
+from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, number_type,
+                       read_chunk, refusing, replace_file, require, run_script, show_progress, whole_number)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -244,10 +243,9 @@ def check_corpus(paths):
 # 2. Tokens
 # ------------------------------------------------------------------------------------------------------------
 def file_hash(path):
-    digest = hashlib.sha256()
-    with naming(path), open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    digest, block = hashlib.sha256(), 1 << 20
+    for start in range(0, os.path.getsize(path), block):
+        digest.update(read_chunk(path, start, start + block))
     return digest.hexdigest()
 
 
