@@ -289,8 +289,7 @@ def run_session(session, folder):
                 raise
             print()
         except EOFError:
-            if on_terminal:
-                print()
+            print(end="\n" if on_terminal else "")
             return
 
 

@@ -28,8 +28,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from model_cpu import Config, param_count, param_table, param_views
 from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, Parser, Tokenizer,
-                       check_plain, naming, read_json, read_plain, refusing, replace_file, require,
-                       run_script)
+                       check_plain, naming, read_json, read_plain, refusing, require, run_script, write_file)
 
 MODEL, STATE = "model.safetensors", "train_state.safetensors"
 
@@ -66,8 +65,7 @@ def write_safetensors(path, tensors, metadata):
         crc = zlib.crc32(array, crc)
     with open(path, "wb") as file:
         file.write(length + text.replace(NO_CRC, f'"crc32":"{crc:08x}"', 1).encode())
-        for array in arrays:
-            file.write(array)
+        file.writelines(arrays)
         file.flush()
         os.fsync(file.fileno())
 
@@ -220,8 +218,7 @@ def save(folder, model, tokenizer, state, chat=False):
     if chat:
         tokenizer_config["chat_template"] = CHAT_TEMPLATE
     config = json.dumps(llama_config(model.config, tokenizer.special[end]), indent=2).encode()
-    with replace_file(os.path.join(folder, "tokenizer_config.json")) as file:
-        file.write(json.dumps(tokenizer_config, indent=2).encode())
+    write_file(os.path.join(folder, "tokenizer_config.json"), json.dumps(tokenizer_config, indent=2).encode())
     params = param_views(model.read(model.flat_params), model.config)
     weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}
     moments = {"m": model.read(model.m), "v": model.read(model.v)}
@@ -238,8 +235,7 @@ def save(folder, model, tokenizer, state, chat=False):
         raise
     for path in paths:
         os.replace(path + ".new", path)
-    with replace_file(os.path.join(folder, "config.json")) as file:     # the same in every save of a run
-        file.write(config)
+    write_file(os.path.join(folder, "config.json"), config)             # the same in every save of a run
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -613,8 +613,7 @@ class Tokenizer:
             "added_tokens": [{"id": token, "content": name, **plain} for name, token in self.special.items()],
             "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
             "model": model}
-        with replace_file(path) as file:
-            file.write(json.dumps(tokenizer, ensure_ascii=False, indent=1).encode())
+        write_file(path, json.dumps(tokenizer, ensure_ascii=False, indent=1).encode())
 
     @classmethod
     def load(cls, path):
@@ -834,6 +833,12 @@ def replace_file(path):
     finally:
         with contextlib.suppress(OSError):
             os.remove(new)    # where it could not be finished
+
+
+def write_file(path, data):
+    """These bytes take the place of what is in `path`, whole or not at all."""
+    with replace_file(path) as file:
+        file.write(data)
 
 
 def show_progress(what, unit="MB", size=1e6):

@@ -50,7 +50,7 @@ import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, generate
 from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, number_type,
-                       read_chunk, refusing, replace_file, require, run_script, show_progress, whole_number)
+                       read_chunk, refusing, require, run_script, show_progress, whole_number, write_file)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -202,8 +202,7 @@ def write_python_corpus(path):
         if prose:
             kept.append("\n\n".join(prose))
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with replace_file(path) as file:
-        file.write(f"\n\n{END_OF_TEXT}\n\n".join(kept).encode())
+    write_file(path, f"\n\n{END_OF_TEXT}\n\n".join(kept).encode())
 
 
 def split_point(path):
