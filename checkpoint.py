@@ -292,15 +292,14 @@ def load_state(folder, model=None):
     if os.path.exists(path + ".new") and not os.path.exists(model_path + ".new"):
         path += ".new"    # killed between the two renames; the next save makes up for it
     require(os.path.exists(path), f"{folder} holds no training state: there is no {path}.")
-    moments = {} if model is None else {"m": model.m, "v": model.v}
     with SafeTensors(path) as file:
         if model is not None:
-            check_tensors(file, {name: moment.shape for name, moment in moments.items()})
+            check_tensors(file, {"m": model.m.shape, "v": model.v.shape})
             step = file.metadata.get("step")
             require(step == str(model.step), f"{path} is of step {step}, {MODEL} of step {model.step}.")
         for name, tensor in file:                   # to its end, where the checksum is looked at
-            if name in moments:
-                model.write(moments[name], tensor)
+            if model is not None:
+                model.write(getattr(model, name), tensor)
     with refusing(f"{path} holds no record of a run: its state is damaged or missing"):
         return {**json.loads(file.metadata["state"])}               # only a dict unpacks so
 
