@@ -383,7 +383,7 @@ namespace fast {
 
 // --- Loops over what a lane holds --------------------------------------------------------------------------
 // each<2, 3>(f) calls f(0, 0), f(0, 1), f(0, 2), f(1, 0) and so on. Unrolled, since an array stays in
-// registers only if every index is a constant.
+// registers only if every index is a constant. (decltype(More) is int.)
 
 template <int A, class F>
 __device__ __forceinline__ void each(F f) {
@@ -391,15 +391,9 @@ __device__ __forceinline__ void each(F f) {
     for (int a = 0; a < A; a++) f(a);
 }
 
-template <int A, int B, class F>
+template <int A, int B, int... More, class F>
 __device__ __forceinline__ void each(F f) {
-    each<A>([&](int a) { each<B>([&](int b) { f(a, b); }); });
-}
-
-template <int A, int B, int C, class F>
-__device__ __forceinline__ void each(F f) {
-    #pragma unroll
-    for (int n = 0; n < A * B * C; n++) f(n / (B * C), n / C % B, n % C);
+    each<A>([&](int a) { each<B, More...>([&](int b, decltype(More)... rest) { f(a, b, rest...); }); });
 }
 
 // --- What the kernels share --------------------------------------------------------------------------------
@@ -574,13 +568,9 @@ struct Kernels {
         });
     }
 
-    // The sum of the products of two chunks' elements.
-    static __device__ float dot(uint4 p, uint4 q) {
-        if (BF16) return dot2(p.x, q.x) + dot2(p.y, q.y) + dot2(p.z, q.z) + dot2(p.w, q.w);
-        return __uint_as_float(p.x) * __uint_as_float(q.x) + __uint_as_float(p.y) * __uint_as_float(q.y) +
-               __uint_as_float(p.z) * __uint_as_float(q.z) + __uint_as_float(p.w) * __uint_as_float(q.w);
-    }
-    static __device__ float dot2(unsigned p, unsigned q) {
+    // The product of two words, or the sum of the products of their two bf16.
+    static __device__ float dot(unsigned p, unsigned q) {
+        if (!BF16) return __uint_as_float(p) * __uint_as_float(q);
         return __uint_as_float(p << 16) * __uint_as_float(q << 16) +
                __uint_as_float(p & 0xFFFF0000u) * __uint_as_float(q & 0xFFFF0000u);
     }
@@ -696,9 +686,9 @@ struct Kernels {
         each<M, 2>([&](int m, int half) {  // delta_i = dO_i . O_i, by the four lanes that share the row
             int r = 16 * m + 8 * half + lane / 4;
             float sum = 0.0f;
-            each<QUARTER>([&](int n) {
-                const char* chunk = dO_tile + offset(row + r, 4 * n + lane % 4);
-                sum += dot(*(const uint4*)chunk, O[m][half][n]);
+            each<QUARTER, 4>([&](int n, int i) {
+                const unsigned* chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
+                sum += dot(chunk[i], (&O[m][half][n].x)[i]);
             });
             sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
             sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
