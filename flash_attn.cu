@@ -5,13 +5,14 @@
 // compute capability 7.0 on), then a fast version (tensor cores, bf16 or tf32, from 8.0 on) of the same three
 // kernels. model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128 and launches the kernels; how, stands
 // above FLASH_KERNELS. Method and letters: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
-// Not here: RoPE (kernels.cu; q and k arrive rotated, and the gradients left here are with respect to those),
-// dropout, masks other than the causal one, decoding with a KV cache.
+// Not here: RoPE's forward (kernels.cu; q and k arrive rotated, but the gradients left here are those of what
+// RoPE was given), dropout, masks other than the causal one, decoding with a KV cache.
 //
 // Letters   B batch, T time, H query heads, G key/value heads, D head width. Query head h reads key head
 //           h / (H/G). i counts queries and tiles of Br queries, j keys and tiles of Bc keys; here Br = Bc.
 // Arrays    qkv, dqkv (B,T,(H+2G)D): a row holds H queries, then G keys, then G values. out, dout (B,T,H*D).
-//           lse, delta (B,H,T), always fp32. Nothing is transposed or copied before a kernel reads it.
+//           lse, delta (B,H,T) and cos, sin (T or more rows of D/2) are always fp32. Nothing is transposed or
+//           copied before a kernel reads it.
 //
 // Forward.  S_ij = scale q_i . k_j for j <= i,   P_ij = exp(S_ij) / sum_j' exp(S_ij'),   O_i = sum_j P_ij v_j
 //
@@ -33,6 +34,13 @@
 //   over queries: one kernel that does all three must add up one of them across blocks, with atomics, in an
 //   order that differs from run to run. So there are two kernels, each the owner of its sums: 7 tile products
 //   instead of 5, and bit-identical results.
+//
+//   RoPE. Columns n and n + D/2 of q_i, and of k_j, are a pair (x1, x2) turned by an angle that n and the
+//   position give. The transpose of a turn is the turn back, by which the gradient becomes that of the x's:
+//       q1 = x1 cos - x2 sin          dx1 = dq1 cos + dq2 sin
+//       q2 = x2 cos + x1 sin          dx2 = dq2 cos - dq1 sin
+//   The thread that sums up dq1 also sums up dq2. So they are turned in its registers, rounded to their
+//   storage type once, and written once.
 //
 // The ladder. H200, bf16, D 64, 12/4 heads, 32768 tokens: ms of forward + dQ + dK/dV at T 512 | 1024 | 4096.
 //   4.88 | 9.03 | -      the readable version (tf32 on tensor cores: 1.11 | 2.12 | 7.40)
@@ -86,6 +94,16 @@ __device__ Number* numbers_of(Number* array, int b, int h, int T, int H) {
     return array + ((long long)b * H + h) * T;
 }
 
+struct Rope { const float *cos, *sin; };
+
+// Covers rope_backward, of two pairs side by side: x1 are two columns of a row of a gradient, x2 those D/2
+// further right. at: where their cos and sin are.
+__device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
+    float2 cos = *(const float2*)(rope.cos + at), sin = *(const float2*)(rope.sin + at), d1 = x1;
+    x1 = {d1.x * cos.x + x2.x * sin.x, d1.y * cos.y + x2.y * sin.y};
+    x2 = {x2.x * cos.x - d1.x * sin.x, x2.y * cos.y - d1.y * sin.y};
+}
+
 // How the kernels are launched. `rows` is how many queries, or keys in dkdv, a block owns:
 //     readable      rows = 4096 / D                   128 threads
 //     _bf16         rows = 128, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
@@ -107,13 +125,13 @@ __device__ Number* numbers_of(Number* array, int b, int h, int T, int H) {
     }                                                                                                        \
     extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                                                \
     flash_backward_dq##suffix(Real* dqkv, float* delta, const Real* dout, const Real* out, const float* lse, \
-                              const Real* qkv, int T, int H, int G) {                                        \
-        version::backward_dq(dqkv, delta, dout, out, lse, qkv, T, H, G);                                     \
+                              const Real* qkv, const float* cos, const float* sin, int T, int H, int G) {    \
+        version::backward_dq(dqkv, delta, dout, out, lse, qkv, {cos, sin}, T, H, G);                         \
     }                                                                                                        \
     extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                                                \
     flash_backward_dkdv##suffix(Real* dqkv, const float* delta, const Real* dout, const float* lse,          \
-                                const Real* qkv, int T, int H, int G) {                                      \
-        version::backward_dkdv(dqkv, delta, dout, lse, qkv, T, H, G);                                        \
+                                const Real* qkv, const float* cos, const float* sin, int T, int H, int G) {  \
+        version::backward_dkdv(dqkv, delta, dout, lse, qkv, {cos, sin}, T, H, G);                            \
     }
 
 // ===========================================================================================================
@@ -163,11 +181,14 @@ __device__ Rows scaled(Pair factor, Rows rows) {
     return rows;
 }
 
-// Rows first and first + 1 of a head = rows, as far as they exist.
-__device__ void store(Matrix<float> to, int first, Rows rows) {
-    for (int r = 0; r < 2; r++)
-        for (int n = 0; n < 4; n++)
-            if (first + r < to.T) ((float4*)to.row(first + r))[own_column(n)] = rows.x[r][n];
+// Rows first and first + 1 of a head = rows, as far as they exist; if there is a rope, turned back.
+__device__ void store(Matrix<float> to, int first, Rows rows, Rope rope = {}) {
+    for (int r = 0; r < 2 && first + r < to.T; r++) {
+        float2* x = (float2*)rows.x[r];  // the second four lie D/2 columns to the right of the first
+        for (int n = 0; n < 4 && rope.cos; n++)
+            turn_back(x[n], x[n + 4], rope, (first + r) * (D / 2) + 4 * own_column(n / 2) + n % 2 * 2);
+        for (int n = 0; n < 4; n++) ((float4*)to.row(first + r))[own_column(n)] = rows.x[r][n];
+    }
 }
 
 // rows . y, over all D columns
@@ -242,7 +263,7 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
 }
 
 __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const float* out, const float* lse,
-                            const float* qkv, int T, int H, int G) {
+                            const float* qkv, Rope rope, int T, int H, int G) {
     __shared__ Tile K, V;
     int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row(), last = query | (WARP_ROWS - 1);
@@ -268,11 +289,11 @@ __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const 
             add_product(dQ, dS, K[j]);
         }
     }
-    store(heads_of(dqkv, b, h, g, T, H, G).q, query, scaled({scale, scale}, dQ));
+    store(heads_of(dqkv, b, h, g, T, H, G).q, query, scaled({scale, scale}, dQ), rope);
 }
 
 __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout, const float* lse,
-                              const float* qkv, int T, int H, int G) {
+                              const float* qkv, Rope rope, int T, int H, int G) {
     __shared__ Tile Q, dO;
     int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z, key = j * ROWS + own_row();
     const float scale = rsqrtf(float(D));
@@ -298,7 +319,7 @@ __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout
                 add_product(dK, dS, Q[i]);
             }
         }
-    store(heads_of(dqkv, b, 0, g, T, H, G).k, key, scaled({scale, scale}, dK));
+    store(heads_of(dqkv, b, 0, g, T, H, G).k, key, scaled({scale, scale}, dK), rope);
     store(heads_of(dqkv, b, 0, g, T, H, G).v, key, dV);
 }
 
@@ -470,11 +491,16 @@ struct Kernels {
         cp_async_commit();
     }
 
-    // Rows first .. first + 16M - 1 of a head = factor * O. It goes through the warp's own rows, from `row`
-    // on, of a tile that is no longer needed, so that whole chunks are written.
-    static __device__ void store(Matrix<Real> to, const float (&O)[M][D / 8][4], float factor, char* tile,
-                                 int row, int first) {
+    // Rows first .. first + 16M - 1 of a head = factor * O; if there is a rope, turned back. It goes through
+    // the warp's own rows, from `row` on, of a tile that is no longer needed, so that whole chunks are
+    // written.
+    static __device__ void store(Matrix<Real> to, float (&O)[M][D / 8][4], float factor, char* tile, int row,
+                                 int first, Rope rope = {}) {
         int lane = threadIdx.x % 32;
+        if (rope.cos) each<M, 2, D / 16>([&](int m, int half, int n) {
+            int at = min(first + 16 * m + 8 * half + lane / 4, to.T - 1) * (D / 2) + 8 * n + lane % 4 * 2;
+            turn_back((float2&)O[m][n][2 * half], (float2&)O[m][n + D / 16][2 * half], rope, at);
+        });
         tile += row * ROW;
         each<M, 2, D / 8>([&](int m, int half, int n) {
             float x = factor * O[m][n][2 * half], y = factor * O[m][n][2 * half + 1];
@@ -655,7 +681,7 @@ struct Kernels {
     // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
 
     static __device__ void backward_dq(Real* dqkv, float* delta, const Real* dout, const Real* out,
-                                       const float* lse, const Real* qkv, int T, int H, int G) {
+                                       const float* lse, const Real* qkv, Rope rope, int T, int H, int G) {
         extern __shared__ uint4 shared_memory[];
         constexpr int N = DQ_STEP / 8, QUARTER = CHUNKS / 4;
         char* Q_tile = (char*)shared_memory;
@@ -722,7 +748,7 @@ struct Kernels {
             cp_async_wait<0>();
             __syncthreads();
         }
-        store(heads_of(dqkv, b, h, g, T, H, G).q, dQ, scale, Q_tile, row, first);
+        store(heads_of(dqkv, b, h, g, T, H, G).q, dQ, scale, Q_tile, row, first, rope);
     }
 
     // --- Backward: dK and dV -------------------------------------------------------------------------------
@@ -730,7 +756,7 @@ struct Kernels {
     // warp sums the dK and dV of its keys alone, over all queries of all the heads of the group.
 
     static __device__ void backward_dkdv(Real* dqkv, const float* delta, const Real* dout, const float* lse,
-                                         const Real* qkv, int T, int H, int G) {
+                                         const Real* qkv, Rope rope, int T, int H, int G) {
         extern __shared__ uint4 shared_memory[];
         constexpr int N = DKDV_STEP / 8, STAGE = 2 * BYTES + 2 * ROWS * 4;  // of Q, dO, lse, delta
         char* K_tile = (char*)shared_memory;
@@ -802,7 +828,7 @@ struct Kernels {
             cp_async_wait<0>();
             __syncthreads();
         }
-        store(heads_of(dqkv, b, h, g, T, H, G).k, dK, scale, K_tile, row, first);
+        store(heads_of(dqkv, b, h, g, T, H, G).k, dK, scale, K_tile, row, first, rope);
         store(heads_of(dqkv, b, h, g, T, H, G).v, dV, 1.0f, V_tile, row, first);
     }
 };

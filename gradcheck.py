@@ -673,7 +673,8 @@ def run_gpu_ladder(precisions):
 
 
 def attention_errors(gpu, B, T):
-    """-> (error of the output, error of dqkv) of the GPU's attention at (B,T)."""
+    """-> (error of the output, error of dqkv, which is that of q and k before RoPE) of the GPU's attention at
+    (B,T)."""
     cupy, c, rng = model_gpu.cupy, gpu.config, np.random.default_rng(T)
 
     def to_gpu(array):
@@ -694,6 +695,7 @@ def attention_errors(gpu, B, T):
     P = np.empty((B, c.kv_heads, c.heads // c.kv_heads, T, T))
     model_cpu.attention_forward(out, P, qkv, c.heads, c.kv_heads)
     model_cpu.attention_backward(dqkv, dout, out, P, qkv, c.heads, c.kv_heads, np.empty_like(P))
+    model_cpu.rope_backward(model_cpu.rotated_part(dqkv, c), *(x[:T] for x in model_cpu.rope_table(c, float)))
     gpu_out, gpu_dqkv = [cupy.empty(array.shape, array.dtype) for array in (gpu_dout, gpu_qkv)]
     lse, delta = [cupy.empty((B, c.heads, T), np.float32) for _ in range(2)]
     model_gpu.attention_forward(gpu, gpu_out, lse, gpu_qkv, B, T)

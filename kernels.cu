@@ -275,18 +275,17 @@ extern "C" __global__ void column_sum(float* out, const float* partial, int rows
 // -----------------------------------------------------------------------------------------------------------
 // Rotates eight pairs (x_i, x_{i+D/2}), read at x, and writes them at out. cos and sin: eight entries for
 // these pairs.
-__device__ void rotate(real* out, const real* x, const float* cos, const float* sin, int D, float direction) {
+__device__ void rotate(real* out, const real* x, const float* cos, const float* sin, int D) {
     Eight x1 = load8(x), x2 = load8(x + D / 2), c = load8(cos), s = load8(sin), y1, y2;
     for (int i = 0; i < 8; i++) {
-        y1.x[i] = x1.x[i] * c.x[i] - x2.x[i] * direction * s.x[i];
-        y2.x[i] = x2.x[i] * c.x[i] + x1.x[i] * direction * s.x[i];
+        y1.x[i] = x1.x[i] * c.x[i] - x2.x[i] * s.x[i];
+        y2.x[i] = x2.x[i] * c.x[i] + x1.x[i] * s.x[i];
     }
     store8(out, y1);
     store8(out + D / 2, y2);
 }
 
-// Covers rope_forward (direction 1) and rope_backward (direction -1: the transpose of a rotation is its
-// inverse), in place on the heads q and k of qkv (N, width):
+// Covers rope_forward, in place on the heads q and k of qkv (N, width); rope_backward is in flash_attn.cu:
 //
 //     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
 //
@@ -294,13 +293,13 @@ __device__ void rotate(real* out, const real* x, const float* cos, const float* 
 // 16.
 // Grid (ceil(N * heads * D/16 / 256)); 256 threads.
 extern "C" __global__ void rope(real* qkv, const float* cos, const float* sin, int N, int T, int heads, int D,
-                                int width, float direction) {
+                                int width) {
     int vectors = D / 16, index = 256 * blockIdx.x + threadIdx.x;
     int n = index / (heads * vectors), head = index / vectors % heads, pair = 8 * (index % vectors);
     if (n >= N) return;
     real* x = qkv + (long long)n * width + head * D + pair;
     int angle = n % T * (D / 2) + pair;
-    rotate(x, x, cos + angle, sin + angle, D, direction);
+    rotate(x, x, cos + angle, sin + angle, D);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -615,9 +614,9 @@ extern "C" __global__ void rope_append(real* qkv, real* keys, real* values, cons
     int t = position + row, angle = t * (D / 2) + pair;
     real* x = qkv + (long long)row * heads * D + head * D + pair;
     if (head < H)
-        rotate(x, x, cos + angle, sin + angle, D, 1.0f);
+        rotate(x, x, cos + angle, sin + angle, D);
     else if (head < H + G)
-        rotate(keys + ((long long)(head - H) * context + t) * D + pair, x, cos + angle, sin + angle, D, 1.0f);
+        rotate(keys + ((long long)(head - H) * context + t) * D + pair, x, cos + angle, sin + angle, D);
     else {
         real* to = values + ((long long)(head - H - G) * context + t) * D + pair;
         store8(to, load8(x));

@@ -3,8 +3,8 @@
 Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same
 names.  What a function computes and why its backward is right stands there; here stands how a GPU does it.
 What has no twin by name: x_apply (done again inside the backward's kernel), linear_backward (in two halves, x
-being computed again between them), cross_entropy_backward (in the forward's kernel), split_heads (inside
-flash_attn.cu).  Top to bottom:
+being computed again between them), cross_entropy_backward (in the forward's kernel), split_heads and
+rope_backward (inside flash_attn.cu).  Top to bottom:
 
     1. pick                       which engine serves
     2. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
@@ -401,17 +401,12 @@ def linear_backward_weight(gpu, dw, dout, x):
     product(gpu, dw, dout, x, transpose_a=True, add=True)
 
 
-def rope_forward(gpu, qkv, T, direction=1.0):
-    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D)."""
+def rope_forward(gpu, qkv, T):
+    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D).  The backward is attention_backward's."""
     c, N = gpu.config, len(qkv)
     heads, D = c.heads + c.kv_heads, c.head_dim
     gpu.launch("rope", (ceil_div(N * heads * D // 16, 256),), 256, qkv, gpu.cos, gpu.sin,
-               *map(int32, (N, T, heads, D, c.qkv_width)), float32(direction))
-
-
-def rope_backward(gpu, dqkv, T):
-    """In place: the rotation by the negative angle."""
-    rope_forward(gpu, dqkv, T, direction=-1.0)
+               *map(int32, (N, T, heads, D, c.qkv_width)))
 
 
 def flash_kernels(precision, D):
@@ -438,16 +433,14 @@ def attention_forward(gpu, out, lse, qkv, B, T):
 
 
 def attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, delta):
-    """Writes dqkv (N,(H+2G)D), the gradient of v and of the rotated q and k.  delta (B,H,T): scratch, what
-    the first kernel leaves to the second."""
+    """attention_backward and rope_backward: writes dqkv (N,(H+2G)D), the gradient of v and of q and k before
+    their rotation.  delta (B,H,T): scratch, what the first kernel leaves to the second."""
     c = gpu.config
-    sizes = [int32(i) for i in (T, c.heads, c.kv_heads)]
+    inputs = lse, qkv, gpu.cos, gpu.sin, *map(int32, (T, c.heads, c.kv_heads))
     name, rows, threads, shared = gpu.flash[1]
-    gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, dqkv, delta, dout, out, lse, qkv, *sizes,
-               shared=shared)
+    gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, dqkv, delta, dout, out, *inputs, shared=shared)
     name, rows, threads, shared = gpu.flash[2]
-    gpu.launch(name, (c.kv_heads, B, ceil_div(T, rows)), threads, dqkv, delta, dout, lse, qkv, *sizes,
-               shared=shared)
+    gpu.launch(name, (c.kv_heads, B, ceil_div(T, rows)), threads, dqkv, delta, dout, *inputs, shared=shared)
 
 
 def swiglu_forward(gpu, out, gate_up):
@@ -507,11 +500,9 @@ def block_backward(gpu, w, dw, saved, shared, dx):
     # x = x + y @ out.T
     linear_backward_input(gpu, dy, dx, w["out"])
     linear_backward_weight(gpu, dw["out"], dx, saved["y"])
-    # y = attention(qkv)
+    # q, k = rope(q, k);  y = attention(q, k, v)
     attention_backward(gpu, dqkv, dy, saved["y"], saved["lse"], saved["qkv"], shared["B"], shared["T"],
                        shared["delta"])
-    # q, k = rope(q, k)
-    rope_backward(gpu, dqkv, shared["T"])
     # qkv = n @ qkv.T
     linear_backward_input(gpu, n, dqkv, w["qkv"])
     # n = rmsnorm(x_in)

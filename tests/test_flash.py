@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import bench
+import model_cpu
 import model_gpu
 from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, to_bf16
 
@@ -42,13 +43,31 @@ def module(D):
 
 @functools.lru_cache(maxsize=None)
 def problem(version, B, T, H, G, D, spread=1.0):
-    """qkv and dout as the kernels get them, and out, lse and dqkv by the definition in float64."""
+    """qkv and dout as the kernels get them, and out, lse and dqkv (of q and k before RoPE) by the definition in
+    float64."""
     rng = np.random.default_rng(T)
     qkv = (spread * rng.standard_normal((B, T, H + 2 * G, D))).astype(np.float32)
     dout = rng.standard_normal((B, T, H, D)).astype(np.float32)
     if version == "bf16":
         qkv, dout = from_bf16(to_bf16(qkv)), from_bf16(to_bf16(dout))
-    return qkv, dout, *attention(qkv.astype(np.float64), dout.astype(np.float64), H, G)
+    out, lse, dqkv = attention(qkv.astype(np.float64), dout.astype(np.float64), H, G)
+    turn_back(dqkv[:, :, :H + G])
+    return qkv, dout, out, lse, dqkv
+
+
+@functools.lru_cache(maxsize=None)
+def rope_tables(T, D):
+    """cos and sin (T,D/2) of RoPE's angles, in float64: of position 1 on, not 0, so that each row turns."""
+    config = model_cpu.Config(dim=D, heads=1, kv_heads=1, layers=1, context=T + 1, vocab=8)
+    return [np.ascontiguousarray(table[1:, 0, D // 2:]) for table in model_cpu.rope_table(config, np.float64)]
+
+
+def turn_back(dx):
+    """RoPE's backward, in place on the last axes (T, heads, D)."""
+    T, _, D = dx.shape[-3:]
+    cos, sin = (table[:, None] for table in rope_tables(T, D))
+    d1, d2 = dx[..., :D // 2].copy(), dx[..., D // 2:].copy()
+    dx[..., :D // 2], dx[..., D // 2:] = d1 * cos + d2 * sin, d2 * cos - d1 * sin
 
 
 def attention(qkv, dout, H, G):
@@ -83,11 +102,12 @@ def run(version, qkv, dout, H, G, order):
     empty = np.full(qkv.shape, np.nan, np.float32)         # an entry that is not written stays NaN
     out, dqkv = guarded(pack(empty[:, :, :H])), guarded(pack(empty))
     lse, delta = guarded(np.full((B, H, T), np.nan, np.float32)), guarded(np.full((B, H, T), np.nan, np.float32))
-    sizes = i32(T), i32(H), i32(G)
-    launches = [(H, (out, lse, qkv)), (H, (dqkv, delta, dout, out, lse, qkv)), (G, (dqkv, delta, dout, lse, qkv))]
+    sizes, rope = (i32(T), i32(H), i32(G)), [guarded(table.astype(np.float32)) for table in rope_tables(T, D)]
+    launches = [(H, (out, lse, qkv)), (H, (dqkv, delta, dout, out, lse, qkv, *rope)),
+                (G, (dqkv, delta, dout, lse, qkv, *rope))]
     for (name, rows, threads, shared), (heads, arrays) in zip(geometry(version, D), launches):
         kernels.get_function(name)((heads, B, -(-T // rows)), (threads,), (*arrays, *sizes), shared_mem=shared)
-    check_guards(qkv, dout, out, dqkv, lse, delta)
+    check_guards(qkv, dout, out, dqkv, lse, delta, *rope)
     return unpack(out), lse, unpack(dqkv)
 
 
@@ -168,7 +188,8 @@ def test_rounds_where_it_should_and_nowhere_else(version, D):
         expected_d[:, h] = wide(dS) @ K / np.sqrt(D)
         expected_d[:, H] += wide(dS).T @ Q / np.sqrt(D)
         expected_d[:, H + 1] += wide(P).T @ dO
-    if version == "bf16":
+    turn_back(expected_d[:, :H + 1])
+    if version == "bf16":                                   # rounded once, after the rotation
         expected, expected_d = wide(expected), wide(expected_d)
     errors = [norm(out[0] - expected) / norm(expected), norm(lse[0] - expected_lse) / norm(expected_lse)]
     errors += [norm((dqkv[0] - expected_d)[:, i]) / norm(expected_d[:, i]) for i in range(H + 2)]

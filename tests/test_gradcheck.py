@@ -379,6 +379,7 @@ def test_attention_errors_are_measured_against_float64(monkeypatch, precision):
         exact, ours = np.zeros((B, T, c.qkv_width)), unpack(qkv).reshape(B, T, -1).astype(float)
         dout, out = (unpack(array).reshape(B, T, -1).astype(float) for array in (dout, out))
         model_cpu.attention_backward(exact, dout, out / 1.25, kept, ours, 4, 2, np.empty_like(kept))
+        model_cpu.rope_backward(model_cpu.rotated_part(exact, c), *(x[:T] for x in model_cpu.rope_table(c, float)))
         dqkv[...] = pack(1.5 * exact.reshape(dqkv.shape))
 
     monkeypatch.setattr(gradcheck.model_gpu, "attention_forward", forward)
