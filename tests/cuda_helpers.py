@@ -43,6 +43,7 @@ TESTS = os.path.dirname(os.path.abspath(__file__))
 ORDERS = [("forward", 0), ("reverse", 0), ("seeded", 1)]
 KERNEL = re.compile(r'extern "C"\s+void\s+(\w+)\s*\(')  # in preprocessed text, where __global__ is empty
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+([\w ]+?)\s+(\w+)\[\]\s*;")
+STATIC_SHARED = re.compile(r"(?<!extern )__shared__ (\w+) (\w[^;=(){}]*);")      # a type and arrays of it
 LIBC = ctypes.CDLL(None)
 GUARD, NO_ENTRY = 4096, 1 << 20  # bytes of NaN before a guarded array, and bytes after it that cannot be touched
 
@@ -76,6 +77,8 @@ class CpuModule:
             header = file.read()
         self.order = ("forward", 0)
         source = DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)cuda_on_cpu::dynamic_shared();", source)
+        source = STATIC_SHARED.sub(lambda match: " ".join(
+            f"GUARDED_SHARED({match[1]}, {array.partition('[')[0]}, {array})" for array in match[2].split(", ")), source)
         # In an unnamed namespace a template's static shared memory stays out of COMDAT sections, which the header could
         # not poison.
         text = f'#include "cuda_on_cpu.h"\nnamespace {{\n#line 1 "{name}"\n{source}\n}}\n'

@@ -44,8 +44,13 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 // Static shared memory is one array for all blocks (they run one by one); the section's name lets us poison it.
-// `extern __shared__ T name[];` is rewritten by cuda_helpers.py into a call of dynamic_shared().
+// `extern __shared__ T name[];` is rewritten by cuda_helpers.py into a call of dynamic_shared(), and each array of
+// `__shared__ T name[n], ...;` into GUARDED_SHARED(T, name, name[n]): behind it lie bytes that must stay poisoned.
 #define __shared__ static __attribute__((section("cuda_shared"), aligned(16)))
+#define GUARDED_SHARED(T, name, array)                                                                                \
+    __shared__ struct { T array; char guard_of_##name[cuda_on_cpu::SHARED_GUARD]; } room_of_##name;                   \
+    static char* place_of_##name __attribute__((section("cuda_guards"), used)) = room_of_##name.guard_of_##name;      \
+    auto& name = room_of_##name.name;
 
 struct dim3 {
     unsigned x, y, z;
@@ -70,9 +75,13 @@ CUDA_VECTOR4(uint4, unsigned)
 extern "C" {
 extern char __start_cuda_shared[] __attribute__((weak, visibility("hidden")));
 extern char __stop_cuda_shared[] __attribute__((weak, visibility("hidden")));
+extern char* __start_cuda_guards[] __attribute__((weak, visibility("hidden")));
+extern char* __stop_cuda_guards[] __attribute__((weak, visibility("hidden")));
 }
 
 namespace cuda_on_cpu {
+
+const size_t SHARED_GUARD = 128;
 
 // What the lanes of a warp do together once all have arrived (nullptr: nothing, they only wait for each other).
 typedef void (*Operation)(void** operands, unsigned lanes);
@@ -255,6 +264,9 @@ static void run_block(Picker& picker, size_t shared_bytes) {
     for (size_t i = 0; i < GUARD && !*error; i++)
         if (shared_memory[shared_bytes + i] != char(0xFF))
             snprintf(error, sizeof error, "a write %zu bytes past the %zu of dynamic shared memory", i, shared_bytes);
+    for (char** guard = __start_cuda_guards; guard < __stop_cuda_guards && !*error; guard++)
+        for (size_t i = 0; i < SHARED_GUARD; i++)
+            if ((*guard)[i] != char(0xFF)) snprintf(error, sizeof error, "a write past an array in shared memory");
 }
 
 template <class... A, size_t... I>

@@ -10,7 +10,8 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 import model_cpu
-from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, to_bf16
+from cuda_helpers import (
+    ORDERS, CpuModule, KernelError, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, to_bf16)
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 NULL = np.uint64(0)
@@ -396,6 +397,23 @@ def test_few_rows(bench):
             for row in range(n):
                 bench.launch(name, (-(-O // 8), 1), 256, one[row], x[row], w, i32(1), i32(I), i32(O))
             assert one.tobytes() == out.tobytes()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_write_past_an_array_in_shared_memory_is_seen(tmp_path, rows):
+    """Behind a pointer the compiler's own check does not see it."""
+    (tmp_path / "try.cu").write_text(f"""
+        template <class T> __device__ T fill(T* slots) {{ slots[threadIdx.x] = 1; return slots[0]; }}
+        extern "C" __global__ void kernel(float* out) {{
+            __shared__ float before[32], slots[{rows}][32], after[32];
+            before[threadIdx.x % 32] = after[threadIdx.x % 32] = 0;
+            *out = fill(slots[0]) + sizeof(slots) / 128;
+        }}""")
+    kernel, out = CpuModule(str(tmp_path / "try.cu")).get_function("kernel"), np.zeros(1, f32)
+    kernel((1,), (32 * rows,), (out,))
+    assert out == 1 + rows
+    with pytest.raises(KernelError, match="a write past an array in shared memory"):
+        kernel((1,), (32 * rows + 1,), (out,))
 
 
 @pytest.mark.parametrize("arch, bf16", [("sm_70", 0), ("sm_75", 0), ("sm_80", 0), ("sm_80", 1), ("sm_89", 1),
