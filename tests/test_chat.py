@@ -761,6 +761,14 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
         assert len(drawn.cells) == 3 * T
         assert [drawn.cells[2, t] for t in range(T)] == [
             (shown[i], False) for i in expected.argmax(axis=1)[-T:]]
+    colours = []
+    axes.text = lambda x, y, text, color, **options: colours.append(color)
+    with monkeypatch.context() as patch:                    # dark letters on light colours, light ones on dark
+        patch.setattr(checkpoint, "load_pyplot", lambda: pyplot)
+        certain = np.log([[0.58, 0.42, 1e-30], [0.62, 1e-30, 0.38], [1e-30, 1.0, 1e-30]])
+        patch.setattr(model_cpu, "layer_logits", lambda model, inputs: [(None, certain)])
+        chat.plot_lens(model, types.SimpleNamespace(vocab_size=3, tokens=[b"a", b"b", b"c"]), [0, 1, 2], "lens.png")
+    assert colours == ["white", "black", "black"]
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         code, _, err = run(models, "--model", "out/random", "--lens", text, "--plot", "lens.png")

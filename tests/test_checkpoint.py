@@ -196,8 +196,9 @@ def test_foreign_training_states_are_refused(folder):
                            ({"m": tensors["m"], "v": tensors["v"][1:]}, f"v is ({size - 1},), config.json asks for ({size},).")):
         checkpoint.write_safetensors(path, changed, {"step": "7", "state": "{}"})
         refused(folder, f"the tensor {words}", STATE)
-    checkpoint.write_safetensors(path, tensors, {"step": "2", "state": "{}"})
-    refused(folder, "is of step 2, model.safetensors of step 7", STATE)
+    for step in "2", "8", "70":
+        checkpoint.write_safetensors(path, tensors, {"step": step, "state": "{}"})
+        refused(folder, f"is of step {step}, model.safetensors of step 7", STATE)
     os.remove(path)
     refused(folder, "holds no training state", STATE)
 

@@ -3,6 +3,7 @@
 No solution stands here: a right answer is the body of the model's own function, by inspect, and a wrong one
 is the same with one thing changed."""
 import inspect
+import math
 import os
 import re
 import subprocess
@@ -238,6 +239,26 @@ def test_marks_are_judged_by_the_slope(calls):
     assert said[1] == "Each of these is -1 times what it should be."
     for name in ("layernorm", "geglu"):
         assert verdict(name, calls, BEGUN)[1].startswith("Nothing was written")
+
+
+def test_forwards_for_marks_are_what_they_say():
+    x, gain, bias = np.array([[-3.0, 0.0, 0.5, 3.5], [1e-3, 3e-3, 2e-3, 2e-3]]), np.arange(1, 5), np.arange(4) / 8
+    out = np.empty_like(x)
+    gradcheck.layernorm_forward(out, x, gain, bias)
+    variance = np.array([[21.5 / 4 - 0.25 ** 2], [0.5e-6]])
+    np.testing.assert_allclose(out, (x - [[0.25], [2e-3]]) / np.sqrt(variance + 1e-5) * gain + bias, rtol=1e-12)
+
+    gate, out = np.linspace(-4, 4, 81)[:, None], np.empty((81, 1))
+    gradcheck.geglu_forward(out, np.hstack([gate, np.full_like(gate, 2.0)]))
+    phi = [[(1 + math.erf(g / math.sqrt(2))) / 2] for g in gate.flat]       # the tanh stands for it
+    assert np.abs(out / 2 - gate * phi).max() < 5e-4
+    assert out[50, 0] / 2 == pytest.approx(0.84119199, abs=1e-8)            # of g = 1, as in other libraries
+
+    x, out = np.array([[-1e4, -2.0, 0.0, 1e-4, 1.5, 1e4]]), np.empty((1, 6))
+    gradcheck.softcap_forward(out, x, 3.0)
+    e = np.exp(2 * x[0, [1, 4]] / 3)
+    np.testing.assert_allclose(out[0, [1, 4]], 3 * (e - 1) / (e + 1), rtol=1e-12)
+    np.testing.assert_allclose(out[0, [0, 2, 3, 5]], [-3, 0, 1e-4, 3], rtol=1e-8)
 
 
 def test_the_measured_gradient_adds_to_vectors_alone(calls):

@@ -967,8 +967,25 @@ def test_noise_is_splitmix64():
                 first = seed[i] if isinstance(seed, list) else seed
                 bits = output(output(first, int(ts[i])), int(ids[i, j])) >> 12
                 assert found == pytest.approx(-math.log(-math.log((bits + 0.5) / 2**52)), rel=1e-12)
-    largest = (2**52 - 1 + 0.5) / 2**52
-    assert 0 < 0.5 / 2**52 and largest < 1                          # u is never 0 or 1
+
+
+def seed_of(value):
+    """The seed with which the noise of id 0 at position 0 is made of these 64 bits: splitmix64 backwards."""
+    for _ in range(2):
+        for shift, factor in ((31, 0x94d049bb133111eb), (27, 0xbf58476d1ce4e5b9), (30, 1)):
+            value ^= value >> shift ^ value >> 2 * shift
+            value = value * pow(factor, -1, 2**64) % 2**64
+        value = (value - 0x9e3779b97f4a7c15) % 2**64
+    return value
+
+
+def test_noise_of_the_first_and_the_last_u_is_finite():
+    """u is never 0 or 1: in 52 bits with a half behind them, -log u is between 2^-53 and 53 log 2."""
+    for bits, expected in (0, -math.log(53 * math.log(2))), (2**64 - 1, 53 * math.log(2)):
+        seed = seed_of(bits)
+        assert output(output(seed, 0), 0) == bits
+        with np.errstate(all="raise"):
+            assert gumbel(seed, np.array([0]), np.array([[0]])).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_noise_is_gumbel_distributed_and_independent():

@@ -1087,6 +1087,10 @@ def test_out_of_memory_says_what_would_fit(made):
     pool.limit = 100
     with pytest.raises(ValueError, match="A micro-batch of 1 x 3 tokens needs"):
         model.logits([[1, 2, 3]])
+    pool.limit = 4 * model_cpu.param_count(TINY) - 1        # there is no room for the parameters
+    for micro_batch, rows in (None, 1), (5, 5):
+        with pytest.raises(ValueError, match=f"A micro-batch of {rows} x 40 tokens needs"):
+            model_gpu.Model(TINY, precision="fp32", matmul="ours", micro_batch=micro_batch)
 
 
 def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
@@ -1097,7 +1101,7 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
     monkeypatch.setattr(model_gpu.Model.__init__, "__defaults__", (0, None, None, None, "ours", True, "adamw"))
     timed = []
     monkeypatch.setattr(model_gpu, "seconds_per_step", lambda model, B, steps: timed.append((type(model).__module__, B, steps)) or 0.0125)
-    model_gpu.cupy.cuda.runtime.getDeviceProperties = lambda number: {"name": b"Card 1"}
+    model_gpu.cupy.cuda.runtime.getDeviceProperties = [{"name": b"Card 1"}].__getitem__
     model_gpu.main(["--steps", "3"])
     lines = capsys.readouterr().out.split("\n")
     assert lines[0] == "One sentence of 12 tokens through the small model: the first step of `python model_cpu.py`, on Card 1"

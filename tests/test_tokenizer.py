@@ -475,6 +475,14 @@ def test_chunks_by_hand(tmp_path, monkeypatch):
     assert tk.find_chunks(path, 4, 80, size=30) == [(path, 4, 39), (path, 39, 69), (path, 69, 80)]
 
 
+def test_a_cut_reads_64_kib(tmp_path):
+    path = tmp_path / "text"
+    for before, cut in (65535, 65535), (65536, 32768):      # the space is the last of the 64 KiB; it lies behind them
+        path.write_bytes(b"a" * (100 + before) + b" " + b"a" * 70000)
+        end = 100 + 65536 + 1
+        assert tk.find_chunks(path, 0, end, size=100) == [(path, 0, 100 + cut), (path, 100 + cut, end)]
+
+
 def test_training_and_encoding_go_by_chunks(tmp_path, monkeypatch):
     """Of four times as many bytes where words are counted; all of them of the file's bytes, in order."""
     monkeypatch.setattr(tk, "CHUNK", 100)

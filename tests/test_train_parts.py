@@ -816,15 +816,15 @@ def test_plot(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
     log = tmp_path / "log.jsonl"
-    records = "".join(f'{{"step": {i}, "loss": {500 - i}}}\n' for i in range(1, 301))
-    log.write_text(records + '{"step": 300, "val_loss": 3.0, "val": {"books": [3.5, 1.0], "web": [2.5, 1]}}\n{"step": 301, "lo')
+    records = "".join(f'{{"step": {i}, "loss": {6000 - i}}}\n' for i in range(1, 5050))
+    log.write_text(records + '{"step": 5049, "val_loss": 3.0, "val": {"books": [3.5, 1.0], "web": [2.5, 1]}}\n{"step": 5050, "lo')
     checkpoint.plot(str(tmp_path))
     assert capsys.readouterr().out == f"Wrote {tmp_path / 'loss.png'}.\n"
     assert figure.calls == [("savefig", (str(tmp_path / "loss.png"),), {"dpi": 150, "bbox_inches": "tight"})]
     plots = [(arguments[0], arguments[1], options["label"]) for name, arguments, options in axes.calls if name == "plot"]
-    assert plots == [(list(range(1, 301)), [500.0 - i for i in range(1, 301)], "training"), ([300], [3.5], "held out: books"),
-                     ([300], [2.5], "held out: web")]
-    assert ("set_ylim", (), {"top": 500 - 4}) in axes.calls             # the loss after a hundredth of the steps
+    assert plots == [(list(range(1, 5050)), [6000.0 - i for i in range(1, 5050)], "training"),
+                     ([5049], [3.5], "held out: books"), ([5049], [2.5], "held out: web")]
+    assert ("set_ylim", (), {"top": 6000 - 51}) in axes.calls             # the loss after a hundredth of the steps
     assert ("set", (), {"xlabel": "step", "ylabel": "loss, nats per token", "title": str(tmp_path)}) in axes.calls
     # the kinds are those of the last evaluation, each drawn through all
     axes.calls.clear()
