@@ -597,6 +597,16 @@ def session(models, **settings):
     return chat.Session(model, tokenizer, True, chat.parse_arguments([f"--{k}={v}" for k, v in settings.items()]))
 
 
+def test_the_seconds_of_an_answer(models, monkeypatch, capsys):
+    """From the question to the last token."""
+    monkeypatch.setattr(chat.time, "perf_counter", itertools.count(0.25, 0.5).__next__)
+    s = session(models, temperature=0)
+    s.answer("Hello")
+    assert len(s.said) == 2 and s.seconds == 1.0
+    s.print_stats()
+    assert "2 tokens in 1.00 s, 2.0 tokens/s, " in capsys.readouterr().out
+
+
 def test_chat_form(models):
     """The answer alone is printed and stops at <|end|>; the template is made of ids; turns are kept."""
     assert run(models, "--model", "out/sft", "--prompt", "Hello", "--temperature", "0") == (0, b"Hi\n", "")
@@ -735,7 +745,7 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
     """What is drawn, by a stand-in for matplotlib; the picture itself, where that is installed."""
     text, drawn = "The king and the queen " * 5, types.SimpleNamespace(cells={}, ticks={}, saved=[])
     axes = types.SimpleNamespace(
-        imshow=lambda p, **options: setattr(drawn, "p", p), set=lambda **options: None,
+        imshow=lambda p, **options: vars(drawn).update(p=p, scale=options), set=lambda **options: None,
         text=lambda x, y, text, **options: drawn.cells.update({(y, x): (text, options["parse_math"])}),
         set_xticks=lambda at, labels, **options: drawn.ticks.update(x=(list(at), labels)),
         set_yticks=lambda at, labels, **options: drawn.ticks.update(y=(list(at), labels)))
@@ -768,7 +778,13 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
         certain = np.log([[0.58, 0.42, 1e-30], [0.62, 1e-30, 0.38], [1e-30, 1.0, 1e-30]])
         patch.setattr(model_cpu, "layer_logits", lambda model, inputs: [(None, certain)])
         chat.plot_lens(model, types.SimpleNamespace(vocab_size=3, tokens=[b"a", b"b", b"c"]), [0, 1, 2], "lens.png")
-    assert colours == ["white", "black", "black"]
+        assert drawn.ticks["y"] == ([0], ["embedding"])
+        patch.setattr(model_cpu, "layer_logits", lambda model, inputs: [(None, certain)] * 4)
+        chat.plot_lens(model, types.SimpleNamespace(vocab_size=3, tokens=[b"a", b"b", b"c"]), [0, 1, 2], "lens.png")
+        assert drawn.ticks["y"] == ([0, 1, 2, 3], ["embedding", "layer 0", "layer 1", "layer 2"])
+    assert colours == 5 * ["white", "black", "black"]
+    # a probability has the same colour in every picture, and the embedding is the lowest row
+    assert drawn.scale == {"vmin": 0, "vmax": 1, "origin": "lower", "aspect": "auto"}
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         code, _, err = run(models, "--model", "out/random", "--lens", text, "--plot", "lens.png")

@@ -205,6 +205,12 @@ def test_words_for_a_mistake(name, there, instead, sentences, calls):
         assert any(line.startswith(sentence) for line in said), said
 
 
+def test_a_single_entry_has_no_factor(calls):
+    """One number is always some factor times another."""
+    said = verdict("sample", calls, body("sample"), ">= top_p * ", "> 0 * ")
+    assert said[0].startswith("the result: 1 of 1 entries are off") and not any("Each of these" in line for line in said)
+
+
 def test_working_arrays_are_free(calls):
     lines = re.sub(r"    grad\[\.\.\.\] = 0\.0\n", "", body("adamw"))
     assert lines != body("adamw") and verdict("adamw", calls, lines) == []
