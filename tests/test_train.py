@@ -232,13 +232,15 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert [record.get("tokens") for record in log] == 5 * [None] + [5 * 96 + 32 * i for i in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("norms, step", [([np.nan], 1), ([1, 1, np.inf], 3)])
-def test_a_number_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys, norms, step):
+@pytest.mark.parametrize("norms, step, save_every", [([np.nan], 1, 1), ([1, 1, np.inf], 3, 1),
+                                                     ([1, 1, np.inf, 1], 3, 9)])      # seen a step later
+def test_a_number_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys, norms, step, save_every):
     model = Recorder(norms)
     model.grads = {"a": np.ones(3), "b": np.array([1, np.nan]), "c": np.array([np.inf])}
-    code, _, saved = run_recorder(tmp_path, monkeypatch, model, recorder_settings("--steps", "9", "--save-every", "1"))
+    s = recorder_settings("--steps", "9", "--save-every", str(save_every))
+    code, _, saved = run_recorder(tmp_path, monkeypatch, model, s)
     said = capsys.readouterr().err
-    assert code == 1 and saved == list(range(1, step)) and f"step {step} is not finite" in said
+    assert code == 1 and saved == list(range(save_every, step, save_every)) and f"step {step} is not finite" in said
     assert "the first gradient that is not finite is b" in said
     model.grads, model.params = {"a": np.ones(3)}, {"w": np.array([np.inf])}
     assert train.first_bad_tensor(model) == "the first parameter that is not finite is w"
