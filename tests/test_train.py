@@ -849,11 +849,15 @@ def test_the_progress_line_fits_the_terminal(numbers, whole, peak, monkeypatch, 
     """What matters less stands last, and is left out where it does not fit: whole, or not at all."""
     step, loss, size, lr, norm, rate = numbers
     s, whole = recorder_settings("--steps", "48000"), [*whole, *["41% of peak"] * (peak is not None)]
+    flushed = []
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     for columns in range(10, 140):
         monkeypatch.setenv("COLUMNS", str(columns))
         for last in (False, True):
-            train.print_step(s, step, loss, size, lr, norm, rate, peak, 3723, last)
+            with monkeypatch.context() as patch:                # no line end sends it to the screen
+                patch.setattr(sys.stdout, "flush", lambda: flushed.append(columns), raising=False)
+                train.print_step(s, step, loss, size, lr, norm, rate, peak, 3723, last)
+            assert flushed.pop() == columns
             fit = max(n for n in range(1, len(whole) + 1) if n == 1 or len("  ".join(whole[:n])) < columns)
             assert capsys.readouterr().out == "\r" + "  ".join(whole[:fit]) + "\x1b[K" + "\n" * last
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)

@@ -798,6 +798,10 @@ def test_nothing_is_saved_after_a_number_that_is_not_finite(tmp_path, monkeypatc
         f"gradient's squares, overflowed. {tmp_path} keeps its last checkpoint. Try a lower --lr.\n")
 
 
+def test_any_byte_may_stand_beside_a_cut():
+    assert train.cuts_beside(b"a\nb\xffc\nd", 4, b"\n") == train.cuts_beside(b"a\nb\x00c\nd", 4, b"\n") == (2, 6)
+
+
 # -- pictures ----------------------------------------------------------------------------------------------------------
 class Axes:
     def __init__(self):
