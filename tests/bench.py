@@ -3,6 +3,7 @@
     python tests/bench.py               all that this machine has what it takes for, or one by name:
     python tests/bench.py tokenizer
     python tests/bench.py cpu
+    python tests/bench.py decode --peer # generation, on a GPU too where there is one; --model DIR: of a trained model
     python tests/bench.py euler         # of the model in out/small
     python tests/bench.py counts FILE   # what counting reaches on a text, beside the model in out/small
     python tests/bench.py train --peer  # on a GPU, as are the next two
@@ -156,6 +157,210 @@ def bench_cpu(arguments):
     for name, seconds in times.items():
         ratio = f"  ours is {seconds / times['ours']:.2f} x as fast" if name != "ours" else ""
         print(f"  {name:24s} {1e3 * seconds:7.1f} ms  {B * T / seconds:9,.0f} tokens/s{ratio}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# decode: generation, a token at a time and speculative, against PyTorch with a CUDA graph, or eager on the CPU
+
+SAMPLED = {"temperature": 0.8, "top_k": 50}
+
+
+def seconds_a_token(tokens, count):
+    """Of the `count` tokens after the first: the prompt's reading does not count."""
+    next(tokens)
+    started = time.perf_counter()
+    for _ in range(count):
+        next(tokens)
+    return (time.perf_counter() - started) / count
+
+
+def first_token(model, prompt):
+    """Seconds to the first token of a prompt, all of which has to be read."""
+    import model_cpu
+    model.cached = []
+    started = time.perf_counter()
+    next(model_cpu.generate(model, prompt, temperature=0, seed=0))
+    return time.perf_counter() - started
+
+
+def own_text(model, tokenizer, size):
+    """A prompt of a trained model: what it writes itself.  Of an untrained one, whose tokenizer is None: any ids."""
+    import numpy as np
+
+    import model_cpu
+    if tokenizer is None:
+        return np.random.default_rng(0).integers(0, model.config.vocab, size).tolist()
+    start = [tokenizer.special["<|endoftext|>"]]
+    return start + list(model_cpu.generate(model, start, seed=0, vocab=tokenizer.vocab_size, most=size - 1, **SAMPLED))
+
+
+def our_rows(model, tokenizer, prompt, count):
+    """-> ({name: function() -> seconds a token}, {name: tokens a verification}, which a run of the function sets)."""
+    import model_cpu
+    vocab, rates = tokenizer and tokenizer.vocab_size, {}
+
+    def run(name, settings, speculate):
+        trace = []
+        tokens = model_cpu.generate(model, prompt, seed=0, vocab=vocab, speculate=speculate, trace=trace, **settings)
+        seconds = seconds_a_token(tokens, count)
+        heads = [head for head, _, _ in trace[1:]]  # without the first token, which has no drafts
+        if speculate:
+            rates[name] = len(heads) / heads.count(0)
+        return seconds
+
+    rows = {}
+    for how, settings in ("greedy", {"temperature": 0}), ("sampled", SAMPLED):
+        for speculate in False, True:
+            name = f"ours, {how}{', speculative' if speculate else ''}"
+            rows[name] = functools.partial(run, name, settings, speculate)
+    return rows, rates
+
+
+def measure_rows(rows, rounds):
+    """{name: function() -> seconds} -> {name: seconds}, the best of `rounds`."""
+    runs = [{name: function() for name, function in rows.items()} for _ in range(rounds)]
+    return {name: min(run[name] for run in runs) for name in rows}
+
+
+def print_rows(length, times, rates, limit=None):
+    """limit: seconds that it takes to read the weights once, which each token costs without speculation."""
+    for name, seconds in times.items():
+        notes = [f"{rates[name]:.2f} tokens a verification"] if name in rates else []
+        if limit and name.startswith("ours") and name not in rates:
+            notes.append(f"{limit / seconds:.0%} of the memory's limit")
+        if name.startswith("peer"):
+            notes.append(f"ours, greedy, is {seconds / times['ours, greedy']:.2f} x as fast")
+        print(f"  after {length:3d}  {name:34s} {1e3 * seconds:8.3f} ms a token  {'; '.join(notes)}".rstrip(), flush=True)
+
+
+def import_twin():
+    """torch and tests/peers/torch_twin.py."""
+    try:
+        import torch
+    except ImportError:
+        raise ValueError("--peer needs PyTorch: pip install -r tests/peers/requirements.txt.") from None
+    sys.path.insert(0, str(ROOT / "tests" / "peers"))
+    import torch_twin
+    return torch, torch_twin
+
+
+def bench_decode(arguments):
+    """Milliseconds a token, batch 1: on the GPU of big, or the model of --model, in bf16; on the CPU of small and medium."""
+    import model_gpu
+
+    reason = model_gpu.why_no_gpu()
+    if arguments.device == "gpu" and reason:
+        raise ValueError(reason)
+    if arguments.device != "cpu" and not reason:
+        decode_on_gpu(arguments)
+    if arguments.device != "gpu":
+        decode_on_cpu(arguments, arguments.model if arguments.device == "cpu" or reason else None)
+
+
+def decode_on_gpu(arguments):
+    """The host's time, which waits for each token.  The peer computes head 0 alone; its tokens are read one by one, as ours
+    are, or all at the end."""
+    import cupy
+    import numpy as np
+
+    import checkpoint
+    import model_cpu
+    import model_gpu
+
+    name, tokenizer = arguments.model or "big, untrained", None
+    if arguments.model:
+        model, tokenizer = checkpoint.load(arguments.model, model_gpu, {"precision": "bf16", "training": False})
+    else:
+        model = model_gpu.Model(model_cpu.CONFIGS["big"], precision="bf16", training=False)
+    c = model.config
+    _, bandwidth = ceilings(cupy, model_gpu, model.gpu)
+    cupy.get_default_memory_pool().free_all_blocks()
+    read = 2 * (model_cpu.param_count(c) - c.vocab * c.dim)             # bytes; of the embedding only a row
+    peer = None
+    if arguments.peer:
+        torch, torch_twin = import_twin()
+        twin = torch_twin.Twin(c, {key: cupy.asnumpy(array) for key, array in model.params.items()})
+        token, position, logits, replay = torch_twin.capture_greedy(twin.to("cuda", torch.bfloat16))
+
+        def peer(length, steps, each):
+            """Seconds a token after `length` tokens; each: the host reads them one by one."""
+            position.fill_(length)
+            replay()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(steps):
+                replay()
+                if each:
+                    token.item()
+            torch.cuda.synchronize()
+            return (time.perf_counter() - started) / steps
+
+    text = own_text(model, tokenizer, min(400, c.context * 4 // 5))
+    card = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    print(f"generation, {name}, bf16, {card}: up to {arguments.tokens} tokens a round, best of {arguments.rounds}; "
+          f"{read / 1e6:.0f} MB of weights a token, copy {bandwidth / 1e12:.2f} TB/s: {1e3 * read / bandwidth:.3f} ms")
+    if peer:
+        position.fill_(0)
+        for token_id in text[:16]:
+            token.fill_(token_id)
+            replay()
+        model.position, model.cached = 0, []
+        ours, theirs = model.extend(text[:16])[-1, 0], logits.flatten().float().cpu().numpy()
+        error = np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
+        print(f"  logits after 16 tokens: PyTorch's differ from ours by {error:.1e}, relative L2")
+    for length in sorted({min(length, len(text)) for length in (1, 128, 400)}):
+        steps = min(arguments.tokens, c.context - length - 1)           # all in one window
+        rows, rates = our_rows(model, tokenizer, text[:length], steps)
+        if peer:
+            rows["peer: PyTorch, CUDA graph"] = functools.partial(peer, length, steps, True)
+            rows["peer: the same, read at the end"] = functools.partial(peer, length, steps, False)
+        for function in rows.values():              # the first calls load what they need
+            function()
+        print_rows(length, measure_rows(rows, arguments.rounds), rates, read / bandwidth)
+    first_token(model, text)
+    seconds = min(first_token(model, text) for _ in range(arguments.rounds))
+    print(f"  the first token of a prompt of {len(text)}: {1e3 * seconds:.2f} ms")
+
+
+def decode_on_cpu(arguments, folder):
+    """float32, NumPy's threads as the environment has them.  The peer, with a KV cache of its own, runs on all cores and on
+    one: the products of a single token are so small that its threads often cost more than they bring."""
+    import checkpoint
+    import model_cpu
+    from tokenizer import available_cores
+
+    if folder is None and os.path.exists(os.path.join("out", "small", "config.json")):
+        folder = os.path.join("out", "small")
+    options, models = {"dtype": "float32", "training": False}, {}
+    if folder:
+        models[folder] = checkpoint.load(folder, model_cpu, options)
+    for name in "small", "medium":
+        models[f"{name}, untrained"] = model_cpu.Model(model_cpu.CONFIGS[name], **options), None
+    if arguments.peer:
+        torch, torch_twin = import_twin()
+    for name, (model, tokenizer) in models.items():
+        c = model.config
+        print(f"generation, {name}, dim {c.dim}, {c.layers} layers, float32, {available_cores()} cores: up to "
+              f"{arguments.tokens} tokens a round, best of {arguments.rounds}, OPENBLAS_NUM_THREADS {os.environ.get('OPENBLAS_NUM_THREADS') or 'not set'}")
+        twin = torch_twin.Twin(c, model.params) if arguments.peer else None
+        text = own_text(model, tokenizer, min(100, c.context * 4 // 5))
+        for length in 1, len(text):
+            steps = min(arguments.tokens, c.context - length - 1)       # all in one window
+            rows, rates = our_rows(model, tokenizer, text[:length], steps)
+            if tokenizer is None:                   # drafts of an untrained model are never right
+                rows = {key: function for key, function in rows.items() if "speculative" not in key}
+            if twin:
+                def peer(threads, prompt=text[:length], steps=steps, twin=twin):
+                    time.sleep(0.1)                 # idle threads spin for a while: ours would slow PyTorch's, and
+                    torch.set_num_threads(threads)
+                    seconds = seconds_a_token(torch_twin.greedy(twin, prompt), steps)
+                    time.sleep(0.1)                 # PyTorch's the next of ours
+                    return seconds
+                for threads in sorted({1, available_cores()}):
+                    rows[f"peer: PyTorch eager, threads: {threads}"] = functools.partial(peer, threads)
+            for function in rows.values():
+                function()
+            print_rows(length, measure_rows(rows, arguments.rounds), rates)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -735,6 +940,14 @@ def main():
     command.add_argument("--batch", type=int, default=16)
     command.add_argument("--rounds", type=int, default=5)
     command.set_defaults(run=bench_cpu)
+    command = commands.add_parser("decode", help="generation, token by token and speculative, against PyTorch")
+    command.add_argument("--model", metavar="DIR", help="a trained model, on the GPU in place of big (on the CPU: beside "
+                         "small and medium, by default out/small, if it is there)")
+    command.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto", help="auto: all that there is")
+    command.add_argument("--tokens", type=int, default=64, help="generated in a round (default %(default)s)")
+    command.add_argument("--peer", action="store_true", help="PyTorch beside")
+    command.add_argument("--rounds", type=int, default=5)
+    command.set_defaults(run=bench_decode)
     command = commands.add_parser("train", help="a training step on the GPU, by kernel, against PyTorch")
     command.add_argument("--model", choices=("small", "medium", "big"), default="big")
     command.add_argument("--batch", type=int, default=64)
@@ -774,8 +987,8 @@ def main():
     command.set_defaults(run=bench_counts)
     arguments = parser.parse_args()
     # without a name: all that need no choice, each as far as this machine has what it takes
-    chosen = [arguments] if arguments.command else [parser.parse_args([name]) for name in ("cpu", "tokenizer", "train",
-                                                                                          "attention", "euler")]
+    chosen = [arguments] if arguments.command else [parser.parse_args([name]) for name in ("cpu", "decode", "tokenizer",
+                                                                                          "train", "attention", "euler")]
     for arguments in chosen:
         try:
             arguments.run(arguments)

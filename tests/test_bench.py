@@ -1,9 +1,11 @@
-"""tests/bench.py, as far as a moment goes: counted losses by hand, and the solvers on a tiny model."""
+"""tests/bench.py, as far as a moment goes: counted losses by hand, the solvers and generation on a tiny model."""
 import contextlib
 import io
 import math
 import os
 import re
+import sys
+import types
 
 import bench
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 import checkpoint
 import model_cpu
+import model_gpu
 import train
 from tokenizer import Tokenizer
 
@@ -104,3 +107,74 @@ def test_solvers(tiny):
     assert table["stopped after layer 1"] == table["one step a layer, as trained"] == loss
     assert table["stopped after layer 0"] != loss
     assert len(set(table.values())) > 5
+
+
+ROW = re.compile(r"^  after +([0-9]+)  (\S.*?) +([0-9]+\.[0-9]{3}) ms a token(?:  (.*))?$", re.MULTILINE)
+OURS = [f"ours, {how}{speculative}" for how in ("greedy", "sampled") for speculative in ("", ", speculative")]
+
+
+@pytest.fixture
+def small_presets(monkeypatch):
+    config = model_cpu.Config(dim=16, heads=2, kv_heads=1, layers=2, context=16, vocab=32)
+    for name in "small", "medium", "big":
+        monkeypatch.setitem(model_cpu.CONFIGS, name, config)
+
+
+def test_decode_on_the_cpu(tiny, small_presets):
+    """Speculation of the trained model alone; every row after one token and after 12 of a context of 16."""
+    command = "decode --device cpu --rounds 1 --tokens 3".split()
+    models = run(*command, "--model", "out/tiny").split("generation, ")[1:]
+    assert [said.split(", dim ")[0] for said in models] == ["out/tiny", "small, untrained", "medium, untrained"]
+    for said, names in zip(models, (OURS, OURS[::2], OURS[::2])):
+        rows = ROW.findall(said)
+        assert [row[:2] for row in rows] == [(length, name) for length in ("1", "12") for name in names]
+        for _, name, seconds, notes in rows:
+            assert float(seconds) > 0 and bool(notes) == ("speculative" in name)
+            if notes:
+                assert 1 <= float(re.fullmatch("(.*) tokens a verification", notes)[1]) <= 4
+    assert "out/tiny" not in run(*command)              # out/small is what is there by default
+    os.rename("out/tiny", "out/small")
+    assert "generation, out/small, dim 16, " in run(*command)
+
+
+def test_decode_beside_pytorch(small_presets, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = "decode --device cpu --rounds 1 --tokens 3 --peer".split()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch", None)
+        with pytest.raises(SystemExit):
+            run(*command)
+    assert capsys.readouterr().err == "error: --peer needs PyTorch: pip install -r tests/peers/requirements.txt.\n"
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    monkeypatch.setattr("tokenizer.available_cores", lambda: 2)
+    rows = ROW.findall(run(*command))
+    torch.set_num_threads(before)
+    assert [row[1] for row in rows] == [*OURS[::2], *(f"peer: PyTorch eager, threads: {n}" for n in (1, 2))] * 4
+    for ours, _, *peers in zip(*[iter(rows)] * 4):
+        for peer in peers:
+            ratio = float(re.fullmatch("ours, greedy, is (.*) x as fast", peer[3])[1])
+            assert ratio == pytest.approx(float(peer[2]) / float(ours[2]), rel=0.05)
+
+
+def test_seconds_a_token(monkeypatch):
+    """The clock starts after the first token: what is slow there is not counted."""
+    clock = 0.0
+    monkeypatch.setattr(bench, "time", types.SimpleNamespace(perf_counter=lambda: clock))
+
+    def tokens():
+        nonlocal clock
+        for seconds in 100, 1, 2, 6:
+            clock += seconds
+            yield 0
+    assert bench.seconds_a_token(tokens(), 3) == 3
+    times = iter([3, 5, 2, 7])
+    best = bench.measure_rows({"a": lambda: next(times), "b": lambda: next(times)}, 2)
+    assert best == {"a": 2, "b": 5}
+
+
+def test_decode_needs_the_gpu_that_it_is_asked_for(capsys, monkeypatch):
+    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: "There is none.")
+    with pytest.raises(SystemExit):
+        run("decode", "--device", "gpu")
+    assert capsys.readouterr().err == "error: There is none.\n"

@@ -1,5 +1,7 @@
 """model_cpu.py against judges that others wrote: PyTorch's autograd and AdamW, Hugging Face's Llama and tokenizer."""
+import contextlib
 import os
+import unittest.mock
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # read by transformers when it is imported
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_twin
 import transformers
 from transformers.models.llama import modeling_llama
 
@@ -239,3 +242,44 @@ def test_end_of_text_and_vocabulary_agree(folder):
     ours, theirs = both_tokenizers(folder)
     assert theirs.eos_token_id == ours.special["<|endoftext|>"] == load_llama(folder, torch.float32).config.eos_token_id
     assert len(theirs) == ours.vocab_size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The twin of tests/bench.py: token by token with a KV cache as all at once
+# ---------------------------------------------------------------------------------------------------------------------
+def make_twin():
+    model = make_model(0.15)
+    return model, torch_twin.Twin(CONFIG, model.params).double()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_twin_decodes_what_it_computes_at_once(whole):
+    """whole: attention reads all of the cache, masked, as in a CUDA graph."""
+    (model, twin), tokens = make_twin(), torch.from_numpy(make_batch(seed=0)[0][:1])
+    cos, sin = torch_twin.tables(CONFIG, CONFIG.context)
+    expected = twin.logits(tokens, cos[:T], sin[:T])[..., :CONFIG.vocab]
+    cache, end, rows = twin.empty_cache(), 0, []
+    with torch.no_grad():
+        for n in 30, *[1] * (T - 32), 2:
+            positions = torch.arange(end, end + n)
+            end += n
+            rows.append(twin.decode(tokens[:, positions], positions, cos, sin, cache, None if whole else end))
+    assert distance(torch.cat(rows, dim=1), expected) < 1e-12
+    assert distance(expected, model.logits(tokens.numpy())[:, :, 0]) < 1e-6         # its tables are float32
+
+
+def test_greedy_texts_of_the_twin_are_ours(monkeypatch):
+    """Eagerly, and by the step that a GPU captures, which stays uncompiled here; it runs four times before the graph is."""
+    model, twin = make_twin()
+    ours = list(model_cpu.generate(model, [5], temperature=0, most=40))
+    theirs = torch_twin.greedy(twin, [5])
+    assert [next(theirs) for _ in range(40)] == ours
+    monkeypatch.setattr(torch, "compile", lambda decode, fullgraph: decode)
+    for name in "CUDAGraph", "Stream", "current_stream", "synchronize":
+        monkeypatch.setattr(torch.cuda, name, unittest.mock.Mock())
+    for name in "graph", "stream":
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    with torch.no_grad():
+        twin.weights["embed"][0] = twin.weights["embed"][5]         # the step starts with token 0
+    token, position, logits, _ = torch_twin.capture_greedy(twin)
+    assert (token.item(), position.item()) == (ours[3], 4) and logits.argmax().item() == ours[3]

@@ -19,21 +19,92 @@ class Twin(torch.nn.Module):
         half = x.shape[-1] // 2
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
 
-    def forward(self, tokens, targets, cos, sin):
-        """tokens (B,T), targets (B,T,K), -1 = not counted, tables (T,D) -> (K,) losses of the heads."""
+    def trunk(self, tokens, cos, sin, attend):
+        """tokens (B,T), tables (T,D), attend(i, q, k, v) -> y (B,H,T,D), the attention of layer i -> (B,T,C)."""
         c, w, (B, T) = self.config, self.weights, tokens.shape
         x = F.embedding(tokens, w["embed"])
         for i in range(c.layers):
             q, k, v = F.linear(F.rms_norm(x, (c.dim,), w[f"layers_{i}_norm1"], 1e-5), w[f"layers_{i}_qkv"]).view(
                 B, T, -1, c.head_dim).transpose(1, 2).split([c.heads, c.kv_heads, c.kv_heads], dim=1)
             q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
-            y = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True, enable_gqa=True)
+            y = attend(i, q.to(v.dtype), k.to(v.dtype), v)
             x = x + F.linear(y.transpose(1, 2).reshape(B, T, c.dim), w[f"layers_{i}_out"])
             gate, up = F.linear(F.rms_norm(x, (c.dim,), w[f"layers_{i}_norm2"], 1e-5), w[f"layers_{i}_gate_up"]).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, w[f"layers_{i}_down"])
-        logits = F.linear(F.rms_norm(x, (c.dim,), w["norm"], 1e-5), w["heads"]).view(-1, c.vocab)
-        nll = F.cross_entropy(logits.float(), targets.reshape(-1), ignore_index=-1, reduction="none")
+        return F.rms_norm(x, (c.dim,), w["norm"], 1e-5)
+
+    def logits(self, tokens, cos, sin):
+        """tokens (B,T) -> (B,T,K*V)."""
+        def attend(i, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return F.linear(self.trunk(tokens, cos, sin, attend), self.weights["heads"])
+
+    def forward(self, tokens, targets, cos, sin):
+        """tokens (B,T), targets (B,T,K), -1 = not counted, tables (T,D) -> (K,) losses of the heads."""
+        c = self.config
+        nll = F.cross_entropy(self.logits(tokens, cos, sin).view(-1, c.vocab).float(), targets.reshape(-1), ignore_index=-1,
+                              reduction="none")
         return nll.view(-1, c.predict).sum(dim=0) / (targets >= 0).sum(dim=(0, 1))
+
+    def empty_cache(self):
+        """[(keys, values), ...] of the layers, each (1,G,context,D)."""
+        c, like = self.config, self.weights["embed"]
+        return [[torch.zeros(1, c.kv_heads, c.context, c.head_dim, dtype=like.dtype, device=like.device) for _ in range(2)]
+                for _ in range(c.layers)]
+
+    def decode(self, tokens, positions, cos, sin, cache, seen=None):
+        """tokens (1,n) at positions (n,), tables (context,D) -> the logits (1,n,V) of head 0; keys and values go into the
+        cache.  Attention reads the first `seen` places of it, or all, masked: then no shape depends on the positions."""
+        keys, _ = cache[0]
+        mask = torch.arange(keys.shape[2], device=keys.device)[:seen] <= positions[:, None]         # (n, seen or context)
+        if len(positions) == 1 and seen:            # the last token sees all of them
+            mask = None
+
+        def attend(i, q, k, v):
+            k, v = [part.index_copy_(2, positions, new)[:, :, :seen] for part, new in zip(cache[i], (k, v))]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        x = self.trunk(tokens, cos[positions], sin[positions], attend)
+        return F.linear(x, self.weights["heads"][:self.config.vocab])
+
+
+@torch.inference_mode()
+def greedy(twin, prompt):
+    """Continue the prompt, a list of ids: yields ids without end, a token at a time, eagerly; as model_cpu.generate does."""
+    cache, (cos, sin), seen = twin.empty_cache(), tables(twin.config, twin.config.context), len(prompt)
+    logits = twin.decode(torch.tensor([prompt]), torch.arange(seen), cos, sin, cache, seen)
+    while True:
+        token = logits[:, -1:].argmax(-1)           # (1,1)
+        yield token.item()
+        seen += 1
+        logits = twin.decode(token, torch.tensor([seen - 1]), cos, sin, cache, seen)
+
+
+@torch.no_grad()
+def capture_greedy(twin):
+    """gpt-fast's recipe for one token at a time on a GPU: the step compiled, and captured in a CUDA graph together with the
+    choice of the next token.  -> (token (1,1), position (1,), logits (1,1,V), replay), tensors on the GPU: replay() reads
+    the token at the position, leaves there the logits and the next token, and moves on by one."""
+    c, like = twin.config, twin.weights["embed"]
+    cache, (cos, sin) = twin.empty_cache(), tables(c, c.context, like.device)
+    token, position = (torch.zeros(shape, dtype=torch.int64, device=like.device) for shape in ((1, 1), (1,)))
+    logits = torch.zeros((1, 1, c.vocab), dtype=like.dtype, device=like.device)
+    decode = torch.compile(twin.decode, fullgraph=True)
+
+    def step():
+        logits.copy_(decode(token, position, cos, sin, cache))
+        token.copy_(logits.argmax(-1))
+        position.add_(1)
+
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):                   # the first calls compile and allocate
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    return token, position, logits, graph.replay
 
 
 def tables(config, T, device="cpu"):
