@@ -230,7 +230,7 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
     constexpr int STEP = 8;  // keys for which m, l and O are brought up to date at once
     __shared__ Tile K, V;
     // The last queries see the most keys: the longest work starts first.
-    int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = gridDim.z - 1 - blockIdx.z;
+    int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = (T - 1) / ROWS - blockIdx.z;
     int query = i * ROWS + own_row(), last = query | (WARP_ROWS - 1);  // last: of this warp's queries
     const float scale = rsqrtf(float(D));
     auto in = heads_of(qkv, b, h, g, T, H, G);
@@ -611,7 +611,7 @@ struct Kernels {
         constexpr int N = FORWARD_STEP / 8;
         char* Q_tile = (char*)shared_memory;
         char* stages = Q_tile + BYTES;  // two of K and V
-        int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = gridDim.z - 1 - blockIdx.z;
+        int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = (T - 1) / ROWS - blockIdx.z;
         int lane = threadIdx.x % 32;
         // The warp's first row: in the tile, and as a query.
         int row = 16 * M * warp_number(), first = i * ROWS + row;

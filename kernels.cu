@@ -273,18 +273,6 @@ extern "C" __global__ void column_sum(float* out, const float* partial, int rows
 // -----------------------------------------------------------------------------------------------------------
 // 4. Rotary embedding
 // -----------------------------------------------------------------------------------------------------------
-// Rotates eight pairs (x_i, x_{i+D/2}), read at x, and writes them at out. cos and sin: eight entries for
-// these pairs.
-__device__ void rotate(real* out, const real* x, const float* cos, const float* sin, int D) {
-    Eight x1 = load8(x), x2 = load8(x + D / 2), c = load8(cos), s = load8(sin), y1, y2;
-    for (int i = 0; i < 8; i++) {
-        y1.x[i] = x1.x[i] * c.x[i] - x2.x[i] * s.x[i];
-        y2.x[i] = x2.x[i] * c.x[i] + x1.x[i] * s.x[i];
-    }
-    store8(out, y1);
-    store8(out + D / 2, y2);
-}
-
 // Covers rope_forward, in place on the heads q and k of qkv (N, width); rope_backward is in flash_attn.cu:
 //
 //     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
@@ -299,7 +287,13 @@ extern "C" __global__ void rope(real* qkv, const float* cos, const float* sin, i
     if (n >= N) return;
     real* x = qkv + (long long)n * width + head * D + pair;
     int angle = n % T * (D / 2) + pair;
-    rotate(x, x, cos + angle, sin + angle, D);
+    Eight x1 = load8(x), x2 = load8(x + D / 2), c = load8(cos + angle), s = load8(sin + angle), y1, y2;
+    for (int i = 0; i < 8; i++) {
+        y1.x[i] = x1.x[i] * c.x[i] - x2.x[i] * s.x[i];
+        y2.x[i] = x2.x[i] * c.x[i] + x1.x[i] * s.x[i];
+    }
+    store8(x, y1);
+    store8(x + D / 2, y2);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -597,102 +591,330 @@ matmul_to_fp32(float* out, const real* a, const real* b, int M, int N, int I, in
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// 8. Decoding: n new tokens after `position` earlier ones whose keys and values are kept
+// 8. Decoding: n new tokens, few, after `position` earlier ones whose q, k and v are kept
 // -----------------------------------------------------------------------------------------------------------
-// A row's arithmetic here does not depend on n, so that verifying several drafted tokens at once gives the
-// same bits as decoding them one by one.
+// One new token passes through a whole model in the time that it takes to read the weights, if nothing else
+// takes longer. So a layer is five kernels, each made for few rows, and a step is always the same launches:
+// what differs from step to step, `place` for one, lies in device memory, and a CUDA graph replays the rest.
+//
+//     place (4): the position of the first new token in the cache; in the text, that of the first token to be
+//     drawn; top_k; vocab (section 9)
+//
+// A row's arithmetic does not depend on n, so that verifying several drafted tokens at once gives the same
+// bits as decoding them one by one. Rows come in groups of at most ROWS, blockIdx.y counts the groups.
+constexpr int ROWS = 4;
 
-// Covers rope_forward and the append of Model.extend: turns q (n, H heads) in place; turns k into its place
-// in the cache, keys (G, context, D); copies v to values (G, context, D).
-// Grid (ceil(n * (H+2G) * D/16 / 256)); 256 threads.
-extern "C" __global__ void rope_append(real* qkv, real* keys, real* values, const float* cos,
-                                       const float* sin, int n, int position, int H, int G, int D,
-                                       int context) {
-    int vectors = D / 16, heads = H + 2 * G, index = 256 * blockIdx.x + threadIdx.x;
-    int row = index / (heads * vectors), head = index / vectors % heads, pair = 8 * (index % vectors);
-    if (row >= n) return;
-    int t = position + row, angle = t * (D / 2) + pair;
-    real* x = qkv + (long long)row * heads * D + head * D + pair;
-    if (head < H)
-        rotate(x, x, cos + angle, sin + angle, D);
-    else if (head < H + G)
-        rotate(keys + ((long long)(head - H) * context + t) * D + pair, x, cos + angle, sin + angle, D);
-    else {
-        real* to = values + ((long long)(head - H - G) * context + t) * D + pair;
-        store8(to, load8(x));
-        store8(to + D / 2, load8(x + D / 2));
-    }
-}
-
-// Covers the attention of Model.extend. One query head of one new token a block: first a thread a key, for
-// the scores and their softmax; then a thread eight columns of the values, the keys dealt out to 128 / (D/8)
-// parts.
-// Grid (H, n); 128 threads; shared memory: position + n floats.
-extern "C" __global__ void decode_attention(real* out, const real* qkv, const real* keys, const real* values,
-                                            int position, int H, int G, int D, int context) {
-    extern __shared__ float scores[];
-    __shared__ float slots[2][32];
-    __shared__ Eight sums[128];
-    int h = blockIdx.x, row = blockIdx.y, g = h / (H / G), length = position + row + 1;
-    const real* q = qkv + ((long long)row * (H + 2 * G) + h) * D;
-    keys += (long long)g * context * D;
-    values += (long long)g * context * D;
-    float largest = MASKED, total = 0.0f;
-    for (int j = threadIdx.x; j < length; j += 128) {
-        float s = 0.0f;
-        for (int d = 0; d < D; d += 8) s += dot8(load8(q + d), load8(keys + (long long)j * D + d));
-        scores[j] = s * rsqrtf(float(D));
-        largest = fmaxf(largest, scores[j]);
-    }
-    largest = block_max(largest, slots[0]);
-    for (int j = threadIdx.x; j < length; j += 128) {
-        scores[j] = expf(scores[j] - largest);
-        total += scores[j];
-    }
-    total = block_sum(total, slots[1]);  // its barrier also publishes the scores
-    int vectors = D / 8, parts = 128 / vectors;
-    int part = threadIdx.x / vectors, column = 8 * (threadIdx.x % vectors);
-    Eight sum = {};
-    if (part < parts)
-        for (int j = part; j < length; j += parts) {
-            Eight v = load8(values + (long long)j * D + column);
-            for (int i = 0; i < 8; i++) sum.x[i] += scores[j] * v.x[i];
+// The product of each row of x (rows, I), N or fewer, with rows w_a and w_b of a matrix, to take(row, a, b),
+// which one lane of the warp calls. Past the last row the last one is computed again, so that each row has
+// the same arithmetic for every N. Four loads of each row of w are under way at once.
+template <int N, class Take>
+__device__ void products_of_rows(const real* x, const float* gain, float eps, const real* w_a,
+                                 const real* w_b, int rows, int I, int warps, Take take) {
+    float sum_a[N] = {}, sum_b[N] = {}, squares[N] = {};
+    int step = 256 * warps;
+    for (int i = 8 * (threadIdx.x % (32 * warps)); i < I; i += 4 * step) {
+        Packed a[4], b[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            if (i + c * step < I) {
+                a[c] = load_packed(w_a + i + c * step);
+                b[c] = load_packed(w_b + i + c * step);
+            }
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            int column = i + c * step;
+            if (column >= I) break;
+            Eight a8 = unpack8(a[c]), b8 = unpack8(b[c]), g = {};
+            if (gain) g = load8(gain + column);
+#pragma unroll
+            for (int r = 0; r < N; r++) {
+                Eight v = load8(x + (long long)min(r, rows - 1) * I + column);
+                if (gain) {
+                    squares[r] += dot8(v, v);
+                    for (int j = 0; j < 8; j++) v.x[j] *= g.x[j];
+                }
+                sum_a[r] += dot8(a8, v);
+                sum_b[r] += dot8(b8, v);
+            }
         }
-    sums[threadIdx.x] = sum;
+    }
+#pragma unroll
+    for (int r = 0; r < N; r++) {
+        float factor = gain ? rsqrtf(warp_sum(squares[r]) / I + eps) : 1.0f;
+        float total_a = factor * warp_sum(sum_a[r]), total_b = factor * warp_sum(sum_b[r]);
+        if (threadIdx.x % 32 == 0 && r < rows) take(r, total_a, total_b);
+    }
+}
+
+// Reading w is all the time it takes: a warp owns two outputs and reads their rows of w once, 16 bytes a
+// lane, for the rows of its group of the n rows of x: take(n, a, b). Where there is a gain, x is normed
+// (rmsnorm_forward): its factor rstd is common to all of a row's sum, so it need not be known before the end,
+// and nothing waits for it. warps: so many share the columns, and what they hand to take is to be added up.
+template <class Take>
+__device__ void two_products(const real* x, const float* gain, float eps, const real* w_a, const real* w_b,
+                             int n, int I, int warps, Take take_row) {
+    int first = ROWS * blockIdx.y, rows = min(ROWS, n - first);
+    auto take = [&](int r, float a, float b) { take_row(first + r, a, b); };
+    x += (long long)first * I;
+    if (rows == 1) products_of_rows<1>(x, gain, eps, w_a, w_b, rows, I, warps, take);
+    else products_of_rows<ROWS>(x, gain, eps, w_a, w_b, rows, I, warps, take);
+}
+
+// The pair of outputs that a warp owns, four warps a block.
+__device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
+
+// qkv[position + r] = rope(rmsnorm(x_r) @ w.T): of a head that turns (the first `turned`, H + G, of heads) a
+// warp owns a pair (i, i + D/2). qkv (context, heads * D): with it q, k and v stand in the cache.
+// Grid (ceil(heads * D/2 / 4), ceil(n/4)); 128 threads.
+extern "C" __global__ void __launch_bounds__(128)
+decode_qkv(real* qkv, const real* x, const float* gain, const real* w, const float* cos, const float* sin,
+           const int* place, int n, int C, int heads, int turned, int D, float eps) {
+    int head = own_pair() / (D / 2), i = own_pair() % (D / 2);
+    if (head >= heads) return;
+    const real* w_a = w + (long long)(head * D + i) * C;
+    two_products(x, gain, eps, w_a, w_a + (long long)D / 2 * C, n, C, 1, [&](int r, float a, float b) {
+        int t = place[0] + r, angle = t * (D / 2) + i;
+        float c = head < turned ? cos[angle] : 1.0f, s = head < turned ? sin[angle] : 0.0f;
+        real* to = qkv + (long long)t * heads * D + head * D + i;
+        store(to, a * c - b * s);
+        store(to + D / 2, b * c + a * s);
+    });
+}
+
+// x (n,O) += y (n,I) @ w (O,I).T: the end of each substep of block_forward. O is small, I may be large: so
+// the four warps of a block share the columns of its two outputs.
+// Grid (O/2, ceil(n/4)); 128 threads.
+extern "C" __global__ void __launch_bounds__(128)
+decode_residual(real* x, const real* y, const real* w, int n, int I, int O) {
+    __shared__ float2 parts[ROWS][4];
+    int o = 2 * blockIdx.x, row = ROWS * blockIdx.y + threadIdx.x;
+    const real* w_a = w + (long long)o * I;
+    two_products(y, nullptr, 0.0f, w_a, w_a + I, n, I, 4, [&](int r, float a, float b) {
+        parts[r % ROWS][threadIdx.x / 32] = make_float2(a, b);
+    });
     __syncthreads();
-    if (part > 0) return;
-    for (int p = 1; p < parts; p++)
-        for (int i = 0; i < 8; i++) sum.x[i] += sums[p * vectors + threadIdx.x].x[i];
-    for (int i = 0; i < 8; i++) sum.x[i] /= total;
-    store8(out + ((long long)row * H + h) * D + column, sum);
+    if (threadIdx.x >= ROWS || row >= n) return;
+    float2* p = parts[threadIdx.x];
+    real* to = x + (long long)row * O + o;
+    store(to, to_float(to[0]) + ((p[0].x + p[1].x) + (p[2].x + p[3].x)));
+    store(to + 1, to_float(to[1]) + ((p[0].y + p[1].y) + (p[2].y + p[3].y)));
 }
 
-// out (n,O) = x (n,I) @ w (O,I).T for a few rows: reading w is all the time it takes, so a warp owns an
-// output o, reads its row of w once, 16 bytes a lane, and uses it for up to eight rows of x. O is a multiple
-// of 8.
-// Grid (O/8, ceil(n/8)); 256 threads.
-template <class Out>
-__device__ void few_rows_product(Out* out, const real* x, const real* w, int n, int I, int O) {
-    int o = 8 * blockIdx.x + threadIdx.x / 32, lane = threadIdx.x % 32;
-    int first = 8 * blockIdx.y, rows = min(8, n - first);
-    float sum[8] = {};
-    for (int i = 8 * lane; i < I; i += 256) {
-        Eight weight = load8(w + (long long)o * I + i);
+// h (n,F) = silu(rmsnorm(x) @ gate.T) * (rmsnorm(x) @ up.T), w (2F,C) = [gate | up]: a warp owns a column of
+// h.
+// Grid (ceil(F/4), ceil(n/4)); 128 threads.
+extern "C" __global__ void __launch_bounds__(128)
+decode_swiglu(real* h, const real* x, const float* gain, const real* w, int n, int C, int F, float eps) {
+    int o = own_pair();
+    if (o >= F) return;
+    const real* w_a = w + (long long)o * C;
+    two_products(x, gain, eps, w_a, w_a + (long long)F * C, n, C, 1, [&](int r, float a, float b) {
+        store(h + (long long)r * F + o, a * sigmoid(a) * b);
+    });
+}
+
+// logits (n,O) = rmsnorm(x) @ w (O,C).T, of as many heads as w has.
+// Grid (ceil(O/8), ceil(n/4)); 128 threads.
+extern "C" __global__ void __launch_bounds__(128)
+decode_logits(float* logits, const real* x, const float* gain, const real* w, int n, int C, int O,
+              float eps) {
+    int o = 2 * own_pair();
+    if (o >= O) return;
+    const real* w_a = w + (long long)o * C;
+    two_products(x, gain, eps, w_a, w_a + C, n, C, 1, [&](int r, float a, float b) {
+        logits[(long long)r * O + o] = a;
+        logits[(long long)r * O + o + 1] = b;
+    });
+}
+
+// Covers the attention of Model.extend: y (n, H*D). A block takes one head of one token and SPLIT keys, one a
+// thread. Where there are more keys, each block leaves its part of the sum over them, with the maximum m and
+// the sum l of exponentials that it is relative to:
+//
+//     y = sum_s exp(m_s - m) y_s / sum_s exp(m_s - m) l_s,   m = max_s m_s
+//
+// The last block to end, whichever it is, adds up the parts, always in the same order. parts (n, H, splits,
+// D + 2); done (n, H) counts the blocks that have ended, from 0, and is left at 0.
+// Grid (ceil(context / SPLIT), H, n), of which those whose keys are still to come have nothing to do; SPLIT
+// threads.
+constexpr int SPLIT = 512, MOST_SPLITS = 32;  // contexts of up to 16,384
+
+extern "C" __global__ void __launch_bounds__(SPLIT)
+decode_attention(real* y, float* parts, int* done, const real* qkv, const int* place, int H, int G, int D) {
+    __shared__ float slots[2][32], weights[SPLIT], factors[MOST_SPLITS], sums[8 * SPLIT];
+    __shared__ int ended;
+    int h = blockIdx.y, row = blockIdx.z, length = place[0] + row + 1, first = SPLIT * blockIdx.x;
+    if (first >= length) return;
+    long long width = (H + 2 * G) * D;
+    const real* q = qkv + (length - 1) * width + h * D;
+    const real* keys = qkv + first * width + (H + h / (H / G)) * D;
+    const real* values = keys + G * D;
+    int count = min(SPLIT, length - first), key = threadIdx.x;  // of keys; the own one
+    // Eight columns of four values for later: loads that wait for nothing start now. Of the D/8 such pieces
+    // of a value each thread takes one, the keys are dealt out to SPLIT / (D/8) groups of threads.
+    int vectors = D / 8, groups = SPLIT / vectors, group = key / vectors, column = 8 * (key % vectors);
+    Packed v[4];
 #pragma unroll
-        for (int r = 0; r < 8; r++)
-            if (r < rows) sum[r] += dot8(weight, load8(x + (long long)(first + r) * I + i));
-    }
+    for (int i = 0; i < 4; i++)
+        v[i] = load_packed(values + min(group + i * groups, count - 1) * width + column);
+    float score = 0.0f;
+    const real* own = keys + min(key, count - 1) * width;
+#pragma unroll 8
+    for (int d = 0; d < D; d += 8) score += dot8(load8(q + d), load8(own + d));
+    score = key < count ? score * rsqrtf(float(D)) : MASKED;
+    float m = block_max(score, slots[0]);
+    weights[key] = key < count ? expf(score - m) : 0.0f;
+    float l = block_sum(weights[key], slots[1]);  // its barrier also publishes the weights
+
+    Eight sum = {};
+    for (int j = group; j < SPLIT; j += 4 * groups)
 #pragma unroll
-    for (int r = 0; r < 8; r++) {
-        float total = warp_sum(sum[r]);
-        if (r < rows && lane == 0) store(out + (long long)(first + r) * O + o, total);
+        for (int i = 0; i < 4; i++) {
+            int other = j + i * groups;
+            if (other >= count) continue;
+            Eight value = j == group ? unpack8(v[i]) : load8(values + other * width + column);
+            for (int c = 0; c < 8; c++) sum.x[c] += weights[other] * value.x[c];
+        }
+    store8(sums + 8 * key, sum);
+    __syncthreads();
+    int used = (length + SPLIT - 1) / SPLIT;
+    float* all = parts + (long long)(row * H + h) * gridDim.x * (D + 2);
+    float* part = all + blockIdx.x * (D + 2);
+    real* to = y + (long long)(row * H + h) * D;
+    if (key < D) {
+        float total = 0.0f;
+#pragma unroll 8
+        for (int other = 0; other < groups; other++) total += sums[other * D + key];
+        if (used == 1) store(to + key, total / l);
+        else part[key] = total;
     }
+    if (used == 1) return;
+    if (key == 0) {
+        part[D] = m;
+        part[D + 1] = l;
+    }
+
+    __threadfence();  // the part is there for all blocks before this one counts as ended
+    __syncthreads();
+    if (key == 0) ended = atomicAdd(done + row * H + h, 1) + 1;
+    __syncthreads();
+    if (ended < used) return;
+    if (key == 0) done[row * H + h] = 0;
+    // __ldcg: from the cache that all multiprocessors share, where the others' parts are
+    m = block_max(key < used ? __ldcg(all + key * (D + 2) + D) : MASKED, slots[0]);
+    if (key < used) factors[key] = expf(__ldcg(all + key * (D + 2) + D) - m);
+    l = block_sum(key < used ? factors[key] * __ldcg(all + key * (D + 2) + D + 1) : 0.0f, slots[1]);
+    if (key >= D) return;  // the sum's barrier has published the factors
+    float total = 0.0f;
+    for (int s = 0; s < used; s++) total += factors[s] * __ldcg(all + s * (D + 2) + key);
+    store(to + key, total / l);
 }
 
-extern "C" __global__ void few_rows(real* out, const real* x, const real* w, int n, int I, int O) {
-    few_rows_product(out, x, w, n, I, O);
+// -----------------------------------------------------------------------------------------------------------
+// 9. Drawing the next token
+// -----------------------------------------------------------------------------------------------------------
+typedef unsigned long long Key;
+
+// Keys have the order of x, and where two x are equal that of sample(): the smaller id, below 65,536, comes
+// first. A double loses the bits that are worth 2^-36 of it.
+__device__ Key order_key(float x, int id) {
+    unsigned bits = __float_as_uint(x);
+    return Key(bits >> 31 ? ~bits : bits | 1u << 31) << 16 | (0xFFFF - id);
 }
 
-extern "C" __global__ void few_rows_to_fp32(float* out, const real* x, const real* w, int n, int I, int O) {
-    few_rows_product(out, x, w, n, I, O);
+__device__ Key order_key(double x, int id) {
+    Key bits = __double_as_longlong(x);
+    bits = bits >> 63 ? ~bits : bits | Key(1) << 63;
+    return (bits & ~Key(0xFFFF)) | (0xFFFF - id);
+}
+
+__device__ int id_of(Key key) { return 0xFFFF - int(key & 0xFFFF); }
+
+// Sum and maximum over 32 warps, in half the steps of block_sum: the warps' results go through lanes, too.
+__device__ float sum_of_all(float x, float* slots) {
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
+    __syncthreads();
+    return warp_sum(slots[threadIdx.x % 32]);
+}
+
+__device__ Key largest_of_all(Key x, Key* slots) {
+    for (int bit = 16; bit > 0; bit /= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
+    __syncthreads();
+    for (int w = 0; w < 32; w++) x = max(x, slots[w]);
+    return x;
+}
+
+// A key from which on, in their order, the weights of ids reach `amount`, and not from any larger id's on:
+// found bit by bit from the top. scale 0: every id weighs 1; else exp(scale (z - top)). Ids below `floor` do
+// not count.
+__device__ Key key_where(float amount, float scale, float top, Key floor, const float* z, int vocab,
+                         float (*slots)[32]) {
+    Key found = 0;
+    for (int bit = 47; bit >= 0; bit--) {
+        Key tried = found | Key(1) << bit, least = max(tried, floor);
+        float sum = 0.0f;
+#pragma unroll 4
+        for (int id = threadIdx.x; id < vocab; id += 1024)
+            if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
+        sum = sum_of_all(sum, slots[bit % 2]);
+        if (sum >= amount) found = tried;
+        if (sum == amount) break;
+    }
+    __syncthreads();  // slots are free again
+    return found;
+}
+
+// Covers gumbel, in its letters.
+__device__ double gumbel(Key seed, int t, int id) {
+    Key z = seed;
+    for (int i = 0; i < 2; i++) {
+        z += (Key(i ? id : t) + 1) * 0x9e3779b97f4a7c15ull;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+        z ^= z >> 31;
+    }
+    return -log(-log((double(z >> 12) + 0.5) / 4503599627370496.0));
+}
+
+// Covers sample: ids (n,heads), drawn by each head after each row of logits (n,heads,V); and p (n), the
+// probability that head 0's logits give the id, at temperature 1 and among all. place: see section 8;
+// drawing: the temperature, above 0, and top_p. Where only the largest is asked for (temperature 0 on the
+// host), top_k is 1.
+// Grid (n, heads); 1024 threads.
+extern "C" __global__ void draw(int* ids, float* p, const float* logits, const int* place,
+                                const double* drawing, const Key* seed, int V) {
+    __shared__ Key keys[2][32];
+    __shared__ float slots[2][32];
+    int row = blockIdx.x, head = blockIdx.y, top_k = place[2], vocab = place[3];
+    int index = row * gridDim.y + head, t = place[1] + row + head;
+    const float* z = logits + (long long)index * V;
+    Key largest = 0, best = 0, floor = 0;
+    for (int id = threadIdx.x; id < vocab; id += 1024) largest = max(largest, order_key(z[id], id));
+    largest = largest_of_all(largest, keys[0]);
+    float top = z[id_of(largest)], scale = float(1.0 / drawing[0]), sum = 0.0f;
+    if (top_k == 1)
+        floor = largest;
+    else {
+        if (top_k > 0 && top_k < vocab) floor = key_where(top_k, 0.0f, top, 0, z, vocab, slots);
+        if (drawing[1] < 1.0) {
+            for (int id = threadIdx.x; id < vocab; id += 1024)
+                if (order_key(z[id], id) >= floor) sum += expf(scale * (z[id] - top));
+            sum = sum_of_all(sum, slots[1]);
+            __syncthreads();  // slots are free again
+            floor = max(floor, key_where(float(drawing[1]) * sum, scale, top, floor, z, vocab, slots));
+        }
+    }
+    sum = 0.0f;
+    for (int id = threadIdx.x; id < vocab; id += 1024) {
+        sum += expf(z[id] - top);
+        if (order_key(z[id], id) >= floor)
+            best = max(best, order_key((double(z[id]) - top) / drawing[0] + gumbel(*seed, t, id), id));
+    }
+    best = largest_of_all(best, keys[1]);
+    sum = sum_of_all(sum, slots[0]);
+    if (threadIdx.x > 0) return;
+    ids[index] = id_of(best);
+    if (head == 0) p[row] = expf(z[ids[index]] - top) / sum;
 }

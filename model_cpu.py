@@ -918,6 +918,17 @@ class Model:
         self.position, self.cached = p + n, []      # generate notes what it has read
         return (normed @ self.params["heads"].T).reshape(n, c.predict, c.vocab)
 
+    def draw(self, tokens, rows, heads, t, seed, temperature, top_k, top_p, vocab):
+        """Append tokens as extend does, and draw after each of the last `rows` of them: -> ids (rows, heads),
+        that of head k after row r for position t + r + k of the text, and the probabilities p (rows,) that
+        head 0 gave its ids."""
+        logits = self.extend(tokens)[-rows:, :heads, :vocab].astype(np.float64)
+        positions = t + np.add.outer(np.arange(rows), np.arange(heads))
+        ids = sample(logits.reshape(rows * heads, -1), seed, positions.reshape(-1), temperature, top_k,
+                     top_p).reshape(rows, heads)
+        drawn = np.take_along_axis(logits[:, 0], ids[:, :1], axis=1)
+        return ids, 1 / np.exp(logits[:, 0] - drawn).sum(axis=1)
+
 
 # ------------------------------------------------------------------------------------------------------------
 # 6. Generation, and the Euler table
@@ -995,12 +1006,8 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
     speculate = model.speculation_pays if speculate is None else speculate
     context, text, drafts = model.config.context, list(tokens), []
+    vocab, heads = vocab or model.config.vocab, model.config.predict if speculate else 1
     end = math.inf if most is None else len(text) + most
-
-    def draw(logits, t):
-        """logits (n,V) of positions t, t+1, ... -> list of n ids."""
-        return sample(logits[:, :vocab], seed, t + np.arange(len(logits)), temperature, top_k, top_p).tolist()
-
     while len(text) < end:
         window = text[window_start(len(text), context):]
         if model.cached != window[:-1]:             # another text, or a new window
@@ -1008,13 +1015,14 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
         model.position = len(model.cached)
         if len(window) - model.position > 1 or len(window) + len(drafts) > context:
             drafts = []             # what has to be read is read alike with and without speculation
-        logits = model.extend(window[model.position:] + drafts)[-1 - len(drafts):]      # (1 + drafts,K,V)
+        ids, p = model.draw(window[model.position:] + drafts, 1 + len(drafts), heads, len(text), seed,
+                            temperature, top_k, top_p, vocab)
         model.cached = window
-        for head, (token, draft) in enumerate(zip(draw(logits[:, 0], len(text)), [*drafts, None])):
+        for row, draft in enumerate([*drafts, None]):
+            token = int(ids[row, 0])
             model.position = len(model.cached)      # roll back: the rows of drafts count one by one
             if trace is not None:
-                z = logits[head, 0, :vocab].astype(np.float64)
-                trace.append((head, len(drafts), 1 / np.exp(z - z[token]).sum()))
+                trace.append((row, len(drafts), float(p[row])))     # drafted by the head of this number
             if token in stop:
                 return
             text.append(token)
@@ -1022,7 +1030,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             if token != draft or len(text) == end:
                 break
             model.cached.append(token)
-        drafts = draw(logits[head, 1:], len(text)) if speculate else []
+        drafts = ids[row, 1:].tolist()
 
 
 def layer_logits(model, inputs):

@@ -27,6 +27,7 @@ functions of model_cpu, it says so there.
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); not several GPUs; no GPU but NVIDIA's.  It
 can be imported, and says so in one sentence, where there is no CuPy or no GPU.
 """
+import collections
 import ctypes
 import dataclasses
 import math
@@ -54,7 +55,9 @@ NORM_BLOCKS = 1056    # blocks, and so partial sums, of rmsnorm_backward: 8 for 
 SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 10              # the use of a batch's shape from which on its launches are a CUDA graph
-FEW_ROWS = 8    # up to this many rows, decoding uses few_rows: reading the weights once is all it costs
+FEW_ROWS = 8                # up to which decoding has kernels of its own
+GROUP_ROWS = 4              # of them that share a reading of the weights: ROWS in kernels.cu
+SPLIT = 512                 # keys of a block of decode_attention
 # dense bf16 rates by datasheet, TFLOP/s; TF32 has half
 BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
                ("L4", 121), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
@@ -164,14 +167,20 @@ def muon_tables(config, precision):
 
 
 def decode_table(config, precision):
-    """The buffers of extend: the cache of keys and values, and up to context rows of everything else."""
-    c, n = config, config.context
-    real = np.uint16 if precision == "bf16" else np.float32
-    return [("tokens", (n,), np.int32), ("cache", (c.layers, 2, c.kv_heads, n, c.head_dim), real),
-            ("x", (n, c.dim), real), ("n", (n, c.dim), real), ("increment", (n, c.dim), real),
-            ("rstd", (n,), np.float32), ("qkv", (n, c.qkv_width), real), ("y", (n, c.dim), real),
-            ("gate_up", (n, 2 * c.hidden), real), ("h", (n, c.hidden), real),
-            ("logits", (n, c.predict * c.vocab), np.float32)]
+    """The buffers of extend and draw: what a step is told, what it answers, what it works in; the cache, a
+    matrix qkv for each layer; and what reading a prompt of up to context tokens takes besides."""
+    c, n, rows = config, config.context, max(FEW_ROWS, config.predict)
+    layer, shared, _, scratch = work_tables(c, 1, n, precision)
+    prompt = [row for row in (*layer, *shared, *scratch)
+              if row[0] in ("x_in", "rstd1", "y", "lse", "x_mid", "rstd2", "gate_up", "x", "rstd", "n",
+                            "increment", "h")]
+    qkv = [(name, (c.layers, *shape), dtype) for name, shape, dtype in layer if name == "qkv"]
+    return [("tokens", (n,), np.int32), ("place", (4,), np.int32), ("drawing", (2,), np.float64),
+            ("seed", (1,), np.uint64),
+            ("ids", (rows, c.predict), np.int32), ("p", (rows,), np.float32),
+            ("logits", (rows, c.predict * c.vocab), np.float32),
+            ("parts", (rows, c.heads, ceil_div(n, SPLIT), c.head_dim + 2), np.float32),
+            ("done", (rows, c.heads), np.int32), *qkv, *prompt]
 
 
 def ceil_div(n, size):
@@ -209,7 +218,7 @@ KERNELS = ("embedding_forward", "embedding_backward", "rmsnorm_forward", "rmsnor
            "rope", "swiglu_forward", "swiglu_backward", "cross_entropy", "cross_entropy_sum",
            "sum_of_squares", "gradient_norm", "adamw", "muon_momentum", "muon_input", "muon_polynomial",
            "muon_apply", "copy_weights", "matmul", "matmul_to_fp32",
-           "rope_append", "decode_attention", "few_rows", "few_rows_to_fp32")
+           "decode_qkv", "decode_attention", "decode_residual", "decode_swiglu", "decode_logits", "draw")
 NULL = np.uint64(0)                                 # as a pointer: there is none
 int32, int64, float32 = np.int32, np.int64, np.float32
 
@@ -244,7 +253,6 @@ class Gpu:
             self.compile("flash_attn.cu", names, (f"-DHEAD_DIM={config.head_dim}",))
             for name, _, _, shared in self.flash:
                 self.kernels[name].max_dynamic_shared_size_bytes = shared
-            self.kernels["decode_attention"].max_dynamic_shared_size_bytes = 4 * config.context
         finally:
             notice.cancel()
         # (context, 1, D), of which the second half of D says all -> (context, D/2)
@@ -383,13 +391,6 @@ def linear_forward(gpu, out, x, w):
     product(gpu, out, x, w, transpose_b=True)
 
 
-def few_rows_forward(gpu, out, x, w):
-    """linear_forward for decoding: each of the few rows of x is computed as if it were alone."""
-    (N, I), O = x.shape, len(w)
-    name = "few_rows_to_fp32" if out.dtype == np.float32 else "few_rows"
-    gpu.launch(name, (O // 8, ceil_div(N, 8)), 256, out, x, w, int32(N), int32(I), int32(O))
-
-
 # linear_backward of model_cpu, in two halves: between them the backward of what made x computes x again.
 def linear_backward_input(gpu, dx, dout, w):
     """dx (N,I) = dout (N,O) @ w."""
@@ -401,11 +402,12 @@ def linear_backward_weight(gpu, dw, dout, x):
     product(gpu, dw, dout, x, transpose_a=True, add=True)
 
 
-def rope_forward(gpu, qkv, T):
-    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D).  The backward is attention_backward's."""
+def rope_forward(gpu, qkv, T, first=0):
+    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D), whose first row stands at position `first`.
+    The backward is attention_backward's."""
     c, N = gpu.config, len(qkv)
     heads, D = c.heads + c.kv_heads, c.head_dim
-    gpu.launch("rope", (ceil_div(N * heads * D // 16, 256),), 256, qkv, gpu.cos, gpu.sin,
+    gpu.launch("rope", (ceil_div(N * heads * D // 16, 256),), 256, qkv, gpu.cos[first:], gpu.sin[first:],
                *map(int32, (N, T, heads, D, c.qkv_width)))
 
 
@@ -423,12 +425,13 @@ def flash_kernels(precision, D):
     return [(f"{name}_{precision}", rows, 128, size) for name, size in zip(names, shared)]
 
 
-def attention_forward(gpu, out, lse, qkv, B, T):
+def attention_forward(gpu, out, lse, qkv, B, T, first=0):
     """Causal grouped-query attention.  qkv (N,(H+2G)D), already rotated; out (N,C); lse (B,H,T) keeps the log
-    of each row's sum of exponentials, from which the backward computes the probabilities again."""
+    of each row's sum of exponentials, from which the backward computes the probabilities again.  first: the
+    first of the T positions whose output is asked for; a few before it may be computed as well."""
     c = gpu.config
     name, rows, threads, shared = gpu.flash[0]
-    gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, out, lse, qkv,
+    gpu.launch(name, (c.heads, B, ceil_div(T, rows) - first // rows), threads, out, lse, qkv,
                *map(int32, (T, c.heads, c.kv_heads)), shared=shared)
 
 
@@ -462,14 +465,15 @@ def block_forward(gpu, w, saved, shared, before, increment):
 
     The sum at the end of a substep is left to the norm that reads it.  So the input comes as its two terms,
     before + increment (increment None: there is only one), and the output is returned as such.  w: this
-    layer's weights by name; saved: this layer's arrays; shared: those that all layers share, and "B" and
-    "T"."""
-    n, B, T = shared["n"], shared["B"], shared["T"]
+    layer's weights by name; saved: this layer's arrays; shared: those that all layers share, "B" and "T", and
+    "first": of the T positions of qkv and y so many stand there already, from earlier calls (extend; else
+    none)."""
+    n, B, T, first = shared["n"], shared["B"], shared["T"], shared["first"]
     rmsnorm_forward(gpu, n, saved["rstd1"], saved["x_in"], w["norm1"], before, increment)
-    linear_forward(gpu, saved["qkv"], n, w["qkv"])
-    rope_forward(gpu, saved["qkv"], T)
-    attention_forward(gpu, saved["y"], saved["lse"], saved["qkv"], B, T)
-    linear_forward(gpu, shared["increment"], saved["y"], w["out"])
+    linear_forward(gpu, saved["qkv"][first:], n, w["qkv"])
+    rope_forward(gpu, saved["qkv"][first:], T, first)
+    attention_forward(gpu, saved["y"], saved["lse"], saved["qkv"], B, T, first)
+    linear_forward(gpu, shared["increment"], saved["y"][first:], w["out"])
 
     rmsnorm_forward(gpu, n, saved["rstd2"], saved["x_mid"], w["norm2"], saved["x_in"],
                     shared["increment"])                                                   # Euler substep 1
@@ -508,6 +512,22 @@ def block_backward(gpu, w, dw, saved, shared, dx):
     # n = rmsnorm(x_in)
     rmsnorm_backward(gpu, dx, dw["norm1"], n, saved["x_in"], saved["rstd1"], w["norm1"], dgain, add=True)
     linear_backward_weight(gpu, dw["qkv"], dqkv, n)
+
+
+def decode_block(gpu, w, x, qkv, shared):
+    """block_forward for a few new tokens, in place on x (n,C): no array but x and the layer's cache, qkv
+    (context,(H+2G)D), is read again."""
+    c, (n, C), groups = gpu.config, x.shape, ceil_div(len(x), GROUP_ROWS)
+    H, G, D, F, eps = c.heads, c.kv_heads, c.head_dim, c.hidden, float32(c.norm_eps)
+    y, h, place = shared["y"], shared["h"], shared["place"]
+    gpu.launch("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w["norm1"], w["qkv"], gpu.cos,
+               gpu.sin, place, *map(int32, (n, C, H + 2 * G, H + G, D)), eps)
+    gpu.launch("decode_attention", (ceil_div(c.context, SPLIT), H, n), SPLIT, y, shared["parts"],
+               shared["done"], qkv, place, *map(int32, (H, G, D)))
+    gpu.launch("decode_residual", (C // 2, groups), 128, x, y, w["out"], *map(int32, (n, C, C)))
+    gpu.launch("decode_swiglu", (ceil_div(F, 4), groups), 128, h, x, w["norm2"], w["gate_up"],
+               *map(int32, (n, C, F)), eps)
+    gpu.launch("decode_residual", (C // 2, groups), 128, x, h, w["down"], *map(int32, (n, F, C)))
 
 
 def cross_entropy_forward(gpu, losses, logits, nll, targets, weight, divisor):
@@ -660,7 +680,9 @@ class Model:
             memory = cupy.empty(table_bytes(decoding), np.uint8)
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise self.out_of_memory(micro_batch or 1, config.context) from error
-        self.decoder = carve(memory, decoding), Inputs(memory, decoding[:1])
+        self.decoder, self.steps = carve(memory, decoding), collections.defaultdict(Replay)
+        self.decoder["done"].fill(0)
+        self.decoder_inputs = Inputs(memory, decoding[:4])
         if micro_batch:
             self.buffers(micro_batch, config.context)
         self.params = param_views(self.flat_params, config)
@@ -760,7 +782,7 @@ class Model:
                     for name, array in arrays.items()}
 
         shared, width = fronts(others), T + self.config.predict - 1
-        shared.update(B=B, T=T, targets=shared["targets"][:B * width].reshape(B, width),
+        shared.update(B=B, T=T, first=0, targets=shared["targets"][:B * width].reshape(B, width),
                       forward=Replay(), backward=Replay())
         self.buffers_by_shape[B, T] = list(map(fronts, layers)), shared, inputs
         return self.buffers_by_shape[B, T]
@@ -863,36 +885,65 @@ class Model:
 
         For up to max(K, 8) tokens a row's arithmetic does not depend on n: verifying drafted tokens gives the
         bits of decoding them one by one.  A longer prompt goes through cuBLAS."""
-        tokens, c, p, gpu = np.asarray(tokens, np.int64), self.config, self.position, self.gpu
-        n, H, G, D = len(tokens), c.heads, c.kv_heads, c.head_dim
-        if p + n > c.context:
-            raise ValueError(f"{n} tokens at position {p} do not fit the context of {c.context}.")
+        c, n = self.config, len(tokens)
+        self.append(tokens, c.predict)
+        logits = self.decoder["logits"][:n]
+        if n > len(logits):
+            logits = cupy.empty((n, c.predict * c.vocab), np.float32)
+            linear_forward(self.gpu, logits, self.decoder["n"][:n], self.weights["heads"])
+        return cupy.asnumpy(logits).reshape(n, c.predict, c.vocab)
+
+    def draw(self, tokens, rows, heads, t, seed, temperature, top_k, top_p, vocab):
+        """Append tokens as extend does, and draw after each of the last `rows`, which is 1 after more than
+        max(K, 8) tokens: see model_cpu.  The host reads ids, not logits."""
+        drawn = len(tokens) if len(tokens) <= len(self.decoder["ids"]) else 1
+        if temperature == 0:
+            temperature, top_k = 1.0, 1             # the largest alone
+        self.append(tokens, heads, t - drawn + rows, seed, temperature, top_k, top_p, vocab)
+        ids, p = self.later(self.decoder["ids"], self.decoder["p"])()
+        return ids.reshape(-1)[:drawn * heads].reshape(drawn, heads)[-rows:], p[:drawn][-rows:]
+
+    def append(self, tokens, heads, t=0, seed=0, temperature=1.0, top_k=1, top_p=1.0, vocab=1):
+        """Append tokens; of few all logits of the first `heads` heads, of a longer prompt the last, and what
+        is drawn by them, are then in the decoder's buffers.  t: the position in the text of what is drawn by
+        head 0 after the first row of these logits."""
+        tokens, c, first, n = np.asarray(tokens, np.int64), self.config, self.position, len(tokens)
+        if first + n > c.context:
+            raise ValueError(f"{n} tokens at position {first} do not fit the context of {c.context}.")
         check_tokens(c, tokens)
-        buffers, inputs = self.decoder
-        d = {name: array if name == "cache" else array[:n] for name, array in buffers.items()}
-        linear = few_rows_forward if n <= max(FEW_ROWS, c.predict) else linear_forward
-        x, increment, sizes = d["x"], None, [int32(i) for i in (p, H, G, D, c.context)]
-        inputs.send({"tokens": tokens})
-        embedding_forward(gpu, x, d["tokens"], self.weights["embed"])
-        for i in range(c.layers):
-            w = self.layers[i]
-            keys, values = d["cache"][i]
-            rmsnorm_forward(gpu, d["n"], d["rstd"], x, w["norm1"], x, increment)
-            increment = d["increment"]
-            linear(gpu, d["qkv"], d["n"], w["qkv"])
-            gpu.launch("rope_append", (ceil_div(n * (H + 2 * G) * D // 16, 256),), 256, d["qkv"], keys,
-                       values, gpu.cos, gpu.sin, int32(n), *sizes)
-            gpu.launch("decode_attention", (H, n), 128, d["y"], d["qkv"], keys, values, *sizes,
-                       shared=4 * (p + n))
-            linear(gpu, increment, d["y"], w["out"])
-            rmsnorm_forward(gpu, d["n"], d["rstd"], x, w["norm2"], x, increment)
-            linear(gpu, d["gate_up"], d["n"], w["gate_up"])
-            swiglu_forward(gpu, d["h"], d["gate_up"])
-            linear(gpu, increment, d["h"], w["down"])
-        rmsnorm_forward(gpu, d["n"], d["rstd"], x, self.weights["norm"], x, increment)
-        linear(gpu, d["logits"], d["n"], self.weights["heads"])
-        self.position, self.cached = p + n, []      # generate notes what it has read
-        return cupy.asnumpy(d["logits"]).reshape(n, c.predict, c.vocab)
+        self.decoder_inputs.send({"tokens": tokens, "place": np.array([first, t, min(top_k, c.vocab), vocab]),
+                                  "drawing": np.array([temperature, top_p]),
+                                  "seed": np.array([seed], np.uint64)})
+        if n <= len(self.decoder["ids"]):
+            self.steps[n, heads](self.gpu, lambda: self.decode(n, heads))
+        else:
+            self.read_prompt(n, heads)
+        self.position, self.cached = first + n, []          # generate notes what it has read
+
+    def decode(self, n, heads):
+        """n tokens, already sent, few: the same launches at every position."""
+        d, w, (C, V) = self.decoder, self.weights, (self.config.dim, self.config.vocab)
+        x = d["x"][:n]
+        embedding_forward(self.gpu, x, d["tokens"], w["embed"])
+        for layer, qkv in zip(self.layers, d["qkv"]):
+            decode_block(self.gpu, layer, x, qkv, d)
+        self.gpu.launch("decode_logits", (ceil_div(heads * V, 8), ceil_div(n, GROUP_ROWS)), 128, d["logits"], x,
+                        w["norm"], w["heads"], *map(int32, (n, C, heads * V)), float32(self.config.norm_eps))
+        self.launch_draw(n, heads)
+
+    def read_prompt(self, n, heads):
+        """n tokens, already sent, many: as in training, but that qkv goes to its place in the cache."""
+        d, first, outputs = self.decoder, self.position, heads * self.config.vocab
+        shared = {**{name: array[:n] for name, array in d.items()}, "y": d["y"][:first + n],
+                  "B": 1, "T": first + n, "first": first}
+        final = self.trunk([{**shared, "qkv": qkv[:first + n]} for qkv in d["qkv"]], shared)
+        linear_forward(self.gpu, d["logits"][:1, :outputs], final[-1:], self.weights["heads"][:outputs])
+        self.launch_draw(1, heads)
+
+    def launch_draw(self, rows, heads):
+        d = self.decoder
+        self.gpu.launch("draw", (rows, heads), 1024, d["ids"], d["p"], d["logits"], d["place"], d["drawing"],
+                        d["seed"], int32(self.config.vocab))
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 import model_cpu
 from cuda_helpers import (
     ORDERS, CpuModule, KernelError, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, to_bf16)
+from model_gpu import SPLIT
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 NULL = np.uint64(0)
@@ -333,70 +334,203 @@ def test_matmul(bench, layout):
             bench.close(out, expected + (old if add else 0))
 
 
-def test_scores_of_any_size(bench):
-    """Scores between -150,000 and 0, in no order: the query takes the value of the one that beats the others. Equal scores
-    share."""
-    T, D = 300, 16
-    order = bench.rng.permutation(T)
-    qkv, _ = bench.as_real(np.repeat([[512.0, 1.0, 1.0]], D, axis=1))
-    values, values64 = bench.real(T, D)
-    for column, expected in ((-order / 4, values64[order.argmin()]), (np.full(T, -50.0), values64.mean(axis=0))):
-        keys, out = bench.as_real(np.repeat(column[:, None], D, axis=1))[0], bench.empty(D)
-        bench.launch("decode_attention", (1, 1), 128, out, qkv, keys, values, *map(i32, (T - 1, 1, 1, D, T)),
-                     shared=4 * T)
-        bench.close(out, expected)
+def normed(x64, gain64, eps):
+    out = np.zeros_like(x64)
+    model_cpu.rmsnorm_forward(out, np.zeros(len(x64)), x64, gain64, eps)
+    return out
 
 
-def test_decoding(bench):
-    """rope_append and decode_attention against the attention of Model.extend, n rows at once and one by one."""
-    for n, position, H, G, D in [(1, 0, 1, 1, 16), (3, 5, 4, 2, 32), (2, 140, 3, 1, 64), (5, 2, 2, 2, 128),
-                                 (1, 7, 1, 1, 48)]:
-        context, width = position + n + 1, (H + 2 * G) * D
+def few_rows(bench, n, C):
+    """n rows and a gain: x, gain, and the norm in float64, with an eps that shows."""
+    x, x64 = bench.real(n, C)
+    gain, gain64 = bench.single(C)
+    return x, gain, normed(x64, gain64, 0.25)
+
+
+WIDTHS = [(1, 8), (3, 264), (8, 776), (11, 1032), (5, 4104), (17, 16)]
+
+
+def test_decode_qkv(bench):
+    """The rotation of q and k, v as it is, each row in its place and no other written; rows at once and one by one."""
+    shapes = (1, 1, 32), (3, 1, 16), (2, 2, 32), (1, 1, 64), (2, 1, 32), (1, 1, 128)
+    for (n, C), (H, G, D), position in zip(WIDTHS, shapes, (0, 5, 1, 30, 100, 2)):
+        context, width = position + n + 2, (H + 2 * G) * D
         cos, sin, cos32, sin32 = rope_tables(bench, context, D)
-        past, past64 = bench.real(2, G, context, D)
-        past[:, :, position:] = np.full_like(past[:, :, position:], 0xFFFF if bench.bf16 else np.nan)
-        qkv, qkv64 = bench.real(n, width)
-        singly, again = bench.put(qkv.copy()), bench.put(past.copy())
-        out, one = bench.empty(n, H * D), bench.empty(n, H * D)
+        x, gain, x64 = few_rows(bench, n, C)
+        w, w64 = bench.real(width, C, scale=C ** -0.5)
+        expected = x64 @ w64.T
+        model_cpu.rope_forward(expected.reshape(1, n, -1, D)[:, :, :H + G], cos[position:position + n],
+                               sin[position:position + n])
+        qkv, again = bench.empty(context, width), bench.empty(context, width)
 
-        def append(qkv, cache, n, position):
-            bench.launch("rope_append", (-(-n * (H + 2 * G) * D // 16 // 256),), 256, qkv, cache[0], cache[1], cos32,
-                         sin32, *map(i32, (n, position, H, G, D, context)))
-
-        append(qkv, past, n, position)
-        bench.launch("decode_attention", (H, n), 128, out, qkv, past[0], past[1],
-                     *map(i32, (position, H, G, D, context)), shared=4 * (position + n))
-        part = qkv64.reshape(1, n, -1, D)[:, :, :H + G]
-        model_cpu.rope_forward(part, cos[position:position + n], sin[position:position + n])
-        bench.close(qkv[:, :H * D].copy(), qkv64[:, :H * D])
-        new = qkv64[:, H * D:].reshape(n, 2, G, D).transpose(1, 2, 0, 3)
-        bench.close(past[:, :, position:position + n].copy(), new)
-        assert np.isnan(bench.value(past)[:, :, position + n:]).all()
-        keys, values = bench.value(past)[:, :, :position + n]
-        q = bench.value(qkv)[:, :H * D].reshape(n, G, H // G, D).transpose(1, 2, 0, 3)       # (G,R,n,D)
-        S = q @ keys[:, None].swapaxes(-1, -2) * D ** -0.5
-        S[..., np.arange(position + n) > np.arange(position, position + n)[:, None]] = -np.inf
-        P = np.exp(S - S.max(axis=-1, keepdims=True))
-        y = P / P.sum(axis=-1, keepdims=True) @ values[:, None]
-        bench.close(out, y.transpose(2, 0, 1, 3).reshape(n, -1))
+        def project(qkv, x, n, position):
+            bench.launch("decode_qkv", (-(-width // 8), -(-n // 4)), 128, qkv, x, gain, w, cos32, sin32,
+                         bench.ints([position, -1, -1, -1]), *map(i32, (n, C, H + 2 * G, H + G, D)), f32(0.25))
+        project(qkv, x, n, position)
+        bench.close(qkv[position:position + n], expected)
+        assert np.isnan(np.delete(bench.value(qkv), np.s_[position:position + n], axis=0)).all()
         for row in range(n):
-            append(singly[row:row + 1], again, 1, position + row)
-            bench.launch("decode_attention", (H, 1), 128, one[row], singly[row], again[0], again[1],
-                         *map(i32, (position + row, H, G, D, context)), shared=4 * (position + row + 1))
-        assert one.tobytes() == out.tobytes()
+            project(again, x[row], 1, position + row)
+        assert again.tobytes() == qkv.tobytes()
 
 
-def test_few_rows(bench):
-    for n, I, O in [(1, 8, 8), (3, 264, 16), (8, 776, 24), (11, 72, 8)]:
-        x, x64 = bench.real(n, I)
-        w, w64 = bench.real(O, I)
-        for name, single in (("few_rows", False), ("few_rows_to_fp32", True)):
-            out, one = bench.empty(n, O, single=single), bench.empty(n, O, single=single)
-            bench.launch(name, (-(-O // 8), -(-n // 8)), 256, out, x, w, i32(n), i32(I), i32(O))
-            bench.close(out, x64 @ w64.T)
-            for row in range(n):
-                bench.launch(name, (-(-O // 8), 1), 256, one[row], x[row], w, i32(1), i32(I), i32(O))
-            assert one.tobytes() == out.tobytes()
+def test_decode_residual(bench):
+    for (n, I), O in zip([*WIDTHS, (2, 72)], (8, 16, 24, 8, 8, 2, 6)):
+        y, y64 = bench.real(n, I)
+        w, w64 = bench.real(O, I, scale=I ** -0.5)
+        x, x64 = bench.real(n, O)
+        one = bench.put(x.copy())
+        bench.launch("decode_residual", (O // 2, -(-n // 4)), 128, x, y, w, *map(i32, (n, I, O)))
+        bench.close(x, x64 + y64 @ w64.T)
+        for row in range(n):
+            bench.launch("decode_residual", (O // 2, 1), 128, one[row], y[row], w, *map(i32, (1, I, O)))
+        assert one.tobytes() == x.tobytes()
+
+
+def test_decode_swiglu(bench):
+    for (n, C), F in zip(WIDTHS, (8, 18, 24, 8, 13, 40)):
+        x, gain, x64 = few_rows(bench, n, C)
+        w, w64 = bench.real(2 * F, C, scale=3 * C ** -0.5)
+        h, one = bench.empty(n, F), bench.empty(n, F)
+        expected, gate_up = np.zeros((n, F)), x64 @ w64.T
+        model_cpu.swiglu_forward(expected, np.zeros((n, F)), gate_up)
+
+        def multiply(h, x, n):
+            bench.launch("decode_swiglu", (-(-F // 4), -(-n // 4)), 128, h, x, gain, w, *map(i32, (n, C, F)), f32(0.25))
+        multiply(h, x, n)
+        bench.close(h, expected)
+        for row in range(n):
+            multiply(one[row], x[row], 1)
+        assert one.tobytes() == h.tobytes()
+
+
+def test_decode_logits(bench):
+    for (n, C), O in zip(WIDTHS, (8, 24, 10, 16, 8, 48)):
+        x, gain, x64 = few_rows(bench, n, C)
+        w, w64 = bench.real(O, C, scale=C ** -0.5)
+        logits, one = bench.empty(n, O, single=True), bench.empty(n, O, single=True)
+
+        def look(logits, x, n):
+            bench.launch("decode_logits", (-(-O // 8), -(-n // 4)), 128, logits, x, gain, w, *map(i32, (n, C, O)),
+                         f32(0.25))
+        look(logits, x, n)
+        bench.close(logits, x64 @ w64.T)
+        for row in range(n):
+            look(one[row], x[row], 1)
+        assert one.tobytes() == logits.tobytes()
+
+
+def attend(bench, qkv, position, n, H, G, D):
+    """-> y of decode_attention, for n rows from `position` on of qkv (context, (H+2G)D)."""
+    splits = -(-len(qkv) // SPLIT)
+    y, parts, done = bench.empty(n, H * D), bench.empty(n, H, splits, D + 2, single=True), bench.ints(np.zeros((n, H)))
+    bench.launch("decode_attention", (splits, H, n), SPLIT, y, parts, done, qkv, bench.ints([position, -1, -1, -1]),
+                 *map(i32, (H, G, D)))
+    assert not done.any()                                                # ready for the next
+    return y
+
+
+def test_scores_of_any_size(bench):
+    """Scores between -150,000 and 0, in no order, of several blocks: the query takes the value of the one that beats
+    the others, whichever block has it. Equal scores share."""
+    T, D = 2 * SPLIT + 44, 32
+    order = bench.rng.permutation(T)
+    values, values64 = bench.real(T, D)
+
+    def answer(column):
+        qkv = bench.empty(T + 3, 3 * D)
+        qkv[T - 1, :D] = bench.as_real(np.full(D, 600.0 * 44 / T))[0]
+        qkv[:T, D:2 * D], qkv[:T, 2 * D:] = bench.as_real(np.repeat(column[:, None], D, axis=1))[0], values
+        return attend(bench, qkv, T - 1, 1, 1, 1, D)
+    for place in (3, SPLIT + 5, T - 2):                                  # of the best: in each of the blocks
+        column = -np.roll(order, place - order.argmin()) / 8
+        bench.close(answer(column)[0], values64[place])
+    bench.close(answer(np.full(T, -50.0))[0], values64.mean(axis=0))
+
+
+def test_decode_attention(bench):
+    """Against the attention of Model.extend, n rows at once and one by one, of one block of keys and of several."""
+    for n, position, H, G, D in [(1, 0, 1, 1, 32), (3, 5, 4, 2, 32), (2, SPLIT - 1, 3, 1, 64), (5, 2, 2, 2, 128),
+                                 (1, 2 * SPLIT + 37, 2, 1, 128), (2, 2 * SPLIT - 2, 1, 1, 32)]:
+        length, width = position + n, (H + 2 * G) * D
+        qkv, again = bench.empty(length + SPLIT + 1, width), bench.empty(length + SPLIT + 1, width)     # of NaN
+        qkv[:length], qkv64 = bench.real(length, width)
+        y = attend(bench, qkv, position, n, H, G, D)
+        q = qkv64[position:, :H * D].reshape(n, G, H // G, D).transpose(1, 2, 0, 3)         # (G,R,n,D)
+        keys, values = qkv64[:, H * D:].reshape(length, 2, G, D).transpose(1, 2, 0, 3)
+        S = q @ keys[:, None].swapaxes(-1, -2) * D ** -0.5
+        S[..., np.arange(length) > np.arange(position, length)[:, None]] = -np.inf
+        P = np.exp(S - S.max(axis=-1, keepdims=True))
+        expected = P / P.sum(axis=-1, keepdims=True) @ values[:, None]
+        bench.close(y, expected.transpose(2, 0, 1, 3).reshape(n, -1))
+        again[:position] = qkv[:position]
+        for row in range(n):                                             # what comes after is not there yet
+            again[position + row] = qkv[position + row]
+            assert attend(bench, again, position + row, 1, H, G, D).tobytes() == y[row].tobytes()
+
+
+def drawn(bench, logits, vocab, seed, t, temperature=1.0, top_k=0, top_p=1.0):
+    """ids (n,heads) and p (n,) by the kernel, the same by sample, both in one check; -> ids."""
+    n, heads, V = logits.shape
+    ids, p = bench.ints(np.full((n, heads), -1)), bench.empty(n, single=True)
+    greedy = temperature == 0
+    bench.launch("draw", (n, heads), 1024, ids, p, bench.put(logits),
+                 bench.ints([-1, t, 1 if greedy else top_k, vocab]), bench.put(np.array([temperature or 1.0, top_p])),
+                 bench.put(np.array([seed], np.uint64)), i32(V))
+    z = logits[..., :vocab].astype(np.float64)
+    at = t + np.add.outer(np.arange(n), np.arange(heads)).reshape(-1)
+    expected = model_cpu.sample(z.reshape(n * heads, -1), seed, at, temperature, top_k, top_p)
+    np.testing.assert_array_equal(ids.reshape(-1), expected)
+    first = np.exp(z[:, 0] - z[:, 0].max(axis=1, keepdims=True))
+    np.testing.assert_allclose(p, first[np.arange(n), ids[:, 0]] / first.sum(axis=1), rtol=1e-5)
+    return ids
+
+
+def test_draw_equals_sample(bench):
+    """In each way of sampling; ids at and above vocab, whose logits are the largest, are never drawn."""
+    for n, heads, V, vocab, spread, options in [
+            (1, 1, 8, 8, 1.0, dict(temperature=0)), (3, 2, 48, 41, 1.0, dict(temperature=0, top_p=0.5)),
+            (3, 4, 48, 41, 2.0, dict()), (2, 3, 1100, 1031, 2.0, dict(temperature=1.5)),
+            (5, 1, 48, 48, 3.0, dict(temperature=0.3)), (2, 2, 48, 41, 1.0, dict(temperature=8.0, top_k=5)),
+            (1, 2, 1100, 1100, 4.0, dict(temperature=3.0, top_k=40)), (2, 2, 48, 40, 1.0, dict(top_k=47)),
+            (1, 2, 48, 40, 1.0, dict(top_k=40)), (2, 1, 48, 40, 1.0, dict(top_k=1)),
+            (2, 2, 48, 41, 1.0, dict(temperature=2.0, top_p=0.3)), (1, 3, 1100, 1031, 2.0, dict(top_p=0.9)),
+            (3, 2, 48, 41, 1.0, dict(temperature=4.0, top_k=9, top_p=0.6)), (2, 1, 48, 41, 3.0, dict(top_p=1e-4)),
+            (1, 1, 8, 1, 3.0, dict(top_p=0.5)), (2, 2, 4104, 4100, 6.0, dict(temperature=0.8, top_k=50, top_p=0.95))]:
+        logits = (spread * bench.rng.standard_normal((n, heads, V))).astype(f32)
+        logits[..., vocab:] = 100.0
+        seed, t = int(bench.rng.integers(2 ** 63)), int(bench.rng.integers(3000))
+        assert (drawn(bench, logits, vocab, seed, t, **options) < vocab).all()
+
+
+def test_draw_of_equal_logits(bench):
+    """The smallest ids stay, and not only one of them is drawn."""
+    same = np.full((4, 2, 40), -3.5, f32)
+    for options, most in ((dict(top_k=3), 3), (dict(top_p=0.1), 4), (dict(temperature=0), 1)):
+        seen = {*drawn(bench, same, 39, 12, 700, **options).flat}
+        assert seen <= set(range(most)) and (len(seen) > 1) == (most > 1), options
+    steps = np.repeat(np.arange(10, dtype=f32), 4)[None, None] * np.ones((2, 2, 1), f32)    # of four equals each
+    assert {*drawn(bench, steps, 40, 3, 5, temperature=50.0, top_k=6).flat} <= {36, 37, 38, 39, 32, 33}
+
+
+def test_draw_with_the_noise_of_each_position(bench):
+    """Head k after row r has that of t + r + k: the same logits give the same id there; seeds of 64 bits."""
+    logits = np.zeros((4, 3, 64), f32) + bench.rng.standard_normal(64).astype(f32)
+    for seed in (0, 1, 2 ** 63, 2 ** 64 - 1, 2 ** 64 - 3):
+        ids = drawn(bench, logits, 64, seed, 16000)
+        assert all(len({ids[r, k] for r in range(4) for k in range(3) if r + k == s}) == 1 for s in range(6))
+        assert len({*ids.flat}) > 1
+
+
+def test_what_is_impossible_is_not_drawn(bench):
+    """Logits of minus infinity, and those far below the others."""
+    logits = np.full((3, 2, 40), -np.inf, f32)
+    logits[..., [3, 17, 31]] = bench.rng.standard_normal((3, 2, 3))
+    for options in (dict(temperature=100.0), dict(top_k=7), dict(top_k=20, top_p=0.999), dict(temperature=0)):
+        assert {*drawn(bench, logits, 40, 5, 9, **options).flat} <= {3, 17, 31}
+    logits = (1e4 * bench.rng.standard_normal((3, 2, 40))).astype(f32)
+    for options in (dict(temperature=0.01), dict(temperature=1e4, top_k=9), dict(temperature=1e4, top_p=0.7)):
+        drawn(bench, logits, 40, 6, 9, **options)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -1185,10 +1185,11 @@ def test_generate_passes_everything_on(monkeypatch):
             assert np.allclose(logits, model.logits([text + [7] * i])[0, -1:, 0, :V], rtol=0, atol=1e-11)
         calls.clear()
         assert list(itertools.islice(generate(model, text, speculate=True, **options), 5)) == [7] * 5
-        assert [t for _, _, t, _ in calls] == [[3], [4, 5], [4, 5, 6], [7, 8], [7, 8, 9]]
-        for (logits, seed, t, found) in calls[1::2]:                # heads 1 and 2 after the last but one token drawn
+        assert [t for _, _, t, _ in calls] == [[3, 4, 5], [4, 5, 6, 5, 6, 7, 6, 7, 8], [7, 8, 9, 8, 9, 10, 9, 10, 11]]
+        for (logits, seed, t, found) in calls:                      # all heads after the last token and after each draft
             assert (seed, found) == (5, passed)
-            expected = model.logits([text + [7] * (t[0] - 4)])[0, -1, 1:, :V]
+            rows = len(t) // 3
+            expected = model.logits([text + [7] * (t[0] - 4 + rows)])[0, -rows:, :, :V].reshape(3 * rows, V)
             assert np.allclose(logits, expected, rtol=0, atol=1e-11)
     for _ in range(2):
         next(generate(model, text))
