@@ -604,24 +604,40 @@ matmul_to_fp32(float* out, const real* a, const real* b, int M, int N, int I, in
 // bits as decoding them one by one. Rows come in groups of at most ROWS, blockIdx.y counts the groups.
 constexpr int ROWS = 4;
 
+// From Hopper on a kernel may start before the one ahead of it has ended (Gpu.launch_early): its blocks come
+// to where that one's leave room, once each of those has called start_next, and read weights, which nobody
+// writes; with await_last they wait for its end, before they touch anything else that others write. Earlier
+// GPUs know no such thing: there each kernel starts at the end of the last.
+#if __CUDA_ARCH__ >= 900
+__device__ void start_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ void await_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ void prefetch(const real* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
+#else
+__device__ void start_next() {}
+__device__ void await_last() {}
+__device__ void prefetch(const real* from) {}
+#endif
+
 // The product of each row of x (rows, I), N or fewer, with rows w_a and w_b of a matrix, to take(row, a, b),
 // which one lane of the warp calls. Past the last row the last one is computed again, so that each row has
-// the same arithmetic for every N. Four loads of each row of w are under way at once.
+// the same arithmetic for every N.
 template <int N, class Take>
 __device__ void products_of_rows(const real* x, const float* gain, float eps, const real* w_a,
                                  const real* w_b, int rows, int I, int warps, Take take) {
+    constexpr int AHEAD = N == 1 ? 3 : 2;  // loads of each row of w that are under way at once
     float sum_a[N] = {}, sum_b[N] = {}, squares[N] = {};
-    int step = 256 * warps;
-    for (int i = 8 * (threadIdx.x % (32 * warps)); i < I; i += 4 * step) {
-        Packed a[4], b[4];
+    int step = 256 * warps, i = 8 * (threadIdx.x % (32 * warps));
+    do {
+        Packed a[AHEAD], b[AHEAD];
 #pragma unroll
-        for (int c = 0; c < 4; c++)
+        for (int c = 0; c < AHEAD; c++)
             if (i + c * step < I) {
                 a[c] = load_packed(w_a + i + c * step);
                 b[c] = load_packed(w_b + i + c * step);
             }
+        await_last();
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
+        for (int c = 0; c < AHEAD; c++) {
             int column = i + c * step;
             if (column >= I) break;
             Eight a8 = unpack8(a[c]), b8 = unpack8(b[c]), g = {};
@@ -637,7 +653,8 @@ __device__ void products_of_rows(const real* x, const float* gain, float eps, co
                 sum_b[r] += dot8(b8, v);
             }
         }
-    }
+        i += AHEAD * step;
+    } while (i < I);
 #pragma unroll
     for (int r = 0; r < N; r++) {
         float factor = gain ? rsqrtf(warp_sum(squares[r]) / I + eps) : 1.0f;
@@ -653,10 +670,12 @@ __device__ void products_of_rows(const real* x, const float* gain, float eps, co
 template <class Take>
 __device__ void two_products(const real* x, const float* gain, float eps, const real* w_a, const real* w_b,
                              int n, int I, int warps, Take take_row) {
+    start_next();
     int first = ROWS * blockIdx.y, rows = min(ROWS, n - first);
     auto take = [&](int r, float a, float b) { take_row(first + r, a, b); };
     x += (long long)first * I;
     if (rows == 1) products_of_rows<1>(x, gain, eps, w_a, w_b, rows, I, warps, take);
+    else if (rows == 2) products_of_rows<2>(x, gain, eps, w_a, w_b, rows, I, warps, take);
     else products_of_rows<ROWS>(x, gain, eps, w_a, w_b, rows, I, warps, take);
 }
 
@@ -727,87 +746,77 @@ decode_logits(float* logits, const real* x, const float* gain, const real* w, in
     });
 }
 
-// Covers the attention of Model.extend: y (n, H*D). A block takes one head of one token and SPLIT keys, one a
-// thread. Where there are more keys, each block leaves its part of the sum over them, with the maximum m and
-// the sum l of exponentials that it is relative to:
+// Covers the attention of Model.extend: y (n, H*D). A block takes one head of one token, each of its warps 32
+// keys at a time, one a lane, and their values. No warp waits for another before all have their part of the
+// softmax, relative to a maximum m_w of their own; these parts then add up, in order:
 //
-//     y = sum_s exp(m_s - m) y_s / sum_s exp(m_s - m) l_s,   m = max_s m_s
+//     m = max_w m_w     l = sum_w exp(m_w - m) l_w     y = sum_w exp(m_w - m) y_w / l
 //
-// The last block to end, whichever it is, adds up the parts, always in the same order. parts (n, H, splits,
-// D + 2); done (n, H) counts the blocks that have ended, from 0, and is left at 0.
-// Grid (ceil(context / SPLIT), H, n), of which those whose keys are still to come have nothing to do; SPLIT
-// threads.
-constexpr int SPLIT = 512, MOST_SPLITS = 32;  // contexts of up to 16,384
+// Grid (H, n); 512 threads.
+constexpr int WARPS = 16, WIDEST = 128;  // of a block; the largest D
 
-extern "C" __global__ void __launch_bounds__(SPLIT)
-decode_attention(real* y, float* parts, int* done, const real* qkv, const int* place, int H, int G, int D) {
-    __shared__ float slots[2][32], weights[SPLIT], factors[MOST_SPLITS], sums[8 * SPLIT];
-    __shared__ int ended;
-    int h = blockIdx.y, row = blockIdx.z, length = place[0] + row + 1, first = SPLIT * blockIdx.x;
-    if (first >= length) return;
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+decode_attention(real* y, const real* qkv, const int* place, int H, int G, int D) {
+    __shared__ float part_y[WARPS][WIDEST];
+    __shared__ float2 part_ml[WARPS];
+    int h = blockIdx.x, row = blockIdx.y, length = place[0] + row + 1;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = threadIdx.x;
     long long width = (H + 2 * G) * D;
     const real* q = qkv + (length - 1) * width + h * D;
-    const real* keys = qkv + first * width + (H + h / (H / G)) * D;
+    const real* keys = qkv + (H + h / (H / G)) * D;
     const real* values = keys + G * D;
-    int count = min(SPLIT, length - first), key = threadIdx.x;  // of keys; the own one
-    // Eight columns of four values for later: loads that wait for nothing start now. Of the D/8 such pieces
-    // of a value each thread takes one, the keys are dealt out to SPLIT / (D/8) groups of threads.
-    int vectors = D / 8, groups = SPLIT / vectors, group = key / vectors, column = 8 * (key % vectors);
-    Packed v[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        v[i] = load_packed(values + min(group + i * groups, count - 1) * width + column);
-    float score = 0.0f;
-    const real* own = keys + min(key, count - 1) * width;
-#pragma unroll 8
-    for (int d = 0; d < D; d += 8) score += dot8(load8(q + d), load8(own + d));
-    score = key < count ? score * rsqrtf(float(D)) : MASKED;
-    float m = block_max(score, slots[0]);
-    weights[key] = key < count ? expf(score - m) : 0.0f;
-    float l = block_sum(weights[key], slots[1]);  // its barrier also publishes the weights
-
+    start_next();
+    long long first = min(32 * warp + lane, length - 1) * width;
+    for (int d = 0; d < D; d += 128 / sizeof(real)) {
+        prefetch(keys + first + d);
+        prefetch(values + first + d);
+    }
+    await_last();
+    // Of a value's D/8 pieces of eight columns each lane takes one, the keys are dealt out to 32 / (D/8)
+    // groups of lanes.
+    int vectors = D / 8, groups = 32 / vectors, group = lane / vectors, piece = 8 * (lane % vectors);
+    float m = MASKED, l = 0.0f;
     Eight sum = {};
-    for (int j = group; j < SPLIT; j += 4 * groups)
+    for (int from = 32 * warp; from < length; from += 32 * WARPS) {
+        int count = min(32, length - from);
+        const real* key = keys + (from + min(lane, count - 1)) * width;
+        const real* value = values + from * width + piece;
+        Packed v[4];  // four values a round, loaded a round before they are needed
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int other = j + i * groups;
-            if (other >= count) continue;
-            Eight value = j == group ? unpack8(v[i]) : load8(values + other * width + column);
-            for (int c = 0; c < 8; c++) sum.x[c] += weights[other] * value.x[c];
-        }
-    store8(sums + 8 * key, sum);
-    __syncthreads();
-    int used = (length + SPLIT - 1) / SPLIT;
-    float* all = parts + (long long)(row * H + h) * gridDim.x * (D + 2);
-    float* part = all + blockIdx.x * (D + 2);
-    real* to = y + (long long)(row * H + h) * D;
-    if (key < D) {
-        float total = 0.0f;
-#pragma unroll 8
-        for (int other = 0; other < groups; other++) total += sums[other * D + key];
-        if (used == 1) store(to + key, total / l);
-        else part[key] = total;
+        for (int i = 0; i < 4; i++) v[i] = load_packed(value + min(group + i * groups, count - 1) * width);
+        float score = 0.0f;
+#pragma unroll 4
+        for (int d = 0; d < D; d += 8) score += dot8(load8(q + d), load8(key + d));
+        score = lane < count ? score * rsqrtf(float(D)) : MASKED;
+        float largest = fmaxf(m, warp_max(score)), factor = expf(m - largest);
+        float weight = lane < count ? expf(score - largest) : 0.0f;
+        m = largest;
+        l = factor * l + warp_sum(weight);
+        for (int c = 0; c < 8; c++) sum.x[c] *= factor;
+        for (int j = 0; j < 32; j += 4 * groups)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int other = j + i * groups + group;
+                float w = __shfl_sync(0xFFFFFFFF, weight, other);
+                Eight x = unpack8(v[i]);
+                for (int c = 0; c < 8; c++) sum.x[c] += w * x.x[c];
+                v[i] = load_packed(value + min(other + 4 * groups, count - 1) * width);
+            }
     }
-    if (used == 1) return;
-    if (key == 0) {
-        part[D] = m;
-        part[D + 1] = l;
+    for (int bit = vectors; bit < 32; bit *= 2)
+        for (int c = 0; c < 8; c++) sum.x[c] += __shfl_xor_sync(0xFFFFFFFF, sum.x[c], bit);
+    if (group == 0) store8(part_y[warp] + piece, sum);
+    if (lane == 0) part_ml[warp] = make_float2(m, l);
+    __syncthreads();
+    if (column >= D) return;
+    float all_l = 0.0f, all_y = 0.0f;
+    for (int w = 0; w < WARPS; w++) m = fmaxf(m, part_ml[w].x);
+    for (int w = 0; w < WARPS; w++) {
+        float factor = expf(part_ml[w].x - m);
+        all_l += factor * part_ml[w].y;
+        all_y += factor * part_y[w][column];
     }
-
-    __threadfence();  // the part is there for all blocks before this one counts as ended
-    __syncthreads();
-    if (key == 0) ended = atomicAdd(done + row * H + h, 1) + 1;
-    __syncthreads();
-    if (ended < used) return;
-    if (key == 0) done[row * H + h] = 0;
-    // __ldcg: from the cache that all multiprocessors share, where the others' parts are
-    m = block_max(key < used ? __ldcg(all + key * (D + 2) + D) : MASKED, slots[0]);
-    if (key < used) factors[key] = expf(__ldcg(all + key * (D + 2) + D) - m);
-    l = block_sum(key < used ? factors[key] * __ldcg(all + key * (D + 2) + D + 1) : 0.0f, slots[1]);
-    if (key >= D) return;  // the sum's barrier has published the factors
-    float total = 0.0f;
-    for (int s = 0; s < used; s++) total += factors[s] * __ldcg(all + s * (D + 2) + key);
-    store(to + key, total / l);
+    store(y + (long long)(row * H + h) * D + column, all_y / all_l);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -816,27 +825,13 @@ decode_attention(real* y, float* parts, int* done, const real* qkv, const int* p
 typedef unsigned long long Key;
 
 // Keys have the order of x, and where two x are equal that of sample(): the smaller id, below 65,536, comes
-// first. A double loses the bits that are worth 2^-36 of it.
+// first.
 __device__ Key order_key(float x, int id) {
     unsigned bits = __float_as_uint(x);
     return Key(bits >> 31 ? ~bits : bits | 1u << 31) << 16 | (0xFFFF - id);
 }
 
-__device__ Key order_key(double x, int id) {
-    Key bits = __double_as_longlong(x);
-    bits = bits >> 63 ? ~bits : bits | Key(1) << 63;
-    return (bits & ~Key(0xFFFF)) | (0xFFFF - id);
-}
-
 __device__ int id_of(Key key) { return 0xFFFF - int(key & 0xFFFF); }
-
-// Sum and maximum over 32 warps, in half the steps of block_sum: the warps' results go through lanes, too.
-__device__ float sum_of_all(float x, float* slots) {
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
-    __syncthreads();
-    return warp_sum(slots[threadIdx.x % 32]);
-}
 
 __device__ Key largest_of_all(Key x, Key* slots) {
     for (int bit = 16; bit > 0; bit /= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
@@ -858,7 +853,7 @@ __device__ Key key_where(float amount, float scale, float top, Key floor, const 
 #pragma unroll 4
         for (int id = threadIdx.x; id < vocab; id += 1024)
             if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
-        sum = sum_of_all(sum, slots[bit % 2]);
+        sum = block_sum(sum, slots[bit % 2]);
         if (sum >= amount) found = tried;
         if (sum == amount) break;
     }
@@ -891,6 +886,8 @@ extern "C" __global__ void draw(int* ids, float* p, const float* logits, const i
     int index = row * gridDim.y + head, t = place[1] + row + head;
     const float* z = logits + (long long)index * V;
     Key largest = 0, best = 0, floor = 0;
+    await_last();
+#pragma unroll 4
     for (int id = threadIdx.x; id < vocab; id += 1024) largest = max(largest, order_key(z[id], id));
     largest = largest_of_all(largest, keys[0]);
     float top = z[id_of(largest)], scale = float(1.0 / drawing[0]), sum = 0.0f;
@@ -901,20 +898,21 @@ extern "C" __global__ void draw(int* ids, float* p, const float* logits, const i
         if (drawing[1] < 1.0) {
             for (int id = threadIdx.x; id < vocab; id += 1024)
                 if (order_key(z[id], id) >= floor) sum += expf(scale * (z[id] - top));
-            sum = sum_of_all(sum, slots[1]);
+            sum = block_sum(sum, slots[1]);
             __syncthreads();  // slots are free again
             floor = max(floor, key_where(float(drawing[1]) * sum, scale, top, floor, z, vocab, slots));
         }
     }
     sum = 0.0f;
+#pragma unroll 4
     for (int id = threadIdx.x; id < vocab; id += 1024) {
         sum += expf(z[id] - top);
         if (order_key(z[id], id) >= floor)
-            best = max(best, order_key((double(z[id]) - top) / drawing[0] + gumbel(*seed, t, id), id));
+            best = max(best, order_key(float((z[id] - top) / drawing[0] + gumbel(*seed, t, id)), id));
     }
     best = largest_of_all(best, keys[1]);
-    sum = sum_of_all(sum, slots[0]);
+    sum = block_sum(sum, slots[0]);
     if (threadIdx.x > 0) return;
     ids[index] = id_of(best);
-    if (head == 0) p[row] = expf(z[ids[index]] - top) / sum;
+    if (head == 0) p[row] = expf(z[id_of(best)] - top) / sum;
 }

@@ -32,6 +32,8 @@ import ctypes
 import dataclasses
 import math
 import os
+import re
+import struct
 import sys
 import threading
 import time
@@ -57,7 +59,7 @@ MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 10              # the use of a batch's shape from which on its launches are a CUDA graph
 FEW_ROWS = 8                # up to which decoding has kernels of its own
 GROUP_ROWS = 4              # of them that share a reading of the weights: ROWS in kernels.cu
-SPLIT = 512                 # keys of a block of decode_attention
+TOLD = 6                    # buffers of decode_table that the host has, too
 # dense bf16 rates by datasheet, TFLOP/s; TF32 has half
 BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
                ("L4", 121), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
@@ -167,8 +169,9 @@ def muon_tables(config, precision):
 
 
 def decode_table(config, precision):
-    """The buffers of extend and draw: what a step is told, what it answers, what it works in; the cache, a
-    matrix qkv for each layer; and what reading a prompt of up to context tokens takes besides."""
+    """The buffers of extend and draw: what a step is told and what it answers, which the host has, too (the
+    first TOLD); what it works in; the cache, a matrix qkv for each layer; and what reading a prompt of up to
+    context tokens takes besides."""
     c, n, rows = config, config.context, max(FEW_ROWS, config.predict)
     layer, shared, _, scratch = work_tables(c, 1, n, precision)
     prompt = [row for row in (*layer, *shared, *scratch)
@@ -176,11 +179,9 @@ def decode_table(config, precision):
                             "increment", "h")]
     qkv = [(name, (c.layers, *shape), dtype) for name, shape, dtype in layer if name == "qkv"]
     return [("tokens", (n,), np.int32), ("place", (4,), np.int32), ("drawing", (2,), np.float64),
-            ("seed", (1,), np.uint64),
-            ("ids", (rows, c.predict), np.int32), ("p", (rows,), np.float32),
+            ("seed", (1,), np.uint64), ("ids", (rows, c.predict), np.int32), ("p", (rows,), np.float32),
             ("logits", (rows, c.predict * c.vocab), np.float32),
-            ("parts", (rows, c.heads, ceil_div(n, SPLIT), c.head_dim + 2), np.float32),
-            ("done", (rows, c.heads), np.int32), *qkv, *prompt]
+            *qkv, *prompt]
 
 
 def ceil_div(n, size):
@@ -214,13 +215,12 @@ CUDA_TYPE = {"f": 0, "H": 14}    # CUDA_R_32F, CUDA_R_16BF by NumPy's letter for
 SCALARS = np.array([0.0, 1.0], np.float32)    # cuBLAS reads its factors from host memory, at these addresses
 ZERO, ONE = SCALARS.ctypes.data, SCALARS.ctypes.data + 4
 
-KERNELS = ("embedding_forward", "embedding_backward", "rmsnorm_forward", "rmsnorm_backward", "column_sum",
-           "rope", "swiglu_forward", "swiglu_backward", "cross_entropy", "cross_entropy_sum",
-           "sum_of_squares", "gradient_norm", "adamw", "muon_momentum", "muon_input", "muon_polynomial",
-           "muon_apply", "copy_weights", "matmul", "matmul_to_fp32",
-           "decode_qkv", "decode_attention", "decode_residual", "decode_swiglu", "decode_logits", "draw")
-NULL = np.uint64(0)                                 # as a pointer: there is none
-int32, int64, float32 = np.int32, np.int64, np.float32
+# a CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) is 1
+EARLY = np.array([6, 0, 1] + 15 * [0], np.int32)
+int64 = np.int64
+# what reaches a kernel for an argument of a Python type
+ARGUMENTS = {int: np.int32, bool: np.int32, float: np.float32, np.float64: np.float32,
+             type(None): lambda _: np.uint64(0)}
 
 
 def load_cublas():
@@ -237,6 +237,11 @@ def load_cublas():
     return handle, library.cublasGemmEx, library.cublasGemmStridedBatchedEx, library.cublasSetStream_v2
 
 
+def arguments(values):
+    """As a kernel takes them: see ARGUMENTS; arrays and NumPy's numbers as they are."""
+    return tuple(ARGUMENTS[type(x)](x) if type(x) in ARGUMENTS else x for x in values)
+
+
 class Gpu:
     """The kernels compiled for one model, and how its products are computed: every function below is given it
     first."""
@@ -247,10 +252,9 @@ class Gpu:
         notice = threading.Timer(0.5, lambda: print(words, file=sys.stderr, flush=True))
         notice.start()    # speaks only if this takes time: compiled kernels load at once
         try:
-            self.compile("kernels.cu", KERNELS, (f"-DBF16={int(precision == 'bf16')}",))
+            self.compile("kernels.cu", f"-DBF16={int(precision == 'bf16')}")
             self.flash = flash_kernels(precision, config.head_dim)
-            names = [name for name, *_ in self.flash]
-            self.compile("flash_attn.cu", names, (f"-DHEAD_DIM={config.head_dim}",))
+            self.compile("flash_attn.cu", f"-DHEAD_DIM={config.head_dim}", [name for name, *_ in self.flash])
             for name, _, _, shared in self.flash:
                 self.kernels[name].max_dynamic_shared_size_bytes = shared
         finally:
@@ -259,18 +263,37 @@ class Gpu:
         self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
                               for table in rope_table(config, np.float32)]
         self.cublas = load_cublas() if matmul == "cublas" else None
+        early = (int(cupy.cuda.Device().compute_capability) >= 90
+                 and cupy.cuda.runtime.driverGetVersion() >= 12030)      # the first that can record it
+        self.launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx if early else None
 
-    def compile(self, name, kernels, options):
+    def compile(self, name, option, kernels=None):
+        """kernels: the names of those to take from this file, else all that stand there."""
         path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
         with open(path, encoding="utf-8") as file:
-            module = cupy.RawModule(code=file.read(), options=options)
-        for kernel in kernels:
+            code = file.read()
+        module = cupy.RawModule(code=code, options=(option,))
+        for kernel in kernels or re.findall(r'"C" __global__ void (?:__launch_bounds__.*\s)?(\w+)\(', code):
             self.kernels[kernel] = module.get_function(kernel)
 
     def launch(self, name, grid, threads, *args, shared=0):
-        """Queue a kernel.  A plain int or float would reach it as 64 bits: numbers come as np.int32(...) and
-        so on."""
-        self.kernels[name](grid, (threads,), args, shared_mem=shared)
+        """Queue a kernel.  An int reaches it as 32 bits, a float, too, None as a null pointer."""
+        self.kernels[name](grid, (threads,), arguments(args), shared_mem=shared)
+
+    def launch_early(self, name, grid, threads, *args):
+        """launch, but from Hopper on the kernel starts beside the end of the one before, and itself waits for
+        that before it reads what it wrote (await_last in kernels.cu).  CuPy has no word for it."""
+        if not self.launch_kernel:
+            self.launch(name, grid, threads, *args)
+            return
+        values = [np.array(x.data.ptr if isinstance(x, cupy.ndarray) else x) for x in arguments(args)]
+        pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
+        # CUlaunchConfig: grid, block, shared memory, stream, attributes, how many
+        settings = struct.pack("7IPPI4x", *grid, *[1] * (3 - len(grid)), threads, 1, 1, 0,
+                               cupy.cuda.get_current_stream().ptr, EARLY.ctypes.data, 1)
+        status = self.launch_kernel(settings, ctypes.c_void_p(self.kernels[name].kernel.ptr), pointers, None)
+        if status:
+            raise RuntimeError(f"CUDA refuses to launch {name}: status {status}.")
 
     def record(self, function):
         """-> a CUDA graph of what function() launches, none of which runs now: graph.launch() queues it all
@@ -348,8 +371,7 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     steps_a, steps_b = (1, lda) if transpose_a else (lda, 1), (1, ldb) if transpose_b else (ldb, 1)
     name = "matmul_to_fp32" if out.dtype == np.float32 else "matmul"
     gpu.launch(name, (ceil_div(N, 64), ceil_div(M, 64)), 256,
-               *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)),
-               *map(int32, (M, N, I, *steps_a, *steps_b, ldo, add)))
+               *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)), M, N, I, *steps_a, *steps_b, ldo, add)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -359,21 +381,21 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
 def embedding_forward(gpu, out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
     N, C = out.shape
-    gpu.launch("embedding_forward", (N,), row_threads(C), out, tokens, embed, int32(C))
+    gpu.launch("embedding_forward", (N,), row_threads(C), out, tokens, embed, C)
 
 
 def embedding_backward(gpu, dembed, dout, order, starts):
     """Adds to dembed (V,C).  order (N,): positions sorted by token; starts (V+1,): where each token's
     begin."""
     V, C = dembed.shape
-    gpu.launch("embedding_backward", (V, ceil_div(C, 256)), 256, dembed, dout, order, starts, int32(C))
+    gpu.launch("embedding_backward", (V, ceil_div(C, 256)), 256, dembed, dout, order, starts, C)
 
 
 def rmsnorm_forward(gpu, out, rstd, x, gain, before, increment=None):
     """x (N,C) = before + increment, out (N,C) its norm, rstd (N,).  Without an increment x is before."""
     N, C = x.shape
-    gpu.launch("rmsnorm_forward", (N,), row_threads(C), out, rstd, x, before,
-               NULL if increment is None else increment, gain, int32(C), float32(gpu.config.norm_eps))
+    gpu.launch("rmsnorm_forward", (N,), row_threads(C), out, rstd, x, before, increment, gain, C,
+               float(gpu.config.norm_eps))
 
 
 def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
@@ -381,9 +403,8 @@ def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
     becomes the norm's output again.  partial (NORM_BLOCKS,C): space for the first stage of dgain's sum."""
     N, C = x.shape
     blocks = min(N, NORM_BLOCKS)
-    gpu.launch("rmsnorm_backward", (blocks,), row_threads(C), dx, dout, partial, x, rstd, gain,
-               *map(int32, (N, C, add)))
-    gpu.launch("column_sum", (ceil_div(C, 32),), 1024, dgain, partial, int32(blocks), int32(C))
+    gpu.launch("rmsnorm_backward", (blocks,), row_threads(C), dx, dout, partial, x, rstd, gain, N, C, add)
+    gpu.launch("column_sum", (ceil_div(C, 32),), 1024, dgain, partial, blocks, C)
 
 
 def linear_forward(gpu, out, x, w):
@@ -408,7 +429,7 @@ def rope_forward(gpu, qkv, T, first=0):
     c, N = gpu.config, len(qkv)
     heads, D = c.heads + c.kv_heads, c.head_dim
     gpu.launch("rope", (ceil_div(N * heads * D // 16, 256),), 256, qkv, gpu.cos[first:], gpu.sin[first:],
-               *map(int32, (N, T, heads, D, c.qkv_width)))
+               N, T, heads, D, c.qkv_width)
 
 
 def flash_kernels(precision, D):
@@ -432,14 +453,14 @@ def attention_forward(gpu, out, lse, qkv, B, T, first=0):
     c = gpu.config
     name, rows, threads, shared = gpu.flash[0]
     gpu.launch(name, (c.heads, B, ceil_div(T, rows) - first // rows), threads, out, lse, qkv,
-               *map(int32, (T, c.heads, c.kv_heads)), shared=shared)
+               T, c.heads, c.kv_heads, shared=shared)
 
 
 def attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, delta):
     """attention_backward and rope_backward: writes dqkv (N,(H+2G)D), the gradient of v and of q and k before
     their rotation.  delta (B,H,T): scratch, what the first kernel leaves to the second."""
     c = gpu.config
-    inputs = lse, qkv, gpu.cos, gpu.sin, *map(int32, (T, c.heads, c.kv_heads))
+    inputs = lse, qkv, gpu.cos, gpu.sin, T, c.heads, c.kv_heads
     name, rows, threads, shared = gpu.flash[1]
     gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, dqkv, delta, dout, out, *inputs, shared=shared)
     name, rows, threads, shared = gpu.flash[2]
@@ -449,13 +470,13 @@ def attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, delta):
 def swiglu_forward(gpu, out, gate_up):
     """out (N,F) = silu(g) u, gate_up (N,2F) = [g | u]."""
     N, F = out.shape
-    gpu.launch("swiglu_forward", (N, ceil_div(F, 2048)), 256, out, gate_up, int32(F))
+    gpu.launch("swiglu_forward", (N, ceil_div(F, 2048)), 256, out, gate_up, F)
 
 
 def swiglu_backward(gpu, gate_up, dout):
     """In place: gate_up (N,2F) becomes its gradient, dout (N,F) the product silu(g) u again."""
     N, F = dout.shape
-    gpu.launch("swiglu_backward", (N, ceil_div(F, 2048)), 256, gate_up, dout, int32(F))
+    gpu.launch("swiglu_backward", (N, ceil_div(F, 2048)), 256, gate_up, dout, F)
 
 
 def block_forward(gpu, w, saved, shared, before, increment):
@@ -518,16 +539,15 @@ def decode_block(gpu, w, x, qkv, shared):
     """block_forward for a few new tokens, in place on x (n,C): no array but x and the layer's cache, qkv
     (context,(H+2G)D), is read again."""
     c, (n, C), groups = gpu.config, x.shape, ceil_div(len(x), GROUP_ROWS)
-    H, G, D, F, eps = c.heads, c.kv_heads, c.head_dim, c.hidden, float32(c.norm_eps)
+    H, G, D, F = c.heads, c.kv_heads, c.head_dim, c.hidden
     y, h, place = shared["y"], shared["h"], shared["place"]
-    gpu.launch("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w["norm1"], w["qkv"], gpu.cos,
-               gpu.sin, place, *map(int32, (n, C, H + 2 * G, H + G, D)), eps)
-    gpu.launch("decode_attention", (ceil_div(c.context, SPLIT), H, n), SPLIT, y, shared["parts"],
-               shared["done"], qkv, place, *map(int32, (H, G, D)))
-    gpu.launch("decode_residual", (C // 2, groups), 128, x, y, w["out"], *map(int32, (n, C, C)))
-    gpu.launch("decode_swiglu", (ceil_div(F, 4), groups), 128, h, x, w["norm2"], w["gate_up"],
-               *map(int32, (n, C, F)), eps)
-    gpu.launch("decode_residual", (C // 2, groups), 128, x, h, w["down"], *map(int32, (n, F, C)))
+    gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w["norm1"], w["qkv"],
+                     gpu.cos, gpu.sin, place, n, C, H + 2 * G, H + G, D, float(c.norm_eps))
+    gpu.launch_early("decode_attention", (H, n), 512, y, qkv, place, H, G, D)
+    gpu.launch_early("decode_residual", (C // 2, groups), 128, x, y, w["out"], n, C, C)
+    gpu.launch_early("decode_swiglu", (ceil_div(F, 4), groups), 128, h, x, w["norm2"], w["gate_up"], n, C, F,
+                     float(c.norm_eps))
+    gpu.launch_early("decode_residual", (C // 2, groups), 128, x, h, w["down"], n, F, C)
 
 
 def cross_entropy_forward(gpu, losses, logits, nll, targets, weight, divisor):
@@ -536,8 +556,8 @@ def cross_entropy_forward(gpu, losses, logits, nll, targets, weight, divisor):
     nll (N,K)."""
     N, K, V = logits.shape
     T = targets.shape[1] - K + 1
-    gpu.launch("cross_entropy", (N * K,), 256, logits, nll, targets, weight, int32(T), int32(K), int32(V))
-    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, divisor, int32(N), int32(K))
+    gpu.launch("cross_entropy", (N * K,), 256, logits, nll, targets, weight, T, K, V)
+    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, divisor, N, K)
 
 
 def gradient_norm(gpu, state, partial, grad, hidden, clip):
@@ -548,17 +568,16 @@ def gradient_norm(gpu, state, partial, grad, hidden, clip):
     for i, part in enumerate(parts):
         gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
     clipped = len(parts) - (hidden.start < hidden.stop)
-    gpu.launch("gradient_norm", (1,), 1024, state, partial, int32(SUM_BLOCKS * clipped),
-               int32(SUM_BLOCKS * len(parts)), float32(clip))
+    gpu.launch("gradient_norm", (1,), 1024, state, partial, SUM_BLOCKS * clipped, SUM_BLOCKS * len(parts),
+               float(clip))
 
 
 def adamw_update(gpu, param, weights_bf16, grad, m, v, state, step, lr, beta1, beta2, eps, decay):
     """AdamW on flat arrays of one length, with the clipping of gradient_norm; grad = 0, and the bf16 copy of
     param (None: there is none) follows."""
-    n = param.size
-    gpu.launch("adamw", (ceil_div(n, 2048),), 256, param, NULL if weights_bf16 is None else weights_bf16,
-               grad, m, v, state, int64(n), *map(float32, (
-                   lr, beta1, beta2, eps, decay, 1 / (1 - beta1 ** step), 1 / (1 - beta2 ** step))))
+    numbers = lr, beta1, beta2, eps, decay, 1 / (1 - beta1 ** step), 1 / (1 - beta2 ** step)
+    gpu.launch("adamw", (ceil_div(param.size, 2048),), 256, param, weights_bf16, grad, m, v, state,
+               int64(param.size), *map(float, numbers))
 
 
 def newton_schulz(gpu, X, Y, A, B):
@@ -568,8 +587,8 @@ def newton_schulz(gpu, X, Y, A, B):
     for _ in range(5):
         product(gpu, A, X, X, transpose_a=tall, transpose_b=not tall)           # X X^T, or X^T X
         product(gpu, B, A, A)
-        gpu.launch("muon_polynomial", (ceil_div(side * side, 2048), len(A)), 256, B, A, int32(side),
-                   *map(float32, NEWTON_SCHULZ))                                # a I + b A + c A^2
+        gpu.launch("muon_polynomial", (ceil_div(side * side, 2048), len(A)), 256, B, A, side,
+                   *NEWTON_SCHULZ)                                              # a I + b A + c A^2
         product(gpu, Y, *((X, B) if tall else (B, X)))
         X, Y = Y, X
     return X
@@ -581,21 +600,25 @@ def muon_update(gpu, kinds, stride, work, state, lr, decay, momentum=0.95):
     next layer comes `stride` numbers later.  work: the arrays of muon_tables."""
     n, rows, columns = work["X"].shape
     L, size = n // len(kinds), rows * columns
-    place, blocks = (state, int64(stride), int32(size)), (MATRIX_BLOCKS, L)
+    place, blocks = (state, int64(stride), size), (MATRIX_BLOCKS, L)
     for i, (_, _, grad, m) in enumerate(kinds):
         X, squares = work["X"][i * L:], work["squares"][i * L:]
-        gpu.launch("muon_momentum", blocks, 256, squares, m, grad, *place, float32(momentum))
-        gpu.launch("muon_input", blocks, 256, X, grad, m, squares, *place, float32(momentum))
+        gpu.launch("muon_momentum", blocks, 256, squares, m, grad, *place, momentum)
+        gpu.launch("muon_input", blocks, 256, X, grad, m, squares, *place, momentum)
     X = newton_schulz(gpu, *(work[name] for name in ("X", "Y", "A", "B")))
     for i, (param, weights_bf16, _, _) in enumerate(kinds):
-        gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, param,
-                   NULL if weights_bf16 is None else weights_bf16, X[i * L:], *place,
-                   float32(1 - lr * decay), float32(0.2 * lr * math.sqrt(max(rows, columns))))
+        gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, param, weights_bf16, X[i * L:], *place,
+                   1.0 - lr * decay, 0.2 * lr * math.sqrt(max(rows, columns)))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 5. The model
 # ------------------------------------------------------------------------------------------------------------
+def pinned_bytes(size):
+    """Host memory (size,) of bytes that the GPU reads and writes by itself, at the host's addresses."""
+    return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
+
+
 class Inputs:
     """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs beside the host, which
     must only not write there before it is done: with two pinned arrays that take turns, it waits for the last
@@ -605,7 +628,7 @@ class Inputs:
         """device: bytes on the GPU for the table's arrays."""
         size = table_bytes(table)
         self.device, self.turn = device[:size], 0
-        self.pinned = [np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size) for _ in range(2)]
+        self.pinned = [pinned_bytes(size) for _ in range(2)]
         self.events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self.views = [carve(array, table) for array in self.pinned]
         # this memory may have been given back by others whose copies are still queued: wait for these
@@ -681,8 +704,8 @@ class Model:
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise self.out_of_memory(micro_batch or 1, config.context) from error
         self.decoder, self.steps = carve(memory, decoding), collections.defaultdict(Replay)
-        self.decoder["done"].fill(0)
-        self.decoder_inputs = Inputs(memory, decoding[:4])
+        self.pinned = pinned_bytes(table_bytes(decoding[:TOLD]))
+        self.host, self.told = carve(self.pinned, decoding[:TOLD]), memory[:self.pinned.size]
         if micro_batch:
             self.buffers(micro_batch, config.context)
         self.params = param_views(self.flat_params, config)
@@ -717,8 +740,7 @@ class Model:
     def later(self, *arrays):
         """-> a function that waits until the GPU has these arrays, and for nothing else, and returns them as
         NumPy's: the copies, to pinned memory, are queued now, before whatever comes next."""
-        pinned = [np.frombuffer(cupy.cuda.alloc_pinned_memory(array.nbytes), array.dtype, array.size)
-                  .reshape(array.shape) for array in arrays]
+        pinned = [pinned_bytes(array.nbytes).view(array.dtype).reshape(array.shape) for array in arrays]
         for array, host in zip(arrays, pinned):
             array.get(out=host, blocking=False)
         event = cupy.cuda.Event(disable_timing=True)
@@ -886,64 +908,64 @@ class Model:
         For up to max(K, 8) tokens a row's arithmetic does not depend on n: verifying drafted tokens gives the
         bits of decoding them one by one.  A longer prompt goes through cuBLAS."""
         c, n = self.config, len(tokens)
-        self.append(tokens, c.predict)
+        self.draw(tokens, 1, c.predict, 0, 0, 0.0, 0, 1.0, c.vocab)
         logits = self.decoder["logits"][:n]
-        if n > len(logits):
+        if n > len(logits):                         # there is only the last
             logits = cupy.empty((n, c.predict * c.vocab), np.float32)
             linear_forward(self.gpu, logits, self.decoder["n"][:n], self.weights["heads"])
         return cupy.asnumpy(logits).reshape(n, c.predict, c.vocab)
 
     def draw(self, tokens, rows, heads, t, seed, temperature, top_k, top_p, vocab):
         """Append tokens as extend does, and draw after each of the last `rows`, which is 1 after more than
-        max(K, 8) tokens: see model_cpu.  The host reads ids, not logits."""
-        drawn = len(tokens) if len(tokens) <= len(self.decoder["ids"]) else 1
-        if temperature == 0:
-            temperature, top_k = 1.0, 1             # the largest alone
-        self.append(tokens, heads, t - drawn + rows, seed, temperature, top_k, top_p, vocab)
-        ids, p = self.later(self.decoder["ids"], self.decoder["p"])()
-        return ids.reshape(-1)[:drawn * heads].reshape(drawn, heads)[-rows:], p[:drawn][-rows:]
-
-    def append(self, tokens, heads, t=0, seed=0, temperature=1.0, top_k=1, top_p=1.0, vocab=1):
-        """Append tokens; of few all logits of the first `heads` heads, of a longer prompt the last, and what
-        is drawn by them, are then in the decoder's buffers.  t: the position in the text of what is drawn by
-        head 0 after the first row of these logits."""
+        max(K, 8) tokens: see model_cpu.  The GPU draws, the host reads ids; the logits stay in the
+        decoder's buffers."""
         tokens, c, first, n = np.asarray(tokens, np.int64), self.config, self.position, len(tokens)
         if first + n > c.context:
             raise ValueError(f"{n} tokens at position {first} do not fit the context of {c.context}.")
         check_tokens(c, tokens)
-        self.decoder_inputs.send({"tokens": tokens, "place": np.array([first, t, min(top_k, c.vocab), vocab]),
-                                  "drawing": np.array([temperature, top_p]),
-                                  "seed": np.array([seed], np.uint64)})
-        if n <= len(self.decoder["ids"]):
-            self.steps[n, heads](self.gpu, lambda: self.decode(n, heads))
+        if temperature == 0:
+            temperature, top_k = 1.0, 1             # the largest alone
+        host, few = self.host, n <= len(self.host["ids"])
+        drawn = n if few else 1
+        host["tokens"][:n] = tokens
+        host["place"][:] = first, t + rows - drawn, min(top_k, c.vocab), vocab
+        host["drawing"][:] = temperature, top_p
+        host["seed"][0] = seed
+
+        def launch():
+            cupy.cuda.runtime.memcpyAsync(self.told.data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
+                                          cupy.cuda.get_current_stream().ptr)
+            (self.read_few if few else self.read_many)(n, heads)
+            d, answers = self.decoder, [np.uint64(host[name].ctypes.data) for name in ("ids", "p")]
+            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["place"],
+                                  d["drawing"], d["seed"], c.vocab)
+
+        if few:
+            self.steps[n, heads](self.gpu, launch)  # the same launches at every position
         else:
-            self.read_prompt(n, heads)
-        self.position, self.cached = first + n, []          # generate notes what it has read
+            launch()
+        self.position, self.cached = first + n, []  # generate notes what it has read
+        cupy.cuda.get_current_stream().synchronize()
+        ids = host["ids"].reshape(-1)[:drawn * heads].reshape(drawn, heads)
+        return ids[-rows:].copy(), host["p"][drawn - rows:drawn].copy()
 
-    def decode(self, n, heads):
-        """n tokens, already sent, few: the same launches at every position."""
-        d, w, (C, V) = self.decoder, self.weights, (self.config.dim, self.config.vocab)
+    def read_few(self, n, heads):
+        """The logits of n tokens and the first `heads` heads, by kernels made for few rows."""
+        c, gpu, d, w, outputs = self.config, self.gpu, self.decoder, self.weights, heads * self.config.vocab
         x = d["x"][:n]
-        embedding_forward(self.gpu, x, d["tokens"], w["embed"])
+        embedding_forward(gpu, x, d["tokens"], w["embed"])
         for layer, qkv in zip(self.layers, d["qkv"]):
-            decode_block(self.gpu, layer, x, qkv, d)
-        self.gpu.launch("decode_logits", (ceil_div(heads * V, 8), ceil_div(n, GROUP_ROWS)), 128, d["logits"], x,
-                        w["norm"], w["heads"], *map(int32, (n, C, heads * V)), float32(self.config.norm_eps))
-        self.launch_draw(n, heads)
+            decode_block(gpu, layer, x, qkv, d)
+        gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, d["logits"],
+                         x, w["norm"], w["heads"], n, c.dim, outputs, float(c.norm_eps))
 
-    def read_prompt(self, n, heads):
-        """n tokens, already sent, many: as in training, but that qkv goes to its place in the cache."""
+    def read_many(self, n, heads):
+        """The logits of the last of n tokens, as in training, but that qkv goes to its place in the cache."""
         d, first, outputs = self.decoder, self.position, heads * self.config.vocab
         shared = {**{name: array[:n] for name, array in d.items()}, "y": d["y"][:first + n],
                   "B": 1, "T": first + n, "first": first}
         final = self.trunk([{**shared, "qkv": qkv[:first + n]} for qkv in d["qkv"]], shared)
         linear_forward(self.gpu, d["logits"][:1, :outputs], final[-1:], self.weights["heads"][:outputs])
-        self.launch_draw(1, heads)
-
-    def launch_draw(self, rows, heads):
-        d = self.decoder
-        self.gpu.launch("draw", (rows, heads), 1024, d["ids"], d["p"], d["logits"], d["place"], d["drawing"],
-                        d["seed"], int32(self.config.vocab))
 
 
 # ------------------------------------------------------------------------------------------------------------

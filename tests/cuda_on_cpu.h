@@ -411,12 +411,6 @@ static To cuda_bits(From from) {
 }
 static inline unsigned __float_as_uint(float x) { return cuda_bits<unsigned>(x); }
 static inline float __uint_as_float(unsigned x) { return cuda_bits<float>(x); }
-static inline long long __double_as_longlong(double x) { return cuda_bits<long long>(x); }
-// Blocks run one after another, fibers never at once: every write is seen, and every addition is whole.
-static inline void __threadfence() {}
-template <class T>
-static T __ldcg(const T* from) { return *from; }
-static inline int atomicAdd(int* to, int x) { return (*to += x) - x; }
 using std::max;  // not in our kernels, but tests/mutate.py puts it in min's place
 using std::min;
 

@@ -12,7 +12,6 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 import model_cpu
 from cuda_helpers import (
     ORDERS, CpuModule, KernelError, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, to_bf16)
-from model_gpu import SPLIT
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 NULL = np.uint64(0)
@@ -422,18 +421,15 @@ def test_decode_logits(bench):
 
 def attend(bench, qkv, position, n, H, G, D):
     """-> y of decode_attention, for n rows from `position` on of qkv (context, (H+2G)D)."""
-    splits = -(-len(qkv) // SPLIT)
-    y, parts, done = bench.empty(n, H * D), bench.empty(n, H, splits, D + 2, single=True), bench.ints(np.zeros((n, H)))
-    bench.launch("decode_attention", (splits, H, n), SPLIT, y, parts, done, qkv, bench.ints([position, -1, -1, -1]),
-                 *map(i32, (H, G, D)))
-    assert not done.any()                                                # ready for the next
+    y = bench.empty(n, H * D)
+    bench.launch("decode_attention", (H, n), 512, y, qkv, bench.ints([position, -1, -1, -1]), *map(i32, (H, G, D)))
     return y
 
 
 def test_scores_of_any_size(bench):
-    """Scores between -150,000 and 0, in no order, of several blocks: the query takes the value of the one that beats
-    the others, whichever block has it. Equal scores share."""
-    T, D = 2 * SPLIT + 44, 32
+    """Scores between -150,000 and 0, in no order, of several rounds of all warps: the query takes the value of the one
+    that beats the others, whichever warp has it. Equal scores share."""
+    T, D = 2 * 512 + 44, 32
     order = bench.rng.permutation(T)
     values, values64 = bench.real(T, D)
 
@@ -442,18 +438,18 @@ def test_scores_of_any_size(bench):
         qkv[T - 1, :D] = bench.as_real(np.full(D, 600.0 * 44 / T))[0]
         qkv[:T, D:2 * D], qkv[:T, 2 * D:] = bench.as_real(np.repeat(column[:, None], D, axis=1))[0], values
         return attend(bench, qkv, T - 1, 1, 1, 1, D)
-    for place in (3, SPLIT + 5, T - 2):                                  # of the best: in each of the blocks
+    for place in (3, 512 + 37, T - 2):                                   # of the best: in each of the rounds
         column = -np.roll(order, place - order.argmin()) / 8
         bench.close(answer(column)[0], values64[place])
     bench.close(answer(np.full(T, -50.0))[0], values64.mean(axis=0))
 
 
 def test_decode_attention(bench):
-    """Against the attention of Model.extend, n rows at once and one by one, of one block of keys and of several."""
-    for n, position, H, G, D in [(1, 0, 1, 1, 32), (3, 5, 4, 2, 32), (2, SPLIT - 1, 3, 1, 64), (5, 2, 2, 2, 128),
-                                 (1, 2 * SPLIT + 37, 2, 1, 128), (2, 2 * SPLIT - 2, 1, 1, 32)]:
+    """Against the attention of Model.extend, n rows at once and one by one, of one round of keys and of several."""
+    for n, position, H, G, D in [(1, 0, 1, 1, 32), (3, 5, 4, 2, 32), (2, 512 - 1, 3, 1, 64), (5, 2, 2, 2, 128),
+                                 (1, 2 * 512 + 37, 2, 1, 128), (2, 2 * 512 - 2, 1, 1, 32)]:
         length, width = position + n, (H + 2 * G) * D
-        qkv, again = bench.empty(length + SPLIT + 1, width), bench.empty(length + SPLIT + 1, width)     # of NaN
+        qkv, again = bench.empty(length + 512 + 1, width), bench.empty(length + 512 + 1, width)     # of NaN
         qkv[:length], qkv64 = bench.real(length, width)
         y = attend(bench, qkv, position, n, H, G, D)
         q = qkv64[position:, :H * D].reshape(n, G, H // G, D).transpose(1, 2, 0, 3)         # (G,R,n,D)

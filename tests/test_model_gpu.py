@@ -119,9 +119,17 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
     pool.set_limit, pool.total_bytes, pool.pinned = set_limit, lambda: 0, []
     pool.queued, pool.recorded, pool.graphs = queued, None, []
     pool.free_all_blocks = lambda: pool.freed.append(len(made))
-    runtime = types.SimpleNamespace(memGetInfo=lambda: (pool.limit, total_bytes))
+
+    def memcpy_async(to, source, size, kind, stream):
+        assert kind == 1 and stream == 0                                # cudaMemcpyHostToDevice
+        ctypes.memmove(to, source, size)
+
+    runtime = types.SimpleNamespace(memGetInfo=lambda: (pool.limit, total_bytes), driverGetVersion=lambda: 12020,
+                                    memcpyAsync=queued(memcpy_async))
+    stream = types.SimpleNamespace(synchronize=lambda: None, ptr=0)
     cuda = types.SimpleNamespace(
         is_available=lambda: True, runtime=runtime, Event=Event, Stream=Stream, alloc_pinned_memory=alloc_pinned_memory,
+        get_current_stream=lambda: stream,
         Device=lambda: types.SimpleNamespace(compute_capability=capability),
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError))
     return types.SimpleNamespace(empty=empty, zeros=zeros, asarray=asarray, asnumpy=np.array, RawModule=raw_module,
@@ -497,7 +505,7 @@ def test_speculation_changes_nothing(made, precision, options):
             text += [*model_cpu.generate(model, text, seed=4, most=most, **how, **options), 5]
         texts.append((text, model.position, model.cached))
     assert texts[0] == texts[1] and sum(drafts for _, drafts, _ in trace) > 10
-    assert pool.graphs == 2 * [1 + 2 * 5 + 2]                           # embedding, layers, logits and draw
+    assert pool.graphs == 2 * [2 + 2 * 5 + 2]                           # copy and embedding, layers, logits and draw
     model.update(1e-3)
     assert model.cached == []
 
@@ -515,7 +523,7 @@ def test_a_step_from_a_graph_has_the_logits_of_one_launched(made, monkeypatch):
             model.position = position
             run.append(model.extend(tokens[position:position + n]))
         runs.append(run)
-    assert all(map(np.array_equal, *runs)) and pool.graphs == [13, 13]
+    assert all(map(np.array_equal, *runs)) and pool.graphs == [14, 14]
 
 
 def test_a_norm_that_is_not_finite_stops_all_updates(made):
@@ -609,7 +617,7 @@ def test_buffers_that_grow_give_the_old_memory_back_first(made):
         sizes.append(len(pool.freed))
     assert sizes == [1, 2, 2, 3, 3, 3]                                  # where more than ever before was asked for
     inputs = model_gpu.table_bytes(model_gpu.input_table(TINY, 1, 40))
-    assert pool.pinned[-2:] == [inputs, inputs] and len(pool.pinned) == 2 + 2 * 3       # the first two: for decoding
+    assert pool.pinned[-2:] == [inputs, inputs] and len(pool.pinned) == 1 + 2 * 3       # the first: for decoding
     kept = weakref.ref(model.reserved[3])
     model.forward(*batch(TINY, 9, 5))
     assert kept() is None                                               # nothing holds the buffers of before
@@ -676,10 +684,9 @@ def recorder(config=TINY, matmul="ours", precision="bf16"):
     launched = []
 
     def launch(name, grid, threads, *arguments, shared=0):
-        assert all(isinstance(x, (np.ndarray, np.generic)) for x in arguments)      # no plain int or float
         launched.append([name, grid, threads, shared, *(
-            x if isinstance(x, np.ndarray) else (type(x).__name__, x.item()) for x in arguments)])
-    gpu = types.SimpleNamespace(config=config, cublas=None, precision=precision, launch=launch,
+            x if isinstance(x, np.ndarray) else (type(x).__name__, x.item()) for x in model_gpu.arguments(arguments))])
+    gpu = types.SimpleNamespace(config=config, cublas=None, precision=precision, launch=launch, launch_early=launch,
                                 flash=[("F", 32, 64, 7), ("DQ", 48, 96, 8), ("DKDV", 16, 128, 9)])
     gpu.cos, gpu.sin = np.zeros(1), np.ones(1)
     return gpu, launched
@@ -746,16 +753,14 @@ def test_launches_of_the_norms_backward(N, blocks, C, columns):
 
 
 @pytest.mark.parametrize("n, groups", [(1, 1), (4, 1), (5, 2), (17, 5)])
-@pytest.mark.parametrize("context, splits", [(8, 1), (model_gpu.SPLIT, 1), (model_gpu.SPLIT + 1, 2),
-                                             (3 * model_gpu.SPLIT - 1, 3)])
-def test_launches_of_a_decoded_layer(n, groups, context, splits):
+def test_launches_of_a_decoded_layer(n, groups):
     """3 query heads and 1 key/value head, 32 wide; F = 40."""
-    config = Config(dim=96, heads=3, kv_heads=1, layers=1, context=context, vocab=8, hidden=40, norm_eps=0.25)
+    config = Config(dim=96, heads=3, kv_heads=1, layers=1, context=8, vocab=8, hidden=40, norm_eps=0.25)
     gpu, launched = recorder(config)
-    x, cache = array(n, 96), array(context, 160)
+    x, cache = array(n, 96), array(8, 160)
     w = {"norm1": array(96), "qkv": array(160, 96), "out": array(96, 96), "norm2": array(96), "gate_up": array(80, 96),
          "down": array(96, 40)}
-    shared = {name: array(8) for name in ("y", "h", "place", "parts", "done")}
+    shared = {name: array(8) for name in ("y", "h", "place")}
     model_gpu.decode_block(gpu, w, x, cache, shared)
     names = {**w, **shared, "x": x, "cache": cache, "cos": gpu.cos, "sin": gpu.sin}
 
@@ -764,11 +769,71 @@ def test_launches_of_a_decoded_layer(n, groups, context, splits):
     assert [[shown(x) for x in launch] for launch in launched] == [
         ["decode_qkv", (20, groups), 128, 0, "cache", "x", "norm1", "qkv", "cos", "sin", "place",
          *i32(n, 96, 5, 4, 32), *f32(0.25)],
-        ["decode_attention", (splits, 3, n), model_gpu.SPLIT, 0, "y", "parts", "done", "cache", "place",
-         *i32(3, 1, 32)],
+        ["decode_attention", (3, n), 512, 0, "y", "cache", "place", *i32(3, 1, 32)],
         ["decode_residual", (48, groups), 128, 0, "x", "y", "out", *i32(n, 96, 96)],
         ["decode_swiglu", (10, groups), 128, 0, "h", "x", "norm2", "gate_up", *i32(n, 96, 40), *f32(0.25)],
         ["decode_residual", (48, groups), 128, 0, "x", "h", "down", *i32(n, 40, 96)]]
+
+
+def test_arguments_of_a_kernel():
+    """Types by their size: 32 bits for Python's numbers, a null pointer for None; all else as it is."""
+    kept = array(3), np.int64(7), np.uint64(8), np.float32(0.5)
+    given = model_gpu.arguments([3, True, 0.1, np.float64(0.1), None, *kept])
+    assert [(type(x), x) for x in given[:5]] == [
+        (np.int32, 3), (np.int32, 1), (np.float32, np.float32(0.1)), (np.float32, np.float32(0.1)), (np.uint64, 0)]
+    assert all(x is y for x, y in zip(given[5:], kept, strict=True))
+    with pytest.raises(OverflowError):
+        model_gpu.arguments([1 << 31])
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+    _fields_ = [*((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, whose value is a union of 64 bytes."""
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
+
+
+def test_an_early_launch_tells_the_driver_all(made, monkeypatch):
+    """What cuLaunchKernelEx is handed: the structures of cuda.h, and the address of each argument."""
+    gpu, seen = model_gpu.Gpu(TINY, "bf16", "ours"), []
+    monkeypatch.setattr(model_gpu.cupy, "ndarray", Array, raising=False)
+    stream = types.SimpleNamespace(ptr=77)
+    monkeypatch.setattr(model_gpu.cupy.cuda, "get_current_stream", lambda: stream)
+
+    def driver(config, function, pointers, extra):
+        assert len(config) == ctypes.sizeof(LaunchConfig) == 56 and extra is None
+        config = LaunchConfig.from_buffer_copy(config)
+        attribute = LaunchAttribute.from_address(config.attributes)
+        assert model_gpu.EARLY.nbytes == ctypes.sizeof(LaunchAttribute) == 72
+        values = [ctypes.string_at(p, size) for p, size in zip(pointers, (8, 4, 4, 8, 8), strict=True)]
+        seen.append(([getattr(config, name) for name, _ in LaunchConfig._fields_ if name != "attributes"],
+                     (attribute.id, list(attribute.value)), function.value, values))
+        return status
+    gpu.launch_kernel, gpu.kernels["k"], x = driver, types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=123)), array(5)
+    status = 0
+    gpu.launch_early("k", (5, 6), 128, x, 3, 0.25, np.int64(1 << 40), None)
+    status = 700
+    with pytest.raises(RuntimeError, match="CUDA refuses to launch k: status 700[.]"):
+        gpu.launch_early("k", (5, 6, 7), 64, x, 3, 0.25, np.int64(1 << 40), None)
+    values = [np.uint64(x.ctypes.data), np.int32(3), np.float32(0.25), np.int64(1 << 40), np.uint64(0)]
+    early = 6, [1] + 15 * [0]               # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    for (config, attribute, function, given), numbers in zip(seen, ([5, 6, 1, 128], [5, 6, 7, 64]), strict=True):
+        assert config == [*numbers, 1, 1, 0, 77, 1] and attribute == early and function == 123
+        assert given == [value.tobytes() for value in values]
+
+
+@pytest.mark.parametrize("capability, version, early", [("90", 12030, True), ("90", 12020, False), ("89", 13000, False),
+                                                        ("120", 13000, True)])
+def test_launches_are_early_where_the_gpu_and_its_driver_can(made, monkeypatch, capability, version, early):
+    monkeypatch.setattr(model_gpu.cupy.cuda.runtime, "driverGetVersion", lambda: version)
+    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability=capability))
+    driver, load = types.SimpleNamespace(cuLaunchKernelEx=object()), ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else load(name))
+    assert model_gpu.Gpu(TINY, "bf16", "ours").launch_kernel is (driver.cuLaunchKernelEx if early else None)
 
 
 @pytest.mark.parametrize("M, N, grid", [(1, 8, (1, 1)), (64, 128, (2, 1)), (65, 136, (3, 2)),
@@ -915,7 +980,7 @@ def noted(model):
     seen, launch = [], model.gpu.launch
 
     def note(name, grid, threads, *arguments, shared=0):
-        seen.append((name, grid, threads, shared, [x.item() for x in arguments if isinstance(x, np.int32)]))
+        seen.append((name, grid, threads, shared, [int(x) for x in arguments if type(x) in (int, bool, np.int32)]))
         launch(name, grid, threads, *arguments, shared=shared)
     model.gpu.launch = note
     return seen
@@ -944,7 +1009,7 @@ def test_launches_of_decoding(made):
         assert launched("embedding_forward") == [((3,), 32, [64])]
         assert launched("decode_logits") == [((18, 1), 128, [3, 64, 144])]
         assert launched("draw") == [((3, 3), 1024, [48])]
-        assert launched("decode_attention") == [((1, 2, 3), model_gpu.SPLIT, [2, 1, 32])]
+        assert launched("decode_attention") == [((2, 3), 512, [2, 1, 32])]
         assert all(call[3] == 0 for call in seen)
         seen.clear()
         model.draw([1] * 3, 2, 1, 5, 0, 1.0, 0, 1.0, 48)    # of head 0 alone
@@ -1038,10 +1103,8 @@ def test_the_starts_of_all_ids_are_sent(made):
 
 
 def test_launches_of_decoding_many(made):
-    """The attention of a prompt after a long text takes the blocks from its first row on; one of few tokens has a block
-    for every SPLIT of the whole context."""
-    context = model_gpu.SPLIT + 8
-    config = Config(dim=64, heads=2, kv_heads=1, layers=1, context=context, vocab=8)
+    """The attention of a prompt after a long text takes the blocks from its first row on."""
+    config = Config(dim=64, heads=2, kv_heads=1, layers=1, context=520, vocab=8)
     model, seen = model_gpu.Model(config, precision="bf16", matmul="ours"), []
     model.gpu.launch = lambda name, grid, *rest, **options: seen.append((name, grid, options))
     for position, n, z in ((0, 257, 3), (100, 157, 3), (127, 100, 2), (128, 100, 1), (200, 57, 2), (255, 9, 2),
@@ -1052,9 +1115,6 @@ def test_launches_of_decoding_many(made):
         (name, grid, options), = [call for call in seen if "flash" in call[0]]
         assert name == "flash_forward_bf16" and grid == (2, 1, z) and options == {"shared": 5 * 128 * 32 * 2}, position
         assert [call[1] for call in seen if call[0] == "rope"] == [(-(-n * 3 * 2 // 256),)]
-    seen.clear()
-    model.extend([1])
-    assert [call for call in seen if call[0] == "decode_attention"] == [("decode_attention", (2, 2, 1), {})]
 
 
 def test_other_numbers_than_the_usual(made):
@@ -1137,7 +1197,6 @@ def test_the_plan_of_the_big_model():
     assert plan["logits and scratch"] == N * (2 * 3 * 768 + 4 + 16) + 4 * 1056 * 768 + inputs + 2 * N * 4 * 4096
     assert plan["decoding"] == sum(-(-size // 256) * 256 for size in (
         4 * 512, 4 * 4, 8 * 2, 8, 4 * 8 * 4, 4 * 8, 4 * 8 * 4 * 4096,
-        4 * 8 * 12 * -(-512 // model_gpu.SPLIT) * (64 + 2), 4 * 8 * 12,
         2 * 16 * 512 * 1280, *[2 * 512 * 768] * 6, *[4 * 512] * 3, 4 * 12 * 512, 2 * 512 * 4096, 2 * 512 * 2048))
     assert plan["cuBLAS and kernels"] == 64 << 20 and len(plan) == 8
     assert "bf16 weights" not in model_gpu.memory_plan(c, 64, 512, "tf32")
@@ -1330,7 +1389,7 @@ def test_the_flash_kernels_are_launched_as_their_own_tests_do():
         assert model_gpu.flash_kernels(version, D) == test_flash.geometry(version, D)
 
 
-def test_every_kernel_is_launched_and_says_how():
+def test_every_kernel_is_launched_and_says_how(made):
     """Each kernel of kernels.cu has its launch geometry above it and a launch in model_gpu.py."""
     with open(os.path.join(ROOT, "kernels.cu"), encoding="utf-8") as file:
         lines = file.read().split("\n")
@@ -1338,7 +1397,8 @@ def test_every_kernel_is_launched_and_says_how():
         python = file.read()
     text = re.sub(r"__launch_bounds__\([^)]*\)\s*", "", "\n".join(lines))
     names = re.findall(r'extern "C" __global__ void (\w+)\(', text)
-    assert sorted(names) == sorted(model_gpu.KERNELS)
+    gpu = model_gpu.Gpu(TINY, "bf16", "ours")
+    assert sorted([*names, *(name for name, *_ in gpu.flash)]) == sorted(gpu.kernels)
     for name in names:
-        assert python.count(f'"{name}"') >= 2, f"{name} is never launched"
+        assert f'"{name}"' in python, f"{name} is never launched"
     assert sum(line.startswith("// Grid (") for line in lines) >= len(names) - 1       # two share a comment
