@@ -305,7 +305,8 @@ def parse_arguments(argv):
     parser.add_argument("--plot", metavar="FILE", help="with --lens: draw it for each position (needs "
                         f"matplotlib; at most the last {PLOTTED})")
     parser.add_argument("--speculation", action=argparse.BooleanOptionalAction,
-                        help="let the further heads draft: the same text, sooner on a GPU (default: there)")
+                        help="let all further heads draft, or none: the same text (default: as many as pay, "
+                        "one on a GPU, none on a CPU)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto",
                         help="what computes (default auto: the GPU if there is one)")
     args = parser.parse_args(argv)

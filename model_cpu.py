@@ -730,7 +730,7 @@ class Model:
     BLAS alone leaves the element-wise work on one.  Set OPENBLAS_NUM_THREADS=1 then (train.py does).  The sum
     over shares is exact because the loss is divided by the count of targets in the whole step, not in the
     share."""
-    speculation_pays = False            # four rows take twice as long as one, and give half a token more
+    drafts = 0      # heads whose drafts pay: four rows take twice as long as one, and give half a token more
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config, self.dtype, self.threads, self.training = config, np.dtype(dtype), threads, training
@@ -990,8 +990,8 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     ends, closed in mid-text too, all that was yielded is in the cache, but for the last token where no other
     was drawn after it.
 
-    speculate (None: where it pays): heads 1..K-1 draft the tokens after the next, and one call of extend
-    reads them all; a draft counts if it is the very token that head 0 draws there (Stern et al. 2018).  So
+    speculate (None: with as many heads as pay, model.drafts): heads 1..K-1 draft the tokens after the next,
+    and one call of extend reads them all; a draft counts if it is the very token that head 0 draws there (Stern et al. 2018).  So
     the text is that of single steps; here up to the rounding of NumPy's products, whose sums depend on the
     number of rows.  A draft is drawn with the noise that head 0 will use at its position: the nearer the two
     heads' p, the more often they draw the same token.
@@ -1004,9 +1004,9 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
         raise ValueError(f"sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, not temperature "
                          f"{temperature}, top_k {top_k}, top_p {top_p}.")
     seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
-    speculate = model.speculation_pays if speculate is None else speculate
+    drafting = model.drafts if speculate is None else model.config.predict if speculate else 0
     context, text, drafts = model.config.context, list(tokens), []
-    vocab, heads = vocab or model.config.vocab, model.config.predict if speculate else 1
+    vocab, heads = vocab or model.config.vocab, min(1 + drafting, model.config.predict)
     end = math.inf if most is None else len(text) + most
     while len(text) < end:
         window = text[window_start(len(text), context):]

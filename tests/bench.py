@@ -4,6 +4,7 @@
     python tests/bench.py tokenizer
     python tests/bench.py cpu
     python tests/bench.py decode --peer # generation, on a GPU too where there is one; --model DIR: of a trained model
+    python tests/bench.py drafts        # what speculation brings: of the model in out/small, or those of --model DIR ...
     python tests/bench.py euler         # of the model in out/small
     python tests/bench.py counts FILE   # what counting reaches on a text, beside the model in out/small
     python tests/bench.py train --peer  # on a GPU, as are the next two
@@ -361,6 +362,74 @@ def decode_on_cpu(arguments, folder):
             for function in rows.values():
                 function()
             print_rows(length, measure_rows(rows, arguments.rounds), rates)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# drafts: how often the further heads are right on text that a model has not seen, and what that brings
+
+def held_out_prompts(folder, tokenizer, config, count):
+    """{kind of text: prompts}: of a pretrained model a quarter of a window from even places of what it held out, of a
+    fine-tuned one prompts whose answers it has not seen."""
+    import numpy as np
+
+    import checkpoint
+    import sft
+
+    state = checkpoint.load_state(folder)
+    settings, size = state["settings"], config.context // 4
+    if state["script"] == "sft.py":
+        examples = sft.make_examples(tokenizer, sft.read_conversations(settings["data"]), config.context, settings["seed"])
+        prompts = [ids[:mask.argmax()].tolist() for ids, mask in examples.held_out]
+        return {"answers": [prompt for prompt in prompts if len(prompt) <= size][:count]}
+    kinds = {}
+    for path in sorted(glob.glob(f"data/val-*-{settings['tokens_key']}-*.bin")):
+        ids = np.fromfile(path, "<u2")
+        kinds[os.path.basename(path).split("-")[1]] = [ids[start:start + size].tolist() for start in np.linspace(
+            0, len(ids) - size, count, dtype=int)]
+    if not kinds:
+        raise ValueError(f"the held-out tokens of {folder}, data/val-*-{settings['tokens_key']}-*.bin, are not here.")
+    return kinds
+
+
+def bench_drafts(arguments):
+    """Texts go on for half a window, answers to their end.  The same tokens with every number of drafts."""
+    import checkpoint
+    import model_cpu
+    import model_gpu
+
+    engine = model_gpu.pick(arguments.device)
+    options = {"precision": "bf16"} if engine is model_gpu else {"dtype": "float32"}
+    for folder in arguments.model:
+        model, tokenizer = checkpoint.load(folder, engine, {**options, "training": False})
+        c, stop = model.config, set(tokenizer.special.values())
+        if c.predict == 1:
+            raise ValueError(f"{folder} has one prediction head: nobody drafts.")
+        print(f"{folder}: drafts of {' or '.join(map(str, sorted({1, c.predict - 1})))} further heads, against none")
+        for kind, prompts in held_out_prompts(folder, tokenizer, c, arguments.prompts).items():
+            for how, settings in ("greedy", {"temperature": 0}), ("sampled", SAMPLED):
+                texts, times, heads = {}, {}, {}
+                for drafts in (0, 1, c.predict - 1):
+                    model.drafts, heads[drafts], texts[drafts] = drafts, [], []
+                    for round in range(2):          # the first round loads what is needed
+                        started = time.perf_counter()
+                        for seed, prompt in enumerate(prompts):
+                            trace, model.cached = [], []
+                            text = list(model_cpu.generate(model, prompt, seed=seed, vocab=tokenizer.vocab_size, stop=stop,
+                                                           most=c.context // 2, trace=trace, **settings))
+                            if round:
+                                heads[drafts] += trace
+                                texts[drafts].append(text)
+                        times[drafts] = time.perf_counter() - started
+                count = sum(map(len, texts[0]))
+                if engine is model_gpu and not texts[0] == texts[1] == texts[c.predict - 1]:
+                    raise ValueError("drafts have changed a text.")
+                print(f"  {kind}, {how}: {count:,} tokens from {len(prompts)} prompts, {1e3 * times[0] / count:.3f} ms a token")
+                for drafts in sorted({1, c.predict - 1}):
+                    right = [head for head, _, _ in heads[drafts]]
+                    rates = [f"{right.count(k) / sum(head == 0 and read >= k for head, read, _ in heads[drafts]):.1%}"
+                             for k in range(1, drafts + 1)]
+                    print(f"    drafts {drafts}: {len(right) / right.count(0):.2f} tokens a verification (right: {', '.join(rates)}), "
+                          f"{1e3 * times[drafts] / count:.3f} ms a token, {times[0] / times[drafts]:.2f} x", flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -948,6 +1017,11 @@ def main():
     command.add_argument("--peer", action="store_true", help="PyTorch beside")
     command.add_argument("--rounds", type=int, default=5)
     command.set_defaults(run=bench_decode)
+    command = commands.add_parser("drafts", help="what the further heads' drafts bring on text that a model has not seen")
+    command.add_argument("--model", nargs="+", metavar="DIR", default=["out/small"])
+    command.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
+    command.add_argument("--prompts", type=int, default=32)
+    command.set_defaults(run=bench_drafts)
     command = commands.add_parser("train", help="a training step on the GPU, by kernel, against PyTorch")
     command.add_argument("--model", choices=("small", "medium", "big"), default="big")
     command.add_argument("--batch", type=int, default=64)

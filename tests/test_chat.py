@@ -889,7 +889,8 @@ def test_help(models, monkeypatch):
                   "--top-p N draw among the likeliest tokens of this probability together; 1: all (default 1.0)",
                   "--seed N the same seed gives the same text; without one, another text every time --plot FILE",
                   "with --lens: draw it for each position (needs matplotlib; at most the last 64)",
-                  "--speculation, --no-speculation let the further heads draft: the same text, sooner on a GPU",
+                  "--speculation, --no-speculation let all further heads draft, or none: the same text (default: as many as pay, "
+                  "one on a GPU, none on a CPU)",
                   "{auto,cpu,gpu} what computes (default auto: the GPU if there is one)"):
         assert words in text
 

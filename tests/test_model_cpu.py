@@ -1371,7 +1371,13 @@ def test_the_trace(drafting_model):
     trace.clear()
     said = list(generate(model, text, seed=1, stop={found[4]}, trace=trace))
     assert len(trace) == len(said) + 1 and not any(head or drafts for head, drafts, _ in trace)
-    assert model_cpu.Model.speculation_pays is False
+    assert model_cpu.Model.drafts == 0
+    for most in 1, 2, 9:                                                # by default as many as pay
+        trace.clear()
+        model.drafts = most
+        assert list(generate(model, text, seed=1, most=40, trace=trace, vocab=38)) == found
+        assert {drafts for _, drafts, _ in trace} == {0, min(most, 3)}
+    del model.drafts
 
 
 @pytest.mark.parametrize("options", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=-1), dict(top_p=0),

@@ -909,7 +909,7 @@ def test_an_answer_to_the_letter(monkeypatch):
         asked.append((arguments, options))
         return iter(b"No")
     monkeypatch.setattr(train, "generate", generate)
-    model = types.SimpleNamespace(config=types.SimpleNamespace(context=16))
+    model = types.SimpleNamespace(config=types.SimpleNamespace(context=16, predict=4))
     assert sft.answer(model, BYTES, "0123456789", 9) == "No"
     assert asked == [((model, [USER, *b"123456789", END, ASSISTANT], 0.8),
                       dict(top_k=50, seed=9, vocab=260, stop={PAD, USER, ASSISTANT, END}, most=150))]
@@ -919,7 +919,7 @@ def test_an_answer_to_the_letter(monkeypatch):
 def test_any_special_token_ends_an_answer(stop):
     """Of a model that says what it is told to say."""
     said = itertools.cycle(b"a") if stop is None else iter([*b"No", stop, *b"more"])
-    model = types.SimpleNamespace(config=types.SimpleNamespace(context=16), position=0, cached=[], speculation_pays=False,
+    model = types.SimpleNamespace(config=types.SimpleNamespace(context=16, predict=4), position=0, cached=[], drafts=0,
                                   draw=lambda *rest: (np.array([[next(said)]]), np.ones(1)))
     assert sft.answer(model, BYTES, "why", 9) == ("No" if stop else "a" * 150)
 
