@@ -244,7 +244,7 @@ BUGS = {
     "no_scale": ("attention_forward: 1.0 / math.sqrt(q.shape[-1]) -> 1.0",
         "attention_backward: 1.0 / math.sqrt(q.shape[-1]) -> 1.0",
         "1/sqrt(D) forgotten in both passes."),
-    "mask_off_by_one": ("attention_forward: P.dtype), 1) -> P.dtype), 2)",
+    "mask_off_by_one": ("attention_forward: first + 1) -> first + 2)",
         "A query sees one key of the future: the token it is to predict."),
     "gate_up_swapped": (
         "swiglu_forward: gate, up = -> up, gate =", "swiglu_apply: gate, up = -> up, gate =",

@@ -44,7 +44,7 @@ except ImportError:
           file=sys.stderr)
     sys.exit(2)
 
-from tokenizer import Parser, Tokenizer, run_script, visible
+from tokenizer import Parser, Tokenizer, require, run_script, visible
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -398,15 +398,17 @@ def rotated_part(qkv, config):
 
 def attention_forward(out, P, qkv, heads, kv_heads):
     """Causal grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023).  qkv (B,T,(H+2G)D), already
-    rotated; out (B,T,H*D); P (B,G,R,T,T) keeps the probabilities for the backward.  Per head, with scale =
-    1/sqrt(D):
+    rotated; out (B,T,H*D); P (B,G,R,T,T) keeps the probabilities for the backward.  Where out and P have
+    fewer rows than qkv, they are the last: the rows before them are in qkv from earlier calls (extend).  Per
+    head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j  for j <= i     P_ij = exp(S_ij) / sum_j' exp(S_ij')     out_i = sum_j P_ij v_j
     """
     q, k, v = split_heads(qkv, heads, kv_heads)
     out = out.reshape(*out.shape[:2], kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)   # (B,G,R,T,D)
-    future = np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), 1)        # a query never sees a later key
-    np.matmul(q, k.swapaxes(-1, -2), out=P)                     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
+    first = P.shape[-1] - P.shape[-2]               # of the rows asked for
+    future = np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)    # a query never sees a later key
+    np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
     P += future
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
@@ -481,22 +483,23 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up, work):
     np.multiply(dout, slope, out=dgate)
 
 
-def block_forward(x, w, saved, shared, config, cos, sin):
+def block_forward(x, w, saved, shared, config, cos, sin, first=0):
     """One layer, one unit of time, in two forward-Euler substeps of dx/dt = f(x,t) (operator splitting:
     attention, then the feed-forward network), in place on x (B,T,C):
 
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
     w: this layer's weights by name; saved: this layer's arrays, which keep what the backward reads; shared:
-    arrays that all layers share (work_tables); cos, sin: rows of rope_table, at least T."""
+    arrays that all layers share (work_tables); cos, sin: rope_table.  first: the position of the first token;
+    where it is not 0, saved["qkv"] begins with the rows of those before it (extend)."""
     (B, T, C), c = x.shape, config
     x, n, increment, h = x.reshape(B * T, C), shared["n"], shared["increment"], shared["h"]
 
     saved["x_in"][...] = x
     rmsnorm_forward(n, saved["rstd1"], x, w["norm1"], c.norm_eps)
-    linear_forward(saved["qkv"], n, w["qkv"])
-    qkv = saved["qkv"].reshape(B, T, -1)
-    rope_forward(rotated_part(qkv, c), cos[:T], sin[:T])
+    linear_forward(saved["qkv"][first:], n, w["qkv"])
+    qkv = saved["qkv"].reshape(B, first + T, -1)
+    rope_forward(rotated_part(qkv[:, first:], c), cos[first:first + T], sin[first:first + T])
     attention_forward(saved["y"].reshape(B, T, C), saved["P"], qkv, c.heads, c.kv_heads)
     linear_forward(increment, saved["y"], w["out"])
     x += increment                                                                # Euler substep 1
@@ -751,8 +754,10 @@ class Model:
         # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and sees the loss
         quiet = {"initializer": np.seterr, "initargs": ("ignore",)}
         self.pool = concurrent.futures.ThreadPoolExecutor(threads, **quiet) if threads > 1 else None
-        # KV cache: keys and values of the tokens decoded so far; the ids of those that generate has put there
+        # q, k and v of the tokens decoded so far, for each layer; the ids of those that generate has put there
         self.cache, self.position, self.cached = None, 0, []
+        # Without a backward all layers compute in the arrays of one.
+        self.decoder = Worker(dataclasses.replace(config, layers=1), self.dtype, None)
 
     def refresh(self):
         """After writing params: what other weights have left in the cache is forgotten."""
@@ -777,17 +782,16 @@ class Model:
             return [function(self.workers[0], *(argument[0] for argument in arguments))]
         return list(self.pool.map(function, self.workers, *arguments))
 
-    def trunk(self, worker, tokens):
-        """tokens (B,T) -> the worker's buffers (layers, shared), which hold what the backward needs, and in
-        shared["final"] (N,C) rmsnorm(x) after the last layer."""
-        layers, shared = worker.buffers(*tokens.shape)
+    def trunk(self, tokens, layers, shared, first=0):
+        """tokens (B,T) -> shared, where "final" (N,C) is rmsnorm(x) after the last layer.  layers, shared: the
+        buffers to compute in, which then hold what the backward needs; first: see block_forward."""
         x = shared["x"]
         embedding_forward(x, tokens.reshape(-1), self.params["embed"])
         for i, saved in enumerate(layers):
             block_forward(x.reshape(*tokens.shape, -1), layer_views(self.params, i), saved, shared,
-                          self.config, self.cos, self.sin)
+                          self.config, self.cos, self.sin, first)
         rmsnorm_forward(shared["final"], shared["rstd"], x, self.params["norm"], self.config.norm_eps)
-        return layers, shared
+        return shared
 
     def head_logits(self, shared):
         """shared["final"] (N,C) -> shared["logits"] (N,K,V): all heads in one product."""
@@ -797,7 +801,7 @@ class Model:
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a new array."""
         tokens = as_batch(self.config, tokens)
-        _, shared = self.trunk(self.workers[0], tokens)
+        shared = self.trunk(tokens, *self.workers[0].buffers(*tokens.shape))
         return self.head_logits(shared).reshape(*tokens.shape, self.config.predict, -1).copy()
 
     def forward(self, tokens, targets, counted=None):
@@ -811,7 +815,8 @@ class Model:
 
         def forward_share(worker, tokens, targets):
             targets, losses = head_targets(targets, T, K), np.zeros(K)
-            layers, shared = self.trunk(worker, tokens)
+            layers, shared = worker.buffers(*tokens.shape)
+            self.trunk(tokens, layers, shared)
             cross_entropy_forward(losses, shared["exp_sum"], self.head_logits(shared), targets, divisor)
             worker.saved = tokens, targets, layers, shared
             return losses
@@ -880,43 +885,21 @@ class Model:
 
     def extend(self, tokens):
         """Append n tokens at self.position and return their logits (n,K,V), reading keys and values of all
-        earlier tokens from the KV cache.  Setting position back to an earlier value forgets what came after
-        it.
+        earlier tokens from the cache.  Setting position back to an earlier value forgets what came after it.
 
-        One token at a time needs no mask: everything in the cache is its past (`future` below is all False).
-        With n > 1 the new tokens must not see each other's future: the mask has one diagonal, shifted by
-        position."""
-        tokens, c, p = np.asarray(tokens, np.int64), self.config, self.position
-        n, R = len(tokens), c.heads // c.kv_heads
-        if p + n > c.context:
-            raise ValueError(f"{n} tokens at position {p} do not fit the context of {c.context}.")
+        The forward as in training, but that the rows of q, k and v go to their place in the cache, and that P
+        has a row for each new token and a column for each token so far."""
+        tokens, c, p, n = np.asarray(tokens, np.int64), self.config, self.position, len(tokens)
+        require(p + n <= c.context, f"{n} tokens at position {p} do not fit the context of {c.context}.")
         check_tokens(c, tokens)
-        if self.cache is None:                      # (L, k or v, G, context, D)
-            self.cache = np.zeros((c.layers, 2, c.kv_heads, c.context, c.head_dim), self.dtype)
-        x, normed, h, sigmoid, rstd = (np.empty(shape, self.dtype) for shape in (
-            (n, c.dim), (n, c.dim), (n, c.hidden), (n, c.hidden), n))
-        embedding_forward(x, tokens, self.params["embed"])
-        future = np.arange(p + n) > np.arange(p, p + n)[:, None]                    # (n, p+n)
-        for i, (keys, values) in enumerate(self.cache):
-            w = layer_views(self.params, i)
-            rmsnorm_forward(normed, rstd, x, w["norm1"], c.norm_eps)
-            qkv = (normed @ w["qkv"].T).reshape(1, n, -1)
-            rope_forward(rotated_part(qkv, c), self.cos[p:p + n], self.sin[p:p + n])
-            # q (G,R,n,D); k, v (G,1,n,D)
-            q, k, v = (part[0] for part in split_heads(qkv, c.heads, c.kv_heads))
-            keys[:, p:p + n], values[:, p:p + n] = k[:, 0], v[:, 0]
-            S = q.reshape(c.kv_heads, R * n, -1) @ keys[:, :p + n].swapaxes(1, 2) / math.sqrt(c.head_dim)
-            S = np.where(future, -np.inf, S.reshape(c.kv_heads, R, n, p + n))
-            P = np.exp(S - S.max(axis=-1, keepdims=True))
-            P /= P.sum(axis=-1, keepdims=True)
-            y = P @ values[:, None, :p + n]                                         # (G,R,n,D)
-            x += y.transpose(2, 0, 1, 3).reshape(n, c.dim) @ w["out"].T
-            rmsnorm_forward(normed, rstd, x, w["norm2"], c.norm_eps)
-            swiglu_forward(h, sigmoid, normed @ w["gate_up"].T)
-            x += h @ w["down"].T
-        rmsnorm_forward(normed, rstd, x, self.params["norm"], c.norm_eps)
+        if self.cache is None:
+            self.cache = np.zeros((c.layers, c.context, c.qkv_width), self.dtype)
+        (layer,), shared = self.decoder.buffers(1, n)
+        P = np.empty((1, c.kv_heads, c.heads // c.kv_heads, n, p + n), self.dtype)
+        layers = [{**layer, "qkv": rows[:p + n], "P": P} for rows in self.cache]
+        logits = self.head_logits(self.trunk(tokens[None], layers, shared, p))
         self.position, self.cached = p + n, []      # generate notes what it has read
-        return (normed @ self.params["heads"].T).reshape(n, c.predict, c.vocab)
+        return logits.copy()
 
     def draw(self, tokens, rows, heads, t, seed, temperature, top_k, top_p, vocab):
         """Append tokens as extend does, and draw after each of the last `rows` of them: -> ids (rows, heads),
@@ -1036,7 +1019,8 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 def layer_logits(model, inputs):
     """The "logit lens" (nostalgebraist 2020): inputs (B,T) -> for the embedding and after each layer the
     residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
-    layers, shared = model.trunk(model.workers[0], inputs)
+    layers, shared = model.workers[0].buffers(*inputs.shape)
+    model.trunk(inputs, layers, shared)
     for x in [*(saved["x_in"] for saved in layers), shared["x"]]:
         rmsnorm_forward(shared["n"], shared["rstd"], x, model.params["norm"], model.config.norm_eps)
         yield x, shared["n"] @ model.params["heads"][:model.config.vocab].T
