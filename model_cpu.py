@@ -71,23 +71,22 @@ class Config:
             object.__setattr__(self, "hidden", (8 * self.dim + 23) // 24 * 8)   # frozen for everybody else
         for name in ("dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= 1 << 20:
-                raise ValueError(f"{name} must be a whole number from 1 to {1 << 20:,}, not {value!r:.20}.")
+            require(type(value) is int and 1 <= value <= 1 << 20,
+                    f"{name} must be a whole number from 1 to {1 << 20:,}, not {value!r:.20}.")
         for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not least <= value < math.inf:
-                raise ValueError(f"{name} must be a finite number of at least {least}, not {value!r}.")
+            require(type(value) in (int, float) and least <= value < math.inf,
+                    f"{name} must be a finite number of at least {least}, not {value!r}.")
         for name in ("dim", "hidden", "vocab"):
-            if getattr(self, name) % 8:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be a multiple of 8.")
-        if self.dim % (2 * self.heads):
-            fits = nearest(self.heads, self.dim, lambda heads: self.dim % (2 * heads) == 0)
-            raise ValueError(f"dim ({self.dim}) must be a multiple of 2 x heads (2 x {self.heads}): rotary "
-                             f"embedding turns the entries of a head in pairs; take {fits} heads.")
-        if self.heads % self.kv_heads:
-            fits = nearest(self.kv_heads, self.heads, lambda kv_heads: self.heads % kv_heads == 0)
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}); take "
-                             f"{fits} kv_heads.")
+            value = getattr(self, name)
+            require(value % 8 == 0, f"{name} ({value}) must be a multiple of 8.")
+        require(self.dim % (2 * self.heads) == 0,
+                f"dim ({self.dim}) must be a multiple of 2 x heads (2 x {self.heads}): rotary embedding "
+                "turns the entries of a head in pairs; take "
+                f"{nearest_divisors(self.dim // 2, self.heads)} heads.")
+        require(self.heads % self.kv_heads == 0,
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}); take "
+                f"{nearest_divisors(self.heads, self.kv_heads)} kv_heads.")
 
     @property
     def head_dim(self):         # D
@@ -103,11 +102,11 @@ class Config:
         return np.array([1.0] + [self.mtp_weight / max(1, further)] * further)
 
 
-def nearest(number, most, good):
-    """The good numbers nearest to this one, below and above, in words: "4 or 6"."""
-    below = next((n for n in range(min(number, most), 0, -1) if good(n)), None)
-    above = next((n for n in range(number, most + 1) if good(n)), None)
-    return " or ".join(str(n) for n in (below, above) if n is not None)
+def nearest_divisors(number, wanted):
+    """The divisors of a number nearest to the wanted one, below and above, in words: "4 or 6"."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    place = bisect.bisect(divisors, wanted)
+    return " or ".join(map(str, divisors[max(0, place - 1):place + 1]))
 
 
 CONFIGS = {
@@ -147,8 +146,8 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: by which rule each part of the flat buffers, a slice, is
     updated; where in v its second moments lie, of which Muon has none; and whether its weights decay:
     matrices do, norm gains do not."""
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"the optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    require(optimizer in OPTIMIZERS,
+            f"the optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
     c, size = config, param_count(config)
     first = c.vocab * c.dim                                 # the matrices of the layers: from here
     last = first + c.layers * matrix_table(c)[-1][1].stop   # to here
@@ -675,11 +674,11 @@ def check_tokens(config, tokens, what="token", low=0):
 def as_batch(config, tokens):
     """tokens as a (B,T) array of ids; ValueError if they are none."""
     tokens = np.asarray(tokens)
-    if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"tokens must be a non-empty (B, T) array of integers, not {tokens.dtype} of shape "
-                         f"{tokens.shape}.")
-    if tokens.shape[1] > config.context:
-        raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
+    require(tokens.ndim == 2 and tokens.size and np.issubdtype(tokens.dtype, np.integer),
+            f"tokens must be a non-empty (B, T) array of integers, not {tokens.dtype} of shape "
+            f"{tokens.shape}.")
+    T = tokens.shape[1]
+    require(T <= config.context, f"{T} tokens do not fit the context of {config.context}.")
     check_tokens(config, tokens)
     return tokens
 
@@ -689,13 +688,12 @@ def check_batch(config, tokens, targets, counted=None):
     cannot be computed.  counted: see forward."""
     tokens, targets, K = as_batch(config, tokens), np.asarray(targets), config.predict
     B, T = tokens.shape
-    if targets.shape != (B, T + K - 1) or not np.issubdtype(targets.dtype, np.integer):
-        raise ValueError(f"targets must be integers of the shape (B, T+K-1) = {(B, T + K - 1)}, not "
-                         f"{targets.dtype} of shape {targets.shape}.")
+    require(targets.shape == (B, T + K - 1) and np.issubdtype(targets.dtype, np.integer),
+            f"targets must be integers of the shape (B, T+K-1) = {(B, T + K - 1)}, not {targets.dtype} of "
+            f"shape {targets.shape}.")
     check_tokens(config, targets, "target", low=-1)
     counted = count_targets(targets, T, K) if counted is None else np.asarray(counted)
-    if counted[0] == 0:
-        raise ValueError("head 0 has no counted target in the whole step: all targets are -1.")
+    require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
     return tokens, targets, np.maximum(counted, 1)    # a head without a target: the sum 0, and so the loss 0
 
 
@@ -753,8 +751,9 @@ class Model:
         self.workers = [Worker(config, self.dtype, flat_grads) for flat_grads in (self.flat_grads, *own)]
         # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and sees the loss
         quiet = {"initializer": np.seterr, "initargs": ("ignore",)}
-        self.pool = concurrent.futures.ThreadPoolExecutor(threads, **quiet) if threads > 1 else None
-        # q, k and v of the tokens decoded so far, for each layer; the ids of those that generate has put there
+        pool = concurrent.futures.ThreadPoolExecutor(threads, **quiet) if threads > 1 else None
+        self.map = pool.map if pool else map        # either takes the results in order
+        # q, k, v of the tokens decoded so far, for each layer; the ids of those that generate has put there
         self.cache, self.position, self.cached = None, 0, []
         # Without a backward all layers compute in the arrays of one.
         self.decoder = Worker(dataclasses.replace(config, layers=1), self.dtype, None)
@@ -776,15 +775,9 @@ class Model:
         """-> a function that returns these; on the GPU it waits for them."""
         return lambda: arrays
 
-    def each_worker(self, function, *arguments):
-        """Run function(worker, *its arguments), on threads if there are several; the results in order."""
-        if len(arguments[0]) == 1:
-            return [function(self.workers[0], *(argument[0] for argument in arguments))]
-        return list(self.pool.map(function, self.workers, *arguments))
-
     def trunk(self, tokens, layers, shared, first=0):
-        """tokens (B,T) -> shared, where "final" (N,C) is rmsnorm(x) after the last layer.  layers, shared: the
-        buffers to compute in, which then hold what the backward needs; first: see block_forward."""
+        """tokens (B,T) -> shared, where "final" (N,C) is rmsnorm(x) after the last layer.  layers, shared:
+        the buffers to compute in, which then hold what the backward needs; first: see block_forward."""
         x = shared["x"]
         embedding_forward(x, tokens.reshape(-1), self.params["embed"])
         for i, saved in enumerate(layers):
@@ -822,17 +815,15 @@ class Model:
             return losses
 
         self.shares, self.divisor = min(self.threads, B), divisor
-        losses = self.each_worker(forward_share, np.array_split(tokens, self.shares),
-                                  np.array_split(targets, self.shares))
-        return sum(losses[1:], losses[0])
+        return sum(self.map(forward_share, self.workers, np.array_split(tokens, self.shares),
+                            np.array_split(targets, self.shares)))
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
         Call it once a forward (the logits are used up).  last is for the GPUs: the step's last
         micro-batch."""
-        if not self.training:
-            raise ValueError("this model was made with training=False: it has no gradients.")
-        self.each_worker(self.backward_share, range(self.shares))
+        require(self.training, "this model was made with training=False: it has no gradients.")
+        list(self.map(self.backward_share, self.workers, range(self.shares)))
         for worker in self.workers[1:self.shares]:      # in order, so that the sum is the same in every run
             self.flat_grads += worker.flat_grads
 
@@ -880,7 +871,7 @@ class Model:
                 flats.append(self.v[in_v])
                 jobs += [(clip_and_update, *(flat[i:i + piece] for flat in flats), decay if decayed else 0.0)
                          for i in range(0, len(flats[0]), piece)]
-        list((self.pool.map if self.pool else map)(lambda job: job[0](*job[1:]), jobs))
+        list(self.map(lambda job: job[0](*job[1:]), jobs))
         return norm
 
     def extend(self, tokens):
