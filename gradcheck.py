@@ -63,9 +63,9 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import model_gpu
 import numpy as np
 import tokenizer
+from model_cpu import slope
 from tokenizer import Parser, run_script
 
-STENCIL = ((-2, 1 / 12), (-1, -8 / 12), (1, 8 / 12), (2, -1 / 12))      # (shift in units of h, factor)
 TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=16, predict=3, mtp_weight=0.7)
 TINY_STEP, TINY_BAR = 2e-4, 1e-8
 SMALL_STEP, SMALL_BAR = 1e-3, 1e-7
@@ -113,16 +113,6 @@ def gradients(model, tokens, targets):
         model.forward(tokens[b:b + 1], targets[b:b + 1], counted)
         model.backward()
     return {name: gradient.copy() for name, gradient in model.grads.items()}
-
-
-def slope(loss, weight, index, h):
-    """d loss() / d weight[index] by the five-point stencil."""
-    centre, total = weight[index], 0.0
-    for shift, factor in STENCIL:
-        weight[index] = centre + shift * h
-        total += factor * loss()
-    weight[index] = centre
-    return total / h
 
 
 def choose_entries(gradient, limit):

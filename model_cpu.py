@@ -1055,6 +1055,17 @@ TEXT = ("It was a bright cold morning, and the old man walked down to the harbou
         "forty years.")
 
 
+def slope(loss, weight, index, h):
+    """d loss() / d weight[index] by finite differences at five points, error O(h^4); the middle one has the
+    factor 0.  gradcheck.py, which does this for every weight there is, says why five."""
+    centre, total = weight[index], 0.0
+    for shift, factor in ((-2, 1 / 12), (-1, -8 / 12), (1, 8 / 12), (2, -1 / 12)):
+        weight[index] = centre + shift * h
+        total += factor * loss()
+    weight[index] = centre
+    return total / h
+
+
 def main(argv):
     """One sentence through the small model: tokens, shapes, the first loss, a gradient, an update, the
     layers."""
@@ -1080,16 +1091,11 @@ def main(argv):
           f"{math.log(config.vocab):.4f}")
 
     model.backward()
-    weight, h, total = model.params["layers.0.qkv"], 1e-3, {}
-    at = np.unravel_index(np.abs(model.grads["layers.0.qkv"]).argmax(), weight.shape)
-    analytic, value = model.grads["layers.0.qkv"][at], weight[at]
-    for i in (-2, -1, 1, 2):                        # five-point stencil, error O(h^4); its middle weight is 0
-        weight[at] = value + i * h
-        total[i] = model.forward(tokens, targets) @ config.head_weights
-    weight[at] = value
-    numeric = (total[-2] - 8 * total[-1] + 8 * total[1] - total[2]) / (12 * h)
+    weight, gradient = model.params["layers.0.qkv"], model.grads["layers.0.qkv"]
+    at = np.unravel_index(np.abs(gradient).argmax(), weight.shape)
+    numeric = slope(lambda: model.forward(tokens, targets) @ config.head_weights, weight, at, h=1e-3)
     print(f"4. One gradient entry, d loss / d layers.0.qkv{list(map(int, at))}:\n"
-          f"   by hand {analytic:.12f}, by finite difference {numeric:.12f}")
+          f"   by hand {gradient[at]:.12f}, by finite difference {numeric:.12f}")
     norm = model.update(lr=1e-3)
     print(f"5. One AdamW step: gradient norm {norm:.4f}, loss of head 0 {losses[0]:.4f} -> "
           f"{model.forward(tokens, targets)[0]:.4f}")
