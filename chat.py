@@ -319,7 +319,6 @@ def main(argv):
     args = parse_arguments(argv)
     # Bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too.
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
-    sys.stdout.reconfigure(errors="replace")
     folder = args.model or newest_checkpoint("name the folder of one with --model DIR")
     # the lens looks into every layer
     model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu")

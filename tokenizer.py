@@ -119,10 +119,8 @@ def split_words(text):
     slow. So the full pattern is built (in 0.15 s) and used only for stretches that have such characters, as
     emoji.
     """
-    if text.isascii():
-        return word_pattern(ASCII).findall(text)
-    if not BEYOND_BMP.search(text):
-        return word_pattern(BMP).findall(text)
+    if text.isascii() or not BEYOND_BMP.search(text):
+        return word_pattern(ASCII if text.isascii() else BMP).findall(text)
     return [word for stretch in STRETCH.findall(text)
             for word in word_pattern(ALL if BEYOND_BMP.search(stretch) else BMP).findall(stretch)]
 
@@ -374,7 +372,6 @@ def find_chunks(path, start=0, end=None, *, size):
 
     Where it is cut depends on the file alone, not on the number of processes, and each cut reads 64 KiB only.
     """
-    check_plain(path)
     length = os.path.getsize(path)
     end = length if end is None else end
     require(0 <= start <= end <= length,
@@ -385,6 +382,7 @@ def find_chunks(path, start=0, end=None, *, size):
 
 
 def read_chunk(path, start, end):
+    check_plain(path)
     with naming(path), open(path, "rb") as file:
         file.seek(start)
         return file.read(end - start)
@@ -586,10 +584,8 @@ class Tokenizer:
         with replace_file(out) as file, contextlib.closing(work) as results:
             # zip in this order: results must run to its end; behind the last file as if an empty one began
             for ids, begin in itertools.chain(zip(results, begins), [(b"", True)]):
-                if begin and last != boundary:
-                    count, last = count + write_ids(boundary, file), boundary   # the end of the file before
-                if last == boundary and ids[:2] == boundary:
-                    ids = ids[2:]               # a separator at the start of a chunk that ends no document
+                if begin or last == boundary:   # the end of the file before, once; and no document is empty
+                    ids = (b"" if last == boundary else boundary) + ids.removeprefix(boundary)
                 count, last = count + write_ids(ids, file), ids[-2:] or last
         return count
 
@@ -737,7 +733,6 @@ def train_command(files, vocab_size, out):
 
 def main(argv):
     arguments = parse_arguments(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
     if arguments.command is None:
         return demo()
     if arguments.command == "train":
@@ -807,7 +802,6 @@ def check_plain(path):
 
 def read_plain(path):
     """The bytes of a plain file."""
-    check_plain(path)
     return read_chunk(path, 0, os.path.getsize(path))
 
 
@@ -917,6 +911,7 @@ def run_script(main, to_the_end=False):
     to_the_end: the script's work is more than what it prints, so it goes on without a reader."""
     # each is None where whoever started the script has closed it
     sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
+    sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
     sys.stdout, sys.stderr = Outliving(sys.stdout) if to_the_end else sys.stdout, Outliving(sys.stderr)
     try:
         code = main(sys.argv[1:])

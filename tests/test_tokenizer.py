@@ -1005,13 +1005,13 @@ def test_a_script_ends_with_its_code(code, monkeypatch):
         assert arguments == ["a", "b"]
         print("out")
         return code
-    out, err = io.StringIO(), io.StringIO()
+    out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
     for name, value in [("stdin", None), ("stdout", out), ("stderr", err), ("argv", ["x", "a", "b"])]:
         monkeypatch.setattr(sys, name, value)
     with pytest.raises(SystemExit) as error:
         tk.run_script(main)
     assert sys.stdin.read() == ""                           # it was closed
-    assert error.value.code == code and out.getvalue() == "out\n" and err.getvalue() == ""
+    assert error.value.code == code and out.buffer.getvalue() == b"out\n" and err.getvalue() == ""
 
 
 @pytest.mark.parametrize("options, work_done", [("", False), (", to_the_end=True", True)])
