@@ -37,14 +37,13 @@ import itertools
 import json
 import os
 import re
-import sys
 
 import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
-from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, naming, printable, read_chunk, require,
-                       run_script, whole_number)
+from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, printable, read_chunk, read_plain,
+                       require, run_script, whole_number)
 
 # Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {        # the steps are set once the batches are counted
@@ -87,8 +86,7 @@ def read_conversations(paths):
 def read_json(path):
     """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
     that is no JSON."""
-    with naming(path), open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-        text = file.read()
+    text = read_plain(path).decode("utf-8-sig", "surrogateescape")
     one_list, values = text.lstrip().startswith("["), []
     for number, piece in enumerate([text] if one_list else text.split("\n")):
         try:
@@ -122,19 +120,16 @@ def make_turns(record):
     every text as it stands.  ValueError says in a few words what the record has that is wrong."""
     require(isinstance(record, dict), "no named fields")
     messages = record.get("messages")
-    if messages is None:
-        texts = [record.get("instruction"), record.get("input") or "", record.get("output")]
-        roles = ["user", "assistant"]
+    if messages is None:        # an instruction stands before its input as a system text before a question
+        names = ["instruction", "input", "output"] if record.get("input") else ["instruction", "output"]
+        roles, texts = ["system", "user", "assistant"][-len(names):], [record.get(name) for name in names]
     else:
         require(isinstance(messages, list) and all(isinstance(message, dict) for message in messages),
                 "messages that are no list of objects")
         roles, texts = ([message.get(name) for message in messages] for name in ("role", "content"))
     require(all(isinstance(text, str) for text in texts),
             "no text as instruction and output, or as the content of a message")
-    if messages is None:
-        instruction, extra, output = texts
-        texts = [f"{instruction}\n\n{extra}" if extra else instruction, output]
-    elif roles[:1] == ["system"] and len(texts) > 1:
+    if roles[:1] == ["system"] and len(texts) > 1:
         system, question, *rest = texts
         roles, texts = roles[1:], [f"{system}\n\n{question}" if system else question, *rest]
     require(roles and roles == ["user", "assistant"] * (len(roles) // 2),
@@ -410,14 +405,10 @@ def start(args, base, out):
     checkpoint.take(out)
     checkpoint.set_aside(out)
     train.save(out, model, tokenizer, settings, state)     # from now on there is something to resume
-    read = sum(len(ids) - 1 for ids, _ in examples.train)
-    padded = sum(len(rows) * examples.lengths[rows].max() for rows in batches)
-    learned = sum(int(mask.sum()) for _, mask in examples.train)
     print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
           f"conversations, {len(examples.held_out):,} more are held out; {examples.cut:,} were longer than "
           f"the context of {config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most "
-          f"{settings.batch_tokens:,} tokens; of {padded:,} tokens {1 - read / padded:.1%} are padding, "
-          f"{learned / padded:.0%} are learned.", flush=True)
+          f"{settings.batch_tokens:,} tokens.", flush=True)
     return model, tokenizer, settings, state, examples
 
 
@@ -444,7 +435,6 @@ def resume(args, base, out):
 
 def main(argv):
     args = parse_arguments(argv)
-    sys.stdout.reconfigure(errors="replace")
     base = os.path.normpath(args.base or os.path.join("out", args.preset or "small"))
     if args.show:
         base_settings, config, tokenizer = read_base(base, args.preset)
