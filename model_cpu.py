@@ -571,9 +571,7 @@ def cross_entropy_forward(losses, exp_sum, logits, head_targets, divisor):
         loss_k = 1/divisor_k  sum over n, where y = head_targets_nk >= 0, of  -log softmax(logits_nk)[y]
     """
     logits -= logits.max(axis=-1, keepdims=True)
-    n, k = np.nonzero(head_targets >= 0)
-    picked = np.zeros(head_targets.shape, logits.dtype)
-    picked[n, k] = logits[n, k, head_targets[n, k]]
+    picked = np.take_along_axis(logits, head_targets[..., None], axis=-1)[..., 0]   # at -1 any: not counted
     np.exp(logits, out=logits)
     logits.sum(axis=-1, out=exp_sum)
     nll = np.where(head_targets >= 0, np.log(exp_sum) - picked, 0.0)

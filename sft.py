@@ -325,11 +325,7 @@ def fine_tuning(model, tokenizer, examples, settings, state):
         questions = examples.questions[:None if step == settings.steps else 3]
         answers = [answer(model, tokenizer, question, settings.seed) for question in questions]
         print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
-        if step in (0, settings.steps):
-            for question, said in zip(questions, answers):
-                print(f"--- {printable(question)}\n{printable(said)}", flush=True)
-        else:
-            print("           " + repr(answers[0])[1:-1], flush=True)
+        train.print_samples(questions, answers, step in (0, settings.steps))
         return {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
 
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])

@@ -49,7 +49,7 @@ import checkpoint
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, generate
-from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, number_type,
+from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, number_type, printable,
                        read_chunk, refusing, require, run_script, show_progress, whole_number, write_file)
 
 
@@ -242,10 +242,8 @@ def check_corpus(paths):
 # 2. Tokens
 # ------------------------------------------------------------------------------------------------------------
 def file_hash(path):
-    digest, block = hashlib.sha256(), 1 << 20
-    for start in range(0, os.path.getsize(path), block):
-        digest.update(read_chunk(path, start, start + block))
-    return digest.hexdigest()
+    """SHA-256 of a file that is not empty."""
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
 def kind(path):
@@ -398,18 +396,13 @@ def even_windows(val, T, K, micro_batch, most):
         yield get_batch(val, starts[i:i + micro_batch], T, K)
 
 
-def validate(model, tokenizer, val, micro_batch, most=None, progress=lambda done, total: None):
+def validate(model, tokenizer, val, micro_batch, most=None):
     """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at
-    most `most` tokens of each kind (None: all); {} if there is nothing.  progress(done, total) is called as
-    tokens are done."""
-    sizes, c, sums, done = token_bytes(tokenizer), model.config, {}, 0
-    total = sum(min(most or len(tokens), len(tokens)) for tokens in val.values())
+    most `most` tokens of each kind (None: all); {} if there is nothing."""
+    sizes, c, sums = token_bytes(tokenizer), model.config, {}
     for name, tokens in val.items():
         for inputs, targets in even_windows(tokens, c.context, c.predict, micro_batch, most or len(tokens)):
             sums[name] = sums.get(name, 0) + held_out_loss(model, sizes, inputs, targets)
-            done += inputs.size
-            progress(done, total)
-    progress(total, total)                      # what fills no window is left out
     if not sums:
         return {}
     loss, bpb = in_units(sum(sums.values()))
@@ -427,6 +420,15 @@ def sample_text(model, tokenizer, ids, seed, most=SAMPLE_TOKENS):
     """How the model goes on after these ids, up to a special token, as text."""
     return tokenizer.decode([*generate(model, ids, 0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size,
                                        stop=set(tokenizer.special.values()), most=most)])
+
+
+def print_samples(titles, samples, whole):
+    """What an evaluation has drawn, each below its title; unless whole, the first alone and on one line."""
+    if whole:
+        for title, sample in zip(titles, samples):
+            print(f"--- {printable(title)}\n{printable(sample)}", flush=True)
+    else:
+        print("           " + repr(samples[0])[1:-1], flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -752,12 +754,12 @@ def pretraining(model, tokenizer, tokens, val, settings):
         if result:
             print(f"           validation loss {in_words(result)}")
         if step == settings.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
-            progress = show_progress("           held out:", "thousand tokens", 1e3)
-            result["all"] = validate(model, tokenizer, val, settings.micro_batch, progress=progress)
-            print(f"           on all that is held out {in_words(result['all'])}")
+            print("           on all that is held out ", end="", flush=True)
+            result["all"] = validate(model, tokenizer, val, settings.micro_batch)
+            print(in_words(result["all"]))
         samples = [text + sample_text(model, tokenizer, tokenizer.encode(text), settings.seed + i)
                    for i, text in enumerate(PROMPTS)]
-        print("           " + repr(samples[0])[1:-1], flush=True)
+        print_samples(map(repr, PROMPTS), samples, step == settings.steps)
         return {**result, "samples": samples}
 
     return Job(batch, look, max(token_bytes(tokenizer)[tokens[:1 << 20]].mean(), 1e-9))
@@ -807,9 +809,6 @@ def main(argv):
     job = pretraining(model, tokenizer, tokens, val, settings)
     if code := train(model, tokenizer, settings, out, state, Stop(), job):
         return code
-    for i, prompt in enumerate(PROMPTS):
-        said = sample_text(model, tokenizer, tokenizer.encode(prompt), settings.seed + i)
-        print(f"--- {prompt!r}\n{prompt}{said}")
     print(f"\nTalk to it: python chat.py --model {out}")
     return 0
 
