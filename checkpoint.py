@@ -421,12 +421,9 @@ def main(argv):
     parser.add_argument("folder", metavar="DIR", help="such as out/small")
     folder = parser.parse_args(argv).folder
     model, tokenizer = load(folder, model_cpu, {"dtype": np.float32, "training": False})
-    c = model.config
-    print(f"{folder}: step {model.step:,}, {param_count(c):,} parameters, "
+    print(f"{folder}: step {model.step:,}, {param_count(model.config):,} parameters, "
           + ("answers" if is_chat_model(folder, tokenizer) else "continues texts"))
-    print(f"config    dim {c.dim}, heads {c.heads}, kv_heads {c.kv_heads}, layers {c.layers}, context "
-          f"{c.context}, vocab {c.vocab}, predict {c.predict},\n          hidden {c.hidden}, mtp_weight "
-          f"{c.mtp_weight}, norm_eps {c.norm_eps}, rope_theta {c.rope_theta:g}")
+    print("config    " + ", ".join(f"{name} {value}" for name, value in vars(model.config).items()))
     print(f"tokenizer {tokenizer.vocab_size} tokens, {len(tokenizer.special)} of them special")
     for path in filter(os.path.exists, paths_of(folder)):
         with SafeTensors(path) as file:

@@ -240,7 +240,7 @@ BUGS = {
         "swiglu_forward: gate, up = -> up, gate =", "swiglu_apply: gate, up = -> up, gate =",
         "swiglu_backward: gate, up = -> up, gate =", "swiglu_backward: dgate, dup = -> dup, dgate =",
         "silu(up) * gate in place of silu(gate) * up: the halves of one matrix, taken in the wrong order."),
-    "norm_eps": ("rmsnorm_forward: np.sqrt(rstd, out=rstd) -> rstd[...] = np.sqrt(rstd - eps) + eps",
+    "norm_eps": ("rmsnorm_forward: np.sqrt(rstd / x.shape[1] + eps) -> (np.sqrt(rstd / x.shape[1]) + eps)",
         "RMSNorm's eps added to the root, as Adam has it, not to the mean square under the root."),
     "target_shift": ("head_targets: k:k + T -> min(k, 1):min(k, 1) + T",
         "The extra heads all learn the next token but one: head k reads the targets from 1, not from k."),
@@ -669,9 +669,8 @@ def attention_errors(gpu, B, T):
 
     def to_gpu(array):
         bits = array.astype(np.float32)
-        if gpu.precision == "bf16":                   # round to nearest even, as the kernels do
-            word = bits.view(np.uint32)
-            bits = ((word + 0x7FFF + (word >> 16 & 1)) >> 16).astype(np.uint16)
+        if gpu.precision == "bf16":                   # the upper half of a float32
+            bits = (bits.view(np.uint32) >> 16).astype(np.uint16)
         return cupy.asarray(bits)
 
     def to_host(array):

@@ -297,10 +297,7 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
         rstd_n = 1 / sqrt(mean_i x_ni^2 + eps)        out_ni = x_ni * rstd_n * gain_i
     """
     np.einsum("nc,nc->n", x, x, out=rstd)
-    rstd /= x.shape[1]
-    rstd += eps
-    np.sqrt(rstd, out=rstd)
-    np.reciprocal(rstd, out=rstd)
+    rstd[...] = 1 / np.sqrt(rstd / x.shape[1] + eps)
     rmsnorm_apply(out, x, rstd, gain)
 
 
@@ -604,9 +601,7 @@ def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     m *= beta1
     m += (1 - beta1) * grad
     v *= beta2
-    grad *= grad
-    grad *= 1 - beta2
-    v += grad
+    v += (1 - beta2) * grad ** 2
     root = np.sqrt(v / (1 - beta2 ** step))
     root += eps
     np.divide(m, root, out=root)

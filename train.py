@@ -49,8 +49,9 @@ import checkpoint
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, generate
-from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, number_type, printable,
-                       read_chunk, refusing, require, run_script, show_progress, whole_number, write_file)
+from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, number_type,
+                       printable, read_chunk, refusing, require, run_script, show_progress, whole_number,
+                       write_file)
 
 
 # ------------------------------------------------------------------------------------------------------------

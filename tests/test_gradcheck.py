@@ -365,7 +365,9 @@ def test_attention_errors_are_measured_against_float64(monkeypatch, precision):
 
     monkeypatch.setattr(np.random, "default_rng", Coarse)
     rng = Coarse(T)
-    first = [pack(rng.standard_normal((B, T, width)).reshape(B * T, width)) for width in (c.qkv_width, 16)]
+    first = [rng.standard_normal((B, T, width)).reshape(B * T, width).astype(np.float32) for width in (c.qkv_width, 16)]
+    if precision == "bf16":                         # of each number the upper half
+        first = [(array.view(np.uint32) >> 16).astype(np.uint16) for array in first]
 
     def forward(gpu, out, lse, qkv, B, T):
         assert np.array_equal(qkv, first[0]) and lse.shape == (B, 4, T) and lse.dtype == np.float32
