@@ -730,18 +730,16 @@ class Model:
         self.config, self.dtype, self.threads, self.training = config, np.dtype(dtype), threads, training
         self.optimizer, size, moments = optimizer, param_count(config), moment_count(config, optimizer)
         self.flat_params = np.zeros(size, self.dtype)
-        self.params, self.grads = param_views(self.flat_params, config), {}
-        self.flat_grads = self.m = self.v = None
-        if training:
-            self.flat_grads, self.m = np.zeros(size, self.dtype), np.zeros(size, self.dtype)
-            self.v = np.zeros(moments - size, self.dtype)
-            self.grads = param_views(self.flat_grads, config)
+        self.params = param_views(self.flat_params, config)
+        gradients = [np.zeros(size, self.dtype) if training else None for _ in range(threads)]
+        self.workers = [Worker(config, self.dtype, flat_grads) for flat_grads in gradients]
+        self.flat_grads, self.grads = gradients[0], self.workers[0].grads
+        self.m = np.zeros(size, self.dtype) if training else None
+        self.v = np.zeros(moments - size, self.dtype) if training else None
         if seed is not None:
             init_params(self.flat_params, config, seed)
         self.cos, self.sin = rope_table(config, self.dtype)
         self.step = 0                               # updates made so far
-        own = [np.zeros(size, self.dtype) if training else None for _ in range(threads - 1)]
-        self.workers = [Worker(config, self.dtype, flat_grads) for flat_grads in (self.flat_grads, *own)]
         # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and sees the loss
         quiet = {"initializer": np.seterr, "initargs": ("ignore",)}
         pool = concurrent.futures.ThreadPoolExecutor(threads, **quiet) if threads > 1 else None

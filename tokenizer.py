@@ -411,14 +411,13 @@ def run_chunks(boundary, chunks, encoder, processes, progress):
             fork = multiprocessing.get_context("fork")
             pool = concurrent.futures.ProcessPoolExecutor(processes, fork, start_worker, (encoder,))
             stack.callback(pool.shutdown, cancel_futures=True)
-            tasks = (pool.submit(work, boundary, chunk) for chunk in chunks)    # each when it is asked for
-            under_way = deque(itertools.islice(tasks, 2 * processes))
+            tasks = (pool.submit(work, boundary, chunk).result for chunk in chunks)
+        else:
+            tasks = (functools.partial(run_task, boundary, chunk, encoder) for chunk in chunks)
+        under_way = deque(itertools.islice(tasks, 2 * processes or 1))      # the others begin one by one
         for chunk in chunks:
-            if processes > 1:
-                yield under_way.popleft().result()
-                under_way.extend(itertools.islice(tasks, 1))
-            else:
-                yield run_task(boundary, chunk, encoder)
+            yield under_way.popleft()()
+            under_way.extend(itertools.islice(tasks, 1))
             done += chunk[2] - chunk[1]
             if progress:
                 progress(done, total)
