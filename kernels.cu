@@ -912,7 +912,6 @@ extern "C" __global__ void draw(int* ids, float* p, const float* logits, const i
     }
     best = largest_of_all(best, keys[1]);
     sum = block_sum(sum, slots[0]);
-    if (threadIdx.x > 0) return;
-    ids[index] = id_of(best);
-    if (head == 0) p[row] = expf(z[id_of(best)] - top) / sum;
+    if (threadIdx.x == 0) ids[index] = id_of(best);
+    if (threadIdx.x == 0 && head == 0) p[row] = expf(z[id_of(best)] - top) / sum;
 }

@@ -45,7 +45,7 @@ import model_cpu
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, TEXT, as_batch, carve, check_batch, check_tokens, init_params,
                        largest_micro_batch, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, rope_table, table_bytes, update_table)
-from tokenizer import Parser, Tokenizer, run_script, whole_number
+from tokenizer import Parser, Tokenizer, require, run_script, whole_number
 
 try:
     import cupy
@@ -60,9 +60,6 @@ RECORD_AT = 10              # the use of a batch's shape from which on its launc
 FEW_ROWS = 8                # up to which decoding has kernels of its own
 GROUP_ROWS = 4              # of them that share a reading of the weights: ROWS in kernels.cu
 TOLD = 6                    # buffers of decode_table that the host has, too
-# dense bf16 rates by datasheet, TFLOP/s; TF32 has half
-BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
-               ("L4", 121), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
 CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code takes
 
 
@@ -88,26 +85,19 @@ def why_no_gpu():
 def pick(device):
     """The engine's module for "cpu", "gpu" (ValueError if there is none) or "auto" (the GPU if there is
     one)."""
-    if device not in ("auto", "cpu", "gpu"):
-        raise ValueError(f"the device must be auto, cpu or gpu, not {device!r}.")
+    require(device in ("auto", "cpu", "gpu"), f"the device must be auto, cpu or gpu, not {device!r}.")
     reason = why_no_gpu() if device != "cpu" else None
-    if reason and device == "gpu":
-        raise ValueError(reason)
+    require(device != "gpu" or not reason, reason)
     return model_cpu if device == "cpu" or reason else sys.modules[__name__]
+
+
+def gpu_name():
+    return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
 
 
 def default_precision():
     """The best that this GPU's tensor cores have; where there is no GPU, and a run is only planned, bf16."""
     return "bf16" if why_no_gpu() or int(cupy.cuda.Device().compute_capability) >= 80 else "fp32"
-
-
-def peak_flops(precision):
-    """The dense matrix rate of this GPU by its vendor's datasheet, FLOP/s; None where it is not known."""
-    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-    known = [rate for part, rate in BF16_TFLOPS if part in name]
-    if precision == "fp32" or not known:
-        return None
-    return known[0] * 1e12 * (0.5 if precision == "tf32" else 1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -217,7 +207,6 @@ ZERO, ONE = SCALARS.ctypes.data, SCALARS.ctypes.data + 4
 
 # a CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) is 1
 EARLY = np.array([6, 0, 1] + 15 * [0], np.int32)
-int64 = np.int64
 # what reaches a kernel for an argument of a Python type
 ARGUMENTS = {int: np.int32, bool: np.int32, float: np.float32, np.float64: np.float32,
              type(None): lambda _: np.uint64(0)}
@@ -320,17 +309,15 @@ def check_sizes(config):
         raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: "
                          + (f"with dim {config.dim} take {' or '.join(fits)} heads." if fits else
                             f"dim ({config.dim}) must be a multiple of 32."))
-    if config.dim > 8192 or config.context > 16384:
-        raise ValueError("the GPU engine takes models up to 8192 wide and contexts up to 16384, not "
-                         f"{config.dim} and {config.context}.")
+    require(config.dim <= 8192 and config.context <= 16384, "the GPU engine takes models up to 8192 wide and "
+            f"contexts up to 16384, not {config.dim} and {config.context}.")
 
 
 def check_choices(config, precision, matmul):
     """ValueError, in one sentence, for what this engine or this GPU cannot do."""
     for what, value, choices in [("precision", precision, PRECISIONS),
                                  ("matmul", matmul, ("cublas", "ours"))]:
-        if value not in choices:
-            raise ValueError(f"{what} must be one of {', '.join(choices)}, not {value!r}.")
+        require(value in choices, f"{what} must be one of {', '.join(choices)}, not {value!r}.")
     check_sizes(config)
     capability = int(cupy.cuda.Device().compute_capability)
     if capability < 70 or precision != "fp32" and capability < 80:
@@ -566,7 +553,7 @@ def gradient_norm(gpu, state, partial, grad, hidden, clip):
     scratch."""
     parts = [part for part in (grad[:hidden.start], grad[hidden.stop:], grad[hidden]) if part.size]
     for i, part in enumerate(parts):
-        gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
+        gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial[i * SUM_BLOCKS:], part, np.int64(part.size))
     clipped = len(parts) - (hidden.start < hidden.stop)
     gpu.launch("gradient_norm", (1,), 1024, state, partial, SUM_BLOCKS * clipped, SUM_BLOCKS * len(parts),
                float(clip))
@@ -577,7 +564,7 @@ def adamw_update(gpu, param, weights_bf16, grad, m, v, state, step, lr, beta1, b
     param (None: there is none) follows."""
     numbers = lr, beta1, beta2, eps, decay, 1 / (1 - beta1 ** step), 1 / (1 - beta2 ** step)
     gpu.launch("adamw", (ceil_div(param.size, 2048),), 256, param, weights_bf16, grad, m, v, state,
-               int64(param.size), *map(float, numbers))
+               np.int64(param.size), *map(float, numbers))
 
 
 def newton_schulz(gpu, X, Y, A, B):
@@ -600,7 +587,7 @@ def muon_update(gpu, kinds, stride, work, state, lr, decay, momentum=0.95):
     next layer comes `stride` numbers later.  work: the arrays of muon_tables."""
     n, rows, columns = work["X"].shape
     L, size = n // len(kinds), rows * columns
-    place, blocks = (state, int64(stride), size), (MATRIX_BLOCKS, L)
+    place, blocks = (state, np.int64(stride), size), (MATRIX_BLOCKS, L)
     for i, (_, _, grad, m) in enumerate(kinds):
         X, squares = work["X"][i * L:], work["squares"][i * L:]
         gpu.launch("muon_momentum", blocks, 256, squares, m, grad, *place, momentum)
@@ -673,8 +660,7 @@ class Model:
     def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, matmul="cublas",
                  training=True, optimizer="adamw"):
         reason = why_no_gpu()
-        if reason:
-            raise ValueError(reason)
+        require(not reason, reason)
         precision = precision or default_precision()
         check_choices(config, precision, matmul)
         self.config, self.precision, self.training, self.optimizer = config, precision, training, optimizer
@@ -726,7 +712,7 @@ class Model:
         self.cached = []
         if self.weights_bf16 is not None:
             self.gpu.launch("copy_weights", (ceil_div(self.weights_bf16.size, 2048),), 256, self.weights_bf16,
-                            self.flat_params, int64(self.weights_bf16.size))
+                            self.flat_params, np.int64(self.weights_bf16.size))
 
     def read(self, array):
         """An array of this model's, flat_params say, as a NumPy array on the host."""
@@ -857,8 +843,7 @@ class Model:
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last is for several GPUs:
         the step's last micro-batch."""
-        if not self.training:
-            raise ValueError("this model was made with training=False: it has no gradients.")
+        require(self.training, "this model was made with training=False: it has no gradients.")
         layers, shared = self.saved
 
         def launch():
@@ -920,8 +905,8 @@ class Model:
         max(K, 8) tokens: see model_cpu.  The GPU draws, the host reads ids; the logits stay in the
         decoder's buffers."""
         tokens, c, first, n = np.asarray(tokens, np.int64), self.config, self.position, len(tokens)
-        if first + n > c.context:
-            raise ValueError(f"{n} tokens at position {first} do not fit the context of {c.context}.")
+        require(first + n <= c.context,
+                f"{n} tokens at position {first} do not fit the context of {c.context}.")
         check_tokens(c, tokens)
         if temperature == 0:
             temperature, top_k = 1.0, 1             # the largest alone
@@ -995,9 +980,8 @@ def main(argv):
     text = np.array([Tokenizer.train([TEXT], 300).encode(TEXT)])
     T = min(64, text.size - config.predict)
     tokens, targets = text[:, :T], text[:, 1:T + config.predict]
-    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     print(f"One sentence of {T} tokens through the small model: the first step of `python model_cpu.py`, on "
-          f"{name}\n")
+          f"{gpu_name()}\n")
     print(f"{'engine':14} {'loss':>9} {'d qkv[0,0]':>13} {'norm':>9} {'loss after':>11} "
           f"{'gradient off by':>16} {'ms a step':>10}")
     rows = [("CPU float64", model_cpu.Model(config), 1)]

@@ -138,6 +138,9 @@ MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 EVAL_TOKENS = 1 << 16    # an evaluation on the way reads at most this many tokens of each kind held out
 SAMPLE_TOKENS = 80
 PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to the token of the next word
+# dense bf16 rates by datasheet, TFLOP/s; TF32 has half
+BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
+               ("L4", 121), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -243,8 +246,10 @@ def check_corpus(paths):
 # 2. Tokens
 # ------------------------------------------------------------------------------------------------------------
 def file_hash(path):
-    """SHA-256 of a file that is not empty."""
-    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
+    digest, block = hashlib.sha256(), 1 << 20
+    for start in range(0, os.path.getsize(path), block):
+        digest.update(read_chunk(path, start, start + block))
+    return digest.hexdigest()
 
 
 def kind(path):
@@ -397,13 +402,18 @@ def even_windows(val, T, K, micro_batch, most):
         yield get_batch(val, starts[i:i + micro_batch], T, K)
 
 
-def validate(model, tokenizer, val, micro_batch, most=None):
+def validate(model, tokenizer, val, micro_batch, most=None, progress=lambda done, total: None):
     """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at
-    most `most` tokens of each kind (None: all); {} if there is nothing."""
-    sizes, c, sums = token_bytes(tokenizer), model.config, {}
+    most `most` tokens of each kind (None: all); {} if there is nothing.  progress(done, total) is called as
+    tokens are done."""
+    sizes, c, sums, done = token_bytes(tokenizer), model.config, {}, 0
+    total = sum(min(most or len(tokens), len(tokens)) for tokens in val.values())
     for name, tokens in val.items():
         for inputs, targets in even_windows(tokens, c.context, c.predict, micro_batch, most or len(tokens)):
             sums[name] = sums.get(name, 0) + held_out_loss(model, sizes, inputs, targets)
+            done += inputs.size
+            progress(done, total)
+    progress(total, total)                      # what fills no window is left out
     if not sums:
         return {}
     loss, bpb = in_units(sum(sums.values()))
@@ -435,6 +445,15 @@ def print_samples(titles, samples, whole):
 # ------------------------------------------------------------------------------------------------------------
 # 6. Progress
 # ------------------------------------------------------------------------------------------------------------
+def peak_flops(name, precision):
+    """The dense matrix rate of the GPU of this name by its vendor's datasheet, FLOP/s; None where it is not
+    known."""
+    known = [rate for part, rate in BF16_TFLOPS if part in name]
+    if precision == "fp32" or not known:
+        return None
+    return known[0] * 1e12 * (0.5 if precision == "tf32" else 1.0)
+
+
 def flops_per_token(config):
     """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward),
     which is all but the embedding, and 6 L C T for causal attention."""
@@ -527,7 +546,7 @@ def train(model, tokenizer, settings, out, state, stop, job):
     np.seterr(all="ignore")    # a number that is not finite is looked for below, and named
     log, began, first, before = checkpoint.Log(out, model.step), time.monotonic(), model.step, dict(state)
     pauses = 0.0                                        # seconds spent on evaluating and saving
-    peak = model_gpu.peak_flops(settings.precision) if settings.device == "gpu" else None
+    peak = peak_flops(model_gpu.gpu_name(), settings.precision) if settings.device == "gpu" else None
 
     def report(step, tokens, numbers, lr, last):
         """Wait for a step's numbers, log and print them -> whether they are finite."""
@@ -755,9 +774,9 @@ def pretraining(model, tokenizer, tokens, val, settings):
         if result:
             print(f"           validation loss {in_words(result)}")
         if step == settings.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
-            print("           on all that is held out ", end="", flush=True)
-            result["all"] = validate(model, tokenizer, val, settings.micro_batch)
-            print(in_words(result["all"]))
+            progress = show_progress("           held out:", "thousand tokens", 1e3)
+            result["all"] = validate(model, tokenizer, val, settings.micro_batch, progress=progress)
+            print(f"           on all that is held out {in_words(result['all'])}")
         samples = [text + sample_text(model, tokenizer, tokenizer.encode(text), settings.seed + i)
                    for i, text in enumerate(PROMPTS)]
         print_samples(map(repr, PROMPTS), samples, step == settings.steps)

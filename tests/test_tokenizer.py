@@ -581,15 +581,15 @@ def test_progress_in_a_file_and_on_a_terminal(monkeypatch, capsys):
         tk.show_progress("words:")(total, total)
         assert capsys.readouterr().out == said
     clock = iter([50.0, 50.0, 54.0, 58.0, 60.0])
-    progress = tk.show_progress("seen:")
+    progress = tk.show_progress("seen:", "thousand", 1e3)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for done in (0, 2_000_000, 6_000_000, 8_000_000):
-        progress(done, 8_000_000)
+    for done in (0, 2000, 6000, 8000):
+        progress(done, 8000)
     assert capsys.readouterr().out == (
-        "\rseen: 0 MB, 0.0 MB/s, 0%, 0 s left \033[K"
-        "\rseen: 2 MB, 0.5 MB/s, 25%, 12 s left \033[K"
-        "\rseen: 6 MB, 0.8 MB/s, 75%, 3 s left \033[K"
-        "\rseen: 8 MB, 0.8 MB/s, 100%, 0 s left \033[K\n")
+        "\rseen: 0 thousand, 0.0 thousand/s, 0%, 0 s left \033[K"
+        "\rseen: 2 thousand, 0.5 thousand/s, 25%, 12 s left \033[K"
+        "\rseen: 6 thousand, 0.8 thousand/s, 75%, 3 s left \033[K"
+        "\rseen: 8 thousand, 0.8 thousand/s, 100%, 0 s left \033[K\n")
 
 
 def test_chunks_of_nothing_but_separators(tokenizer, tmp_path, monkeypatch):

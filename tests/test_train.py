@@ -641,24 +641,18 @@ def test_an_extended_run_killed_before_its_first_save_is_the_finished_one(tiny, 
     assert read_log(tmp_path, "out/run") == read_log(tmp_path, "out/whole")
 
 
-def test_the_last_evaluation_reads_all_and_says_so_before(tiny, monkeypatch):
-    """On the way at most EVAL_TOKENS of each kind; at the end everything, where that is more, which takes a while: what is
-    under way stands there before it begins."""
+def test_the_last_evaluation_reads_all_and_shows_how_far_it_is(tiny, monkeypatch):
+    """On the way at most EVAL_TOKENS of each kind; at the end everything, where that is more, with a line of
+    progress."""
     with open("tiny.txt", "a") as file:
         file.write("the dog sat on the rug and the cat lay on the mat. " * 500)
     monkeypatch.setattr(train, "EVAL_TOKENS", 32)
-    validate = train.validate
-
-    def announced(model, tokenizer, val, micro_batch, most=None):
-        if most is None:
-            print("(now) ", end="")
-        return validate(model, tokenizer, val, micro_batch, most)
-    monkeypatch.setattr(train, "validate", announced)
     said = tiny(*TINY)
-    monkeypatch.setattr(train, "validate", validate)
     held_out = int(re.search(r"to train on, ([0-9,]+) to validate", said)[1].replace(",", ""))
-    assert held_out > 1000
-    assert re.search(r"\n           on all that is held out \(now\) [0-9.]+, [0-9.]+ bits/byte\n", said)
+    assert held_out > 1000 and said.count("held out:") == 1
+    thousands = f"{held_out / 1e3:,.0f} thousand tokens"
+    assert re.search(rf"\n           held out: {thousands}, [0-9.,]+ thousand tokens/s, [0-9.]+ s\n"
+                     rf"           on all that is held out [0-9.]+, [0-9.]+ bits/byte\n", said)
     log = [json.loads(line) for line in open("out/small/log.jsonl")]
     assert [record["step"] for record in log if "all" in record] == [12]
     model, tokenizer = checkpoint.load("out/small", model_cpu, {"dtype": np.float32})

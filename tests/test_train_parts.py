@@ -156,9 +156,10 @@ def test_progress(monkeypatch, capsys):
     progress(10_000_000, 10_000_000)
     assert capsys.readouterr().out == "\rwords: 10 MB, 1.0 MB/s, 100%, 0 s left \033[K\n"
     clock = iter([100.0, 102.0, 102.0])
-    progress = train.show_progress("words:")
-    progress(3_000_000_000, 4_000_000_000)
-    assert capsys.readouterr().out == "\rwords: 3,000 MB, 1,500.0 MB/s, 75%, 1 s left \033[K"
+    progress = train.show_progress("held out:", "thousand tokens", 1e3)
+    progress(3_000_000, 4_000_000)
+    assert capsys.readouterr().out == (
+        "\rheld out: 3,000 thousand tokens, 1,500.0 thousand tokens/s, 75%, 1 s left \033[K")
 
 
 def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monkeypatch, capsys):
@@ -257,9 +258,9 @@ def test_units():
 
 
 def test_validation_in_words(monkeypatch):
-    """Each kind by itself and all together."""
+    """Each kind by itself and all together; how far it has come is said after each batch, and at the end."""
     sums = {"books": (30.0, 10, 20), "web": (20.0, 10, 40), "none": (0.0, 0, 0)}
-    val, asked = {"books": range(500), "web": range(60), "none": range(3)}, []
+    val, asked, said = {"books": range(500), "web": range(60), "none": range(3)}, [], []
     model = types.SimpleNamespace(config=Uniform.config)
 
     def even_windows(tokens, *rest):
@@ -281,8 +282,12 @@ def test_validation_in_words(monkeypatch):
     assert result == {"val_loss": 2.5, "val_bpb": pytest.approx(50 / log2 / 60), "val": {
         "books": [3.0, pytest.approx(30 / log2 / 20)], "web": [2.0, pytest.approx(20 / log2 / 40)]}}
     asked.clear()
-    assert train.validate(model, "tokenizer", val, 7) == result
+    assert train.validate(model, "tokenizer", val, 7, progress=lambda *both: said.append(both)) == result
     assert [row[-1] for row in asked] == [500, 60, 3]               # of each kind all that there is
+    assert said == [(20, 563), (40, 563), (60, 563), (80, 563), (563, 563)]
+    said.clear()
+    train.validate(model, "tokenizer", val, 7, 99, lambda *both: said.append(both))
+    assert said[0] == (20, 99 + 60 + 3) and said[-1] == (162, 162)
     assert train.in_words(result) == "2.5000, 1.2022 bits/byte (books 3.0000, 2.1640; web 2.0000, 0.7213)"
     assert train.in_words({**result, "val": {"web": [2.0, 1.0]}}) == "2.5000, 1.2022 bits/byte"
     assert train.validate(model, "tokenizer", {"none": val["none"]}, 7, 99) == {}
@@ -333,8 +338,10 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
     model, calls = types.SimpleNamespace(config=Uniform.config), []
     s = settings("--seed", "5", config=model.config, batch_tokens=20, steps=40)
 
-    def validate(*arguments):
+    def validate(*arguments, progress=None):
         calls.append(arguments[3:])
+        if progress:
+            progress(2_000, 2_000)
         return {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
     monkeypatch.setattr(train, "validate", validate)
     monkeypatch.setattr(train, "sample_text", lambda model, tokenizer, ids, seed: f"{ids[-1]}\n{seed}")
@@ -347,12 +354,23 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
         calls.clear()
         assert ("all" in job.evaluate(40)) == at_end
         said = capsys.readouterr().out
-        line = "\n           on all that is held out 2.0000, 1.0000 bits/byte\n"
-        assert (line in said) == at_end and said.endswith("\n--- '\\n'\n\n10\n5\n--- 'The'\nThe101\n6\n--- 'What is'\nWhat is115\n7\n")
+        line = (r"\n {11}held out: 2 thousand tokens, [0-9.,]+ thousand tokens/s, [0-9.]+ s\n"
+                r" {11}on all that is held out 2\.0000, 1\.0000 bits/byte\n")
+        assert bool(re.search(line, said)) == at_end and said.endswith("\n--- '\\n'\n\n10\n5\n--- 'The'\nThe101\n6\n--- 'What is'\nWhat is115\n7\n")
         assert ("held out" in said) == at_end and calls == [(2, 65536), (2,)][:1 + at_end]
         calls.clear()
     monkeypatch.setattr(train, "validate", lambda *a, **options: {})
     assert list(job.evaluate(20)) == ["samples"] and "validation" not in capsys.readouterr().out
+
+
+def test_peak_of_the_card():
+    """The first name that fits counts, so that an A100 is no A10; an unknown card has no peak."""
+    for name, precision, peak in [("NVIDIA H200", "bf16", 989e12), ("NVIDIA H100 PCIe", "bf16", 756e12),
+                                  ("NVIDIA A100-SXM4-80GB", "tf32", 156e12), ("NVIDIA A10", "bf16", 125e12),
+                                  ("NVIDIA H200", "fp32", None), ("NVIDIA T4", "bf16", None)]:
+        assert train.peak_flops(name, precision) == peak, name
+    assert train.BF16_TFLOPS == (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
+                                 ("L4", 121), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -712,7 +730,8 @@ def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, peak):
     monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(train, "print_step", lambda *arguments: printed.append(arguments[1:]))
     monkeypatch.setattr(train, "save", lambda *arguments: None)
-    monkeypatch.setattr(model_gpu, "peak_flops", lambda precision: peak if precision == "bf16" else "wrong")
+    monkeypatch.setattr(model_gpu, "gpu_name", lambda: "a name")
+    monkeypatch.setattr(train, "peak_flops", lambda *which: peak if which == ("a name", "bf16") else "wrong")
     s = settings("--eval-every", "7", "--save-every", "50", config=Plain.config, batch_tokens=32, steps=20)
     s.device, s.precision = ("gpu", "bf16") if peak else ("cpu", "fp32")
 
