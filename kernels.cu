@@ -33,9 +33,7 @@ typedef float real;
 // -----------------------------------------------------------------------------------------------------------
 // 1. Eight numbers at a time, sums over a block
 // -----------------------------------------------------------------------------------------------------------
-struct Eight {
-    float x[8];
-};
+struct Eight { float x[8]; };
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(unsigned short x) { return __uint_as_float(unsigned(x) << 16); }
@@ -912,6 +910,7 @@ extern "C" __global__ void draw(int* ids, float* p, const float* logits, const i
     }
     best = largest_of_all(best, keys[1]);
     sum = block_sum(sum, slots[0]);
-    if (threadIdx.x == 0) ids[index] = id_of(best);
-    if (threadIdx.x == 0 && head == 0) p[row] = expf(z[id_of(best)] - top) / sum;
+    if (threadIdx.x > 0) return;
+    ids[index] = id_of(best);
+    if (head == 0) p[row] = expf(z[id_of(best)] - top) / sum;
 }
