@@ -731,6 +731,34 @@ def run_gpu_muon(config, precisions):
     return good
 
 
+def run_gpu_generation(config, precisions):
+    """One text and one p of each token, however many heads draft, launched one by one and from CUDA graphs,
+    through full windows; and the same bits of a row's logits, whatever rows are read with it."""
+    reference, tokens, _ = make_problem(config, std=0.06)
+    text, good, most = tokens[0].tolist(), True, config.context + config.context // 3
+    print(f"generation, {most} tokens: of ids and p, and of a row's logits, how many differ")
+    for precision in precisions:
+        model = model_gpu.Model(config, precision=precision, training=False)
+        model.write(model.flat_params, reference.flat_params)
+        for how in ({"temperature": 0}, {"temperature": 0.8, "top_k": 50}, {"top_p": 0.9}):
+            runs = []
+            for drafts, record_at in ((0, 10), (1, 10), (config.predict, 10), (config.predict, math.inf)):
+                model.drafts, model.cached, trace = drafts, [], []
+                model.steps.clear()
+                with unittest.mock.patch.object(model_gpu, "RECORD_AT", record_at):
+                    ids = list(model_cpu.generate(model, text[:5], seed=1, most=most, trace=trace, **how))
+                runs.append([ids, [p for _, _, p in trace]])
+            words = " ".join(f"{name} {value}" for name, value in how.items())
+            good &= within(np.not_equal(runs, runs[0]).sum(), 0, f"{precision}, {words}")
+        rows = []
+        for sizes in ([4], [1, 3], [1, 1, 1, 1]):
+            model.position = 0
+            parts = np.split(tokens[0, :104], 100 + np.cumsum([0, *sizes[:-1]]))
+            rows.append(np.concatenate([model.extend(part) for part in parts][1:]))
+        good &= within(np.not_equal(rows, rows[0]).sum(), 0, f"{precision}, rows read together")
+    return good
+
+
 def run_gpu(peer):
     """All of the above, on four layers of the big model's width."""
     import dataclasses
@@ -738,7 +766,8 @@ def run_gpu(peer):
     precisions = ("fp32", "tf32", "bf16") if model_gpu.default_precision() == "bf16" else ("fp32",)
     config = dataclasses.replace(model_cpu.CONFIGS["big"], layers=4)
     results = [*(run_gpu_gradients(config, precisions, std, peer) for std in (None, 0.06)),
-               run_gpu_ladder(precisions), run_gpu_equivalence(config), run_gpu_muon(config, precisions)]
+               run_gpu_ladder(precisions), run_gpu_equivalence(config), run_gpu_muon(config, precisions),
+               run_gpu_generation(config, precisions)]
     print("all within the bars" if all(results) else "NOT all within the bars")
     return all(results)
 

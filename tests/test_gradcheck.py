@@ -1,6 +1,7 @@
 """gradcheck.py: the check passes as it stands, sees every planted bug, and says so by its exit code."""
 import dataclasses
 import inspect
+import math
 import os
 import re
 import sys
@@ -430,6 +431,40 @@ def test_a_step_of_muon_has_its_bars(monkeypatch, capsys, precision, bar, factor
     assert float(name.split()[-1]) == pytest.approx(factor * float(bar), rel=0.01)
 
 
+@pytest.mark.parametrize("wrong", ["", "one draft", "all drafts", "launched", "p", "rows"])
+def test_generation_is_compared_to_the_bit(monkeypatch, capsys, wrong):
+    """An engine that reads row by row, as float64 NumPy does not, and is wrong in one way."""
+    asked, texts = [], []
+
+    class Engine(model_cpu.Model):
+        def __init__(self, config, precision, training):
+            asked.append((config, precision, training))
+            super().__init__(config, training=False)
+            self.steps = {"a graph": "of another run"}
+
+        def extend(self, tokens):
+            rows = np.concatenate([model_cpu.Model.extend(self, [token]) for token in tokens])
+            return rows * (1 + (wrong == "rows" and len(tokens) == 3) / 8)
+
+        def draw(self, tokens, rows, heads, *rest):
+            assert self.steps == {}
+            ids, p = super().draw(tokens, rows, heads, *rest)
+            if self.position > 105 and (wrong == {1: None, 2: "one draft", 3: "all drafts"}[heads]
+                                        or wrong == "launched" and gradcheck.model_gpu.RECORD_AT == math.inf):
+                ids = (ids + 1) % 16
+            return ids, np.round(p, 9) + (wrong == "p" and heads == 2 and self.position > 105)
+
+    monkeypatch.setattr(gradcheck.model_gpu, "Model", Engine)
+    config = dataclasses.replace(WIDE, context=120, predict=3)
+    assert bool(gradcheck.run_gpu_generation(config, ["fp32"])) == (not wrong) and asked == [(config, "fp32", False)]
+    title, *lines = capsys.readouterr().out.split("\n")[:-1]
+    assert title == "generation, 160 tokens: of ids and p, and of a row's logits, how many differ"
+    names = ["temperature 0", "temperature 0.8 top_k 50", "top_p 0.9", "rows read together"]
+    assert [line[2:38].strip() for line in lines] == [f"fp32, {name}" for name in names]
+    bad = [float(line[38:].split()[0]) > 0 for line in lines]
+    assert bad == 3 * [wrong not in ("", "rows")] + [wrong == "rows"] and gradcheck.model_gpu.RECORD_AT == 10
+
+
 @pytest.mark.parametrize("best, precisions", [("bf16", ("fp32", "tf32", "bf16")), ("fp32", ("fp32",))])
 def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisions):
     monkeypatch.setattr(gradcheck.model_gpu, "why_no_gpu", lambda: None)
@@ -442,16 +477,16 @@ def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisio
             return len(called) != bad
         return run
 
-    for name in ("run_gpu_gradients", "run_gpu_ladder", "run_gpu_equivalence", "run_gpu_muon"):
+    for name in ("run_gpu_gradients", "run_gpu_ladder", "run_gpu_equivalence", "run_gpu_muon", "run_gpu_generation"):
         monkeypatch.setattr(gradcheck, name, stub(name))
     big = dataclasses.replace(model_cpu.CONFIGS["big"], layers=4)
-    for bad in (None, 1, 2, 3, 4, 5):
+    for bad in (None, 1, 2, 3, 4, 5, 6):
         called.clear()
         assert gradcheck.main(["--gpu", *(["--peer"] if bad else [])]) == (1 if bad else 0)
         assert called == [("run_gpu_gradients", big, precisions, None, bool(bad)),
                           ("run_gpu_gradients", big, precisions, 0.06, bool(bad)),
                           ("run_gpu_ladder", precisions), ("run_gpu_equivalence", big),
-                          ("run_gpu_muon", big, precisions)]
+                          ("run_gpu_muon", big, precisions), ("run_gpu_generation", big, precisions)]
         assert capsys.readouterr().out == ("NOT all within the bars\n" if bad else "all within the bars\n")
 
 
