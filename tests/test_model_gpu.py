@@ -1322,10 +1322,10 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
 
 def test_seconds_of_a_step(monkeypatch):
     class Counted:
-        config, calls = dataclasses.replace(TINY, predict=4), []
+        config, calls = dataclasses.replace(TINY, context=44, predict=4), []
 
         def forward(self, tokens, targets):
-            assert tokens.shape == (30, 40) and targets.shape == (30, 43)
+            assert tokens.shape == (30, 44) and targets.shape == (30, 47)
             assert set(tokens.flat) == set(targets.flat) == set(range(48))
             self.calls.append("f")
 
