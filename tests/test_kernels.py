@@ -518,6 +518,14 @@ def test_draw_with_the_noise_of_each_position(bench):
         assert len({*ids.flat}) > 1
 
 
+def test_draw_of_the_largest_ids(bench):
+    """All 16 bits of an id, also where one of them is the last that top_k keeps."""
+    logits = np.zeros((1, 3, 65536), f32)
+    logits[0, [0, 1, 2], [65535, 40000, 32768]] = 40.0
+    for options in (dict(temperature=0), dict(), dict(top_k=2, temperature=8.0)):
+        assert drawn(bench, logits, 65536, 5, 9, **options)[0, 0] == 65535
+
+
 def test_what_is_impossible_is_not_drawn(bench):
     """Logits of minus infinity, and those far below the others."""
     logits = np.full((3, 2, 40), -np.inf, f32)

@@ -491,6 +491,19 @@ def test_what_is_drawn_equals_the_cpu(made):
         reference.position = model.position
 
 
+def test_what_is_drawn_is_read_once_the_gpu_has_drawn_it(made, monkeypatch):
+    """Here the kernels run no earlier than when somebody waits for them."""
+    model, reference, queue = model_gpu.Model(TINY, precision="fp32", matmul="ours"), model_cpu.Model(TINY), []
+    widen(model, reference)
+    launch = model.gpu.launch_early
+    model.gpu.launch_early = lambda *arguments: queue.append(functools.partial(launch, *arguments))
+    stream = types.SimpleNamespace(ptr=0, synchronize=lambda: [queue.pop(0)() for _ in range(len(queue))])
+    monkeypatch.setattr(model_gpu.cupy.cuda, "get_current_stream", lambda: stream)
+    for n in 11, 2, 1:
+        (ids, p), (expected, expected_p) = [m.draw([7] * n, 1, 3, 5, 9, 1.0, 0, 1.0, 48) for m in (model, reference)]
+        assert np.array_equal(ids, expected) and abs(p / expected_p - 1) < 1e-4
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", SAMPLING[:3])
 def test_speculation_changes_nothing(made, precision, options):
