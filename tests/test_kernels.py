@@ -492,6 +492,7 @@ def test_draw_equals_sample(bench):
             (1, 2, 48, 40, 1.0, dict(top_k=40)), (2, 1, 48, 40, 1.0, dict(top_k=1)),
             (2, 2, 48, 41, 1.0, dict(temperature=2.0, top_p=0.3)), (1, 3, 1100, 1031, 2.0, dict(top_p=0.9)),
             (3, 2, 48, 41, 1.0, dict(temperature=4.0, top_k=9, top_p=0.6)), (2, 1, 48, 41, 3.0, dict(top_p=1e-4)),
+            (4, 3, 48, 40, 1.0, dict(temperature=3.0, top_k=3, top_p=1 - 1e-9)),       # 1 in fp32
             (1, 1, 8, 1, 3.0, dict(top_p=0.5)), (2, 2, 4104, 4100, 6.0, dict(temperature=0.8, top_k=50, top_p=0.95))]:
         logits = (spread * bench.rng.standard_normal((n, heads, V))).astype(f32)
         logits[..., vocab:] = 100.0

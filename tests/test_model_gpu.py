@@ -480,7 +480,7 @@ def test_what_is_drawn_equals_the_cpu(made):
     tokens = batch(TINY, 1, 40)[0][0].tolist()
     for n, rows, heads in (11, 1, 3), (3, 3, 3), (1, 1, 1), (8, 2, 2), (9, 1, 1), (5, 1, 3):
         part = tokens[model.position:model.position + n]
-        for options in (0.0, 0, 1.0), (0.9, 7, 0.95):
+        for options in (0.0, 0, 1.0), (0.9, 7, 0.95), (1.1, 1 << 40, 1.0):
             model.position = reference.position
             before = reference.position
             (ids, p), (expected, expected_p) = [m.draw(part, rows, heads, 100 + n, 77, *options, 46)
@@ -489,6 +489,21 @@ def test_what_is_drawn_equals_the_cpu(made):
             np.testing.assert_allclose(p, expected_p, rtol=1e-4)
             reference.position = before
         reference.position = model.position
+
+
+def test_draws_of_several_numbers_of_heads_from_graphs(made, monkeypatch):
+    """Each number has its graph; an answer stays when the next one comes, and generate does not take the cache for its own."""
+    monkeypatch.setattr(model_gpu, "RECORD_AT", 1)
+    model, reference, answers = model_gpu.Model(TINY, precision="fp32", matmul="ours"), model_cpu.Model(TINY), []
+    widen(model, reference)
+    for heads in 1, 3, 2, 1:
+        model.cached = reference.cached = [1]
+        answers.append([m.draw([5, 9], 2, heads, 7, 3, 1.0, 0, 1.0, 48) for m in (model, reference)])
+        assert model.cached == reference.cached == [] and model.position == reference.position
+    for (ids, p), (expected, expected_p) in answers:
+        assert np.array_equal(ids, expected)
+        np.testing.assert_allclose(p, expected_p, rtol=1e-4)
+    assert [*model.host] == ["tokens", "place", "drawing", "seed", "ids", "p"]      # what crosses for it: no logits
 
 
 def test_what_is_drawn_is_read_once_the_gpu_has_drawn_it(made, monkeypatch):
