@@ -685,6 +685,10 @@ def test_both_engines_refuse_the_same_batches(made, engine):
                        ((np.zeros((1, 41), int), np.zeros((1, 43), int)), "41 tokens do not fit the context of 40")]:
         with pytest.raises(ValueError, match=words):
             model.forward(*bad)
+    for bad, words in ([5, 48], "token id 48 is out"), ([-1], "token id -1 is out"), ([5] * 9 + [48], "token id 48 is out"):
+        with pytest.raises(ValueError, match=words):
+            model.extend(bad)
+        assert model.position == 0
 
 
 def test_the_pool_is_given_what_cublas_leaves(made):
