@@ -6,7 +6,7 @@
 // kernels. model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128 and launches the kernels; how, stands
 // above FLASH_KERNELS. Method and letters: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
 // Not here: RoPE's forward (kernels.cu; q and k arrive rotated, but the gradients left here are those of what
-// RoPE was given), dropout, masks other than the causal one, decoding with a KV cache.
+// RoPE was given), dropout, masks other than the causal one, decoding of few tokens (kernels.cu).
 //
 // Letters   B batch, T time, H query heads, G key/value heads, D head width. Query head h reads key head
 //           h / (H/G). i counts queries and tiles of Br queries, j keys and tiles of Bc keys; here Br = Bc.
@@ -109,8 +109,8 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 //     _bf16         rows = 128, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
 //     _tf32         rows = 64, only for D <= 64       128 threads    tile = rows * D * 4 bytes
 //
-//     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse
-//     flash_backward_dq      the same                       the first H*D columns of dqkv, and delta
+//     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse; with fewer blocks the last
+//     flash_backward_dq      grid (H, B, ceil(T / rows))    the first H*D columns of dqkv, and delta
 //     flash_backward_dkdv    grid (G, B, ceil(T / rows))    the other columns; reads delta: comes after dq
 // The readable ones need no dynamic shared memory, the fast ones 5 tile, 6 tile, and 6 tile + 16 rows: at
 // most 98 KB, which every GPU from 8.0 on gives a block that asks for it (max_dynamic_shared_size_bytes in

@@ -744,7 +744,7 @@ def run_gpu_generation(config, precisions):
             runs = []
             for drafts, record_at in ((0, 10), (1, 10), (config.predict, 10), (config.predict, math.inf)):
                 model.drafts, model.cached, trace = drafts, [], []
-                model.steps.clear()
+                model.replays.clear()
                 with unittest.mock.patch.object(model_gpu, "RECORD_AT", record_at):
                     ids = list(model_cpu.generate(model, text[:5], seed=1, most=most, trace=trace, **how))
                 runs.append([ids, [p for _, _, p in trace]])

@@ -18,8 +18,8 @@
 //   * a thread moves 16 bytes at a time, eight bf16 numbers (C, F and V are multiples of 8), neighbours side
 //     by side.
 //
-// Arithmetic is fp32 always. BF16 chooses how activations and the weights of products are stored. No atomics:
-// every sum has one order, so two runs give the same bits.
+// Arithmetic is fp32 always, but for the noise of section 9. BF16 chooses how activations and the weights of
+// products are stored. No atomics: every sum has one order, so two runs give the same bits.
 #ifndef BF16
 #define BF16 0
 #endif
@@ -604,8 +604,10 @@ constexpr int ROWS = 4;
 
 // From Hopper on a kernel may start before the one ahead of it has ended (Gpu.launch_early): its blocks come
 // to where that one's leave room, once each of those has called start_next, and read weights, which nobody
-// writes; with await_last they wait for its end, before they touch anything else that others write. Earlier
-// GPUs know no such thing: there each kernel starts at the end of the last.
+// writes; with await_last they wait for its end, before they touch what others write. `place` and the like
+// may be read at once: the step's first kernel starts as usual, when they have been copied, and all others
+// after it. A prefetch reads nothing. Earlier GPUs know no such thing: there each kernel starts at the end of
+// the last.
 #if __CUDA_ARCH__ >= 900
 __device__ void start_next() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ void await_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -662,7 +664,7 @@ __device__ void products_of_rows(const real* x, const float* gain, float eps, co
 }
 
 // Reading w is all the time it takes: a warp owns two outputs and reads their rows of w once, 16 bytes a
-// lane, for the rows of its group of the n rows of x: take(n, a, b). Where there is a gain, x is normed
+// lane, for the rows of its group of the n rows of x: take_row(row, a, b). Where there is a gain, x is normed
 // (rmsnorm_forward): its factor rstd is common to all of a row's sum, so it need not be known before the end,
 // and nothing waits for it. warps: so many share the columns, and what they hand to take is to be added up.
 template <class Take>
@@ -730,7 +732,7 @@ decode_swiglu(real* h, const real* x, const float* gain, const real* w, int n, i
     });
 }
 
-// logits (n,O) = rmsnorm(x) @ w (O,C).T, of as many heads as w has.
+// logits (n,O) = rmsnorm(x) @ w.T, of the first O rows of w, those of the heads that are asked.
 // Grid (ceil(O/8), ceil(n/4)); 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
 decode_logits(float* logits, const real* x, const float* gain, const real* w, int n, int C, int O,
@@ -822,8 +824,8 @@ decode_attention(real* y, const real* qkv, const int* place, int H, int G, int D
 // -----------------------------------------------------------------------------------------------------------
 typedef unsigned long long Key;
 
-// Keys have the order of x, and where two x are equal that of sample(): the smaller id, below 65,536, comes
-// first.
+// Keys have the order of x (-0 before 0), and where two x are equal that of sample(): the smaller id, below
+// 65,536, comes first.
 __device__ Key order_key(float x, int id) {
     unsigned bits = __float_as_uint(x);
     return Key(bits >> 31 ? ~bits : bits | 1u << 31) << 16 | (0xFFFF - id);

@@ -958,8 +958,8 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     speculate (None: with as many heads as pay, model.drafts): heads 1..K-1 draft the tokens after the next,
     and one call of model.draw reads them all; a draft counts if it is the very token that head 0 draws there
     (Stern et al. 2018).  So the text is that of single steps; here up to the rounding of NumPy's products,
-    whose sums depend on the number of rows.  A draft is drawn with the noise that head 0 will use at its position: the nearer the two
-    heads' p, the more often they draw the same token.
+    whose sums depend on the number of rows.  A draft is drawn with the noise that head 0 will use at its
+    position: the nearer the two heads' p, the more often they draw the same token.
 
     trace: a list to which each token drawn adds (head, drafts, p): the head whose draft it was, 0 for none;
     how many drafts were read along with it; the probability that the model gave it."""

@@ -311,6 +311,7 @@ def check_sizes(config):
                             f"dim ({config.dim}) must be a multiple of 32."))
     require(config.dim <= 8192 and config.context <= 16384, "the GPU engine takes models up to 8192 wide and "
             f"contexts up to 16384, not {config.dim} and {config.context}.")
+    require(config.vocab <= 1 << 16, f"the GPU engine takes at most {1 << 16} tokens, not {config.vocab}.")
 
 
 def check_choices(config, precision, matmul):
@@ -619,8 +620,7 @@ class Inputs:
         self.events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self.views = [carve(array, table) for array in self.pinned]
         # this memory may have been given back by others whose copies are still queued: wait for these
-        self.events[0].record()
-        self.events[0].synchronize()
+        cupy.cuda.get_current_stream().synchronize()
 
     def send(self, values):
         """values: dict name -> array; a short one fills the front of its place."""
@@ -689,7 +689,7 @@ class Model:
             memory = cupy.empty(table_bytes(decoding), np.uint8)
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise self.out_of_memory(micro_batch or 1, config.context) from error
-        self.decoder, self.steps = carve(memory, decoding), collections.defaultdict(Replay)
+        self.decoder, self.replays = carve(memory, decoding), collections.defaultdict(Replay)
         self.pinned = pinned_bytes(table_bytes(decoding[:TOLD]))
         self.host, self.told = carve(self.pinned, decoding[:TOLD]), memory[:self.pinned.size]
         if micro_batch:
@@ -825,7 +825,7 @@ class Model:
         (B, T), c = tokens.shape, self.config
         layers, shared, inputs = self.buffers(B, T)
         # the order for embedding_backward: NumPy sorts 16-bit numbers five times as fast as 32-bit ones
-        flat = tokens.reshape(-1).astype(np.uint16 if c.vocab <= 1 << 16 else np.int32)
+        flat = tokens.reshape(-1).astype(np.uint16)
         inputs.send({"tokens": tokens, "targets": targets, "order": np.argsort(flat, kind="stable"),
                      "starts": np.cumsum(np.bincount(flat.astype(np.int64) + 1, minlength=c.vocab + 1)),
                      "weight": c.head_weights / divisor, "divisor": divisor})
@@ -914,7 +914,7 @@ class Model:
         drawn = n if few else 1
         host["tokens"][:n] = tokens
         host["place"][:] = first, t + rows - drawn, min(top_k, c.vocab), vocab
-        host["drawing"][:] = temperature, top_p
+        host["drawing"][:] = temperature, max(top_p, 1e-30)     # in fp32, too, it is above 0
         host["seed"][0] = seed
 
         def launch():
@@ -926,7 +926,7 @@ class Model:
                                   d["drawing"], d["seed"], c.vocab)
 
         if few:
-            self.steps[n, heads](self.gpu, launch)  # the same launches at every position
+            self.replays[n, heads](self.gpu, launch)  # the same launches at every position
         else:
             launch()
         self.position, self.cached = first + n, []  # generate notes what it has read

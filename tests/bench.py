@@ -420,13 +420,13 @@ def bench_drafts(arguments):
                                 heads[drafts] += trace
                                 texts[drafts].append(text)
                         times[drafts] = time.perf_counter() - started
-                count = sum(map(len, texts[0]))
+                count = max(1, sum(map(len, texts[0])))
                 if engine is model_gpu and not texts[0] == texts[1] == texts[c.predict - 1]:
                     raise ValueError("drafts have changed a text.")
                 print(f"  {kind}, {how}: {count:,} tokens from {len(prompts)} prompts, {1e3 * times[0] / count:.3f} ms a token")
                 for drafts in sorted({1, c.predict - 1}):
                     right = [head for head, _, _ in heads[drafts]]
-                    rates = [f"{right.count(k) / sum(head == 0 and read >= k for head, read, _ in heads[drafts]):.1%}"
+                    rates = [f"{right.count(k) / max(1, sum(head == 0 and read >= k for head, read, _ in heads[drafts])):.1%}"
                              for k in range(1, drafts + 1)]
                     print(f"    drafts {drafts}: {len(right) / right.count(0):.2f} tokens a verification (right: {', '.join(rates)}), "
                           f"{1e3 * times[drafts] / count:.3f} ms a token, {times[0] / times[drafts]:.2f} x", flush=True)

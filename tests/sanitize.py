@@ -35,6 +35,7 @@ def main():
             norm = model.update(1e-3)
         model.extend(rng.integers(0, 72, 20))                   # a prompt, then a few tokens
         logits = model.extend([1, 2, 3])
+        model.draw([1, 2, 3, 4, 5], 5, 3, 0, 1, 0.8, 20, 0.9, 72)
         print(f"{precision} D {D} H/G {heads // kv_heads}: loss {float(losses[0]):.4f}, norm {float(norm):.4f}, "
               f"largest logit {np.abs(logits).max():.4f}", flush=True)
     return 0

@@ -440,14 +440,14 @@ def test_generation_is_compared_to_the_bit(monkeypatch, capsys, wrong):
         def __init__(self, config, precision, training):
             asked.append((config, precision, training))
             super().__init__(config, training=False)
-            self.steps, self.drawing = {"a graph": "of another run"}, False
+            self.replays, self.drawing = {"a graph": "of another run"}, False
 
         def extend(self, tokens):
             rows = np.concatenate([model_cpu.Model.extend(self, [token]) for token in tokens])
             return rows * (1 + (wrong == "rows" and len(tokens) == 3 and not self.drawing) / 8)
 
         def draw(self, tokens, rows, heads, *rest):
-            assert self.steps == {}
+            assert self.replays == {}
             self.drawing = True
             ids, p = super().draw(tokens, rows, heads, *rest)
             self.drawing = False

@@ -480,7 +480,7 @@ def test_what_is_drawn_equals_the_cpu(made):
     tokens = batch(TINY, 1, 40)[0][0].tolist()
     for n, rows, heads in (11, 1, 3), (3, 3, 3), (1, 1, 1), (8, 2, 2), (9, 1, 1), (5, 1, 3):
         part = tokens[model.position:model.position + n]
-        for options in (0.0, 0, 1.0), (0.9, 7, 0.95), (1.1, 1 << 40, 1.0):
+        for options in (0.0, 0, 1.0), (0.9, 7, 0.95), (1.1, 1 << 40, 1.0), (1.0, 0, 1e-60):
             model.position = reference.position
             before = reference.position
             (ids, p), (expected, expected_p) = [m.draw(part, rows, heads, 100 + n, 77, *options, 46)
@@ -1251,6 +1251,7 @@ def test_errors_are_one_sentence(monkeypatch):
         with pytest.raises(ValueError, match=words):
             model_gpu.Model(TINY, **arguments)
     for change, words in [
+            (dict(vocab=65544), "takes at most 65536 tokens, not 65544"),
             (dict(dim=8320, heads=65), "models up to 8192 wide and contexts up to 16384, not 8320 and 8"),
             (dict(dim=64, heads=1, context=16385), "not 64 and 16385"),
             (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: with dim 96 take 3 heads[.]$"),
