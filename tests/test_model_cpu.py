@@ -901,6 +901,14 @@ def test_setting_position_back_forgets_what_came_after():
     assert np.abs(logits - expected).max() < 1e-12 * np.abs(expected).max()
 
 
+def test_generate_does_not_take_what_extend_has_read_for_its_text():
+    model, text = wide_model(), [1, 2, 3]
+    text += generate(model, text, seed=5, most=5)
+    model.position = 0
+    model.extend([9] * 12)
+    assert [*generate(model, text, seed=5, most=6)] == [*generate(wide_model(), text, seed=5, most=6)]
+
+
 def test_extend_refuses_what_does_not_fit():
     model = wide_model()
     model.extend([1] * 10)
