@@ -493,7 +493,10 @@ def test_draw_equals_sample(bench):
             (2, 2, 48, 41, 1.0, dict(temperature=2.0, top_p=0.3)), (1, 3, 1100, 1031, 2.0, dict(top_p=0.9)),
             (3, 2, 48, 41, 1.0, dict(temperature=4.0, top_k=9, top_p=0.6)), (2, 1, 48, 41, 3.0, dict(top_p=1e-4)),
             (4, 3, 48, 40, 1.0, dict(temperature=3.0, top_k=3, top_p=1 - 1e-9)),       # 1 in fp32
-            (1, 1, 8, 1, 3.0, dict(top_p=0.5)), (2, 2, 4104, 4100, 6.0, dict(temperature=0.8, top_k=50, top_p=0.95))]:
+            (1, 1, 8, 1, 3.0, dict(top_p=0.5)), (2, 2, 4104, 4100, 6.0, dict(temperature=0.8, top_k=50, top_p=0.95)),
+            (3, 2, 4104, 4100, 1.0, dict(temperature=0)),                              # several of each thread stay
+            (2, 2, 4104, 4100, 1.0, dict(temperature=4.0, top_k=2000)),
+            (2, 2, 4104, 4100, 1.0, dict(temperature=2.0, top_p=0.4))]:
         logits = (spread * bench.rng.standard_normal((n, heads, V))).astype(f32)
         logits[..., vocab:] = 100.0
         seed, t = int(bench.rng.integers(2 ** 63)), int(bench.rng.integers(3000))
@@ -517,6 +520,17 @@ def test_draw_with_the_noise_of_each_position(bench):
         ids = drawn(bench, logits, 64, seed, 16000)
         assert all(len({ids[r, k] for r in range(4) for k in range(3) if r + k == s}) == 1 for s in range(6))
         assert len({*ids.flat}) > 1
+
+
+def test_the_nucleus_to_a_thousandth_of_an_id(bench):
+    """One id of weight 1 and 39 of 1/e: 30 of these reach top_p, or just not; the noise at t would draw the 31st."""
+    logits, weight = np.full((1, 1, 40), -1.0, f32), np.exp(-1.0)
+    logits[..., 0] = 0.0
+
+    def top_p(ids):
+        return (1 + ids * weight) / (1 + 39 * weight)
+    t = next(t for t in range(1000) if model_cpu.sample(logits[0], 5, np.array([t]), top_p=top_p(30.5)) == 31)
+    assert drawn(bench, logits, 40, 5, t, top_p=top_p(30.001)) == 31 != drawn(bench, logits, 40, 5, t, top_p=top_p(29.999))
 
 
 def test_draw_of_the_largest_ids(bench):

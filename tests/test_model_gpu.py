@@ -492,7 +492,7 @@ def test_what_is_drawn_equals_the_cpu(made):
 
 
 def test_draws_of_several_numbers_of_heads_from_graphs(made, monkeypatch):
-    """Each number has its graph; an answer stays when the next one comes, and generate does not take the cache for its own."""
+    """Each number has its graph; an answer stays when the next comes; the cache is no longer what generate left."""
     monkeypatch.setattr(model_gpu, "RECORD_AT", 1)
     model, reference, answers = model_gpu.Model(TINY, precision="fp32", matmul="ours"), model_cpu.Model(TINY), []
     widen(model, reference)
