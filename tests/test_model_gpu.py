@@ -1428,3 +1428,20 @@ def test_every_kernel_is_launched_and_says_how(made):
     for name in names:
         assert f'"{name}"' in python, f"{name} is never launched"
     assert sum(line.startswith("// Grid (") for line in lines) >= len(names) - 1       # two share a comment
+
+
+def test_every_kernel_that_starts_early_waits_before_it_reads():
+    """No CPU can tell: without await_last a kernel would read what the one before it has yet to write."""
+    texts = []
+    for name in "model_gpu.py", "kernels.cu":
+        with open(os.path.join(ROOT, name), encoding="utf-8") as file:
+            texts.append(file.read())
+    early = set(re.findall(r'launch_early\("(\w+)"', texts[0]))
+    assert early == {*DECODED, "decode_logits", "draw"}
+    reads = {**dict.fromkeys(early, "two_products("), "two_products": "products_of_rows<ROWS>(",
+             "products_of_rows": "load8(x ", "decode_attention": "load_packed(", "draw": "order_key("}
+    for name, first in reads.items():
+        body = re.search(rf"\b{name}\([^;{{}}]*\) {{\n(.*?)\n}}\n", texts[1], re.DOTALL)[1]
+        before, found, _ = body.partition(first)
+        assert found, name
+        assert "await_last();" in before or name not in ("products_of_rows", "decode_attention", "draw"), name
