@@ -216,6 +216,7 @@ def test_working_arrays_are_free(calls):
     assert lines != body("adamw") and verdict("adamw", calls, lines) == []
     lines = body("attention") + "    work[...] = 7\n"
     assert verdict("attention", calls, lines) == []
+    assert verdict("linear", calls, body("linear") + "    return dx, dw\n") == []      # what is returned as well, too
 
 
 @pytest.mark.parametrize("lines, said", [
