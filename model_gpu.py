@@ -92,6 +92,7 @@ def pick(device):
 
 
 def gpu_name():
+    """As its vendor calls it; train.py looks up its rate."""
     return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
 
 
@@ -170,8 +171,7 @@ def decode_table(config, precision):
     qkv = [(name, (c.layers, *shape), dtype) for name, shape, dtype in layer if name == "qkv"]
     return [("tokens", (n,), np.int32), ("place", (4,), np.int32), ("drawing", (2,), np.float64),
             ("seed", (1,), np.uint64), ("ids", (rows, c.predict), np.int32), ("p", (rows,), np.float32),
-            ("logits", (rows, c.predict * c.vocab), np.float32),
-            *qkv, *prompt]
+            ("logits", (rows, c.predict * c.vocab), np.float32), *qkv, *prompt]
 
 
 def ceil_div(n, size):
