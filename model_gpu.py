@@ -45,7 +45,7 @@ import model_cpu
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, TEXT, as_batch, carve, check_batch, check_tokens, init_params,
                        largest_micro_batch, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, rope_table, table_bytes, update_table)
-from tokenizer import Parser, Tokenizer, require, run_script, whole_number
+from tokenizer import Parser, Tokenizer, require, run_script
 
 try:
     import cupy
@@ -56,7 +56,8 @@ PRECISIONS = ("bf16", "tf32", "fp32")
 NORM_BLOCKS = 1056    # blocks, and so partial sums, of rmsnorm_backward: 8 for each multiprocessor of an H100
 SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
-RECORD_AT = 10              # the use of a batch's shape from which on its launches are a CUDA graph
+RECORD_AT = 3               # the use of a batch's shape from which on its launches are a CUDA graph
+PROMPT_ROWS = 64            # by multiples of which a prompt is read, so that its launches repeat, too
 FEW_ROWS = 8                # up to which decoding has kernels of its own
 GROUP_ROWS = 4              # of them that share a reading of the weights: ROWS in kernels.cu
 TOLD = 6                    # buffers of decode_table that the host has, too
@@ -122,16 +123,15 @@ def work_tables(config, B, T, precision):
     attention's output and log-sum-exp, gate and up.  The norms' outputs and the SwiGLU product are computed
     again.
 
-    No array is larger for other rows of together as many tokens, none of them longer than T: so the tables of
-    (micro_batch, context) are all that training with micro-batches of at most so many tokens ever needs."""
+    None is larger for other rows of together as many tokens, none of them longer than T: so what (rows,
+    context) takes is all that training with micro-batches of at most so many tokens ever needs."""
     c, N, C, F = config, B * T, config.dim, config.hidden
     single, real = np.float32, np.uint16 if precision == "bf16" else np.float32     # NumPy has no bf16
     layer = [("x_in", (N, C), real), ("rstd1", (N,), single), ("qkv", (N, c.qkv_width), real),
              ("y", (N, C), real), ("lse", (B, c.heads, T), single), ("x_mid", (N, C), real),
              ("rstd2", (N,), single), ("gate_up", (N, 2 * F), real)]
     shared = [("x", (N, C), real), ("rstd", (N,), single), ("n", (N, C), real), ("increment", (N, C), real),
-              ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, C), single),
-              *input_table(config, B, T)]
+              ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, C), single)]
     scratch = [("h", (N, F), real), ("dqkv", (N, c.qkv_width), real), ("dy", (N, C), real),
                ("delta", (B, c.heads, T), single)]
     return layer, shared, [("logits", (N, c.predict, c.vocab), real)], scratch
@@ -179,11 +179,6 @@ def ceil_div(n, size):
     return -(-n // size)
 
 
-def muon_bytes(config, precision, optimizer):
-    """Bytes that muon_update works in."""
-    return max(map(table_bytes, muon_tables(config, precision).values())) if optimizer == "muon" else 0
-
-
 def memory_plan(config, micro_batch, T, precision, threads=1, optimizer="adamw"):
     """Bytes of GPU memory by kind (a dict) that training with micro-batches (micro_batch, T) and decoding
     take.  threads is for model_cpu's plan, which has the same face."""
@@ -191,9 +186,13 @@ def memory_plan(config, micro_batch, T, precision, threads=1, optimizer="adamw")
     layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
     weights_bf16 = {"bf16 weights": size // 2} if precision == "bf16" else {}
     activations = config.layers * layer
-    rest = max(shared + max(logits, scratch), muon_bytes(config, precision, optimizer) - activations)
+    work = shared + max(logits, scratch)
+    if optimizer == "muon":                     # what it works in lies in the same memory, at another time
+        sizes = map(table_bytes, muon_tables(config, precision).values())
+        work = max(work, max(sizes) - activations)
     return {"parameters": size, "gradients": size, "moments": 4 * moment_count(config, optimizer),
-            **weights_bf16, "activations": activations, "logits and scratch": rest,
+            **weights_bf16, "activations": activations, "logits and scratch": work,
+            "inputs": table_bytes(input_table(config, micro_batch, T)),
             "decoding": table_bytes(decode_table(config, precision)), "cuBLAS and kernels": CUBLAS_BYTES}
 
 
@@ -613,9 +612,9 @@ class Inputs:
     but one."""
 
     def __init__(self, device, table):
-        """device: bytes on the GPU for the table's arrays."""
+        """device: bytes on the GPU, of which the table's arrays take the front."""
         size = table_bytes(table)
-        self.device, self.turn = device[:size], 0
+        self.device, self.arrays, self.turn = device[:size], carve(device, table), 0
         self.pinned = [pinned_bytes(size) for _ in range(2)]
         self.events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self.views = [carve(array, table) for array in self.pinned]
@@ -673,7 +672,7 @@ class Model:
         except (ImportError, RuntimeError) as error:
             raise ValueError("The GPU engine does not start; a CUDA library seems to be missing or does not "
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
-        self.reserved, self.buffers_by_shape, self.step = None, {}, 0
+        self.rows, self.step = 0, 0
         self.position, self.cached = 0, []
         size, moments = param_count(config), moment_count(config, optimizer)
         decoding = decode_table(config, precision)
@@ -691,6 +690,7 @@ class Model:
             raise self.out_of_memory(micro_batch or 1, config.context) from error
         self.decoder, self.replays = carve(memory, decoding), collections.defaultdict(Replay)
         self.pinned = pinned_bytes(table_bytes(decoding[:TOLD]))
+        self.pinned[:] = 0                          # tokens that there are
         self.host, self.told = carve(self.pinned, decoding[:TOLD]), memory[:self.pinned.size]
         if micro_batch:
             self.buffers(micro_batch, config.context)
@@ -749,50 +749,37 @@ class Model:
         return ValueError(f"A micro-batch of {B} x {T} tokens needs {need / 2**30:.2f} GiB of GPU memory, "
                           f"{free / 2**30:.2f} GiB can be had: {advice}.")
 
-    def reserve(self, tables, B, T):
-        """Make the work buffers anew, as large as these tables say; (B,T) is what they are for."""
-        each, rest, *in_turn = map(table_bytes, tables)
-        shared_at = self.config.layers * each
-        logits_at = shared_at + rest    # and the scratch, which takes turns with them
+    def reserve(self, rows):
+        """Make the work buffers anew, for so many rows of config.context tokens."""
         # give back first, then ask for more
-        self.buffers_by_shape, self.saved, self.reserved = {}, None, None
+        self.buffers_by_shape, self.saved, self.inputs, self.work, self.rows = {}, None, None, None, 0
         self.pool.free_all_blocks()
+        plan = memory_plan(self.config, rows, self.config.context, self.precision, optimizer=self.optimizer)
+        table = input_table(self.config, rows, self.config.context)
         try:
-            memory = cupy.empty(max(logits_at + max(in_turn),
-                                    muon_bytes(self.config, self.precision, self.optimizer)), np.uint8)
+            memory = cupy.empty(plan["activations"] + plan["logits and scratch"] + plan["inputs"], np.uint8)
         except cupy.cuda.memory.OutOfMemoryError as error:
-            raise self.out_of_memory(B, T) from error
-        layers = [carve(memory, tables[0], i * each) for i in range(self.config.layers)]
-        others = {**carve(memory, tables[1], shared_at), **carve(memory, tables[2], logits_at),
-                  **carve(memory, tables[3], logits_at)}
-        inputs = tables[1][-len(input_table(self.config, B, T)):]
-        inputs = Inputs(memory[logits_at - table_bytes(inputs):], inputs)
-        self.reserved = tables, layers, others, inputs, memory
+            raise self.out_of_memory(rows, self.config.context) from error
+        self.inputs, self.work, self.rows = Inputs(memory, table), memory[plan["inputs"]:], rows
 
     def buffers(self, B, T):
-        """(layers, shared, inputs): for a micro-batch (B,T) the buffers by name, of each layer and of all,
-        and the way in.  They are the front of what is reserved; where one of them needs more, all are made
-        anew."""
-        if (B, T) in self.buffers_by_shape:
-            return self.buffers_by_shape[B, T]
-        tables = work_tables(self.config, B, T, self.precision)
-        shapes = {name: shape for table in tables for name, shape, _ in table}
-        reserved = self.reserved[0] if self.reserved else ()
-        room = {name: size for table in reserved for name, (size,), _ in table}
-        wanted = [[(name, (max(math.prod(shape), room.get(name, 0)),), dtype) for name, shape, dtype in table]
-                  for table in tables]
-        if self.reserved is None or wanted != self.reserved[0]:
-            self.reserve(wanted, B, T)
-        _, layers, others, inputs, _ = self.reserved
-
-        def fronts(arrays):
-            return {name: array[:math.prod(shapes[name])].reshape(shapes[name])
-                    for name, array in arrays.items()}
-
-        shared, width = fronts(others), T + self.config.predict - 1
-        shared.update(B=B, T=T, first=0, targets=shared["targets"][:B * width].reshape(B, width),
-                      forward=Replay(), backward=Replay())
-        self.buffers_by_shape[B, T] = list(map(fronts, layers)), shared, inputs
+        """(layers, shared): for a micro-batch (B,T) the buffers by name, of each layer and of all.  They lie
+        in the memory of reserve; where that is too small, it is made anew."""
+        c, rows = self.config, ceil_div(B * T, self.config.context)
+        if rows > self.rows:
+            self.reserve(rows)
+        if (B, T) not in self.buffers_by_shape:
+            layer, *tables = work_tables(c, B, T, self.precision)
+            each, width = table_bytes(layer), T + c.predict - 1
+            shared_at = c.layers * each
+            in_turn_at = shared_at + table_bytes(tables[0])
+            shared = {"B": B, "T": T, "first": 0, "forward": Replay(), "backward": Replay(),
+                      **self.inputs.arrays}
+            shared["targets"] = shared["targets"][:B * width].reshape(B, width)
+            for table, start in zip(tables, (shared_at, in_turn_at, in_turn_at)):
+                shared.update(carve(self.work, table, start))
+            layers = [carve(self.work, layer, i * each) for i in range(c.layers)]
+            self.buffers_by_shape[B, T] = layers, shared
         return self.buffers_by_shape[B, T]
 
     def trunk(self, layers, shared):
@@ -809,8 +796,8 @@ class Model:
         """(B,T) ints -> (B,T,K,V), a NumPy array of float32 on the host."""
         tokens, c = as_batch(self.config, tokens), self.config
         B, T = tokens.shape
-        layers, shared, inputs = self.buffers(B, T)
-        inputs.send({"tokens": tokens})
+        layers, shared = self.buffers(B, T)
+        self.inputs.send({"tokens": tokens})
         try:
             logits = cupy.empty((B * T, c.predict * c.vocab), np.float32)
         except cupy.cuda.memory.OutOfMemoryError as error:
@@ -823,10 +810,10 @@ class Model:
         model_cpu."""
         tokens, targets, divisor = check_batch(self.config, tokens, targets, counted)
         (B, T), c = tokens.shape, self.config
-        layers, shared, inputs = self.buffers(B, T)
+        layers, shared = self.buffers(B, T)
         # the order for embedding_backward: NumPy sorts 16-bit numbers five times as fast as 32-bit ones
         flat = tokens.reshape(-1).astype(np.uint16)
-        inputs.send({"tokens": tokens, "targets": targets, "order": np.argsort(flat, kind="stable"),
+        self.inputs.send({"tokens": tokens, "targets": targets, "order": np.argsort(flat, kind="stable"),
                      "starts": np.cumsum(np.bincount(flat.astype(np.int64) + 1, minlength=c.vocab + 1)),
                      "weight": c.head_weights / divisor, "divisor": divisor})
 
@@ -874,11 +861,12 @@ class Model:
             flat = [None if array is None else array[part]
                     for array in (self.flat_params, self.weights_bf16, self.flat_grads, self.m)]
             if rule == "muon":
-                self.buffers(1, 1)                      # at the latest now there is memory to work in
+                if not self.rows:
+                    self.reserve(1)                     # at the latest now there is memory to work in
                 for shape, table in muon_tables(c, self.precision).items():
                     kinds = [[None if array is None else array[place.start:] for array in flat]
                              for each, place in matrix_table(c) if each == shape]
-                    work = carve(self.reserved[-1], table)
+                    work = carve(self.work, table)
                     muon_update(gpu, kinds, matrix_table(c)[-1][1].stop, work, self.state, lr, decay)
             else:
                 adamw_update(gpu, *flat, self.v[v], self.state, self.step, lr, beta1, beta2, eps,
@@ -945,60 +933,58 @@ class Model:
                          x, w["norm"], w["heads"], n, c.dim, outputs, float(c.norm_eps))
 
     def read_many(self, n, heads):
-        """The logits of the last of n tokens, as in training, but that qkv goes to its place in the cache."""
+        """The logits of the last of n tokens, as in training, but that qkv goes to its place in the cache.
+        The rows beyond n, up to a multiple of PROMPT_ROWS, are of tokens of before: nobody reads them."""
         d, first, outputs = self.decoder, self.position, heads * self.config.vocab
-        shared = {**{name: array[:n] for name, array in d.items()}, "y": d["y"][:first + n],
-                  "B": 1, "T": first + n, "first": first}
-        final = self.trunk([{**shared, "qkv": qkv[:first + n]} for qkv in d["qkv"]], shared)
-        linear_forward(self.gpu, d["logits"][:1, :outputs], final[-1:], self.weights["heads"][:outputs])
+        rows = min(PROMPT_ROWS * ceil_div(n, PROMPT_ROWS), self.config.context - first)
+
+        def launch():
+            shared = {**{name: array[:rows] for name, array in d.items()}, "y": d["y"][:first + rows],
+                      "B": 1, "T": first + rows, "first": first}
+            self.trunk([{**shared, "qkv": qkv[:first + rows]} for qkv in d["qkv"]], shared)
+
+        self.replays["prompt", rows, first](self.gpu, launch)
+        linear_forward(self.gpu, d["logits"][:1, :outputs], d["n"][n - 1:n], self.weights["heads"][:outputs])
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 6. Both engines side by side
 # ------------------------------------------------------------------------------------------------------------
-def seconds_per_step(model, B, steps):
-    """Seconds of one training step on random tokens (B, context)."""
-    c, rng = model.config, np.random.default_rng(0)
-    text = rng.integers(0, c.vocab, (B, c.context + c.predict))
-    for step in range(-1, steps):                   # one to warm up
-        if step == 0:
-            norm, start = float(model.update(lr=0.0)), time.perf_counter()
-        model.forward(text[:, :c.context], text[:, 1:])
-        model.backward()
-        norm = model.update(lr=0.0)
-    float(norm)                                     # waits for the GPU
-    return (time.perf_counter() - start) / steps
-
-
 def main(argv):
-    parser = Parser(description="The step of model_cpu.py's tour on the CPU and on the GPU.")
-    parser.add_argument("--steps", type=whole_number(1), default=20, metavar="N",
-                        help="steps to time on the GPU (default 20)")
-    args = parser.parse_args(argv)
+    Parser(description="The step of model_cpu.py's tour on the CPU and on the GPU.").parse_args(argv)
     pick("gpu")                                     # ValueError where there is none
     config = dataclasses.replace(CONFIGS["small"], vocab=304)
     text = np.array([Tokenizer.train([TEXT], 300).encode(TEXT)])
     T = min(64, text.size - config.predict)
     tokens, targets = text[:, :T], text[:, 1:T + config.predict]
+    batch = np.tile(tokens, (32, 1)), np.tile(targets, (32, 1))
     print(f"One sentence of {T} tokens through the small model: the first step of `python model_cpu.py`, on "
           f"{gpu_name()}\n")
     print(f"{'engine':14} {'loss':>9} {'d qkv[0,0]':>13} {'norm':>9} {'loss after':>11} "
           f"{'gradient off by':>16} {'ms a step':>10}")
-    rows = [("CPU float64", model_cpu.Model(config), 1)]
-    rows += [(f"GPU {precision}", Model(config, precision=precision), args.steps)
+    rows = [("CPU float64", model_cpu.Model(config))]
+    rows += [(f"GPU {precision}", Model(config, precision=precision))
              for precision in (["fp32"] if default_precision() == "fp32" else reversed(PRECISIONS))]
     gradients = []
-    for label, model, steps in rows:
+    for label, model in rows:
         loss = float(model.forward(tokens, targets)[0])
         model.backward()
         gradients.append(np.array(model.read(model.flat_grads), np.float64))    # a copy: the update spends it
         off = np.linalg.norm(gradients[-1] - gradients[0]) / np.linalg.norm(gradients[0])
         entry, norm = param_views(gradients[-1], config)["layers.0.qkv"][0, 0], float(model.update(lr=1e-3))
         after = float(model.forward(tokens, targets)[0])
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            model.forward(*batch)
+            model.backward()
+            float(model.update(lr=0.0))             # float: waits for the GPU
+            times.append(time.perf_counter() - start)
         print(f"{label:14} {loss:9.5f} {entry:13.5e} {norm:9.5f} {after:11.5f} {off:16.1e} "
-              f"{1e3 * seconds_per_step(model, 16, steps):10.2f}")
+              f"{1e3 * min(times):10.2f}")
     print(f"\nloss: of head 0 (ln V = {math.log(config.vocab):.4f}); gradient off by: relative L2 against "
-          f"float64; ms a step: forward, backward and update of 16 x {config.context} tokens.")
+          f"float64; ms a step: forward, backward and update of 32 x {T} tokens, the "
+          "fastest of five.")
 
 
 if __name__ == "__main__":

@@ -367,7 +367,7 @@ def test_muon_through_cublas(cublas, made, precision, bar):
         np.testing.assert_allclose(model.forward(tokens, targets), reference.forward(tokens, targets), rtol=0.02)
         plan = model_gpu.memory_plan(TINY, micro_batch or 1, TINY.context if micro_batch else 1, precision, optimizer="muon")
         if micro_batch:
-            assert len(model.reserved[-1]) == plan["activations"] + plan["logits and scratch"]
+            assert len(model.work) == plan["activations"] + plan["logits and scratch"]
     check_guards(*made)
 
 
@@ -554,6 +554,23 @@ def test_a_step_from_a_graph_has_the_logits_of_one_launched(made, monkeypatch):
     assert all(map(np.array_equal, *runs)) and pool.graphs == [14, 14]
 
 
+def test_a_prompt_of_another_length_has_the_same_launches(cublas, made, monkeypatch):
+    """Up to a multiple of so many rows, at one position: from a graph the third time, and what the rows beyond the prompt hold
+    reaches no logits; where a window ends, they end, too."""
+    monkeypatch.setattr(model_gpu, "PROMPT_ROWS", 16)
+    pool = model_gpu.cupy.get_default_memory_pool()
+    model, reference = model_gpu.Model(TINY, precision="fp32"), model_cpu.Model(TINY)
+    widen(model, reference)
+    tokens = batch(TINY, 1, 40)[0]
+    expected = reference.logits(tokens)[0]
+    for position, n, graphs in [(0, 11, 0), (0, 9, 0), (0, 16, 1), (0, 13, 1), (16, 9, 1), (16, 16, 1), (16, 12, 2), (29, 11, 2),
+                                (29, 10, 2), (29, 9, 3), (0, 40, 3)]:
+        model.position = position
+        logits = model.extend(tokens[0, position:position + n])
+        assert relative(logits, expected[position:position + n]) < 1e-5 and len(pool.graphs) == graphs, (position, n)
+    check_guards(*made)
+
+
 def test_a_norm_that_is_not_finite_stops_all_updates(made):
     model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
     before = model.read(model.flat_params)
@@ -640,14 +657,14 @@ def test_buffers_that_grow_give_the_old_memory_back_first(made):
     pool = model_gpu.cupy.get_default_memory_pool()
     model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
     sizes = []
-    for B, T in (1, 8), (2, 8), (1, 10), (1, 40), (2, 8), (8, 5):
+    for B, T in (1, 8), (2, 30), (3, 20), (8, 11), (2, 40), (20, 6):
         model.forward(*batch(TINY, B, T))
         sizes.append(len(pool.freed))
     assert sizes == [1, 2, 2, 3, 3, 3]                                  # where more than ever before was asked for
-    inputs = model_gpu.table_bytes(model_gpu.input_table(TINY, 1, 40))
+    inputs = model_gpu.table_bytes(model_gpu.input_table(TINY, 3, 40))
     assert pool.pinned[-2:] == [inputs, inputs] and len(pool.pinned) == 1 + 2 * 3       # the first: for decoding
-    kept = weakref.ref(model.reserved[3])
-    model.forward(*batch(TINY, 9, 5))
+    kept = weakref.ref(model.inputs)
+    model.forward(*batch(TINY, 11, 11))
     assert kept() is None                                               # nothing holds the buffers of before
 
 
@@ -1020,8 +1037,9 @@ def noted(model):
     return seen
 
 
-def test_launches_of_decoding(made):
+def test_launches_of_decoding(made, monkeypatch):
     """Grids and numbers of extend and draw, of 32 tokens and of 3 and 9 more, and what refresh asks for."""
+    monkeypatch.setattr(model_gpu, "PROMPT_ROWS", 1)
     config = Config(dim=64, heads=2, kv_heads=1, layers=1, context=44, vocab=48, predict=3, hidden=2056)
     for precision in ("bf16", "fp32"):
         model = model_gpu.Model(config, precision=precision, matmul="ours")
@@ -1136,8 +1154,9 @@ def test_the_starts_of_all_ids_are_sent(made):
         assert np.array_equal(starts, [0] * (token + 1) + [6] * (48 - token))
 
 
-def test_launches_of_decoding_many(made):
+def test_launches_of_decoding_many(made, monkeypatch):
     """The attention of a prompt after a long text takes the blocks from its first row on."""
+    monkeypatch.setattr(model_gpu, "PROMPT_ROWS", 1)
     config = Config(dim=64, heads=2, kv_heads=1, layers=1, context=520, vocab=8)
     model, seen = model_gpu.Model(config, precision="bf16", matmul="ours"), []
     model.gpu.launch = lambda name, grid, *rest, **options: seen.append((name, grid, options))
@@ -1219,11 +1238,12 @@ def test_the_plan_of_the_big_model():
     assert little["activations"] + little["logits and scratch"] == work
     assert plan["activations"] == 16 * N * (2 * (3 * 768 + 1280 + 2 * 2048) + 4 * (2 + 12))
     inputs = 4 * N * (1 + 4 + 1) + -(-4 * 4097 // 256) * 256 + 2 * 256
-    assert plan["logits and scratch"] == N * (2 * 3 * 768 + 4 + 16) + 4 * 1056 * 768 + inputs + 2 * N * 4 * 4096
+    assert plan["logits and scratch"] == N * (2 * 3 * 768 + 4 + 16) + 4 * 1056 * 768 + 2 * N * 4 * 4096
+    assert plan["inputs"] == inputs
     assert plan["decoding"] == sum(-(-size // 256) * 256 for size in (
         4 * 512, 4 * 4, 8 * 2, 8, 4 * 8 * 4, 4 * 8, 4 * 8 * 4 * 4096,
         2 * 16 * 512 * 1280, *[2 * 512 * 768] * 6, *[4 * 512] * 3, 4 * 12 * 512, 2 * 512 * 4096, 2 * 512 * 2048))
-    assert plan["cuBLAS and kernels"] == 64 << 20 and len(plan) == 8
+    assert plan["cuBLAS and kernels"] == 64 << 20 and len(plan) == 9
     assert "bf16 weights" not in model_gpu.memory_plan(c, 64, 512, "tf32")
 
 
@@ -1330,15 +1350,15 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
     monkeypatch.setattr(model_gpu, "CONFIGS", {"small": small})
     monkeypatch.setattr(model_gpu, "TEXT", "a cold morning")                # of 14 characters no pair comes twice
     monkeypatch.setattr(model_gpu.Model.__init__, "__defaults__", (0, None, None, None, "ours", True, "adamw"))
-    timed = []
-    monkeypatch.setattr(model_gpu, "seconds_per_step", lambda model, B, steps: timed.append((type(model).__module__, B, steps)) or 0.0125)
+    clock = itertools.chain.from_iterable((0, (1 + i) * seconds) for i in range(99) for seconds in (5.0, 2.5, 0.0125, 1.5, 9.0))
+    monkeypatch.setattr(model_gpu, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(model_gpu, "gpu_name", lambda: "Card 1")
-    model_gpu.main(["--steps", "3"])
+    model_gpu.main([])
     lines = capsys.readouterr().out.split("\n")
     assert lines[0] == "One sentence of 12 tokens through the small model: the first step of `python model_cpu.py`, on Card 1"
     rows = [line.split() for line in lines[3:7]]
     assert [" ".join(row[:2]) for row in rows] == ["CPU float64", "GPU fp32", "GPU tf32", "GPU bf16"]
-    assert timed == [("model_cpu", 16, 1)] + [("model_gpu", 16, 3)] * 3 and all(row[-1] == "12.50" for row in rows)
+    assert [row[-1] for row in rows] == ["12.50", "25.00", "37.50", "50.00"]
     off = [float(row[-2]) for row in rows]
     assert off[0] == 0 and 0 < off[1] < 1e-5 < 1e-4 < off[3] < 0.1 and off[2] < 1e-2
     for column, bar in (2, 1e-2), (4, 1e-2), (5, 2e-2):                 # loss, norm, loss after
@@ -1346,35 +1366,13 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
         assert max(values) - min(values) < bar * max(values)
     assert float(rows[1][2]) > float(rows[1][5])                        # it learned
     assert lines[8] == ("loss: of head 0 (ln V = 5.7170); gradient off by: relative L2 against float64; ms a step: forward, backward "
-                        "and update of 16 x 64 tokens.")
+                        "and update of 32 x 12 tokens, the fastest of five.")
     monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability="75"))
     model_gpu.main([])
-    assert "GPU fp32" in (said := capsys.readouterr().out) and "GPU bf16" not in said and timed[-1] == ("model_gpu", 16, 20)
+    assert "GPU fp32" in (said := capsys.readouterr().out) and "GPU bf16" not in said
     monkeypatch.setattr(model_gpu, "TEXT", model_cpu.TEXT)              # of 121 tokens
     model_gpu.main([])
     assert capsys.readouterr().out.startswith("One sentence of 64 tokens through the small model: ")
-
-
-def test_seconds_of_a_step(monkeypatch):
-    class Counted:
-        config, calls = dataclasses.replace(TINY, context=44, predict=4), []
-
-        def forward(self, tokens, targets):
-            assert tokens.shape == (30, 44) and targets.shape == (30, 47)
-            assert set(tokens.flat) == set(targets.flat) == set(range(48))
-            self.calls.append("f")
-
-        def backward(self):
-            self.calls.append("b")
-
-        def update(self, lr):
-            assert lr == 0.0
-            self.calls.append("u")
-            return 1.0
-    clock = iter([100.0, 106.0])
-    monkeypatch.setattr(model_gpu.time, "perf_counter", lambda: next(clock))
-    assert model_gpu.seconds_per_step(Counted(), 30, 4) == 1.5
-    assert "".join(Counted.calls) == "fbu" + "u" + "fbu" * 4
 
 
 def test_the_script_says_in_one_sentence_that_there_is_no_gpu():
