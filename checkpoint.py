@@ -9,7 +9,8 @@ Read before it: tokenizer.py, model_cpu.py (Config, param_table).  Top to bottom
     3. save                atomic: killed at any moment, a whole checkpoint of one step is on disk
     4. load, load_state    everything checked before anything is believed
     5. take, Log, plot     a run's folder: one run at a time, its log, and the log's curves
-    6. main                the printer
+    6. Ranks               a run's processes, one a GPU: how they meet, agree, share out, and end together
+    7. main                the printer
 
 A folder holds config.json, tokenizer.json, tokenizer_config.json (with a chat template only if the model was
 fine-tuned to answer, which is how chat.py tells), model.safetensors, train_state.safetensors (the optimizer's
@@ -17,18 +18,26 @@ moments, and what a run needs to go on), and log.jsonl, a record a step.
 
 What this file does not do: it reads our own folders only, and no pickle anywhere.
 """
+import contextlib
 import fcntl
 import itertools
 import json
 import math
+import multiprocessing.connection
 import os
+import re
+import subprocess
+import sys
+import threading
+import time
 import zlib
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from model_cpu import Config, param_count, param_table, param_views
 from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, Parser, Tokenizer,
-                       check_plain, naming, read_json, read_plain, refusing, require, run_script, write_file)
+                       check_plain, explain, naming, read_json, read_plain, refusing, require, run_script,
+                       write_file)
 
 MODEL, STATE = "model.safetensors", "train_state.safetensors"
 
@@ -414,7 +423,215 @@ def plot(folder):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. What is in a folder
+# 6. A run's processes: ranks, one a GPU
+# ------------------------------------------------------------------------------------------------------------
+# Data parallelism.  Each rank has all the weights and takes its slice of a step's windows.  The loss is a sum
+# over all targets, divided by their count in the whole step; so its gradient is the sum of those of the slices.
+# The ranks add theirs up, and each makes the same update: the weights stay the same everywhere, and one rank,
+# 0, is enough to print, to log and to save.
+
+# The variables by which a launcher tells a process its rank, how many there are, and its number on its host.
+LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"),                                              # torchrun
+             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),    # Open MPI
+             ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),                                # MPICH, Intel MPI
+             ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))                  # srun
+KEY = b"NanoEuler"      # who calls without it, a port scanner say, is not one of us
+
+
+class Ranks:
+    """The processes of a run, each of which makes one; a run of one process has nobody to talk to.
+
+    Each rank but 0 holds two connections to rank 0: a line, on which all speak at the same points of a run
+    (gather, add); and a life, on which nothing is said but the last words of who fails.  When a life ends
+    before the run does, its rank has died, and all others end, whatever they wait for."""
+
+    def __init__(self, rank=0, size=1, local=0, timeout=math.inf):
+        """local: the rank's number on its host.  timeout: seconds without progress after which all end."""
+        self.rank, self.size, self.local, self.timeout = rank, size, local, timeout
+        self.lines, self.lives, self.children, self.ended = [], {}, [], size == 1
+        self.seen = time.monotonic()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """The run is over: wait for each other; or it failed here, then tell the others."""
+        if error is None:
+            self.gather("the end")
+        self.ended = True
+        for life in self.lives if error else ():
+            with contextlib.suppress(OSError):
+                life.send_bytes(explain(error).encode())
+        if error and self.rank:
+            os._exit(2)                             # rank 0 says it
+        for child in self.children:
+            child.wait()
+
+    def listen(self, host, port):
+        """Rank 0: -> where the others will call."""
+        try:
+            return multiprocessing.connection.Listener((host, port), backlog=2 * self.size, authkey=KEY)
+        except OSError as error:
+            raise ValueError(f"port {port} cannot be used ({error.strerror}): set MASTER_PORT, which is one "
+                             "less, to another.") from None
+
+    def start(self, listener):
+        """Rank 0 of --gpus: start the other processes."""
+        for rank in range(1, self.size):
+            told = dict(RANK=rank, WORLD_SIZE=self.size, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1",
+                        MASTER_PORT=listener.address[1] - 1)
+            environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
+            self.children.append(subprocess.Popen([sys.executable, *sys.argv], env=environment,
+                                                  stdin=subprocess.DEVNULL))
+
+    def answer(self, listener):
+        """Rank 0: wait for the others."""
+        lines, calls = {}, []
+        while len(calls) < 2 * (self.size - 1):
+            with contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
+                caller = listener.accept()
+                what, rank, size = json.loads(caller.recv_bytes())
+                require(size == self.size and [what, rank] not in calls,
+                        f"rank {rank} of {size} calls rank 0 of {self.size}: they do not belong together.")
+                calls.append([what, rank])
+                if what == "life":
+                    self.lives[caller] = rank
+                else:
+                    lines[rank] = caller
+        listener.close()
+        self.lines = [lines[rank] for rank in sorted(lines)]
+
+    def call(self, address):
+        """Any other rank: connect to rank 0, which may start later."""
+        parent, kinds = os.getppid(), ["life", "line"]
+        while kinds:
+            try:
+                connection = multiprocessing.connection.Client(address, authkey=KEY)
+                connection.send_bytes(json.dumps([kinds[0], self.rank, self.size]).encode())
+            except (OSError, EOFError):
+                if os.getppid() != parent:          # who started this process is gone
+                    os._exit(1)
+                time.sleep(0.1)
+                continue
+            if kinds.pop(0) == "life":
+                self.lives[connection] = 0
+            else:
+                self.lines.append(connection)
+
+    def watch(self):
+        """In a thread of its own, for as long as the run lasts."""
+        while not self.ended:
+            for life in multiprocessing.connection.wait([*self.lives], timeout=0.5):
+                try:
+                    said = life.recv_bytes().decode()
+                except (OSError, EOFError):
+                    self.leave(f"rank {self.lives[life]} has died")
+                if self.rank == 0:
+                    time.sleep(1)                   # what ends rank 0, too, it says itself
+                    self.leave(f"rank {self.lives[life]}: {said}")
+                self.leave("")                      # rank 0 has said it
+            for rank, child in enumerate(self.children, 1):
+                if child.poll() is not None and rank not in self.lives.values():
+                    self.leave(f"rank {rank} has died")
+            if time.monotonic() - self.seen > self.timeout + 5 * self.rank:
+                missing = self.size - 1 - len(self.lives) if self.rank == 0 else 0
+                self.leave(f"nothing went on for {self.timeout} seconds"
+                           + (f": {missing} of {self.size} ranks have not come" if missing else ""))
+
+    def leave(self, sentence):
+        """End this process at once, and with it the others; unless the run is over anyway."""
+        if self.ended:
+            time.sleep(60)
+        for life in self.lives:
+            with contextlib.suppress(OSError):
+                life.send_bytes(sentence.encode())
+        if sentence and self.rank < 2:              # 1: rank 0 cannot
+            os.write(2, f"error: {sentence}; what was last saved stays.\n".encode())
+        os._exit(1)
+
+    def gather(self, value):
+        """-> [what rank 0 says, what rank 1 says, ...], on each of them.  value: what JSON can hold."""
+        self.seen, text = time.monotonic(), json.dumps(value)
+        try:
+            if self.rank:
+                self.lines[0].send_bytes(text.encode())
+                return json.loads(self.lines[0].recv_bytes())
+            values = [json.loads(said) for said in (text, *[line.recv_bytes() for line in self.lines])]
+            for line in self.lines:
+                line.send_bytes(json.dumps(values).encode())
+            return values
+        except (OSError, EOFError):
+            time.sleep(60)                          # watch() ends this process
+            raise
+
+    def total(self, sums):
+        """{name: array} -> the same, added up over the ranks that have the name."""
+        said = self.gather({name: part.tolist() for name, part in sums.items()})
+        names = dict.fromkeys(name for parts in said for name in parts)
+        return {name: sum(np.array(parts[name]) for parts in said if name in parts) for name in names}
+
+    def agree(self, **facts):
+        """ValueError, on all ranks, where these are not the same on all."""
+        said = self.gather(facts)
+        for rank, other in enumerate(said):
+            wrong = [name for name, fact in other.items() if fact != said[0][name]]
+            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
+
+    def share(self, inputs, targets):
+        """This rank's rows of a step; where there are none for it, one of which nothing is learned."""
+        rows = slice(len(inputs) * self.rank // self.size, len(inputs) * (self.rank + 1) // self.size)
+        if rows.start == rows.stop:
+            return inputs[:1], np.full_like(targets[:1], -1)
+        return inputs[rows], targets[rows]
+
+    def add(self, array):
+        """array becomes its sum over all ranks, in their order.  Where there are GPUs, NCCL does this."""
+        flat = array.reshape(-1)
+        if self.rank:
+            self.lines[0].send_bytes(flat)
+            self.lines[0].recv_bytes_into(flat)
+            return
+        part = np.empty_like(flat)
+        for line in self.lines:
+            line.recv_bytes_into(part)
+            flat += part
+        for line in self.lines:
+            line.send_bytes(flat)
+
+
+def find_ranks(gpus, timeout):
+    """-> the connected Ranks of this run: those that a launcher has started, or as many as --gpus says (None:
+    one), which rank 0 starts itself."""
+    known = next((names for names in LAUNCHERS if names[0] in os.environ and names[1] in os.environ), None)
+    if not known:
+        ranks = Ranks(0, gpus or 1, 0, timeout)
+    else:
+        with refusing(f"{', '.join(known)} in the environment do not say which rank this is"):
+            rank, size, local = (int(os.environ.get(name, os.environ[known[0]])) for name in known)
+            require(0 <= rank < size, f"{rank} of {size}")
+        require(gpus in (None, size), f"--gpus {gpus} does not fit the {size} processes of the launcher.")
+        ranks = Ranks(rank, size, local, timeout)
+    if ranks.size == 1:
+        return ranks
+    # of srun's list of hosts, such as node[03-06,11] or a,b, the first
+    first = re.sub(r"\[(\d+).*", r"\1", os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1").split(",")[0])
+    host, port = os.environ.get("MASTER_ADDR", first), 1 + int(os.environ.get("MASTER_PORT", 29500))
+    if ranks.rank:
+        sys.stdout = open(os.devnull, "w")          # rank 0 alone prints
+        ranks.call((host, port))
+        threading.Thread(target=ranks.watch, daemon=True).start()
+        return ranks
+    listener = ranks.listen(*((host if host.startswith("127.") else "", port) if known else ("127.0.0.1", 0)))
+    if not known:
+        ranks.start(listener)
+    threading.Thread(target=ranks.watch, daemon=True).start()
+    ranks.answer(listener)
+    ranks.seen = math.inf
+    return ranks
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 7. What is in a folder
 # ------------------------------------------------------------------------------------------------------------
 def main(argv):
     parser = Parser(description="Print what a checkpoint folder holds, after checking every byte of it.")

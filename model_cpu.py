@@ -739,7 +739,7 @@ class Model:
         if seed is not None:
             init_params(self.flat_params, config, seed)
         self.cos, self.sin = rope_table(config, self.dtype)
-        self.step = 0                               # updates made so far
+        self.step, self.sums = 0, None              # updates made so far; see train.connect
         # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and sees the loss
         quiet = {"initializer": np.seterr, "initargs": ("ignore",)}
         pool = concurrent.futures.ThreadPoolExecutor(threads, **quiet) if threads > 1 else None
@@ -811,12 +811,14 @@ class Model:
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
-        Call it once a forward (the logits are used up).  last is for the GPUs: the step's last
-        micro-batch."""
+        Call it once a forward (the logits are used up).  last: this is the step's last micro-batch, after
+        which the gradients of several processes are added up."""
         require(self.training, "this model was made with training=False: it has no gradients.")
         list(self.map(self.backward_share, self.workers, range(self.shares)))
         for worker in self.workers[1:self.shares]:      # in order, so that the sum is the same in every run
             self.flat_grads += worker.flat_grads
+        if last and self.sums:
+            self.sums.add(self.flat_grads)
 
     def backward_share(self, worker, number):
         c, (tokens, targets, layers, shared) = self.config, worker.saved

@@ -24,9 +24,10 @@ waits for a result, and nothing is allocated within a step.  What crosses from o
 traffic that costs time, so neighbouring functions are fused (kernels.cu); where one kernel covers several
 functions of model_cpu, it says so there.
 
-What this file does not do: no CUDA (kernels.cu, flash_attn.cu); not several GPUs; no GPU but NVIDIA's.  It
+What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.  It
 can be imported, and says so in one sentence, where there is no CuPy or no GPU.
 """
+import ast
 import collections
 import ctypes
 import dataclasses
@@ -57,6 +58,7 @@ NORM_BLOCKS = 1056    # blocks, and so partial sums, of rmsnorm_backward: 8 for 
 SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 3               # the use of a batch's shape from which on its launches are a CUDA graph
+BUCKET = 1 << 24            # numbers of the gradient that several GPUs add up in one call
 PROMPT_ROWS = 64            # by multiples of which a prompt is read, so that its launches repeat, too
 FEW_ROWS = 8                # up to which decoding has kernels of its own
 GROUP_ROWS = 4              # of them that share a reading of the weights: ROWS in kernels.cu
@@ -90,6 +92,13 @@ def pick(device):
     reason = why_no_gpu() if device != "cpu" else None
     require(device != "gpu" or not reason, reason)
     return model_cpu if device == "cpu" or reason else sys.modules[__name__]
+
+
+def take_gpu(number):
+    """From here on this process computes on the GPU of this number of its host, or on the only one."""
+    count = cupy.cuda.runtime.getDeviceCount()
+    require(count == 1 or number < count, f"this host has {count} GPUs, too few for process {number}.")
+    cupy.cuda.Device(number if count > 1 else 0).use()
 
 
 def gpu_name():
@@ -631,6 +640,34 @@ class Inputs:
         self.events[self.turn].record()
 
 
+class Nccl:
+    """Adds up arrays over the GPUs of a run by NVIDIA's NCCL, while other kernels work on.  It has a stream
+    of its own, which waits for that of our kernels by events only, and they for it."""
+
+    def __init__(self, ranks):
+        try:
+            from cupy.cuda import nccl              # here: nobody else needs the library
+            where = ast.literal_eval(ranks.gather(repr(nccl.get_unique_id()))[0])
+        except ImportError as error:
+            raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
+        self.communicator = nccl.NcclCommunicator(ranks.size, where, ranks.rank)
+        self.kind = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.event = cupy.cuda.Event(disable_timing=True)
+
+    def add(self, array):
+        """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
+        self.event.record()
+        self.stream.wait_event(self.event)
+        at = array.data.ptr
+        self.communicator.allReduce(at, at, array.size, *self.kind, self.stream.ptr)
+
+    def wait(self):
+        """Queue: whatever comes next waits for the sums."""
+        self.event.record(self.stream)
+        cupy.cuda.get_current_stream().wait_event(self.event)
+
+
 class Replay:
     """Launches that are the same each time, kernels and arguments.  Where they come often they are recorded:
     the host then queues them as one, and it is the host that a small batch waits for."""
@@ -672,7 +709,7 @@ class Model:
         except (ImportError, RuntimeError) as error:
             raise ValueError("The GPU engine does not start; a CUDA library seems to be missing or does not "
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
-        self.rows, self.step = 0, 0
+        self.rows, self.step, self.sums = 0, 0, None           # sums: an Nccl; see train.connect
         self.position, self.cached = 0, []
         size, moments = param_count(config), moment_count(config, optimizer)
         decoding = decode_table(config, precision)
@@ -828,12 +865,21 @@ class Model:
         return self.losses.copy()
 
     def backward(self, last=True):
-        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last is for several GPUs:
-        the step's last micro-batch."""
+        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last: this is the step's
+        last micro-batch, after which the gradients of several GPUs are added up: each part of the flat
+        gradient, from its end on, as soon as it is done and BUCKET numbers have come together."""
         require(self.training, "this model was made with training=False: it has no gradients.")
-        layers, shared = self.saved
+        (layers, shared), c, sums = self.saved, self.config, self.sums
+        _, matrices, _, gains = [part for _, part, *_ in update_table(c, self.optimizer)]
+        asked = gains.start         # from here to the gains the sum is asked for
 
-        def launch():
+        def sum_from(start):
+            nonlocal asked
+            if asked - start >= BUCKET or start == 0:
+                sums.add(self.flat_grads[start:asked])
+                asked = start
+
+        def launch(done=lambda start: None):
             n, dx = shared["n"], shared["increment"]    # dx in the memory of increment
             dlogits = shared["logits"].reshape(len(n), -1)
             # logits = final @ heads.T, final in n
@@ -842,12 +888,18 @@ class Model:
             # final = rmsnorm(x)
             rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"],
                              self.weights["norm"], shared["dgain"], add=False)
-            for i in reversed(range(self.config.layers)):
+            for i in reversed(range(c.layers)):
                 block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx)
+                done(matrices.start + i * matrix_table(c)[-1][1].stop)
             # x = embed[tokens]
             embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
 
-        shared["backward"](self.gpu, launch)
+        if last and sums:
+            launch(sum_from)
+            sum_from(0)
+            sums.add(self.flat_grads[gains])
+        else:
+            shared["backward"](self.gpu, launch)
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
         """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
@@ -856,6 +908,8 @@ class Model:
         at: the host, which may see it only some steps later, must stop."""
         self.step, self.cached = self.step + 1, []
         c, gpu = self.config, self.gpu
+        if self.sums:
+            self.sums.wait()
         gradient_norm(gpu, self.state, self.partial, self.flat_grads, muon_part(c, self.optimizer), clip)
         for rule, part, v, decayed in update_table(c, self.optimizer):
             flat = [None if array is None else array[part]

@@ -42,6 +42,7 @@ import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
+from checkpoint import Ranks
 from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, printable, read_chunk, read_plain,
                        require, run_script, whole_number)
 
@@ -290,12 +291,13 @@ def make_batch(examples, T, K, pad):
 # ------------------------------------------------------------------------------------------------------------
 # 4. Evaluation
 # ------------------------------------------------------------------------------------------------------------
-def evaluate(model, tokenizer, examples, micro_batch):
-    """-> [nats a learned token, bits a byte of response] of head 0 on all these examples."""
+def evaluate(model, tokenizer, examples, micro_batch, ranks=Ranks()):
+    """-> [nats a learned token, bits a byte of response] of head 0 on all these examples, shared out."""
     T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
     plan, sizes = plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0), train.token_bytes(tokenizer)
-    batches = (make_batch([examples[i] for i in rows], T, K, pad) for rows in plan)
-    return train.in_units(sum(train.held_out_loss(model, sizes, *batch) for batch in batches))
+    batches = (make_batch([examples[i] for i in rows], T, K, pad) for rows in plan[ranks.rank::ranks.size])
+    own = sum((train.held_out_loss(model, sizes, *batch) for batch in batches), np.zeros(3))
+    return train.in_units(ranks.total({"all": own})["all"])
 
 
 def answer(model, tokenizer, question, seed):
@@ -304,7 +306,7 @@ def answer(model, tokenizer, question, seed):
     return train.sample_text(model, tokenizer, tokenizer.prompt(question, T - T // 4), seed, ANSWER_TOKENS)
 
 
-def fine_tuning(model, tokenizer, examples, settings, state):
+def fine_tuning(model, tokenizer, examples, settings, state, ranks=Ranks()):
     """-> the Job of a run on these examples.  state keeps the held-out loss before the first step, and the
     latest."""
     T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
@@ -319,9 +321,11 @@ def fine_tuning(model, tokenizer, examples, settings, state):
         return make_batch([examples.train[i] for i in plan(step // batches)[step % batches]], T, K, pad)
 
     def look(step):
-        loss, bpb = evaluate(model, tokenizer, examples.held_out, settings.micro_batch)
+        loss, bpb = evaluate(model, tokenizer, examples.held_out, settings.micro_batch, ranks)
         state.setdefault("before", loss)
         state["after"] = loss
+        if ranks.rank:
+            return {}
         questions = examples.questions[:None if step == settings.steps else 3]
         answers = [answer(model, tokenizer, question, settings.seed) for question in questions]
         print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
@@ -329,7 +333,7 @@ def fine_tuning(model, tokenizer, examples, settings, state):
         return {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
 
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
-    return train.Job(batch, look, max(train.token_bytes(tokenizer)[learned].mean(), 1e-9))
+    return train.Job(batch, look, max(train.token_bytes(tokenizer)[learned].mean(), 1e-9), ranks)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -380,14 +384,14 @@ def read_base(folder, preset):
     return base_settings, checkpoint.read_config(folder)[0], tokenizer
 
 
-def start(args, base, out):
+def start(args, base, out, ranks=Ranks()):
     """-> (model, tokenizer, settings, state, examples) of a new run."""
     base_settings, config, tokenizer = read_base(base, args.preset)
     require(not os.path.exists(out) or not os.path.samefile(base, out),
             f"--out {out} is the base itself; name another folder for the model made from it.")
     preset = base_settings.preset
-    args.device = train.choose_device(args.device, preset)
-    settings = train.make_settings(args, preset, config, DEFAULTS[preset])
+    args.device = train.choose_device(args.device, preset, local=ranks.local)
+    settings = train.make_settings(args, preset, config, DEFAULTS[preset], ranks)
     settings.data = settings.data or find_data(preset, base_settings.data)
     examples = make_examples(tokenizer, read_conversations(settings.data), config.context, settings.seed)
     batches = plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, 0)
@@ -397,10 +401,7 @@ def start(args, base, out):
         settings.warmup = min(settings.warmup, settings.steps // 10)
     model, _ = checkpoint.load(base, model_gpu.pick(settings.device), train.model_options(settings))
     model.config, model.step = dataclasses.replace(model.config, mtp_weight=settings.mtp_weight), 0
-    state = {"script": "sft.py", "tokens": 0, "seconds": 0.0, "base": base}
-    checkpoint.take(out)
-    checkpoint.set_aside(out)
-    train.save(out, model, tokenizer, settings, state)     # from now on there is something to resume
+    state = train.new_run(out, model, tokenizer, settings, ranks, script="sft.py", base=base)
     print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
           f"conversations, {len(examples.held_out):,} more are held out; {examples.cut:,} were longer than "
           f"the context of {config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most "
@@ -408,10 +409,10 @@ def start(args, base, out):
     return model, tokenizer, settings, state, examples
 
 
-def resume(args, base, out):
+def resume(args, base, out, ranks=Ranks()):
     """-> the same of the run in `out`, which goes on from its own weights: the base need not be there any
     more."""
-    model, tokenizer, settings, state = train.resume(args, out, "sft.py")
+    model, tokenizer, settings, state = train.resume(args, out, "sft.py", ranks)
     began = state.get("base")
     require(not args.base or base == began,
             f"the run in {out} began with {began}, not with {base}; start a new run with another --out.")
@@ -437,16 +438,25 @@ def main(argv):
         conversations = read_conversations(args.data or find_data(base_settings.preset, base_settings.data))
         return show(tokenizer, conversations, config.context, args.show)
     train.set_threads(argv)
+    with checkpoint.find_ranks(args.gpus, args.timeout) as ranks:
+        return run(args, base, ranks)
+
+
+def run(args, base, ranks):
+    """-> exit code."""
     out = os.path.normpath(args.out or base + "-sft")
-    model, tokenizer, settings, state, examples = (resume if args.resume else start)(args, base, out)
+    model, tokenizer, settings, state, examples = (resume if args.resume else start)(args, base, out, ranks)
     if model.step >= settings.steps:
         print(f"The run in {out} is finished: {model.step} of {settings.steps} steps (--epochs takes more).")
         return 0
     if args.resume:
         print(f"Resuming {out} at step {model.step} of {settings.steps}.", flush=True)
-    stop, job = train.Stop(), fine_tuning(model, tokenizer, examples, settings, state)
+    train.connect(ranks, model, settings)
+    stop, job = train.Stop(ranks), fine_tuning(model, tokenizer, examples, settings, state, ranks)
     if "before" not in state:
-        checkpoint.Log(out, -1).write(step=0, **job.evaluate(0))
+        record = job.evaluate(0)
+        if ranks.rank == 0:
+            checkpoint.Log(out, -1).write(step=0, **record)
     if code := train.train(model, tokenizer, settings, out, state, stop, job):
         return code
     print(f"Held-out loss {state['before']:.4f} before, {state['after']:.4f} after.\n\n"

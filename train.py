@@ -6,6 +6,7 @@
     python train.py --resume --steps 2000    go on with a finished one
     python train.py --dim 192 --layers 6     sizes of your own: a preset is only where they start
     python train.py --plot out/small         draw the loss curves
+    python train.py big --gpus 4             on several GPUs; or the same under torchrun, mpirun, srun
 
 Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order of a run:
 
@@ -35,6 +36,7 @@ import fcntl
 import functools
 import glob
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -48,6 +50,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
+from checkpoint import Ranks
 from model_cpu import CONFIGS, OPTIMIZERS, generate
 from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, number_type,
                        printable, read_chunk, refusing, require, run_script, show_progress, whole_number,
@@ -119,6 +122,10 @@ def add_run_options(parser):
     """The options that pretraining and fine-tuning share."""
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N",
+                        help="processes to start, a GPU each (default 1; on a CPU, to try it out)")
+    parser.add_argument("--timeout", type=whole_number(1), default=300, metavar="SECONDS",
+                        help="of several processes all end when none goes on for so long (default 300)")
     for field in dataclasses.fields(Settings):
         if meaning := field.metadata.get("meaning"):
             kind = field.metadata["kind"]
@@ -402,18 +409,21 @@ def even_windows(val, T, K, micro_batch, most):
         yield get_batch(val, starts[i:i + micro_batch], T, K)
 
 
-def validate(model, tokenizer, val, micro_batch, most=None, progress=lambda done, total: None):
+def validate(model, tokenizer, val, micro_batch, most=None, progress=lambda done, total: None,
+             ranks=Ranks()):
     """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at
     most `most` tokens of each kind (None: all); {} if there is nothing.  progress(done, total) is called as
-    tokens are done."""
+    tokens are done.  ranks: share the work out."""
     sizes, c, sums, done = token_bytes(tokenizer), model.config, {}, 0
     total = sum(min(most or len(tokens), len(tokens)) for tokens in val.values())
     for name, tokens in val.items():
-        for inputs, targets in even_windows(tokens, c.context, c.predict, micro_batch, most or len(tokens)):
+        batches = even_windows(tokens, c.context, c.predict, micro_batch, most or len(tokens))
+        for inputs, targets in itertools.islice(batches, ranks.rank, None, ranks.size):
             sums[name] = sums.get(name, 0) + held_out_loss(model, sizes, inputs, targets)
-            done += inputs.size
-            progress(done, total)
+            done += inputs.size * ranks.size
+            progress(min(done, total), total)
     progress(total, total)                      # what fills no window is left out
+    sums = ranks.total(sums)
     if not sums:
         return {}
     loss, bpb = in_units(sum(sums.values()))
@@ -486,8 +496,8 @@ class Stop:
     """Ctrl-C, SIGTERM, or SIGHUP of a terminal that is closed ask for an end after the step under way; a
     second one leaves at once.  What is ignored when the script starts, as SIGHUP under nohup, stays
     ignored."""
-    def __init__(self):
-        self.signal = None
+    def __init__(self, ranks=Ranks()):
+        self.signal, self.agreed, self.quiet = None, 0, ranks.rank > 0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.ask)
@@ -498,7 +508,7 @@ class Stop:
         self.signal = number
         # not print, which may be under way; and nobody may be there to read
         with contextlib.suppress(OSError):
-            os.write(2, b"\nFinishing this step, then saving; once more to leave at once.\n")
+            self.quiet or os.write(2, b"\nFinishing this step, then saving; once more to leave at once.\n")
 
 
 @dataclasses.dataclass
@@ -508,21 +518,35 @@ class Job:
     batch: callable
     evaluate: callable          # step, from 1 -> dict for log.jsonl, and prints what it found
     bytes_per_token: float      # of the text learned from, for the progress line
+    ranks: Ranks = Ranks()
 
 
-def training_step(model, settings, inputs, targets, lr):
+def training_step(model, settings, inputs, targets, lr, ranks=Ranks(), stop=None):
     """One update -> a function that waits for its (losses (K,), norm of the gradient): on a GPU the host runs
-    ahead."""
-    B, T = inputs.shape
+    ahead.  Of several ranks: losses (K+1,), in the end the number of those that were asked to stop."""
+    T = inputs.shape[1]
     # a micro-batch is bounded by its tokens
     rows = max(1, settings.micro_batch * model.config.context // T)
-    # the targets of the whole step, so that rows changes only rounding
+    # the targets of the whole step, so that rows and ranks change only rounding
     counted = model_cpu.count_targets(targets, T, model.config.predict)
-    losses = 0.0
+    inputs, targets = ranks.share(inputs, targets)
+    B, losses = len(inputs), 0.0
     for i in range(0, B, rows):
         losses = losses + model.forward(inputs[i:i + rows], targets[i:i + rows], counted)
         model.backward(last=i + rows >= B)
+    if ranks.size > 1:
+        losses = np.concatenate([losses, np.full_like(losses[:1], bool(stop and stop.signal))])
+        model.sums.add(losses)
     return model.later(losses, model.update(lr, decay=settings.decay, clip=settings.clip))
+
+
+def connect(ranks, model, settings):
+    """From here on the model's gradient is the sum over all ranks; ValueError where they are not alike."""
+    if ranks.size > 1:
+        here = os.path.dirname(os.path.abspath(__file__))
+        ranks.agree(code=[file_hash(path) for path in sorted(glob.glob(os.path.join(here, "*.[pc][yu]")))],
+                    **dataclasses.asdict(settings), weights=zlib.crc32(model.read(model.flat_params)))
+        model.sums = model_gpu.Nccl(ranks) if settings.device == "gpu" else ranks
 
 
 def first_bad_tensor(model):
@@ -540,30 +564,45 @@ def save(out, model, tokenizer, settings, state):
     checkpoint.save(out, model, tokenizer, everything, chat=state["script"] == "sft.py")
 
 
+def new_run(out, model, tokenizer, settings, ranks, **more):
+    """-> the state of a run that begins, after its first save: from then on there is something to resume."""
+    state = {"tokens": 0, "seconds": 0.0, "ranks": ranks.size, **more}
+    if ranks.rank == 0:
+        checkpoint.take(out)
+        checkpoint.set_aside(out)
+        save(out, model, tokenizer, settings, state)
+    return state
+
+
 def train(model, tokenizer, settings, out, state, stop, job):
     """Run from model.step to settings.steps -> exit code, 0 when the run is finished.  state: a dict of the
     "tokens" and "seconds" spent so far and the "script" that this is."""
     np.seterr(all="ignore")    # a number that is not finite is looked for below, and named
-    log, began, first, before = checkpoint.Log(out, model.step), time.monotonic(), model.step, dict(state)
+    ranks, began, first, before = job.ranks, time.monotonic(), model.step, dict(state)
+    log = checkpoint.Log(out, model.step) if ranks.rank == 0 else None
     pauses = 0.0                                        # seconds spent on evaluating and saving
     peak = peak_flops(model_gpu.gpu_name(), settings.precision) if settings.device == "gpu" else None
 
     def report(step, tokens, numbers, lr, last):
         """Wait for a step's numbers, log and print them -> whether they are finite."""
         losses, norm = numbers()
-        losses, norm = [float(loss) for loss in losses], float(norm)
+        losses, norm, ranks.seen = [float(loss) for loss in losses], float(norm), time.monotonic()
+        if ranks.size > 1:
+            stop.agreed = losses.pop()
         if not all(map(math.isfinite, [*losses, norm])):
             print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
                   f"{first_bad_tensor(model)}. {out} keeps its last checkpoint. Try a lower --lr.",
-                  file=sys.stderr)
+                  file=sys.stderr if ranks.rank == 0 else sys.stdout)
             return False
+        if ranks.rank:
+            return True
         seconds = time.monotonic() - began
         state.update(tokens=tokens, seconds=before["seconds"] + seconds)
         log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
                   seconds=round(state["seconds"], 3))
         rate = (tokens - before["tokens"]) / (seconds - pauses)
         print_step(settings, step, losses[0], job.bytes_per_token, lr, norm, rate,
-                   rate * flops_per_token(model.config) / peak if peak else None,
+                   rate * flops_per_token(model.config) / (peak * ranks.size) if peak else None,
                    (seconds - pauses) / (step - first) * (settings.steps - step), last)
         return True
 
@@ -571,7 +610,7 @@ def train(model, tokenizer, settings, out, state, stop, job):
     for step in range(first + 1, settings.steps + 1):
         (inputs, targets), lr = job.batch(step - 1), learning_rate(step - 1, settings)
         tokens += inputs.size
-        numbers = training_step(model, settings, inputs, targets, lr)
+        numbers = training_step(model, settings, inputs, targets, lr, ranks, stop)
         # a GPU works on this step while the host reads the one before
         if waiting and not report(*waiting, last=False):
             return 1
@@ -580,21 +619,27 @@ def train(model, tokenizer, settings, out, state, stop, job):
                       or 16 <= step < settings.eval_every and step & (step - 1) == 0)
         saving = step % settings.save_every == 0 or step == settings.steps
         waiting = step, tokens, numbers, lr
-        if not (evaluating or saving or stop.signal):
+        # several ranks all stop after the step by which all know
+        stopping = stop.signal if ranks.size == 1 else stop.agreed
+        if not (evaluating or saving or stopping):
             continue
         if not report(*waiting, last=True):
             return 1
         waiting, paused = None, time.monotonic()
-        if evaluating and log.write(step=step, **job.evaluate(step)):
+        record = job.evaluate(step) if evaluating else None
+        if evaluating and log and log.write(step=step, **record):
             print(f"note: the held-out loss was best at step {log.best[1]}, {log.best[0]:.4f}, and rises: "
                   "the model learns this text by heart. More text or fewer --steps would help.", flush=True)
-        if saving or stop.signal:
-            os.fsync(log.file.fileno())
-            save(out, model, tokenizer, settings, state)
-        if stop.signal and step < settings.steps:
+        if saving or stopping:
+            ranks.agree(weights=ranks.size > 1 and zlib.crc32(model.read(model.flat_params)))
+            if log:
+                os.fsync(log.file.fileno())
+                save(out, model, tokenizer, settings, state)
+        if stopping and step < settings.steps:
             command = f"python {state['script']} {settings.preset} --resume --out {out}"
-            print(f"Saved {out} at step {step}. Go on with: {command}", file=sys.stderr)
-            return 128 + stop.signal
+            print(f"Saved {out} at step {step}. Go on with: {command}",
+                  file=sys.stderr if ranks.rank == 0 else sys.stdout)
+            return 128 + (stop.signal or signal.SIGTERM)
         pauses += time.monotonic() - paused
     print(f"\nTrained {out}: {step} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.")
     return 0
@@ -622,13 +667,16 @@ def dry_run(config, settings):
               f"{model_cpu.largest_micro_batch(plan, free)}.")
 
 
-def choose_device(asked, preset, planning=False):
-    """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others.  To plan a run needs none."""
+def choose_device(asked, preset, planning=False, local=0):
+    """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others, of this local rank.  To plan a run
+    needs none."""
     device = asked if asked in ("cpu", "gpu") else "cpu" if preset == "small" else "gpu"
     if device == "gpu" and not planning and (reason := model_gpu.why_no_gpu()):
         raise ValueError(reason if asked == "gpu" else
                          f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to "
                          f"do it all the same. On a GPU it takes minutes; but: {reason}")
+    if device == "gpu" and not model_gpu.why_no_gpu():
+        model_gpu.take_gpu(local)
     return device
 
 
@@ -680,7 +728,7 @@ def given_settings(args):
             if name in Settings.__annotations__ and value not in (None, "auto")}
 
 
-def make_settings(args, preset, config, defaults):
+def make_settings(args, preset, config, defaults, ranks=Ranks()):
     """Settings from these defaults, of the preset, and the options given."""
     T, given = config.context, given_settings(args)
     on_gpu = given.get("device") == "gpu"
@@ -695,13 +743,14 @@ def make_settings(args, preset, config, defaults):
         "precision": model_gpu.default_precision() if on_gpu else "fp32", **given})
     windows, rest = divmod(settings.batch_tokens, T)
     require(not rest, f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
+    windows = -(-windows // ranks.size)
     if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
         plan, free = planner(config, settings)
         largest = windows if free is None else model_cpu.largest_micro_batch(plan, free)
         settings.micro_batch = min((32768 if on_gpu else 4096) // T, largest)
-    settings.micro_batch = min(max(1, settings.micro_batch), windows)
+    settings.micro_batch = min(ranks.gather(min(max(1, settings.micro_batch), windows)))
     if args.threads is None and not on_gpu:
-        settings.threads = min(available_cores(), settings.micro_batch)
+        settings.threads = min(max(1, available_cores() // ranks.size), settings.micro_batch)
     return settings
 
 
@@ -717,16 +766,18 @@ def read_run(folder, script):
     return settings, state
 
 
-def resume(args, out, script):
+def resume(args, out, script, ranks=Ranks()):
     """-> (model, tokenizer, settings, state) of the run of this script in `out`.  Options that differ from
     the run's are an error, but for more --steps than a finished run has made."""
     require(os.path.exists(os.path.join(out, "config.json")),
             f"there is nothing to resume in {out}: it holds no checkpoint.")
-    checkpoint.take(out)
+    if ranks.rank == 0:
+        checkpoint.take(out)
     settings, state = read_run(out, script)
     require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
     require(state["settings"].get("attention", "flash") == "flash",
             f"the run in {out} has --attention naive, which is no more: start a new run.")
+    choose_device(settings.device, settings.preset, local=ranks.local)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     recorded = {**dataclasses.asdict(settings), **dataclasses.asdict(model.config)}
     given = {**given_settings(args), **{name: getattr(args, name, None) for name in SIZES}}
@@ -738,7 +789,13 @@ def resume(args, out, script):
                              "keeps its settings. Leave the option out, or start a new run with --out.")
     if more:
         extend(settings, given["steps"], out)
-    return model, tokenizer, settings, checkpoint.load_state(out, model)
+    state = checkpoint.load_state(out, model)
+    before = state.get("ranks", 1)
+    if before != ranks.size:
+        print(f"The run in {out} was one of {before} processes and goes on with {ranks.size}: the same batches, "
+              "and the same losses but for rounding.", flush=True)
+    state["ranks"] = ranks.size
+    return model, tokenizer, settings, state
 
 
 def extend(settings, steps, out):
@@ -762,7 +819,7 @@ def cap_steps(args, settings, tokens):
             settings.warmup = min(settings.warmup, most // 10)
 
 
-def pretraining(model, tokenizer, tokens, val, settings):
+def pretraining(model, tokenizer, tokens, val, settings, ranks=Ranks()):
     """-> the Job of a run on these tokens."""
     T, K, windows = model.config.context, model.config.predict, settings.batch_tokens // model.config.context
 
@@ -770,19 +827,21 @@ def pretraining(model, tokenizer, tokens, val, settings):
         return get_batch(tokens, window_starts(settings.seed, step, windows, len(tokens), T, K), T, K)
 
     def look(step):
-        result = validate(model, tokenizer, val, settings.micro_batch, EVAL_TOKENS)
+        result = validate(model, tokenizer, val, settings.micro_batch, EVAL_TOKENS, ranks=ranks)
         if result:
             print(f"           validation loss {in_words(result)}")
         if step == settings.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
             progress = show_progress("           held out:", "thousand tokens", 1e3)
-            result["all"] = validate(model, tokenizer, val, settings.micro_batch, progress=progress)
+            result["all"] = validate(model, tokenizer, val, settings.micro_batch, None, progress, ranks)
             print(f"           on all that is held out {in_words(result['all'])}")
+        if ranks.rank:
+            return result
         samples = [text + sample_text(model, tokenizer, tokenizer.encode(text), settings.seed + i)
                    for i, text in enumerate(PROMPTS)]
         print_samples(map(repr, PROMPTS), samples, step == settings.steps)
         return {**result, "samples": samples}
 
-    return Job(batch, look, max(token_bytes(tokenizer)[tokens[:1 << 20]].mean(), 1e-9))
+    return Job(batch, look, max(token_bytes(tokenizer)[tokens[:1 << 20]].mean(), 1e-9), ranks)
 
 
 def main(argv):
@@ -790,10 +849,16 @@ def main(argv):
     if args.plot:
         return checkpoint.plot(args.plot)
     set_threads(argv)
+    with checkpoint.find_ranks(args.gpus, args.timeout) as ranks:
+        return run(args, ranks)
+
+
+def run(args, ranks):
+    """-> exit code."""
     preset = args.preset or "small"
     out = os.path.normpath(args.out or os.path.join("out", preset))
     if args.resume:
-        model, tokenizer, settings, state = resume(args, out, "train.py")
+        model, tokenizer, settings, state = resume(args, out, "train.py", ranks)
         if model.step >= settings.steps:
             print(f"The run in {out} is finished: {model.step} steps (--steps takes more).")
             return 0
@@ -804,11 +869,11 @@ def main(argv):
     else:
         config = choose_sizes(args, preset)
         asked = args.device or ("gpu" if args.dry_run and args.memory_limit else None)
-        args.device = choose_device(asked, preset, planning=args.dry_run)
+        args.device = choose_device(asked, preset, args.dry_run, ranks.local)
         defaults = DEFAULTS[preset]
         if args.optimizer == "adamw":
             defaults = {**defaults, "lr": defaults["lr"] / 2}
-        settings = make_settings(args, preset, config, defaults)
+        settings = make_settings(args, preset, config, defaults, ranks)
         if args.dry_run:
             return dry_run(config, settings)
         settings.data = settings.data or find_corpus(preset)
@@ -818,16 +883,15 @@ def main(argv):
         if sum(map(len, val.values())) <= config.predict:
             print("The corpus is too short for a validation part: there will be no validation loss.")
         model = model_gpu.pick(settings.device).Model(config, settings.seed, **model_options(settings))
-        state = {"script": "train.py", "tokens": 0, "seconds": 0.0}
-        checkpoint.take(out)
-        checkpoint.set_aside(out)
-        save(out, model, tokenizer, settings, state)    # from now on there is something to resume
+        state = new_run(out, model, tokenizer, settings, ranks, script="train.py")
         engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
+        engine = f"{ranks.size} x {engine}" if ranks.size > 1 else engine
         print(f"{preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
               f"{settings.batch_tokens:,} tokens, {engine}; corpus {', '.join(settings.data)}: "
               f"{len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.", flush=True)
-    job = pretraining(model, tokenizer, tokens, val, settings)
-    if code := train(model, tokenizer, settings, out, state, Stop(), job):
+    job = pretraining(model, tokenizer, tokens, val, settings, ranks)
+    connect(ranks, model, settings)
+    if code := train(model, tokenizer, settings, out, state, Stop(ranks), job):
         return code
     print(f"\nTalk to it: python chat.py --model {out}")
     return 0

@@ -743,6 +743,84 @@ def bench_train(arguments):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# scale: a training step on several GPUs, against one and against PyTorch's DistributedDataParallel
+
+def distributed_twin(ranks, config, params, B, T):
+    """-> step() of the twin, compiled, its gradients averaged over the ranks."""
+    import torch
+    import torch.distributed
+    sys.path.insert(0, str(ROOT / "tests" / "peers"))
+    import torch_twin
+    torch.set_float32_matmul_precision("high")
+    torch.cuda.set_device(ranks.local)
+    address = tempfile.NamedTemporaryFile(delete=False).name if ranks.rank == 0 else None
+    if address:
+        os.remove(address)                          # a name that nobody else has: where the ranks meet
+    torch.distributed.init_process_group("nccl", init_method=f"file://{ranks.gather(address)[0]}", rank=ranks.rank,
+                                         world_size=ranks.size)
+    twin = torch_twin.Twin(config, params).to("cuda")
+    if ranks.size > 1:
+        twin = torch.nn.parallel.DistributedDataParallel(twin, device_ids=[ranks.local])
+        twin.config = config
+    batch = [torch.randint(0, config.vocab, (B, width), device="cuda") for width in (T, T + config.predict - 1)]
+    return functools.partial(torch_twin.make_step(twin, True, torch.bfloat16), *batch)
+
+
+def bench_scale(arguments):
+    """Milliseconds of a step and tokens/s of big in bf16: with as many rows on each GPU, and with these shared out.
+    "alone": no sum of the gradients, so each GPU works for itself; the difference is what communication costs."""
+    import numpy as np
+
+    import checkpoint
+    import model_gpu
+    from model_cpu import CONFIGS
+
+    reason = model_gpu.why_no_gpu()
+    if reason:
+        raise ValueError(reason)
+    with checkpoint.find_ranks(arguments.gpus, 600) as ranks:
+        model_gpu.take_gpu(ranks.local)
+        import cupy
+        config, rng, T = CONFIGS["big"], np.random.default_rng(ranks.rank), CONFIGS["big"].context
+        model = model_gpu.Model(config, precision="bf16", micro_batch=arguments.batch, optimizer=arguments.optimizer)
+        nccl = model_gpu.Nccl(ranks)
+
+        def seconds(step):
+            """Of ten steps a round, the best, on the slowest rank."""
+            times = []
+            for i in range(arguments.rounds + 1):   # one to warm up
+                cupy.cuda.Device().synchronize()
+                ranks.gather(None)
+                start = time.perf_counter()
+                for _ in range(10):
+                    step()
+                cupy.cuda.Device().synchronize()
+                times.append(max(ranks.gather(time.perf_counter() - start)) / 10)
+            return min(times[1:])
+
+        for B in dict.fromkeys((arguments.batch, arguments.batch // ranks.size)):
+            tokens, targets = (rng.integers(0, config.vocab, (B, width)) for width in (T, T + config.predict - 1))
+
+            def step(B=B, tokens=tokens, targets=targets):
+                losses = model.forward(tokens, targets, [B * T * ranks.size] * config.predict)
+                model.backward()
+                if model.sums:
+                    model.sums.add(losses)
+                model.update(3e-4)
+            rows = {}
+            for name, model.sums in (("ours, alone", None), ("ours", nccl)):
+                rows[name] = seconds(step)
+            if arguments.peer and B == arguments.batch:
+                params = {name: cupy.asnumpy(array) for name, array in model.params.items()}
+                rows["peer: PyTorch compiled, DDP"] = seconds(distributed_twin(ranks, config, params, B, T))
+            print(f"{ranks.size} GPUs, B {B} x T {T} each, bf16, {arguments.optimizer}, {model_gpu.gpu_name()}: ten steps a round, "
+                  f"best of {arguments.rounds}")
+            for name, each in rows.items():
+                print(f"  {name:28s} {1e3 * each:8.2f} ms  {ranks.size * B * T / each:12,.0f} tokens/s  "
+                      f"{rows['ours, alone'] / each:6.1%} of alone  {each / rows['ours']:.2f} x ours", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # attention: our kernels alone, against PyTorch's flash and cuDNN backends, and against attention without flash
 
 # The yardstick: attention as it is defined, by an array library (xp), with all T x T probabilities in memory. q, out
@@ -1039,6 +1117,13 @@ def main():
     command.add_argument("--peer", nargs="*", choices=("eager", "compiled"), help="PyTorch beside (default compiled)")
     command.add_argument("--rounds", type=int, default=5)
     command.set_defaults(run=bench_train)
+    command = commands.add_parser("scale", help="a training step on several GPUs, against PyTorch's DDP")
+    command.add_argument("--gpus", type=int, help="processes to start, a GPU each (default: as a launcher says, or 1)")
+    command.add_argument("--batch", type=int, default=64)
+    command.add_argument("--optimizer", choices=("muon", "adamw"), default="adamw", help="of ours; PyTorch has AdamW")
+    command.add_argument("--peer", action="store_true", help="PyTorch beside")
+    command.add_argument("--rounds", type=int, default=5)
+    command.set_defaults(run=bench_scale)
     command = commands.add_parser("attention", help="on the GPU: our attention kernels against PyTorch's, and "
                                   "against attention without flash")
     command.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
