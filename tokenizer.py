@@ -284,7 +284,7 @@ class Encoder(dict):
         Ids are in the order of learning, so that merge is the smallest id that a neighbouring pair can make.
         """
         ids = [self.byte_ids[byte] for byte in word]
-        if len(ids) > 200:
+        if len(ids) > 1000:
             return self.merge_long(ids)
         get, none = self.merges.get, len(self.byte_ids) + len(self.merges)
         # made[i]: what ids[i], ids[i + 1] can make
@@ -300,28 +300,14 @@ class Encoder(dict):
         return ids
 
     def merge_long(self, ids):
-        """The same for a word of any length in n log n steps, where the loop above takes n squared: a
-        heap."""
-        # -1 makes no pair; being last, it is the right neighbour of the last id and, as ids[-1], the left one
-        # of the first
-        ids.append(-1)
-        n, get = len(ids), self.merges.get
-        before, after = array.array("q", range(-1, n - 1)), array.array("q", range(1, n + 1))
-        pairs = enumerate(map(get, zip(ids, ids[1:])))
-        heap = [made * n + place for place, made in pairs if made is not None]
-        heapq.heapify(heap)    # (id, place) as one number: a third of a tuple's memory
-        while heap:
-            made, p = divmod(heapq.heappop(heap), n)
-            q = after[p]
-            if get((ids[p], ids[q])) != made:
-                continue    # this pair is gone since it was put into the heap
-            o, r = before[p], after[q]
-            ids[p], ids[q] = made, -1
-            after[p], before[r] = r, p
-            for left, right in (o, p), (p, r):
-                if (pair := get((ids[left], ids[right]))) is not None:
-                    heapq.heappush(heap, pair * n + left)
-        return [token for token in ids if token != -1]
+        """The same for a word of any length, where the loop above takes n squared steps: each merge there is,
+        in the order learned, at all its places at once. With a character for each id, that is a replacement
+        in a text.
+        """
+        text = "".join(map(chr, ids))
+        for (left, right), made in self.merges.items():
+            text = text.replace(chr(left) + chr(right), chr(made))
+        return list(map(ord, text))
 
 
 # ------------------------------------------------------------------------------------------------------------
