@@ -155,19 +155,15 @@ def cut_text(text, size=1 << 15):
 # ------------------------------------------------------------------------------------------------------------
 # 2. Learning the merges
 
-# about how much text in distinct words training keeps; 60 MB of books have 1 MB of it
+# about how much text in distinct words training on files keeps; 60 MB of books have 1 MB of it
 MAX_WORD_BYTES = 1 << 23
 
 
 def count_words(texts):
     """Iterable of str or bytes -> Counter of words."""
-    words, unchecked = Counter(), 0
+    words = Counter()
     for part in itertools.chain.from_iterable(cut_text(to_str(text)) for text in texts):
         words.update(split_words(part))
-        unchecked += len(part)
-        if unchecked > MAX_WORD_BYTES:
-            prune_words(words)
-            unchecked = 0
     return words
 
 

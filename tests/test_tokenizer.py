@@ -201,7 +201,8 @@ def test_pruning_keeps_the_frequent_words(monkeypatch):
     rng = random.Random(3)
     noise = " ".join("".join(rng.choices("abcdefghij", k=9)) for _ in range(2000))
     words = tk.count_words([f" often {part}" for part in noise.split()])
-    assert words[" often"] == 2000 and sum(map(len, words)) <= 3000
+    tk.prune_words(words)
+    assert words[" often"] == 2000 and 500 < sum(map(len, words)) <= 600
     words = Counter({"z" * 5000: 1, "y" * 5000: 1})
     tk.prune_words(words)
     assert words == {"y" * 5000: 1}
@@ -213,10 +214,6 @@ def test_pruning_by_hand(monkeypatch):
         words = Counter({chr(ord("a") + i) * int(n): 9 - i for i, n in enumerate(lengths.split())})
         tk.prune_words(words)
         assert [len(word) for word in words] == list(map(int, kept.split())), lengths
-    # it is looked at each time that more text than the limit has passed
-    assert tk.count_words(["aaaaaa", "bbbbbb", "cccccc"]) == {"aaaaaa": 1, "cccccc": 1}
-    assert tk.count_words(["aaaaa", "bbbbb", "c"]) == {"aaaaa": 1, "bbbbb": 1}
-    assert tk.count_words(["aaaaa", "bbbbb"]) == {"aaaaa": 1, "bbbbb": 1}
 
 
 def test_files_are_pruned_too(tmp_path, monkeypatch):
