@@ -25,7 +25,7 @@ Encoding takes the merge learned first; if it fits at several places, the leftmo
 
 Ids: 256 bytes, the merges in the order learned, then the special tokens, last. Text can never produce a
 special token: "<|end|>" typed by a user is seven ordinary characters. The one exception is a corpus on disk,
-where a line that holds only <|endoftext|> separates documents (`split_documents`).
+where a line that holds only <|endoftext|> separates documents (`read_documents`).
 
 What it does not do: other patterns than GPT-2's, other models than BPE, normalization, padding, truncation,
 offsets.
@@ -314,11 +314,11 @@ class Encoder(dict):
 SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
 
 
-def split_documents(data):
-    """Bytes of a corpus -> its documents: what stands between lines that hold only <|endoftext|>, without the
-    line ends next to them. The first and the last may be empty, if a separator comes first or last; no other
-    is."""
-    texts = SEPARATOR.split(data)
+def read_documents(path, start, end):
+    """The documents in a part of a corpus: what stands between lines that hold only <|endoftext|>, without
+    the line ends next to them. The first and the last may be empty, if a separator comes first or last; no
+    other is."""
+    texts = SEPARATOR.split(read_chunk(path, start, end))
     for i in range(1, len(texts)):              # on both sides of each separator
         texts[i - 1], texts[i] = texts[i - 1].rstrip(b"\r\n"), texts[i].lstrip(b"\r\n")
     return [text for i, text in enumerate(texts) if text or i in (0, len(texts) - 1)]
@@ -370,15 +370,8 @@ def read_chunk(path, start, end):
         return file.read(end - start)
 
 
-def run_task(boundary, chunk, encoder):
-    """One chunk's work: packed ids, with `boundary` (packed, too) between documents; without an encoder a
-    dict of words and their counts."""
-    documents = split_documents(read_chunk(*chunk))
-    return dict(count_words(documents)) if encoder is None else boundary.join(map(encoder.pack, documents))
-
-
-def run_chunks(boundary, chunks, encoder, processes, progress):
-    """Yield run_task of each chunk, in order, from this process or, if there is enough for each, from
+def run_chunks(function, chunks, processes, progress):
+    """Yield function(*chunk) of each chunk, in order, from this process or, if there is enough for each, from
     several.
 
     progress(done bytes, all bytes), if it is not None, is called after each. Whoever iterates must close the
@@ -391,11 +384,11 @@ def run_chunks(boundary, chunks, encoder, processes, progress):
     with contextlib.ExitStack() as stack:
         if processes > 1:
             fork = multiprocessing.get_context("fork")
-            pool = concurrent.futures.ProcessPoolExecutor(processes, fork, start_worker, (encoder,))
+            pool = concurrent.futures.ProcessPoolExecutor(processes, fork, start_worker, (function,))
             stack.callback(pool.shutdown, cancel_futures=True)
-            tasks = (pool.submit(work, boundary, chunk).result for chunk in chunks)
+            tasks = (pool.submit(work, *chunk).result for chunk in chunks)
         else:
-            tasks = (functools.partial(run_task, boundary, chunk, encoder) for chunk in chunks)
+            tasks = (functools.partial(function, *chunk) for chunk in chunks)
         under_way = deque(itertools.islice(tasks, 2 * processes or 1))      # the others begin one by one
         for chunk in chunks:
             yield under_way.popleft()()
@@ -408,17 +401,18 @@ def run_chunks(boundary, chunks, encoder, processes, progress):
 WORTH_A_PROCESS = 1 << 21    # bytes; a process starts in the time that it takes to encode about one megabyte
 
 
-def start_worker(encoder):
-    """Runs first in a worker."""
+def start_worker(function):
+    """Runs first in a worker. The function comes with the fork and need not be one that can be sent; the
+    cache of an encoder in it is a copy, from then on the worker's own."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()      # end with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    work.encoder = encoder      # a copy of the parent's, with a cache of its own
+    work.function = function
 
 
-def work(boundary, chunk):
-    """run_task in a worker."""
-    return run_task(boundary, chunk, work.encoder)
+def work(*chunk):
+    """What can be sent to a worker: this name, and a chunk."""
+    return work.function(*chunk)
 
 
 def available_cores():
@@ -480,7 +474,8 @@ class Tokenizer:
             require(b"\0" not in read_chunk(path, start, min(end, start + 8192)),
                     f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
         words, chunks = Counter(), list(itertools.chain(*parts))
-        with contextlib.closing(run_chunks(None, chunks, None, processes, progress)) as results:
+        work = run_chunks(lambda *chunk: count_words(read_documents(*chunk)), chunks, processes, progress)
+        with contextlib.closing(work) as results:
             for counts in results:
                 words.update(counts)
                 prune_words(words)
@@ -561,7 +556,8 @@ class Tokenizer:
         begins = [i == 0 for part in parts for i in range(len(part))]
         boundary = array.array("H", [self.special[END_OF_TEXT]]).tobytes()
         count, last = 0, boundary
-        work = run_chunks(boundary, list(itertools.chain(*parts)), self.encoder, processes, progress)
+        work = run_chunks(lambda *chunk: boundary.join(map(self.encoder.pack, read_documents(*chunk))),
+                          list(itertools.chain(*parts)), processes, progress)
         with replace_file(out) as file, contextlib.closing(work) as results:
             # zip in this order: results must run to its end; behind the last file as if an empty one began
             for ids, begin in itertools.chain(zip(results, begins), [(b"", True)]):

@@ -689,16 +689,19 @@ def test_how_many_processes_are_started_and_how_many_chunks_are_under_way(monkey
     """As many as asked for or as there are cores, but each must have enough to do."""
     started, under_way = [], []
 
+    def function(path, start, end):
+        return start
+
     class Pool:
         def __init__(self, processes, context, initializer, arguments):
             assert context.get_start_method() == "fork" and initializer is tk.start_worker
-            assert arguments == ("E",)
+            assert arguments == (function,)
             started.append(processes)
 
-        def submit(self, function, task, chunk):
-            assert function is tk.work and task == "T"
+        def submit(self, task, *chunk):
+            assert task is tk.work
             future = concurrent.futures.Future()
-            future.set_result(chunk[1])
+            future.set_result(function(*chunk))
             under_way.append(chunk)
             return future
 
@@ -706,7 +709,6 @@ def test_how_many_processes_are_started_and_how_many_chunks_are_under_way(monkey
             assert cancel_futures
             started.append("shut down")
     monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(tk, "run_task", lambda task, chunk, encoder: chunk[1])
     monkeypatch.setattr(tk, "available_cores", lambda: 3)
     monkeypatch.setattr(tk, "WORTH_A_PROCESS", 100)
     chunks = [("x", i * 100, i * 100 + 100) for i in range(9)]
@@ -715,7 +717,7 @@ def test_how_many_processes_are_started_and_how_many_chunks_are_under_way(monkey
                                    (1, chunks, None), (9, [("x", 7, 106)], None)]:
         started.clear()
         under_way.clear()
-        with contextlib.closing(tk.run_chunks("T", found, "E", asked, None)) as results:
+        with contextlib.closing(tk.run_chunks(function, found, asked, None)) as results:
             for n, result in enumerate(results):
                 assert result == found[n][1]
                 assert under_way == (found[:n + 2 * expected] if expected else []), (asked, n)
@@ -737,8 +739,8 @@ def test_a_file_that_goes_away_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "text").write_text("ab")
     chunks, done = [(str(tmp_path / "text"), 0, 2), (str(tmp_path / "gone"), 0, 2)], []
     for processes in 1, 2:
-        results = tk.run_chunks(None, chunks, None, processes, lambda *call: done.append(call))
-        assert next(results) == {"ab": 1}
+        results = tk.run_chunks(tk.read_documents, chunks, processes, lambda *call: done.append(call))
+        assert next(results) == [b"ab"]
         with pytest.raises(OSError, match="gone"):
             next(results)
     assert done == [(2, 4)] * 2
@@ -758,7 +760,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(tokenizer, large, tmp_path):
 
 
 def test_a_worker_that_dies_is_one_sentence(tokenizer, large, tmp_path, monkeypatch):
-    monkeypatch.setattr(tk, "run_task", lambda *_: os._exit(3))
+    monkeypatch.setattr(tk, "read_documents", lambda *_: os._exit(3))
     with pytest.raises(concurrent.futures.BrokenExecutor) as died:
         tokenizer.encode_file(large, tmp_path / "out.bin", processes=2)
     assert tk.explain(died.value) == ("A process of the tokenizer ended early; if memory is short, use fewer "
