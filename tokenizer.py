@@ -269,7 +269,7 @@ class Encoder(dict):
         return packed
 
     def pack(self, text):
-        """str or bytes -> ids packed in the machine's byte order."""
+        """str or bytes -> ids packed in the machine's byte order, little-endian on all that this runs on."""
         parts = map(split_words, cut_text(to_str(text)))
         return b"".join([b"".join(map(self.__getitem__, words)) for words in parts])
 
@@ -555,7 +555,7 @@ class Tokenizer:
         parts = [find_chunks(*file, size=CHUNK) for file in files]
         begins = [i == 0 for part in parts for i in range(len(part))]
         boundary = array.array("H", [self.special[END_OF_TEXT]]).tobytes()
-        count, last = 0, boundary
+        last = boundary
         work = run_chunks(lambda *chunk: boundary.join(map(self.encoder.pack, read_documents(*chunk))),
                           list(itertools.chain(*parts)), processes, progress)
         with replace_file(out) as file, contextlib.closing(work) as results:
@@ -563,8 +563,9 @@ class Tokenizer:
             for ids, begin in itertools.chain(zip(results, begins), [(b"", True)]):
                 if begin or last == boundary:   # the end of the file before, once; and no document is empty
                     ids = (b"" if last == boundary else boundary) + ids.removeprefix(boundary)
-                count, last = count + write_ids(ids, file), ids[-2:] or last
-        return count
+                file.write(ids)
+                last = ids[-2:] or last
+            return file.tell() // 2
 
     def save(self, path):
         """Write a Hugging Face tokenizer.json, which `tokenizers` and `transformers` load with the same ids.
@@ -608,15 +609,6 @@ def check_vocab_size(vocab_size):
     least = 256 + len(SPECIAL_TOKENS)
     require(vocab_size >= least,
             f"A vocabulary of {vocab_size} tokens is too small; it takes at least {least}.")
-
-
-def write_ids(ids, out):
-    """Write ids packed in the machine's byte order as little-endian uint16 -> their number."""
-    ids = array.array("H", ids)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    out.write(ids.tobytes())
-    return len(ids)
 
 
 # ------------------------------------------------------------------------------------------------------------
