@@ -212,8 +212,7 @@ def setting_type(kind, low, high):
 
 
 def show_setting(settings, name):
-    value = getattr(settings, name.replace("-", "_"))
-    return "none" if value is None else str(value)
+    return str(getattr(settings, name.replace("-", "_"))).lower()       # "none" for None
 
 
 def change_setting(settings, name, text):

@@ -617,10 +617,9 @@ def check_vocab_size(vocab_size):
 def visible(token):
     r"""The bytes of a token as printable text: a byte that is no whole character as \xNN, a line end as \n,
     ..."""
-    return "".join(char if char.isprintable() and char != "\\" else
-                   f"\\x{ord(char) & 0xFF:02x}" if "\udc80" <= char <= "\udcff" else
-                   char.encode("unicode_escape").decode() if char.isascii() else f"\\u{ord(char):04x}"
-                   for char in to_str(token))
+    text = token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() if char.isascii()
+                   else f"\\u{ord(char):04x}" for char in text)
 
 
 def printable(text):
