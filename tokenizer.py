@@ -76,11 +76,9 @@ CHAT_TEMPLATE = r"""
 # \x1f.
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
-# A stretch is white space and what follows it, up to the next white space: " don't!" White space that follows
-# something else always begins a new word, so a text can be cut there and each part split into words by
-# itself.
-STRETCH = re.compile(f"[{SPACE}]*[^{SPACE}]+|[{SPACE}]+")
-STRETCH_END = re.compile(f"[^{SPACE}](?=[{SPACE}])")
+# White space that follows something else always begins a new word, so a text can be cut there and each part
+# split into words by itself.
+CUT = re.compile(f"[^{SPACE}](?=[{SPACE}])")
 
 
 @functools.lru_cache(maxsize=None)
@@ -116,13 +114,11 @@ def split_words(text):
     "!"]
 
     `re` looks characters up to U+FFFF up in a table but tries the ranges beyond one by one, four times as
-    slow. So the full pattern is built (in 0.15 s) and used only for stretches that have such characters, as
-    emoji.
+    slow. So the full pattern is built (in 0.15 s) and used only for a text that has such characters, as
+    emoji; a long one comes here in small parts.
     """
-    if text.isascii() or not BEYOND_BMP.search(text):
-        return word_pattern(ASCII if text.isascii() else BMP).findall(text)
-    return [word for stretch in STRETCH.findall(text)
-            for word in word_pattern(ALL if BEYOND_BMP.search(stretch) else BMP).findall(stretch)]
+    limit = ASCII if text.isascii() else ALL if BEYOND_BMP.search(text) else BMP
+    return word_pattern(limit).findall(text)
 
 
 def to_str(text):
@@ -141,12 +137,12 @@ def to_bytes(word):
     return word.encode("utf-8", "surrogateescape")
 
 
-def cut_text(text, size=1 << 15):
-    """Cut a str into parts of `size` characters or a little more, each ending where a stretch ends: bounded
-    memory."""
+def cut_text(text, size=1 << 12):
+    """Cut a str into parts of `size` characters or a little more, each ending before white space that begins
+    a word: bounded memory."""
     start = 0
     while start < len(text):
-        found = STRETCH_END.search(text, start + size)
+        found = CUT.search(text, start + size)
         end = found.end() if found else len(text)
         yield text[start:end]
         start = end

@@ -146,10 +146,10 @@ def test_cut_text_never_cuts_a_word():
         assert [word for part in parts for word in tk.split_words(part)] == tk.split_words(text)
 
 
-def test_parts_are_as_long_as_asked_for_or_a_stretch_longer():
+def test_parts_are_as_long_as_asked_for_or_a_word_longer():
     assert list(tk.cut_text("ab  cd efgh i", size=2)) == ["ab  cd", " efgh", " i"]
     assert list(tk.cut_text("ab  cd efgh i", size=1)) == ["ab", "  cd", " efgh", " i"]
-    assert list(map(len, tk.cut_text("ab " * 20_000))) == [32_771, 27_229]
+    assert list(map(len, tk.cut_text("ab " * 2_000))) == [4_097, 1_903]
 
 
 # Training
