@@ -20,6 +20,7 @@ What this file does not do: it reads our own folders only, and no pickle anywher
 """
 import contextlib
 import fcntl
+import io
 import itertools
 import json
 import math
@@ -79,7 +80,7 @@ def write_safetensors(path, tensors, metadata):
         os.fsync(file.fileno())
 
 
-class SafeTensors:
+class SafeTensors(io.BufferedReader):
     """A file of tensors, open for reading in a with block.  shapes: {name: shape}, in the order of the file;
     metadata: dict.  Iterate for (name, array), one after the other, so that only one is in memory; all
     numbers are finite, and at the end the checksum tells whether every byte is as written.  ValueError,
@@ -89,10 +90,10 @@ class SafeTensors:
         check_plain(path)
         self.path, self.dtypes, self.shapes, end = path, {}, {}, 0
         with naming(path), refusing(f"{path} is damaged (truncated or altered), its header is wrong"):
-            self.file, length = open(path, "rb"), os.path.getsize(path)
-            size = self.file.read(8)
+            super().__init__(io.FileIO(path))
+            length, size = os.path.getsize(path), self.read(8)
             require(int.from_bytes(size, "little") <= length - 8, "it is cut")
-            text = self.file.read(int.from_bytes(size, "little"))
+            text = self.read(int.from_bytes(size, "little"))
             header = json.loads(text)
             self.metadata = header.pop("__metadata__")
             self.crc = self.metadata["crc32"]
@@ -105,18 +106,12 @@ class SafeTensors:
                 self.dtypes[name], self.shapes[name], end = dtype, shape, stop
             require(end == length - 8 - len(text), "its tensors end elsewhere than the file")
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.file.close()
-
     def __iter__(self):
         crc = zlib.crc32(self.without_crc)
         for name, shape in self.shapes.items():
             array = np.empty(shape, self.dtypes[name])
             with naming(self.path):
-                self.file.readinto(array)
+                self.readinto(array)
             crc = zlib.crc32(array, crc)
             require(np.isfinite(array).all(),
                     f"{self.path}: the tensor {name} holds numbers that are not finite.")

@@ -427,7 +427,7 @@ def test_tensors_are_read_one_by_one(tmp_path):
     finally:
         tracemalloc.stop()
     assert 1 << 20 < peak < 2.5 * (1 << 20)
-    assert file.file.closed
+    assert file.closed
 
 
 def test_writing_copies_no_tensor(tmp_path):
