@@ -370,10 +370,9 @@ def run_chunks(function, chunks, processes, progress):
     """Yield function(*chunk) of each chunk, in order, from this process or, if there is enough for each, from
     several.
 
-    progress(done bytes, all bytes), if it is not None, is called after each. Whoever iterates must close the
-    generator. Workers are forked, so the caller's script does not run again in them; two chunks each are
-    under way, so memory stays bounded; Ctrl-C does not reach them, and they end with their parent, however it
-    ends.
+    progress(done bytes, all bytes) is called after each. Whoever iterates must close the generator. Workers
+    are forked, so the caller's script does not run again in them; two chunks each are under way, so memory
+    stays bounded; Ctrl-C does not reach them, and they end with their parent, however it ends.
     """
     done, total = 0, sum(end - start for _, start, end in chunks)
     processes = min(processes or available_cores(), total // WORTH_A_PROCESS)
@@ -390,8 +389,7 @@ def run_chunks(function, chunks, processes, progress):
             yield under_way.popleft()()
             under_way.extend(itertools.islice(tasks, 1))
             done += chunk[2] - chunk[1]
-            if progress:
-                progress(done, total)
+            progress(done, total)
 
 
 WORTH_A_PROCESS = 1 << 21    # bytes; a process starts in the time that it takes to encode about one megabyte
@@ -456,7 +454,7 @@ class Tokenizer:
         return cls.from_words(count_words([texts] if isinstance(texts, (str, bytes)) else texts), vocab_size)
 
     @classmethod
-    def train_files(cls, files, vocab_size, processes=None, progress=None):
+    def train_files(cls, files, vocab_size, processes=None, progress=lambda done, total: None):
         """The same from files, on all cores in bounded memory. files: paths, or (path, start, end) for a part
         in bytes.
 
@@ -533,7 +531,7 @@ class Tokenizer:
         U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
-    def encode_file(self, path, out, start=0, end=None, processes=None, progress=None):
+    def encode_file(self, path, out, start=0, end=None, processes=None, progress=lambda done, total: None):
         """Encode bytes [start, end) of a file into little-endian uint16 ids in the file `out`, which is
         replaced when all is written; returns how many they are.
 
@@ -544,7 +542,7 @@ class Tokenizer:
         """
         return self.encode_files([(path, start, end)], out, processes, progress)
 
-    def encode_files(self, files, out, processes=None, progress=None):
+    def encode_files(self, files, out, processes=None, progress=lambda done, total: None):
         """The same of several files, one after the other. files: (path, start, end) each, a part in bytes."""
         require(self.vocab_size <= 1 << 16,
                 f"16-bit ids are too few for {self.vocab_size} tokens; train at most 65536.")

@@ -715,7 +715,7 @@ def test_how_many_processes_are_started_and_how_many_chunks_are_under_way(monkey
                                    (1, chunks, None), (9, [("x", 7, 106)], None)]:
         started.clear()
         under_way.clear()
-        with contextlib.closing(tk.run_chunks(function, found, asked, None)) as results:
+        with contextlib.closing(tk.run_chunks(function, found, asked, lambda *done: None)) as results:
             for n, result in enumerate(results):
                 assert result == found[n][1]
                 assert under_way == (found[:n + 2 * expected] if expected else []), (asked, n)
