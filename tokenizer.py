@@ -76,10 +76,6 @@ CHAT_TEMPLATE = r"""
 # \x1f.
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
-# White space that follows something else always begins a new word, so a text can be cut there and each part
-# split into words by itself.
-CUT = re.compile(f"[^{SPACE}](?=[{SPACE}])")
-
 
 @functools.lru_cache(maxsize=None)
 def char_classes(limit):
@@ -138,14 +134,13 @@ def to_bytes(word):
 
 
 def cut_text(text, size=1 << 12):
-    """Cut a str into parts of `size` characters or a little more, each ending before white space that begins
-    a word: bounded memory."""
-    start = 0
-    while start < len(text):
-        found = CUT.search(text, start + size)
-        end = found.end() if found else len(text)
-        yield text[start:end]
-        start = end
+    """Cut a str into parts of `size` characters or a little more: bounded memory.
+
+    White space that follows something else always begins a new word, so a text can be cut there and each part
+    split into words by itself.
+    """
+    pattern = f"(?s).{{{size}}}.*?[^{SPACE}](?=[{SPACE}])|.+"
+    return (part[0] for part in re.finditer(pattern, text))
 
 
 # ------------------------------------------------------------------------------------------------------------
