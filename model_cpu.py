@@ -32,6 +32,7 @@ import bisect
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -139,6 +140,12 @@ def param_count(config):
     return sum(math.prod(shape) for _, shape in param_table(config))
 
 
+def places(sizes):
+    """Where parts of these sizes lie in a flat buffer, one after the other, as slices."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
 
@@ -148,15 +155,11 @@ def update_table(config, optimizer):
     matrices do, norm gains do not."""
     require(optimizer in OPTIMIZERS,
             f"the optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
-    c, size = config, param_count(config)
-    first = c.vocab * c.dim                                 # the matrices of the layers: from here
-    last = first + c.layers * matrix_table(c)[-1][1].stop   # to here
-    gains = size - (2 * c.layers + 1) * c.dim
-    gap = last - first if optimizer == "muon" else 0        # has no place in v
-    return [("adamw", slice(0, first), slice(0, first), True),
-            (optimizer, slice(first, last), slice(first, last - gap), True),
-            ("adamw", slice(last, gains), slice(last - gap, gains - gap), True),
-            ("adamw", slice(gains, size), slice(gains - gap, size - gap), False)]
+    c, matrices = config, config.layers * matrix_table(config)[-1][1].stop
+    sizes = [c.vocab * c.dim, matrices, c.predict * c.vocab * c.dim, (2 * c.layers + 1) * c.dim]
+    rules = ["adamw", optimizer, "adamw", "adamw"]          # of embedding, matrices, heads, norm gains
+    parts_of_v = places(size if rule == "adamw" else 0 for rule, size in zip(rules, sizes))
+    return list(zip(rules, places(sizes), parts_of_v, [True, True, True, False]))
 
 
 def muon_part(config, optimizer):
@@ -169,23 +172,17 @@ def muon_part(config, optimizer):
 def matrix_table(config):
     """[(shape, place), ...] of the matrices of a layer, each that Muon takes by itself: q, k, v, out, gate,
     up, down; place: where in the layer's part of a flat buffer each lies, a slice."""
-    c, table, start = config, [], 0
+    c = config
     square, kv, up = (c.dim, c.dim), (c.kv_heads * c.head_dim, c.dim), (c.hidden, c.dim)
-    for shape in (square, kv, kv, square, up, up, up[::-1]):
-        end = start + math.prod(shape)
-        table.append((shape, slice(start, end)))
-        start = end
-    return table
+    shapes = [square, kv, kv, square, up, up, up[::-1]]
+    return list(zip(shapes, places(map(math.prod, shapes))))
 
 
 def param_views(flat, config):
     """dict name -> view into the contiguous buffer `flat`, shaped as the table says."""
-    views, start = {}, 0
-    for name, shape in param_table(config):
-        size = math.prod(shape)
-        views[name] = flat[start:start + size].reshape(shape)
-        start += size
-    return views
+    table = param_table(config)
+    parts = places(math.prod(shape) for _, shape in table)
+    return {name: flat[part].reshape(shape) for (name, shape), part in zip(table, parts)}
 
 
 def layer_views(views, i):
