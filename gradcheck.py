@@ -209,7 +209,7 @@ BUGS = {
         "RMSNorm differentiated as if 1/rms were a constant: the projection term is missing."),
     "norm_gain": ("rmsnorm_backward: @ along -> @ (dout * x)",
         "The gradient of RMSNorm's gain computed from x, where the normalised x belongs."),
-    "swiglu_slope": ("swiglu_backward: np.subtract(gate, silu, -> np.subtract(gate, gate,",
+    "swiglu_slope": ("swiglu_backward: (gate - silu -> (gate - gate",
         "The derivative of g * sigmoid(g) taken as sigmoid(g): the product rule's other half is forgotten."),
     "embedding_repeat": ("embedding_backward: order = -> dembed[tokens] += dout; return;",
         "dembed[tokens] += dout: where a token occurs twice, NumPy adds only the last of its rows."),
@@ -256,7 +256,7 @@ EXERCISE_BUGS = {
     "decay_coupled": (
         "adamw_update: m *= beta1 -> grad += decay * param\n    m *= beta1", "adamw_update: lr * decay -> 0",
         "Decay added to the gradient, as in Adam with L2: it enters m and v, and is divided by the root."),
-    "eps_under_root": ("adamw_update: (1 - beta2 ** step))\n    root += eps -> (1 - beta2 ** step) + eps)",
+    "eps_under_root": ("adamw_update: (1 - beta2 ** step)) + eps -> (1 - beta2 ** step) + eps)",
         "eps added under the root, as in RMSNorm, where it weighs as much as its root does outside."),
     "temperature_late": ("sample: / temperature -> ",
         "sample: log_p + gumbel(seed, t, order) -> (log_p + gumbel(seed, t, order)) / temperature",

@@ -320,8 +320,7 @@ def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     xhat = x * rstd[:, None]
     along = dout * xhat
     dgain += np.ones(len(x), x.dtype) @ along       # out = xhat * gain: the sum over rows, as a product
-    mean = along @ gain                             # (N,) sum_i dxhat_i xhat_i
-    mean /= x.shape[1]
+    mean = along @ gain / x.shape[1]                # (N,) mean_i dxhat_i xhat_i
     np.multiply(dout, gain, out=dx)                 # dxhat
     xhat *= mean[:, None]
     dx -= xhat
@@ -361,8 +360,7 @@ def rope_forward(x, cos, sin):
         y1 = x1 cos - x2 sin      y2 = x2 cos + x1 sin      with [x2, x1] = roll(x, D/2), sin = [-sin, sin]
 
     Two vectors rotated at positions t and s have the product q.R(s-t)k: attention sees only the distance."""
-    swapped = np.roll(x, x.shape[-1] // 2, axis=-1)
-    swapped *= sin
+    swapped = np.roll(x, x.shape[-1] // 2, axis=-1) * sin
     x *= cos
     x += swapped
 
@@ -445,8 +443,7 @@ def swiglu_forward(out, sigmoid, gate_up):
         out = silu(g) * u,   silu(g) = g * sigmoid(g),   sigmoid(g) = 1 / (1 + exp(-g)) = (1 + tanh(g/2)) / 2
     """
     gate, up = np.split(gate_up, 2, axis=1)
-    np.multiply(gate, 0.5, out=sigmoid)             # through tanh, which saturates where exp would overflow
-    np.tanh(sigmoid, out=sigmoid)
+    np.tanh(0.5 * gate, out=sigmoid)                # through tanh, which saturates where exp would overflow
     sigmoid *= 0.5
     sigmoid += 0.5
     swiglu_apply(out, sigmoid, gate_up)
@@ -469,11 +466,7 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up, work):
     dgate, dup = np.split(dgate_up, 2, axis=1)
     silu = np.multiply(gate, sigmoid, out=work)
     np.multiply(dout, silu, out=dup)
-    slope = np.subtract(gate, silu, out=work)       # silu': first g - silu, then + 1, then times s
-    slope += 1.0
-    slope *= sigmoid
-    slope *= up
-    np.multiply(dout, slope, out=dgate)
+    np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
 
 
 def block_forward(x, w, saved, shared, config, cos, sin, first=0):
@@ -599,12 +592,8 @@ def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     m += (1 - beta1) * grad
     v *= beta2
     v += (1 - beta2) * grad ** 2
-    root = np.sqrt(v / (1 - beta2 ** step))
-    root += eps
-    np.divide(m, root, out=root)
-    root *= lr / (1 - beta1 ** step)
     param *= 1 - lr * decay
-    param -= root
+    param -= lr / (1 - beta1 ** step) * (m / (np.sqrt(v / (1 - beta2 ** step)) + eps))
     grad[...] = 0.0
 
 

@@ -187,7 +187,7 @@ def test_every_planted_bug_is_named(bug, name, calls):
                                                           "Each of these is 0.5 times what it should be."]),
     ("block", 'dx += back', 'dx += 0', ['dx: ', 'dw["qkv"]: ']),
     ("block", 'dw["down"]', '1 * dw["down"]', ['Nothing was written: `dw["down"] = ...` names']),
-    ("adamw", "param -= root", "param += root", ["param: "]),
+    ("adamw", "param -= lr", "param += lr", ["param: "]),
     ("head_targets", "return np", "result = np",
      ["the result is nothing, where int64 of the shape (14, 3) belongs."]),
     ("head_targets", ".reshape(-1, K)", "",
