@@ -644,8 +644,7 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
 # ------------------------------------------------------------------------------------------------------------
 def check_tokens(config, tokens, what="token", low=0):
     """ValueError for an id (or with low=-1 a target) out of range."""
-    if tokens.size and (tokens.min() < low or tokens.max() >= config.vocab):
-        bad = tokens[(tokens < low) | (tokens >= config.vocab)].flat[0]
+    for bad in tokens[(tokens < low) | (tokens >= config.vocab)]:
         raise ValueError(f"{what} id {bad} is out of range: the vocabulary has {config.vocab} ids, 0 to "
                          f"{config.vocab - 1}.")
 
@@ -833,12 +832,6 @@ class Model:
         if not math.isfinite(norm):
             return norm
         self.step, self.cached = self.step + 1, []
-        scale = min(1.0, clip / (math.sqrt(squares) + 1e-6))
-
-        def clip_and_update(param, grad, m, v, decay):
-            grad *= scale
-            adamw_update(param, grad, m, v, self.step, lr, beta1, beta2, eps, decay)
-
         jobs, piece = [], 1 << 16           # numbers that stay in the cache through AdamW's dozen passes
         for rule, part, in_v, decayed in update_table(c, self.optimizer):
             flats = [flat[part] for flat in (self.flat_params, grads, self.m)]
@@ -847,8 +840,9 @@ class Model:
                 jobs += [(muon_update, *(flat[i, place].reshape(shape) for flat in flats), lr, decay)
                          for i in range(c.layers) for shape, place in matrix_table(c)]
             else:
-                flats.append(self.v[in_v])
-                jobs += [(clip_and_update, *(flat[i:i + piece] for flat in flats), decay if decayed else 0.0)
+                grads[part] *= min(1.0, clip / (math.sqrt(squares) + 1e-6))
+                flats, numbers = [*flats, self.v[in_v]], (self.step, lr, beta1, beta2, eps, decay * decayed)
+                jobs += [(adamw_update, *(flat[i:i + piece] for flat in flats), *numbers)
                          for i in range(0, len(flats[0]), piece)]
         list(self.map(lambda job: job[0](*job[1:]), jobs))
         return norm
@@ -951,11 +945,10 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
     trace: a list to which each token drawn adds (head, drafts, p): the head whose draft it was, 0 for none;
     how many drafts were read along with it; the probability that the model gave it."""
-    if not tokens:
-        raise ValueError("generate needs at least one token to continue.")
-    if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1):
-        raise ValueError(f"sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, not temperature "
-                         f"{temperature}, top_k {top_k}, top_p {top_p}.")
+    require(tokens, "generate needs at least one token to continue.")
+    require(temperature >= 0 and top_k >= 0 and 0 < top_p <= 1,
+            "sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, not temperature "
+            f"{temperature}, top_k {top_k}, top_p {top_p}.")
     seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
     drafting = model.drafts if speculate is None else model.config.predict if speculate else 0
     context, text, drafts = model.config.context, list(tokens), []
@@ -1003,7 +996,6 @@ def euler_table(model, tokens):
     Returns L+1 rows (loss, length, ids), for the embedding and after each layer: the loss of head 0 if the
     integration stopped there; the mean over positions of |f(x)|/|x| of that layer's step (0 for the
     embedding); the three best next tokens at the end of the last row."""
-    tokens = np.asarray(tokens)
     inputs, targets = as_batch(model.config, tokens[:, :-1]), tokens[:, 1:].reshape(-1, 1)
     rows, before = [], None
     for x, logits in layer_logits(model, inputs):
