@@ -29,6 +29,7 @@ first of their steps).
 What it does not do: no rewards or preferences (the other steps: RLHF, DPO); no adapters (LoRA), all weights
 are trained; no packing of several conversations into one row.
 """
+import collections
 import dataclasses
 import functools
 import glob
@@ -203,14 +204,10 @@ def make_example(tokenizer, turns, T):
     return np.array(ids), np.array(mask), cut
 
 
-@dataclasses.dataclass
-class Examples:
-    train: list         # of (ids, mask)
-    lengths: np.ndarray     # padded_lengths of train
-    held_out: list      # the same, of conversations that begin with other prompts than those in train
-    questions: list     # some of these other prompts, as text
-    cut: int            # how many were too long
-    key: str            # fingerprint of all this
+# train: a list of (ids, mask); lengths: their padded_lengths; held_out: a list like train, of conversations
+# that begin with other prompts than those in train; questions: some of these other prompts, as text; cut: how
+# many examples were too long; key: a fingerprint of all this
+Examples = collections.namedtuple("Examples", "train lengths held_out questions cut key")
 
 
 def make_examples(tokenizer, conversations, T, seed):
