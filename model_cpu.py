@@ -232,12 +232,9 @@ def table_bytes(table):
 
 def carve(memory, table, start=0):
     """dict name -> array for a table, cut out of an array of bytes from `start` on."""
-    arrays = {}
-    for name, shape, dtype in table:
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        arrays[name] = memory[start:start + size].view(dtype).reshape(shape)
-        start += table_bytes([(name, shape, dtype)])
-    return arrays
+    parts = places([start, *(table_bytes([row]) for row in table)])[1:]
+    return {name: memory[part].view(dtype)[:math.prod(shape)].reshape(shape)
+            for (name, shape, dtype), part in zip(table, parts)}
 
 
 def moment_count(config, optimizer):
@@ -730,7 +727,8 @@ class Model:
         pool = concurrent.futures.ThreadPoolExecutor(threads, **quiet) if threads > 1 else None
         self.map = pool.map if pool else map        # either takes the results in order
         # q, k, v of the tokens decoded so far, for each layer; the ids of those that generate has put there
-        self.cache, self.position, self.cached = None, 0, []
+        self.cache = np.zeros((config.layers, config.context, config.qkv_width), self.dtype)
+        self.position, self.cached = 0, []
         # Without a backward all layers compute in the arrays of one.
         self.decoder = Worker(dataclasses.replace(config, layers=1), self.dtype, None)
 
@@ -856,8 +854,6 @@ class Model:
         tokens, c, p, n = np.asarray(tokens, np.int64), self.config, self.position, len(tokens)
         require(p + n <= c.context, f"{n} tokens at position {p} do not fit the context of {c.context}.")
         check_tokens(c, tokens)
-        if self.cache is None:
-            self.cache = np.zeros((c.layers, c.context, c.qkv_width), self.dtype)
         (layer,), shared = self.decoder.buffers(1, n)
         P = np.empty((1, c.kv_heads, c.heads // c.kv_heads, n, p + n), self.dtype)
         layers = [{**layer, "qkv": rows[:p + n], "P": P} for rows in self.cache]
