@@ -143,14 +143,6 @@ def check_tensors(model, tokens, targets, h, limit=None):
 # ------------------------------------------------------------------------------------------------------------
 # The loss once more: the equations of the model in loops, sharing nothing with model_cpu but the weights
 # ------------------------------------------------------------------------------------------------------------
-def plain_rotation(x, t, theta):
-    """RoPE with complex numbers: entries i and i + D/2 are one number, which position t turns by t *
-    theta^(-2i/D)."""
-    half = len(x) // 2
-    turned = [complex(x[i], x[i + half]) * np.exp(1j * t * theta ** (-i / half)) for i in range(half)]
-    return np.array([z.real for z in turned] + [z.imag for z in turned])
-
-
 def plain_losses(w, config, tokens, targets):
     """(K,) losses.  Token by token, head by head: a token reads the lists of keys and values so far, so there
     is no mask and no batch to go wrong."""
@@ -163,16 +155,19 @@ def plain_losses(w, config, tokens, targets):
     for b in range(len(tokens)):
         keys, values = [[] for _ in range(c.layers)], [[] for _ in range(c.layers)]
         for t, token in enumerate(tokens[b]):
-            x = w["embed"][token]
+            x, turn = w["embed"][token], np.exp(1j * t * c.rope_theta ** (-2 / D * np.arange(D // 2)))
             for i in range(c.layers):
                 parts = (w[f"layers.{i}.qkv"] @ norm(x, f"layers.{i}.norm1")).reshape(-1, D)    # (H+2G,D)
-                keys[i].append([plain_rotation(row, t, c.rope_theta) for row in parts[c.heads:-c.kv_heads]])
+                # RoPE: entries i and i + D/2 are one complex number, which position t turns by the angle
+                # t theta^(-2i/D); q . k is then the real part of the sum of q conj(k)
+                real, imaginary = np.split(parts[:-c.kv_heads], 2, axis=1)
+                turned = (real + 1j * imaginary) * turn
+                keys[i].append(turned[c.heads:])
                 values[i].append(parts[-c.kv_heads:])
                 y = []
                 for h in range(c.heads):
-                    q, g = plain_rotation(parts[h], t, c.rope_theta), h // R
-                    p = [math.exp(q @ k[g] / math.sqrt(D)) for k in keys[i]]
-                    y.append(sum(p_s * v[g] for p_s, v in zip(p, values[i])) / sum(p))
+                    p = [math.exp(np.vdot(k[h // R], turned[h]).real / math.sqrt(D)) for k in keys[i]]
+                    y.append(sum(p_s * v[h // R] for p_s, v in zip(p, values[i])) / sum(p))
                 x = x + w[f"layers.{i}.out"] @ np.concatenate(y)
                 gate, up = (w[f"layers.{i}.gate_up"] @ norm(x, f"layers.{i}.norm2")).reshape(2, -1)
                 x = x + w[f"layers.{i}.down"] @ (gate / (1 + np.exp(-gate)) * up)
