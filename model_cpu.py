@@ -685,12 +685,12 @@ class Worker:
         that allocates its tens of megabytes anew spends its time in page faults."""
         if (B, T) not in self.buffers_by_shape:
             layer, shared = work_tables(self.config, B, T, self.dtype)
-            each, L = table_bytes(layer), self.config.layers
-            size = L * each + table_bytes(shared)
-            if size > len(self.memory):
-                self.memory, self.buffers_by_shape = np.empty(size, np.uint8), {}
-            self.buffers_by_shape[B, T] = ([carve(self.memory, layer, i * each) for i in range(L)],
-                                           carve(self.memory, shared, L * each))
+            tables = [layer] * self.config.layers + [shared]
+            parts = places(map(table_bytes, tables))
+            if parts[-1].stop > len(self.memory):
+                self.memory, self.buffers_by_shape = np.empty(parts[-1].stop, np.uint8), {}
+            *layers, shared = [carve(self.memory[part], table) for part, table in zip(parts, tables)]
+            self.buffers_by_shape[B, T] = layers, shared
         return self.buffers_by_shape[B, T]
 
 
