@@ -627,9 +627,8 @@ def newton_schulz(M):
 # 2025).  Nesterov: the step looks ahead by one more gradient.  M's length is lost, so nothing is clipped.
 def muon_update(param, grad, m, lr, decay, momentum=0.95):
     """In place, on matrices (rows, columns).  The gradient is spent: 0 after this."""
-    m *= momentum
     grad *= 1 - momentum
-    m += grad
+    m[...] = momentum * m + grad
     grad += momentum * m
     param *= 1 - lr * decay
     param -= lr * 0.2 * math.sqrt(max(param.shape)) * newton_schulz(grad)
