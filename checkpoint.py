@@ -18,6 +18,7 @@ moments, and what a run needs to go on), and log.jsonl, a record a step.
 
 What this file does not do: it reads our own folders only, and no pickle anywhere.
 """
+import ast
 import contextlib
 import fcntl
 import io
@@ -421,8 +422,8 @@ def plot(folder):
 # 6. A run's processes: ranks, one a GPU
 # ------------------------------------------------------------------------------------------------------------
 # Data parallelism.  Each rank has all the weights and takes its slice of a step's windows.  The loss is a sum
-# over all targets, divided by their count in the whole step; so its gradient is the sum of those of the slices.
-# The ranks add theirs up, and each makes the same update: the weights stay the same everywhere, and one rank,
+# over all targets, divided by their count in the whole step; so its gradient is the sum of the slices' ones.
+# The ranks add theirs up and make the same update: the weights stay the same everywhere, and one rank,
 # 0, is enough to print, to log and to save.
 
 # The variables by which a launcher tells a process its rank, how many there are, and its number on its host.
@@ -451,9 +452,9 @@ class Ranks:
 
     def __exit__(self, kind, error, trace):
         """The run is over: wait for each other; or it failed here, then tell the others."""
+        self.ended = True
         if error is None:
             self.gather("the end")
-        self.ended = True
         for life in self.lives if error else ():
             with contextlib.suppress(OSError):
                 life.send_bytes(explain(error).encode())
@@ -580,7 +581,7 @@ class Ranks:
         return inputs[rows], targets[rows]
 
     def add(self, array):
-        """array becomes its sum over all ranks, in their order.  Where there are GPUs, NCCL does this."""
+        """array becomes its sum over all ranks, in their order: Nccl's part, where there is no GPU."""
         flat = array.reshape(-1)
         if self.rank:
             self.lines[0].send_bytes(flat)
@@ -592,6 +593,35 @@ class Ranks:
             flat += part
         for line in self.lines:
             line.send_bytes(flat)
+
+
+class Nccl:
+    """Adds up arrays over the GPUs of a run by NVIDIA's NCCL, while other kernels work on.  It has a stream
+    of its own, which waits for that of our kernels by events only, and they for it."""
+
+    def __init__(self, ranks):
+        try:
+            import cupy                             # here, and not above: who has one GPU needs no NCCL
+            from cupy.cuda import nccl
+        except ImportError as error:
+            raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
+        where = ast.literal_eval(ranks.gather(repr(nccl.get_unique_id()))[0])
+        self.communicator = nccl.NcclCommunicator(ranks.size, where, ranks.rank)
+        self.kind, self.cuda = (nccl.NCCL_FLOAT32, nccl.NCCL_SUM), cupy.cuda
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.event = cupy.cuda.Event(disable_timing=True)
+
+    def add(self, array):
+        """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
+        self.event.record()
+        self.stream.wait_event(self.event)
+        at = array.data.ptr
+        self.communicator.allReduce(at, at, array.size, *self.kind, self.stream.ptr)
+
+    def wait(self):
+        """Queue: whatever comes next waits for the sums."""
+        self.event.record(self.stream)
+        self.cuda.get_current_stream().wait_event(self.event)
 
 
 def find_ranks(gpus, timeout):

@@ -398,7 +398,7 @@ def start(args, base, out, ranks=Ranks()):
         settings.warmup = min(settings.warmup, settings.steps // 10)
     model, _ = checkpoint.load(base, model_gpu.pick(settings.device), train.model_options(settings))
     model.config, model.step = dataclasses.replace(model.config, mtp_weight=settings.mtp_weight), 0
-    state = train.new_run(out, model, tokenizer, settings, ranks, script="sft.py", base=base)
+    state = train.new_run("sft.py", out, model, tokenizer, settings, ranks, base=base)
     print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
           f"conversations, {len(examples.held_out):,} more are held out; {examples.cut:,} were longer than "
           f"the context of {config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most "

@@ -546,7 +546,7 @@ def connect(ranks, model, settings):
         here = os.path.dirname(os.path.abspath(__file__))
         ranks.agree(code=[file_hash(path) for path in sorted(glob.glob(os.path.join(here, "*.[pc][yu]")))],
                     **dataclasses.asdict(settings), weights=zlib.crc32(model.read(model.flat_params)))
-        model.sums = model_gpu.Nccl(ranks) if settings.device == "gpu" else ranks
+        model.sums = checkpoint.Nccl(ranks) if settings.device == "gpu" else ranks
 
 
 def first_bad_tensor(model):
@@ -564,9 +564,10 @@ def save(out, model, tokenizer, settings, state):
     checkpoint.save(out, model, tokenizer, everything, chat=state["script"] == "sft.py")
 
 
-def new_run(out, model, tokenizer, settings, ranks, **more):
+def new_run(script, out, model, tokenizer, settings, ranks, **more):
     """-> the state of a run that begins, after its first save: from then on there is something to resume."""
-    state = {"tokens": 0, "seconds": 0.0, "ranks": ranks.size, **more}
+    state = {"script": script, "tokens": 0, "seconds": 0.0, **more}
+    state.update({"ranks": ranks.size} if ranks.size > 1 else {})
     if ranks.rank == 0:
         checkpoint.take(out)
         checkpoint.set_aside(out)
@@ -668,8 +669,8 @@ def dry_run(config, settings):
 
 
 def choose_device(asked, preset, planning=False, local=0):
-    """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others, of this local rank.  To plan a run
-    needs none."""
+    """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others, that of this local rank.  To plan
+    a run needs none."""
     device = asked if asked in ("cpu", "gpu") else "cpu" if preset == "small" else "gpu"
     if device == "gpu" and not planning and (reason := model_gpu.why_no_gpu()):
         raise ValueError(reason if asked == "gpu" else
@@ -792,9 +793,9 @@ def resume(args, out, script, ranks=Ranks()):
     state = checkpoint.load_state(out, model)
     before = state.get("ranks", 1)
     if before != ranks.size:
-        print(f"The run in {out} was one of {before} processes and goes on with {ranks.size}: the same batches, "
-              "and the same losses but for rounding.", flush=True)
-    state["ranks"] = ranks.size
+        print(f"The run in {out} was one of {before} processes and goes on with {ranks.size}: the same "
+              "batches, and the same losses but for rounding.", flush=True)
+        state["ranks"] = ranks.size
     return model, tokenizer, settings, state
 
 
@@ -883,7 +884,7 @@ def run(args, ranks):
         if sum(map(len, val.values())) <= config.predict:
             print("The corpus is too short for a validation part: there will be no validation loss.")
         model = model_gpu.pick(settings.device).Model(config, settings.seed, **model_options(settings))
-        state = new_run(out, model, tokenizer, settings, ranks, script="train.py")
+        state = new_run("train.py", out, model, tokenizer, settings, ranks)
         engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
         engine = f"{ranks.size} x {engine}" if ranks.size > 1 else engine
         print(f"{preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "

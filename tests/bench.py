@@ -783,7 +783,7 @@ def bench_scale(arguments):
         import cupy
         config, rng, T = CONFIGS["big"], np.random.default_rng(ranks.rank), CONFIGS["big"].context
         model = model_gpu.Model(config, precision="bf16", micro_batch=arguments.batch, optimizer=arguments.optimizer)
-        nccl = model_gpu.Nccl(ranks)
+        nccl = checkpoint.Nccl(ranks)
 
         def seconds(step):
             """Of ten steps a round, the best, on the slowest rank."""

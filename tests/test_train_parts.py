@@ -338,8 +338,8 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
     model, calls = types.SimpleNamespace(config=Uniform.config), []
     s = settings("--seed", "5", config=model.config, batch_tokens=20, steps=40)
 
-    def validate(*arguments, progress=None):
-        calls.append(arguments[3:])
+    def validate(model, tokenizer, val, micro_batch, most=None, progress=None, ranks=None):
+        calls.append((micro_batch, most) if most else (micro_batch,))
         if progress:
             progress(2_000, 2_000)
         return {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
@@ -446,10 +446,13 @@ def test_devices(monkeypatch):
                 f"the same. On a GPU it takes minutes; but: {NO_GPU}")
     with pytest.raises(ValueError, match="^The GPU engine needs CuPy"):
         train.choose_device("gpu", "small")
+    taken = []
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(model_gpu, "take_gpu", taken.append)
     for asked in ("auto", None):
-        assert [train.choose_device(asked, name) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
+        assert [train.choose_device(asked, name, local=3) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
     assert train.choose_device("gpu", "small") == "gpu" and train.choose_device("cpu", "big") == "cpu"
+    assert taken == 4 * [3] + [0]
     s = settings("--threads", "3")
     assert train.model_options(s) == {"dtype": np.float32, "threads": 3, "optimizer": "muon"}
     s = dataclasses.replace(s, device="gpu", precision="tf32", memory_limit=7, matmul="ours", micro_batch=5, optimizer="adamw")
@@ -576,6 +579,7 @@ def test_heads_that_a_gpu_does_not_take(monkeypatch, options, words):
     for gpu, dry in (False, ["--dry-run"]), (True, []), (True, ["--dry-run"]):
         if gpu:
             monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
+            monkeypatch.setattr(model_gpu, "take_gpu", lambda number: None)
         monkeypatch.setattr(train, "set_threads", lambda argv: None)
         with pytest.raises(ValueError) as error:
             train.main(["--device", "gpu", *options, *dry])
@@ -874,7 +878,7 @@ def whole(tmp_path, monkeypatch):
     open("text.txt", "w").write("text")
     for name, value in [("prepare", lambda data, vocab: done.append(("prepare", data, vocab)) or (tokenizer, tokens, {"text": tokens[:900]}, "key")),
                         ("set_threads", lambda argv: done.append(("threads", argv))), ("take", lambda out: done.append(("take", out))),
-                        ("set_aside", lambda out: done.append(("aside", out))), ("Stop", lambda: "stop"),
+                        ("set_aside", lambda out: done.append(("aside", out))), ("Stop", lambda ranks: "stop"),
                         ("save", lambda out, model, tokenizer, s, state: done.append(("save", out, dict(state)))),
                         ("train", lambda model, tokenizer, s, out, state, stop, job: done.append(("train", s, out, state, stop)) or 0),
                         ("sample_text", lambda model, tokenizer, ids, seed: f" sample {seed}"),
@@ -938,7 +942,7 @@ def test_resumed_runs(whole, monkeypatch, capsys):
     s.tokens_key = "key"
     model = model_cpu.Model(dataclasses.replace(CONFIGS["small"], layers=1), 0, np.float32)
     asked = []
-    monkeypatch.setattr(train, "resume", lambda args, out, script: asked.append((out, script)) or (model, Tokenizer.train(["ab"], 264), s, {"script": "x"}))
+    monkeypatch.setattr(train, "resume", lambda args, out, script, ranks: asked.append((out, script)) or (model, Tokenizer.train(["ab"], 264), s, {"script": "x"}))
     model.step = 800
     assert train.main(["--resume", "--out", "o"]) == 0
     assert capsys.readouterr().out == "The run in o is finished: 800 steps (--steps takes more).\n"
