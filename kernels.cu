@@ -533,8 +533,9 @@ extern "C" __global__ void copy_weights(real* copy, const float* param, long lon
 // 7. A readable matrix product
 // -----------------------------------------------------------------------------------------------------------
 // out (M,N) = a (M,I) @ b (I,N), or += where add. Covers linear_forward and linear_backward for --matmul
-// ours. Either operand may lie transposed in memory: entry (m,k) of a is a[m * a_row + k * a_column], and one
-// of the strides is 1; b likewise.
+// ours. out is fp32 where single is set (gradients of weights, and logits that are looked at), else real; only
+// the fp32 one is added to. Either operand may lie transposed in memory: entry (m,k) of a is a[m * a_row +
+// k * a_column], and one of the strides is 1; b likewise.
 //
 // Read naively, each entry of a would come from memory N times. Here a block computes a 64 x 64 tile of out:
 // it brings 64 x 16 pieces of a and b to shared memory and uses every number 64 times; a thread keeps 4 x 4
@@ -544,9 +545,9 @@ extern "C" __global__ void copy_weights(real* copy, const float* param, long lon
 // Grid (ceil(N/64), ceil(M/64)); 256 threads.
 constexpr int TILE = 64, DEPTH = 16;
 
-template <class Out>
-__device__ void tiled_product(Out* out, const real* a, const real* b, int M, int N, int I, int a_row,
-                              int a_column, int b_row, int b_column, int out_row, int add) {
+extern "C" __global__ void __launch_bounds__(256)
+matmul(void* out, const real* a, const real* b, int M, int N, int I, int a_row, int a_column, int b_row,
+       int b_column, int out_row, int add, int single) {
     __shared__ float A[DEPTH][TILE + 1], B[DEPTH][TILE + 1];  // + 1: a column then lies in different banks
     int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x, ty = threadIdx.x / 16, tx = threadIdx.x % 16;
     float sum[4][4] = {};
@@ -570,22 +571,10 @@ __device__ void tiled_product(Out* out, const real* a, const real* b, int M, int
         for (int j = 0; j < 4; j++) {
             int m = m0 + ty + 16 * i, n = n0 + tx + 16 * j;
             if (m >= M || n >= N) continue;
-            Out* to = out + (long long)m * out_row + n;
-            store(to, sum[i][j] + (add ? to_float(*to) : 0.0f));
+            long long at = (long long)m * out_row + n;
+            if (single) ((float*)out)[at] = sum[i][j] + (add ? ((float*)out)[at] : 0.0f);
+            else store((real*)out + at, sum[i][j]);
         }
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-matmul(real* out, const real* a, const real* b, int M, int N, int I, int a_row, int a_column, int b_row,
-       int b_column, int out_row, int add) {
-    tiled_product(out, a, b, M, N, I, a_row, a_column, b_row, b_column, out_row, add);
-}
-
-// The same with an fp32 result: gradients of weights, and logits that are looked at.
-extern "C" __global__ void __launch_bounds__(256)
-matmul_to_fp32(float* out, const real* a, const real* b, int M, int N, int I, int a_row, int a_column,
-               int b_row, int b_column, int out_row, int add) {
-    tiled_product(out, a, b, M, N, I, a_row, a_column, b_row, b_column, out_row, add);
 }
 
 // -----------------------------------------------------------------------------------------------------------

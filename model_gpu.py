@@ -359,9 +359,9 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
             product(gpu, *matrices, transpose_a, transpose_b, add)
         return
     steps_a, steps_b = (1, lda) if transpose_a else (lda, 1), (1, ldb) if transpose_b else (ldb, 1)
-    name = "matmul_to_fp32" if out.dtype == np.float32 else "matmul"
-    gpu.launch(name, (ceil_div(N, 64), ceil_div(M, 64)), 256,
-               *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)), M, N, I, *steps_a, *steps_b, ldo, add)
+    gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256,
+               *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)), M, N, I, *steps_a, *steps_b, ldo, add,
+               out.dtype == np.float32)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -895,14 +895,15 @@ def test_launches_of_products(M, N, grid):
         launch, = launches_of(function, out, a, b)
         assert launch[4:7] == [("uint64", x.ctypes.data) for x in (out, a, b)]
         return launch[:4] + launch[7:]
-    for dtype, name in ((np.uint16, "matmul"), (np.float32, "matmul_to_fp32")):
+    for dtype in np.uint16, np.float32:
+        single = dtype == np.float32
         out, w, x = array(M, N, dtype=dtype), array(N, 24), array(M, 24)
         assert of(model_gpu.linear_forward, out, x, w) == [
-            name, grid, 256, 0, *i32(M, N, 24, 24, 1, 1, 24, N, 0)]
+            "matmul", grid, 256, 0, *i32(M, N, 24, 24, 1, 1, 24, N, 0, single)]
         assert of(model_gpu.linear_backward_input, out, x, array(24, N)) == [
-            name, grid, 256, 0, *i32(M, N, 24, 24, 1, N, 1, N, 0)]
+            "matmul", grid, 256, 0, *i32(M, N, 24, 24, 1, N, 1, N, 0, single)]
         assert of(model_gpu.linear_backward_weight, out, array(24, M), array(24, N)) == [
-            name, grid, 256, 0, *i32(M, N, 24, 1, M, N, 1, N, 1)]
+            "matmul", grid, 256, 0, *i32(M, N, 24, 1, M, N, 1, N, 1, single)]
 
 
 @pytest.mark.parametrize("config, N, T, blocks, sizes", [
@@ -1053,7 +1054,7 @@ def test_launches_of_decoding(made, monkeypatch):
         assert launched("swiglu_forward") == [((32, 2), 256, [2056])]
         assert launched("draw") == [((1, 3), 1024, [48])]   # of the last row
         assert launched("decode") == []
-        logits = [(grid, numbers[:3]) for grid, _, numbers in launched("matmul_to_fp32")[-2:]]
+        logits = [(grid, numbers[:3]) for grid, _, numbers in launched("matmul")[-2:]]
         assert logits == [((3, 1), [1, 144, 64]), ((3, 1), [32, 144, 64])]      # for draw, for the caller
         seen.clear()
         model.extend([1] * 3)
@@ -1071,7 +1072,7 @@ def test_launches_of_decoding(made, monkeypatch):
         model.draw([1] * 9, 1, 2, 5, 0, 1.0, 0, 1.0, 48)    # a prompt at an offset
         assert launched("rope") == [((1,), 256, [9, 44, 3, 32, 128])] and launched("draw") == [((1, 2), 1024, [48])]
         assert launched("flash") == [((2, 1, 1), 128, [44, 2, 1])]
-        (grid, _, numbers), = launched("matmul_to_fp32")[-1:]
+        (grid, _, numbers), = launched("matmul")[-1:]
         assert (grid, numbers[:3]) == ((2, 1), [1, 96, 64])
         model.position = 0
         seen.clear()
@@ -1109,8 +1110,7 @@ def test_few_rows_are_as_many_as_the_heads_or_eight(made, predict, most):
             assert groups == 9 * [-(-n // 4)] and seen[-1][1] == (n, predict)
         else:
             names = ["flash" if name.startswith("flash") else name for name in names]
-            assert names == ["embedding_forward", *2 * PROMPT, "rmsnorm_forward", "matmul_to_fp32", "draw",
-                             "matmul_to_fp32"]
+            assert names == ["embedding_forward", *2 * PROMPT, "rmsnorm_forward", "matmul", "draw", "matmul"]
             assert [call for call in seen if call[0] == "draw"][0][1] == (1, predict)
 
 
