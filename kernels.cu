@@ -18,36 +18,14 @@
 //   * a thread moves 16 bytes at a time, eight bf16 numbers (C, F and V are multiples of 8), neighbours side
 //     by side.
 //
-// Arithmetic is fp32 always, but for the noise of section 9. BF16 chooses how activations and the weights of
-// products are stored. No atomics: every sum has one order, so two runs give the same bits.
-#ifndef BF16
-#define BF16 0
-#endif
-
-#if BF16
-typedef unsigned short real;  // bf16: the upper half of a float
-#else
-typedef float real;
-#endif
+// Arithmetic is fp32 always, but for the noise of section 9. model_gpu.py compiles the file with -DBF16=0 or 1,
+// which chooses how activations and the weights of products are stored (`real`). No atomics: every sum has one
+// order, so two runs give the same bits.
 
 // -----------------------------------------------------------------------------------------------------------
 // 1. Eight numbers at a time, sums over a block
 // -----------------------------------------------------------------------------------------------------------
 struct Eight { float x[8]; };
-
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(unsigned short x) { return __uint_as_float(unsigned(x) << 16); }
-
-#if BF16 && !defined(CUDA_ON_CPU)
-// Two floats rounded to bf16 (to nearest, ties to even) in one word, `low` in its lower half.
-__device__ unsigned pack_bf16(float low, float high) {
-    unsigned word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-#endif
-
-__device__ void store(float* to, float x) { *to = x; }
 
 __device__ Eight load8(const float* from) {
     float4 a = ((const float4*)from)[0], b = ((const float4*)from)[1];
@@ -62,7 +40,17 @@ __device__ Eight store8(float* to, Eight v) {
 }
 
 #if BF16
-typedef uint4 Packed;  // eight numbers as they lie in memory
+typedef unsigned short real;  // bf16: the upper half of a float
+typedef uint4 Packed;         // eight numbers as they lie in memory
+
+#ifndef CUDA_ON_CPU
+// Two floats rounded to bf16 (to nearest, ties to even) in one word, `low` in its lower half.
+__device__ unsigned pack_bf16(float low, float high) {
+    unsigned word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+#endif
 
 __device__ float low(unsigned word) { return __uint_as_float(word << 16); }
 __device__ float high(unsigned word) { return __uint_as_float(word & 0xFFFF0000u); }
@@ -75,6 +63,8 @@ __device__ Packed load_packed(const real* from) { return *(const uint4*)from; }
 
 __device__ Eight load8(const real* from) { return unpack8(load_packed(from)); }
 
+__device__ float to_float(real x) { return low(x); }
+
 __device__ void store(real* to, float x) { *to = (unsigned short)pack_bf16(x, 0.0f); }
 
 __device__ Eight store8(real* to, Eight v) {
@@ -84,9 +74,12 @@ __device__ Eight store8(real* to, Eight v) {
     return unpack8(w);
 }
 #else
+typedef float real;
 typedef Eight Packed;
 __device__ Eight unpack8(Packed v) { return v; }
 __device__ Packed load_packed(const real* from) { return load8(from); }
+__device__ float to_float(real x) { return x; }
+__device__ void store(real* to, float x) { *to = x; }
 #endif
 
 __device__ float dot8(Eight a, Eight b) {
