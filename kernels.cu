@@ -93,13 +93,14 @@ __device__ float warp_sum(float x) {
     return x;
 }
 
-__device__ float warp_max(float x) {
-    for (int bit = 16; bit > 0; bit /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
+template <class T>
+__device__ T warp_max(T x) {
+    for (int bit = 16; bit > 0; bit /= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
     return x;
 }
 
 // Sum and maximum over the block, the same in every thread: within each warp, then over the warps through
-// `slots`, 32 floats of shared memory that no thread still reads. What was written to shared memory before is
+// `slots`, 32 numbers of shared memory that no thread still reads. What was written to shared memory before is
 // visible after.
 __device__ float block_sum(float x, float* slots) {
     x = warp_sum(x);
@@ -110,11 +111,12 @@ __device__ float block_sum(float x, float* slots) {
     return x;
 }
 
-__device__ float block_max(float x, float* slots) {
+template <class T>
+__device__ T block_max(T x, T* slots) {
     x = warp_max(x);
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
     __syncthreads();
-    for (int w = 0; w < blockDim.x / 32; w++) x = fmaxf(x, slots[w]);
+    for (int w = 0; w < blockDim.x / 32; w++) x = max(x, slots[w]);
     return x;
 }
 
@@ -815,27 +817,23 @@ __device__ Key order_key(float x, int id) {
 
 __device__ int id_of(Key key) { return 0xFFFF - int(key & 0xFFFF); }
 
-__device__ Key largest_of_all(Key x, Key* slots) {
-    for (int bit = 16; bit > 0; bit /= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
-    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
-    __syncthreads();
-    for (int w = 0; w < 32; w++) x = max(x, slots[w]);
-    return x;
+// What the ids whose keys are `least` or larger weigh together: each 1 where scale is 0, else exp(scale (z -
+// top)).
+__device__ float weight_from(Key least, float scale, float top, const float* z, int vocab, float* slots) {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int id = threadIdx.x; id < vocab; id += 1024)
+        if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
+    return block_sum(sum, slots);
 }
 
-// A key from which on, in their order, the weights of ids reach `amount`, and not from any larger id's on:
-// found bit by bit from the top. scale 0: every id weighs 1; else exp(scale (z - top)). Ids below `floor` do
-// not count.
-__device__ Key key_where(float amount, float scale, float top, Key floor, const float* z, int vocab,
+// A key from which on the ids weigh `amount`, and not from any larger id's on: found bit by bit from the top.
+__device__ Key key_where(float amount, float scale, float top, const float* z, int vocab,
                          float (*slots)[32]) {
     Key found = 0;
     for (int bit = 47; bit >= 0; bit--) {
-        Key tried = found | Key(1) << bit, least = max(tried, floor);
-        float sum = 0.0f;
-#pragma unroll 4
-        for (int id = threadIdx.x; id < vocab; id += 1024)
-            if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
-        sum = block_sum(sum, slots[bit % 2]);
+        Key tried = found | Key(1) << bit;
+        float sum = weight_from(tried, scale, top, z, vocab, slots[bit % 2]);
         if (sum >= amount) found = tried;
         if (sum == amount) break;
     }
@@ -871,28 +869,21 @@ extern "C" __global__ void draw(int* ids, float* p, const float* logits, const i
     await_last();
 #pragma unroll 4
     for (int id = threadIdx.x; id < vocab; id += 1024) largest = max(largest, order_key(z[id], id));
-    largest = largest_of_all(largest, keys[0]);
+    largest = block_max(largest, keys[0]);
     float top = z[id_of(largest)], scale = float(1.0 / drawing[0]), sum = 0.0f;
-    if (top_k == 1)
-        floor = largest;
-    else {
-        if (top_k > 0 && top_k < vocab) floor = key_where(top_k, 0.0f, top, 0, z, vocab, slots);
-        if (drawing[1] < 1.0) {
-            for (int id = threadIdx.x; id < vocab; id += 1024)
-                if (order_key(z[id], id) >= floor) sum += expf(scale * (z[id] - top));
-            sum = block_sum(sum, slots[1]);
-            __syncthreads();  // slots are free again
-            floor = max(floor, key_where(float(drawing[1]) * sum, scale, top, floor, z, vocab, slots));
-        }
+    if (top_k == 1) floor = largest;
+    else if (top_k > 0 && top_k < vocab) floor = key_where(top_k, 0.0f, top, z, vocab, slots);
+    if (top_k != 1 && drawing[1] < 1.0) {
+        float amount = float(drawing[1]) * weight_from(floor, scale, top, z, vocab, slots[0]);
+        floor = max(floor, key_where(amount, scale, top, z, vocab, slots));  // which uses slots[1] first
     }
-    sum = 0.0f;
 #pragma unroll 4
     for (int id = threadIdx.x; id < vocab; id += 1024) {
         sum += expf(z[id] - top);
         if (order_key(z[id], id) >= floor)
             best = max(best, order_key(float((z[id] - top) / drawing[0] + gumbel(*seed, t, id)), id));
     }
-    best = largest_of_all(best, keys[1]);
+    best = block_max(best, keys[1]);
     sum = block_sum(sum, slots[0]);
     if (threadIdx.x > 0) return;
     ids[index] = id_of(best);
