@@ -58,7 +58,7 @@
 //   512, 7% slower at 4096). The tensor cores are busy about half of the time. Peers, 12/4 heads too, in the
 //   run of the last line: PyTorch 2.11's flash 0.89 | 1.19 | 3.14, its cuDNN 0.52 | 0.72 | 1.90.
 
-constexpr int D = HEAD_DIM;
+constexpr int D = HEAD_DIM, THREADS = 128;
 constexpr float MASKED = -1e30f;  // for minus infinity: exp(MASKED - m) is 0, and MASKED - MASKED is not NaN
 
 // One head of one sequence: T rows of D numbers, `stride` apart.
@@ -105,9 +105,9 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 }
 
 // How the kernels are launched. `rows` is how many queries, or keys in dkdv, a block owns:
-//     readable      rows = 4096 / D                   128 threads
-//     _bf16         rows = 128, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
-//     _tf32         rows = 64, only for D <= 64       128 threads    tile = rows * D * 4 bytes
+//     readable      rows = 4096 / D                   THREADS threads
+//     _bf16         rows = 128, and 64 for D = 128    THREADS threads    tile = rows * D * 2 bytes
+//     _tf32         rows = 64, only for D <= 64       THREADS threads    tile = rows * D * 4 bytes
 //
 //     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse; with fewer blocks the last
 //     flash_backward_dq      grid (H, B, ceil(T / rows))    the first H*D columns of dqkv, and delta
@@ -116,19 +116,19 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 // most 98 KB, which every GPU from 8.0 on gives a block that asks for it (max_dynamic_shared_size_bytes in
 // CuPy).
 //
-// The kernels of a version: its functions under the names by which they are launched. The last arguments are
-// launch bounds: threads a block, and how many blocks are to fit a multiprocessor at once.
-#define FLASH_KERNELS(suffix, version, Real, ...)                                                            \
-    extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                                                \
+// The kernels of a version: its functions under the names by which they are launched. Two blocks are to fit a
+// multiprocessor at once.
+#define FLASH_KERNELS(suffix, version, Real)                                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
     flash_forward##suffix(Real* out, float* lse, const Real* qkv, int T, int H, int G) {                     \
         version::forward(out, lse, qkv, T, H, G);                                                            \
     }                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
     flash_backward_dq##suffix(Real* dqkv, float* delta, const Real* dout, const Real* out, const float* lse, \
                               const Real* qkv, const float* cos, const float* sin, int T, int H, int G) {    \
         version::backward_dq(dqkv, delta, dout, out, lse, qkv, {cos, sin}, T, H, G);                         \
     }                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
     flash_backward_dkdv##suffix(Real* dqkv, const float* delta, const Real* dout, const float* lse,          \
                                 const Real* qkv, const float* cos, const float* sin, int T, int H, int G) {  \
         version::backward_dkdv(dqkv, delta, dout, lse, qkv, {cos, sin}, T, H, G);                            \
@@ -144,73 +144,49 @@ namespace readable {
 
 // Two rows belong to a group of LANES lanes of one warp. Each lane has 16 columns of both, so that what it
 // reads from shared memory serves twice.
-constexpr int THREADS = 128, LANES = D / 16, GROUPS = 32 / LANES, WARP_ROWS = 2 * GROUPS;
+constexpr int LANES = D / 16, GROUPS = 32 / LANES, WARP_ROWS = 2 * GROUPS;
 constexpr int ROWS = THREADS / 32 * WARP_ROWS, TILE = 32;  // rows of a tile: one for each lane of a warp
 
-typedef float4 Tile[TILE][D / 4];
+struct alignas(16) Tile { float rows[TILE][D]; };
 
-struct Rows {  // the columns of its two rows that a lane has
-    float4 x[2][4];
-};
-
-struct Pair {  // a number for each of the two rows, the same in all lanes of the group
-    float x[2];
-    __device__ float& operator[](int r) { return x[r]; }
-};
+struct alignas(16) Row { float x[16]; };  // the columns of a row that a lane has
 
 // The first of this lane's two rows, counted from the block's first.
 __device__ int own_row() { return threadIdx.x / 32 * WARP_ROWS + threadIdx.x % GROUPS * 2; }
 
-// Which float4 of a row is this lane's n-th. Lanes side by side belong to different groups and have the same
-// columns: they read one address of shared memory. The others read neighbouring ones, in other banks.
-__device__ int own_column(int n) { return n * LANES + threadIdx.x % 32 / GROUPS; }
+// Which column of a row is this lane's n-th. They come in fours, 16 bytes. Lanes side by side belong to
+// different groups and have the same columns: they read one address of shared memory. The others read
+// neighbouring ones, in other banks.
+__device__ int own_column(int n) { return 4 * (n / 4 * LANES + threadIdx.x % 32 / GROUPS) + n % 4; }
 
-// Rows first and first + 1 of a head; past the end the last one, for nobody's use.
-__device__ Rows load(Matrix<const float> from, int first) {
-    Rows rows;
-    for (int r = 0; r < 2; r++)
-        for (int n = 0; n < 4; n++)
-            rows.x[r][n] = ((const float4*)from.row(min(first + r, from.T - 1)))[own_column(n)];
-    return rows;
+// Row t of a head; past the end the last one, for nobody's use.
+__device__ Row load(Matrix<const float> from, int t) {
+    Row row;
+    for (int n = 0; n < 16; n += 4)
+        *(float4*)(row.x + n) = *(const float4*)(from.row(min(t, from.T - 1)) + own_column(n));
+    return row;
 }
 
-__device__ Rows scaled(Pair factor, Rows rows) {
-    for (int r = 0; r < 2; r++)
-        for (float4& a : rows.x[r])
-            a = make_float4(factor[r] * a.x, factor[r] * a.y, factor[r] * a.z, factor[r] * a.w);
-    return rows;
+// Row t of a head, if there is one, = factor * row; if there is a rope, turned back.
+__device__ void store(Matrix<float> to, int t, float factor, Row row, Rope rope = {}) {
+    if (t >= to.T) return;
+    for (float& x : row.x) x *= factor;
+    for (int n = 0; n < 8 && rope.cos; n += 2)  // the pair's second column is the lane's eighth to the right
+        turn_back((float2&)row.x[n], (float2&)row.x[n + 8], rope, t * (D / 2) + own_column(n));
+    for (int n = 0; n < 16; n += 4) *(float4*)(to.row(t) + own_column(n)) = *(const float4*)(row.x + n);
 }
 
-// Rows first and first + 1 of a head = rows, as far as they exist; if there is a rope, turned back.
-__device__ void store(Matrix<float> to, int first, Rows rows, Rope rope = {}) {
-    for (int r = 0; r < 2 && first + r < to.T; r++) {
-        float2* x = (float2*)rows.x[r];  // the second four lie D/2 columns to the right of the first
-        for (int n = 0; n < 4 && rope.cos; n++)
-            turn_back(x[n], x[n + 4], rope, (first + r) * (D / 2) + 4 * own_column(n / 2) + n % 2 * 2);
-        for (int n = 0; n < 4; n++) ((float4*)to.row(first + r))[own_column(n)] = rows.x[r][n];
-    }
-}
-
-// rows . y, over all D columns
-__device__ Pair dot(const Rows& rows, const float4* y) {
-    Pair sum = {};
-    for (int n = 0; n < 4; n++)
-        for (int r = 0; r < 2; r++) {
-            float4 a = rows.x[r][n], b = y[own_column(n)];
-            sum[r] = sum[r] + a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
-        }
-    for (int bit = GROUPS; bit < 32; bit *= 2)
-        for (int r = 0; r < 2; r++) sum[r] += __shfl_xor_sync(0xFFFFFFFF, sum[r], bit);
+// row . y, over all D columns
+__device__ float dot(const Row& row, const float* y) {
+    float sum = 0.0f;
+    for (int n = 0; n < 16; n++) sum += row.x[n] * y[own_column(n)];
+    for (int bit = GROUPS; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
     return sum;
 }
 
-// rows += p y
-__device__ void add_product(Rows& rows, Pair p, const float4* y) {
-    for (int n = 0; n < 4; n++)
-        for (int r = 0; r < 2; r++) {
-            float4 &a = rows.x[r][n], b = y[own_column(n)];
-            a = make_float4(a.x + p[r] * b.x, a.y + p[r] * b.y, a.z + p[r] * b.z, a.w + p[r] * b.w);
-        }
+// row += p y
+__device__ void add_product(Row& row, float p, const float* y) {
+    for (int n = 0; n < 16; n++) row.x[n] += p * y[own_column(n)];
 }
 
 // Tiles x and y = rows first .. first + TILE - 1 of two heads; past the end the last one.
@@ -218,10 +194,10 @@ __device__ void load_tiles(Tile& x, Matrix<const float> from_x, Tile& y, Matrix<
                            int first) {
     __syncthreads();  // nobody reads what was there any more
     #pragma unroll 2  // more at once would take registers from the sums
-    for (int n = threadIdx.x; n < TILE * D / 4; n += THREADS) {
-        int row = n / (D / 4), column = n % (D / 4), t = min(first + row, from_x.T - 1);
-        x[row][column] = ((const float4*)from_x.row(t))[column];
-        y[row][column] = ((const float4*)from_y.row(t))[column];
+    for (int n = 4 * threadIdx.x; n < TILE * D; n += 4 * THREADS) {
+        int row = n / D, column = n % D, t = min(first + row, from_x.T - 1);
+        *(float4*)(x.rows[row] + column) = *(const float4*)(from_x.row(t) + column);
+        *(float4*)(y.rows[row] + column) = *(const float4*)(from_y.row(t) + column);
     }
     __syncthreads();  // the tiles are complete
 }
@@ -235,31 +211,34 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
     const float scale = rsqrtf(float(D));
     auto in = heads_of(qkv, b, h, g, T, H, G);
 
-    Rows q = load(in.q, query), O = {};
-    Pair m = {MASKED, MASKED}, l = {}, alpha;
+    Row q[2] = {load(in.q, query), load(in.q, query + 1)}, O[2] = {};
+    float m[2] = {MASKED, MASKED}, l[2] = {};
     for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j += STEP) {
-            Pair S[STEP], P[STEP];
-            for (int n = 0; n < STEP; n++) S[n] = dot(q, K[j + n]);
+            float S[STEP][2];
+            for (int n = 0; n < STEP; n++)
+                for (int r = 0; r < 2; r++) S[n][r] = dot(q[r], K.rows[j + n]);
             for (int r = 0; r < 2; r++) {  // online softmax
                 float m_new = m[r];
                 for (int n = 0; n < STEP; n++) {
                     S[n][r] = first + j + n <= query + r ? scale * S[n][r] : MASKED;
                     m_new = fmaxf(m_new, S[n][r]);
                 }
-                alpha[r] = expf(m[r] - m_new);
+                float alpha = expf(m[r] - m_new);
                 m[r] = m_new;
-                l[r] *= alpha[r];
-                for (int n = 0; n < STEP; n++) l[r] += P[n][r] = expf(S[n][r] - m[r]);
+                l[r] *= alpha;
+                for (float& x : O[r].x) x *= alpha;
+                for (int n = 0; n < STEP; n++) l[r] += S[n][r] = expf(S[n][r] - m[r]);  // P
             }
-            O = scaled(alpha, O);
-            for (int n = 0; n < STEP; n++) add_product(O, P[n], V[j + n]);
+            for (int n = 0; n < STEP; n++)
+                for (int r = 0; r < 2; r++) add_product(O[r], S[n][r], V.rows[j + n]);
         }
     }
-    store(head_of(out, b, h, T, H), query, scaled({1.0f / l[0], 1.0f / l[1]}, O));
-    for (int r = 0; r < 2; r++)
+    for (int r = 0; r < 2; r++) {
+        store(head_of(out, b, h, T, H), query + r, 1.0f / l[r], O[r]);
         if (query + r < T) numbers_of(lse, b, h, T, H)[query + r] = m[r] + logf(l[r]);
+    }
 }
 
 __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const float* out, const float* lse,
@@ -270,26 +249,26 @@ __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const 
     const float scale = rsqrtf(float(D));
     auto in = heads_of(qkv, b, h, g, T, H, G);
 
-    Rows q = load(in.q, query), dO = load(head_of(dout, b, h, T, H), query), dQ = {};
-    Pair L, Delta, dS;
+    Row q[2], dO[2], dQ[2] = {};
+    float L[2], Delta[2];
     for (int r = 0; r < 2; r++) {
         int t = min(query + r, T - 1);
+        q[r] = load(in.q, t);
+        dO[r] = load(head_of(dout, b, h, T, H), t);
         L[r] = numbers_of(lse, b, h, T, H)[t];
-        Delta[r] = dot(dO, (const float4*)head_of(out, b, h, T, H).row(t))[r];
+        Delta[r] = dot(dO[r], head_of(out, b, h, T, H).row(t));
         numbers_of(delta, b, h, T, H)[t] = Delta[r];
     }
     for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
-        for (int j = 0; j < TILE && first + j <= last; j++) {
-            Pair S = dot(q, K[j]), dP = dot(dO, V[j]);
+        for (int j = 0; j < TILE && first + j <= last; j++)
             for (int r = 0; r < 2; r++) {
-                float P = expf((first + j <= query + r ? scale * S[r] : MASKED) - L[r]);
-                dS[r] = P * (dP[r] - Delta[r]);
+                float S = dot(q[r], K.rows[j]), dP = dot(dO[r], V.rows[j]);
+                float P = expf((first + j <= query + r ? scale * S : MASKED) - L[r]);
+                add_product(dQ[r], P * (dP - Delta[r]), K.rows[j]);
             }
-            add_product(dQ, dS, K[j]);
-        }
     }
-    store(heads_of(dqkv, b, h, g, T, H, G).q, query, scaled({scale, scale}, dQ), rope);
+    for (int r = 0; r < 2; r++) store(heads_of(dqkv, b, h, g, T, H, G).q, query + r, scale, dQ[r], rope);
 }
 
 __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout, const float* lse,
@@ -299,33 +278,33 @@ __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout
     const float scale = rsqrtf(float(D));
     auto in = heads_of(qkv, b, 0, g, T, H, G);
 
-    Rows k = load(in.k, key), v = load(in.v, key), dK = {}, dV = {};
-    Pair P, dS;
+    Row k[2] = {load(in.k, key), load(in.k, key + 1)}, dK[2] = {};
+    Row v[2] = {load(in.v, key), load(in.v, key + 1)}, dV[2] = {};
     for (int h = g * (H / G); h < (g + 1) * (H / G); h++)
         for (int first = j * ROWS; first < T; first += TILE) {
             load_tiles(Q, heads_of(qkv, b, h, g, T, H, G).q, dO, head_of(dout, b, h, T, H), first);
-            int t = min(first + int(threadIdx.x % 32), T - 1);  // each lane fetches the numbers of one query
-            float L = numbers_of(lse, b, h, T, H)[t], Delta = numbers_of(delta, b, h, T, H)[t];
             // from the first query that sees a key of this warp
             for (int i = max(0, (key & -WARP_ROWS) - first); i < TILE && first + i < T; i++) {
-                Pair S = dot(k, Q[i]);
-                float L_i = __shfl_sync(0xFFFFFFFF, L, i);
-                for (int r = 0; r < 2; r++)
-                    P[r] = expf((key + r <= first + i ? scale * S[r] : MASKED) - L_i);
-                add_product(dV, P, dO[i]);
-                Pair dP = dot(v, dO[i]);
-                float delta_i = __shfl_sync(0xFFFFFFFF, Delta, i);
-                for (int r = 0; r < 2; r++) dS[r] = P[r] * (dP[r] - delta_i);
-                add_product(dK, dS, Q[i]);
+                float L = numbers_of(lse, b, h, T, H)[first + i];
+                float Delta = numbers_of(delta, b, h, T, H)[first + i];
+                #pragma unroll  // for registers
+                for (int r = 0; r < 2; r++) {
+                    float S = dot(k[r], Q.rows[i]), dP = dot(v[r], dO.rows[i]);
+                    float P = expf((key + r <= first + i ? scale * S : MASKED) - L);
+                    add_product(dV[r], P, dO.rows[i]);
+                    add_product(dK[r], P * (dP - Delta), Q.rows[i]);
+                }
             }
         }
-    store(heads_of(dqkv, b, 0, g, T, H, G).k, key, scaled({scale, scale}, dK), rope);
-    store(heads_of(dqkv, b, 0, g, T, H, G).v, key, dV);
+    for (int r = 0; r < 2; r++) {
+        store(heads_of(dqkv, b, 0, g, T, H, G).k, key + r, scale, dK[r], rope);
+        store(heads_of(dqkv, b, 0, g, T, H, G).v, key + r, 1.0f, dV[r]);
+    }
 }
 
 }  // namespace readable
 
-FLASH_KERNELS(, readable, float, readable::THREADS, 2)
+FLASH_KERNELS(, readable, float)
 
 // ===========================================================================================================
 // 2. The fast version: tensor cores, bf16 or tf32, compute capability 8.0 and later
@@ -428,7 +407,6 @@ __device__ __forceinline__ void each(F f) {
 //     [2], [3]: row l / 4 + 8,  the same columns.
 // So a lane has two of every 16 rows, half = 0 and 1.
 
-constexpr int THREADS = 128;                   // four warps, each of which owns 16 M rows of the block's tile
 constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(LOG2_E x), and exp2 is one instruction
 
 // The number of this thread's warp, from lane 0, which tells the compiler that all lanes agree on it.
@@ -835,9 +813,9 @@ struct Kernels {
 
 }  // namespace fast
 
-FLASH_KERNELS(_bf16, fast::Kernels<unsigned short>, unsigned short, fast::THREADS, 2)
+FLASH_KERNELS(_bf16, fast::Kernels<unsigned short>, unsigned short)
 #if HEAD_DIM <= 64  // rows of 128 floats need more registers than there are
-FLASH_KERNELS(_tf32, fast::Kernels<float>, float, fast::THREADS, 2)
+FLASH_KERNELS(_tf32, fast::Kernels<float>, float)
 #endif
 
 #endif
