@@ -613,7 +613,6 @@ __device__ void products_of_rows(const real* x, const float* gain, float eps, co
     int step = 256 * warps, i = 8 * (threadIdx.x % (32 * warps));
     do {
         Packed a[AHEAD], b[AHEAD];
-#pragma unroll
         for (int c = 0; c < AHEAD; c++)
             if (i + c * step < I) {
                 a[c] = load_packed(w_a + i + c * step);
@@ -639,7 +638,6 @@ __device__ void products_of_rows(const real* x, const float* gain, float eps, co
         }
         i += AHEAD * step;
     } while (i < I);
-#pragma unroll
     for (int r = 0; r < N; r++) {
         float factor = gain ? rsqrtf(warp_sum(squares[r]) / I + eps) : 1.0f;
         float total_a = factor * warp_sum(sum_a[r]), total_b = factor * warp_sum(sum_b[r]);
@@ -766,7 +764,6 @@ decode_attention(real* y, const real* qkv, const int* place, int H, int G, int D
         const real* key = keys + (from + min(lane, count - 1)) * width;
         const real* value = values + from * width + piece;
         Packed v[4];  // four values a round, loaded a round before they are needed
-#pragma unroll
         for (int i = 0; i < 4; i++) v[i] = load_packed(value + min(group + i * groups, count - 1) * width);
         float score = 0.0f;
 #pragma unroll 4
@@ -778,7 +775,6 @@ decode_attention(real* y, const real* qkv, const int* place, int H, int G, int D
         l = factor * l + warp_sum(weight);
         for (int c = 0; c < 8; c++) sum.x[c] *= factor;
         for (int j = 0; j < 32; j += 4 * groups)
-#pragma unroll
             for (int i = 0; i < 4; i++) {
                 int other = j + i * groups + group;
                 float w = __shfl_sync(0xFFFFFFFF, weight, other);
@@ -821,7 +817,6 @@ __device__ int id_of(Key key) { return 0xFFFF - int(key & 0xFFFF); }
 // top)).
 __device__ float weight_from(Key least, float scale, float top, const float* z, int vocab, float* slots) {
     float sum = 0.0f;
-#pragma unroll 4
     for (int id = threadIdx.x; id < vocab; id += 1024)
         if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
     return block_sum(sum, slots);
@@ -867,7 +862,6 @@ extern "C" __global__ void draw(int* ids, float* p, const float* logits, const i
     const float* z = logits + (long long)index * V;
     Key largest = 0, best = 0, floor = 0;
     await_last();
-#pragma unroll 4
     for (int id = threadIdx.x; id < vocab; id += 1024) largest = max(largest, order_key(z[id], id));
     largest = block_max(largest, keys[0]);
     float top = z[id_of(largest)], scale = float(1.0 / drawing[0]), sum = 0.0f;
