@@ -18,9 +18,9 @@
 //   * a thread moves 16 bytes at a time, eight bf16 numbers (C, F and V are multiples of 8), neighbours side
 //     by side.
 //
-// Arithmetic is fp32 always, but for the noise of section 9. model_gpu.py compiles the file with -DBF16=0 or 1,
-// which chooses how activations and the weights of products are stored (`real`). No atomics: every sum has one
-// order, so two runs give the same bits.
+// Arithmetic is fp32 always, but for the noise of section 9. model_gpu.py compiles the file with -DBF16=0 or
+// 1, which chooses how activations and the weights of products are stored (`real`). No atomics: every sum has
+// one order, so two runs give the same bits.
 
 // -----------------------------------------------------------------------------------------------------------
 // 1. Eight numbers at a time, sums over a block
@@ -100,8 +100,8 @@ __device__ T warp_max(T x) {
 }
 
 // Sum and maximum over the block, the same in every thread: within each warp, then over the warps through
-// `slots`, 32 numbers of shared memory that no thread still reads. What was written to shared memory before is
-// visible after.
+// `slots`, 32 numbers of shared memory that no thread still reads. What was written to shared memory before
+// is visible after.
 __device__ float block_sum(float x, float* slots) {
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
@@ -528,9 +528,9 @@ extern "C" __global__ void copy_weights(real* copy, const float* param, long lon
 // 7. A readable matrix product
 // -----------------------------------------------------------------------------------------------------------
 // out (M,N) = a (M,I) @ b (I,N), or += where add. Covers linear_forward and linear_backward for --matmul
-// ours. out is fp32 where single is set (gradients of weights, and logits that are looked at), else real; only
-// the fp32 one is added to. Either operand may lie transposed in memory: entry (m,k) of a is a[m * a_row +
-// k * a_column], and one of the strides is 1; b likewise.
+// ours. out is fp32 where single is set (gradients of weights, and logits that are looked at), else real;
+// only the fp32 one is added to. Either operand may lie transposed in memory: entry (m,k) of a is a[m * a_row
+// + k * a_column], and one of the strides is 1; b likewise.
 //
 // Read naively, each entry of a would come from memory N times. Here a block computes a 64 x 64 tile of out:
 // it brings 64 x 16 pieces of a and b to shared memory and uses every number 64 times; a thread keeps 4 x 4
@@ -602,15 +602,15 @@ __device__ void await_last() {}
 __device__ void prefetch(const real* from) {}
 #endif
 
-// The product of each row of x (rows, I), N or fewer, with rows w_a and w_b of a matrix, to take(row, a, b),
-// which one lane of the warp calls. Past the last row the last one is computed again, so that each row has
-// the same arithmetic for every N.
+// The product of each row of this group of x (n,I), N or fewer, with rows w_a and w_b of a matrix, to
+// take(row, a, b), which one lane of the warp calls. Past the last row the last one is computed again, so
+// that each row has the same arithmetic for every N.
 template <int N, class Take>
 __device__ void products_of_rows(const real* x, const float* gain, float eps, const real* w_a,
-                                 const real* w_b, int rows, int I, int warps, Take take) {
+                                 const real* w_b, int n, int I, int warps, Take take) {
     constexpr int AHEAD = N == 1 ? 3 : 2;  // loads of each row of w that are under way at once
     float sum_a[N] = {}, sum_b[N] = {}, squares[N] = {};
-    int step = 256 * warps, i = 8 * (threadIdx.x % (32 * warps));
+    int first = ROWS * blockIdx.y, step = 256 * warps, i = 8 * (threadIdx.x % (32 * warps));
     do {
         Packed a[AHEAD], b[AHEAD];
         for (int c = 0; c < AHEAD; c++)
@@ -627,7 +627,7 @@ __device__ void products_of_rows(const real* x, const float* gain, float eps, co
             if (gain) g = load8(gain + column);
 #pragma unroll
             for (int r = 0; r < N; r++) {
-                Eight v = load8(x + (long long)min(r, rows - 1) * I + column);
+                Eight v = load8(x + (long long)min(first + r, n - 1) * I + column);
                 if (gain) {
                     squares[r] += dot8(v, v);
                     for (int j = 0; j < 8; j++) v.x[j] *= g.x[j];
@@ -641,24 +641,23 @@ __device__ void products_of_rows(const real* x, const float* gain, float eps, co
     for (int r = 0; r < N; r++) {
         float factor = gain ? rsqrtf(warp_sum(squares[r]) / I + eps) : 1.0f;
         float total_a = factor * warp_sum(sum_a[r]), total_b = factor * warp_sum(sum_b[r]);
-        if (threadIdx.x % 32 == 0 && r < rows) take(r, total_a, total_b);
+        if (threadIdx.x % 32 == 0 && first + r < n) take(first + r, total_a, total_b);
     }
 }
 
 // Reading w is all the time it takes: a warp owns two outputs and reads their rows of w once, 16 bytes a
-// lane, for the rows of its group of the n rows of x: take_row(row, a, b). Where there is a gain, x is normed
+// lane, for the rows of its group of the n rows of x: take(row, a, b). Where there is a gain, x is normed
 // (rmsnorm_forward): its factor rstd is common to all of a row's sum, so it need not be known before the end,
 // and nothing waits for it. warps: so many share the columns, and what they hand to take is to be added up.
 template <class Take>
-__device__ void two_products(const real* x, const float* gain, float eps, const real* w_a, const real* w_b,
-                             int n, int I, int warps, Take take_row) {
+__device__ void two_products(const real* x, const float* gain, float eps, const real* w, int row_a, int row_b,
+                             int n, int I, int warps, Take take) {
+    const real *w_a = w + (long long)row_a * I, *w_b = w + (long long)row_b * I;
+    int rows = n - ROWS * blockIdx.y;  // of this group, or more
     start_next();
-    int first = ROWS * blockIdx.y, rows = min(ROWS, n - first);
-    auto take = [&](int r, float a, float b) { take_row(first + r, a, b); };
-    x += (long long)first * I;
-    if (rows == 1) products_of_rows<1>(x, gain, eps, w_a, w_b, rows, I, warps, take);
-    else if (rows == 2) products_of_rows<2>(x, gain, eps, w_a, w_b, rows, I, warps, take);
-    else products_of_rows<ROWS>(x, gain, eps, w_a, w_b, rows, I, warps, take);
+    if (rows == 1) products_of_rows<1>(x, gain, eps, w_a, w_b, n, I, warps, take);
+    else if (rows == 2) products_of_rows<2>(x, gain, eps, w_a, w_b, n, I, warps, take);
+    else products_of_rows<ROWS>(x, gain, eps, w_a, w_b, n, I, warps, take);
 }
 
 // The pair of outputs that a warp owns, four warps a block.
@@ -666,17 +665,15 @@ __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
 
 // qkv[position + r] = rope(rmsnorm(x_r) @ w.T): of a head that turns (the first `turned`, H + G, of heads) a
 // warp owns a pair (i, i + D/2). qkv (context, heads * D): with it q, k and v stand in the cache.
-// Grid (ceil(heads * D/2 / 4), ceil(n/4)); 128 threads.
+// Grid (heads * D/2 / 4, ceil(n/4)); 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
 decode_qkv(real* qkv, const real* x, const float* gain, const real* w, const float* cos, const float* sin,
            const int* place, int n, int C, int heads, int turned, int D, float eps) {
-    int head = own_pair() / (D / 2), i = own_pair() % (D / 2);
-    if (head >= heads) return;
-    const real* w_a = w + (long long)(head * D + i) * C;
-    two_products(x, gain, eps, w_a, w_a + (long long)D / 2 * C, n, C, 1, [&](int r, float a, float b) {
+    int head = own_pair() / (D / 2), i = own_pair() % (D / 2), row = head * D + i;
+    two_products(x, gain, eps, w, row, row + D / 2, n, C, 1, [&](int r, float a, float b) {
         int t = place[0] + r, angle = t * (D / 2) + i;
         float c = head < turned ? cos[angle] : 1.0f, s = head < turned ? sin[angle] : 0.0f;
-        real* to = qkv + (long long)t * heads * D + head * D + i;
+        real* to = qkv + (long long)t * heads * D + row;
         store(to, a * c - b * s);
         store(to + D / 2, b * c + a * s);
     });
@@ -689,8 +686,7 @@ extern "C" __global__ void __launch_bounds__(128)
 decode_residual(real* x, const real* y, const real* w, int n, int I, int O) {
     __shared__ float2 parts[ROWS][4];
     int o = 2 * blockIdx.x, row = ROWS * blockIdx.y + threadIdx.x;
-    const real* w_a = w + (long long)o * I;
-    two_products(y, nullptr, 0.0f, w_a, w_a + I, n, I, 4, [&](int r, float a, float b) {
+    two_products(y, nullptr, 0.0f, w, o, o + 1, n, I, 4, [&](int r, float a, float b) {
         parts[r % ROWS][threadIdx.x / 32] = make_float2(a, b);
     });
     __syncthreads();
@@ -708,8 +704,7 @@ extern "C" __global__ void __launch_bounds__(128)
 decode_swiglu(real* h, const real* x, const float* gain, const real* w, int n, int C, int F, float eps) {
     int o = own_pair();
     if (o >= F) return;
-    const real* w_a = w + (long long)o * C;
-    two_products(x, gain, eps, w_a, w_a + (long long)F * C, n, C, 1, [&](int r, float a, float b) {
+    two_products(x, gain, eps, w, o, o + F, n, C, 1, [&](int r, float a, float b) {
         store(h + (long long)r * F + o, a * sigmoid(a) * b);
     });
 }
@@ -721,8 +716,7 @@ decode_logits(float* logits, const real* x, const float* gain, const real* w, in
               float eps) {
     int o = 2 * own_pair();
     if (o >= O) return;
-    const real* w_a = w + (long long)o * C;
-    two_products(x, gain, eps, w_a, w_a + C, n, C, 1, [&](int r, float a, float b) {
+    two_products(x, gain, eps, w, o, o + 1, n, C, 1, [&](int r, float a, float b) {
         logits[(long long)r * O + o] = a;
         logits[(long long)r * O + o + 1] = b;
     });
