@@ -88,11 +88,8 @@ __device__ Heads<Real> heads_of(Real* qkv, int b, int h, int g, int T, int H, in
     return {head_of(qkv, b, h, T, all), head_of(qkv, b, H + g, T, all), head_of(qkv, b, H + G + g, T, all)};
 }
 
-// The T numbers of query head h of sequence b in lse, or in delta.
-template <class Number>
-__device__ Number* numbers_of(Number* array, int b, int h, int T, int H) {
-    return array + ((long long)b * H + h) * T;
-}
+// Where the T numbers of query head h of sequence b begin in lse, and in delta.
+__device__ long long numbers_at(int b, int h, int T, int H) { return ((long long)b * H + h) * T; }
 
 struct Rope { const float *cos, *sin; };
 
@@ -237,7 +234,7 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
     }
     for (int r = 0; r < 2; r++) {
         store(head_of(out, b, h, T, H), query + r, 1.0f / l[r], O[r]);
-        if (query + r < T) numbers_of(lse, b, h, T, H)[query + r] = m[r] + logf(l[r]);
+        if (query + r < T) lse[numbers_at(b, h, T, H) + query + r] = m[r] + logf(l[r]);
     }
 }
 
@@ -255,9 +252,9 @@ __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const 
         int t = min(query + r, T - 1);
         q[r] = load(in.q, t);
         dO[r] = load(head_of(dout, b, h, T, H), t);
-        L[r] = numbers_of(lse, b, h, T, H)[t];
+        L[r] = lse[numbers_at(b, h, T, H) + t];
         Delta[r] = dot(dO[r], head_of(out, b, h, T, H).row(t));
-        numbers_of(delta, b, h, T, H)[t] = Delta[r];
+        delta[numbers_at(b, h, T, H) + t] = Delta[r];
     }
     for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
@@ -285,8 +282,8 @@ __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout
             load_tiles(Q, heads_of(qkv, b, h, g, T, H, G).q, dO, head_of(dout, b, h, T, H), first);
             // from the first query that sees a key of this warp
             for (int i = max(0, (key & -WARP_ROWS) - first); i < TILE && first + i < T; i++) {
-                float L = numbers_of(lse, b, h, T, H)[first + i];
-                float Delta = numbers_of(delta, b, h, T, H)[first + i];
+                float L = lse[numbers_at(b, h, T, H) + first + i];
+                float Delta = delta[numbers_at(b, h, T, H) + first + i];
                 #pragma unroll  // for registers
                 for (int r = 0; r < 2; r++) {
                     float S = dot(k[r], Q.rows[i]), dP = dot(v[r], dO.rows[i]);
@@ -613,20 +610,18 @@ struct Kernels {
                 float S[M][N][4] = {}, m_new[M][2];
                 product_abt(S, Q, K_tile, key);
                 if (j * ROWS + key + 8 * N - 1 > first) mask_future<false>(S, first, j * ROWS + key);
-                each<M, 2>([&](int t, int half) {
-                    float x = MASKED;
-                    each<N>([&](int n) { x = fmaxf(x, fmaxf(S[t][n][2 * half], S[t][n][2 * half + 1])); });
-                    m_new[t][half] = x;
-                });
-                each<2, M, 2>([&](int bit, int t, int half) {  // over the four lanes that share a row
-                    float other = __shfl_xor_sync(0xFFFFFFFF, m_new[t][half], 1 << bit);
-                    m_new[t][half] = fmaxf(m_new[t][half], other);
-                });
                 // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m
                 // stays, and nothing is rescaled, until a score exceeds it by 8 in the exponent of 2, which
                 // is rare after the first keys.
                 bool grown = false;
-                each<M, 2>([&](int t, int half) { grown |= (m_new[t][half] - m[t][half]) * scale2 > 8.0f; });
+                each<M, 2>([&](int t, int half) {
+                    float x = MASKED;
+                    each<N>([&](int n) { x = fmaxf(x, fmaxf(S[t][n][2 * half], S[t][n][2 * half + 1])); });
+                    for (int bit = 1; bit <= 2; bit *= 2)  // over the four lanes that share a row
+                        x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
+                    m_new[t][half] = x;
+                    grown |= (x - m[t][half]) * scale2 > 8.0f;
+                });
                 if (__any_sync(0xFFFFFFFF, grown))
                     each<M, 2>([&](int t, int half) {
                         float x = fmaxf(m[t][half], m_new[t][half]);
@@ -649,7 +644,7 @@ struct Kernels {
             l[t][half] += __shfl_xor_sync(0xFFFFFFFF, l[t][half], 2);
             int query = first + 16 * t + 8 * half + lane / 4;
             if (lane % 4 == 0 && query < T)
-                numbers_of(lse, b, h, T, H)[query] = m[t][half] * scale + logf(l[t][half]);
+                lse[numbers_at(b, h, T, H) + query] = m[t][half] * scale + logf(l[t][half]);
             l[t][half] = 1.0f / l[t][half];
         });
         each<M, D / 8, 4>([&](int t, int n, int e) { O[t][n][e] *= l[t][e / 2]; });
@@ -678,7 +673,7 @@ struct Kernels {
         uint4 O[M][2][QUARTER];
         each<M, 2>([&](int m, int half) {
             int query = min(first + 16 * m + 8 * half + lane / 4, T - 1);
-            lse2[m][half] = numbers_of(lse, b, h, T, H)[query] * LOG2_E;
+            lse2[m][half] = lse[numbers_at(b, h, T, H) + query] * LOG2_E;
             const Real* from = head_of(out, b, h, T, H).rows + (long long)query * H * D + lane % 4 * CHUNK;
             each<QUARTER>([&](int n) { O[m][half][n] = *(const uint4*)(from + 4 * n * CHUNK); });
         });
@@ -697,7 +692,7 @@ struct Kernels {
             sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
             sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
             Delta[m][half] = sum;
-            if (lane % 4 == 0 && first + r < T) numbers_of(delta, b, h, T, H)[first + r] = sum;
+            if (lane % 4 == 0 && first + r < T) delta[numbers_at(b, h, T, H) + first + r] = sum;
         });
 
         float dQ[M][D / 8][4] = {};
@@ -749,7 +744,7 @@ struct Kernels {
             load(stage + BYTES, head_of(dout, b, h, T, H), query);
             each<2 * ROWS / THREADS>([&](int pass) {
                 int n = pass * THREADS + threadIdx.x, t = query + n % ROWS;
-                const float* from = numbers_of(n < ROWS ? lse : delta, b, h, T, H);
+                const float* from = (n < ROWS ? lse : delta) + numbers_at(b, h, T, H);
                 cp_async<4>(stage + 2 * BYTES + 4 * n, from + t, t < T);
             });
             cp_async_commit();
