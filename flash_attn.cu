@@ -58,7 +58,7 @@
 //   512, 7% slower at 4096). The tensor cores are busy about half of the time. Peers, 12/4 heads too, in the
 //   run of the last line: PyTorch 2.11's flash 0.89 | 1.19 | 3.14, its cuDNN 0.52 | 0.72 | 1.90.
 
-constexpr int D = HEAD_DIM, THREADS = 128;
+constexpr int D = HEAD_DIM, THREADS = 128;  // of a block
 constexpr float MASKED = -1e30f;  // for minus infinity: exp(MASKED - m) is 0, and MASKED - MASKED is not NaN
 
 // One head of one sequence: T rows of D numbers, `stride` apart.
@@ -102,9 +102,9 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 }
 
 // How the kernels are launched. `rows` is how many queries, or keys in dkdv, a block owns:
-//     readable      rows = 4096 / D                   THREADS threads
-//     _bf16         rows = 128, and 64 for D = 128    THREADS threads    tile = rows * D * 2 bytes
-//     _tf32         rows = 64, only for D <= 64       THREADS threads    tile = rows * D * 4 bytes
+//     readable      rows = 4096 / D                   128 threads
+//     _bf16         rows = 128, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
+//     _tf32         rows = 64, only for D <= 64       128 threads    tile = rows * D * 4 bytes
 //
 //     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse; with fewer blocks the last
 //     flash_backward_dq      grid (H, B, ceil(T / rows))    the first H*D columns of dqkv, and delta
@@ -142,7 +142,7 @@ namespace readable {
 // Two rows belong to a group of LANES lanes of one warp. Each lane has 16 columns of both, so that what it
 // reads from shared memory serves twice.
 constexpr int LANES = D / 16, GROUPS = 32 / LANES, WARP_ROWS = 2 * GROUPS;
-constexpr int ROWS = THREADS / 32 * WARP_ROWS, TILE = 32;  // rows of a tile: one for each lane of a warp
+constexpr int ROWS = THREADS / 32 * WARP_ROWS, TILE = 32;  // TILE: rows that stream past at once
 
 struct alignas(16) Tile { float rows[TILE][D]; };
 
@@ -366,13 +366,8 @@ __device__ void cp_async(void* to, const void* from, bool valid) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(a), "l"(from), "r"(n) : "memory");
 }
 
-// Makes one group of the copies that this thread has started since the last commit.
-__device__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most PENDING of this thread's groups are still under way. Other threads need a barrier as
-// well.
-template <int PENDING>
-__device__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
+// Waits until all copies that this thread has started have arrived. Other threads need a barrier as well.
+__device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 #endif
 
@@ -458,12 +453,11 @@ struct Kernels {
         });
     }
 
-    // Starts copying tile j of the keys and of the values into their stage, one of two, as one group.
+    // Starts copying tile j of the keys and of the values into their stage, one of two.
     static __device__ void load_stage(char* stages, Heads<const Real> in, int j) {
         char* stage = stages + j % 2 * 2 * BYTES;
         load(stage, in.k, j * ROWS);
         load(stage + BYTES, in.v, j * ROWS);
-        cp_async_commit();
     }
 
     // Rows first .. first + 16M - 1 of a head = factor * O; if there is a rope, turned back. It goes through
@@ -595,7 +589,7 @@ struct Kernels {
 
         load(Q_tile, in.q, i * ROWS);
         load_stage(stages, in, 0);
-        cp_async_wait<0>();
+        cp_async_wait();
         __syncthreads();
         unsigned Q[M][STEPS][4];
         load_a(Q, Q_tile, row);
@@ -636,7 +630,7 @@ struct Kernels {
                 });
                 product_ab(O, S, K_tile + BYTES, key);
             }
-            cp_async_wait<0>();
+            cp_async_wait();
             __syncthreads();  // the next stage is there for all, and nobody reads this one any more
         }
         each<M, 2>([&](int t, int half) {
@@ -677,7 +671,7 @@ struct Kernels {
             const Real* from = head_of(out, b, h, T, H).rows + (long long)query * H * D + lane % 4 * CHUNK;
             each<QUARTER>([&](int n) { O[m][half][n] = *(const uint4*)(from + 4 * n * CHUNK); });
         });
-        cp_async_wait<0>();
+        cp_async_wait();
         __syncthreads();
         unsigned Q[M][STEPS][4], dO[M][STEPS][4];
         load_a(Q, Q_tile, row);
@@ -718,7 +712,7 @@ struct Kernels {
                 #pragma unroll 1
                 for (int key = 0; key < ROWS && j * ROWS + key < first + 16 * M; key += 8 * N)
                     step(key, true);
-            cp_async_wait<0>();
+            cp_async_wait();
             __syncthreads();
         }
         store(heads_of(dqkv, b, h, g, T, H, G).q, dQ, scale, Q_tile, row, first, rope);
@@ -747,7 +741,6 @@ struct Kernels {
                 const float* from = (n < ROWS ? lse : delta) + numbers_at(b, h, T, H);
                 cp_async<4>(stage + 2 * BYTES + 4 * n, from + t, t < T);
             });
-            cp_async_commit();
         };
         // Stages come in this order: for each head h of the group, the tiles of queries from the first that
         // sees a key of this block.
@@ -755,7 +748,7 @@ struct Kernels {
         load(K_tile, heads_of(qkv, b, h, g, T, H, G).k, j * ROWS);
         load(V_tile, heads_of(qkv, b, h, g, T, H, G).v, j * ROWS);
         load_queries(stages, h, query);
-        cp_async_wait<0>();
+        cp_async_wait();
         __syncthreads();
         unsigned K[M][STEPS][4];
         load_a(K, K_tile, row);
@@ -798,7 +791,7 @@ struct Kernels {
                 #pragma unroll 1
                 for (int q = 0; q < ROWS; q += 8 * N)
                     if (now + q + 8 * N > first) step(q, true);  // else all come before the warp's keys
-            cp_async_wait<0>();
+            cp_async_wait();
             __syncthreads();
         }
         store(heads_of(dqkv, b, h, g, T, H, G).k, dK, scale, K_tile, row, first, rope);

@@ -90,7 +90,6 @@ struct AsyncCopy {
     char* to;
     const char* from;  // nullptr: zeros
     int bytes;
-    int group;
 };
 
 struct Fiber {
@@ -102,7 +101,6 @@ struct Fiber {
     unsigned mask;                  // of the lanes it waits for
     Operation operation;
     std::vector<AsyncCopy> copies;  // issued and not yet landed
-    int groups;                     // groups of copies committed so far
 };
 
 struct Warp {
@@ -244,7 +242,7 @@ static void run_block(Picker& picker, size_t shared_bytes) {
     for (Warp& warp : warps) warp.alive = warp.waiting = 0;
     for (int i = 0; i < alive; i++) {
         warps[i / 32].alive |= 1u << i % 32;
-        fibers[i].line = fibers[i].groups = 0;
+        fibers[i].line = 0;
         fibers[i].copies.clear();
         set_ready(i);
     }
@@ -501,7 +499,7 @@ static void mma_all(void** operands, unsigned lanes) {
 static inline void copy_async(void* to, const void* from, bool valid, int bytes) {
     if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("a misaligned copy of %d bytes", bytes);
     memset(to, 0xFF, bytes);
-    self->copies.push_back({(char*)to, valid ? (const char*)from : nullptr, bytes, self->groups});
+    self->copies.push_back({(char*)to, valid ? (const char*)from : nullptr, bytes});
 }
 }  // namespace cuda_on_cpu
 
@@ -522,15 +520,11 @@ static inline void mma_tf32(float* c, const unsigned* a, const unsigned* b) {
 // A copy of 16 or 4 bytes from global to shared memory; zeros where not `valid`.                    cp.async
 template <int BYTES>
 static void cp_async(void* to, const void* from, bool valid) { cuda_on_cpu::copy_async(to, from, valid, BYTES); }
-static inline void cp_async_commit() { cuda_on_cpu::self->groups++; }
-// Waits until at most PENDING of this thread's committed groups are under way.
-template <int PENDING>
-static void cp_async_wait() {
+// Waits until all copies that this thread has started have arrived.
+static inline void cp_async_wait() {
     using namespace cuda_on_cpu;
-    std::vector<AsyncCopy> later;
     for (AsyncCopy& copy : self->copies)
-        if (copy.group + PENDING >= self->groups) later.push_back(copy);
-        else if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
+        if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
         else memset(copy.to, 0, copy.bytes);
-    self->copies.swap(later);
+    self->copies.clear();
 }
