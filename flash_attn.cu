@@ -142,7 +142,7 @@ namespace readable {
 // Two rows belong to a group of LANES lanes of one warp. Each lane has 16 columns of both, so that what it
 // reads from shared memory serves twice.
 constexpr int LANES = D / 16, GROUPS = 32 / LANES, WARP_ROWS = 2 * GROUPS;
-constexpr int ROWS = THREADS / 32 * WARP_ROWS, TILE = 32;  // TILE: rows that stream past at once
+constexpr int ROWS = THREADS / 32 * WARP_ROWS, TILE = 32;  // rows of a tile: one for each lane of a warp
 
 struct alignas(16) Tile { float rows[TILE][D]; };
 
@@ -156,13 +156,15 @@ __device__ int own_row() { return threadIdx.x / 32 * WARP_ROWS + threadIdx.x % G
 // neighbouring ones, in other banks.
 __device__ int own_column(int n) { return 4 * (n / 4 * LANES + threadIdx.x % 32 / GROUPS) + n % 4; }
 
-// Row t of a head; past the end the last one, for nobody's use.
-__device__ Row load(Matrix<const float> from, int t) {
+// A row of a head or of a tile.
+__device__ Row load(const float* from) {
     Row row;
-    for (int n = 0; n < 16; n += 4)
-        *(float4*)(row.x + n) = *(const float4*)(from.row(min(t, from.T - 1)) + own_column(n));
+    for (int n = 0; n < 16; n += 4) *(float4*)(row.x + n) = *(const float4*)(from + own_column(n));
     return row;
 }
+
+// Row t of a head; past the end the last one, for nobody's use.
+__device__ Row load(Matrix<const float> from, int t) { return load(from.row(min(t, from.T - 1))); }
 
 // Row t of a head, if there is one, = factor * row; if there is a rope, turned back.
 __device__ void store(Matrix<float> to, int t, float factor, Row row, Rope rope = {}) {
@@ -173,17 +175,17 @@ __device__ void store(Matrix<float> to, int t, float factor, Row row, Rope rope 
     for (int n = 0; n < 16; n += 4) *(float4*)(to.row(t) + own_column(n)) = *(const float4*)(row.x + n);
 }
 
-// row . y, over all D columns
-__device__ float dot(const Row& row, const float* y) {
+// x . y, over all D columns
+__device__ float dot(const Row& x, const Row& y) {
     float sum = 0.0f;
-    for (int n = 0; n < 16; n++) sum += row.x[n] * y[own_column(n)];
+    for (int n = 0; n < 16; n++) sum += x.x[n] * y.x[n];
     for (int bit = GROUPS; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
     return sum;
 }
 
-// row += p y
-__device__ void add_product(Row& row, float p, const float* y) {
-    for (int n = 0; n < 16; n++) row.x[n] += p * y[own_column(n)];
+// sum += p y
+__device__ void add_product(Row& sum, float p, const Row& y) {
+    for (int n = 0; n < 16; n++) sum.x[n] += p * y.x[n];
 }
 
 // Tiles x and y = rows first .. first + TILE - 1 of two heads; past the end the last one.
@@ -214,8 +216,10 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j += STEP) {
             float S[STEP][2];
-            for (int n = 0; n < STEP; n++)
-                for (int r = 0; r < 2; r++) S[n][r] = dot(q[r], K.rows[j + n]);
+            for (int n = 0; n < STEP; n++) {
+                Row k = load(K.rows[j + n]);
+                for (int r = 0; r < 2; r++) S[n][r] = dot(q[r], k);
+            }
             for (int r = 0; r < 2; r++) {  // online softmax
                 float m_new = m[r];
                 for (int n = 0; n < STEP; n++) {
@@ -228,8 +232,10 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
                 for (float& x : O[r].x) x *= alpha;
                 for (int n = 0; n < STEP; n++) l[r] += S[n][r] = expf(S[n][r] - m[r]);  // P
             }
-            for (int n = 0; n < STEP; n++)
-                for (int r = 0; r < 2; r++) add_product(O[r], S[n][r], V.rows[j + n]);
+            for (int n = 0; n < STEP; n++) {
+                Row v = load(V.rows[j + n]);
+                for (int r = 0; r < 2; r++) add_product(O[r], S[n][r], v);
+            }
         }
     }
     for (int r = 0; r < 2; r++) {
@@ -253,17 +259,19 @@ __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const 
         q[r] = load(in.q, t);
         dO[r] = load(head_of(dout, b, h, T, H), t);
         L[r] = lse[numbers_at(b, h, T, H) + t];
-        Delta[r] = dot(dO[r], head_of(out, b, h, T, H).row(t));
+        Delta[r] = dot(dO[r], load(head_of(out, b, h, T, H), t));
         delta[numbers_at(b, h, T, H) + t] = Delta[r];
     }
     for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
-        for (int j = 0; j < TILE && first + j <= last; j++)
+        for (int j = 0; j < TILE && first + j <= last; j++) {
+            Row k = load(K.rows[j]), v = load(V.rows[j]);
             for (int r = 0; r < 2; r++) {
-                float S = dot(q[r], K.rows[j]), dP = dot(dO[r], V.rows[j]);
+                float S = dot(q[r], k), dP = dot(dO[r], v);
                 float P = expf((first + j <= query + r ? scale * S : MASKED) - L[r]);
-                add_product(dQ[r], P * (dP - Delta[r]), K.rows[j]);
+                add_product(dQ[r], P * (dP - Delta[r]), k);
             }
+        }
     }
     for (int r = 0; r < 2; r++) store(heads_of(dqkv, b, h, g, T, H, G).q, query + r, scale, dQ[r], rope);
 }
@@ -280,16 +288,17 @@ __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout
     for (int h = g * (H / G); h < (g + 1) * (H / G); h++)
         for (int first = j * ROWS; first < T; first += TILE) {
             load_tiles(Q, heads_of(qkv, b, h, g, T, H, G).q, dO, head_of(dout, b, h, T, H), first);
+            int t = min(first + int(threadIdx.x % 32), T - 1);  // each lane fetches the numbers of one query
+            float lane_L = lse[numbers_at(b, h, T, H) + t], lane_Delta = delta[numbers_at(b, h, T, H) + t];
             // from the first query that sees a key of this warp
             for (int i = max(0, (key & -WARP_ROWS) - first); i < TILE && first + i < T; i++) {
-                float L = lse[numbers_at(b, h, T, H) + first + i];
-                float Delta = delta[numbers_at(b, h, T, H) + first + i];
-                #pragma unroll  // for registers
+                float L = __shfl_sync(0xFFFFFFFF, lane_L, i), Delta = __shfl_sync(0xFFFFFFFF, lane_Delta, i);
+                Row q = load(Q.rows[i]), d = load(dO.rows[i]);
                 for (int r = 0; r < 2; r++) {
-                    float S = dot(k[r], Q.rows[i]), dP = dot(v[r], dO.rows[i]);
+                    float S = dot(k[r], q), dP = dot(v[r], d);
                     float P = expf((key + r <= first + i ? scale * S : MASKED) - L);
-                    add_product(dV[r], P, dO.rows[i]);
-                    add_product(dK[r], P * (dP - Delta), Q.rows[i]);
+                    add_product(dV[r], P, d);
+                    add_product(dK[r], P * (dP - Delta), q);
                 }
             }
         }
