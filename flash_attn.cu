@@ -512,7 +512,7 @@ struct Kernels {
 
     // Two right operands of A B^T: b[0], b[1] are 2 chunks of rows `row` .. row + 7, b[2], b[3] of the eight
     // after them.
-    static __device__ void load_bt(unsigned* b, const char* tile, int row, int step) {
+    static __device__ void load_bt(unsigned (&b)[4], const char* tile, int row, int step) {
         int lane = threadIdx.x % 32;
         ldmatrix_x4(b, tile + row * ROW + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
         each<4>([&](int i) { b[i] = rounded(b[i]); });
@@ -529,7 +529,7 @@ struct Kernels {
 
     // The right operands of A B, from row `row` and column 8d on: two of 16 x 8 in bf16. In tf32 one of 8 x
     // 8, by plain loads, since ldmatrix cannot transpose 32-bit elements.
-    static __device__ void load_b(unsigned* b, const char* tile, int row, int d) {
+    static __device__ void load_b(unsigned (&b)[4], const char* tile, int row, int d) {
         int lane = threadIdx.x % 32, column = 8 * d + lane / 4;
         tile += row * ROW;
         if (BF16) ldmatrix_x4_transposed(b, tile + (offset(lane % 16, lane / 16) ^ 16 * d));

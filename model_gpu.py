@@ -413,7 +413,7 @@ def linear_backward_weight(gpu, dw, dout, x):
     product(gpu, dw, dout, x, transpose_a=True, add=True)
 
 
-def rope_forward(gpu, qkv, T, first=0):
+def rope_forward(gpu, qkv, T, first):
     """Rotate, in place, the heads q and k of qkv (N, (H+2G)D), whose first row stands at position `first`.
     The backward is attention_backward's."""
     c, N = gpu.config, len(qkv)

@@ -387,7 +387,7 @@ def test_speculation_changes_no_answer(models):
         assert texts[0] == texts[1]
     s = session(models)
     s.said, s.seconds, s.model = [1] * 7, 0.5, types.SimpleNamespace(config=types.SimpleNamespace(predict=4))
-    s.trace = [(0, 0, 1.0), (0, 3, 1.0), (1, 3, 1.0), (2, 3, 1.0), (0, 3, 1.0), (1, 3, 1.0), (0, 0, 1.0)]
+    s.trace = [(0, 0, 1.0), (0, 3, 1.0), (1, 3, 1.0), (2, 3, 1.0), (0, 3, 1.0), (1, 3, 1.0), (0, 3, 1.0), (0, 0, 1.0)]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         s.print_stats()
@@ -395,8 +395,8 @@ def test_speculation_changes_no_answer(models):
         s.print_stats()
     none = "no drafts (--speculation)\n"
     assert out.getvalue() == (
-        "7 tokens in 0.50 s, 14.0 tokens/s, 1.75 tokens a verification\n"
-        "  head 1: 2 of 2 drafts right, 100%\n  head 2: 1 of 2 drafts right, 50%\n  head 3: 0 of 2 drafts right, 0%\n"
+        "7 tokens in 0.50 s, 14.0 tokens/s, 1.60 tokens a verification\n"
+        "  head 1: 2 of 3 drafts right, 67%\n  head 2: 1 of 3 drafts right, 33%\n  head 3: 0 of 3 drafts right, 0%\n"
         "7 tokens in 0.50 s, 14.0 tokens/s, 1.00 tokens a verification\n"
         f"  head 1: {none}  head 2: {none}  head 3: {none}")
 

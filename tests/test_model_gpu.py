@@ -25,6 +25,7 @@ import bench
 import checkpoint
 import model_cpu
 import model_gpu
+from tokenizer import Tokenizer
 from cuda_helpers import CpuModule, check_guards, from_bf16, guarded, to_bf16
 from model_cpu import Config
 
@@ -320,7 +321,9 @@ def test_a_shape_that_comes_often_is_recorded(cublas, monkeypatch):
         monkeypatch.setattr(model_gpu, "RECORD_AT", at)
         model, kept = model_gpu.Model(TINY, precision="fp32", optimizer="muon"), []
         for step, (B, T) in enumerate([(2, 9), (2, 9), (1, 18), (2, 9), (3, 20), (2, 9)]):
-            kept += model.later(model.forward(*batch(TINY, B, T, step)))()
+            losses = model.forward(*batch(TINY, B, T, step))
+            kept += model.later(losses)()
+            assert np.array_equal(kept[-1], losses) and losses[0] > 1
             model.backward()
             kept += [*model.later(model.update(0.01))(), model.read(model.flat_params)]
         runs.append(kept)
@@ -914,7 +917,7 @@ def test_launches_of_products(M, N, grid):
 def test_launches_of_rope(config, N, T, blocks, sizes):
     gpu = recorder(dataclasses.replace(TINY, **config) if isinstance(config, dict) else config)
     heads, D, width = sizes
-    assert launches_of(model_gpu.rope_forward, array(N, width), T, gpu=gpu) == [
+    assert launches_of(model_gpu.rope_forward, array(N, width), T, 0, gpu=gpu) == [
         ["rope", (blocks,), 256, 0, 0, 1, 2, *i32(N, T, heads, D, width)]]
     gpu[0].cos, gpu[0].sin = np.zeros((50, D // 2), np.float32), np.ones((50, D // 2), np.float32)
     gpu[1].clear()
@@ -1371,6 +1374,12 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
         values = [float(row[column]) for row in rows]
         assert max(values) - min(values) < bar * max(values)
     assert float(rows[1][2]) > float(rows[1][5])                        # it learned
+    reference = model_cpu.Model(dataclasses.replace(small, vocab=304))
+    text = np.array([Tokenizer.train(["a cold morning"], 300).encode("a cold morning")])
+    for column, lr in (2, 1e-3), (5, 0.0):                              # head 0, of the plain sentence
+        assert rows[0][column] == f"{reference.forward(text[:, :12], text[:, 1:14])[0]:.5f}"
+        reference.backward()
+        reference.update(lr=lr)
     assert lines[8] == ("loss: of head 0 (ln V = 5.7170); gradient off by: relative L2 against float64; ms a step: the second, with the "
                         "sentence 32 times.")
     monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability="75"))

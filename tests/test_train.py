@@ -395,6 +395,12 @@ def test_a_tokenizer_sample_is_spread_over_all_parts():
     assert train.tokenizer_sample(parts[1:2]) == parts[1:2]
 
 
+def test_parts_of_a_tokenizer_sample_need_not_begin_at_a_power_of_two():
+    """Their lengths are differences."""
+    assert train.tokenizer_sample([("a", 3_000_000, 5_000_000)], 2_000_000) == [("a", 3_000_000, 5_000_000)]
+    assert train.tokenizer_sample([("a", 2_999_999, 5_000_000)], 2_000_000) != [("a", 2_999_999, 5_000_000)]
+
+
 def test_a_tokenizer_reads_a_hundred_million_bytes_and_no_more():
     """All of just as many; of one more pieces of a megabyte, as far apart as makes so many of them."""
     whole = [("a", 0, 40_000_000), ("b", 5, 60_000_005)]
@@ -834,6 +840,8 @@ def test_small_reads_a_short_text_eight_times_at_most(capsys):
     assert s.steps == 800 and s.warmup == 40 and not capsys.readouterr().out
     train.cap_steps(args, s, 40 * 2048)
     assert s.steps == 320 and s.warmup == 32 and "read them 8 times" in capsys.readouterr().out
+    train.cap_steps(args, s, 200)                   # not even one step has so few: one is made all the same
+    assert s.steps == 1
 
 
 # -- the progress line -------------------------------------------------------------------------------------------------

@@ -487,6 +487,7 @@ def test_options_become_settings():
         preset="small", steps=7, batch_tokens=512, micro_batch=3, optimizer="adamw", lr=0.5, warmup=2, decay=0.25, clip=2.0, mtp_weight=0.75, seed=9,
         eval_every=4, save_every=5, threads=2, device="cpu", precision="fp32", matmul="cublas",
         memory_limit=None, data=["a/b.txt", "c.txt"], tokens_key="")
+    assert settings("--seed", str((1 << 63) - 1)).seed == (1 << 63) - 1
     assert train.given_settings(train.parse_arguments([])) == {}
     assert train.given_settings(train.parse_arguments(["big", "--device", "auto", "--memory-limit", "2GB"])) == {
         "preset": "big", "memory_limit": 2 * 10**9}
@@ -736,7 +737,7 @@ def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, peak):
     monkeypatch.setattr(train, "save", lambda *arguments: None)
     monkeypatch.setattr(model_gpu, "gpu_name", lambda: "a name")
     monkeypatch.setattr(train, "peak_flops", lambda *which: peak if which == ("a name", "bf16") else "wrong")
-    s = settings("--eval-every", "7", "--save-every", "50", config=Plain.config, batch_tokens=32, steps=20)
+    s = settings("--eval-every", "7", "--save-every", "50", config=Plain.config, batch_tokens=32, steps=40)
     s.device, s.precision = ("gpu", "bf16") if peak else ("cpu", "fp32")
 
     def batch(step):
@@ -751,14 +752,14 @@ def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, peak):
     stop = types.SimpleNamespace(signal=None)
     assert train.train(model, None, s, str(tmp_path), state, stop, train.Job(batch, evaluate, 2.0)) == 0
     for step, loss, bytes_per_token, lr, norm, rate, share, left, last in printed:
-        # a step's numbers are read when the next one has begun; after 14 and at the end at once
+        # a step's numbers are read when the next one has begun; before an evaluation at once
         began = step - 10 + (0 if last else 1)
         assert (loss, bytes_per_token, norm, lr) == (1.5, 2.0, 0.25, train.learning_rate(step - 1, s))
-        assert rate == pytest.approx(32 * (step - 10) / began) and left == pytest.approx(began / (step - 10) * (20 - step))
+        assert rate == pytest.approx(32 * (step - 10) / began) and left == pytest.approx(began / (step - 10) * (40 - step))
         assert share == (peak and pytest.approx(rate * train.flops_per_token(Plain.config) / peak))
-        assert last == (step in (14, 20))
-    assert [row[0] for row in printed] == list(range(11, 21))
-    assert state["tokens"] == 5000 + 320 and state["seconds"] == 50 + 10 + 100      # and then it evaluated
+        assert last == (step in (14, 21, 28, 35, 40))
+    assert [row[0] for row in printed] == list(range(11, 41))
+    assert state["tokens"] == 5000 + 960 and state["seconds"] == 50 + 30 + 400      # and then it evaluated
 
 
 def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch):
