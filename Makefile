@@ -5,7 +5,8 @@ VENV = .venv
 RUN  = $(VENV)/bin/python
 
 # What model_gpu.py loads: CuPy, and of CUDA's libraries the products, the compiler, and the runtime with its headers.
-# CuPy finds them where pip puts them.  In MB (CuPy 14.2, CUDA 12.9, Linux x86_64): 137 + 581 + 90 + 3.
+# CuPy finds them where pip puts them.  NCCL adds up gradients between GPUs, so it comes only where there are several.
+# In MB (CuPy 14.2, CUDA 12.9, Linux x86_64): 137 + 581 + 90 + 3, and NCCL 352.
 GPU_PACKAGES = "cupy-cuda12x>=14" nvidia-cublas-cu12 nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12
 
 # What tests/mutate.py takes its mistakes in Python from, how many it plants, and the number that draws the sample.
@@ -118,8 +119,14 @@ gpu: $(VENV)/packages
 	    exit 2; \
 	fi; \
 	echo "$$gpus"; \
-	echo "Downloading CuPy, cuBLAS, NVRTC and the CUDA runtime: about 0.8 GB, less what pip has cached."; \
-	$(call install,$(GPU_PACKAGES))
+	if [ $$(echo "$$gpus" | wc -l) -gt 1 ]; then \
+	    echo "Downloading CuPy, cuBLAS, NVRTC, the CUDA runtime and NCCL: about 1.2 GB, less what pip has cached."; \
+	    nccl=nvidia-nccl-cu12; \
+	else \
+	    nccl=; \
+	    echo "Downloading CuPy, cuBLAS, NVRTC and the CUDA runtime: about 0.8 GB, less what pip has cached."; \
+	fi; \
+	$(call install,$(GPU_PACKAGES) $$nccl)
 	@$(RUN) -c 'import cupy; print("CuPy", cupy.__version__, "computes:", cupy.arange(4).sum())'
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -110,13 +110,13 @@ def test_gpu_without_a_gpu_installs_nothing(folder):
     assert code == 2 and not called and err.startswith("error: no NVIDIA GPU with its driver was found")
 
 
-@pytest.mark.parametrize("gpus", [1, 4])
-def test_gpu_says_how_much_it_downloads(folder, gpus):
+@pytest.mark.parametrize("gpus, size, nccl", [(1, "0.8 GB", False), (4, "1.2 GB", True)])
+def test_gpu_says_how_much_it_downloads(folder, gpus, size, nccl):
     script(folder / "nvidia-smi", "\n".join(f"echo 'GPU {i}: a card'" for i in range(gpus)))
     code, out, _, called = make(folder, "gpu", PATH=f"{folder}:{os.environ['PATH']}")
-    assert code == 0 and "about 0.8 GB" in out
+    assert code == 0 and f"about {size}" in out
     assert len(called) == 1 and "pip install" in called[0] and "cupy-cuda12x" in called[0]
-    assert "nccl" not in called[0]                          # no code calls it
+    assert ("nvidia-nccl-cu12" in called[0]) == nccl
 
 
 def test_clean_keeps_texts_and_models(folder):
