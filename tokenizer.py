@@ -851,6 +851,10 @@ class Outliving:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
+# what a user can do something about; all else is a mistake of ours, and shows where it was made
+MENDABLE = ValueError, OSError, MemoryError, concurrent.futures.BrokenExecutor
+
+
 def explain(error):
     """An error as one sentence."""
     if isinstance(error, OSError) and error.strerror:
@@ -878,8 +882,11 @@ def run_script(main, to_the_end=False):
         code = 0
     except KeyboardInterrupt:
         code = 130
-    except (ValueError, OSError, MemoryError, concurrent.futures.BrokenExecutor) as error:
-        print(f"error: {explain(error)}", file=sys.stderr)
+    except Exception as error:
+        of_gpu = type(error).__module__.startswith("cupy")
+        if not of_gpu and not isinstance(error, MENDABLE):
+            raise
+        print(f"error: {'The GPU: ' * of_gpu}{explain(error)}", file=sys.stderr)
         code = 2
     sys.exit(code)
 

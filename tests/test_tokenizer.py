@@ -1009,6 +1009,19 @@ def test_a_script_ends_with_its_code(code, monkeypatch):
     assert error.value.code == code and out.buffer.getvalue() == b"out\n" and err.getvalue() == ""
 
 
+def test_an_error_of_the_gpu_is_a_sentence_and_a_mistake_of_ours_is_not(monkeypatch, capsys):
+    gpu_error = type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api.runtime"})
+    for kind, words in ((gpu_error, "error: The GPU: it is lost\n"), (ValueError, "error: it is lost\n"), (RuntimeError, None)):
+        def main(arguments, kind=kind):
+            raise kind("it is lost")
+        for name in ("stdin", "stdout", "stderr"):
+            monkeypatch.setattr(sys, name, getattr(sys, name))              # run_script wraps them
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+        with pytest.raises(SystemExit if words else RuntimeError) as error:
+            tk.run_script(main)
+        assert not words or (error.value.code == 2 and capsys.readouterr().err == words)
+
+
 @pytest.mark.parametrize("options, work_done", [("", False), (", to_the_end=True", True)])
 def test_a_script_whose_reader_leaves(tmp_path, options, work_done):
     (tmp_path / "script.py").write_text(f"""import sys
