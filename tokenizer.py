@@ -626,34 +626,9 @@ def show(tokenizer, text):
     return f"{shown}\n{len(tokens)} tokens for {size} bytes, {size / max(len(tokens), 1):.2f} bytes a token"
 
 
-def merge_tree(tokenizer, token, first="", rest=""):
-    """The tree of a token: each line a token, below it the two that were merged into it."""
-    made = "byte" if token < 256 else f"merge {token - 255}"
-    kind = "special" if token in tokenizer.special.values() else made
-    lines = [f'{first}"{visible(tokenizer.tokens[token])}"  id {token}, {kind}']
-    if kind.startswith("merge"):
-        for part, below in zip(list(tokenizer.merges)[token - 256], ("|   ", "    ")):
-            lines += merge_tree(tokenizer, part, rest + "+-- ", rest + below)
-    return lines
-
-
-def demo():
-    """Learn from this very file, in a moment, and show what was learned."""
-    tokenizer = Tokenizer.train_files([__file__], 640)
-    print(f"The first merges learned from {os.path.basename(__file__)}, most frequent first:")
-    print("  " + "  ".join(f'{i}: "{visible(tokenizer.tokens[i])}"' for i in range(256, 268)))
-    print("\nA sentence, with a bar between its tokens:\n")
-    print(show(tokenizer, "The tokenizer merges the most frequent pair of tokens, again and again."))
-    print("\nHow its longest word was put together:\n")
-    longest = max(range(256, 256 + len(tokenizer.merges)),
-                  key=lambda token: len(tokenizer.tokens[token]) * tokenizer.tokens[token].strip().isalpha())
-    print("\n".join(merge_tree(tokenizer, longest)))
-    print("\npython tokenizer.py --help says what else it does.")
-
-
 def parse_arguments(argv):
-    parser = Parser(description="Byte-level BPE. Without a command: a small demonstration.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    parser = Parser(description="Byte-level BPE: how text becomes integers.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     train = commands.add_parser("train", help="learn a tokenizer from text files")
     train.add_argument("files", nargs="+", metavar="FILE",
                        help="text; lines that hold only <|endoftext|> separate documents")
@@ -667,9 +642,7 @@ def parse_arguments(argv):
     for command in encode, show_:
         command.add_argument("text", metavar="TEXT",
                              help="the text, or - for standard input (put -- before one that begins with -)")
-    tree = commands.add_parser("tree", help="print the merge tree of a token")
-    tree.add_argument("token", metavar="TOKEN", help="an id, a special token, or a text: all its tokens")
-    for command in encode, decode, show_, tree:
+    for command in encode, decode, show_:
         command.add_argument("--tokenizer", metavar="FILE",
                              help="(default: tokenizer.json here, else that of the newest model in out/)")
     return parser.parse_args(argv)
@@ -690,8 +663,6 @@ def train_command(files, vocab_size, out):
 
 def main(argv):
     arguments = parse_arguments(argv)
-    if arguments.command is None:
-        return demo()
     if arguments.command == "train":
         return train_command(arguments.files, arguments.vocab, arguments.out)
     path = arguments.tokenizer or "tokenizer.json"
@@ -702,12 +673,6 @@ def main(argv):
         data = tokenizer.decode_bytes(arguments.ids or map(int, sys.stdin.read().split()))
         sys.stdout.buffer.write(data)           # the very bytes, so that any file comes back as it was
         print(end="\n" if sys.stdout.isatty() else "")
-    elif arguments.command == "tree":
-        word = arguments.token
-        ids = ([tokenizer.special[word]] if word in tokenizer.special else
-               [int(word)] if word.isdecimal() and int(word) < tokenizer.vocab_size else
-               tokenizer.encode(os.fsencode(word)))
-        print("\n".join(line for token in ids for line in merge_tree(tokenizer, token)))
     else:
         text = sys.stdin.buffer.read() if arguments.text == "-" else os.fsencode(arguments.text)
         shown = arguments.command == "show"

@@ -1064,11 +1064,6 @@ def test_command_line(tmp_path):
     assert run("decode", folder=tmp_path, stdin=ids).stdout == noise
     shown = run("show", "the cat", folder=tmp_path).stdout.decode()
     assert shown.splitlines()[0] == "|".join(tokenizer.decode([token]) for token in tokenizer.encode("the cat"))
-    tree = run("tree", "256", folder=tmp_path).stdout.decode()
-    left, right = list(tokenizer.merges)[0]
-    assert tree.splitlines()[0].endswith("id 256, merge 1")
-    assert f"id {left}, byte" in tree and f"id {right}, byte" in tree
-    assert b"special" in run("tree", "<|end|>", folder=tmp_path).stdout
 
 
 def test_bytes_are_shown_as_printable_text():
@@ -1082,17 +1077,6 @@ def test_tokens_are_shown_with_bars():
     assert list(tokenizer.merges) == [(97, 98)]
     assert tk.show(tokenizer, "ab a\nb\n") == "ab| |a|\\n|\nb|\\n\n6 tokens for 7 bytes, 1.17 bytes a token"
     assert tk.show(tokenizer, "") == "\n0 tokens for 0 bytes, 0.00 bytes a token"
-
-
-def test_a_tree_by_hand():
-    tokenizer = Tokenizer(range(256), [(97, 98), (99, 256), (257, 256), (258, 10)], SPECIAL_TOKENS)
-    assert tk.merge_tree(tokenizer, 259) == [
-        r'"cabab\n"  id 259, merge 4', '+-- "cabab"  id 258, merge 3', '|   +-- "cab"  id 257, merge 2',
-        '|   |   +-- "c"  id 99, byte', '|   |   +-- "ab"  id 256, merge 1', '|   |       +-- "a"  id 97, byte',
-        '|   |       +-- "b"  id 98, byte', '|   +-- "ab"  id 256, merge 1', '|       +-- "a"  id 97, byte',
-        '|       +-- "b"  id 98, byte', r'+-- "\n"  id 10, byte']
-    assert tk.merge_tree(tokenizer, 255) == [r'"\xff"  id 255, byte']
-    assert tk.merge_tree(tokenizer, 260) == ['"<|endoftext|>"  id 260, special']
 
 
 def test_the_commands(tmp_path, monkeypatch, capfdbinary):
@@ -1115,9 +1099,6 @@ def test_the_commands(tmp_path, monkeypatch, capfdbinary):
     assert called("encode", "ab ab") == "256 257\n" and called("encode", "ab ab", "--tokenizer", "x.json") == "256 32 256\n"
     assert called("decode", 256, 257) == "ab ab" and called("decode", "--tokenizer", "x.json", 256, 257) == f"ab{END_OF_TEXT}"
     assert called("show", "ab ab") == "ab| ab\n2 tokens for 5 bytes, 2.50 bytes a token\n"
-    assert called("tree", 256) == '"ab"  id 256, merge 1\n+-- "a"  id 97, byte\n+-- "b"  id 98, byte\n'
-    assert called("tree", "<|end|>") == '"<|end|>"  id 261, special\n' and called("tree", 261) == called("tree", "<|end|>")
-    assert called("tree", 262).splitlines() == ['"2"  id 50, byte', '"6"  id 54, byte', '"2"  id 50, byte']     # a text
     os.remove("tokenizer.json")
     for name in "old", "new":
         os.makedirs(f"out/{name}")
@@ -1139,36 +1120,17 @@ def test_a_terminal_gets_a_line_end_and_only_what_it_can_show(tmp_path):
     assert os.read(leader, 100) == b"ab\r\n"
     os.close(follower)
     os.close(leader)
-    done = subprocess.run([sys.executable, str(ROOT / "tokenizer.py"), "tree", "<|end|>", "--tokenizer", "中.json"], cwd=tmp_path,
+    done = subprocess.run([sys.executable, str(ROOT / "tokenizer.py"), "show", "x", "--tokenizer", "中.json"], cwd=tmp_path,
                           env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=600)
     assert done.returncode == 2 and rb"\u4e2d.json" in done.stderr
-    Tokenizer(range(256), [], [END_OF_TEXT, "中"]).save(tmp_path / "tokenizer.json")
-    done = subprocess.run([sys.executable, str(ROOT / "tokenizer.py"), "tree", "257"], cwd=tmp_path,
+    Tokenizer(range(256), [(0xe4, 0xb8), (256, 0xad)], SPECIAL_TOKENS).save(tmp_path / "tokenizer.json")
+    done = subprocess.run([sys.executable, str(ROOT / "tokenizer.py"), "show", "中"], cwd=tmp_path,
                           env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=600)
-    assert (done.returncode, done.stdout) == (0, b'"\\u4e2d"  id 257, special\n')
-
-
-def test_the_demonstration_learns_640_tokens_from_the_file_itself(monkeypatch):
-    def train_files(files, vocab_size):
-        raise ValueError(files, vocab_size)
-    monkeypatch.setattr(Tokenizer, "train_files", train_files)
-    with pytest.raises(ValueError) as error:
-        tk.demo()
-    assert error.value.args == ([tk.__file__], 640)
-
-
-def test_the_demonstration(tmp_path):
-    done = run(folder=tmp_path)
-    assert done.returncode == 0 and b"first merges" in done.stdout and list(tmp_path.iterdir()) == []
-    title, merges, _, _, _, bars, counts, _, _, _, tree, *_, last = done.stdout.decode().splitlines()
-    assert re.fullmatch(r"  (\d+: \".+?\"  ){11}\d+: \".+\"", merges) and " 256: " in merges and " 267: " in merges
-    assert bars.replace("|", "") == "The tokenizer merges the most frequent pair of tokens, again and again."
-    longest = re.fullmatch(r'" ?(\w+)"  id \d+, merge \d+', tree)[1]     # a word, since lines of a file are no fun
-    assert longest.isalpha() and len(longest) > 5 and "--help" in last
+    assert (done.returncode, done.stdout) == (0, b"\\u4e2d\n1 tokens for 3 bytes, 3.00 bytes a token\n")
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["train", "missing.txt"], "missing.txt"), (["train", "empty.txt"], "no text in"),
+    ([], "COMMAND"), (["train", "missing.txt"], "missing.txt"), (["train", "empty.txt"], "no text in"),
     (["train", "binary"], "NUL bytes"),
     (["train", "."], "not a plain file"), (["train", "text.txt", "--vocab", "259"], "at least 260"),
     (["train", "text.txt", "--out", "no/such/folder.json"], "no/such/folder.json"),
