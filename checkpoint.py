@@ -21,7 +21,6 @@ What this file does not do: it reads our own folders only, and no pickle anywher
 import ast
 import contextlib
 import fcntl
-import io
 import itertools
 import json
 import math
@@ -65,9 +64,8 @@ def write_safetensors(path, tensors, metadata):
     header, end = {"__metadata__": {**metadata, "crc32": "00000000"}}, 0
     arrays = [np.ascontiguousarray(array) for array in tensors.values()]
     for name, array in zip(tensors, arrays):
-        kind = {"float32": "F32", "float64": "F64"}[array.dtype.name]
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
-        end += array.nbytes
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": f"F{8 * array.itemsize}", "shape": array.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"))
     text += " " * (-len(text) % 8)                                # so that the tensors start aligned
     length = len(text).to_bytes(8, "little")
@@ -81,44 +79,33 @@ def write_safetensors(path, tensors, metadata):
         os.fsync(file.fileno())
 
 
-class SafeTensors(io.BufferedReader):
-    """A file of tensors, open for reading in a with block.  shapes: {name: shape}, in the order of the file;
-    metadata: dict.  Iterate for (name, array), one after the other, so that only one is in memory; all
-    numbers are finite, and at the end the checksum tells whether every byte is as written.  ValueError,
-    naming the file, for anything else."""
-
-    def __init__(self, path):
-        check_plain(path)
-        self.path, self.dtypes, self.shapes, end = path, {}, {}, 0
-        with naming(path), refusing(f"{path} is damaged (truncated or altered), its header is wrong"):
-            super().__init__(io.FileIO(path))
-            length, size = os.path.getsize(path), self.read(8)
-            require(int.from_bytes(size, "little") <= length - 8, "it is cut")
-            text = self.read(int.from_bytes(size, "little"))
-            header = json.loads(text)
-            self.metadata = header.pop("__metadata__")
-            self.crc = self.metadata["crc32"]
-            self.without_crc = size + text.replace(f'"crc32":"{self.crc}"'.encode(), NO_CRC.encode(), 1)
-            for name, entry in header.items():    # one after the other, without gap or overlap, to the end
-                (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
-                dtype = np.dtype(DTYPES[entry["dtype"]])
-                require(all(type(side) is int and side >= 0 for side in shape) and start == end
-                        and stop - start == math.prod(shape) * dtype.itemsize, f"{name!r} has no such place")
-                self.dtypes[name], self.shapes[name], end = dtype, shape, stop
-            require(end == length - 8 - len(text), "its tensors end elsewhere than the file")
-
-    def __iter__(self):
-        crc = zlib.crc32(self.without_crc)
-        for name, shape in self.shapes.items():
-            array = np.empty(shape, self.dtypes[name])
-            with naming(self.path):
-                self.readinto(array)
-            crc = zlib.crc32(array, crc)
-            require(np.isfinite(array).all(),
-                    f"{self.path}: the tensor {name} holds numbers that are not finite.")
-            yield name, array
-        require(f"{crc:08x}" == self.crc,
-                f"{self.path} is damaged (truncated or altered): its checksum is wrong.")
+def read_safetensors(path):
+    """-> ({name: array}, metadata) of a file of tensors, in the order of the file; memory-mapped, which is safe
+    as save() puts a new file in the place of an old one and never writes into it.  ValueError, naming the
+    file, unless every byte is as written and all numbers are finite."""
+    check_plain(path)
+    tensors, end = {}, 0
+    with naming(path), refusing(f"{path} is damaged (truncated or altered), its header is wrong"):
+        data = np.memmap(path, mode="r")
+        start = 8 + int.from_bytes(data[:8], "little")
+        require(start <= len(data), "it is cut")
+        text, body = bytes(data[8:start]), data[start:]
+        header = json.loads(text)
+        metadata = header.pop("__metadata__")
+        crc = metadata["crc32"]
+        blank = text.replace(f'"crc32":"{crc}"'.encode(), NO_CRC.encode(), 1)
+        for name, entry in header.items():        # one after the other, without gap or overlap, to the end
+            (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
+            tensor = body[start:stop].view(DTYPES[entry["dtype"]]).reshape(shape)
+            require(start == end and stop - start == tensor.nbytes and tensor.shape == shape,
+                    f"{name!r} has no such place")
+            tensors[name], end = tensor, stop
+        require(end == len(body), "its tensors end elsewhere than the file")
+    for name, tensor in tensors.items():
+        require(np.isfinite(tensor).all(), f"{path}: the tensor {name} holds numbers that are not finite.")
+    require(f"{zlib.crc32(body, zlib.crc32(bytes(data[:8]) + blank)):08x}" == crc,
+            f"{path} is damaged (truncated or altered): its checksum is wrong.")
+    return tensors, metadata
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -246,17 +233,12 @@ def save(folder, model, tokenizer, state, chat=False):
 # ------------------------------------------------------------------------------------------------------------
 # 4. Load
 # ------------------------------------------------------------------------------------------------------------
-def check_tensors(file, shapes):
-    """ValueError unless the names and shapes in a file of tensors are these."""
-    for name in [*shapes, *file.shapes]:
-        found, wanted = file.shapes.get(name, "missing"), shapes.get(name, "none of that name")
-        require(found == wanted, f"{file.path}: the tensor {name} is {found}, config.json asks for {wanted}.")
-
-
-def llama_shapes(config):
-    """{Hugging Face's name: shape} of a model's tensors: slices of arrays that take no memory."""
-    shapes = dict(param_table(config))
-    return {hf: np.broadcast_to(False, shapes[ours])[rows].shape for hf, ours, rows in llama_names(config)}
+def check_tensors(path, tensors, shapes):
+    """ValueError unless the names and shapes of the tensors in a file are these."""
+    for name in [*shapes, *tensors]:
+        found = tensors[name].shape if name in tensors else "missing"
+        wanted = shapes.get(name, "none of that name")
+        require(found == wanted, f"{path}: the tensor {name} is {found}, config.json asks for {wanted}.")
 
 
 def load(folder, engine, options=None):
@@ -272,22 +254,23 @@ def load(folder, engine, options=None):
     require(tokenizer.vocab_size <= config.vocab and end in tokenizer.special.values(),
             f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} tokens, "
             f"config.json says {config.vocab}, with the end of a text at {end}.")
-    with SafeTensors(model_path) as file:
-        require(config.layers <= len(file.shapes),  # before anything as large as config.json asks for is made
-                f"{model_path}: tensors are missing: config.json asks for {config.layers} layers, the file "
-                f"holds {len(file.shapes)} tensors.")
-        check_tensors(file, llama_shapes(config))
-        require(file.metadata.get("tokenizer") == checksum(tokenizer_path),
-                f"{folder}: tokenizer.json is not the one that this model was trained with.")
-        written = checksum(config_path)
-        require(file.metadata.get("config", written) == written,        # the first version recorded none
-                f"{config_path} is not as it was saved: something in it was altered.")
-        require(str(file.metadata.get("step")).isdecimal(), f"{model_path} does not say of which step it is.")
-        model = engine.Model(config, seed=None, **(options or {}))
-        places = {name: model.params[ours][rows] for name, ours, rows in llama_names(config)}
-        for name, tensor in file:
-            model.write(places[name], tensor)
-    model.step = int(file.metadata["step"])
+    tensors, metadata = read_safetensors(model_path)
+    require(config.layers <= len(tensors),      # before anything as large as config.json asks for is made
+            f"{model_path}: tensors are missing: config.json asks for {config.layers} layers, the file "
+            f"holds {len(tensors)} tensors.")
+    shapes = dict(param_table(config))
+    check_tensors(model_path, tensors, {name: np.broadcast_to(False, shapes[ours])[rows].shape   # no memory
+                                        for name, ours, rows in llama_names(config)})
+    require(metadata.get("tokenizer") == checksum(tokenizer_path),
+            f"{folder}: tokenizer.json is not the one that this model was trained with.")
+    written = checksum(config_path)
+    require(metadata.get("config", written) == written,             # the first version recorded none
+            f"{config_path} is not as it was saved: something in it was altered.")
+    require(str(metadata.get("step")).isdecimal(), f"{model_path} does not say of which step it is.")
+    model = engine.Model(config, seed=None, **(options or {}))
+    for name, ours, rows in llama_names(config):
+        model.write(model.params[ours][rows], tensors[name])
+    model.step = int(metadata["step"])
     return model, tokenizer
 
 
@@ -297,16 +280,15 @@ def load_state(folder, model=None):
     if os.path.exists(path + ".new") and not os.path.exists(model_path + ".new"):
         path += ".new"    # killed between the two renames; the next save makes up for it
     require(os.path.exists(path), f"{folder} holds no training state: there is no {path}.")
-    with SafeTensors(path) as file:
-        if model is not None:
-            check_tensors(file, {"m": model.m.shape, "v": model.v.shape})
-            step = file.metadata.get("step")
-            require(step == str(model.step), f"{path} is of step {step}, {MODEL} of step {model.step}.")
-        for name, tensor in file:                   # to its end, where the checksum is looked at
-            if model is not None:
-                model.write(getattr(model, name), tensor)
+    tensors, metadata = read_safetensors(path)
+    if model is not None:
+        check_tensors(path, tensors, {"m": model.m.shape, "v": model.v.shape})
+        step = metadata.get("step")
+        require(step == str(model.step), f"{path} is of step {step}, {MODEL} of step {model.step}.")
+        model.write(model.m, tensors["m"])
+        model.write(model.v, tensors["v"])
     with refusing(f"{path} holds no record of a run: its state is damaged or missing"):
-        return {**json.loads(file.metadata["state"])}               # only a dict unpacks so
+        return {**json.loads(metadata["state"])}               # only a dict unpacks so
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -668,11 +650,11 @@ def main(argv):
     print("config    " + ", ".join(f"{name} {value}" for name, value in vars(model.config).items()))
     print(f"tokenizer {tokenizer.vocab_size} tokens, {len(tokenizer.special)} of them special")
     for path in filter(os.path.exists, paths_of(folder)):
-        with SafeTensors(path) as file:
-            print(f"{path}: {len(file.shapes)} tensors, {os.path.getsize(path):,} bytes, CRC32 {file.crc}")
-            for name, tensor in file:
-                size = np.sqrt(np.mean(np.square(tensor, dtype=np.float64)))
-                print(f"  {name:44} {str(tensor.shape):15} {tensor.dtype}  root mean square {size:.3g}")
+        tensors, metadata = read_safetensors(path)
+        print(f"{path}: {len(tensors)} tensors, {os.path.getsize(path):,} bytes, CRC32 {metadata['crc32']}")
+        for name, tensor in tensors.items():
+            size = np.sqrt(np.mean(np.square(tensor, dtype=np.float64)))
+            print(f"  {name:44} {str(tensor.shape):15} {tensor.dtype}  root mean square {size:.3g}")
 
 
 if __name__ == "__main__":

@@ -523,8 +523,8 @@ def test_a_checkpoint_of_the_first_version_goes_on_with_the_same_losses(tiny, tm
         assert json.load(file)["hidden_size"] == 16
     for name in ("model.safetensors", "train_state.safetensors"):
         path = os.path.join("out/first", name)
-        with checkpoint.SafeTensors(path) as file:
-            tensors, metadata = dict(file), dict(file.metadata)
+        tensors, metadata = checkpoint.read_safetensors(path)
+        tensors = {name: tensor.copy() for name, tensor in tensors.items()}
         del metadata["config"], metadata["crc32"]
         if "state" in metadata:
             state = json.loads(metadata["state"])
@@ -537,8 +537,7 @@ def test_a_checkpoint_of_the_first_version_goes_on_with_the_same_losses(tiny, tm
     state = checkpoint.load_state("out/first")
     assert "attention" not in state["settings"] and state["settings"]["optimizer"] == "adamw"
     assert state["tokens"] == 12 * 64
-    with checkpoint.SafeTensors("out/first/model.safetensors") as file:
-        assert "config" in file.metadata
+    assert "config" in checkpoint.read_safetensors("out/first/model.safetensors")[1]
 
 
 def test_sizes_reach_the_model_and_the_checkpoint(tiny):
