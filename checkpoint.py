@@ -420,127 +420,132 @@ class Ranks:
     """The processes of a run, each of which makes one; a run of one process has nobody to talk to.
 
     Each rank but 0 holds two connections to rank 0: a line, on which all speak at the same points of a run
-    (gather, add); and a life, on which nothing is said but the last words of who fails.  When a life ends
-    before the run does, its rank has died, and all others end, whatever they wait for."""
+    (exchange); and a life, on which nothing is said but the last words of who fails.  When a life ends before
+    the run does, its rank has died, and all others end, whatever they wait for."""
 
     def __init__(self, rank=0, size=1, local=0, timeout=math.inf):
         """local: the rank's number on its host.  timeout: seconds without progress after which all end."""
         self.rank, self.size, self.local, self.timeout = rank, size, local, timeout
-        self.lines, self.lives, self.children, self.ended = [], {}, [], size == 1
-        self.seen = time.monotonic()
+        self.lives, self.lines, self.children, self.ended = {}, {}, {}, False     # each by the other's rank
+        self.seen = time.monotonic()        # since when we wait for others; math.inf: we do not
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
         """The run is over: wait for each other; or it failed here, then tell the others."""
-        self.ended = True
         if error is None:
             self.gather("the end")
-        for life in self.lives if error else ():
-            with contextlib.suppress(OSError):
-                life.send_bytes(explain(error).encode())
-        if error and self.rank:
-            os._exit(2)                             # rank 0 says it
-        for child in self.children:
+        self.ended = True
+        if error is None:
+            self.gather("known to all")             # so that who goes now is not taken for dead
+        else:
+            self.tell(explain(error))
+            if self.rank:
+                os._exit(2)                         # rank 0 says it
+        for child in self.children.values():
             child.wait()
 
-    def listen(self, host, port):
-        """Rank 0: -> where the others will call."""
+    def start(self, port):
+        """Rank 0 of --gpus: start the other processes, as a launcher does, to call at this port."""
+        for rank in range(1, self.size):
+            told = dict(RANK=rank, WORLD_SIZE=self.size, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1",
+                        MASTER_PORT=port - 1)
+            environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
+            self.children[rank] = subprocess.Popen([sys.executable, *sys.argv], env=environment,
+                                                   stdin=subprocess.DEVNULL)
+
+    def answer(self, host, port, launched):
+        """Rank 0: wait for the others.  launched: by somebody else."""
         try:
-            return multiprocessing.connection.Listener((host, port), backlog=2 * self.size, authkey=KEY)
+            listener = multiprocessing.connection.Listener((host, port), backlog=2 * self.size, authkey=KEY)
         except OSError as error:
             raise ValueError(f"port {port} cannot be used ({error.strerror}): set MASTER_PORT, which is one "
                              "less, to another.") from None
-
-    def start(self, listener):
-        """Rank 0 of --gpus: start the other processes."""
-        for rank in range(1, self.size):
-            told = dict(RANK=rank, WORLD_SIZE=self.size, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1",
-                        MASTER_PORT=listener.address[1] - 1)
-            environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
-            self.children.append(subprocess.Popen([sys.executable, *sys.argv], env=environment,
-                                                  stdin=subprocess.DEVNULL))
-
-    def answer(self, listener):
-        """Rank 0: wait for the others."""
-        lines, calls = {}, []
-        while len(calls) < 2 * (self.size - 1):
+        if not launched:
+            self.start(listener.address[1])
+        while len(self.lives) + len(self.lines) < 2 * (self.size - 1):
             with contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
                 caller = listener.accept()
                 what, rank, size = json.loads(caller.recv_bytes())
-                require(size == self.size and [what, rank] not in calls,
+                known = self.lives if what == "life" else self.lines
+                require(size == self.size and rank not in known,
                         f"rank {rank} of {size} calls rank 0 of {self.size}: they do not belong together.")
-                calls.append([what, rank])
-                if what == "life":
-                    self.lives[caller] = rank
-                else:
-                    lines[rank] = caller
+                known[rank] = caller
         listener.close()
-        self.lines = [lines[rank] for rank in sorted(lines)]
 
-    def call(self, address):
+    def call(self, host, port):
         """Any other rank: connect to rank 0, which may start later."""
-        parent, kinds = os.getppid(), ["life", "line"]
-        while kinds:
-            try:
-                connection = multiprocessing.connection.Client(address, authkey=KEY)
-                connection.send_bytes(json.dumps([kinds[0], self.rank, self.size]).encode())
-            except (OSError, EOFError):
-                if os.getppid() != parent:          # who started this process is gone
-                    os._exit(1)
-                time.sleep(0.1)
-                continue
-            if kinds.pop(0) == "life":
-                self.lives[connection] = 0
-            else:
-                self.lines.append(connection)
+        parent = os.getppid()
+        for what, known in ("life", self.lives), ("line", self.lines):
+            while not known:
+                try:
+                    connection = multiprocessing.connection.Client((host, port), authkey=KEY)
+                    connection.send_bytes(json.dumps([what, self.rank, self.size]).encode())
+                    known[0] = connection
+                except (OSError, EOFError):
+                    if os.getppid() != parent:      # who started this process is gone
+                        os._exit(1)
+                    time.sleep(0.1)
 
     def watch(self):
         """In a thread of its own, for as long as the run lasts."""
         while not self.ended:
-            for life in multiprocessing.connection.wait([*self.lives], timeout=0.5):
-                try:
-                    said = life.recv_bytes().decode()
-                except (OSError, EOFError):
-                    self.leave(f"rank {self.lives[life]} has died")
-                if self.rank == 0:
-                    time.sleep(1)                   # what ends rank 0, too, it says itself
-                    self.leave(f"rank {self.lives[life]}: {said}")
-                self.leave("")                      # rank 0 has said it
-            for rank, child in enumerate(self.children, 1):
-                if child.poll() is not None and rank not in self.lives.values():
+            time.sleep(0.2)
+            for rank, life in list(self.lives.items()):
+                if life.poll():
+                    try:
+                        said = life.recv_bytes().decode()
+                    except (OSError, EOFError):
+                        self.leave(f"rank {rank} has died")
+                    time.sleep(1)                   # what ends this rank, too, it says itself
+                    self.leave(f"rank {rank}: {said}" if rank else "")      # rank 0 has said it
+            for rank, child in list(self.children.items()):
+                if child.poll() is not None and rank not in self.lives:
                     self.leave(f"rank {rank} has died")
             if time.monotonic() - self.seen > self.timeout + 5 * self.rank:
-                missing = self.size - 1 - len(self.lives) if self.rank == 0 else 0
+                missing = 0 if self.rank else self.size - 1 - len(self.lives)
                 self.leave(f"nothing went on for {self.timeout} seconds"
                            + (f": {missing} of {self.size} ranks have not come" if missing else ""))
+
+    def tell(self, sentence):
+        """Last words."""
+        for life in list(self.lives.values()):
+            with contextlib.suppress(OSError):
+                life.send_bytes(sentence.encode())
 
     def leave(self, sentence):
         """End this process at once, and with it the others; unless the run is over anyway."""
         if self.ended:
             time.sleep(60)
-        for life in self.lives:
-            with contextlib.suppress(OSError):
-                life.send_bytes(sentence.encode())
+        self.tell(sentence)
         if sentence and self.rank < 2:              # 1: rank 0 cannot
             os.write(2, f"error: {sentence}; what was last saved stays.\n".encode())
+        for child in self.children.values():
+            child.kill()                            # should it hang
         os._exit(1)
 
-    def gather(self, value):
-        """-> [what rank 0 says, what rank 1 says, ...], on each of them.  value: what JSON can hold."""
-        self.seen, text = time.monotonic(), json.dumps(value)
+    def exchange(self, said, answer):
+        """-> what rank 0 answers to what all say, answer([rank 0's bytes, rank 1's, ...]), on each of them."""
+        self.seen = time.monotonic()
         try:
             if self.rank:
-                self.lines[0].send_bytes(text.encode())
-                return json.loads(self.lines[0].recv_bytes())
-            values = [json.loads(said) for said in (text, *[line.recv_bytes() for line in self.lines])]
-            for line in self.lines:
-                line.send_bytes(json.dumps(values).encode())
-            return values
+                self.lines[0].send_bytes(said)
+                heard = self.lines[0].recv_bytes()
+            else:
+                heard = answer([said, *[self.lines[rank].recv_bytes() for rank in range(1, self.size)]])
+                for line in self.lines.values():
+                    line.send_bytes(heard)
         except (OSError, EOFError):
             time.sleep(60)                          # watch() ends this process
             raise
+        self.seen = math.inf
+        return heard
+
+    def gather(self, value):
+        """-> [what rank 0 says, what rank 1 says, ...], on each of them.  value: what JSON can hold."""
+        said = json.dumps(value).encode()
+        return json.loads(self.exchange(said, lambda values: b"[%b]" % b",".join(values)))
 
     def total(self, sums):
         """{name: array} -> the same, added up over the ranks that have the name."""
@@ -564,17 +569,9 @@ class Ranks:
 
     def add(self, array):
         """array becomes its sum over all ranks, in their order: Nccl's part, where there is no GPU."""
-        flat = array.reshape(-1)
-        if self.rank:
-            self.lines[0].send_bytes(flat)
-            self.lines[0].recv_bytes_into(flat)
-            return
-        part = np.empty_like(flat)
-        for line in self.lines:
-            line.recv_bytes_into(part)
-            flat += part
-        for line in self.lines:
-            line.send_bytes(flat)
+        total = self.exchange(array.tobytes(),
+                              lambda parts: sum(np.frombuffer(part, array.dtype) for part in parts))
+        array[...] = np.frombuffer(total, array.dtype).reshape(array.shape)
 
 
 class Nccl:
@@ -623,16 +620,14 @@ def find_ranks(gpus, timeout):
     # of srun's list of hosts, such as node[03-06,11] or a,b, the first
     first = re.sub(r"\[(\d+).*", r"\1", os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1").split(",")[0])
     host, port = os.environ.get("MASTER_ADDR", first), 1 + int(os.environ.get("MASTER_PORT", 29500))
+    threading.Thread(target=ranks.watch, daemon=True).start()
     if ranks.rank:
         sys.stdout = open(os.devnull, "w")          # rank 0 alone prints
-        ranks.call((host, port))
-        threading.Thread(target=ranks.watch, daemon=True).start()
-        return ranks
-    listener = ranks.listen(*((host if host.startswith("127.") else "", port) if known else ("127.0.0.1", 0)))
-    if not known:
-        ranks.start(listener)
-    threading.Thread(target=ranks.watch, daemon=True).start()
-    ranks.answer(listener)
+        ranks.call(host, port)
+    elif known:
+        ranks.answer(host if host.startswith("127.") else "", port, launched=True)
+    else:
+        ranks.answer("127.0.0.1", 0, launched=False)
     ranks.seen = math.inf
     return ranks
 
