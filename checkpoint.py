@@ -80,9 +80,9 @@ def write_safetensors(path, tensors, metadata):
 
 
 def read_safetensors(path):
-    """-> ({name: array}, metadata) of a file of tensors, in the order of the file; memory-mapped, which is safe
-    as save() puts a new file in the place of an old one and never writes into it.  ValueError, naming the
-    file, unless every byte is as written and all numbers are finite."""
+    """-> ({name: array}, metadata) of a file of tensors, in the order of the file; memory-mapped, which is
+    safe as save() puts a new file in the place of an old one and never writes into it.  ValueError, naming
+    the file, unless every byte is as written and all numbers are finite."""
     check_plain(path)
     tensors, end = {}, 0
     with naming(path), refusing(f"{path} is damaged (truncated or altered), its header is wrong"):
@@ -416,7 +416,7 @@ LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"),                              
 KEY = b"NanoEuler"      # who calls without it, a port scanner say, is not one of us
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager):
     """The processes of a run, each of which makes one; a run of one process has nobody to talk to.
 
     Each rank but 0 holds two connections to rank 0: a line, on which all speak at the same points of a run
@@ -428,9 +428,6 @@ class Ranks:
         self.rank, self.size, self.local, self.timeout = rank, size, local, timeout
         self.lives, self.lines, self.children, self.ended = {}, {}, {}, False     # each by the other's rank
         self.seen = time.monotonic()        # since when we wait for others; math.inf: we do not
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, error, trace):
         """The run is over: wait for each other; or it failed here, then tell the others."""
@@ -449,11 +446,10 @@ class Ranks:
     def start(self, port):
         """Rank 0 of --gpus: start the other processes, as a launcher does, to call at this port."""
         for rank in range(1, self.size):
-            told = dict(RANK=rank, WORLD_SIZE=self.size, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1",
-                        MASTER_PORT=port - 1)
-            environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
-            self.children[rank] = subprocess.Popen([sys.executable, *sys.argv], env=environment,
-                                                   stdin=subprocess.DEVNULL)
+            self.children[rank] = subprocess.Popen(
+                ["env", f"RANK={rank}", f"WORLD_SIZE={self.size}", f"LOCAL_RANK={rank}",
+                 "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port - 1}", sys.executable, *sys.argv],
+                stdin=subprocess.DEVNULL)
 
     def answer(self, host, port, launched):
         """Rank 0: wait for the others.  launched: by somebody else."""
@@ -526,7 +522,8 @@ class Ranks:
         os._exit(1)
 
     def exchange(self, said, answer):
-        """-> what rank 0 answers to what all say, answer([rank 0's bytes, rank 1's, ...]), on each of them."""
+        """-> what rank 0 answers to what all say, answer([rank 0's bytes, rank 1's, ...]), on each of
+        them."""
         self.seen = time.monotonic()
         try:
             if self.rank:
@@ -607,22 +604,21 @@ def find_ranks(gpus, timeout):
     """-> the connected Ranks of this run: those that a launcher has started, or as many as --gpus says (None:
     one), which rank 0 starts itself."""
     known = next((names for names in LAUNCHERS if names[0] in os.environ and names[1] in os.environ), None)
-    if not known:
-        ranks = Ranks(0, gpus or 1, 0, timeout)
-    else:
+    rank, size, local = 0, gpus or 1, 0
+    if known:
         with refusing(f"{', '.join(known)} in the environment do not say which rank this is"):
             rank, size, local = (int(os.environ.get(name, os.environ[known[0]])) for name in known)
             require(0 <= rank < size, f"{rank} of {size}")
         require(gpus in (None, size), f"--gpus {gpus} does not fit the {size} processes of the launcher.")
-        ranks = Ranks(rank, size, local, timeout)
-    if ranks.size == 1:
+    ranks = Ranks(rank, size, local, timeout)
+    if size == 1:
         return ranks
     # of srun's list of hosts, such as node[03-06,11] or a,b, the first
     first = re.sub(r"\[(\d+).*", r"\1", os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1").split(",")[0])
     host, port = os.environ.get("MASTER_ADDR", first), 1 + int(os.environ.get("MASTER_PORT", 29500))
     threading.Thread(target=ranks.watch, daemon=True).start()
-    if ranks.rank:
-        sys.stdout = open(os.devnull, "w")          # rank 0 alone prints
+    if rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
         ranks.call(host, port)
     elif known:
         ranks.answer(host if host.startswith("127.") else "", port, launched=True)
