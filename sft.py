@@ -321,8 +321,6 @@ def fine_tuning(model, tokenizer, examples, settings, state, ranks=Ranks()):
         loss, bpb = evaluate(model, tokenizer, examples.held_out, settings.micro_batch, ranks)
         state.setdefault("before", loss)
         state["after"] = loss
-        if ranks.rank:
-            return {}
         questions = examples.questions[:None if step == settings.steps else 3]
         answers = [answer(model, tokenizer, question, settings.seed) for question in questions]
         print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
@@ -449,7 +447,7 @@ def run(args, base, ranks):
     if args.resume:
         print(f"Resuming {out} at step {model.step} of {settings.steps}.", flush=True)
     train.connect(ranks, model, settings)
-    stop, job = train.Stop(ranks), fine_tuning(model, tokenizer, examples, settings, state, ranks)
+    stop, job = train.Stop(), fine_tuning(model, tokenizer, examples, settings, state, ranks)
     if "before" not in state:
         record = job.evaluate(0)
         if ranks.rank == 0:

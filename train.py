@@ -496,8 +496,8 @@ class Stop:
     """Ctrl-C, SIGTERM, or SIGHUP of a terminal that is closed ask for an end after the step under way; a
     second one leaves at once.  What is ignored when the script starts, as SIGHUP under nohup, stays
     ignored."""
-    def __init__(self, ranks=Ranks()):
-        self.signal, self.agreed, self.quiet = None, 0, ranks.rank > 0
+    def __init__(self):
+        self.signal, self.agreed = None, 0              # agreed: how many ranks have been asked
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.ask)
@@ -508,7 +508,8 @@ class Stop:
         self.signal = number
         # not print, which may be under way; and nobody may be there to read
         with contextlib.suppress(OSError):
-            self.quiet or os.write(2, b"\nFinishing this step, then saving; once more to leave at once.\n")
+            said = b"\nFinishing this step, then saving; once more to leave at once.\n"
+            os.write(sys.stderr.fileno(), said)
 
 
 @dataclasses.dataclass
@@ -566,8 +567,7 @@ def save(out, model, tokenizer, settings, state):
 
 def new_run(script, out, model, tokenizer, settings, ranks, **more):
     """-> the state of a run that begins, after its first save: from then on there is something to resume."""
-    state = {"script": script, "tokens": 0, "seconds": 0.0, **more}
-    state.update({"ranks": ranks.size} if ranks.size > 1 else {})
+    state = {"script": script, "tokens": 0, "seconds": 0.0, "ranks": ranks.size, **more}
     if ranks.rank == 0:
         checkpoint.take(out)
         checkpoint.set_aside(out)
@@ -593,14 +593,13 @@ def train(model, tokenizer, settings, out, state, stop, job):
         if not all(map(math.isfinite, [*losses, norm])):
             print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
                   f"{first_bad_tensor(model)}. {out} keeps its last checkpoint. Try a lower --lr.",
-                  file=sys.stderr if ranks.rank == 0 else sys.stdout)
+                  file=sys.stderr)
             return False
-        if ranks.rank:
-            return True
         seconds = time.monotonic() - began
         state.update(tokens=tokens, seconds=before["seconds"] + seconds)
-        log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
-                  seconds=round(state["seconds"], 3))
+        if log:
+            log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
+                      seconds=round(state["seconds"], 3))
         rate = (tokens - before["tokens"]) / (seconds - pauses)
         print_step(settings, step, losses[0], job.bytes_per_token, lr, norm, rate,
                    rate * flops_per_token(model.config) / (peak * ranks.size) if peak else None,
@@ -637,9 +636,8 @@ def train(model, tokenizer, settings, out, state, stop, job):
                 os.fsync(log.file.fileno())
                 save(out, model, tokenizer, settings, state)
         if stopping and step < settings.steps:
-            command = f"python {state['script']} {settings.preset} --resume --out {out}"
-            print(f"Saved {out} at step {step}. Go on with: {command}",
-                  file=sys.stderr if ranks.rank == 0 else sys.stdout)
+            print(f"Saved {out} at step {step}. Go on with: python {state['script']} {settings.preset} "
+                  f"--resume --out {out}", file=sys.stderr)
             return 128 + (stop.signal or signal.SIGTERM)
         pauses += time.monotonic() - paused
     print(f"\nTrained {out}: {step} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.")
@@ -791,8 +789,7 @@ def resume(args, out, script, ranks=Ranks()):
     if more:
         extend(settings, given["steps"], out)
     state = checkpoint.load_state(out, model)
-    before = state.get("ranks", 1)
-    if before != ranks.size:
+    if (before := state.get("ranks", 1)) != ranks.size:
         print(f"The run in {out} was one of {before} processes and goes on with {ranks.size}: the same "
               "batches, and the same losses but for rounding.", flush=True)
         state["ranks"] = ranks.size
@@ -835,8 +832,6 @@ def pretraining(model, tokenizer, tokens, val, settings, ranks=Ranks()):
             progress = show_progress("           held out:", "thousand tokens", 1e3)
             result["all"] = validate(model, tokenizer, val, settings.micro_batch, None, progress, ranks)
             print(f"           on all that is held out {in_words(result['all'])}")
-        if ranks.rank:
-            return result
         samples = [text + sample_text(model, tokenizer, tokenizer.encode(text), settings.seed + i)
                    for i, text in enumerate(PROMPTS)]
         print_samples(map(repr, PROMPTS), samples, step == settings.steps)
@@ -892,7 +887,7 @@ def run(args, ranks):
               f"{len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.", flush=True)
     job = pretraining(model, tokenizer, tokens, val, settings, ranks)
     connect(ranks, model, settings)
-    if code := train(model, tokenizer, settings, out, state, Stop(ranks), job):
+    if code := train(model, tokenizer, settings, out, state, Stop(), job):
         return code
     print(f"\nTalk to it: python chat.py --model {out}")
     return 0

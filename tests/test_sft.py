@@ -1078,7 +1078,7 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
             "mtp_weight": chosen["mtp_weight"], "seed": chosen["seed"], "eval_every": every, "save_every": every, "threads": 1,
             "optimizer": "muon", "device": "cpu", "precision": "fp32", "matmul": "cublas", "memory_limit": None,
             "data": ["some.jsonl"], "tokens_key": wanted.key}
-        assert state == {"script": "sft.py", "tokens": 0, "seconds": 0.0, "base": "out/base"} and model.step == 0
+        assert state == {"script": "sft.py", "tokens": 0, "seconds": 0.0, "ranks": 1, "base": "out/base"} and model.step == 0
         assert model.config == dataclasses.replace(CONFIG, mtp_weight=chosen["mtp_weight"]) and model.dtype == np.float32
         assert examples.key == wanted.key and examples.questions == wanted.questions
         assert said.endswith(
@@ -1231,7 +1231,7 @@ def test_main_to_the_letter(monkeypatch):
             calls.append((*self.where, record))
     for where, name, value in ((sft, "start", start), (sft, "resume", start), (sft, "fine_tuning", fine_tuning),
                                (train, "train", training), (checkpoint, "Log", Log),
-                               (train, "Stop", lambda ranks: "stop"),
+                               (train, "Stop", lambda: "stop"),
                                (train, "set_threads", lambda argv: calls.append(argv))):
         monkeypatch.setattr(where, name, value)
     for argv, base, out in (([], "out/small", "out/small-sft"), (["big"], "out/big", "out/big-sft"),

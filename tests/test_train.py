@@ -65,7 +65,7 @@ def tiny(tmp_path, monkeypatch):
             return step(model, *rest)
         with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
             patch.setattr(train, "training_step", stopping)
-            patch.setattr(train, "Stop", lambda ranks: stop)
+            patch.setattr(train, "Stop", lambda: stop)
             assert (train.main(list(options)) or 0) == (128 + signal.SIGTERM if stop_at else 0)
         return out.getvalue()
     return go

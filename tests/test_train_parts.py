@@ -879,7 +879,7 @@ def whole(tmp_path, monkeypatch):
     open("text.txt", "w").write("text")
     for name, value in [("prepare", lambda data, vocab: done.append(("prepare", data, vocab)) or (tokenizer, tokens, {"text": tokens[:900]}, "key")),
                         ("set_threads", lambda argv: done.append(("threads", argv))), ("take", lambda out: done.append(("take", out))),
-                        ("set_aside", lambda out: done.append(("aside", out))), ("Stop", lambda ranks: "stop"),
+                        ("set_aside", lambda out: done.append(("aside", out))), ("Stop", lambda: "stop"),
                         ("save", lambda out, model, tokenizer, s, state: done.append(("save", out, dict(state)))),
                         ("train", lambda model, tokenizer, s, out, state, stop, job: done.append(("train", s, out, state, stop)) or 0),
                         ("sample_text", lambda model, tokenizer, ids, seed: f" sample {seed}"),
@@ -893,7 +893,7 @@ def test_a_new_run(whole, capsys):
     out = os.path.join("out", "small")
     threads, prepared, taken, aside, saved, (_, s, folder, state, stop) = whole
     assert (threads, prepared) == (("threads", ["--data", "text.txt", "--threads", "2", "--seed", "4"]), ("prepare", ["text.txt"], 512))
-    assert (taken, aside, saved) == (("take", out), ("aside", out), ("save", out, {"script": "train.py", "tokens": 0, "seconds": 0.0}))
+    assert (taken, aside, saved) == (("take", out), ("aside", out), ("save", out, {"script": "train.py", "tokens": 0, "seconds": 0.0, "ranks": 1}))
     assert (s.tokens_key, s.steps, s.seed, folder, state["script"], stop) == ("key", 781, 4, out, "train.py", "stop")
     assert capsys.readouterr().out == (
         "200,000 tokens are few for 800 steps: taking 781, which read them 8 times (--steps takes another number).\n"
