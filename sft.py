@@ -76,12 +76,9 @@ def read_conversations(paths):
     for path in paths:
         require(os.path.isfile(path),
                 f"{path} is not a file; name files of instructions, .json or .jsonl, with --data.")
-        if path.lower().endswith((".json", ".jsonl")):
-            conversations += read_records(path)
-        elif re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)):
-            conversations += python_pairs(path)
-        else:
-            conversations += play_pairs(path)
+        read = (read_records if path.lower().endswith((".json", ".jsonl")) else
+                python_pairs if re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)) else play_pairs)
+        conversations += read(path)
     return conversations
 
 

@@ -253,10 +253,7 @@ def check_corpus(paths):
 # 2. Tokens
 # ------------------------------------------------------------------------------------------------------------
 def file_hash(path):
-    digest, block = hashlib.sha256(), 1 << 20
-    for start in range(0, os.path.getsize(path), block):
-        digest.update(read_chunk(path, start, start + block))
-    return digest.hexdigest()
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
 def kind(path):
@@ -458,10 +455,8 @@ def print_samples(titles, samples, whole):
 def peak_flops(name, precision):
     """The dense matrix rate of the GPU of this name by its vendor's datasheet, FLOP/s; None where it is not
     known."""
-    known = [rate for part, rate in BF16_TFLOPS if part in name]
-    if precision == "fp32" or not known:
-        return None
-    return known[0] * 1e12 * (0.5 if precision == "tf32" else 1.0)
+    rate = next((rate for part, rate in BF16_TFLOPS if part in name), 0)
+    return rate * {"bf16": 1e12, "tf32": 0.5e12}.get(precision, 0) or None
 
 
 def flops_per_token(config):
