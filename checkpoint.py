@@ -618,8 +618,8 @@ def find_ranks(gpus, timeout):
     host, port = os.environ.get("MASTER_ADDR", first), 1 + int(os.environ.get("MASTER_PORT", 29500))
     threading.Thread(target=ranks.watch, daemon=True).start()
     if rank:
-        sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
         ranks.call(host, port)
+        sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
     elif known:
         ranks.answer(host if host.startswith("127.") else "", port, launched=True)
     else:
