@@ -331,6 +331,54 @@ def test_a_shape_that_comes_often_is_recorded(cublas, monkeypatch):
     assert pool.graphs == [1 + 2 * 9 + 2 + 2, 2 + 2 + 2 * 15 + 1] and cublas.streams == 2 * [("handle", 77), ("handle", 0)]
 
 
+class Sums:
+    """In checkpoint.Nccl's place: notes which part of the model's gradient is to be added up, and what it holds then."""
+    def __init__(self, model):
+        self.model, self.asked = model, []
+
+    def add(self, array):
+        assert array.dtype == np.float32 and array.flags.c_contiguous
+        start = (array.ctypes.data - self.model.flat_grads.ctypes.data) // 4
+        self.asked.append((start, start + array.size, np.array(array)))
+
+    def wait(self):
+        self.model.flat_grads[:] = 0.5                                  # what a sum yet under way will leave there
+        self.asked.append("wait")
+
+
+@pytest.mark.parametrize("bucket, count, optimizer", [(1, 3, "adamw"), (1, 3, "muon"), (50_000, 2, "muon"), (1 << 24, 1, "muon")])
+def test_the_gradient_is_added_up_while_the_backward_goes_on(cublas, monkeypatch, bucket, count, optimizer):
+    """Every number once, when nobody writes to it any more: from the end to the front in parts of a bucket, the gains last;
+    only in the last micro-batch, and with the same bits as without other GPUs.  The update waits."""
+    monkeypatch.setattr(model_gpu, "BUCKET", bucket)
+    alone, one = (model_gpu.Model(TINY, precision="bf16", optimizer=optimizer) for _ in range(2))
+    one.sums = Sums(one)
+    counted, asked = np.array([50, 50, 50]), one.sums.asked
+    for step in range(2):                                               # the second begins with a gradient of 0 again
+        for model in alone, one:
+            for part in range(3):
+                losses = model.forward(*batch(TINY, 2, 9, part), counted)
+                model.backward(last=part == 2)
+                if part == 1:
+                    assert asked == []
+            model.losses_seen = model.later(losses)()[0]
+        assert np.array_equal(alone.losses_seen, one.losses_seen) and np.array_equal(alone.flat_grads, one.flat_grads)
+        gains = model_cpu.update_table(TINY, optimizer)[3][1]
+        *parts, last = asked
+        assert last[:2] == (gains.start, gains.stop) and parts[0][1] == gains.start and parts[-1][0] == 0
+        assert all(above[0] == below[1] for above, below in zip(parts, parts[1:]))
+        assert all(stop - start >= bucket for start, stop, _ in parts[:-1])
+        assert len(parts) == count                      # of the largest number: layer 1 with the heads, layer 0, embedding
+        for start, stop, snapshot in asked:
+            np.testing.assert_array_equal(snapshot, one.flat_grads[start:stop])
+        asked.clear()
+        alone.flat_grads[:] = 0.5
+        norms = [float(model.update(0.01)) for model in (alone, one)]
+        assert norms[0] == norms[1] and asked == ["wait"] and not one.flat_grads.any()
+        assert np.array_equal(alone.flat_params, one.flat_params)
+        asked.clear()
+
+
 def test_the_breakdown_of_a_step_sees_every_launch(cublas, monkeypatch):
     """Also those that a CUDA graph would make as one."""
     monkeypatch.setattr(model_gpu, "RECORD_AT", 1)
