@@ -413,7 +413,7 @@ LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"),                              
              ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),    # Open MPI
              ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),                                # MPICH, Intel MPI
              ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))                  # srun
-KEY = b"NanoEuler"      # who calls without it, a port scanner say, is not one of us
+KEY = "NanoEuler"       # who calls without it, a port scanner say, is not one of us
 
 
 class Ranks(contextlib.AbstractContextManager):
@@ -437,51 +437,57 @@ class Ranks(contextlib.AbstractContextManager):
         if error is None:
             self.gather("known to all")             # so that who goes now is not taken for dead
         else:
-            self.tell(explain(error))
+            self.tell(explain(error) or kind.__name__)
             if self.rank:
                 os._exit(2)                         # rank 0 says it
         for child in self.children.values():
+            if error:
+                child.kill()                        # it may hang
             child.wait()
+
+    def listen(self, host, port):
+        """Rank 0: -> where the others will call."""
+        try:
+            return multiprocessing.connection.Listener((host, port), backlog=2 * self.size)
+        except OSError as error:
+            raise ValueError(f"port {port} cannot be used ({error.strerror}): set MASTER_PORT, which is one "
+                             "less, to another.") from None
 
     def start(self, port):
         """Rank 0 of --gpus: start the other processes, as a launcher does, to call at this port."""
         for rank in range(1, self.size):
             self.children[rank] = subprocess.Popen(
                 ["env", f"RANK={rank}", f"WORLD_SIZE={self.size}", f"LOCAL_RANK={rank}",
-                 "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port - 1}", sys.executable, *sys.argv],
-                stdin=subprocess.DEVNULL)
+                 "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port - 1}", f"NANOEULER_PARENT={os.getpid()}",
+                 sys.executable, *sys.argv], stdin=subprocess.DEVNULL)
 
-    def answer(self, host, port, launched):
-        """Rank 0: wait for the others.  launched: by somebody else."""
-        try:
-            listener = multiprocessing.connection.Listener((host, port), backlog=2 * self.size, authkey=KEY)
-        except OSError as error:
-            raise ValueError(f"port {port} cannot be used ({error.strerror}): set MASTER_PORT, which is one "
-                             "less, to another.") from None
-        if not launched:
-            self.start(listener.address[1])
+    def answer(self, listener):
+        """Rank 0: wait until the others have called."""
         while len(self.lives) + len(self.lines) < 2 * (self.size - 1):
-            with contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
+            with contextlib.suppress(OSError, EOFError, ValueError):            # of strangers
                 caller = listener.accept()
-                what, rank, size = json.loads(caller.recv_bytes())
+                key, what, rank, size = json.loads(caller.recv_bytes(99) if caller.poll(5) else "[]")
+                require(key == KEY, "a stranger")
                 known = self.lives if what == "life" else self.lines
-                require(size == self.size and rank not in known,
-                        f"rank {rank} of {size} calls rank 0 of {self.size}: they do not belong together.")
+                fits = size == self.size and rank not in known
                 known[rank] = caller
+                caller.send_bytes(b"welcome")
+                if not fits:
+                    self.leave(f"rank {rank} of {size} calls rank 0 of {self.size}: they are of two runs")
         listener.close()
 
-    def call(self, host, port):
+    def call(self, address):
         """Any other rank: connect to rank 0, which may start later."""
-        parent = os.getppid()
         for what, known in ("life", self.lives), ("line", self.lines):
             while not known:
                 try:
-                    connection = multiprocessing.connection.Client((host, port), authkey=KEY)
-                    connection.send_bytes(json.dumps([what, self.rank, self.size]).encode())
+                    connection = multiprocessing.connection.Client(address)
+                    connection.send_bytes(json.dumps([KEY, what, self.rank, self.size]).encode())
+                    connection.recv_bytes()         # its welcome
                     known[0] = connection
                 except (OSError, EOFError):
-                    if os.getppid() != parent:      # who started this process is gone
-                        os._exit(1)
+                    if os.environ.get("NANOEULER_PARENT") not in (None, str(os.getppid())):
+                        os._exit(1)                 # rank 0, which started this process, is gone
                     time.sleep(0.1)
 
     def watch(self):
@@ -515,46 +521,52 @@ class Ranks(contextlib.AbstractContextManager):
         if self.ended:
             time.sleep(60)
         self.tell(sentence)
-        if sentence and self.rank < 2:              # 1: rank 0 cannot
-            os.write(2, f"error: {sentence}; what was last saved stays.\n".encode())
+        with contextlib.suppress(OSError):          # nobody may be there to read
+            if sentence and self.rank < 2:          # 1: rank 0 cannot
+                os.write(2, f"error: {sentence}; what was last saved stays.\n".encode())
         for child in self.children.values():
-            child.kill()                            # should it hang
+            child.kill()                            # it may hang
         os._exit(1)
+
+    @contextlib.contextmanager
+    def waiting(self):
+        """Inside, others are waited for: if they die, or take too long, watch() ends this process."""
+        self.seen = time.monotonic()
+        try:
+            yield
+        except (OSError, EOFError):
+            time.sleep(60)
+            raise
+        self.seen = math.inf
 
     def exchange(self, said, answer):
         """-> what rank 0 answers to what all say, answer([rank 0's bytes, rank 1's, ...]), on each of
         them."""
-        self.seen = time.monotonic()
-        try:
+        with self.waiting():
             if self.rank:
                 self.lines[0].send_bytes(said)
-                heard = self.lines[0].recv_bytes()
-            else:
-                heard = answer([said, *[self.lines[rank].recv_bytes() for rank in range(1, self.size)]])
-                for line in self.lines.values():
-                    line.send_bytes(heard)
-        except (OSError, EOFError):
-            time.sleep(60)                          # watch() ends this process
-            raise
-        self.seen = math.inf
-        return heard
+                return self.lines[0].recv_bytes()
+            heard = answer([said, *[self.lines[rank].recv_bytes() for rank in range(1, self.size)]])
+            for line in self.lines.values():
+                line.send_bytes(heard)
+            return heard
 
     def gather(self, value):
         """-> [what rank 0 says, what rank 1 says, ...], on each of them.  value: what JSON can hold."""
         said = json.dumps(value).encode()
         return json.loads(self.exchange(said, lambda values: b"[%b]" % b",".join(values)))
 
-    def total(self, sums):
-        """{name: array} -> the same, added up over the ranks that have the name."""
-        said = self.gather({name: part.tolist() for name, part in sums.items()})
-        names = dict.fromkeys(name for parts in said for name in parts)
-        return {name: sum(np.array(parts[name]) for parts in said if name in parts) for name in names}
+    def add(self, array):
+        """array becomes its sum over all ranks, in their order: Nccl's part, where there is no GPU."""
+        total = self.exchange(array.tobytes(),
+                              lambda parts: sum(np.frombuffer(part, array.dtype) for part in parts).tobytes())
+        array[...] = np.frombuffer(total, array.dtype).reshape(array.shape)
 
     def agree(self, **facts):
         """ValueError, on all ranks, where these are not the same on all."""
         said = self.gather(facts)
         for rank, other in enumerate(said):
-            wrong = [name for name, fact in other.items() if fact != said[0][name]]
+            wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
             require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
 
     def share(self, inputs, targets):
@@ -563,12 +575,6 @@ class Ranks(contextlib.AbstractContextManager):
         if rows.start == rows.stop:
             return inputs[:1], np.full_like(targets[:1], -1)
         return inputs[rows], targets[rows]
-
-    def add(self, array):
-        """array becomes its sum over all ranks, in their order: Nccl's part, where there is no GPU."""
-        total = self.exchange(array.tobytes(),
-                              lambda parts: sum(np.frombuffer(part, array.dtype) for part in parts))
-        array[...] = np.frombuffer(total, array.dtype).reshape(array.shape)
 
 
 class Nccl:
@@ -582,7 +588,8 @@ class Nccl:
         except ImportError as error:
             raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
         where = ast.literal_eval(ranks.gather(repr(nccl.get_unique_id()))[0])
-        self.communicator = nccl.NcclCommunicator(ranks.size, where, ranks.rank)
+        with ranks.waiting():
+            self.communicator = nccl.NcclCommunicator(ranks.size, where, ranks.rank)
         self.kind, self.cuda = (nccl.NCCL_FLOAT32, nccl.NCCL_SUM), cupy.cuda
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.event = cupy.cuda.Event(disable_timing=True)
@@ -615,15 +622,21 @@ def find_ranks(gpus, timeout):
         return ranks
     # of srun's list of hosts, such as node[03-06,11] or a,b, the first
     first = re.sub(r"\[(\d+).*", r"\1", os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1").split(",")[0])
-    host, port = os.environ.get("MASTER_ADDR", first), 1 + int(os.environ.get("MASTER_PORT", 29500))
-    threading.Thread(target=ranks.watch, daemon=True).start()
+    with refusing("MASTER_PORT in the environment is no port"):
+        host, port = os.environ.get("MASTER_ADDR", first), 1 + int(os.environ.get("MASTER_PORT", 29500))
+        require(0 < port < 1 << 16, f"ours is one more, {port}")
+    watch = threading.Thread(target=ranks.watch, daemon=True)
     if rank:
-        ranks.call(host, port)
+        watch.start()
+        ranks.call((host, port))
         sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
-    elif known:
-        ranks.answer(host if host.startswith("127.") else "", port, launched=True)
     else:
-        ranks.answer("127.0.0.1", 0, launched=False)
+        listener = ranks.listen(*((host if host.startswith("127.") else "", port) if known
+                                  else ("127.0.0.1", 0)))
+        if not known:
+            ranks.start(listener.address[1])
+        watch.start()
+        ranks.answer(listener)
     ranks.seen = math.inf
     return ranks
 

@@ -290,8 +290,9 @@ def evaluate(model, tokenizer, examples, micro_batch, ranks=Ranks()):
     T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
     plan, sizes = plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0), train.token_bytes(tokenizer)
     batches = (make_batch([examples[i] for i in rows], T, K, pad) for rows in plan[ranks.rank::ranks.size])
-    own = sum((train.held_out_loss(model, sizes, *batch) for batch in batches), np.zeros(3))
-    return train.in_units(ranks.total({"all": own})["all"])
+    sums = sum((train.held_out_loss(model, sizes, *batch) for batch in batches), np.zeros(3))
+    ranks.add(sums)
+    return train.in_units(sums)
 
 
 def answer(model, tokenizer, question, seed):

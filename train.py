@@ -415,12 +415,15 @@ def validate(model, tokenizer, val, micro_batch, most=None, progress=lambda done
     total = sum(min(most or len(tokens), len(tokens)) for tokens in val.values())
     for name, tokens in val.items():
         batches = even_windows(tokens, c.context, c.predict, micro_batch, most or len(tokens))
+        part = np.zeros(3)
         for inputs, targets in itertools.islice(batches, ranks.rank, None, ranks.size):
-            sums[name] = sums.get(name, 0) + held_out_loss(model, sizes, inputs, targets)
+            part += held_out_loss(model, sizes, inputs, targets)
             done += inputs.size * ranks.size
             progress(min(done, total), total)
+        ranks.add(part)
+        if part[1]:
+            sums[name] = part
     progress(total, total)                      # what fills no window is left out
-    sums = ranks.total(sums)
     if not sums:
         return {}
     loss, bpb = in_units(sum(sums.values()))
@@ -581,8 +584,9 @@ def train(model, tokenizer, settings, out, state, stop, job):
 
     def report(step, tokens, numbers, lr, last):
         """Wait for a step's numbers, log and print them -> whether they are finite."""
-        losses, norm = numbers()
-        losses, norm, ranks.seen = [float(loss) for loss in losses], float(norm), time.monotonic()
+        with ranks.waiting():
+            losses, norm = numbers()
+            losses, norm = [float(loss) for loss in losses], float(norm)
         if ranks.size > 1:
             stop.agreed = losses.pop()
         if not all(map(math.isfinite, [*losses, norm])):
@@ -867,7 +871,8 @@ def run(args, ranks):
         settings = make_settings(args, preset, config, defaults, ranks)
         if args.dry_run:
             return dry_run(config, settings)
-        settings.data = settings.data or find_corpus(preset)
+        found = ranks.gather(ranks.rank or settings.data or find_corpus(preset))[0]     # 0 alone makes it
+        settings.data = settings.data or found
         tokenizer, tokens, val, settings.tokens_key = prepare(settings.data, config.vocab)
         window_count(len(tokens), config.context, config.predict)
         cap_steps(args, settings, len(tokens))

@@ -127,12 +127,11 @@ def log_of(folder, out):
 
 def weights_of(folder, out):
     """The weights of a whole checkpoint; its step and state are of one moment."""
-    with checkpoint.SafeTensors(os.path.join(folder, out, checkpoint.MODEL)) as file:
-        step, weights = file.metadata["step"], np.concatenate([tensor.ravel() for _, tensor in file])
+    tensors, metadata = checkpoint.read_safetensors(os.path.join(folder, out, checkpoint.MODEL))
     path = os.path.join(folder, out, checkpoint.STATE)
-    with checkpoint.SafeTensors(path + (".new" if os.path.exists(path + ".new") else "")) as file:
-        assert file.metadata["step"] == step and len([*file]) == 2
-    return int(step), weights
+    moments, of_state = checkpoint.read_safetensors(path + (".new" if os.path.exists(path + ".new") else ""))
+    assert of_state["step"] == metadata["step"] and len(moments) == 2
+    return int(metadata["step"]), np.concatenate([tensor.ravel() for tensor in tensors.values()])
 
 
 def numbers(log):
@@ -233,6 +232,23 @@ def test_fine_tuning_with_two_ranks(folder):
         assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("Held-out loss") == 1
     assert_close(folder, "sft-two", "sft-one")
     assert checkpoint.load_state(folder / "sft-two")["ranks"] == 2
+
+
+def test_one_rank_makes_the_corpus_where_none_is_named(folder):
+    """Two that wrote the same file would take it from under each other's hands."""
+    empty = folder.parent / "empty"
+    empty.mkdir()
+    trap = """
+def make(path):
+    time.sleep(0.3 * (rank == 0))                       # long enough for the other to begin, too, did it not wait
+    touch(f"by {rank}")
+    os.makedirs("data", exist_ok=True)
+    os.link("../here/text.txt", path)
+train.write_python_corpus = make"""
+    options = [*TINY[2:], "--steps", "2", "--out", "made", "--gpus", "2"]
+    done = run(empty, *options, trap=trap)
+    assert (done.returncode, done.stderr) == (0, "") and sorted(os.listdir(empty)) == [".made.lock", "by 0", "data", "made"]
+    assert numbers(log_of(empty, "made"))[0] == numbers(log_of(folder, "two"))[0]
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
@@ -353,7 +369,10 @@ SIGNALS = {
 def ended(folder):
     """{name: how a run went in which that happened}.  Some at a time, as most of their time they wait."""
     def one(name, trap, *options):
-        return name, run(folder, *TINY, "--out", name, "--gpus", "2", *options, trap=trap)
+        try:
+            return name, run(folder, *TINY, "--out", name, "--gpus", "2", *options, trap=trap)
+        except subprocess.TimeoutExpired as error:              # of one, and not of all
+            return name, subprocess.CompletedProcess([], "has not ended", "", str(error))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         jobs = [(name, trap) for name, (trap, *_) in {**DEATHS, **BIRTHS}.items()]
         jobs += [(name, trap, "--save-every", "100") for name, (trap, _) in SIGNALS.items()]
@@ -481,9 +500,10 @@ def test_a_number_that_is_not_finite(folder):
     """In a checkpoint's weights: named at once; in a run: by all ranks, and said by one."""
     shutil.copytree(folder / "two", folder / "nan")
     path = folder / "nan" / checkpoint.MODEL
-    with checkpoint.SafeTensors(path) as file:
-        metadata, tensors = file.metadata, dict(file)
-    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = np.nan
+    tensors, metadata = checkpoint.read_safetensors(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = {each: np.array(tensor) for each, tensor in tensors.items()}      # not of the file that is written anew
+    tensors[name][3, 5] = np.nan
     checkpoint.write_safetensors(path, tensors, {name: value for name, value in metadata.items() if name != "crc32"})
     done = run(folder, "--resume", "--out", "nan", "--steps", "20", "--gpus", "2")
     assert done.returncode in (1, 2) and done.stdout == ""
@@ -500,6 +520,14 @@ def test_a_rank_that_stops(folder):
                trap="if rank == 1: at(train, 'training_step', 6, send(signal.SIGSTOP))")
     assert done.returncode == 1 and weights_of(folder, "still")[0] == 4
     said_once(done.stderr, "error: nothing went on for 2 seconds; what was last saved stays.")
+
+
+def test_a_death_that_nobody_reads_of_ends_all(folder):
+    """The terminal, say, is gone to which the sentence goes."""
+    process = start(folder, *TINY, "--out", "unread", "--gpus", "2", trap="if rank == 1: at(train, 'training_step', 6, die)")
+    process.stderr.close()
+    out, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1 and "step     1/12" in out
 
 
 def test_a_rank_that_never_comes(folder):
@@ -561,8 +589,9 @@ def together(size, function, **options):
 def test_a_run_of_one_has_nobody_to_talk_to():
     inputs = np.zeros((3, 4))
     with Ranks() as ranks:
-        assert ranks.gather({"a": 1.5}) == [{"a": 1.5}] and ranks.agree(x=1) is None and ranks.ended
-        assert ranks.total({"a": np.array([1.0, 2.0])})["a"].tolist() == [1.0, 2.0] and ranks.total({}) == {}
+        assert ranks.gather({"a": 1.5}) == [{"a": 1.5}] and ranks.agree(x=1) is None
+        ranks.add(array := np.array([1.0, 2.0]))
+        assert array.tolist() == [1.0, 2.0]
         assert all(np.array_equal(part, inputs) for part in ranks.share(inputs, inputs))
 
 
@@ -571,17 +600,12 @@ def test_everybody_hears_what_everybody_says():
     assert heard == 3 * [[[0, math.inf], [1, math.inf], [2, math.inf]]]
 
 
-def test_totals_of_what_some_have():
-    def total(ranks):
-        own = {"all": np.array([1.0, ranks.rank]), **({"only": np.array([0.1, 0.2])} if ranks.rank == 2 else {})}
-        return {name: part.tolist() for name, part in ranks.total(own).items()}
-    assert together(3, total) == 3 * [{"all": [3.0, 3.0], "only": [0.1, 0.2]}]
-
-
 def test_who_does_not_agree_is_named_to_all():
     assert together(2, lambda ranks: ranks.agree(x=math.inf, data=["a"])) == [None, None]
     said = together(3, lambda ranks: ranks.agree(x=ranks.rank // 2, y=ranks.rank // 2, z=0))
     assert [str(error) for error in said] == 3 * ["rank 2 has other x and y than rank 0."]
+    said = together(2, lambda ranks: ranks.agree(x=1, **({"y": 5} if ranks.rank else {"z": 5})))        # of other versions
+    assert [str(error) for error in said] == 2 * ["rank 1 has other y than rank 0."]
 
 
 @pytest.mark.parametrize("size, rows", [(1, 4), (2, 8), (2, 5), (3, 8), (4, 3), (5, 1)])
@@ -626,7 +650,7 @@ def test_strangers_do_no_harm(monkeypatch):
             connection.close()
     rank1.call(address)
     answer.join(LIMIT)
-    assert [*rank0.lives.values()] == [1] and len(rank0.lines) == len(rank1.lines) == len(rank1.lives) == 1
+    assert [*rank0.lives] == [1] and len(rank0.lines) == len(rank1.lines) == len(rank1.lives) == 1
     assert set(asked) == {5} and len(asked) >= len(strangers) + 2
     connection.close()
 
