@@ -243,8 +243,7 @@ BUGS = {
         "The divisor counts the masked targets too, so a masked batch's loss looks better than it is."),
 }
 
-# The optimizer has no slope to measure, nor has the drawing of tokens: --break could not see these; they are
-# planted in the exercises alone.
+# The optimizer has no slope to measure: --break could not see these; they are planted in the exercise alone.
 EXERCISE_BUGS = {
     "no_correction": ("adamw_update: / (1 - beta2 ** step) -> ", "adamw_update: / (1 - beta1 ** step) -> ",
         "No bias correction: m and v start at 0 and are too small in the first steps, v more than m."),
@@ -253,13 +252,6 @@ EXERCISE_BUGS = {
         "Decay added to the gradient, as in Adam with L2: it enters m and v, and is divided by the root."),
     "eps_under_root": ("adamw_update: (1 - beta2 ** step)) + eps -> (1 - beta2 ** step) + eps)",
         "eps added under the root, as in RMSNorm, where it weighs as much as its root does outside."),
-    "temperature_late": ("sample: / temperature -> ",
-        "sample: log_p + gumbel(seed, t, order) -> (log_p + gumbel(seed, t, order)) / temperature",
-        "The noise divided by the temperature as well: the largest stays the largest, whatever it is."),
-    "top_p_short": ("sample: reached[:, :-1] >= -> reached[:, 1:] >",
-        "The token with which top_p is reached is cut off: what is kept sums to less than p."),
-    "noise_repeated": ("sample: gumbel(seed, t, order) -> gumbel(seed, 0 * t, order)",
-        "The same noise at every position: each token as likely as it should be, but not each text."),
 }
 
 

@@ -1077,7 +1077,15 @@ def test_sample_of_large_logits():
 
 # What a text of three tokens has as its probability, by the tables of a model of eight tokens, and by 200,000 draws.
 FILTERS = [dict(temperature=0.7), dict(temperature=1.4, top_k=3), dict(temperature=1.2, top_p=0.7)]
-MISTAKES = [bug for bug, edits in gradcheck.EXERCISE_BUGS.items() if edits[0].startswith("sample: ")]
+MISTAKES = {
+    "temperature_late": ("sample: / temperature -> ",
+        "sample: log_p + gumbel(seed, t, order) -> (log_p + gumbel(seed, t, order)) / temperature",
+        "The noise divided by the temperature as well: the largest stays the largest, whatever it is."),
+    "top_p_short": ("sample: reached[:, :-1] >= -> reached[:, 1:] >",
+        "The token with which top_p is reached is cut off: what is kept sums to less than p."),
+    "noise_repeated": ("sample: gumbel(seed, t, order) -> gumbel(seed, 0 * t, order)",
+        "The same noise at every position: each token as likely as it should be, but not each text."),
+}
 
 
 @pytest.fixture(scope="module")
@@ -1126,7 +1134,8 @@ def test_texts_have_their_probabilities(tables, options):
 @pytest.mark.parametrize("bug", MISTAKES)
 def test_texts_drawn_with_a_planted_mistake_do_not(tables, bug):
     assert len(MISTAKES) == 3
-    planted = gradcheck.plant(bug)["sample"]
+    with unittest.mock.patch.dict(gradcheck.EXERCISE_BUGS, MISTAKES):
+        planted = gradcheck.plant(bug)["sample"]
     assert any(chi_square(tables, planted, options) < 1e-3 for options in FILTERS)
 
 
