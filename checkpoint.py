@@ -263,8 +263,7 @@ def load(folder, engine, options=None):
                                         for name, ours, rows in llama_names(config)})
     require(metadata.get("tokenizer") == checksum(tokenizer_path),
             f"{folder}: tokenizer.json is not the one that this model was trained with.")
-    written = checksum(config_path)
-    require(metadata.get("config", written) == written,             # the first version recorded none
+    require(metadata.get("config") in (None, checksum(config_path)),    # None: by the first version
             f"{config_path} is not as it was saved: something in it was altered.")
     require(str(metadata.get("step")).isdecimal(), f"{model_path} does not say of which step it is.")
     model = engine.Model(config, seed=None, **(options or {}))
