@@ -301,13 +301,10 @@ def parse_arguments(argv):
     for name, (kind, low, high, default, meaning) in SETTINGS.items():
         parser.add_argument(f"--{name}", type=setting_type(kind, low, high), default=default, metavar="N",
                             help=meaning + ("" if default is None else f" (default {default})"))
-    parser.add_argument("--plot", metavar="FILE", help="with --lens: draw it for each position (needs "
-                        f"matplotlib; at most the last {PLOTTED})")
+    parser.add_argument("--plot", metavar="FILE", help=f"with --lens: draw it, last {PLOTTED} ids")
     parser.add_argument("--speculation", action=argparse.BooleanOptionalAction,
-                        help="let all further heads draft, or none: the same text (default: as many as pay, "
-                        "one on a GPU, none on a CPU)")
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto",
-                        help="what computes (default auto: the GPU if there is one)")
+                        help="let all heads draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPU, if any")
     args = parser.parse_args(argv)
     if args.plot and args.lens is None:
         parser.error("--plot goes with --lens TEXT")

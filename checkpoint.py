@@ -36,9 +36,8 @@ import zlib
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from model_cpu import Config, param_count, param_table, param_views
-from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, Parser, Tokenizer,
-                       check_plain, explain, naming, read_json, read_plain, refusing, require, run_script,
-                       write_file)
+from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, Parser, Tokenizer, explain,
+                       check_plain, naming, read_json, read_plain, refusing, require, run_script, write_file)
 
 MODEL, STATE = "model.safetensors", "train_state.safetensors"
 
@@ -446,11 +445,8 @@ class Ranks(contextlib.AbstractContextManager):
 
     def listen(self, host, port):
         """Rank 0: -> where the others will call."""
-        try:
+        with naming(f"port {port}, which is MASTER_PORT + 1"):
             return multiprocessing.connection.Listener((host, port), backlog=2 * self.size)
-        except OSError as error:
-            raise ValueError(f"port {port} cannot be used ({error.strerror}): set MASTER_PORT, which is one "
-                             "less, to another.") from None
 
     def start(self, port):
         """Rank 0 of --gpus: start the other processes, as a launcher does, to call at this port."""
@@ -464,6 +460,7 @@ class Ranks(contextlib.AbstractContextManager):
         """Rank 0: wait until the others have called."""
         while len(self.lives) + len(self.lines) < 2 * (self.size - 1):
             with contextlib.suppress(OSError, EOFError, ValueError):            # of strangers
+                caller = None                       # hang up on who was none of us, or too slow
                 caller = listener.accept()
                 key, what, rank, size = json.loads(caller.recv_bytes(99) if caller.poll(5) else "[]")
                 require(key == KEY, "a stranger")

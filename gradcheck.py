@@ -47,7 +47,7 @@ both would hide, only judges that others wrote can find: PyTorch and Hugging Fac
 Nor does the check of the CPU look at the optimizer, at cached decoding, or at float32: see
 tests/test_model_cpu.py.
 """
-import collections
+import functools
 import copy
 import inspect
 import itertools
@@ -379,22 +379,6 @@ def measured(backward, *arguments):
             values["d" + name][index] += slope(loss, values[name], index, 1e-3)
 
 
-def plain_merges(words, wanted):
-    """The judge of learn_merges: before each merge, encode all words with those so far, and count anew."""
-    merges = {}
-    while len(merges) < wanted:
-        encoder, counts = tokenizer.Encoder(range(256), merges, "i"), collections.Counter()
-        for word, count in words.items():
-            ids = encoder.merge(tokenizer.to_bytes(word))
-            for pair in zip(ids, ids[1:]):
-                counts[pair] += count
-        best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
-        if counts[best] < 2:
-            break
-        merges[best] = 256 + len(merges)
-    return list(merges)
-
-
 EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for function in (
     model_cpu.linear_backward, model_cpu.embedding_backward, model_cpu.swiglu_backward,
     model_cpu.cross_entropy_backward, model_cpu.rmsnorm_backward, model_cpu.rope_backward,
@@ -495,8 +479,8 @@ def complaint(label, cases, calls):
 def compare(name, calls, got):
     """got: what the reader's function made of each call -> what is wrong with it, in sentences."""
     function, lines = EXERCISES[name], []
-    judges = {"learn_merges": plain_merges, **dict.fromkeys(MARKS, lambda *call: measured(function, *call))}
-    before, want = ([outcome(f, call) for call in calls] for f in (None, judges.get(name, function)))
+    judge = functools.partial(measured, function) if name in MARKS else function
+    before, want = ([outcome(f, call) for call in calls] for f in (None, judge))
     for label in want[0]:
         cases = [(b.get(label), g.get(label), w[label]) for b, g, w in zip(before, got, want)]
         cases = [case for case in cases if off(*case[1:]).any()]
@@ -764,8 +748,7 @@ def main(argv):
     parser = Parser(description="Check model_cpu.py's gradients against finite differences: every entry of a "
                     f"tiny model, to {TINY_BAR:.0e}. Exit code 1: an error above the bar, a bug not caught.")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--small", action="store_true", help="sampled entries of the small model, to "
-                       f"{SMALL_BAR:.0e} (measured: 5e-9; its gradients are nearer to the loss's rounding)")
+    which.add_argument("--small", action="store_true", help=f"entries of the small model, to {SMALL_BAR:.0e}")
     which.add_argument("--break", dest="bug", choices=["all", *BUGS], metavar="NAME",
                        help="plant this bug (all: one after the other) and see that it is caught")
     which.add_argument("--list", action="store_true", help="the names of the bugs, with their stories")
@@ -782,11 +765,11 @@ def main(argv):
         for name, (*_, story) in {**BUGS, **EXERCISE_BUGS}.items():
             print(f"{name:20} {story}" + ("  (In the exercise alone.)" if name in EXERCISE_BUGS else ""))
         return 0
+    small = model_cpu.CONFIGS["small"]
     good = (run_exercise(args.exercise, args.hint) if args.exercise
             else run_gpu(args.peer) if args.gpu
             else run_breaks(BUGS if args.bug == "all" else [args.bug]) if args.bug
-            else run_check(*make_problem(model_cpu.CONFIGS["small"], T=70, every=9), SMALL_STEP, SMALL_BAR,
-                           limit=4) if args.small
+            else run_check(*make_problem(small, T=70, every=9), SMALL_STEP, SMALL_BAR, 4) if args.small
             else run_check(*make_tiny(), TINY_STEP, TINY_BAR))
     return 0 if good else 1
 

@@ -82,9 +82,8 @@ class Config:
             value = getattr(self, name)
             require(value % 8 == 0, f"{name} ({value}) must be a multiple of 8.")
         require(self.dim % (2 * self.heads) == 0,
-                f"dim ({self.dim}) must be a multiple of 2 x heads (2 x {self.heads}): rotary embedding "
-                "turns the entries of a head in pairs; take "
-                f"{nearest_divisors(self.dim // 2, self.heads)} heads.")
+                f"dim ({self.dim}) must be a multiple of 2 x heads (2 x {self.heads}): RoPE turns entries of "
+                f"a head in pairs; take {nearest_divisors(self.dim // 2, self.heads)} heads.")
         require(self.heads % self.kv_heads == 0,
                 f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}); take "
                 f"{nearest_divisors(self.heads, self.kv_heads)} kv_heads.")
@@ -649,8 +648,7 @@ def as_batch(config, tokens):
     """tokens as a (B,T) array of ids; ValueError if they are none."""
     tokens = np.asarray(tokens)
     require(tokens.ndim == 2 and tokens.size and np.issubdtype(tokens.dtype, np.integer),
-            f"tokens must be a non-empty (B, T) array of integers, not {tokens.dtype} of shape "
-            f"{tokens.shape}.")
+            f"tokens must be a (B, T) array of integers, not empty, not {tokens.dtype} of {tokens.shape}.")
     T = tokens.shape[1]
     require(T <= config.context, f"{T} tokens do not fit the context of {config.context}.")
     check_tokens(config, tokens)
@@ -942,8 +940,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     how many drafts were read along with it; the probability that the model gave it."""
     require(tokens, "generate needs at least one token to continue.")
     require(temperature >= 0 and top_k >= 0 and 0 < top_p <= 1,
-            "sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, not temperature "
-            f"{temperature}, top_k {top_k}, top_p {top_p}.")
+            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in (0, 1].")
     seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
     drafting = model.drafts if speculate is None else model.config.predict if speculate else 0
     context, text, drafts = model.config.context, list(tokens), []

@@ -972,8 +972,8 @@ def main(argv):
     c, rng, reference = CONFIGS["small"], np.random.default_rng(0), None
     tokens, targets = (rng.integers(0, c.vocab, (16, c.context + more)) for more in (0, c.predict - 1))
     print(f"Two steps of the small model, on random tokens, and on {gpu_name()}: loss of head 0 (ln V = "
-          f"{math.log(c.vocab):.4f}) before and after the first, its gradient's relative L2 from float64, ms of "
-          "the second.")
+          f"{math.log(c.vocab):.4f}) before and after the first, its gradient's relative L2 from float64, "
+          "the time of the second.")
     precisions = ["fp32"] if default_precision() == "fp32" else reversed(PRECISIONS)
     for label, model in [("CPU float64", model_cpu.Model(c)),
                          *((f"GPU {precision}", Model(c, precision=precision)) for precision in precisions)]:

@@ -353,12 +353,10 @@ def parse_arguments(argv):
     parser = Parser(description="Fine-tune a pretrained model to answer.")
     parser.add_argument("--base", metavar="DIR", help="the folder to begin with (default out/PRESET)")
     parser.add_argument("--data", nargs="+", type=os.path.normpath, metavar="FILE",
-                        help=".json or .jsonl with records of instruction, input and output, or of messages "
-                             "(default: for medium and big data/instructions*.json, if there are any; else "
-                             "pairs made from the base's own corpus, of what was held out from its training)")
+                        help=".json, .jsonl: records of instruction, input, output, or of messages (default: "
+                             "medium, big data/instructions*.json; else pairs of the base's held-out text)")
     parser.add_argument("--out", metavar="DIR", help="the folder to write (default: --base with -sft)")
-    parser.add_argument("--show", type=whole_number(1), metavar="N",
-                        help="print N examples with what is learned in colour, then stop")
+    parser.add_argument("--show", type=whole_number(1), metavar="N", help="print N examples, then stop")
     parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
     train.add_run_options(parser)
     return parser.parse_args(argv)

@@ -571,11 +571,10 @@ class Tokenizer:
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
             "vocab": {name: token for token, name in enumerate([*names, *self.special])},
             "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}
+        added = [{"id": token, "content": name, **plain} for name, token in self.special.items()]
         tokenizer = {
-            "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": token, "content": name, **plain} for name, token in self.special.items()],
-            "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
-            "model": model}
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+            "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
         write_file(path, json.dumps(tokenizer, ensure_ascii=False, indent=1).encode())
 
     @classmethod
@@ -630,21 +629,13 @@ def parse_arguments(argv):
     parser = Parser(description="Byte-level BPE: how text becomes integers.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     train = commands.add_parser("train", help="learn a tokenizer from text files")
-    train.add_argument("files", nargs="+", metavar="FILE",
-                       help="text; lines that hold only <|endoftext|> separate documents")
-    train.add_argument("--vocab", type=int, default=4096, metavar="V",
-                       help="number of tokens: 256 bytes, merges, 4 special tokens (default: %(default)s)")
+    train.add_argument("files", nargs="+", metavar="FILE", help="text; <|endoftext|> separates documents")
+    train.add_argument("--vocab", type=int, default=4096, metavar="V", help="tokens (default: %(default)s)")
     train.add_argument("--out", metavar="FILE", default="tokenizer.json", help="(default: %(default)s)")
-    encode = commands.add_parser("encode", help="print the ids of a text")
-    decode = commands.add_parser("decode", help="print the text of ids")
-    decode.add_argument("ids", nargs="*", type=int, metavar="ID", help="ids; none: from standard input")
     show_ = commands.add_parser("show", help="print a text with its token boundaries")
-    for command in encode, show_:
-        command.add_argument("text", metavar="TEXT",
-                             help="the text, or - for standard input (put -- before one that begins with -)")
-    for command in encode, decode, show_:
-        command.add_argument("--tokenizer", metavar="FILE",
-                             help="(default: tokenizer.json here, else that of the newest model in out/)")
+    show_.add_argument("text", metavar="TEXT", help="the text, or - for standard input; -- goes before -TEXT")
+    show_.add_argument("--ids", action="store_true", help="print the ids of its tokens")
+    show_.add_argument("--tokenizer", metavar="FILE", help="(default: tokenizer.json, or the newest model's)")
     return parser.parse_args(argv)
 
 
@@ -669,14 +660,8 @@ def main(argv):
     if not arguments.tokenizer and not os.path.exists(path):
         path = os.path.join(newest_checkpoint("make a tokenizer: `python tokenizer.py train FILE`"), path)
     tokenizer = Tokenizer.load(path)
-    if arguments.command == "decode":
-        data = tokenizer.decode_bytes(arguments.ids or map(int, sys.stdin.read().split()))
-        sys.stdout.buffer.write(data)           # the very bytes, so that any file comes back as it was
-        print(end="\n" if sys.stdout.isatty() else "")
-    else:
-        text = sys.stdin.buffer.read() if arguments.text == "-" else os.fsencode(arguments.text)
-        shown = arguments.command == "show"
-        print(show(tokenizer, text) if shown else " ".join(map(str, tokenizer.encode(text))))
+    text = sys.stdin.buffer.read() if arguments.text == "-" else os.fsencode(arguments.text)
+    print(" ".join(map(str, tokenizer.encode(text))) if arguments.ids else show(tokenizer, text))
 
 
 # ------------------------------------------------------------------------------------------------------------

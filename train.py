@@ -122,10 +122,8 @@ def add_run_options(parser):
     """The options that pretraining and fine-tuning share."""
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N",
-                        help="processes to start, a GPU each (default 1; on a CPU, to try it out)")
-    parser.add_argument("--timeout", type=whole_number(1), default=300, metavar="SECONDS",
-                        help="of several processes all end when none goes on for so long (default 300)")
+    parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N", help="a process each (default 1)")
+    parser.add_argument("--timeout", type=whole_number(1), default=300, help="seconds until it gives up")
     for field in dataclasses.fields(Settings):
         if meaning := field.metadata.get("meaning"):
             kind = field.metadata["kind"]
@@ -708,9 +706,8 @@ def parse_arguments(argv):
         parser.add_argument("--" + name.replace("_", "-"), type=whole_number(1, 1 << 20), metavar="N",
                             help="of the model, in place of the preset's")
     parser.add_argument("--data", nargs="+", type=os.path.normpath, metavar="FILE",
-                        help="text files; documents may be separated by lines that hold only <|endoftext|> "
-                             "(default: data/tiny.txt, or the English inside Python; for medium and big "
-                             "data/books*.txt and data/web*.txt, if there are any)")
+                        help="texts; lines of <|endoftext|> can separate documents (default data/tiny.txt or "
+                             "Python's English; medium and big: data/books*.txt, data/web*.txt)")
     parser.add_argument("--out", metavar="DIR", help="the checkpoint folder (default out/PRESET)")
     parser.add_argument("--steps", type=whole_number(1), metavar="N",
                         help="updates; with --resume, more than a finished run made: go on with it")

@@ -888,10 +888,9 @@ def test_help(models, monkeypatch):
                   "--top-k N draw among the k likeliest tokens; 0: among all (default 50)",
                   "--top-p N draw among the likeliest tokens of this probability together; 1: all (default 1.0)",
                   "--seed N the same seed gives the same text; without one, another text every time --plot FILE",
-                  "with --lens: draw it for each position (needs matplotlib; at most the last 64)",
-                  "--speculation, --no-speculation let all further heads draft, or none: the same text (default: as many as pay, "
-                  "one on a GPU, none on a CPU)",
-                  "{auto,cpu,gpu} what computes (default auto: the GPU if there is one)"):
+                  "--plot FILE with --lens: draw it, last 64 ids",
+                  "--speculation, --no-speculation let all heads draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)",
+                  "{auto,cpu,gpu} auto: GPU, if any"):
         assert words in text
 
 

@@ -789,7 +789,7 @@ def test_runs_of_the_command_line(monkeypatch, capsys, good):
     monkeypatch.setattr(gradcheck, "run_breaks", lambda names: called.append(list(names)) or good)
     for arguments in ([], ["--small"], ["--break", "all"], ["--break", "rope_sign"]):
         assert gradcheck.main(arguments) == (0 if good else 1)
-    assert called == [(gradcheck.TINY, 2e-4, 1e-8, {}), (model_cpu.CONFIGS["small"], 1e-3, 1e-7, {"limit": 4}),
+    assert called == [(gradcheck.TINY, 2e-4, 1e-8, {}), (model_cpu.CONFIGS["small"], 1e-3, 1e-7, 4, {}),
                       list(gradcheck.BUGS), ["rope_sign"]]
 
 

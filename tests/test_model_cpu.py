@@ -7,6 +7,7 @@ import itertools
 import math
 import subprocess
 import sys
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -90,8 +91,8 @@ def test_weights_of_the_heads():
     (dict(predict=True), "predict must be"), (dict(context="8"), "context must be"),
     (dict(dim=12, heads=3, kv_heads=3), "dim (12) must be a multiple of 8."),
     (dict(vocab=260), "vocab (260) must be a multiple of 8."),
-    (dict(heads=16), "dim (16) must be a multiple of 2 x heads (2 x 16): rotary embedding turns the "
-     "entries of a head in pairs; take 8 heads."),
+    (dict(heads=16), "dim (16) must be a multiple of 2 x heads (2 x 16): RoPE turns entries of "
+     "a head in pairs; take 8 heads."),
     (dict(kv_heads=3), "heads (4) must be a multiple of kv_heads (3); take 2 or 4 kv_heads."),
     (dict(mtp_weight=-0.1), "mtp_weight must be a finite number of at least 0, not -0.1."),
     (dict(mtp_weight=math.nan), "mtp_weight"), (dict(mtp_weight=math.inf), "mtp_weight"),
@@ -620,9 +621,9 @@ def test_float32_agrees_with_float64():
     ([[0, 1]], [[0, 0, 0, -2]], "target id -2 is out of range"),
     ([[0] * 17], [[0] * 19], "17 tokens do not fit the context of 16."),
     ([[0, 1]], [[0] * 3], "of the shape (B, T+K-1) = (1, 4), not int64 of shape (1, 3)."),
-    ([0, 1], [[0] * 4], "tokens must be a non-empty (B, T) array of integers"),
-    ([[]], [[0] * 2], "tokens must be a non-empty (B, T) array of integers"),
-    ([[0.0, 1.0]], [[0] * 4], "tokens must be a non-empty (B, T) array of integers, not float64 of shape (1, 2)."),
+    ([0, 1], [[0] * 4], "tokens must be a (B, T) array of integers, not empty"),
+    ([[]], [[0] * 2], "tokens must be a (B, T) array of integers, not empty"),
+    ([[0.0, 1.0]], [[0] * 4], "tokens must be a (B, T) array of integers, not empty, not float64 of (1, 2)."),
     ([[0, 1]], [[0.0] * 4], "of the shape (B, T+K-1) = (1, 4), not float64 of shape (1, 4)."),
     ([[5, 300], [-7, 0]], [[0] * 4] * 2, "token id 300 is out of range"),
     ([[0, 1]], [[0] * 4] * 2, "of the shape (B, T+K-1) = (1, 4), not int64 of shape (2, 4).")])
@@ -1400,7 +1401,7 @@ def test_the_trace(drafting_model):
 @pytest.mark.parametrize("options", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=-1), dict(top_p=0),
                                      dict(top_p=1.1)])
 def test_generate_refuses(options):
-    with pytest.raises(ValueError, match="sampling needs"):
+    with pytest.raises(ValueError, match="top_p .*: it must be >= 0, >= 0, in "):
         next(generate(wide_model(), [1], **options))
     with pytest.raises(ValueError, match="at least one token"):
         next(generate(wide_model(), []))

@@ -540,7 +540,7 @@ def test_a_rank_that_never_comes(folder):
         busy = taken.getsockname()[1]
         done = run(folder, trap=MEET, **by_torchrun(busy - 1, 0))
     assert done.returncode == 2
-    said_once(done.stderr, f"error: port {busy} cannot be used (Address already in use): set MASTER_PORT")
+    said_once(done.stderr, f"error: Cannot use port {busy}, which is MASTER_PORT + 1: Address already in use.")
     refused(finish(*waiting), "error: nothing went on for 1 seconds: 1 of 3 ranks have not come")
 
 
@@ -644,15 +644,15 @@ def test_strangers_do_no_harm(monkeypatch):
     answer = threading.Thread(target=rank0.answer, args=[listener], daemon=True)
     answer.start()
     for said in strangers:
-        connection = socket.create_connection(address)
-        if said is not None:
-            connection.sendall(said)
-            connection.close()
+        with socket.create_connection(address, LIMIT) as connection:
+            if said is None:
+                assert connection.recv(9) == b""                    # one that was only slow would call again
+            else:
+                connection.sendall(said)
     rank1.call(address)
     answer.join(LIMIT)
     assert [*rank0.lives] == [1] and len(rank0.lines) == len(rank1.lines) == len(rank1.lives) == 1
     assert set(asked) == {5} and len(asked) >= len(strangers) + 2
-    connection.close()
 
 
 def test_one_rank_waits_for_another_and_not_for_itself():

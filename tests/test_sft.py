@@ -996,10 +996,9 @@ def test_options(capsys, monkeypatch):
     said = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).split())
     for words in ("Fine-tune a pretrained model to answer.", "the model's size (default small)",
                   "--base DIR the folder to begin with (default out/PRESET)",
-                  ".json or .jsonl with records of instruction, input and output, or of messages (default: for medium and big "
-                  "data/instructions*.json, if there are any; else pairs made from the base's own corpus, of what was held out "
-                  "from its training)", "--out DIR the folder to write (default: --base with -sft)",
-                  "--show N print N examples with what is learned in colour, then stop", "--resume go on with the run in --out",
+                  ".json, .jsonl: records of instruction, input, output, or of messages (default: medium, big "
+                  "data/instructions*.json; else pairs of the base's held-out text)", "--out DIR the folder to write (default: --base with -sft)",
+                  "--show N print N examples, then stop", "--resume go on with the run in --out",
                   "--epochs EPOCHS how often to read the data", "--batch-tokens"):
         assert words in said
 

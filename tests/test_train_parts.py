@@ -559,8 +559,8 @@ def test_sizes_in_place_of_the_presets():
 
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
     for options, words in [
-            (["--heads", "5"], "dim (128) must be a multiple of 2 x heads (2 x 5): rotary embedding turns "
-                               "the entries of a head in pairs; take 4 or 8 heads."),
+            (["--heads", "5"], "dim (128) must be a multiple of 2 x heads (2 x 5): RoPE turns "
+                               "entries of a head in pairs; take 4 or 8 heads."),
             (["--kv-heads", "3"], "heads (4) must be a multiple of kv_heads (3); take 2 or 4 kv_heads."),
             (["--kv-heads", "5"], "heads (4) must be a multiple of kv_heads (5); take 4 kv_heads."),
             (["--dim", "100"], "dim (100) must be a multiple of 8."),
