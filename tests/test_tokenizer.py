@@ -502,6 +502,14 @@ def test_a_range_of_a_file(tmp_path):
             tk.find_chunks(path, start, end, size=9)
 
 
+@pytest.mark.parametrize("text, documents", [("a", ["a"]), ("a\nX\nb\nX\n", ["a", "b", ""]), ("X\na\n\nX\nX\nb", ["", "a", "b"]),
+                                             ("X\n", ["", ""]), ("a\nX", ["a", ""]), ("", [""])])
+def test_documents_of_a_part(tmp_path, text, documents):
+    """A first or last one that is empty stays, as the separator beside it does; X: the separator."""
+    (tmp_path / "text").write_text(text.replace("X", EOT))
+    assert tk.read_documents(tmp_path / "text", 0, 1 << 20) == [document.encode() for document in documents]
+
+
 def test_ids_on_disk_are_little_endian(tmp_path):
     """515 is 2 * 256 + 3, and the separator 768."""
     tokenizer = Tokenizer(range(256), [(left, right) for left in (0, 1) for right in range(256)], [END_OF_TEXT])
