@@ -1429,6 +1429,35 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
     assert "GPU fp32" in (said := capsys.readouterr().out) and "GPU bf16" not in said
 
 
+def test_the_gpu_of_a_process(made, monkeypatch):
+    """That of its number on its host, or the only one that it sees; none is a sentence."""
+    used = []
+    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda number: types.SimpleNamespace(use=lambda: used.append(number)))
+    for count, number in (1, 0), (1, 3), (2, 0), (2, 1), (4, 3):
+        model_gpu.cupy.cuda.runtime.getDeviceCount = lambda count=count: count
+        model_gpu.take_gpu(number)
+    assert used == [0, 0, 0, 1, 3]
+    for count, number in (2, 2), (4, 7), (0, 0):
+        model_gpu.cupy.cuda.runtime.getDeviceCount = lambda count=count: count
+        with pytest.raises(ValueError, match=f"^this host has {count} GPUs, too few for process {number}.$"):
+            model_gpu.take_gpu(number)
+
+
+@pytest.mark.parametrize("version, name", [(12000, "libcublas.so.12"), (12090, "libcublas.so.12"), (13000, "libcublas.so.13")])
+def test_cublas_is_that_of_the_runtime(made, monkeypatch, version, name):
+    opened = []
+    monkeypatch.setitem(sys.modules, "cupy", model_gpu.cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", model_gpu.cupy.cuda)
+    model_gpu.cupy.cuda.device = types.SimpleNamespace(get_cublas_handle=lambda: 5)
+    model_gpu.cupy.cuda.runtime.runtimeGetVersion = lambda: version
+    function = types.SimpleNamespace
+    library = function(cublasGemmEx=function(), cublasGemmStridedBatchedEx=function(), cublasSetStream_v2=function())
+    monkeypatch.setattr(model_gpu.ctypes, "CDLL", lambda path: opened.append(path) or library)
+    handle, *functions = model_gpu.load_cublas()
+    assert opened == [name] and handle.value == 5 and functions == [library.cublasGemmEx, library.cublasGemmStridedBatchedEx,
+                                                                    library.cublasSetStream_v2]
+
+
 def test_the_script_says_in_one_sentence_that_there_is_no_gpu():
     if model_gpu.why_no_gpu() is None:
         pytest.skip("there is a GPU here")
