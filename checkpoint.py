@@ -430,10 +430,10 @@ class Ranks(contextlib.AbstractContextManager):
     def __exit__(self, kind, error, trace):
         """The run is over: wait for each other; or it failed here, then tell the others."""
         if error is None:
-            self.gather("the end")
+            self.all_gather("the end")
         self.ended = True
         if error is None:
-            self.gather("known to all")             # so that who goes now is not taken for dead
+            self.all_gather("known to all")             # so that who goes now is not taken for dead
         else:
             self.tell(explain(error) or kind.__name__)
             if self.rank:
@@ -547,12 +547,12 @@ class Ranks(contextlib.AbstractContextManager):
                 line.send_bytes(heard)
             return heard
 
-    def gather(self, value):
+    def all_gather(self, value):
         """-> [what rank 0 says, what rank 1 says, ...], on each of them.  value: what JSON can hold."""
         said = json.dumps(value).encode()
         return json.loads(self.exchange(said, lambda values: b"[%b]" % b",".join(values)))
 
-    def add(self, array):
+    def all_reduce(self, array):
         """array becomes its sum over all ranks, in their order: Nccl's part, where there is no GPU."""
         total = self.exchange(array.tobytes(),
                               lambda parts: sum(np.frombuffer(part, array.dtype) for part in parts).tobytes())
@@ -560,7 +560,7 @@ class Ranks(contextlib.AbstractContextManager):
 
     def agree(self, **facts):
         """ValueError, on all ranks, where these are not the same on all."""
-        said = self.gather(facts)
+        said = self.all_gather(facts)
         for rank, other in enumerate(said):
             wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
             require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
@@ -583,14 +583,14 @@ class Nccl:
             from cupy.cuda import nccl
         except ImportError as error:
             raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
-        where = ast.literal_eval(ranks.gather(repr(nccl.get_unique_id()))[0])
+        where = ast.literal_eval(ranks.all_gather(repr(nccl.get_unique_id()))[0])
         with ranks.waiting():
             self.communicator = nccl.NcclCommunicator(ranks.size, where, ranks.rank)
         self.kind, self.cuda = (nccl.NCCL_FLOAT32, nccl.NCCL_SUM), cupy.cuda
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.event = cupy.cuda.Event(disable_timing=True)
 
-    def add(self, array):
+    def all_reduce(self, array):
         """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
         self.event.record()
         self.stream.wait_event(self.event)

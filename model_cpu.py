@@ -798,7 +798,7 @@ class Model:
         for worker in self.workers[1:self.shares]:      # in order, so that the sum is the same in every run
             self.flat_grads += worker.flat_grads
         if last and self.sums:
-            self.sums.add(self.flat_grads)
+            self.sums.all_reduce(self.flat_grads)
 
     def backward_share(self, worker, number):
         c, (tokens, targets, layers, shared) = self.config, worker.saved

@@ -24,8 +24,9 @@ waits for a result, and nothing is allocated within a step.  What crosses from o
 traffic that costs time, so neighbouring functions are fused (kernels.cu); where one kernel covers several
 functions of model_cpu, it says so there.
 
-What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.  It
-can be imported, and says so in one sentence, where there is no CuPy or no GPU.
+What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; of several GPUs it only
+says when which part of the gradient is ready (checkpoint.py: Ranks, Nccl).  It can be imported, and says so
+in one sentence, where there is no CuPy or no GPU.
 """
 import collections
 import contextlib
@@ -169,8 +170,8 @@ def muon_tables(config, precision):
 
 def decode_table(config, precision):
     """The buffers of extend and draw: what a step is told and what it answers, which the host has, too (the
-    first TOLD); what it works in; the cache, a matrix qkv for each layer; and what reading a prompt of up to
-    context tokens takes besides."""
+    first TOLD); the cache, a matrix qkv for each layer; and what else a layer computes in, of up to context
+    tokens: reading a prompt takes most of it, decoding x, y and h."""
     c, n, rows = config, config.context, max(FEW_ROWS, config.predict)
     layer, shared, _, scratch = work_tables(c, 1, n, precision)
     qkv, = [(name, (c.layers, *shape), dtype) for name, shape, dtype in layer if name == "qkv"]
@@ -813,8 +814,8 @@ class Model:
         # the order for embedding_backward: NumPy sorts 16-bit numbers five times as fast as 32-bit ones
         flat = tokens.reshape(-1).astype(np.uint16)
         self.inputs.send({"tokens": tokens, "targets": targets, "order": np.argsort(flat, kind="stable"),
-                     "starts": np.cumsum(np.bincount(flat.astype(np.int64) + 1, minlength=c.vocab + 1)),
-                     "weight": c.head_weights / divisor, "divisor": divisor})
+                          "starts": np.cumsum(np.bincount(flat.astype(np.int64) + 1, minlength=c.vocab + 1)),
+                          "weight": c.head_weights / divisor, "divisor": divisor})
 
         def launch():
             final, logits = self.trunk(layers, shared), shared["logits"]
@@ -832,16 +833,8 @@ class Model:
         gradient, from its end on, as soon as it is done and BUCKET numbers have come together."""
         require(self.training, "this model was made with training=False: it has no gradients.")
         (layers, shared), c, sums = self.saved, self.config, self.sums
-        _, matrices, _, gains = [part for _, part, *_ in update_table(c, self.optimizer)]
-        asked = gains.start         # from here to the gains the sum is asked for
 
-        def sum_from(start):
-            nonlocal asked
-            if asked - start >= BUCKET or start == 0:
-                sums.add(self.flat_grads[start:asked])
-                asked = start
-
-        def launch(done=lambda start: None):
+        def launch(done=lambda i: None):
             n, dx = shared["n"], shared["increment"]    # dx in the memory of increment
             dlogits = shared["logits"].reshape(len(n), -1)
             # logits = final @ heads.T, final in n
@@ -852,16 +845,25 @@ class Model:
                              self.weights["norm"], shared["dgain"], add=False)
             for i in reversed(range(c.layers)):
                 block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx)
-                done(matrices.start + i * matrix_table(c)[-1][1].stop)
+                done(i)
             # x = embed[tokens]
             embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
 
-        if last and sums:
-            launch(sum_from)
-            sum_from(0)
-            sums.add(self.flat_grads[gains])
-        else:
+        if not (last and sums):
             shared["backward"](self.gpu, launch)
+            return
+        _, matrices, _, gains = [part for _, part, *_ in update_table(c, self.optimizer)]
+        asked = gains.start         # from here to the gains the sum is asked for
+
+        def sum_from(start):
+            nonlocal asked
+            if asked - start >= BUCKET or start == 0:
+                sums.all_reduce(self.flat_grads[start:asked])
+                asked = start
+
+        launch(lambda i: sum_from(matrices.start + i * matrix_table(c)[-1][1].stop))
+        sum_from(0)
+        sums.all_reduce(self.flat_grads[gains])
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
         """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is

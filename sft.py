@@ -291,7 +291,7 @@ def evaluate(model, tokenizer, examples, micro_batch, ranks=Ranks()):
     plan, sizes = plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0), train.token_bytes(tokenizer)
     batches = (make_batch([examples[i] for i in rows], T, K, pad) for rows in plan[ranks.rank::ranks.size])
     sums = sum((train.held_out_loss(model, sizes, *batch) for batch in batches), np.zeros(3))
-    ranks.add(sums)
+    ranks.all_reduce(sums)
     return train.in_units(sums)
 
 

@@ -123,7 +123,7 @@ def add_run_options(parser):
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N", help="a process each (default 1)")
-    parser.add_argument("--timeout", type=whole_number(1), default=300, help="seconds until it gives up")
+    parser.add_argument("--timeout", type=whole_number(1), default=300, help="seconds that ranks wait (300)")
     for field in dataclasses.fields(Settings):
         if meaning := field.metadata.get("meaning"):
             kind = field.metadata["kind"]
@@ -418,7 +418,7 @@ def validate(model, tokenizer, val, micro_batch, most=None, progress=lambda done
             part += held_out_loss(model, sizes, inputs, targets)
             done += inputs.size * ranks.size
             progress(min(done, total), total)
-        ranks.add(part)
+        ranks.all_reduce(part)
         if part[1]:
             sums[name] = part
     progress(total, total)                      # what fills no window is left out
@@ -533,7 +533,7 @@ def training_step(model, settings, inputs, targets, lr, ranks=Ranks(), stop=None
         model.backward(last=i + rows >= B)
     if ranks.size > 1:
         losses = np.concatenate([losses, np.full_like(losses[:1], bool(stop and stop.signal))])
-        model.sums.add(losses)
+        model.sums.all_reduce(losses)
     return model.later(losses, model.update(lr, decay=settings.decay, clip=settings.clip))
 
 
@@ -743,7 +743,7 @@ def make_settings(args, preset, config, defaults, ranks=Ranks()):
         plan, free = planner(config, settings)
         largest = windows if free is None else model_cpu.largest_micro_batch(plan, free)
         settings.micro_batch = min((32768 if on_gpu else 4096) // T, largest)
-    settings.micro_batch = min(ranks.gather(min(max(1, settings.micro_batch), windows)))
+    settings.micro_batch = min(ranks.all_gather(min(max(1, settings.micro_batch), windows)))
     if args.threads is None and not on_gpu:
         settings.threads = min(max(1, available_cores() // ranks.size), settings.micro_batch)
     return settings
@@ -868,7 +868,7 @@ def run(args, ranks):
         settings = make_settings(args, preset, config, defaults, ranks)
         if args.dry_run:
             return dry_run(config, settings)
-        found = ranks.gather(ranks.rank or settings.data or find_corpus(preset))[0]     # 0 alone makes it
+        found = ranks.all_gather(ranks.rank or settings.data or find_corpus(preset))[0]     # 0 alone makes it
         settings.data = settings.data or found
         tokenizer, tokens, val, settings.tokens_key = prepare(settings.data, config.vocab)
         window_count(len(tokens), config.context, config.predict)

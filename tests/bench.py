@@ -756,7 +756,7 @@ def distributed_twin(ranks, config, params, B, T):
     address = tempfile.NamedTemporaryFile(delete=False).name if ranks.rank == 0 else None
     if address:
         os.remove(address)                          # a name that nobody else has: where the ranks meet
-    torch.distributed.init_process_group("nccl", init_method=f"file://{ranks.gather(address)[0]}", rank=ranks.rank,
+    torch.distributed.init_process_group("nccl", init_method=f"file://{ranks.all_gather(address)[0]}", rank=ranks.rank,
                                          world_size=ranks.size)
     twin = torch_twin.Twin(config, params).to("cuda")
     if ranks.size > 1:
@@ -790,12 +790,12 @@ def bench_scale(arguments):
             times = []
             for i in range(arguments.rounds + 1):   # one to warm up
                 cupy.cuda.Device().synchronize()
-                ranks.gather(None)
+                ranks.all_gather(None)
                 start = time.perf_counter()
                 for _ in range(10):
                     step()
                 cupy.cuda.Device().synchronize()
-                times.append(max(ranks.gather(time.perf_counter() - start)) / 10)
+                times.append(max(ranks.all_gather(time.perf_counter() - start)) / 10)
             return min(times[1:])
 
         for B in dict.fromkeys((arguments.batch, arguments.batch // ranks.size)):
@@ -805,7 +805,7 @@ def bench_scale(arguments):
                 losses = model.forward(tokens, targets, [B * T * ranks.size] * config.predict)
                 model.backward()
                 if model.sums:
-                    model.sums.add(losses)
+                    model.sums.all_reduce(losses)
                 model.update(3e-4)
             rows = {}
             for name, model.sums in (("ours, alone", None), ("ours", nccl)):

@@ -15,7 +15,6 @@ import checkpoint
 import model_cpu
 import model_gpu
 import train
-from tokenizer import Tokenizer
 
 
 def run(*arguments):

@@ -25,7 +25,6 @@ import bench
 import checkpoint
 import model_cpu
 import model_gpu
-from tokenizer import Tokenizer
 from cuda_helpers import CpuModule, check_guards, from_bf16, guarded, to_bf16
 from model_cpu import Config
 
@@ -336,7 +335,7 @@ class Sums:
     def __init__(self, model):
         self.model, self.asked = model, []
 
-    def add(self, array):
+    def all_reduce(self, array):
         assert array.dtype == np.float32 and array.flags.c_contiguous
         start = (array.ctypes.data - self.model.flat_grads.ctypes.data) // 4
         self.asked.append((start, start + array.size, np.array(array)))

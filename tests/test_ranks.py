@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 import checkpoint
-import train
 from checkpoint import Ranks
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -252,7 +251,7 @@ train.write_python_corpus = make"""
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
-MEET = "train.run = lambda args, ranks: print([ranks.rank, ranks.size, ranks.local], ranks.gather(ranks.rank))"
+MEET = "train.run = lambda args, ranks: print([ranks.rank, ranks.size, ranks.local], ranks.all_gather(ranks.rank))"
 
 
 def test_two_processes_as_torchrun_starts_them(folder):
@@ -338,8 +337,8 @@ def resume_exactly(folder, out):
 # to go on with it, too
 DEATHS = {
     "a step of 1": ("if rank == 1: at(train, 'training_step', 6, die)", 1, 4, True),
-    "a sum of 1": ("if rank == 1: at(Ranks, 'add', 11, die)", 1, 4, False),
-    "a sum of 0": ("if rank == 0: at(Ranks, 'add', 11, die)", 0, 4, False),
+    "a sum of 1": ("if rank == 1: at(Ranks, 'all_reduce', 11, die)", 1, 4, False),
+    "a sum of 0": ("if rank == 0: at(Ranks, 'all_reduce', 11, die)", 0, 4, False),
     "rank 1 while 0 saves": ("""
 if rank == 0: at(checkpoint, "write_safetensors", 6, lambda: (touch("saving"), time.sleep(99)))
 else: die_upon("saving")""", 1, 4, True),
@@ -589,14 +588,14 @@ def together(size, function, **options):
 def test_a_run_of_one_has_nobody_to_talk_to():
     inputs = np.zeros((3, 4))
     with Ranks() as ranks:
-        assert ranks.gather({"a": 1.5}) == [{"a": 1.5}] and ranks.agree(x=1) is None
-        ranks.add(array := np.array([1.0, 2.0]))
+        assert ranks.all_gather({"a": 1.5}) == [{"a": 1.5}] and ranks.agree(x=1) is None
+        ranks.all_reduce(array := np.array([1.0, 2.0]))
         assert array.tolist() == [1.0, 2.0]
         assert all(np.array_equal(part, inputs) for part in ranks.share(inputs, inputs))
 
 
 def test_everybody_hears_what_everybody_says():
-    heard = together(3, lambda ranks: ranks.gather([ranks.rank, math.inf]))
+    heard = together(3, lambda ranks: ranks.all_gather([ranks.rank, math.inf]))
     assert heard == 3 * [[[0, math.inf], [1, math.inf], [2, math.inf]]]
 
 
@@ -626,7 +625,7 @@ def test_the_sum_has_one_order(dtype):
 
     def add(ranks):
         array = parts[ranks.rank].copy()
-        ranks.add(array)
+        ranks.all_reduce(array)
         return array
     assert all(np.array_equal(array, parts[0] + parts[1] + parts[2]) for array in together(3, add))
 
@@ -700,11 +699,11 @@ def test_nccl_is_asked_in_order(monkeypatch):
     for name, module in ("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl):
         monkeypatch.setitem(sys.modules, name, module)
     ranks = Ranks(1, 4)
-    ranks.gather = lambda said: [repr((9, -9)), said, said, said]
+    ranks.all_gather = lambda said: [repr((9, -9)), said, said, said]
     sums = checkpoint.Nccl(ranks)
     assert done == [(4, (9, -9), 1)] and ranks.seen == math.inf
     done.clear()
-    sums.add(types.SimpleNamespace(data=types.SimpleNamespace(ptr=4096), size=33, dtype=np.float32))
+    sums.all_reduce(types.SimpleNamespace(data=types.SimpleNamespace(ptr=4096), size=33, dtype=np.float32))
     sums.wait()
     assert done == [("record", 1), ("waits", 5, 1), (4096, 4096, 33, 7, 0, 5), ("record", 5), ("waits", 1, 5)]
 
