@@ -241,9 +241,9 @@ def moment_count(config, optimizer):
     return param_count(config) + update_table(config, optimizer)[-1][2].stop
 
 
-def memory_plan(config, micro_batch, T, precision="fp32", threads=1, optimizer="adamw"):
-    """Bytes of memory by kind (a dict) that training with micro-batches (micro_batch, T) takes; precision: a
-    GPU has a choice, here it is always fp32."""
+def memory_plan(config, micro_batch, T, precision="fp32", threads=1, optimizer="adamw", gpus=0):
+    """Bytes of memory by kind (a dict) that training with micro-batches (micro_batch, T) takes; precision,
+    gpus: for model_gpu's plan, here it is always fp32."""
     size, pieces = 4 * param_count(config), min(threads, micro_batch)
     layer, shared = map(table_bytes, work_tables(config, -(-micro_batch // pieces), T))
     return {"parameters": size, "gradients": pieces * size, "moments": 4 * moment_count(config, optimizer),

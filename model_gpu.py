@@ -46,7 +46,7 @@ import model_cpu
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, as_batch, carve, check_batch, check_tokens, init_params,
                        largest_micro_batch, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, rope_table, table_bytes, update_table)
-from tokenizer import Parser, require, run_script
+from tokenizer import GpuError, Parser, require, run_script
 
 try:
     import cupy
@@ -64,6 +64,8 @@ FEW_ROWS = 8                # up to which decoding has kernels of its own
 GROUP_ROWS = 4              # of them that share a reading of the weights: ROWS in kernels.cu
 TOLD = 6                    # buffers of decode_table that the host has, too
 CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code takes
+CONTEXT_BYTES = 580 << 20   # CUDA itself, measured on an H200 with CUDA 13; on smaller cards it is less
+NCCL_BYTES = 860 << 20      # of two H200s
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -119,7 +121,9 @@ def free_memory(limit=None):
     limit."""
     if why_no_gpu():
         return limit
-    free = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().total_bytes()
+    # what memory_plan counts and this process has already
+    taken = cupy.get_default_memory_pool().total_bytes() + CONTEXT_BYTES
+    free = cupy.cuda.runtime.memGetInfo()[0] + taken
     return min(free, limit or free)
 
 
@@ -186,9 +190,9 @@ def ceil_div(n, size):
     return -(-n // size)
 
 
-def memory_plan(config, micro_batch, T, precision, threads=1, optimizer="adamw"):
-    """Bytes of GPU memory by kind (a dict) that training with micro-batches (micro_batch, T) and decoding
-    take.  threads is for model_cpu's plan, which has the same face."""
+def memory_plan(config, micro_batch, T, precision, threads=1, optimizer="adamw", gpus=1):
+    """Bytes of memory of each GPU by kind (a dict) that training with micro-batches (micro_batch, T) and
+    decoding take.  threads is for model_cpu's plan, which has the same face."""
     size = 4 * param_count(config)
     layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
     weights_bf16 = {"bf16 weights": size // 2} if precision == "bf16" else {}
@@ -200,7 +204,8 @@ def memory_plan(config, micro_batch, T, precision, threads=1, optimizer="adamw")
     return {"parameters": size, "gradients": size, "moments": 4 * moment_count(config, optimizer),
             **weights_bf16, "activations": activations, "logits and scratch": work,
             "inputs": table_bytes(input_table(config, micro_batch, T)),
-            "decoding": table_bytes(decode_table(config, precision)), "cuBLAS and kernels": CUBLAS_BYTES}
+            "decoding": table_bytes(decode_table(config, precision)), "cuBLAS and kernels": CUBLAS_BYTES,
+            "CUDA's context": CONTEXT_BYTES, **({"NCCL": NCCL_BYTES} if gpus > 1 else {})}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -286,7 +291,7 @@ class Gpu:
                                cupy.cuda.get_current_stream().ptr, EARLY.ctypes.data, 1)
         status = self.launch_kernel(settings, ctypes.c_void_p(self.kernels[name].kernel.ptr), pointers, None)
         if status:
-            raise RuntimeError(f"CUDA refuses to launch {name}: status {status}.")
+            raise GpuError(f"CUDA refuses to launch {name}: status {status}.")
 
     def record(self, function):
         """-> a CUDA graph of what function() launches, none of which runs now: graph.launch() queues it all
@@ -352,7 +357,7 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
             handle, transpose_b, transpose_a, N, M, I, ONE, *operands[0], *operands[1], ONE if add else ZERO,
             *operands[2], *[len(out)][:stacks], COMPUTE[gpu.precision], -1)
         if status:
-            raise RuntimeError(f"cuBLAS refuses a product of {M} x {I} by {I} x {N}: status {status}.")
+            raise GpuError(f"cuBLAS refuses a product of {M} x {I} by {I} x {N}: status {status}.")
         return
     if out.ndim == 3:
         for matrices in zip(out, a, b):
@@ -668,7 +673,7 @@ class Model:
         self.config, self.precision, self.training, self.optimizer = config, precision, training, optimizer
         self.pool, self.memory_limit = cupy.get_default_memory_pool(), memory_limit
         if memory_limit is not None:
-            self.pool.set_limit(size=max(1, int(memory_limit) - CUBLAS_BYTES))
+            self.pool.set_limit(size=max(1, int(memory_limit) - CUBLAS_BYTES - CONTEXT_BYTES))
             weakref.finalize(self, self.pool.set_limit, size=0)         # 0: none
         try:
             self.gpu = Gpu(config, precision, matmul)

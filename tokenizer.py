@@ -801,6 +801,10 @@ class Outliving:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
+class GpuError(RuntimeError):
+    """What CUDA or a library of it refuses to do."""
+
+
 # what a user can do something about; all else is a mistake of ours, and shows where it was made
 MENDABLE = ValueError, OSError, MemoryError, concurrent.futures.BrokenExecutor
 
@@ -833,10 +837,12 @@ def run_script(main, to_the_end=False):
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
-        of_gpu = type(error).__module__.startswith("cupy")
+        of_gpu = isinstance(error, GpuError) or type(error).__module__.startswith("cupy")
         if not of_gpu and not isinstance(error, MENDABLE):
             raise
-        print(f"error: {'The GPU: ' * of_gpu}{explain(error)}", file=sys.stderr)
+        print(f"error: {'The GPU: ' * of_gpu}{explain(error)}", file=sys.stderr, flush=True)
+        if of_gpu:
+            os._exit(2)                                     # to give memory back would fail, too, and loudly
         code = 2
     sys.exit(code)
 

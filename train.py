@@ -40,6 +40,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -641,26 +642,45 @@ def train(model, tokenizer, settings, out, state, stop, job):
     return 0
 
 
-def planner(config, settings):
+def planner(config, settings, ranks):
     """-> (function of the micro-batch: bytes by kind that the run takes on its device, bytes that are free
     there, or None); a run can be planned where there is no GPU."""
     engine = model_gpu if settings.device == "gpu" else model_cpu
     plan = functools.partial(engine.memory_plan, config, T=config.context, precision=settings.precision,
-                             threads=settings.threads, optimizer=settings.optimizer)
+                             threads=settings.threads, optimizer=settings.optimizer, gpus=ranks.size)
     return plan, engine.free_memory(settings.memory_limit)
 
 
-def dry_run(config, settings):
-    plan, free = planner(config, settings)
+def dry_run(config, settings, ranks):
+    """Print what a run would take: memory and, where there is a GPU, time, of three steps on random ids."""
+    plan, free = planner(config, settings, ranks)
     print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens in micro-batches of {settings.micro_batch} x {config.context}, "
-          f"{settings.device} {settings.precision}, peak learning rate {settings.lr}")
+          f"{f'{ranks.size} x ' * (ranks.size > 1)}{settings.device} {settings.precision}, peak learning rate "
+          f"{settings.lr}")
     kinds = plan(settings.micro_batch)
     for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
         print(f"{name:>20} {size / 2**20:10.1f} MiB")
     if free is not None:
         print(f"Free memory is {free / 2**20:,.0f} MiB: the largest micro-batch is "
               f"{model_cpu.largest_micro_batch(plan, free)}.")
+    if settings.device == "cpu" or model_gpu.why_no_gpu():
+        return
+    model = model_gpu.Model(config, settings.seed, **model_options(settings))
+    connect(ranks, model, settings)
+    ids = np.random.default_rng(0).integers(0, config.vocab, settings.batch_tokens + config.predict)
+    starts = range(0, settings.batch_tokens, config.context)
+    inputs, targets = get_batch(ids, starts, config.context, config.predict)
+    for _ in range(2):                      # the first time nothing is in place yet
+        began = time.monotonic()
+        for _ in range(3):
+            with ranks.waiting():
+                training_step(model, settings, inputs, targets, settings.lr, ranks)()
+    seconds = (time.monotonic() - began) / 3
+    run = datetime.timedelta(seconds=round(seconds * settings.steps))
+    print(f"A step takes {1e3 * seconds:.1f} ms: {settings.batch_tokens / seconds:,.0f} tokens/s; "
+          f"{settings.steps} steps would take {run}.  Start them with: python train.py "
+          + shlex.join(word for word in sys.argv[1:] if word != "--dry-run"))
 
 
 def choose_device(asked, preset, planning=False, local=0):
@@ -740,7 +760,7 @@ def make_settings(args, preset, config, defaults, ranks=Ranks()):
     require(not rest, f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     windows = -(-windows // ranks.size)
     if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
-        plan, free = planner(config, settings)
+        plan, free = planner(config, settings, ranks)
         largest = windows if free is None else model_cpu.largest_micro_batch(plan, free)
         settings.micro_batch = min((32768 if on_gpu else 4096) // T, largest)
     settings.micro_batch = min(ranks.all_gather(min(max(1, settings.micro_batch), windows)))
@@ -867,7 +887,7 @@ def run(args, ranks):
             defaults = {**defaults, "lr": defaults["lr"] / 2}
         settings = make_settings(args, preset, config, defaults, ranks)
         if args.dry_run:
-            return dry_run(config, settings)
+            return dry_run(config, settings, ranks)
         found = ranks.all_gather(ranks.rank or settings.data or find_corpus(preset))[0]     # 0 alone makes it
         settings.data = settings.data or found
         tokenizer, tokens, val, settings.tokens_key = prepare(settings.data, config.vocab)

@@ -671,7 +671,7 @@ def test_the_memory_plan_is_what_is_allocated(made, precision):
     model.extend([1])
     plan = model_gpu.memory_plan(TINY, 2, TINY.context, precision)
     small = sum(array.nbytes for array in (model.losses, model.state, model.partial, model.gpu.cos, model.gpu.sin))
-    assert sum(array.nbytes for array in made) == sum(plan.values()) - model_gpu.CUBLAS_BYTES + small
+    assert sum(array.nbytes for array in made) == sum(plan.values()) - model_gpu.CUBLAS_BYTES - model_gpu.CONTEXT_BYTES + small
     count = len(made)
     model.forward(*batch(TINY, 2, 40))
     model.backward()
@@ -764,12 +764,12 @@ def test_the_pool_is_given_what_cublas_leaves(made):
     pool, given = model_gpu.cupy.get_default_memory_pool(), []
     set_limit = pool.set_limit
     pool.set_limit = lambda size: given.append(size) or set_limit(size)
-    model = model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=(64 << 20) + 12_345_678)
+    model = model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=(644 << 20) + 12_345_678)
     assert given == [12_345_678]
     del model
     gc.collect()
     assert given == [12_345_678, 0]
-    for limit in (64 << 20, 5):                             # 0 would be no limit at all
+    for limit in (644 << 20, 5):                            # 0 would be no limit at all
         with pytest.raises((ValueError, MemoryError)):
             model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=limit)
         gc.collect()
@@ -777,7 +777,7 @@ def test_the_pool_is_given_what_cublas_leaves(made):
         del given[2:]
     model_gpu.Model(TINY, precision="fp32", matmul="ours")
     gc.collect()
-    assert given == [12_345_678, 0] and model_gpu.CUBLAS_BYTES == 64 << 20
+    assert given == [12_345_678, 0] and model_gpu.CUBLAS_BYTES + model_gpu.CONTEXT_BYTES == 644 << 20
 
 
 def recorder(config=TINY, matmul="ours", precision="bf16"):
@@ -1247,9 +1247,9 @@ def test_other_numbers_than_the_usual(made):
 
 def test_a_memory_limit_ends_with_its_model(made):
     pool = model_gpu.cupy.get_default_memory_pool()
-    before, limit = pool.limit, 200 << 20
+    before, limit = pool.limit, 800 << 20
     model = model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=limit)
-    assert pool.limit == limit - model_gpu.CUBLAS_BYTES
+    assert pool.limit == limit - model_gpu.CUBLAS_BYTES - model_gpu.CONTEXT_BYTES
     with pytest.raises(ValueError, match="A micro-batch of 4000 x 40 tokens needs"):
         model.forward(np.zeros((4000, 40), int), np.zeros((4000, 42), int))
     del model
@@ -1264,7 +1264,8 @@ def test_what_this_gpu_has(monkeypatch):
     module, _ = fake_cupy(total_bytes=1000)
     module.get_default_memory_pool().total_bytes = lambda: 70
     monkeypatch.setattr(model_gpu, "cupy", module)
-    assert [model_gpu.free_memory(limit) for limit in (None, 5000, 600)] == [1070, 1070, 600]
+    context = model_gpu.CONTEXT_BYTES                        # which this process has already
+    assert [model_gpu.free_memory(limit) for limit in (None, 1 << 40, 600)] == [1070 + context, 1070 + context, 600]
     monkeypatch.setattr(model_gpu, "cupy", None)
     assert model_gpu.default_precision() == "bf16"
     runtime = types.SimpleNamespace(getDeviceProperties=["none", {"name": b"Card 1"}].__getitem__)
@@ -1294,7 +1295,8 @@ def test_the_plan_of_the_big_model():
         4 * 512, 4 * 4, 8 * 2, 8, 4 * 8 * 4, 4 * 8, 4 * 8 * 4 * 4096,
         2 * 16 * 512 * 1280, *[2 * 512 * 768] * 7, *[4 * 512] * 3, *[4 * 12 * 512] * 2, 2 * 512 * 4096, 2 * 512 * 2048,
         4 * 4 * 512, 4 * 1056 * 768, 2 * 512 * 1280))                   # the last three are not used there
-    assert plan["cuBLAS and kernels"] == 64 << 20 and len(plan) == 9
+    assert plan["cuBLAS and kernels"] == 64 << 20 and plan["CUDA's context"] == 580 << 20 and len(plan) == 10
+    assert model_gpu.memory_plan(c, 64, 512, "bf16", gpus=2) == {**plan, "NCCL": 860 << 20}
     assert "bf16 weights" not in model_gpu.memory_plan(c, 64, 512, "tf32")
 
 
@@ -1379,7 +1381,7 @@ def test_out_of_memory_says_what_would_fit(made):
     model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
     pool = model_gpu.cupy.get_default_memory_pool()
     small = sum(model_gpu.memory_plan(TINY, 3, 40, "fp32").values())
-    model_gpu.cupy.cuda.runtime.memGetInfo = lambda: (small, 1 << 40)
+    model_gpu.cupy.cuda.runtime.memGetInfo = lambda: (small - model_gpu.CONTEXT_BYTES, 1 << 40)
     need = sum(model_gpu.memory_plan(TINY, 50, 40, "fp32").values())
 
     def short_of(B, T):

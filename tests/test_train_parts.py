@@ -15,6 +15,7 @@ import model_cpu
 import model_gpu
 import tokenizer as tokenizer_module
 import train
+from checkpoint import Ranks
 from model_cpu import CONFIGS, Config
 from tokenizer import Tokenizer
 
@@ -387,15 +388,16 @@ def test_plans_of_both_engines(monkeypatch):
     config = CONFIGS["small"]
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 5 << 30 if limit is None else None)
     s = settings("--threads", "2")
-    plan, free = train.planner(config, s)
+    plan, free = train.planner(config, s, Ranks())
     assert free == 5 << 30
     for rows in (1, 16):
         assert plan(rows) == model_cpu.memory_plan(config, rows, 128, "fp32", 2, "muon")
     assert plan(16)["gradients"] == 2 * plan(1)["gradients"]
     gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
-    plan, free = train.planner(config, gpu)
+    plan, free = train.planner(config, gpu, Ranks())
     assert plan(16) == model_gpu.memory_plan(config, 16, 128, "bf16", optimizer="muon") != (
-        train.planner(config, dataclasses.replace(gpu, precision="fp32"))[0](16))
+        train.planner(config, dataclasses.replace(gpu, precision="fp32"), Ranks())[0](16))
+    assert train.planner(config, gpu, Ranks(size=3))[0](16) == {**plan(16), "NCCL": model_gpu.NCCL_BYTES}
     assert free == 3 << 30
 
 
@@ -411,7 +413,7 @@ def test_free_memory_of_linux(monkeypatch):
 def test_a_dry_run_prints_the_plan(monkeypatch, capsys):
     s = settings("--threads", "2", "--micro-batch", "16")
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 1 << 30 if limit is None else limit)
-    train.dry_run(CONFIGS["small"], s)
+    train.dry_run(CONFIGS["small"], s, Ranks())
     def plan(rows):
         return model_cpu.memory_plan(CONFIGS["small"], rows, 128, "fp32", 2, "muon")
     rows = {**plan(16), "together": sum(plan(16).values())}
@@ -422,15 +424,45 @@ def test_a_dry_run_prints_the_plan(monkeypatch, capsys):
         + "".join(f"{name:>20} {size / 1048576:10.1f} MiB\n" for name, size in rows.items())
         + f"Free memory is 1,024 MiB: the largest micro-batch is {largest}.\n")
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
-    train.dry_run(CONFIGS["small"], s)
+    train.dry_run(CONFIGS["small"], s, Ranks())
     assert "Free memory" not in capsys.readouterr().out
     # there is no GPU: the limit counts
     gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
-    train.dry_run(CONFIGS["small"], gpu)
+    train.dry_run(CONFIGS["small"], gpu, Ranks())
     largest = model_cpu.largest_micro_batch(
         lambda rows: model_gpu.memory_plan(CONFIGS["small"], rows, 128, "bf16", optimizer="muon"), 3 << 30)
     assert capsys.readouterr().out.endswith(
         f"Free memory is 3,072 MiB: the largest micro-batch is {largest}.\n")
+
+
+def test_a_dry_run_times_three_steps_where_there_is_a_gpu(monkeypatch, capsys):
+    """The steps of a run, of this size; the second three are timed, each waited for."""
+    config, now, done = Config(dim=32, heads=1, kv_heads=1, layers=1, context=8, vocab=16), [0.0], []
+    s = dataclasses.replace(settings(), device="gpu", precision="fp32", batch_tokens=32, micro_batch=4, steps=7300)
+
+    class Model(model_cpu.Model):
+        def __init__(self, config, seed, optimizer, micro_batch, **others):
+            super().__init__(config, seed, optimizer=optimizer)
+
+        def forward(self, inputs, targets, counted):
+            done.append((inputs.shape, targets.shape))
+            assert 0 <= inputs.min() and inputs.max() < 16 and len(np.unique(inputs)) > 4
+            return super().forward(inputs, targets, counted)
+
+        def later(self, *arrays):
+            now[0] += 1.0 if len(done) <= 3 else 0.5
+            return super().later(*arrays)
+
+    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(model_gpu, "Model", Model)
+    monkeypatch.setattr(model_gpu, "free_memory", lambda limit: 1 << 30)
+    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train.py", "small", "--dry-run", "--data", "my text.txt"])
+    train.dry_run(config, s, Ranks())
+    assert done == [((4, 8), (4, 11))] * 6
+    assert capsys.readouterr().out.endswith(
+        "A step takes 500.0 ms: 64 tokens/s; 7300 steps would take 1:00:50.  "
+        "Start them with: python train.py small --data 'my text.txt'\n")
 
 
 def test_devices(monkeypatch):
@@ -927,7 +959,7 @@ def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
 
 def test_dry_runs(whole, monkeypatch, capsys):
     planned = []
-    monkeypatch.setattr(train, "dry_run", lambda config, s: planned.append((config, s.device, s.precision, s.memory_limit)))
+    monkeypatch.setattr(train, "dry_run", lambda config, s, ranks: planned.append((config, s.device, s.precision, s.memory_limit)))
     for options, device in [(["big", "--memory-limit", "12GB"], "gpu"), (["big"], "gpu"), (["medium"], "gpu"), ([], "cpu"), (["--device", "gpu"], "gpu"),
                             (["--memory-limit", "12GB"], "gpu"), (["big", "--device", "cpu"], "cpu"), (["--mtp-weight", "0.9"], "cpu")]:
         assert train.main(["--dry-run", *options]) is None
