@@ -1,0 +1,164 @@
+"""The GPU engine on a GPU, but for its gradients, which `python gradcheck.py --gpu` compares: attention at every length
+and shape, our products, cached decoding, Muon, generation.
+
+    python -m pytest -s tests/test_on_gpu.py          # -s prints each error beside its bar; without a GPU all is skipped
+
+The judge is model_cpu in float64 or, to the bit, the engine itself when it computes in another way. What runs on the CPU
+instead: the kernels in test_kernels.py, test_flash.py and test_model_gpu.py, and in test_gradcheck.py these very checks,
+of engines that are wrong, to see that each of them can fail."""
+import math
+import unittest.mock
+
+import numpy as np
+import pytest
+
+import model_cpu
+import model_gpu
+from gradcheck import GPU_BARS, GPU_CONFIG, distance, make_problem, whole_step
+
+NO_GPU = model_gpu.why_no_gpu()
+pytestmark = [pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU)), pytest.mark.slow]
+
+PRECISIONS = ("fp32", "tf32", "bf16") if model_gpu.default_precision() == "bf16" else ("fp32",)
+LENGTHS = (1, 2, 63, 64, 65, 127, 137, 512, 1000, 2048)
+ATTENTION_BARS = {"fp32": 2e-6, "tf32": 2e-3, "bf16": 1e-2}     # of the output, and of the gradient
+MUON_BARS = {"fp32": 1e-4, "tf32": 8e-2, "bf16": 8e-2}          # of what a step moves a matrix by
+
+
+def within(error, bar, what):
+    """Print the error beside its bar, and fail if it is above, or not a number."""
+    print(f"  {what:36} {error:.2e}   bar {bar:.0e}", flush=True)
+    assert error <= bar, what
+
+
+def on_gpu(reference, **options):
+    """The GPU's model with the weights of the reference."""
+    model = model_gpu.Model(reference.config, **options)
+    model.write(model.flat_params, reference.flat_params)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+@pytest.mark.parametrize("D", [32, 64, 128])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_attention(precision, D, group):
+    """flash = attention as it is defined, at every length, head width and group (H/G) that the kernels claim, both
+    ways."""
+    config = model_cpu.Config(2 * group * D, 2 * group, kv_heads=2, layers=1, context=2048, vocab=8)
+    gpu = model_gpu.Gpu(config, precision, "cublas")
+    outputs, gradients = zip(*[attention_errors(gpu, B=2 if T < 1000 else 1, T=T) for T in LENGTHS])
+    for name, errors in (("output", outputs), ("gradient", gradients)):
+        error, T = max(zip(errors, LENGTHS))
+        within(error, ATTENTION_BARS[precision], f"{precision} D {D} H/G {group} {name}, worst at T {T}")
+
+
+def attention_errors(gpu, B, T):
+    """-> (error of the output, error of dqkv, which is that of q and k before RoPE) of the GPU's attention at (B,T)."""
+    cupy, c, rng = model_gpu.cupy, gpu.config, np.random.default_rng(T)
+
+    def to_gpu(array):
+        bits = array.astype(np.float32)
+        if gpu.precision == "bf16":                   # the upper half of a float32
+            bits = (bits.view(np.uint32) >> 16).astype(np.uint16)
+        return cupy.asarray(bits)
+
+    def to_host(array):
+        bits = array.get()
+        floats = (bits.astype(np.uint32) << 16).view(np.float32) if bits.dtype == np.uint16 else bits
+        return floats.astype(np.float64).reshape(B, T, -1)
+
+    gpu_qkv, gpu_dout = [to_gpu(rng.standard_normal((B * T, width))) for width in (c.qkv_width, c.dim)]
+    qkv, dout = to_host(gpu_qkv), to_host(gpu_dout)
+    out, dqkv = np.empty_like(dout), np.empty_like(qkv)
+    P = np.empty((B, c.kv_heads, c.heads // c.kv_heads, T, T))
+    model_cpu.attention_forward(out, P, qkv, c.heads, c.kv_heads)
+    model_cpu.attention_backward(dqkv, dout, out, P, qkv, c.heads, c.kv_heads, np.empty_like(P))
+    model_cpu.rope_backward(model_cpu.rotated_part(dqkv, c), *(x[:T] for x in model_cpu.rope_table(c, float)))
+    gpu_out, gpu_dqkv = [cupy.empty(array.shape, array.dtype) for array in (gpu_dout, gpu_qkv)]
+    lse, delta = [cupy.empty((B, c.heads, T), np.float32) for _ in range(2)]
+    model_gpu.attention_forward(gpu, gpu_out, lse, gpu_qkv, B, T)
+    model_gpu.attention_backward(gpu, gpu_dqkv, gpu_dout, gpu_out, lse, gpu_qkv, B, T, delta)
+    return distance(to_host(gpu_out), out), distance(to_host(gpu_dqkv), dqkv)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The fp32 model in other ways: by our products, and from the cache
+# ---------------------------------------------------------------------------------------------------------------------
+def read_in_pieces(model, ids, sizes):
+    """The logits of these ids, of which each call of extend reads as many as sizes says."""
+    model.position = 0
+    return np.concatenate([model.extend(piece) for piece in np.split(ids, np.cumsum(sizes)[:-1])])
+
+
+def test_our_products():
+    """Ours adds K numbers one after the other, cuBLAS in blocks: two or three times the rounding."""
+    reference, tokens, targets = make_problem(GPU_CONFIG)
+    losses, gradient = whole_step(reference, tokens, targets)
+    gpu_losses, flat = whole_step(on_gpu(reference, precision="fp32", matmul="ours"), tokens, targets)
+    bar, loss_bar = GPU_BARS["fp32"]
+    within(np.abs(gpu_losses / losses - 1).max(), loss_bar, "our products, losses")
+    within(distance(flat, gradient), 3 * bar, "our products, gradient")
+
+
+@pytest.mark.parametrize("sizes", [[256], [1] * 256, [100, 4, 4, 148]], ids=["whole", "one_by_one", "pieces"])
+def test_cached_logits(sizes):
+    reference, tokens, _ = make_problem(GPU_CONFIG)
+    found = read_in_pieces(on_gpu(reference, precision="fp32", matmul="ours"), tokens[0], sizes)
+    within(distance(found, reference.logits(tokens[:1])[0]), 2e-6, f"cache, {len(sizes):3d} calls")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Muon
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_muon(precision):
+    """A step of Muon on both engines, from the same gradients, whose entries differ widely in size; the worst tensor."""
+    rng, size = np.random.default_rng(0), model_cpu.param_count(GPU_CONFIG)
+    gradient = (rng.standard_normal(size) * np.exp(rng.standard_normal(size))).astype(np.float32)
+
+    def moved(model):
+        model.write(model.flat_params, np.zeros(size))
+        model.write(model.flat_grads, gradient)
+        model.update(lr=1.0)
+        return model_cpu.param_views(model.read(model.flat_params), GPU_CONFIG)
+
+    expected = moved(model_cpu.Model(GPU_CONFIG, optimizer="muon"))
+    found = moved(model_gpu.Model(GPU_CONFIG, precision=precision, optimizer="muon"))
+    error, name = max((distance(found[name], expected[name]), name) for name in found)
+    within(error, MUON_BARS[precision], f"Muon, {precision}, {name}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generation, to the bit
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 0.8, "top_k": 50}, {"top_p": 0.9}], ids=[
+    "greedy", "top_k", "top_p"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_generation(precision, how):
+    """One text and one p of each token, however many heads draft, launched one by one and from CUDA graphs, through
+    full windows."""
+    reference, tokens, _ = make_problem(GPU_CONFIG, std=0.06)
+    model = on_gpu(reference, precision=precision, training=False)
+    start, most, runs = tokens[0, :5].tolist(), GPU_CONFIG.context + GPU_CONFIG.context // 3, []
+    for drafts, record_at in ((0, 10), (1, 10), (GPU_CONFIG.predict, 10), (GPU_CONFIG.predict, math.inf)):
+        model.drafts, model.cached, trace = drafts, [], []
+        model.replays.clear()
+        with unittest.mock.patch.object(model_gpu, "RECORD_AT", record_at):
+            ids = list(model_cpu.generate(model, start, seed=1, most=most, trace=trace, **how))
+        runs.append((ids, [p for _, _, p in trace]))
+        assert runs[-1] == runs[0], f"{drafts} drafts, launches recorded from use {record_at} on"
+    assert len(ids) == most
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rows_read_together(precision):
+    """The bits of a row's logits are the same, whatever rows are read with it."""
+    reference, tokens, _ = make_problem(GPU_CONFIG, std=0.06)
+    model = on_gpu(reference, precision=precision, training=False)
+    together, *others = [read_in_pieces(model, tokens[0, :104], [100, *sizes])[-4:]
+                         for sizes in ([4], [1, 3], [1, 1, 1, 1])]
+    for rows in others:
+        assert np.array_equal(rows, together), f"{np.not_equal(rows, together).sum()} numbers differ"
