@@ -14,7 +14,7 @@ MUTATE_PACKAGES = "cosmic-ray>=8.3,<9"
 COUNT = 300
 SEED  = 0
 
-.PHONY: all model check check-peers mutate bench gpu clean help
+.PHONY: all model check check-gpu check-peers mutate bench gpu clean help
 .NOTPARALLEL:
 
 all: model
@@ -25,6 +25,7 @@ all: model
 help:
 	@echo "make              environment in $(VENV), packages, text, the small model trained in out/small, three samples"
 	@echo "make check        the gradient check, then the tests"
+	@echo "make check-gpu    the GPU engine against the CPU's, where there is an NVIDIA GPU (after make gpu; minutes)"
 	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers and tiktoken (downloads them first)"
 	@echo "make mutate       plants $(COUNT) mistakes (COUNT=, SEED=) and lists those that no test notices (an hour)"
 	@echo "make bench        the README's measurements"
@@ -98,6 +99,11 @@ check: $(VENV)/packages-tests
 	@mkdir -p .pytest_cache
 	$(RUN) -m pytest -q -m "not slow" -n auto --maxprocesses 4 --dist loadfile --ignore=tests/peers \
 	    --basetemp=.pytest_cache/tmp tests
+
+check-gpu: $(VENV)/packages-tests
+	$(RUN) gradcheck.py --gpu
+	@mkdir -p .pytest_cache
+	$(RUN) -m pytest -q -s --basetemp=.pytest_cache/tmp-gpu tests/test_on_gpu.py
 
 check-peers: $(VENV)/packages-peers
 	@mkdir -p .pytest_cache

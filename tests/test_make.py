@@ -75,6 +75,13 @@ def test_a_failing_gradient_check_fails_the_check(folder):
     assert code == 2 and called == ["gradcheck.py"]
 
 
+def test_check_gpu_compares_the_gradients_and_then_the_rest(folder):
+    (folder / ".venv" / "packages-tests").touch()
+    code, _, _, called = make(folder, "check-gpu")
+    assert code == 0 and called[0] == "gradcheck.py --gpu" and len(called) == 2
+    assert called[1].startswith("-m pytest") and called[1].endswith(" tests/test_on_gpu.py")
+
+
 def test_changed_requirements_are_installed(folder):
     script(folder / "python", 'test "$1" != -m || { rm -r .venv; mkdir -p .venv/bin; cp stand-in .venv/bin/python; }')
     shutil.copy(folder / ".venv" / "bin" / "python", folder / "stand-in")
