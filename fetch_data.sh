@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# fetch_data.sh: bring text to train on into data/, which git ignores.  `./fetch_data.sh --help` says what
-# there is.
+# fetch_data.sh: bring text to train on into data/, and a model to talk to into out/; git ignores both.
+# `./fetch_data.sh --help` says what there is.
 #
 # Whatever is fetched or made goes to NAME.part first and gets its own name only once it is whole and looks
-# like what was asked for, so a file in data/ is never half a file.  Run again, it goes on where it was
-# interrupted, and fetches nothing that is there.  It asks for one thing at a time, pauses between books, and
-# stops at the first sign that the network is gone or that a server wants to be left alone.
+# like what was asked for, so a file is never half a file.  Run again, it goes on where it was interrupted,
+# and fetches nothing that is there.  It asks for one thing at a time, pauses between books, and stops at the
+# first sign that the network is gone or that a server wants to be left alone.
 #
 # Read before it: nothing.  What it does not do: no judgement of what a text says, and no removal of
 # duplicates.  It is plain bash (3.2, as macOS has it, is enough) with curl, awk and iconv; web text also
@@ -15,7 +15,8 @@
 #   2. fetching        one file from one address: resumed, checked, renamed
 #   3. books           Project Gutenberg: the licence stripped, lines joined to paragraphs, one file of all
 #   4. web             FineWeb-Edu: rows of Parquet files filtered by DuckDB into text
-#   5. the command line
+#   5. a model         SmolLM2-135M-Instruct: its files checked as JSON and as safetensors
+#   6. the command line
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "$0")"
 export LC_ALL=C                         # bytes, whatever the user's language: the same file for everybody
@@ -28,7 +29,9 @@ GITHUB=https://raw.githubusercontent.com
 TINY_URL=${TINY_URL:-$GITHUB/karpathy/char-rnn/master/data/tinyshakespeare/input.txt}
 ALPACA_URL=${ALPACA_URL:-$GITHUB/tatsu-lab/stanford_alpaca/main/alpaca_data.json}
 GUTENBERG_URL=${GUTENBERG_URL:-https://www.gutenberg.org/cache/epub}
-FINEWEB_URL=${FINEWEB_URL:-https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT}
+HUGGING_FACE=https://huggingface.co
+FINEWEB_URL=${FINEWEB_URL:-$HUGGING_FACE/datasets/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT}
+SMOLLM2_URL=${SMOLLM2_URL:-$HUGGING_FACE/HuggingFaceTB/SmolLM2-135M-Instruct/resolve/main}
 
 BOOK_IDS=${BOOK_IDS:-}                  # empty: the list below
 FETCH_TIMEOUT=${FETCH_TIMEOUT:-7200}    # for one file; a connection that stalls for a minute ends sooner
@@ -58,7 +61,9 @@ usage: ./fetch_data.sh WORD...
                 (ODC-By 1.0, and Common Crawl's terms of use; about 1.3 MB are read for 1 MB of text)
   instructions  Alpaca's 52,002 instructions with answers, 23 MB -> data/instructions.json
                 (CC BY-NC 4.0: not for commercial use)
-  all           books, web and instructions
+  smollm2       SmolLM2-135M-Instruct, a model to talk to, 270 MB -> out/smollm2/
+                (Apache 2.0; then python chat.py --model out/smollm2; tried with a stand-in for its server)
+  all           books, web and instructions; not smollm2, which is a model and no data
 
 Sizes and times are estimates.  Run again it fetches only what is missing, such as a book that the server did
 not have: as long as nine of ten are there, data/books.txt is made without it.
@@ -71,7 +76,7 @@ environment (now):
       these books instead of the list; each one is kept in data/books/
   FETCH_TIMEOUT=$FETCH_TIMEOUT, FETCH_PAUSE=$FETCH_PAUSE
       seconds that a file may take, and seconds between two books
-  TINY_URL, GUTENBERG_URL, FINEWEB_URL, ALPACA_URL
+  TINY_URL, GUTENBERG_URL, FINEWEB_URL, ALPACA_URL, SMOLLM2_URL
       where things come from: a mirror, or for FINEWEB_URL also a folder that has the Parquet files
 EOT
 }
@@ -148,7 +153,7 @@ curl_below() {
 }
 
 # download URL PART MOST: the whole of URL into PART, going on where an earlier try ended; no more than MOST
-# bytes.
+# bytes.  Returns 4 where the server says that there is no such file.
 download() {
     local url=$1 part=$2 most=$3 code=0
     quietly curl_below "$most" --silent --show-error --fail --location --globoff --user-agent "$AGENT" \
@@ -171,7 +176,9 @@ download() {
         63:*)
             problem="$url has more than the $most bytes that ${part%.part} may have; nothing was kept." ;;
         22:*404* | 22:*410*)
-            problem="$url cannot be fetched ($message); see whether that address is still right." ;;
+            problem="$url cannot be fetched ($message); see whether that address is still right."
+            rm -f "$part"
+            return 4 ;;
         22:*)
             fail "$url cannot be fetched ($message); the server refuses for now, so run this again later." ;;
         23:*)
@@ -189,12 +196,12 @@ download() {
 get() {
     local url=$1 file=$2 least=$3 most=$4 is_right=${5:-true} part=$2.part
     [ ! -s "$file" ] || return 0
-    mkdir -p "$(dirname "$file")" 2>/dev/null || fail "data/ cannot be written to."
+    mkdir -p "${file%/*}" 2>/dev/null || fail "${file%/*}/ cannot be written to."
     # What is there is gone on with in a copy: the curl of a killed run may still be writing to the file
     # itself.
     [ ! -f "$part" ] || { cp "$part" $lock/copy && mv $lock/copy "$part"; } 2>/dev/null ||
         fail "$part cannot be copied; is there room on the disk?"
-    download "$url" "$part" "$most" || return 1
+    download "$url" "$part" "$most" || return
     if is_page "$part"; then
         problem="$url gave a web page (the login page of a network, perhaps); nothing was kept."
     elif [ "$(size "$part")" -lt "$least" ]; then
@@ -596,7 +603,56 @@ web() {
 }
 
 # ------------------------------------------------------------------------------------------------------------
-# 5. The command line
+# 5. A model
+# ------------------------------------------------------------------------------------------------------------
+# Within its braces, the text of a JSON object shrinks to one member, m, from the inside out.  Strings,
+# numbers and words are values, v; v:v is a member; a row of members is one, and so is a row of values; an
+# object or a list, of one or empty, is a value again.  What is no JSON, or cut, gets stuck on the way:
+# {"a": 1 "b": 2} at mm, {"a": [{}, [1]} at v:[v.
+is_object_text() {
+    [ "$(tr -d ' \t\r\n' | sed -E -e '/^\{.*\}$/!d' -e 's/^.//' -e 's/.$//' -e 's/\\.//g' \
+        -e 's/"[^"]*"|-?[0-9][0-9.eE+-]*|true|false|null/v/g' \
+        -e ':again' -e 's/v:v/m/g' -e 's/m,m/m/g' -e 's/v,v/v/g' -e 's/\{m?\}|\[v?\]/v/g' -e 't again')" = m ]
+}
+
+is_object() {
+    is_text "$1" && is_object_text <"$1"
+}
+
+# A .safetensors file is 8 bytes (the header's length, the lowest byte first), the header {name: {dtype,
+# shape, data_offsets: [begin, end]}} and the tensors' bytes, from which the offsets count: where the last one
+# ends the file ends.
+is_safetensors() {
+    local length header end
+    length=$(od -An -tu1 -N8 "$1" |
+        awk 'NF == 8 { for (i = 8; i >= 1; i--) n = 256 * n + $i; if (n < 10000000) print n }')
+    header=$(head -c "$((8 + ${length:-0}))" "$1" | tail -c +9 | tr -d '\0')
+    echo "$header" | is_object_text || return 1
+    end=$(echo "$header" | tr -d ' \t\r\n' | grep -aoE '"data_offsets":\[[0-9]+,[0-9]{1,15}\]' |
+        sed 's/.*,//; s/]//' | sort -n | tail -n 1)
+    [ "$(size "$1")" = $((8 + length + 10#${end:-0})) ]
+}
+
+# The tensors come last, so a folder that has them is complete, and whether there is a template is not asked
+# again: a model has it either in this file or, as the older form was, in tokenizer_config.json.
+#
+# Tried with a server on the same machine that holds small files of these forms, and that redirects, cuts,
+# stalls and gives wrong answers (tests/test_fetch.py); not with huggingface.co, nor with the real 270 MB.
+smollm2() {
+    local folder=out/smollm2 name
+    for name in config.json tokenizer.json tokenizer_config.json; do
+        fetch "$SMOLLM2_URL/$name" $folder/$name 2 20000000 is_object
+    done
+    if [ ! -s $folder/model.safetensors ]; then
+        name=chat_template.jinja
+        get "$SMOLLM2_URL/$name" $folder/$name 1 20000000 is_text || [ $? = 4 ] || fail "$problem"
+    fi
+    fetch "$SMOLLM2_URL/model.safetensors" $folder/model.safetensors 1000000 1000000000 is_safetensors
+    echo "Talk to it: python chat.py --model $folder"
+}
+
+# ------------------------------------------------------------------------------------------------------------
+# 6. The command line
 # ------------------------------------------------------------------------------------------------------------
 case "${1:-}" in
     "") usage >&2; exit 2 ;;
@@ -611,7 +667,8 @@ check WEB_SCORE "$WEB_SCORE" '[0-9]+([.][0-9]+)?' "a number, such as 3 or 3.5"
 check WEB_LANGUAGE_SCORE "$WEB_LANGUAGE_SCORE" '[0-9]+([.][0-9]+)?' "a number from 0 to 1, such as 0.8"
 check BOOK_IDS "$BOOK_IDS" '([[:space:],]*[0-9][0-9[:space:],]*)?' "Project Gutenberg's numbers"
 for word in "$@"; do                    # nothing is fetched if one word is wrong
-    check WORD "$word" '(tiny|books|web|instructions|all)' "tiny, books, web, instructions or all"
+    check WORD "$word" '(tiny|books|web|instructions|smollm2|all)' \
+        "tiny, books, web, instructions, smollm2 or all"
 done
 take_lock
 for word in "$@"; do
@@ -620,4 +677,5 @@ for word in "$@"; do
     case "$word" in web | all) web ;; esac
     case "$word" in instructions | all)
         fetch "$ALPACA_URL" data/instructions.json 1000 200000000 is_instructions ;; esac
+    case "$word" in smollm2) smollm2 ;; esac
 done

@@ -156,7 +156,8 @@ class Place:
 
     def environment(self, environment):
         return {**os.environ, "TINY_URL": self.url, "GUTENBERG_URL": f"{self.base}/epub",
-                "FINEWEB_URL": "it's mine", "ALPACA_URL": f"{self.base}/alpaca.json", "FETCH_PAUSE": "0",
+                "FINEWEB_URL": "it's mine", "ALPACA_URL": f"{self.base}/alpaca.json",
+                "SMOLLM2_URL": f"{self.base}/smollm2", "FETCH_PAUSE": "0",
                 "no_proxy": "*", "NO_PROXY": "*", "PATH": self.path, **environment}
 
     def run(self, *words, preexec_fn=None, **environment):
@@ -346,9 +347,9 @@ def test_as_large_as_it_may_be(place, mode):
         assert place.names() == ({"tiny.txt"} if code == 0 else set())
 
 
-@pytest.mark.parametrize("word", ["tiny", "books", "instructions", "all"])
+@pytest.mark.parametrize("word", ["tiny", "books", "instructions", "smollm2", "all"])
 def test_no_network_is_one_sentence(place, word):
-    gone = dict.fromkeys(("TINY_URL", "GUTENBERG_URL", "FINEWEB_URL", "ALPACA_URL"), place.gone)
+    gone = dict.fromkeys(("TINY_URL", "GUTENBERG_URL", "FINEWEB_URL", "ALPACA_URL", "SMOLLM2_URL"), place.gone)
     place.fails("run this again to go on when the network is back", word, **gone)
     assert place.names() == set()
 
@@ -366,7 +367,7 @@ def test_time_limit(place):
 
 def test_an_unwritable_folder(place):
     (place.folder / "data").write_text("a file in the way")
-    for word in ("tiny", "books", "web", "instructions"):
+    for word in ("tiny", "books", "web", "instructions", "smollm2"):
         code, _, err = place.run(word)
         assert (code, err) == (2, "error: data/ cannot be written to.\n")
 
@@ -453,7 +454,8 @@ def test_two_runs_at_once(place):
 
 @pytest.mark.parametrize("words, environment, code, message", [
     ((), {}, 2, "usage: ./fetch_data.sh"), (("--help",), {}, 0, "usage: ./fetch_data.sh"),
-    (("novels",), {}, 2, "error: WORD must be tiny, books, web, instructions or all, not 'novels'"),
+    (("novels",), {}, 2, "error: WORD must be tiny, books, web, instructions, smollm2 or all, "
+     "not 'novels'"),
     (("tiny", "novels"), {}, 2, "error: WORD must be"), (("tiny books",), {}, 2, "error: WORD must be"),
     (("tiny",), {"FETCH_TIMEOUT": "soon"}, 2, "error: FETCH_TIMEOUT must be a whole number of seconds"),
     (("books",), {"FETCH_PAUSE": "-1"}, 2, "error: FETCH_PAUSE must be a whole number of seconds, not '-1'"),
@@ -762,6 +764,170 @@ def test_instructions(place):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# A model
+# ---------------------------------------------------------------------------------------------------------------------
+def safetensors(header, body):
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(header).to_bytes(8, "little") + header + body
+
+
+BYTES = hashlib.shake_128(b"as if they were weights").digest(1_200_000)
+HEADER = {"__metadata__": {"format": "pt"},     # the last tensor of the file is not the last one of the header
+          'a "name": [': {"dtype": "BF16", "shape": [100_000, 5], "data_offsets": [200_000, 1_200_000]},
+          "model.norm.weight": {"dtype": "BF16", "shape": [100_000], "data_offsets": [0, 200_000]}}
+MODEL = safetensors(HEADER, BYTES)
+CONFIG = json.dumps({"model_type": "llama", "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": True,
+                     "layers": [], "more": [{}, [-1.5, False], {"a": {}}]}, indent=2).encode()
+TOKENIZER = json.dumps({"added_tokens": [{"id": 0, "content": "<|im_start|>"}],
+                        "model": {"vocab": {'{"': 0, "}": 1, "\\": 2, '\\"': 3, "é]": 4, ",": 5, ":": 6},
+                                  "merges": [["a", "b"], ["c", "d"]]}}, ensure_ascii=False).encode()
+SETTINGS, TEMPLATE = b'{"eos_token": "<|im_end|>"}\n', b"{% for message in messages %}{% endfor %}"
+JSON = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "tokenizer_config.json": SETTINGS}
+FILES = {**JSON, "chat_template.jinja": TEMPLATE, "model.safetensors": MODEL}          # in the order of the requests
+NOT_THAT = "bytes that are not what out/smollm2/{} must be; nothing was kept"
+
+
+@pytest.fixture
+def smollm2(place):
+    """The place, whose files are the model's."""
+    place.data = place.folder / "out" / "smollm2"
+    place.file, place.part = place.data / "model.safetensors", place.data / "model.safetensors.part"
+    for name, body in FILES.items():
+        place.server.files[f"/smollm2/{name}"] = body
+    return place
+
+
+def contents(smollm2):
+    return {name: (smollm2.data / name).read_bytes() for name in smollm2.names()}
+
+
+def add_small_files(smollm2):
+    """All but the tensors is there, as after a run that was interrupted there."""
+    smollm2.data.mkdir(parents=True)
+    for name in set(FILES) - {"model.safetensors"}:
+        (smollm2.data / name).write_bytes(FILES[name])
+
+
+def test_smollm2_complete_and_only_once(smollm2):
+    code, out, err = smollm2.run("smollm2")
+    assert (code, err) == (0, "") and out.endswith("\nTalk to it: python chat.py --model out/smollm2\n")
+    assert contents(smollm2) == FILES and os.listdir(smollm2.folder / "data") == []
+    assert smollm2.server.paths == [f"/smollm2/{name}" for name in FILES]
+    assert all("NanoEuler" in agent for _, agent in smollm2.server.requests)
+    code, out, err = smollm2.run("smollm2")
+    assert (code, err) == (0, "") and out.count("nothing to fetch") == 4 and len(smollm2.server.requests) == 5
+    (smollm2.data / "config.json").unlink()     # what is missing is fetched, and nothing else
+    assert smollm2.run("smollm2")[0] == 0 and contents(smollm2) == FILES
+    assert smollm2.server.paths[5:] == ["/smollm2/config.json"]
+
+
+def test_smollm2_without_a_chat_template(smollm2):
+    del smollm2.server.files["/smollm2/chat_template.jinja"]
+    assert smollm2.run("smollm2")[::2] == (0, "")
+    assert contents(smollm2) == {**JSON, "model.safetensors": MODEL} and len(smollm2.server.requests) == 5
+    assert smollm2.run("smollm2")[::2] == (0, "") and len(smollm2.server.requests) == 5     # it is not asked for again
+
+
+WRONG = {"page": "gave a web page (", "packed": NOT_THAT, "refused": "the server refuses for now",
+         302: "answered 302 instead of 200", "huge": "may have; nothing was kept", "missing": "error: 404"}
+
+
+@pytest.mark.parametrize("name, mode", [(name, mode) for name in FILES for mode in WRONG
+                                        if (name, mode) != ("chat_template.jinja", "missing")])
+def test_smollm2_wrong_answers_are_refused(smollm2, name, mode):
+    """One sentence; what came before is kept, and only that."""
+    before = list(FILES)[:list(FILES).index(name)]
+    smollm2.server.modes = ["whole"] * len(before) + [mode]
+    code, _, err = smollm2.run("smollm2")
+    message = WRONG[mode].format(name)
+    if (name, mode) == ("model.safetensors", "packed"):
+        message = "gave 600004 bytes, but out/smollm2/model.safetensors has at least 1000000"
+    assert (code, err.count("\n")) == (2, 1) and err.startswith("error: ") and message in err, err
+    assert contents(smollm2) == {name: FILES[name] for name in before}
+    assert smollm2.run("smollm2")[::2] == (0, "") and contents(smollm2) == FILES
+
+
+def test_smollm2_is_resumed(smollm2):
+    add_small_files(smollm2)
+    smollm2.server.modes = ["missing", "cut", "elsewhere", "cut", "whole"]
+    (smollm2.data / "chat_template.jinja").unlink()
+    smollm2.fails("run this again to go on", "smollm2")
+    assert smollm2.part.read_bytes() == MODEL[:200_000]
+    (smollm2.data / "chat_template.jinja").write_bytes(TEMPLATE)
+    smollm2.fails("run this again to go on", "smollm2")                 # behind a redirect that has a text itself
+    assert smollm2.part.read_bytes() == MODEL[:400_000]
+    assert smollm2.run("smollm2")[::2] == (0, "") and contents(smollm2) == FILES
+    assert [ranged for ranged, _ in smollm2.server.requests] == [None, None, "bytes=200000-", "bytes=200000-",
+                                                                 "bytes=400000-"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_smollm2_killed_then_resumed(smollm2, number):
+    smollm2.server.modes = ["whole", "whole", "whole", "whole", "held"]
+    smollm2.interrupt(number, smollm2.some_has_come, "smollm2")
+    assert smollm2.names() == {*FILES, "model.safetensors.part"} - {"model.safetensors"}
+    assert smollm2.run("smollm2")[::2] == (0, "") and contents(smollm2) == FILES
+    assert smollm2.server.requests[5][0].startswith("bytes=") and len(smollm2.server.requests) == 6
+
+
+@pytest.mark.parametrize("wrong", [
+    b'["a", "list"]', b'"a text"', b'{"a": [1, 2]', b'{"a": [{}, [1]}', b'{"a": 1}, {}', b'{"a": 1}, {"b": 2}',
+    b'{"a": 1} {"b": 2}', b'"a": 1', b'{"a": "x}', b'{"a"; 1}', b'{"a", "b"}', b'{1, 2}', b'{"a": 1 "b": 2}',
+    b'{"a": [1, }', b'{"a": "\0"}', b'{"a": "\xff"}', b"version https://git-lfs", CONFIG[:-1], CONFIG[1:],
+    CONFIG[:-20], TOKENIZER + b"}"])
+def test_smollm2_no_json_object(smollm2, wrong):
+    smollm2.server.files["/smollm2/config.json"] = wrong
+    smollm2.server.modes = ["no length"]
+    smollm2.fails(NOT_THAT.format("config.json"), "smollm2")
+    assert smollm2.names() == set()
+
+
+ENDS_LATER = {**HEADER, "one more": {"dtype": "U8", "shape": [1], "data_offsets": [1_200_000, 1_200_001]}}
+
+
+@pytest.mark.parametrize("wrong", [
+    MODEL[:-1], MODEL[:1_100_000], MODEL + b"\0", MODEL[1:], bytes(1_500_000), safetensors(ENDS_LATER, BYTES),
+    safetensors([HEADER], BYTES), safetensors({}, BYTES), safetensors(json.dumps(HEADER).encode()[:-1], BYTES),
+    (2**64 - 1).to_bytes(8, "little") + MODEL[8:], (2**23).to_bytes(8, "little") + MODEL[8:],
+    (2).to_bytes(8, "little") + b"{}" + MODEL[8:], CONFIG + b" " * 1_000_000], ids=range(13))
+def test_smollm2_no_safetensors(smollm2, wrong):
+    """Also where no length is announced, so that only the header says what is missing."""
+    add_small_files(smollm2)
+    smollm2.server.files["/smollm2/model.safetensors"] = wrong
+    smollm2.fails(NOT_THAT.format("model.safetensors"), "smollm2")
+    smollm2.server.modes = ["no length"]
+    smollm2.fails(NOT_THAT.format("model.safetensors"), "smollm2")
+    assert smollm2.names() == set(FILES) - {"model.safetensors"}
+
+
+def test_smollm2_endless(smollm2):
+    smollm2.server.modes = ["endless"]
+    smollm2.fails("has more than the 20000000 bytes that out/smollm2/config.json may have; nothing was kept", "smollm2")
+    assert smollm2.names() == set()
+
+
+def test_smollm2_on_a_full_disk(smollm2):
+    code, _, err = smollm2.run("smollm2", preexec_fn=limit_file_size)
+    assert (code, err.count("\n")) == (2, 1) and "model.safetensors.part cannot be written; is there room" in err
+    assert smollm2.names() == {*FILES, "model.safetensors.part"} - {"model.safetensors"}
+    assert smollm2.run("smollm2")[::2] == (0, "") and contents(smollm2) == FILES
+
+
+def test_smollm2_where_nothing_can_be_written(smollm2):
+    (smollm2.folder / "out").write_text("a file in the way")
+    assert smollm2.run("smollm2")[::2] == (2, "error: out/smollm2/ cannot be written to.\n")
+
+
+def test_smollm2_from_a_mirror(smollm2):
+    for name in FILES:
+        smollm2.server.files[f"/a/mirror/{name}"] = smollm2.server.files.pop(f"/smollm2/{name}")
+    assert smollm2.run("smollm2", SMOLLM2_URL=f"{smollm2.base}/a/mirror")[::2] == (0, "")
+    assert contents(smollm2) == FILES and smollm2.server.paths == [f"/a/mirror/{name}" for name in FILES]
+    script = (smollm2.folder / "fetch_data.sh").read_text()
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct/resolve/main}" in script and "SMOLLM2_URL" in smollm2.run("--help")[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Web
 # ---------------------------------------------------------------------------------------------------------------------
 class DuckDB:
@@ -995,4 +1161,5 @@ def test_all_is_books_web_and_instructions(place, duckdb, parquet):
     place.server.files["/alpaca.json"] = alpaca()
     assert place.run("all", WEB_MB="1", BOOK_IDS="1")[::2] == (0, "")
     assert {"books.txt", "web_000.txt", "instructions.json"} <= place.names() and "tiny.txt" not in place.names()
+    assert not (place.folder / "out").exists()
     assert all("NanoEuler" in agent for _, agent in place.server.requests)
