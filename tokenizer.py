@@ -56,8 +56,7 @@ END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
 # How a conversation becomes one text (Tokenizer.prompt), for other tools, in Jinja: transformers'
 # apply_chat_template gives the same ids. But for one case: such a tool puts a conversation together as text,
 # so a "<|end|>" that somebody typed becomes the special token there. Here it stays seven characters.
-CHAT_TEMPLATE = r"""
-{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+CHAT_TEMPLATE = r"""{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
 {%- for message in (messages[1:] if messages[0].role == 'system' else messages) -%}
     {%- if message.role != ('assistant' if loop.index0 % 2 else 'user') -%}
         {{- raise_exception('after one system text at most, the roles must be user and assistant in turn') -}}
@@ -65,8 +64,36 @@ CHAT_TEMPLATE = r"""
     {{- '<|' + message.role + '|>' + (system + '\n\n' if loop.first and system else '') -}}
     {{- message.content + '<|end|>' -}}
 {%- endfor -%}
-{{- '<|assistant|>' if add_generation_prompt else '' -}}
-""".strip()
+{{- '<|assistant|>' if add_generation_prompt else '' -}}"""
+
+# The other form that is known: ChatML, of SmolLM, Qwen and others, as `tidied` writes it, in two parts.
+# Between them may stand the system text of a conversation that brings none, the group.
+CHATML_PARTS = ('{%for message in messages%}',
+                r'{{"<|im_start|>"+message["role"]+"\n"+message["content"]+"<|im_end|>"+"\n"}}{%endfor%}'
+                r'{%if add_generation_prompt%}{{"<|im_start|>assistant\n"}}{%endif%}')
+CHATML = re.compile((r'(?:{%if loop\.first and messages\[0\]\["role"\]!="system"%}{{"<\|im_start\|>system\\n'
+                     r'((?:[^"\\]|\\.)+)<\|im_end\|>\\n"}}{%endif%})?').join(map(re.escape, CHATML_PARTS)))
+
+
+def tidied(text):
+    """A Jinja template without what makes no difference: strings are in double quotes, and white space is
+    where it parts two words, in strings, and where it becomes a part of the conversation."""
+    # "-" drops the white space on its side of a tag. transformers has Jinja drop, too, what stands before {%
+    # in its line and the line end after %}.
+    text = re.sub(r"(?m)\s*({[{%])-|-([%}]})\s*|^[ \t]+(?={%)|(?<=%})\n", r"\1\2", text)
+    # strings; what stands between tags, or parts two words; the rest
+    parts = r"""(?s)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|((?:^|(?<=[%}]}))\s+|(?<=\w)\s+(?=\w))|\s+"""
+    return re.sub(parts, lambda found: json.dumps(      # as Jinja decodes it
+        found[1][1:-1].encode("ascii", "backslashreplace").decode("unicode-escape"),
+        ensure_ascii=False) if found[1] else found[2] or "", text)
+
+
+def known_template(text):
+    """A chat template as `Tokenizer.template` wants it, if its form is known: "" (none), ours or ChatML,
+    however they are written.  Else None."""
+    with contextlib.suppress(TypeError, ValueError):    # no text, or a string that Jinja cannot read either
+        tidy = tidied(text)
+        return tidy if CHATML.fullmatch(tidy) else {"": "", tidied(CHAT_TEMPLATE): CHAT_TEMPLATE}.get(tidy)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -90,31 +117,34 @@ def char_classes(limit):
 
 
 @functools.lru_cache(maxsize=None)
-def word_pattern(limit):
+def word_pattern(limit, digits):
     r"""GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
     The last but one takes a run of white space without its last character, which then joins the word it
     precedes.
+
+    digits: that of SmolLM and others, where each \p{N} is a word by itself and the pattern is for what stands
+    between two of them. White space before a number is then at an end: it keeps its last character.
     """
     letter, number = char_classes(limit)
-    return re.compile(f"'(?:[stmd]|re|ve|ll)| ?[{letter}]+| ?[{number}]+| ?[^{SPACE}{letter}{number}]+"
-                      f"|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+")
+    numbers, no_word = (f"[{number}]", SPACE + number) if digits else (f" ?[{number}]+", SPACE)
+    return re.compile(f"'(?:[stmd]|re|ve|ll)| ?[{letter}]+|{numbers}| ?[^{SPACE}{letter}{number}]+"
+                      f"|[{SPACE}]+(?![^{no_word}])|[{SPACE}]+")
 
 
 ASCII, BMP, ALL = 0x7F, 0xFFFF, 0x10FFFF
-BEYOND_BMP = re.compile("[\U00010000-\U0010FFFF]")
 
 
-def split_words(text):
+def split_words(text, digits=False):
     """The words of a str, in order; joined they are the text. "I'd say 42!" -> ["I", "'d", " say", " 42",
-    "!"]
+    "!"], with digits [..., " say", " ", "4", "2", "!"]
 
     `re` looks characters up to U+FFFF up in a table but tries the ranges beyond one by one, four times as
     slow. So the full pattern is built (in 0.15 s) and used only for a text that has such characters, as
     emoji; a long one comes here in small parts.
     """
-    limit = ASCII if text.isascii() else ALL if BEYOND_BMP.search(text) else BMP
-    return word_pattern(limit).findall(text)
+    limit = ASCII if text.isascii() else ALL if re.search("[\U00010000-\U0010FFFF]", text) else BMP
+    return word_pattern(limit, digits).findall(text)
 
 
 def to_str(text):
@@ -139,8 +169,7 @@ def cut_text(text, size=1 << 12):
     White space that follows something else always begins a new word, so a text can be cut there and each part
     split into words by itself.
     """
-    pattern = f"(?s).{{{size}}}.*?[^{SPACE}](?=[{SPACE}])|.+"
-    return (part[0] for part in re.finditer(pattern, text))
+    return (part[0] for part in re.finditer(f"(?s).{{{size}}}.*?[^{SPACE}](?=[{SPACE}])|.+", text))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -152,10 +181,8 @@ MAX_WORD_BYTES = 1 << 23
 
 def count_words(texts):
     """Iterable of str or bytes -> Counter of words."""
-    words = Counter()
-    for part in itertools.chain.from_iterable(cut_text(to_str(text)) for text in texts):
-        words.update(split_words(part))
-    return words
+    parts = itertools.chain.from_iterable(cut_text(to_str(text)) for text in texts)
+    return Counter(itertools.chain.from_iterable(map(split_words, parts)))
 
 
 def prune_words(words):
@@ -196,8 +223,7 @@ def learn_merges(words, wanted):
             where[pair].append(position)
 
     # The tie rule is the order of this heap: highest count first, then smallest (left id, right id).
-    heap = [(-count, pair) for pair, count in counts.items()]
-    heapq.heapify(heap)
+    heap = sorted((-count, pair) for pair, count in counts.items())
     merges = []
     while heap and len(merges) < wanted:
         negative, pair = heapq.heappop(heap)
@@ -218,15 +244,12 @@ def learn_merges(words, wanted):
             if token[p] != left or token[q] != right:
                 continue                # taken by an earlier merge, or by the one just before it, as in "aaa"
             o, r, times = before[p], after[q], weight[p]
-            outer_left, outer_right = token[o], token[r]
-            if outer_left != -1:
-                counts[outer_left, left] -= times
-                counts[outer_left, new] += times
-                arisen[outer_left, new].append(o)
-            if outer_right != -1:
-                counts[right, outer_right] -= times
-                counts[new, outer_right] += times
-                arisen[new, outer_right].append(p)
+            a, b = token[o], token[r]           # the neighbours of both, or -1
+            for gone, young, place in ((a, left), (a, new), o), ((right, b), (new, b), p):
+                if -1 not in young:
+                    counts[gone] -= times
+                    counts[young] += times
+                    arisen[young].append(place)
             token[p], token[q] = new, -1
             after[p], before[r] = r, p
         del counts[pair]
@@ -246,14 +269,18 @@ class Encoder(dict):
     C.
     """
     MAX_ENTRIES = 1 << 18       # about 50 MB; emptied when full
-    MAX_LENGTH = 64             # longer words hardly come again
 
-    def __init__(self, byte_ids, merges, typecode):
-        self.byte_ids, self.merges, self.typecode = byte_ids, merges, typecode
+    def __init__(self, byte_ids, merges, typecode, digits=False):
+        """byte_ids: {byte: its id}, in which bytes may be missing; merges {(left id, right id): made id}, in
+        the order learned; typecode: of array.array, for an id."""
+        self.byte_ids, self.typecode, self.digits = byte_ids, typecode, digits
+        self.missing = bytes({*range(256)} - byte_ids.keys())
+        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self.made = list(merges.values())
 
     def __missing__(self, word):
         packed = array.array(self.typecode, self.merge(to_bytes(word))).tobytes()
-        if len(word) <= self.MAX_LENGTH:
+        if len(word) <= 64:                 # longer ones hardly come again
             if len(self) >= self.MAX_ENTRIES:
                 self.clear()
             self[word] = packed
@@ -261,40 +288,48 @@ class Encoder(dict):
 
     def pack(self, text):
         """str or bytes -> ids packed in the machine's byte order, little-endian on all that this runs on."""
-        parts = map(split_words, cut_text(to_str(text)))
+        parts = (split_words(part, self.digits) for part in cut_text(to_str(text)))
         return b"".join([b"".join(map(self.__getitem__, words)) for words in parts])
 
     def merge(self, word):
         """The bytes of one word -> its list of ids: the merge learned first, at its leftmost place, until
-        none fits.
+        none fits.  Bytes without a token are left out, and their neighbours may merge.
 
-        Ids are in the order of learning, so that merge is the smallest id that a neighbouring pair can make.
+        A merge's place in the order of learning is its rank. In our own tokenizers rank 0 makes token 256,
+        but elsewhere ids need not follow ranks, and two merges may make one token.
         """
-        ids = [self.byte_ids[byte] for byte in word]
-        if len(ids) > 1000:
+        # -1 merges with nothing: so every id of the word has two neighbours
+        ids = [-1, *map(self.byte_ids.__getitem__, word.translate(None, self.missing)), -1]
+        if len(ids) > 200:
             return self.merge_long(ids)
-        get, none = self.merges.get, len(self.byte_ids) + len(self.merges)
-        # made[i]: what ids[i], ids[i + 1] can make
-        made = list(map(get, zip(ids, ids[1:]), itertools.repeat(none)))
-        while made and (smallest := min(made)) != none:
-            i = made.index(smallest)
-            ids[i:i + 2] = [smallest]
-            del made[i]
-            if i < len(made):
-                made[i] = get((smallest, ids[i + 1]), none)
-            if i > 0:
-                made[i - 1] = get((ids[i - 1], smallest), none)
-        return ids
+        get, none = self.ranks.get, len(self.made)
+        # ranks[i]: of the merge of ids[i] and ids[i + 1]
+        ranks = list(map(get, zip(ids, ids[1:]), itertools.repeat(none)))
+        while (rank := min(ranks)) != none:
+            i = ranks.index(rank)
+            ids[i] = made = self.made[rank]
+            del ids[i + 1], ranks[i]
+            ranks[i - 1] = get((ids[i - 1], made), none)
+            ranks[i] = get((made, ids[i + 1]), none)
+        return ids[1:-1]
 
     def merge_long(self, ids):
-        """The same for a word of any length, where the loop above takes n squared steps: each merge there is,
-        in the order learned, at all its places at once. With a character for each id, that is a replacement
-        in a text.
-        """
-        text = "".join(map(chr, ids))
-        for (left, right), made in self.merges.items():
-            text = text.replace(chr(left) + chr(right), chr(made))
-        return list(map(ord, text))
+        """The same for a word of any length in n log n steps, where the loop above takes n squared: a heap of
+        (rank, place)."""
+        n, ranks = len(ids), self.ranks
+        before, after = array.array("q", range(-1, n - 1)), array.array("q", range(1, n + 1))
+        # (rank, place) as one number: a third of a tuple's memory
+        heap = sorted(ranks[pair] * n + p for p, pair in enumerate(zip(ids, ids[1:])) if pair in ranks)
+        while heap:
+            rank, p = divmod(heapq.heappop(heap), n)
+            q = after[p]
+            if ranks.get((ids[p], ids[q])) == rank:         # else this pair is gone since it was put there
+                ids[p], ids[q], after[p] = self.made[rank], -1, after[q]
+                before[after[p]] = p
+                for left, right in (before[p], p), (p, after[p]):
+                    if (ids[left], ids[right]) in ranks:
+                        heapq.heappush(heap, ranks[ids[left], ids[right]] * n + left)
+        return [token for token in ids if token != -1]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -347,8 +382,7 @@ def find_chunks(path, start=0, end=None, *, size):
     """
     length = os.path.getsize(path)
     end = length if end is None else end
-    require(0 <= start <= end <= length,
-            f"Bytes {start} to {end} are not a part of {path}, which has {length} bytes.")
+    require(0 <= start <= end <= length, f"{path} has {length} bytes, so none from {start} to {end}.")
     cuts = [place + find_cut(read_chunk(path, place, place + CUT_WINDOW))
             for place in range(start + size, end - CUT_WINDOW, size)]
     return [(path, a, b) for a, b in itertools.pairwise([start, *cuts, end])]
@@ -411,6 +445,7 @@ def available_cores():
 # ------------------------------------------------------------------------------------------------------------
 # 5. The tokenizer
 
+
 def byte_chars():
     """GPT-2's printable stand-ins for the 256 bytes in vocabulary files: itself where Latin-1 can be printed,
     else the next of U+0100, U+0101, ... (so a space is written as U+0120)."""
@@ -419,24 +454,35 @@ def byte_chars():
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-class Tokenizer:
-    """byte_order: the 256 bytes in the order of their ids; merges: list of (left id, right id), merge number
-    i makes token 256 + i; special: names of the special tokens, which come last.
+MODEL = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
 
-    vocab_size V, special {name: id}, tokens [bytes of token id], merges {(left id, right id): id}.
+
+class Tokenizer:
+    """tokens: in the order of their ids, the 256 bytes as ints or all tokens as bytes (b"": no token has this
+    id); merges: list of (left id, right id), in the order learned; special: names of the special tokens.
+    What a merge makes, or a special token, that is not among the tokens gets the next id.
+
+    vocab_size V, tokens [bytes of token id], merges {(left id, right id): id made}, special {name: id},
+    digits: whether each digit is a word (`word_pattern`), template: the form of conversations, "" or what
+    `known_template` gives.
     """
 
-    def __init__(self, byte_order, merges, special):
-        self.tokens = [bytes([byte]) for byte in byte_order]
-        self.merges = {}
-        for left, right in merges:
-            self.merges[left, right] = len(self.tokens)
-            self.tokens.append(self.tokens[left] + self.tokens[right])
-        self.special = {name: len(self.tokens) + i for i, name in enumerate(special)}
-        self.tokens += [name.encode() for name in special]
-        self.vocab_size = len(self.tokens)
-        byte_ids = sorted(range(256), key=lambda token: self.tokens[token])
-        self.encoder = Encoder(byte_ids, self.merges, "H" if self.vocab_size <= 1 << 16 else "I")
+    def __init__(self, tokens, merges, special, digits=False):
+        self.tokens = [bytes([token]) if isinstance(token, int) else token for token in tokens]
+        ids = {token: i for i, token in enumerate(self.tokens)}
+
+        def find(token):
+            i = ids.setdefault(token, len(self.tokens))
+            self.tokens[i:i + 1] = [token]
+            return i
+        self.merges = {(left, right): find(self.tokens[left] + self.tokens[right]) for left, right in merges}
+        byte_ids = {token[0]: i for token, i in ids.items() if len(token) == 1}
+        self.special = {name: find(name.encode()) for name in special}
+        self.vocab_size, self.digits, self.template = len(self.tokens), digits, ""
+        self.encoder = Encoder(byte_ids, self.merges, "H" if self.vocab_size <= 1 << 16 else "I", digits)
 
     @classmethod
     def train(cls, texts, vocab_size):
@@ -445,7 +491,6 @@ class Tokenizer:
         vocab_size V counts the 256 bytes and the 4 special tokens; a text without enough repeated pairs gives
         fewer.
         """
-        check_vocab_size(vocab_size)
         return cls.from_words(count_words([texts] if isinstance(texts, (str, bytes)) else texts), vocab_size)
 
     @classmethod
@@ -456,7 +501,6 @@ class Tokenizer:
         Lines that hold only <|endoftext|> separate documents and are not learned from. progress(done bytes,
         all bytes) is called now and then. ValueError if a file is binary or all are empty.
         """
-        check_vocab_size(vocab_size)
         files = [(file,) if isinstance(file, (str, os.PathLike)) else file for file in files]
         parts = [find_chunks(*file, size=4 * CHUNK) for file in files]
         for (path, start, end), *_ in parts:
@@ -474,31 +518,36 @@ class Tokenizer:
     @classmethod
     def from_words(cls, words, vocab_size):
         """Learn from the counts of words, a Counter as `count_words` gives."""
-        return cls(range(256), learn_merges(words, vocab_size - 256 - len(SPECIAL_TOKENS)), SPECIAL_TOKENS)
+        # the 256 bytes and SPECIAL_TOKENS
+        require(vocab_size >= 260, f"{vocab_size} tokens is too small a vocabulary; it takes at least 260.")
+        return cls(range(256), learn_merges(words, vocab_size - 260), SPECIAL_TOKENS)
 
     @classmethod
     def from_gpt2(cls, vocab_bpe, encoder_json):
         """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
         with refusing(f"{vocab_bpe}, {encoder_json}: not GPT-2's tokenizer files"):
             merges = read_plain(vocab_bpe).decode("utf-8").split("\n")[1:]    # the first line is the version
-            return cls.from_vocab(read_json(encoder_json), [line for line in merges if line], [END_OF_TEXT])
+            return cls.from_vocab(read_json(encoder_json), filter(None, merges), [END_OF_TEXT])
 
     @classmethod
-    def from_vocab(cls, vocab, merges, special):
-        """vocab: {token in printable stand-ins: id}; merges: "left right" or [left, right] each. Checks all
-        of it."""
-        require(END_OF_TEXT in special, f"it has no special token {END_OF_TEXT}")
-        names, chars = sorted(vocab, key=vocab.get), byte_chars()
-        require([vocab[name] for name in names] == list(range(len(names))),
-                f"the ids of its {len(names)} tokens are not 0 to {len(names) - 1}")
-        require(set(names[:256]) == set(chars), "its first 256 tokens are not the 256 bytes")
-        merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
-        require([*map("".join, merges), *special] == names[256:],
-                "its tokens are not the bytes, then the merges, then the special tokens")
-        for i, merge in enumerate(merges):
-            require(len(merge) == 2 and all(vocab.get(part, len(names)) < 256 + i for part in merge),
-                    f"merge {i} does not join two earlier tokens")
-        return cls(map(chars.index, names[:256]), [(vocab[a], vocab[b]) for a, b in merges], special)
+    def from_vocab(cls, vocab, merges, special, digits=False):
+        """vocab: {token in printable stand-ins, or name: id}; merges: "left right" or [left, right] each;
+        special: names.  ValueError for what does not fit together."""
+        ordinary, chars = vocab.keys() - special, {char: byte for byte, char in enumerate(byte_chars())}
+        wrong = [name for name in vocab if not ({*name} <= chars.keys() if name in ordinary else name[1:])]
+        require(not wrong, f"its tokens {wrong[:3]} hold what stands for no byte, or are special and a byte")
+        # ids beyond this limit, far from all that there are, would make a list that fills the memory
+        tokens = {i: bytes(map(chars.get, name)) if name in ordinary else name.encode()
+                  for name, i in vocab.items() if type(i) is int and 0 <= i < 1 << 20}
+        require(len(vocab) == len(tokens) == len({*tokens.values()} - {b""}) > 0,
+                f"its {len(vocab)} tokens do not all differ and have numbers below {1 << 20} of their own")
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        wrong = [merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= ordinary]
+        require(not wrong, f"its merges {wrong[:3]} do not make tokens of two others")
+        pairs = [(vocab[left], vocab[right]) for left, right in merges]
+        require(len({*pairs}) == len(pairs), f"{len(pairs) - len({*pairs})} of its merges are there twice")
+        tokens = [tokens.get(i, b"") for i in range(max(tokens) + 1)]
+        return cls(tokens, pairs, sorted(special, key=vocab.get), digits)
 
     def encode(self, text):
         """str or bytes -> list of ids, never a special one; decode_bytes gives the same bytes back, whatever
@@ -506,13 +555,46 @@ class Tokenizer:
         """
         return array.array(self.encoder.typecode, self.encoder.pack(text)).tolist()
 
-    def prompt(self, text, room=None):
-        """The ids of a turn up to where the answer begins, <|user|>text<|end|><|assistant|>, put together
-        from ids, since text can never become a special token. room: at most so many of them; of a longer text
-        the end is kept.
+    def special_id(self, name):
+        require(name in self.special, f"The tokenizer has no special token {name}.")
+        return self.special[name]
+
+    @property
+    def end_of_turn(self):
+        """The id that ends an answer."""
+        return self.special_id(END_OF_TURN if self.template in ("", CHAT_TEMPLATE) else "<|im_end|>")
+
+    def prompt(self, text, room=None, system=b"", first=True):
+        """The ids of a turn up to where the answer begins, put together from ids, since text can never become
+        a special token, in the form of `template`:
+
+            ours    <|user|>[SYSTEM\n\n]TEXT<|end|><|assistant|>
+            ChatML  [<|im_start|>system\nSYSTEM<|im_end|>\n]<|im_start|>user\nTEXT<|im_end|>\n
+                    <|im_start|>assistant\n  (in one line)
+
+        text, system: str or bytes.  What is in brackets stands in the first turn alone, if there is a system
+        text: this one, or the template's.  In ChatML a turn that is not the first begins with the line end
+        that follows the end of the answer before.  room: at most so many ids; of a longer text the end is
+        kept, and the beginning of what surrounds it gives way only where that alone is too long.
         """
-        ids = [self.special[USER], *self.encode(text), self.special[END_OF_TURN], self.special[ASSISTANT]]
-        return ids if room is None or len(ids) <= room else ids[:1] + ids[len(ids) + 1 - room:]
+        text, system = to_bytes(to_str(text)), to_bytes(to_str(system))
+        if self.template in ("", CHAT_TEMPLATE):
+            head = system + b"\n\n" if system and first else b""
+            before, after = [self.special_id(USER)], [self.end_of_turn, self.special_id(ASSISTANT)]
+        else:
+            start, end = self.special_id("<|im_start|>"), [self.end_of_turn, *self.encode("\n")]
+            system = system or json.loads(f'"{CHATML.fullmatch(self.template)[1] or ""}"').encode()
+            opening = [start, *self.encode(b"system\n" + system), *end] if system else []
+            before, head = [*(opening if first else end[1:]), start], b"user\n"
+            after = [*end, start, *self.encode("assistant\n")]
+        # one piece: other tools, too, encode together what stands between two special tokens
+        ids = [*before, *self.encode(head + text), *after]
+        if room is None or len(ids) <= room:
+            return ids
+        before = [*before, *self.encode(head)]
+        ids = [*before, *self.encode(text), *after]
+        frame = len(before) if len(before) + len(after) <= room else 1
+        return ids[:frame] + ids[max(frame, frame + len(ids) - room):]
 
     def decode_bytes(self, ids):
         """Iterable of ids -> bytes; a special token gives its name."""
@@ -539,12 +621,10 @@ class Tokenizer:
 
     def encode_files(self, files, out, processes=None, progress=lambda done, total: None):
         """The same of several files, one after the other. files: (path, start, end) each, a part in bytes."""
-        require(self.vocab_size <= 1 << 16,
-                f"16-bit ids are too few for {self.vocab_size} tokens; train at most 65536.")
+        require(self.vocab_size <= 1 << 16, f"{self.vocab_size} tokens are too many: at most 65536.")
         parts = [find_chunks(*file, size=CHUNK) for file in files]
         begins = [i == 0 for part in parts for i in range(len(part))]
-        boundary = array.array("H", [self.special[END_OF_TEXT]]).tobytes()
-        last = boundary
+        last = boundary = array.array("H", [self.special_id(END_OF_TEXT)]).tobytes()
         work = run_chunks(lambda *chunk: boundary.join(map(self.encoder.pack, read_documents(*chunk))),
                           list(itertools.chain(*parts)), processes, progress)
         with replace_file(out) as file, contextlib.closing(work) as results:
@@ -563,40 +643,39 @@ class Tokenizer:
         text.
         """
         chars = byte_chars()
-        names = ["".join([chars[byte] for byte in token]) for token in self.tokens[:256 + len(self.merges)]]
+        names = {i: token.decode("latin-1").translate(chars) for i, token in enumerate(self.tokens) if token}
+        names.update((i, name) for name, i in self.special.items())
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-        model = {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            "vocab": {name: token for token, name in enumerate([*names, *self.special])},
-            "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}
-        added = [{"id": token, "content": name, **plain} for name, token in self.special.items()]
+        added = [{"id": i, "content": name, **plain} for name, i in self.special.items()]
+        model = {**MODEL, "vocab": {name: i for i, name in names.items()},
+                 "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}
+        words = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]} if self.digits else BYTE_LEVEL
         tokenizer = {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-            "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
+            "pre_tokenizer": words, "post_processor": None, "decoder": BYTE_LEVEL, "model": model}
         write_file(path, json.dumps(tokenizer, ensure_ascii=False, indent=1).encode())
 
     @classmethod
     def load(cls, path):
-        """Read a tokenizer.json; ValueError if the file is damaged or is of another kind than `save`
-        writes."""
-        tokenizer = read_json(path)
-        with refusing(f"{path} is not a tokenizer that tokenizer.py wrote"):
-            model, pre = tokenizer["model"], tokenizer["pre_tokenizer"]
-            others = tokenizer["normalizer"], model.get("ignore_merges"), model.get("dropout")
-            require(model["type"] == "BPE" and not any(others), "it is no plain BPE without a normalizer")
-            require(pre["type"] == "ByteLevel" and not pre["add_prefix_space"] and pre.get("use_regex", True),
-                    "its words are not GPT-2's")
-            special = sorted(tokenizer["added_tokens"], key=lambda token: token["id"])
-            return cls.from_vocab(model["vocab"], model["merges"], [token["content"] for token in special])
-
-
-def check_vocab_size(vocab_size):
-    """ValueError if there is no room for the 256 bytes and the special tokens."""
-    least = 256 + len(SPECIAL_TOKENS)
-    require(vocab_size >= least,
-            f"A vocabulary of {vocab_size} tokens is too small; it takes at least {least}.")
+        """Read a tokenizer.json, ours or another byte-level BPE.  ValueError if the file is damaged, or would
+        have text encoded in a way that is not known here."""
+        content = read_json(path)
+        with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
+            model, added = content["model"], content["added_tokens"]
+            words, post = [content.get(key) or {"type": None} for key in ("pre_tokenizer", "post_processor")]
+            # trim_offsets makes no difference to ids, and use_regex may be left out
+            *digits, byte_level = [{**BYTE_LEVEL, **step, "trim_offsets": True}
+                                   for step in words.get("pretokenizers", [words])]
+            found = {**content, **model, "added_tokens": [token for token in added if not token["special"]]}
+            known = {key: not found.get(key) for key in ("normalizer", "added_tokens", *MODEL)} | {
+                "type": model["type"] == "BPE", "fuse_unk": True,
+                "unk_token": not model.get("unk_token") or model["vocab"].keys() >= {*byte_chars()},
+                "pre_tokenizer": byte_level == BYTE_LEVEL and digits in ([], [{**BYTE_LEVEL, **DIGITS}]),
+                "post_processor": post["type"] in (None, "ByteLevel") or not post.get("special_tokens", True)}
+            for key in known:
+                require(known[key], f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
+            vocab = {**{token["content"]: token["id"] for token in added}, **model["vocab"]}
+            return cls.from_vocab(vocab, model["merges"], {token["content"] for token in added}, bool(digits))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -630,7 +709,7 @@ def parse_arguments(argv):
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     train = commands.add_parser("train", help="learn a tokenizer from text files")
     train.add_argument("files", nargs="+", metavar="FILE", help="text; <|endoftext|> separates documents")
-    train.add_argument("--vocab", type=int, default=4096, metavar="V", help="tokens (default: %(default)s)")
+    train.add_argument("--vocab", type=whole_number(260), default=4096, metavar="V", help="at most (4096)")
     train.add_argument("--out", metavar="FILE", default="tokenizer.json", help="(default: %(default)s)")
     show_ = commands.add_parser("show", help="print a text with its token boundaries")
     show_.add_argument("text", metavar="TEXT", help="the text, or - for standard input; -- goes before -TEXT")
@@ -645,11 +724,8 @@ def train_command(files, vocab_size, out):
     started = time.monotonic()
     tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
     tokenizer.save(out)
-    print(f"{out}: {tokenizer.vocab_size} tokens (256 bytes, {len(tokenizer.merges)} merges, "
-          f"{len(tokenizer.special)} special) learned from {sum(map(os.path.getsize, files)):,} bytes in "
-          f"{time.monotonic() - started:.1f} s")
-    if tokenizer.vocab_size < vocab_size:
-        print(f"Fewer than the {vocab_size} asked for: no other pair of tokens occurs twice in this text.")
+    print(f"{out}: {tokenizer.vocab_size} of {vocab_size} tokens learned from "
+          f"{sum(map(os.path.getsize, files)):,} bytes in {time.monotonic() - started:.1f} s")
 
 
 def main(argv):
