@@ -93,8 +93,7 @@ __device__ float warp_sum(float x) {
     return x;
 }
 
-template <class T>
-__device__ T warp_max(T x) {
+template <class T> __device__ T warp_max(T x) {
     for (int bit = 16; bit > 0; bit /= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
     return x;
 }
@@ -111,8 +110,7 @@ __device__ float block_sum(float x, float* slots) {
     return x;
 }
 
-template <class T>
-__device__ T block_max(T x, T* slots) {
+template <class T> __device__ T block_max(T x, T* slots) {
     x = warp_max(x);
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
     __syncthreads();
@@ -213,9 +211,8 @@ extern "C" __global__ void rmsnorm_backward(real* dx, real* dout, float* partial
                                             const float* rstd, const float* gain, int N, int C, int add) {
     __shared__ float slots[2][32];
     int column = 8 * threadIdx.x, half = 0;
-    Eight g = {}, dgain = {};
+    Eight g = column < C ? load8(gain + column) : Eight{}, dgain = {};
     Packed next_x = {}, next_dout = {}, next_dx = {};
-    if (column < C) g = load8(gain + column);
     for (int next = blockIdx.x; next < N + int(gridDim.x); next += gridDim.x, half ^= 1) {
         Eight xhat = unpack8(next_x), dxhat = unpack8(next_dout), old = unpack8(next_dx);
         if (next < N && column < C) {
@@ -359,8 +356,7 @@ extern "C" __global__ void cross_entropy(real* logits, float* nll, const int* ta
             for (int i = 0; i < 8; i++) total += exponential(e.x[i] - m);
         }
         float block_m = block_max(m, slots[0]);
-        total = block_sum(total * exponential(m - block_m), slots[1]);
-        log_total = block_m + logf(total);
+        log_total = block_m + logf(block_sum(total * exponential(m - block_m), slots[1]));
         w = weight[k];
     }
     if (threadIdx.x == 0) nll[blockIdx.x] = target < 0 ? 0.0f : log_total - to_float(z[target]);
@@ -440,9 +436,7 @@ extern "C" __global__ void adamw(float* param, real* copy, float* grad, float* m
     store8(grad + i, {});
     store8(m + i, m8);
     store8(v + i, v8);
-#if BF16
-    store8(copy + i, p);
-#endif
+    if (BF16) store8(copy + i, p);
 }
 
 // The four kernels of muon_update. Each takes one kind of matrix in all layers: blockIdx.y counts the layers,
@@ -459,14 +453,13 @@ __device__ Eight running_mean(Eight m, Eight g, float momentum) {
 extern "C" __global__ void muon_momentum(float* squares, float* m, const float* grad, const float* state,
                                          long long stride, int size, float momentum) {
     __shared__ float slots[32];
-    m += blockIdx.y * stride;
-    grad += blockIdx.y * stride;
+    long long layer = blockIdx.y * stride;
     float sum = 0.0f;
     for (int i = 8 * (256 * blockIdx.x + threadIdx.x); i < size; i += 8 * 256 * gridDim.x) {
-        Eight g = load8(grad + i), mean = running_mean(load8(m + i), g, momentum);
+        Eight g = load8(grad + layer + i), mean = running_mean(load8(m + layer + i), g, momentum);
         Eight u = running_mean(mean, g, momentum);
         sum += dot8(u, u);
-        if (state[2] == 0.0f) store8(m + i, mean);
+        if (state[2] == 0.0f) store8(m + layer + i, mean);
     }
     sum = block_sum(sum, slots);
     if (threadIdx.x == 0) squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
@@ -478,16 +471,15 @@ extern "C" __global__ void muon_input(real* X, float* grad, const float* m, cons
                                       const float* state, long long stride, int size, float momentum) {
     if (state[2] != 0.0f) return;
     X += (long long)blockIdx.y * size;
-    m += blockIdx.y * stride;
-    grad += blockIdx.y * stride;
+    long long layer = blockIdx.y * stride;
     float sum = 0.0f;
     for (int b = 0; b < gridDim.x; b++) sum += squares[blockIdx.y * gridDim.x + b];
     float norm = sqrtf(sum) + 1e-7f;
     for (int i = 8 * (256 * blockIdx.x + threadIdx.x); i < size; i += 8 * 256 * gridDim.x) {
-        Eight u = running_mean(load8(m + i), load8(grad + i), momentum);
+        Eight u = running_mean(load8(m + layer + i), load8(grad + layer + i), momentum);
         for (int j = 0; j < 8; j++) u.x[j] /= norm;
         store8(X + i, u);
-        store8(grad + i, {});
+        store8(grad + layer + i, {});
     }
 }
 
@@ -512,9 +504,7 @@ extern "C" __global__ void muon_apply(float* param, real* copy, const real* X, c
     Eight p = load8(param + i), x = load8(X + (long long)blockIdx.y * size + i);
     for (int j = 0; j < 8; j++) p.x[j] = keep * p.x[j] - rate * x.x[j];
     store8(param + i, p);
-#if BF16
-    store8(copy + blockIdx.y * stride + i, p);
-#endif
+    if (BF16) store8(copy + blockIdx.y * stride + i, p);
 }
 
 // Covers Model.refresh: copy = param, in bf16; n is a multiple of 8.
@@ -649,9 +639,8 @@ __device__ void products_of_rows(const real* x, const float* gain, float eps, co
 // lane, for the rows of its group of the n rows of x: take(row, a, b). Where there is a gain, x is normed
 // (rmsnorm_forward): its factor rstd is common to all of a row's sum, so it need not be known before the end,
 // and nothing waits for it. warps: so many share the columns, and what they hand to take is to be added up.
-template <class Take>
-__device__ void two_products(const real* x, const float* gain, float eps, const real* w, int row_a, int row_b,
-                             int n, int I, int warps, Take take) {
+template <class Take> __device__ void two_products(const real* x, const float* gain, float eps, const real* w,
+                                                   int row_a, int row_b, int n, int I, int warps, Take take) {
     const real *w_a = w + (long long)row_a * I, *w_b = w + (long long)row_b * I;
     int rows = n - ROWS * blockIdx.y;  // of this group, or more
     start_next();
@@ -709,16 +698,15 @@ decode_swiglu(real* h, const real* x, const float* gain, const real* w, int n, i
     });
 }
 
-// logits (n,O) = rmsnorm(x) @ w.T, of the first O rows of w, those of the heads that are asked.
+// out (n,O), logits, = rmsnorm(x) @ w.T, of the first O rows of w, those of the heads that are asked.
 // Grid (ceil(O/8), ceil(n/4)); 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
-decode_logits(float* logits, const real* x, const float* gain, const real* w, int n, int C, int O,
-              float eps) {
+decode_logits(float* out, const real* x, const float* gain, const real* w, int n, int C, int O, float eps) {
     int o = 2 * own_pair();
     if (o >= O) return;
     two_products(x, gain, eps, w, o, o + 1, n, C, 1, [&](int r, float a, float b) {
-        logits[(long long)r * O + o] = a;
-        logits[(long long)r * O + o + 1] = b;
+        out[(long long)r * O + o] = a;
+        out[(long long)r * O + o + 1] = b;
     });
 }
 
@@ -816,15 +804,14 @@ __device__ float weight_from(Key least, float scale, float top, const float* z, 
     return block_sum(sum, slots);
 }
 
-// A key from which on the ids weigh `amount`, and not from any larger id's on: found bit by bit from the top.
-__device__ Key key_where(float amount, float scale, float top, const float* z, int vocab,
-                         float (*slots)[32]) {
+// A key from which on the ids weigh `mass`, and not from any larger id's on: found bit by bit from the top.
+__device__ Key key_where(float mass, float scale, float top, const float* z, int vocab, float (*slots)[32]) {
     Key found = 0;
     for (int bit = 47; bit >= 0; bit--) {
         Key tried = found | Key(1) << bit;
         float sum = weight_from(tried, scale, top, z, vocab, slots[bit % 2]);
-        if (sum >= amount) found = tried;
-        if (sum == amount) break;
+        if (sum >= mass) found = tried;
+        if (sum == mass) break;
     }
     __syncthreads();  // slots are free again
     return found;
@@ -862,8 +849,8 @@ extern "C" __global__ void draw(int* ids, float* p, const float* logits, const i
     if (top_k == 1) floor = largest;
     else if (top_k > 0 && top_k < vocab) floor = key_where(top_k, 0.0f, top, z, vocab, slots);
     if (top_k != 1 && drawing[1] < 1.0) {
-        float amount = float(drawing[1]) * weight_from(floor, scale, top, z, vocab, slots[0]);
-        floor = max(floor, key_where(amount, scale, top, z, vocab, slots));  // which uses slots[1] first
+        float mass = float(drawing[1]) * weight_from(floor, scale, top, z, vocab, slots[0]);
+        floor = max(floor, key_where(mass, scale, top, z, vocab, slots));  // which uses slots[1] first
     }
 #pragma unroll 4
     for (int id = threadIdx.x; id < vocab; id += 1024) {

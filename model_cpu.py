@@ -66,11 +66,14 @@ class Config:
                                 # cost as much as the two of a plain 4C feed-forward layer (Shazeer 2020)
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
+    tied: bool = False          # whether the head is the embedding's matrix (Press & Wolf 2017)
+    positions: int = None       # for which the model was made, of which context may be fewer; None: context
 
     def __post_init__(self):
         if self.hidden is None and isinstance(self.dim, int):
             object.__setattr__(self, "hidden", (8 * self.dim + 23) // 24 * 8)   # frozen for everybody else
-        for name in ("dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"):
+        sizes = "dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"
+        for name in (*sizes, "positions") if self.positions is not None else sizes:
             value = getattr(self, name)
             require(type(value) is int and 1 <= value <= 1 << 20,
                     f"{name} must be a whole number from 1 to {1 << 20:,}, not {value!r:.20}.")
@@ -81,12 +84,14 @@ class Config:
         for name in ("dim", "hidden", "vocab"):
             value = getattr(self, name)
             require(value % 8 == 0, f"{name} ({value}) must be a multiple of 8.")
-        require(self.dim % (2 * self.heads) == 0,
-                f"dim ({self.dim}) must be a multiple of 2 x heads (2 x {self.heads}): RoPE turns entries of "
-                f"a head in pairs; take {nearest_divisors(self.dim // 2, self.heads)} heads.")
-        require(self.heads % self.kv_heads == 0,
-                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}); take "
-                f"{nearest_divisors(self.heads, self.kv_heads)} kv_heads.")
+        require(self.dim % (2 * self.heads) == 0, f"dim ({self.dim}) must be a multiple of 2 x heads (2 x "
+                f"{self.heads}), for RoPE; take {nearest_divisors(self.dim // 2, self.heads)} heads.")
+        require(self.context <= (self.positions or self.context),
+                f"the context ({self.context}) cannot be more than the model's positions ({self.positions}).")
+        require(self.tied in (False, True) and not (self.tied and self.predict > 1),
+                f"a model whose head is its embedding has one head, not {self.predict}.")
+        require(self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads "
+                f"({self.kv_heads}); take {nearest_divisors(self.heads, self.kv_heads)} kv_heads.")
 
     @property
     def head_dim(self):         # D
@@ -127,7 +132,8 @@ def param_table(config):
                   (f"layers.{i}.out", (c.dim, c.dim)),
                   (f"layers.{i}.gate_up", (2 * c.hidden, c.dim)),   # rows: F of gate, then F of up
                   (f"layers.{i}.down", (c.dim, c.hidden))]
-    table.append(("heads", (c.predict * c.vocab, c.dim)))           # rows: V of head 0, then V of head 1, ...
+    if not c.tied:
+        table.append(("heads", (c.predict * c.vocab, c.dim)))       # rows: V of head 0, then V of head 1, ...
     for i in range(c.layers):
         table += [(f"layers.{i}.norm1", (c.dim,)), (f"layers.{i}.norm2", (c.dim,))]
     table.append(("norm", (c.dim,)))
@@ -152,13 +158,14 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: by which rule each part of the flat buffers, a slice, is
     updated; where in v its second moments lie, of which Muon has none; and whether its weights decay:
     matrices do, norm gains do not."""
-    require(optimizer in OPTIMIZERS,
-            f"the optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    require(optimizer in OPTIMIZERS, f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
     c, matrices = config, config.layers * matrix_table(config)[-1][1].stop
-    sizes = [c.vocab * c.dim, matrices, c.predict * c.vocab * c.dim, (2 * c.layers + 1) * c.dim]
+    heads = 0 if c.tied else c.predict * c.vocab * c.dim
+    sizes = [c.vocab * c.dim, matrices, heads, (2 * c.layers + 1) * c.dim]
     rules = ["adamw", optimizer, "adamw", "adamw"]          # of embedding, matrices, heads, norm gains
     parts_of_v = places(size if rule == "adamw" else 0 for rule, size in zip(rules, sizes))
-    return list(zip(rules, places(sizes), parts_of_v, [True, True, True, False]))
+    table = zip(rules, places(sizes), parts_of_v, [True, True, True, False])
+    return [row for row, size in zip(table, sizes) if size]
 
 
 def muon_part(config, optimizer):
@@ -178,10 +185,12 @@ def matrix_table(config):
 
 
 def param_views(flat, config):
-    """dict name -> view into the contiguous buffer `flat`, shaped as the table says."""
+    """dict name -> view into the contiguous buffer `flat`, shaped as the table says.  Where the head is tied
+    to the embedding, both names lead to one matrix: of a gradient each adds its part."""
     table = param_table(config)
     parts = places(math.prod(shape) for _, shape in table)
-    return {name: flat[part].reshape(shape) for (name, shape), part in zip(table, parts)}
+    views = {name: flat[part].reshape(shape) for (name, shape), part in zip(table, parts)}
+    return {**views, "heads": views["embed"]} if config.tied else views
 
 
 def layer_views(views, i):
@@ -206,16 +215,31 @@ def init_params(flat, config, seed):
 # ------------------------------------------------------------------------------------------------------------
 # 2. What a step computes in, and what that takes
 # ------------------------------------------------------------------------------------------------------------
+PROMPT_ROWS = 128           # tokens that decoding reads at once: of a long prompt it needs no more memory
+MOST_LOGITS = 1 << 26       # numbers; of a large vocabulary they would be by far the largest array
+
+
+def pieces(count, size):
+    """0 to count in slices of this size, of which the last may be smaller."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def logit_parts(config, N):
+    """The N rows of a batch in slices of at most MOST_LOGITS logits, or of one row."""
+    return pieces(N, max(1, MOST_LOGITS // (config.predict * config.vocab)))
+
+
 def work_tables(config, B, T, dtype=np.float32):
     """The arrays of a forward and backward at (B,T), as two lists of (name, shape, dtype): what each layer
     keeps for its backward, and what all layers share.  A layer keeps what its backward cannot do without; the
     norms' outputs and the SwiGLU product cost little, and are computed again."""
     c, N, C, F = config, B * T, config.dim, config.hidden
+    piece = logit_parts(c, N)[0].stop
     scores = B, c.kv_heads, c.heads // c.kv_heads, T, T
     layer = [("x_in", (N, C)), ("rstd1", (N,)), ("qkv", (N, c.qkv_width)), ("P", scores), ("y", (N, C)),
              ("x_mid", (N, C)), ("rstd2", (N,)), ("gate_up", (N, 2 * F)), ("sigmoid", (N, F))]
     shared = [("x", (N, C)), ("rstd", (N,)), ("n", (N, C)), ("increment", (N, C)), ("h", (N, F)),
-              ("final", (N, C)), ("logits", (N, c.predict, c.vocab)), ("exp_sum", (N, c.predict)),
+              ("final", (N, C)), ("logits", (piece, c.predict, c.vocab)), ("exp_sum", (N, c.predict)),
               ("dx", (N, C)), ("dn", (N, C)), ("dh", (N, F)), ("dgate_up", (N, 2 * F)), ("dy", (N, C)),
               ("dS", scores), ("dqkv", (N, c.qkv_width))]
     return [[(name, shape, dtype) for name, shape in table] for table in (layer, shared)]
@@ -660,9 +684,8 @@ def check_batch(config, tokens, targets, counted=None):
     cannot be computed.  counted: see forward."""
     tokens, targets, K = as_batch(config, tokens), np.asarray(targets), config.predict
     B, T = tokens.shape
-    require(targets.shape == (B, T + K - 1) and np.issubdtype(targets.dtype, np.integer),
-            f"targets must be integers of the shape (B, T+K-1) = {(B, T + K - 1)}, not {targets.dtype} of "
-            f"shape {targets.shape}.")
+    require(targets.shape == (B, T + K - 1) and np.issubdtype(targets.dtype, np.integer), "targets must be "
+            f"integers (B, T+K-1) = {(B, T + K - 1)}, not {targets.dtype} of shape {targets.shape}.")
     check_tokens(config, targets, "target", low=-1)
     counted = count_targets(targets, T, K) if counted is None else np.asarray(counted)
     require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
@@ -723,8 +746,9 @@ class Model:
         quiet = {"initializer": np.seterr, "initargs": ("ignore",)}
         pool = concurrent.futures.ThreadPoolExecutor(threads, **quiet) if threads > 1 else None
         self.map = pool.map if pool else map        # either takes the results in order
-        # q, k, v of the tokens decoded so far, for each layer; the ids of those that generate has put there
-        self.cache = np.zeros((config.layers, config.context, config.qkv_width), self.dtype)
+        # q, k, v of the tokens decoded so far, of each in every layer: memory that no token has reached is
+        # not taken yet; the ids of those that generate has put there
+        self.cache = np.zeros((config.context, config.layers, config.qkv_width), self.dtype)
         self.position, self.cached = 0, []
         # Without a backward all layers compute in the arrays of one.
         self.decoder = Worker(dataclasses.replace(config, layers=1), self.dtype, None)
@@ -757,16 +781,19 @@ class Model:
         rmsnorm_forward(shared["final"], shared["rstd"], x, self.params["norm"], self.config.norm_eps)
         return shared
 
-    def head_logits(self, shared):
-        """shared["final"] (N,C) -> shared["logits"] (N,K,V): all heads in one product."""
-        linear_forward(shared["logits"].reshape(len(shared["x"]), -1), shared["final"], self.params["heads"])
-        return shared["logits"]
+    def head_logits(self, final, out=None):
+        """final (n,C) -> the logits (n,K,V), all heads in one product, in the front of `out` or a new
+        array."""
+        c, n = self.config, len(final)
+        out = np.empty((n, c.predict, c.vocab), self.dtype) if out is None else out[:n]
+        linear_forward(out.reshape(n, -1), final, self.params["heads"])
+        return out
 
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a new array."""
         tokens = as_batch(self.config, tokens)
         shared = self.trunk(tokens, *self.workers[0].buffers(*tokens.shape))
-        return self.head_logits(shared).reshape(*tokens.shape, self.config.predict, -1).copy()
+        return self.head_logits(shared["final"]).reshape(*tokens.shape, self.config.predict, -1)
 
     def forward(self, tokens, targets, counted=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, head k's sum /
@@ -775,19 +802,25 @@ class Model:
         counted (K,): the number of counted targets of each head in the whole step; by default, in this call.
         Raises ValueError where head 0 has none at all: there would be nothing to learn."""
         tokens, targets, divisor = check_batch(self.config, tokens, targets, counted)
-        (B, T), K = tokens.shape, self.config.predict
+        (B, T), c = tokens.shape, self.config
 
         def forward_share(worker, tokens, targets):
-            targets, losses = head_targets(targets, T, K), np.zeros(K)
+            targets = head_targets(targets, T, c.predict)
             layers, shared = worker.buffers(*tokens.shape)
             self.trunk(tokens, layers, shared)
-            cross_entropy_forward(losses, shared["exp_sum"], self.head_logits(shared), targets, divisor)
             worker.saved = tokens, targets, layers, shared
-            return losses
+            return sum(self.head_loss(shared, targets, rows, divisor) for rows in logit_parts(c, tokens.size))
 
         self.shares, self.divisor = min(self.threads, B), divisor
         return sum(self.map(forward_share, self.workers, np.array_split(tokens, self.shares),
                             np.array_split(targets, self.shares)))
+
+    def head_loss(self, shared, targets, rows, divisor):
+        """-> what these rows, a slice, add to the losses (K,); shared["logits"] keeps e of them."""
+        losses, targets = np.zeros(self.config.predict), targets[rows]
+        e = self.head_logits(shared["final"][rows], shared["logits"])
+        cross_entropy_forward(losses, shared["exp_sum"][rows], e, targets, divisor)
+        return losses
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
@@ -802,13 +835,18 @@ class Model:
 
     def backward_share(self, worker, number):
         c, (tokens, targets, layers, shared) = self.config, worker.saved
-        dlogits, dx, dn = shared["logits"], shared["dx"], shared["dn"]
+        dx, dn, final, exp_sum = (shared[name] for name in ("dx", "dn", "final", "exp_sum"))
+        parts = logit_parts(c, tokens.size)
         if number > 0:
             worker.flat_grads[...] = 0.0
-        cross_entropy_backward(dlogits, shared["exp_sum"], targets, self.divisor, c.head_weights)
-        # logits = final @ heads.T
-        linear_backward(dn, worker.grads["heads"], dlogits.reshape(tokens.size, -1), shared["final"],
-                        self.params["heads"])
+        for rows in parts:
+            if len(parts) > 1:                      # the next piece has taken the place of what this one left
+                self.head_loss(shared, targets, rows, self.divisor)
+            dlogits = shared["logits"][:len(final[rows])]
+            cross_entropy_backward(dlogits, exp_sum[rows], targets[rows], self.divisor, c.head_weights)
+            # logits = final @ heads.T
+            linear_backward(dn[rows], worker.grads["heads"], dlogits.reshape(len(dlogits), -1), final[rows],
+                            self.params["heads"])
         # final = rmsnorm(x)
         rmsnorm_backward(dx, worker.grads["norm"], dn, shared["x"], shared["rstd"], self.params["norm"])
         for i in reversed(range(c.layers)):
@@ -842,27 +880,32 @@ class Model:
         list(self.map(lambda job: job[0](*job[1:]), jobs))
         return norm
 
-    def extend(self, tokens):
-        """Append n tokens at self.position and return their logits (n,K,V), reading keys and values of all
-        earlier tokens from the cache.  Setting position back to an earlier value forgets what came after it.
+    def extend(self, tokens, rows=0):
+        """Append n tokens at self.position and return the logits (n,K,V) of them, or of the last `rows`,
+        reading keys and values of all earlier tokens from the cache.  Setting position back to an earlier
+        value forgets what came after it.
 
         The forward as in training, but that the rows of q, k and v go to their place in the cache, and that P
         has a row for each new token and a column for each token so far."""
-        tokens, c, p, n = np.asarray(tokens, np.int64), self.config, self.position, len(tokens)
-        require(p + n <= c.context, f"{n} tokens at position {p} do not fit the context of {c.context}.")
+        tokens, c, n, finals = np.asarray(tokens, np.int64), self.config, len(tokens), []
+        require(self.position + n <= c.context,
+                f"{n} tokens at {self.position} do not fit the context of {c.context}.")
         check_tokens(c, tokens)
-        (layer,), shared = self.decoder.buffers(1, n)
-        P = np.empty((1, c.kv_heads, c.heads // c.kv_heads, n, p + n), self.dtype)
-        layers = [{**layer, "qkv": rows[:p + n], "P": P} for rows in self.cache]
-        logits = self.head_logits(self.trunk(tokens[None], layers, shared, p))
-        self.position, self.cached = p + n, []      # generate notes what it has read
-        return logits.copy()
+        for part in pieces(n, PROMPT_ROWS):
+            part, p = tokens[part], self.position
+            (layer,), shared = self.decoder.buffers(1, len(part))
+            P = np.empty((1, c.kv_heads, c.heads // c.kv_heads, len(part), p + len(part)), self.dtype)
+            layers = [{**layer, "qkv": self.cache[:p + len(part), i], "P": P} for i in range(c.layers)]
+            finals.append(self.trunk(part[None], layers, shared, p)["final"].copy())
+            self.position += len(part)
+        self.cached = []                            # generate notes what it has read
+        return self.head_logits(np.concatenate(finals)[-rows:])
 
     def draw(self, tokens, rows, heads, t, seed, temperature, top_k, top_p, vocab):
         """Append tokens as extend does, and draw after each of the last `rows` of them: -> ids (rows, heads),
         that of head k after row r for position t + r + k of the text, and the probabilities p (rows,) that
         head 0 gave its ids."""
-        logits = self.extend(tokens)[-rows:, :heads, :vocab].astype(np.float64)
+        logits = self.extend(tokens, rows)[:, :heads, :vocab].astype(np.float64)
         positions = t + np.add.outer(np.arange(rows), np.arange(heads))
         ids = sample(logits.reshape(rows * heads, -1), seed, positions.reshape(-1), temperature, top_k,
                      top_p).reshape(rows, heads)
@@ -1038,8 +1081,7 @@ def main(argv):
     ids, K = tokenizer.encode(TEXT), config.predict
     T = min(64, len(ids) - K)
     tokens, targets = np.array([ids[:T]]), np.array([ids[1:T + K]])
-    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {len(ids)} tokens of a vocabulary of "
-          f"{config.vocab}")
+    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {len(ids)} tokens, vocabulary {config.vocab}")
     print("   " + "|".join(tokenizer.decode([i]) for i in ids[:24]) + "|...")
 
     model = Model(config, seed=0)

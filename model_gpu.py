@@ -45,7 +45,7 @@ import numpy as np
 import model_cpu
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, as_batch, carve, check_batch, check_tokens, init_params,
                        largest_micro_batch, layer_views, matrix_table, moment_count, muon_part,
-                       param_count, param_views, rope_table, table_bytes, update_table)
+                       param_count, param_views, pieces, rope_table, table_bytes, update_table)
 from tokenizer import GpuError, Parser, require, run_script
 
 try:
@@ -59,6 +59,7 @@ SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 3               # the use of a batch's shape from which on its launches are a CUDA graph
 BUCKET = 1 << 24            # numbers of the gradient that several GPUs add up in one call
+MOST_LOGITS = 1 << 29       # that are computed at once; of large vocabularies they come in pieces
 PROMPT_ROWS = 64            # by multiples of which a prompt is read, so that its launches repeat, too
 FEW_ROWS = 8                # up to which decoding has kernels of its own
 GROUP_ROWS = 4              # of them that share a reading of the weights: ROWS in kernels.cu
@@ -74,8 +75,7 @@ NCCL_BYTES = 860 << 20      # of two H200s
 def why_no_gpu():
     """None if there is a GPU to use, else a sentence that says what is missing."""
     if cupy is None:
-        return ("The GPU engine needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`), or use --device "
-                "cpu.")
+        return "The GPU needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`), or use --device cpu."
     if cupy.cuda.is_available():
         return None
     driver, needed = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
@@ -127,6 +127,13 @@ def free_memory(limit=None):
     return min(free, limit or free)
 
 
+def logit_windows(config, B, T):
+    """The B windows of a batch in slices of at most MOST_LOGITS logits, or of one window; of shorter windows
+    they never have more rows."""
+    rows = max(1, MOST_LOGITS // (config.context * config.predict * config.vocab)) * config.context
+    return pieces(B, max(1, rows // T))
+
+
 def work_tables(config, B, T, precision):
     """The work buffers of a forward and backward at (B,T), as four tables, lists of (name, shape, dtype):
     what each layer keeps, what all share, and two that use the same memory in turn: the logits are there
@@ -147,17 +154,17 @@ def work_tables(config, B, T, precision):
               ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, C), single)]
     scratch = [("h", (N, F), real), ("dqkv", (N, c.qkv_width), real), ("dy", (N, C), real),
                ("delta", (B, c.heads, T), single)]
-    return layer, shared, [("logits", (N, c.predict, c.vocab), real)], scratch
+    rows = T * logit_windows(c, B, T)[0].stop
+    return layer, shared, [("logits", (rows, c.predict, c.vocab), real)], scratch
 
 
 def input_table(config, B, T):
     """What a micro-batch brings to the GPU.  targets (B,T+K-1), with the room that they have in more and
     shorter rows, if only B*T stays the same; order, starts: see embedding_backward; weight, divisor: of each
     head."""
-    K = config.predict
-    return [("tokens", (B * T,), np.int32), ("targets", (B * T * K,), np.int32),
-            ("order", (B * T,), np.int32), ("starts", (config.vocab + 1,), np.int32),
-            ("weight", (K,), np.float32), ("divisor", (K,), np.float32)]
+    N, V, K = B * T, config.vocab, config.predict
+    return [("tokens", (N,), np.int32), ("targets", (N * K,), np.int32), ("order", (N,), np.int32),
+            ("starts", (V + 1,), np.int32), ("weight", (K,), np.float32), ("divisor", (K,), np.float32)]
 
 
 def muon_tables(config, precision):
@@ -195,15 +202,13 @@ def memory_plan(config, micro_batch, T, precision, threads=1, optimizer="adamw",
     decoding take.  threads is for model_cpu's plan, which has the same face."""
     size = 4 * param_count(config)
     layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
-    weights_bf16 = {"bf16 weights": size // 2} if precision == "bf16" else {}
     activations = config.layers * layer
     work = shared + max(logits, scratch)
     if optimizer == "muon":                     # what it works in lies in the same memory, at another time
-        sizes = map(table_bytes, muon_tables(config, precision).values())
-        work = max(work, max(sizes) - activations)
+        work = max(work, max(map(table_bytes, muon_tables(config, precision).values())) - activations)
     return {"parameters": size, "gradients": size, "moments": 4 * moment_count(config, optimizer),
-            **weights_bf16, "activations": activations, "logits and scratch": work,
-            "inputs": table_bytes(input_table(config, micro_batch, T)),
+            **({"bf16 weights": size // 2} if precision == "bf16" else {}), "activations": activations,
+            "logits and scratch": work, "inputs": table_bytes(input_table(config, micro_batch, T)),
             "decoding": table_bytes(decode_table(config, precision)), "cuBLAS and kernels": CUBLAS_BYTES,
             "CUDA's context": CONTEXT_BYTES, **({"NCCL": NCCL_BYTES} if gpus > 1 else {})}
 
@@ -247,7 +252,7 @@ class Gpu:
     first."""
 
     def __init__(self, config, precision, matmul):
-        self.config, self.precision, self.kernels = config, precision, {}
+        self.config, self.precision, self.kernels, self.eps = config, precision, {}, float(config.norm_eps)
         words = "Compiling the CUDA kernels for this GPU (kept for the next run)."
         notice = threading.Timer(0.5, lambda: print(words, file=sys.stderr, flush=True))
         notice.start()    # speaks only if this takes time: compiled kernels load at once
@@ -296,8 +301,7 @@ class Gpu:
     def record(self, function):
         """-> a CUDA graph of what function() launches, none of which runs now: graph.launch() queues it all
         in one call."""
-        stream = cupy.cuda.Stream(non_blocking=True)
-        with stream:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
             self.set_stream(stream.ptr)
             stream.begin_capture()
             function()
@@ -315,9 +319,8 @@ def check_sizes(config):
     """ValueError, in one sentence, for a model whose sizes these kernels do not take; needs no GPU."""
     if config.head_dim not in (32, 64, 128):
         fits = [str(config.dim // width) for width in (128, 64, 32) if config.dim % width == 0]
-        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: "
-                         + (f"with dim {config.dim} take {' or '.join(fits)} heads." if fits else
-                            f"dim ({config.dim}) must be a multiple of 32."))
+        advice = f"take {' or '.join(fits)} heads" if fits else "dim must be a multiple of 32"
+        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: {advice}.")
     require(config.dim <= 8192 and config.context <= 16384, "the GPU engine takes models up to 8192 wide and "
             f"contexts up to 16384, not {config.dim} and {config.context}.")
     require(config.vocab <= 1 << 16, f"the GPU engine takes at most {1 << 16} tokens, not {config.vocab}.")
@@ -359,14 +362,10 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
         if status:
             raise GpuError(f"cuBLAS refuses a product of {M} x {I} by {I} x {N}: status {status}.")
         return
-    if out.ndim == 3:
-        for matrices in zip(out, a, b):
-            product(gpu, *matrices, transpose_a, transpose_b, add)
-        return
     steps_a, steps_b = (1, lda) if transpose_a else (lda, 1), (1, ldb) if transpose_b else (ldb, 1)
-    gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256,
-               *map(np.uint64, (out.data.ptr, a.data.ptr, b.data.ptr)), M, N, I, *steps_a, *steps_b, ldo, add,
-               out.dtype == np.float32)
+    for each in zip(out, a, b) if out.ndim == 3 else [(out, a, b)]:
+        gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256, *(np.uint64(x.data.ptr) for x in each),
+                   M, N, I, *steps_a, *steps_b, ldo, add, out.dtype == np.float32)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -389,8 +388,7 @@ def embedding_backward(gpu, dembed, dout, order, starts):
 def rmsnorm_forward(gpu, out, rstd, x, gain, before, increment=None):
     """x (N,C) = before + increment, out (N,C) its norm, rstd (N,).  Without an increment x is before."""
     N, C = x.shape
-    gpu.launch("rmsnorm_forward", (N,), row_threads(C), out, rstd, x, before, increment, gain, C,
-               float(gpu.config.norm_eps))
+    gpu.launch("rmsnorm_forward", (N,), row_threads(C), out, rstd, x, before, increment, gain, C, gpu.eps)
 
 
 def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
@@ -451,10 +449,10 @@ def attention_forward(gpu, out, lse, qkv, B, T, first=0):
                T, c.heads, c.kv_heads, shared=shared)
 
 
-def attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, delta):
+def attention_backward(gpu, dqkv, dout, out, lse, qkv, delta):
     """attention_backward and rope_backward: writes dqkv (N,(H+2G)D), the gradient of v and of q and k before
     their rotation.  delta (B,H,T): scratch, what the first kernel leaves to the second."""
-    c = gpu.config
+    c, (B, _, T) = gpu.config, lse.shape
     inputs = lse, qkv, gpu.cos, gpu.sin, T, c.heads, c.kv_heads
     name, rows, threads, shared = gpu.flash[1]
     gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, dqkv, delta, dout, out, *inputs, shared=shared)
@@ -491,8 +489,8 @@ def block_forward(gpu, w, saved, shared, before, increment):
     attention_forward(gpu, saved["y"], saved["lse"], saved["qkv"], B, T, first)
     linear_forward(gpu, shared["increment"], saved["y"][first:], w["out"])
 
-    rmsnorm_forward(gpu, n, saved["rstd2"], saved["x_mid"], w["norm2"], saved["x_in"],
-                    shared["increment"])                                                   # Euler substep 1
+    # Euler substep 1
+    rmsnorm_forward(gpu, n, saved["rstd2"], saved["x_mid"], w["norm2"], saved["x_in"], shared["increment"])
     linear_forward(gpu, saved["gate_up"], n, w["gate_up"])
     swiglu_forward(gpu, shared["h"], saved["gate_up"])
     # (Taking these three in pieces of rows, so that gate_up is still in the cache when it is read, won
@@ -521,8 +519,7 @@ def block_backward(gpu, w, dw, saved, shared, dx):
     linear_backward_input(gpu, dy, dx, w["out"])
     linear_backward_weight(gpu, dw["out"], dx, saved["y"])
     # q, k = rope(q, k);  y = attention(q, k, v)
-    attention_backward(gpu, dqkv, dy, saved["y"], saved["lse"], saved["qkv"], shared["B"], shared["T"],
-                       shared["delta"])
+    attention_backward(gpu, dqkv, dy, saved["y"], saved["lse"], saved["qkv"], shared["delta"])
     # qkv = n @ qkv.T
     linear_backward_input(gpu, n, dqkv, w["qkv"])
     # n = rmsnorm(x_in)
@@ -537,21 +534,26 @@ def decode_block(gpu, w, x, qkv, shared):
     H, G, D, F = c.heads, c.kv_heads, c.head_dim, c.hidden
     y, h, place = shared["y"], shared["h"], shared["place"]
     gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w["norm1"], w["qkv"],
-                     gpu.cos, gpu.sin, place, n, C, H + 2 * G, H + G, D, float(c.norm_eps))
+                     gpu.cos, gpu.sin, place, n, C, H + 2 * G, H + G, D, gpu.eps)
     gpu.launch_early("decode_attention", (H, n), 512, y, qkv, place, H, G, D)
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, y, w["out"], n, C, C)
     gpu.launch_early("decode_swiglu", (ceil_div(F, 4), groups), 128, h, x, w["norm2"], w["gate_up"], n, C, F,
-                     float(c.norm_eps))
+                     gpu.eps)
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, h, w["down"], n, F, C)
 
 
-def cross_entropy_forward(gpu, losses, logits, nll, targets, weight, divisor):
-    """losses (K,) of logits (N,K,V), which become their own gradients: cross_entropy_forward and
-    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1); weight (K,): head_weight / divisor;
-    nll (N,K)."""
+def cross_entropy_forward(gpu, logits, nll, targets, weight):
+    """The losses nll (N,K) of logits (N,K,V), which become their own gradients: cross_entropy_forward and
+    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1); weight (K,): head_weight /
+    divisor."""
     N, K, V = logits.shape
     T = targets.shape[1] - K + 1
     gpu.launch("cross_entropy", (N * K,), 256, logits, nll, targets, weight, T, K, V)
+
+
+def cross_entropy_sum(gpu, losses, nll, divisor):
+    """losses (K,) = the sums of nll (N,K) over rows, / divisor (K,)."""
+    N, K = nll.shape
     gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, divisor, N, K)
 
 
@@ -567,18 +569,17 @@ def gradient_norm(gpu, state, partial, grad, hidden, clip):
                float(clip))
 
 
-def adamw_update(gpu, param, weights_bf16, grad, m, v, state, step, lr, beta1, beta2, eps, decay):
-    """AdamW on flat arrays of one length, with the clipping of gradient_norm; grad = 0, and the bf16 copy of
-    param (None: there is none) follows."""
+def adamw_update(gpu, param, weights, grad, m, v, state, step, lr, beta1, beta2, eps, decay):
+    """AdamW on flat arrays of one length, with the clipping of gradient_norm; grad = 0, and in bf16
+    `weights`, the copy of param, follows."""
     numbers = lr, beta1, beta2, eps, decay, 1 / (1 - beta1 ** step), 1 / (1 - beta2 ** step)
-    gpu.launch("adamw", (ceil_div(param.size, 2048),), 256, param, weights_bf16, grad, m, v, state,
+    gpu.launch("adamw", (ceil_div(param.size, 2048),), 256, param, weights, grad, m, v, state,
                np.int64(param.size), *map(float, numbers))
 
 
 def newton_schulz(gpu, X, Y, A, B):
     """X (n, rows, columns), each of norm 1 -> U V^T of each, nearly: X or Y.  A, B: (n, side, side)."""
-    tall = X.shape[1] > X.shape[2]
-    side = A.shape[1]
+    tall, side = X.shape[1] > X.shape[2], A.shape[1]
     for _ in range(5):
         product(gpu, A, X, X, transpose_a=tall, transpose_b=not tall)           # X X^T, or X^T X
         product(gpu, B, A, A)
@@ -590,8 +591,8 @@ def newton_schulz(gpu, X, Y, A, B):
 
 
 def muon_update(gpu, kinds, stride, work, state, lr, decay, momentum=0.95):
-    """Muon on all matrices of one shape.  kinds: [(param, weights_bf16, grad, m), ...], of each kind of
-    matrix the flat arrays from that of the first layer on (weights_bf16 None: there is no copy); that of the
+    """Muon on all matrices of one shape.  kinds: [(param, weights, grad, m), ...], of each kind of matrix
+    the flat arrays from that of the first layer on, weights the copy in bf16 if there is one; that of the
     next layer comes `stride` numbers later.  work: the arrays of muon_tables."""
     n, rows, columns = work["X"].shape
     L, size = n // len(kinds), rows * columns
@@ -601,8 +602,8 @@ def muon_update(gpu, kinds, stride, work, state, lr, decay, momentum=0.95):
         gpu.launch("muon_momentum", blocks, 256, squares, m, grad, *place, momentum)
         gpu.launch("muon_input", blocks, 256, X, grad, m, squares, *place, momentum)
     X = newton_schulz(gpu, *(work[name] for name in ("X", "Y", "A", "B")))
-    for i, (param, weights_bf16, _, _) in enumerate(kinds):
-        gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, param, weights_bf16, X[i * L:], *place,
+    for i, (param, weights, _, _) in enumerate(kinds):
+        gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, param, weights, X[i * L:], *place,
                    1.0 - lr * decay, 0.2 * lr * math.sqrt(max(rows, columns)))
 
 
@@ -666,8 +667,7 @@ class Model:
 
     def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, matmul="cublas",
                  training=True, optimizer="adamw"):
-        reason = why_no_gpu()
-        require(not reason, reason)
+        pick("gpu")                                 # ValueError where there is none
         precision = precision or default_precision()
         check_choices(config, precision, matmul)
         self.config, self.precision, self.training, self.optimizer = config, precision, training, optimizer
@@ -682,15 +682,13 @@ class Model:
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
         self.rows, self.step, self.sums = 0, 0, None           # sums: an Nccl; see train.connect
         self.position, self.cached = 0, []
-        size, moments = param_count(config), moment_count(config, optimizer)
-        decoding = decode_table(config, precision)
-        self.flat_grads = self.m = self.v = None
+        size, decoding = param_count(config), decode_table(config, precision)
         with self.room_for(micro_batch or 1, config.context):
             self.flat_params = cupy.zeros(size, np.float32)
-            if training:
-                self.flat_grads, self.m = cupy.zeros(size, np.float32), cupy.zeros(size, np.float32)
-                self.v = cupy.zeros(moments - size, np.float32)
-            self.weights_bf16 = cupy.zeros(size, np.uint16) if precision == "bf16" else None
+            self.flat_grads, self.m, self.v = [cupy.zeros(n, np.float32) if training else None
+                                               for n in (size, size, moment_count(config, optimizer) - size)]
+            # what the products read: a bf16 copy, or the parameters themselves
+            self.flat_weights = cupy.zeros(size, np.uint16) if precision == "bf16" else self.flat_params
             self.losses, self.state = cupy.zeros(config.predict, np.float32), cupy.zeros(3, np.float32)
             self.partial = cupy.empty(3 * SUM_BLOCKS, np.float32)
             memory = cupy.empty(table_bytes(decoding), np.uint8)
@@ -702,9 +700,7 @@ class Model:
             self.buffers(micro_batch, config.context)
         self.params = param_views(self.flat_params, config)
         self.grads = param_views(self.flat_grads, config) if training else {}
-        # what the products read: the bf16 copy, or the parameters themselves; the gains are read in fp32
-        read = self.flat_params if self.weights_bf16 is None else self.weights_bf16
-        self.weights = param_views(read, config)
+        self.weights = param_views(self.flat_weights, config)       # but the gains are read in fp32:
         self.weights.update((name, gain) for name, gain in self.params.items() if gain.ndim == 1)
         self.layers = [layer_views(self.weights, i) for i in range(config.layers)]
         self.layer_grads = [layer_views(self.grads, i) for i in range(config.layers)] if training else None
@@ -716,9 +712,9 @@ class Model:
     def refresh(self):
         """After writing params: the bf16 copy follows; what other weights left in the cache is forgotten."""
         self.cached = []
-        if self.weights_bf16 is not None:
-            self.gpu.launch("copy_weights", (ceil_div(self.weights_bf16.size, 2048),), 256, self.weights_bf16,
-                            self.flat_params, np.int64(self.weights_bf16.size))
+        if self.flat_weights is not self.flat_params:
+            self.gpu.launch("copy_weights", (ceil_div(self.flat_params.size, 2048),), 256, self.flat_weights,
+                            self.flat_params, np.int64(self.flat_params.size))
 
     def read(self, array):
         """An array of this model's, flat_params say, as a NumPy array on the host."""
@@ -735,8 +731,7 @@ class Model:
         pinned = [pinned_bytes(array.nbytes).view(array.dtype).reshape(array.shape) for array in arrays]
         for array, host in zip(arrays, pinned):
             array.get(out=host, blocking=False)
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record()
+        event = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
 
         def read():
             event.synchronize()
@@ -776,27 +771,23 @@ class Model:
         if rows > self.rows:
             self.reserve(rows)
         if (B, T) not in self.buffers_by_shape:
-            layer, *tables = work_tables(c, B, T, self.precision)
+            layer, common, *in_turn = work_tables(c, B, T, self.precision)
             each, width = table_bytes(layer), T + c.predict - 1
-            shared_at = c.layers * each
-            in_turn_at = shared_at + table_bytes(tables[0])
-            shared = {"B": B, "T": T, "first": 0, "forward": Replay(), "backward": Replay(),
-                      **self.inputs.arrays}
+            shared = dict(B=B, T=T, first=0, forward=Replay(), backward=Replay(), **self.inputs.arrays)
             shared["targets"] = shared["targets"][:B * width].reshape(B, width)
-            for table, start in zip(tables, (shared_at, in_turn_at, in_turn_at)):
-                shared.update(carve(self.work, table, start))
+            for table in in_turn:       # either lies behind what is common, and so in the same memory
+                shared.update(carve(self.work, common + table, c.layers * each))
             layers = [carve(self.work, layer, i * each) for i in range(c.layers)]
             self.buffers_by_shape[B, T] = layers, shared
         return self.buffers_by_shape[B, T]
 
     def trunk(self, layers, shared):
         """tokens (B,T), already sent -> (N,C) rmsnorm(x) after the last layer, in shared["n"]."""
-        before, increment = layers[0]["x_in"], None
-        embedding_forward(self.gpu, before, shared["tokens"], self.weights["embed"])
+        terms = layers[0]["x_in"], None             # before, increment
+        embedding_forward(self.gpu, terms[0], shared["tokens"], self.weights["embed"])
         for w, saved in zip(self.layers, layers):
-            before, increment = block_forward(self.gpu, w, saved, shared, before, increment)
-        rmsnorm_forward(self.gpu, shared["n"], shared["rstd"], shared["x"], self.weights["norm"], before,
-                        increment)
+            terms = block_forward(self.gpu, w, saved, shared, *terms)
+        rmsnorm_forward(self.gpu, shared["n"], shared["rstd"], shared["x"], self.weights["norm"], *terms)
         return shared["n"]
 
     def logits(self, tokens):
@@ -823,14 +814,26 @@ class Model:
                           "weight": c.head_weights / divisor, "divisor": divisor})
 
         def launch():
-            final, logits = self.trunk(layers, shared), shared["logits"]
-            linear_forward(self.gpu, logits.reshape(B * T, -1), final, self.weights["heads"])
-            cross_entropy_forward(self.gpu, self.losses, logits, shared["nll"], shared["targets"],
-                                  shared["weight"], shared["divisor"])
+            self.trunk(layers, shared)
+            for windows in logit_windows(c, B, T):
+                self.head_part(shared, windows)
+            cross_entropy_sum(self.gpu, self.losses, shared["nll"], shared["divisor"])
 
         shared["forward"](self.gpu, launch)
         self.saved = layers, shared
         return self.losses.copy()
+
+    def head_part(self, shared, windows, done=False):
+        """The losses of these windows, a slice: -> (their rows of shared["n"], which is final; d loss / d
+        logits), two matrices.  done: they were the last, and are there still."""
+        rows = slice(windows.start * shared["T"], windows.stop * shared["T"])
+        final, logits = shared["n"][rows], shared["logits"][:rows.stop - rows.start]
+        flat = logits.reshape(len(final), -1)
+        if not done:
+            linear_forward(self.gpu, flat, final, self.weights["heads"])
+            cross_entropy_forward(self.gpu, logits, shared["nll"][rows], shared["targets"][windows],
+                                  shared["weight"])
+        return final, flat
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last: this is the step's
@@ -841,10 +844,12 @@ class Model:
 
         def launch(done=lambda i: None):
             n, dx = shared["n"], shared["increment"]    # dx in the memory of increment
-            dlogits = shared["logits"].reshape(len(n), -1)
-            # logits = final @ heads.T, final in n
-            linear_backward_weight(self.gpu, self.grads["heads"], dlogits, n)
-            linear_backward_input(self.gpu, n, dlogits, self.weights["heads"])
+            parts = logit_windows(c, shared["B"], shared["T"])
+            for windows in parts:
+                final, dlogits = self.head_part(shared, windows, done=len(parts) == 1)
+                # logits = final @ heads.T, final in n
+                linear_backward_weight(self.gpu, self.grads["heads"], dlogits, final)
+                linear_backward_input(self.gpu, final, dlogits, self.weights["heads"])
             # final = rmsnorm(x)
             rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"],
                              self.weights["norm"], shared["dgain"], add=False)
@@ -857,7 +862,7 @@ class Model:
         if not (last and sums):
             shared["backward"](self.gpu, launch)
             return
-        _, matrices, _, gains = [part for _, part, *_ in update_table(c, self.optimizer)]
+        _, matrices, *_, gains = [part for _, part, *_ in update_table(c, self.optimizer)]
         asked = gains.start         # from here to the gains the sum is asked for
 
         def sum_from(start):
@@ -881,13 +886,12 @@ class Model:
             self.sums.wait()
         gradient_norm(gpu, self.state, self.partial, self.flat_grads, muon_part(c, self.optimizer), clip)
         for rule, part, v, decayed in update_table(c, self.optimizer):
-            flat = [None if array is None else array[part]
-                    for array in (self.flat_params, self.weights_bf16, self.flat_grads, self.m)]
+            flat = [array[part] for array in (self.flat_params, self.flat_weights, self.flat_grads, self.m)]
             if rule == "muon":
                 if not self.rows:
                     self.reserve(1)                     # at the latest now there is memory to work in
                 for shape, table in muon_tables(c, self.precision).items():
-                    kinds = [[None if array is None else array[place.start:] for array in flat]
+                    kinds = [[array[place.start:] for array in flat]
                              for each, place in matrix_table(c) if each == shape]
                     work = carve(self.work, table)
                     muon_update(gpu, kinds, matrix_table(c)[-1][1].stop, work, self.state, lr, decay)
@@ -916,8 +920,7 @@ class Model:
         max(K, 8) tokens: see model_cpu.  The GPU draws, the host reads ids; the logits stay in the
         decoder's buffers."""
         tokens, c, first, n = np.asarray(tokens, np.int64), self.config, self.position, len(tokens)
-        require(first + n <= c.context,
-                f"{n} tokens at position {first} do not fit the context of {c.context}.")
+        require(first + n <= c.context, f"{n} tokens at {first} do not fit the context of {c.context}.")
         check_tokens(c, tokens)
         if temperature == 0:
             temperature, top_k = 1.0, 1             # the largest alone
@@ -953,7 +956,7 @@ class Model:
         for layer, qkv in zip(self.layers, d["qkv"]):
             decode_block(gpu, layer, x, qkv, d)
         gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, d["logits"],
-                         x, w["norm"], w["heads"], n, c.dim, outputs, float(c.norm_eps))
+                         x, w["norm"], w["heads"], n, c.dim, outputs, gpu.eps)
 
     def read_many(self, n, heads):
         """The logits of the last of n tokens, as in training, but that qkv goes to its place in the cache.
@@ -978,9 +981,8 @@ def main(argv):
     pick("gpu")                                     # ValueError where there is none
     c, rng, reference = CONFIGS["small"], np.random.default_rng(0), None
     tokens, targets = (rng.integers(0, c.vocab, (16, c.context + more)) for more in (0, c.predict - 1))
-    print(f"Two steps of the small model, on random tokens, and on {gpu_name()}: loss of head 0 (ln V = "
-          f"{math.log(c.vocab):.4f}) before and after the first, its gradient's relative L2 from float64, "
-          "the time of the second.")
+    print(f"Small on random tokens, {gpu_name()}: loss of head 0 (ln V = {math.log(c.vocab):.4f}) before and "
+          "after a step, its gradient's relative L2 from float64, the time of a second step.")
     precisions = ["fp32"] if default_precision() == "fp32" else reversed(PRECISIONS)
     for label, model in [("CPU float64", model_cpu.Model(c)),
                          *((f"GPU {precision}", Model(c, precision=precision)) for precision in precisions)]:
