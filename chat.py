@@ -2,6 +2,7 @@
 
     python chat.py                                    the newest checkpoint in out/
     python chat.py --model out/small --prompt "The"   one continuation, then the end
+    python chat.py --model DIR --context 1024         anybody's Llama, of whose window this much is used
     python chat.py --lens "To be, or not to be"       the layers, seen as steps of an ODE solver
     python chat.py --lens TEXT --plot lens.png        what each layer would say next, at each position
     python chat.py < prompts.txt                      one continuation for each line
@@ -9,13 +10,13 @@
 Read before it: tokenizer.py, in model_cpu.py section 6 (generate, euler_table), and checkpoint.py.
 
 A pretrained model continues a text: what you type is the beginning, and an empty line lets it write on.  A
-fine-tuned model answers: its tokenizer_config.json has a chat template, and each line becomes a turn
+fine-tuned model answers: it has a chat template (checkpoint.read_tokenizer), and each line becomes a turn
 
     <|user|> what you typed <|end|> <|assistant|> the answer <|end|>
 
-put together from ids.  Text can never become one of these special tokens: a typed "<|end|>" is seven
-characters.  A system text stands before the first user text, with an empty line between, as the template
-says.
+or what that is in ChatML (Tokenizer.prompt), put together from ids.  Text can never become one of these
+special tokens: a typed "<|end|>" is seven characters.  A system text stands where the template puts it, in
+ours before the first user text, with an empty line between.
 
 What it does not do: no batches, no files written (the history of lines lives as long as the session), no
 filter on what a model says.
@@ -32,8 +33,8 @@ import model_cpu
 import checkpoint
 import model_gpu
 import numpy as np
-from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, newest_checkpoint, number_type, printable,
-                       require, run_script, to_bytes, visible)
+from tokenizer import (END_OF_TEXT, Parser, newest_checkpoint, number_type, printable, require, run_script,
+                       to_bytes, visible, whole_number)
 
 # name: type, smallest and largest value, default, meaning.  Each is an option, on a terminal also a command.
 SETTINGS = {
@@ -51,12 +52,12 @@ PLOTTED = 64        # positions in a picture, at most
 # ------------------------------------------------------------------------------------------------------------
 # 1. The checkpoint
 # ------------------------------------------------------------------------------------------------------------
-def load_model(folder, device="auto"):
+def load_model(folder, device="auto", context=None):
     """-> (model, tokenizer) on the engine that serves: on the CPU in float32, on a GPU in its best
     precision."""
     engine = model_gpu.pick(device)
     options = {"dtype": np.float32} if engine is model_cpu else {}
-    return checkpoint.load(folder, engine, {"training": False, **options})
+    return checkpoint.load(folder, engine, {"training": False, **options}, context)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -70,12 +71,13 @@ def note_cut(what, length, room):
 
 class Session:
     """turns: lists of ids, the oldest first.  A pretrained model has one turn, the text that it continues."""
-    def __init__(self, model, tokenizer, chat_form, settings):
-        self.model, self.tokenizer, self.chat_form, self.settings = model, tokenizer, chat_form, settings
+    def __init__(self, model, tokenizer, settings):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.chat_form = bool(tokenizer.template)
         self.turns, self.answers, self.system = [], 0, b""
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.said, self.trace, self.seconds = [], [], 0.0       # the last answer: ids, generate's trace, time
-        self.stop = tokenizer.special[END_OF_TURN if chat_form else END_OF_TEXT]
+        self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(END_OF_TEXT)
 
     def add_text(self, text):
         """Plain form: a new text to continue."""
@@ -91,13 +93,14 @@ class Session:
         room = max(4, context - context // 4)
         if self.turns and not self.is_finished():           # the last answer was cut short
             self.turns[-1].append(self.stop)
-        self.turns.append(self.tokenizer.prompt(text, room))
+        self.turns.append(self.tokenizer.prompt(text, room, first=False))
         while len(self.turns) > 1 and sum(map(len, self.turns)) > room:
             del self.turns[1 if self.system and len(self.turns) > 2 else 0]
-        if len(self.turns) == 1 and self.system:
-            text = self.system + b"\n\n" + text
-            self.turns = [self.tokenizer.prompt(text, room)]
-        note_cut("prompt", len(self.tokenizer.encode(text)), room - 3)   # the turn has three special tokens
+        first = len(self.turns) == 1
+        if first:
+            self.turns = [self.tokenizer.prompt(text, room, self.system)]
+        frame = len(self.tokenizer.prompt(b"", system=self.system, first=first))
+        note_cut("prompt", len(self.tokenizer.encode(text)), room - frame)
         self.decoder.reset()
 
     def show(self, data):
@@ -128,12 +131,11 @@ class Session:
         self.answers += 1
         ids, begin = [token for turn in self.turns for token in turn], time.perf_counter()
         self.said, self.trace = [], []
-        # a wrong one, from a poor model, ends the answer as well
-        specials = set(self.tokenizer.special.values())
-        stream = model_cpu.generate(self.model, ids, settings.temperature, settings.top_k, settings.top_p,
-                                    seed, self.tokenizer.vocab_size, stop=specials, most=settings.max_tokens,
-                                    speculate=settings.speculation, trace=self.trace)
-        for token in stream:
+        # a wrong special token, from a poor model, ends the answer as well
+        more = model_cpu.generate(self.model, ids, settings.temperature, settings.top_k, settings.top_p, seed,
+                                  self.tokenizer.vocab_size, stop=set(self.tokenizer.special.values()),
+                                  most=settings.max_tokens, speculate=settings.speculation, trace=self.trace)
+        for token in more:
             self.turns[-1].append(token)
             self.said.append(token)
             self.seconds = time.perf_counter() - begin
@@ -270,8 +272,8 @@ def run_session(session, folder):
         with contextlib.suppress(ImportError):
             # imported, it gives input() line editing and a history, kept in memory
             import readline     # noqa: F401
-        print(f"{folder}: {model_cpu.param_count(session.model.config):,} parameters, trained for "
-              f"{session.model.step} steps.")
+        steps = f", trained for {session.model.step} steps" * (session.model.step > 0)
+        print(f"{folder}: {model_cpu.param_count(session.model.config):,} parameters{steps}.")
         begin = "Ask" if session.chat_form else "Begin a text"
         print(f"{begin}; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.")
     while True:
@@ -304,6 +306,8 @@ def parse_arguments(argv):
     parser.add_argument("--plot", metavar="FILE", help=f"with --lens: draw it, last {PLOTTED} ids")
     parser.add_argument("--speculation", action=argparse.BooleanOptionalAction,
                         help="let all heads draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)")
+    parser.add_argument("--context", type=whole_number(1, 1 << 20), metavar="N",
+                        help="the longest text that it remembers, in tokens (default: what the model can)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPU, if any")
     args = parser.parse_args(argv)
     if args.plot and args.lens is None:
@@ -317,10 +321,12 @@ def main(argv):
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     folder = args.model or newest_checkpoint("name the folder of one with --model DIR")
     # the lens looks into every layer
-    model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu")
+    model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu", args.context)
     if args.lens is not None:
         return print_lens(model, tokenizer, args.lens, args.plot)
-    session = Session(model, tokenizer, checkpoint.is_chat_model(folder, tokenizer), args)
+    if args.speculation and model.config.predict == 1:
+        print("note: this model has one head, none to draft: --speculation changes nothing.", file=sys.stderr)
+    session = Session(model, tokenizer, args)
     if args.prompt is not None:
         return session.answer(args.prompt)
     run_session(session, folder)

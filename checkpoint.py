@@ -18,7 +18,6 @@ moments, and what a run needs to go on), and log.jsonl, a record a step.
 
 What this file does not do: it reads our own folders only, and no pickle anywhere.
 """
-import ast
 import contextlib
 import fcntl
 import itertools
@@ -36,8 +35,8 @@ import zlib
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from model_cpu import Config, param_count, param_table, param_views
-from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, Parser, Tokenizer, explain,
-                       check_plain, naming, read_json, read_plain, refusing, require, run_script, write_file)
+from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, Parser, Tokenizer, check_plain, explain, known_template,
+                       naming, read_json, read_plain, refusing, require, run_script, write_file)
 
 MODEL, STATE = "model.safetensors", "train_state.safetensors"
 
@@ -50,7 +49,8 @@ MODEL, STATE = "model.safetensors", "train_state.safetensors"
 # CRC32 of the whole file, header included, computed with the eight hex digits of the checksum itself set to
 # 0.
 NO_CRC = '"crc32":"00000000"'
-DTYPES = {"F32": np.float32, "F64": np.float64}
+OURS = {"crc32", "config", "tokenizer", "state"}        # what only files of ours have in their header
+DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}      # NumPy has no bf16
 
 
 def checksum(path):
@@ -80,31 +80,45 @@ def write_safetensors(path, tensors, metadata):
 
 def read_safetensors(path):
     """-> ({name: array}, metadata) of a file of tensors, in the order of the file; memory-mapped, which is
-    safe as save() puts a new file in the place of an old one and never writes into it.  ValueError, naming
-    the file, unless every byte is as written and all numbers are finite."""
+    safe as save() puts a new file in the place of an old one and never writes into it.  bf16 comes as
+    uint16.  ValueError, naming the file, unless the tensors fill it without gap or overlap and, where it is
+    one of ours, every byte is as written."""
     check_plain(path)
     tensors, end = {}, 0
     with naming(path), refusing(f"{path} is damaged (truncated or altered), its header is wrong"):
         data = np.memmap(path, mode="r")
-        start = 8 + int.from_bytes(data[:8], "little")
-        require(start <= len(data), "it is cut")
-        text, body = bytes(data[8:start]), data[start:]
+        begin = 8 + int.from_bytes(data[:8], "little")
+        require(begin <= len(data), "it is cut")
+        text = bytes(data[8:begin])
         header = json.loads(text)
-        metadata = header.pop("__metadata__")
-        crc = metadata["crc32"]
-        blank = text.replace(f'"crc32":"{crc}"'.encode(), NO_CRC.encode(), 1)
-        for name, entry in header.items():        # one after the other, without gap or overlap, to the end
-            (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
-            tensor = body[start:stop].view(DTYPES[entry["dtype"]]).reshape(shape)
-            require(start == end and stop - start == tensor.nbytes and tensor.shape == shape,
-                    f"{name!r} has no such place")
-            tensors[name], end = tensor, stop
-        require(end == len(body), "its tensors end elsewhere than the file")
-    for name, tensor in tensors.items():
-        require(np.isfinite(tensor).all(), f"{path}: the tensor {name} holds numbers that are not finite.")
-    require(f"{zlib.crc32(body, zlib.crc32(bytes(data[:8]) + blank)):08x}" == crc,
-            f"{path} is damaged (truncated or altered): its checksum is wrong.")
+        metadata, crc = {**header.pop("__metadata__", {})}, None
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            (start, stop), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
+            require(dtype in DTYPES, f"{name!r} is of {dtype}, not one of {', '.join(DTYPES)}")
+            require(start == end <= stop <= len(data) - begin, f"{name!r} has no such place")
+            tensors[name], end = np.memmap(path, DTYPES[dtype], "r", begin + start, shape), stop
+            require(tensors[name].nbytes == stop - start, f"{name!r} has another size")
+        require(end == len(data) - begin, "its tensors end elsewhere than the file")
+        if not OURS.isdisjoint(metadata):
+            blank = text.replace(f'"crc32":"{metadata["crc32"]}"'.encode(), NO_CRC.encode(), 1)
+            crc = f"{zlib.crc32(data[begin:], zlib.crc32(bytes(data[:8]) + blank)):08x}"
+    require(crc == metadata.get("crc32"), f"{path} is damaged (truncated or altered): its checksum is wrong.")
     return tensors, metadata
+
+
+def floats(tensor):
+    """An array of DTYPES with numbers that NumPy knows; those of bf16 are the upper halves of float32."""
+    return (tensor.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == np.uint16 else tensor
+
+
+def write_tensor(model, view, name, path, tensor):
+    """Set a view of one of the model's buffers, piece by piece, so that no copy of a large tensor is made.
+    ValueError for numbers that are not finite."""
+    rows = max(1, (1 << 22) * len(tensor) // tensor.size)
+    for i in range(0, len(tensor), rows):
+        piece = floats(tensor[i:i + rows])
+        require(np.isfinite(piece).all(), f"{path}: the tensor {name} holds numbers that are not finite.")
+        model.write(view[i:i + rows], piece)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -123,55 +137,72 @@ def llama_names(config):
     for i, (theirs, ours, rows) in itertools.product(range(c.layers), layer):
         yield f"model.layers.{i}.{theirs}.weight", f"layers.{i}.{ours}", rows
     yield "model.norm.weight", "norm", np.s_[:]
-    yield "lm_head.weight", "heads", np.s_[:c.vocab]                # head 0 is Llama's head
+    if not c.tied:
+        yield "lm_head.weight", "heads", np.s_[:c.vocab]            # head 0 is Llama's head
     if c.predict > 1:
         yield "mtp_heads.weight", "heads", np.s_[c.vocab:]
 
 
-# what LlamaConfig calls the sizes of our Config
-LLAMA_SIZES = {"hidden_size": "dim", "intermediate_size": "hidden", "num_hidden_layers": "layers",
-               "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim",
-               "vocab_size": "vocab", "max_position_embeddings": "context", "rms_norm_eps": "norm_eps",
-               "rope_theta": "rope_theta"}
+# what LlamaConfig calls the sizes of our Config, and what it takes where a file does not say it
+LLAMA_SIZES = {"hidden_size": ("dim", 4096), "intermediate_size": ("hidden", 11008),
+               "num_hidden_layers": ("layers", 32), "num_attention_heads": ("heads", 32),
+               "num_key_value_heads": ("kv_heads", None), "vocab_size": ("vocab", 32000),
+               "max_position_embeddings": ("positions", 2048), "rms_norm_eps": ("norm_eps", 1e-6),
+               "rope_theta": ("rope_theta", 10000.0), "tie_word_embeddings": ("tied", False)}
 
 
 def llama_config(config, eos):
-    """config.json: the keys of Hugging Face's LlamaConfig, and our two."""
+    """config.json: the keys of Hugging Face's LlamaConfig, and our two or three."""
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
-            **{theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()},
-            "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+            **{theirs: getattr(config, ours) for theirs, (ours, _) in LLAMA_SIZES.items()},
+            "max_position_embeddings": config.positions or config.context,
+            "head_dim": config.head_dim, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
             "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": eos,
-            "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight}
+            "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight,
+            **({"context": config.context} if config.positions else {})}
 
 
-def read_config(folder):
-    """-> (Config, id of the token that ends a text) from config.json; ValueError for a model that is not one
-    of ours."""
+def read_config(folder, context=None):
+    """-> Config from the config.json of any Llama; context: instead of what stands there.  ValueError, with
+    the key and its value, for one that computes otherwise than model_cpu.py."""
     path = os.path.join(folder, "config.json")
     found = read_json(path)
-    with refusing(f"{path} is damaged or not one of ours"):
-        sizes = {ours: found[theirs] for theirs, ours in LLAMA_SIZES.items() if ours != "head_dim"}
-        config = Config(**sizes, predict=found["mtp_heads"] + 1, mtp_weight=found["mtp_weight"])
-        end = found["eos_token_id"]
-    for key, value in llama_config(config, end).items():
-        require(found.get(key) == value,
-                f"{path} is not one of ours: {key} is {found.get(key)!r}, this model has {value!r}.")
-    return config, end
+    with refusing(f"{path} is damaged or not that of a Llama"):
+        found = {key: value for key, value in found.items() if value is not None}
+        ropes = {key: found.get(key, {}) for key in ("rope_scaling", "rope_parameters")}
+        types = {key: rope.get("rope_type", rope.get("type", "default")) for key, rope in ropes.items()}
+        found = {**found, **ropes["rope_parameters"], **types}          # rope_theta is in one or the other
+        sizes = {ours: found.get(theirs, default) for theirs, (ours, default) in LLAMA_SIZES.items()}
+        sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
+        context = found.get("context", sizes["positions"]) if context is None else context
+        sizes["positions"] = sizes["positions"] if context != sizes["positions"] else None
+        config = Config(**sizes, context=context, predict=found.get("mtp_heads", 0) + 1,
+                        mtp_weight=found.get("mtp_weight", 0.0))
+    # what else changes what a model computes, and the one value that is computed here
+    fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu", "mlp_bias": False,
+             "attention_bias": False, "use_qk_norm": False, "sliding_window": 0, "partial_rotary_factor": 1.0}
+    for key, ours in {**fixed, **dict.fromkeys(ropes, "default")}.items():
+        value = found.get(key, ours)
+        require(value == ours, f"{path}: {key} is {value!r}, and only {ours!r} is computed here.")
+    require(config.vocab <= 1 << 16, f"{path}: vocab_size is {config.vocab}, more than {1 << 16:,}.")
+    return config
 
 
-def check_special(folder, tokenizer):
-    """ValueError for a tokenizer without the special tokens of a conversation."""
-    if missing := set(SPECIAL_TOKENS) - set(tokenizer.special):
-        raise ValueError(f"{folder}: tokenizer.json lacks the special token {min(missing)}.")
-
-
-def is_chat_model(folder, tokenizer):
-    """Whether the checkpoint was fine-tuned to answer: then its tokenizer_config.json has a chat template."""
-    check_special(folder, tokenizer)
-    path = os.path.join(folder, "tokenizer_config.json")
-    settings = read_json(path)
-    require(isinstance(settings, dict), f"{path} is damaged: it holds no settings.")
-    return bool(settings.get("chat_template"))
+def read_tokenizer(folder):
+    """-> the Tokenizer of a folder, with the chat template that makes its model one that answers."""
+    tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
+    template, path = "", os.path.join(folder, "chat_template.jinja")
+    if os.path.exists(path):
+        template = read_plain(path).decode("utf-8", "replace")
+    elif os.path.exists(path := os.path.join(folder, "tokenizer_config.json")):
+        settings = read_json(path)
+        require(isinstance(settings, dict), f"{path} is damaged: it holds no settings.")
+        template = settings.get("chat_template") or ""
+    tokenizer.template = known_template(template)
+    if tokenizer.template is None:
+        print(f"note: {path}: an unknown chat template, which is not used.", file=sys.stderr)
+        tokenizer.template = ""
+    return tokenizer
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -198,17 +229,17 @@ def repair(folder):
 
 def save(folder, model, tokenizer, state, chat=False):
     """Write the checkpoint folder.  state: a JSON-able dict that load_state gives back; chat: the model
-    answers. Atomic: killed at any moment, or on a full disk (OSError), the folder holds a whole checkpoint of
-    one step."""
+    answers, in the tokenizer's template or ours. Atomic: killed at any moment, or on a full disk (OSError),
+    the folder holds a whole checkpoint of one step."""
     os.makedirs(folder, exist_ok=True)
     repair(folder)
-    end = END_OF_TURN if chat else END_OF_TEXT
+    end = tokenizer.end_of_turn if chat else tokenizer.special_id(END_OF_TEXT)
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-                        "model_max_length": model.config.context, "eos_token": end}
+                        "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode()}
     if chat:
-        tokenizer_config["chat_template"] = CHAT_TEMPLATE
-    config = json.dumps(llama_config(model.config, tokenizer.special[end]), indent=2).encode()
+        tokenizer_config["chat_template"] = tokenizer.template or CHAT_TEMPLATE
+    config = json.dumps(llama_config(model.config, end), indent=2).encode()
     write_file(os.path.join(folder, "tokenizer_config.json"), json.dumps(tokenizer_config, indent=2).encode())
     params = param_views(model.read(model.flat_params), model.config)
     weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}
@@ -240,35 +271,63 @@ def check_tensors(path, tensors, shapes):
         require(found == wanted, f"{path}: the tensor {name} is {found}, config.json asks for {wanted}.")
 
 
-def load(folder, engine, options=None):
-    """-> (model, tokenizer) from a checkpoint folder, of which nothing is changed.  engine: the module whose
-    Model to make (model_cpu or model_gpu); options: dict of further arguments of that Model (dtype, threads,
-    training, precision).  ValueError, in one sentence, for what is missing, damaged or foreign."""
+def read_weights(folder):
+    """-> ({name: (path, array)}, metadata) of model.safetensors or, where there is none, of the files that
+    its index names."""
+    path = os.path.join(folder, MODEL)
+    index = path + ".index.json"
+    if os.path.exists(path) or not os.path.exists(index):
+        tensors, metadata = read_safetensors(path)
+        return {name: (path, array) for name, array in tensors.items()}, metadata
+    with refusing(f"{index} is damaged"):
+        where, weights = {**read_json(index)["weight_map"]}, {}
+        for file in sorted(set(where.values())):
+            path = os.path.join(folder, os.path.basename(file))
+            require(os.path.basename(file) == file, f"it names {file}")
+            require(os.path.exists(path), f"there is no {path}")
+            weights.update((name, (path, array)) for name, array in read_safetensors(path)[0].items())
+        for name in [*where, *weights]:
+            found = os.path.basename(weights[name][0]) if name in weights else "no file"
+            require(found == where.get(name), f"{name} is in {found}, not in {where.get(name)}")
+    return weights, {}
+
+
+def load(folder, engine, options=None, context=None):
+    """-> (model, tokenizer) from the folder of any Llama, of which nothing is changed.  engine: the module
+    whose Model to make (model_cpu or model_gpu); options: dict of further arguments of that Model (dtype,
+    threads, training, precision); context: instead of the folder's.  ValueError, in one sentence, for what is
+    missing, damaged, or not computed here."""
     config_path, tokenizer_path, model_path = [os.path.join(folder, name)
                                                for name in ("config.json", "tokenizer.json", MODEL)]
     for path in (config_path, tokenizer_path, model_path):
-        require(os.path.exists(path), f"{folder} holds no checkpoint: there is no {path}.")
-    config, end = read_config(folder)
-    tokenizer = Tokenizer.load(tokenizer_path)
-    require(tokenizer.vocab_size <= config.vocab and end in tokenizer.special.values(),
-            f"{folder}: tokenizer.json is not this model's: it has {tokenizer.vocab_size} tokens, "
-            f"config.json says {config.vocab}, with the end of a text at {end}.")
-    tensors, metadata = read_safetensors(model_path)
-    require(config.layers <= len(tensors),      # before anything as large as config.json asks for is made
-            f"{model_path}: tensors are missing: config.json asks for {config.layers} layers, the file "
-            f"holds {len(tensors)} tensors.")
-    shapes = dict(param_table(config))
-    check_tensors(model_path, tensors, {name: np.broadcast_to(False, shapes[ours])[rows].shape   # no memory
-                                        for name, ours, rows in llama_names(config)})
-    require(metadata.get("tokenizer") == checksum(tokenizer_path),
+        require(os.path.exists(path) or os.path.exists(path + ".index.json"),
+                f"{folder} holds no checkpoint: there is no {path}.")
+    config, tokenizer = read_config(folder, context), read_tokenizer(folder)
+    require(tokenizer.vocab_size <= config.vocab, f"{folder}: tokenizer.json is not this model's: it has "
+            f"{tokenizer.vocab_size} tokens, config.json says {config.vocab}.")
+    weights, metadata = read_weights(folder)
+    require(metadata.get("tokenizer") in (None, checksum(tokenizer_path)),
             f"{folder}: tokenizer.json is not the one that this model was trained with.")
-    require(metadata.get("config") in (None, checksum(config_path)),    # None: by the first version
+    require(metadata.get("config") in (None, checksum(config_path)),
             f"{config_path} is not as it was saved: something in it was altered.")
-    require(str(metadata.get("step")).isdecimal(), f"{model_path} does not say of which step it is.")
+    weights = {name: entry for name, entry in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tied and "lm_head.weight" in weights:
+        path, head = weights.pop("lm_head.weight")
+        require(np.array_equal(head, weights.get("model.embed_tokens.weight", (path, None))[1]),
+                f"{path}: lm_head.weight is not the embedding, though tie_word_embeddings is true.")
+    # before anything as large as config.json asks for is made
+    require(config.layers <= len(weights), f"{model_path}: tensors are missing: it has {len(weights)}, "
+            f"config.json asks for {config.layers} layers.")
+    shapes = dict(param_table(config))
+    check_tensors(model_path, {name: array for name, (_, array) in weights.items()},
+                  {name: np.broadcast_to(False, shapes[ours])[rows].shape                       # no memory
+                   for name, ours, rows in llama_names(config)})
+    step = metadata.get("step") if metadata.get("crc32") else "0"
+    require(str(step).isdecimal(), f"{model_path} does not say of which step it is.")
     model = engine.Model(config, seed=None, **(options or {}))
     for name, ours, rows in llama_names(config):
-        model.write(model.params[ours][rows], tensors[name])
-    model.step = int(metadata["step"])
+        write_tensor(model, model.params[ours][rows], name, *weights.pop(name))     # not mapped any more
+    model.step = int(step)
     return model, tokenizer
 
 
@@ -283,8 +342,8 @@ def load_state(folder, model=None):
         check_tensors(path, tensors, {"m": model.m.shape, "v": model.v.shape})
         step = metadata.get("step")
         require(step == str(model.step), f"{path} is of step {step}, {MODEL} of step {model.step}.")
-        model.write(model.m, tensors["m"])
-        model.write(model.v, tensors["v"])
+        write_tensor(model, model.m, "m", path, tensors["m"])
+        write_tensor(model, model.v, "v", path, tensors["v"])
     with refusing(f"{path} holds no record of a run: its state is damaged or missing"):
         return {**json.loads(metadata["state"])}               # only a dict unpacks so
 
@@ -583,7 +642,7 @@ class Nccl:
             from cupy.cuda import nccl
         except ImportError as error:
             raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
-        where = ast.literal_eval(ranks.all_gather(repr(nccl.get_unique_id()))[0])
+        where = tuple(ranks.all_gather(nccl.get_unique_id())[0])
         with ranks.waiting():
             self.communicator = nccl.NcclCommunicator(ranks.size, where, ranks.rank)
         self.kind, self.cuda = (nccl.NCCL_FLOAT32, nccl.NCCL_SUM), cupy.cuda
@@ -646,14 +705,16 @@ def main(argv):
     folder = parser.parse_args(argv).folder
     model, tokenizer = load(folder, model_cpu, {"dtype": np.float32, "training": False})
     print(f"{folder}: step {model.step:,}, {param_count(model.config):,} parameters, "
-          + ("answers" if is_chat_model(folder, tokenizer) else "continues texts"))
+          + ("answers" if tokenizer.template else "continues texts"))
     print("config    " + ", ".join(f"{name} {value}" for name, value in vars(model.config).items()))
     print(f"tokenizer {tokenizer.vocab_size} tokens, {len(tokenizer.special)} of them special")
-    for path in filter(os.path.exists, paths_of(folder)):
+    files = dict.fromkeys(path for path, _ in read_weights(folder)[0].values())
+    for path in filter(os.path.exists, [*files, paths_of(folder)[1]]):
         tensors, metadata = read_safetensors(path)
-        print(f"{path}: {len(tensors)} tensors, {os.path.getsize(path):,} bytes, CRC32 {metadata['crc32']}")
+        crc = metadata.get("crc32", "none")
+        print(f"{path}: {len(tensors)} tensors, {os.path.getsize(path):,} bytes, CRC32 {crc}")
         for name, tensor in tensors.items():
-            size = np.sqrt(np.mean(np.square(tensor, dtype=np.float64)))
+            size = np.sqrt(np.mean(np.square(floats(tensor), dtype=np.float64)))
             print(f"  {name:44} {str(tensor.shape):15} {tensor.dtype}  root mean square {size:.3g}")
 
 

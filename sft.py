@@ -2,6 +2,7 @@
 
     python sft.py                          out/small -> out/small-sft, on pairs from text of the kind it knows
     python sft.py big --data FILE.json     on instructions: instruction, input, output, or messages
+    python sft.py --base DIR --data FILE   another model, ours or any plain Llama (--context N: of its window)
     python sft.py --show 3                 three examples, with what is learned in colour
     python sft.py --resume                 go on with an interrupted run
 
@@ -22,6 +23,9 @@ loss:
     <|user|>What is a cat?<|end|><|assistant|>An animal.<|end|>
                                               ~~~~~~~~~~~~~~~~~
 
+That is our template.  A base that answers already keeps its own, ours or ChatML (tokenizer.py,
+Tokenizer.prompt); one that does not takes that for which it has the tokens.
+
 So the model learns to answer and not to ask, and it learns to stop, because the end of an answer is one of
 its tokens (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", the
 first of their steps).
@@ -30,7 +34,6 @@ What it does not do: no rewards or preferences (the other steps: RLHF, DPO); no 
 are trained; no packing of several conversations into one row.
 """
 import collections
-import dataclasses
 import functools
 import glob
 import hashlib
@@ -41,11 +44,9 @@ import re
 
 import train                # first: it says what to do where NumPy is missing
 import checkpoint
-import model_gpu
 import numpy as np
-from checkpoint import Ranks
-from tokenizer import (END_OF_TEXT, END_OF_TURN, Parser, Tokenizer, printable, read_chunk, read_plain,
-                       require, run_script, whole_number)
+from tokenizer import (CHAT_TEMPLATE, CHATML_PARTS, END_OF_TEXT, END_OF_TURN, Parser, printable, read_chunk,
+                       read_plain, require, run_script, whole_number)
 
 # Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {        # the steps are set once the batches are counted
@@ -58,6 +59,7 @@ MOST_HELD_OUT = 1000            # prompts
 PAD_TO = 8                      # lengths are rounded up to a multiple of this
 QUESTIONS = 10    # held-out prompts that are answered at the end; before and on the way 3 of them
 ANSWER_TOKENS = 150
+NAME_SOME = "name instructions with --data (./fetch_data.sh instructions brings some)."
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. Conversations: lists of turns, each (user text, response)
@@ -66,7 +68,9 @@ def find_data(preset, corpus):
     """The files to learn from when none are named: for the larger models what `fetch_data.sh instructions`
     has brought; else the files that the model was pretrained on."""
     found = sorted(glob.glob("data/instructions*.json") + glob.glob("data/instructions*.jsonl"))
-    return found if found and preset != "small" else corpus
+    found = found if found and preset != "small" else corpus
+    require(found, f"there are no instructions in data/: {NAME_SOME}")
+    return found
 
 
 def read_conversations(paths):
@@ -74,8 +78,7 @@ def read_conversations(paths):
     train.py held out from pretraining.  ValueError for a file that has none."""
     conversations = []
     for path in paths:
-        require(os.path.isfile(path),
-                f"{path} is not a file; name files of instructions, .json or .jsonl, with --data.")
+        require(os.path.isfile(path), f"{path} is not a file; --data takes .json, .jsonl, and texts.")
         read = (read_records if path.lower().endswith((".json", ".jsonl")) else
                 python_pairs if re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)) else play_pairs)
         conversations += read(path)
@@ -126,13 +129,11 @@ def make_turns(record):
         require(isinstance(messages, list) and all(isinstance(message, dict) for message in messages),
                 "messages that are no list of objects")
         roles, texts = ([message.get(name) for message in messages] for name in ("role", "content"))
-    require(all(isinstance(text, str) for text in texts),
-            "no text as instruction and output, or as the content of a message")
+    require(all(isinstance(text, str) for text in texts), "no text as instruction and output, or as content")
     if roles[:1] == ["system"] and len(texts) > 1:
         system, question, *rest = texts
         roles, texts = roles[1:], [f"{system}\n\n{question}" if system else question, *rest]
-    require(roles and roles == ["user", "assistant"] * (len(roles) // 2),
-            "roles that are not user and assistant in turn")
+    require(roles and roles == ["user", "assistant"] * (len(roles) // 2), "no user and assistant in turn")
     # from an empty one a model would learn to be silent
     require(all(response.strip() for response in texts[1::2]), "an empty response")
     return list(zip(texts[::2], texts[1::2]))
@@ -150,8 +151,7 @@ def python_pairs(path):
             first = " ".join(re.split(r"\n\s*\n", docstring.strip())[0].split())
             if " " in first and first not in learned:
                 pairs.setdefault(name, first)               # a name may be defined twice
-    require(pairs, f"{path} holds all of the library's documentation, so nothing is held out; name a file of "
-                   "instructions with --data.")
+    require(pairs, f"{path} holds all of the library's documentation, so nothing is held out; {NAME_SOME}")
     return [[pair] for pair in pairs.items()]
 
 
@@ -169,9 +169,7 @@ def play_pairs(path):
     pairs = [[(" ".join(speech[1].split()), reply[1])]
              for speech, reply in itertools.pairwise(speeches) if speech and reply]
     require(len(pairs) > len(paragraphs) // 2,
-            f"{path} is neither a play nor the text that ships inside Python, so no questions with answers "
-            "can be made from it: name a file of instructions with --data (./fetch_data.sh instructions "
-            "brings one).")
+            f"{path} is neither a play nor the text inside Python, so it gives no questions; {NAME_SOME}")
     return pairs
 
 
@@ -185,9 +183,9 @@ def make_example(tokenizer, turns, T):
     mask: True at what is learned, the responses with their end tokens.  If it is too long, turns are left out
     from the end.  The first always stays: its prompt is cut first, then its response, of which at least a
     quarter of the window is left.  So every example has something to learn."""
-    ids, mask, end = [], [], tokenizer.special[END_OF_TURN]
+    ids, mask, end = [], [], tokenizer.end_of_turn
     for text, response in turns:
-        prompt, answer = tokenizer.prompt(text), [*tokenizer.encode(response), end]
+        prompt, answer = tokenizer.prompt(text, first=not ids), [*tokenizer.encode(response), end]
         cut = len(ids) + len(prompt) + len(answer) > T + 1
         if cut and ids:
             break
@@ -214,8 +212,7 @@ def make_examples(tokenizer, conversations, T, seed):
         return hashlib.sha256(f"{seed} {prompt}".encode("utf-8", "surrogatepass")).digest()
 
     prompts = sorted({turns[0][0] for turns in conversations}, key=order)
-    require(len(prompts) > 1, "the data has one prompt only; it needs at least two, one to learn from and "
-                              "one to hold out.")
+    require(len(prompts) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
     questions = prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]
     unseen, to_train, held_out, cuts, digest = set(questions), [], [], 0, hashlib.sha256()
     for turns in conversations:
@@ -285,9 +282,9 @@ def make_batch(examples, T, K, pad):
 # ------------------------------------------------------------------------------------------------------------
 # 4. Evaluation
 # ------------------------------------------------------------------------------------------------------------
-def evaluate(model, tokenizer, examples, micro_batch, ranks=Ranks()):
+def evaluate(model, tokenizer, examples, micro_batch, ranks=checkpoint.Ranks()):
     """-> [nats a learned token, bits a byte of response] of head 0 on all these examples, shared out."""
-    T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
+    T, K, pad = model.config.context, model.config.predict, tokenizer.special_id(END_OF_TEXT)
     plan, sizes = plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0), train.token_bytes(tokenizer)
     batches = (make_batch([examples[i] for i in rows], T, K, pad) for rows in plan[ranks.rank::ranks.size])
     sums = sum((train.held_out_loss(model, sizes, *batch) for batch in batches), np.zeros(3))
@@ -301,10 +298,10 @@ def answer(model, tokenizer, question, seed):
     return train.sample_text(model, tokenizer, tokenizer.prompt(question, T - T // 4), seed, ANSWER_TOKENS)
 
 
-def fine_tuning(model, tokenizer, examples, settings, state, ranks=Ranks()):
+def fine_tuning(model, tokenizer, examples, settings, state, ranks=checkpoint.Ranks()):
     """-> the Job of a run on these examples.  state keeps the held-out loss before the first step, and the
     latest."""
-    T, K, pad = model.config.context, model.config.predict, tokenizer.special[END_OF_TEXT]
+    T, K, pad = model.config.context, model.config.predict, tokenizer.special_id(END_OF_TEXT)
 
     @functools.lru_cache(maxsize=2)                 # each step of an epoch asks for it
     def plan(epoch):
@@ -338,8 +335,7 @@ def show(tokenizer, conversations, T, count):
     start, stop = ("[", "]") if os.environ.get("NO_COLOR") else ("\x1b[32m", "\x1b[0m")
     for number, turns in enumerate(conversations[:count], 1):
         ids, mask, cut = make_example(tokenizer, turns, T)
-        print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are "
-              f"learned{', the rest did not fit' * cut}")
+        print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are learned{', cut' * cut}")
         for learned, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
             text = printable(tokenizer.decode([token for token, _ in run]))
             print(f"{start}{text}{stop}" if learned else text, end="")
@@ -351,67 +347,52 @@ def show(tokenizer, conversations, T, count):
 # ------------------------------------------------------------------------------------------------------------
 def parse_arguments(argv):
     parser = Parser(description="Fine-tune a pretrained model to answer.")
-    parser.add_argument("--base", metavar="DIR", help="the folder to begin with (default out/PRESET)")
-    parser.add_argument("--data", nargs="+", type=os.path.normpath, metavar="FILE",
-                        help=".json, .jsonl: records of instruction, input, output, or of messages (default: "
-                             "medium, big data/instructions*.json; else pairs of the base's held-out text)")
-    parser.add_argument("--out", metavar="DIR", help="the folder to write (default: --base with -sft)")
     parser.add_argument("--show", type=whole_number(1), metavar="N", help="print N examples, then stop")
     parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
-    train.add_run_options(parser)
+    train.add_run_options(parser, ["context"], ".json, .jsonl: records of instruction, input, output, or of "
+                          "messages (default: data/instructions*.json; small: the base's held-out text)")
     return parser.parse_args(argv)
 
 
-def read_base(folder, preset):
-    """-> (settings of the run that made the base, its Config, its Tokenizer)."""
-    require(os.path.exists(os.path.join(folder, "config.json")),
-            f"there is no trained model in {folder}: train it with `python train.py {preset or 'small'}`, or "
-            "name the folder of one with --base.")
-    base_settings, _ = train.read_run(folder, "train.py or sft.py")
-    require(preset in (None, base_settings.preset),
-            f"{folder} holds a model of the size {base_settings.preset}, not {preset}.")
-    tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
-    checkpoint.check_special(folder, tokenizer)
-    return base_settings, checkpoint.read_config(folder)[0], tokenizer
+def read_base(folder, args):
+    """-> (preset, corpus, Config, Tokenizer) of the base: see train.describe."""
+    preset, corpus = train.describe(folder, args.preset or "small")
+    require(args.preset in (None, preset), f"{folder} holds a model of the size {preset}, not {args.preset}.")
+    tokenizer = checkpoint.read_tokenizer(folder)
+    if not tokenizer.template:                      # it takes that for which it has the tokens
+        tokenizer.template = CHAT_TEMPLATE if END_OF_TURN in tokenizer.special else "".join(CHATML_PARTS)
+    return preset, corpus, checkpoint.read_config(folder, args.context), tokenizer
 
 
-def start(args, base, out, ranks=Ranks()):
+def read_examples(tokenizer, settings, T):
+    """-> (the Examples of a run's files, how many batches an epoch of them has)."""
+    examples = make_examples(tokenizer, read_conversations(settings.data), T, settings.seed)
+    return examples, len(plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, 0))
+
+
+def start(args, base, out, ranks=checkpoint.Ranks()):
     """-> (model, tokenizer, settings, state, examples) of a new run."""
-    base_settings, config, tokenizer = read_base(base, args.preset)
-    require(not os.path.exists(out) or not os.path.samefile(base, out),
-            f"--out {out} is the base itself; name another folder for the model made from it.")
-    preset = base_settings.preset
+    preset, corpus, config, tokenizer = read_base(base, args)
     args.device = train.choose_device(args.device, preset, local=ranks.local)
     settings = train.make_settings(args, preset, config, DEFAULTS[preset], ranks)
-    settings.data = settings.data or find_data(preset, base_settings.data)
-    examples = make_examples(tokenizer, read_conversations(settings.data), config.context, settings.seed)
-    batches = plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, 0)
+    settings.data = settings.data or find_data(preset, corpus)
+    examples, batches = read_examples(tokenizer, settings, config.context)
     epochs = args.epochs or EPOCHS[preset]
-    settings.steps, settings.tokens_key = epochs * len(batches), examples.key
+    settings.steps, settings.tokens_key = epochs * batches, examples.key
     if args.warmup is None:
         settings.warmup = min(settings.warmup, settings.steps // 10)
-    model, _ = checkpoint.load(base, model_gpu.pick(settings.device), train.model_options(settings))
-    model.config, model.step = dataclasses.replace(model.config, mtp_weight=settings.mtp_weight), 0
-    state = train.new_run("sft.py", out, model, tokenizer, settings, ranks, base=base)
+    model, state = train.new_run("sft.py", out, config, tokenizer, settings, ranks, base)
     print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
-          f"conversations, {len(examples.held_out):,} more are held out; {examples.cut:,} were longer than "
-          f"the context of {config.context} and are cut.\n{epochs} epochs of {len(batches)} steps of at most "
-          f"{settings.batch_tokens:,} tokens.", flush=True)
+          f"conversations, {len(examples.held_out):,} more held out; {examples.cut:,} cut to the context.\n"
+          f"{epochs} epochs of {batches} steps of at most {settings.batch_tokens:,} tokens.", flush=True)
     return model, tokenizer, settings, state, examples
 
 
-def resume(args, base, out, ranks=Ranks()):
-    """-> the same of the run in `out`, which goes on from its own weights: the base need not be there any
-    more."""
+def resume(args, out, ranks=checkpoint.Ranks()):
+    """-> the same of the run in `out`."""
     model, tokenizer, settings, state = train.resume(args, out, "sft.py", ranks)
-    began = state.get("base")
-    require(not args.base or base == began,
-            f"the run in {out} began with {began}, not with {base}; start a new run with another --out.")
-    conversations = read_conversations(settings.data)
-    examples = make_examples(tokenizer, conversations, model.config.context, settings.seed)
-    require(examples.key == settings.tokens_key,
-            f"the data, {', '.join(settings.data)}, is not what the run in {out} began with.")
-    batches = len(plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, 0))
+    examples, batches = read_examples(tokenizer, settings, model.config.context)
+    require(examples.key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
     epochs = settings.steps // batches
     if args.epochs and args.epochs > epochs and model.step >= settings.steps:
         train.extend(settings, args.epochs * batches, out)
@@ -425,8 +406,8 @@ def main(argv):
     args = parse_arguments(argv)
     base = os.path.normpath(args.base or os.path.join("out", args.preset or "small"))
     if args.show:
-        base_settings, config, tokenizer = read_base(base, args.preset)
-        conversations = read_conversations(args.data or find_data(base_settings.preset, base_settings.data))
+        preset, corpus, config, tokenizer = read_base(base, args)
+        conversations = read_conversations(args.data or find_data(preset, corpus))
         return show(tokenizer, conversations, config.context, args.show)
     train.set_threads(argv)
     with checkpoint.find_ranks(args.gpus, args.timeout) as ranks:
@@ -436,7 +417,8 @@ def main(argv):
 def run(args, base, ranks):
     """-> exit code."""
     out = os.path.normpath(args.out or base + "-sft")
-    model, tokenizer, settings, state, examples = (resume if args.resume else start)(args, base, out, ranks)
+    begun = resume(args, out, ranks) if args.resume else start(args, base, out, ranks)
+    model, tokenizer, settings, state, examples = begun
     if model.step >= settings.steps:
         print(f"The run in {out} is finished: {model.step} of {settings.steps} steps (--epochs takes more).")
         return 0

@@ -5,6 +5,7 @@
     python train.py --resume                 go on with an interrupted run: the same bits as if never stopped
     python train.py --resume --steps 2000    go on with a finished one
     python train.py --dim 192 --layers 6     sizes of your own: a preset is only where they start
+    python train.py --base out/theirs        go on from the weights of a model, ours or any plain Llama
     python train.py --plot out/small         draw the loss curves
     python train.py big --gpus 4             on several GPUs; or the same under torchrun, mpirun, srun
 
@@ -12,7 +13,7 @@ Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order
 
     0. settings    what a run is; most are options, and what an option takes is what a checkpoint may hold
     1. corpus      which files; the last part of each is held out for validation
-    2. tokens      files -> tokenizer -> data/*.bin, uint16, memory-mapped
+    2. tokens      files -> tokenizer, a base's or one made of them -> data/*.bin, uint16, memory-mapped
     3. batches     a pure function of (seed, step): no reader state, so a resumed run sees the same data
     4. schedule    warmup and cosine
     5. evaluation  validation loss in nats a token and bits a byte; samples
@@ -25,10 +26,12 @@ micro-batch, which fix the order of sums, are settings of the run and may not ch
 to the checkpoint's step.
 
 What it does not do: no shuffling of documents, no masks at document boundaries (the end-of-text token is what
-the model learns them from), no fine-tuning.
+the model learns them from), no fine-tuning.  Of a --base, the sizes and the tokenizer are as they are, and
+its optimizer's moments are not read: it begins with a warmup, at step 0.
 """
 import argparse
 import ast
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -113,16 +116,23 @@ class Settings:
             value, kind = getattr(self, field.name), field.metadata.get("kind")
             good = value is None and field.name in ("memory_limit", "data")
             with contextlib.suppress(argparse.ArgumentTypeError):
-                good |= (value in kind if isinstance(kind, tuple) else
-                         kind(str(value)) == value if kind else
+                good |= (value in kind if isinstance(kind, tuple) else kind(str(value)) == value if kind else
                          type(value) is field.type and all(type(part) is str for part in value))
             require(good, f"the setting {field.name} cannot be {value!r:.40}.")
 
 
-def add_run_options(parser):
-    """The options that pretraining and fine-tuning share."""
+def add_run_options(parser, sizes, data):
+    """The options that pretraining and fine-tuning share.  sizes: those of SIZES that are options, too; data:
+    what the files of --data are."""
     parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
+    parser.add_argument("--base", type=os.path.normpath, metavar="DIR",
+                        help="the model to begin with, ours or any plain Llama (sft.py: default out/PRESET)")
+    parser.add_argument("--data", nargs="+", type=os.path.normpath, metavar="FILE", help=data)
+    parser.add_argument("--out", metavar="DIR", help="to write: default out/PRESET, BASE-more, BASE-sft")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    for name in sizes:
+        parser.add_argument("--" + name.replace("_", "-"), type=whole_number(1, 1 << 20), metavar="N",
+                            help="of the model, in place of the preset's (of a base: the context alone)")
     parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N", help="a process each (default 1)")
     parser.add_argument("--timeout", type=whole_number(1), default=300, help="seconds that ranks wait (300)")
     for field in dataclasses.fields(Settings):
@@ -202,17 +212,15 @@ def write_python_corpus(path):
     the docstrings of the standard library.  Prose paragraphs only, each once; a document a topic or
     module."""
     import pydoc_data.topics
-    documents, seen = [text for _, text in sorted(pydoc_data.topics.topics.items())], set()
+    documents, seen, kept = [text for _, text in sorted(pydoc_data.topics.topics.items())], set(), []
     documents += ["\n\n".join(text for _, text in docstrings) for _, docstrings in python_docstrings()]
-    kept = []
     for document in documents:
         paragraphs = dict.fromkeys(" ".join(part.split()) for part in re.split(r"\n\s*\n", document))
         prose = [paragraph for paragraph in paragraphs if is_prose(paragraph) and paragraph not in seen]
         seen.update(prose)
-        if prose:
-            kept.append("\n\n".join(prose))
+        kept.append("\n\n".join(prose))
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    write_file(path, f"\n\n{END_OF_TEXT}\n\n".join(kept).encode())
+    write_file(path, f"\n\n{END_OF_TEXT}\n\n".join(filter(None, kept)).encode())
 
 
 def split_point(path):
@@ -274,16 +282,17 @@ def tokenizer_sample(parts, most=100_000_000):
     return [(path, place, min(place + piece, end)) for path, place, end in places]
 
 
-def prepare(paths, vocab):
+def prepare(paths, vocab, base=None):
     """Corpus -> (tokenizer, train, val, key).  train: uint16 token ids, memory-mapped; val: dict of kind ->
-    such ids, held out.  ValueError for a file that is no text.
+    such ids, held out.  base: the folder of a model whose tokenizer to take; else one is trained.  ValueError
+    for a file that is no text.
 
     What is made is kept in data/, named by a fingerprint of the contents, and made only once."""
     check_corpus(paths)
     os.makedirs("data", exist_ok=True)
     with open(os.path.join("data", "prepare.lock"), "w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)       # a second run waits here, and then finds everything made
-        return make_tokens(paths, vocab)
+        return make_tokens(paths, vocab, base)
 
 
 def map_tokens(path):
@@ -293,13 +302,15 @@ def map_tokens(path):
     return np.memmap(path, np.dtype("<u2"), mode="r", shape=(count,)) if count else np.zeros(0, "<u2")
 
 
-def make_tokens(paths, vocab):
+def make_tokens(paths, vocab, base):
     """The work of prepare, for one run at a time: two would write to the same files."""
     content = "".join(file_hash(path) for path in paths)
     corpus_key = hashlib.sha256(f"{content} {vocab}".encode()).hexdigest()[:12]
     cuts = [(path, split_point(path), os.path.getsize(path)) for path in paths]
-    tokenizer_path = os.path.join("data", f"tokenizer-{vocab}-{corpus_key}.json")
-    if not os.path.exists(tokenizer_path):
+    tokenizer_path = os.path.join("data", f"tokenizer-{vocab}-{corpus_key}{'-base' * bool(base)}.json")
+    if base:
+        Tokenizer.load(os.path.join(base, "tokenizer.json")).save(tokenizer_path)
+    elif not os.path.exists(tokenizer_path):
         print(f"Training a tokenizer of {vocab} tokens on {', '.join(paths)}.", flush=True)
         sample = tokenizer_sample([(path, 0, cut) for path, cut, _ in cuts])
         Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:")).save(tokenizer_path)
@@ -309,15 +320,14 @@ def make_tokens(paths, vocab):
 
     def tokens(part, ranges):
         """The ids of these ranges, from a file whose name ends in its checksum."""
-        made = glob.glob(os.path.join("data", f"{glob.escape(part)}-{key}-*.bin"))
-        if not made:
-            path = os.path.join("data", f"{part}-{key}.new")
-            tokenizer.encode_files(ranges, path, progress=show_progress(f"{part} tokens:"))
-            made = [path.replace(".new", f"-{zlib.crc32(map_tokens(path)):08x}.bin")]
-            os.replace(path, made[0])
-        ids = map_tokens(made[0])
-        require(made[0].endswith(f"-{zlib.crc32(ids):08x}.bin"),
-                f"{made[0]} is damaged: its checksum is wrong. Delete it, and it is made anew.")
+        name = os.path.join("data", f"{part}-{key}")
+        if not glob.glob(f"{glob.escape(name)}-*.bin"):
+            tokenizer.encode_files(ranges, f"{name}.new", progress=show_progress(f"{part} tokens:"))
+            os.replace(f"{name}.new", f"{name}-{zlib.crc32(map_tokens(f'{name}.new')):08x}.bin")
+        path = glob.glob(f"{glob.escape(name)}-*.bin")[0]
+        ids = map_tokens(path)
+        require(path.endswith(f"-{zlib.crc32(ids):08x}.bin"),
+                f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
         return ids
 
     train = tokens("train", [(path, 0, cut) for path, cut, _ in cuts])
@@ -332,8 +342,7 @@ def make_tokens(paths, vocab):
 def window_count(size, T, K):
     """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
     grid that may be shifted by up to T-1 tokens."""
-    require(size >= T + K, f"the corpus is too short: its training part has {size} tokens, fewer than the "
-                           f"{T + K} of one window.")
+    require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
     return max(1, (size - K - T + 1) // T)
 
 
@@ -405,8 +414,7 @@ def even_windows(val, T, K, micro_batch, most):
         yield get_batch(val, starts[i:i + micro_batch], T, K)
 
 
-def validate(model, tokenizer, val, micro_batch, most=None, progress=lambda done, total: None,
-             ranks=Ranks()):
+def validate(model, tokenizer, val, micro_batch, most=None, progress=lambda *done: None, ranks=Ranks()):
     """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at
     most `most` tokens of each kind (None: all); {} if there is nothing.  progress(done, total) is called as
     tokens are done.  ranks: share the work out."""
@@ -438,6 +446,7 @@ def in_words(result):
 
 def sample_text(model, tokenizer, ids, seed, most=SAMPLE_TOKENS):
     """How the model goes on after these ids, up to a special token, as text."""
+    ids = ids or [tokenizer.special_id(END_OF_TEXT)]
     return tokenizer.decode([*generate(model, ids, 0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size,
                                        stop=set(tokenizer.special.values()), most=most)])
 
@@ -463,9 +472,10 @@ def peak_flops(name, precision):
 
 def flops_per_token(config):
     """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward),
-    which is all but the embedding, and 6 L C T for causal attention."""
-    matrices = sum(math.prod(shape) for _, shape in model_cpu.param_table(config) if len(shape) == 2)
-    return 6 * (matrices - config.vocab * config.dim) + 6 * config.layers * config.dim * config.context
+    which is all but an embedding that is not the head, too, and 6 L C T for causal attention."""
+    matrices = sum(math.prod(shape) for name, shape in model_cpu.param_table(config)
+                   if len(shape) == 2 and (config.tied or name != "embed"))
+    return 6 * matrices + 6 * config.layers * config.dim * config.context
 
 
 def print_step(settings, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak, left, last=False):
@@ -505,18 +515,13 @@ class Stop:
         self.signal = number
         # not print, which may be under way; and nobody may be there to read
         with contextlib.suppress(OSError):
-            said = b"\nFinishing this step, then saving; once more to leave at once.\n"
-            os.write(sys.stderr.fileno(), said)
+            os.write(sys.stderr.fileno(), b"\nFinishing the step, then saving; once more to leave at once.\n")
 
 
-@dataclasses.dataclass
-class Job:
-    """What pretraining and fine-tuning do not share; train() below is the rest."""
-    # step, from 0 -> inputs (B,T), targets (B,T+K-1): a pure function, so that a run can be resumed
-    batch: callable
-    evaluate: callable          # step, from 1 -> dict for log.jsonl, and prints what it found
-    bytes_per_token: float      # of the text learned from, for the progress line
-    ranks: Ranks = Ranks()
+# What pretraining and fine-tuning do not share; train() below is the rest.  batch: step, from 0 -> inputs
+# (B,T), targets (B,T+K-1), a pure function, so that a run can be resumed; evaluate: step, from 1 -> dict for
+# log.jsonl, and prints what it found; bytes_per_token: of the text learned from, for the progress line
+Job = collections.namedtuple("Job", "batch evaluate bytes_per_token ranks", defaults=[Ranks()])
 
 
 def training_step(model, settings, inputs, targets, lr, ranks=Ranks(), stop=None):
@@ -562,14 +567,24 @@ def save(out, model, tokenizer, settings, state):
     checkpoint.save(out, model, tokenizer, everything, chat=state["script"] == "sft.py")
 
 
-def new_run(script, out, model, tokenizer, settings, ranks, **more):
-    """-> the state of a run that begins, after its first save: from then on there is something to resume."""
-    state = {"script": script, "tokens": 0, "seconds": 0.0, "ranks": ranks.size, **more}
+def new_run(script, out, config, tokenizer, settings, ranks, base=None):
+    """-> (model, state) of a run that begins, with a base's weights or random ones, after its first save:
+    from then on there is something to resume."""
+    engine, options = model_gpu.pick(settings.device), model_options(settings)
+    config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
+    if base:
+        model, _ = checkpoint.load(base, engine, options, config.context)
+        model.config, model.step = config, 0
+    else:
+        model = engine.Model(config, settings.seed, **options)
+    state = {"script": script, "tokens": 0, "seconds": 0.0, "ranks": ranks.size, "base": base}
     if ranks.rank == 0:
+        require(not (base and os.path.exists(out) and os.path.samefile(base, out)),
+                f"--out {out} is the base itself; name another folder for the model made from it.")
         checkpoint.take(out)
         checkpoint.set_aside(out)
         save(out, model, tokenizer, settings, state)
-    return state
+    return model, state
 
 
 def train(model, tokenizer, settings, out, state, stop, job):
@@ -590,8 +605,7 @@ def train(model, tokenizer, settings, out, state, stop, job):
             stop.agreed = losses.pop()
         if not all(map(math.isfinite, [*losses, norm])):
             print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
-                  f"{first_bad_tensor(model)}. {out} keeps its last checkpoint. Try a lower --lr.",
-                  file=sys.stderr)
+                  f"{first_bad_tensor(model)}. {out} keeps its last save. Try a lower --lr.", file=sys.stderr)
             return False
         seconds = time.monotonic() - began
         state.update(tokens=tokens, seconds=before["seconds"] + seconds)
@@ -656,31 +670,28 @@ def dry_run(config, settings, ranks):
     plan, free = planner(config, settings, ranks)
     print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens in micro-batches of {settings.micro_batch} x {config.context}, "
-          f"{f'{ranks.size} x ' * (ranks.size > 1)}{settings.device} {settings.precision}, peak learning rate "
-          f"{settings.lr}")
+          f"{ranks.size} x {settings.device} {settings.precision}, peak learning rate {settings.lr}")
     kinds = plan(settings.micro_batch)
     for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
         print(f"{name:>20} {size / 2**20:10.1f} MiB")
     if free is not None:
-        print(f"Free memory is {free / 2**20:,.0f} MiB: the largest micro-batch is "
-              f"{model_cpu.largest_micro_batch(plan, free)}.")
+        largest = model_cpu.largest_micro_batch(plan, free)
+        print(f"Free memory is {free / 2**20:,.0f} MiB: the largest micro-batch is {largest}.")
     if settings.device == "cpu" or model_gpu.why_no_gpu():
         return
     model = model_gpu.Model(config, settings.seed, **model_options(settings))
     connect(ranks, model, settings)
-    ids = np.random.default_rng(0).integers(0, config.vocab, settings.batch_tokens + config.predict)
-    starts = range(0, settings.batch_tokens, config.context)
-    inputs, targets = get_batch(ids, starts, config.context, config.predict)
+    T, windows = config.context, settings.batch_tokens // config.context
+    ids = np.random.default_rng(0).integers(0, config.vocab, (windows, T + config.predict))
     for _ in range(2):                      # the first time nothing is in place yet
         began = time.monotonic()
         for _ in range(3):
-            with ranks.waiting():
-                training_step(model, settings, inputs, targets, settings.lr, ranks)()
+            training_step(model, settings, ids[:, :T], ids[:, 1:], settings.lr, ranks)()
     seconds = (time.monotonic() - began) / 3
     run = datetime.timedelta(seconds=round(seconds * settings.steps))
-    print(f"A step takes {1e3 * seconds:.1f} ms: {settings.batch_tokens / seconds:,.0f} tokens/s; "
-          f"{settings.steps} steps would take {run}.  Start them with: python train.py "
-          + shlex.join(word for word in sys.argv[1:] if word != "--dry-run"))
+    start = shlex.join(word for word in sys.argv[1:] if word != "--dry-run")
+    print(f"A step takes {1e3 * seconds:.1f} ms, {settings.batch_tokens / seconds:,.0f} tokens/s: the run "
+          f"would take {run}.  Start it: python train.py {start}")
 
 
 def choose_device(asked, preset, planning=False, local=0):
@@ -688,17 +699,20 @@ def choose_device(asked, preset, planning=False, local=0):
     a run needs none."""
     device = asked if asked in ("cpu", "gpu") else "cpu" if preset == "small" else "gpu"
     if device == "gpu" and not planning and (reason := model_gpu.why_no_gpu()):
-        raise ValueError(reason if asked == "gpu" else
-                         f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to "
-                         f"do it all the same. On a GPU it takes minutes; but: {reason}")
+        raise ValueError(reason if asked == "gpu" else f"{preset} takes many hours or days on a CPU: train "
+                         f"small, or say --device cpu to do so. On a GPU it takes minutes; but: {reason}")
     if device == "gpu" and not model_gpu.why_no_gpu():
         model_gpu.take_gpu(local)
     return device
 
 
 def choose_sizes(args, preset):
-    """-> the preset's Config with what of it was given; what follows from dim follows."""
+    """-> the base's Config, or the preset's, with what of it was given; what follows from dim follows."""
     given = {name: getattr(args, name) for name in (*SIZES, "mtp_weight") if getattr(args, name) is not None}
+    if args.base:
+        wrong = ["--" + name.replace("_", "-") for name in given if name not in ("context", "mtp_weight")]
+        require(not wrong, f"the model in {args.base} has its sizes: leave out {' '.join(wrong)}.")
+        return dataclasses.replace(checkpoint.read_config(args.base, args.context), **given)
     return dataclasses.replace(CONFIGS[preset], **given, **({"hidden": None} if "dim" in given else {}))
 
 
@@ -713,40 +727,27 @@ def model_options(settings):
 def set_threads(argv):
     """The threads here are slices of the batch, a core each, so BLAS must not start its own: its number of
     threads is read when NumPy loads, hence the script starts itself anew with it set."""
-    wanted = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
-                            "VECLIB_MAXIMUM_THREADS"), "1")
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
-        script = os.path.abspath(sys.argv[0])
-        os.execve(sys.executable, [sys.executable, script, *argv], {**os.environ, **wanted})
+    names = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
+    wanted = {**os.environ, **dict.fromkeys(names, "1")}
+    if wanted != os.environ:
+        os.execve(sys.executable, [sys.executable, os.path.abspath(sys.argv[0]), *argv], wanted)
 
 
 def parse_arguments(argv):
     parser = Parser(description="Pretrain a model.  Defaults depend on the preset: --dry-run prints them.")
-    for name in SIZES:
-        parser.add_argument("--" + name.replace("_", "-"), type=whole_number(1, 1 << 20), metavar="N",
-                            help="of the model, in place of the preset's")
-    parser.add_argument("--data", nargs="+", type=os.path.normpath, metavar="FILE",
-                        help="texts; lines of <|endoftext|> can separate documents (default data/tiny.txt or "
-                             "Python's English; medium and big: data/books*.txt, data/web*.txt)")
-    parser.add_argument("--out", metavar="DIR", help="the checkpoint folder (default out/PRESET)")
-    parser.add_argument("--steps", type=whole_number(1), metavar="N",
-                        help="updates; with --resume, more than a finished run made: go on with it")
-    add_run_options(parser)
+    parser.add_argument("--steps", type=whole_number(1), metavar="N", help="updates; --resume takes more")
+    add_run_options(parser, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
+                    "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
     parser.add_argument("--dry-run", action="store_true", help="print parameters and memory, then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
     return parser.parse_args(argv)
 
 
-def given_settings(args):
-    """The options on the command line that are settings of the run, as a dict."""
-    return {name: value for name, value in vars(args).items()
-            if name in Settings.__annotations__ and value not in (None, "auto")}
-
-
 def make_settings(args, preset, config, defaults, ranks=Ranks()):
     """Settings from these defaults, of the preset, and the options given."""
-    T, given = config.context, given_settings(args)
-    on_gpu = given.get("device") == "gpu"
+    given = {name: value for name, value in vars(args).items()
+             if name in Settings.__annotations__ and value not in (None, "auto")}
+    T, on_gpu = config.context, given.get("device") == "gpu"
     if not on_gpu and (wrong := [name for name in ("precision", "matmul", "memory_limit") if name in given]):
         raise ValueError(f"--{wrong[0].replace('_', '-')} is for the GPU engine; add --device gpu.")
     if on_gpu:
@@ -781,11 +782,24 @@ def read_run(folder, script):
     return settings, state
 
 
+def describe(base, wanted="small"):
+    """-> (preset, corpus) of a base: one of ours says how it was made; of another's model the preset is the
+    widest that is no wider, or small, and corpus, the files that it learned from, None.  wanted: the preset
+    that was asked for."""
+    require(os.path.exists(os.path.join(base, "config.json")),
+            f"there is no model in {base}: `python train.py {wanted}` trains one, --base names another.")
+    if os.path.exists(checkpoint.paths_of(base)[1]):
+        made, _ = read_run(base, "train.py or sft.py")
+        return made.preset, made.data
+    dim = max(checkpoint.read_config(base).dim, CONFIGS["small"].dim)
+    return max((c.dim, name) for name, c in CONFIGS.items() if c.dim <= dim)[1], None
+
+
 def resume(args, out, script, ranks=Ranks()):
-    """-> (model, tokenizer, settings, state) of the run of this script in `out`.  Options that differ from
-    the run's are an error, but for more --steps than a finished run has made."""
-    require(os.path.exists(os.path.join(out, "config.json")),
-            f"there is nothing to resume in {out}: it holds no checkpoint.")
+    """-> (model, tokenizer, settings, state) of the run of this script in `out`, from its own weights: a base
+    need not be there any more.  Options that differ from the run's are an error, but for more --steps than a
+    finished run has made."""
+    require(os.path.exists(os.path.join(out, "config.json")), f"there is nothing to resume in {out}.")
     if ranks.rank == 0:
         checkpoint.take(out)
     settings, state = read_run(out, script)
@@ -794,11 +808,11 @@ def resume(args, out, script, ranks=Ranks()):
             f"the run in {out} has --attention naive, which is no more: start a new run.")
     choose_device(settings.device, settings.preset, local=ranks.local)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
-    recorded = {**dataclasses.asdict(settings), **dataclasses.asdict(model.config)}
-    given = {**given_settings(args), **{name: getattr(args, name, None) for name in SIZES}}
-    more = given.get("steps", 0) > settings.steps <= model.step
+    recorded = {**dataclasses.asdict(settings), **dataclasses.asdict(model.config), "base": state.get("base")}
+    given = {name: getattr(args, name, None) for name in (*Settings.__annotations__, *SIZES, "base")}
+    more = (given["steps"] or 0) > settings.steps <= model.step
     for name, value in given.items():
-        if value not in (None, recorded[name]) and not (name == "steps" and more):
+        if value not in (None, "auto", recorded[name]) and not (name == "steps" and more):
             option = "the preset" if name == "preset" else "--" + name.replace("_", "-")
             raise ValueError(f"the run in {out} has {option} {recorded[name]}, not {value}: a resumed run "
                              "keeps its settings. Leave the option out, or start a new run with --out.")
@@ -816,9 +830,8 @@ def extend(settings, steps, out):
     """Give a finished run more steps."""
     before, rate = settings.steps, learning_rate(settings.steps - 1, settings)
     settings.steps = steps
-    print(f"The run in {out} was finished after {before} steps; it goes on to {steps}.  The schedule is "
-          f"computed anew: the learning rate rises from {rate:.2e} to {learning_rate(before, settings):.2e}, "
-          "and falls again.", flush=True)
+    print(f"The run in {out} was finished after {before} steps; it goes on to {steps}.  The learning rate "
+          f"rises from {rate:.2e} to {learning_rate(before, settings):.2e}, by a new schedule.", flush=True)
 
 
 def cap_steps(args, settings, tokens):
@@ -867,36 +880,32 @@ def main(argv):
 
 def run(args, ranks):
     """-> exit code."""
-    preset = args.preset or "small"
-    out = os.path.normpath(args.out or os.path.join("out", preset))
+    preset = args.preset or (describe(args.base)[0] if args.base and not args.resume else "small")
+    out = os.path.normpath(args.out or (f"{args.base}-more" if args.base else os.path.join("out", preset)))
     if args.resume:
         model, tokenizer, settings, state = resume(args, out, "train.py", ranks)
         if model.step >= settings.steps:
             print(f"The run in {out} is finished: {model.step} steps (--steps takes more).")
             return 0
-        _, tokens, val, key = prepare(settings.data, model.config.vocab)
-        require(key == settings.tokens_key,
-                f"{', '.join(settings.data)}: not the corpus that the run in {out} began with.")
+        _, tokens, val, key = prepare(settings.data, model.config.vocab, state.get("base") and out)
+        require(key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
         print(f"Resuming {out} at step {model.step} of {settings.steps}.")
     else:
         config = choose_sizes(args, preset)
         asked = args.device or ("gpu" if args.dry_run and args.memory_limit else None)
         args.device = choose_device(asked, preset, args.dry_run, ranks.local)
-        defaults = DEFAULTS[preset]
-        if args.optimizer == "adamw":
-            defaults = {**defaults, "lr": defaults["lr"] / 2}
-        settings = make_settings(args, preset, config, defaults, ranks)
+        lr = DEFAULTS[preset]["lr"] / (2 if args.optimizer == "adamw" else 1)
+        settings = make_settings(args, preset, config, {**DEFAULTS[preset], "lr": lr}, ranks)
         if args.dry_run:
             return dry_run(config, settings, ranks)
         found = ranks.all_gather(ranks.rank or settings.data or find_corpus(preset))[0]     # 0 alone makes it
         settings.data = settings.data or found
-        tokenizer, tokens, val, settings.tokens_key = prepare(settings.data, config.vocab)
+        tokenizer, tokens, val, settings.tokens_key = prepare(settings.data, config.vocab, args.base)
         window_count(len(tokens), config.context, config.predict)
         cap_steps(args, settings, len(tokens))
         if sum(map(len, val.values())) <= config.predict:
             print("The corpus is too short for a validation part: there will be no validation loss.")
-        model = model_gpu.pick(settings.device).Model(config, settings.seed, **model_options(settings))
-        state = new_run("train.py", out, model, tokenizer, settings, ranks)
+        model, state = new_run("train.py", out, config, tokenizer, settings, ranks, args.base)
         engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
         engine = f"{ranks.size} x {engine}" if ranks.size > 1 else engine
         print(f"{preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "

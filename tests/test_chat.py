@@ -150,7 +150,7 @@ def test_streaming_never_cuts_a_character(models):
 @pytest.mark.parametrize("count", range(1, 12))
 def test_an_answer_that_ends_inside_a_character_shows_no_broken_one(models, capsys, count):
     model, tokenizer = chat.load_model(str(models / "out" / "loop"))
-    s = chat.Session(model, tokenizer, False, None)
+    s = chat.Session(model, tokenizer, None)
     for token in tokenizer.encode(LOOP)[:count]:
         s.show(tokenizer.decode_bytes([token]))
     assert capsys.readouterr().out == LOOP.encode()[:count].decode("utf-8", "ignore")
@@ -305,7 +305,7 @@ def test_terminal(models):
     """Ctrl-C stops an answer and the session goes on; an arrow brings the last line back; Ctrl-D leaves."""
     terminal = Terminal(models, "--model", "out/loop", "--temperature", "0", "--max-tokens", "1000000")
     count = model_cpu.param_count(chat.load_model(str(models / "out" / "loop"))[0].config)
-    terminal.wait_for(f"out/loop: {count:,} parameters, trained for 0 steps.".encode())
+    terminal.wait_for(f"out/loop: {count:,} parameters.".encode())
     terminal.wait_for(b"> ")
     terminal.send("é\n")
     terminal.wait_for((LOOP * 20).encode())
@@ -337,7 +337,7 @@ def test_every_command_on_a_terminal(models):
                          ("/system", "system is none"), ("/system Be brief.", "system is Be brief."),
                          ("Hello", "Hi"), ("/stats", " tokens/s, 1.00 tokens a verification"),
                          ("/tokens", "H\x1b[0m\x1b[32mi\x1b[0m\r\n\x1b[32mfrom 50%\x1b[0m  \x1b[36mfrom 10%\x1b[0m  "),
-                         ("x" * 10_000, "note: the prompt has 10011 tokens; the last 21 are used."), ("one\\", "... "),
+                         ("x" * 10_000, "note: the prompt has 10000 tokens; the last 10 are used."), ("one\\", "... "),
                          ("two", "Hi"), ("/system none", "system is none"), ("/temperature 2", "temperature is 2.0"),
                          ("/max-tokens 100000000", "max-tokens is 100000000"), ("/top-k 0", "top-k is 0"),
                          ("/seed 3", "seed is 3"), ("/help", "/system TEXT begins anew")]:
@@ -429,14 +429,14 @@ TERMINAL = (True, True)
 def test_a_session_on_a_terminal(models):
     """To the letter, and each prompt is there before a line is waited for."""
     count = model_cpu.param_count(chat.load_model(str(models / "out" / "loop"))[0].config)
-    first = f"out/loop: {count:,} parameters, trained for 0 steps.\n"
+    first = f"out/loop: {count:,} parameters.\n"
     assert run(models, "--model", "out/loop", "--temperature=0", input=b"e\n/reset\n\n /e\n", terminals=TERMINAL) == (
         0, f"{first}Begin a text; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n"
         "> ends.\n> > ends.\n>  /ends.\n> \n".encode(), "")
     assert len(run.shown) == 5 and run.shown[0].endswith(b"more.\n> ") and run.shown[1].endswith(b"\n> ends.\n> ")
     count = model_cpu.param_count(chat.load_model(str(models / "out" / "sft"))[0].config)
     assert run(models, "--model", "out/sft", "--temperature=0", input=b"\nHello\n\n", terminals=TERMINAL)[1] == (
-        f"out/sft: {count:,} parameters, trained for 0 steps.\n"
+        f"out/sft: {count:,} parameters.\n"
         "Ask; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n> > Hi\n> > \n").encode()
     # not a terminal unless both are one
     for terminals in ((True, False), (False, True), (False, False)):
@@ -584,7 +584,7 @@ def test_any_special_token_ends_an_answer(models, special):
         s.answer("x")
         assert s.turns == [[USER, ord("x"), END, ASSISTANT, ord("a"), END]] and s.is_finished()
         model, tokenizer = chat.load_model(str(models / "out" / "loop"))
-        s = chat.Session(model, tokenizer, False, chat.parse_arguments([]))
+        s = chat.Session(model, tokenizer, chat.parse_arguments([]))
         s.answer("x")
         assert s.turns == [[*b"xa", SPECIAL["<|endoftext|>"]]]
 
@@ -594,7 +594,7 @@ def test_any_special_token_ends_an_answer(models, special):
 
 def session(models, **settings):
     model, tokenizer = chat.load_model(str(models / "out" / "sft"))
-    return chat.Session(model, tokenizer, True, chat.parse_arguments([f"--{k}={v}" for k, v in settings.items()]))
+    return chat.Session(model, tokenizer, chat.parse_arguments([f"--{k}={v}" for k, v in settings.items()]))
 
 
 def test_the_seconds_of_an_answer(models, monkeypatch, capsys):
@@ -663,8 +663,8 @@ def test_a_system_text_stands_before_the_first_question(models, capsys):
     assert s.turns == [turn(b"Be  good.\n\n" + b"q" * 10, *b"Hi", END)]
     assert capsys.readouterr().err == ""
     s.answer("q" * 11)
-    assert s.turns == [turn(b"e  good.\n\n" + b"q" * 11, *b"Hi", END)]
-    assert capsys.readouterr().err == "note: the prompt has 22 tokens; the last 21 are used.\n"
+    assert s.turns == [turn(b"Be  good.\n\n" + b"q" * 10, *b"Hi", END)]             # which stays whole
+    assert capsys.readouterr().err == "note: the prompt has 11 tokens; the last 10 are used.\n"
     for command, said in (("/system", "Be  good."), ("/system none", "none"), ("/system", "none")):
         chat.run_command(command, s)
         assert capsys.readouterr().out == f"system is {said}\n"
@@ -672,7 +672,7 @@ def test_a_system_text_stands_before_the_first_question(models, capsys):
     s.answer("a")
     assert s.turns == [turn(b"a", *b"Hi", END)]
     model, tokenizer = chat.load_model(str(models / "out" / "loop"))
-    chat.run_command("/system x", chat.Session(model, tokenizer, False, chat.parse_arguments([])))
+    chat.run_command("/system x", chat.Session(model, tokenizer, chat.parse_arguments([])))
     assert "There is no command /system x; /help" in capsys.readouterr().out
 
 
@@ -704,7 +704,7 @@ def test_chat_form_has_a_window_to_the_token(models, capsys):
 
 def test_plain_form_has_a_window_to_the_token(models, capsys):
     model, tokenizer = chat.load_model(str(models / "out" / "loop"))
-    s = chat.Session(model, tokenizer, False, chat.parse_arguments([]))
+    s = chat.Session(model, tokenizer, chat.parse_arguments([]))
     assert (s.turns, s.answers, s.stop) == ([], 0, SPECIAL["<|endoftext|>"])
     assert session(models).stop == END
     for size in (31, 32, 33, 34):
@@ -826,15 +826,15 @@ def test_lens_of_a_long_text(models, monkeypatch, capsys):
 def test_engine(monkeypatch):
     """The CPU computes in float32, another engine in its own best; the lens looks into the layers on the CPU."""
     monkeypatch.setattr(checkpoint, "load", lambda *arguments: arguments)
-    assert chat.load_model("m", "cpu") == ("m", model_cpu, {"training": False, "dtype": np.float32})
+    assert chat.load_model("m", "cpu") == ("m", model_cpu, {"training": False, "dtype": np.float32}, None)
     monkeypatch.setattr(model_gpu, "pick", lambda device: f"the engine for {device}")
-    assert chat.load_model("m") == ("m", "the engine for auto", {"training": False})
+    assert chat.load_model("m", context=7) == ("m", "the engine for auto", {"training": False}, 7)
     for arguments, device in (([], "auto"), (["--device", "gpu"], "gpu"), (["--device", "gpu", "--lens", "a"], "cpu"),
                               (["--lens", ""], "cpu"), (["--prompt", "", "--device", "cpu"], "cpu")):
         asked = []
         monkeypatch.setattr(chat, "load_model", lambda *rest: asked.append(rest) or exec("raise ValueError('enough')"))
         code, _, err = run(".", "--model", "m", *arguments)
-        assert (code, asked, err) == (2, [("m", device)], "error: enough\n")
+        assert (code, asked, err) == (2, [("m", device, None)], "error: enough\n")
 
 
 def test_the_newest_checkpoint_is_taken(models):
@@ -859,7 +859,7 @@ def test_options():
     """Defaults, and the bounds of each number, which it may reach."""
     assert vars(chat.parse_arguments([])) == {"model": None, "prompt": None, "lens": None, "max_tokens": 200, "top_k": 50,
                                               "temperature": 0.8, "top_p": 1.0, "seed": None, "device": "auto",
-                                              "plot": None, "speculation": None}
+                                              "plot": None, "speculation": None, "context": None}
     for name, low, high, words in (("max-tokens", 1, 10**9, "a whole number from 1 to 1000000000"),
                                    ("temperature", 0.0, 100.0, "a number from 0 to 100"),
                                    ("top-k", 0, 10**9, "a whole number from 0 to 1000000000"),
@@ -934,12 +934,6 @@ def test_no_checkpoint_at_all(tmp_path):
                                               "`python train.py`, or name the folder of one with --model DIR.\n")
 
 
-def test_a_tokenizer_without_the_special_tokens():
-    tokenizer = types.SimpleNamespace(special={"<|end|>": 1, "<|endoftext|>": 2})
-    with pytest.raises(ValueError, match=r"^m: tokenizer.json lacks the special token <\|assistant\|>\.$"):
-        checkpoint.is_chat_model("m", tokenizer)
-
-
 @pytest.mark.parametrize("name, damage, message", [
     ("model.safetensors", lambda data: data[:-1], "model.safetensors is damaged"),
     ("model.safetensors", lambda data: None, "model.safetensors"),
@@ -947,7 +941,6 @@ def test_a_tokenizer_without_the_special_tokens():
     ("tokenizer.json", lambda data: b"[]", "tokenizer.json is not a tokenizer"),
     ("tokenizer.json", lambda data: data.replace(b"<|user|>", b"<|usor|>"), "is not the one that this model was trained with"),
     ("tokenizer_config.json", lambda data: b"[]", "error: m/tokenizer_config.json is damaged: it holds no settings.\n"),
-    ("tokenizer_config.json", lambda data: None, "tokenizer_config.json: No such file"),
 ])
 def test_damaged_checkpoint(tmp_path, name, damage, message):
     save_chain_model(str(tmp_path / "m"), [])
@@ -983,5 +976,5 @@ def test_history_of_lines_stays_in_memory(models, tmp_path):
 def test_tokenizer_config_written_by_save_has_no_template(models):
     config = json.loads((models / "out" / "loop" / "tokenizer_config.json").read_text())
     assert "chat_template" not in config        # what tells a pretrained model from a fine-tuned one
-    assert not checkpoint.is_chat_model(str(models / "out" / "loop"), Tokenizer.train([""], 260))
-    assert checkpoint.is_chat_model(str(models / "out" / "sft"), Tokenizer.train([""], 260))
+    assert not checkpoint.read_tokenizer(str(models / "out" / "loop")).template
+    assert checkpoint.read_tokenizer(str(models / "out" / "sft")).template

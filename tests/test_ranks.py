@@ -307,6 +307,18 @@ def test_variables_that_make_no_sense(environment):
         checkpoint.find_ranks(4, 1)
 
 
+@pytest.mark.parametrize("variables", [{}, by_torchrun(1, 0, 1), *(
+    {name: value} for rank, size, _ in checkpoint.LAUNCHERS for name, value in ((rank, 0), (size, 2)))])
+def test_a_run_of_one_opens_no_port_and_starts_no_thread(environment, monkeypatch, variables):
+    """And one of a launcher's two variables, without the other, makes no launcher."""
+    for where, name in (Ranks, "listen"), (Ranks, "call"), (threading, "Thread"):
+        monkeypatch.setattr(where, name, None)
+    environment(**variables)
+    for gpus in (None, 1):
+        ranks = checkpoint.find_ranks(gpus, 9)
+        assert (ranks.rank, ranks.size, ranks.local) == (0, 1, 0)
+
+
 def test_a_launcher_that_makes_no_sense_is_one_sentence(folder):
     done = run(folder, *TINY, "--out", "none", RANK=3, WORLD_SIZE=2)
     assert done.returncode == 2 and done.stdout == "" and not (folder / "none").exists()
@@ -391,11 +403,11 @@ def test_a_rank_that_is_killed_ends_all(folder, ended, moment):
 
 @pytest.mark.parametrize("moment", BIRTHS)
 def test_a_rank_that_is_killed_at_the_start(folder, ended, moment):
-    """Without rank 0, and before there is a rank 1, nobody is left to say it."""
+    """Without rank 0, and before there is a rank 1, nobody is left to say it.  The first save is whole, or is none."""
     _, code, words = BIRTHS[moment]
     assert ended[moment].returncode == code and "Traceback" not in ended[moment].stderr
     assert ended[moment].stderr.count("has died") == ended[moment].stderr.count("error") == words
-    assert not (folder / moment).exists() or weights_of(folder, moment)[0] == 0
+    assert not (folder / moment / checkpoint.MODEL).exists() or weights_of(folder, moment)[0] == 0
 
 
 @pytest.mark.parametrize("name", SIGNALS)
@@ -404,7 +416,7 @@ def test_a_signal_to_any_rank_ends_all_with_one_save(folder, ended, name):
     done, step = ended[name], weights_of(folder, name)[0]
     assert done.returncode == 128 + SIGNALS[name][1] and 6 <= step <= 8 and log_of(folder, name)[-1]["step"] == step
     assert done.stderr.count(f"Saved {name} at step {step}. Go on with: ") == 1 and "error" not in done.stderr
-    assert done.stderr.count("Finishing this step") == (0 if name == "1 alone" else 1)
+    assert done.stderr.count("Finishing the step") == (0 if name == "1 alone" else 1)
     resume_exactly(folder, name)
 
 
@@ -512,6 +524,16 @@ def test_a_number_that_is_not_finite(folder):
     said_once(done.stderr, "error: step 2 is not finite", "the first gradient that is not finite is embed", "wild keeps its")
 
 
+def test_who_says_why_all_end(monkeypatch, capfd):
+    """Rank 0 does; rank 1 does where rank 0 cannot; the others would only say it once more."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for rank, sentence, said in ((0, "why", 1), (1, "why", 1), (2, "why", 0), (3, "why", 0), (0, "", 0)):
+        with pytest.raises(SystemExit) as ended:
+            Ranks(rank, 4).leave(sentence)
+        assert ended.value.code == 1
+        assert capfd.readouterr().err == said * "error: why; what was last saved stays.\n"
+
+
 # -- no progress -------------------------------------------------------------------------------------------------------
 def test_a_rank_that_stops(folder):
     """SIGSTOP in a step: the others give up, and --gpus leaves no process behind."""
@@ -563,6 +585,23 @@ def test_what_the_watch_says_of_time(monkeypatch):
         said.clear()
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError, EOFError])
+def test_whose_connection_breaks_has_died(monkeypatch, error):
+    """However it breaks.  Who waits for that rank leaves the sentence to the watch."""
+    def broken(*_):
+        raise error
+    ranks, slept = Ranks(0, 2), []
+    ranks.lives[1] = ranks.lines[1] = types.SimpleNamespace(poll=lambda: True, recv_bytes=broken)
+    monkeypatch.setattr(Ranks, "leave", lambda self, sentence: sys.exit(sentence))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(SystemExit, match="^rank 1 has died$"):
+        ranks.watch()
+    slept.clear()
+    with pytest.raises(error):
+        ranks.all_gather(0)
+    assert len(slept) == 1 and slept[0] > 10
+
+
 # -- Ranks by itself ---------------------------------------------------------------------------------------------------
 def together(size, function, **options):
     """function(ranks) of connected ranks, each in a thread -> [what it returns, or the ValueError it raises]."""
@@ -591,7 +630,8 @@ def test_a_run_of_one_has_nobody_to_talk_to():
         assert ranks.all_gather({"a": 1.5}) == [{"a": 1.5}] and ranks.agree(x=1) is None
         ranks.all_reduce(array := np.array([1.0, 2.0]))
         assert array.tolist() == [1.0, 2.0]
-        assert all(np.array_equal(part, inputs) for part in ranks.share(inputs, inputs))
+        assert all(np.array_equal(part, inputs) for part in ranks.share(inputs, inputs)) and not ranks.ended
+    assert ranks.ended                                      # what the watch sees from here on is no death
 
 
 def test_everybody_hears_what_everybody_says():
@@ -699,7 +739,7 @@ def test_nccl_is_asked_in_order(monkeypatch):
     for name, module in ("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl):
         monkeypatch.setitem(sys.modules, name, module)
     ranks = Ranks(1, 4)
-    ranks.all_gather = lambda said: [repr((9, -9)), said, said, said]
+    ranks.all_gather = lambda said: [[9, -9], said, said, said]
     sums = checkpoint.Nccl(ranks)
     assert done == [(4, (9, -9), 1)] and ranks.seen == math.inf
     done.clear()

@@ -31,7 +31,7 @@ import model_cpu
 import model_gpu
 import sft
 import train
-from tokenizer import CHAT_TEMPLATE, Tokenizer, printable, run_script
+from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, SPECIAL_TOKENS, Tokenizer, printable, run_script
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.path.join(os.path.dirname(ROOT), "shared", "data")
@@ -232,10 +232,10 @@ def test_turns():
     user, assistant = CHAT[1:3]
     for record, words in [("text", "named fields"), ({}, "no text"), ({"instruction": "a", "output": 3}, "no text"),
                           ({"instruction": "a", "output": " \n"}, "an empty"), ({"messages": "Hi"}, "no list"),
-                          ({"messages": []}, "roles"), ({"messages": [user]}, "roles"),
-                          ({"messages": [assistant, user]}, "roles"),
-                          ({"messages": [user, CHAT[0], assistant]}, "roles"), ({"messages": [CHAT[0]]}, "roles"),
-                          ({"messages": [user, {"role": "tool", "content": "x"}]}, "roles"),
+                          ({"messages": []}, "in turn"), ({"messages": [user]}, "in turn"),
+                          ({"messages": [assistant, user]}, "in turn"),
+                          ({"messages": [user, CHAT[0], assistant]}, "in turn"), ({"messages": [CHAT[0]]}, "in turn"),
+                          ({"messages": [user, {"role": "tool", "content": "x"}]}, "in turn"),
                           ({"messages": [user, {"role": "assistant"}]}, "no text"), ({"messages": [user, 3]}, "no list"),
                           ({"messages": [user, {"role": "assistant", "content": ""}]}, "an empty response"),
                           ({"messages": CHAT[1:4] + [{"role": "assistant", "content": " "}]}, "an empty response"),
@@ -330,8 +330,8 @@ def test_pairs_of_python_to_the_letter(tmp_path, monkeypatch):
     found[:] = [("m", [("m.f", "What is known."), ("m.g", "Oneword")])]
     with pytest.raises(ValueError) as error:
         sft.python_pairs(str(path))
-    assert str(error.value) == (f"{path} holds all of the library's documentation, so nothing is held out; name a file of "
-                                f"instructions with --data.")
+    assert str(error.value) == (f"{path} holds all of the library's documentation, so nothing is held out; name instructions "
+                                "with --data (./fetch_data.sh instructions brings some).")
 
 
 def write_play(path, speeches=1200):
@@ -394,9 +394,8 @@ def test_pairs_of_a_play_to_the_letter(tmp_path, monkeypatch):
         else:
             with pytest.raises(ValueError) as error:
                 pairs(text)
-            assert str(error.value) == (f"{tmp_path}/some.txt is neither a play nor the text that ships inside Python, so no "
-                                        "questions with answers can be made from it: name a file of instructions with --data "
-                                        "(./fetch_data.sh instructions brings one).")
+            assert str(error.value) == (f"{tmp_path}/some.txt is neither a play nor the text inside Python, so it gives no "
+                                        "questions; name instructions with --data (./fetch_data.sh instructions brings some).")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -456,7 +455,7 @@ def test_the_held_out_loss_falls(base):
     assert settings["chat_template"] == CHAT_TEMPLATE and settings["eos_token"] == "<|end|>"
     done = run(folder, "--model", "out/play-sft", "--prompt", "so", "--max-tokens", "30", script="chat.py")
     assert (done.returncode, done.stderr) == (0, "")
-    assert checkpoint.is_chat_model(folder / "out/play-sft", Tokenizer.load(folder / "out/play-sft/tokenizer.json"))
+    assert checkpoint.read_tokenizer(folder / "out/play-sft").template
 
 
 def test_killed_and_resumed_is_exact(base):
@@ -491,13 +490,13 @@ def test_resume_refuses(base):
     assert run(folder, "--base", "out/some", "--out", "out/again", "--batch-tokens", "512", "--epochs", "1").returncode == 0
     for script, arguments, words in [("sft.py", ["--epochs", "1"], "--epochs 2, not 1"),
                                      ("sft.py", ["--lr", "1"], "--lr"),
-                                     ("sft.py", ["--base", "out/again"], "out/play, not with out/again"),
+                                     ("sft.py", ["--base", "out/again"], "--base out/play, not out/again"),
                                      ("sft.py", ["--data", "play.txt"], "--data"), ("train.py", [], "sft.py")]:
         done = run(folder, "--resume", "--out", "out/some", *arguments, script=script)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
     data.write_text(data.read_text().replace("It is 7.", "It is seven."))
     done = run(folder, "--resume", "--out", "out/some")
-    assert done.returncode == 2 and "is not what the run in out/some began with" in done.stderr
+    assert done.returncode == 2 and "some.jsonl: not what out/some began with." in done.stderr
     done = run(folder, "--resume", "--out", "out/play")
     assert done.returncode == 2 and "train.py" in done.stderr
 
@@ -524,7 +523,7 @@ def test_a_finished_run_is_given_more_epochs(base):
     before, *_, after = [record["val_loss"] for record in log if "val_loss" in record]
     assert f"Held-out loss {before:.4f} before, {after:.4f} after." in done.stdout
     tokenizer = Tokenizer.load(folder / "out/longer/tokenizer.json")
-    assert checkpoint.is_chat_model(folder / "out/longer", tokenizer)
+    assert checkpoint.read_tokenizer(folder / "out/longer").template
 
 
 def test_show_colours_what_is_learned(base):
@@ -536,7 +535,7 @@ def test_show_colours_what_is_learned(base):
     arguments = ["--base", "out/play", "--data", "show.json", "--show", "3"]
     shown = run(folder, *arguments, NO_COLOR="").stdout
     in_brackets = run(folder, *arguments, NO_COLOR="1").stdout
-    pieces = re.split(r"--- example (\d+): (\d+) of (\d+) tokens are learned(, the rest did not fit)?\n", shown)[1:]
+    pieces = re.split(r"--- example (\d+): (\d+) of (\d+) tokens are learned(, cut)?\n", shown)[1:]
     assert len(pieces) == 15
     for record, number, learned, count, cut, text in zip(records, *(pieces[i::5] for i in range(5))):
         ids, mask, was_cut = sft.make_example(tokenizer, sft.make_turns(record), 128)
@@ -573,14 +572,35 @@ def test_a_base_of_other_sizes_than_its_preset(base):
     tokenizer = Tokenizer.load(folder / "out/play/tokenizer.json")
     checkpoint.save(str(folder / "out/other"), model_cpu.Model(config, 0, np.float32), tokenizer, state)
     done = run(folder, "--base", "out/other", "--batch-tokens", "512", "--epochs", "1", "--threads", "1")
-    assert done.returncode == 0 and "longer than the context of 32 and are cut" in done.stdout, done.stderr
-    assert checkpoint.read_config(str(folder / "out/other-sft"))[0] == config
+    assert done.returncode == 0 and "cut to the context" in done.stdout, done.stderr
+    assert checkpoint.read_config(str(folder / "out/other-sft")) == config
     shown = run(folder, "--base", "out/other", "--show", "30", NO_COLOR="1").stdout
-    assert all(int(count) <= 33 for count in re.findall(r"of (\d+) tokens are learned", shown)) and "did not fit" in shown
+    assert all(int(count) <= 33 for count in re.findall(r"of (\d+) tokens are learned", shown)) and "learned, cut" in shown
     state["settings"]["preset"] = "huge"
     checkpoint.save(str(folder / "out/huge"), model_cpu.Model(config, 0, np.float32), tokenizer, state)
     done = run(folder, "--base", "out/huge")
     assert done.returncode == 2 and "the setting preset cannot be 'huge'" in done.stderr
+
+
+def test_a_base_of_others_takes_the_form_that_it_has_the_tokens_for(base):
+    """Without a template, with <|im_start|> among its tokens: ChatML, which the model made from it keeps."""
+    folder, _, _ = base
+    ours = Tokenizer.load(folder / "out/play/tokenizer.json")
+    theirs = Tokenizer(ours.tokens[:516], ours.merges, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    (folder / "theirs").mkdir()
+    checkpoint.save(str(folder / "theirs"), model_cpu.Model(CONFIG, 0, np.float32), theirs, {})
+    os.remove(folder / "theirs" / checkpoint.STATE)
+    assert checkpoint.read_tokenizer(folder / "theirs").template == ""
+    quick = ["--base", "theirs", "--data", "play.txt", "--context", "64"]
+    shown = run(folder, *quick, "--show", "1", NO_COLOR="1").stdout.split("\n", 1)[1]
+    assert re.match(r"<\|im_start\|>user\n.*<\|im_end\|>\n<\|im_start\|>assistant\n\[.*(<\|im_end\|>)?\]\n$", shown, re.DOTALL), shown
+    done = run(folder, *quick, *QUICK[:2], "--epochs", "1", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    made = checkpoint.read_tokenizer(folder / "theirs-sft")
+    assert made.template == "".join(CHATML_PARTS) and made.end_of_turn == theirs.special["<|im_end|>"]
+    assert checkpoint.read_config(str(folder / "theirs-sft")) == dataclasses.replace(CONFIG, context=64, positions=128)
+    done = run(folder, "--resume", "--out", "theirs-sft", "--context", "128")
+    assert done.returncode == 2 and "has --context 64, not 128" in done.stderr
 
 
 def test_the_base_is_safe(base):
@@ -608,7 +628,7 @@ def test_bad_input_is_one_sentence(base):
                        ("prose.txt", "Only prose.\n\n" * 99), ("binary.json", "\x00\x01")]:
         (folder / name).write_text(text)
     here = ["--base", "out/play"]
-    cases = [([], "there is no trained model in out/small: train it with `python train.py small`"),
+    cases = [([], "there is no model in out/small: `python train.py small` trains one"),
              (["medium"], "python train.py medium"), (["medium", *here], "of the size small, not medium"),
              ([*here, "--data", "missing.json"], "missing.json is not a file"), ([*here, "--data", "empty.json"], "of 0"),
              ([*here, "--data", "no.json"], "of 0"), ([*here, "--data", "broken.jsonl"], "broken.jsonl, line 3, is not JSON"),
@@ -634,31 +654,14 @@ def test_records_left_out_are_counted(base, capsys):
     assert sft.read_records(str(folder / "mixed.jsonl")) == [[("a", "b")]]
     assert capsys.readouterr().out.endswith(
         "1 of 5 records can be used; 1 with an empty response (first: record 2); 2 with no named fields (first: record 3); "
-        "1 with roles that are not user and assistant in turn (first: record 5).\n")
+        "1 with no user and assistant in turn (first: record 5).\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Line by line, with what stands around it replaced
 # ---------------------------------------------------------------------------------------------------------------------
-class Bytes:
-    """A tokenizer whose tokens are bytes; the special ones come behind."""
-    special = {name: 256 + i for i, name in enumerate(("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"))}
-    tokens = [*(bytes([i]) for i in range(256)), *(name.encode() for name in special)]
-    vocab_size = 260
-    prompt = Tokenizer.prompt
-
-    def encode(self, text):
-        return list(text.encode("utf-8", "surrogatepass"))
-
-    def decode_bytes(self, ids):
-        names = {i: name.encode() for name, i in self.special.items()}
-        return b"".join(names.get(i) or bytes([i]) for i in map(int, ids))
-
-    def decode(self, ids):
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
-
-BYTES, (PAD, USER, ASSISTANT, END) = Bytes(), range(256, 260)
+# a tokenizer whose tokens are bytes; the special ones come behind
+BYTES, (PAD, USER, ASSISTANT, END) = Tokenizer(range(256), [], SPECIAL_TOKENS), range(256, 260)
 
 
 class Stream(io.TextIOWrapper):
@@ -712,7 +715,7 @@ def test_kinds_of_files(tmp_path, monkeypatch):
     for path in ("sub", "none.json"):
         with pytest.raises(ValueError) as error:
             sft.read_conversations(["a.json", path])
-        assert str(error.value) == f"{path} is not a file; name files of instructions, .json or .jsonl, with --data."
+        assert str(error.value) == f"{path} is not a file; --data takes .json, .jsonl, and texts."
 
 
 @pytest.mark.parametrize("text, found", [
@@ -750,7 +753,7 @@ def test_records(tmp_path, capsys):
     assert len(read([7, 7, good])) == 1
     assert capsys.readouterr().out == f"{path}: 1 of 3 records can be used; 2 with no named fields (first: record 1).\n"
     for records, words in (([], "0 of 0 records can be used"), ([7, "x", {"messages": []}, 8], "0 of 4 records can be used; 3 with "
-                           "no named fields (first: record 1); 1 with roles that are not user and assistant in turn (first: record 3)")):
+                           "no named fields (first: record 1); 1 with no user and assistant in turn (first: record 3)")):
         with pytest.raises(ValueError) as error:
             read(records)
         assert str(error.value) == f"{path}: {words}."
@@ -765,12 +768,12 @@ def test_turns_to_the_letter():
     for record, words in (
             ([], "no named fields"), ({"messages": {}}, "messages that are no list of objects"),
             ({"messages": ""}, "messages that are no list of objects"), ({"messages": [3]}, "messages that are no list of objects"),
-            ({"instruction": "a", "input": 3, "output": "b"}, "no text as instruction and output, or as the content of a message"),
-            ({"messages": [CHAT[0], user]}, "roles that are not user and assistant in turn"),
-            ({"messages": [CHAT[0]]}, "roles that are not user and assistant in turn"),
-            ({"messages": [user, assistant, user]}, "roles that are not user and assistant in turn"),
-            ({"messages": [user, assistant, assistant, user]}, "roles that are not user and assistant in turn"),
-            ({"messages": [{"role": "z", "content": ""}, assistant]}, "roles that are not user and assistant in turn"),
+            ({"instruction": "a", "input": 3, "output": "b"}, "no text as instruction and output, or as content"),
+            ({"messages": [CHAT[0], user]}, "no user and assistant in turn"),
+            ({"messages": [CHAT[0]]}, "no user and assistant in turn"),
+            ({"messages": [user, assistant, user]}, "no user and assistant in turn"),
+            ({"messages": [user, assistant, assistant, user]}, "no user and assistant in turn"),
+            ({"messages": [{"role": "z", "content": ""}, assistant]}, "no user and assistant in turn"),
             ({"messages": [user, {"role": "assistant", "content": "\n"}]}, "an empty response")):
         with pytest.raises(ValueError) as error:
             sft.make_turns(record)
@@ -788,7 +791,8 @@ def test_a_long_prompt_to_the_token(T, capsys):
         kept = text[-(room - 3):]
         assert BYTES.prompt(text.decode()) == [USER, *text, END, ASSISTANT]
         assert cut == [USER, *kept, END, ASSISTANT]
-        session = chat.Session(model, BYTES, True, None)
+        session = chat.Session(model, BYTES, None)
+        session.chat_form = True
         session.add_turn(text.decode())
         assert session.turns == [cut]
 
@@ -834,7 +838,7 @@ def test_examples_to_the_letter():
         assert (len(found.held_out), len(found.train), found.cut) == (held_out, prompts - held_out, 0)
     with pytest.raises(ValueError) as error:
         sft.make_examples(BYTES, [[("a", "b")]], 64, 0)
-    assert str(error.value) == "the data has one prompt only; it needs at least two, one to learn from and one to hold out."
+    assert str(error.value) == "the data has one prompt only; it needs two, to learn one and hold one out."
 
 
 def test_lengths_and_plan_to_the_letter():
@@ -976,7 +980,7 @@ def test_show_to_the_letter(monkeypatch, no_color):
     _, said = flushed(sft.show, BYTES, conversations, 20, 2)
     text = ("--- example 1: 7 of 18 tokens are learned\n"
             "<|user|>Hi<|end|><|assistant|>{Yo\ufffd<|end|>}<|user|>Why<|end|><|assistant|>{So<|end|>}\n"
-            "--- example 2: 6 of 21 tokens are learned, the rest did not fit\n"
+            "--- example 2: 6 of 21 tokens are learned, cut\n"
             "<|user|>" + "a" * 12 + "<|end|><|assistant|>{bbbbbb}\n")
     start, stop = ("[", "]") if no_color else ("\x1b[32m", "\x1b[0m")
     assert said == text.replace("{", start).replace("}", stop)
@@ -995,9 +999,9 @@ def test_options(capsys, monkeypatch):
         sft.parse_arguments(["--help"])
     said = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).split())
     for words in ("Fine-tune a pretrained model to answer.", "the model's size (default small)",
-                  "--base DIR the folder to begin with (default out/PRESET)",
-                  ".json, .jsonl: records of instruction, input, output, or of messages (default: medium, big "
-                  "data/instructions*.json; else pairs of the base's held-out text)", "--out DIR the folder to write (default: --base with -sft)",
+                  "--base DIR the model to begin with, ours or any plain Llama (sft.py: default out/PRESET)",
+                  ".json, .jsonl: records of instruction, input, output, or of messages (default: "
+                  "data/instructions*.json; small: the base's held-out text)", "--out DIR to write: default out/PRESET, BASE-more, BASE-sft",
                   "--show N print N examples, then stop", "--resume go on with the run in --out",
                   "--epochs EPOCHS how often to read the data", "--batch-tokens"):
         assert words in said
@@ -1006,14 +1010,15 @@ def test_options(capsys, monkeypatch):
 def test_a_base_to_the_letter(base, monkeypatch):
     folder, _, _ = base
     monkeypatch.chdir(folder)
-    settings, config, tokenizer = sft.read_base("out/play", None)
+    def read_base(preset):
+        return sft.read_base("out/play", types.SimpleNamespace(preset=preset, context=None))
+    preset, corpus, config, tokenizer = read_base(None)
     real = checkpoint.load_state("out/play")
-    assert dataclasses.asdict(settings) == real["settings"]
-    assert config == CONFIG and tokenizer.vocab_size == 520
-    assert sft.read_base("out/play", "small")[1] == CONFIG
-    found, special = {}, dict.fromkeys(["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>", "<|more|>"], 0)
+    assert (preset, corpus) == ("small", real["settings"]["data"])
+    assert config == CONFIG and tokenizer.vocab_size == 520 and tokenizer.template == CHAT_TEMPLATE
+    assert read_base("small")[2] == CONFIG
+    found = {}
     monkeypatch.setattr(checkpoint, "load_state", lambda folder: found)
-    monkeypatch.setattr(Tokenizer, "load", lambda path: types.SimpleNamespace(special=special))
     not_ours = "out/play was not written by train.py or sft.py: how the run was made is not recorded ("
     for state, preset, words in (
             ({}, None, not_ours + "'settings')."),
@@ -1031,19 +1036,15 @@ def test_a_base_to_the_letter(base, monkeypatch):
         found = state
         if words:
             with pytest.raises(ValueError) as error:
-                sft.read_base("out/play", preset)
+                read_base(preset)
             assert str(error.value) == words or words == not_ours and str(error.value).startswith(words)
         else:
-            assert dataclasses.asdict(sft.read_base("out/play", preset)[0]) == real["settings"]
-    del special["<|end|>"], special["<|user|>"]
-    with pytest.raises(ValueError) as error:
-        sft.read_base("out/play", None)
-    assert str(error.value) == "out/play: tokenizer.json lacks the special token <|end|>."
+            assert read_base(preset)[:2] == ("small", real["settings"]["data"])
     for preset in (None, "small", "big"):
         with pytest.raises(ValueError) as error:
-            sft.read_base("out/none", preset)
-        assert str(error.value) == (f"there is no trained model in out/none: train it with `python train.py {preset or 'small'}`, "
-                                    "or name the folder of one with --base.")
+            sft.read_base("out/none", types.SimpleNamespace(preset=preset, context=None))
+        assert str(error.value) == (f"there is no model in out/none: `python train.py {preset or 'small'}` trains one, "
+                                    "--base names another.")
 
 
 @pytest.mark.parametrize("preset, epochs, batch_tokens, lr, warmup, every", [
@@ -1082,8 +1083,8 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
         assert examples.key == wanted.key and examples.questions == wanted.questions
         assert said.endswith(
             f"out/base is fine-tuned into {out} on some.jsonl: {len(wanted.train):,} conversations, {len(wanted.held_out):,} more "
-            f"are held out; {wanted.cut:,} were longer than the context of 128 and are cut.\n{chosen['epochs']} epochs of "
-            f"{len(batches)} steps of at most {chosen['batch_tokens']:,} tokens.\n")
+            f"held out; {wanted.cut:,} cut to the context.\n{chosen['epochs']} epochs of {len(batches)} steps of at most "
+            f"{chosen['batch_tokens']:,} tokens.\n")
         assert (len(wanted.train), len(wanted.held_out)) == (207, 23) and 50 < wanted.cut < 200
         loaded, _ = checkpoint.load(out, model_cpu, {"dtype": np.float32})
         assert loaded.step == 0 and loaded.config == model.config
@@ -1149,13 +1150,14 @@ def test_data_of_a_new_run(base, monkeypatch):
         with pytest.raises(ValueError, match="^read$"):
             sft.main(["--base", "out/play", "--show", "2", *options])
         assert [os.path.normpath(path) for path in read.pop()] == paths
+    monkeypatch.setattr(sft, "read_conversations", lambda paths: [[(str(i), "x")] for i in range(40)])
     with pytest.raises(ValueError) as error:
         sft.start(sft.parse_arguments([]), "out/play", "./out/../out/play")
     assert str(error.value) == "--out ./out/../out/play is the base itself; name another folder for the model made from it."
 
 
 def test_resume_to_the_letter(monkeypatch):
-    """The base, the data and the epochs of a run that is resumed."""
+    """The data and the epochs of a run that is resumed; the base is train.resume's to check."""
     conversations = [[(str(i), "x" * i)] for i in range(40)]
     examples = sft.make_examples(BYTES, conversations, 64, 2)
     batches = len(sft.plan_epoch(sft.padded_lengths(examples.train, 64), 128, 2, 0))
@@ -1166,22 +1168,18 @@ def test_resume_to_the_letter(monkeypatch):
     monkeypatch.setattr(train, "resume", lambda *arguments: taken.append(arguments) or (model, BYTES, s, state))
     monkeypatch.setattr(sft, "read_conversations", lambda paths: conversations if paths == s.data else None)
 
-    def resume(*options, base="out/m"):
+    def resume(*options):
         args = sft.parse_arguments(["--resume", *options])
-        result = sft.resume(args, base, "out/x")
+        result = sft.resume(args, "out/x")
         assert taken.pop()[:3] == (args, "out/x", "sft.py")
         assert result[:4] == (model, BYTES, s, state) and result[4].key == examples.key
 
-    def refused(words, *options, base="out/m"):
+    def refused(words, *options):
         with pytest.raises(ValueError) as error:
-            resume(*options, base=base)
+            resume(*options)
         assert str(error.value) == words
     resume()
-    resume(base="out/other")                                            # not asked for: the folder of the preset
     resume("--base", "out/m", "--epochs", "3")
-    for other in ("out/a", "out/z"):
-        refused(f"the run in out/x began with out/m, not with {other}; start a new run with another --out.", "--base", other,
-                base=other)
     model.step = 3 * batches - 1
     for epochs in ("1", "2", "4", str(3 * batches)):
         refused(f"the run in out/x has --epochs 3, not {epochs}: a resumed run keeps its settings. Leave the option out, or start "
@@ -1195,7 +1193,7 @@ def test_resume_to_the_letter(monkeypatch):
         assert extended.pop() == (s, 5 * batches, "out/x")
     for key in ("", "z"):
         s.tokens_key = key
-        refused("the data, a.json, b.json, is not what the run in out/x began with.")
+        refused("a.json, b.json: not what out/x began with.")
 
 
 def test_main_to_the_letter(monkeypatch):
@@ -1203,8 +1201,8 @@ def test_main_to_the_letter(monkeypatch):
     calls, model, s = [], types.SimpleNamespace(step=0), types.SimpleNamespace(steps=5)
     state, code = {}, 0
 
-    def start(args, base, out, ranks):
-        calls.append(("resume" if args.resume else "start", base, out))
+    def start(args, *folders_and_ranks):
+        calls.append(("resume" if args.resume else "start", *folders_and_ranks[:-1]))
         return model, "tokenizer", s, state, "examples"
 
     def fine_tuning(*arguments):
@@ -1252,13 +1250,13 @@ def test_main_to_the_letter(monkeypatch):
         model.step = step
         calls.clear()
         with contextlib.redirect_stdout(Stream()) as stream:
-            assert sft.main(argv) == 0 and calls == [argv, ("resume", "out/small", out), "train"]
+            assert sft.main(argv) == 0 and calls == [argv, ("resume", out), "train"]
             assert stream.seen() == f"Resuming {out} at step {step} of 5.\n"
     for step in (5, 6):
         model.step = step
         calls.clear()
         with contextlib.redirect_stdout(Stream("ascii")) as stream:
-            assert sft.main(argv) == 0 and calls == [argv, ("resume", "out/small", out)]
+            assert sft.main(argv) == 0 and calls == [argv, ("resume", out)]
             stream.flush()
             assert stream.seen() == (
                 f"The run in {out} is finished: {step} of 5 steps (--epochs takes more).\n")

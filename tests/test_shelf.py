@@ -229,6 +229,14 @@ def test_what_config_does_not_say(folder, spelled):
     refused(folder, "context", 2049, 2048, context=2049)
 
 
+def test_a_config_that_says_nothing(tmp_path):
+    """LlamaConfig takes the sizes of the first Llama, of 7 billion parameters."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    c = checkpoint.read_config(tmp_path)
+    assert (c.dim, c.hidden, c.layers, c.heads, c.kv_heads, c.vocab) == (4096, 11008, 32, 32, 32, 32000)
+    assert (c.context, c.positions, c.predict, c.mtp_weight, c.tied) == (2048, None, 1, 0.0, False)
+
+
 @pytest.mark.parametrize("scaling", [GONE, None, {"rope_type": "default"}, {"type": "default"}])
 def test_rope_scaling_that_scales_nothing(folder, scaling):
     write_folder(folder, OLD, rope_scaling=scaling)

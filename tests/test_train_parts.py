@@ -1,8 +1,10 @@
 """train.py function by function, in this process: corpus, tokens, evaluation, plans, settings, and every sentence."""
 import dataclasses
+import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import types
@@ -19,7 +21,7 @@ from checkpoint import Ranks
 from model_cpu import CONFIGS, Config
 from tokenizer import Tokenizer
 
-NO_GPU = "The GPU engine needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`), or use --device cpu."
+NO_GPU = "The GPU needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`), or use --device cpu."
 
 
 @pytest.fixture(autouse=True)
@@ -321,7 +323,7 @@ def test_samples(monkeypatch):
     assert train.sample_text("model", tokenizer, [], 4, 2) == "AB<|user|>C"
     options = dict(top_k=50, vocab=260, stop=set(tokenizer.special.values()))
     assert asked == [("model", [72, 105], 0.8, {**options, "seed": 3, "most": 80}),
-                     ("model", [], 0.8, {**options, "seed": 4, "most": 2})]
+                     ("model", [256], 0.8, {**options, "seed": 4, "most": 2})]     # a text's end, where there is no text
 
 
 def test_a_sample_of_a_model_is_so_long_and_the_same_again():
@@ -420,7 +422,7 @@ def test_a_dry_run_prints_the_plan(monkeypatch, capsys):
     largest = model_cpu.largest_micro_batch(plan, 1 << 30)
     assert 50 < largest < 150
     assert capsys.readouterr().out == (
-        "small: 1,053,824 parameters, 800 steps of 2,048 tokens in micro-batches of 16 x 128, cpu fp32, peak learning rate 0.004\n"
+        "small: 1,053,824 parameters, 800 steps of 2,048 tokens in micro-batches of 16 x 128, 1 x cpu fp32, peak learning rate 0.004\n"
         + "".join(f"{name:>20} {size / 1048576:10.1f} MiB\n" for name, size in rows.items())
         + f"Free memory is 1,024 MiB: the largest micro-batch is {largest}.\n")
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
@@ -461,8 +463,7 @@ def test_a_dry_run_times_three_steps_where_there_is_a_gpu(monkeypatch, capsys):
     train.dry_run(config, s, Ranks())
     assert done == [((4, 8), (4, 11))] * 6
     assert capsys.readouterr().out.endswith(
-        "A step takes 500.0 ms: 64 tokens/s; 7300 steps would take 1:00:50.  "
-        "Start them with: python train.py small --data 'my text.txt'\n")
+        "A step takes 500.0 ms, 64 tokens/s: the run would take 1:00:50.  Start it: python train.py small --data 'my text.txt'\n")
 
 
 def test_devices(monkeypatch):
@@ -474,9 +475,9 @@ def test_devices(monkeypatch):
             with pytest.raises(ValueError) as error:
                 train.choose_device(asked, preset)
             assert str(error.value) == (
-                f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do it all "
-                f"the same. On a GPU it takes minutes; but: {NO_GPU}")
-    with pytest.raises(ValueError, match="^The GPU engine needs CuPy"):
+                f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do so. "
+                f"On a GPU it takes minutes; but: {NO_GPU}")
+    with pytest.raises(ValueError, match="^The GPU needs CuPy"):
         train.choose_device("gpu", "small")
     taken = []
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
@@ -520,9 +521,9 @@ def test_options_become_settings():
         eval_every=4, save_every=5, threads=2, device="cpu", precision="fp32", matmul="cublas",
         memory_limit=None, data=["a/b.txt", "c.txt"], tokens_key="")
     assert settings("--seed", str((1 << 63) - 1)).seed == (1 << 63) - 1
-    assert train.given_settings(train.parse_arguments([])) == {}
-    assert train.given_settings(train.parse_arguments(["big", "--device", "auto", "--memory-limit", "2GB"])) == {
-        "preset": "big", "memory_limit": 2 * 10**9}
+    args = train.parse_arguments(["--device", "auto"])                  # what is no choice leaves the default
+    assert train.make_settings(args, "small", CONFIGS["small"], train.DEFAULTS["small"]) == settings()
+    assert train.parse_arguments(["--memory-limit", "2GB"]).memory_limit == 2 * 10**9
 
 
 @pytest.mark.parametrize("text, size", [("12GB", 12 * 10**9), ("800MB", 8 * 10**8), ("1.5GiB", 3 << 29), ("7", 7), ("3k", 3000), ("2KiB", 2048),
@@ -591,8 +592,7 @@ def test_sizes_in_place_of_the_presets():
 
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
     for options, words in [
-            (["--heads", "5"], "dim (128) must be a multiple of 2 x heads (2 x 5): RoPE turns "
-                               "entries of a head in pairs; take 4 or 8 heads."),
+            (["--heads", "5"], "dim (128) must be a multiple of 2 x heads (2 x 5), for RoPE; take 4 or 8 heads."),
             (["--kv-heads", "3"], "heads (4) must be a multiple of kv_heads (3); take 2 or 4 kv_heads."),
             (["--kv-heads", "5"], "heads (4) must be a multiple of kv_heads (5); take 4 kv_heads."),
             (["--dim", "100"], "dim (100) must be a multiple of 8."),
@@ -603,10 +603,10 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
 
 
 @pytest.mark.parametrize("options, words", [
-    (["--heads", "8"], "not 16: with dim 128 take 1 or 2 or 4 heads."),
-    (["--dim", "160", "--heads", "2"], "not 80: with dim 160 take 5 heads."),
-    (["--dim", "192", "--heads", "4"], "not 48: with dim 192 take 3 or 6 heads."),
-    (["--dim", "80", "--heads", "4"], "not 20: dim (80) must be a multiple of 32.")])
+    (["--heads", "8"], "not 16: take 1 or 2 or 4 heads."),
+    (["--dim", "160", "--heads", "2"], "not 80: take 5 heads."),
+    (["--dim", "192", "--heads", "4"], "not 48: take 3 or 6 heads."),
+    (["--dim", "80", "--heads", "4"], "not 20: dim must be a multiple of 32.")])
 def test_heads_that_a_gpu_does_not_take(monkeypatch, options, words):
     """Said before a run is planned, and before one is begun; a CPU takes them."""
     for gpu, dry in (False, ["--dry-run"]), (True, []), (True, ["--dry-run"]):
@@ -689,8 +689,7 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
         with pytest.raises(ValueError) as error:
             train.resume(train.parse_arguments(["--resume", *options]), out, script)
         return str(error.value)
-    assert refusal() == (
-        f"there is nothing to resume in {out}: it holds no checkpoint.")
+    assert refusal() == f"there is nothing to resume in {out}."
     assert taken == []
     (tmp_path / "config.json").write_text("")
     assert refusal(script="sft.py") == f"the run in {out} is one of train.py: resume it with that."
@@ -707,7 +706,8 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
             (["--device", "gpu"], "--device cpu, not gpu"),
             (["--precision", "bf16"], "--precision fp32, not bf16"),
             (["--memory-limit", "5"], "--memory-limit None, not 5"),
-            (["--layers", "2"], "--layers 4, not 2"), (["--kv-heads", "1"], "--kv-heads 2, not 1")]:
+            (["--layers", "2"], "--layers 4, not 2"), (["--kv-heads", "1"], "--kv-heads 2, not 1"),
+            (["--base", "out/x/"], "--base None, not out/x")]:
         assert refusal(*options) == f"the run in {out} has {words}{end}"
         assert loaded.pop() == (out, model_cpu, {"dtype": np.float32, "threads": s.threads, "optimizer": "muon"})
     same = "small --steps 9 --data ./a.txt --device auto --seed 0 --dim 128 --vocab 512"
@@ -735,7 +735,7 @@ def test_a_second_signal_leaves_at_once(monkeypatch, capfd):
         monkeypatch.setattr(os, "_exit", left.append)
         stop.ask(signal.SIGTERM, None)
         assert (stop.signal, left) == (signal.SIGTERM, [])
-        assert capfd.readouterr().err == "\nFinishing this step, then saving; once more to leave at once.\n"
+        assert capfd.readouterr().err == "\nFinishing the step, then saving; once more to leave at once.\n"
         stop.ask(signal.SIGINT, None)
         assert left == [130]
     finally:
@@ -843,7 +843,7 @@ def test_nothing_is_saved_after_a_number_that_is_not_finite(tmp_path, monkeypatc
     assert code == 1 and saved == []
     assert capsys.readouterr().err == (
         "\nerror: step 3 is not finite (loss nan, gradient norm 0.25): every gradient is finite; the loss, or the sum of the "
-        f"gradient's squares, overflowed. {tmp_path} keeps its last checkpoint. Try a lower --lr.\n")
+        f"gradient's squares, overflowed. {tmp_path} keeps its last save. Try a lower --lr.\n")
 
 
 def test_any_byte_may_stand_beside_a_cut():
@@ -909,7 +909,7 @@ def whole(tmp_path, monkeypatch):
     done, tokenizer = [], Tokenizer.train(["abab"], 264)
     tokens = np.zeros(200_000, "<u2")
     open("text.txt", "w").write("text")
-    for name, value in [("prepare", lambda data, vocab: done.append(("prepare", data, vocab)) or (tokenizer, tokens, {"text": tokens[:900]}, "key")),
+    for name, value in [("prepare", lambda data, vocab, base=None: done.append(("prepare", data, vocab)) or (tokenizer, tokens, {"text": tokens[:900]}, "key")),
                         ("set_threads", lambda argv: done.append(("threads", argv))), ("take", lambda out: done.append(("take", out))),
                         ("set_aside", lambda out: done.append(("aside", out))), ("Stop", lambda: "stop"),
                         ("save", lambda out, model, tokenizer, s, state: done.append(("save", out, dict(state)))),
@@ -925,7 +925,7 @@ def test_a_new_run(whole, capsys):
     out = os.path.join("out", "small")
     threads, prepared, taken, aside, saved, (_, s, folder, state, stop) = whole
     assert (threads, prepared) == (("threads", ["--data", "text.txt", "--threads", "2", "--seed", "4"]), ("prepare", ["text.txt"], 512))
-    assert (taken, aside, saved) == (("take", out), ("aside", out), ("save", out, {"script": "train.py", "tokens": 0, "seconds": 0.0, "ranks": 1}))
+    assert (taken, aside, saved) == (("take", out), ("aside", out), ("save", out, {"script": "train.py", "tokens": 0, "seconds": 0.0, "ranks": 1, "base": None}))
     assert (s.tokens_key, s.steps, s.seed, folder, state["script"], stop) == ("key", 781, 4, out, "train.py", "stop")
     assert capsys.readouterr().out == (
         "200,000 tokens are few for 800 steps: taking 781, which read them 8 times (--steps takes another number).\n"
@@ -947,12 +947,12 @@ def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
     assert [row[0] for row in whole[before:]] == ["threads"]
     with pytest.raises(ValueError, match="needs CuPy"):
         train.main(["--device", "gpu"])
-    monkeypatch.setattr(train, "prepare", lambda data, vocab: (None, np.zeros(131, "<u2"), {}, "key"))
-    with pytest.raises(ValueError, match="its training part has 131 tokens, fewer than the 132 of one window"):
+    monkeypatch.setattr(train, "prepare", lambda data, vocab, base=None: (None, np.zeros(131, "<u2"), {}, "key"))
+    with pytest.raises(ValueError, match="too short: 131 tokens to train on, and a window has 132"):
         train.main([])
     tokenizer = Tokenizer.train(["abab"], 264)
     for held_out, said in (5, False), (4, True):
-        monkeypatch.setattr(train, "prepare", lambda data, vocab: (tokenizer, np.zeros(2048 * 500, "<u2"), {"a": np.zeros(held_out)}, "key"))
+        monkeypatch.setattr(train, "prepare", lambda data, vocab, base=None: (tokenizer, np.zeros(2048 * 500, "<u2"), {"a": np.zeros(held_out)}, "key"))
         train.main([])
         assert ("The corpus is too short for a validation part: there will be no validation loss.\n" in capsys.readouterr().out) == said
 
@@ -987,7 +987,7 @@ def test_resumed_runs(whole, monkeypatch, capsys):
     s.tokens_key = "other"
     with pytest.raises(ValueError) as error:
         train.main(["--resume", "--out", "o"])
-    assert str(error.value) == "text.txt: not the corpus that the run in o began with."
+    assert str(error.value) == "text.txt: not what o began with."
 
 
 def test_the_rate_of_each_optimizer(whole):
@@ -1000,3 +1000,89 @@ def test_the_rate_of_each_optimizer(whole):
 def test_plots_need_no_run(whole, monkeypatch):
     monkeypatch.setattr(checkpoint, "plot", lambda folder: f"plotted {folder}")
     assert train.main(["--plot", "x"]) == "plotted x" and whole == []
+
+
+# -- a base ------------------------------------------------------------------------------------------------------------
+def save_base(folder, config, texts=("abab",), state=None):
+    """A model that has learned nothing; without a state it is anybody's."""
+    model, tokenizer = model_cpu.Model(config, 3, np.float32), Tokenizer.train(texts, config.vocab)
+    model.step = 7
+    checkpoint.save(str(folder), model, tokenizer, state or {})
+    if state is None:
+        os.remove(folder / checkpoint.STATE)
+    return model, tokenizer
+
+
+def test_what_a_base_is(tmp_path):
+    """Ours says its preset and its files; of another's the preset is the widest that is no wider, or small."""
+    s = settings("--data", "a.txt", "b.txt", preset="medium")
+    state = {"script": "sft.py", "tokens": 0, "seconds": 0.0, "settings": dataclasses.asdict(s)}
+    save_base(tmp_path, Uniform.config, state=state)
+    assert train.describe(str(tmp_path)) == ("medium", ["a.txt", "b.txt"])
+    os.remove(tmp_path / checkpoint.STATE)
+    widths = sorted((config.dim, preset) for preset, config in CONFIGS.items())
+    assert [preset for _, preset in widths] == ["small", "medium", "big"]
+    for (dim, preset), wider in zip([(0, "small"), *widths], [*widths, (10_000, "")]):
+        for dim in {max(32, dim), wider[0] - 32}:
+            config = dataclasses.replace(CONFIGS["small"], dim=dim, hidden=None)
+            (tmp_path / "config.json").write_text(json.dumps(checkpoint.llama_config(config, 0)))
+            assert train.describe(str(tmp_path)) == (preset, None)
+    for wanted, preset in ([], "small"), (["big"], "big"):
+        with pytest.raises(ValueError) as error:
+            train.describe("out/none", *wanted)
+        assert str(error.value) == f"there is no model in out/none: `python train.py {preset}` trains one, --base names another."
+
+
+def test_sizes_of_a_base(tmp_path):
+    """They are its own, but for the context and the weight of its further heads."""
+    config = Config(dim=32, heads=2, kv_heads=1, layers=1, context=32, vocab=272)
+    save_base(tmp_path, config)
+    base = str(tmp_path)
+
+    def sizes(*options):
+        return train.choose_sizes(train.parse_arguments(["--base", base, *options]), "big")
+    assert sizes() == config
+    assert sizes("--context", "16", "--mtp-weight", "0.9") == dataclasses.replace(config, context=16, positions=32, mtp_weight=0.9)
+    for options, words in [(["--kv-heads", "1"], "--kv-heads"), (["--vocab", "272", "--dim", "64", "--context", "8"], "--dim --vocab"),
+                           (["--layers", "2"], "--layers"), (["--heads", "2"], "--heads")]:
+        with pytest.raises(ValueError) as error:
+            sizes(*options)
+        assert str(error.value) == f"the model in {base} has its sizes: leave out {words}."
+
+
+def test_a_run_from_a_base(tmp_path, monkeypatch, capsys):
+    """It begins with the base's weights and tokenizer; resumed, without base or data/, it makes the same bits."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "Stop", lambda: types.SimpleNamespace(signal=None))
+    monkeypatch.setattr(checkpoint, "take", lambda out: os.makedirs(out, exist_ok=True))     # this process has both runs
+    real, saved = train.save, []
+
+    def save(out, model, tokenizer, s, state):
+        real(out, model, tokenizer, s, state)
+        saved.append((model.step, model.flat_params.copy()))
+        if model.step == 2:
+            shutil.copytree(out, "half")
+    monkeypatch.setattr(train, "save", save)
+    base, tokenizer = save_base(tmp_path / "theirs", Config(dim=32, heads=2, kv_heads=1, layers=1, context=32, vocab=272, predict=2),
+                                "other words than those of the text")
+    open("text.txt", "w").write("".join(f"line {i} of {i * i}\n" for i in range(400)))
+
+    def run(*options):
+        return train.run(train.parse_arguments(list(options)), Ranks())
+    quick = "--data text.txt --steps 4 --batch-tokens 128 --save-every 2 --eval-every 2 --threads 1 --lr 0.01".split()
+    assert run("--base", "theirs/", *quick) == 0 and "Training a tokenizer" not in capsys.readouterr().out
+    assert [step for step, _ in saved] == [0, 2, 4] and np.array_equal(saved[0][1], base.flat_params)
+    assert not np.array_equal(saved[2][1], base.flat_params)
+    out = "theirs-more"
+    assert checkpoint.read_tokenizer(out).tokens == tokenizer.tokens and checkpoint.read_config(out) == base.config
+    assert checkpoint.load_state(out)["base"] == "theirs"
+    with pytest.raises(ValueError, match="^--out theirs is the base itself; "):
+        run("--base", "theirs", "--out", "./theirs/", *quick)
+    with pytest.raises(ValueError, match="^the run in half has --base theirs, not text.txt: a resumed run keeps"):
+        run("--resume", "--base", "text.txt", "--out", "half")
+    shutil.rmtree("theirs")
+    shutil.rmtree("data")
+    assert run("--resume", "--base", "theirs", "--out", "half") == 0
+    assert saved[3][0] == 4 and np.array_equal(saved[3][1], saved[2][1])
+    logs = [[{**record, "seconds": 0} for _, record in checkpoint.read_log(f"{folder}/log.jsonl")] for folder in (out, "half")]
+    assert logs[0] == logs[1] and len(logs[0]) > 4
