@@ -67,6 +67,7 @@ from model_cpu import CONFIGS, slope
 from tokenizer import Parser, run_script
 
 TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=16, predict=3, mtp_weight=0.7)
+TIED = dataclasses.replace(TINY, layers=1, predict=1, hidden=24, tied=True)     # as other people's models are
 TINY_STEP, TINY_BAR = 2e-4, 1e-8
 SMALL_STEP, SMALL_BAR = 1e-3, 1e-7
 LOSS_BAR = 1e-12         # of a loss against plain_losses, relative
@@ -75,15 +76,15 @@ LOSS_BAR = 1e-12         # of a loss against plain_losses, relative
 # ------------------------------------------------------------------------------------------------------------
 # What is checked
 # ------------------------------------------------------------------------------------------------------------
-def make_tiny():
+def make_tiny(config=TINY):
     """-> (model, tokens (2,7), targets (2,9)): 4 query and 2 key/value heads, 2 RoPE frequencies, 3
     prediction heads, a length that is no power of two, a token that repeats, masked targets; row 1 has no
     target at all for head 2."""
-    rng, model = np.random.default_rng(1), model_cpu.Model(TINY)
+    rng, model = np.random.default_rng(1), model_cpu.Model(config)
     for weight in model.params.values():
         gain = weight.ndim == 1
         weight[...] = rng.uniform(0.7, 1.3, weight.shape) if gain else 0.3 * rng.standard_normal(weight.shape)
-    tokens, targets = rng.integers(0, TINY.vocab, (2, 7)), rng.integers(0, TINY.vocab, (2, 9))
+    tokens, targets = [rng.integers(0, config.vocab, (2, width)) for width in (7, 6 + config.predict)]
     tokens[0, 5] = tokens[0, 1]
     targets[0, 3] = targets[1, 2:] = -1
     return model, tokens, targets
@@ -112,7 +113,7 @@ def gradients(model, tokens, targets):
     for b in range(len(tokens)):
         model.forward(tokens[b:b + 1], targets[b:b + 1], counted)
         model.backward()
-    return {name: gradient.copy() for name, gradient in model.grads.items()}
+    return {name: model.grads[name].copy() for name, _ in model_cpu.param_table(model.config)}
 
 
 def choose_entries(gradient, limit):
@@ -640,7 +641,7 @@ def main(argv):
             else run_gpu(args.peer) if args.gpu
             else run_breaks(BUGS if args.bug == "all" else [args.bug]) if args.bug
             else run_check(*make_problem(CONFIGS["small"], T=70), SMALL_STEP, SMALL_BAR, 4) if args.small
-            else run_check(*make_tiny(), TINY_STEP, TINY_BAR))
+            else all([run_check(*make_tiny(config), TINY_STEP, TINY_BAR) for config in (TINY, TIED)]))
     return 0 if good else 1
 
 

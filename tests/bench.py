@@ -10,6 +10,7 @@
     python tests/bench.py train --peer  # on a GPU, as are the next two
     python tests/bench.py attention
     python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY-*.bin
+    python tests/bench.py finetune --base out/smollm2 --data FILE --peer
 
 Every row is the best of some rounds; a round runs all rows once, so that a busy machine slows ours and the peers alike.
 """
@@ -898,7 +899,7 @@ def bench_attention(arguments):
         out, dqkv = cupy.empty_like(dout), cupy.empty_like(qkv)
         lse, delta = (cupy.empty((B, config.heads, T), np.float32) for _ in range(2))
         rows = {"ours": (best(lambda: model_gpu.attention_forward(gpu, out, lse, qkv, B, T)),
-                         best(lambda: model_gpu.attention_backward(gpu, dqkv, dout, out, lse, qkv, B, T, delta)))}
+                         best(lambda: model_gpu.attention_backward(gpu, dqkv, dout, out, lse, qkv, delta)))}
         try:
             rows["plain, fp32"] = plain_times(cupy, best, B, T, config)
         except cupy.cuda.memory.OutOfMemoryError:
@@ -1083,6 +1084,111 @@ def plot_curves(results, path):
 
 # ----------------------------------------------------------------------------------------------------------------------
 
+# ----------------------------------------------------------------------------------------------------------------------
+# finetune: somebody else's model, fine-tuned by ours and by transformers' own on the same batches
+
+def bench_finetune(arguments):
+    """The losses of a fine-tuning, ours beside transformers' model under PyTorch's AdamW; then a step of full windows, timed,
+    where that model is compiled."""
+    import argparse
+
+    import numpy as np
+
+    import checkpoint
+    import model_gpu
+    import sft
+    import train
+    base, T = arguments.base, arguments.context
+    _, _, config, tokenizer = sft.read_base(base, argparse.Namespace(preset=None, context=T))
+    examples = sft.make_examples(tokenizer, sft.read_conversations(arguments.data), T, seed=0)
+    settings = argparse.Namespace(steps=arguments.steps, warmup=arguments.steps // 10, lr=arguments.lr, decay=0.1, clip=1.0,
+                                  micro_batch=arguments.tokens // T)
+
+    def batches():
+        plans = (sft.plan_epoch(examples.lengths, arguments.tokens, 0, epoch) for epoch in range(1 << 20))
+        plan = (rows for batches in plans for rows in batches)
+        for step in range(arguments.steps):
+            inputs, targets = sft.make_batch([examples.train[i] for i in next(plan)], T, 1, tokenizer.end_of_turn)
+            yield inputs, targets, train.learning_rate(step, settings)
+
+    engine = model_gpu.pick("auto")
+    gpu = engine is model_gpu
+    options = ({"precision": "bf16", "micro_batch": settings.micro_batch} if gpu else {"dtype": np.float32})
+    model, _ = checkpoint.load(base, engine, {**options, "optimizer": "adamw"}, T)
+
+    def ours(inputs, targets, lr):
+        return train.training_step(model, settings, inputs, targets, lr)
+
+    losses = {"ours": [float(read()[0][0]) for read in [ours(*batch) for batch in batches()]]}
+    sync, memory = (lambda: None), {}
+    if gpu:
+        import cupy
+        sync, memory["ours"] = cupy.cuda.Device().synchronize, cupy.get_default_memory_pool().total_bytes()
+    steps = {"ours": ours}
+    if arguments.peer:
+        try:
+            import torch
+            import transformers
+        except ImportError:
+            raise ValueError("--peer needs PyTorch and transformers: pip install -r tests/peers/requirements.txt.")
+        torch.set_float32_matmul_precision("high")
+        device = "cuda" if gpu else "cpu"
+        llama = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device)
+        groups = [{"params": [p for p in llama.parameters() if (p.ndim == 2) == matrix], "weight_decay": 0.1 * matrix}
+                  for matrix in (True, False)]
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+        def loss_of(inputs, targets):
+            with torch.autocast(device, torch.bfloat16, enabled=gpu):
+                logits = llama(inputs, use_cache=False).logits
+            return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+        def theirs(loss_of, inputs, targets, lr):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            loss = loss_of(*(torch.from_numpy(array).to(device) for array in (inputs, targets)))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        eager = functools.partial(theirs, loss_of)
+        losses["transformers"] = [float(loss) for loss in [eager(*batch) for batch in batches()]]
+        steps["transformers compiled"] = functools.partial(theirs, torch.compile(loss_of) if gpu else loss_of)
+    print(f"{base} fine-tuned on {', '.join(arguments.data)}: {arguments.steps} steps of at most {arguments.tokens:,} tokens, "
+          f"context {T}, AdamW {arguments.lr}; mean loss, nats a learned token")
+    last = arguments.steps // 6
+    for name, row in losses.items():
+        print(f"  {name:24s} steps 1 to {last}: {np.mean(row[:last]):.4f}   the last {last}: {np.mean(row[-last:]):.4f}")
+
+    # full windows, all of which count
+    ids = np.random.default_rng(0).integers(0, config.vocab, arguments.tokens + 1)
+    batch = *train.get_batch(ids, range(0, arguments.tokens, T), T, 1), 1e-5
+    for name, step in steps.items():
+        if gpu and name != "ours":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(4):
+            step(*batch)
+        if gpu and name != "ours":
+            torch.cuda.synchronize()
+            memory[name] = torch.cuda.max_memory_allocated()
+
+    def five(step):
+        def run():
+            for _ in range(5):
+                step(*batch)
+            sync()
+        return run
+
+    times = best_times({name: five(step) for name, step in steps.items()}, arguments.rounds)
+    for name, seconds in times.items():
+        ratio = f"  ours is {seconds / times['ours']:.2f} x as fast" if name != "ours" else ""
+        print(f"  {name:24s} {200 * seconds:8.1f} ms a step  {5 * arguments.tokens / seconds:10,.0f} tokens/s  "
+              f"{memory.get(name, 0) / 2 ** 30:6.2f} GiB{ratio}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
@@ -1142,6 +1248,16 @@ def main():
     command.add_argument("--results", help="add the results to this file, and compare all that it holds")
     command.add_argument("--plot", help="draw them to this file")
     command.set_defaults(run=bench_curves)
+    command = commands.add_parser("finetune", help="somebody else's model, fine-tuned by ours and by transformers' own")
+    command.add_argument("--base", required=True, metavar="DIR")
+    command.add_argument("--data", required=True, nargs="+", metavar="FILE", help="instructions")
+    command.add_argument("--context", type=int, default=512)
+    command.add_argument("--tokens", type=int, default=32768, help="a step (default %(default)s)")
+    command.add_argument("--steps", type=int, default=300)
+    command.add_argument("--lr", type=float, default=2e-4)
+    command.add_argument("--peer", action="store_true", help="transformers beside")
+    command.add_argument("--rounds", type=int, default=3)
+    command.set_defaults(run=bench_finetune)
     command = commands.add_parser("euler", help="half steps, Heun's method: is a trained layer a solver's step?")
     command.add_argument("--model", default="out/small")
     command.set_defaults(run=bench_euler)

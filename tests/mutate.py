@@ -49,7 +49,7 @@ SUITES = {                  # what judges a file: arguments of Python
     "model_cpu.py": ["tests/test_model_cpu.py", "tests/test_scripts.py", "tests/test_gradcheck.py",
                      "gradcheck.py"],
     "checkpoint.py": ["tests/test_checkpoint.py", "tests/test_train_parts.py", "tests/test_scripts.py",
-                      "tests/test_train.py", "tests/test_ranks.py"],
+                      "tests/test_train.py", "tests/test_ranks.py", "tests/test_shelf.py"],
     "model_gpu.py": ["tests/test_model_gpu.py"],
     "train.py": ["tests/test_train_parts.py", "tests/test_train.py", "tests/test_scripts.py", "tests/test_attack.py",
                  "tests/test_ranks.py"],

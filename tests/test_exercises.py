@@ -211,6 +211,20 @@ def test_a_single_entry_has_no_factor(calls):
     assert said[0].startswith("the result: 1 of 1 entries are off") and not any("Each of these" in line for line in said)
 
 
+def test_two_entries_have_one():
+    want, got = np.array([[1.0, 2.0], [5.0, 6.0]]), np.array([[3.0, 6.0], [5.0, 6.0]])
+    assert gradcheck.complaint("dx", [(None, got, want)], 4) == [
+        "dx: 2 of 4 entries are off, in [0:1, 0:2] (1 of 4 calls); at [0, 1] stands 6, where 2 belongs.",
+        "Each of these is 3 times what it should be."]
+
+
+def test_draws_of_all_kinds_are_recorded(calls):
+    """The largest; and drawn from all, from the k largest, from those that reach p, and from what both leave."""
+    assert {(call["top_k"] > 0, call["top_p"] < 1) for call in calls["sample"] if call["temperature"]} == {
+        (False, False), (True, False), (False, True), (True, True)}
+    assert any(call["temperature"] == 0 for call in calls["sample"])
+
+
 def test_working_arrays_are_free(calls):
     lines = re.sub(r"    grad\[\.\.\.\] = 0\.0\n", "", body("adamw"))
     assert lines != body("adamw") and verdict("adamw", calls, lines) == []
@@ -224,6 +238,7 @@ def test_working_arrays_are_free(calls):
     ("    dx[...] = dout @\n", r"exercises/linear.py, line (\d+): SyntaxError: invalid syntax"),
     ("    dx[...] = nothing\n", r"exercises/linear.py, line (\d+): NameError: name 'nothing' is not defined"),
     ("    raise SystemExit(3)\n", r"exercises/linear.py, line (\d+): SystemExit: 3"),
+    ("    mine()\n\n\ndef mine():\n    raise ValueError('no')\n", r"exercises/linear.py, line (\d+): ValueError: no"),
     ("    pass\n\nimport no_such\n", r"exercises/linear.py, line (\d+): ModuleNotFoundError: .*"),
     ("    pass\n\ndel linear_backward\n", r"exercises/linear.py has no function linear_backward\.")])
 def test_what_raises_is_told_with_its_line(lines, said, calls):

@@ -80,7 +80,7 @@ def attention_errors(gpu, B, T):
     gpu_out, gpu_dqkv = [cupy.empty(array.shape, array.dtype) for array in (gpu_dout, gpu_qkv)]
     lse, delta = [cupy.empty((B, c.heads, T), np.float32) for _ in range(2)]
     model_gpu.attention_forward(gpu, gpu_out, lse, gpu_qkv, B, T)
-    model_gpu.attention_backward(gpu, gpu_dqkv, gpu_dout, gpu_out, lse, gpu_qkv, B, T, delta)
+    model_gpu.attention_backward(gpu, gpu_dqkv, gpu_dout, gpu_out, lse, gpu_qkv, delta)
     return distance(to_host(gpu_out), out), distance(to_host(gpu_dqkv), dqkv)
 
 
