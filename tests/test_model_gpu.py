@@ -1332,7 +1332,7 @@ def test_errors_are_one_sentence(monkeypatch):
             (dict(dim=64, heads=1, context=16385), "not 64 and 16385"),
             (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: take 3 heads[.]$"),
             (dict(dim=64, heads=4), "heads 32, 64 or 128 wide, not 16: take 1 or 2 heads[.]$"),
-            (dict(dim=768, heads=4), "128 wide, not 192: with dim 768 take 6 or 12 or 24 heads[.]$"),
+            (dict(dim=768, heads=4), "128 wide, not 192: take 6 or 12 or 24 heads[.]$"),
             (dict(dim=40, heads=1), "not 40: dim must be a multiple of 32[.]$"),
             (dict(dim=16, heads=1), "not 16: dim must be a multiple of 32[.]$")]:
         config = Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **change})
