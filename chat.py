@@ -272,8 +272,7 @@ def run_session(session, folder):
         with contextlib.suppress(ImportError):
             # imported, it gives input() line editing and a history, kept in memory
             import readline     # noqa: F401
-        steps = f", trained for {session.model.step} steps" * (session.model.step > 0)
-        print(f"{folder}: {model_cpu.param_count(session.model.config):,} parameters{steps}.")
+        print(f"{folder}: {session.model.flat_params.size:,} parameters, step {session.model.step}.")
         begin = "Ask" if session.chat_form else "Begin a text"
         print(f"{begin}; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.")
     while True:

@@ -642,7 +642,8 @@ class Nccl:
             from cupy.cuda import nccl
         except ImportError as error:
             raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
-        where = tuple(ranks.all_gather(nccl.get_unique_id())[0])
+        own = nccl.get_unique_id()                  # bytes, or a tuple of numbers
+        where = type(own)(ranks.all_gather(list(own))[0])
         with ranks.waiting():
             self.communicator = nccl.NcclCommunicator(ranks.size, where, ranks.rank)
         self.kind, self.cuda = (nccl.NCCL_FLOAT32, nccl.NCCL_SUM), cupy.cuda

@@ -23,12 +23,14 @@ ids, first the left id, then the right (ids 0 to 255 are the bytes, 256 is the f
 result depends on the counts of words alone, never on their order, the hash seed or the number of processes.
 Encoding takes the merge learned first; if it fits at several places, the leftmost.
 
-Ids: 256 bytes, the merges in the order learned, then the special tokens, last. Text can never produce a
+Ids: 256 bytes, the merges in the order learned, then the special tokens, last. `Tokenizer.load` also reads
+other people's tokenizers, whose ids have any order (`Tokenizer.from_vocab`), and which may take each digit
+for a word; `known_template` says whether the form of their conversations is known. Text can never produce a
 special token: "<|end|>" typed by a user is seven ordinary characters. The one exception is a corpus on disk,
 where a line that holds only <|endoftext|> separates documents (`read_documents`).
 
-What it does not do: other patterns than GPT-2's, other models than BPE, normalization, padding, truncation,
-offsets.
+What it does not do: other patterns than GPT-2's and that with digits apart, other models than BPE,
+normalization, padding, truncation, offsets.
 """
 import argparse
 import array
@@ -298,24 +300,26 @@ class Encoder(dict):
         A merge's place in the order of learning is its rank. In our own tokenizers rank 0 makes token 256,
         but elsewhere ids need not follow ranks, and two merges may make one token.
         """
-        # -1 merges with nothing: so every id of the word has two neighbours
-        ids = [-1, *map(self.byte_ids.__getitem__, word.translate(None, self.missing)), -1]
+        ids = [self.byte_ids[byte] for byte in word.translate(None, self.missing)]
         if len(ids) > 200:
-            return self.merge_long(ids)
-        get, none = self.ranks.get, len(self.made)
+            return self.merge_long([-1, *ids, -1])
+        get, made, none = self.ranks.get, self.made, len(self.made)
         # ranks[i]: of the merge of ids[i] and ids[i + 1]
         ranks = list(map(get, zip(ids, ids[1:]), itertools.repeat(none)))
-        while (rank := min(ranks)) != none:
+        while ranks and (rank := min(ranks)) != none:
             i = ranks.index(rank)
-            ids[i] = made = self.made[rank]
+            ids[i] = new = made[rank]
             del ids[i + 1], ranks[i]
-            ranks[i - 1] = get((ids[i - 1], made), none)
-            ranks[i] = get((made, ids[i + 1]), none)
-        return ids[1:-1]
+            if i < len(ranks):
+                ranks[i] = get((new, ids[i + 1]), none)
+            if i > 0:
+                ranks[i - 1] = get((ids[i - 1], new), none)
+        return ids
 
     def merge_long(self, ids):
         """The same for a word of any length in n log n steps, where the loop above takes n squared: a heap of
-        (rank, place)."""
+        (rank, place).  ids: with a -1 at both ends, which merges with nothing: each id has two neighbours.
+        """
         n, ranks = len(ids), self.ranks
         before, after = array.array("q", range(-1, n - 1)), array.array("q", range(1, n + 1))
         # (rank, place) as one number: a third of a tuple's memory
@@ -533,7 +537,7 @@ class Tokenizer:
     def from_vocab(cls, vocab, merges, special, digits=False):
         """vocab: {token in printable stand-ins, or name: id}; merges: "left right" or [left, right] each;
         special: names.  ValueError for what does not fit together."""
-        ordinary, chars = vocab.keys() - special, {char: byte for byte, char in enumerate(byte_chars())}
+        ordinary, chars = vocab.keys() - {*special}, {char: byte for byte, char in enumerate(byte_chars())}
         wrong = [name for name in vocab if not ({*name} <= chars.keys() if name in ordinary else name[1:])]
         require(not wrong, f"its tokens {wrong[:3]} hold what stands for no byte, or are special and a byte")
         # ids beyond this limit, far from all that there are, would make a list that fills the memory
@@ -542,12 +546,11 @@ class Tokenizer:
         require(len(vocab) == len(tokens) == len({*tokens.values()} - {b""}) > 0,
                 f"its {len(vocab)} tokens do not all differ and have numbers below {1 << 20} of their own")
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-        wrong = [merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= ordinary]
-        require(not wrong, f"its merges {wrong[:3]} do not make tokens of two others")
-        pairs = [(vocab[left], vocab[right]) for left, right in merges]
-        require(len({*pairs}) == len(pairs), f"{len(pairs) - len({*pairs})} of its merges are there twice")
+        wrong = [merge for merge, times in Counter(map(tuple, merges)).items()
+                 if times > 1 or len(merge) != 2 or not {*merge, "".join(merge)} <= ordinary]
+        require(not wrong, f"its merges {wrong[:3]} do not make tokens of two others, or are there twice")
         tokens = [tokens.get(i, b"") for i in range(max(tokens) + 1)]
-        return cls(tokens, pairs, sorted(special, key=vocab.get), digits)
+        return cls(tokens, [(vocab[a], vocab[b]) for a, b in merges], sorted(special, key=vocab.get), digits)
 
     def encode(self, text):
         """str or bytes -> list of ids, never a special one; decode_bytes gives the same bytes back, whatever
@@ -565,8 +568,8 @@ class Tokenizer:
         return self.special_id(END_OF_TURN if self.template in ("", CHAT_TEMPLATE) else "<|im_end|>")
 
     def prompt(self, text, room=None, system=b"", first=True):
-        """The ids of a turn up to where the answer begins, put together from ids, since text can never become
-        a special token, in the form of `template`:
+        r"""The ids of a turn up to where the answer begins, in the form of `template`; put together from
+        ids, since text can never become a special token:
 
             ours    <|user|>[SYSTEM\n\n]TEXT<|end|><|assistant|>
             ChatML  [<|im_start|>system\nSYSTEM<|im_end|>\n]<|im_start|>user\nTEXT<|im_end|>\n
@@ -662,20 +665,20 @@ class Tokenizer:
         content = read_json(path)
         with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
             model, added = content["model"], content["added_tokens"]
-            words, post = [content.get(key) or {"type": None} for key in ("pre_tokenizer", "post_processor")]
+            pre, post = [content.get(key) or {"type": None} for key in ("pre_tokenizer", "post_processor")]
             # trim_offsets makes no difference to ids, and use_regex may be left out
-            *digits, byte_level = [{**BYTE_LEVEL, **step, "trim_offsets": True}
-                                   for step in words.get("pretokenizers", [words])]
+            steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in pre.get("pretokenizers", [pre])]
             found = {**content, **model, "added_tokens": [token for token in added if not token["special"]]}
             known = {key: not found.get(key) for key in ("normalizer", "added_tokens", *MODEL)} | {
                 "type": model["type"] == "BPE", "fuse_unk": True,
                 "unk_token": not model.get("unk_token") or model["vocab"].keys() >= {*byte_chars()},
-                "pre_tokenizer": byte_level == BYTE_LEVEL and digits in ([], [{**BYTE_LEVEL, **DIGITS}]),
+                "pre_tokenizer": steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]),
                 "post_processor": post["type"] in (None, "ByteLevel") or not post.get("special_tokens", True)}
             for key in known:
                 require(known[key], f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
-            vocab = {**{token["content"]: token["id"] for token in added}, **model["vocab"]}
-            return cls.from_vocab(vocab, model["merges"], {token["content"] for token in added}, bool(digits))
+            special = {token["content"]: token["id"] for token in added}
+            # where both have an id, the vocabulary's counts, as for `tokenizers`
+            return cls.from_vocab({**special, **model["vocab"]}, model["merges"], special, len(steps) > 1)
 
 
 # ------------------------------------------------------------------------------------------------------------

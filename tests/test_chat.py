@@ -305,7 +305,7 @@ def test_terminal(models):
     """Ctrl-C stops an answer and the session goes on; an arrow brings the last line back; Ctrl-D leaves."""
     terminal = Terminal(models, "--model", "out/loop", "--temperature", "0", "--max-tokens", "1000000")
     count = model_cpu.param_count(chat.load_model(str(models / "out" / "loop"))[0].config)
-    terminal.wait_for(f"out/loop: {count:,} parameters.".encode())
+    terminal.wait_for(f"out/loop: {count:,} parameters, step 0.".encode())
     terminal.wait_for(b"> ")
     terminal.send("é\n")
     terminal.wait_for((LOOP * 20).encode())
@@ -429,14 +429,14 @@ TERMINAL = (True, True)
 def test_a_session_on_a_terminal(models):
     """To the letter, and each prompt is there before a line is waited for."""
     count = model_cpu.param_count(chat.load_model(str(models / "out" / "loop"))[0].config)
-    first = f"out/loop: {count:,} parameters.\n"
+    first = f"out/loop: {count:,} parameters, step 0.\n"
     assert run(models, "--model", "out/loop", "--temperature=0", input=b"e\n/reset\n\n /e\n", terminals=TERMINAL) == (
         0, f"{first}Begin a text; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n"
         "> ends.\n> > ends.\n>  /ends.\n> \n".encode(), "")
     assert len(run.shown) == 5 and run.shown[0].endswith(b"more.\n> ") and run.shown[1].endswith(b"\n> ends.\n> ")
     count = model_cpu.param_count(chat.load_model(str(models / "out" / "sft"))[0].config)
     assert run(models, "--model", "out/sft", "--temperature=0", input=b"\nHello\n\n", terminals=TERMINAL)[1] == (
-        f"out/sft: {count:,} parameters.\n"
+        f"out/sft: {count:,} parameters, step 0.\n"
         "Ask; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n> > Hi\n> > \n").encode()
     # not a terminal unless both are one
     for terminals in ((True, False), (False, True), (False, False)):

@@ -707,7 +707,8 @@ def test_one_rank_waits_for_another_and_not_for_itself():
 
 
 # -- the GPUs' side, without one ---------------------------------------------------------------------------------------
-def test_nccl_is_asked_in_order(monkeypatch):
+@pytest.mark.parametrize("own, first", [((-3, 0, 127), (9, -9)), (b"\3\0", b"\t\xff")])
+def test_nccl_is_asked_in_order(monkeypatch, own, first):
     """The id is rank 0's; a sum waits for our kernels by an event, they for it by another, and it is of float32."""
     done = []
 
@@ -731,7 +732,7 @@ def test_nccl_is_asked_in_order(monkeypatch):
 
     current = Stream(True, 1)
     nccl = types.ModuleType("cupy.cuda.nccl")
-    nccl.NCCL_FLOAT32, nccl.NCCL_SUM, nccl.get_unique_id = 7, 0, lambda: (-3, 0, 127)
+    nccl.NCCL_FLOAT32, nccl.NCCL_SUM, nccl.get_unique_id = 7, 0, lambda: own
     communicator = types.SimpleNamespace(allReduce=lambda *call: done.append(call))
     nccl.NcclCommunicator = lambda *arguments: done.append(arguments) or communicator
     cuda, cupy = types.ModuleType("cupy.cuda"), types.ModuleType("cupy")
@@ -739,9 +740,9 @@ def test_nccl_is_asked_in_order(monkeypatch):
     for name, module in ("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl):
         monkeypatch.setitem(sys.modules, name, module)
     ranks = Ranks(1, 4)
-    ranks.all_gather = lambda said: [[9, -9], said, said, said]
+    ranks.all_gather = lambda said: [list(first), said == list(own) or pytest.fail()]
     sums = checkpoint.Nccl(ranks)
-    assert done == [(4, (9, -9), 1)] and ranks.seen == math.inf
+    assert done == [(4, first, 1)] and ranks.seen == math.inf
     done.clear()
     sums.all_reduce(types.SimpleNamespace(data=types.SimpleNamespace(ptr=4096), size=33, dtype=np.float32))
     sums.wait()

@@ -387,8 +387,8 @@ def test_long_words_are_not_quadratic(tokenizer, monkeypatch):
     heappop, merge_long = tk.heapq.heappop, tk.Encoder.merge_long
     monkeypatch.setattr(tk.heapq, "heappop", lambda heap: steps.append("pop") or heappop(heap))
     monkeypatch.setattr(tk.Encoder, "merge_long", lambda self, ids: long.append(len(ids)) or merge_long(self, ids))
-    assert len(encoder.merge(b"an" * 99)) < 200 and long == steps == []         # 198 bytes and two ends go the short way
-    assert len(encoder.merge(b"an" * 99 + b"a")) < 200 and long.pop() == 201    # one more the long one
+    assert len(encoder.merge(b"an" * 100)) < 200 and long == steps == []        # 200 bytes go the short way
+    assert len(encoder.merge(b"an" * 100 + b"a")) < 200 and long.pop() == 203   # 201 the long one, with two ends
     for text in "an" * 50_000, "a" * 100_000, "banana" * 20_000, "ab" * 50_000, " " * 100_000, "中" * 40_000, "👍" * 30_000:
         n = len(text.encode())
         steps.clear()
@@ -437,14 +437,14 @@ def test_vocabularies_that_do_not_fit_their_merges():
             ({"é1": 300, "Ã©1": 301}, [], ["é1"], numbers.format(261)),             # two names of the same bytes
             ({"a b": 300}, [], special, odd.format("['a b']")), ({"中": 300}, [], special, odd.format("['中']")),
             ({}, [], ["a"], odd.format("['a']")),
-            ({}, ["a b", "a bc"], special, "its merges [['a', 'bc']] do not make tokens of two others"),
-            ({}, ["abc "], special, "its merges [['abc', '']] do not make tokens of two others"),
-            ({}, ["a b c"], special, "its merges [['a', 'b', 'c']] do not make tokens of two others"),
-            ({}, [["abc"]], special, "its merges [['abc']] do not make tokens of two others"),
-            ({}, [["", ""]], special, "its merges [['', '']] do not make tokens of two others"),
-            ({}, [["b", "a"]], special, "its merges [['b', 'a']] do not make tokens of two others"),
-            ({}, ["a b", "ab c"], ["ab"], "its merges [['a', 'b'], ['ab', 'c']] do not make tokens of two others"),
-            ({}, ["a b", "ab c", "a b"], special, "1 of its merges are there twice")]:
+            ({}, ["a b", "a bc"], special, "its merges [('a', 'bc')] do not make tokens of two others, or are there twice"),
+            ({}, ["abc "], special, "its merges [('abc', '')] do not make tokens of two others, or are there twice"),
+            ({}, ["a b c"], special, "its merges [('a', 'b', 'c')] do not make tokens of two others, or are there twice"),
+            ({}, [["abc"]], special, "its merges [('abc',)] do not make tokens of two others, or are there twice"),
+            ({}, [["", ""]], special, "its merges [('', '')] do not make tokens of two others, or are there twice"),
+            ({}, [["b", "a"]], special, "its merges [('b', 'a')] do not make tokens of two others, or are there twice"),
+            ({}, ["a b", "ab c"], ["ab"], "its merges [('a', 'b'), ('ab', 'c')] do not make tokens of two others, or are there twice"),
+            ({}, ["a b", "ab c", "a b"], special, "its merges [('a', 'b')] do not make tokens of two others, or are there twice")]:
         with pytest.raises(ValueError) as error:
             Tokenizer.from_vocab({**vocab, **change}, merges, special)
         assert str(error.value) == words
