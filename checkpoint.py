@@ -1,4 +1,4 @@
-"""checkpoint.py: a model on disk, as a folder that Hugging Face's Llama loads as it is.
+"""checkpoint.py: a model on disk, as a folder that Hugging Face's Llama loads as it is, and Llamas of others.
 
     python checkpoint.py out/small      what is in a folder: sizes, step, tensors, checksum
 
@@ -16,7 +16,10 @@ A folder holds config.json, tokenizer.json, tokenizer_config.json (with a chat t
 fine-tuned to answer, which is how chat.py tells), model.safetensors, train_state.safetensors (the optimizer's
 moments, and what a run needs to go on), and log.jsonl, a record a step.
 
-What this file does not do: it reads our own folders only, and no pickle anywhere.
+Other people's plain Llama folders are read as ours are, without what only ours have: checksums, a training
+state, the further heads.  What would change the mathematics, and is not computed here, is refused by name.
+
+What this file does not do: no pickle anywhere, no architecture but Llama's, no adapters.
 """
 import contextlib
 import fcntl

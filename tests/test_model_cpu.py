@@ -48,6 +48,58 @@ def step_gradient(model, tokens, targets, counted=None):
     return losses, model.flat_grads.copy()
 
 
+@pytest.mark.parametrize("most, rows", [(1, [1] * 28), (5 * 48, [5] * 5 + [3]), (28 * 48, [28]), (1 << 20, [28])])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logits_in_pieces(monkeypatch, most, rows, threads):
+    """As few rows of logits at a time as you like, computed again in the backward: the same losses and gradients, and less
+    memory; one piece is not computed again."""
+    config = Config(dim=16, heads=2, kv_heads=1, layers=1, context=14, vocab=16, predict=3)
+    model, rng = Model(config, 0, threads=threads), np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 16, (2, 14)), rng.integers(0, 16, (2, 16))
+    targets[0, 3:6] = -1
+    expected = step_gradient(model, tokens, targets)
+    whole = model_cpu.table_bytes(model_cpu.work_tables(config, 2, 14)[1])
+    monkeypatch.setattr(model_cpu, "MOST_LOGITS", most)
+    assert [part.stop - part.start for part in model_cpu.logit_parts(config, 28)] == rows
+    assert whole - model_cpu.table_bytes(model_cpu.work_tables(config, 2, 14)[1]) == -(-4 * 48 * 28 // 256) * 256 - -(
+        -4 * 48 * rows[0] // 256) * 256
+    other, products = Model(config, 0, threads=threads), []
+    head_logits = Model.head_logits
+    monkeypatch.setattr(Model, "head_logits", lambda self, final, out: products.append(len(final)) or head_logits(self, final, out))
+    found = step_gradient(other, tokens, targets)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-14)
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-15)
+    again = 1 if (14 if threads == 2 else 28) * 48 <= most else 2
+    assert sum(products) == again * 28 and max(products) <= max(1, most // 48)
+
+
+def test_a_tied_head_is_the_embedding():
+    """One matrix under two names, of which each part of the gradient is added; it has no row in the table, and an update's
+    parts are those of its own."""
+    config = Config(dim=16, heads=2, kv_heads=1, layers=2, context=8, vocab=24, predict=1, tied=True)
+    model, apart = Model(config, 0), Model(dataclasses.replace(config, tied=False), 0)
+    assert model.params["heads"] is model.params["embed"] and "heads" not in dict(model_cpu.param_table(config))
+    assert model_cpu.param_count(config) == model_cpu.param_count(apart.config) - 24 * 16
+    for name, view in apart.params.items():
+        view[...] = model.params[name]
+    tokens, targets = np.arange(16).reshape(2, 8), np.arange(1, 17).reshape(2, 8)
+    losses, _ = step_gradient(model, tokens, targets)
+    assert np.array_equal(losses, step_gradient(apart, tokens, targets)[0])
+    for name, _ in model_cpu.param_table(config):
+        expected = apart.grads["embed"] + apart.grads["heads"] if name == "embed" else apart.grads[name]
+        np.testing.assert_allclose(model.grads[name], expected, rtol=1e-12, atol=1e-17)
+    for optimizer in ("muon", "adamw"):
+        table = model_cpu.update_table(config, optimizer)
+        assert [rule for rule, *_ in table] == ["adamw", optimizer, "adamw"] and [decayed for *_, decayed in table] == [True, True, False]
+        assert table[0][1] == slice(0, 24 * 16) and table[-1][1].stop == model_cpu.param_count(config)
+    with pytest.raises(ValueError, match="^a model whose head is its embedding has one head, not 2.$"):
+        dataclasses.replace(config, predict=2)
+    for context, positions in ((9, 8), (1, 0)):
+        with pytest.raises(ValueError, match="positions"):
+            dataclasses.replace(config, context=context, positions=positions)
+    assert dataclasses.replace(config, context=3, positions=8).context == 3
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Sizes
 # ---------------------------------------------------------------------------------------------------------------------

@@ -650,6 +650,37 @@ def test_a_head_without_targets_and_masked_micro_batches(made):
     assert not model.forward(tokens, targets, [5, 5, 5]).any()           # other micro-batches have some
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_in_pieces(made, monkeypatch, precision, tied):
+    """A window's logits at a time, computed again in the backward: the same losses and gradients; and a head that is the
+    embedding gives its gradient to it."""
+    config = dataclasses.replace(TINY, tied=tied, predict=1 if tied else 3)
+    tokens, targets = batch(config, 3, 40)
+    whole = model_gpu.Model(config, precision=precision, matmul="ours", micro_batch=3)
+    losses = whole.read(whole.forward(tokens, targets)).copy()
+    whole.backward()
+    logits = 40 * config.predict * config.vocab
+    for most, windows in ((1, [1, 1, 1]), (2 * logits, [2, 1]), (3 * logits, [3])):
+        monkeypatch.setattr(model_gpu, "MOST_LOGITS", most)
+        assert [part.stop - part.start for part in model_gpu.logit_windows(config, 3, 40)] == windows
+        assert model_gpu.work_tables(config, 3, 40, precision)[2][0][1] == (40 * windows[0], config.predict, config.vocab)
+        for T in (40, 20, 7):               # shorter windows never have more rows than those that memory was reserved for
+            assert model_gpu.work_tables(config, 120 // T, T, precision)[2][0][1][0] <= 40 * windows[0]
+        model = model_gpu.Model(config, precision=precision, matmul="ours", micro_batch=3)
+        assert (model.weights["heads"] is model.weights["embed"]) == tied
+        np.testing.assert_array_equal(model.read(model.forward(tokens, targets)), losses)
+        model.backward()
+        for name in model.grads:
+            np.testing.assert_allclose(model.read(model.grads[name]), whole.read(whole.grads[name]), rtol=1e-4,
+                                       atol=1e-6 * float(abs(whole.read(whole.grads[name])).max()))
+    reference = model_cpu.Model(config, 0)
+    reference.forward(tokens, targets)
+    reference.backward()
+    error = np.linalg.norm(whole.read(whole.flat_grads) - reference.flat_grads) / np.linalg.norm(reference.flat_grads)
+    assert error < (1e-5 if precision == "fp32" else 2e-2)
+
+
 def test_save_and_load(made, tmp_path):
     from tokenizer import Tokenizer
     tokenizer = Tokenizer.train(["a few words to train a tokenizer"], 260)
