@@ -170,7 +170,7 @@ def read_config(folder, context=None):
     the key and its value, for one that computes otherwise than model_cpu.py."""
     path = os.path.join(folder, "config.json")
     found = read_json(path)
-    with refusing(f"{path} is damaged or not that of a Llama"):
+    with refusing(f"{path} cannot be used"):
         found = {key: value for key, value in found.items() if value is not None}
         ropes = {key: found.get(key, {}) for key in ("rope_scaling", "rope_parameters")}
         types = {key: rope.get("rope_type", rope.get("type", "default")) for key, rope in ropes.items()}

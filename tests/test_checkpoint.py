@@ -215,7 +215,7 @@ def test_foreign_training_states_are_refused(folder):
     (dict(intermediate_size=41), "hidden (41) must be a multiple of 8"),
     (dict(num_attention_heads="4"), "heads must be a whole number"), (dict(num_key_value_heads=3),
                                                                       "kv_heads"),
-    (dict(mtp_heads=None), "is not as it was saved"), (dict(mtp_heads="x"), "is damaged or not that of a Llama"),
+    (dict(mtp_heads=None), "is not as it was saved"), (dict(mtp_heads="x"), "cannot be used"),
     (dict(hidden_size=17), "dim (17) must be a multiple of 8")])
 def test_foreign_configs_are_refused(folder, change, words):
     path = os.path.join(folder, "config.json")
