@@ -900,6 +900,20 @@ def test_what_a_narrow_stream_cannot_show(models):
         0, rb"\xe9\u4e16" + b"\n")
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_single_head_drafts_nothing(monkeypatch, capsys, heads):
+    """Which is said where it was asked to."""
+    model = types.SimpleNamespace(config=types.SimpleNamespace(predict=heads))
+    monkeypatch.setattr(chat, "load_model", lambda *rest: (model, types.SimpleNamespace(template="x", end_of_turn=0)))
+    monkeypatch.setattr(chat.Session, "answer", lambda self, line: None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    for options in ([], ["--speculation"], ["--no-speculation"]):
+        chat.main(["--model", "m", "--prompt", "a", *options])
+        assert capsys.readouterr().err == (
+            "note: this model has one head, none to draft: --speculation changes nothing.\n"
+            if heads == 1 and options == ["--speculation"] else "")
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--temperature", "-1"], "argument --temperature: must be a number from 0 to 100, not '-1'"),
     (["--temperature", "nan"], "argument --temperature: must be a number"),
@@ -907,6 +921,7 @@ def test_what_a_narrow_stream_cannot_show(models):
     (["--top-k", "1.5"], "argument --top-k: must be a whole number from 0"),
     (["--max-tokens", "0"], "argument --max-tokens: must be a whole number from 1"),
     (["--seed", "x"], "argument --seed: must be a whole number"),
+    (["--context", "1048577"], "argument --context: must be a whole number of at least 1 and at most 1,048,576, not '1048577'"),
     (["--device", "tpu"], "argument --device: invalid choice"),
     (["--unknown"], "unrecognized arguments: --unknown"),
     (["--prompt", "a", "--lens", "a"], "not allowed with argument"),

@@ -211,6 +211,13 @@ def test_a_single_entry_has_no_factor(calls):
     assert said[0].startswith("the result: 1 of 1 entries are off") and not any("Each of these" in line for line in said)
 
 
+def test_the_worst_of_what_is_off_is_shown():
+    """Not of what is right, however small the error is."""
+    got, want = np.array([2.0, 0.25, 3.0]), np.array([2.0, 0.125, 3.0])
+    assert gradcheck.complaint("dx", [(None, got, want)], 1)[0].startswith(
+        "dx: 1 of 3 entries are off, in [1:2] (1 of 1 calls); at [1] stands 0.25, where 0.125 belongs.")
+
+
 def test_two_entries_have_one():
     want, got = np.array([[1.0, 2.0], [5.0, 6.0]]), np.array([[3.0, 6.0], [5.0, 6.0]])
     assert gradcheck.complaint("dx", [(None, got, want)], 4) == [
