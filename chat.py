@@ -33,8 +33,8 @@ import model_cpu
 import checkpoint
 import model_gpu
 import numpy as np
-from tokenizer import (END_OF_TEXT, Parser, newest_checkpoint, number_type, printable, require, run_script,
-                       to_bytes, visible, whole_number)
+from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, Parser, newest_checkpoint, number_type, printable, require,
+                       run_script, to_bytes, visible, whole_number)
 
 # name: type, smallest and largest value, default, meaning.  Each is an option, on a terminal also a command.
 SETTINGS = {
@@ -89,13 +89,14 @@ class Session:
     def add_turn(self, text):
         """Chat form: one more turn; the oldest are forgotten, to leave a quarter of the window free for the
         answer.  The system text stays: it is in the first turn that there is."""
-        context = self.model.config.context
-        room = max(4, context - context // 4)
+        room = max(4, self.model.config.context - self.model.config.context // 4)
+        # the first turn may hold a system text: ChatML has one by default
+        has_system = self.system or self.tokenizer.template != CHAT_TEMPLATE
         if self.turns and not self.is_finished():           # the last answer was cut short
             self.turns[-1].append(self.stop)
         self.turns.append(self.tokenizer.prompt(text, room, first=False))
         while len(self.turns) > 1 and sum(map(len, self.turns)) > room:
-            del self.turns[1 if self.system and len(self.turns) > 2 else 0]
+            del self.turns[1 if has_system and len(self.turns) > 2 else 0]
         first = len(self.turns) == 1
         if first:
             self.turns = [self.tokenizer.prompt(text, room, self.system)]

@@ -24,7 +24,7 @@ import chat
 import checkpoint
 import model_cpu
 import model_gpu
-from tokenizer import Tokenizer, printable, run_script, visible
+from tokenizer import CHATML_PARTS, SPECIAL_TOKENS, Tokenizer, known_template, printable, run_script, visible
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOOP = "é世🙂ж"                                 # its 11 bytes are 11 different tokens, so each can have one successor
@@ -898,6 +898,26 @@ def test_what_a_narrow_stream_cannot_show(models):
     """Standard output may know fewer characters than the model."""
     assert run(models, "--model", "out/loop", "--prompt", "é", "--temperature=0", "--max-tokens=3", encoding="ascii")[:2] == (
         0, rb"\xe9\u4e16" + b"\n")
+
+
+def test_the_system_text_of_a_template_stays(capsys):
+    """While whole turns between are forgotten: ChatML, whose template brings one, or a plain one, whose turns begin with the
+    end of the one before."""
+    special = [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"]
+    for default in ("", '{%if loop.first and messages[0]["role"]!="system"%}{{"<|im_start|>system\\nBe kind.<|im_end|>\\n"}}{%endif%}'):
+        tokenizer = Tokenizer(range(256), [], special)
+        tokenizer.template = known_template(default.join(CHATML_PARTS))
+        session = chat.Session(types.SimpleNamespace(config=types.SimpleNamespace(context=200 if default else 160)), tokenizer, None)
+        for text in (b"first", b"second", b"third", b"fourth", b"fifth"):
+            session.add_turn(text)
+            session.turns[-1] += [*b"Yes", session.stop]
+        said = tokenizer.decode(itertools.chain(*session.turns))
+        begin = "<|im_start|>system\nBe kind.<|im_end|>\n" if default else ""
+        assert said.startswith(f"{begin}<|im_start|>user\nfirst<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>user\n")
+        assert "fifth" in said and "second" not in said
+        session.add_turn(b"x" * 90)                         # too long to stay beside the first: it is the first then
+        assert tokenizer.decode(session.turns[0]).startswith(begin + "<|im_start|>user\nxxx") and len(session.turns) == 1
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("heads", [1, 2])
