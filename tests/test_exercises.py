@@ -123,6 +123,7 @@ def test_what_is_recorded(calls):
     assert any(call["dw"].any() for call in calls["linear"])
     assert (calls["cross_entropy"][0]["head_targets"] < 0).any()
     assert {call["temperature"] for call in calls["sample"]} == {0, 1, 0.7, 1.5}
+    assert gradcheck.MARKS and all(len(calls[name]) == 2 for name in gradcheck.MARKS)
 
 
 @pytest.mark.parametrize("name", OWN)

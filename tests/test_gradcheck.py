@@ -222,6 +222,7 @@ def test_wide_problem():
         assert np.array_equal(tokens[:, 5], tokens[:, 1])
         assert {0, 15} <= set(tokens.flat) <= set(range(16)) and {0, 15} <= set(targets.flat) <= set(range(-1, 16))
         assert abs(np.std(model.params["layers.0.gate_up"]) / deviation - 1) < 0.1
+        assert abs(np.mean(model.params["layers.0.gate_up"])) < deviation / 8
         assert abs(np.mean(model.params["norm"]) - mean) < 0.4
         assert all(np.array_equal(weight, weight.astype(np.float32)) for weight in model.params.values())
 

@@ -634,6 +634,16 @@ def test_a_run_of_one_has_nobody_to_talk_to():
     assert ranks.ended                                      # what the watch sees from here on is no death
 
 
+@pytest.mark.parametrize("error", [None, ValueError("so")])
+def test_processes_that_were_started_are_waited_for_and_killed_where_something_failed(error):
+    """Before it is waited for: one that hangs would never end."""
+    done, ranks = [], Ranks()
+    ranks.children = {rank: types.SimpleNamespace(kill=lambda rank=rank: done.append(("kill", rank)),
+                                                  wait=lambda rank=rank: done.append(("wait", rank))) for rank in (1, 2)}
+    ranks.__exit__(error and ValueError, error, None)
+    assert done == [(what, rank) for rank in (1, 2) for what in (["kill", "wait"] if error else ["wait"])]
+
+
 def test_everybody_hears_what_everybody_says():
     heard = together(3, lambda ranks: ranks.all_gather([ranks.rank, math.inf]))
     assert heard == 3 * [[[0, math.inf], [1, math.inf], [2, math.inf]]]

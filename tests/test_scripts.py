@@ -54,6 +54,22 @@ def test_numbers_out_of_bounds(capsys, script, option, value, words):
     assert left.value.code == 2 and said.startswith("error: ") and words in said and said.count("\n") == 1 and len(said) < 400
 
 
+@pytest.mark.parametrize("script, options", [("train", (
+    ("--batch-tokens", 1, 1 << 24), ("--micro-batch", 1, 10**9), ("--warmup", 0, 10**9), ("--seed", 0, 1 << 63), ("--eval-every", 1, 10**9),
+    ("--save-every", 1, 10**9), ("--threads", 1, 1024), ("--gpus", 1, 1024), ("--timeout", 1, 10**9), ("--dim", 1, 1 << 20),
+    ("--heads", 1, 1 << 20), ("--kv-heads", 1, 1 << 20), ("--layers", 1, 1 << 20), ("--context", 1, 1 << 20), ("--vocab", 1, 1 << 20))),
+    ("sft", (("--epochs", 1, 10**9), ("--show", 1, 10**9), ("--threads", 1, 1024), ("--context", 1, 1 << 20)))])
+def test_the_bounds_of_whole_numbers(capsys, script, options):
+    module = importlib.import_module(script)
+    for option, least, most in options:
+        for good in (least, most):
+            assert getattr(module.parse_arguments([option, str(good)]), option[2:].replace("-", "_")) == good
+        for bad in (least - 1, most + 1):
+            with pytest.raises(SystemExit):
+                module.parse_arguments([option, str(bad)])
+            assert f"argument {option}: must be a whole number of at least {least} and at most {most:,}, not '{bad}'" in capsys.readouterr().err
+
+
 def test_bounds_are_inclusive():
     parse = tokenizer.whole_number(2, 5)
     assert [parse(str(x)) for x in range(2, 6)] == [2, 3, 4, 5]

@@ -524,6 +524,16 @@ def test_headers_that_contradict_the_file(folder, change):
     refused(folder, path)
 
 
+@pytest.mark.parametrize("more", [1, 1000, 1 << 40])
+def test_a_header_that_is_longer_than_the_file(folder, more):
+    write_folder(folder)
+    path = os.path.join(folder, "model.safetensors")
+    for text in (b"{}", b'{"__metadata__":{}}'):
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", len(text) + more) + text)
+        refused(folder, "model.safetensors is damaged", "it is cut")
+
+
 @pytest.mark.parametrize("text", [b"", b"[]", b"7", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":1}', b'{"__metadata__":7}'])
 def test_headers_that_are_none(folder, text):
     write_folder(folder)

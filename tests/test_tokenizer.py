@@ -194,9 +194,15 @@ def test_training_equals_recounting(text):
     assert len(set(trained.tokens)) == trained.vocab_size
 
 
+def test_training_equals_recounting_for_more_merges_than_there_are_bytes():
+    text = random_text(random.Random(7), 6000)
+    merges = list(Tokenizer.train([text], 600).merges)
+    assert len(merges) == 340 and merges == slow_train([text], 600)
+
+
 def test_training_equals_recounting_on_random_text():
     rng = random.Random(2)
-    for alphabet in ("ab ", "abc' ", "aé中👍 \n"):
+    for alphabet in ("ab ", "abc' ", "aé中👍 \n", "\0\1", "\0\1\2"):        # byte 0 is an id like any other
         for _ in range(25):
             text = "".join(rng.choices(alphabet, k=rng.randrange(5, 120)))
             assert list(Tokenizer.train([text], 330).merges) == slow_train([text], 330), ascii(text)
@@ -253,8 +259,9 @@ def test_files_are_pruned_too(tmp_path, monkeypatch):
     monkeypatch.setattr(tk, "learn_merges", lambda words, wanted: counted.append((dict(words), wanted)) or [])
     for name, text in [("a", "aaaaaa"), ("b", "bbbbbb")]:
         (tmp_path / name).write_text(text)
-    assert Tokenizer.train_files([tmp_path / "a", tmp_path / "b"], 300).vocab_size == 260
-    assert counted == [({"aaaaaa": 1}, 40)]
+    for vocab_size in (300, 523, 4096):
+        assert Tokenizer.train_files([tmp_path / "a", tmp_path / "b"], vocab_size).vocab_size == 260
+    assert counted == [({"aaaaaa": 1}, 40), ({"aaaaaa": 1}, 263), ({"aaaaaa": 1}, 3836)]
 
 
 # Encoding and decoding

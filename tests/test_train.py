@@ -872,12 +872,15 @@ def test_the_progress_line_fits_the_terminal(numbers, whole, peak, monkeypatch, 
     assert capsys.readouterr().out == "  ".join(whole) + "\n"
 
 
-def test_which_steps_are_said_where_there_is_no_terminal(capsys):
-    s, said = recorder_settings("--steps", "48000"), []
+def test_which_steps_are_said_where_there_is_no_terminal(monkeypatch, capsys):
+    """At once: who reads a pipe or a file sees them as they come."""
+    s, said, flushed = recorder_settings("--steps", "48000"), [], []
     for step in (1, 2, 9, 10, 11, 20, 101, 110):
-        train.print_step(s, step, 1.5, 3.2, 1e-3, 0.5, 23, None, 3723)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.stdout, "flush", lambda: flushed.append(step), raising=False)
+            train.print_step(s, step, 1.5, 3.2, 1e-3, 0.5, 23, None, 3723)
         said += [step] * capsys.readouterr().out.count("\n")
-    assert said == [1, 10, 20, 110]
+    assert said == flushed == [1, 10, 20, 110]
 
 
 def test_time_left(capsys):

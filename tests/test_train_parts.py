@@ -118,6 +118,13 @@ def test_how_much_is_held_out(tmp_path, size):
     assert train.split_point(tmp_path / "zeros") == size - wanted + (wanted == size // 10)      # after a character
 
 
+def test_a_file_without_lines_is_cut_after_any_ascii_character(tmp_path):
+    for code in range(128):
+        if not chr(code).isspace():
+            (tmp_path / "text").write_bytes("é".encode() * 2400 + bytes([code]) + "é".encode() * 100)
+            assert train.split_point(tmp_path / "text") == 4801, code
+
+
 def test_a_cut_moves_by_a_tenth_or_32_megabytes_at_most(tmp_path):
     with open(tmp_path / "holes", "wb") as file:
         for place in (360_000_000, 367_900_000, 368_100_000):          # separators, in 400 MB
@@ -294,6 +301,8 @@ def test_validation_in_words(monkeypatch):
     assert train.in_words(result) == "2.5000, 1.2022 bits/byte (books 3.0000, 2.1640; web 2.0000, 0.7213)"
     assert train.in_words({**result, "val": {"web": [2.0, 1.0]}}) == "2.5000, 1.2022 bits/byte"
     assert train.validate(model, "tokenizer", {"none": val["none"]}, 7, 99) == {}
+    sums["books"] = (30.0, 10, 0)                                   # tokens without a byte count, too
+    assert train.validate(model, "tokenizer", {"books": val["books"]}, 7, 99)["val_loss"] == 3.0
 
 
 def test_validation_without_a_bound_reads_all():
@@ -567,6 +576,9 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
     monkeypatch.setattr(train, "available_cores", lambda: 6)
     assert settings().threads == 6 and settings("--micro-batch", "4").threads == 4
+    monkeypatch.setattr(train, "available_cores", lambda: 1)        # fewer than ranks
+    ranks = types.SimpleNamespace(rank=1, size=3, all_gather=lambda x: [x])
+    assert train.make_settings(train.parse_arguments([]), "small", small, train.DEFAULTS["small"], ranks).threads == 1
 
 
 def test_sizes_in_place_of_the_presets():
