@@ -62,7 +62,7 @@ ANSWER_TOKENS = 150
 NAME_SOME = "name instructions with --data (./fetch_data.sh instructions brings some)."
 
 # ------------------------------------------------------------------------------------------------------------
-# 1. Conversations: lists of turns, each (user text, response)
+# 1. Conversations: lists of turns, each (user text, response); a system text comes first, as (text, None)
 # ------------------------------------------------------------------------------------------------------------
 def find_data(preset, corpus):
     """The files to learn from when none are named: for the larger models what `fetch_data.sh instructions`
@@ -121,22 +121,34 @@ def make_turns(record):
     """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> turns,
     every text as it stands.  ValueError says in a few words what the record has that is wrong."""
     require(isinstance(record, dict), "no named fields")
-    messages = record.get("messages")
-    if messages is None:        # an instruction stands before its input as a system text before a question
+    messages, system = record.get("messages"), ""
+    if messages is None:        # an instruction and its input are one text
         names = ["instruction", "input", "output"] if record.get("input") else ["instruction", "output"]
-        roles, texts = ["system", "user", "assistant"][-len(names):], [record.get(name) for name in names]
+        roles, texts = ["user", "assistant"], [record.get(name) for name in names]
     else:
         require(isinstance(messages, list) and all(isinstance(message, dict) for message in messages),
                 "messages that are no list of objects")
         roles, texts = ([message.get(name) for message in messages] for name in ("role", "content"))
     require(all(isinstance(text, str) for text in texts), "no text as instruction and output, or as content")
-    if roles[:1] == ["system"] and len(texts) > 1:
-        system, question, *rest = texts
-        roles, texts = roles[1:], [f"{system}\n\n{question}" if system else question, *rest]
+    if messages is None:
+        texts = [as_text(texts[:-1]), texts[-1]]
+    elif roles[:1] == ["system"]:
+        system, roles, texts = texts[0], roles[1:], texts[1:]
     require(roles and roles == ["user", "assistant"] * (len(roles) // 2), "no user and assistant in turn")
     # from an empty one a model would learn to be silent
     require(all(response.strip() for response in texts[1::2]), "an empty response")
-    return list(zip(texts[::2], texts[1::2]))
+    return [(system, None)] * bool(system) + list(zip(texts[::2], texts[1::2]))
+
+
+def as_text(parts):
+    """Texts -> one, with an empty line between them."""
+    return "\n\n".join(filter(None, parts))
+
+
+def opening(turns):
+    """What a conversation begins with: (system text or "", first user text)."""
+    (text, response), *others = turns
+    return ("", text) if response is not None else (text, others[0][0])
 
 
 def python_pairs(path):
@@ -183,14 +195,15 @@ def make_example(tokenizer, turns, T):
     mask: True at what is learned, the responses with their end tokens.  If it is too long, turns are left out
     from the end.  The first always stays: its prompt is cut first, then its response, of which at least a
     quarter of the window is left.  So every example has something to learn."""
-    ids, mask, end = [], [], tokenizer.end_of_turn
-    for text, response in turns:
-        prompt, answer = tokenizer.prompt(text, first=not ids), [*tokenizer.encode(response), end]
+    ids, mask, end, (system, _) = [], [], tokenizer.end_of_turn, opening(turns)
+    for text, response in turns[bool(system):]:
+        prompt = tokenizer.prompt(text, None, system, first=not ids)
+        answer = [*tokenizer.encode(response), end]
         cut = len(ids) + len(prompt) + len(answer) > T + 1
         if cut and ids:
             break
         if cut:
-            prompt = tokenizer.prompt(text, T - T // 4)
+            prompt = tokenizer.prompt(text, T - T // 4, system)
             answer = answer[:T + 1 - len(prompt)]
         ids += prompt + answer
         mask += [False] * len(prompt) + [True] * len(answer)
@@ -200,24 +213,24 @@ def make_example(tokenizer, turns, T):
 
 
 # train: a list of (ids, mask); lengths: their padded_lengths; held_out: a list like train, of conversations
-# that begin with other prompts than those in train; questions: some of these other prompts, as text; cut: how
-# many examples were too long; key: a fingerprint of all this
+# that begin with other prompts than those in train; questions: some of these prompts, as `opening` gives
+# them; cut: how many examples were too long; key: a fingerprint of all this
 Examples = collections.namedtuple("Examples", "train lengths held_out questions cut key")
 
 
 def make_examples(tokenizer, conversations, T, seed):
-    """Conversations -> Examples.  The first user texts decide what is held out: a tenth of the different
-    ones, in the order of their hashes."""
+    """Conversations -> Examples.  What they begin with decides what is held out: a tenth of the different
+    beginnings, in the order of their hashes."""
     def order(prompt):
-        return hashlib.sha256(f"{seed} {prompt}".encode("utf-8", "surrogatepass")).digest()
+        return hashlib.sha256(f"{seed} {as_text(prompt)}".encode("utf-8", "surrogatepass")).digest()
 
-    prompts = sorted({turns[0][0] for turns in conversations}, key=order)
+    prompts = sorted({opening(turns) for turns in conversations}, key=order)
     require(len(prompts) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
     questions = prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]
     unseen, to_train, held_out, cuts, digest = set(questions), [], [], 0, hashlib.sha256()
     for turns in conversations:
         ids, mask, cut = make_example(tokenizer, turns, T)
-        is_held_out = turns[0][0] in unseen
+        is_held_out = opening(turns) in unseen
         (held_out if is_held_out else to_train).append((ids, mask))
         cuts += cut
         digest.update(ids.tobytes() + mask.tobytes() + bytes([is_held_out]))
@@ -293,9 +306,10 @@ def evaluate(model, tokenizer, examples, micro_batch, ranks=checkpoint.Ranks()):
 
 
 def answer(model, tokenizer, question, seed):
-    """What the model answers, as text."""
-    T = model.config.context
-    return train.sample_text(model, tokenizer, tokenizer.prompt(question, T - T // 4), seed, ANSWER_TOKENS)
+    """What the model answers to a (system text, user text), as text."""
+    (system, text), T = question, model.config.context
+    prompt = tokenizer.prompt(text, T - T // 4, system)
+    return train.sample_text(model, tokenizer, prompt, seed, ANSWER_TOKENS)
 
 
 def fine_tuning(model, tokenizer, examples, settings, state, ranks=checkpoint.Ranks()):
@@ -319,7 +333,7 @@ def fine_tuning(model, tokenizer, examples, settings, state, ranks=checkpoint.Ra
         questions = examples.questions[:None if step == settings.steps else 3]
         answers = [answer(model, tokenizer, question, settings.seed) for question in questions]
         print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
-        train.print_samples(questions, answers, step in (0, settings.steps))
+        train.print_samples(map(as_text, questions), answers, step in (0, settings.steps))
         return {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
 
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])

@@ -226,7 +226,7 @@ def test_turns():
     assert sft.make_turns({"instruction": " a", "input": "b ", "output": "c"}) == [(" a\n\nb ", "c")]
     assert sft.make_turns({"instruction": "a", "input": "", "output": "c"}) == [("a", "c")]
     assert sft.make_turns({"instruction": "a", "output": "c", "source": 7}) == [("a", "c")]
-    assert sft.make_turns({"messages": CHAT}) == [("Be brief.\n\n Hi\n", "Yo "), ("Why?", "<|end|>")]
+    assert sft.make_turns({"messages": CHAT}) == [("Be brief.", None), (" Hi\n", "Yo "), ("Why?", "<|end|>")]
     assert sft.make_turns({"messages": CHAT[1:3]}) == [(" Hi\n", "Yo ")]
     assert sft.make_turns({"messages": [{"role": "system", "content": ""}, *CHAT[1:3]]}) == [(" Hi\n", "Yo ")]
     user, assistant = CHAT[1:3]
@@ -243,6 +243,31 @@ def test_turns():
                           ({"conversations": [{"from": "human", "value": "x"}]}, "no text")]:
         with pytest.raises(ValueError, match=words):
             sft.make_turns(record)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, "".join(CHATML_PARTS)])
+def test_a_system_text_stands_where_the_template_has_it(template):
+    """Of a conversation, of its cut form, of what is held out and asked; other questions with it are other ones."""
+    talker = Tokenizer(range(256), [], ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>", "<|im_start|>", "<|im_end|>"])
+    talker.template = template
+    turns = sft.make_turns({"messages": CHAT})
+    ids, mask, cut = sft.make_example(talker, turns, 1 << 20)
+    ours = ("<|user|>Be brief.\n\n Hi\n<|end|><|assistant|>", "Yo <|end|>", "<|user|>Why?<|end|><|assistant|>", "<|end|><|end|>")
+    chatml = ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi\n<|im_end|>\n<|im_start|>assistant\n",
+              "Yo <|im_end|>", "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n", "<|end|><|im_end|>")
+    parts = ours if template == CHAT_TEMPLATE else chatml
+    assert talker.decode(ids) == "".join(parts) and talker.decode(ids[mask]) == parts[1] + parts[3] and not cut
+    first, answer = talker.prompt(" Hi\n", None, "Be brief."), [*b"Yo ", talker.end_of_turn]
+    assert sft.make_example(talker, turns, len(first) + len(answer) - 1)[0].tolist() == first + answer
+    long = [turns[0], ("x" * 300, "y" * 300)]
+    ids, mask, cut = sft.make_example(talker, long, 200)
+    assert cut and ids.tolist()[:150] == talker.prompt("x" * 300, 150, "Be brief.") and "Be brief." in talker.decode(ids)
+    talks = [[(text, None)] * bool(text) + [(f"{i}", "z")] for i in range(10) for text in ("", "a", "b")]
+    found = sft.make_examples(talker, talks, 64, 0)
+    assert len(found.held_out) == len({*found.questions}) == 3 and {*found.questions} <= {
+        (text, f"{i}") for i in range(10) for text in ("", "a", "b")}
+    asked = [talker.decode(ids[~mask]) for ids, mask in found.held_out]
+    assert sorted(asked) == sorted(talker.decode(talker.prompt(text, None, system)) for system, text in found.questions)
 
 
 def test_several_turns(tokenizer):
@@ -285,7 +310,7 @@ def test_prompts_are_in_one_part_only(tokenizer):
     talks = sft.make_examples(tokenizer, chats, 64, seed=1)
     firsts = [{tokenizer.decode(ids).split("<|end|>")[0] for ids, _ in part} for part in (talks.train, talks.held_out)]
     assert len(talks.held_out) == 4 * 7 and not firsts[0] & firsts[1] and len(firsts[1]) == 4
-    assert {f"<|user|>{question}" for question in talks.questions} == firsts[1]
+    assert {f"<|user|>{question}" for _, question in talks.questions} == firsts[1]
     assert found.key == sft.make_examples(tokenizer, conversations, 64, seed=1).key
     assert found.key != sft.make_examples(tokenizer, conversations, 64, seed=2).key
     assert found.key != sft.make_examples(tokenizer, conversations[:-1] + [[("0", "?")]], 64, seed=1).key
@@ -764,7 +789,8 @@ def test_turns_to_the_letter():
     assert sft.make_turns({"instruction": "", "output": "c"}) == [("", "c")]
     assert sft.make_turns({"instruction": "a", "input": None, "output": "c"}) == [("a", "c")]
     assert sft.make_turns({"messages": [empty, assistant] * 3}) == [(" ", "Yo ")] * 3
-    assert sft.make_turns({"messages": CHAT + CHAT[1:3]}) == [("Be brief.\n\n Hi\n", "Yo "), ("Why?", "<|end|>"), (" Hi\n", "Yo ")]
+    assert sft.make_turns({"messages": CHAT + CHAT[1:3]}) == [("Be brief.", None), (" Hi\n", "Yo "), ("Why?", "<|end|>"),
+                                                                (" Hi\n", "Yo ")]
     for record, words in (
             ([], "no named fields"), ({"messages": {}}, "messages that are no list of objects"),
             ({"messages": ""}, "messages that are no list of objects"), ({"messages": [3]}, "messages that are no list of objects"),
@@ -823,7 +849,7 @@ def test_examples_to_the_letter():
     found = sft.make_examples(BYTES, conversations, 24, 5)
     order = sorted({turns[0][0] for turns in conversations},
                    key=lambda text: hashlib.sha256(b"5 " + text.encode("utf-8", "surrogatepass")).hexdigest())
-    assert found.questions == order[:10]
+    assert found.questions == [("", text) for text in order[:10]]
     digest, parts, cuts = hashlib.sha256(), ([], []), 0
     for turns in conversations:
         ids, mask, cut = sft.make_example(BYTES, turns, 24)
@@ -914,9 +940,11 @@ def test_an_answer_to_the_letter(monkeypatch):
         return iter(b"No")
     monkeypatch.setattr(train, "generate", generate)
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=16, predict=4))
-    assert sft.answer(model, BYTES, "0123456789", 9) == "No"
+    assert sft.answer(model, BYTES, ("", "0123456789"), 9) == "No"
     assert asked == [((model, [USER, *b"123456789", END, ASSISTANT], 0.8),
                       dict(top_k=50, seed=9, vocab=260, stop={PAD, USER, ASSISTANT, END}, most=150))]
+    assert sft.answer(model, BYTES, ("be", "0123456789"), 9) == "No"    # the system text stays whole
+    assert asked[1][0][1] == [USER, *b"be\n\n56789", END, ASSISTANT]
 
 
 @pytest.mark.parametrize("stop", [None, PAD, USER, ASSISTANT, END])
@@ -925,7 +953,7 @@ def test_any_special_token_ends_an_answer(stop):
     said = itertools.cycle(b"a") if stop is None else iter([*b"No", stop, *b"more"])
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=16, predict=4), position=0, cached=[], drafts=0,
                                   draw=lambda *rest: (np.array([[next(said)]]), np.ones(1)))
-    assert sft.answer(model, BYTES, "why", 9) == ("No" if stop else "a" * 150)
+    assert sft.answer(model, BYTES, ("", "why"), 9) == ("No" if stop else "a" * 150)
 
 
 def test_a_look_to_the_letter(monkeypatch):
@@ -933,8 +961,9 @@ def test_a_look_to_the_letter(monkeypatch):
     asked = []
     numbers = iter([(3.0, 1.5), (2.5, 1.25), (2.0, 1.0)])
     monkeypatch.setattr(sft, "evaluate", lambda *arguments: asked.append(arguments[:4]) or next(numbers))
-    monkeypatch.setattr(sft, "answer", lambda *rest: asked.append(rest) or f"to {rest[2]}\n\x07 '")
-    examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], [f"q{i}\x1b" for i in range(5)], 0, "key")
+    monkeypatch.setattr(sft, "answer", lambda *rest: asked.append(rest) or f"to {rest[2][1]}\n\x07 '")
+    questions = [("so" * (i == 1), f"q{i}\x1b") for i in range(5)]
+    examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], questions, 0, "key")
     s, state = types.SimpleNamespace(steps=9, seed=4, batch_tokens=64, micro_batch=3), {}
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2))
     job = sft.fine_tuning(model, BYTES, examples, s, state)
@@ -944,10 +973,11 @@ def test_a_look_to_the_letter(monkeypatch):
         result, said = flushed(job.evaluate, step)
         answers = [f"to q{i}\x1b\n\x07 '" for i in range(count)]
         assert result == {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
-        assert asked == [(model, BYTES, examples.held_out, 3), *((model, BYTES, f"q{i}\x1b", 4) for i in range(count))]
+        assert asked == [(model, BYTES, examples.held_out, 3), *((model, BYTES, question, 4) for question in questions[:count])]
         assert said == f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte\n" + (
             "           to q0\\x1b\\n\\x07 '\n" if step == 4 else
-            "".join(f"--- q{i}\ufffd\nto q{i}\ufffd\n\ufffd '\n" for i in range(count)))
+            "".join(f"--- {title}\ufffd\nto q{i}\ufffd\n\ufffd '\n"
+                    for i, title in enumerate(["q0", "so\n\nq1", "q2", "q3", "q4"][:count])))
         assert state == {"before": 3.0, "after": loss}
 
 
@@ -957,7 +987,7 @@ def test_each_line_is_there_when_it_is_printed(monkeypatch):
     monkeypatch.setattr("builtins.print", lambda *args, end="\n", flush=False, **options: flushes.append(flush))
     monkeypatch.setattr(sft, "evaluate", lambda *arguments: (1.0, 1.0))
     monkeypatch.setattr(sft, "answer", lambda *arguments: "a")
-    examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], ["q"], 0, "key")
+    examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], [("", "q")], 0, "key")
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2))
     job = sft.fine_tuning(model, BYTES, examples, types.SimpleNamespace(steps=9, seed=4, batch_tokens=64, micro_batch=3), {})
     for step in (0, 4):

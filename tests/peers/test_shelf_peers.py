@@ -23,6 +23,7 @@ from transformers.models.llama import modeling_llama
 import checkpoint
 import model_cpu
 import model_gpu
+import sft
 
 PROMPT, NEW = [5, 17, 40], 50
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -398,6 +399,13 @@ def test_prompts_are_those_of_the_chat_template(folder, where, template, default
         answer = [*tokenizer.encode("An animal."), tokenizer.end_of_turn]
         both = asked(("user", "What?"), ("assistant", "An animal."), ("user", text))
         assert tokenizer.prompt("What?") + answer + tokenizer.prompt(text, first=False) == both
+        for system in [], [("system", "Be brief.\n")]:
+            said = [{"role": role, "content": content} for role, content in [
+                *system, ("user", text), ("assistant", "An animal."), ("user", "Why?"), ("assistant", text + "!")]]
+            ids, mask, cut = sft.make_example(tokenizer, sft.make_turns({"messages": said}), 1 << 20)
+            whole = theirs.apply_chat_template(said, return_dict=False)
+            assert ids.tolist() + tokenizer.encode("\n") == whole and not cut      # the line end is of the next turn
+            assert ids[mask].tolist() == [*answer, *tokenizer.encode(text + "!"), tokenizer.end_of_turn]
 
 
 def test_a_tokenizer_that_lacks_some_bytes(folder):
