@@ -147,11 +147,13 @@ def work_tables(config, B, T, precision):
     context) takes is all that training with micro-batches of at most so many tokens ever needs."""
     c, N, C, F = config, B * T, config.dim, config.hidden
     single, real = np.float32, np.uint16 if precision == "bf16" else np.float32     # NumPy has no bf16
+    widest = max(N, c.predict * c.vocab, c.qkv_width, 2 * F)    # of n and the weights' matrices: see turned
     layer = [("x_in", (N, C), real), ("rstd1", (N,), single), ("qkv", (N, c.qkv_width), real),
              ("y", (N, C), real), ("lse", (B, c.heads, T), single), ("x_mid", (N, C), real),
              ("rstd2", (N,), single), ("gate_up", (N, 2 * F), real)]
     shared = [("x", (N, C), real), ("rstd", (N,), single), ("n", (N, C), real), ("increment", (N, C), real),
-              ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, C), single)]
+              ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, C), single),
+              ("space", ((precision == "tf32") * widest, C), single)]
     scratch = [("h", (N, F), real), ("dqkv", (N, c.qkv_width), real), ("dy", (N, C), real),
                ("delta", (B, c.heads, T), single)]
     rows = T * logit_windows(c, B, T)[0].stop
@@ -186,7 +188,7 @@ def decode_table(config, precision):
     c, n, rows = config, config.context, max(FEW_ROWS, config.predict)
     layer, shared, _, scratch = work_tables(c, 1, n, precision)
     qkv, = [(name, (c.layers, *shape), dtype) for name, shape, dtype in layer if name == "qkv"]
-    prompt = [row for row in (*layer, *shared, *scratch) if row[0] != "qkv"]
+    prompt = [row for row in (*layer, *shared, *scratch) if row[0] not in ("qkv", "space")]
     return [("tokens", (n,), np.int32), ("place", (4,), np.int32), ("drawing", (2,), np.float64),
             ("seed", (1,), np.uint64), ("ids", (rows, c.predict), np.int32), ("p", (rows,), np.float32),
             ("logits", (rows, c.predict * c.vocab), np.float32), qkv, *prompt]
@@ -229,8 +231,8 @@ ARGUMENTS = {int: np.int32, bool: np.int32, float: np.float32, np.float64: np.fl
 
 
 def load_cublas():
-    """-> (handle, cublasGemmEx, cublasGemmStridedBatchedEx, cublasSetStream) of the cuBLAS that CuPy loads.
-    Called by ctypes: CuPy's own wrapper costs the host twice as much, and cannot be recorded in a graph."""
+    """-> (handle, library) of the cuBLAS that CuPy loads.  Called by ctypes: CuPy's own wrapper costs the
+    host twice as much, and cannot be recorded in a graph."""
     from cupy.cuda import device                # here: loading cuBLAS takes a second, and it may be missing
     handle = ctypes.c_void_p(device.get_cublas_handle())
     library = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
@@ -238,8 +240,15 @@ def load_cublas():
     library.cublasGemmEx.argtypes = [p, i, i, i, i, i, p, p, i, i, p, i, i, p, p, i, i, i, i]
     library.cublasGemmStridedBatchedEx.argtypes = [p, i, i, i, i, i, p, p, i, i, q, p, i, i, q, p, p, i, i, q,
                                                    i, i, i]
+    library.cublasSgeam.argtypes = [p, i, i, i, i, p, p, i, p, p, i, p, i]
     library.cublasSetStream_v2.argtypes = [p, p]
-    return handle, library.cublasGemmEx, library.cublasGemmStridedBatchedEx, library.cublasSetStream_v2
+    return handle, library
+
+
+def check_status(status, what):
+    """GpuError where CUDA or cuBLAS refuses something."""
+    if status:
+        raise GpuError(f"{what}: status {status}.")
 
 
 def arguments(values):
@@ -268,8 +277,9 @@ class Gpu:
         self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
                               for table in rope_table(config, np.float32)]
         self.cublas = load_cublas() if matmul == "cublas" else None
-        early = (int(cupy.cuda.Device().compute_capability) >= 90
-                 and cupy.cuda.runtime.driverGetVersion() >= 12030)      # the first that can record it
+        capability = int(cupy.cuda.Device().compute_capability)
+        self.turns = precision == "tf32" and matmul == "cublas" and capability // 10 == 9       # see turned
+        early = capability >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030  # the first to record it
         self.launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx if early else None
 
     def compile(self, name, option, kernels=None):
@@ -295,8 +305,7 @@ class Gpu:
         settings = struct.pack("7IPPI4x", *grid, *[1] * (3 - len(grid)), threads, 1, 1, 0,
                                cupy.cuda.get_current_stream().ptr, EARLY.ctypes.data, 1)
         status = self.launch_kernel(settings, ctypes.c_void_p(self.kernels[name].kernel.ptr), pointers, None)
-        if status:
-            raise GpuError(f"CUDA refuses to launch {name}: status {status}.")
+        check_status(status, f"CUDA refuses to launch {name}")
 
     def record(self, function):
         """-> a CUDA graph of what function() launches, none of which runs now: graph.launch() queues it all
@@ -311,8 +320,8 @@ class Gpu:
 
     def set_stream(self, stream):
         if self.cublas:
-            handle, *_, set_stream = self.cublas
-            set_stream(handle, stream)
+            handle, library = self.cublas
+            library.cublasSetStream_v2(handle, stream)
 
 
 def check_sizes(config):
@@ -352,15 +361,14 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     (M, N), I = out.shape[-2:], a.shape[-2 if transpose_a else -1]
     lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
     if gpu.cublas:
-        handle, gemm, batched_gemm, _ = gpu.cublas
+        handle, library = gpu.cublas
         stacks = out.ndim == 3                          # then each operand has a stride from matrix to matrix
         operands = [[x.data.ptr, CUDA_TYPE[x.dtype.char], ld, *[x.strides[0] // x.itemsize][:stacks]]
                     for x, ld in ((b, ldb), (a, lda), (out, ldo))]
-        status = (batched_gemm if stacks else gemm)(
-            handle, transpose_b, transpose_a, N, M, I, ONE, *operands[0], *operands[1], ONE if add else ZERO,
-            *operands[2], *[len(out)][:stacks], COMPUTE[gpu.precision], -1)
-        if status:
-            raise GpuError(f"cuBLAS refuses a product of {M} x {I} by {I} x {N}: status {status}.")
+        gemm = library.cublasGemmStridedBatchedEx if stacks else library.cublasGemmEx
+        status = gemm(handle, transpose_b, transpose_a, N, M, I, ONE, *operands[0], *operands[1],
+                      ONE if add else ZERO, *operands[2], *[len(out)][:stacks], COMPUTE[gpu.precision], -1)
+        check_status(status, f"cuBLAS refuses a product of {M} x {I} by {I} x {N}")
         return
     steps_a, steps_b = (1, lda) if transpose_a else (lda, 1), (1, ldb) if transpose_b else (ldb, 1)
     for each in zip(out, a, b) if out.ndim == 3 else [(out, a, b)]:
@@ -406,14 +414,32 @@ def linear_forward(gpu, out, x, w):
 
 
 # linear_backward of model_cpu, in two halves: between them the backward of what made x computes x again.
-def linear_backward_input(gpu, dx, dout, w):
+# In tf32 Hopper's tensor cores take only numbers that lie side by side along the sum, as those of
+# linear_forward do; elsewhere cuBLAS is 1.2 to 1.8 times slower.  To turn one operand, the smaller one, is
+# enough.  space: room for it.
+def turned(gpu, x, space):
+    """x (rows, columns) -> x.T, in `space`; in columns, as cuBLAS counts, out = 1 x.T + 0 out."""
+    (rows, columns), (handle, library) = x.shape, gpu.cublas
+    out = space.reshape(-1)[:x.size].reshape(columns, rows)
+    status = library.cublasSgeam(handle, True, False, rows, columns, ONE, x.data.ptr, columns, ZERO,
+                                 *(out.data.ptr, rows) * 2)
+    check_status(status, f"cuBLAS refuses to turn {rows} x {columns} numbers")
+    return out
+
+
+def linear_backward_input(gpu, dx, dout, w, space=None):
     """dx (N,I) = dout (N,O) @ w."""
-    product(gpu, dx, dout, w)
+    product(gpu, dx, dout, turned(gpu, w, space) if gpu.turns else w, transpose_b=gpu.turns)
 
 
-def linear_backward_weight(gpu, dw, dout, x):
+def linear_backward_weight(gpu, dw, dout, x, space=None):
     """dw (O,I) += dout.T @ x, summed in fp32 in every precision."""
-    product(gpu, dw, dout, x, transpose_a=True, add=True)
+    if not gpu.turns:
+        product(gpu, dw, dout, x, transpose_a=True, add=True)
+    elif dout.size < x.size:
+        product(gpu, dw, turned(gpu, dout, space), x, add=True)
+    else:
+        product(gpu, dw, dout, turned(gpu, x, space), transpose_a=True, transpose_b=True, add=True)
 
 
 def rope_forward(gpu, qkv, T, first):
@@ -503,28 +529,28 @@ def block_forward(gpu, w, saved, shared, before, increment):
 def block_backward(gpu, w, dw, saved, shared, dx):
     """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  Uses the layer's
     gate_up up."""
-    n, h, dqkv, dy, dgain = (shared[name] for name in ("n", "h", "dqkv", "dy", "dgain"))
+    n, h, dqkv, dy, dgain, space = (shared[name] for name in ("n", "h", "dqkv", "dy", "dgain", "space"))
     # x = x + h @ down.T
-    linear_backward_input(gpu, h, dx, w["down"])                                           # h holds dh
+    linear_backward_input(gpu, h, dx, w["down"], space)                                    # h holds dh
     # h = silu(gate) * up
     swiglu_backward(gpu, saved["gate_up"], h)                                              # h holds h
-    linear_backward_weight(gpu, dw["down"], dx, h)
+    linear_backward_weight(gpu, dw["down"], dx, h, space)
     # gate_up = n @ gate_up.T
-    linear_backward_input(gpu, n, saved["gate_up"], w["gate_up"])                          # n holds dn
+    linear_backward_input(gpu, n, saved["gate_up"], w["gate_up"], space)                   # n holds dn
     # n = rmsnorm(x_mid)
     rmsnorm_backward(gpu, dx, dw["norm2"], n, saved["x_mid"], saved["rstd2"], w["norm2"], dgain, add=True)
-    linear_backward_weight(gpu, dw["gate_up"], saved["gate_up"], n)                        # n holds n
+    linear_backward_weight(gpu, dw["gate_up"], saved["gate_up"], n, space)                 # n holds n
 
     # x = x + y @ out.T
-    linear_backward_input(gpu, dy, dx, w["out"])
-    linear_backward_weight(gpu, dw["out"], dx, saved["y"])
+    linear_backward_input(gpu, dy, dx, w["out"], space)
+    linear_backward_weight(gpu, dw["out"], dx, saved["y"], space)
     # q, k = rope(q, k);  y = attention(q, k, v)
     attention_backward(gpu, dqkv, dy, saved["y"], saved["lse"], saved["qkv"], shared["delta"])
     # qkv = n @ qkv.T
-    linear_backward_input(gpu, n, dqkv, w["qkv"])
+    linear_backward_input(gpu, n, dqkv, w["qkv"], space)
     # n = rmsnorm(x_in)
     rmsnorm_backward(gpu, dx, dw["norm1"], n, saved["x_in"], saved["rstd1"], w["norm1"], dgain, add=True)
-    linear_backward_weight(gpu, dw["qkv"], dqkv, n)
+    linear_backward_weight(gpu, dw["qkv"], dqkv, n, space)
 
 
 def decode_block(gpu, w, x, qkv, shared):
@@ -848,8 +874,8 @@ class Model:
             for windows in parts:
                 final, dlogits = self.head_part(shared, windows, done=len(parts) == 1)
                 # logits = final @ heads.T, final in n
-                linear_backward_weight(self.gpu, self.grads["heads"], dlogits, final)
-                linear_backward_input(self.gpu, final, dlogits, self.weights["heads"])
+                linear_backward_weight(self.gpu, self.grads["heads"], dlogits, final, shared["space"])
+                linear_backward_input(self.gpu, final, dlogits, self.weights["heads"], shared["space"])
             # final = rmsnorm(x)
             rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"],
                              self.weights["norm"], shared["dgain"], add=False)

@@ -614,7 +614,7 @@ def ceilings(cupy, model_gpu, gpu):
 
 def record_launches(cupy, model_gpu, model, step):
     """Run one step with an event before and after every launch: [(name, seconds, bytes, FLOPs)]."""
-    c, launch, product, records = model.config, model.gpu.launch, model_gpu.product, []
+    c, launch, product, turned, records, spaces = model.config, model.gpu.launch, model_gpu.product, model_gpu.turned, [], set()
     record_at, model_gpu.RECORD_AT = model_gpu.RECORD_AT, 0         # never: a CUDA graph would hide its launches
     model.buffers_by_shape.clear()                                  # and with them the graphs that there are
 
@@ -638,16 +638,21 @@ def record_launches(cupy, model_gpu, model, step):
         record(lambda: launch(name, grid, threads, *args, shared=shared), name, moved, flops)
 
     def timed_product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
-        kind = "weight" if transpose_a else "forward" if transpose_b else "input"
+        kind = "weight" if add else "forward" if transpose_b and b.data.ptr not in spaces else "input"
         (M, N), K = out.shape[-2:], a.shape[-2 if transpose_a else -1]
         name = f"product {kind} {N}x{M if kind == 'weight' else K}" if out.ndim == 2 else f"products of Muon {M}x{N}x{K}"
         record(lambda: product(gpu, out, a, b, transpose_a, transpose_b, add), name, 0, 2 * out.size * K)
 
-    model.gpu.launch, model_gpu.product = timed_launch, timed_product
+    def timed_turned(gpu, x, space):
+        spaces.add(space.data.ptr)
+        record(lambda: turned(gpu, x, space), "turned", 2 * x.nbytes, 0)
+        return space.reshape(-1)[:x.size].reshape(x.shape[::-1])
+
+    model.gpu.launch, model_gpu.product, model_gpu.turned = timed_launch, timed_product, timed_turned
     try:
         step()
     finally:
-        model.gpu.launch, model_gpu.product, model_gpu.RECORD_AT = launch, product, record_at
+        model.gpu.launch, model_gpu.product, model_gpu.turned, model_gpu.RECORD_AT = launch, product, turned, record_at
     cupy.cuda.Device().synchronize()
     return [(name, cupy.cuda.get_elapsed_time(start, end) / 1e3, *cost) for name, start, end, *cost in records]
 
@@ -1100,12 +1105,12 @@ def bench_finetune(arguments):
     import train
     base, T = arguments.base, arguments.context
     _, _, config, tokenizer = sft.read_base(base, argparse.Namespace(preset=None, context=T))
-    examples = sft.make_examples(tokenizer, sft.read_conversations(arguments.data), T, seed=0)
+    examples = sft.make_examples(tokenizer, sft.read_conversations(arguments.data), T, arguments.seed)
     settings = argparse.Namespace(steps=arguments.steps, warmup=arguments.steps // 10, lr=arguments.lr, decay=0.1, clip=1.0,
                                   micro_batch=arguments.tokens // T)
 
     def batches():
-        plans = (sft.plan_epoch(examples.lengths, arguments.tokens, 0, epoch) for epoch in range(1 << 20))
+        plans = (sft.plan_epoch(examples.lengths, arguments.tokens, arguments.seed, epoch) for epoch in range(1 << 20))
         plan = (rows for batches in plans for rows in batches)
         for step in range(arguments.steps):
             inputs, targets = sft.make_batch([examples.train[i] for i in next(plan)], T, 1, tokenizer.end_of_turn)
@@ -1113,7 +1118,7 @@ def bench_finetune(arguments):
 
     engine = model_gpu.pick("auto")
     gpu = engine is model_gpu
-    options = ({"precision": "bf16", "micro_batch": settings.micro_batch} if gpu else {"dtype": np.float32})
+    options = ({"precision": arguments.precision, "micro_batch": settings.micro_batch} if gpu else {"dtype": np.float32})
     model, _ = checkpoint.load(base, engine, {**options, "optimizer": "adamw"}, T)
 
     def ours(inputs, targets, lr):
@@ -1139,7 +1144,7 @@ def bench_finetune(arguments):
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
         def loss_of(inputs, targets):
-            with torch.autocast(device, torch.bfloat16, enabled=gpu):
+            with torch.autocast(device, torch.bfloat16, enabled=gpu and arguments.precision == "bf16"):
                 logits = llama(inputs, use_cache=False).logits
             return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
 
@@ -1162,6 +1167,8 @@ def bench_finetune(arguments):
     for name, row in losses.items():
         print(f"  {name:24s} steps 1 to {last}: {np.mean(row[:last]):.4f}   the last {last}: {np.mean(row[-last:]):.4f}")
 
+    if not arguments.rounds:
+        return
     # full windows, all of which count
     ids = np.random.default_rng(0).integers(0, config.vocab, arguments.tokens + 1)
     batch = *train.get_batch(ids, range(0, arguments.tokens, T), T, 1), 1e-5
@@ -1255,8 +1262,10 @@ def main():
     command.add_argument("--tokens", type=int, default=32768, help="a step (default %(default)s)")
     command.add_argument("--steps", type=int, default=300)
     command.add_argument("--lr", type=float, default=2e-4)
+    command.add_argument("--seed", type=int, default=0, help="of what is held out and of the order of the rest")
+    command.add_argument("--precision", choices=("bf16", "tf32"), default="bf16", help="on a GPU (default %(default)s)")
     command.add_argument("--peer", action="store_true", help="transformers beside")
-    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--rounds", type=int, default=3, help="of the timing; 0: none (default %(default)s)")
     command.set_defaults(run=bench_finetune)
     command = commands.add_parser("euler", help="half steps, Heun's method: is a trained layer a solver's step?")
     command.add_argument("--model", default="out/small")

@@ -251,31 +251,43 @@ def test_muon_leaves_all_alone_where_the_norm_is_not_finite(made):
             assert np.array_equal(model.flat_params, before) and not model.m.any() and not model.v.any()
 
 
+def columns_matrix(address, kind, rows, columns, ld):
+    """A matrix by columns at a raw address; kind as in CUDA_TYPE."""
+    size = {0: 4, 14: 2}[kind]
+    assert ld >= rows
+    raw = np.frombuffer((ctypes.c_char * (size * (ld * (columns - 1) + rows))).from_address(address), {0: "f4", 14: "u2"}[kind])
+    return np.lib.stride_tricks.as_strided(raw, (rows, columns), (size, size * ld))
+
+
 class FakeCublas:
     """cuBLAS's products as its documentation has them, in columns, on raw addresses: C (m,n) = alpha op(A) op(B) + beta C."""
     def __init__(self):
-        self.algorithms, self.streams = set(), []
+        self.algorithms, self.streams, self.loose, self.turns = set(), [], 0, 0
+
+    def geam(self, handle, transpose_a, transpose_b, m, n, alpha, A, lda, beta, B, ldb, C, ldc):
+        """C (m,n) = alpha op(A) + beta op(B); with beta 0 B is not read."""
+        assert handle == "handle"
+        alpha, beta = (ctypes.c_float.from_address(address).value for address in (alpha, beta))
+        a = columns_matrix(A, 0, *((n, m) if transpose_a else (m, n)), lda)
+        assert beta == 0 and (B, ldb, transpose_b) == (C, ldc, False)       # where both must be the same
+        columns_matrix(C, 0, m, n, ldc)[...] = alpha * (a.T if transpose_a else a)
+        self.turns += 1
 
     def gemmEx(self, handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, B, type_b, ldb, beta, C, type_c, ldc,
                compute, algorithm):
         assert handle == "handle" and algorithm == -1
         self.algorithms.add(compute)
-
-        def matrix(address, kind, rows, columns, ld):
-            size = {0: 4, 14: 2}[kind]
-            assert ld >= rows
-            raw = np.frombuffer((ctypes.c_char * (size * (ld * (columns - 1) + rows))).from_address(address), {0: "f4", 14: "u2"}[kind])
-            return np.lib.stride_tricks.as_strided(raw, (rows, columns), (size, size * ld))
+        self.loose += (not transpose_a) + transpose_b       # operands that do not lie along the sum
 
         def read(*arguments):
-            x = matrix(*arguments)
+            x = columns_matrix(*arguments)
             return x if x.dtype == np.float32 else from_bf16(np.ascontiguousarray(x))
         alpha, beta = (ctypes.c_float.from_address(address).value for address in (alpha, beta))
         a = read(A, type_a, *((k, m) if transpose_a else (m, k)), lda)
         b = read(B, type_b, *((n, k) if transpose_b else (k, n)), ldb)
         product = alpha * ((a.T if transpose_a else a) @ (b.T if transpose_b else b))
         result = product + beta * read(C, type_c, m, n, ldc) if beta else product            # beta 0: C may hold NaN
-        matrix(C, type_c, m, n, ldc)[...] = to_bf16(result) if type_c == 14 else result
+        columns_matrix(C, type_c, m, n, ldc)[...] = to_bf16(result) if type_c == 14 else result
 
     def gemmStridedBatchedEx(self, handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, step_a, B, type_b, ldb,
                              step_b, beta, C, type_c, ldc, step_c, count, compute, algorithm):
@@ -289,8 +301,10 @@ class FakeCublas:
 @pytest.fixture
 def cublas(made, monkeypatch):
     fake, queued = FakeCublas(), model_gpu.cupy.get_default_memory_pool().queued
-    products = queued(fake.gemmEx), queued(fake.gemmStridedBatchedEx)
-    monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", *products, lambda *call: fake.streams.append(call)))
+    library = types.SimpleNamespace(
+        cublasGemmEx=queued(fake.gemmEx), cublasGemmStridedBatchedEx=queued(fake.gemmStridedBatchedEx),
+        cublasSgeam=queued(fake.geam), cublasSetStream_v2=lambda *call: fake.streams.append(call))
+    monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", library))
     return fake
 
 
@@ -383,7 +397,7 @@ def test_the_breakdown_of_a_step_sees_every_launch(cublas, monkeypatch):
     monkeypatch.setattr(model_gpu, "RECORD_AT", 1)
     cupy, model = model_gpu.cupy, model_gpu.Model(TINY, precision="fp32")
     cupy.ndarray, cupy.cuda.get_elapsed_time = Array, lambda start, end: 2.0
-    cupy.cuda.Device = lambda: types.SimpleNamespace(synchronize=lambda: None)
+    cupy.cuda.Device = lambda: types.SimpleNamespace(synchronize=lambda: None, compute_capability="90")
 
     def step():
         model.forward(*batch(TINY, 2, 9))
@@ -394,14 +408,59 @@ def test_the_breakdown_of_a_step_sees_every_launch(cublas, monkeypatch):
     assert len(records) == 23 + 35 + 6 and model_gpu.RECORD_AT == 1     # forward, backward, AdamW in four parts
     assert sum(name.startswith("product") for name, *_ in records) == 1 + 2 * 4 + 2 + 2 * 8
     assert {seconds for _, seconds, *_ in records} == {2e-3}
+    model = model_gpu.Model(TINY, precision="tf32")
+    step()
+    records = bench.record_launches(cupy, model_gpu, model, step)
+    kinds = [name.split()[1] for name, *_ in records if name.startswith("product")]
+    assert kinds == 9 * ["forward"] + ["weight", "input"] + 2 * ["input", "weight"] * 4
+    N, C = 18, TINY.dim
+    turns = [moved for name, _, moved, _ in records if name == "turned"]
+    qkv, square, up = 4 * C * 2 * C, 4 * C * C, 4 * C * 2 * TINY.hidden     # bytes of the weights
+    assert turns == [2 * size for size in (4 * N * C, 4 * C * 3 * TINY.vocab, *2 * (
+        up // 2, 4 * N * C, up, 4 * N * C, square, 4 * N * C, qkv, 4 * N * C))]
+
+
+@pytest.mark.parametrize("capability, precision, turns", [("90", "tf32", True), ("90", "fp32", False), ("90", "bf16", False),
+                                                          ("80", "tf32", False), ("89", "tf32", False), ("100", "tf32", False),
+                                                          ("120", "tf32", False)])
+def test_operands_are_turned_for_hopper_in_tf32(cublas, monkeypatch, capability, precision, turns):
+    """There no product but a weight's gradient has an operand that does not lie along the sum, and that has one."""
+    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability=capability))
+    model = model_gpu.Model(TINY, precision=precision)
+    model.forward(*batch(TINY, 2, 21))
+    assert cublas.loose == cublas.turns == 0
+    model.backward()
+    products = 1 + 4 * TINY.layers
+    assert (cublas.turns, cublas.loose) == ((2 * products, products) if turns else (0, 3 * products))
+    assert not model_gpu.Model(TINY, precision=precision, matmul="ours").gpu.turns
+
+
+def test_room_to_turn_the_smaller_operand():
+    """Of whatever shape the model and the batch are."""
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        config = dataclasses.replace(TINY, kv_heads=int(rng.choice([1, 2])), vocab=8 * int(rng.integers(1, 99)),
+                                     predict=int(rng.integers(1, 4)), dim=int(rng.choice([64, 128])), hidden=8 * int(rng.integers(1, 60)))
+        N = int(rng.integers(1, 999))
+        space = {name: shape for name, shape, _ in model_gpu.work_tables(config, 1, N, "tf32")[1]}["space"]
+        C, shapes = config.dim, [(config.qkv_width, config.dim), (config.dim, config.dim), (2 * config.hidden, config.dim),
+                                 (config.dim, config.hidden), (config.predict * config.vocab, config.dim)]
+        assert math.prod(space) == max(N * C, *map(math.prod, shapes))
+        assert max(N * min(shape) for shape in shapes) <= N * C
+    for precision in "fp32", "bf16":
+        assert ("space", (0, TINY.dim), np.float32) in model_gpu.work_tables(TINY, 1, 9, precision)[1]
+    assert "space" not in [name for name, *_ in model_gpu.decode_table(TINY, "tf32")]
 
 
 def test_products_that_cublas_refuses(cublas, monkeypatch):
-    monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", lambda *call: 7, None, None))
+    library = types.SimpleNamespace(cublasGemmEx=lambda *call: 7, cublasSgeam=lambda *call: 8)
+    monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", library))
     gpu = model_gpu.Gpu(TINY, "fp32", "cublas")
     a = np.zeros((3, 4), np.float32).view(Array)
     with pytest.raises(RuntimeError, match=r"^cuBLAS refuses a product of 3 x 4 by 4 x 3: status 7\.$"):
         model_gpu.product(gpu, a @ a.T, a, a, transpose_b=True)
+    with pytest.raises(RuntimeError, match=r"^cuBLAS refuses to turn 3 x 4 numbers: status 8\.$"):
+        model_gpu.turned(gpu, a, np.zeros(12, np.float32).view(Array))
 
 
 @pytest.mark.parametrize("precision, bar", [("fp32", 1e-4), ("bf16", 8e-2)])
@@ -818,7 +877,7 @@ def recorder(config=TINY, matmul="ours", precision="bf16"):
     def launch(name, grid, threads, *arguments, shared=0):
         launched.append([name, grid, threads, shared, *(
             x if isinstance(x, np.ndarray) else (type(x).__name__, x.item()) for x in model_gpu.arguments(arguments))])
-    gpu = types.SimpleNamespace(config=config, cublas=None, precision=precision, launch=launch, launch_early=launch,
+    gpu = types.SimpleNamespace(config=config, cublas=None, precision=precision, turns=False, launch=launch, launch_early=launch,
                                 flash=[("F", 32, 64, 7), ("DQ", 48, 96, 8), ("DKDV", 16, 128, 9)])
     gpu.cos, gpu.sin, gpu.eps = np.zeros(1), np.ones(1), config.norm_eps
     return gpu, launched
@@ -1486,11 +1545,11 @@ def test_cublas_is_that_of_the_runtime(made, monkeypatch, version, name):
     model_gpu.cupy.cuda.device = types.SimpleNamespace(get_cublas_handle=lambda: 5)
     model_gpu.cupy.cuda.runtime.runtimeGetVersion = lambda: version
     function = types.SimpleNamespace
-    library = function(cublasGemmEx=function(), cublasGemmStridedBatchedEx=function(), cublasSetStream_v2=function())
+    library = function(cublasGemmEx=function(), cublasGemmStridedBatchedEx=function(), cublasSetStream_v2=function(),
+                       cublasSgeam=function())
     monkeypatch.setattr(model_gpu.ctypes, "CDLL", lambda path: opened.append(path) or library)
-    handle, *functions = model_gpu.load_cublas()
-    assert opened == [name] and handle.value == 5 and functions == [library.cublasGemmEx, library.cublasGemmStridedBatchedEx,
-                                                                    library.cublasSetStream_v2]
+    handle, loaded = model_gpu.load_cublas()
+    assert opened == [name] and handle.value == 5 and loaded is library
 
 
 def test_the_script_says_in_one_sentence_that_there_is_no_gpu():
