@@ -278,8 +278,8 @@ def tokenizer_sample(parts, most=100_000_000):
     if total <= most:
         return parts
     stride = piece * total // most
-    places = [(path, place, end) for path, start, end in parts for place in range(start, end, stride)]
-    return [(path, place, min(place + piece, end)) for path, place, end in places]
+    return [(path, place, min(place + piece, end)) for path, start, end in parts
+            for place in range(start, end, stride)]
 
 
 def prepare(paths, vocab, base=None):
