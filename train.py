@@ -854,8 +854,7 @@ def pretraining(model, tokenizer, tokens, val, settings, ranks=Ranks()):
         return get_batch(tokens, window_starts(settings.seed, step, windows, len(tokens), T, K), T, K)
 
     def look(step):
-        result = validate(model, tokenizer, val, settings.micro_batch, EVAL_TOKENS, ranks=ranks)
-        if result:
+        if result := validate(model, tokenizer, val, settings.micro_batch, EVAL_TOKENS, ranks=ranks):
             print(f"           validation loss {in_words(result)}")
         if step == settings.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
             progress = show_progress("           held out:", "thousand tokens", 1e3)
