@@ -239,9 +239,8 @@ def save(folder, model, tokenizer, state, chat=False):
     end = tokenizer.end_of_turn if chat else tokenizer.special_id(END_OF_TEXT)
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-                        "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode()}
-    if chat:
-        tokenizer_config["chat_template"] = tokenizer.template or CHAT_TEMPLATE
+                        "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode(),
+                        **({"chat_template": tokenizer.template or CHAT_TEMPLATE} if chat else {})}
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
     write_file(os.path.join(folder, "tokenizer_config.json"), json.dumps(tokenizer_config, indent=2).encode())
     params = param_views(model.read(model.flat_params), model.config)
