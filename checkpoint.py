@@ -656,8 +656,7 @@ class Nccl:
         """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
         self.event.record()
         self.stream.wait_event(self.event)
-        at = array.data.ptr
-        self.communicator.allReduce(at, at, array.size, *self.kind, self.stream.ptr)
+        self.communicator.allReduce(array.data.ptr, array.data.ptr, array.size, *self.kind, self.stream.ptr)
 
     def wait(self):
         """Queue: whatever comes next waits for the sums."""
