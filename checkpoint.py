@@ -504,11 +504,6 @@ class Ranks(contextlib.AbstractContextManager):
                 child.kill()                        # it may hang
             child.wait()
 
-    def listen(self, host, port):
-        """Rank 0: -> where the others will call."""
-        with naming(f"port {port}, which is MASTER_PORT + 1"):
-            return multiprocessing.connection.Listener((host, port), backlog=2 * self.size)
-
     def start(self, port):
         """Rank 0 of --gpus: start the other processes, as a launcher does, to call at this port."""
         for rank in range(1, self.size):
@@ -682,17 +677,17 @@ def find_ranks(gpus, timeout):
     with refusing("MASTER_PORT in the environment is no port"):
         host, port = os.environ.get("MASTER_ADDR", first), 1 + int(os.environ.get("MASTER_PORT", 29500))
         require(0 < port < 1 << 16, f"ours is one more, {port}")
-    watch = threading.Thread(target=ranks.watch, daemon=True)
+    if not rank:                        # where the others will call
+        where = (host if host.startswith("127.") else "", port) if known else ("127.0.0.1", 0)
+        with naming(f"port {port}, which is MASTER_PORT + 1"):
+            listener = multiprocessing.connection.Listener(where, backlog=2 * size)
+        if not known:
+            ranks.start(listener.address[1])
+    threading.Thread(target=ranks.watch, daemon=True).start()
     if rank:
-        watch.start()
         ranks.call((host, port))
         sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
     else:
-        listener = ranks.listen(*((host if host.startswith("127.") else "", port) if known
-                                  else ("127.0.0.1", 0)))
-        if not known:
-            ranks.start(listener.address[1])
-        watch.start()
         ranks.answer(listener)
     ranks.seen = math.inf
     return ranks

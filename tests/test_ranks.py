@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import types
+from multiprocessing.connection import Listener
 
 import numpy as np
 import pytest
@@ -311,7 +312,7 @@ def test_variables_that_make_no_sense(environment):
     {name: value} for rank, size, _ in checkpoint.LAUNCHERS for name, value in ((rank, 0), (size, 2)))])
 def test_a_run_of_one_opens_no_port_and_starts_no_thread(environment, monkeypatch, variables):
     """And one of a launcher's two variables, without the other, makes no launcher."""
-    for where, name in (Ranks, "listen"), (Ranks, "call"), (threading, "Thread"):
+    for where, name in (multiprocessing.connection, "Listener"), (Ranks, "call"), (threading, "Thread"):
         monkeypatch.setattr(where, name, None)
     environment(**variables)
     for gpus in (None, 1):
@@ -438,7 +439,7 @@ def test_two_of_the_same_rank(monkeypatch):
     left = []
     monkeypatch.setattr(Ranks, "leave", lambda self, sentence: left.append(sentence) or sys.exit())
     rank0 = Ranks(0, 3)
-    listener = rank0.listen("127.0.0.1", 0)
+    listener = Listener(("127.0.0.1", 0), backlog=6)
     callers = [threading.Thread(target=Ranks(1, 3).call, args=[listener.address], daemon=True) for _ in range(2)]
     for caller in callers:
         caller.start()
@@ -606,7 +607,7 @@ def test_whose_connection_breaks_has_died(monkeypatch, error):
 def together(size, function, **options):
     """function(ranks) of connected ranks, each in a thread -> [what it returns, or the ValueError it raises]."""
     everybody = [Ranks(rank, size, rank, **options) for rank in range(size)]
-    listener, results = everybody[0].listen("127.0.0.1", 0), [None] * size
+    listener, results = Listener(("127.0.0.1", 0), backlog=2 * size), [None] * size
 
     def one(ranks):
         ranks.answer(listener) if ranks.rank == 0 else ranks.call(address)
@@ -686,7 +687,7 @@ def test_strangers_do_no_harm(monkeypatch):
     poll = connection.poll
     monkeypatch.setattr(connection, "poll", lambda self, limit: asked.append(limit) or poll(self, limit / 50))
     rank0, rank1 = Ranks(0, 2), Ranks(1, 2)
-    listener = rank0.listen("127.0.0.1", 0)
+    listener = Listener(("127.0.0.1", 0), backlog=6)
     strangers = [b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 40, b"\0\0\0\2[]", b"\0\0\0\3abc", b"\0\0\0\1\xff",
                  b'\0\0\0\x14["other","life",1,2]', b'\0\0\0\x0c"NanoEuler!"', None]
     address = listener.address
