@@ -39,7 +39,6 @@ import fcntl
 import functools
 import glob
 import hashlib
-import itertools
 import math
 import os
 import re
@@ -404,26 +403,25 @@ def in_units(sums):
     return [nats / max(counted, 1), nats / math.log(2) / max(size, 1)]
 
 
-def even_windows(val, T, K, micro_batch, most):
+def even_windows(val, T, K, micro_batch, most, ranks=Ranks()):
     """Yield batches of windows spread evenly over val, of together at most `most` tokens; none if val has not
-    even K+1 tokens."""
+    even K+1 tokens.  The ranks take turns: each yields its own batches."""
     T = min(T, len(val) - K)
     windows = max(1, min(most, len(val) - K) // T) if T > 0 else 0
     starts = [i * ((len(val) - K) // windows) for i in range(windows)]
-    for i in range(0, len(starts), micro_batch):
+    for i in range(micro_batch * ranks.rank, len(starts), micro_batch * ranks.size):
         yield get_batch(val, starts[i:i + micro_batch], T, K)
 
 
-def validate(model, tokenizer, val, micro_batch, most=None, progress=lambda *done: None, ranks=Ranks()):
+def validate(model, tokenizer, val, micro_batch, most=math.inf, progress=lambda *done: None, ranks=Ranks()):
     """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at
-    most `most` tokens of each kind (None: all); {} if there is nothing.  progress(done, total) is called as
-    tokens are done.  ranks: share the work out."""
+    most `most` tokens of each kind; {} if there is nothing.  progress(done, total) is called as tokens are
+    done.  ranks: share the work out."""
     sizes, c, sums, done = token_bytes(tokenizer), model.config, {}, 0
-    total = sum(min(most or len(tokens), len(tokens)) for tokens in val.values())
+    total = sum(min(most, len(tokens)) for tokens in val.values())
     for name, tokens in val.items():
-        batches = even_windows(tokens, c.context, c.predict, micro_batch, most or len(tokens))
         part = np.zeros(3)
-        for inputs, targets in itertools.islice(batches, ranks.rank, None, ranks.size):
+        for inputs, targets in even_windows(tokens, c.context, c.predict, micro_batch, most, ranks):
             part += held_out_loss(model, sizes, inputs, targets)
             done += inputs.size * ranks.size
             progress(min(done, total), total)
@@ -857,7 +855,7 @@ def pretraining(model, tokenizer, tokens, val, settings, ranks=Ranks()):
             print(f"           validation loss {in_words(result)}")
         if step == settings.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
             progress = show_progress("           held out:", "thousand tokens", 1e3)
-            result["all"] = validate(model, tokenizer, val, settings.micro_batch, None, progress, ranks)
+            result["all"] = validate(model, tokenizer, val, settings.micro_batch, math.inf, progress, ranks)
             print(f"           on all that is held out {in_words(result['all'])}")
         samples = [text + sample_text(model, tokenizer, tokenizer.encode(text), settings.seed + i)
                    for i, text in enumerate(PROMPTS)]

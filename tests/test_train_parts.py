@@ -249,6 +249,9 @@ def test_evaluation_is_a_weighted_mean_of_windows_spread_evenly():
     assert sums(val[:4], 4, 1 << 20)[1][1] == 1
     for size in (3, 0):
         assert sums(val[:size], 4, 1 << 20)[1].tolist() == [0, 0, 0]
+    for rank, rows in enumerate([[[0, 10], [60, 70]], [[20, 30], [80]], [[40, 50]]]):           # shared out
+        windows = train.even_windows(val, 10, 3, 2, 1 << 20, checkpoint.Ranks(rank, 3))
+        assert [inputs[:, 0].tolist() for inputs, _ in windows] == rows
 
 
 def test_a_held_out_loss_counts_what_is_a_target():
@@ -274,6 +277,8 @@ def test_validation_in_words(monkeypatch):
     model = types.SimpleNamespace(config=Uniform.config)
 
     def even_windows(tokens, *rest):
+        *rest, ranks = rest
+        assert (ranks.rank, ranks.size) == (0, 1)
         asked.append((len(tokens), *rest))
         for part in range(2 if len(tokens) > 3 else 0):
             yield np.zeros((2, 10)), (tokens, part)
@@ -293,7 +298,7 @@ def test_validation_in_words(monkeypatch):
         "books": [3.0, pytest.approx(30 / log2 / 20)], "web": [2.0, pytest.approx(20 / log2 / 40)]}}
     asked.clear()
     assert train.validate(model, "tokenizer", val, 7, progress=lambda *both: said.append(both)) == result
-    assert [row[-1] for row in asked] == [500, 60, 3]               # of each kind all that there is
+    assert [row[-1] for row in asked] == 3 * [math.inf]             # of each kind all that there is
     assert said == [(20, 563), (40, 563), (60, 563), (80, 563), (563, 563)]
     said.clear()
     train.validate(model, "tokenizer", val, 7, 99, lambda *both: said.append(both))
@@ -350,8 +355,8 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
     model, calls = types.SimpleNamespace(config=Uniform.config), []
     s = settings("--seed", "5", config=model.config, batch_tokens=20, steps=40)
 
-    def validate(model, tokenizer, val, micro_batch, most=None, progress=None, ranks=None):
-        calls.append((micro_batch, most) if most else (micro_batch,))
+    def validate(model, tokenizer, val, micro_batch, most, progress=None, ranks=None):
+        calls.append((micro_batch, most))
         if progress:
             progress(2_000, 2_000)
         return {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
@@ -369,7 +374,7 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
         line = (r"\n {11}held out: 2 thousand tokens, [0-9.,]+ thousand tokens/s, [0-9.]+ s\n"
                 r" {11}on all that is held out 2\.0000, 1\.0000 bits/byte\n")
         assert bool(re.search(line, said)) == at_end and said.endswith("\n--- '\\n'\n\n10\n5\n--- 'The'\nThe101\n6\n--- 'What is'\nWhat is115\n7\n")
-        assert ("held out" in said) == at_end and calls == [(2, 65536), (2,)][:1 + at_end]
+        assert ("held out" in said) == at_end and calls == [(2, 65536), (2, math.inf)][:1 + at_end]
         calls.clear()
     monkeypatch.setattr(train, "validate", lambda *a, **options: {})
     assert list(job.evaluate(20)) == ["samples"] and "validation" not in capsys.readouterr().out
