@@ -37,7 +37,6 @@ import zlib
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
-from model_cpu import Config, param_count, param_table, param_views
 from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, Parser, Tokenizer, check_plain, explain, known_template,
                        naming, read_json, read_plain, refusing, require, run_script, write_file)
 
@@ -179,8 +178,8 @@ def read_config(folder, context=None):
         sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
         context = found.get("context", sizes["positions"]) if context is None else context
         sizes["positions"] = sizes["positions"] if context != sizes["positions"] else None
-        config = Config(**sizes, context=context, predict=found.get("mtp_heads", 0) + 1,
-                        mtp_weight=found.get("mtp_weight", 0.0))
+        config = model_cpu.Config(**sizes, context=context, predict=found.get("mtp_heads", 0) + 1,
+                                  mtp_weight=found.get("mtp_weight", 0.0))
     # what else changes what a model computes, and the one value that is computed here
     fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu", "mlp_bias": False,
              "attention_bias": False, "use_qk_norm": False, "sliding_window": 0, "partial_rotary_factor": 1.0}
@@ -243,7 +242,7 @@ def save(folder, model, tokenizer, state, chat=False):
                         **({"chat_template": tokenizer.template or CHAT_TEMPLATE} if chat else {})}
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
     write_file(os.path.join(folder, "tokenizer_config.json"), json.dumps(tokenizer_config, indent=2).encode())
-    params = param_views(model.read(model.flat_params), model.config)
+    params = model_cpu.param_views(model.read(model.flat_params), model.config)
     weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}
     moments = {"m": model.read(model.m), "v": model.read(model.v)}
     # what else a resumed run reads is covered by the weights' checksum
@@ -320,7 +319,7 @@ def load(folder, engine, options=None, context=None):
     # before anything as large as config.json asks for is made
     require(config.layers <= len(weights), f"{model_path}: tensors are missing: it has {len(weights)}, "
             f"config.json asks for {config.layers} layers.")
-    shapes = dict(param_table(config))
+    shapes = dict(model_cpu.param_table(config))
     check_tensors(model_path, {name: array for name, (_, array) in weights.items()},
                   {name: np.broadcast_to(False, shapes[ours])[rows].shape                       # no memory
                    for name, ours, rows in llama_names(config)})
@@ -701,7 +700,7 @@ def main(argv):
     parser.add_argument("folder", metavar="DIR", help="such as out/small")
     folder = parser.parse_args(argv).folder
     model, tokenizer = load(folder, model_cpu, {"dtype": np.float32, "training": False})
-    print(f"{folder}: step {model.step:,}, {param_count(model.config):,} parameters, "
+    print(f"{folder}: step {model.step:,}, {model_cpu.param_count(model.config):,} parameters, "
           + ("answers" if tokenizer.template else "continues texts"))
     print("config    " + ", ".join(f"{name} {value}" for name, value in vars(model.config).items()))
     print(f"tokenizer {tokenizer.vocab_size} tokens, {len(tokenizer.special)} of them special")
