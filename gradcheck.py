@@ -517,7 +517,7 @@ def grade(name, calls):
 
 def run_exercise(name, hint):
     """Print the derivation, or write the reader's file, or judge it (all: every one)."""
-    path = f"exercises/{name}.py"
+    path, verdicts = f"exercises/{name}.py", []
     if hint:
         derivation = inspect.getcomments(EXERCISES[name]) or "# ---"
         print("There is no derivation: the docstrings say all." if derivation.startswith("# ---")
@@ -527,13 +527,12 @@ def run_exercise(name, hint):
         tokenizer.write_file(path, exercise_text(name).encode())
         print(f"Wrote {path}: write the body of {EXERCISES[name].__name__} there, then run this again.")
     else:
-        calls, verdicts = record(), []
+        calls = record()
         for each in EXERCISES if name == "all" else [name]:
             verdicts.append(grade(each, calls[each]))
             lines = verdicts[-1][:1 if name == "all" else None] or [f"right in {len(calls[each])} calls"]
             print(f"{each:15}" + f"\n{'':15}".join(lines))
-        return verdicts.count([]) == len(verdicts)
-    return True
+    return not any(verdicts)            # each a list of sentences, empty where all is right
 
 
 # ------------------------------------------------------------------------------------------------------------
