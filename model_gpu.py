@@ -245,12 +245,6 @@ def load_cublas():
     return handle, library
 
 
-def check_status(status, what):
-    """GpuError where CUDA or cuBLAS refuses something."""
-    if status:
-        raise GpuError(f"{what}: status {status}.")
-
-
 def arguments(values):
     """As a kernel takes them: see ARGUMENTS; arrays and NumPy's numbers as they are."""
     return tuple(ARGUMENTS[type(x)](x) if type(x) in ARGUMENTS else x for x in values)
@@ -276,7 +270,7 @@ class Gpu:
         # (context, 1, D), of which the second half of D says all -> (context, D/2)
         self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
                               for table in rope_table(config, np.float32)]
-        self.cublas = load_cublas() if matmul == "cublas" else None
+        self.handle, self.cublas = load_cublas() if matmul == "cublas" else (None, None)
         capability = int(cupy.cuda.Device().compute_capability)
         self.turns = precision == "tf32" and matmul == "cublas" and capability // 10 == 9       # see turned
         early = capability >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030  # the first to record it
@@ -305,7 +299,7 @@ class Gpu:
         settings = struct.pack("7IPPI4x", *grid, *[1] * (3 - len(grid)), threads, 1, 1, 0,
                                cupy.cuda.get_current_stream().ptr, EARLY.ctypes.data, 1)
         status = self.launch_kernel(settings, ctypes.c_void_p(self.kernels[name].kernel.ptr), pointers, None)
-        check_status(status, f"CUDA refuses to launch {name}")
+        require(not status, f"CUDA refuses to launch {name}: status {status}.", GpuError)
 
     def record(self, function):
         """-> a CUDA graph of what function() launches, none of which runs now: graph.launch() queues it all
@@ -320,8 +314,7 @@ class Gpu:
 
     def set_stream(self, stream):
         if self.cublas:
-            handle, library = self.cublas
-            library.cublasSetStream_v2(handle, stream)
+            self.cublas.cublasSetStream_v2(self.handle, stream)
 
 
 def check_sizes(config):
@@ -361,14 +354,13 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     (M, N), I = out.shape[-2:], a.shape[-2 if transpose_a else -1]
     lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
     if gpu.cublas:
-        handle, library = gpu.cublas
         stacks = out.ndim == 3                          # then each operand has a stride from matrix to matrix
         operands = [[x.data.ptr, CUDA_TYPE[x.dtype.char], ld, *[x.strides[0] // x.itemsize][:stacks]]
                     for x, ld in ((b, ldb), (a, lda), (out, ldo))]
-        gemm = library.cublasGemmStridedBatchedEx if stacks else library.cublasGemmEx
-        status = gemm(handle, transpose_b, transpose_a, N, M, I, ONE, *operands[0], *operands[1],
+        gemm = gpu.cublas.cublasGemmStridedBatchedEx if stacks else gpu.cublas.cublasGemmEx
+        status = gemm(gpu.handle, transpose_b, transpose_a, N, M, I, ONE, *operands[0], *operands[1],
                       ONE if add else ZERO, *operands[2], *[len(out)][:stacks], COMPUTE[gpu.precision], -1)
-        check_status(status, f"cuBLAS refuses a product of {M} x {I} by {I} x {N}")
+        require(not status, f"cuBLAS refuses a product of {M} x {I} by {I} x {N}: status {status}.", GpuError)
         return
     steps_a, steps_b = (1, lda) if transpose_a else (lda, 1), (1, ldb) if transpose_b else (ldb, 1)
     for each in zip(out, a, b) if out.ndim == 3 else [(out, a, b)]:
@@ -415,24 +407,24 @@ def linear_forward(gpu, out, x, w):
 
 # linear_backward of model_cpu, in two halves: between them the backward of what made x computes x again.
 # In tf32 Hopper's tensor cores take only numbers that lie side by side along the sum, as those of
-# linear_forward do; elsewhere cuBLAS is 1.2 to 1.8 times slower.  To turn one operand, the smaller one, is
+# linear_forward do; elsewhere cuBLAS is 1.1 to 1.8 times slower.  To turn one operand, the smaller one, is
 # enough.  space: room for it.
 def turned(gpu, x, space):
     """x (rows, columns) -> x.T, in `space`; in columns, as cuBLAS counts, out = 1 x.T + 0 out."""
-    (rows, columns), (handle, library) = x.shape, gpu.cublas
+    rows, columns = x.shape
     out = space.reshape(-1)[:x.size].reshape(columns, rows)
-    status = library.cublasSgeam(handle, True, False, rows, columns, ONE, x.data.ptr, columns, ZERO,
-                                 *(out.data.ptr, rows) * 2)
-    check_status(status, f"cuBLAS refuses to turn {rows} x {columns} numbers")
+    status = gpu.cublas.cublasSgeam(gpu.handle, True, False, rows, columns, ONE, x.data.ptr, columns, ZERO,
+                                    *(out.data.ptr, rows) * 2)
+    require(not status, f"cuBLAS refuses to turn {rows} x {columns} numbers: status {status}.", GpuError)
     return out
 
 
-def linear_backward_input(gpu, dx, dout, w, space=None):
+def linear_backward_input(gpu, dx, dout, w, space):
     """dx (N,I) = dout (N,O) @ w."""
     product(gpu, dx, dout, turned(gpu, w, space) if gpu.turns else w, transpose_b=gpu.turns)
 
 
-def linear_backward_weight(gpu, dw, dout, x, space=None):
+def linear_backward_weight(gpu, dw, dout, x, space):
     """dw (O,I) += dout.T @ x, summed in fp32 in every precision."""
     if not gpu.turns:
         product(gpu, dw, dout, x, transpose_a=True, add=True)

@@ -222,7 +222,7 @@ def make_examples(tokenizer, conversations, T, seed):
     """Conversations -> Examples.  What they begin with decides what is held out: a tenth of the different
     beginnings, in the order of their hashes."""
     def order(prompt):
-        return hashlib.sha256(f"{seed} {as_text(prompt)}".encode("utf-8", "surrogatepass")).digest()
+        return hashlib.sha256(f"{seed} {as_text(prompt)}".encode("utf-8", "surrogatepass")).digest(), prompt
 
     prompts = sorted({opening(turns) for turns in conversations}, key=order)
     require(len(prompts) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")

@@ -753,10 +753,10 @@ def newest_checkpoint(instead):
     return os.path.dirname(max(weights, key=os.path.getmtime))
 
 
-def require(good, sentence):
-    """ValueError, with this sentence, for what is not good."""
+def require(good, sentence, error=ValueError):
+    """An error, with this sentence, for what is not good."""
     if not good:
-        raise ValueError(sentence)
+        raise error(sentence)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Every CUDA kernel once, at odd shapes, for NVIDIA's compute-sanitizer (on a GPU; not a test of results):
 
     compute-sanitizer --tool memcheck python tests/sanitize.py
-    compute-sanitizer --tool racecheck python tests/sanitize.py
+    compute-sanitizer --tool racecheck python tests/sanitize.py bf16-32 tf32-64     # these alone, each takes minutes
 
 Training steps, cached decoding and our own products, in every precision and at every head width.
 Without CuPy's memory pool each array is an allocation of its own, so that a step past its end is seen.
@@ -26,7 +26,10 @@ def main():
     cupy.cuda.set_allocator(None)
     rng = np.random.default_rng(0)
     shapes = (32, 2, 2), (64, 3, 1), (128, 2, 1)
-    for precision, (D, heads, kv_heads) in itertools.product(model_gpu.PRECISIONS, shapes):
+    settings = {f"{precision}-{D}": (precision, D, *heads)
+                for precision, (D, *heads) in itertools.product(model_gpu.PRECISIONS, shapes)}
+    for name in sys.argv[1:] or settings:
+        precision, D, heads, kv_heads = settings[name]
         config = model_cpu.Config(dim=heads * D, heads=heads, kv_heads=kv_heads, layers=1, context=152, vocab=72, predict=3)
         model = model_gpu.Model(config, precision=precision, matmul="ours", optimizer="muon")
         for B, T in (1, 1), (1, 137):

@@ -1031,8 +1031,8 @@ def test_launches_are_early_where_the_gpu_and_its_driver_can(made, monkeypatch, 
                                         (130, 520, (9, 3)), (63, 64, (1, 1))])
 def test_launches_of_products(M, N, grid):
     """linear_forward, and both halves of its backward."""
-    def of(function, out, a, b):
-        launch, = launches_of(function, out, a, b)
+    def of(function, out, a, b, *space):
+        launch, = launches_of(function, out, a, b, *space)
         assert launch[4:7] == [("uint64", x.ctypes.data) for x in (out, a, b)]
         return launch[:4] + launch[7:]
     for dtype in np.uint16, np.float32:
@@ -1040,9 +1040,9 @@ def test_launches_of_products(M, N, grid):
         out, w, x = array(M, N, dtype=dtype), array(N, 24), array(M, 24)
         assert of(model_gpu.linear_forward, out, x, w) == [
             "matmul", grid, 256, 0, *i32(M, N, 24, 24, 1, 1, 24, N, 0, single)]
-        assert of(model_gpu.linear_backward_input, out, x, array(24, N)) == [
+        assert of(model_gpu.linear_backward_input, out, x, array(24, N), None) == [
             "matmul", grid, 256, 0, *i32(M, N, 24, 24, 1, N, 1, N, 0, single)]
-        assert of(model_gpu.linear_backward_weight, out, array(24, M), array(24, N)) == [
+        assert of(model_gpu.linear_backward_weight, out, array(24, M), array(24, N), None) == [
             "matmul", grid, 256, 0, *i32(M, N, 24, 1, M, N, 1, N, 1, single)]
 
 

@@ -266,6 +266,10 @@ def test_a_system_text_stands_where_the_template_has_it(template):
     found = sft.make_examples(talker, talks, 64, 0)
     assert len(found.held_out) == len({*found.questions}) == 3 and {*found.questions} <= {
         (text, f"{i}") for i in range(10) for text in ("", "a", "b")}
+    # two that read alike are in one order whatever Python's hashes are
+    alike = [[(f"{i}", None), ("x", "z")] for i in range(40)] + [[(f"{i}\n\nx", "z")] for i in range(40)]
+    order = sft.make_examples(talker, alike, 64, 0).questions
+    assert order == sft.make_examples(talker, alike[::-1], 64, 0).questions and order[0][0] == "" != order[1][0]
     asked = [talker.decode(ids[~mask]) for ids, mask in found.held_out]
     assert sorted(asked) == sorted(talker.decode(talker.prompt(text, None, system)) for system, text in found.questions)
 
