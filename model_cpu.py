@@ -73,17 +73,15 @@ class Config:
         if self.hidden is None and isinstance(self.dim, int):
             object.__setattr__(self, "hidden", (8 * self.dim + 23) // 24 * 8)   # frozen for everybody else
         sizes = "dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"
+        values = vars(self)
         for name in (*sizes, "positions") if self.positions is not None else sizes:
-            value = getattr(self, name)
-            require(type(value) is int and 1 <= value <= 1 << 20,
-                    f"{name} must be a whole number from 1 to {1 << 20:,}, not {value!r:.20}.")
+            require(type(values[name]) is int and 1 <= values[name] <= 1 << 20,
+                    f"{name} must be a whole number from 1 to {1 << 20:,}, not {values[name]!r:.20}.")
         for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
-            value = getattr(self, name)
-            require(type(value) in (int, float) and least <= value < math.inf,
-                    f"{name} must be a finite number of at least {least}, not {value!r}.")
+            require(type(values[name]) in (int, float) and least <= values[name] < math.inf,
+                    f"{name} must be a finite number of at least {least}, not {values[name]!r}.")
         for name in ("dim", "hidden", "vocab"):
-            value = getattr(self, name)
-            require(value % 8 == 0, f"{name} ({value}) must be a multiple of 8.")
+            require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
         require(self.dim % (2 * self.heads) == 0, f"dim ({self.dim}) must be a multiple of 2 x heads (2 x "
                 f"{self.heads}), for RoPE; take {nearest_divisors(self.dim // 2, self.heads)} heads.")
         require(self.context <= (self.positions or self.context),
