@@ -741,9 +741,8 @@ class Model:
         self.cos, self.sin = rope_table(config, self.dtype)
         self.step, self.sums = 0, None              # updates made so far; see train.connect
         # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and sees the loss
-        quiet = {"initializer": np.seterr, "initargs": ("ignore",)}
-        pool = concurrent.futures.ThreadPoolExecutor(threads, **quiet) if threads > 1 else None
-        self.map = pool.map if pool else map        # either takes the results in order
+        pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
+        self.map = pool.map if threads > 1 else map     # either takes the results in order
         # q, k, v of the tokens decoded so far, of each in every layer: memory that no token has reached is
         # not taken yet; the ids of those that generate has put there
         self.cache = np.zeros((config.context, config.layers, config.qkv_width), self.dtype)
