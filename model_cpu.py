@@ -734,8 +734,7 @@ class Model:
         gradients = [np.zeros(size, self.dtype) if training else None for _ in range(threads)]
         self.workers = [Worker(config, self.dtype, flat_grads) for flat_grads in gradients]
         self.flat_grads, self.grads = gradients[0], self.workers[0].grads
-        self.m = np.zeros(size, self.dtype) if training else None
-        self.v = np.zeros(moments - size, self.dtype) if training else None
+        self.m, self.v = [np.zeros(n, self.dtype) if training else None for n in (size, moments - size)]
         if seed is not None:
             init_params(self.flat_params, config, seed)
         self.cos, self.sin = rope_table(config, self.dtype)
