@@ -132,10 +132,8 @@ def param_table(config):
                   (f"layers.{i}.down", (c.dim, c.hidden))]
     if not c.tied:
         table.append(("heads", (c.predict * c.vocab, c.dim)))       # rows: V of head 0, then V of head 1, ...
-    for i in range(c.layers):
-        table += [(f"layers.{i}.norm1", (c.dim,)), (f"layers.{i}.norm2", (c.dim,))]
-    table.append(("norm", (c.dim,)))
-    return table
+    gains = [f"layers.{i}.{name}" for i in range(c.layers) for name in ("norm1", "norm2")]
+    return table + [(name, (c.dim,)) for name in [*gains, "norm"]]
 
 
 def param_count(config):
