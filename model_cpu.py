@@ -174,9 +174,8 @@ def muon_part(config, optimizer):
 def matrix_table(config):
     """[(shape, place), ...] of the matrices of a layer, each that Muon takes by itself: q, k, v, out, gate,
     up, down; place: where in the layer's part of a flat buffer each lies, a slice."""
-    c = config
-    square, kv, up = (c.dim, c.dim), (c.kv_heads * c.head_dim, c.dim), (c.hidden, c.dim)
-    shapes = [square, kv, kv, square, up, up, up[::-1]]
+    C, kv, F = config.dim, config.kv_heads * config.head_dim, config.hidden
+    shapes = [(C, C), (kv, C), (kv, C), (C, C), (F, C), (F, C), (C, F)]
     return list(zip(shapes, places(map(math.prod, shapes))))
 
 

@@ -324,8 +324,8 @@ def test_muon_by_named_tensors(threads):
     ("newton_schulz", "np.linalg.norm(X)", "np.linalg.norm(X, 2)"), ("newton_schulz", "A @ A", "A"),
     ("muon_update", "grad += momentum * m", "grad[...] = m"), ("muon_update", "math.sqrt(max(param.shape))", "1.0"),
     ("muon_update", "max(", "min("), ("muon_update", "param *= 1 - lr * decay", "param *= (1 - lr * decay) ** 2"),
-    ("matrix_table", "[square, kv, kv, square,", "[(square[0] + 2 * kv[0], c.dim), square,"),
-    ("matrix_table", "up, up, up[::-1]]", "(2 * c.hidden, c.dim), up[::-1]]"), ("muon_part", '== "muon"', '== "none"')])
+    ("matrix_table", "[(C, C), (kv, C), (kv, C),", "[(C + 2 * kv, C),"),
+    ("matrix_table", "(F, C), (F, C),", "(2 * F, C),"), ("muon_part", '== "muon"', '== "none"')])
 def test_mistakes_in_muon_are_noticed(name, there, instead, monkeypatch):
     source, planted = inspect.getsource(getattr(model_cpu, name)), {}
     assert there in source

@@ -95,9 +95,8 @@ MISTAKES = {
     "the other side's length": ("muon_update", "max(param.shape)", "min(param.shape)"),
     "decay twice": ("muon_update", "param *= 1 - lr * decay", "param *= (1 - lr * decay) ** 2"),
     "four rounds": ("newton_schulz", "range(5)", "range(4)"),
-    "one matrix for q, k and v": ("matrix_table", "[square, kv, kv, square,",
-                                  "[(square[0] + 2 * kv[0], c.dim), square,"),
-    "one matrix for gate and up": ("matrix_table", "up, up, up[::-1]]", "(2 * c.hidden, c.dim), up[::-1]]"),
+    "one matrix for q, k and v": ("matrix_table", "[(C, C), (kv, C), (kv, C),", "[(C + 2 * kv, C),"),
+    "one matrix for gate and up": ("matrix_table", "(F, C), (F, C),", "(2 * F, C),"),
     "clipped like AdamW's": ("muon_part", 'if optimizer == "muon" else', 'if False else')}
 
 
