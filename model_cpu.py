@@ -794,25 +794,23 @@ class Model:
 
         counted (K,): the number of counted targets of each head in the whole step; by default, in this call.
         Raises ValueError where head 0 has none at all: there would be nothing to learn."""
-        tokens, targets, divisor = check_batch(self.config, tokens, targets, counted)
-        (B, T), c = tokens.shape, self.config
-
-        def forward_share(worker, tokens, targets):
-            targets = head_targets(targets, T, c.predict)
-            layers, shared = worker.buffers(*tokens.shape)
-            self.trunk(tokens, layers, shared)
-            worker.saved = tokens, targets, layers, shared
-            return sum(self.head_loss(shared, targets, rows, divisor) for rows in logit_parts(c, tokens.size))
-
-        self.shares, self.divisor = min(self.threads, B), divisor
-        return sum(self.map(forward_share, self.workers, np.array_split(tokens, self.shares),
+        tokens, targets, self.divisor = check_batch(self.config, tokens, targets, counted)
+        self.shares = min(self.threads, len(tokens))
+        return sum(self.map(self.forward_share, self.workers, np.array_split(tokens, self.shares),
                             np.array_split(targets, self.shares)))
 
-    def head_loss(self, shared, targets, rows, divisor):
+    def forward_share(self, worker, tokens, targets):
+        targets = head_targets(targets, tokens.shape[1], self.config.predict)
+        layers, shared = worker.buffers(*tokens.shape)
+        self.trunk(tokens, layers, shared)
+        worker.saved = tokens, targets, layers, shared
+        return sum(self.head_loss(shared, targets, rows) for rows in logit_parts(self.config, tokens.size))
+
+    def head_loss(self, shared, targets, rows):
         """-> what these rows, a slice, add to the losses (K,); shared["logits"] keeps e of them."""
         losses, targets = np.zeros(self.config.predict), targets[rows]
         e = self.head_logits(shared["final"][rows], shared["logits"])
-        cross_entropy_forward(losses, shared["exp_sum"][rows], e, targets, divisor)
+        cross_entropy_forward(losses, shared["exp_sum"][rows], e, targets, self.divisor)
         return losses
 
     def backward(self, last=True):
@@ -834,7 +832,7 @@ class Model:
             worker.flat_grads[...] = 0.0
         for rows in parts:
             if len(parts) > 1:                      # the next piece has taken the place of what this one left
-                self.head_loss(shared, targets, rows, self.divisor)
+                self.head_loss(shared, targets, rows)
             dlogits = shared["logits"][:len(final[rows])]
             cross_entropy_backward(dlogits, exp_sum[rows], targets[rows], self.divisor, c.head_weights)
             # logits = final @ heads.T
