@@ -143,8 +143,7 @@ def param_count(config):
 
 def places(sizes):
     """Where parts of these sizes lie in a flat buffer, one after the other, as slices."""
-    ends = list(itertools.accumulate(sizes, initial=0))
-    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+    return [slice(*ends) for ends in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
