@@ -276,7 +276,6 @@ class Encoder(dict):
         """byte_ids: {byte: its id}, in which bytes may be missing; merges {(left id, right id): made id}, in
         the order learned; typecode: of array.array, for an id."""
         self.byte_ids, self.typecode, self.digits = byte_ids, typecode, digits
-        self.missing = bytes({*range(256)} - byte_ids.keys())
         self.ranks = {pair: rank for rank, pair in enumerate(merges)}
         self.made = list(merges.values())
 
@@ -300,7 +299,7 @@ class Encoder(dict):
         A merge's place in the order of learning is its rank. In our own tokenizers rank 0 makes token 256,
         but elsewhere ids need not follow ranks, and two merges may make one token.
         """
-        ids = [self.byte_ids[byte] for byte in word.translate(None, self.missing)]
+        ids = [self.byte_ids[byte] for byte in word if byte in self.byte_ids]
         if len(ids) > 200:
             return self.merge_long([-1, *ids, -1])
         get, made, none = self.ranks.get, self.made, len(self.made)
