@@ -711,7 +711,8 @@ def main(argv):
         print(f"{path}: {len(tensors)} tensors, {os.path.getsize(path):,} bytes, CRC32 {crc}")
         for name, tensor in tensors.items():
             size = np.sqrt(np.mean(np.square(floats(tensor), dtype=np.float64)))
-            print(f"  {name:44} {str(tensor.shape):15} {tensor.dtype}  root mean square {size:.3g}")
+            kind = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype
+            print(f"  {name:44} {str(tensor.shape):15} {kind}  root mean square {size:.3g}")
 
 
 if __name__ == "__main__":

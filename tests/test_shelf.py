@@ -255,6 +255,15 @@ def test_what_changes_nothing_loads(folder, changes):
     assert model.config.rope_theta == (500 if "rope_parameters" in changes else 1e5)
 
 
+@pytest.mark.parametrize("kind, name", [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")])
+def test_what_is_in_a_folder_is_printed(folder, capsys, kind, name):
+    tensors = write_folder(folder, tensors=weights(NEW, kind), shards=2)
+    checkpoint.main([folder])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(f" {name}  root mean square " in line for line in lines) == len(tensors)
+    assert sum(line.endswith(" bytes, CRC32 none") for line in lines) == 2 and len(lines) == 3 + 2 + len(tensors)
+
+
 @pytest.mark.parametrize("kind", ["BF16", "F16"])
 def test_every_finite_number_of_sixteen_bits_arrives(folder, kind):
     """Zeros of both signs, numbers too small to be normal, the largest."""
