@@ -226,6 +226,13 @@ def test_two_entries_have_one():
         "Each of these is 3 times what it should be."]
 
 
+@pytest.mark.parametrize("factor", [-1.0, 0.5, 3.0])
+def test_a_factor_of_what_is_added(factor):
+    before, added = np.array([10.0, -20.0, 7.0]), np.array([1.0, 3.0, 0.0])
+    assert gradcheck.complaint("dw", [(before, before + factor * added, before + added)], 2)[1:] == [
+        f"Each of these is {factor:.6g} times what should be added."]
+
+
 def test_draws_of_all_kinds_are_recorded(calls):
     """The largest; and drawn from all, from the k largest, from those that reach p, and from what both leave."""
     assert {(call["top_k"] > 0, call["top_p"] < 1) for call in calls["sample"] if call["temperature"]} == {
