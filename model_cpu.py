@@ -1018,19 +1018,18 @@ def euler_table(model, tokens):
     """The lens, with the layers seen as steps of an ODE solver.  tokens (B,T+1) ids: T inputs and their T
     targets a row.
 
-    Returns L+1 rows (loss, length, ids), for the embedding and after each layer: the loss of head 0 if the
+    Yields L+1 rows (loss, length, ids), for the embedding and after each layer: the loss of head 0 if the
     integration stopped there; the mean over positions of |f(x)|/|x| of that layer's step (0 for the
     embedding); the three best next tokens at the end of the last row."""
     inputs, targets = as_batch(model.config, tokens[:, :-1]), tokens[:, 1:].reshape(-1, 1)
-    rows, before = [], None
+    before = None
     for x, logits in layer_logits(model, inputs):
         loss, before = np.zeros(1), x if before is None else before
         best = np.argsort(-logits[-1], kind="stable")[:3].tolist()
         cross_entropy_forward(loss, np.empty(targets.shape, x.dtype), logits[:, None], targets, inputs.size)
         length = np.linalg.norm(x - before, axis=1) / np.linalg.norm(before, axis=1)
-        rows.append((float(loss[0]), float(length.mean()), best))
+        yield float(loss[0]), float(length.mean()), best
         before = x
-    return rows
 
 
 def print_euler_table(model, tokenizer, tokens):

@@ -1469,7 +1469,7 @@ def test_euler_table():
     model, (tokens, _) = wide_model(), make_batch(B=2, T=10)
     targets = np.full((2, 9 + TINY.predict - 1), -1)
     targets[:, :9] = tokens[:, 1:]
-    rows = model_cpu.euler_table(model, tokens)
+    rows = list(model_cpu.euler_table(model, tokens))
     assert len(rows) == TINY.layers + 1 and rows[0][1] == 0.0 and all(step > 0 for _, step, _ in rows[1:])
     assert rows[-1][0] == pytest.approx(model.forward(tokens[:, :9], targets)[0], rel=1e-12)
     assert rows[-1][2] == np.argsort(-model.logits(tokens[:, :9])[-1, -1, 0])[:3].tolist()
