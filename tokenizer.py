@@ -706,20 +706,6 @@ def show(tokenizer, text):
     return f"{shown}\n{len(tokens)} tokens for {size} bytes, {size / max(len(tokens), 1):.2f} bytes a token"
 
 
-def parse_arguments(argv):
-    parser = Parser(description="Byte-level BPE: how text becomes integers.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    train = commands.add_parser("train", help="learn a tokenizer from text files")
-    train.add_argument("files", nargs="+", metavar="FILE", help="text; <|endoftext|> separates documents")
-    train.add_argument("--vocab", type=whole_number(260), default=4096, metavar="V", help="at most (4096)")
-    train.add_argument("--out", metavar="FILE", default="tokenizer.json", help="(default: %(default)s)")
-    show_ = commands.add_parser("show", help="print a text with its token boundaries")
-    show_.add_argument("text", metavar="TEXT", help="the text, or - for standard input; -- goes before -TEXT")
-    show_.add_argument("--ids", action="store_true", help="print the ids of its tokens")
-    show_.add_argument("--tokenizer", metavar="FILE", help="(default: tokenizer.json, or the newest model's)")
-    return parser.parse_args(argv)
-
-
 def train_command(files, vocab_size, out):
     require(not os.path.isdir(out) and os.access(os.path.dirname(os.path.abspath(out)), os.W_OK),
             f"Cannot write {out}; give --out a file in a folder that exists and is yours.")
@@ -731,7 +717,17 @@ def train_command(files, vocab_size, out):
 
 
 def main(argv):
-    arguments = parse_arguments(argv)
+    parser = Parser(description="Byte-level BPE: how text becomes integers.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    train = commands.add_parser("train", help="learn a tokenizer from text files")
+    train.add_argument("files", nargs="+", metavar="FILE", help="text; <|endoftext|> separates documents")
+    train.add_argument("--vocab", type=whole_number(260), default=4096, metavar="V", help="at most (4096)")
+    train.add_argument("--out", metavar="FILE", default="tokenizer.json", help="(default: %(default)s)")
+    show_ = commands.add_parser("show", help="print a text with its token boundaries")
+    show_.add_argument("text", metavar="TEXT", help="the text, or - for standard input; -- goes before -TEXT")
+    show_.add_argument("--ids", action="store_true", help="print the ids of its tokens")
+    show_.add_argument("--tokenizer", metavar="FILE", help="(default: tokenizer.json, or the newest model's)")
+    arguments = parser.parse_args(argv)
     if arguments.command == "train":
         return train_command(arguments.files, arguments.vocab, arguments.out)
     path = arguments.tokenizer or "tokenizer.json"
