@@ -227,7 +227,8 @@ def learn_merges(words, wanted):
     # The tie rule is the order of this heap: highest count first, then smallest (left id, right id).
     heap = sorted((-count, pair) for pair, count in counts.items())
     merges = []
-    while heap and len(merges) < wanted:
+    # what occurs once is no pattern: the vocabulary stays smaller than asked
+    while heap and -heap[0][0] > 1 and len(merges) < wanted:
         negative, pair = heapq.heappop(heap)
         if -negative != counts[pair]:
             # Lazy deletion: other merges took some of its occurrences. A count only falls, since a pair can
@@ -235,8 +236,6 @@ def learn_merges(words, wanted):
             # waits its turn.
             heapq.heappush(heap, (-counts[pair], pair))
             continue
-        if counts[pair] < 2:
-            break    # what occurs once is no pattern: the vocabulary stays smaller than asked
         left, right = pair
         new = 256 + len(merges)
         merges.append(pair)
