@@ -97,7 +97,7 @@ class Session:
         self.turns.append(self.tokenizer.prompt(text, room, first=False))
         while len(self.turns) > 1 and sum(map(len, self.turns)) > room:
             del self.turns[1 if has_system and len(self.turns) > 2 else 0]
-        if len(self.turns) == 1:                            # beside another one it has not been cut
+        if len(self.turns) == 1:                            # beside others a turn is whole
             self.turns = [self.tokenizer.prompt(text, room, self.system)]
             frame = len(self.tokenizer.prompt(b"", system=self.system))
             note_cut("prompt", len(self.tokenizer.encode(text)), room - frame)

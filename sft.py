@@ -119,7 +119,8 @@ def read_records(path):
 
 def make_turns(record):
     """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> turns,
-    every text as it stands.  ValueError says in a few words what the record has that is wrong."""
+    every text as it stands; an empty system text is none.  ValueError says in a few words what the record has
+    that is wrong."""
     require(isinstance(record, dict), "no named fields")
     messages, system = record.get("messages"), ""
     if messages is None:        # an instruction and its input are one text
@@ -141,7 +142,7 @@ def make_turns(record):
 
 
 def as_text(parts):
-    """Texts -> one, with an empty line between them."""
+    """Texts -> one, with an empty line between them; empty ones are left out."""
     return "\n\n".join(filter(None, parts))
 
 
@@ -149,6 +150,16 @@ def opening(turns):
     """What a conversation begins with: (system text or "", first user text)."""
     (text, response), *others = turns
     return ("", text) if response is not None else (text, others[0][0])
+
+
+def cut_prompt(tokenizer, beginning, T):
+    """The ids of what `opening` gives, up to where the answer begins, of which a quarter of the window T is
+    left.  The system text stays and the user's is cut; but if that would leave this one less than half of the
+    room, both are one text, of which the end is kept."""
+    (system, text), room = beginning, T - T // 4
+    if len(tokenizer.prompt("", None, system)) > room // 2:
+        system, text = "", as_text(beginning)
+    return tokenizer.prompt(text, room, system)
 
 
 def python_pairs(path):
@@ -193,8 +204,8 @@ def make_example(tokenizer, turns, T):
     last one.
 
     mask: True at what is learned, the responses with their end tokens.  If it is too long, turns are left out
-    from the end.  The first always stays: its prompt is cut first, then its response, of which at least a
-    quarter of the window is left.  So every example has something to learn."""
+    from the end.  The first always stays: its prompt is cut first (cut_prompt), then its response, of which
+    at least a quarter of the window is left.  So every example has something to learn."""
     ids, mask, end, (system, _) = [], [], tokenizer.end_of_turn, opening(turns)
     for text, response in turns[bool(system):]:
         prompt = tokenizer.prompt(text, None, system, first=not ids)
@@ -203,7 +214,7 @@ def make_example(tokenizer, turns, T):
         if cut and ids:
             break
         if cut:
-            prompt = tokenizer.prompt(text, T - T // 4, system)
+            prompt = cut_prompt(tokenizer, opening(turns), T)
             answer = answer[:T + 1 - len(prompt)]
         ids += prompt + answer
         mask += [False] * len(prompt) + [True] * len(answer)
@@ -213,29 +224,30 @@ def make_example(tokenizer, turns, T):
 
 
 # train: a list of (ids, mask); lengths: their padded_lengths; held_out: a list like train, of conversations
-# that begin with other prompts than those in train; questions: some of these prompts, as `opening` gives
-# them; cut: how many examples were too long; key: a fingerprint of all this
+# that begin otherwise than those in train; questions: some of these beginnings, as `opening` gives them; cut:
+# how many examples were too long; key: a fingerprint of all this
 Examples = collections.namedtuple("Examples", "train lengths held_out questions cut key")
 
 
 def make_examples(tokenizer, conversations, T, seed):
-    """Conversations -> Examples.  What they begin with decides what is held out: a tenth of the different
-    beginnings, in the order of their hashes."""
+    """Conversations -> Examples.  The texts that they begin with decide what is held out: a tenth of the
+    different ones, in the order of their hashes."""
     def order(prompt):
-        return hashlib.sha256(f"{seed} {as_text(prompt)}".encode("utf-8", "surrogatepass")).digest(), prompt
+        return hashlib.sha256(f"{seed} {prompt}".encode("utf-8", "surrogatepass")).digest()
 
-    prompts = sorted({opening(turns) for turns in conversations}, key=order)
+    beginnings = {as_text(opening(turns)): opening(turns) for turns in conversations}
+    prompts = sorted(beginnings, key=order)
     require(len(prompts) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
-    questions = prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]
-    unseen, to_train, held_out, cuts, digest = set(questions), [], [], 0, hashlib.sha256()
+    unseen = {*prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]}
+    to_train, held_out, cuts, digest = [], [], 0, hashlib.sha256()
     for turns in conversations:
         ids, mask, cut = make_example(tokenizer, turns, T)
-        is_held_out = opening(turns) in unseen
+        is_held_out = as_text(opening(turns)) in unseen
         (held_out if is_held_out else to_train).append((ids, mask))
         cuts += cut
         digest.update(ids.tobytes() + mask.tobytes() + bytes([is_held_out]))
-    return Examples(to_train, padded_lengths(to_train, T), held_out, questions[:QUESTIONS], cuts,
-                    digest.hexdigest()[:12])
+    questions = [beginnings[prompt] for prompt in prompts[:QUESTIONS] if prompt in unseen]
+    return Examples(to_train, padded_lengths(to_train, T), held_out, questions, cuts, digest.hexdigest()[:12])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -307,8 +319,7 @@ def evaluate(model, tokenizer, examples, micro_batch, ranks=checkpoint.Ranks()):
 
 def answer(model, tokenizer, question, seed):
     """What the model answers to a (system text, user text), as text."""
-    (system, text), T = question, model.config.context
-    prompt = tokenizer.prompt(text, T - T // 4, system)
+    prompt = cut_prompt(tokenizer, question, model.config.context)
     return train.sample_text(model, tokenizer, prompt, seed, ANSWER_TOKENS)
 
 

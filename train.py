@@ -444,6 +444,7 @@ def in_words(result):
 
 def sample_text(model, tokenizer, ids, seed, most=SAMPLE_TOKENS):
     """How the model goes on after these ids, up to a special token, as text."""
+    ids = ids or [tokenizer.special_id(END_OF_TEXT)]        # a tokenizer may lack the bytes of a text
     return tokenizer.decode([*generate(model, ids, 0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size,
                                        stop=set(tokenizer.special.values()), most=most)])
 

@@ -614,7 +614,7 @@ def ceilings(cupy, model_gpu, gpu):
 
 def record_launches(cupy, model_gpu, model, step):
     """Run one step with an event before and after every launch: [(name, seconds, bytes, FLOPs)]."""
-    c, launch, product, turned, records, spaces = model.config, model.gpu.launch, model_gpu.product, model_gpu.turned, [], set()
+    c, launch, product, transposed, records, spaces = model.config, model.gpu.launch, model_gpu.product, model_gpu.transposed, [], set()
     record_at, model_gpu.RECORD_AT = model_gpu.RECORD_AT, 0         # never: a CUDA graph would hide its launches
     model.buffers_by_shape.clear()                                  # and with them the graphs that there are
 
@@ -643,16 +643,16 @@ def record_launches(cupy, model_gpu, model, step):
         name = f"product {kind} {N}x{M if kind == 'weight' else K}" if out.ndim == 2 else f"products of Muon {M}x{N}x{K}"
         record(lambda: product(gpu, out, a, b, transpose_a, transpose_b, add), name, 0, 2 * out.size * K)
 
-    def timed_turned(gpu, x, space):
+    def timed_transposed(gpu, x, space):
         spaces.add(space.data.ptr)
-        record(lambda: turned(gpu, x, space), "turned", 2 * x.nbytes, 0)
+        record(lambda: transposed(gpu, x, space), "transposed", 2 * x.nbytes, 0)
         return space.reshape(-1)[:x.size].reshape(x.shape[::-1])
 
-    model.gpu.launch, model_gpu.product, model_gpu.turned = timed_launch, timed_product, timed_turned
+    model.gpu.launch, model_gpu.product, model_gpu.transposed = timed_launch, timed_product, timed_transposed
     try:
         step()
     finally:
-        model.gpu.launch, model_gpu.product, model_gpu.turned, model_gpu.RECORD_AT = launch, product, turned, record_at
+        model.gpu.launch, model_gpu.product, model_gpu.transposed, model_gpu.RECORD_AT = launch, product, transposed, record_at
     cupy.cuda.Device().synchronize()
     return [(name, cupy.cuda.get_elapsed_time(start, end) / 1e3, *cost) for name, start, end, *cost in records]
 

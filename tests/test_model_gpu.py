@@ -262,7 +262,7 @@ def columns_matrix(address, kind, rows, columns, ld):
 class FakeCublas:
     """cuBLAS's products as its documentation has them, in columns, on raw addresses: C (m,n) = alpha op(A) op(B) + beta C."""
     def __init__(self):
-        self.algorithms, self.streams, self.loose, self.turns = set(), [], 0, 0
+        self.algorithms, self.streams, self.loose, self.transpositions = set(), [], 0, 0
 
     def geam(self, handle, transpose_a, transpose_b, m, n, alpha, A, lda, beta, B, ldb, C, ldc):
         """C (m,n) = alpha op(A) + beta op(B); with beta 0 B is not read."""
@@ -271,7 +271,7 @@ class FakeCublas:
         a = columns_matrix(A, 0, *((n, m) if transpose_a else (m, n)), lda)
         assert beta == 0 and (B, ldb, transpose_b) == (C, ldc, False)       # where both must be the same
         columns_matrix(C, 0, m, n, ldc)[...] = alpha * (a.T if transpose_a else a)
-        self.turns += 1
+        self.transpositions += 1
 
     def gemmEx(self, handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, B, type_b, ldb, beta, C, type_c, ldc,
                compute, algorithm):
@@ -414,39 +414,47 @@ def test_the_breakdown_of_a_step_sees_every_launch(cublas, monkeypatch):
     kinds = [name.split()[1] for name, *_ in records if name.startswith("product")]
     assert kinds == 9 * ["forward"] + ["weight", "input"] + 2 * ["input", "weight"] * 4
     N, C = 18, TINY.dim
-    turns = [moved for name, _, moved, _ in records if name == "turned"]
+    moved = [moved for name, _, moved, _ in records if name == "transposed"]
     qkv, square, up = 4 * C * 2 * C, 4 * C * C, 4 * C * 2 * TINY.hidden     # bytes of the weights
-    assert turns == [2 * size for size in (4 * N * C, 4 * C * 3 * TINY.vocab, *2 * (
+    assert moved == [2 * size for size in (4 * N * C, 4 * C * 3 * TINY.vocab, *2 * (
         up // 2, 4 * N * C, up, 4 * N * C, square, 4 * N * C, qkv, 4 * N * C))]
 
 
-@pytest.mark.parametrize("capability, precision, turns", [("90", "tf32", True), ("90", "fp32", False), ("90", "bf16", False),
+@pytest.mark.parametrize("capability, precision, transposes", [("90", "tf32", True), ("90", "fp32", False), ("90", "bf16", False),
                                                           ("80", "tf32", False), ("89", "tf32", False), ("100", "tf32", False),
                                                           ("120", "tf32", False)])
-def test_operands_are_turned_for_hopper_in_tf32(cublas, monkeypatch, capability, precision, turns):
+def test_operands_are_transposed_for_hopper_in_tf32(cublas, monkeypatch, capability, precision, transposes):
     """There no product but a weight's gradient has an operand that does not lie along the sum, and that has one."""
     monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability=capability))
     model = model_gpu.Model(TINY, precision=precision)
     model.forward(*batch(TINY, 2, 21))
-    assert cublas.loose == cublas.turns == 0
+    assert cublas.loose == cublas.transpositions == 0
     model.backward()
     products = 1 + 4 * TINY.layers
-    assert (cublas.turns, cublas.loose) == ((2 * products, products) if turns else (0, 3 * products))
-    assert not model_gpu.Model(TINY, precision=precision, matmul="ours").gpu.turns
+    assert (cublas.transpositions, cublas.loose) == ((2 * products, products) if transposes else (0, 3 * products))
+    assert not model_gpu.Model(TINY, precision=precision, matmul="ours").gpu.transposes
 
 
-def test_room_to_turn_the_smaller_operand():
-    """Of whatever shape the model and the batch are."""
+def test_room_to_transpose_the_smaller_operand(cublas):
+    """In what work_tables gives to models and batches of any shape: both gradients of every product of the backward."""
     rng = np.random.default_rng(3)
-    for _ in range(200):
-        config = dataclasses.replace(TINY, kv_heads=int(rng.choice([1, 2])), vocab=8 * int(rng.integers(1, 99)),
-                                     predict=int(rng.integers(1, 4)), dim=int(rng.choice([64, 128])), hidden=8 * int(rng.integers(1, 60)))
-        N = int(rng.integers(1, 999))
-        space = {name: shape for name, shape, _ in model_gpu.work_tables(config, 1, N, "tf32")[1]}["space"]
-        C, shapes = config.dim, [(config.qkv_width, config.dim), (config.dim, config.dim), (2 * config.hidden, config.dim),
-                                 (config.dim, config.hidden), (config.predict * config.vocab, config.dim)]
-        assert math.prod(space) == max(N * C, *map(math.prod, shapes))
-        assert max(N * min(shape) for shape in shapes) <= N * C
+
+    def random(*shape):
+        return rng.standard_normal(shape).astype(np.float32).view(Array)
+    for _ in range(60):
+        c = dataclasses.replace(TINY, kv_heads=int(rng.choice([1, 2])), vocab=8 * int(rng.integers(1, 30)),
+                                predict=int(rng.integers(1, 4)), dim=int(rng.choice([64, 128])), hidden=8 * int(rng.integers(1, 60)))
+        N, gpu = int(rng.integers(1, 400)), model_gpu.Gpu(c, "tf32", "cublas")
+        shape = {name: shape for name, shape, _ in model_gpu.work_tables(c, 1, N, "tf32")[1]}["space"]
+        for O, I in [(c.qkv_width, c.dim), (c.dim, c.dim), (2 * c.hidden, c.dim), (c.dim, c.hidden), (c.predict * c.vocab, c.dim)]:
+            x, w, dout, space, cublas.transpositions = random(N, I), random(O, I), random(N, O), random(*shape), 0
+            dx, dw = random(N, I), random(O, I)
+            expected = dw + dout.T @ x
+            model_gpu.linear_backward_weight(gpu, dw, dout, x, space)
+            model_gpu.linear_backward_input(gpu, dx, dout, w, space)
+            np.testing.assert_allclose(dw, expected, rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(dx, dout @ w, rtol=1e-3, atol=1e-3)
+            assert cublas.transpositions == 2
     for precision in "fp32", "bf16":
         assert ("space", (0, TINY.dim), np.float32) in model_gpu.work_tables(TINY, 1, 9, precision)[1]
     assert "space" not in [name for name, *_ in model_gpu.decode_table(TINY, "tf32")]
@@ -459,8 +467,8 @@ def test_products_that_cublas_refuses(cublas, monkeypatch):
     a = np.zeros((3, 4), np.float32).view(Array)
     with pytest.raises(RuntimeError, match=r"^cuBLAS refuses a product of 3 x 4 by 4 x 3: status 7\.$"):
         model_gpu.product(gpu, a @ a.T, a, a, transpose_b=True)
-    with pytest.raises(RuntimeError, match=r"^cuBLAS refuses to turn 3 x 4 numbers: status 8\.$"):
-        model_gpu.turned(gpu, a, np.zeros(12, np.float32).view(Array))
+    with pytest.raises(RuntimeError, match=r"^cuBLAS refuses to transpose 3 x 4: status 8\.$"):
+        model_gpu.transposed(gpu, a, np.zeros(12, np.float32).view(Array))
 
 
 @pytest.mark.parametrize("precision, bar", [("fp32", 1e-4), ("bf16", 8e-2)])
@@ -877,7 +885,7 @@ def recorder(config=TINY, matmul="ours", precision="bf16"):
     def launch(name, grid, threads, *arguments, shared=0):
         launched.append([name, grid, threads, shared, *(
             x if isinstance(x, np.ndarray) else (type(x).__name__, x.item()) for x in model_gpu.arguments(arguments))])
-    gpu = types.SimpleNamespace(config=config, cublas=None, precision=precision, turns=False, launch=launch, launch_early=launch,
+    gpu = types.SimpleNamespace(config=config, cublas=None, precision=precision, transposes=False, launch=launch, launch_early=launch,
                                 flash=[("F", 32, 64, 7), ("DQ", 48, 96, 8), ("DKDV", 16, 128, 9)])
     gpu.cos, gpu.sin, gpu.eps = np.zeros(1), np.ones(1), config.norm_eps
     return gpu, launched

@@ -245,6 +245,10 @@ def test_turns():
             sft.make_turns(record)
 
 
+def as_words(talker, ids):
+    return "".join(talker.decode(ids).replace("system", "").replace("user", "").split())
+
+
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, "".join(CHATML_PARTS)])
 def test_a_system_text_stands_where_the_template_has_it(template):
     """Of a conversation, of its cut form, of what is held out and asked; other questions with it are other ones."""
@@ -260,16 +264,24 @@ def test_a_system_text_stands_where_the_template_has_it(template):
     first, answer = talker.prompt(" Hi\n", None, "Be brief."), [*b"Yo ", talker.end_of_turn]
     assert sft.make_example(talker, turns, len(first) + len(answer) - 1)[0].tolist() == first + answer
     long = [turns[0], ("x" * 300, "y" * 300)]
-    ids, mask, cut = sft.make_example(talker, long, 200)
-    assert cut and ids.tolist()[:150] == talker.prompt("x" * 300, 150, "Be brief.") and "Be brief." in talker.decode(ids)
+    ids, mask, cut = sft.make_example(talker, long, 400)
+    assert cut and ids.tolist()[:300] == talker.prompt("x" * 300, 300, "Be brief.") and "Be brief." in talker.decode(ids)
+    frame = len(talker.prompt("", None, ""))        # a system text that takes more than half of it does not push the question out
+    for size in (75 - frame - 20, 75 - frame + 20, 120, 150, 170, 500):
+        ids, mask, cut = sft.make_example(talker, [("s" * size, None), ("the question", "y" * 300)], 100)
+        asked = talker.decode(ids[~mask])
+        assert cut and "the question" in asked and mask.sum() >= 26, (size, asked)
     talks = [[(text, None)] * bool(text) + [(f"{i}", "z")] for i in range(10) for text in ("", "a", "b")]
     found = sft.make_examples(talker, talks, 64, 0)
     assert len(found.held_out) == len({*found.questions}) == 3 and {*found.questions} <= {
         (text, f"{i}") for i in range(10) for text in ("", "a", "b")}
-    # two that read alike are in one order whatever Python's hashes are
-    alike = [[(f"{i}", None), ("x", "z")] for i in range(40)] + [[(f"{i}\n\nx", "z")] for i in range(40)]
-    order = sft.make_examples(talker, alike, 64, 0).questions
-    assert order == sft.make_examples(talker, alike[::-1], 64, 0).questions and order[0][0] == "" != order[1][0]
+    # two that read alike are both held out, or none
+    alike = [[(f"{i}", None), ("x", "z")] for i in range(45)] + [[(f"{i}\n\nx", "z")] for i in range(45)]
+    for seed in range(20):
+        examples = sft.make_examples(talker, alike, 64, seed)
+        assert len(examples.held_out) == 2 * 4 and len(examples.train) == 2 * 41 and len(examples.questions) == 4
+        both = [[as_words(talker, ids) for ids, _ in part] for part in (examples.train, examples.held_out)]
+        assert not {*both[0]} & {*both[1]}
     asked = [talker.decode(ids[~mask]) for ids, mask in found.held_out]
     assert sorted(asked) == sorted(talker.decode(talker.prompt(text, None, system)) for system, text in found.questions)
 
@@ -947,8 +959,11 @@ def test_an_answer_to_the_letter(monkeypatch):
     assert sft.answer(model, BYTES, ("", "0123456789"), 9) == "No"
     assert asked == [((model, [USER, *b"123456789", END, ASSISTANT], 0.8),
                       dict(top_k=50, seed=9, vocab=260, stop={PAD, USER, ASSISTANT, END}, most=150))]
-    assert sft.answer(model, BYTES, ("be", "0123456789"), 9) == "No"    # the system text stays whole
-    assert asked[1][0][1] == [USER, *b"be\n\n56789", END, ASSISTANT]
+    # a system text stays whole, if with what surrounds it it takes half of the room, which is 24, or less
+    model.config.context = 32
+    for size in (7, 8):
+        assert sft.answer(model, BYTES, ("b" * size, "0123456789abcdefghijkl"), 9) == "No"
+        assert asked[-1][0][1] == [USER, *(b"bbbbbbb\n\nabcdefghijkl" if size == 7 else b"123456789abcdefghijkl"), END, ASSISTANT]
 
 
 @pytest.mark.parametrize("stop", [None, PAD, USER, ASSISTANT, END])
