@@ -597,6 +597,16 @@ def session(models, **settings):
     return chat.Session(model, tokenizer, chat.parse_arguments([f"--{k}={v}" for k, v in settings.items()]))
 
 
+@pytest.mark.parametrize("most", [1, 200, 300, 1000])
+def test_an_answer_that_was_cut_short_is_not_at_its_end(models, monkeypatch, capsys, most):
+    for length in (most - 1, most):
+        s = session(models)
+        s.settings.max_tokens = int(str(most))
+        monkeypatch.setattr(chat.model_cpu, "generate", lambda *rest, **options: itertools.repeat(65, length))
+        s.answer("q")
+        assert s.is_finished() == (length < most) and len(s.said) == length
+
+
 def test_the_seconds_of_an_answer(models, monkeypatch, capsys):
     """From the question to the last token."""
     monkeypatch.setattr(chat.time, "perf_counter", itertools.count(0.25, 0.5).__next__)

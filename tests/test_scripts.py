@@ -61,6 +61,7 @@ def test_numbers_out_of_bounds(capsys, script, option, value, words):
     ("sft", (("--epochs", 1, 10**9), ("--show", 1, 10**9), ("--threads", 1, 1024), ("--context", 1, 1 << 20)))])
 def test_the_bounds_of_whole_numbers(capsys, script, options):
     module = importlib.import_module(script)
+    assert module.parse_arguments([]).timeout == 300
     for option, least, most in options:
         for good in (least, most):
             assert getattr(module.parse_arguments([option, str(good)]), option[2:].replace("-", "_")) == good
