@@ -408,7 +408,7 @@ def linear_forward(gpu, out, x, w):
 
 # In tf32 Hopper's tensor cores take only operands whose numbers lie side by side along the sum, as those of
 # linear_forward do.  In the backward w does not, and of a weight's gradient neither operand; with one of them
-# transposed, the smaller, cuBLAS is 1.1 to 1.2 and 1.5 to 1.7 times as fast.
+# transposed, the smaller, cuBLAS is 1.1 to 1.2 and 1.4 to 1.7 times as fast.
 def transposed(gpu, x, space):
     """x (rows, columns) -> x.T, in `space`; in columns, as cuBLAS counts, out = 1 x.T + 0 out."""
     rows, columns = x.shape
