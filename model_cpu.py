@@ -198,10 +198,9 @@ def init_params(flat, config, seed):
     as float32 from one generator in table order, so one seed gives one model on every engine and in every
     precision."""
     rng = np.random.default_rng(seed)
+    flat[...] = 1.0                                 # the gains; the matrices are drawn
     for name, view in param_views(flat, config).items():
-        if view.ndim == 1:
-            view[...] = 1.0
-        else:
+        if view.ndim == 2:
             std = 0.02 / math.sqrt(2 * config.layers) if name.endswith((".out", ".down")) else 0.02
             view[...] = rng.standard_normal(view.shape, dtype=np.float32) * np.float32(std)
 
@@ -412,10 +411,9 @@ def attention_forward(out, P, qkv, heads, kv_heads):
     q, k, v = split_heads(qkv, heads, kv_heads)
     out = out.reshape(*out.shape[:2], kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)   # (B,G,R,T,D)
     first = P.shape[-1] - P.shape[-2]               # of the rows asked for
-    future = np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)    # a query never sees a later key
     np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
-    P += future
+    P += np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)        # a query never sees a later key
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
     np.exp(P, out=P)
     P /= P.sum(axis=-1, keepdims=True)
