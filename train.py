@@ -655,17 +655,18 @@ def train(model, tokenizer, settings, out, state, stop, job):
 
 
 def planner(config, settings, ranks):
-    """-> (function of the micro-batch: bytes by kind that the run takes on its device, bytes that are free
-    there, or None); a run can be planned where there is no GPU."""
+    """-> (function of the micro-batch: bytes by kind that the run takes on its device; bytes that are free
+    there, or None; the largest micro-batch that fits); a run can be planned where there is no GPU."""
     engine = model_gpu if settings.device == "gpu" else model_cpu
     plan = functools.partial(engine.memory_plan, config, T=config.context, precision=settings.precision,
                              threads=settings.threads, optimizer=settings.optimizer, gpus=ranks.size)
-    return plan, engine.free_memory(settings.memory_limit)
+    free = engine.free_memory(settings.memory_limit)
+    return plan, free, math.inf if free is None else model_cpu.largest_micro_batch(plan, free)
 
 
 def dry_run(config, settings, ranks):
     """Print what a run would take: memory and, where there is a GPU, time, of three steps on random ids."""
-    plan, free = planner(config, settings, ranks)
+    plan, free, largest = planner(config, settings, ranks)
     print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens in micro-batches of {settings.micro_batch} x {config.context}, "
           f"{ranks.size} x {settings.device} {settings.precision}, peak learning rate {settings.lr}")
@@ -673,7 +674,6 @@ def dry_run(config, settings, ranks):
     for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
         print(f"{name:>20} {size / 2**20:10.1f} MiB")
     if free is not None:
-        largest = model_cpu.largest_micro_batch(plan, free)
         print(f"Free memory is {free / 2**20:,.0f} MiB: the largest micro-batch is {largest}.")
     if settings.device == "cpu" or model_gpu.why_no_gpu():
         return
@@ -759,8 +759,7 @@ def make_settings(args, preset, config, defaults, ranks=Ranks()):
     require(not rest, f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     windows = -(-windows // ranks.size)
     if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
-        plan, free = planner(config, settings, ranks)
-        largest = windows if free is None else model_cpu.largest_micro_batch(plan, free)
+        _, _, largest = planner(config, settings, ranks)
         settings.micro_batch = min((32768 if on_gpu else 4096) // T, largest)
     settings.micro_batch = min(ranks.all_gather(min(max(1, settings.micro_batch), windows)))
     if args.threads is None and not on_gpu:

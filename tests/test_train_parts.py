@@ -404,17 +404,19 @@ def test_plans_of_both_engines(monkeypatch):
     config = CONFIGS["small"]
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 5 << 30 if limit is None else None)
     s = settings("--threads", "2")
-    plan, free = train.planner(config, s, Ranks())
-    assert free == 5 << 30
+    plan, free, largest = train.planner(config, s, Ranks())
+    assert free == 5 << 30 and largest == model_cpu.largest_micro_batch(plan, free)
     for rows in (1, 16):
         assert plan(rows) == model_cpu.memory_plan(config, rows, 128, "fp32", 2, "muon")
     assert plan(16)["gradients"] == 2 * plan(1)["gradients"]
     gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
-    plan, free = train.planner(config, gpu, Ranks())
+    plan, free, _ = train.planner(config, gpu, Ranks())
     assert plan(16) == model_gpu.memory_plan(config, 16, 128, "bf16", optimizer="muon") != (
         train.planner(config, dataclasses.replace(gpu, precision="fp32"), Ranks())[0](16))
     assert train.planner(config, gpu, Ranks(size=3))[0](16) == {**plan(16), "NCCL": model_gpu.NCCL_BYTES}
     assert free == 3 << 30
+    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
+    assert train.planner(config, s, Ranks())[1:] == (None, math.inf)
 
 
 def test_free_memory_of_linux(monkeypatch):
