@@ -395,38 +395,6 @@ def read_examples(tokenizer, settings, T):
     return examples, len(plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, 0))
 
 
-def start(args, base, out, ranks=checkpoint.Ranks()):
-    """-> (model, tokenizer, settings, state, examples) of a new run."""
-    preset, corpus, config, tokenizer = read_base(base, args)
-    args.device = train.choose_device(args.device, preset, local=ranks.local)
-    settings = train.make_settings(args, preset, config, DEFAULTS[preset], ranks)
-    settings.data = settings.data or find_data(preset, corpus)
-    examples, batches = read_examples(tokenizer, settings, config.context)
-    epochs = args.epochs or EPOCHS[preset]
-    settings.steps, settings.tokens_key = epochs * batches, examples.key
-    if args.warmup is None:
-        settings.warmup = min(settings.warmup, settings.steps // 10)
-    model, state = train.new_run("sft.py", out, config, tokenizer, settings, ranks, base)
-    print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
-          f"conversations, {len(examples.held_out):,} more held out; {examples.cut:,} cut to the context.\n"
-          f"{epochs} epochs of {batches} steps of at most {settings.batch_tokens:,} tokens.", flush=True)
-    return model, tokenizer, settings, state, examples
-
-
-def resume(args, out, ranks=checkpoint.Ranks()):
-    """-> the same of the run in `out`."""
-    model, tokenizer, settings, state = train.resume(args, out, "sft.py", ranks)
-    examples, batches = read_examples(tokenizer, settings, model.config.context)
-    require(examples.key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
-    epochs = settings.steps // batches
-    if args.epochs and args.epochs > epochs and model.step >= settings.steps:
-        train.extend(settings, args.epochs * batches, out)
-    elif args.epochs not in (None, epochs):
-        raise ValueError(f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run keeps "
-                         "its settings. Leave the option out, or start a new run with another --out.")
-    return model, tokenizer, settings, state, examples
-
-
 def main(argv):
     args = parse_arguments(argv)
     base = os.path.normpath(args.base or os.path.join("out", args.preset or "small"))
@@ -442,13 +410,35 @@ def main(argv):
 def run(args, base, ranks):
     """-> exit code."""
     out = os.path.normpath(args.out or base + "-sft")
-    begun = resume(args, out, ranks) if args.resume else start(args, base, out, ranks)
-    model, tokenizer, settings, state, examples = begun
-    if model.step >= settings.steps:
-        print(f"The run in {out} is finished: {model.step} of {settings.steps} steps (--epochs takes more).")
-        return 0
     if args.resume:
+        model, tokenizer, settings, state = train.resume(args, out, "sft.py", ranks)
+        examples, batches = read_examples(tokenizer, settings, model.config.context)
+        require(examples.key == settings.tokens_key,
+                f"{', '.join(settings.data)}: not what {out} began with.")
+        epochs = settings.steps // batches
+        if args.epochs and args.epochs > epochs and model.step >= settings.steps:
+            train.extend(settings, args.epochs * batches, out)
+        elif args.epochs not in (None, epochs):
+            raise ValueError(f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run "
+                             "keeps its settings. Leave the option out, or start a new run with --out.")
+        if model.step >= settings.steps:
+            print(f"The run in {out} is finished: {model.step} steps (--epochs takes more).")
+            return 0
         print(f"Resuming {out} at step {model.step} of {settings.steps}.", flush=True)
+    else:
+        preset, corpus, config, tokenizer = read_base(base, args)
+        args.device = train.choose_device(args.device, preset, local=ranks.local)
+        settings = train.make_settings(args, preset, config, DEFAULTS[preset], ranks)
+        settings.data = settings.data or find_data(preset, corpus)
+        examples, batches = read_examples(tokenizer, settings, config.context)
+        epochs = args.epochs or EPOCHS[preset]
+        settings.steps, settings.tokens_key = epochs * batches, examples.key
+        if args.warmup is None:
+            settings.warmup = min(settings.warmup, settings.steps // 10)
+        model, state = train.new_run("sft.py", out, config, tokenizer, settings, ranks, base)
+        print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
+              f"conversations, {len(examples.held_out):,} more held out; {examples.cut:,} cut to fit.")
+        print(f"{epochs} epochs of {batches} steps of at most {settings.batch_tokens:,} tokens.", flush=True)
     train.connect(ranks, model, settings)
     stop, job = train.Stop(), fine_tuning(model, tokenizer, examples, settings, state, ranks)
     if "before" not in state:

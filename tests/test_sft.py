@@ -20,6 +20,7 @@ import time
 import traceback
 import types
 import unicodedata
+from unittest import mock
 
 import attack
 import numpy as np
@@ -549,7 +550,7 @@ def test_a_finished_run_is_given_more_epochs(base):
     steps = whole[-1]["step"]
     done = run(folder, "--resume", "--out", "out/longer", "--epochs", "2")      # as many as it has
     assert done.returncode == 0 and done.stdout == (
-        f"The run in out/longer is finished: {steps} of {steps} steps (--epochs takes more).\n")
+        f"The run in out/longer is finished: {steps} steps (--epochs takes more).\n")
     done = run(folder, "--resume", "--out", "out/longer", "--epochs", "3")
     assert done.returncode == 0, done.stderr
     settings = train.Settings(**checkpoint.load_state(folder / "out/longer")["settings"])
@@ -613,7 +614,7 @@ def test_a_base_of_other_sizes_than_its_preset(base):
     tokenizer = Tokenizer.load(folder / "out/play/tokenizer.json")
     checkpoint.save(str(folder / "out/other"), model_cpu.Model(config, 0, np.float32), tokenizer, state)
     done = run(folder, "--base", "out/other", "--batch-tokens", "512", "--epochs", "1", "--threads", "1")
-    assert done.returncode == 0 and "cut to the context" in done.stdout, done.stderr
+    assert done.returncode == 0 and "cut to fit" in done.stdout, done.stderr
     assert checkpoint.read_config(str(folder / "out/other-sft")) == config
     shown = run(folder, "--base", "out/other", "--show", "30", NO_COLOR="1").stdout
     assert all(int(count) <= 33 for count in re.findall(r"of (\d+) tokens are learned", shown)) and "learned, cut" in shown
@@ -1096,6 +1097,21 @@ def test_a_base_to_the_letter(base, monkeypatch):
                                     "--base names another.")
 
 
+class Begun(Exception):
+    """A run was begun, and would go on."""
+
+
+def begin(args, base, out):
+    """-> (model, tokenizer, settings, state, examples) with which sft.run begins, or goes on."""
+    args.out = out
+    with mock.patch.object(sft, "fine_tuning", side_effect=Begun) as asked, mock.patch.object(train, "connect") as connected, \
+            mock.patch.object(train, "Stop"), pytest.raises(Begun):
+        sft.run(args, base, checkpoint.Ranks())
+    model, tokenizer, examples, settings, state, ranks = asked.call_args.args
+    connected.assert_called_once_with(ranks, model, settings)
+    return model, tokenizer, settings, state, examples
+
+
 @pytest.mark.parametrize("preset, epochs, batch_tokens, lr, warmup, every", [
     ("small", 4, 1024, 7e-4, 20, 100), ("medium", 3, 8192, 5e-4, 50, 200), ("big", 3, 32768, 2e-4, 50, 200)])
 def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_tokens, lr, warmup, every):
@@ -1115,7 +1131,7 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
             (["--batch-tokens", "256", "--epochs", "1", "--seed", "3"], {"batch_tokens": 256, "epochs": 1, "seed": 3})]):
         args = sft.parse_arguments(["--base", "out/base", "--data", "./some.jsonl", *more, *options])
         out = f"out/new{number}" if number else "out/new1"
-        (model, tokenizer, s, state, examples), said = flushed(sft.start, args, "out/base", out)
+        (model, tokenizer, s, state, examples), said = flushed(begin, args, "out/base", out)
         chosen = {"epochs": epochs, "batch_tokens": batch_tokens, "mtp_weight": CONFIG.mtp_weight, "seed": 0, **changed}
         wanted = sft.make_examples(tokenizer, conversations, 128, chosen["seed"])
         lengths = sft.padded_lengths(wanted.train, 128)
@@ -1132,7 +1148,7 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
         assert examples.key == wanted.key and examples.questions == wanted.questions
         assert said.endswith(
             f"out/base is fine-tuned into {out} on some.jsonl: {len(wanted.train):,} conversations, {len(wanted.held_out):,} more "
-            f"held out; {wanted.cut:,} cut to the context.\n{chosen['epochs']} epochs of {len(batches)} steps of at most "
+            f"held out; {wanted.cut:,} cut to fit.\n{chosen['epochs']} epochs of {len(batches)} steps of at most "
             f"{chosen['batch_tokens']:,} tokens.\n")
         assert (len(wanted.train), len(wanted.held_out)) == (207, 23) and 50 < wanted.cut < 200
         loaded, _ = checkpoint.load(out, model_cpu, {"dtype": np.float32})
@@ -1149,7 +1165,7 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
             assert (tmp_path / "out/new1.1/log.jsonl").read_text() == "kept"
             assert said.startswith("out/new1 held an earlier run: it is now out/new1.1.\n")
     with pytest.raises(ValueError, match="in use by another run"):      # all of them are taken by this process
-        sft.start(sft.parse_arguments(["--data", "some.jsonl", *more]), "out/base", "out/new2")
+        begin(sft.parse_arguments(["--data", "some.jsonl", *more]), "out/base", "out/new2")
 
 
 def test_the_engine_of_a_new_run(base, monkeypatch):
@@ -1168,7 +1184,7 @@ def test_the_engine_of_a_new_run(base, monkeypatch):
     def start(preset, *options):
         args = sft.parse_arguments(["--data", "some.json", "--micro-batch", "1", "--threads", "1", *options])
         with pytest.raises(ValueError) as error:
-            sft.start(args, f"bases/{preset}", "out/never")
+            begin(args, f"bases/{preset}", "out/never")
         return str(error.value)
     for options in [], ["--device", "auto"]:
         assert start("medium", *options).startswith("medium takes many hours or days on a CPU: train small, ")
@@ -1194,15 +1210,15 @@ def test_data_of_a_new_run(base, monkeypatch):
     monkeypatch.setattr(sft, "read_conversations", lambda paths: read.append(paths) or exec("raise ValueError('read')"))
     for options, paths in ((["--data", "./a.json", "b//c.json"], ["a.json", "b/c.json"]), ([], ["play.txt"])):
         with pytest.raises(ValueError, match="^read$"):
-            sft.start(sft.parse_arguments(options), "out/play", "out/never")
+            begin(sft.parse_arguments(options), "out/play", "out/never")
         assert read.pop() == paths
         with pytest.raises(ValueError, match="^read$"):
             sft.main(["--base", "out/play", "--show", "2", *options])
         assert [os.path.normpath(path) for path in read.pop()] == paths
     monkeypatch.setattr(sft, "read_conversations", lambda paths: [[(str(i), "x")] for i in range(40)])
     with pytest.raises(ValueError) as error:
-        sft.start(sft.parse_arguments([]), "out/play", "./out/../out/play")
-    assert str(error.value) == "--out ./out/../out/play is the base itself; name another folder for the model made from it."
+        begin(sft.parse_arguments([]), "out/play", "./out/../out/play")
+    assert str(error.value) == "--out out/play is the base itself; name another folder for the model made from it."
 
 
 def test_resume_to_the_letter(monkeypatch):
@@ -1213,15 +1229,28 @@ def test_resume_to_the_letter(monkeypatch):
     s = types.SimpleNamespace(data=["a.json", "b.json"], seed=2, steps=3 * batches, batch_tokens=128, tokens_key=examples.key)
     model, state, taken = types.SimpleNamespace(config=types.SimpleNamespace(context=64)), {"base": "out/m"}, []
     model.step, extended = 0, []
-    monkeypatch.setattr(train, "extend", lambda *arguments: extended.append(arguments))
     monkeypatch.setattr(train, "resume", lambda *arguments: taken.append(arguments) or (model, BYTES, s, state))
     monkeypatch.setattr(sft, "read_conversations", lambda paths: conversations if paths == s.data else None)
 
-    def resume(*options):
+    def extend(settings, steps, out):
+        extended.append((settings, steps, out))
+        settings.steps = steps
+    monkeypatch.setattr(train, "extend", extend)
+
+    def resume(*options, finished=False):
         args = sft.parse_arguments(["--resume", *options])
-        result = sft.resume(args, "out/x")
-        assert taken.pop()[:3] == (args, "out/x", "sft.py")
-        assert result[:4] == (model, BYTES, s, state) and result[4].key == examples.key
+        args.out = "out/x"
+        try:
+            if finished:
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    code = sft.run(args, "out/m", checkpoint.Ranks())
+                assert (code, out.getvalue()) == (0, f"The run in out/x is finished: {model.step} steps (--epochs takes more).\n")
+            else:
+                result, said = flushed(begin, args, "out/m", "out/x")
+                assert result[:4] == (model, BYTES, s, state) and result[4].key == examples.key
+                assert said == f"Resuming out/x at step {model.step} of {s.steps}.\n"
+        finally:
+            assert taken.pop()[:3] == (args, "out/x", "sft.py")
 
     def refused(words, *options):
         with pytest.raises(ValueError) as error:
@@ -1232,11 +1261,12 @@ def test_resume_to_the_letter(monkeypatch):
     model.step = 3 * batches - 1
     for epochs in ("1", "2", "4", str(3 * batches)):
         refused(f"the run in out/x has --epochs 3, not {epochs}: a resumed run keeps its settings. Leave the option out, or start "
-                "a new run with another --out.", "--epochs", epochs)
+                "a new run with --out.", "--epochs", epochs)
     for model.step in (3 * batches, 3 * batches + 1):   # of a finished run, fewer are refused, more are made
-        refused("the run in out/x has --epochs 3, not 2: a resumed run keeps its settings. Leave the option "
-                "out, or start a new run with another --out.", "--epochs", "2")
-        resume("--epochs", "3")
+        s.steps = 3 * batches
+        refused("the run in out/x has --epochs 3, not 2: a resumed run keeps its settings. Leave the option out, or start a new "
+                "run with --out.", "--epochs", "2")
+        resume("--epochs", "3", finished=True)
         assert extended == [] and s.steps == 3 * batches
         resume("--epochs", "5")
         assert extended.pop() == (s, 5 * batches, "out/x")
@@ -1247,15 +1277,24 @@ def test_resume_to_the_letter(monkeypatch):
 
 def test_main_to_the_letter(monkeypatch):
     """What is called with what, what is said, and the exit code."""
-    calls, model, s = [], types.SimpleNamespace(step=0), types.SimpleNamespace(steps=5)
-    state, code = {}, 0
+    config_ = types.SimpleNamespace(context=64)
+    model = types.SimpleNamespace(step=0, config=config_)
+    s = types.SimpleNamespace(steps=5, warmup=0, data=["a", "b"], batch_tokens=2048, tokens_key="key")
+    calls, state, code = [], {}, 0
 
-    def start(args, *folders_and_ranks):
-        calls.append(("resume" if args.resume else "start", *folders_and_ranks[:-1]))
-        return model, "tokenizer", s, state, "examples"
+    examples = types.SimpleNamespace(train=[0] * 1234, held_out=[0] * 5, cut=6, key="key")
+
+    def resume(args, folder, script, ranks):
+        calls.append(("resume", folder))
+        return model, "tokenizer", s, state
+
+    def new_run(script, folder, config, tokenizer, settings, ranks, base):
+        assert (script, config, tokenizer, settings) == ("sft.py", config_, "tokenizer", s)
+        calls.append(("start", base, folder))
+        return model, state
 
     def fine_tuning(*arguments):
-        assert arguments[:5] == (model, "tokenizer", "examples", s, state) and arguments[5].size == 1
+        assert arguments[:5] == (model, "tokenizer", examples, s, state) and arguments[5].size == 1
 
         def evaluate(step):
             state.update(before=2.0, after=2.0)
@@ -1275,8 +1314,11 @@ def test_main_to_the_letter(monkeypatch):
 
         def write(self, **record):
             calls.append((*self.where, record))
-    for where, name, value in ((sft, "start", start), (sft, "resume", start), (sft, "fine_tuning", fine_tuning),
-                               (train, "train", training), (checkpoint, "Log", Log),
+    for where, name, value in ((train, "resume", resume), (train, "new_run", new_run), (sft, "fine_tuning", fine_tuning),
+                               (sft, "read_base", lambda base, args: (args.preset or "small", None, config_, "tokenizer")),
+                               (sft, "read_examples", lambda *arguments: (examples, 1) if arguments == ("tokenizer", s, 64) else None),
+                               (train, "choose_device", lambda device, preset, local: "cpu"),
+                               (train, "make_settings", lambda *arguments: s), (train, "train", training), (checkpoint, "Log", Log),
                                (train, "Stop", lambda: "stop"),
                                (train, "set_threads", lambda argv: calls.append(argv))):
         monkeypatch.setattr(where, name, value)
@@ -1287,12 +1329,16 @@ def test_main_to_the_letter(monkeypatch):
             calls.clear(), state.clear()
             returned, said = flushed(sft.main, argv)
             assert (returned, calls) == (code, [argv, ("start", base, out), (out, -1, {"step": 0, "val_loss": 0}), "train"])
+            epochs = sft.EPOCHS[(argv or ["small"])[0]] if argv[:1] != ["--base"] else 4
+            start = (f"{base} is fine-tuned into {out} on a, b: 1,234 conversations, 5 more held out; 6 cut to fit.\n"
+                     f"{epochs} epochs of 1 steps of at most 2,048 tokens.\n")
             end = f"Held-out loss 2.0000 before, 1.2500 after.\n\nTalk to it: python chat.py --model {out}\n"
             with contextlib.redirect_stdout(Stream()) as stream:
                 state.clear()
                 sft.main(argv)
                 stream.flush()
-                assert stream.seen() == ("" if code else end)
+                assert stream.seen() == start + ("" if code else end)
+    s.steps = 5
     out, code, argv = "out/small-sft", 0, ["--resume"]
     for step in (1, 4):
         state.update(before=3.0)
@@ -1308,4 +1354,4 @@ def test_main_to_the_letter(monkeypatch):
             assert sft.main(argv) == 0 and calls == [argv, ("resume", out)]
             stream.flush()
             assert stream.seen() == (
-                f"The run in {out} is finished: {step} of 5 steps (--epochs takes more).\n")
+                f"The run in {out} is finished: {step} steps (--epochs takes more).\n")
