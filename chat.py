@@ -92,7 +92,7 @@ class Session:
         room = max(4, self.model.config.context - self.model.config.context // 4)
         # the first turn may hold a system text: ChatML has one by default
         has_system = self.system or self.tokenizer.template != CHAT_TEMPLATE
-        if self.turns and not self.is_finished():           # the last answer was cut short
+        if self.turns and self.turns[-1][-1] != self.stop:  # the last answer was cut short
             self.turns[-1].append(self.stop)
         self.turns.append(self.tokenizer.prompt(text, room, first=False))
         while len(self.turns) > 1 and sum(map(len, self.turns)) > room:
@@ -109,9 +109,6 @@ class Session:
         text = self.decoder.decode(data)
         print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
-    def is_finished(self):
-        return self.turns[-1][-1] == self.stop
-
     def answer(self, line):
         """Print the model's continuation of `line` (str), token by token.
 
@@ -121,7 +118,7 @@ class Session:
         if self.chat_form:
             if text:
                 self.add_turn(text)
-            elif not self.turns or self.is_finished():
+            elif not self.turns or self.turns[-1][-1] == self.stop:
                 return                                      # an empty line, and no answer to go on with
         elif text or not self.turns:
             self.add_text(text)

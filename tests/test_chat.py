@@ -582,7 +582,7 @@ def test_any_special_token_ends_an_answer(models, special):
         patch.setattr(model_cpu, "generate", speaking(generate))
         s = session(models)
         s.answer("x")
-        assert s.turns == [[USER, ord("x"), END, ASSISTANT, ord("a"), END]] and s.is_finished()
+        assert s.turns == [[USER, ord("x"), END, ASSISTANT, ord("a"), END]] and s.turns[-1][-1] == s.stop
         model, tokenizer = chat.load_model(str(models / "out" / "loop"))
         s = chat.Session(model, tokenizer, chat.parse_arguments([]))
         s.answer("x")
@@ -604,7 +604,7 @@ def test_an_answer_that_was_cut_short_is_not_at_its_end(models, monkeypatch, cap
         s.settings.max_tokens = int(str(most))
         monkeypatch.setattr(chat.model_cpu, "generate", lambda *rest, **options: itertools.repeat(65, length))
         s.answer("q")
-        assert s.is_finished() == (length < most) and len(s.said) == length
+        assert (s.turns[-1][-1] == s.stop) == (length < most) and len(s.said) == length
 
 
 def test_the_seconds_of_an_answer(models, monkeypatch, capsys):
@@ -757,7 +757,7 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
     axes = types.SimpleNamespace(
         imshow=lambda p, **options: vars(drawn).update(p=p, scale=options), set=lambda **options: None,
         text=lambda x, y, text, **options: drawn.cells.update({(y, x): (text, options["parse_math"])}),
-        set_xticks=lambda at, labels, **options: drawn.ticks.update(x=(list(at), labels)),
+        set_xticks=lambda at, labels, parse_math: drawn.ticks.update(x=(list(at), labels, parse_math)),
         set_yticks=lambda at, labels, **options: drawn.ticks.update(y=(list(at), labels)))
     figure = types.SimpleNamespace(colorbar=lambda image, **options: None,
                                    savefig=lambda path, **options: drawn.saved.append(path))
@@ -776,7 +776,7 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
         T = min(32, most)
         assert code == 0 and out.endswith(b"Wrote lens.png.\n") and drawn.saved.pop() == "lens.png"
         assert drawn.p.shape == (3, T) and np.allclose(drawn.p[-1], p.max(axis=1)[-T:], rtol=1e-4)
-        assert drawn.ticks == {"x": (list(range(T)), [shown[i] for i in ids[:-1]][-T:]),
+        assert drawn.ticks == {"x": (list(range(T)), [shown[i] for i in ids[:-1]][-T:], False),
                                "y": ([0, 1, 2], ["embedding", "layer 0", "layer 1"])}
         assert len(drawn.cells) == 3 * T
         assert [drawn.cells[2, t] for t in range(T)] == [
