@@ -620,9 +620,13 @@ class Ranks(contextlib.AbstractContextManager):
             wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
             require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
 
+    def part(self, count, rank):
+        """What a rank takes of so many pieces of work, a slice; it may be empty."""
+        return slice(count * rank // self.size, count * (rank + 1) // self.size)
+
     def share(self, inputs, targets):
         """This rank's rows of a step; where there are none for it, one of which nothing is learned."""
-        rows = slice(len(inputs) * self.rank // self.size, len(inputs) * (self.rank + 1) // self.size)
+        rows = self.part(len(inputs), self.rank)
         if rows.start == rows.stop:
             return inputs[:1], np.full_like(targets[:1], -1)
         return inputs[rows], targets[rows]
@@ -642,7 +646,7 @@ class Nccl:
         where = type(own)(ranks.all_gather(list(own))[0])
         with ranks.waiting():
             self.communicator = nccl.NcclCommunicator(ranks.size, where, ranks.rank)
-        self.kind, self.cuda = (nccl.NCCL_FLOAT32, nccl.NCCL_SUM), cupy.cuda
+        self.ranks, self.cuda, self.kind = ranks, cupy.cuda, (nccl.NCCL_FLOAT32, nccl.NCCL_SUM)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.event = cupy.cuda.Event(disable_timing=True)
 
@@ -656,6 +660,16 @@ class Nccl:
         """Queue: whatever comes next waits for the sums."""
         self.event.record(self.stream)
         self.cuda.get_current_stream().wait_event(self.event)
+
+    def all_gather(self, array):
+        """Queue, among our kernels, as they have to wait for it anyway: of array's first axis each GPU's
+        Ranks.part reaches all others."""
+        nccl, stream = self.cuda.nccl, self.cuda.get_current_stream().ptr
+        nccl.groupStart()
+        for rank in range(self.ranks.size):
+            part = array[self.ranks.part(len(array), rank)]
+            self.communicator.bcast(part.data.ptr, part.nbytes, nccl.NCCL_CHAR, rank, stream)
+        nccl.groupEnd()
 
 
 def find_ranks(gpus, timeout):

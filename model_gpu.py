@@ -292,8 +292,7 @@ class Gpu:
         """launch, but from Hopper on the kernel starts beside the end of the one before, and itself waits for
         that before it reads what it wrote (await_last in kernels.cu).  CuPy has no word for it."""
         if not self.launch_kernel:
-            self.launch(name, grid, threads, *args)
-            return
+            return self.launch(name, grid, threads, *args)
         values = [np.array(x.data.ptr if isinstance(x, cupy.ndarray) else x) for x in arguments(args)]
         pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
         # CUlaunchConfig: grid, block, shared memory, stream, attributes, how many
@@ -598,22 +597,23 @@ def adamw_update(gpu, param, weights, grad, m, v, state, step, lr, beta1, beta2,
 
 
 def newton_schulz(gpu, X, Y, A, B):
-    """X (n, rows, columns), each of norm 1 -> U V^T of each, nearly: X or Y.  A, B: (n, side, side)."""
+    """Y = U V^T, nearly, of each X (n, rows, columns) of norm 1, which is spent.  A, B (n, side, side):
+    scratch."""
     tall, side = X.shape[1] > X.shape[2], A.shape[1]
-    for _ in range(5):
+    for _ in range(5 if len(X) else 0):             # of more GPUs than matrices some have none
         product(gpu, A, X, X, transpose_a=tall, transpose_b=not tall)           # X X^T, or X^T X
         product(gpu, B, A, A)
         gpu.launch("muon_polynomial", (ceil_div(side * side, 2048), len(A)), 256, B, A, side,
                    *NEWTON_SCHULZ)                                              # a I + b A + c A^2
         product(gpu, Y, *((X, B) if tall else (B, X)))
-        X, Y = Y, X
-    return X
+        X, Y = Y, X                                                             # the last is in Y: 5 is odd
 
 
-def muon_update(gpu, kinds, stride, work, state, lr, decay, momentum=0.95):
+def muon_update(gpu, kinds, stride, work, state, lr, decay, momentum=0.95, sums=None):
     """Muon on all matrices of one shape.  kinds: [(param, weights, grad, m), ...], of each kind of matrix
     the flat arrays from that of the first layer on, weights the copy in bf16 if there is one; that of the
-    next layer comes `stride` numbers later.  work: the arrays of muon_tables."""
+    next layer comes `stride` numbers later.  work: the arrays of muon_tables.  sums: an Nccl, where several
+    GPUs share the products out, which are nearly all of the time: each makes those of some matrices."""
     n, rows, columns = work["X"].shape
     L, size = n // len(kinds), rows * columns
     place, blocks = (state, np.int64(stride), size), (MATRIX_BLOCKS, L)
@@ -621,9 +621,12 @@ def muon_update(gpu, kinds, stride, work, state, lr, decay, momentum=0.95):
         X, squares = work["X"][i * L:], work["squares"][i * L:]
         gpu.launch("muon_momentum", blocks, 256, squares, m, grad, *place, momentum)
         gpu.launch("muon_input", blocks, 256, X, grad, m, squares, *place, momentum)
-    X = newton_schulz(gpu, *(work[name] for name in ("X", "Y", "A", "B")))
+    part = sums.ranks.part(n, sums.ranks.rank) if sums else slice(n)
+    newton_schulz(gpu, *(work[name][part] for name in ("X", "Y", "A", "B")))
+    if sums:
+        sums.all_gather(work["Y"])
     for i, (param, weights, _, _) in enumerate(kinds):
-        gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, param, weights, X[i * L:], *place,
+        gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, param, weights, work["Y"][i * L:], *place,
                    1.0 - lr * decay, 0.2 * lr * math.sqrt(max(rows, columns)))
 
 
@@ -880,8 +883,7 @@ class Model:
             embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
 
         if not (last and sums):
-            shared["backward"](self.gpu, launch)
-            return
+            return shared["backward"](self.gpu, launch)
         _, matrices, *_, gains = [part for _, part, *_ in update_table(c, self.optimizer)]
         asked = gains.start         # from here to the gains the sum is asked for
 
@@ -913,8 +915,8 @@ class Model:
                 for shape, table in muon_tables(c, self.precision).items():
                     kinds = [[array[place.start:] for array in flat]
                              for each, place in matrix_table(c) if each == shape]
-                    work = carve(self.work, table)
-                    muon_update(gpu, kinds, matrix_table(c)[-1][1].stop, work, self.state, lr, decay)
+                    muon_update(gpu, kinds, matrix_table(c)[-1][1].stop, carve(self.work, table), self.state,
+                                lr, decay, sums=self.sums)
             else:
                 adamw_update(gpu, *flat, self.v[v], self.state, self.step, lr, beta1, beta2, eps,
                              decay if decayed else 0.0)

@@ -347,7 +347,7 @@ def test_a_shape_that_comes_often_is_recorded(cublas, monkeypatch):
 class Sums:
     """In checkpoint.Nccl's place: notes which part of the model's gradient is to be added up, and what it holds then."""
     def __init__(self, model):
-        self.model, self.asked = model, []
+        self.model, self.asked, self.ranks = model, [], checkpoint.Ranks()
 
     def all_reduce(self, array):
         assert array.dtype == np.float32 and array.flags.c_contiguous
@@ -357,6 +357,9 @@ class Sums:
     def wait(self):
         self.model.flat_grads[:] = 0.5                                  # what a sum yet under way will leave there
         self.asked.append("wait")
+
+    def all_gather(self, array):
+        """Of one GPU there is nothing to bring."""
 
 
 @pytest.mark.parametrize("bucket, count, optimizer", [(1, 3, "adamw"), (1, 3, "muon"), (50_000, 2, "muon"), (1 << 24, 1, "muon")])
@@ -390,6 +393,43 @@ def test_the_gradient_is_added_up_while_the_backward_goes_on(cublas, monkeypatch
         assert norms[0] == norms[1] and asked == ["wait"] and not one.flat_grads.any()
         assert np.array_equal(alone.flat_params, one.flat_params)
         asked.clear()
+
+
+class Parts:
+    """In checkpoint.Nccl's place, for one rank alone: notes what is gathered; what all have then comes from `whole`, a list."""
+    def __init__(self, ranks, whole=()):
+        self.ranks, self.whole, self.asked = ranks, list(whole), []
+
+    def wait(self):
+        self.asked.append("wait")
+
+    def all_gather(self, array):
+        self.asked.append(array.copy())
+        if self.whole:
+            array[:] = self.whole.pop(0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_muon_is_shared_out(cublas, precision):
+    """Each of several GPUs makes the products of its part of the matrices of a shape, and has all before it moves the weights:
+    the weights of one alone, on each.  Of five GPUs some have no part."""
+    def moved(sums):
+        model = model_gpu.Model(TINY, precision=precision, optimizer="muon")
+        model.flat_grads[:] = np.random.default_rng(1).standard_normal(model.flat_grads.size)
+        model.sums = sums
+        model.update(0.01)
+        return model.flat_params, model.m
+
+    params, m = moved(None)
+    assert all(map(np.array_equal, moved(every := Parts(checkpoint.Ranks())), (params, m)))
+    first, *whole = every.asked
+    assert first == "wait" and sorted(map(len, whole)) == [2, 4, 4, 4]
+    for size, rank in (2, 0), (2, 1), (5, 0), (5, 3):
+        one = Parts(checkpoint.Ranks(rank, size), whole)
+        assert all(map(np.array_equal, moved(one), (params, m)))
+        for matrices, array in zip(whole, one.asked[1:]):
+            mine = range(len(matrices))[one.ranks.part(len(matrices), rank)]
+            assert [np.array_equal(*pair) for pair in zip(array, matrices)] == [i in mine for i in range(len(matrices))]
 
 
 def test_the_breakdown_of_a_step_sees_every_launch(cublas, monkeypatch):
@@ -1133,10 +1173,10 @@ def test_launches_of_muon(monkeypatch):
     """Two kinds of matrices 24 x 40 in three layers that are 5000 numbers apart; of the products only which are made."""
     products = []
     monkeypatch.setattr(model_gpu, "product", lambda gpu, out, a, b, transpose_a=False, transpose_b=False: products.append(
-        [names[id(x)] for x in (out, a, b)] + [transpose_a, transpose_b]))
+        [names[x.ctypes.data] for x in (out, a, b)] + [transpose_a, transpose_b]))
     work = {"X": array(6, 24, 40), "Y": array(6, 24, 40), "A": array(6, 24, 24), "B": array(6, 24, 24),
             "squares": array(6, model_gpu.MATRIX_BLOCKS)}
-    names = {id(x): name for name, x in work.items()}
+    names = {x.ctypes.data: name for name, x in work.items()}
     state, kinds = array(3), [[array(15000) for _ in range(4)], [array(15000), None, array(15000), array(15000)]]
     gpu, launched = recorder()
     model_gpu.muon_update(gpu, kinds, 5000, work, state, lr=0.5, decay=0.25)
@@ -1165,10 +1205,10 @@ def test_launches_of_muon(monkeypatch):
         ["muon_apply", (1, 3), 256, 0, ("param1", 0), ("uint64", 0), ("Y", 3), *place, *step]]
     products.clear()
     tall = {**work, "X": array(6, 40, 24), "Y": array(6, 40, 24)}
-    names.update({id(x): name for name, x in tall.items()})
-    assert model_gpu.newton_schulz(gpu, *(tall[name] for name in "XYAB")) is tall["Y"]
+    names.update({x.ctypes.data: name for name, x in tall.items()})
+    model_gpu.newton_schulz(gpu, *(tall[name] for name in "XYAB"))
     assert products[:4] == [["A", "X", "X", True, False], ["B", "A", "A", False, False], ["Y", "X", "B", False, False],
-                            ["A", "Y", "Y", True, False]]
+                            ["A", "Y", "Y", True, False]] and products[-1][0] == "Y"
 
 
 DECODED = ["decode_qkv", "decode_attention", "decode_residual", "decode_swiglu", "decode_residual"]

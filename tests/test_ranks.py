@@ -574,8 +574,8 @@ def test_what_the_watch_says_of_time(monkeypatch):
         said.append(sentence)
         ranks.ended = True
     monkeypatch.setattr(Ranks, "leave", leave)
-    for rank, late, words in ((0, 9, "nothing went on for 7 seconds: 2 of 3 ranks have not come"),
-                                     (1, 9, None), (1, 13, "nothing went on for 7 seconds"), (0, -math.inf, None)):
+    for rank, late, words in ((0, 9, "nothing went on for 7 seconds: 2 of 3 ranks have not come"), (0, -math.inf, None),
+                              (1, 9, None), (1, 13, "nothing went on for 7 seconds"), (2, 19, "nothing went on for 7 seconds")):
         ranks = Ranks(rank, 3, 0, 7)
         ranks.seen = time.monotonic() - late
         ending = threading.Timer(0 if words else 0.2, lambda: setattr(ranks, "ended", ranks.ended or not words))
@@ -743,8 +743,9 @@ def test_nccl_is_asked_in_order(monkeypatch, own, first):
 
     current = Stream(True, 1)
     nccl = types.ModuleType("cupy.cuda.nccl")
-    nccl.NCCL_FLOAT32, nccl.NCCL_SUM, nccl.get_unique_id = 7, 0, lambda: own
-    communicator = types.SimpleNamespace(allReduce=lambda *call: done.append(call))
+    nccl.NCCL_FLOAT32, nccl.NCCL_SUM, nccl.NCCL_CHAR, nccl.get_unique_id = 7, 0, 3, lambda: own
+    nccl.groupStart, nccl.groupEnd = (lambda: done.append("start")), (lambda: done.append("end"))
+    communicator = types.SimpleNamespace(allReduce=lambda *call: done.append(call), bcast=lambda *call: done.append(call))
     nccl.NcclCommunicator = lambda *arguments: done.append(arguments) or communicator
     cuda, cupy = types.ModuleType("cupy.cuda"), types.ModuleType("cupy")
     cuda.nccl, cuda.Stream, cuda.Event, cuda.get_current_stream, cupy.cuda = nccl, Stream, Event, lambda: current, cuda
@@ -758,6 +759,21 @@ def test_nccl_is_asked_in_order(monkeypatch, own, first):
     sums.all_reduce(types.SimpleNamespace(data=types.SimpleNamespace(ptr=4096), size=33, dtype=np.float32))
     sums.wait()
     assert done == [("record", 1), ("waits", 5, 1), (4096, 4096, 33, 7, 0, 5), ("record", 5), ("waits", 1, 5)]
+    done.clear()
+    sums.all_gather(Rows(4096, 6))                              # 1, 2, 1, 2 rows of 10 bytes, in the kernels' own stream
+    assert done == ["start", (4096, 10, 3, 0, 1), (4106, 20, 3, 1, 1), (4126, 10, 3, 2, 1), (4136, 20, 3, 3, 1), "end"]
+
+
+class Rows:
+    """An array on a GPU of rows of 10 bytes, for what a sum by NCCL asks of one."""
+    def __init__(self, ptr, rows):
+        self.data, self.nbytes = types.SimpleNamespace(ptr=ptr), 10 * rows
+
+    def __len__(self):
+        return self.nbytes // 10
+
+    def __getitem__(self, part):
+        return Rows(self.data.ptr + 10 * part.start, part.stop - part.start)
 
 
 def test_several_gpus_without_nccl(monkeypatch):
