@@ -759,11 +759,12 @@ def distributed_twin(ranks, config, params, B, T):
     import torch_twin
     torch.set_float32_matmul_precision("high")
     torch.cuda.set_device(ranks.local)
-    address = tempfile.NamedTemporaryFile(delete=False).name if ranks.rank == 0 else None
-    if address:
-        os.remove(address)                          # a name that nobody else has: where the ranks meet
-    torch.distributed.init_process_group("nccl", init_method=f"file://{ranks.all_gather(address)[0]}", rank=ranks.rank,
-                                         world_size=ranks.size)
+    if not torch.distributed.is_initialized():
+        address = tempfile.NamedTemporaryFile(delete=False).name if ranks.rank == 0 else None
+        if address:
+            os.remove(address)                      # a name that nobody else has: where the ranks meet
+        torch.distributed.init_process_group("nccl", init_method=f"file://{ranks.all_gather(address)[0]}", rank=ranks.rank,
+                                             world_size=ranks.size)
     twin = torch_twin.Twin(config, params).to("cuda")
     if ranks.size > 1:
         twin = torch.nn.parallel.DistributedDataParallel(twin, device_ids=[ranks.local])
@@ -816,7 +817,7 @@ def bench_scale(arguments):
             rows = {}
             for name, model.sums in (("ours, alone", None), ("ours", nccl)):
                 rows[name] = seconds(step)
-            if arguments.peer and B == arguments.batch:
+            if arguments.peer:
                 params = {name: cupy.asnumpy(array) for name, array in model.params.items()}
                 rows["peer: PyTorch compiled, DDP"] = seconds(distributed_twin(ranks, config, params, B, T))
             print(f"{ranks.size} GPUs, B {B} x T {T} each, bf16, {arguments.optimizer}, {model_gpu.gpu_name()}: ten steps a round, "
@@ -824,6 +825,11 @@ def bench_scale(arguments):
             for name, each in rows.items():
                 print(f"  {name:28s} {1e3 * each:8.2f} ms  {ranks.size * B * T / each:12,.0f} tokens/s  "
                       f"{rows['ours, alone'] / each:6.1%} of alone  {each / rows['ours']:.2f} x ours", flush=True)
+        # NCCL takes leave of all GPUs at once, so before its processes wait for each other
+        model.sums = nccl = None
+        if arguments.peer:
+            import torch.distributed
+            torch.distributed.destroy_process_group()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1100,6 +1106,7 @@ def bench_finetune(arguments):
     import numpy as np
 
     import checkpoint
+    import model_cpu
     import model_gpu
     import sft
     import train
@@ -1146,17 +1153,22 @@ def bench_finetune(arguments):
         def loss_of(inputs, targets):
             with torch.autocast(device, torch.bfloat16, enabled=gpu and arguments.precision == "bf16"):
                 logits = llama(inputs, use_cache=False).logits
-            return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+            logits, targets = logits.float().flatten(0, 1), targets.flatten()
+            return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
         def theirs(loss_of, inputs, targets, lr):
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            loss = loss_of(*(torch.from_numpy(array).to(device) for array in (inputs, targets)))
-            loss.backward()
+            total = 0
+            for rows in model_cpu.pieces(len(inputs), max(1, len(inputs) // (1 if arguments.precision == "bf16" else 4))):
+                batch = (torch.from_numpy(array[rows]).to(device) for array in (inputs, targets))   # in fp32 all is too much
+                loss = loss_of(*batch) / int((targets >= 0).sum())
+                loss.backward()
+                total += loss.detach()
             torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            return loss.detach()
+            return total
 
         eager = functools.partial(theirs, loss_of)
         losses["transformers"] = [float(loss) for loss in [eager(*batch) for batch in batches()]]
