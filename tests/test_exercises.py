@@ -97,6 +97,7 @@ def test_a_file_runs_by_itself_and_holds_no_solution(name):
     for other in gradcheck.EXERCISES.values():                      # one def alone, and that one is empty
         assert text.count(f"def {other.__name__}(") == (other is function)
     assert max(map(len, text.splitlines())) <= 110
+    assert ("sys.path.append('.')" in text) == ("from model_cpu import " in text)
     if name == "block":
         assert "from model_cpu import attention_backward\n" in text and "def rotated_part(" in text
     if name == "attention":

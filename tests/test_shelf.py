@@ -244,7 +244,7 @@ def test_rope_scaling_that_scales_nothing(folder, scaling):
 
 
 @pytest.mark.parametrize("changes", [
-    {"rope_scaling": None}, {"sliding_window": None},
+    {"rope_scaling": None}, {"sliding_window": None}, {"sliding_window": 0, "use_qk_norm": False, "partial_rotary_factor": 1.0},
     {"head_dim": GONE}, {"head_dim": None}, {"num_key_value_heads": None}, {"mlp_bias": GONE, "attention_bias": GONE},
     {"hidden_act": GONE}, {"eos_token_id": 0}, {"eos_token_id": [2, 0]}, {"eos_token_id": None}, {"eos_token_id": GONE},
     {"bos_token_id": GONE, "pad_token_id": None}, {"use_cache": False, "quite_unknown": [1]}, {"_name_or_path": "/somewhere"},
@@ -411,6 +411,8 @@ def test_saved_and_loaded_again(folder, tmp_path):
     ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
     ({"hidden_act": "relu"}, ["hidden_act", "relu"]),
     ({"sliding_window": 16}, ["sliding_window", "16"]),
+    ({"use_qk_norm": True}, ["use_qk_norm", "True"]),
+    ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ({"model_type": "mistral"}, ["model_type", "mistral"]),
     ({"model_type": "qwen3"}, ["model_type", "qwen3"]),
     ({"head_dim": 8}, ["head_dim", "8"]),
