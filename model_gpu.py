@@ -25,8 +25,8 @@ traffic that costs time, so neighbouring functions are fused (kernels.cu); where
 functions of model_cpu, it says so there.
 
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; of several GPUs it only
-says when which part of the gradient is ready (checkpoint.py: Ranks, Nccl).  It can be imported, and says so
-in one sentence, where there is no CuPy or no GPU.
+says when which part of the gradient is ready, and makes its part of Muon's products (checkpoint.py: Ranks,
+Nccl).  It can be imported, and says so in one sentence, where there is no CuPy or no GPU.
 """
 import collections
 import contextlib
