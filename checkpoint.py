@@ -495,7 +495,7 @@ class Ranks(contextlib.AbstractContextManager):
         if error is None:
             self.all_gather("known to all")             # so that who goes now is not taken for dead
         else:
-            self.tell(explain(error) or kind.__name__)
+            self.tell((explain(error) or kind.__name__).rstrip("."))
             if self.rank:
                 os._exit(2)                         # rank 0 says it
         for child in self.children.values():

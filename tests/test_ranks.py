@@ -483,7 +483,7 @@ def test_an_error_of_one_rank_alone(folder):
     bare = folder.parent / "bare"
     bare.mkdir()
     refused(pair(folder, *TINY, "--out", "other", where=bare),
-            "error: rank 1: text.txt is not a file; --data takes text files.")
+            "error: rank 1: text.txt is not a file; --data takes text files; what was last saved stays.\n")
     trap = "if rank == 1: at(train, 'training_step', 3, lambda: 1 / 0)"
     done = run(folder, *TINY, "--out", "other", "--gpus", "2", trap=trap)
     assert done.returncode == 1
@@ -601,6 +601,15 @@ def test_whose_connection_breaks_has_died(monkeypatch, error):
     with pytest.raises(error):
         ranks.all_gather(0)
     assert len(slept) == 1 and slept[0] > 10
+
+
+def test_a_rank_that_fails_leaves_the_sentence_to_rank_0(monkeypatch, capfd):
+    ranks, told = Ranks(1, 2), []
+    ranks.lives[0] = types.SimpleNamespace(send_bytes=told.append)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as left, ranks:
+        raise ValueError("data/x.txt is gone.")
+    assert (left.value.code, told, capfd.readouterr()) == (2, [b"data/x.txt is gone"], ("", ""))
 
 
 # -- Ranks by itself ---------------------------------------------------------------------------------------------------
