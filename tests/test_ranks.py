@@ -299,6 +299,7 @@ def test_variables_that_make_no_sense(environment):
                              ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": ""}, known),
                              ({**by_torchrun("x", 0)}, "MASTER_PORT in the environment is no port"),
                              ({**by_torchrun(65535, 1)}, "MASTER_PORT in the environment is no port"),
+                             ({**by_torchrun(-1, 1)}, r"MASTER_PORT in the environment is no port \(ours is one more, 0\)"),
                              ({**by_torchrun(-5, 1)}, "MASTER_PORT in the environment is no port")):
         environment(**variables)
         with pytest.raises(ValueError, match=words):
