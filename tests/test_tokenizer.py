@@ -427,6 +427,13 @@ def test_gpt2_files_that_are_none(tmp_path):
             Tokenizer.from_gpt2(tmp_path / "v.bpe", tmp_path / "e.json")
 
 
+def test_digits_merge_unless_each_is_a_word():
+    vocab = {**{char: i for i, char in enumerate(tk.byte_chars())}, "42": 256}
+    four, two = (vocab[char] for char in "42")
+    assert Tokenizer.from_vocab(vocab, ["4 2"], []).encode("42") == [256]
+    assert Tokenizer.from_vocab(vocab, ["4 2"], [], digits=True).encode("42") == [four, two]
+
+
 def test_vocabularies_that_do_not_fit_their_merges():
     chars, special = tk.byte_chars(), [END_OF_TEXT]
     vocab = {name: i for i, name in enumerate([*chars, "ab", "abc", *special])}
