@@ -617,6 +617,16 @@ def test_numbers_that_are_not_finite_are_named(folder, name, tensor, value):
     refused(folder, f"{name}: the tensor {tensor} holds numbers that are not finite")
 
 
+def test_a_large_tensor_is_written_in_pieces_each_to_its_place():
+    """Of rows of 3 million numbers one at a time, of rows of 1.5 million two, of short ones as many as there are."""
+    for shape, pieces in (((4, 3 << 20), 4), ((5, 3 << 19), 3), ((70, 1), 1)):
+        tensor, view, written = np.empty(shape, np.float32), np.zeros(shape, np.float32), []
+        tensor[...] = np.arange(len(tensor))[:, None]
+        checkpoint.write_tensor(types.SimpleNamespace(write=lambda part, piece: written.append(part.shape) or np.copyto(part, piece)),
+                                view, "name", "path", tensor)
+        assert len(written) == pieces and np.array_equal(view, tensor)
+
+
 def test_names_are_llamas(folder):
     """q, k, v and gate, up are rows of our fused matrices in this order, head 0 is the first of the heads."""
     tensors, _ = read_tensors(os.path.join(folder, MODEL))
