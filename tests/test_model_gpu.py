@@ -1493,7 +1493,9 @@ def test_errors_are_one_sentence(monkeypatch):
         model_gpu.check_choices(TINY, precision, "ours")
     for capability, precision, words in [("79", "tf32", "tf32 needs a GPU of compute capability 8.0 .Ampere. or later, this one has 7.9"),
                                          ("69", "fp32", "compute capability 7.0 .Volta. or later, this one has 6.9[.]$"),
-                                         ("69", "bf16", "compute capability 8.0 .Ampere. or later, this one has 6.9[.]$"), ("75", "bf16", "bf16 needs a GPU .* this one has 7.5: use --precision fp32"),
+                                         ("69", "bf16", "compute capability 8.0 .Ampere. or later, this one has 6.9[.]$"),
+                                         ("70", "bf16", "bf16 needs a GPU .* this one has 7.0: use --precision fp32"),
+                                         ("75", "bf16", "bf16 needs a GPU .* this one has 7.5: use --precision fp32"),
                                          ("61", "fp32", "fp32 needs a GPU of compute capability 7.0")]:
         monkeypatch.setattr(model_gpu, "cupy", fake_cupy(capability=capability)[0])
         with pytest.raises(ValueError, match=words):
