@@ -25,7 +25,8 @@ from tokenizer import SEPARATOR, Tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.path.join(ROOT, "..", "shared", "data")
-QUICK = ["--batch-tokens", "256", "--steps", "30", "--eval-every", "15", "--save-every", "1", "--threads", "2"]
+QUICK = ["--dim", "32", "--heads", "2", "--kv-heads", "1", "--layers", "2", "--batch-tokens", "256", "--steps", "30",
+         "--eval-every", "15", "--save-every", "1", "--threads", "2"]
 
 
 def run(folder, *arguments, **options):
@@ -711,7 +712,7 @@ def test_not_finite_stops_and_names_the_tensor(tmp_path):
 def test_invalid_utf8_is_no_error(tmp_path):
     raw = random.Random(0).randbytes(3000).replace(b"\0", b"") + b"words and more words, again and again. " * 500
     (tmp_path / "bytes.txt").write_bytes(b"words \xff\xfe " * 1000 + raw)
-    assert run(tmp_path, "--data", "bytes.txt", *QUICK[:-2], "--steps", "2").returncode == 0
+    assert run(tmp_path, "--data", "bytes.txt", *QUICK, "--steps", "2").returncode == 0
 
 
 def test_dry_run_counts_what_the_engine_allocates(tmp_path):
