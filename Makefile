@@ -26,7 +26,7 @@ help:
 	@echo "make              environment in $(VENV), packages, text, the small model trained in out/small, three samples"
 	@echo "make check        the gradient check, then the tests"
 	@echo "make check-gpu    the GPU engine against the CPU's, where there is an NVIDIA GPU (after make gpu; minutes)"
-	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers and tiktoken (downloads them first)"
+	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers, tiktoken (downloads them); more GPUs' code"
 	@echo "make mutate       plants $(COUNT) mistakes (COUNT=, SEED=) and lists those that no test notices (an hour)"
 	@echo "make bench        the README's measurements"
 	@echo "make gpu          CuPy and CUDA's libraries, for an NVIDIA GPU (about 0.8 GB; no CUDA toolkit needed)"
@@ -105,9 +105,10 @@ check-gpu: $(VENV)/packages-tests
 	@mkdir -p .pytest_cache
 	$(RUN) -m pytest -q -s --basetemp=.pytest_cache/tmp-gpu tests/test_on_gpu.py
 
-check-peers: $(VENV)/packages-peers
+check-peers: $(VENV)/packages-tests $(VENV)/packages-peers
 	@mkdir -p .pytest_cache
 	$(RUN) -m pytest -q --basetemp=.pytest_cache/tmp-peers tests/peers
+	$(RUN) -m pytest -q --basetemp=.pytest_cache/tmp-peers -m slow tests/test_flash.py tests/test_kernels.py
 
 mutate: $(VENV)/packages-mutate
 	@mkdir -p .pytest_cache

@@ -573,8 +573,9 @@ def test_a_write_past_an_array_in_shared_memory_is_seen(tmp_path, rows):
         kernel((1,), (32 * rows + 1,), (out,))
 
 
-@pytest.mark.parametrize("arch, bf16", [("sm_70", 0), ("sm_75", 0), ("sm_80", 0), ("sm_80", 1), ("sm_89", 1),
-                                        ("sm_90", 0), ("sm_90", 1), ("sm_100", 1), ("sm_120", 1)])
+@pytest.mark.parametrize("arch, bf16", [
+    ("sm_70", 0), ("sm_80", 0), ("sm_80", 1), ("sm_90", 1), ("sm_120", 1),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("sm_75", 0), ("sm_89", 1), ("sm_90", 0), ("sm_100", 1)))])
 def test_compiles_for_gpus(arch, bf16):
     skip_unless_known(arch)
     kernels = compile_for_gpu("kernels.cu", arch, [f"-DBF16={bf16}"])

@@ -82,6 +82,14 @@ def test_check_gpu_compares_the_gradients_and_then_the_rest(folder):
     assert called[1].startswith("-m pytest") and called[1].endswith(" tests/test_on_gpu.py")
 
 
+def test_check_peers_runs_them_and_compiles_for_more_gpus(folder):
+    for name in "packages-tests", "packages-peers":
+        (folder / ".venv" / name).touch()
+    code, _, _, called = make(folder, "check-peers")
+    assert code == 0 and len(called) == 2 and called[0].endswith(" tests/peers")
+    assert called[1].endswith(" -m slow tests/test_flash.py tests/test_kernels.py")
+
+
 def test_changed_requirements_are_installed(folder):
     script(folder / "python", 'test "$1" != -m || { rm -r .venv; mkdir -p .venv/bin; cp stand-in .venv/bin/python; }')
     shutil.copy(folder / ".venv" / "bin" / "python", folder / "stand-in")

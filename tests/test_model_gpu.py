@@ -685,8 +685,8 @@ def test_speculation_changes_nothing(made, precision, options):
     for how in dict(speculate=False), dict(trace=trace):
         model = model_gpu.Model(config, precision=precision, matmul="ours")
         widen(model, model_cpu.Model(config))
-        text = [1, 2, 3] * 6
-        for most in (24, 2):
+        text = [1, 2, 3] * 10
+        for most in (13, 2):
             text += [*model_cpu.generate(model, text, seed=4, most=most, **how, **options), 5]
         texts.append((text, model.position, model.cached))
     assert texts[0] == texts[1] and sum(drafts for _, drafts, _ in trace) > 10 and model_gpu.Model.drafts == 1
@@ -825,7 +825,7 @@ def test_what_is_reserved_serves_any_rows_of_as_many_tokens(made, precision):
     pool = model_gpu.cupy.get_default_memory_pool()
     model = model_gpu.Model(TINY, precision=precision, matmul="ours", micro_batch=2)
     counts = len(made), len(pool.pinned), len(pool.freed)
-    for B, T in (2, 40), (80, 1), (1, 40), (10, 8), (3, 26), (2, 40), (5, 16):
+    for B, T in (80, 1), (1, 40), (3, 26), (5, 16):
         model.forward(*batch(TINY, B, max(T, 3), seed=B)) if T >= 3 else model.forward(
             np.full((B, T), 5), np.full((B, T + 2), 7))
         model.backward()
