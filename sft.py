@@ -169,11 +169,10 @@ def python_pairs(path):
     from 40 characters up."""
     learned = read_chunk(path, 0, train.split_point(path)).decode("utf-8", "replace")
     pairs = {}
-    for _, docstrings in train.python_docstrings():
-        for name, docstring in docstrings:
-            first = " ".join(re.split(r"\n\s*\n", docstring.strip())[0].split())
-            if " " in first and first not in learned:
-                pairs.setdefault(name, first)               # a name may be defined twice
+    for name, docstring in itertools.chain.from_iterable(train.python_docstrings()):
+        first = " ".join(re.split(r"\n\s*\n", docstring.strip())[0].split())
+        if " " in first and first not in learned:
+            pairs.setdefault(name, first)                   # a name may be defined twice
     require(pairs, f"{path} holds all of the library's documentation, so nothing is held out; {NAME_SOME}")
     return [[pair] for pair in pairs.items()]
 

@@ -177,8 +177,8 @@ def find_corpus(preset):
 
 
 def python_docstrings():
-    """Yield (module, [(qualified name, docstring), ...]) of the standard library: the module's own first,
-    then those of its classes and functions as they stand in the file."""
+    """Yield [(qualified name, docstring), ...] of each module of the standard library: the module's own
+    first, then those of its classes and functions as they stand in the file."""
     library = os.path.dirname(os.__file__)
     for folder, folders, names in os.walk(library):
         folders[:] = sorted(set(folders) - {"test", "tests", "idle_test", "site-packages", "dist-packages",
@@ -187,7 +187,7 @@ def python_docstrings():
             path = os.path.join(folder, name)
             module = os.path.relpath(path, library)[:-3].replace(os.sep, ".").removesuffix(".__init__")
             with contextlib.suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
-                yield module, list(docstrings_below(ast.parse(file.read()), module))
+                yield list(docstrings_below(ast.parse(file.read()), module))
 
 
 def docstrings_below(node, name):
@@ -212,7 +212,7 @@ def write_python_corpus(path):
     module."""
     import pydoc_data.topics
     documents, seen, kept = [text for _, text in sorted(pydoc_data.topics.topics.items())], set(), []
-    documents += ["\n\n".join(text for _, text in docstrings) for _, docstrings in python_docstrings()]
+    documents += ["\n\n".join(text for _, text in docstrings) for docstrings in python_docstrings()]
     for document in documents:
         paragraphs = dict.fromkeys(" ".join(part.split()) for part in re.split(r"\n\s*\n", document))
         prose = [paragraph for paragraph in paragraphs if is_prose(paragraph) and paragraph not in seen]

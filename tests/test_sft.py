@@ -353,7 +353,7 @@ def test_pairs_of_python_are_held_out(tmp_path, monkeypatch):
     assert len(pairs) > 150 and len(pairs) == len({name for name, _ in pairs})
     assert not [response for _, response in pairs if response in learned]
     true = {}
-    for name, docstring in itertools.chain.from_iterable(found for _, found in docstrings):
+    for name, docstring in itertools.chain.from_iterable(docstrings):
         true.setdefault(name, set()).add(" ".join(docstring.split()))
     for name, response in pairs:
         assert response == " ".join(response.split()) and any(whole.startswith(response) for whole in true[name])
@@ -363,13 +363,13 @@ def test_pairs_of_python_to_the_letter(tmp_path, monkeypatch):
     path = tmp_path / "python-3.9.txt"
     path.write_bytes(b"What is known. \xff And more. |Behind the cut.")
     monkeypatch.setattr(train, "split_point", lambda found: found == str(path) and path.read_bytes().index(b"|"))
-    found = [("m", [("m", "\n  A module\n of\tits own.\n  \t\nA second part."), ("m.f", "What is known."), ("m.g", "Oneword"),
-                    ("m.h", "Behind the cut.")]),
-             ("n", [("m.f", "Something else."), ("m", "The name again."), ("n.a", "is known"), ("n.b", "is knowN")])]
+    found = [[("m", "\n  A module\n of\tits own.\n  \t\nA second part."), ("m.f", "What is known."), ("m.g", "Oneword"),
+              ("m.h", "Behind the cut.")],
+             [("m.f", "Something else."), ("m", "The name again."), ("n.a", "is known"), ("n.b", "is knowN")]]
     monkeypatch.setattr(train, "python_docstrings", lambda: iter(found))
     assert sft.read_conversations([str(path)]) == [[("m", "A module of its own.")], [("m.h", "Behind the cut.")],
                                                    [("m.f", "Something else.")], [("n.b", "is knowN")]]
-    found[:] = [("m", [("m.f", "What is known."), ("m.g", "Oneword")])]
+    found[:] = [[("m.f", "What is known."), ("m.g", "Oneword")]]
     with pytest.raises(ValueError) as error:
         sft.python_pairs(str(path))
     assert str(error.value) == (f"{path} holds all of the library's documentation, so nothing is held out; name instructions "

@@ -86,8 +86,8 @@ def test_docstrings_of_the_library(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(text.encode("latin-1"))
     monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
     assert list(train.python_docstrings()) == [
-        ("a", [("a", "Module a."), ("a.C", "Class C."), ("a.C.f", "Method f."), ("a.C.f.g", "inner"), ("a.k", "async k")]),
-        ("pkg", [("pkg", "Package.")]), ("pkg.b", [])]
+        [("a", "Module a."), ("a.C", "Class C."), ("a.C.f", "Method f."), ("a.C.f.g", "inner"), ("a.k", "async k")],
+        [("pkg", "Package.")], []]
 
 
 def test_prose_of_the_python_corpus(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_prose_of_the_python_corpus(tmp_path, monkeypatch):
     code = "def f(x): return {x[0]: (x[1] + 2) * 3 for x in [(1, 2), (3, 4)]}"
     assert sum(c.isalpha() or c in " ,.;:'-" for c in code) <= 0.9 * len(code)
     monkeypatch.setattr(pydoc_data.topics, "topics", {"b": f"{prose[1]}\n \n{prose[0][:-1]}\n\n{code}", "a": f"{prose[0]}\n\n>>> {prose[2]}"})
-    monkeypatch.setattr(train, "python_docstrings", lambda: [("m", [("m", prose[2]), ("m.f", prose[0])]), ("n", [("n", "short")])])
+    monkeypatch.setattr(train, "python_docstrings", lambda: [[("m", prose[2]), ("m.f", prose[0])], [("n", "short")]])
     train.write_python_corpus(str(tmp_path / "new" / "text.txt"))
     joined = "A third one, with lines that are joined and spaces squeezed: fine"
     assert (tmp_path / "new" / "text.txt").read_text() == "\n\n<|endoftext|>\n\n".join([prose[0], prose[1], joined])
