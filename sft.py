@@ -444,11 +444,10 @@ def run(args, base, ranks):
         record = job.evaluate(0)
         if ranks.rank == 0:
             checkpoint.Log(out, -1).write(step=0, **record)
-    if code := train.train(model, tokenizer, settings, out, state, stop, job):
-        return code
-    print(f"Held-out loss {state['before']:.4f} before, {state['after']:.4f} after.\n\n"
-          f"Talk to it: python chat.py --model {out}")
-    return 0
+    if (code := train.train(model, tokenizer, settings, out, state, stop, job)) == 0:
+        print(f"Held-out loss {state['before']:.4f} before, {state['after']:.4f} after.\n\n"
+              f"Talk to it: python chat.py --model {out}")
+    return code
 
 
 if __name__ == "__main__":

@@ -909,10 +909,9 @@ def run(args, ranks):
               f"{len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.", flush=True)
     job = pretraining(model, tokenizer, tokens, val, settings, ranks)
     connect(ranks, model, settings)
-    if code := train(model, tokenizer, settings, out, state, Stop(), job):
-        return code
-    print(f"\nTalk to it: python chat.py --model {out}")
-    return 0
+    if (code := train(model, tokenizer, settings, out, state, Stop(), job)) == 0:
+        print(f"\nTalk to it: python chat.py --model {out}")
+    return code
 
 
 if __name__ == "__main__":
