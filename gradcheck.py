@@ -62,9 +62,8 @@ import unittest.mock
 import model_cpu            # first: it says what to do where NumPy is missing
 import model_gpu
 import numpy as np
-import tokenizer
 from model_cpu import CONFIGS, slope
-from tokenizer import Parser, run_script
+from tokenizer import Parser, Tokenizer, learn_merges, run_script, write_file
 
 TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=16, predict=3, mtp_weight=0.7)
 TIED = dataclasses.replace(TINY, layers=1, predict=1, hidden=24, tied=True)     # as other people's models are
@@ -384,7 +383,7 @@ EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for fu
     model_cpu.linear_backward, model_cpu.embedding_backward, model_cpu.swiglu_backward,
     model_cpu.cross_entropy_backward, model_cpu.rmsnorm_backward, model_cpu.rope_backward,
     model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.head_targets,
-    model_cpu.sample, tokenizer.learn_merges, layernorm_backward, geglu_backward, softcap_backward)}
+    model_cpu.sample, learn_merges, layernorm_backward, geglu_backward, softcap_backward)}
 MARKS = ("layernorm", "geglu", "softcap")
 FREE = ("work", "shared", "grad")       # arguments to compute in: what is left in them is nobody's business
 
@@ -424,7 +423,7 @@ def record():
     for temperature, top_k, top_p in ((0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)):
         list(model_cpu.generate(model, [1, 2, 3], temperature, top_k, top_p, seed=1, most=30))
     for vocab_size in (300, 500):               # the second time the pairs run out
-        tokenizer.Tokenizer.train([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"], vocab_size)
+        Tokenizer.train([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"], vocab_size)
     sys.setprofile(None)
     rng, shapes = np.random.default_rng(2), {"gain": 8, "bias": 8, "gate_up": (5, 16)}
     for name in MARKS:
@@ -524,7 +523,7 @@ def run_exercise(name, hint):
               else re.sub("(?m)^# ?", "", derivation).rstrip())
     elif name != "all" and not os.path.exists(path):
         os.makedirs("exercises", exist_ok=True)
-        tokenizer.write_file(path, exercise_text(name).encode())
+        write_file(path, exercise_text(name).encode())
         print(f"Wrote {path}: write the body of {EXERCISES[name].__name__} there, then run this again.")
     else:
         calls = record()
