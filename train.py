@@ -420,19 +420,16 @@ def validate(model, tokenizer, val, micro_batch, most=math.inf, progress=lambda 
     sizes, c, sums, done = token_bytes(tokenizer), model.config, {}, 0
     total = sum(min(most, len(tokens)) for tokens in val.values())
     for name, tokens in val.items():
-        part = np.zeros(3)
+        part = sums[name] = np.zeros(3)
         for inputs, targets in even_windows(tokens, c.context, c.predict, micro_batch, most, ranks):
             part += held_out_loss(model, sizes, inputs, targets)
             done += inputs.size * ranks.size
             progress(min(done, total), total)
         ranks.all_reduce(part)
-        if part[1]:
-            sums[name] = part
     progress(total, total)                      # what fills no window is left out
-    if not sums:
-        return {}
-    loss, bpb = in_units(sum(sums.values()))
-    return {"val_loss": loss, "val_bpb": bpb, "val": {name: in_units(part) for name, part in sums.items()}}
+    found = {name: in_units(part) for name, part in sums.items() if part[1]}
+    loss, bpb = in_units(sum(sums.values(), np.zeros(3)))
+    return {"val_loss": loss, "val_bpb": bpb, "val": found} if found else {}
 
 
 def in_words(result):
