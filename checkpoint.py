@@ -38,7 +38,7 @@ import zlib
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, Parser, Tokenizer, check_plain, explain, known_template,
-                       naming, read_json, read_plain, refusing, require, run_script, write_file)
+                       naming, read_chunk, read_json, refusing, require, run_script, write_file)
 
 MODEL, STATE = "model.safetensors", "train_state.safetensors"
 
@@ -57,7 +57,7 @@ DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.ui
 
 def checksum(path):
     """CRC32 of a file, as eight hex digits."""
-    return f"{zlib.crc32(read_plain(path)):08x}"
+    return f"{zlib.crc32(read_chunk(path)):08x}"
 
 
 def write_safetensors(path, tensors, metadata):
@@ -195,7 +195,7 @@ def read_tokenizer(folder):
     tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
     template, path = "", os.path.join(folder, "chat_template.jinja")
     if os.path.exists(path):
-        template = read_plain(path).decode("utf-8", "replace")
+        template = read_chunk(path).decode("utf-8", "replace")
     elif os.path.exists(path := os.path.join(folder, "tokenizer_config.json")):
         settings = read_json(path)
         require(isinstance(settings, dict), f"{path} is damaged: it holds no settings.")

@@ -46,7 +46,7 @@ import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import numpy as np
 from tokenizer import (CHAT_TEMPLATE, CHATML_PARTS, END_OF_TEXT, END_OF_TURN, Parser, printable, read_chunk,
-                       read_plain, require, run_script, whole_number)
+                       require, run_script, whole_number)
 
 # Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {        # the steps are set once the batches are counted
@@ -88,7 +88,7 @@ def read_conversations(paths):
 def read_json(path):
     """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
     that is no JSON."""
-    text = read_plain(path).decode("utf-8-sig", "surrogateescape")
+    text = read_chunk(path).decode("utf-8-sig", "surrogateescape")
     one_list, values = text.lstrip().startswith("["), []
     for number, piece in enumerate([text] if one_list else text.split("\n")):
         try:
@@ -184,7 +184,7 @@ def play_pairs(path):
 
     A reply is the speech of the next pair, too, which may be on the other side of the split: read there, but
     thanks to the mask not learned."""
-    held_out = read_chunk(path, train.split_point(path), os.path.getsize(path))
+    held_out = read_chunk(path, train.split_point(path))
     held_out = held_out.decode("utf-8", "replace").replace("\r\n", "\n")
     paragraphs = re.split(r"\n\n+", held_out.strip())
     speeches = [re.fullmatch(r"[^\n:]{1,40}:\n(.+)", paragraph, re.DOTALL) for paragraph in paragraphs]

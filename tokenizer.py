@@ -390,11 +390,12 @@ def find_chunks(path, start=0, end=None, *, size):
     return [(path, a, b) for a, b in itertools.pairwise([start, *cuts, end])]
 
 
-def read_chunk(path, start, end):
+def read_chunk(path, start=0, end=None):
+    """Bytes [start, end) of a plain file, by default all."""
     check_plain(path)
     with naming(path), open(path, "rb") as file:
         file.seek(start)
-        return file.read(end - start)
+        return file.read() if end is None else file.read(end - start)
 
 
 def run_chunks(function, chunks, processes, progress):
@@ -528,7 +529,7 @@ class Tokenizer:
     def from_gpt2(cls, vocab_bpe, encoder_json):
         """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
         with refusing(f"{vocab_bpe}, {encoder_json}: not GPT-2's tokenizer files"):
-            merges = read_plain(vocab_bpe).decode("utf-8").split("\n")[1:]    # the first line is the version
+            merges = read_chunk(vocab_bpe).decode("utf-8").split("\n")[1:]    # the first line is the version
             return cls.from_vocab(read_json(encoder_json), filter(None, merges), [END_OF_TEXT])
 
     @classmethod
@@ -780,14 +781,9 @@ def check_plain(path):
             f"{path} is not a plain file, so it is not read.")
 
 
-def read_plain(path):
-    """The bytes of a plain file."""
-    return read_chunk(path, 0, os.path.getsize(path))
-
-
 def read_json(path):
     """The value in a file of JSON; ValueError, in one sentence, if it holds none."""
-    data = read_plain(path)
+    data = read_chunk(path)
     with refusing(f"{path} is damaged: it is no JSON"):
         return json.loads(data.decode("utf-8"))
 

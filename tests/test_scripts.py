@@ -83,7 +83,7 @@ def test_bounds_are_inclusive():
 def test_errors_as_sentences():
     full = OSError(errno.ENOSPC, "No space left on device")
     assert tokenizer.explain(full) == "Input or output failed: No space left on device."
-    for function in (lambda: open("/no/such/file"), lambda: tokenizer.read_plain("/no/such/file")):
+    for function in (lambda: open("/no/such/file"), lambda: tokenizer.read_chunk("/no/such/file")):
         with pytest.raises(OSError) as error:
             function()
         assert tokenizer.explain(error.value) == "Cannot use /no/such/file: No such file or directory."
@@ -119,7 +119,7 @@ def test_what_is_no_plain_file_is_not_read(tmp_path):
     os.symlink("/dev/zero", tmp_path / "zero")
     signal.alarm(600)                               # a read would never end
     for name in ("pipe", "zero", "."):
-        for read in (tokenizer.read_plain, tokenizer.read_json, tokenizer.check_plain, tokenizer.Tokenizer.load):
+        for read in (tokenizer.read_chunk, tokenizer.read_json, tokenizer.check_plain, tokenizer.Tokenizer.load):
             with pytest.raises(ValueError, match="is not a plain file, so it is not read"):
                 read(os.path.join(tmp_path, name))
     (tmp_path / "deep.json").write_text("[" * 100_000)
