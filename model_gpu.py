@@ -763,12 +763,13 @@ class Model:
 
     @contextlib.contextmanager
     def room_for(self, B, T):
-        """Where memory is too little inside, a ValueError says which micro-batch fits in place of (B,T)."""
+        """-> the memory_plan of micro-batches (B,T).  Where memory is too little inside, a ValueError says
+        which would fit."""
         def plan(rows):
             return memory_plan(self.config, rows, T, self.precision, optimizer=self.optimizer)
 
         try:
-            yield
+            yield plan(B)
         except cupy.cuda.memory.OutOfMemoryError as error:
             free, need = free_memory(self.memory_limit), sum(plan(B).values())
             fits = largest_micro_batch(plan, free)
@@ -781,9 +782,8 @@ class Model:
         # give back first, then ask for more
         self.buffers_by_shape, self.saved, self.inputs, self.work, self.rows = {}, None, None, None, 0
         self.pool.free_all_blocks()
-        plan = memory_plan(self.config, rows, self.config.context, self.precision, optimizer=self.optimizer)
         table = input_table(self.config, rows, self.config.context)
-        with self.room_for(rows, self.config.context):
+        with self.room_for(rows, self.config.context) as plan:
             memory = cupy.empty(plan["activations"] + plan["logits and scratch"] + plan["inputs"], np.uint8)
         self.inputs, self.work, self.rows = Inputs(memory, table), memory[plan["inputs"]:], rows
 
