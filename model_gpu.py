@@ -174,9 +174,8 @@ def muon_tables(config, precision):
     """{shape: table}: the work buffers of muon_update, which takes all matrices of one shape at once.  They
     lie where the activations are between an update and the next forward."""
     real, tables = np.uint16 if precision == "bf16" else np.float32, {}
-    shapes = [shape for shape, _ in matrix_table(config)]
-    for shape in shapes:
-        n, side = shapes.count(shape) * config.layers, min(shape)
+    for shape, kinds in collections.Counter(shape for shape, _ in matrix_table(config)).items():
+        n, side = kinds * config.layers, min(shape)
         tables[shape] = [("X", (n, *shape), real), ("Y", (n, *shape), real), ("A", (n, side, side), real),
                          ("B", (n, side, side), real), ("squares", (n, MATRIX_BLOCKS), np.float32)]
     return tables
