@@ -191,11 +191,10 @@ def prune_words(words):
     """Drop the rarest words, the last in code point order among equals, when all together outgrow
     MAX_WORD_BYTES."""
     if sum(map(len, words)) > MAX_WORD_BYTES:
-        kept = 0
-        for word in sorted(words, key=lambda word: (-words[word], word)):
-            if kept > MAX_WORD_BYTES // 2:
+        ranked = sorted(words, key=lambda word: (-words[word], word))
+        for word, before in zip(ranked, itertools.accumulate(map(len, ranked), initial=0)):
+            if before > MAX_WORD_BYTES // 2:            # what all words before it take
                 del words[word]
-            kept += len(word)
 
 
 def learn_merges(words, wanted):
