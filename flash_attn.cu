@@ -3,13 +3,14 @@
 // Read attention_forward and attention_backward of model_cpu.py first: they are the specification, and this
 // file computes the same in tiles. Below are the mathematics, then a readable version (fp32, any GPU from
 // compute capability 7.0 on), then a fast version (tensor cores, bf16 or tf32, from 8.0 on) of the same three
-// kernels. model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128 and launches the kernels; how, stands
-// above FLASH_KERNELS. Method and letters: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
+// kernels, with the products that a Hopper GPU (9.0) alone has for bf16 and D = 64. model_gpu.py compiles the
+// file with -DHEAD_DIM=32, 64 or 128 and -DHOPPER=0 or 1 and launches the kernels; how, stands above
+// FLASH_KERNELS. Method and letters: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
 // Not here: RoPE's forward (kernels.cu; q and k arrive rotated, but the gradients left here are those of what
 // RoPE was given), dropout, masks other than the causal one, decoding of few tokens (kernels.cu).
 //
 // Letters   B batch, T time, H query heads, G key/value heads, D head width. Query head h reads key head
-//           h / (H/G). i counts queries and tiles of Br queries, j keys and tiles of Bc keys; here Br = Bc.
+//           h / (H/G). i counts queries and tiles of Br queries, j keys and tiles of Bc keys.
 // Arrays    qkv, dqkv (B,T,(H+2G)D): a row holds H queries, then G keys, then G values. out, dout (B,T,H*D).
 //           lse, delta (B,H,T) and cos, sin (T or more rows of D/2) are always fp32. Nothing is transposed or
 //           copied before a kernel reads it.
@@ -52,11 +53,14 @@
 //                        there); dK/dV reloads V instead of keeping it (its registers had spilled)
 //   0.45 | 0.73 | 2.52   pointers stepped, not multiplied; branch-free loops in the backward; 128 rows a
 //                        stage, not 64
-//   No help: 16 rows a warp and twice the warps (forward 0.12 | 0.20 | 0.72, not 0.12 | 0.19 | 0.61: what is
-//   read from shared memory then serves one product, not two); S of the next keys computed ahead of the
-//   softmax of these (3% faster to 6% slower, in tf32 11 to 16% slower); blocks of two warps (3% faster at T
-//   512, 7% slower at 4096). The tensor cores are busy about half of the time. Peers, 12/4 heads too, in the
-//   run of the last line: PyTorch 2.11's flash 0.89 | 1.19 | 3.14, its cuDNN 0.52 | 0.72 | 1.90.
+//   0.37 | 0.59 | 1.94   Hopper's own products, whose operands stay in shared memory (0.47 | 0.74 | 2.52 on
+//                        that day without); 64 rows of the other side at a time, so that the forward and dQ
+//                        have three blocks on a multiprocessor. A warp takes 16 rows at a time, on other GPUs
+//                        as well: there what is read from shared memory serves one product, no longer two.
+//                        For the forward alone that made 0.12 | 0.20 | 0.72 of 0.12 | 0.19 | 0.61
+//   No help, before that: S of the next keys computed ahead of the softmax of these (3% faster to 6% slower,
+//   in tf32 11 to 16% slower); blocks of two warps (3% faster at T 512, 7% slower at 4096). Peers, 12/4 heads
+//   too, in the run of the last line: PyTorch 2.11's flash 0.90 | 1.19 | 3.09, its cuDNN 0.54 | 0.72 | 1.87.
 
 constexpr int D = HEAD_DIM, THREADS = 128;  // of a block
 constexpr float MASKED = -1e30f;  // for minus infinity: exp(MASKED - m) is 0, and MASKED - MASKED is not NaN
@@ -105,22 +109,21 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 //     readable      rows = 4096 / D                   128 threads
 //     _bf16         rows = 128, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
 //     _tf32         rows = 64, only for D <= 64       128 threads    tile = rows * D * 4 bytes
-//
 //     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse; with fewer blocks the last
 //     flash_backward_dq      grid (H, B, ceil(T / rows))    the first H*D columns of dqkv, and delta
 //     flash_backward_dkdv    grid (G, B, ceil(T / rows))    the other columns; reads delta: comes after dq
-// The readable ones need no dynamic shared memory, the fast ones 5 tile, 6 tile, and 6 tile + 16 rows: at
-// most 98 KB, which every GPU from 8.0 on gives a block that asks for it (max_dynamic_shared_size_bytes in
-// CuPy).
+// The readable ones need no dynamic shared memory; the fast ones a tile, or two in the backward, and four of
+// 64 rows of the other side, in dkdv with 16 bytes for each of the 64: at most 97 KB, which every GPU from
+// 8.0 on gives a block that asks for it (max_dynamic_shared_size_bytes in CuPy).
 //
-// The kernels of a version: its functions under the names by which they are launched. Two blocks are to fit a
-// multiprocessor at once.
+// The kernels of a version: its functions under the names by which they are launched. So many blocks are to
+// fit a multiprocessor at once.
 #define FLASH_KERNELS(suffix, version, Real)                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
     flash_forward##suffix(Real* out, float* lse, const Real* qkv, int T, int H, int G) {                     \
         version::forward(out, lse, qkv, T, H, G);                                                            \
     }                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS, version::DQ_BLOCKS)                                \
     flash_backward_dq##suffix(Real* dqkv, float* delta, const Real* dout, const Real* out, const float* lse, \
                               const Real* qkv, const float* cos, const float* sin, int T, int H, int G) {    \
         version::backward_dq(dqkv, delta, dout, out, lse, qkv, {cos, sin}, T, H, G);                         \
@@ -143,6 +146,7 @@ namespace readable {
 // reads from shared memory serves twice.
 constexpr int LANES = D / 16, GROUPS = 32 / LANES, WARP_ROWS = 2 * GROUPS;
 constexpr int ROWS = THREADS / 32 * WARP_ROWS, TILE = 32;  // rows of a tile: one for each lane of a warp
+constexpr int DQ_BLOCKS = 2;  // see the fast version
 
 struct alignas(16) Tile { float rows[TILE][D]; };
 
@@ -378,6 +382,39 @@ __device__ void cp_async(void* to, const void* from, bool valid) {
 // Waits until all copies that this thread has started have arrived. Other threads need a barrier as well.
 __device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Hopper's own product: C (64 x 64, fp32) += A (64 x 16) B (16 x 64), by the four warps of a block together,
+// which go on meanwhile. Each has 16 rows of C, every eight columns a piece as of mma_bf16. B is read from
+// shared memory, where its rows of 128 bytes are swizzled as `offset` says: 16 rows of 64 numbers in
+// wgmma_ab, in wgmma_abt 16 numbers of 64 rows, which are B's columns. There A lies in shared memory, too;
+// in wgmma_ab each warp has its rows in registers.
+#define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define ALL_OF_C FOUR(0), FOUR(4), FOUR(8), FOUR(12), FOUR(16), FOUR(20), FOUR(24), FOUR(28)
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "                          \
+              "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
+              "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+__device__ void wgmma_abt(float* c, unsigned long long a, unsigned long long b) {
+    asm volatile(WGMMA "%32, %33, 1, 1, 1, 0, 0;" : ALL_OF_C : "l"(a), "l"(b));
+}
+__device__ void wgmma_ab(float* c, const unsigned* a, unsigned long long b) {
+    asm volatile(WGMMA "{%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+                 : ALL_OF_C : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// What names rows of shared memory to it. Its unit is 16 bytes: 1024 of them from eight rows to the next
+// eight; 1 << 62 is the swizzle of 128 bytes.
+__device__ unsigned long long wgmma_tile(const char* rows) {
+    return shared_address(rows) / 16 | 1024ull / 16 << 32 | 1ull << 62;
+}
+
+// Comes before the first of such products; and what waits for all of them, before c is used.
+__device__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ void wgmma_wait(float* c) {
+    asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" : ALL_OF_C :: "memory");
+}
+
+// What this thread has copied to shared memory is seen by them, after a barrier.
+__device__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 #endif
 
 namespace fast {
@@ -402,8 +439,8 @@ __device__ __forceinline__ void each(F f) {
 // are multiplied. 16 bytes of a row, a chunk, hold CHUNK of them, and one tensor-core instruction multiplies
 // along two chunks: 16 bf16 or 8 tf32.
 //
-// The result of a product stays in registers, as an array [M][N][4]: M x N pieces of 16 x 8, of each of which
-// lane l holds
+// The result of a product, 16 rows of it, stays in a warp's registers, as an array [N][4]: N pieces of 16 x 8,
+// of each of which lane l holds
 //     [0], [1]: row l / 4,      columns 2 (l % 4) and the next
 //     [2], [3]: row l / 4 + 8,  the same columns.
 // So a lane has two of every 16 rows, half = 0 and 1.
@@ -413,14 +450,17 @@ constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(LOG2_E x), and e
 // The number of this thread's warp, from lane 0, which tells the compiler that all lanes agree on it.
 __device__ int warp_number() { return __shfl_sync(0xFFFFFFFF, int(threadIdx.x / 32), 0); }
 
+// The scores of 64 keys, or of 64 queries, for the 16 rows of a piece; and whatever else has their shape.
+typedef float Scores[8][4];
+
 // Masks the scores whose key lies in their query's future. S has queries from `query` on as rows, keys from
 // `key` on as columns; or, TRANSPOSED, the other way round.
-template <bool TRANSPOSED, int M, int N>
-__device__ void mask_future(float (&S)[M][N][4], int query, int key) {
+template <bool TRANSPOSED>
+__device__ void mask_future(Scores& S, int query, int key) {
     int lane = threadIdx.x % 32;
-    each<M, N, 4>([&](int m, int n, int e) {
-        int row = 16 * m + lane / 4 + e / 2 * 8, column = 8 * n + lane % 4 * 2 + e % 2;
-        if (TRANSPOSED ? key + row > query + column : key + column > query + row) S[m][n][e] = MASKED;
+    each<8, 4>([&](int n, int e) {
+        int row = lane / 4 + e / 2 * 8, column = 8 * n + lane % 4 * 2 + e % 2;
+        if (TRANSPOSED ? key + row > query + column : key + column > query + row) S[n][e] = MASKED;
     });
 }
 
@@ -428,17 +468,19 @@ __device__ void mask_future(float (&S)[M][N][4], int query, int key) {
 template <class Real>
 struct Kernels {
     static constexpr bool BF16 = sizeof(Real) == 2;
+    static constexpr bool WARPGROUP = HOPPER && BF16 && D == 64;  // the products are Hopper's
 
-    // M = 2 makes two uses of every operand loaded from shared memory, 1 is what the registers allow for wide
-    // rows. The steps are how many keys or queries one turn of a kernel's inner loop takes; measured, and
-    // limited by the registers.
+    // A block's own tile has M parts of 64 rows. A warp has a piece of 16 rows of each part, and takes them
+    // in turn. The other side comes in tiles of 64 rows. Two parts make two uses of a tile; one is what the
+    // registers allow for wide rows.
     static constexpr int M = BF16 && D <= 64 ? 2 : 1;
-    static constexpr int FORWARD_STEP = 64, DQ_STEP = BF16 ? 16 : 64, DKDV_STEP = BF16 ? 16 : 32;
+    static constexpr int DQ_BLOCKS = WARPGROUP ? 3 : 2;  // that are to fit a multiprocessor at once
 
     // --- Tiles in shared memory ----------------------------------------------------------------------------
     static constexpr int CHUNK = 16 / sizeof(Real), CHUNKS = D / CHUNK;  // numbers, and chunks of a row
     static constexpr int STEPS = CHUNKS / 2;                             // tensor-core instructions a row
-    static constexpr int ROWS = 64 * M, ROW = 16 * CHUNKS, BYTES = ROWS * ROW;  // ROWS: Br, Bc; ROW: bytes
+    static constexpr int ROWS = 64 * M;                                  // of the block's own tile: Br
+    static constexpr int ROW = 16 * CHUNKS, BYTES = 64 * ROW;            // bytes of a row, and of 64
 
     // Where a chunk lies, in bytes from the start of the tile. Swizzled: its number is XORed with its row's,
     // so that one chunk of eight successive rows, which ldmatrix reads at a time, lies in eight different
@@ -449,41 +491,49 @@ struct Kernels {
         return row * ROW + 16 * (chunk ^ twist);
     }
 
-    // Starts copying rows first .. first + ROWS - 1 of a head; zeros past the end.
+    // Starts copying rows first .. first + COUNT - 1 of a head; zeros past the end.
+    template <int COUNT>
     static __device__ void load(char* tile, Matrix<const Real> from, int first) {
         constexpr int PASS = THREADS / CHUNKS;  // rows per pass
-        static_assert(ROWS % PASS == 0 && PASS % 8 == 0, "every pass must see the same swizzle");
+        static_assert(COUNT % PASS == 0 && PASS % 8 == 0, "every pass must see the same swizzle");
         int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, left = from.T - first - row;
         const Real* at = from.row(first + row) + chunk * CHUNK;
         tile += offset(row, chunk);
-        each<ROWS / PASS>([&](int n) {
+        each<COUNT / PASS>([&](int n) {
             cp_async<16>(tile + n * PASS * ROW, at, n * PASS < left);
             at += PASS * from.stride;
         });
     }
 
-    // Starts copying tile j of the keys and of the values into their stage, one of two.
-    static __device__ void load_stage(char* stages, Heads<const Real> in, int j) {
-        char* stage = stages + j % 2 * 2 * BYTES;
-        load(stage, in.k, j * ROWS);
-        load(stage + BYTES, in.v, j * ROWS);
+    // Starts copying 64 rows of two heads into stage n % 2 of two.
+    static __device__ void load_stage(char* stages, int n, Matrix<const Real> x, Matrix<const Real> y,
+                                      int first) {
+        load<64>(stages + n % 2 * 2 * BYTES, x, first);
+        load<64>(stages + n % 2 * 2 * BYTES + BYTES, y, first);
     }
 
-    // Rows first .. first + 16M - 1 of a head = factor * O; if there is a rope, turned back. It goes through
-    // the warp's own rows, from `row` on, of a tile that is no longer needed, so that whole chunks are
-    // written.
+    // Waits until what was loaded is there for all; and nobody reads any more what was computed with.
+    static __device__ void arrive() {
+        cp_async_wait();
+        if (WARPGROUP) wgmma_sees();
+        __syncthreads();
+    }
+
+    // The warp's rows of a head, from `first` on, = factor * O; if there is a rope, turned back. It goes
+    // through the warp's own rows, from `row` on, of a tile that is no longer needed, so that whole chunks
+    // are written.
     static __device__ void store(Matrix<Real> to, float (&O)[M][D / 8][4], float factor, char* tile, int row,
                                  int first, Rope rope = {}) {
         int lane = threadIdx.x % 32;
         if (rope.cos) each<M, 2, D / 16>([&](int m, int half, int n) {
-            int at = min(first + 16 * m + 8 * half + lane / 4, to.T - 1) * (D / 2) + 8 * n + lane % 4 * 2;
+            int at = min(first + 64 * m + 8 * half + lane / 4, to.T - 1) * (D / 2) + 8 * n + lane % 4 * 2;
             turn_back((float2&)O[m][n][2 * half], (float2&)O[m][n + D / 16][2 * half], rope, at);
         });
         tile += row * ROW;
         each<M, 2, D / 8>([&](int m, int half, int n) {
             float x = factor * O[m][n][2 * half], y = factor * O[m][n][2 * half + 1];
             int column = 8 * n + lane % 4 * 2;
-            char* at = tile + offset(16 * m + 8 * half + lane / 4, column / CHUNK);
+            char* at = tile + offset(64 * m + 8 * half + lane / 4, column / CHUNK);
             at += column % CHUNK * sizeof(Real);
             if (BF16) *(unsigned*)at = pack_bf16(x, y);
             else *(float2*)at = make_float2(x, y);
@@ -491,7 +541,7 @@ struct Kernels {
         __syncwarp();  // the rows are complete
         #pragma unroll
         for (int n = lane; n < 16 * M * CHUNKS; n += 32) {
-            int r = n / CHUNKS, chunk = n % CHUNKS;
+            int r = n / CHUNKS / 16 * 64 + n / CHUNKS % 16, chunk = n % CHUNKS;
             Real* at = to.row(first + r) + chunk * CHUNK;
             if (first + r < to.T) *(uint4*)at = *(const uint4*)(tile + offset(r, chunk));
         }
@@ -501,13 +551,11 @@ struct Kernels {
 
     static __device__ unsigned rounded(unsigned word) { return BF16 ? word : round_tf32(word); }
 
-    // The left operands of a product, all of 16 M rows from `row` on: A[m][step] is 16 rows x 2 chunks.
-    static __device__ void load_a(unsigned (&A)[M][STEPS][4], const char* tile, int row) {
-        int lane = threadIdx.x % 32, at = offset(lane % 16, lane / 16);
-        each<M, STEPS>([&](int m, int step) {
-            ldmatrix_x4(A[m][step], tile + (row + 16 * m) * ROW + (at ^ 32 * step));
-            each<4>([&](int i) { A[m][step][i] = rounded(A[m][step][i]); });
-        });
+    // The left operand of a product: 2 chunks of this warp's 16 rows of a part.
+    static __device__ void load_a(unsigned (&a)[4], const char* part, int step) {
+        int lane = threadIdx.x % 32;
+        ldmatrix_x4(a, part + (offset(16 * warp_number() + lane % 16, lane / 16) ^ 32 * step));
+        each<4>([&](int i) { a[i] = rounded(a[i]); });
     }
 
     // Two right operands of A B^T: b[0], b[1] are 2 chunks of rows `row` .. row + 7, b[2], b[3] of the eight
@@ -522,7 +570,7 @@ struct Kernels {
     // must: P goes from one product into the next without leaving its registers. In tf32 piece n does, if
     // what the instruction calls k = l % 4 and l % 4 + 4 are made columns 2 (l % 4) and the next; load_b
     // takes its rows in that order.
-    static __device__ unsigned left_operand(const float (*P)[4], int n, int i) {
+    static __device__ unsigned left_operand(const Scores& P, int n, int i) {
         if (BF16) return pack_bf16(P[n + i / 2][i % 2 * 2], P[n + i / 2][i % 2 * 2 + 1]);
         return round_tf32(__float_as_uint(P[n][i % 2 * 2 + i / 2]));
     }
@@ -545,31 +593,42 @@ struct Kernels {
 
     // --- Products of tiles ---------------------------------------------------------------------------------
 
-    // S (16M x 8N) += A (16M x D) @ B^T, B being rows `row` .. row + 8N - 1 of a tile.
-    template <int N>
-    static __device__ void product_abt(float (&S)[M][N][4], const unsigned (&A)[M][STEPS][4], const char* B,
-                                       int row) {
-        each<STEPS, N / 2>([&](int step, int n) {
-            unsigned b[4];
-            load_bt(b, B, row + 16 * n, step);
-            each<M, 2>([&](int m, int i) { mma(S[m][2 * n + i], A[m][step], b + 2 * i); });
+    // S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
+    // `finish` comes before S is used.
+    static __device__ void product_abt(Scores& S, const char* A, const char* B) {
+        each<8, 4>([&](int n, int e) { S[n][e] = 0.0f; });
+        if (WARPGROUP) {
+            wgmma_begin();
+            unsigned long long a = wgmma_tile(A), b = wgmma_tile(B);
+            each<STEPS>([&](int step) { wgmma_abt(S[0], a + 2 * step, b + 2 * step); });
+        } else each<STEPS>([&](int step) {
+            unsigned a[4], b[4];
+            load_a(a, A, step);
+            each<4>([&](int n) {
+                load_bt(b, B, 16 * n, step);
+                each<2>([&](int i) { mma(S[2 * n + i], a, b + 2 * i); });
+            });
         });
     }
 
-    // O (16M x D) += P (16M x 8N) @ B, B being rows `row` .. row + 8N - 1 of a tile.
-    template <int N>
-    static __device__ void product_ab(float (&O)[M][D / 8][4], const float (&P)[M][N][4], const char* B,
-                                      int row) {
-        constexpr int PIECES = CHUNK / 4;  // of P in a left operand, and of O for each load of B
-        each<N / PIECES>([&](int n) {
-            unsigned a[M][4];
-            each<M, 4>([&](int m, int i) { a[m][i] = left_operand(P[m], PIECES * n, i); });
-            each<D / 8 / PIECES>([&](int d) {
-                unsigned b[4];
-                load_b(b, B, row + 8 * PIECES * n, PIECES * d);
-                each<M, PIECES>([&](int m, int i) { mma(O[m][PIECES * d + i], a[m], b + 2 * i); });
-            });
+    // O += P @ B, B being a tile; then `finish`, too.
+    static __device__ void product_ab(float (&O)[D / 8][4], const Scores& P, const char* B) {
+        constexpr int PIECES = CHUNK / 4, LEFT = 8 / PIECES;  // of P in a left operand, of O for a load of B
+        unsigned a[LEFT][4];
+        each<LEFT, 4>([&](int n, int i) { a[n][i] = left_operand(P, PIECES * n, i); });
+        if (WARPGROUP) {
+            wgmma_begin();
+            each<LEFT>([&](int n) { wgmma_ab(O[0], a[n], wgmma_tile(B + 16 * n * ROW)); });
+        } else each<LEFT, D / 8 / PIECES>([&](int n, int d) {
+            unsigned b[4];
+            load_b(b, B, 8 * PIECES * n, PIECES * d);
+            each<PIECES>([&](int i) { mma(O[PIECES * d + i], a[n], b + 2 * i); });
         });
+    }
+
+    template <int N>
+    static __device__ void finish(float (&C)[N][4]) {
+        if (WARPGROUP) wgmma_wait(C[0]);
     }
 
     // The product of two words, or the sum of the products of their two bf16.
@@ -582,75 +641,78 @@ struct Kernels {
     // --- Forward -------------------------------------------------------------------------------------------
     // All three kernels have one shape. The block's own tile is loaded once. The other side streams past in
     // tiles of its own through two stages of shared memory: while one is computed with, the copy into the
-    // other is under way. A warp owns 16M rows of the block's tile and needs nothing of the other warps.
+    // other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps.
+
+    // For the tiles of keys, from `key` on, that part m of the block's queries sees: step(K_tile, key, m).
+    // The tile of V lies behind. The first tile is on its way.
+    template <class Step>
+    static __device__ void over_keys(char* stages, Heads<const Real> in, int i, Step step) {
+        int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
+        for (int j = 0; j < tiles; j++) {
+            if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
+            each<M>([&](int m) { if (j <= M * i + m) step(stages + j % 2 * 2 * BYTES, 64 * j, m); });
+            arrive();
+        }
+    }
 
     static __device__ void forward(Real* out, float* lse, const Real* qkv, int T, int H, int G) {
-        extern __shared__ uint4 shared_memory[];
-        constexpr int N = FORWARD_STEP / 8;
+        extern __shared__ __align__(1024) uint4 shared_memory[];
         char* Q_tile = (char*)shared_memory;
-        char* stages = Q_tile + BYTES;  // two of K and V
+        char* stages = Q_tile + M * BYTES;  // two of K and V
         int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = (T - 1) / ROWS - blockIdx.z;
         int lane = threadIdx.x % 32;
         // The warp's first row: in the tile, and as a query.
-        int row = 16 * M * warp_number(), first = i * ROWS + row;
+        int row = 16 * warp_number(), first = i * ROWS + row;
         const float scale = rsqrtf(float(D)), scale2 = scale * LOG2_E;
         Heads<const Real> in = heads_of(qkv, b, h, g, T, H, G);
 
-        load(Q_tile, in.q, i * ROWS);
-        load_stage(stages, in, 0);
-        cp_async_wait();
-        __syncthreads();
-        unsigned Q[M][STEPS][4];
-        load_a(Q, Q_tile, row);
-
-        float O[M][D / 8][4] = {}, m[M][2], l[M][2] = {};
-        each<M, 2>([&](int t, int half) { m[t][half] = MASKED; });  // here t counts what m counts elsewhere
-        for (int j = 0; j <= i; j++) {
-            const char* K_tile = stages + j % 2 * 2 * BYTES;  // the tile of V lies behind it
-            if (j < i) load_stage(stages, in, j + 1);
-            #pragma unroll 1
-            for (int key = 0; key < ROWS && j * ROWS + key < first + 16 * M; key += 8 * N) {
-                float S[M][N][4] = {}, m_new[M][2];
-                product_abt(S, Q, K_tile, key);
-                if (j * ROWS + key + 8 * N - 1 > first) mask_future<false>(S, first, j * ROWS + key);
-                // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m
-                // stays, and nothing is rescaled, until a score exceeds it by 8 in the exponent of 2, which
-                // is rare after the first keys.
-                bool grown = false;
-                each<M, 2>([&](int t, int half) {
-                    float x = MASKED;
-                    each<N>([&](int n) { x = fmaxf(x, fmaxf(S[t][n][2 * half], S[t][n][2 * half + 1])); });
-                    for (int bit = 1; bit <= 2; bit *= 2)  // over the four lanes that share a row
-                        x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
-                    m_new[t][half] = x;
-                    grown |= (x - m[t][half]) * scale2 > 8.0f;
+        load<ROWS>(Q_tile, in.q, i * ROWS);
+        load_stage(stages, 0, in.k, in.v, 0);
+        arrive();
+        float O[M][D / 8][4] = {}, maximum[M][2], sum[M][2] = {};
+        each<M, 2>([&](int m, int half) { maximum[m][half] = MASKED; });
+        over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
+            float (&m)[2] = maximum[part], (&l)[2] = sum[part], m_new[2];
+            Scores S;
+            product_abt(S, Q_tile + part * BYTES, K_tile);
+            finish(S);
+            if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
+            // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m stays,
+            // and nothing is rescaled, until a score exceeds it by 8 in the exponent of 2, which is rare
+            // after the first keys.
+            bool grown = false;
+            each<2>([&](int half) {
+                float x = MASKED;
+                each<8>([&](int n) { x = fmaxf(x, fmaxf(S[n][2 * half], S[n][2 * half + 1])); });
+                for (int bit = 1; bit <= 2; bit *= 2)  // over the four lanes that share a row
+                    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
+                m_new[half] = x;
+                grown |= (x - m[half]) * scale2 > 8.0f;
+            });
+            if (__any_sync(0xFFFFFFFF, grown))
+                each<2>([&](int half) {
+                    float x = fmaxf(m[half], m_new[half]);
+                    float alpha = exp2_approx((m[half] - x) * scale2);
+                    m[half] = x;
+                    l[half] *= alpha;
+                    each<D / 8, 2>([&](int n, int e) { O[part][n][2 * half + e] *= alpha; });
                 });
-                if (__any_sync(0xFFFFFFFF, grown))
-                    each<M, 2>([&](int t, int half) {
-                        float x = fmaxf(m[t][half], m_new[t][half]);
-                        float alpha = exp2_approx((m[t][half] - x) * scale2);
-                        m[t][half] = x;
-                        l[t][half] *= alpha;
-                        each<D / 8, 2>([&](int n, int e) { O[t][n][2 * half + e] *= alpha; });
-                    });
-                each<M, N, 4>([&](int t, int n, int e) {
-                    S[t][n][e] = exp2_approx(S[t][n][e] * scale2 - m[t][e / 2] * scale2);  // P
-                    l[t][e / 2] += S[t][n][e];  // this lane's part of the row's sum
-                });
-                product_ab(O, S, K_tile + BYTES, key);
-            }
-            cp_async_wait();
-            __syncthreads();  // the next stage is there for all, and nobody reads this one any more
-        }
-        each<M, 2>([&](int t, int half) {
-            l[t][half] += __shfl_xor_sync(0xFFFFFFFF, l[t][half], 1);
-            l[t][half] += __shfl_xor_sync(0xFFFFFFFF, l[t][half], 2);
-            int query = first + 16 * t + 8 * half + lane / 4;
-            if (lane % 4 == 0 && query < T)
-                lse[numbers_at(b, h, T, H) + query] = m[t][half] * scale + logf(l[t][half]);
-            l[t][half] = 1.0f / l[t][half];
+            each<8, 4>([&](int n, int e) {
+                S[n][e] = exp2_approx(S[n][e] * scale2 - m[e / 2] * scale2);  // P
+                l[e / 2] += S[n][e];  // this lane's part of the row's sum
+            });
+            product_ab(O[part], S, K_tile + BYTES);
+            finish(O[part]);
         });
-        each<M, D / 8, 4>([&](int t, int n, int e) { O[t][n][e] *= l[t][e / 2]; });
+        each<M, 2>([&](int m, int half) {
+            float& l = sum[m][half];
+            l += __shfl_xor_sync(0xFFFFFFFF, l, 1);
+            l += __shfl_xor_sync(0xFFFFFFFF, l, 2);
+            int query = first + 64 * m + 8 * half + lane / 4;
+            if (lane % 4 == 0 && query < T)
+                lse[numbers_at(b, h, T, H) + query] = maximum[m][half] * scale + logf(l);
+            each<D / 8, 2>([&](int n, int e) { O[m][n][2 * half + e] *= 1.0f / l; });
+        });
         store(head_of(out, b, h, T, H), O, 1.0f, Q_tile, row, first);
     }
 
@@ -658,35 +720,31 @@ struct Kernels {
 
     static __device__ void backward_dq(Real* dqkv, float* delta, const Real* dout, const Real* out,
                                        const float* lse, const Real* qkv, Rope rope, int T, int H, int G) {
-        extern __shared__ uint4 shared_memory[];
-        constexpr int N = DQ_STEP / 8, QUARTER = CHUNKS / 4;
+        extern __shared__ __align__(1024) uint4 shared_memory[];
+        constexpr int QUARTER = CHUNKS / 4;
         char* Q_tile = (char*)shared_memory;
-        char* dO_tile = Q_tile + BYTES;
-        char* stages = dO_tile + BYTES;  // two of K and V
+        char* dO_tile = Q_tile + M * BYTES;
+        char* stages = dO_tile + M * BYTES;  // two of K and V
         int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = gridDim.z - 1 - blockIdx.z;
-        int lane = threadIdx.x % 32, row = 16 * M * warp_number(), first = i * ROWS + row;
+        int lane = threadIdx.x % 32, row = 16 * warp_number(), first = i * ROWS + row;
         const float scale = rsqrtf(float(D)), scale2 = scale * LOG2_E;
         Heads<const Real> in = heads_of(qkv, b, h, g, T, H, G);
 
-        load(Q_tile, in.q, i * ROWS);
-        load(dO_tile, head_of(dout, b, h, T, H), i * ROWS);
-        load_stage(stages, in, 0);
+        load<ROWS>(Q_tile, in.q, i * ROWS);
+        load<ROWS>(dO_tile, head_of(dout, b, h, T, H), i * ROWS);
+        load_stage(stages, 0, in.k, in.v, 0);
         float lse2[M][2], Delta[M][2];
         // This lane's chunks of O, asked for before the wait, so that all copies are under way at once.
         uint4 O[M][2][QUARTER];
         each<M, 2>([&](int m, int half) {
-            int query = min(first + 16 * m + 8 * half + lane / 4, T - 1);
+            int query = min(first + 64 * m + 8 * half + lane / 4, T - 1);
             lse2[m][half] = lse[numbers_at(b, h, T, H) + query] * LOG2_E;
             const Real* from = head_of(out, b, h, T, H).rows + (long long)query * H * D + lane % 4 * CHUNK;
             each<QUARTER>([&](int n) { O[m][half][n] = *(const uint4*)(from + 4 * n * CHUNK); });
         });
-        cp_async_wait();
-        __syncthreads();
-        unsigned Q[M][STEPS][4], dO[M][STEPS][4];
-        load_a(Q, Q_tile, row);
-        load_a(dO, dO_tile, row);
+        arrive();
         each<M, 2>([&](int m, int half) {  // delta_i = dO_i . O_i, by the four lanes that share the row
-            int r = 16 * m + 8 * half + lane / 4;
+            int r = 64 * m + 8 * half + lane / 4;
             float sum = 0.0f;
             each<QUARTER, 4>([&](int n, int i) {
                 const unsigned* chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
@@ -699,31 +757,20 @@ struct Kernels {
         });
 
         float dQ[M][D / 8][4] = {};
-        for (int j = 0; j <= i; j++) {
-            const char* K_tile = stages + j % 2 * 2 * BYTES;  // the tile of V lies behind it
-            if (j < i) load_stage(stages, in, j + 1);
-            auto step = [&](int key, bool masked) {
-                float S[M][N][4] = {}, dP[M][N][4] = {};
-                product_abt(S, Q, K_tile, key);
-                if (masked) mask_future<false>(S, first, j * ROWS + key);
-                product_abt(dP, dO, K_tile + BYTES, key);
-                each<M, N, 4>([&](int m, int n, int e) {
-                    float p = exp2_approx(S[m][n][e] * scale2 - lse2[m][e / 2]);
-                    S[m][n][e] = p * (dP[m][n][e] - Delta[m][e / 2]);  // dS
-                });
-                product_ab(dQ, S, K_tile, key);
-            };
-            // Two loops, so that the one for keys that all this warp's queries see holds no branch.
-            if ((j + 1) * ROWS - 1 <= first)
-                #pragma unroll 1
-                for (int key = 0; key < ROWS; key += 8 * N) step(key, false);
-            else
-                #pragma unroll 1
-                for (int key = 0; key < ROWS && j * ROWS + key < first + 16 * M; key += 8 * N)
-                    step(key, true);
-            cp_async_wait();
-            __syncthreads();
-        }
+        over_keys(stages, in, i, [&](const char* K_tile, int key, int m) {
+            Scores S, dP;
+            product_abt(S, Q_tile + m * BYTES, K_tile);
+            product_abt(dP, dO_tile + m * BYTES, K_tile + BYTES);
+            finish(S);
+            finish(dP);
+            if (key + 63 > first + 64 * m) mask_future<false>(S, first + 64 * m, key);
+            each<8, 4>([&](int n, int e) {
+                float p = exp2_approx(S[n][e] * scale2 - lse2[m][e / 2]);
+                S[n][e] = p * (dP[n][e] - Delta[m][e / 2]);  // dS
+            });
+            product_ab(dQ[m], S, K_tile);
+            finish(dQ[m]);
+        });
         store(heads_of(dqkv, b, h, g, T, H, G).q, dQ, scale, Q_tile, row, first, rope);
     }
 
@@ -733,75 +780,62 @@ struct Kernels {
 
     static __device__ void backward_dkdv(Real* dqkv, const float* delta, const Real* dout, const float* lse,
                                          const Real* qkv, Rope rope, int T, int H, int G) {
-        extern __shared__ uint4 shared_memory[];
-        constexpr int N = DKDV_STEP / 8, STAGE = 2 * BYTES + 2 * ROWS * 4;  // of Q, dO, lse, delta
+        extern __shared__ __align__(1024) uint4 shared_memory[];
         char* K_tile = (char*)shared_memory;
-        char* V_tile = K_tile + BYTES;
-        char* stages = V_tile + BYTES;
+        char* V_tile = K_tile + M * BYTES;
+        char* stages = V_tile + M * BYTES;                // two of Q and dO
+        float* numbers = (float*)(stages + 2 * 2 * BYTES);  // two of lse and delta
         int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
-        int lane = threadIdx.x % 32, row = 16 * M * warp_number(), first = j * ROWS + row;
+        int lane = threadIdx.x % 32, row = 16 * warp_number(), first = j * ROWS + row;
         const float scale = rsqrtf(float(D)), scale2 = scale * LOG2_E;
 
-        auto load_queries = [&](char* stage, int h, int query) {
-            load(stage, heads_of(qkv, b, h, g, T, H, G).q, query);
-            load(stage + BYTES, head_of(dout, b, h, T, H), query);
-            each<2 * ROWS / THREADS>([&](int pass) {
-                int n = pass * THREADS + threadIdx.x, t = query + n % ROWS;
-                const float* from = (n < ROWS ? lse : delta) + numbers_at(b, h, T, H);
-                cp_async<4>(stage + 2 * BYTES + 4 * n, from + t, t < T);
-            });
+        auto load_queries = [&](int n, int h, int query) {
+            load_stage(stages, n, heads_of(qkv, b, h, g, T, H, G).q, head_of(dout, b, h, T, H), query);
+            int t = query + threadIdx.x % 64;
+            const float* from = (threadIdx.x < 64 ? lse : delta) + numbers_at(b, h, T, H);
+            cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < T);
         };
         // Stages come in this order: for each head h of the group, the tiles of queries from the first that
         // sees a key of this block.
         int h = g * (H / G), query = j * ROWS;
-        load(K_tile, heads_of(qkv, b, h, g, T, H, G).k, j * ROWS);
-        load(V_tile, heads_of(qkv, b, h, g, T, H, G).v, j * ROWS);
-        load_queries(stages, h, query);
-        cp_async_wait();
-        __syncthreads();
-        unsigned K[M][STEPS][4];
-        load_a(K, K_tile, row);
+        load<ROWS>(K_tile, heads_of(qkv, b, h, g, T, H, G).k, j * ROWS);
+        load<ROWS>(V_tile, heads_of(qkv, b, h, g, T, H, G).v, j * ROWS);
+        load_queries(0, h, query);
+        arrive();
 
         float dK[M][D / 8][4] = {}, dV[M][D / 8][4] = {};
         // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV, as in the readable
         // version.
         for (int n = 0; h < (g + 1) * (H / G); n++) {
-            const char* Q_tile = stages + n % 2 * STAGE;
-            const char* dO_tile = Q_tile + BYTES;
-            const float* lse_tile = (const float*)(dO_tile + BYTES);
+            const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
+            const float* lse_tile = numbers + n % 2 * THREADS;
             int now = query;  // the first query of this stage
-            h += query + ROWS >= T;
-            query = query + ROWS >= T ? j * ROWS : query + ROWS;
-            if (h < (g + 1) * (H / G)) load_queries(stages + (n + 1) % 2 * STAGE, h, query);
-            auto step = [&](int q, bool masked) {
-                float St[M][N][4] = {}, dPt[M][N][4] = {};
-                product_abt(St, K, Q_tile, q);
-                if (masked) mask_future<true>(St, now + q, first);
-                unsigned V[M][STEPS][4];  // loaded every time: with dK, dV and K there is no room to keep it
-                load_a(V, V_tile, row);
-                product_abt(dPt, V, dO_tile, q);
-                float2 L[N], Delta[N];  // of the two queries that are this lane's columns
-                each<N>([&](int n) {
-                    L[n] = *(const float2*)(lse_tile + q + 8 * n + lane % 4 * 2);
-                    Delta[n] = *(const float2*)(lse_tile + ROWS + q + 8 * n + lane % 4 * 2);
+            h += query + 64 >= T;
+            query = query + 64 >= T ? j * ROWS : query + 64;
+            if (h < (g + 1) * (H / G)) load_queries(n + 1, h, query);
+            each<M>([&](int m) {
+                if (now < j * ROWS + 64 * m) return;  // all come before these keys
+                Scores St, dPt;
+                product_abt(St, K_tile + m * BYTES, Q_tile);
+                product_abt(dPt, V_tile + m * BYTES, Q_tile + BYTES);
+                finish(St);
+                finish(dPt);
+                if (now < first + 64 * m + 15) mask_future<true>(St, now, first + 64 * m);
+                each<8>([&](int n) {
+                    // of the two queries that are this lane's columns
+                    float2 L = *(const float2*)(lse_tile + 8 * n + lane % 4 * 2);
+                    float2 Delta = *(const float2*)(lse_tile + 64 + 8 * n + lane % 4 * 2);
+                    each<4>([&](int e) {  // P^T and dS^T
+                        St[n][e] = exp2_approx(St[n][e] * scale2 - (e % 2 ? L.y : L.x) * LOG2_E);
+                        dPt[n][e] = St[n][e] * (dPt[n][e] - (e % 2 ? Delta.y : Delta.x));
+                    });
                 });
-                each<M, N, 4>([&](int m, int n, int e) {
-                    // P^T and dS^T
-                    St[m][n][e] = exp2_approx(St[m][n][e] * scale2 - (e % 2 ? L[n].y : L[n].x) * LOG2_E);
-                    dPt[m][n][e] = St[m][n][e] * (dPt[m][n][e] - (e % 2 ? Delta[n].y : Delta[n].x));
-                });
-                product_ab(dV, St, dO_tile, q);
-                product_ab(dK, dPt, Q_tile, q);
-            };
-            if (now >= first + 16 * M - 1)
-                #pragma unroll 1
-                for (int q = 0; q < ROWS; q += 8 * N) step(q, false);
-            else
-                #pragma unroll 1
-                for (int q = 0; q < ROWS; q += 8 * N)
-                    if (now + q + 8 * N > first) step(q, true);  // else all come before the warp's keys
-            cp_async_wait();
-            __syncthreads();
+                product_ab(dV[m], St, Q_tile + BYTES);
+                product_ab(dK[m], dPt, Q_tile);
+                finish(dV[m]);
+                finish(dK[m]);
+            });
+            arrive();
         }
         store(heads_of(dqkv, b, h, g, T, H, G).k, dK, scale, K_tile, row, first, rope);
         store(heads_of(dqkv, b, h, g, T, H, G).v, dV, 1.0f, V_tile, row, first);

@@ -259,10 +259,14 @@ class Gpu:
         words = "Compiling the CUDA kernels for this GPU (kept for the next run)."
         notice = threading.Timer(0.5, lambda: print(words, file=sys.stderr, flush=True))
         notice.start()    # speaks only if this takes time: compiled kernels load at once
+        capability = int(cupy.cuda.Device().compute_capability)
+        hopper = capability == 90
+        # of a GPU's architectures, sm_90a alone has Hopper's products
+        options = f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", *["-arch=sm_90a"] * hopper
         try:
-            self.compile("kernels.cu", f"-DBF16={int(precision == 'bf16')}")
+            self.compile("kernels.cu", [f"-DBF16={int(precision == 'bf16')}"])
             self.flash = flash_kernels(precision, config.head_dim)
-            self.compile("flash_attn.cu", f"-DHEAD_DIM={config.head_dim}", [name for name, *_ in self.flash])
+            self.compile("flash_attn.cu", options, [name for name, *_ in self.flash])
             for name, _, _, shared in self.flash:
                 self.kernels[name].max_dynamic_shared_size_bytes = shared
         finally:
@@ -271,15 +275,14 @@ class Gpu:
         self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
                               for table in rope_table(config, np.float32)]
         self.handle, self.cublas = load_cublas() if matmul == "cublas" else (None, None)
-        capability = int(cupy.cuda.Device().compute_capability)
-        self.transposes = precision == "tf32" and matmul == "cublas" and capability // 10 == 9
+        self.transposes = precision == "tf32" and matmul == "cublas" and hopper
         early = capability >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030  # the first to record it
         self.launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx if early else None
 
-    def compile(self, name, option, kernels=None):
+    def compile(self, name, options, kernels=None):
         """kernels: the names of those to take from this file, else all that stand there."""
         code = pathlib.Path(__file__).with_name(name).read_text("utf-8")
-        module = cupy.RawModule(code=code, options=(option,))
+        module = cupy.RawModule(code=code, options=tuple(options))
         for kernel in kernels or re.findall(r'"C" __global__ void (?:__launch_bounds__.*\s)?(\w+)\(', code):
             self.kernels[kernel] = module.get_function(kernel)
 
@@ -451,9 +454,9 @@ def flash_kernels(precision, D):
     if precision == "fp32" or precision == "tf32" and D > 64:
         return [(name, 4096 // D, 128, 0) for name in names]
     rows = 128 if precision == "bf16" and D <= 64 else 64
-    # bytes: the block's own, and two stages of the others'
-    tile = rows * D * (2 if precision == "bf16" else 4)
-    shared = 5 * tile, 6 * tile, 6 * tile + 16 * rows
+    # bytes: the block's own tile, and two stages of two of the others'
+    own, stages = [n * D * (2 if precision == "bf16" else 4) for n in (rows, 4 * 64)]
+    shared = own + stages, 2 * own + stages, 2 * own + stages + 16 * 64
     return [(f"{name}_{precision}", rows, 128, size) for name, size in zip(names, shared)]
 
 

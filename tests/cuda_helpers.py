@@ -1,7 +1,7 @@
 """Compiles and launches CUDA kernels on the CPU (through tests/cuda_on_cpu.h), and compiles them for real GPUs.
 
     from cuda_helpers import CpuModule, guarded, check_guards
-    module = CpuModule("flash_attn.cu", ["-DHEAD_DIM=64"])       # g++; the result is cached by content
+    module = CpuModule("flash_attn.cu", ["-DHEAD_DIM=64", "-DHOPPER=0"])     # g++; the result is cached by content
     kernel = module.get_function("flash_forward")                # as cupy.RawModule.get_function
     kernel((4, 2, 1), (64,), (out, lse, qkv, np.int32(T), np.int32(H), np.int32(G)), shared_mem=40960)
 
@@ -18,7 +18,7 @@ wrote there.
 
 A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)`, with or without
 __launch_bounds__; PTX only inside `#ifndef CUDA_ON_CPU`, in wrappers of the names in cuda_on_cpu.h's last section;
-dynamic shared memory declared as `extern __shared__ T name[];`; and nothing that is in neither CUDA nor cuda_on_cpu.h.
+dynamic shared memory declared as `extern __shared__ T name[];`, aligned or not; and nothing that is in neither CUDA nor cuda_on_cpu.h.
 
 compile_for_gpu(name, arch, options) compiles for a GPU architecture such as "sm_80" with NVRTC (the Python package
 nvidia-cuda-nvrtc-cu12, the compiler that CuPy uses) or, without it, nvcc, and returns {kernel: Resources}.
@@ -42,7 +42,7 @@ import pytest
 TESTS = os.path.dirname(os.path.abspath(__file__))
 ORDERS = [("forward", 0), ("reverse", 0), ("seeded", 1)]
 KERNEL = re.compile(r'extern "C"\s+void\s+(\w+)\s*\(')  # in preprocessed text, where __global__ is empty
-DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+([\w ]+?)\s+(\w+)\[\]\s*;")
+DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\]\s*;")
 STATIC_SHARED = re.compile(r"(?<!extern )__shared__ (\w+) (\w[^;=(){}]*);")      # a type and arrays of it
 LIBC = ctypes.CDLL(None)
 GUARD, NO_ENTRY = 4096, 1 << 20  # bytes of NaN before a guarded array, and bytes after it that cannot be touched

@@ -92,6 +92,11 @@ struct AsyncCopy {
     int bytes;
 };
 
+struct AsyncProduct {
+    float* c;          // NaN until the product has landed
+    float values[32];
+};
+
 struct Fiber {
     dim3 index;                     // its threadIdx
     ucontext_t start;               // used once, to enter the stack; every later switch is _setjmp/_longjmp
@@ -101,6 +106,9 @@ struct Fiber {
     unsigned mask;                  // of the lanes it waits for
     Operation operation;
     std::vector<AsyncCopy> copies;  // issued and not yet landed
+    std::vector<AsyncProduct> products;
+    bool begun;                     // a fence came before the next product
+    bool unseen;                    // copies have landed that no fence has shown to asynchronous products
 };
 
 struct Warp {
@@ -244,6 +252,8 @@ static void run_block(Picker& picker, size_t shared_bytes) {
         warps[i / 32].alive |= 1u << i % 32;
         fibers[i].line = 0;
         fibers[i].copies.clear();
+        fibers[i].products.clear();
+        fibers[i].begun = fibers[i].unseen = false;
         set_ready(i);
     }
     while (alive && !*error) {
@@ -526,5 +536,60 @@ static inline void cp_async_wait() {
     for (AsyncCopy& copy : self->copies)
         if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
         else memset(copy.to, 0, copy.bytes);
+    self->unseen |= !self->copies.empty();
     self->copies.clear();
+}
+
+// Hopper's products: c (16 of 64 rows x 64) += a b, k = 16.               wgmma.mma_async m64n64k16
+// They read shared memory by its addresses, whose bits 4 to 6 are XORed with bits 7 to 9, in units of 16 bytes.
+static inline unsigned long long wgmma_tile(const char* rows) { return (uintptr_t)rows / 16; }
+
+namespace cuda_on_cpu {
+static inline const char* swizzled(unsigned long long tile, int row, int chunk) {
+    uintptr_t at = 16 * tile + 128 * row + 16 * chunk;
+    return (const char*)(at ^ (at >> 7 & 7) << 4);
+}
+
+template <bool TRANSPOSED>
+static void multiply(float* c, const unsigned* a, unsigned long long b) {
+    if (!self->begun) fail("an asynchronous product without a fence before it");
+    for (Fiber& fiber : fibers)
+        if (fiber.unseen) fail("an asynchronous product of what no fence has shown to it");
+    size_t i = 0;
+    while (i < self->products.size() && self->products[i].c != c) i++;
+    if (i == self->products.size()) {
+        self->products.push_back({c, {}});
+        memcpy(self->products[i].values, c, sizeof self->products[i].values);
+    }
+    int l = lane();
+    for (int n = 0; n < 8; n += 2) {
+        unsigned words[4];
+        if (TRANSPOSED) ldmatrix<true>(words, swizzled(b, l % 16, n + l / 16));
+        else ldmatrix<false>(words, swizzled(b, 8 * n + l % 8 + l / 16 * 8, l / 8 % 2));
+        for (int half = 0; half < 2; half++) {
+            MatrixProduct p = {self->products[i].values + 4 * (n + half), a, {words[2 * half], words[2 * half + 1]}};
+            meet(0xFFFFFFFFu, mma_all<16>, &p);
+        }
+    }
+    memset((void*)c, 0xFF, sizeof self->products[i].values);
+}
+}  // namespace cuda_on_cpu
+
+// a: 64 rows in shared memory, and b 64 rows x 16 columns, transposed.
+static inline void wgmma_abt(float* c, unsigned long long a, unsigned long long b) {
+    unsigned words[4];
+    int lane = cuda_on_cpu::lane(), warp = cuda_on_cpu::self_number() / 32 % 4;
+    cuda_on_cpu::ldmatrix<false>(words, cuda_on_cpu::swizzled(a, 16 * warp + lane % 16, lane / 16));
+    cuda_on_cpu::multiply<false>(c, words, b);
+}
+// a: this warp's rows in registers, as of mma_bf16; b: 16 rows x 64 columns.
+static inline void wgmma_ab(float* c, const unsigned* a, unsigned long long b) { cuda_on_cpu::multiply<true>(c, a, b); }
+
+static inline void wgmma_begin() { cuda_on_cpu::self->begun = true; }
+static inline void wgmma_sees() { cuda_on_cpu::self->unseen = false; }
+static inline void wgmma_wait(float*) {
+    using namespace cuda_on_cpu;
+    for (AsyncProduct& product : self->products) memcpy(product.c, product.values, sizeof product.values);
+    self->products.clear();
+    self->begun = false;
 }

@@ -59,7 +59,7 @@ SUITES = {                  # what judges a file: arguments of Python
     "kernels.cu": ["tests/test_kernels.py"],
     "flash_attn.cu": ["tests/test_flash.py"]}
 OPTIONS = {"kernels.cu": ["-DBF16=0", "-DBF16=1"],
-           "flash_attn.cu": ["-DHEAD_DIM=32", "-DHEAD_DIM=64", "-DHEAD_DIM=128"]}
+           "flash_attn.cu": [f"-DHEAD_DIM={D} -DHOPPER={hopper}" for D, hopper in ((32, 0), (64, 0), (128, 0), (64, 1))]}
 REFUSED = "the compiler"
 SKIPPED_TESTS = "not compiles and not launches_them_so"     # of the compiler for GPUs, and of model_gpu.py's table
 
@@ -177,7 +177,7 @@ def unwatched(tree):
 # ----------------------------------------------------------------------------------------------------------------------
 # Mistakes in CUDA, the same
 # ----------------------------------------------------------------------------------------------------------------------
-BARRIER = re.compile(r"\b(?:__syncthreads\(\)|__syncwarp\([^()]*\)|cp_async_wait\(\));")
+BARRIER = re.compile(r"\b(?:__syncthreads\(\)|__syncwarp\([^()]*\)|cp_async_wait\(\)|wgmma_\w+\(\)|arrive\(\)|finish\(\w+\));")
 # Neither code nor seen by the CPU's compiler: comments, what CUDA_ON_CPU leaves out, directives, what says nothing of
 # results (static_assert is itself a check).
 NOT_CODE = re.compile(r"""//[^\n]* | /\*.*?\*/ | ^\#if[^\n]*CUDA_ON_CPU.*?^\#endif | ^[ ]*\#[^\n]* | "[^"\n]*"
@@ -329,7 +329,7 @@ class Copy:
         """-> the bytes of what the CPU's compiler makes of a .cu file for all options, or None if it refuses."""
         code, output = self.run(["-c", "import sys; sys.path.insert(0, 'tests'); import cuda_helpers\n"
                                  "for option in sys.argv[2:]:\n"
-                                 "    print(cuda_helpers.CpuModule(sys.argv[1], [option]).library._name)",
+                                 "    print(cuda_helpers.CpuModule(sys.argv[1], option.split()).library._name)",
                                  file, *OPTIONS[file]])
         return None if code else [Path(path).read_bytes() for path in output.split()]
 

@@ -90,7 +90,9 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
         return call
 
     def raw_module(code, options):
-        module = CpuModule("kernels.cu" if "rmsnorm_forward" in code else "flash_attn.cu", list(options))
+        pool.options.append(options)
+        module = CpuModule("kernels.cu" if "rmsnorm_forward" in code else "flash_attn.cu",
+                           [option for option in options if not option.startswith("-arch")])
         module.order = order
         return types.SimpleNamespace(get_function=lambda name: queued(module.get_function(name)))
 
@@ -116,7 +118,7 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
         pool.pinned.append(size)
         return bytearray(size)
 
-    pool.set_limit, pool.total_bytes, pool.pinned = set_limit, lambda: 0, []
+    pool.set_limit, pool.total_bytes, pool.pinned, pool.options = set_limit, lambda: 0, [], []
     pool.queued, pool.recorded, pool.graphs = queued, None, []
     pool.free_all_blocks = lambda: pool.freed.append(len(made))
 
@@ -1311,6 +1313,16 @@ def test_kernels_may_use_the_shared_memory_that_they_are_given(made, precision):
         assert gpu.kernels[name].max_dynamic_shared_size_bytes == shared
 
 
+@pytest.mark.parametrize("capability, hopper", [("80", False), ("89", False), ("90", True), ("100", False), ("120", False)])
+def test_attention_is_compiled_for_what_hopper_alone_has(made, monkeypatch, capability, hopper):
+    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability=capability))
+    config = dataclasses.replace(TINY, dim=128)                         # heads of 64
+    model_gpu.Gpu(config, "bf16", "ours")
+    kernels, attention = model_gpu.cupy.get_default_memory_pool().options
+    assert kernels == ("-DBF16=1",)
+    assert attention == ("-DHEAD_DIM=64", f"-DHOPPER={int(hopper)}", *["-arch=sm_90a"] * hopper)
+
+
 def test_compiling_is_told_if_it_takes_time(made, monkeypatch, capsys):
     said = []
 
@@ -1355,7 +1367,7 @@ def test_launches_of_decoding_many(made, monkeypatch):
         model.position = position
         model.extend([1] * n)
         (name, grid, options), = [call for call in seen if "flash" in call[0]]
-        assert name == "flash_forward_bf16" and grid == (2, 1, z) and options == {"shared": 5 * 128 * 32 * 2}, position
+        assert name == "flash_forward_bf16" and grid == (2, 1, z) and options == {"shared": (128 + 4 * 64) * 32 * 2}, position
         assert [call[1] for call in seen if call[0] == "rope"] == [(-(-n * 3 * 2 // 256),)]
 
 
@@ -1637,7 +1649,7 @@ def test_the_two_engines_have_the_same_functions_in_the_same_order():
 def test_the_flash_kernels_are_launched_as_their_own_tests_do():
     test_flash = pytest.importorskip("test_flash")
     for version, D in test_flash.VERSIONS:
-        assert model_gpu.flash_kernels(version, D) == test_flash.geometry(version, D)
+        assert model_gpu.flash_kernels("bf16" if version == "hopper" else version, D) == test_flash.geometry(version, D)
 
 
 def test_every_kernel_is_launched_and_says_how(made):
