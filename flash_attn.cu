@@ -611,7 +611,7 @@ struct Kernels {
         });
     }
 
-    // O += P @ B, B being a tile; then `finish`, too.
+    // O += P @ B, B being a tile; then `finish` as well.
     static __device__ void product_ab(float (&O)[D / 8][4], const Scores& P, const char* B) {
         constexpr int PIECES = CHUNK / 4, LEFT = 8 / PIECES;  // of P in a left operand, of O for a load of B
         unsigned a[LEFT][4];
@@ -626,6 +626,7 @@ struct Kernels {
         });
     }
 
+    // Waits for what was begun, C among it.
     template <int N>
     static __device__ void finish(float (&C)[N][4]) {
         if (WARPGROUP) wgmma_wait(C[0]);
@@ -641,7 +642,8 @@ struct Kernels {
     // --- Forward -------------------------------------------------------------------------------------------
     // All three kernels have one shape. The block's own tile is loaded once. The other side streams past in
     // tiles of its own through two stages of shared memory: while one is computed with, the copy into the
-    // other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps.
+    // other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps, but
+    // that the four begin a product of Hopper's together. Its tiles lie at multiples of 1024 bytes.
 
     // For the tiles of keys, from `key` on, that part m of the block's queries sees: step(K_tile, key, m).
     // The tile of V lies behind. The first tile is on its way.
