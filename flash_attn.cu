@@ -439,8 +439,8 @@ __device__ __forceinline__ void each(F f) {
 // are multiplied. 16 bytes of a row, a chunk, hold CHUNK of them, and one tensor-core instruction multiplies
 // along two chunks: 16 bf16 or 8 tf32.
 //
-// The result of a product, 16 rows of it, stays in a warp's registers, as an array [N][4]: N pieces of 16 x 8,
-// of each of which lane l holds
+// The result of a product, 16 rows of it, stays in a warp's registers, as an array [N][4]: N pieces of 16 x
+// 8, of each of which lane l holds
 //     [0], [1]: row l / 4,      columns 2 (l % 4) and the next
 //     [2], [3]: row l / 4 + 8,  the same columns.
 // So a lane has two of every 16 rows, half = 0 and 1.
