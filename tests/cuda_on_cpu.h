@@ -587,9 +587,13 @@ static inline void wgmma_ab(float* c, const unsigned* a, unsigned long long b) {
 
 static inline void wgmma_begin() { cuda_on_cpu::self->begun = true; }
 static inline void wgmma_sees() { cuda_on_cpu::self->unseen = false; }
-static inline void wgmma_wait(float*) {
+// All products are waited for; but only of c does the compiler know that it is used later.
+static inline void wgmma_wait(float* c) {
     using namespace cuda_on_cpu;
-    for (AsyncProduct& product : self->products) memcpy(product.c, product.values, sizeof product.values);
-    self->products.clear();
+    for (size_t i = self->products.size(); i-- > 0;)
+        if (self->products[i].c == c) {
+            memcpy(c, self->products[i].values, sizeof self->products[i].values);
+            self->products.erase(self->products.begin() + i);
+        }
     self->begun = false;
 }

@@ -177,7 +177,7 @@ def unwatched(tree):
 # ----------------------------------------------------------------------------------------------------------------------
 # Mistakes in CUDA, the same
 # ----------------------------------------------------------------------------------------------------------------------
-BARRIER = re.compile(r"\b(?:__syncthreads\(\)|__syncwarp\([^()]*\)|cp_async_wait\(\)|wgmma_\w+\(\)|arrive\(\)|finish\(\w+\));")
+BARRIER = re.compile(r"\b(?:__syncthreads\(\)|__syncwarp\([^()]*\)|cp_async_wait\(\)|wgmma_\w+\(\)|arrive\(\)|finish\([^()]*\));")
 # Neither code nor seen by the CPU's compiler: comments, what CUDA_ON_CPU leaves out, directives, what says nothing of
 # results (static_assert is itself a check).
 NOT_CODE = re.compile(r"""//[^\n]* | /\*.*?\*/ | ^\#if[^\n]*CUDA_ON_CPU.*?^\#endif | ^[ ]*\#[^\n]* | "[^"\n]*"
