@@ -13,8 +13,8 @@
 //   * functions that follow each other are fused, so that a tensor moves once: the residual add with the norm
 //     after it, the norm's backward with the add of its gradient to the residual's, softmax with its loss and
 //     its gradient;
-//   * what is cheap to compute again is not kept: the norms' outputs and the SwiGLU product come back in the
-//     backward;
+//   * what the backward reads is kept, cheap as the norms' outputs and the SwiGLU product would be to compute
+//     again: they would have to be written again;
 //   * a thread moves 16 bytes at a time, eight bf16 numbers (C, F and V are multiples of 8), neighbours side
 //     by side.
 //
@@ -196,18 +196,17 @@ extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x, cons
     }
 }
 
-// Covers rmsnorm_backward, the `dx += back` after it, and rmsnorm_apply:
+// Covers rmsnorm_backward and the `dx += back` after it:
 //
 //     dx_j (+)= rstd (dxhat_j - xhat_j mean_i(dxhat_i xhat_i)),   xhat = x rstd,   dxhat = dout gain
 //     dgain_i += sum_n dout_ni xhat_ni
 //
-// Leaves the norm's output xhat * gain where dout was: the gradient of the matrix that read it comes next and
-// needs it. dgain, a sum over rows, is taken in two stages: here each block sums its rows n = block, block +
-// blocks, ...; column_sum adds the blocks. A row's sum takes a barrier, and memory would stand idle
-// meanwhile: so the next row is loaded before. In every round block_sum uses the other half of `slots`, and
-// one barrier a row is enough.
+// dgain, a sum over rows, is taken in two stages: here each block sums its rows n = block, block + blocks,
+// ...; column_sum adds the blocks. A row's sum takes a barrier, and memory would stand idle meanwhile: so the
+// next row is loaded before. In every round block_sum uses the other half of `slots`, and one barrier a row
+// is enough.
 // Grid (at most N blocks: the rows of partial); C/8 threads, rounded up to whole warps.
-extern "C" __global__ void rmsnorm_backward(real* dx, real* dout, float* partial, const real* x,
+extern "C" __global__ void rmsnorm_backward(real* dx, const real* dout, float* partial, const real* x,
                                             const float* rstd, const float* gain, int N, int C, int add) {
     __shared__ float slots[2][32];
     int column = 8 * threadIdx.x, half = 0;
@@ -232,12 +231,8 @@ extern "C" __global__ void rmsnorm_backward(real* dx, real* dout, float* partial
         float mean = block_sum(dot8(dxhat, xhat), slots[half]) / C;
         if (column < C) {
             long long at = (long long)n * C + column;
-            for (int i = 0; i < 8; i++) {
-                old.x[i] += r * (dxhat.x[i] - xhat.x[i] * mean);
-                xhat.x[i] *= g.x[i];
-            }
+            for (int i = 0; i < 8; i++) old.x[i] += r * (dxhat.x[i] - xhat.x[i] * mean);
             store8(dx + at, old);
-            store8(dout + at, xhat);
         }
     }
     if (column < C) store8(partial + (long long)blockIdx.x * C + column, dgain);
@@ -302,28 +297,24 @@ extern "C" __global__ void swiglu_forward(real* out, const real* gate_up, int F)
     store8(out + (long long)blockIdx.x * F + column, g);
 }
 
-// Covers swiglu_apply and swiglu_backward, with s = sigmoid(g), silu = g s:
+// Covers swiglu_backward, with s = sigmoid(g), silu = g s:
 //
-//     h = silu u        du = dh silu        dg = dh u s (1 + g - silu)
+//     du = dh silu        dg = dh u s (1 + g - silu)
 //
-// In place: gate_up becomes [dg | du], and dh becomes h, which the gradient of `down` needs next and nobody
-// kept.
+// In place: gate_up becomes [dg | du].
 // Grid (N, ceil(F/2048)); 256 threads.
-extern "C" __global__ void swiglu_backward(real* gate_up, real* dh, int F) {
+extern "C" __global__ void swiglu_backward(real* gate_up, const real* dh, int F) {
     int column = 8 * (256 * blockIdx.y + threadIdx.x);
     if (column >= F) return;
     real* g_at = gate_up + (long long)blockIdx.x * 2 * F + column;
-    real* h_at = dh + (long long)blockIdx.x * F + column;
-    Eight g = load8(g_at), u = load8(g_at + F), d = load8(h_at), h;
+    Eight g = load8(g_at), u = load8(g_at + F), d = load8(dh + (long long)blockIdx.x * F + column);
     for (int i = 0; i < 8; i++) {
         float s = sigmoid(g.x[i]), silu = g.x[i] * s;
-        h.x[i] = silu * u.x[i];
         g.x[i] = d.x[i] * u.x[i] * s * (1.0f + g.x[i] - silu);
         u.x[i] = d.x[i] * silu;
     }
     store8(g_at, g);
     store8(g_at + F, u);
-    store8(h_at, h);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -338,7 +329,7 @@ extern "C" __global__ void swiglu_backward(real* gate_up, real* dh, int F) {
 //
 // The first pass keeps for each thread a running maximum m and the sum of exp(z - m), rescaled whenever m
 // grows (the online softmax of flash_attn.cu); the second reads the row again, now from the cache.
-// Grid (N*K); 256 threads.
+// Grid (N*K); 128 threads.
 extern "C" __global__ void cross_entropy(real* logits, float* nll, const int* targets, const float* weight,
                                          int T, int K, int V) {
     __shared__ float slots[2][32];
@@ -347,7 +338,7 @@ extern "C" __global__ void cross_entropy(real* logits, float* nll, const int* ta
     real* z = logits + (long long)blockIdx.x * V;
     float m = MASKED, total = 0.0f, log_total = 0.0f, w = 0.0f;
     if (target >= 0) {
-        for (int v = 8 * threadIdx.x; v < V; v += 8 * 256) {
+        for (int v = 8 * threadIdx.x; v < V; v += 8 * 128) {
             Eight e = load8(z + v);
             float larger = m;
             for (int i = 0; i < 8; i++) larger = fmaxf(larger, e.x[i]);
@@ -361,7 +352,7 @@ extern "C" __global__ void cross_entropy(real* logits, float* nll, const int* ta
     }
     if (threadIdx.x == 0) nll[blockIdx.x] = target < 0 ? 0.0f : log_total - to_float(z[target]);
     __syncthreads();  // the target's logit is read before its owner overwrites it
-    for (int v = 8 * threadIdx.x; v < V; v += 8 * 256) {
+    for (int v = 8 * threadIdx.x; v < V; v += 8 * 128) {
         Eight e = target < 0 ? Eight{} : load8(z + v);
         for (int i = 0; i < 8; i++)
             e.x[i] = target < 0 ? 0.0f : w * (exponential(e.x[i] - log_total) - float(v + i == target));

@@ -2,9 +2,8 @@
 
 Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same
 names.  What a function computes and why its backward is right stands there; here stands how a GPU does it.
-What has no twin by name: x_apply (done again inside the backward's kernel), linear_backward (in two halves, x
-being computed again between them), cross_entropy_backward (in the forward's kernel), split_heads and
-rope_backward (inside flash_attn.cu).  Top to bottom:
+What has no twin by name: x_apply (what they would compute again is kept), cross_entropy_backward (in the
+forward's kernel), split_heads and rope_backward (inside flash_attn.cu).  Top to bottom:
 
     1. pick                       which engine serves
     2. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
@@ -139,9 +138,9 @@ def work_tables(config, B, T, precision):
     what each layer keeps, what all share, and two that use the same memory in turn: the logits are there
     between the last layer's forward and its backward, the other large arrays at all other times.
 
-    A layer keeps what its backward cannot do without: two states of the residual stream, q k v, the
-    attention's output and log-sum-exp, gate and up.  The norms' outputs and the SwiGLU product are computed
-    again.
+    A layer keeps all that its backward reads.  The norms' outputs and the SwiGLU product could be computed
+    again, which on a GPU means to write and to read them once more: big's step would need a quarter less
+    memory, and 2% more time.
 
     None is larger for other rows of together as many tokens, none of them longer than T: so what (rows,
     context) takes is all that training with micro-batches of at most so many tokens ever needs."""
@@ -149,14 +148,14 @@ def work_tables(config, B, T, precision):
     single, real = np.float32, np.uint16 if precision == "bf16" else np.float32     # NumPy has no bf16
     # in tf32, room for the largest operand that is transposed: n, or a matrix of the weights (see transposed)
     rows = (precision == "tf32") * max(N, c.predict * c.vocab, c.qkv_width, 2 * F)
-    layer = [("x_in", (N, C), real), ("rstd1", (N,), single), ("qkv", (N, c.qkv_width), real),
-             ("y", (N, C), real), ("lse", (B, c.heads, T), single), ("x_mid", (N, C), real),
-             ("rstd2", (N,), single), ("gate_up", (N, 2 * F), real)]
+    layer = [("x_in", (N, C), real), ("rstd1", (N,), single), ("n1", (N, C), real),
+             ("qkv", (N, c.qkv_width), real), ("y", (N, C), real), ("lse", (B, c.heads, T), single),
+             ("x_mid", (N, C), real), ("rstd2", (N,), single), ("n2", (N, C), real),
+             ("gate_up", (N, 2 * F), real), ("h", (N, F), real)]
     shared = [("x", (N, C), real), ("rstd", (N,), single), ("n", (N, C), real), ("increment", (N, C), real),
               ("nll", (N, c.predict), single), ("dgain", (NORM_BLOCKS, C), single),
               ("space", (rows, C), single)]
-    scratch = [("h", (N, F), real), ("dqkv", (N, c.qkv_width), real), ("dy", (N, C), real),
-               ("delta", (B, c.heads, T), single)]
+    scratch = [("dh", (N, F), real), ("dqkv", (N, c.qkv_width), real), ("delta", (B, c.heads, T), single)]
     logits = [("logits", (T * logit_windows(c, B, T)[0].stop, c.predict, c.vocab), real)]
     return layer, shared, logits, scratch
 
@@ -186,9 +185,9 @@ def decode_table(config, precision):
     first TOLD); the cache, a matrix qkv for each layer; and what else a layer computes in, of up to context
     tokens: reading a prompt takes most of it, decoding x, y and h."""
     c, n, rows = config, config.context, max(FEW_ROWS, config.predict)
-    layer, shared, _, scratch = work_tables(c, 1, n, precision)
+    layer, shared, *_ = work_tables(c, 1, n, precision)
     qkv, = [(name, (c.layers, *shape), dtype) for name, shape, dtype in layer if name == "qkv"]
-    prompt = [row for row in (*layer, *shared, *scratch) if row[0] not in ("qkv", "space")]
+    prompt = [row for row in (*layer, *shared) if row[0] not in ("qkv", "space")]
     return [("tokens", (n,), np.int32), ("place", (4,), np.int32), ("drawing", (2,), np.float64),
             ("seed", (1,), np.uint64), ("ids", (rows, c.predict), np.int32), ("p", (rows,), np.float32),
             ("logits", (rows, c.predict * c.vocab), np.float32), qkv, *prompt]
@@ -394,8 +393,8 @@ def rmsnorm_forward(gpu, out, rstd, x, gain, before, increment=None):
 
 
 def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
-    """Writes dx (N,C), or adds to it with add (the residual's gradient); adds to dgain (C,).  dout (N,C)
-    becomes the norm's output again.  partial (NORM_BLOCKS,C): space for the first stage of dgain's sum."""
+    """Writes dx (N,C), or adds to it with add (the residual's gradient); adds to dgain (C,).  partial
+    (NORM_BLOCKS,C): space for the first stage of dgain's sum."""
     N, C = x.shape
     blocks = min(N, NORM_BLOCKS)
     gpu.launch("rmsnorm_backward", (blocks,), row_threads(C), dx, dout, partial, x, rstd, gain, N, C, add)
@@ -420,21 +419,16 @@ def transposed(gpu, x, space):
     return out
 
 
-# linear_backward of model_cpu, in two halves: between them the backward of what made x computes x again.
-# space: room for an operand that is transposed.
-def linear_backward_input(gpu, dx, dout, w, space):
-    """dx (N,I) = dout (N,O) @ w."""
-    product(gpu, dx, dout, transposed(gpu, w, space) if gpu.transposes else w, transpose_b=gpu.transposes)
-
-
-def linear_backward_weight(gpu, dw, dout, x, space):
-    """dw (O,I) += dout.T @ x, summed in fp32 in every precision."""
+def linear_backward(gpu, dx, dw, dout, x, w, space, add):
+    """dx (N,I) = dout (N,O) @ w, which may take the place of x; dw (O,I) (+)= dout.T @ x, summed in fp32 in
+    every precision.  space: room for an operand that is transposed; add: dw may hold a sum already."""
     if not gpu.transposes:
-        product(gpu, dw, dout, x, transpose_a=True, add=True)
+        product(gpu, dw, dout, x, transpose_a=True, add=add)
     elif dout.size < x.size:
-        product(gpu, dw, transposed(gpu, dout, space), x, add=True)
+        product(gpu, dw, transposed(gpu, dout, space), x, add=add)
     else:
-        product(gpu, dw, dout, transposed(gpu, x, space), transpose_a=True, transpose_b=True, add=True)
+        product(gpu, dw, dout, transposed(gpu, x, space), transpose_a=True, transpose_b=True, add=add)
+    product(gpu, dx, dout, transposed(gpu, w, space) if gpu.transposes else w, transpose_b=gpu.transposes)
 
 
 def rope_forward(gpu, qkv, T, first):
@@ -488,7 +482,7 @@ def swiglu_forward(gpu, out, gate_up):
 
 
 def swiglu_backward(gpu, gate_up, dout):
-    """In place: gate_up (N,2F) becomes its gradient, dout (N,F) the product silu(g) u again."""
+    """In place: gate_up (N,2F) becomes its gradient, by that of the output, dout (N,F)."""
     N, F = dout.shape
     gpu.launch("swiglu_backward", (N, ceil_div(F, 2048)), 256, gate_up, dout, F)
 
@@ -503,49 +497,47 @@ def block_forward(gpu, w, saved, shared, before, increment):
     layer's weights by name; saved: this layer's arrays; shared: those that all layers share, "B" and "T", and
     "first": of the T positions of qkv and y so many stand there already, from earlier calls (extend; else
     none)."""
-    n, B, T, first = shared["n"], shared["B"], shared["T"], shared["first"]
-    rmsnorm_forward(gpu, n, saved["rstd1"], saved["x_in"], w["norm1"], before, increment)
-    linear_forward(gpu, saved["qkv"][first:], n, w["qkv"])
+    B, T, first = shared["B"], shared["T"], shared["first"]
+    rmsnorm_forward(gpu, saved["n1"], saved["rstd1"], saved["x_in"], w["norm1"], before, increment)
+    linear_forward(gpu, saved["qkv"][first:], saved["n1"], w["qkv"])
     rope_forward(gpu, saved["qkv"][first:], T, first)
     attention_forward(gpu, saved["y"], saved["lse"], saved["qkv"], B, T, first)
     linear_forward(gpu, shared["increment"], saved["y"][first:], w["out"])
 
     # Euler substep 1
-    rmsnorm_forward(gpu, n, saved["rstd2"], saved["x_mid"], w["norm2"], saved["x_in"], shared["increment"])
-    linear_forward(gpu, saved["gate_up"], n, w["gate_up"])
-    swiglu_forward(gpu, shared["h"], saved["gate_up"])
+    rmsnorm_forward(gpu, saved["n2"], saved["rstd2"], saved["x_mid"], w["norm2"], saved["x_in"],
+                    shared["increment"])
+    linear_forward(gpu, saved["gate_up"], saved["n2"], w["gate_up"])
+    swiglu_forward(gpu, saved["h"], saved["gate_up"])
     # (Taking these three in pieces of rows, so that gate_up is still in the cache when it is read, won
     # nothing at 32,768 tokens on an H200, and cost 1 to 2 ms a step with 8 or 16 pieces: small products lose
     # more than the cache wins.)
-    linear_forward(gpu, shared["increment"], shared["h"], w["down"])
+    linear_forward(gpu, shared["increment"], saved["h"], w["down"])
     return saved["x_mid"], shared["increment"]                                             # Euler substep 2
 
 
-def block_backward(gpu, w, dw, saved, shared, dx):
+def block_backward(gpu, w, dw, saved, shared, dx, add):
     """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  Uses the layer's
-    gate_up up."""
-    n, h, dqkv, dy, dgain, space = (shared[name] for name in ("n", "h", "dqkv", "dy", "dgain", "space"))
+    gate_up up.  add: see linear_backward."""
+    dn, dh, dqkv, dgain, space = (shared[name] for name in ("n", "dh", "dqkv", "dgain", "space"))
     # x = x + h @ down.T
-    linear_backward_input(gpu, h, dx, w["down"], space)                                    # h holds dh
+    linear_backward(gpu, dh, dw["down"], dx, saved["h"], w["down"], space, add)
     # h = silu(gate) * up
-    swiglu_backward(gpu, saved["gate_up"], h)                                              # h holds h
-    linear_backward_weight(gpu, dw["down"], dx, h, space)
+    swiglu_backward(gpu, saved["gate_up"], dh)                                     # gate_up holds its gradient
     # gate_up = n @ gate_up.T
-    linear_backward_input(gpu, n, saved["gate_up"], w["gate_up"], space)                   # n holds dn
+    linear_backward(gpu, dn, dw["gate_up"], saved["gate_up"], saved["n2"], w["gate_up"], space, add)
     # n = rmsnorm(x_mid)
-    rmsnorm_backward(gpu, dx, dw["norm2"], n, saved["x_mid"], saved["rstd2"], w["norm2"], dgain, add=True)
-    linear_backward_weight(gpu, dw["gate_up"], saved["gate_up"], n, space)                 # n holds n
+    rmsnorm_backward(gpu, dx, dw["norm2"], dn, saved["x_mid"], saved["rstd2"], w["norm2"], dgain, add=True)
 
     # x = x + y @ out.T
-    linear_backward_input(gpu, dy, dx, w["out"], space)
-    linear_backward_weight(gpu, dw["out"], dx, saved["y"], space)
+    dy = dn                                                                        # the same memory
+    linear_backward(gpu, dy, dw["out"], dx, saved["y"], w["out"], space, add)
     # q, k = rope(q, k);  y = attention(q, k, v)
     attention_backward(gpu, dqkv, dy, saved["y"], saved["lse"], saved["qkv"], shared["delta"])
     # qkv = n @ qkv.T
-    linear_backward_input(gpu, n, dqkv, w["qkv"], space)
+    linear_backward(gpu, dn, dw["qkv"], dqkv, saved["n1"], w["qkv"], space, add)
     # n = rmsnorm(x_in)
-    rmsnorm_backward(gpu, dx, dw["norm1"], n, saved["x_in"], saved["rstd1"], w["norm1"], dgain, add=True)
-    linear_backward_weight(gpu, dw["qkv"], dqkv, n, space)
+    rmsnorm_backward(gpu, dx, dw["norm1"], dn, saved["x_in"], saved["rstd1"], w["norm1"], dgain, add=True)
 
 
 def decode_block(gpu, w, x, qkv, shared):
@@ -569,7 +561,7 @@ def cross_entropy_forward(gpu, logits, nll, targets, weight):
     divisor."""
     N, K, V = logits.shape
     T = targets.shape[1] - K + 1
-    gpu.launch("cross_entropy", (N * K,), 256, logits, nll, targets, weight, T, K, V)
+    gpu.launch("cross_entropy", (N * K,), 128, logits, nll, targets, weight, T, K, V)
 
 
 def cross_entropy_sum(gpu, losses, nll, divisor):
@@ -705,7 +697,8 @@ class Model:
         except (ImportError, RuntimeError) as error:
             raise ValueError("The GPU engine does not start; a CUDA library seems to be missing or does not "
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
-        self.rows, self.step, self.sums = 0, 0, None           # sums: an Nccl; see train.connect
+        self.rows, self.step, self.added = 0, 0, False          # added: grads may hold a sum already
+        self.sums = None                                        # an Nccl; see train.connect
         self.position, self.cached = 0, []
         size, decoding = param_count(config), decode_table(config, precision)
         with self.room_for(micro_batch or 1, config.context):
@@ -798,7 +791,7 @@ class Model:
         if (B, T) not in self.buffers_by_shape:
             layer, common, *in_turn = work_tables(c, B, T, self.precision)
             each, width = table_bytes(layer), T + c.predict - 1
-            shared = dict(B=B, T=T, first=0, forward=Replay(), backward=Replay(), **self.inputs.arrays)
+            shared = dict(B=B, T=T, first=0, forward=Replay(), backward=(Replay(), Replay()), **self.inputs.arrays)
             shared["targets"] = shared["targets"][:B * width].reshape(B, width)
             for table in in_turn:       # either lies behind what is common, and so in the same memory
                 shared.update(carve(self.work, common + table, c.layers * each))
@@ -866,6 +859,7 @@ class Model:
         gradient, from its end on, as soon as it is done and BUCKET numbers have come together."""
         require(self.training, "this model was made with training=False: it has no gradients.")
         (layers, shared), c, sums = self.saved, self.config, self.sums
+        add, self.added = self.added, True      # the first after an update finds zeros, and need not read them
 
         def launch(done=lambda i: None):
             n, dx = shared["n"], shared["increment"]    # dx in the memory of increment
@@ -873,19 +867,19 @@ class Model:
             for windows in parts:
                 final, dlogits = self.head_part(shared, windows, done=len(parts) == 1)
                 # logits = final @ heads.T, final in n
-                linear_backward_weight(self.gpu, self.grads["heads"], dlogits, final, shared["space"])
-                linear_backward_input(self.gpu, final, dlogits, self.weights["heads"], shared["space"])
+                linear_backward(self.gpu, final, self.grads["heads"], dlogits, final, self.weights["heads"],
+                                shared["space"], add or windows.start > 0)
             # final = rmsnorm(x)
             rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"],
                              self.weights["norm"], shared["dgain"], add=False)
             for i in reversed(range(c.layers)):
-                block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx)
+                block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx, add)
                 done(i)
             # x = embed[tokens]
             embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
 
         if not (last and sums):
-            return shared["backward"](self.gpu, launch)
+            return shared["backward"][add](self.gpu, launch)
         _, matrices, *_, gains = [part for _, part, *_ in update_table(c, self.optimizer)]
         asked = gains.start         # from here to the gains the sum is asked for
 
@@ -904,7 +898,7 @@ class Model:
         clipped to `clip`; zero the gradient.  Returns the norm of the whole before clipping, on the GPU.  A
         norm that is not finite changes nothing, now and in all later updates, and leaves the gradient to look
         at: the host, which may see it only some steps later, must stop."""
-        self.step, self.cached = self.step + 1, []
+        self.step, self.cached, self.added = self.step + 1, [], False
         c, gpu = self.config, self.gpu
         if self.sums:
             self.sums.wait()

@@ -581,8 +581,8 @@ def bench_counts(arguments):
 # How many times a kernel moves each of its array arguments through memory, in their order (0: small, or in cache).
 TRAFFIC = {
     "embedding_forward": (2, 1, 0), "embedding_backward": (2, 1, 1, 1), "rmsnorm_forward": (1, 1, 1, 1, 1, 0),
-    "rmsnorm_backward": (2, 2, 1, 1, 1, 0), "column_sum": (0, 1), "rope": (2, 0, 0), "swiglu_forward": (1, 1),
-    "swiglu_backward": (2, 2), "cross_entropy": (2, 1, 1, 0), "cross_entropy_sum": (0, 1, 0), "sum_of_squares": (0, 1),
+    "rmsnorm_backward": (2, 1, 1, 1, 1, 0), "column_sum": (0, 1), "rope": (2, 0, 0), "swiglu_forward": (1, 1),
+    "swiglu_backward": (2, 1), "cross_entropy": (2, 1, 1, 0), "cross_entropy_sum": (0, 1, 0), "sum_of_squares": (0, 1),
     "gradient_norm": (0, 1), "adamw": (2, 1, 2, 2, 2, 0), "muon_polynomial": (2, 1)}
 
 
@@ -617,6 +617,8 @@ def record_launches(cupy, model_gpu, model, step):
     c, launch, product, transposed, records, spaces = model.config, model.gpu.launch, model_gpu.product, model_gpu.transposed, [], set()
     record_at, model_gpu.RECORD_AT = model_gpu.RECORD_AT, 0         # never: a CUDA graph would hide its launches
     model.buffers_by_shape.clear()                                  # and with them the graphs that there are
+    start = model.flat_grads.data.ptr
+    gradients = range(start, start + model.flat_grads.nbytes)
 
     def record(function, name, moved, flops):
         start, end = cupy.cuda.Event(), cupy.cuda.Event()
@@ -638,7 +640,7 @@ def record_launches(cupy, model_gpu, model, step):
         record(lambda: launch(name, grid, threads, *args, shared=shared), name, moved, flops)
 
     def timed_product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
-        kind = "weight" if add else "forward" if transpose_b and b.data.ptr not in spaces else "input"
+        kind = "weight" if out.data.ptr in gradients else "forward" if transpose_b and b.data.ptr not in spaces else "input"
         (M, N), K = out.shape[-2:], a.shape[-2 if transpose_a else -1]
         name = f"product {kind} {N}x{M if kind == 'weight' else K}" if out.ndim == 2 else f"products of Muon {M}x{N}x{K}"
         record(lambda: product(gpu, out, a, b, transpose_a, transpose_b, add), name, 0, 2 * out.size * K)

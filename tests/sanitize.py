@@ -34,8 +34,8 @@ def main():
         model = model_gpu.Model(config, precision=precision, matmul="ours", optimizer="muon")
         for B, T in (1, 1), (1, 137):
             losses = model.forward(rng.integers(0, 72, (B, T)), rng.integers(0, 72, (B, T + 2)))
-            model.backward()
-            norm = model.update(1e-3)
+            model.backward()                                    # the second adds to the first
+        norm = model.update(1e-3)
         model.extend(rng.integers(0, 72, 20))                   # a prompt, then a few tokens
         logits = model.extend([1, 2, 3])
         model.draw([1, 2, 3, 4, 5], 5, 3, 0, 1, 0.8, 20, 0.9, 72)

@@ -123,8 +123,8 @@ def test_rmsnorm_backward(bench, add):
         dx, dx64 = bench.real(N, C)
         gain, gain64 = bench.single(C)
         dgain, dgain64 = bench.single(C)
-        normed, rstd64 = np.zeros((N, C)), np.zeros(N)
-        model_cpu.rmsnorm_forward(normed, rstd64, x64, gain64, 1e-5)
+        rstd64 = np.zeros(N)
+        model_cpu.rmsnorm_forward(np.zeros((N, C)), rstd64, x64, gain64, 1e-5)
         partial = bench.empty(blocks, C, single=True)
         bench.launch("rmsnorm_backward", (blocks,), threads(C), dx, dout, partial, x, bench.put(rstd64.astype(f32)),
                      gain, i32(N), i32(C), i32(add))
@@ -132,7 +132,7 @@ def test_rmsnorm_backward(bench, add):
         expected = np.zeros((N, C))
         model_cpu.rmsnorm_backward(expected, dgain64, dout64, x64, rstd64, gain64)
         bench.close(dx, expected + add * dx64)
-        bench.close(dout, normed)
+        np.testing.assert_array_equal(bench.value(dout), dout64)
         bench.close(dgain, dgain64, 4e-6)
 
 
@@ -167,7 +167,7 @@ def test_swiglu(bench):
         bench.launch("swiglu_backward", (N, -(-F // 2048)), 256, gate_up, dout, i32(F))
         model_cpu.swiglu_backward(dgate_up, dout64, sigmoid, gate_up64, np.zeros((N, F)))
         bench.close(gate_up, dgate_up)
-        bench.close(dout, expected)
+        np.testing.assert_array_equal(bench.value(dout), dout64)
 
 
 def test_cross_entropy(bench):
@@ -183,7 +183,7 @@ def test_cross_entropy(bench):
         heads = 1.0 / np.arange(1, K + 1)
         divisor = np.maximum(counted, 1)
         nll, losses = bench.empty(N, K, single=True), bench.empty(K, single=True)
-        bench.launch("cross_entropy", (N * K,), 256, logits, nll, bench.ints(targets),
+        bench.launch("cross_entropy", (N * K,), 128, logits, nll, bench.ints(targets),
                      bench.put((heads / divisor).astype(f32)), i32(T), i32(K), i32(V))
         bench.launch("cross_entropy_sum", (K,), 1024, losses, nll, bench.put(divisor.astype(f32)), i32(N), i32(K))
         expected, total = np.zeros(K), np.zeros((N, K))
