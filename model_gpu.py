@@ -2,7 +2,7 @@
 
 Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same
 names.  What a function computes and why its backward is right stands there; here stands how a GPU does it.
-What has no twin by name: x_apply (what they would compute again is kept), cross_entropy_backward (in the
+What has no twin by name: x_apply (what it would compute again is kept), cross_entropy_backward (in the
 forward's kernel), split_heads and rope_backward (inside flash_attn.cu).  Top to bottom:
 
     1. pick                       which engine serves
@@ -523,14 +523,14 @@ def block_backward(gpu, w, dw, saved, shared, dx, add):
     # x = x + h @ down.T
     linear_backward(gpu, dh, dw["down"], dx, saved["h"], w["down"], space, add)
     # h = silu(gate) * up
-    swiglu_backward(gpu, saved["gate_up"], dh)                                     # gate_up holds its gradient
+    swiglu_backward(gpu, saved["gate_up"], dh)                             # gate_up holds its gradient
     # gate_up = n @ gate_up.T
     linear_backward(gpu, dn, dw["gate_up"], saved["gate_up"], saved["n2"], w["gate_up"], space, add)
     # n = rmsnorm(x_mid)
     rmsnorm_backward(gpu, dx, dw["norm2"], dn, saved["x_mid"], saved["rstd2"], w["norm2"], dgain, add=True)
 
     # x = x + y @ out.T
-    dy = dn                                                                        # the same memory
+    dy = dn                                                                # the same memory
     linear_backward(gpu, dy, dw["out"], dx, saved["y"], w["out"], space, add)
     # q, k = rope(q, k);  y = attention(q, k, v)
     attention_backward(gpu, dqkv, dy, saved["y"], saved["lse"], saved["qkv"], shared["delta"])
@@ -791,7 +791,8 @@ class Model:
         if (B, T) not in self.buffers_by_shape:
             layer, common, *in_turn = work_tables(c, B, T, self.precision)
             each, width = table_bytes(layer), T + c.predict - 1
-            shared = dict(B=B, T=T, first=0, forward=Replay(), backward=(Replay(), Replay()), **self.inputs.arrays)
+            replays = dict(forward=Replay(), backward=(Replay(), Replay()))         # the second adds
+            shared = dict(B=B, T=T, first=0, **replays, **self.inputs.arrays)
             shared["targets"] = shared["targets"][:B * width].reshape(B, width)
             for table in in_turn:       # either lies behind what is common, and so in the same memory
                 shared.update(carve(self.work, common + table, c.layers * each))
@@ -873,7 +874,8 @@ class Model:
             rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"],
                              self.weights["norm"], shared["dgain"], add=False)
             for i in reversed(range(c.layers)):
-                block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx, add)
+                block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx,
+                               add)
                 done(i)
             # x = embed[tokens]
             embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
