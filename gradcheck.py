@@ -552,7 +552,7 @@ def distance(a, b):
 
 def whole_step(model, tokens, targets):
     """-> (losses, flat gradient) of either engine's model, on the host."""
-    model.flat_grads[...] = 0.0
+    model.flat_grads[...], model.added = 0.0, False         # as after an update
     losses = model.read(model.forward(tokens, targets))
     model.backward()
     return losses, model.read(model.flat_grads)

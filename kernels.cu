@@ -13,8 +13,8 @@
 //   * functions that follow each other are fused, so that a tensor moves once: the residual add with the norm
 //     after it, the norm's backward with the add of its gradient to the residual's, softmax with its loss and
 //     its gradient;
-//   * what the backward reads is kept, even the norms' outputs and the SwiGLU product: they are cheap to
-//     compute again, but not to write again;
+//   * the norms' outputs and the SwiGLU product are kept for the backward: they are cheap to compute again,
+//     but not to write again;
 //   * a thread moves 16 bytes at a time, eight bf16 numbers (C, F and V are multiples of 8), neighbours side
 //     by side.
 //

@@ -268,7 +268,7 @@ def memory_plan(config, micro_batch, T, precision="fp32", threads=1, optimizer="
 
 def free_memory(limit=None):
     """Bytes of memory that can be had, at most `limit`; None where that cannot be known."""
-    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:     # Linux
+    with contextlib.suppress(OSError, IndexError), open("/proc/meminfo", encoding="ascii") as file:  # Linux
         free = 1024 * int(file.read().split("MemAvailable:")[1].split()[0])         # "  7654321 kB"
         return min(free, limit or free)
     return limit

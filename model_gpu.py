@@ -136,11 +136,11 @@ def logit_windows(config, B, T):
 def work_tables(config, B, T, precision):
     """The work buffers of a forward and backward at (B,T), as four tables, lists of (name, shape, dtype):
     what each layer keeps, what all share, and two that use the same memory in turn: the logits are there
-    between the last layer's forward and its backward, the other large arrays at all other times.
+    between the last layer's forward and its backward, the other large arrays in that of the layers.
 
-    A layer keeps all that its backward reads.  The norms' outputs and the SwiGLU product could be computed
-    again, which on a GPU means to write and to read them once more: big's step would need a quarter less
-    memory, and 2% more time.
+    A layer keeps the norms' outputs and the SwiGLU product, too.  They could be computed again, which on a
+    GPU means to write and to read them once more: big's step would need a quarter less memory, and 2% more
+    time.
 
     None is larger for other rows of together as many tokens, none of them longer than T: so what (rows,
     context) takes is all that training with micro-batches of at most so many tokens ever needs."""
@@ -372,7 +372,8 @@ def product(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
 # ------------------------------------------------------------------------------------------------------------
 # 4. The layers, each as a pair forward/backward
 # ------------------------------------------------------------------------------------------------------------
-# The contract of model_cpu: outputs first; gradients of activations are written, those of weights added to.
+# The contract of model_cpu: outputs first; gradients of activations are written, those of weights added to,
+# or written where `add` says that nothing is there yet.
 def embedding_forward(gpu, out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
     N, C = out.shape
@@ -420,8 +421,8 @@ def transposed(gpu, x, space):
 
 
 def linear_backward(gpu, dx, dw, dout, x, w, space, add):
-    """dx (N,I) = dout (N,O) @ w, which may take the place of x; dw (O,I) (+)= dout.T @ x, summed in fp32 in
-    every precision.  space: room for an operand that is transposed; add: dw may hold a sum already."""
+    """dw (O,I) (+)= dout.T @ x, summed in fp32 in every precision; then dx (N,I) = dout (N,O) @ w, which may
+    lie where x did.  space: room for an operand that is transposed; add: dw may hold a sum already."""
     if not gpu.transposes:
         product(gpu, dw, dout, x, transpose_a=True, add=add)
     elif dout.size < x.size:
@@ -482,7 +483,7 @@ def swiglu_forward(gpu, out, gate_up):
 
 
 def swiglu_backward(gpu, gate_up, dout):
-    """In place: gate_up (N,2F) becomes its gradient, by that of the output, dout (N,F)."""
+    """In place: gate_up (N,2F) becomes its gradient.  dout (N,F): that of the output."""
     N, F = dout.shape
     gpu.launch("swiglu_backward", (N, ceil_div(F, 2048)), 256, gate_up, dout, F)
 
@@ -855,12 +856,13 @@ class Model:
         return final, flat
 
     def backward(self, last=True):
-        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last: this is the step's
-        last micro-batch, after which the gradients of several GPUs are added up: each part of the flat
-        gradient, from its end on, as soon as it is done and BUCKET numbers have come together."""
+        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
+        finds zeros there, so its products write.  last: this is the step's last micro-batch, after which the
+        gradients of several GPUs are added up: each part of the flat gradient, from its end on, as soon as it
+        is done and BUCKET numbers have come together."""
         require(self.training, "this model was made with training=False: it has no gradients.")
         (layers, shared), c, sums = self.saved, self.config, self.sums
-        add, self.added = self.added, True      # the first after an update finds zeros, and need not read them
+        add, self.added = self.added, True
 
         def launch(done=lambda i: None):
             n, dx = shared["n"], shared["increment"]    # dx in the memory of increment
@@ -899,7 +901,7 @@ class Model:
         """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
         clipped to `clip`; zero the gradient.  Returns the norm of the whole before clipping, on the GPU.  A
         norm that is not finite changes nothing, now and in all later updates, and leaves the gradient to look
-        at: the host, which may see it only some steps later, must stop."""
+        at until the next backward: the host must stop."""
         self.step, self.cached, self.added = self.step + 1, [], False
         c, gpu = self.config, self.gpu
         if self.sums:

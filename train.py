@@ -519,9 +519,11 @@ class Stop:
 Job = collections.namedtuple("Job", "batch evaluate bytes_per_token ranks", defaults=[Ranks()])
 
 
-def training_step(model, settings, inputs, targets, lr, ranks=Ranks(), stop=None):
+def training_step(model, settings, inputs, targets, lr, ranks=Ranks(), stop=None, look=lambda: True):
     """One update -> a function that waits for its (losses (K,), norm of the gradient): on a GPU the host runs
-    ahead.  Of several ranks: losses (K+1,), in the end the number of those that were asked to stop."""
+    ahead.  Of several ranks: losses (K+1,), in the end the number of those that were asked to stop.  look():
+    at the step before, while the first forward is under way and before its gradient is overwritten; where
+    that says no, this step ends here, with None."""
     T = inputs.shape[1]
     # a micro-batch is bounded by its tokens
     rows = max(1, settings.micro_batch * model.config.context // T)
@@ -531,7 +533,11 @@ def training_step(model, settings, inputs, targets, lr, ranks=Ranks(), stop=None
     B, losses = len(inputs), 0.0
     for i in range(0, B, rows):
         losses = losses + model.forward(inputs[i:i + rows], targets[i:i + rows], counted)
+        if i == 0 and not look():
+            return None
         model.backward(last=i + rows >= B)
+    if B == 0 and not look():
+        return None
     if ranks.size > 1:
         losses = np.concatenate([losses, np.full_like(losses[:1], bool(stop and stop.signal))])
         model.sums.all_reduce(losses)
@@ -617,9 +623,9 @@ def train(model, tokenizer, settings, out, state, stop, job):
     for step in range(first + 1, settings.steps + 1):
         (inputs, targets), lr = job.batch(step - 1), learning_rate(step - 1, settings)
         tokens += inputs.size
-        numbers = training_step(model, settings, inputs, targets, lr, ranks, stop)
-        # a GPU works on this step while the host reads the one before
-        if waiting and not report(*waiting, last=False):
+        look = functools.partial(report, *waiting, last=False) if waiting else lambda: True
+        numbers = training_step(model, settings, inputs, targets, lr, ranks, stop, look)
+        if not numbers:
             return 1
         # at first, when the loss falls fastest, evaluations stand at powers of two
         evaluating = (step % settings.eval_every == 0 or step == settings.steps

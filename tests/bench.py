@@ -7,7 +7,8 @@
     python tests/bench.py drafts        # what speculation brings: of the model in out/small, or those of --model DIR ...
     python tests/bench.py euler         # of the model in out/small
     python tests/bench.py counts FILE   # what counting reaches on a text, beside the model in out/small
-    python tests/bench.py train --peer  # on a GPU, as are the next two
+    python tests/bench.py train --peer  # on a GPU, as are all below
+    python tests/bench.py scale --gpus 2 --peer
     python tests/bench.py attention
     python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY-*.bin
     python tests/bench.py finetune --base out/smollm2 --data FILE --peer

@@ -370,8 +370,9 @@ def test_free_memory(monkeypatch, tmp_path):
         path if name == "/proc/meminfo" else name, *rest, **options))
     free = 77 * 1024
     assert [model_cpu.free_memory(limit) for limit in (None, free + 1, 500)] == [free, free, 500]
-    path = tmp_path / "nothing"
-    assert model_cpu.free_memory() is None and model_cpu.free_memory(500) == 500
+    (tmp_path / "old").write_text("MemTotal: 9999 kB\n")                # a kernel before 3.14
+    for path in tmp_path / "nothing", tmp_path / "old":
+        assert model_cpu.free_memory() is None and model_cpu.free_memory(500) == 500
 
 
 def test_largest_micro_batch():

@@ -766,6 +766,16 @@ def test_the_first_gradient_after_an_update_is_written_not_added(cublas, matmul)
             np.testing.assert_array_equal(again[name], expected[name])
 
 
+def test_the_gradient_check_sees_the_graphs_of_both_directions(made, monkeypatch):
+    import gradcheck
+    model, pool = model_gpu.Model(TINY, precision="fp32", matmul="ours"), model_gpu.cupy.get_default_memory_pool()
+    losses, gradient = gradcheck.whole_step(model, *batch(TINY, 2, 9))
+    assert not pool.graphs
+    monkeypatch.setattr(model_gpu, "RECORD_AT", 2)
+    again, same = gradcheck.whole_step(model, *batch(TINY, 2, 9))
+    assert len(pool.graphs) == 2 and np.array_equal(losses, again) and np.array_equal(gradient, same) and gradient.any()
+
+
 def test_a_head_without_targets_and_masked_micro_batches(made):
     model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
     tokens, targets = batch(TINY, 1, 6)

@@ -814,7 +814,7 @@ def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, peak):
 
 
 def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch):
-    """The host does not ask for a step's numbers before it has launched the next one."""
+    """The host does not ask for a step's numbers before it has launched the next one's forward, nor later than that."""
     order = []
 
     class Number:
@@ -832,6 +832,9 @@ def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch):
             order.append(f"launch {self.step + 1}")
             return np.array([1.0])
 
+        def backward(self, last):
+            order.append("backward")
+
         def update(self, lr, decay, clip):
             self.step += 1
             return Number(self.step)
@@ -843,7 +846,41 @@ def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch):
     s = settings(config=Plain.config, batch_tokens=32, steps=3)
     job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
     train.train(Late(), None, s, str(tmp_path), {"script": "", "tokens": 0, "seconds": 0.0}, types.SimpleNamespace(signal=None), job)
-    assert order == ["launch 1", "copy 1", "launch 2", "copy 2", "read 1", "launch 3", "copy 3", "read 2", "read 3"]
+    assert order == ["launch 1", "backward", "copy 1", "launch 2", "read 1", "backward", "copy 2", "launch 3", "read 2", "backward",
+                     "copy 3", "read 3"]
+
+
+def test_the_step_before_is_looked_at_once(capsys):
+    """Also by a rank that has no rows, and with several micro-batches; where it says no, nothing more is launched."""
+    model, looked = Plain(), []
+    model.backward, model.update = (lambda last: looked.append("backward")), (lambda *rest, **more: looked.append("update"))
+    inputs = targets = np.zeros((4, 8), int)
+    nothing = types.SimpleNamespace(size=1, share=lambda *arrays: [array[:0] for array in arrays])
+    s = settings("--micro-batch", "1", config=Plain.config, batch_tokens=32)
+    for ranks, backwards in ((train.Ranks(), 4), (nothing, 0)):
+        for says in True, False:
+            looked.clear()
+            step = train.training_step(model, s, inputs, targets, 0.1, ranks, look=lambda: looked.append("look") or says)
+            assert looked == ["look", *(backwards * ["backward"] + ["update"]) * says] and bool(step) == says
+
+
+def test_a_bad_gradient_is_named_before_the_next_one_overwrites_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "save", lambda *arguments: None)
+
+    class Overwriting(Plain):
+        step, grads = 0, {"v": np.ones(2), "w": np.ones(2)}
+
+        def backward(self, last):
+            self.grads["w"][...] = np.inf if self.step == 1 else 1.0
+
+        def update(self, lr, decay, clip):
+            self.step += 1
+            return self.grads["w"].sum()
+    s = settings(config=Plain.config, batch_tokens=32, steps=9)
+    job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
+    state = {"script": "", "tokens": 0, "seconds": 0.0}
+    assert train.train(Overwriting(), None, s, str(tmp_path), state, types.SimpleNamespace(signal=None), job) == 1
+    assert "step 2 is not finite" in (said := capsys.readouterr().err) and "the first gradient that is not finite is w" in said
 
 
 def test_nothing_is_saved_after_a_number_that_is_not_finite(tmp_path, monkeypatch, capsys):
