@@ -27,7 +27,7 @@ to the checkpoint's step.
 
 What it does not do: no shuffling of documents, no masks at document boundaries (the end-of-text token is what
 the model learns them from), no fine-tuning.  Of a --base, the sizes and the tokenizer are as they are, and
-its optimizer's moments are not read: it begins with a warmup, at step 0.
+its optimizer's moments are not read: it begins with a warmup, at step 0, and half the rate.
 """
 import argparse
 import ast
@@ -893,7 +893,8 @@ def run(args, ranks):
         config = choose_sizes(args, preset)
         asked = args.device or ("gpu" if args.dry_run and args.memory_limit else None)
         args.device = choose_device(asked, preset, args.dry_run, ranks.local)
-        lr = DEFAULTS[preset]["lr"] / (2 if args.optimizer == "adamw" else 1)
+        # half of it for AdamW, and to go on from a base, which then learns as well and forgets less
+        lr = DEFAULTS[preset]["lr"] / (2 if args.optimizer == "adamw" else 1) / (2 if args.base else 1)
         settings = make_settings(args, preset, config, {**DEFAULTS[preset], "lr": lr}, ranks)
         if args.dry_run:
             return dry_run(config, settings, ranks)

@@ -1046,9 +1046,13 @@ def test_resumed_runs(whole, monkeypatch, capsys):
     assert str(error.value) == "text.txt: not what o began with."
 
 
-def test_the_rate_of_each_optimizer(whole):
-    for options, optimizer, lr in [([], "muon", 4e-3), (["--optimizer", "muon"], "muon", 4e-3), (["--optimizer", "adamw"], "adamw", 2e-3),
-                                   (["--optimizer", "adamw", "--lr", "0.125"], "adamw", 0.125)]:
+def test_the_rate_of_each_optimizer(whole, tmp_path):
+    """From a base it is half of that."""
+    save_base(tmp_path / "theirs", CONFIGS["small"])
+    base, adamw = ["--base", "theirs"], ["--optimizer", "adamw"]
+    for options, optimizer, lr in [([], "muon", 4e-3), (["--optimizer", "muon"], "muon", 4e-3), (adamw, "adamw", 2e-3),
+                                   ([*adamw, "--lr", "0.125"], "adamw", 0.125), (base, "muon", 2e-3),
+                                   ([*base, *adamw], "adamw", 1e-3), ([*base, "--lr", "0.125"], "muon", 0.125)]:
         assert train.main(["--data", "text.txt", "--threads", "1", *options]) == 0
         assert (whole[-1][1].optimizer, whole[-1][1].lr) == (optimizer, lr)
 
