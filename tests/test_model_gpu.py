@@ -462,6 +462,30 @@ def test_the_breakdown_of_a_step_sees_every_launch(cublas, monkeypatch):
     assert moved == [2 * size for weight in weights for size in (4 * N * C, weight)]
 
 
+def test_the_benchmark_of_a_step(cublas, monkeypatch, capsys):
+    """Each round and what comes after it makes as many steps as it says."""
+    cupy, model_steps = model_gpu.cupy, []
+    cupy.ndarray, cupy.cuda.get_elapsed_time = Array, lambda start, end: 2.0
+    cupy.cuda.runtime.getDeviceProperties = lambda device: {"name": b"Card 1"}
+    cupy.cuda.Device = lambda: types.SimpleNamespace(synchronize=lambda: model_steps.append(made.step), compute_capability="90")
+    model = model_gpu.Model
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    cupy.get_default_memory_pool().used_bytes = lambda: 5 << 30
+    monkeypatch.setattr(bench, "ceilings", lambda *rest: (1e12, 1e12))
+    monkeypatch.setitem(model_cpu.CONFIGS, "small", TINY)
+    made = model(TINY, precision="fp32")
+    monkeypatch.setattr(model_gpu, "Model", lambda *rest, **more: made)
+    arguments = types.SimpleNamespace(model="small", batch=1, context=9, precision="fp32", matmul="cublas", optimizer="adamw",
+                                      peer=None, rounds=2, steps=4)
+    bench.bench_train(arguments)
+    assert model_steps == [3, 13, 23, 27, 28]               # warmed up, two rounds, in a row, by kernel
+    said = capsys.readouterr().out
+    assert "B 1 x T 9, fp32, Card 1: ten steps a round, best of 2;" in said and "\n  ours, 4 steps in a row " in said
+    arguments.steps = 0
+    bench.bench_train(arguments)
+    assert "in a row" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("capability, precision, transposes", [("90", "tf32", True), ("90", "fp32", False), ("90", "bf16", False),
                                                           ("80", "tf32", False), ("89", "tf32", False), ("100", "tf32", False),
                                                           ("120", "tf32", False)])
