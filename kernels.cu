@@ -196,9 +196,9 @@ extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x, cons
     }
 }
 
-// Covers rmsnorm_backward and the `dx += back` after it:
+// Covers rmsnorm_backward and the `dx += back` after it, of out = xhat gain, xhat = x rstd:
 //
-//     dx_j (+)= rstd (dxhat_j - xhat_j mean_i(dxhat_i xhat_i)),   xhat = x rstd,   dxhat = dout gain
+//     dx_j (+)= rstd (dxhat_j - xhat_j mean_i(dxhat_i xhat_i)),   dxhat = dout gain
 //     dgain_i += sum_n dout_ni xhat_ni
 //
 // dgain, a sum over rows, is taken in two stages: here each block sums its rows n = block, block + blocks,
@@ -299,7 +299,7 @@ extern "C" __global__ void swiglu_forward(real* out, const real* gate_up, int F)
 
 // Covers swiglu_backward, with s = sigmoid(g), silu = g s:
 //
-//     du = dh silu        dg = dh u s (1 + g - silu)
+//     h = silu u    =>    du = dh silu        dg = dh u s (1 + g - silu)
 //
 // In place: gate_up becomes [dg | du].
 // Grid (N, ceil(F/2048)); 256 threads.

@@ -18,7 +18,8 @@ wrote there.
 
 A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)`, with or without
 __launch_bounds__; PTX only inside `#ifndef CUDA_ON_CPU`, in wrappers of the names in cuda_on_cpu.h's last section;
-dynamic shared memory declared as `extern __shared__ T name[];`, aligned or not; and nothing that is in neither CUDA nor cuda_on_cpu.h.
+dynamic shared memory declared as `extern __shared__ T name[];`, aligned or not; and nothing that is in neither CUDA nor
+cuda_on_cpu.h.
 
 compile_for_gpu(name, arch, options) compiles for a GPU architecture such as "sm_80" with NVRTC (the Python package
 nvidia-cuda-nvrtc-cu12, the compiler that CuPy uses) or, without it, nvcc, and returns {kernel: Resources}.
