@@ -96,7 +96,7 @@ def read_safetensors(path):
         metadata, crc = {**header.pop("__metadata__", {})}, None
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             (start, stop), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
-            require(dtype in DTYPES, f"{name!r} is of {dtype}, not one of {', '.join(DTYPES)}")
+            require(dtype in DTYPES, f"{name!r} is of {dtype!r:.40}, not one of {', '.join(DTYPES)}")
             require(start == end <= stop <= len(data) - begin, f"{name!r} has no such place")
             require(stop - start == math.prod(shape) * DTYPES[dtype]().itemsize, f"{name!r} has another size")
             tensors[name], end = np.memmap(path, DTYPES[dtype], "r", begin + start, shape), stop
@@ -173,7 +173,8 @@ def read_config(folder, context=None):
         found = {key: value for key, value in found.items() if value is not None}
         ropes = {key: found.get(key, {}) for key in ("rope_scaling", "rope_parameters")}
         types = {key: rope.get("rope_type", rope.get("type", "default")) for key, rope in ropes.items()}
-        found = {**found, **ropes["rope_parameters"], **types}          # rope_theta is in one or the other
+        # rope_theta stands in config.json itself, or in one of these: as in transformers the first counts
+        found = {**found, **(ropes["rope_scaling"] or ropes["rope_parameters"]), **types}
         sizes = {ours: found.get(theirs, default) for theirs, (ours, default) in LLAMA_SIZES.items()}
         sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
         context = found.get("context", sizes["positions"]) if context is None else context
@@ -185,7 +186,7 @@ def read_config(folder, context=None):
              "attention_bias": False, "use_qk_norm": False, "sliding_window": 0, "partial_rotary_factor": 1.0}
     for key, ours in {**fixed, **dict.fromkeys(ropes, "default")}.items():
         value = found.get(key, ours)
-        require(value == ours, f"{path}: {key} is {value!r}, and only {ours!r} is computed here.")
+        require(value == ours, f"{path}: {key} is {value!r:.200}, and only {ours!r} is computed here.")
     require(config.vocab <= 1 << 16, f"{path}: vocab_size is {config.vocab}, more than {1 << 16:,}.")
     return config
 
@@ -314,7 +315,8 @@ def load(folder, engine, options=None, context=None):
     weights = {name: entry for name, entry in weights.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.tied and "lm_head.weight" in weights:
         path, head = weights.pop("lm_head.weight")
-        require(np.array_equal(head, weights.get("model.embed_tokens.weight", (path, None))[1]),
+        _, embed = weights.setdefault("model.embed_tokens.weight", (path, head))    # either serves for both
+        require(np.array_equal(floats(head), floats(embed)),
                 f"{path}: lm_head.weight is not the embedding, though tie_word_embeddings is true.")
     # before anything as large as config.json asks for is made
     require(config.layers <= len(weights), f"{model_path}: tensors are missing: it has {len(weights)}, "

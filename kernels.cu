@@ -430,10 +430,11 @@ extern "C" __global__ void adamw(float* param, real* copy, float* grad, float* m
     if (BF16) store8(copy + i, p);
 }
 
-// The four kernels of muon_update. Each takes one kind of matrix in all layers: blockIdx.y counts the layers,
-// whose matrices of `size` numbers (a multiple of 8) lie `stride` numbers apart in param, copy, grad and m,
-// and side by side in X. What goes into newton_schulz is u = momentum m + (1 - momentum) grad (Nesterov),
-// where m is the new mean; divided by its norm, for which the first kernel leaves sums of squares.
+// The kernels of muon_update, of which muon_polynomial is newton_schulz's. Each takes one kind of matrix in
+// all layers: blockIdx.y counts the layers, whose matrices of `size` numbers (a multiple of 8) lie `stride`
+// numbers apart in param, copy, grad and m, and side by side in X. What goes into newton_schulz is u =
+// momentum m + (1 - momentum) grad (Nesterov), where m is the new mean; divided by its norm, for which the
+// first kernel leaves sums of squares.
 __device__ Eight running_mean(Eight m, Eight g, float momentum) {
     for (int j = 0; j < 8; j++) m.x[j] = momentum * m.x[j] + (1.0f - momentum) * g.x[j];
     return m;
@@ -508,10 +509,10 @@ extern "C" __global__ void copy_weights(real* copy, const float* param, long lon
 // -----------------------------------------------------------------------------------------------------------
 // 7. A readable matrix product
 // -----------------------------------------------------------------------------------------------------------
-// out (M,N) = a (M,I) @ b (I,N), or += where add. Covers linear_forward and linear_backward for --matmul
-// ours. out is fp32 where single is set (gradients of weights, and logits that are looked at), else real;
-// only the fp32 one is added to. Either operand may lie transposed in memory: entry (m,k) of a is a[m * a_row
-// + k * a_column], and one of the strides is 1; b likewise.
+// out (M,N) = a (M,I) @ b (I,N), or += where add. Covers every product with --matmul ours. out is fp32
+// where single is set (gradients of weights, and logits that are looked at), else real; only the fp32 one is
+// added to. Either operand may lie transposed in memory: entry (m,k) of a is a[m * a_row + k * a_column], and
+// one of the strides is 1; b likewise.
 //
 // Read naively, each entry of a would come from memory N times. Here a block computes a 64 x 64 tile of out:
 // it brings 64 x 16 pieces of a and b to shared memory and uses every number 64 times; a thread keeps 4 x 4

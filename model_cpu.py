@@ -77,16 +77,16 @@ class Config:
             require(type(values[name]) is int and 1 <= values[name] <= 1 << 20,
                     f"{name} must be a whole number from 1 to {1 << 20:,}, not {values[name]!r:.20}.")
         for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
-            require(type(values[name]) in (int, float) and least <= values[name] < math.inf,
-                    f"{name} must be a finite number of at least {least}, not {values[name]!r}.")
+            require(type(values[name]) in (int, float) and least <= values[name] <= sys.float_info.max,
+                    f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
         for name in ("dim", "hidden", "vocab"):
             require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
         require(self.dim % (2 * self.heads) == 0, f"dim ({self.dim}) must be a multiple of 2 x heads (2 x "
                 f"{self.heads}), for RoPE; take {nearest_divisors(self.dim // 2, self.heads)} heads.")
         require(self.context <= (self.positions or self.context),
                 f"the context ({self.context}) cannot be more than the model's positions ({self.positions}).")
-        require(self.tied in (False, True) and not (self.tied and self.predict > 1),
-                f"a model whose head is its embedding has one head, not {self.predict}.")
+        require(self.tied in (False, True) and not (self.tied and self.predict > 1), "tied, true or false, "
+                f"says whether the one head is the embedding: not {self.tied!r:.20} with heads: {self.predict}.")
         require(self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads "
                 f"({self.kv_heads}); take {nearest_divisors(self.heads, self.kv_heads)} kv_heads.")
 

@@ -3,7 +3,8 @@
 Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same
 names.  What a function computes and why its backward is right stands there; here stands how a GPU does it.
 What has no twin by name: x_apply (what it would compute again is kept), cross_entropy_backward (in the
-forward's kernel), split_heads and rope_backward (inside flash_attn.cu).  Top to bottom:
+forward's kernel), rotated_part (the kernel knows where), split_heads and rope_backward (inside
+flash_attn.cu).  Top to bottom:
 
     1. pick                       which engine serves
     2. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
@@ -19,9 +20,9 @@ and moments stay fp32, because an update is often smaller than the spacing of bf
 Sums, norms, softmax and losses are fp32 in each.
 
 How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no function here
-waits for a result, and nothing is allocated within a step.  What crosses from one kernel to the next is the
-traffic that costs time, so neighbouring functions are fused (kernels.cu); where one kernel covers several
-functions of model_cpu, it says so there.
+waits for a result, and what a step computes in was allocated before.  What crosses from one kernel to the
+next is the traffic that costs time, so neighbouring functions are fused (kernels.cu); where one kernel covers
+several functions of model_cpu, it says so there.
 
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; of several GPUs it only
 says when which part of the gradient is ready, and makes its part of Muon's products (checkpoint.py: Ranks,

@@ -662,13 +662,14 @@ class Tokenizer:
         have text encoded in a way that is not known here."""
         content = read_json(path)
         with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
-            model, added = content["model"], content["added_tokens"]
+            model, added = content["model"], content.get("added_tokens", [])
             pre, post = [content.get(key) or {"type": None} for key in ("pre_tokenizer", "post_processor")]
+            parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
             # trim_offsets makes no difference to ids, and use_regex may be left out
-            steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in pre.get("pretokenizers", [pre])]
+            steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in parts]
             found = {**content, **model, "added_tokens": [token for token in added if not token["special"]]}
             known = {key: not found.get(key) for key in ("normalizer", "added_tokens", *MODEL)} | {
-                "type": model["type"] == "BPE", "fuse_unk": True,
+                "type": model.get("type", "BPE") == "BPE", "fuse_unk": True,
                 "unk_token": not model.get("unk_token") or model["vocab"].keys() >= {*byte_chars()},
                 "pre_tokenizer": steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]),
                 "post_processor": post["type"] in (None, "ByteLevel") or not post.get("special_tokens", True)}
@@ -878,7 +879,7 @@ MENDABLE = ValueError, OSError, MemoryError, concurrent.futures.BrokenExecutor
 
 
 def explain(error):
-    """An error as one sentence."""
+    """An error as one sentence, which obeys nothing that a file would have a terminal do."""
     if isinstance(error, OSError) and error.strerror:
         where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
         return f"{where}: {error.strerror}."
@@ -886,7 +887,7 @@ def explain(error):
         return "A process of the tokenizer ended early; if memory is short, use fewer processes."
     if isinstance(error, MemoryError):
         return f"There is not enough memory{f' ({error})' if str(error) else ''}."
-    return str(error)
+    return printable(" ".join(str(error).splitlines()))
 
 
 def run_script(main, to_the_end=False):

@@ -141,7 +141,7 @@ def add_run_options(parser, sizes, data):
             parser.add_argument("--" + field.name.replace("_", "-"), help=meaning, **how)
 
 
-# Chosen by short runs; docs/notes.md says what else was tried.  lr is Muon's; AdamW's was half of it in each.
+# Chosen by short runs; docs/notes.md says what else was tried.  lr is Muon's; AdamW takes half of it.
 DEFAULTS = {
     "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
     "medium": dict(steps=4000, batch_tokens=8192, lr=3e-3, warmup=200, eval_every=500, save_every=500),
@@ -536,8 +536,6 @@ def training_step(model, settings, inputs, targets, lr, ranks=Ranks(), stop=None
         if i == 0 and not look():
             return None
         model.backward(last=i + rows >= B)
-    if B == 0 and not look():
-        return None
     if ranks.size > 1:
         losses = np.concatenate([losses, np.full_like(losses[:1], bool(stop and stop.signal))])
         model.sums.all_reduce(losses)
@@ -554,8 +552,9 @@ def connect(ranks, model, settings):
 
 
 def first_bad_tensor(model):
-    """Names it, in the order of the parameter table; np.isfinite serves NumPy's arrays and CuPy's."""
-    for what, views in (("gradient", model.grads), ("parameter", model.params)):
+    """Names it, in the order of the parameter table; np.isfinite serves NumPy's arrays and CuPy's.
+    Parameters come first: a bad one makes all gradients bad."""
+    for what, views in (("parameter", model.params), ("gradient", model.grads)):
         for name, view in views.items():
             if not bool(np.isfinite(view).all()):
                 return f"the first {what} that is not finite is {name}"
@@ -597,18 +596,20 @@ def train(model, tokenizer, settings, out, state, stop, job):
     pauses = 0.0                                        # seconds spent on evaluating and saving
     peak = peak_flops(model_gpu.gpu_name(), settings.precision) if settings.device == "gpu" else None
 
-    def report(step, tokens, numbers, lr, last):
-        """Wait for a step's numbers, log and print them -> whether they are finite."""
+    def report(step, tokens, numbers, lr, last=False, saving=False):
+        """Wait for a step's numbers, log and print them -> whether they are finite; saving: the weights, too.
+        last: before a pause."""
         with ranks.waiting():
             losses, norm = numbers()
             losses, norm = [float(loss) for loss in losses], float(norm)
+        seconds = time.monotonic() - began
         if ranks.size > 1:
             stop.agreed = losses.pop()
-        if not all(map(math.isfinite, [*losses, norm])):
+        weights = model.read(model.flat_params) if saving else 0.0
+        if not all(np.isfinite(each).all() for each in (losses, norm, weights)):
             print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
                   f"{first_bad_tensor(model)}. {out} keeps its last save. Try a lower --lr.", file=sys.stderr)
             return False
-        seconds = time.monotonic() - began
         state.update(tokens=tokens, seconds=before["seconds"] + seconds)
         if log:
             log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
@@ -623,27 +624,27 @@ def train(model, tokenizer, settings, out, state, stop, job):
     for step in range(first + 1, settings.steps + 1):
         (inputs, targets), lr = job.batch(step - 1), learning_rate(step - 1, settings)
         tokens += inputs.size
-        look = functools.partial(report, *waiting, last=False) if waiting else lambda: True
+        look = functools.partial(report, *waiting) if waiting else lambda: True
         numbers = training_step(model, settings, inputs, targets, lr, ranks, stop, look)
         if not numbers:
             return 1
         # at first, when the loss falls fastest, evaluations stand at powers of two
         evaluating = (step % settings.eval_every == 0 or step == settings.steps
                       or 16 <= step < settings.eval_every and step & (step - 1) == 0)
-        saving = step % settings.save_every == 0 or step == settings.steps
-        waiting = step, tokens, numbers, lr
         # several ranks all stop after the step by which all know
         stopping = stop.signal if ranks.size == 1 else stop.agreed
-        if not (evaluating or saving or stopping):
+        saving = stopping or step % settings.save_every == 0 or step == settings.steps
+        waiting = step, tokens, numbers, lr
+        if settings.device == "gpu" and not (evaluating or saving):     # it works on this step still
             continue
-        if not report(*waiting, last=True):
+        if not report(*waiting, last=evaluating or saving, saving=saving):
             return 1
         waiting, paused = None, time.monotonic()
         record = job.evaluate(step) if evaluating else None
         if evaluating and log and log.write(step=step, **record):
             print(f"note: the held-out loss was best at step {log.best[1]}, {log.best[0]:.4f}, and rises: "
                   "the model learns this text by heart. More text or fewer --steps would help.", flush=True)
-        if saving or stopping:
+        if saving:
             ranks.agree(weights=ranks.size > 1 and zlib.crc32(model.read(model.flat_params)))
             if log:
                 os.fsync(log.file.fileno())

@@ -13,7 +13,8 @@
     python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY-*.bin
     python tests/bench.py finetune --base out/smollm2 --data FILE --peer
 
-Every row is the best of some rounds; a round runs all rows once, so that a busy machine slows ours and the peers alike.
+A row is the best of some rounds, and a round mostly runs all rows once, so that a busy machine slows ours and the peers
+alike; in scale, attention, curves, and of --steps in a row, one row runs after the other.
 """
 import argparse
 import functools
@@ -638,6 +639,8 @@ def record_launches(cupy, model_gpu, model, step):
     def timed_launch(name, grid, threads, *args, shared=0):
         arrays = [arg for arg in args if isinstance(arg, cupy.ndarray)]
         moved = sum(count * array.nbytes for count, array in zip(TRAFFIC.get(name, ()), arrays))
+        if name == "adamw" and arrays[0].data.ptr == arrays[1].data.ptr:       # no copy in bf16
+            moved -= arrays[1].nbytes
         if name == "rope":
             moved = moved * (c.heads + c.kv_heads) // (c.heads + 2 * c.kv_heads)    # v does not turn
         flops = 0
@@ -790,7 +793,8 @@ def distributed_twin(ranks, config, params, B, T):
 
 def bench_scale(arguments):
     """Milliseconds of a step and tokens/s of big in bf16: with as many rows on each GPU, and with these shared out.
-    "alone": no sum of the gradients, so each GPU works for itself; the difference is what communication costs."""
+    "alone": no sum of the gradients, so each GPU works for itself; the difference is what communication costs, with Muon
+    less what sharing its products out saves."""
     import numpy as np
 
     import checkpoint
@@ -838,8 +842,9 @@ def bench_scale(arguments):
             print(f"{ranks.size} GPUs, B {B} x T {T} each, bf16, {arguments.optimizer}, {model_gpu.gpu_name()}: ten steps a round, "
                   f"best of {arguments.rounds}")
             for name, each in rows.items():
-                print(f"  {name:28s} {1e3 * each:8.2f} ms  {ranks.size * B * T / each:12,.0f} tokens/s  "
-                      f"{rows['ours, alone'] / each:6.1%} of alone  {each / rows['ours']:.2f} x ours", flush=True)
+                share = f"{rows['ours, alone'] / each:6.1%} of alone  " if name.startswith("ours") else ""
+                print(f"  {name:28s} {1e3 * each:8.2f} ms  {ranks.size * B * T / each:12,.0f} tokens/s  {share}"
+                      f"{each / rows['ours']:.2f} x ours", flush=True)
         # NCCL takes leave of all GPUs at once, so before its processes wait for each other
         model.sums = nccl = None
         if arguments.peer:
@@ -1106,8 +1111,6 @@ def plot_curves(results, path):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 # ----------------------------------------------------------------------------------------------------------------------
 # finetune: somebody else's model, fine-tuned by ours and by transformers' own on the same batches

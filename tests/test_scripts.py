@@ -96,6 +96,7 @@ def test_errors_as_sentences():
     with pytest.raises(OSError) as error, tokenizer.naming("here"):
         raise OSError("A sentence of ours.")
     assert tokenizer.explain(error.value) == "A sentence of ours."
+    assert tokenizer.explain(ValueError("a name\nof \x1b[1mothers\x07.")) == "a name of \ufffd[1mothers\ufffd."
     assert tokenizer.explain(MemoryError()) == "There is not enough memory."
     assert tokenizer.explain(MemoryError("Unable to allocate 7 GiB")) == "There is not enough memory (Unable to allocate 7 GiB)."
     assert tokenizer.explain(ValueError("One sentence.")) == "One sentence."

@@ -243,6 +243,16 @@ def test_rope_scaling_that_scales_nothing(folder, scaling):
     assert load(folder).config.rope_theta == 1e5
 
 
+@pytest.mark.parametrize("base, changes, theta", [
+    (OLD, {"rope_scaling": {"rope_type": "default", "rope_theta": 500.0}}, 500),
+    (NEW, {"rope_scaling": {"rope_type": "default", "rope_theta": 500.0}}, 500), (NEW, {"rope_scaling": {"type": "default"}}, 1e4),
+    (NEW, {"rope_scaling": {"type": "default"}, "rope_theta": 300.0}, 300), (NEW, {"rope_scaling": {}, "rope_theta": 300.0}, 1e5)])
+def test_of_several_thetas_that_of_transformers_counts(folder, base, changes, theta):
+    """rope_parameters are asked only where rope_scaling is empty, and config.json itself where the one asked has none."""
+    write_folder(folder, base, **changes)
+    assert load(folder).config.rope_theta == theta
+
+
 @pytest.mark.parametrize("changes", [
     {"rope_scaling": None}, {"sliding_window": None}, {"sliding_window": 0, "use_qk_norm": False, "partial_rotary_factor": 1.0},
     {"head_dim": GONE}, {"head_dim": None}, {"num_key_value_heads": None}, {"mlp_bias": GONE, "attention_bias": GONE},
@@ -326,6 +336,13 @@ def test_a_tied_file_may_hold_the_head_too(folder):
     arrived(model, tensors)
     assert model.config.tied and model.params["heads"] is model.params["embed"]
     assert "heads" not in dict(model_cpu.param_table(model.config))
+    kind, embed = tensors["model.embed_tokens.weight"]      # in another kind of numbers, too, or alone
+    wide = "F32", (embed.astype(np.uint32) << 16).view(np.float32)
+    assert kind == "BF16"
+    write_folder(folder, tensors={**tensors, "lm_head.weight": wide})
+    arrived(load(folder), tensors)
+    write_folder(folder, tensors={name.replace("model.embed_tokens", "lm_head"): tensors[name] for name in tensors})
+    arrived(load(folder), tensors)
 
 
 def test_a_head_of_its_own_in_a_tied_file_is_not_dropped(folder):

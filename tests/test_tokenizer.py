@@ -1091,7 +1091,7 @@ def test_damaged_files_are_refused_in_one_sentence(tokenizer, tmp_path):
     lambda t: t["model"]["merges"].append("a"), lambda t: t["model"]["merges"].append(7), lambda t: t.update(added_tokens=None),
     lambda t: t["added_tokens"].append({"id": "x", "content": "<|x|>"}), lambda t: t.update(model=[]),
     lambda t: t["added_tokens"].append({"id": "x", "content": "<|x|>", "special": True}), lambda t: t.update(pre_tokenizer="x"),
-    lambda t: t["model"].update(vocab=[]), lambda t: t.pop("pre_tokenizer"), lambda t: t["model"].pop("type"),
+    lambda t: t["model"].update(vocab=[]), lambda t: t.pop("pre_tokenizer"), lambda t: t["model"].update(type=None),
     lambda t: t["added_tokens"].append({"id": 7, "content": "<|x|>", "special": True}),
 ])
 def test_foreign_files_are_refused(tokenizer, tmp_path, change):
@@ -1114,6 +1114,7 @@ DIGITS = {"type": "Digits", "individual_digits": True}
     ("post_processor", {"type": "TemplateProcessing", "single": []}), ("post_processor", {"type": "RobertaProcessing"}),
     ("pre_tokenizer", None), ("pre_tokenizer", {"type": "Whitespace"}), ("pre_tokenizer", DIGITS),
     ("pre_tokenizer", {**BYTE_LEVEL, "add_prefix_space": True}), ("pre_tokenizer", {**BYTE_LEVEL, "use_regex": False}),
+    ("pre_tokenizer", {"type": "Whitespace", "pretokenizers": [BYTE_LEVEL]}),
     *[("pre_tokenizer", {"type": "Sequence", "pretokenizers": steps}) for steps in (
         [{**DIGITS, "individual_digits": False}, BYTE_LEVEL], [BYTE_LEVEL, DIGITS], [DIGITS], [DIGITS, DIGITS, BYTE_LEVEL],
         [DIGITS, {**BYTE_LEVEL, "add_prefix_space": True}],
@@ -1137,6 +1138,15 @@ def test_a_refusal_names_the_key_and_its_value(tmp_path, key, value):
         Tokenizer.load(tmp_path / "bad.json")
     assert str(error.value) == (f'{tmp_path / "bad.json"} is not a tokenizer that tokenizer.py reads '
                                 f'("{key}": {json.dumps(value)[:200]} is not known here).')
+
+
+def test_what_a_file_may_leave_out(tmp_path):
+    """As older files do; `tokenizers` loads them, too."""
+    Tokenizer.from_vocab({"a": 0, "aa": 1}, ["a a"], []).save(path := tmp_path / "old.json")
+    content = json.loads(path.read_text())
+    del content["added_tokens"], content["model"]["type"]
+    path.write_text(json.dumps(content))
+    assert Tokenizer.load(path).encode("aaa") == [1, 0]
 
 
 def test_other_peoples_files(tokenizer, tmp_path):

@@ -150,7 +150,7 @@ class Recorder:
     config = model_cpu.Config(dim=16, heads=2, kv_heads=1, layers=1, context=8, vocab=8, predict=2)
 
     def __init__(self, norms=()):
-        self.step, self.calls, self.norms, self.grads, self.params = 0, [], list(norms), {}, {}
+        self.step, self.calls, self.norms, self.grads, self.params, self.flat_params = 0, [], list(norms), {}, {}, np.ones(3)
 
     def forward(self, tokens, targets, counted):
         self.calls.append(("forward", tokens.tolist(), targets.tolist(), counted.tolist()))
@@ -164,7 +164,7 @@ class Recorder:
         self.calls.append(("update", lr, decay, clip))
         return self.norms.pop(0) if self.norms else 0.5
 
-    later = model_cpu.Model.later
+    later, read = model_cpu.Model.later, model_cpu.Model.read
 
 
 def recorder_settings(*options, **changes):
@@ -234,7 +234,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("norms, step, save_every", [([np.nan], 1, 1), ([1, 1, np.inf], 3, 1),
-                                                     ([1, 1, np.inf, 1], 3, 9)])      # seen a step later
+                                                     ([1, 1, np.inf, 1], 3, 9)])
 def test_a_number_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys, norms, step, save_every):
     model = Recorder(norms)
     model.grads = {"a": np.ones(3), "b": np.array([1, np.nan]), "c": np.array([np.inf])}

@@ -765,6 +765,7 @@ def test_a_second_signal_leaves_at_once(monkeypatch, capfd):
 class Plain:
     """In a model's place, for the clock."""
     config, step, grads, params = Config(dim=16, heads=2, kv_heads=1, layers=1, context=8, vocab=8, predict=1), 10, {}, {}
+    flat_params = np.ones(3)
 
     def forward(self, tokens, targets, counted):
         return np.array([1.5])
@@ -776,7 +777,13 @@ class Plain:
         self.step += 1
         return 0.25
 
-    later = model_cpu.Model.later
+    later, read = model_cpu.Model.later, model_cpu.Model.read
+
+
+def on(device, s, monkeypatch):
+    """The settings on that device; a GPU needs only a name."""
+    monkeypatch.setattr(train.model_gpu, "gpu_name", lambda: "Card 1")
+    return dataclasses.replace(s, device=device)
 
 
 @pytest.mark.parametrize("peak", [None, 1e6])
@@ -803,8 +810,8 @@ def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, peak):
     stop = types.SimpleNamespace(signal=None)
     assert train.train(model, None, s, str(tmp_path), state, stop, train.Job(batch, evaluate, 2.0)) == 0
     for step, loss, bytes_per_token, lr, norm, rate, share, left, last in printed:
-        # a step's numbers are read when the next one has begun; before an evaluation at once
-        began = step - 10 + (0 if last else 1)
+        # on a GPU a step's numbers are read when the next one has begun, but before an evaluation
+        began = step - 10 + bool(peak and not last)
         assert (loss, bytes_per_token, norm, lr) == (1.5, 2.0, 0.25, train.learning_rate(step - 1, s))
         assert rate == pytest.approx(32 * (step - 10) / began) and left == pytest.approx(began / (step - 10) * (40 - step))
         assert share == (peak and pytest.approx(rate * train.flops_per_token(Plain.config) / peak))
@@ -813,8 +820,10 @@ def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, peak):
     assert state["tokens"] == 5000 + 960 and state["seconds"] == 50 + 30 + 400      # and then it evaluated
 
 
-def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch):
-    """The host does not ask for a step's numbers before it has launched the next one's forward, nor later than that."""
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch, device):
+    """The host does not ask for a step's numbers before it has launched the next one's forward, nor later than that; those of
+    a CPU are there at once."""
     order = []
 
     class Number:
@@ -843,28 +852,29 @@ def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch):
             order.append(f"copy {self.step}")
             return super().later(*numbers)
     monkeypatch.setattr(train, "save", lambda *arguments: None)
-    s = settings(config=Plain.config, batch_tokens=32, steps=3)
+    s = on(device, settings(config=Plain.config, batch_tokens=32, steps=3), monkeypatch)
     job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
     train.train(Late(), None, s, str(tmp_path), {"script": "", "tokens": 0, "seconds": 0.0}, types.SimpleNamespace(signal=None), job)
-    assert order == ["launch 1", "backward", "copy 1", "launch 2", "read 1", "backward", "copy 2", "launch 3", "read 2", "backward",
-                     "copy 3", "read 3"]
+    assert order == {"gpu": ["launch 1", "backward", "copy 1", "launch 2", "read 1", "backward", "copy 2",
+                             "launch 3", "read 2", "backward", "copy 3", "read 3"],
+                     "cpu": [f"{what} {i}".removesuffix(" -") for step in "123"
+                             for what, i in (("launch", step), ("backward", "-"), ("copy", step), ("read", step))]}[device]
 
 
 def test_the_step_before_is_looked_at_once(capsys):
-    """Also by a rank that has no rows, and with several micro-batches; where it says no, nothing more is launched."""
+    """Also with several micro-batches; where it says no, nothing more is launched."""
     model, looked = Plain(), []
     model.backward, model.update = (lambda last: looked.append("backward")), (lambda *rest, **more: looked.append("update"))
     inputs = targets = np.zeros((4, 8), int)
-    nothing = types.SimpleNamespace(size=1, share=lambda *arrays: [array[:0] for array in arrays])
     s = settings("--micro-batch", "1", config=Plain.config, batch_tokens=32)
-    for ranks, backwards in ((train.Ranks(), 4), (nothing, 0)):
-        for says in True, False:
-            looked.clear()
-            step = train.training_step(model, s, inputs, targets, 0.1, ranks, look=lambda: looked.append("look") or says)
-            assert looked == ["look", *(backwards * ["backward"] + ["update"]) * says] and bool(step) == says
+    for says in True, False:
+        looked.clear()
+        step = train.training_step(model, s, inputs, targets, 0.1, look=lambda: looked.append("look") or says)
+        assert looked == ["look", *(4 * ["backward"] + ["update"]) * says] and bool(step) == says
 
 
-def test_a_bad_gradient_is_named_before_the_next_one_overwrites_it(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_bad_gradient_is_named_before_the_next_one_overwrites_it(tmp_path, monkeypatch, capsys, device):
     monkeypatch.setattr(train, "save", lambda *arguments: None)
 
     class Overwriting(Plain):
@@ -876,7 +886,7 @@ def test_a_bad_gradient_is_named_before_the_next_one_overwrites_it(tmp_path, mon
         def update(self, lr, decay, clip):
             self.step += 1
             return self.grads["w"].sum()
-    s = settings(config=Plain.config, batch_tokens=32, steps=9)
+    s = on(device, settings(config=Plain.config, batch_tokens=32, steps=9), monkeypatch)
     job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
     state = {"script": "", "tokens": 0, "seconds": 0.0}
     assert train.train(Overwriting(), None, s, str(tmp_path), state, types.SimpleNamespace(signal=None), job) == 1
@@ -900,6 +910,27 @@ def test_nothing_is_saved_after_a_number_that_is_not_finite(tmp_path, monkeypatc
     assert capsys.readouterr().err == (
         "\nerror: step 3 is not finite (loss nan, gradient norm 0.25): every gradient is finite; the loss, or the sum of the "
         f"gradient's squares, overflowed. {tmp_path} keeps its last save. Try a lower --lr.\n")
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch, capsys, stops):
+    """The loss and the norm are of before the update that broke them; seen at each save, also at that of a signal."""
+    saved, stop = [], types.SimpleNamespace(signal=None)
+    monkeypatch.setattr(train, "save", lambda *arguments: saved.append(arguments[1].step))
+
+    class Bad(Plain):
+        step, flat_params, grads = 0, np.ones(2), {"b": np.ones(1)}
+        params = {"a": flat_params[:1], "b": flat_params[1:]}
+
+        def update(self, lr, decay, clip):
+            self.params["b"][...] = np.inf if self.step == 3 else 1
+            stop.signal = 15 if stops and self.step == 3 else None
+            return super().update(lr, decay, clip)
+    s = settings("--save-every", "9" if stops else "2", config=Plain.config, batch_tokens=32, steps=9)
+    job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
+    code = train.train(Bad(), None, s, str(tmp_path), {"script": "", "tokens": 0, "seconds": 0.0}, stop, job)
+    assert code == 1 and saved == ([] if stops else [2])
+    assert "step 4 is not finite (loss 1.5, gradient norm 0.25): the first parameter that is not finite is b. " in capsys.readouterr().err
 
 
 def test_any_byte_may_stand_beside_a_cut():
