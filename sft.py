@@ -45,7 +45,7 @@ import re
 import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import numpy as np
-from tokenizer import (CHAT_TEMPLATE, CHATML_PARTS, END_OF_TURN, Parser, printable, read_chunk,
+from tokenizer import (CHAT_TEMPLATE, CHATML_PARTS, END_OF_TEXT, END_OF_TURN, Parser, printable, read_chunk,
                        require, run_script, whole_number)
 
 # Chosen by short runs; docs/notes.md says what else was tried.
@@ -308,7 +308,7 @@ def make_batch(examples, T, K, pad):
 # ------------------------------------------------------------------------------------------------------------
 def evaluate(model, tokenizer, examples, micro_batch, ranks=checkpoint.Ranks()):
     """-> [nats a learned token, bits a byte of response] of head 0 on all these examples, shared out."""
-    T, K, pad = model.config.context, model.config.predict, tokenizer.end_of_turn
+    T, K, pad = model.config.context, model.config.predict, tokenizer.special.get(END_OF_TEXT, 0)
     plan, sizes = plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0), train.token_bytes(tokenizer)
     batches = (make_batch([examples[i] for i in rows], T, K, pad) for rows in plan[ranks.rank::ranks.size])
     sums = sum((train.held_out_loss(model, sizes, *batch) for batch in batches), np.zeros(3))
@@ -325,7 +325,7 @@ def answer(model, tokenizer, question, seed):
 def fine_tuning(model, tokenizer, examples, settings, state, ranks=checkpoint.Ranks()):
     """-> the Job of a run on these examples.  state keeps the held-out loss before the first step, and the
     latest."""
-    T, K, pad = model.config.context, model.config.predict, tokenizer.end_of_turn
+    T, K, pad = model.config.context, model.config.predict, tokenizer.special.get(END_OF_TEXT, 0)
 
     @functools.lru_cache(maxsize=2)                 # each step of an epoch asks for it
     def plan(epoch):

@@ -480,7 +480,7 @@ def test_a_job_takes_the_batch_of_its_step(base, monkeypatch):
     lengths = sft.padded_lengths(examples.train, 128)
     plans = [sft.plan_epoch(lengths, settings.batch_tokens, settings.seed, epoch) for epoch in range(3)]
     for step, rows in enumerate([rows for plan in plans for rows in plan]):
-        expected = sft.make_batch([examples.train[i] for i in rows], 128, 4, tokenizer.end_of_turn)
+        expected = sft.make_batch([examples.train[i] for i in rows], 128, 4, tokenizer.special["<|endoftext|>"])
         assert all(np.array_equal(a, b) for a, b in zip(job.batch(step), expected))
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
     assert job.bytes_per_token == np.mean(learned % 7)
@@ -923,7 +923,7 @@ def test_evaluation_to_the_letter(monkeypatch):
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2), forward=forward)
     loss, bpb = sft.evaluate(model, BYTES, examples, 3)
     plan = sft.plan_epoch(sft.padded_lengths(examples, 64), 192, 0, 0)
-    batches = [sft.make_batch([examples[i] for i in rows], 64, 2, BYTES.end_of_turn) for rows in plan]
+    batches = [sft.make_batch([examples[i] for i in rows], 64, 2, PAD) for rows in plan]
     assert len(seen) == len(batches) > 3
     assert all(np.array_equal(a, b) for x, y in zip(seen, batches) for a, b in zip(x, y))
     nats = sum((1.0 + inputs.size / 1000) * (targets >= 0).sum() for inputs, targets in seen)
@@ -931,6 +931,9 @@ def test_evaluation_to_the_letter(monkeypatch):
     assert loss == pytest.approx(nats / tokens, rel=1e-12) and bpb == pytest.approx(nats / size / math.log(2), rel=1e-12)
     loss, bpb = sft.evaluate(model, BYTES, [example("q", "")], 3)       # no byte of text, only an end
     assert loss == 1.008 and bpb == pytest.approx(1.008 / math.log(2), rel=1e-12)
+    seen.clear()                                                        # a tokenizer of others may lack what fills up rows here
+    sft.evaluate(model, types.SimpleNamespace(special={}, tokens=BYTES.tokens), examples, 3)
+    assert all(np.array_equal(x[0], np.where(y[0] == PAD, 0, y[0])) for x, y in zip(seen, batches)) and PAD != 0
 
 
 def test_evaluation_of_a_model():
