@@ -33,7 +33,7 @@ import model_cpu
 import checkpoint
 import model_gpu
 import numpy as np
-from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, Parser, newest_checkpoint, number_type, printable, require,
+from tokenizer import (CHAT_TEMPLATE, TEXT_ENDS, Parser, newest_checkpoint, number_type, printable, require,
                        run_script, to_bytes, visible, whole_number)
 
 # name: type, smallest and largest value, default, meaning.  Each is an option, on a terminal also a command.
@@ -77,7 +77,7 @@ class Session:
         self.turns, self.answers, self.system = [], 0, b""
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.said, self.trace, self.seconds = [], [], 0.0       # the last answer: ids, generate's trace, time
-        self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(END_OF_TEXT)
+        self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(*TEXT_ENDS)
 
     def add_text(self, text):
         """Plain form: a new text to continue."""

@@ -37,7 +37,7 @@ import zlib
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
-from tokenizer import (CHAT_TEMPLATE, END_OF_TEXT, Parser, Tokenizer, check_plain, explain, known_template,
+from tokenizer import (CHAT_TEMPLATE, TEXT_ENDS, Parser, Tokenizer, check_plain, explain, known_template,
                        naming, read_chunk, read_json, refusing, require, run_script, write_file)
 
 MODEL, STATE = "model.safetensors", "train_state.safetensors"
@@ -236,7 +236,7 @@ def save(folder, model, tokenizer, state, chat=False):
     the folder holds a whole checkpoint of one step."""
     os.makedirs(folder, exist_ok=True)
     repair(folder)
-    end = tokenizer.end_of_turn if chat else tokenizer.special_id(END_OF_TEXT)
+    end = tokenizer.end_of_turn if chat else tokenizer.special_id(*TEXT_ENDS)
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
                         "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode(),

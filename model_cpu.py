@@ -86,7 +86,7 @@ class Config:
         require(self.context <= (self.positions or self.context),
                 f"the context ({self.context}) cannot be more than the model's positions ({self.positions}).")
         require(self.tied in (False, True) and not (self.tied and self.predict > 1), "tied, true or false, "
-                f"says whether the one head is the embedding: not {self.tied!r:.20} with heads: {self.predict}.")
+                f"says if the one head is the embedding: not {self.tied!r:.20} with heads: {self.predict}.")
         require(self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads "
                 f"({self.kv_heads}); take {nearest_divisors(self.heads, self.kv_heads)} kv_heads.")
 

@@ -877,8 +877,7 @@ class Model:
             rmsnorm_backward(self.gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"],
                              self.weights["norm"], shared["dgain"], add=False)
             for i in reversed(range(c.layers)):
-                block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx,
-                               add)
+                block_backward(self.gpu, self.layers[i], self.layer_grads[i], layers[i], shared, dx, add)
                 done(i)
             # x = embed[tokens]
             embedding_backward(self.gpu, self.grads["embed"], dx, shared["order"], shared["starts"])

@@ -54,6 +54,7 @@ from collections import Counter, defaultdict, deque
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
+TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"     # in other people's files one of these
 
 # How a conversation becomes one text (Tokenizer.prompt), for other tools, in Jinja: transformers'
 # apply_chat_template gives the same ids. But for one case: such a tool puts a conversation together as text,
@@ -556,9 +557,11 @@ class Tokenizer:
         """
         return array.array(self.encoder.typecode, self.encoder.pack(text)).tolist()
 
-    def special_id(self, name):
-        require(name in self.special, f"The tokenizer has no special token {name}.")
-        return self.special[name]
+    def special_id(self, *names):
+        """The id of the first of these special tokens that there is."""
+        ids = [self.special[name] for name in names if name in self.special]
+        require(ids, f"The tokenizer has no special token {names[0]}.")
+        return ids[0]
 
     @property
     def end_of_turn(self):
@@ -614,9 +617,9 @@ class Tokenizer:
         replaced when all is written; returns how many they are.
 
         Lines that hold only <|endoftext|>, with the empty lines around them, become the one id of
-        <|endoftext|>, and the last document ends with it too; there are no empty documents. Memory is
-        bounded: chunks of 1 MiB (`find_cut` says where), on all cores or `processes`. progress(done bytes,
-        all bytes) is called after each chunk.
+        <|endoftext|> (or what stands in its place: TEXT_ENDS), and the last document ends with it too; there
+        are no empty documents. Memory is bounded: chunks of 1 MiB (`find_cut` says where), on all cores or
+        `processes`. progress(done bytes, all bytes) is called after each chunk.
         """
         return self.encode_files([(path, start, end)], out, processes, progress)
 
@@ -625,7 +628,7 @@ class Tokenizer:
         require(self.vocab_size <= 1 << 16, f"{self.vocab_size} tokens are too many: at most 65536.")
         parts = [find_chunks(*file, size=CHUNK) for file in files]
         begins = [i == 0 for part in parts for i in range(len(part))]
-        last = boundary = array.array("H", [self.special_id(END_OF_TEXT)]).tobytes()
+        last = boundary = array.array("H", [self.special_id(*TEXT_ENDS)]).tobytes()
         work = run_chunks(lambda *chunk: boundary.join(map(self.encoder.pack, read_documents(*chunk))),
                           list(itertools.chain(*parts)), processes, progress)
         with replace_file(out) as file, contextlib.closing(work) as results:
@@ -664,9 +667,8 @@ class Tokenizer:
         with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
             model, added = content["model"], content.get("added_tokens", [])
             pre, post = [content.get(key) or {"type": None} for key in ("pre_tokenizer", "post_processor")]
-            parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
             # trim_offsets makes no difference to ids, and use_regex may be left out
-            steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in parts]
+            steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in pre.get("pretokenizers", [pre])]
             found = {**content, **model, "added_tokens": [token for token in added if not token["special"]]}
             known = {key: not found.get(key) for key in ("normalizer", "added_tokens", *MODEL)} | {
                 "type": model.get("type", "BPE") == "BPE", "fuse_unk": True,

@@ -55,9 +55,9 @@ import model_gpu
 import numpy as np
 from checkpoint import Ranks
 from model_cpu import CONFIGS, OPTIMIZERS, generate
-from tokenizer import (END_OF_TEXT, SEPARATOR, Parser, Tokenizer, available_cores, check_plain, number_type,
-                       printable, read_chunk, refusing, require, run_script, show_progress, whole_number,
-                       write_file)
+from tokenizer import (END_OF_TEXT, SEPARATOR, TEXT_ENDS, Parser, Tokenizer, available_cores, check_plain,
+                       number_type, printable, read_chunk, refusing, require, run_script, show_progress,
+                       whole_number, write_file)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def in_words(result):
 
 def sample_text(model, tokenizer, ids, seed, most=SAMPLE_TOKENS):
     """How the model goes on after these ids, up to a special token, as text."""
-    ids = ids or [tokenizer.special_id(END_OF_TEXT)]        # a tokenizer may lack the bytes of a text
+    ids = ids or [tokenizer.special_id(*TEXT_ENDS)]        # a tokenizer may lack the bytes of a text
     return tokenizer.decode([*generate(model, ids, 0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size,
                                        stop=set(tokenizer.special.values()), most=most)])
 

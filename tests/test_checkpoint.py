@@ -209,7 +209,7 @@ def test_foreign_training_states_are_refused(folder):
     (dict(rms_norm_eps="x"), "norm_eps must be"),
     (dict(rope_theta=500000.0), "config.json is not as it was saved"),
     (dict(rope_theta=0.5), "rope_theta must be"),
-    (dict(tie_word_embeddings=True), "tied, true or false, says whether the one head is the embedding: not True with heads: 3."),
+    (dict(tie_word_embeddings=True), "tied, true or false, says if the one head is the embedding: not True with heads: 3."),
     (dict(tie_word_embeddings="false"), "the embedding: not 'false' with heads: 3."),
     (dict(rms_norm_eps=10 ** 400), "norm_eps must be a finite number of at least 0, not 10000000000000000000."),
     (dict(head_dim=8), "head_dim is 8, and only 4 is computed here."),

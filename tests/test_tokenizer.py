@@ -1114,7 +1114,6 @@ DIGITS = {"type": "Digits", "individual_digits": True}
     ("post_processor", {"type": "TemplateProcessing", "single": []}), ("post_processor", {"type": "RobertaProcessing"}),
     ("pre_tokenizer", None), ("pre_tokenizer", {"type": "Whitespace"}), ("pre_tokenizer", DIGITS),
     ("pre_tokenizer", {**BYTE_LEVEL, "add_prefix_space": True}), ("pre_tokenizer", {**BYTE_LEVEL, "use_regex": False}),
-    ("pre_tokenizer", {"type": "Whitespace", "pretokenizers": [BYTE_LEVEL]}),
     *[("pre_tokenizer", {"type": "Sequence", "pretokenizers": steps}) for steps in (
         [{**DIGITS, "individual_digits": False}, BYTE_LEVEL], [BYTE_LEVEL, DIGITS], [DIGITS], [DIGITS, DIGITS, BYTE_LEVEL],
         [DIGITS, {**BYTE_LEVEL, "add_prefix_space": True}],
@@ -1147,6 +1146,21 @@ def test_what_a_file_may_leave_out(tmp_path):
     del content["added_tokens"], content["model"]["type"]
     path.write_text(json.dumps(content))
     assert Tokenizer.load(path).encode("aaa") == [1, 0]
+
+
+@pytest.mark.parametrize("special, end", [(["</s>", "<|endoftext|>"], "<|endoftext|>"), (["<s>", "</s>"], "</s>"),
+                                          (["<|im_start|>", "<|im_end|>"], "<|im_end|>"), (["<s>"], None)])
+def test_what_ends_a_text_for_others(tmp_path, special, end):
+    """The first of those names; a line of <|endoftext|> in a corpus becomes it."""
+    other = Tokenizer.from_vocab({char: i for i, char in enumerate([*special, *tk.byte_chars()])}, [], special)
+    (tmp_path / "text.txt").write_text("ab\n<|endoftext|>\nc\n")
+    if end is None:
+        with pytest.raises(ValueError, match=r"^The tokenizer has no special token <\|endoftext\|>\.$"):
+            other.encode_file(tmp_path / "text.txt", tmp_path / "ids.bin", processes=1)
+        return
+    other.encode_file(tmp_path / "text.txt", tmp_path / "ids.bin", processes=1)
+    i = other.special[end]
+    assert array.array("H", (tmp_path / "ids.bin").read_bytes()).tolist() == [*other.encode("ab"), i, *other.encode("c\n"), i]
 
 
 def test_other_peoples_files(tokenizer, tmp_path):
