@@ -1118,8 +1118,6 @@ def plot_curves(results, path):
 def bench_finetune(arguments):
     """The losses of a fine-tuning, ours beside transformers' model under PyTorch's AdamW; then a step of full windows, timed,
     where that model is compiled."""
-    import argparse
-
     import numpy as np
 
     import checkpoint
