@@ -187,7 +187,6 @@ def read_config(folder, context=None):
     for key, ours in {**fixed, **dict.fromkeys(ropes, "default")}.items():
         value = found.get(key, ours)
         require(value == ours, f"{path}: {key} is {value!r:.200}, and only {ours!r} is computed here.")
-    require(config.vocab <= 1 << 16, f"{path}: vocab_size is {config.vocab}, more than {1 << 16:,}.")
     return config
 
 

@@ -806,8 +806,7 @@ struct Kernels {
         arrive();
 
         float dK[M][D / 8][4] = {}, dV[M][D / 8][4] = {};
-        // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV, as in the readable
-        // version.
+        // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
         for (int n = 0; h < (g + 1) * (H / G); n++) {
             const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
             const float* lse_tile = numbers + n % 2 * THREADS;

@@ -78,7 +78,7 @@ LOSS_BAR = 1e-12         # of a loss against plain_losses, relative
 def make_tiny(config=TINY):
     """-> (model, tokens (2,7), targets (2,9)): 4 query and 2 key/value heads, 2 RoPE frequencies, 3
     prediction heads, a length that is no power of two, a token that repeats, masked targets; row 1 has no
-    target at all for head 2."""
+    target at all for head 2.  (So it is with TINY; TIED has one head.)"""
     rng, model = np.random.default_rng(1), model_cpu.Model(config)
     for weight in model.params.values():
         gain = weight.ndim == 1

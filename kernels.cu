@@ -19,8 +19,9 @@
 //     by side.
 //
 // Arithmetic is fp32 always, but for the noise of section 9. model_gpu.py compiles the file with -DBF16=0 or
-// 1, which chooses how activations and the weights of products are stored (`real`). No atomics: every sum has
-// one order, so two runs give the same bits.
+// 1, which chooses how activations and the weights of products are stored (`real`), and with -DROW_THREADS,
+// the threads of a block that owns a row of C numbers: the wider it is, the fewer registers has each. No
+// atomics: every sum has one order, so two runs give the same bits.
 
 // -----------------------------------------------------------------------------------------------------------
 // 1. Eight numbers at a time, sums over a block
@@ -206,8 +207,9 @@ extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x, cons
 // next row is loaded before. In every round block_sum uses the other half of `slots`, and one barrier a row
 // is enough.
 // Grid (at most N blocks: the rows of partial); C/8 threads, rounded up to whole warps.
-extern "C" __global__ void rmsnorm_backward(real* dx, const real* dout, float* partial, const real* x,
-                                            const float* rstd, const float* gain, int N, int C, int add) {
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+rmsnorm_backward(real* dx, const real* dout, float* partial, const real* x, const float* rstd,
+                 const float* gain, int N, int C, int add) {
     __shared__ float slots[2][32];
     int column = 8 * threadIdx.x, half = 0;
     Eight g = column < C ? load8(gain + column) : Eight{}, dgain = {};

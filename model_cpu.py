@@ -81,6 +81,7 @@ class Config:
                     f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
         for name in ("dim", "hidden", "vocab"):
             require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
+        require(self.vocab <= 1 << 16, f"vocab_size ({self.vocab}) is more than {1 << 16:,}: ids are uint16.")
         require(self.dim % (2 * self.heads) == 0, f"dim ({self.dim}) must be a multiple of 2 x heads (2 x "
                 f"{self.heads}), for RoPE; take {nearest_divisors(self.dim // 2, self.heads)} heads.")
         require(self.context <= (self.positions or self.context),

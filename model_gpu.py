@@ -2,9 +2,9 @@
 
 Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same
 names.  What a function computes and why its backward is right stands there; here stands how a GPU does it.
-What has no twin by name: x_apply (what it would compute again is kept), cross_entropy_backward (in the
-forward's kernel), rotated_part (the kernel knows where), split_heads and rope_backward (inside
-flash_attn.cu).  Top to bottom:
+What has no twin by name: x_apply (what it would compute again is kept), cross_entropy_backward and
+head_targets (in the forward's kernel), rotated_part (the kernel knows where), split_heads and rope_backward
+(inside flash_attn.cu).  Top to bottom:
 
     1. pick                       which engine serves
     2. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
@@ -75,16 +75,16 @@ NCCL_BYTES = 860 << 20      # of two H200s
 def why_no_gpu():
     """None if there is a GPU to use, else a sentence that says what is missing."""
     if cupy is None:
-        return "The GPU needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`), or use --device cpu."
+        return "The GPU needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`)."
     if cupy.cuda.is_available():
         return None
     driver, needed = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
     if driver == 0:
-        return "There is no NVIDIA driver on this machine: use --device cpu."
+        return "There is no NVIDIA driver on this machine."
     if driver // 1000 < needed // 1000:
         return (f"The NVIDIA driver is too old: it serves CUDA {driver // 1000}.{driver % 1000 // 10}, this "
                 f"CuPy needs {needed // 1000}.0: update the driver, or install cupy-cuda{driver // 1000}x.")
-    return "The NVIDIA driver finds no GPU: use --device cpu."
+    return "The NVIDIA driver finds no GPU."
 
 
 def pick(device):
@@ -143,8 +143,8 @@ def work_tables(config, B, T, precision):
     GPU means to write and to read them once more: big's step would need a quarter less memory, and 2% more
     time.
 
-    None is larger for other rows of together as many tokens, none of them longer than T: so what (rows,
-    context) takes is all that training with micro-batches of at most so many tokens ever needs."""
+    No array grows if as many tokens come in other rows, none of them longer than T: so what (rows, context)
+    takes is all that training with micro-batches of at most so many tokens ever needs."""
     c, N, C, F = config, B * T, config.dim, config.hidden
     single, real = np.float32, np.uint16 if precision == "bf16" else np.float32     # NumPy has no bf16
     # in tf32, room for the largest operand that is transposed: n, or a matrix of the weights (see transposed)
@@ -264,7 +264,8 @@ class Gpu:
         # of a GPU's architectures, sm_90a alone has Hopper's products
         options = f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", *["-arch=sm_90a"] * hopper
         try:
-            self.compile("kernels.cu", [f"-DBF16={int(precision == 'bf16')}"])
+            self.compile("kernels.cu", [f"-DBF16={int(precision == 'bf16')}",
+                                        f"-DROW_THREADS={row_threads(config.dim)}"])
             self.flash = flash_kernels(precision, config.head_dim)
             self.compile("flash_attn.cu", options, [name for name, *_ in self.flash])
             for name, _, _, shared in self.flash:
@@ -327,7 +328,6 @@ def check_sizes(config):
         raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: {advice}.")
     require(config.dim <= 8192 and config.context <= 16384, "the GPU engine takes models up to 8192 wide and "
             f"contexts up to 16384, not {config.dim} and {config.context}.")
-    require(config.vocab <= 1 << 16, f"the GPU engine takes at most {1 << 16} tokens, not {config.vocab}.")
 
 
 def check_choices(config, precision, matmul):

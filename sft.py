@@ -7,7 +7,8 @@
     python sft.py --resume                 go on with an interrupted run
 
 Read before it: train.py, whose schedule, log, checkpoints and signals serve here as they are (train.train).
-Model, loss and optimizer stay the same, too.  What is new stands in the order of a run:
+Model, loss and optimizers stay the same, too: Muon, whatever the base was trained with, unless --optimizer
+says AdamW.  What is new stands in the order of a run:
 
     1. conversations   records of a file, or pairs made from a text -> turns: what is said, what is answered
     2. examples        turns -> ids, and the mask that says what is learned
@@ -323,8 +324,7 @@ def answer(model, tokenizer, question, seed):
 
 
 def fine_tuning(model, tokenizer, examples, settings, state, ranks=checkpoint.Ranks()):
-    """-> the Job of a run on these examples.  state keeps the held-out loss before the first step, and the
-    latest."""
+    """-> the Job of a run on these examples.  state keeps the held-out loss before the first step."""
     T, K, pad = model.config.context, model.config.predict, tokenizer.special.get(END_OF_TEXT, 0)
 
     @functools.lru_cache(maxsize=2)                 # each step of an epoch asks for it
@@ -339,11 +339,12 @@ def fine_tuning(model, tokenizer, examples, settings, state, ranks=checkpoint.Ra
     def look(step):
         loss, bpb = evaluate(model, tokenizer, examples.held_out, settings.micro_batch, ranks)
         state.setdefault("before", loss)
-        state["after"] = loss
         questions = examples.questions[:None if step == settings.steps else 3]
         answers = [answer(model, tokenizer, question, settings.seed) for question in questions]
         print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
         train.print_samples(map(as_text, questions), answers, step in (0, settings.steps))
+        if step == settings.steps:
+            print(f"Held-out loss {state['before']:.4f} before, {loss:.4f} after.", flush=True)
         return {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
 
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
@@ -444,10 +445,7 @@ def run(args, base, ranks):
         record = job.evaluate(0)
         if ranks.rank == 0:
             checkpoint.Log(out, -1).write(step=0, **record)
-    if (code := train.train(model, tokenizer, settings, out, state, stop, job)) == 0:
-        print(f"Held-out loss {state['before']:.4f} before, {state['after']:.4f} after.\n\n"
-              f"Talk to it: python chat.py --model {out}")
-    return code
+    return train.train(model, tokenizer, settings, out, state, stop, job)
 
 
 if __name__ == "__main__":

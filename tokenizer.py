@@ -416,7 +416,10 @@ def run_chunks(function, chunks, processes, progress):
             tasks = (pool.submit(work, *chunk).result for chunk in chunks)
         else:
             tasks = (functools.partial(function, *chunk) for chunk in chunks)
-        under_way = deque(itertools.islice(tasks, 2 * processes or 1))      # the others begin one by one
+        with contextlib.ExitStack() as starting:        # no interrupt before the pool can be shut down
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            starting.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
+            under_way = deque(itertools.islice(tasks, 2 * processes or 1))      # the others begin one by one
         for chunk in chunks:
             yield under_way.popleft()()
             under_way.extend(itertools.islice(tasks, 1))
@@ -432,7 +435,6 @@ def start_worker(function):
     cache of an encoder in it is a copy, from then on the worker's own."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()      # end with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     work.function = function
 
 

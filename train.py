@@ -87,8 +87,9 @@ class Settings:
     preset: str = setting(tuple(CONFIGS))
     steps: int = setting(whole_number(1, 1 << 63))                  # updates
     batch_tokens: int = setting(whole_number(1, MOST_BATCH), "tokens a step, a multiple of the context")
-    micro_batch: int = setting(whole_number(1), "windows a forward/backward (default: as many as pay)")
-    optimizer: str = setting(OPTIMIZERS, "muon: for the layers' matrices, with AdamW for the rest; or adamw")
+    # a CUDA grid is no higher
+    micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: as many as pay)")
+    optimizer: str = setting(OPTIMIZERS, "muon (the default) for the layers' matrices, or adamw for all")
     lr: float = setting(number_type(float, lambda x: 0 < x < math.inf, "a number above 0"), "peak rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
     decay: float = setting(number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1"),
@@ -315,7 +316,7 @@ def make_tokens(paths, vocab, base):
         Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:")).save(tokenizer_path)
     tokenizer = Tokenizer.load(tokenizer_path)
     made_of = corpus_key, file_hash(tokenizer_path), *map(kind, paths)
-    key = hashlib.sha256(" ".join(made_of).encode()).hexdigest()[:12]
+    key = hashlib.sha256(os.fsencode(" ".join(made_of))).hexdigest()[:12]
 
     def tokens(part, ranges):
         """The ids of these ranges, from a file whose name ends in its checksum."""
@@ -467,7 +468,7 @@ def peak_flops(name, precision):
 
 def flops_per_token(config):
     """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward),
-    which is all but an embedding that is not the head, too, and 6 L C T for causal attention."""
+    which is all but gains and an embedding that is not the head, too, and 6 L C T for causal attention."""
     matrices = sum(math.prod(shape) for name, shape in model_cpu.param_table(config)
                    if len(shape) == 2 and (config.tied or name != "embed"))
     return 6 * matrices + 6 * config.layers * config.dim * config.context
@@ -651,10 +652,11 @@ def train(model, tokenizer, settings, out, state, stop, job):
                 save(out, model, tokenizer, settings, state)
         if stopping and step < settings.steps:
             print(f"Saved {out} at step {step}. Go on with: python {state['script']} {settings.preset} "
-                  f"--resume --out {out}", file=sys.stderr)
+                  f"--resume --out {shlex.quote(out)}", file=sys.stderr)
             return 128 + (stop.signal or signal.SIGTERM)
         pauses += time.monotonic() - paused
-    print(f"\nTrained {out}: {step} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.")
+    print(f"\nTrained {out}: {step} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.\n\n"
+          f"Talk to it: python chat.py --model {shlex.quote(out)}")
     return 0
 
 
@@ -673,7 +675,7 @@ def dry_run(config, settings, ranks):
     plan, free, largest = planner(config, settings, ranks)
     print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens in micro-batches of {settings.micro_batch} x {config.context}, "
-          f"{ranks.size} x {settings.device} {settings.precision}, peak learning rate {settings.lr}")
+          f"{ranks.size} x {settings.device} {settings.precision}, {settings.optimizer}, rate {settings.lr}")
     kinds = plan(settings.micro_batch)
     for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
         print(f"{name:>20} {size / 2**20:10.1f} MiB")
@@ -693,7 +695,7 @@ def dry_run(config, settings, ranks):
     run = datetime.timedelta(seconds=round(seconds * settings.steps))
     start = shlex.join(word for word in sys.argv[1:] if word != "--dry-run")
     print(f"A step takes {1e3 * seconds:.1f} ms, {settings.batch_tokens / seconds:,.0f} tokens/s: the run "
-          f"would take {run}.  Start it: python train.py {start}")
+          f"would take at most {run}.  Start it: python train.py {start}")
 
 
 def choose_device(asked, preset, planning=False, local=0):
@@ -736,11 +738,11 @@ def set_threads(argv):
 
 
 def parse_arguments(argv):
-    parser = Parser(description="Pretrain a model.  Defaults depend on the preset: --dry-run prints them.")
+    parser = Parser(description="Pretrain a model.  Defaults depend on the preset: --dry-run tells.")
     parser.add_argument("--steps", type=whole_number(1), metavar="N", help="updates; --resume takes more")
     add_run_options(parser, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
                     "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
-    parser.add_argument("--dry-run", action="store_true", help="print parameters and memory, then stop")
+    parser.add_argument("--dry-run", action="store_true", help="settings, memory, a GPU's speed; then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
     return parser.parse_args(argv)
 
@@ -914,9 +916,7 @@ def run(args, ranks):
               f"{len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.", flush=True)
     job = pretraining(model, tokenizer, tokens, val, settings, ranks)
     connect(ranks, model, settings)
-    if (code := train(model, tokenizer, settings, out, state, Stop(), job)) == 0:
-        print(f"\nTalk to it: python chat.py --model {out}")
-    return code
+    return train(model, tokenizer, settings, out, state, Stop(), job)
 
 
 if __name__ == "__main__":

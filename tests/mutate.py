@@ -58,7 +58,7 @@ SUITES = {                  # what judges a file: arguments of Python
     "gradcheck.py": ["tests/test_gradcheck.py", "tests/test_exercises.py", "gradcheck.py"],
     "kernels.cu": ["tests/test_kernels.py"],
     "flash_attn.cu": ["tests/test_flash.py"]}
-OPTIONS = {"kernels.cu": ["-DBF16=0", "-DBF16=1"],
+OPTIONS = {"kernels.cu": [f"-DBF16={bf16} -DROW_THREADS=96" for bf16 in (0, 1)],
            "flash_attn.cu": [f"-DHEAD_DIM={D} -DHOPPER={hopper}" for D, hopper in ((32, 0), (64, 0), (128, 0), (64, 1))]}
 REFUSED = "the compiler"
 SKIPPED_TESTS = "not compiles and not launches_them_so"     # of the compiler for GPUs, and of model_gpu.py's table

@@ -329,7 +329,7 @@ def test_where_the_tests_on_a_gpu_run_and_in_which_precisions(monkeypatch, reaso
     names = runpy.run_path(test_on_gpu.__file__)
     skip = names["pytestmark"][0]
     assert skip.name == "skipif" and skip.args == (bool(reason),) and skip.kwargs == {"reason": str(reason)}
-    for name in ("test_attention", "test_muon", "test_generation", "test_rows_read_together"):
+    for name in ("test_attention", "test_widest_norm", "test_muon", "test_generation", "test_rows_read_together"):
         assert tried(names[name])["precision"] == precisions
 
 
@@ -341,6 +341,9 @@ def test_the_tests_on_a_gpu_pass_with_its_kernels_on_the_cpu(monkeypatch):
     monkeypatch.setattr(model_gpu, "Gpu", lambda config, precision, matmul: own(config, precision, "ours"))
     config = model_cpu.Config(dim=64, heads=2, kv_heads=1, layers=1, context=256, vocab=16, predict=2)
     monkeypatch.setattr(test_on_gpu, "GPU_CONFIG", config)
+    monkeypatch.setattr(test_model_gpu.Array, "get", np.ndarray.copy, raising=False)
+    test_on_gpu.test_widest_norm("fp32")
+    test_on_gpu.test_widest_norm("bf16")
     test_on_gpu.test_our_products()
     test_on_gpu.test_cached_logits([100, 4, 4, 148])
     test_on_gpu.test_muon("fp32")

@@ -143,6 +143,7 @@ def test_weights_of_the_heads():
     (dict(predict=True), "predict must be"), (dict(context="8"), "context must be"),
     (dict(dim=12, heads=3, kv_heads=3), "dim (12) must be a multiple of 8."),
     (dict(vocab=260), "vocab (260) must be a multiple of 8."),
+    (dict(vocab=65544), "vocab_size (65544) is more than 65,536: ids are uint16."),
     (dict(heads=16), "dim (16) must be a multiple of 2 x heads (2 x 16), for RoPE; take 8 heads."),
     (dict(kv_heads=3), "heads (4) must be a multiple of kv_heads (3); take 2 or 4 kv_heads."),
     (dict(mtp_weight=-0.1), "mtp_weight must be a finite number of at least 0, not -0.1."),

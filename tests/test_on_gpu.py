@@ -31,6 +31,19 @@ def within(error, bar, what):
     assert error <= bar, what
 
 
+def stored(array, precision):
+    """These numbers as the engine keeps activations: float32, or in bf16 its upper half."""
+    bits = array.astype(np.float32)
+    return (bits.view(np.uint32) >> 16).astype(np.uint16) if precision == "bf16" else bits
+
+
+def value(array):
+    """The numbers of an array of the GPU, as float64 on the host."""
+    bits = array.get()
+    floats = (bits.astype(np.uint32) << 16).view(np.float32) if bits.dtype == np.uint16 else bits
+    return floats.astype(np.float64)
+
+
 def on_gpu(reference, **options):
     """The GPU's model with the weights of the reference."""
     model = model_gpu.Model(reference.config, **options)
@@ -59,19 +72,9 @@ def attention_errors(gpu, B, T):
     """-> (error of the output, error of dqkv, which is that of q and k before RoPE) of the GPU's attention at (B,T)."""
     cupy, c, rng = model_gpu.cupy, gpu.config, np.random.default_rng(T)
 
-    def to_gpu(array):
-        bits = array.astype(np.float32)
-        if gpu.precision == "bf16":                   # the upper half of a float32
-            bits = (bits.view(np.uint32) >> 16).astype(np.uint16)
-        return cupy.asarray(bits)
-
-    def to_host(array):
-        bits = array.get()
-        floats = (bits.astype(np.uint32) << 16).view(np.float32) if bits.dtype == np.uint16 else bits
-        return floats.astype(np.float64).reshape(B, T, -1)
-
-    gpu_qkv, gpu_dout = [to_gpu(rng.standard_normal((B * T, width))) for width in (c.qkv_width, c.dim)]
-    qkv, dout = to_host(gpu_qkv), to_host(gpu_dout)
+    gpu_qkv, gpu_dout = [cupy.asarray(stored(rng.standard_normal((B * T, width)), gpu.precision))
+                         for width in (c.qkv_width, c.dim)]
+    qkv, dout = [value(array).reshape(B, T, -1) for array in (gpu_qkv, gpu_dout)]
     out, dqkv = np.empty_like(dout), np.empty_like(qkv)
     P = np.empty((B, c.kv_heads, c.heads // c.kv_heads, T, T))
     model_cpu.attention_forward(out, P, qkv, c.heads, c.kv_heads)
@@ -81,7 +84,26 @@ def attention_errors(gpu, B, T):
     lse, delta = [cupy.empty((B, c.heads, T), np.float32) for _ in range(2)]
     model_gpu.attention_forward(gpu, gpu_out, lse, gpu_qkv, B, T)
     model_gpu.attention_backward(gpu, gpu_dqkv, gpu_dout, gpu_out, lse, gpu_qkv, delta)
-    return distance(to_host(gpu_out), out), distance(to_host(gpu_dqkv), dqkv)
+    return distance(value(gpu_out).reshape(out.shape), out), distance(value(gpu_dqkv).reshape(dqkv.shape), dqkv)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_widest_norm(precision):
+    """A row of 8,192 numbers takes 1,024 threads, which leave each few registers."""
+    config = model_cpu.Config(dim=8192, heads=64, kv_heads=1, layers=1, context=8, vocab=8)
+    gpu, rng = model_gpu.Gpu(config, precision, "ours"), np.random.default_rng(0)
+    real = [model_gpu.cupy.asarray(stored(rng.standard_normal((5, 8192)), precision)) for _ in range(4)]
+    single = [model_gpu.cupy.asarray(rng.random(size, np.float32)) for size in (8192, 5, 8192)]
+    (x, before, dout, dx), (gain, rstd, dgain) = [[value(a) for a in arrays] for arrays in (real, single)]
+    model_cpu.rmsnorm_forward(out := np.empty_like(x), rstd, before, gain, config.norm_eps)
+    model_gpu.rmsnorm_forward(gpu, real[0], single[1], real[1], single[0], real[1])
+    within(distance(value(real[0]), out), ATTENTION_BARS[precision], f"{precision} norm of 8,192 columns")
+    change = np.empty_like(x)
+    model_cpu.rmsnorm_backward(change, dgain, dout, before, rstd, gain)
+    model_gpu.rmsnorm_backward(gpu, real[3], single[2], real[2], real[1], single[1], single[0],
+                               model_gpu.cupy.empty((5, 8192), np.float32), add=True)
+    within(distance(value(real[3]), dx + change), ATTENTION_BARS[precision], f"{precision} its gradient")
+    within(distance(value(single[2]), dgain), ATTENTION_BARS[precision], f"{precision} its gain's")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

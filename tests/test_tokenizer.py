@@ -923,6 +923,24 @@ def test_how_many_processes_are_started_and_how_many_chunks_are_under_way(monkey
         assert started == ([expected, "shut down"] if expected else []), (asked, found)
 
 
+def test_an_interrupt_while_processes_start_ends_them(large):
+    """At the worst moment: one has started, and nobody yet would stop it."""
+    code = """if True:
+        import multiprocessing.process, os, signal, sys
+        import tokenizer
+        start = multiprocessing.process.BaseProcess.start
+        def interrupted(self):
+            start(self)
+            os.kill(os.getpid(), signal.SIGINT)
+        multiprocessing.process.BaseProcess.start = interrupted
+        try:
+            tokenizer.Tokenizer.train_files(sys.argv[1:], 300, processes=2)
+        except KeyboardInterrupt:
+            sys.exit(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"""
+    done = subprocess.run([sys.executable, "-c", code, large], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0: {1, 5, 7}}[pid], raising=False)
     assert tk.available_cores() == 3
@@ -985,7 +1003,7 @@ def test_workers_end_with_their_parent_and_ctrl_c_does_not_reach_them(tokenizer,
                 and " Z " not in open(f"/proc/{pid}/stat").read()]
     for pid in workers:
         os.kill(pid, signal.SIGINT)
-    assert all(int(re.search(r"SigIgn:\s+(\w+)", open(f"/proc/{pid}/status").read())[1], 16) >> 1 & 1
+    assert all(int(re.search(r"SigBlk:\s+(\w+)", open(f"/proc/{pid}/status").read())[1], 16) >> 1 & 1
                for pid in workers) and alive() == workers
     parent.kill()
     parent.wait()

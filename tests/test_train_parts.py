@@ -21,7 +21,7 @@ from checkpoint import Ranks
 from model_cpu import CONFIGS, Config
 from tokenizer import Tokenizer
 
-NO_GPU = "The GPU needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`), or use --device cpu."
+NO_GPU = "The GPU needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`)."
 
 
 @pytest.fixture(autouse=True)
@@ -438,7 +438,7 @@ def test_a_dry_run_prints_the_plan(monkeypatch, capsys):
     largest = model_cpu.largest_micro_batch(plan, 1 << 30)
     assert 50 < largest < 150
     assert capsys.readouterr().out == (
-        "small: 1,053,824 parameters, 800 steps of 2,048 tokens in micro-batches of 16 x 128, 1 x cpu fp32, peak learning rate 0.004\n"
+        "small: 1,053,824 parameters, 800 steps of 2,048 tokens in micro-batches of 16 x 128, 1 x cpu fp32, muon, rate 0.004\n"
         + "".join(f"{name:>20} {size / 1048576:10.1f} MiB\n" for name, size in rows.items())
         + f"Free memory is 1,024 MiB: the largest micro-batch is {largest}.\n")
     monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
@@ -479,7 +479,7 @@ def test_a_dry_run_times_three_steps_where_there_is_a_gpu(monkeypatch, capsys):
     train.dry_run(config, s, Ranks())
     assert done == [((4, 8), (4, 11))] * 6
     assert capsys.readouterr().out.endswith(
-        "A step takes 500.0 ms, 64 tokens/s: the run would take 1:00:50.  Start it: python train.py small --data 'my text.txt'\n")
+        "A step takes 500.0 ms, 64 tokens/s: the run would take at most 1:00:50.  Start it: python train.py small --data 'my text.txt'\n")
 
 
 def test_devices(monkeypatch):
@@ -503,7 +503,9 @@ def test_devices(monkeypatch):
     assert train.choose_device("gpu", "small") == "gpu" and train.choose_device("cpu", "big") == "cpu"
     assert taken == 4 * [3] + [0]
     s = settings("--threads", "3")
-    assert train.model_options(s) == {"dtype": np.float32, "threads": 3, "optimizer": "muon"}
+    for optimizer in "muon", "adamw":
+        s.optimizer = optimizer
+        assert train.model_options(s) == {"dtype": np.float32, "threads": 3, "optimizer": optimizer}
     s = dataclasses.replace(s, device="gpu", precision="tf32", memory_limit=7, matmul="ours", micro_batch=5, optimizer="adamw")
     assert train.model_options(s) == {"precision": "tf32", "micro_batch": 5, "memory_limit": 7, "matmul": "ours",
                                       "optimizer": "adamw"}
@@ -1016,8 +1018,7 @@ def test_a_new_run(whole, capsys):
     assert (s.tokens_key, s.steps, s.seed, folder, state["script"], stop) == ("key", 781, 4, out, "train.py", "stop")
     assert capsys.readouterr().out == (
         "200,000 tokens are few for 800 steps: taking 781, which read them 8 times (--steps takes another number).\n"
-        "small: 1,053,824 parameters, 781 steps of 2,048 tokens, 2 threads; corpus text.txt: 200,000 tokens to train on, 900 to validate.\n"
-        "\nTalk to it: python chat.py --model out/small\n")
+        "small: 1,053,824 parameters, 781 steps of 2,048 tokens, 2 threads; corpus text.txt: 200,000 tokens to train on, 900 to validate.\n")
 
 
 def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
