@@ -33,8 +33,9 @@ import model_cpu
 import checkpoint
 import model_gpu
 import numpy as np
-from tokenizer import (CHAT_TEMPLATE, TEXT_ENDS, Parser, newest_checkpoint, number_type, printable, require,
-                       run_script, to_bytes, visible, whole_number)
+from script import (Parser, load_pyplot, newest_checkpoint, number_type, printable, require, run_script,
+                    whole_number)
+from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, to_bytes, visible
 
 # name: type, smallest and largest value, default, meaning.  Each is an option, on a terminal also a command.
 SETTINGS = {
@@ -183,7 +184,7 @@ def print_lens(model, tokenizer, text, path=None):
 def plot_lens(model, tokenizer, ids, path):
     """Draw to `path` what head 0 would say after each layer (a row) and position (a column): the likeliest
     next token, on the colour of its probability."""
-    pyplot, layers = checkpoint.load_pyplot(), model_cpu.layer_logits(model, np.array([ids]))
+    pyplot, layers = load_pyplot(), model_cpu.layer_logits(model, np.array([ids]))
     logits = np.array([z[-PLOTTED:, :tokenizer.vocab_size] for _, z in layers])         # (L+1,T,V)
     best, p = logits.argmax(axis=2), 1 / np.exp(logits - logits.max(axis=2, keepdims=True)).sum(axis=2)
     ids, shown = ids[-PLOTTED:], [visible(token).replace(" ", "\u2423") for token in tokenizer.tokens]

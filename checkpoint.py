@@ -37,8 +37,9 @@ import zlib
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
-from tokenizer import (CHAT_TEMPLATE, TEXT_ENDS, Parser, Tokenizer, check_plain, explain, known_template,
-                       naming, read_chunk, read_json, refusing, require, run_script, write_file)
+from script import (Parser, check_plain, explain, load_pyplot, naming, read_chunk, read_json, refusing, require,
+                    run_script, write_file)
+from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, Tokenizer, known_template
 
 MODEL, STATE = "model.safetensors", "train_state.safetensors"
 
@@ -425,16 +426,6 @@ class Log:
         rises = not self.risen and loss > self.best[0] + RISE
         self.risen |= rises
         return rises
-
-
-def load_pyplot():
-    """matplotlib's pyplot, drawing to files; ValueError, in one sentence, where it is missing."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
-    pyplot.switch_backend("Agg")
-    return pyplot
 
 
 def plot(folder):

@@ -63,7 +63,8 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, slope
-from tokenizer import Parser, Tokenizer, learn_merges, run_script, write_file
+from script import Parser, run_script, write_file
+from tokenizer import Tokenizer, learn_merges
 
 TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=16, predict=3, mtp_weight=0.7)
 TIED = dataclasses.replace(TINY, layers=1, predict=1, hidden=24, tied=True)     # as other people's models are

@@ -44,7 +44,8 @@ except ImportError:
           file=sys.stderr)
     sys.exit(2)
 
-from tokenizer import Parser, Tokenizer, require, run_script, visible
+from script import Parser, require, run_script
+from tokenizer import Tokenizer, visible
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ import model_cpu
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, as_batch, carve, check_batch, check_tokens, init_params,
                        largest_micro_batch, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, pieces, rope_table, table_bytes, update_table)
-from tokenizer import GpuError, Parser, require, run_script
+from script import GpuError, Parser, require, run_script
 
 try:
     import cupy

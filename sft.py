@@ -46,8 +46,8 @@ import re
 import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import numpy as np
-from tokenizer import (CHAT_TEMPLATE, CHATML_PARTS, END_OF_TEXT, END_OF_TURN, Parser, printable, read_chunk,
-                       require, run_script, whole_number)
+from script import Parser, printable, read_chunk, require, run_script, whole_number
+from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, END_OF_TEXT, END_OF_TURN
 
 # Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {        # the steps are set once the batches are counted

@@ -32,13 +32,10 @@ where a line that holds only <|endoftext|> separates documents (`read_documents`
 What it does not do: other patterns than GPT-2's and that with digits apart, other models than BPE,
 normalization, padding, truncation, offsets.
 """
-import argparse
 import array
 import concurrent.futures
 import contextlib
-import errno
 import functools
-import glob
 import heapq
 import itertools
 import json
@@ -51,6 +48,9 @@ import threading
 import time
 import unicodedata
 from collections import Counter, defaultdict, deque
+
+from script import (Parser, available_cores, naming, newest_checkpoint, read_chunk, read_json, refusing, replace_file,
+                    require, run_script, show_progress, whole_number, write_file)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
@@ -390,14 +390,6 @@ def find_chunks(path, start=0, end=None, *, size):
     return [(path, a, b) for a, b in itertools.pairwise([start, *cuts, end])]
 
 
-def read_chunk(path, start=0, end=None):
-    """Bytes [start, end) of a plain file, by default all."""
-    check_plain(path)
-    with naming(path), open(path, "rb") as file:
-        file.seek(start)
-        return file.read() if end is None else file.read(end - start)
-
-
 def run_chunks(function, chunks, processes, progress):
     """Yield function(*chunk) of each chunk, in order, from this process or, if there is enough for each, from
     several.
@@ -441,10 +433,6 @@ def start_worker(function):
 def work(*chunk):
     """What can be sent to a worker: this name, and a chunk."""
     return work.function(*chunk)
-
-
-def available_cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -695,12 +683,6 @@ def visible(token):
                    else f"\\u{ord(char):04x}" for char in text)
 
 
-def printable(text):
-    """A text without the characters that a terminal would obey instead of showing: all control characters but
-    tab and line end."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
-
-
 def show(tokenizer, text):
     """A text with a bar between its tokens; after a line end, which is shown as \\n, a new line begins."""
     tokens = [tokenizer.tokens[token] for token in tokenizer.encode(text)]
@@ -740,184 +722,6 @@ def main(argv):
     tokenizer = Tokenizer.load(path)
     text = sys.stdin.buffer.read() if arguments.text == "-" else os.fsencode(arguments.text)
     print(" ".join(map(str, tokenizer.encode(text))) if arguments.ids else show(tokenizer, text))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 7. What every script shares: files, options, errors
-
-def newest_checkpoint(instead):
-    """The folder in out/ whose weights were written last.  instead: what to do where there is none."""
-    weights = glob.glob(os.path.join("out", "*", "model.safetensors"))
-    require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
-    return os.path.dirname(max(weights, key=os.path.getmtime))
-
-
-def require(good, sentence, error=ValueError):
-    """An error, with this sentence, for what is not good."""
-    if not good:
-        raise error(sentence)
-
-
-@contextlib.contextmanager
-def naming(path):
-    """An OSError inside names this file; that of a full disk, or of a failed read, names none by itself."""
-    try:
-        yield
-    except OSError as error:
-        if error.strerror:                      # else it is a sentence of ours
-            error.filename = error.filename or os.fspath(path)
-        raise
-
-
-@contextlib.contextmanager
-def refusing(what):
-    """What goes wrong inside, where something is made of what a file holds, is one sentence: `what`, and in
-    brackets the reason."""
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{what} ({error}).") from None
-
-
-def check_plain(path):
-    """ValueError for a pipe, a device or a folder in place of a file: they could be read for ever."""
-    require(os.path.isfile(path) or not os.path.exists(path),       # what is missing, open() will say
-            f"{path} is not a plain file, so it is not read.")
-
-
-def read_json(path):
-    """The value in a file of JSON; ValueError, in one sentence, if it holds none."""
-    data = read_chunk(path)
-    with refusing(f"{path} is damaged: it is no JSON"):
-        return json.loads(data.decode("utf-8"))
-
-
-@contextlib.contextmanager
-def replace_file(path):
-    """Open a binary file that takes the place of `path` when all has been written, and not before."""
-    new = f"{os.fspath(path)}.new"
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(new)    # of a killed run; were it a pipe, opening it would wait for a reader
-        with naming(new), open(new, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(new)    # where it could not be finished
-
-
-def write_file(path, data):
-    """These bytes take the place of what is in `path`, whole or not at all."""
-    with replace_file(path) as file:
-        file.write(data)
-
-
-def show_progress(what, unit="MB", size=1e6):
-    """-> progress(done, total), in bytes or whatever `size` of make a unit: on a terminal a line that
-    rewrites itself, elsewhere one line at the end, if it was a unit at least."""
-    start = time.monotonic()
-
-    def progress(done, total):
-        seconds = max(time.monotonic() - start, 1e-9)
-        line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
-        if sys.stdout.isatty():
-            line += f", {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left"
-            print(f"\r{line} \033[K", end="\n" if done >= total else "", flush=True)
-        elif done >= total >= size:
-            print(f"{line}, {seconds:.1f} s", flush=True)
-    return progress
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one sentence, without ten lines of usage before it."""
-    def error(self, message):
-        self.exit(2, f"error: {message}; --help lists the options.\n")
-
-
-def number_type(kind, good, what):
-    """An argparse type: what `kind` makes of the text, if that satisfies `good`, or one sentence that says
-    `what` it must be."""
-    def parse(text):
-        with contextlib.suppress(ValueError, TypeError, OverflowError):
-            if good(value := kind(text)):                   # a NaN fails every comparison
-                return value
-        shown = text if len(text) <= 40 else text[:40] + "..."
-        raise argparse.ArgumentTypeError(f"must be {what}, not {shown!r}")
-    return parse
-
-
-def whole_number(least, most=10**9):
-    """An argparse type: an int within these bounds."""
-    what = f"a whole number of at least {least} and at most {most:,}"
-    return number_type(int, lambda x: least <= x <= most, what)
-
-
-class Outliving:
-    """The standard output or error of a script that must finish its work even if nobody reads what it says:
-    when the reader, say `head` or a terminal that is closed, has left, what is written goes nowhere."""
-    def __init__(self, stream):
-        self.stream = stream or open(os.devnull, "w")
-
-    def __getattr__(self, name):
-        found = getattr(self.stream, name)
-        return functools.partial(self.survive, found) if name in ("write", "flush") else found
-
-    def survive(self, function, *arguments):
-        try:
-            function(*arguments)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO): # a full disk, say, is an error
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-
-
-class GpuError(RuntimeError):
-    """What CUDA or a library of it refuses to do."""
-
-
-# what a user can do something about; all else is a mistake of ours, and shows where it was made
-MENDABLE = ValueError, OSError, MemoryError, concurrent.futures.BrokenExecutor
-
-
-def explain(error):
-    """An error as one sentence, which obeys nothing that a file would have a terminal do."""
-    if isinstance(error, OSError) and error.strerror:
-        where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
-        return f"{where}: {error.strerror}."
-    if isinstance(error, concurrent.futures.BrokenExecutor):
-        return "A process of the tokenizer ended early; if memory is short, use fewer processes."
-    if isinstance(error, MemoryError):
-        return f"There is not enough memory{f' ({error})' if str(error) else ''}."
-    return printable(" ".join(str(error).splitlines()))
-
-
-def run_script(main, to_the_end=False):
-    """Exit with what main(arguments) returns.  What the user can mend is one sentence and exit code 2.
-    to_the_end: the script's work is more than what it prints, so it goes on without a reader."""
-    # each is None where whoever started the script has closed it
-    sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
-    sys.stdout, sys.stderr = Outliving(sys.stdout) if to_the_end else sys.stdout, Outliving(sys.stderr)
-    try:
-        code = main(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:                                 # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except KeyboardInterrupt:
-        code = 130
-    except Exception as error:
-        of_gpu = isinstance(error, GpuError) or type(error).__module__.startswith("cupy")
-        if not of_gpu and not isinstance(error, MENDABLE):
-            raise
-        print(f"error: {'The GPU: ' * of_gpu}{explain(error)}", file=sys.stderr, flush=True)
-        if of_gpu:
-            os._exit(2)                                     # to give memory back would fail, too, and loudly
-        code = 2
-    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,9 @@ import model_gpu
 import numpy as np
 from checkpoint import Ranks
 from model_cpu import CONFIGS, OPTIMIZERS, generate
-from tokenizer import (END_OF_TEXT, SEPARATOR, TEXT_ENDS, Parser, Tokenizer, available_cores, check_plain,
-                       number_type, printable, read_chunk, refusing, require, run_script, show_progress,
-                       whole_number, write_file)
+from script import (Parser, available_cores, check_plain, number_type, printable, read_chunk, refusing,
+                    require, run_script, show_progress, whole_number, write_file)
+from tokenizer import END_OF_TEXT, SEPARATOR, TEXT_ENDS, Tokenizer
 
 
 # ------------------------------------------------------------------------------------------------------------

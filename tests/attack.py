@@ -58,9 +58,9 @@ def call(script, arguments, folder):
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]    # a huge array is a MemoryError, not the machine's end
             resource.setrlimit(resource.RLIMIT_AS, (8 << 30 if hard == resource.RLIM_INFINITY else min(8 << 30, hard), hard))
             sys.argv = [script, *arguments]
-            import tokenizer
+            from script import run_script
             module = __import__(script.removesuffix(".py"))
-            tokenizer.run_script(module.main, to_the_end=script != "chat.py")
+            run_script(module.main, to_the_end=script != "chat.py")
         except SystemExit as left:
             code = left.code or 0
         except BaseException:
@@ -113,7 +113,8 @@ import os, sys, time
 (root, gate, step, script), parent = sys.argv[1:5], os.getppid()
 sys.path.insert(0, root)
 sys.argv = [os.path.join(root, script), *sys.argv[5:]]
-import tokenizer, train
+import train
+from script import run_script
 module, training_step = __import__(script.removesuffix(".py")), train.training_step
 def gated(model, *arguments):
     while model.step >= int(step) and not os.path.exists(gate + ".open"):
@@ -123,7 +124,7 @@ def gated(model, *arguments):
             os._exit(1)
     return training_step(model, *arguments)
 train.training_step = gated
-tokenizer.run_script(module.main, to_the_end=True)
+run_script(module.main, to_the_end=True)
 """
 
 

@@ -52,7 +52,8 @@ def best_times(functions, rounds):
 
 def bench_tokenizer(arguments):
     """Train 4096 tokens on a text file and encode it with GPT-2's tokenizer, from an empty cache each time."""
-    from tokenizer import Tokenizer, available_cores
+    from script import available_cores
+    from tokenizer import Tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "text.txt"
@@ -127,7 +128,7 @@ def bench_cpu(arguments):
     import numpy as np
 
     import model_cpu
-    from tokenizer import available_cores
+    from script import available_cores
 
     config, (B, T), cores = model_cpu.CONFIGS["small"], (arguments.batch, 128), available_cores()
     rng = np.random.default_rng(0)
@@ -345,7 +346,7 @@ def decode_on_cpu(arguments, folder):
     one: the products of a single token are so small that its threads often cost more than they bring."""
     import checkpoint
     import model_cpu
-    from tokenizer import available_cores
+    from script import available_cores
 
     if folder is None and os.path.exists(os.path.join("out", "small", "config.json")):
         folder = os.path.join("out", "small")
@@ -564,7 +565,7 @@ def bench_counts(arguments):
     import checkpoint
     import model_cpu
     import train
-    from tokenizer import available_cores
+    from script import available_cores
 
     folder = arguments.model or "out/small"
     model = None

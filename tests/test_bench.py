@@ -146,7 +146,7 @@ def test_decode_beside_pytorch(small_presets, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: --peer needs PyTorch: pip install -r tests/peers/requirements.txt.\n"
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
-    monkeypatch.setattr("tokenizer.available_cores", lambda: 2)
+    monkeypatch.setattr("script.available_cores", lambda: 2)
     rows = ROW.findall(run(*command))
     torch.set_num_threads(before)
     assert [row[1] for row in rows] == [*OURS[::2], *(f"peer: PyTorch eager, threads: {n}" for n in (1, 2))] * 4

@@ -24,7 +24,8 @@ import chat
 import checkpoint
 import model_cpu
 import model_gpu
-from tokenizer import CHATML_PARTS, SPECIAL_TOKENS, Tokenizer, known_template, printable, run_script, visible
+from script import printable, run_script
+from tokenizer import CHATML_PARTS, SPECIAL_TOKENS, Tokenizer, known_template, visible
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOOP = "é世🙂ж"                                 # its 11 bytes are 11 different tokens, so each can have one successor
@@ -770,7 +771,7 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
     for most in (64, 7):
         drawn.cells.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "load_pyplot", lambda: pyplot)
+            patch.setattr(chat, "load_pyplot", lambda: pyplot)
             patch.setattr(chat, "PLOTTED", most)
             code, out, _ = run(models, "--model", "out/random", "--lens", text, "--plot", "lens.png")
         T = min(32, most)
@@ -784,7 +785,7 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
     colours = []
     axes.text = lambda x, y, text, color, **options: colours.append(color)
     with monkeypatch.context() as patch:                    # dark letters on light colours, light ones on dark
-        patch.setattr(checkpoint, "load_pyplot", lambda: pyplot)
+        patch.setattr(chat, "load_pyplot", lambda: pyplot)
         certain = np.log([[0.58, 0.42, 1e-30], [0.62, 1e-30, 0.38], [1e-30, 1.0, 1e-30]])
         patch.setattr(model_cpu, "layer_logits", lambda model, inputs: [(None, certain)])
         chat.plot_lens(model, types.SimpleNamespace(vocab_size=3, tokens=[b"a", b"b", b"c"]), [0, 1, 2], "lens.png")

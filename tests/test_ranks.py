@@ -35,7 +35,7 @@ LAUNCHED = {name for names in checkpoint.LAUNCHERS for name in names} | {"MASTER
 TRAP = '''
 import os, resource, signal, sys, threading, time
 sys.path.insert(0, os.environ["CODE"])
-import checkpoint, model_cpu, train, sft, tokenizer
+import checkpoint, model_cpu, train, sft, script, tokenizer
 from checkpoint import Ranks
 rank = int(os.environ.get("RANK", 0))
 
@@ -65,7 +65,7 @@ def die_upon(name):
         die()
     threading.Thread(target=wait, daemon=True).start()
 exec(os.environ.get("TRAP", ""))
-tokenizer.run_script({"train": train, "sft": sft}[os.environ.get("SCRIPT", "train")].main, to_the_end=True)
+script.run_script({"train": train, "sft": sft}[os.environ.get("SCRIPT", "train")].main, to_the_end=True)
 '''
 
 

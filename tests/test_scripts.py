@@ -1,4 +1,4 @@
-"""What every script shares (the last section of tokenizer.py): one sentence for an error, bounds of numbers, plain files,
+"""What every script shares (script.py): one sentence for an error, bounds of numbers, plain files,
 and a reader that leaves."""
 import errno
 import importlib
@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+import script
 import tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -72,7 +73,7 @@ def test_the_bounds_of_whole_numbers(capsys, script, options):
 
 
 def test_bounds_are_inclusive():
-    parse = tokenizer.whole_number(2, 5)
+    parse = script.whole_number(2, 5)
     assert [parse(str(x)) for x in range(2, 6)] == [2, 3, 4, 5]
     for text in ("1", "6", "2.0", "x", "", "9" * 5000):
         with pytest.raises(Exception, match="must be a whole number of at least 2 and at most 5, not") as error:
@@ -82,24 +83,24 @@ def test_bounds_are_inclusive():
 
 def test_errors_as_sentences():
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert tokenizer.explain(full) == "Input or output failed: No space left on device."
-    for function in (lambda: open("/no/such/file"), lambda: tokenizer.read_chunk("/no/such/file")):
+    assert script.explain(full) == "Input or output failed: No space left on device."
+    for function in (lambda: open("/no/such/file"), lambda: script.read_chunk("/no/such/file")):
         with pytest.raises(OSError) as error:
             function()
-        assert tokenizer.explain(error.value) == "Cannot use /no/such/file: No such file or directory."
-    with pytest.raises(OSError) as error, tokenizer.naming("here"):
+        assert script.explain(error.value) == "Cannot use /no/such/file: No such file or directory."
+    with pytest.raises(OSError) as error, script.naming("here"):
         raise full
-    assert tokenizer.explain(error.value) == "Cannot use here: No space left on device."
-    with pytest.raises(OSError) as error, tokenizer.naming("here"):
+    assert script.explain(error.value) == "Cannot use here: No space left on device."
+    with pytest.raises(OSError) as error, script.naming("here"):
         raise OSError(errno.EIO, "Input/output error", "there")         # it has a name already
-    assert tokenizer.explain(error.value) == "Cannot use there: Input/output error."
-    with pytest.raises(OSError) as error, tokenizer.naming("here"):
+    assert script.explain(error.value) == "Cannot use there: Input/output error."
+    with pytest.raises(OSError) as error, script.naming("here"):
         raise OSError("A sentence of ours.")
-    assert tokenizer.explain(error.value) == "A sentence of ours."
-    assert tokenizer.explain(ValueError("a name\nof \x1b[1mothers\x07.")) == "a name of \ufffd[1mothers\ufffd."
-    assert tokenizer.explain(MemoryError()) == "There is not enough memory."
-    assert tokenizer.explain(MemoryError("Unable to allocate 7 GiB")) == "There is not enough memory (Unable to allocate 7 GiB)."
-    assert tokenizer.explain(ValueError("One sentence.")) == "One sentence."
+    assert script.explain(error.value) == "A sentence of ours."
+    assert script.explain(ValueError("a name\nof \x1b[1mothers\x07.")) == "a name of \ufffd[1mothers\ufffd."
+    assert script.explain(MemoryError()) == "There is not enough memory."
+    assert script.explain(MemoryError("Unable to allocate 7 GiB")) == "There is not enough memory (Unable to allocate 7 GiB)."
+    assert script.explain(ValueError("One sentence.")) == "One sentence."
 
 
 @pytest.mark.parametrize("error, code, words", [
@@ -111,7 +112,7 @@ def test_a_script_ends_with_one_sentence(monkeypatch, capsys, error, code, words
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, getattr(sys, name))              # run_script wraps them
     with pytest.raises(SystemExit) as left:
-        tokenizer.run_script(main)
+        script.run_script(main)
     assert left.value.code == code and capsys.readouterr().err == words
 
 
@@ -120,7 +121,7 @@ def test_what_is_no_plain_file_is_not_read(tmp_path):
     os.symlink("/dev/zero", tmp_path / "zero")
     signal.alarm(600)                               # a read would never end
     for name in ("pipe", "zero", "."):
-        for read in (tokenizer.read_chunk, tokenizer.read_json, tokenizer.check_plain, tokenizer.Tokenizer.load):
+        for read in (script.read_chunk, script.read_json, script.check_plain, tokenizer.Tokenizer.load):
             with pytest.raises(ValueError, match="is not a plain file, so it is not read"):
                 read(os.path.join(tmp_path, name))
     (tmp_path / "deep.json").write_text("[" * 100_000)
@@ -128,11 +129,11 @@ def test_what_is_no_plain_file_is_not_read(tmp_path):
     (tmp_path / "long.json").write_text("1" * 5000)
     for name in ("deep.json", "latin.json", "long.json"):
         with pytest.raises(ValueError, match=f"{name} is damaged: it is no JSON"):
-            tokenizer.read_json(str(tmp_path / name))
+            script.read_json(str(tmp_path / name))
     os.mkfifo(tmp_path / "new.json.new")            # of no run of ours: it is replaced, not waited for
-    with tokenizer.replace_file(tmp_path / "new.json") as file:
+    with script.replace_file(tmp_path / "new.json") as file:
         file.write(b"7")
-    assert tokenizer.read_json(tmp_path / "new.json") == 7 and not os.path.exists(tmp_path / "new.json.new")
+    assert script.read_json(tmp_path / "new.json") == 7 and not os.path.exists(tmp_path / "new.json.new")
     signal.alarm(0)
 
 
@@ -153,7 +154,7 @@ def test_output_outlives_its_reader_but_not_its_disk(number, survives):
     stream = Broken(number, fd)
     stream.fileno = lambda: fd
     stream.flush = lambda: stream.write("")
-    out = tokenizer.Outliving(stream)
+    out = script.Outliving(stream)
     for action in (lambda: print("x", file=out), out.flush):
         if survives:
             action()
@@ -162,7 +163,7 @@ def test_output_outlives_its_reader_but_not_its_disk(number, survives):
             with pytest.raises(OSError):
                 action()
     os.close(fd)
-    nowhere = tokenizer.Outliving(None)
+    nowhere = script.Outliving(None)
     nowhere.write("x")
     nowhere.flush()
     assert not nowhere.isatty()
@@ -233,7 +234,7 @@ def test_how_fast_something_goes(monkeypatch, capsys):
     """Progress elsewhere than on a terminal: nothing until the end; and the units that it is told."""
     clock = iter([5.0, 5.5, 9.0])
     monkeypatch.setattr(tokenizer.time, "monotonic", lambda: next(clock))
-    progress = tokenizer.show_progress("counted:", "thousand words", 1e3)
+    progress = script.show_progress("counted:", "thousand words", 1e3)
     progress(1999, 2000)
     assert capsys.readouterr().out == ""
     progress(2000, 2000)

@@ -22,6 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import script  # noqa: E402
 import tokenizer as tk  # noqa: E402
 from tokenizer import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, Tokenizer, known_template  # noqa: E402
 
@@ -546,7 +547,7 @@ def test_chunks_by_hand(tmp_path, monkeypatch):
                              (7, 7, [])]:
         cuts = [start, *cuts, end]
         assert tk.find_chunks(path, start, end, size=30) == [(path, a, b) for a, b in zip(cuts, cuts[1:])]
-    assert tk.read_chunk(path, 4, 9) == b"b ab "
+    assert script.read_chunk(path, 4, 9) == b"b ab "
     path.write_text("a" * 34 + "aaaaaaaaaa bcd" + "a" * 60)         # no place to cut within the window: in its middle
     assert tk.find_chunks(path, 4, 80, size=30) == [(path, 4, 39), (path, 39, 69), (path, 69, 80)]
 
@@ -760,7 +761,7 @@ def test_of_a_long_text_the_end_is_kept_in_a_whole_frame(chatml, template):
 def test_progress_in_a_file_and_on_a_terminal(monkeypatch, capsys):
     clock = iter([100.0, 102.0, 104.0, 108.0])
     monkeypatch.setattr(tk.time, "monotonic", lambda: next(clock))
-    progress = tk.show_progress("words counted:")
+    progress = script.show_progress("words counted:")
     progress(0, 16_000_000)                                             # elsewhere only the end is told
     progress(8_000_000, 16_000_000)
     assert capsys.readouterr().out == ""
@@ -769,10 +770,10 @@ def test_progress_in_a_file_and_on_a_terminal(monkeypatch, capsys):
     clock = itertools.count(1.0, 0.5)
     # of nearly nothing, none
     for total, said in ((999_999, ""), (1_000_000, "words: 1 MB, 2.0 MB/s, 0.5 s\n"), (0, "")):
-        tk.show_progress("words:")(total, total)
+        script.show_progress("words:")(total, total)
         assert capsys.readouterr().out == said
     clock = iter([50.0, 50.0, 54.0, 58.0, 60.0])
-    progress = tk.show_progress("seen:", "thousand", 1e3)
+    progress = script.show_progress("seen:", "thousand", 1e3)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for done in (0, 2000, 6000, 8000):
         progress(done, 8000)
@@ -782,7 +783,7 @@ def test_progress_in_a_file_and_on_a_terminal(monkeypatch, capsys):
         "\rseen: 6 thousand, 0.8 thousand/s, 75%, 3 s left \033[K"
         "\rseen: 8 thousand, 0.8 thousand/s, 100%, 0 s left \033[K\n")
     clock = iter([70.0, 72.0])
-    tk.show_progress("read:", "files", 1)(1, 3)                         # the least that can be done
+    script.show_progress("read:", "files", 1)(1, 3)                         # the least that can be done
     assert capsys.readouterr().out == "\rread: 1 files, 0.5 files/s, 33%, 4 s left \033[K"
 
 
@@ -807,7 +808,7 @@ def test_text_without_white_space_is_cut_between_kinds(tokenizer, tmp_path, monk
         path.write_text(text, encoding="utf-8")
         chunks = tk.find_chunks(path, size=300)
         assert len(chunks) > 5 and max(end - start for _, start, end in chunks) < 800
-        assert all(tk.read_chunk(*chunk).decode("utf-8") for chunk in chunks)
+        assert all(script.read_chunk(*chunk).decode("utf-8") for chunk in chunks)
         assert tokenizer.decode(encode_to_ids(tokenizer, path)) == text + EOT
 
 
@@ -943,12 +944,12 @@ def test_an_interrupt_while_processes_start_ends_them(large):
 
 def test_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0: {1, 5, 7}}[pid], raising=False)
-    assert tk.available_cores() == 3
+    assert script.available_cores() == 3
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    assert tk.available_cores() == 4
+    assert script.available_cores() == 4
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert tk.available_cores() == 1
+    assert script.available_cores() == 1
 
 
 def test_a_file_that_goes_away_is_one_sentence(tmp_path, monkeypatch):
@@ -980,7 +981,7 @@ def test_a_worker_that_dies_is_one_sentence(tokenizer, large, tmp_path, monkeypa
     monkeypatch.setattr(tk, "read_documents", lambda *_: os._exit(3))
     with pytest.raises(concurrent.futures.BrokenExecutor) as died:
         tokenizer.encode_file(large, tmp_path / "out.bin", processes=2)
-    assert tk.explain(died.value) == ("A process of the tokenizer ended early; if memory is short, use fewer "
+    assert script.explain(died.value) == ("A process of the tokenizer ended early; if memory is short, use fewer "
                                       "processes.")
     assert list(tmp_path.iterdir()) == []
 
@@ -1240,9 +1241,9 @@ def test_a_failed_save_keeps_the_old_file(tokenizer, tmp_path, monkeypatch):
 # What every script shares, where tests/test_scripts.py does not look
 
 def test_an_error_without_a_number_keeps_its_words():
-    with pytest.raises(OSError) as caught, tk.naming("file"):
+    with pytest.raises(OSError) as caught, script.naming("file"):
         raise OSError("A sentence of our own.")
-    assert str(caught.value) == tk.explain(caught.value) == "A sentence of our own."
+    assert str(caught.value) == script.explain(caught.value) == "A sentence of our own."
 
 
 def test_a_file_is_replaced_when_all_is_on_the_disk(tmp_path, monkeypatch):
@@ -1251,25 +1252,25 @@ def test_a_file_is_replaced_when_all_is_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda a, b: calls.append(("replace", str(a), str(b))) or replace(a, b))
     path.write_text("old")
     os.mkfifo(tmp_path / "file.new")                        # which nobody reads: opening it would wait
-    with tk.replace_file(path) as file:
+    with script.replace_file(path) as file:
         file.write(b"new")
         assert path.read_text() == "old"
     assert path.read_text() == "new" and calls == [("fsync", 3), ("replace", f"{path}.new", str(path))]
     for error in KeyboardInterrupt(), OSError(28, "No space left on device"), ValueError("x"):
-        with pytest.raises(type(error)) as caught, tk.replace_file(path) as file:
+        with pytest.raises(type(error)) as caught, script.replace_file(path) as file:
             file.write(b"half")
             raise error
         assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
         assert getattr(caught.value, "filename", f"{path}.new") == f"{path}.new"
-    with pytest.raises(FileNotFoundError, match="no/file.new"), tk.replace_file(tmp_path / "no" / "file"):
+    with pytest.raises(FileNotFoundError, match="no/file.new"), script.replace_file(tmp_path / "no" / "file"):
         pass
 
 
 def test_options_are_checked_in_one_sentence(capsys):
-    parser = tk.Parser(prog="x")
-    parser.add_argument("--n", type=tk.whole_number(2, 2000))
-    parser.add_argument("--m", type=tk.whole_number(0))
-    parser.add_argument("--p", type=tk.number_type(float, lambda x: 0 < x <= 1, "a number"))
+    parser = script.Parser(prog="x")
+    parser.add_argument("--n", type=script.whole_number(2, 2000))
+    parser.add_argument("--m", type=script.whole_number(0))
+    parser.add_argument("--p", type=script.number_type(float, lambda x: 0 < x <= 1, "a number"))
     for n in "2", "2000":
         assert parser.parse_args(["--n", n]).n == int(n)
     assert parser.parse_args(["--m", "1000000000", "--p", "1"]).p == 1.0
@@ -1297,7 +1298,7 @@ def test_a_script_ends_with_its_code(code, monkeypatch):
     for name, value in [("stdin", None), ("stdout", out), ("stderr", err), ("argv", ["x", "a", "b"])]:
         monkeypatch.setattr(sys, name, value)
     with pytest.raises(SystemExit) as error:
-        tk.run_script(main)
+        script.run_script(main)
     assert sys.stdin.read() == ""                           # it was closed
     assert error.value.code == code and out.buffer.getvalue() == b"out\n" and err.getvalue() == ""
 
@@ -1305,7 +1306,7 @@ def test_a_script_ends_with_its_code(code, monkeypatch):
 def test_an_error_of_the_gpu_is_a_sentence_and_a_mistake_of_ours_is_not(monkeypatch, capsys):
     gpu_error = type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api.runtime"})
     monkeypatch.setattr(os, "_exit", sys.exit)          # which does not give back what a broken GPU would refuse
-    for kind, words in ((gpu_error, "error: The GPU: it is lost\n"), (tk.GpuError, "error: The GPU: it is lost\n"),
+    for kind, words in ((gpu_error, "error: The GPU: it is lost\n"), (script.GpuError, "error: The GPU: it is lost\n"),
                         (ValueError, "error: it is lost\n"), (RuntimeError, None)):
         def main(arguments, kind=kind):
             raise kind("it is lost")
@@ -1313,29 +1314,29 @@ def test_an_error_of_the_gpu_is_a_sentence_and_a_mistake_of_ours_is_not(monkeypa
             monkeypatch.setattr(sys, name, getattr(sys, name))              # run_script wraps them
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
         with pytest.raises(SystemExit if words else RuntimeError) as error:
-            tk.run_script(main)
+            script.run_script(main)
         assert not words or (error.value.code == 2 and capsys.readouterr().err == words)
 
 
 @pytest.mark.parametrize("options, work_done", [("", False), (", to_the_end=True", True)])
 def test_a_script_whose_reader_leaves(tmp_path, options, work_done):
-    (tmp_path / "script.py").write_text(f"""import sys
+    (tmp_path / "a_script.py").write_text(f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
-import tokenizer
+from script import run_script
 def main(arguments):
     for _ in range(10):
         print("x" * 100_000)
     open("done", "w").close()
     raise ValueError("the end")
-tokenizer.run_script(main{options})
+run_script(main{options})
 """)
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=600)
+    done = subprocess.run([sys.executable, "a_script.py"], cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=600)
     os.close(writer)
     assert (tmp_path / "done").exists() == work_done
     assert (done.returncode, done.stderr) == ((2, b"error: the end\n") if work_done else (0, b""))
-    done = subprocess.run(f"exec {sys.executable} script.py <&- >&- 2>&-", shell=True, cwd=tmp_path, timeout=600)
+    done = subprocess.run(f"exec {sys.executable} a_script.py <&- >&- 2>&-", shell=True, cwd=tmp_path, timeout=600)
     assert done.returncode == 2 and (tmp_path / "done").exists()            # all streams closed from the start
 
 
