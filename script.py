@@ -5,6 +5,7 @@ Read before it: nothing, and nothing here is about language models.  Come back w
 What this file does not do: it knows no tokens and no tensors; it needs the standard library alone.
 """
 import argparse
+import ast
 import concurrent.futures
 import contextlib
 import errno
@@ -218,3 +219,67 @@ def load_pyplot():
         raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
     pyplot.switch_backend("Agg")
     return pyplot
+
+
+def parse_size(text):
+    """12GB, 800MB, 1.5GiB or a number of bytes -> bytes."""
+    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+memory_size = number_type(parse_size, lambda size: 1 <= size < 1e18, "a size such as 12GB or 800MB")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The English inside every Python: what the small model learns from where there is no network
+# ------------------------------------------------------------------------------------------------------------
+def python_docstrings():
+    """Yield [(qualified name, docstring), ...] of each module of the standard library: the module's own
+    first, then those of its classes and functions as they stand in the file."""
+    library = os.path.dirname(os.__file__)
+    others = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"}
+    for folder, folders, names in os.walk(library):
+        folders[:] = sorted(set(folders) - others)
+        for name in sorted(name for name in names if name.endswith(".py")):
+            path = os.path.join(folder, name)
+            module = os.path.relpath(path, library)[:-3].replace(os.sep, ".").removesuffix(".__init__")
+            with contextlib.suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
+                yield list(docstrings_below(ast.parse(file.read()), module))
+
+
+def docstrings_below(node, name):
+    """Yield (name, docstring) of a syntax tree's node, which has that name, and of all definitions in it,
+    depth first."""
+    definition = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    if isinstance(node, (ast.Module, *definition)):
+        docstring = ast.get_docstring(node)
+        if docstring:
+            yield name, docstring
+    for child in ast.iter_child_nodes(node):
+        yield from docstrings_below(child, f"{name}.{child.name}" if isinstance(child, definition) else name)
+
+
+def is_prose(paragraph):
+    """Whether a paragraph is long enough, almost all letters, and no example of code."""
+    letters = sum(char.isalpha() or char in " ,.;:'-" for char in paragraph)
+    return len(paragraph) >= 40 and letters > 0.9 * len(paragraph) and ">>>" not in paragraph
+
+
+def write_python_corpus(path, separator):
+    """About 2 MB of English that every interpreter carries: the language reference (pydoc_data.topics) and
+    the docstrings of the standard library.  Prose paragraphs only, each once; a document a topic or module,
+    with lines of `separator` between them."""
+    import pydoc_data.topics
+    documents = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    documents += ["\n\n".join(text for _, text in docstrings) for docstrings in python_docstrings()]
+    seen = set()
+    kept = []
+    for document in documents:
+        paragraphs = dict.fromkeys(" ".join(part.split()) for part in re.split(r"\n\s*\n", document))
+        prose = [paragraph for paragraph in paragraphs if is_prose(paragraph) and paragraph not in seen]
+        seen.update(prose)
+        if prose:
+            kept.append("\n\n".join(prose))
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    write_file(path, f"\n\n{separator}\n\n".join(kept).encode())

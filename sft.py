@@ -46,7 +46,7 @@ import re
 import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import numpy as np
-from script import Parser, printable, read_chunk, require, run_script, whole_number
+from script import Parser, printable, python_docstrings, read_chunk, require, run_script, whole_number
 from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, END_OF_TEXT, END_OF_TURN
 
 # Chosen by short runs; docs/notes.md says what else was tried.
@@ -80,38 +80,45 @@ def read_conversations(paths):
     conversations = []
     for path in paths:
         require(os.path.isfile(path), f"{path} is not a file; --data takes .json, .jsonl, and texts.")
-        read = (read_records if path.lower().endswith((".json", ".jsonl")) else
-                python_pairs if re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)) else play_pairs)
-        conversations += read(path)
+        if path.lower().endswith((".json", ".jsonl")):
+            conversations += read_records(path)
+        elif re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)):
+            conversations += python_pairs(path)
+        else:
+            conversations += play_pairs(path)
     return conversations
 
 
-def read_json(path):
+def json_values(path):
     """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
-    that is no JSON."""
+    that is not JSON."""
     text = read_chunk(path).decode("utf-8-sig", "surrogateescape")
-    one_list, values = text.lstrip().startswith("["), []
-    for number, piece in enumerate([text] if one_list else text.split("\n")):
+    is_list = text.lstrip().startswith("[")
+    values = []
+    for number, part in enumerate([text] if is_list else text.split("\n")):
         try:
-            if piece.strip():
-                values.append(json.loads(piece))
+            if part.strip():
+                values.append(json.loads(part))
         except (ValueError, RecursionError) as error:
             line = number + getattr(error, "lineno", 1)
             raise ValueError(f"{path}, line {line}, is not JSON ({getattr(error, 'msg', error)}); the file "
                              "must hold one list of records, or one record a line.") from None
-    return values[0] if one_list else values
+    return values[0] if is_list else values
 
 
 def read_records(path):
     """The conversations in a file of JSON.  Records that cannot be used are left out, which is said."""
-    records, conversations, wrong = read_json(path), [], {}
+    records = json_values(path)
+    conversations = []
+    wrong = {}                                      # what is wrong -> the numbers of the records
     for number, record in enumerate(records, 1):
         try:
             conversations.append(make_turns(record))
         except ValueError as error:
             wrong.setdefault(str(error), []).append(number)
-    said = f"{path}: {len(conversations):,} of {len(records):,} records can be used" + "".join(
-        f"; {len(numbers):,} with {what} (first: record {numbers[0]:,})" for what, numbers in wrong.items())
+    said = f"{path}: {len(conversations):,} of {len(records):,} records can be used"
+    for what, numbers in wrong.items():
+        said += f"; {len(numbers):,} with {what} (first: record {numbers[0]:,})"
     require(conversations, f"{said}.")
     if wrong:
         print(f"{said}.")
@@ -123,23 +130,30 @@ def make_turns(record):
     every text as it stands; an empty system text is none.  ValueError says in a few words what the record has
     that is wrong."""
     require(isinstance(record, dict), "no named fields")
-    messages, system = record.get("messages"), ""
-    if messages is None:        # an instruction and its input are one text
-        names = ["instruction", "input", "output"] if record.get("input") else ["instruction", "output"]
-        roles, texts = ["user", "assistant"], [record.get(name) for name in names]
+    messages = record.get("messages")
+    if messages is None:
+        given = [record.get("instruction"), record.get("input") or "", record.get("output")]
+        check_texts(given)
+        messages = [("user", as_text(given[:2])), ("assistant", given[2])]
     else:
         require(isinstance(messages, list) and all(isinstance(message, dict) for message in messages),
                 "messages that are no list of objects")
-        roles, texts = ([message.get(name) for message in messages] for name in ("role", "content"))
-    require(all(isinstance(text, str) for text in texts), "no text as instruction and output, or as content")
-    if messages is None:
-        texts = [as_text(texts[:-1]), texts[-1]]
-    elif roles[:1] == ["system"]:
-        system, roles, texts = texts[0], roles[1:], texts[1:]
+        messages = [(message.get("role"), message.get("content")) for message in messages]
+        check_texts([text for _, text in messages])
+    system = []
+    if messages and messages[0][0] == "system":
+        system = [(messages[0][1], None)] if messages[0][1] else []
+        messages = messages[1:]
+    roles = [role for role, _ in messages]
+    texts = [text for _, text in messages]
     require(roles and roles == ["user", "assistant"] * (len(roles) // 2), "no user and assistant in turn")
     # from an empty one a model would learn to be silent
     require(all(response.strip() for response in texts[1::2]), "an empty response")
-    return [(system, None)] * bool(system) + list(zip(texts[::2], texts[1::2]))
+    return system + list(zip(texts[::2], texts[1::2]))
+
+
+def check_texts(texts):
+    require(all(isinstance(text, str) for text in texts), "no text as instruction and output, or as content")
 
 
 def as_text(parts):
@@ -149,28 +163,31 @@ def as_text(parts):
 
 def opening(turns):
     """What a conversation begins with: (system text or "", first user text)."""
-    (text, response), *others = turns
-    return ("", text) if response is not None else (text, others[0][0])
+    text, response = turns[0]
+    if response is None:
+        return text, turns[1][0]
+    return "", text
 
 
 def cut_prompt(tokenizer, beginning, T):
     """The ids of what `opening` gives, up to where the answer begins, of which a quarter of the window T is
     left.  The system text stays and the user's is cut; but if that would leave this one less than half of the
     room, both are one text, of which the end is kept."""
-    (system, text), room = beginning, T - T // 4
+    system, text = beginning
+    room = T - T // 4
     if len(tokenizer.prompt("", None, system)) > room // 2:
-        system, text = "", as_text(beginning)
+        return tokenizer.prompt(as_text(beginning), room)
     return tokenizer.prompt(text, room, system)
 
 
 def python_pairs(path):
     """Pairs (name, first paragraph of its documentation) from the standard library, for a model that was
-    trained on the file `path` that train.write_python_corpus wrote.  Held out: only those whose response
+    trained on the file `path` that script.write_python_corpus wrote.  Held out: only those whose response
     occurs nowhere in what the model read.  These are mostly the short ones, since the corpus takes paragraphs
     from 40 characters up."""
     learned = read_chunk(path, 0, train.split_point(path)).decode("utf-8", "replace")
     pairs = {}
-    for name, docstring in itertools.chain.from_iterable(train.python_docstrings()):
+    for name, docstring in itertools.chain.from_iterable(python_docstrings()):
         first = " ".join(re.split(r"\n\s*\n", docstring.strip())[0].split())
         if " " in first and first not in learned:
             pairs.setdefault(name, first)                   # a name may be defined twice
@@ -189,8 +206,11 @@ def play_pairs(path):
     held_out = held_out.decode("utf-8", "replace").replace("\r\n", "\n")
     paragraphs = re.split(r"\n\n+", held_out.strip())
     speeches = [re.fullmatch(r"[^\n:]{1,40}:\n(.+)", paragraph, re.DOTALL) for paragraph in paragraphs]
-    pairs = [[(" ".join(speech[1].split()), reply[1])]
-             for speech, reply in itertools.pairwise(speeches) if speech and reply]
+    pairs = []
+    for speech, reply in itertools.pairwise(speeches):
+        if speech and reply:
+            question = " ".join(speech[1].split())
+            pairs.append([(question, reply[1])])
     require(len(pairs) > len(paragraphs) // 2,
             f"{path} is neither a play nor the text inside Python, so it gives no questions; {NAME_SOME}")
     return pairs
@@ -206,10 +226,12 @@ def make_example(tokenizer, turns, T):
     mask: True at what is learned, the responses with their end tokens.  If it is too long, turns are left out
     from the end.  The first always stays: its prompt is cut first (cut_prompt), then its response, of which
     at least a quarter of the window is left.  So every example has something to learn."""
-    ids, mask, end, (system, _) = [], [], tokenizer.end_of_turn, opening(turns)
-    for text, response in turns[bool(system):]:
+    system, _ = opening(turns)
+    ids = []
+    mask = []
+    for text, response in turns[1:] if system else turns:
         prompt = tokenizer.prompt(text, None, system, first=not ids)
-        answer = [*tokenizer.encode(response), end]
+        answer = [*tokenizer.encode(response), tokenizer.end_of_turn]
         cut = len(ids) + len(prompt) + len(answer) > T + 1
         if cut and ids:
             break
@@ -238,12 +260,16 @@ def make_examples(tokenizer, conversations, T, seed):
     beginnings = {as_text(opening(turns)): opening(turns) for turns in conversations}
     prompts = sorted(beginnings, key=order)
     require(len(prompts) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
-    unseen = {*prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]}
-    to_train, held_out, cuts, digest = [], [], 0, hashlib.sha256()
+    unseen = set(prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))])
+    to_train = []
+    held_out = []
+    cuts = 0
+    digest = hashlib.sha256()
     for turns in conversations:
         ids, mask, cut = make_example(tokenizer, turns, T)
         is_held_out = as_text(opening(turns)) in unseen
-        (held_out if is_held_out else to_train).append((ids, mask))
+        examples = held_out if is_held_out else to_train
+        examples.append((ids, mask))
         cuts += cut
         digest.update(ids.tobytes() + mask.tobytes() + bytes([is_held_out]))
     questions = [beginnings[prompt] for prompt in prompts[:QUESTIONS] if prompt in unseen]
@@ -269,7 +295,8 @@ def plan_epoch(lengths, batch_tokens, seed, epoch):
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(lengths))
     order = order[np.argsort(-lengths[order], kind="stable")]
-    batches, start = [], 0
+    batches = []
+    start = 0
     while start < len(order):
         rows = max(1, batch_tokens // lengths[order[start]])            # the longest row comes first
         batches.append(order[start:start + rows])
@@ -297,7 +324,8 @@ def make_batch(examples, T, K, pad):
     """-> inputs (B,P) and targets (B,P+K-1), -1 where nothing is learned; head k reads targets[:, k:k+P].
     Rows are filled up on the right with `pad`, which no earlier position sees and which is no target."""
     P = int(padded_lengths(examples, T).max())
-    inputs, targets = np.full((len(examples), P), pad), np.full((len(examples), P + K - 1), -1)
+    inputs = np.full((len(examples), P), pad)
+    targets = np.full((len(examples), P + K - 1), -1)
     for row, (ids, mask) in enumerate(examples):
         inputs[row, :len(ids) - 1] = ids[:-1]
         targets[row, :len(ids) - 1] = np.where(mask[1:], ids[1:], -1)
@@ -307,25 +335,39 @@ def make_batch(examples, T, K, pad):
 # ------------------------------------------------------------------------------------------------------------
 # 4. Evaluation
 # ------------------------------------------------------------------------------------------------------------
-def evaluate(model, tokenizer, examples, micro_batch, ranks=checkpoint.Ranks()):
-    """-> [nats a learned token, bits a byte of response] of head 0 on all these examples, shared out."""
-    T, K, pad = model.config.context, model.config.predict, tokenizer.special.get(END_OF_TEXT, 0)
-    plan, sizes = plan_epoch(padded_lengths(examples, T), micro_batch * T, 0, 0), train.token_bytes(tokenizer)
-    batches = (make_batch([examples[i] for i in rows], T, K, pad) for rows in plan[ranks.rank::ranks.size])
-    sums = sum((train.held_out_loss(model, sizes, *batch) for batch in batches), np.zeros(3))
+def evaluate(training, examples):
+    """-> [nats a learned token, bits a byte of response] of head 0 on all these examples, which the ranks
+    share."""
+    model = training.model
+    ranks = training.ranks
+    T, K, pad = batch_sizes(training)
+    plan = plan_epoch(padded_lengths(examples, T), training.settings.micro_batch * T, 0, 0)
+    sizes = train.token_bytes(training.tokenizer)
+    sums = np.zeros(3)
+    for rows in plan[ranks.rank::ranks.size]:
+        inputs, targets = make_batch([examples[i] for i in rows], T, K, pad)
+        sums += train.held_out_loss(model, sizes, inputs, targets)
     ranks.all_reduce(sums)
     return train.in_units(sums)
 
 
-def answer(model, tokenizer, question, seed):
+def batch_sizes(training):
+    """-> T, K and the id that fills rows up."""
+    config = training.model.config
+    return config.context, config.predict, training.tokenizer.special.get(END_OF_TEXT, 0)
+
+
+def answer(training, question):
     """What the model answers to a (system text, user text), as text."""
-    prompt = cut_prompt(tokenizer, question, model.config.context)
-    return train.sample_text(model, tokenizer, prompt, seed, ANSWER_TOKENS)
+    model = training.model
+    prompt = cut_prompt(training.tokenizer, question, model.config.context)
+    return train.sample_text(model, training.tokenizer, prompt, training.settings.seed, ANSWER_TOKENS)
 
 
-def fine_tuning(model, tokenizer, examples, settings, state, ranks=checkpoint.Ranks()):
-    """-> the Job of a run on these examples.  state keeps the held-out loss before the first step."""
-    T, K, pad = model.config.context, model.config.predict, tokenizer.special.get(END_OF_TEXT, 0)
+def fine_tuning(training, examples):
+    """-> the Job of a run on these examples.  training.state keeps the held-out loss before the first step."""
+    settings = training.settings
+    T, K, pad = batch_sizes(training)
 
     @functools.lru_cache(maxsize=2)                 # each step of an epoch asks for it
     def plan(epoch):
@@ -334,21 +376,26 @@ def fine_tuning(model, tokenizer, examples, settings, state, ranks=checkpoint.Ra
     batches = len(plan(0))
 
     def batch(step):
-        return make_batch([examples.train[i] for i in plan(step // batches)[step % batches]], T, K, pad)
+        rows = plan(step // batches)[step % batches]
+        return make_batch([examples.train[i] for i in rows], T, K, pad)
 
-    def look(step):
-        loss, bpb = evaluate(model, tokenizer, examples.held_out, settings.micro_batch, ranks)
-        state.setdefault("before", loss)
-        questions = examples.questions[:None if step == settings.steps else 3]
-        answers = [answer(model, tokenizer, question, settings.seed) for question in questions]
+    def evaluate_step(step):
+        loss, bpb = evaluate(training, examples.held_out)
+        before = training.state.setdefault("before", loss)
         print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
-        train.print_samples(map(as_text, questions), answers, step in (0, settings.steps))
-        if step == settings.steps:
-            print(f"Held-out loss {state['before']:.4f} before, {loss:.4f} after.", flush=True)
-        return {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
+        record = {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}}
+        last = step == settings.steps
+        if training.ranks.rank == 0:
+            questions = examples.questions if last else examples.questions[:3]
+            record["samples"] = [answer(training, question) for question in questions]
+            train.print_samples(map(as_text, questions), record["samples"], last or step == 0)
+        if last:
+            print(f"Held-out loss {before:.4f} before, {loss:.4f} after.", flush=True)
+        return record
 
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
-    return train.Job(batch, look, max(train.token_bytes(tokenizer)[learned].mean(), 1e-9), ranks)
+    size = train.token_bytes(training.tokenizer)[learned].mean()
+    return train.Job(batch, evaluate_step, max(size, 1e-9))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -357,10 +404,13 @@ def fine_tuning(model, tokenizer, examples, settings, state, ranks=checkpoint.Ra
 def show(tokenizer, conversations, T, count):
     """Print the first `count` examples as the model reads them, what is learned in green, or in brackets
     where the environment has NO_COLOR."""
-    start, stop = ("[", "]") if os.environ.get("NO_COLOR") else ("\x1b[32m", "\x1b[0m")
+    start, stop = "\x1b[32m", "\x1b[0m"
+    if os.environ.get("NO_COLOR"):
+        start, stop = "[", "]"
     for number, turns in enumerate(conversations[:count], 1):
         ids, mask, cut = make_example(tokenizer, turns, T)
-        print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are learned{', cut' * cut}")
+        note = ", cut" if cut else ""
+        print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are learned{note}")
         for learned, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
             text = printable(tokenizer.decode([token for token, _ in run]))
             print(f"{start}{text}{stop}" if learned else text, end="")
@@ -395,57 +445,74 @@ def read_examples(tokenizer, settings, T):
     return examples, len(plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, 0))
 
 
-def main(argv):
-    args = parse_arguments(argv)
-    base = os.path.normpath(args.base or os.path.join("out", args.preset or "small"))
-    if args.show:
-        preset, corpus, config, tokenizer = read_base(base, args)
-        conversations = read_conversations(args.data or find_data(preset, corpus))
-        return show(tokenizer, conversations, config.context, args.show)
-    train.set_threads(argv)
-    with checkpoint.find_ranks(args.gpus, args.timeout) as ranks:
-        return run(args, base, ranks)
+def base_of(args):
+    return os.path.normpath(args.base or os.path.join("out", args.preset or "small"))
 
 
-def run(args, base, ranks):
+def run(args, ranks):
     """-> exit code."""
-    out = os.path.normpath(args.out or base + "-sft")
-    if args.resume:
-        model, tokenizer, settings, state = train.resume(args, out, "sft.py", ranks)
-        examples, batches = read_examples(tokenizer, settings, model.config.context)
-        require(examples.key == settings.tokens_key,
-                f"{', '.join(settings.data)}: not what {out} began with.")
-        epochs = settings.steps // batches
-        if args.epochs and args.epochs > epochs and model.step >= settings.steps:
-            train.extend(settings, args.epochs * batches, out)
-        elif args.epochs not in (None, epochs):
-            raise ValueError(f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run "
-                             "keeps its settings. Leave the option out, or start a new run with --out.")
-        if model.step >= settings.steps:
-            print(f"The run in {out} is finished: {model.step} steps (--epochs takes more).")
-            return 0
-        print(f"Resuming {out} at step {model.step} of {settings.steps}.", flush=True)
-    else:
-        preset, corpus, config, tokenizer = read_base(base, args)
-        args.device = train.choose_device(args.device, preset, local=ranks.local)
-        settings = train.make_settings(args, preset, config, DEFAULTS[preset], ranks)
-        settings.data = settings.data or find_data(preset, corpus)
-        examples, batches = read_examples(tokenizer, settings, config.context)
-        epochs = args.epochs or EPOCHS[preset]
-        settings.steps, settings.tokens_key = epochs * batches, examples.key
-        if args.warmup is None:
-            settings.warmup = min(settings.warmup, settings.steps // 10)
-        model, state = train.new_run("sft.py", out, config, tokenizer, settings, ranks, base)
-        print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
-              f"conversations, {len(examples.held_out):,} more held out; {examples.cut:,} cut to fit.")
-        print(f"{epochs} epochs of {batches} steps of at most {settings.batch_tokens:,} tokens.", flush=True)
-    train.connect(ranks, model, settings)
-    stop, job = train.Stop(), fine_tuning(model, tokenizer, examples, settings, state, ranks)
-    if "before" not in state:
+    out = os.path.normpath(args.out or base_of(args) + "-sft")
+    begun = continue_run(args, out, ranks) if args.resume else begin_run(args, out, ranks)
+    if begun is None:
+        return 0
+    training, examples = begun
+    train.connect(training)
+    stop = train.Stop()
+    job = fine_tuning(training, examples)
+    if "before" not in training.state:
         record = job.evaluate(0)
         if ranks.rank == 0:
             checkpoint.Log(out, -1).write(step=0, **record)
-    return train.train(model, tokenizer, settings, out, state, stop, job)
+    return train.train(training, job, stop)
+
+
+def continue_run(args, out, ranks):
+    """-> (Training, Examples), or None where there is nothing left to do."""
+    training = train.resume(args, out, "sft.py", ranks)
+    settings = training.settings
+    step = training.model.step
+    examples, batches = read_examples(training.tokenizer, settings, training.model.config.context)
+    require(examples.key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
+    epochs = settings.steps // batches
+    if args.epochs and args.epochs > epochs and step >= settings.steps:
+        train.add_steps(settings, args.epochs * batches, out)
+    require(args.epochs in (None, settings.steps // batches),
+            f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run keeps its settings. "
+            "Leave the option out, or start a new run with --out.")
+    if step >= settings.steps:
+        print(f"The run in {out} is finished: {step} steps (--epochs takes more).")
+        return None
+    print(f"Resuming {out} at step {step} of {settings.steps}.", flush=True)
+    return training, examples
+
+
+def begin_run(args, out, ranks):
+    """-> (Training, Examples)."""
+    base = base_of(args)
+    preset, corpus, config, tokenizer = read_base(base, args)
+    args.device = train.choose_device(args.device, preset, ranks.local)
+    settings = train.make_settings(args, preset, config, DEFAULTS[preset], ranks)
+    settings.data = settings.data or find_data(preset, corpus)
+    examples, batches = read_examples(tokenizer, settings, config.context)
+    epochs = args.epochs or EPOCHS[preset]
+    settings.steps = epochs * batches
+    settings.tokens_key = examples.key
+    if args.warmup is None:
+        settings.warmup = min(settings.warmup, settings.steps // 10)
+    training = train.new_training("sft.py", out, config, tokenizer, settings, ranks, base)
+    print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
+          f"conversations, {len(examples.held_out):,} more held out; {examples.cut:,} cut to fit.")
+    print(f"{epochs} epochs of {batches} steps of at most {settings.batch_tokens:,} tokens.", flush=True)
+    return training, examples
+
+
+def main(argv):
+    args = parse_arguments(argv)
+    if args.show is None:
+        return train.run_ranks(run, args)
+    preset, corpus, config, tokenizer = read_base(base_of(args), args)
+    conversations = read_conversations(args.data or find_data(preset, corpus))
+    show(tokenizer, conversations, config.context, args.show)
 
 
 if __name__ == "__main__":

@@ -3,34 +3,37 @@
     python train.py                          the small model on data/, or on the English inside Python
     python train.py small --data play.txt    on your own text
     python train.py --resume                 go on with an interrupted run: the same bits as if never stopped
-    python train.py --resume --steps 2000    go on with a finished one
+    python train.py --resume --steps 2000    give a finished run more steps
     python train.py --dim 192 --layers 6     sizes of your own: a preset is only where they start
     python train.py --base out/theirs        go on from the weights of a model, ours or any plain Llama
     python train.py --plot out/small         draw the loss curves
-    python train.py big --gpus 4             on several GPUs; or the same under torchrun, mpirun, srun
+    mpiexec -n 4 python train.py big         on several GPUs; the same as --gpus 4, or under srun
 
 Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order of a run:
 
-    0. settings    what a run is; most are options, and what an option takes is what a checkpoint may hold
-    1. corpus      which files; the last part of each is held out for validation
-    2. tokens      files -> tokenizer, a base's or one made of them -> data/*.bin, uint16, memory-mapped
-    3. batches     a pure function of (seed, step): no reader state, so a resumed run sees the same data
-    4. schedule    warmup and cosine
-    5. evaluation  validation loss in nats a token and bits a byte; samples
-    6. progress    one line a step on the terminal
-    7. the run     accumulate, update, evaluate, save; signals; what stops it
+    1. settings     what a run is; what an option takes is what a checkpoint may hold
+    2. corpus       which files; the last part of each is held out for validation
+    3. tokens       files -> a tokenizer -> data/*.bin, uint16, memory-mapped
+    4. batches      a pure function of (seed, step): no reader state, so a resumed run sees the same data
+    5. schedule     warmup and cosine
+    6. evaluation   validation loss in nats a token and bits a byte; samples
+    7. processes    data parallel training by MPI, and NCCL between GPUs (optional reading)
+    8. a training   from options to something that can be trained: begun, or resumed
+    9. the loop     batch, forward, backward, update, report
+    10. the script  begin or resume, then the loop
 
-Why a resumed run is exact: the checkpoint holds weights, moments and step of one moment; the batch is a pure
-function of (seed, step), so no reader and no random generator has a state to restore; threads and
-micro-batch, which fix the order of sums, are settings of the run and may not change; and the log is cut back
-to the checkpoint's step.
+In a hurry, read 4, 5 and 9.
 
-What it does not do: no shuffling of documents, no masks at document boundaries (the end-of-text token is what
-the model learns them from), no fine-tuning.  Of a --base, the sizes and the tokenizer are as they are, and
-its optimizer's moments are not read: it begins with a warmup, at step 0, and half the rate.
+Why a resumed run is exact: the checkpoint holds the weights, moments and step of one moment.  The batch is a
+pure function of (seed, step), so no reader and no random generator has a state to restore.  Threads and
+micro-batch fix the order of sums, so they are settings of the run and may not change.  The log is cut back to
+the checkpoint's step.
+
+What it does not do: no shuffling of documents; no masks at document boundaries (the end-of-text token is what
+the model learns them from); no fine-tuning.  With --base the sizes and the tokenizer are the base's.  Its
+optimizer's moments are not read: the run begins with a warmup, at step 0, and at half the learning rate.
 """
 import argparse
-import ast
 import collections
 import contextlib
 import dataclasses
@@ -47,78 +50,100 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import zlib
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
-from checkpoint import Ranks
-from model_cpu import CONFIGS, OPTIMIZERS, generate
-from script import (Parser, available_cores, check_plain, number_type, printable, read_chunk, refusing,
-                    require, run_script, show_progress, whole_number, write_file)
+from model_cpu import CONFIGS, OPTIMIZERS, count_targets, generate, slices_of
+from script import (MENDABLE, Parser, available_cores, explain, memory_size, number_type,
+                    printable, read_chunk, refusing, require, run_script, show_progress, whole_number,
+                    write_python_corpus)
 from tokenizer import END_OF_TEXT, SEPARATOR, TEXT_ENDS, Tokenizer
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 0. Settings
+# 1. Settings
 # ------------------------------------------------------------------------------------------------------------
 MOST_BATCH = 1 << 24    # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
+SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
+
+# Chosen by short runs; docs/notes.md says what else was tried.  lr is Muon's; AdamW takes half of it.
+DEFAULTS = {
+    "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
+    "medium": dict(steps=4000, batch_tokens=8192, lr=3e-3, warmup=200, eval_every=500, save_every=500),
+    "big": dict(steps=48000, batch_tokens=32768, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000),
+}
+# Epochs.  Big learned nothing of use from a fifth of 290 MB, nor small from a ninth of 0.3 MB.
+MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
-def parse_size(text):
-    """12GB, 800MB, 1.5GiB or a number of bytes -> bytes."""
-    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+def setting(kind, meaning=None, default=dataclasses.MISSING):
+    """A field of Settings.  kind: the argparse type of its option, or a tuple of choices.  meaning: the
+    option's help; None for what is not an option of both train.py and sft.py."""
+    return dataclasses.field(default=default, metadata={"kind": kind, "meaning": meaning})
 
 
-memory_size = number_type(parse_size, lambda size: 1 <= size < 1e18, "a size such as 12GB or 800MB")
-
-
-def setting(kind, meaning=None):
-    """A field of Settings.  kind: the argparse type of its option, or a tuple of choices; meaning: the
-    option's help, None for what is no option of both train.py and sft.py."""
-    return dataclasses.field(metadata={"kind": kind, "meaning": meaning})
+positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
+not_negative = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
+below_one = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
+clip_norm = number_type(float, lambda x: x > 0, "a number above 0")         # inf: no clipping
 
 
 @dataclasses.dataclass
 class Settings:
-    """What a run is: with the same settings, files and code, every loss is the same, bit for bit."""
+    """What a run is: with the same settings, files and code, every loss is the same, bit for bit.
+    ValueError for a value that no option gives, as in a checkpoint that was altered."""
     preset: str = setting(tuple(CONFIGS))
     steps: int = setting(whole_number(1, 1 << 63))                  # updates
     batch_tokens: int = setting(whole_number(1, MOST_BATCH), "tokens a step, a multiple of the context")
-    # a CUDA grid is no higher
-    micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: as many as pay)")
-    optimizer: str = setting(OPTIMIZERS, "muon (the default) for the layers' matrices, or adamw for all")
-    lr: float = setting(number_type(float, lambda x: 0 < x < math.inf, "a number above 0"), "peak rate")
+    lr: float = setting(positive, "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
-    decay: float = setting(number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1"),
-                           "weight decay, on matrices (default 0.1)")
-    clip: float = setting(number_type(float, lambda x: x > 0, "a number above 0"),      # inf: none
-                          "largest gradient norm for AdamW (default 1)")
-    mtp_weight: float = setting(number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
-                                "weight of the further prediction heads in the loss")
-    seed: int = setting(whole_number(0, 1 << 63), "of all that is drawn at random (default 0)")
+    mtp_weight: float = setting(not_negative, "weight of the further prediction heads in the loss")
     eval_every: int = setting(whole_number(1), "steps")
     save_every: int = setting(whole_number(1), "steps")
-    # slices of a batch, a core each; another number sums in another order
-    threads: int = setting(whole_number(1, 1024), "cores to use (default: all)")
-    device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU")
     precision: str = setting(model_gpu.PRECISIONS, "on a GPU (default: the best that it has)")
-    matmul: str = setting(("cublas", "ours"), "on a GPU (default cublas)")
-    memory_limit: int = setting(memory_size, "of the GPU, such as 12GB: stay within it")    # bytes, or None
-    data: list              # the corpus files
+    optimizer: str = setting(OPTIMIZERS, "muon (the default) for the layers' matrices, or adamw for all", "muon")
+    # a CUDA grid is no higher than 65,535
+    micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: as many as pay)", 1)
+    # slices of a batch, a core each; another number of them sums in another order
+    threads: int = setting(whole_number(1, 1024), "cores to use (default: all)", 1)
+    decay: float = setting(below_one, "weight decay, on matrices (default 0.1)", 0.1)
+    clip: float = setting(clip_norm, "largest gradient norm for AdamW (default 1)", 1.0)
+    seed: int = setting(whole_number(0, 1 << 63), "of all that is drawn at random (default 0)", 0)
+    device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU", "cpu")
+    matmul: str = setting(("cublas", "ours"), "on a GPU (default cublas)", "cublas")
+    memory_limit: int = setting(memory_size, "of the GPU, such as 12GB: stay within it", None)      # bytes
+    data: list = None       # the corpus files
     tokens_key: str = ""    # fingerprint of corpus and tokenizer, filled in when the tokens are made
 
     def __post_init__(self):
-        """ValueError for what no option gives, as in a checkpoint that was altered."""
         for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), field.metadata.get("kind")
-            good = value is None and field.name in ("memory_limit", "data")
-            with contextlib.suppress(argparse.ArgumentTypeError):
-                good |= (value in kind if isinstance(kind, tuple) else kind(str(value)) == value if kind else
-                         type(value) is field.type and all(type(part) is str for part in value))
-            require(good, f"the setting {field.name} cannot be {value!r:.40}.")
+            value = getattr(self, field.name)
+            require(is_allowed(field, value), f"the setting {field.name} cannot be {value!r:.40}.")
+
+
+def is_allowed(field, value):
+    """Whether the option of a field of Settings could give this value.  A field without an option holds a
+    text or a list of texts."""
+    kind = field.metadata.get("kind")
+    if value is None:
+        return field.name in ("memory_limit", "data")
+    if kind is None:
+        return type(value) is field.type and all(type(part) is str for part in value)
+    if isinstance(kind, tuple):
+        return value in kind
+    try:
+        return kind(str(value)) == value
+    except argparse.ArgumentTypeError:
+        return False
+
+
+def option_of(name):
+    """"batch_tokens" -> "--batch-tokens"."""
+    return "--" + name.replace("_", "-")
 
 
 def add_run_options(parser, sizes, data):
@@ -131,36 +156,30 @@ def add_run_options(parser, sizes, data):
     parser.add_argument("--out", metavar="DIR", help="to write: default out/PRESET, BASE-more, BASE-sft")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     for name in sizes:
-        parser.add_argument("--" + name.replace("_", "-"), type=whole_number(1, 1 << 20), metavar="N",
+        parser.add_argument(option_of(name), type=whole_number(1, 1 << 20), metavar="N",
                             help="of the model, in place of the preset's (of a base: the context alone)")
     parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N", help="a process each (default 1)")
-    parser.add_argument("--timeout", type=whole_number(1), default=300, help="seconds that ranks wait (300)")
     for field in dataclasses.fields(Settings):
-        if meaning := field.metadata.get("meaning"):
-            kind = field.metadata["kind"]
-            how = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": "N"}
-            parser.add_argument("--" + field.name.replace("_", "-"), help=meaning, **how)
+        meaning = field.metadata.get("meaning")
+        kind = field.metadata.get("kind")
+        if meaning and isinstance(kind, tuple):
+            parser.add_argument(option_of(field.name), help=meaning, choices=kind)
+        elif meaning:
+            parser.add_argument(option_of(field.name), help=meaning, type=kind, metavar="N")
 
 
-# Chosen by short runs; docs/notes.md says what else was tried.  lr is Muon's; AdamW takes half of it.
-DEFAULTS = {
-    "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
-    "medium": dict(steps=4000, batch_tokens=8192, lr=3e-3, warmup=200, eval_every=500, save_every=500),
-    "big": dict(steps=48000, batch_tokens=32768, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000),
-}
-SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
-# readings of a text: big learned nothing of use from a fifth of 290 MB, nor small from a ninth of 0.3 MB
-MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
-EVAL_TOKENS = 1 << 16    # an evaluation on the way reads at most this many tokens of each kind held out
-SAMPLE_TOKENS = 80
-PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to the token of the next word
-# dense bf16 rates by datasheet, TFLOP/s; TF32 has half
-BF16_TFLOPS = (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
-               ("L4", 121), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
+def parse_arguments(argv):
+    parser = Parser(description="Pretrain a model.  Defaults depend on the preset: --dry-run tells.")
+    parser.add_argument("--steps", type=whole_number(1), metavar="N", help="updates; --resume takes more")
+    add_run_options(parser, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
+                    "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
+    parser.add_argument("--dry-run", action="store_true", help="print settings and memory, then stop")
+    parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
+    return parser.parse_args(argv)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 1. The corpus
+# 2. The corpus
 # ------------------------------------------------------------------------------------------------------------
 def find_corpus(preset):
     """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt;
@@ -173,78 +192,8 @@ def find_corpus(preset):
     path = os.path.join("data", "python-{}.{}.txt".format(*sys.version_info))
     if not os.path.exists(path):
         print("No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.", flush=True)
-        write_python_corpus(path)
+        write_python_corpus(path, END_OF_TEXT)
     return [path]
-
-
-def python_docstrings():
-    """Yield [(qualified name, docstring), ...] of each module of the standard library: the module's own
-    first, then those of its classes and functions as they stand in the file."""
-    library = os.path.dirname(os.__file__)
-    for folder, folders, names in os.walk(library):
-        folders[:] = sorted(set(folders) - {"test", "tests", "idle_test", "site-packages", "dist-packages",
-                                            "lib2to3"})
-        for name in sorted(name for name in names if name.endswith(".py")):
-            path = os.path.join(folder, name)
-            module = os.path.relpath(path, library)[:-3].replace(os.sep, ".").removesuffix(".__init__")
-            with contextlib.suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
-                yield list(docstrings_below(ast.parse(file.read()), module))
-
-
-def docstrings_below(node, name):
-    """Yield (name, docstring) of a syntax tree's node, which has that name, and of all definitions in it,
-    depth first."""
-    definition = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    if isinstance(node, (ast.Module, *definition)) and (docstring := ast.get_docstring(node)):
-        yield name, docstring
-    for child in ast.iter_child_nodes(node):
-        yield from docstrings_below(child, f"{name}.{child.name}" if isinstance(child, definition) else name)
-
-
-def is_prose(paragraph):
-    """Whether a paragraph is long enough, almost all letters, and no example of code."""
-    letters = sum(char.isalpha() or char in " ,.;:'-" for char in paragraph)
-    return len(paragraph) >= 40 and letters > 0.9 * len(paragraph) and ">>>" not in paragraph
-
-
-def write_python_corpus(path):
-    """About 2 MB of English that every interpreter carries: the language reference (pydoc_data.topics) and
-    the docstrings of the standard library.  Prose paragraphs only, each once; a document a topic or
-    module."""
-    import pydoc_data.topics
-    documents, seen, kept = [text for _, text in sorted(pydoc_data.topics.topics.items())], set(), []
-    documents += ["\n\n".join(text for _, text in docstrings) for docstrings in python_docstrings()]
-    for document in documents:
-        paragraphs = dict.fromkeys(" ".join(part.split()) for part in re.split(r"\n\s*\n", document))
-        prose = [paragraph for paragraph in paragraphs if is_prose(paragraph) and paragraph not in seen]
-        seen.update(prose)
-        kept.append("\n\n".join(prose))
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    write_file(path, f"\n\n{END_OF_TEXT}\n\n".join(filter(None, kept)).encode())
-
-
-def split_point(path):
-    """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB, and at most 10%
-    and 4 MB (about 1M tokens), cut at the document boundary nearest to that, else at the nearest line, else
-    after an ASCII character. Everything before is for training, so no document is in both parts."""
-    size = os.path.getsize(path)
-    wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
-    low = size - min(size // 10, 32_000_000)        # the cut may move from here on
-    tail = read_chunk(path, low, size)
-    end = len(tail.rstrip())                        # something must be left behind the cut
-    target = min(len(tail) - wanted, end - 1)
-    for cuts in ((match.end() for match in SEPARATOR.finditer(tail)), cuts_beside(tail, target, b"\n"),
-                 cuts_beside(tail, target, bytes(range(128)))):
-        if cuts := [cut for cut in cuts if 0 < cut < end]:
-            return low + min(cuts, key=lambda cut: abs(len(tail) - wanted - cut))
-    return size - wanted
-
-
-def cuts_beside(text, target, characters):
-    """Offsets after the last of these single-byte characters before `target`, and after the first from there
-    on; 0, or an offset beyond the text, where there is none."""
-    others = bytes(set(range(256)) - set(characters))
-    return len(text[:target].rstrip(others)), len(text) - len(text[target:].lstrip(others)) + 1
 
 
 def check_corpus(paths):
@@ -256,30 +205,68 @@ def check_corpus(paths):
         require(b"\0" not in start, f"{path} is a binary file (it holds NUL bytes); --data takes text files.")
 
 
+def split_point(path):
+    """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB, and at most 10%
+    and 4 MB (about 1M tokens).  The cut moves to the nearest document boundary, else to the nearest line, else
+    to behind an ASCII character.  Everything before it is for training, so no document is in both parts."""
+    size = os.path.getsize(path)
+    wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
+    low = size - min(size // 10, 32_000_000)        # the cut may move from here on
+    tail = read_chunk(path, low, size)
+    end = len(tail.rstrip())                        # something must be left behind the cut
+    ideal = len(tail) - wanted
+    target = min(ideal, end - 1)
+    documents = [match.end() for match in SEPARATOR.finditer(tail)]
+    lines = cuts_beside(tail, target, b"\n")
+    ascii_characters = cuts_beside(tail, target, bytes(range(128)))
+    for cuts in (documents, lines, ascii_characters):
+        possible = [cut for cut in cuts if 0 < cut < end]
+        if possible:
+            return low + min(possible, key=lambda cut: abs(ideal - cut))
+    return size - wanted
+
+
+def cuts_beside(text, target, characters):
+    """Offsets after the last of these single-byte characters before `target`, and after the first from there
+    on; 0, or an offset beyond the text, where there is none."""
+    others = bytes(set(range(256)) - set(characters))
+    before = text[:target].rstrip(others)
+    behind = text[target:].lstrip(others)
+    return len(before), len(text) - len(behind) + 1
+
+
 # ------------------------------------------------------------------------------------------------------------
-# 2. Tokens
+# 3. Tokens
 # ------------------------------------------------------------------------------------------------------------
 def file_hash(path):
     return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
-def kind(path):
-    """What validation is reported by: the letters that a file's name begins with, so that books_00.txt and
+def short_hash(*texts):
+    return hashlib.sha256(os.fsencode(" ".join(texts))).hexdigest()[:12]
+
+
+def kind_of(path):
+    """What validation is reported by: the letters that a file's name begins with.  So books_00.txt and
     books_01.txt are one kind, and web_wikipedia.txt another."""
     stem = os.path.splitext(os.path.basename(path))[0]
-    return re.match(r"[A-Za-z]*", stem)[0].lower() or stem
+    letters = re.match(r"[A-Za-z]*", stem)[0]
+    return letters.lower() or stem
 
 
 def tokenizer_sample(parts, most=100_000_000):
     """Of (path, start, end) parts of files, what a tokenizer is trained on: everything, or pieces of 1 MB
-    evenly spread that make up `most` bytes. Which pairs are frequent is known long before gigabytes are
+    evenly spread that make up `most` bytes.  Which pairs are frequent is known long before gigabytes are
     read."""
-    total, piece = sum(end - start for _, start, end in parts), 1_000_000
+    total = sum(end - start for _, start, end in parts)
     if total <= most:
         return parts
+    piece = 1_000_000
     stride = piece * total // most
-    return [(path, place, min(place + piece, end)) for path, start, end in parts
-            for place in range(start, end, stride)]
+    sample = []
+    for path, start, end in parts:
+        sample += [(path, place, min(place + piece, end)) for place in range(start, end, stride)]
+    return sample
 
 
 def prepare(paths, vocab, base=None):
@@ -292,52 +279,50 @@ def prepare(paths, vocab, base=None):
     os.makedirs("data", exist_ok=True)
     with open(os.path.join("data", "prepare.lock"), "w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)       # a second run waits here, and then finds everything made
-        return make_tokens(paths, vocab, base)
+        corpus_key = short_hash("".join(map(file_hash, paths)), str(vocab))
+        cuts = [(path, split_point(path), os.path.getsize(path)) for path in paths]
+        to_train = [(path, 0, cut) for path, cut, _ in cuts]
+        tokenizer_path = make_tokenizer(to_train, vocab, corpus_key, base)
+        tokenizer = Tokenizer.load(tokenizer_path)
+        kinds = [kind_of(path) for path in paths]
+        key = short_hash(corpus_key, file_hash(tokenizer_path), *kinds)
+        tokens = make_tokens(tokenizer, f"train-{key}", to_train)
+        val = {}
+        for name in dict.fromkeys(kinds):
+            held_out = [part for part, kind in zip(cuts, kinds) if kind == name]
+            val[name] = make_tokens(tokenizer, f"val-{name}-{key}", held_out)
+    return tokenizer, tokens, val, key
 
 
-def map_tokens(path):
-    """A file of uint16 ids, memory-mapped; an empty one cannot be."""
-    check_plain(path)
-    count = os.path.getsize(path) // 2
-    return np.memmap(path, np.dtype("<u2"), mode="r", shape=(count,)) if count else np.zeros(0, "<u2")
-
-
-def make_tokens(paths, vocab, base):
-    """The work of prepare, for one run at a time: two would write to the same files."""
-    content = "".join(file_hash(path) for path in paths)
-    corpus_key = hashlib.sha256(f"{content} {vocab}".encode()).hexdigest()[:12]
-    cuts = [(path, split_point(path), os.path.getsize(path)) for path in paths]
-    tokenizer_path = os.path.join("data", f"tokenizer-{vocab}-{corpus_key}{'-base' * bool(base)}.json")
+def make_tokenizer(parts, vocab, corpus_key, base):
+    """-> the path of the tokenizer in data/: a copy of the base's, or one trained on these parts of files."""
     if base:
-        Tokenizer.load(os.path.join(base, "tokenizer.json")).save(tokenizer_path)
-    elif not os.path.exists(tokenizer_path):
-        print(f"Training a tokenizer of {vocab} tokens on {', '.join(paths)}.", flush=True)
-        sample = tokenizer_sample([(path, 0, cut) for path, cut, _ in cuts])
-        Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:")).save(tokenizer_path)
-    tokenizer = Tokenizer.load(tokenizer_path)
-    made_of = corpus_key, file_hash(tokenizer_path), *map(kind, paths)
-    key = hashlib.sha256(os.fsencode(" ".join(made_of))).hexdigest()[:12]
+        path = os.path.join("data", f"tokenizer-{vocab}-{corpus_key}-base.json")
+        Tokenizer.load(os.path.join(base, "tokenizer.json")).save(path)
+        return path
+    path = os.path.join("data", f"tokenizer-{vocab}-{corpus_key}.json")
+    if not os.path.exists(path):
+        files = ", ".join(file for file, *_ in parts)
+        print(f"Training a tokenizer of {vocab} tokens on {files}.", flush=True)
+        sample = tokenizer_sample(parts)
+        Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:")).save(path)
+    return path
 
-    def tokens(part, ranges):
-        """The ids of these ranges, from a file whose name ends in its checksum."""
-        name = os.path.join("data", f"{part}-{key}")
-        if not glob.glob(f"{glob.escape(name)}-*.bin"):
-            tokenizer.encode_files(ranges, f"{name}.new", progress=show_progress(f"{part} tokens:"))
-            os.replace(f"{name}.new", f"{name}-{zlib.crc32(map_tokens(f'{name}.new')):08x}.bin")
-        path = glob.glob(f"{glob.escape(name)}-*.bin")[0]
-        ids = map_tokens(path)
-        require(path.endswith(f"-{zlib.crc32(ids):08x}.bin"),
-                f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
-        return ids
 
-    train = tokens("train", [(path, 0, cut) for path, cut, _ in cuts])
-    val = {name: tokens(f"val-{name}", [(path, cut, size) for path, cut, size in cuts if kind(path) == name])
-           for name in dict.fromkeys(map(kind, paths))}
-    return tokenizer, train, val, key
+def make_tokens(tokenizer, name, parts):
+    """The ids of these parts of files, from data/NAME.bin, which is made where it is missing."""
+    path = os.path.join("data", f"{name}.bin")
+    if not os.path.exists(path):
+        title = name.rpartition("-")[0]
+        tokenizer.encode_files(parts, path, progress=show_progress(f"{title} tokens:"))
+    count = os.path.getsize(path) // 2
+    if count == 0:
+        return np.zeros(0, "<u2")                   # an empty file cannot be memory-mapped
+    return np.memmap(path, np.dtype("<u2"), mode="r", shape=(count,))
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 3. Batches: a pure function of (seed, step)
+# 4. Batches: a pure function of (seed, step)
 # ------------------------------------------------------------------------------------------------------------
 def window_count(size, T, K):
     """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
@@ -349,7 +334,8 @@ def window_count(size, T, K):
 @functools.lru_cache(maxsize=4)
 def epoch_order(seed, epoch, size, T, K):
     """-> (count,) where in the tokens each window starts, in the epoch's random order."""
-    rng, count = np.random.default_rng([seed, epoch]), window_count(size, T, K)
+    rng = np.random.default_rng([seed, epoch])
+    count = window_count(size, T, K)
     shift = rng.integers(0, min(T, size - K - count * T + 1))
     return shift + T * rng.permutation(count)
 
@@ -357,18 +343,21 @@ def epoch_order(seed, epoch, size, T, K):
 def window_starts(seed, step, windows, size, T, K):
     """Step s (from 0) takes windows s*W to (s+1)*W-1 of the epochs' orders laid end to end."""
     count = window_count(size, T, K)
-    numbers = range(step * windows, (step + 1) * windows)
-    return [int(epoch_order(seed, i // count, size, T, K)[i % count]) for i in numbers]
+    starts = []
+    for i in range(step * windows, (step + 1) * windows):
+        order = epoch_order(seed, i // count, size, T, K)
+        starts.append(int(order[i % count]))
+    return starts
 
 
 def get_batch(tokens, starts, T, K):
     """-> inputs (W,T) and targets (W,T+K-1): the target of head k at position t is the token at t+1+k."""
-    windows = np.stack([tokens[start:start + T + K] for start in starts]).astype(np.int64)
+    windows = np.stack([tokens[start:start + T + K] for start in starts]).astype(np.int64)      # (W,T+K)
     return windows[:, :T], windows[:, 1:]
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 4. The schedule
+# 5. The schedule
 # ------------------------------------------------------------------------------------------------------------
 def learning_rate(step, settings):
     """Linear warmup to settings.lr, then a cosine down to a tenth of it (Loshchilov & Hutter 2017).  step
@@ -380,8 +369,13 @@ def learning_rate(step, settings):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5. Evaluation and samples
+# 6. Evaluation and samples
 # ------------------------------------------------------------------------------------------------------------
+EVAL_TOKENS = 1 << 16    # an evaluation on the way reads at most this many tokens of each kind held out
+SAMPLE_TOKENS = 80
+PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to the token of the next word
+
+
 def token_bytes(tokenizer):
     """(V,) how many bytes of text each id stands for; a special token is no text, 0."""
     special = set(tokenizer.special.values())
@@ -404,373 +398,370 @@ def in_units(sums):
     return [nats / max(counted, 1), nats / math.log(2) / max(size, 1)]
 
 
-def even_windows(val, T, K, micro_batch, most, ranks=Ranks()):
+def even_windows(val, T, K, micro_batch, most, ranks):
     """Yield batches of windows spread evenly over val, of together at most `most` tokens; none if val has not
     even K+1 tokens.  The ranks take turns: each yields its own batches."""
     T = min(T, len(val) - K)
-    windows = max(1, min(most, len(val) - K) // T) if T > 0 else 0
-    starts = [i * ((len(val) - K) // windows) for i in range(windows)]
-    for i in range(micro_batch * ranks.rank, len(starts), micro_batch * ranks.size):
+    if T <= 0:
+        return
+    windows = max(1, min(most, len(val) - K) // T)
+    stride = (len(val) - K) // windows
+    starts = [i * stride for i in range(windows)]
+    for i in range(micro_batch * ranks.rank, windows, micro_batch * ranks.size):
         yield get_batch(val, starts[i:i + micro_batch], T, K)
 
 
-def validate(model, tokenizer, val, micro_batch, most=math.inf, progress=lambda *done: None, ranks=Ranks()):
+def validate(training, val, most, progress=None):
     """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at
-    most `most` tokens of each kind; {} if there is nothing.  progress(done, total) is called as tokens are
-    done.  ranks: share the work out."""
-    sizes, c, sums, done = token_bytes(tokenizer), model.config, {}, 0
+    most `most` tokens of each kind; {} if there is nothing.  The ranks share the work.  progress(done, total)
+    is called as tokens are done."""
+    c = training.model.config
+    ranks = training.ranks
+    sizes = token_bytes(training.tokenizer)
     total = sum(min(most, len(tokens)) for tokens in val.values())
+    done = 0
+    sums = {}
     for name, tokens in val.items():
-        part = sums[name] = np.zeros(3)
-        for inputs, targets in even_windows(tokens, c.context, c.predict, micro_batch, most, ranks):
-            part += held_out_loss(model, sizes, inputs, targets)
+        sums[name] = np.zeros(3)
+        for inputs, targets in even_windows(tokens, c.context, c.predict, training.settings.micro_batch, most,
+                                            ranks):
+            sums[name] += held_out_loss(training.model, sizes, inputs, targets)
             done += inputs.size * ranks.size
-            progress(min(done, total), total)
-        ranks.all_reduce(part)
-    progress(total, total)                      # what fills no window is left out
+            if progress:
+                progress(min(done, total), total)
+        ranks.all_reduce(sums[name])
+    if progress:
+        progress(total, total)                      # what fills no window is left out
     found = {name: in_units(part) for name, part in sums.items() if part[1]}
-    loss, bpb = in_units(sum(sums.values(), np.zeros(3)))
-    return {"val_loss": loss, "val_bpb": bpb, "val": found} if found else {}
+    if not found:
+        return {}
+    loss, bpb = in_units(sum(sums.values()))
+    return {"val_loss": loss, "val_bpb": bpb, "val": found}
 
 
 def in_words(result):
     """validate's dict as text."""
+    words = f"{result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte"
+    if len(result["val"]) == 1:
+        return words
     kinds = "; ".join(f"{name} {loss:.4f}, {bpb:.4f}" for name, (loss, bpb) in result["val"].items())
-    both = f"{result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte"
-    return both + (f" ({kinds})" if len(result["val"]) > 1 else "")
+    return f"{words} ({kinds})"
 
 
 def sample_text(model, tokenizer, ids, seed, most=SAMPLE_TOKENS):
     """How the model goes on after these ids, up to a special token, as text."""
     ids = ids or [tokenizer.special_id(*TEXT_ENDS)]        # a tokenizer may lack the bytes of a text
-    return tokenizer.decode([*generate(model, ids, 0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size,
-                                       stop=set(tokenizer.special.values()), most=most)])
+    stop = set(tokenizer.special.values())
+    drawn = generate(model, ids, temperature=0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size, stop=stop,
+                     most=most)
+    return tokenizer.decode(list(drawn))
 
 
 def print_samples(titles, samples, whole):
     """What an evaluation has drawn, each below its title; unless whole, the first alone and on one line."""
-    if whole:
-        for title, sample in zip(titles, samples):
-            print(f"--- {printable(title)}\n{printable(sample)}", flush=True)
-    else:
+    if not whole:
         print("           " + repr(samples[0])[1:-1], flush=True)
+        return
+    for title, sample in zip(titles, samples):
+        print(f"--- {printable(title)}\n{printable(sample)}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. Progress
+# 7. Several processes: data parallel training
 # ------------------------------------------------------------------------------------------------------------
-def peak_flops(name, precision):
-    """The dense matrix rate of the GPU of this name by its vendor's datasheet, FLOP/s; None where it is not
-    known."""
-    rate = next((rate for part, rate in BF16_TFLOPS if part in name), 0)
-    return rate * {"bf16": 1e12, "tf32": 0.5e12}.get(precision, 0) or None
+# Each process, a rank, has all the weights and takes its slice of a step's windows.  The loss is a sum over
+# all targets, divided by their count in the whole step.  So its gradient is the sum of the slices' gradients.
+# The ranks add theirs up (an all-reduce) and make the same update: the weights stay the same everywhere, and
+# rank 0 alone prints, logs and saves.
+#
+# MPI starts the ranks, carries what they say, and ends them all when one dies.  Between GPUs NVIDIA's NCCL
+# sums the gradient.
+
+# The variables by which a launcher says how many ranks there are: MPICH and Intel MPI, Open MPI, srun.
+LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+MPI_IS_MISSING = "Several processes need MPI: pip install mpi4py mpich"
 
 
-def flops_per_token(config):
-    """Of training, as usually counted: 6 for each parameter that is in a product (2 forward, 4 backward),
-    which is all but gains and an embedding that is not the head, too, and 6 L C T for causal attention."""
-    matrices = sum(math.prod(shape) for name, shape in model_cpu.param_table(config)
-                   if len(shape) == 2 and (config.tied or name != "embed"))
-    return 6 * matrices + 6 * config.layers * config.dim * config.context
+class Ranks:
+    """The processes of a run.  world: mpi4py's communicator, or None where there is one process."""
+    def __init__(self, world=None, local=0):
+        self.world = world
+        self.rank = world.rank if world else 0
+        self.size = world.size if world else 1
+        self.local = local                          # the rank's number on its host
+
+    def meet(self):
+        """Wait for all ranks.  MPI waits by asking without a pause, which takes a core from those that work;
+        so this asks, and sleeps in between."""
+        if self.world:
+            request = self.world.Ibarrier()
+            while not request.Test():
+                time.sleep(0.0005)
+
+    def all_gather(self, value):
+        """-> [what rank 0 says, what rank 1 says, ...], on each of them."""
+        if not self.world:
+            return [value]
+        self.meet()
+        return self.world.allgather(value)
+
+    def all_reduce(self, array):
+        """A NumPy array becomes its sum over all ranks."""
+        if self.world:
+            from mpi4py import MPI
+            self.meet()
+            self.world.Allreduce(MPI.IN_PLACE, array)
+
+    def agree(self, **facts):
+        """ValueError, on all ranks, where these are not the same on all."""
+        said = self.all_gather(facts)
+        for rank, other in enumerate(said):
+            wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
+            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
+
+    def in_turn(self, function):
+        """-> function() of each rank: rank 0 first, and then the others, which find made what it has made."""
+        if self.rank:
+            self.meet()
+        result = function()
+        if self.rank == 0:
+            self.meet()
+        return result
+
+    def part(self, count, rank=None):
+        """What a rank, by default this one, takes of so many pieces of work: a slice; it may be empty."""
+        rank = self.rank if rank is None else rank
+        return slice(count * rank // self.size, count * (rank + 1) // self.size)
+
+    def share(self, inputs, targets):
+        """This rank's rows of a step; where there are none for it, one of which nothing is learned."""
+        rows = self.part(len(inputs))
+        if rows.start == rows.stop:
+            return inputs[:1], np.full_like(targets[:1], -1)
+        return inputs[rows], targets[rows]
 
 
-def print_step(settings, step, loss, bytes_per_token, lr, norm, tokens_per_second, peak, left, last=False):
-    """The progress line: on a terminal rewritten in place, and without its last parts where they do not fit,
-    or every step would leave a line; elsewhere the first step and every tenth on lines of their own.  peak:
-    the share of the GPU's, or None."""
-    left = str(datetime.timedelta(seconds=int(left))).removeprefix("0:")        # 02:14, or 1:02:14
-    parts = [f"step {step:5d}/{settings.steps}", f"loss {loss:7.4f}",
-             f"{loss / math.log(2) / bytes_per_token:.3f} bits/byte", f"{left} left",
-             f"{tokens_per_second:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
-    if peak is not None:
-        parts.append(f"{peak:.0%} of peak")
-    if sys.stdout.isatty():
-        while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
-            parts.pop()
-        print("\r" + "  ".join(parts) + "\033[K", end="\n" if last else "", flush=True)
-    elif last or step == 1 or step % 10 == 0:
-        print("  ".join(parts), flush=True)
+def find_ranks(gpus):
+    """-> the Ranks of this run: those that a launcher has started, or as many as --gpus says (None: one)."""
+    launched = [int(os.environ[name]) for name in LAUNCHERS if os.environ.get(name, "").isdecimal()]
+    if not launched and gpus and gpus > 1:
+        start_under_mpiexec(gpus)
+    size = launched[0] if launched else 1
+    require(gpus in (None, size), f"--gpus {gpus} does not fit the {size} processes of the launcher.")
+    set_threads()
+    if size == 1:
+        return Ranks()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"{MPI_IS_MISSING} ({error}).") from None
+    world = MPI.COMM_WORLD
+    require(world.size == size, f"the launcher started {size} processes and mpi4py finds {world.size}: they are "
+            "of different MPIs.")
+    return Ranks(world, world.Split_type(MPI.COMM_TYPE_SHARED).rank)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 7. The run
-# ------------------------------------------------------------------------------------------------------------
-class Stop:
-    """Ctrl-C, SIGTERM, or SIGHUP of a terminal that is closed ask for an end after the step under way; a
-    second one leaves at once.  What is ignored when the script starts, as SIGHUP under nohup, stays
-    ignored."""
-    def __init__(self):
-        self.signal, self.agreed = None, 0              # agreed: how many ranks have been asked
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.ask)
-
-    def ask(self, number, frame):
-        if self.signal:
-            os._exit(128 + number)
-        self.signal = number
-        # not print, which may be under way; and nobody may be there to read
-        with contextlib.suppress(OSError):
-            os.write(sys.stderr.fileno(), b"\nFinishing the step, then saving; once more to leave at once.\n")
+def start_under_mpiexec(gpus):
+    """The script starts itself anew, as that many processes."""
+    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", "")]     # pip puts it in the first
+    mpiexec = shutil.which("mpiexec", path=os.pathsep.join(folders))
+    require(mpiexec, f"{MPI_IS_MISSING} (there is no mpiexec).")
+    os.execv(mpiexec, [mpiexec, "-n", str(gpus), sys.executable, *sys.argv])
 
 
-# What pretraining and fine-tuning do not share; train() below is the rest.  batch: step, from 0 -> inputs
-# (B,T), targets (B,T+K-1), a pure function, so that a run can be resumed; evaluate: step, from 1 -> dict for
-# log.jsonl, and prints what it found; bytes_per_token: of the text learned from, for the progress line
-Job = collections.namedtuple("Job", "batch evaluate bytes_per_token ranks", defaults=[Ranks()])
+def set_threads():
+    """The threads here are slices of the batch, a core each, so BLAS must not start its own.  It reads their
+    number when NumPy loads; so the script sets it and starts itself anew."""
+    names = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
+    wanted = {**os.environ, **dict.fromkeys(names, "1")}
+    if wanted != os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
 
 
-def training_step(model, settings, inputs, targets, lr, ranks=Ranks(), stop=None, look=lambda: True):
-    """One update -> a function that waits for its (losses (K,), norm of the gradient): on a GPU the host runs
-    ahead.  Of several ranks: losses (K+1,), in the end the number of those that were asked to stop.  look():
-    at the step before, while the first forward is under way and before its gradient is overwritten; where
-    that says no, this step ends here, with None."""
-    T = inputs.shape[1]
-    # a micro-batch is bounded by its tokens
-    rows = max(1, settings.micro_batch * model.config.context // T)
-    # the targets of the whole step, so that rows and ranks change only rounding
-    counted = model_cpu.count_targets(targets, T, model.config.predict)
-    inputs, targets = ranks.share(inputs, targets)
-    B, losses = len(inputs), 0.0
-    for i in range(0, B, rows):
-        losses = losses + model.forward(inputs[i:i + rows], targets[i:i + rows], counted)
-        if i == 0 and not look():
-            return None
-        model.backward(last=i + rows >= B)
-    if ranks.size > 1:
-        losses = np.concatenate([losses, np.full_like(losses[:1], bool(stop and stop.signal))])
-        model.sums.all_reduce(losses)
-    return model.later(losses, model.update(lr, decay=settings.decay, clip=settings.clip))
+def run_ranks(run, args):
+    """-> run(args, ranks) of this process.  A rank that fails says why and ends them all; what ends every rank
+    alike, rank 0 says."""
+    ranks = find_ranks(args.gpus)
+    if ranks.size == 1:
+        return run(args, ranks)
+    stderr = sys.stderr
+    if ranks.rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
+    try:
+        return run(args, ranks)
+    except BaseException as error:
+        time.sleep(min(ranks.rank, 1))
+        if isinstance(error, MENDABLE):
+            print(f"error: rank {ranks.rank}: {explain(error)}", file=stderr, flush=True)
+        else:
+            traceback.print_exception(error, file=stderr)
+        ranks.world.Abort(2)
 
 
-def connect(ranks, model, settings):
+def connect(training):
     """From here on the model's gradient is the sum over all ranks; ValueError where they are not alike."""
+    ranks = training.ranks
     if ranks.size > 1:
         here = os.path.dirname(os.path.abspath(__file__))
-        ranks.agree(code=[file_hash(path) for path in sorted(glob.glob(os.path.join(here, "*.[pc][yu]")))],
-                    **dataclasses.asdict(settings), weights=zlib.crc32(model.read(model.flat_params)))
-        model.sums = checkpoint.Nccl(ranks) if settings.device == "gpu" else ranks
+        code = [file_hash(path) for path in sorted(glob.glob(os.path.join(here, "*.[pc][yu]")))]
+        ranks.agree(code=code, versions=(sys.version, np.__version__), **dataclasses.asdict(training.settings),
+                    weights=weights_checksum(training.model))
+        on_gpu = training.settings.device == "gpu"
+        training.model.communicator = model_gpu.Nccl(ranks) if on_gpu else ranks
 
 
-def first_bad_tensor(model):
-    """Names it, in the order of the parameter table; np.isfinite serves NumPy's arrays and CuPy's.
-    Parameters come first: a bad one makes all gradients bad."""
-    for what, views in (("parameter", model.params), ("gradient", model.grads)):
-        for name, view in views.items():
-            if not bool(np.isfinite(view).all()):
-                return f"the first {what} that is not finite is {name}"
-    return "every gradient is finite; the loss, or the sum of the gradient's squares, overflowed"
+def weights_checksum(model):
+    return zlib.crc32(model.read(model.flat_params))
 
 
-def save(out, model, tokenizer, settings, state):
-    """The checkpoint, with all that a resumed run needs to know."""
-    everything = {**state, "settings": dataclasses.asdict(settings)}
-    checkpoint.save(out, model, tokenizer, everything, chat=state["script"] == "sft.py")
+# ------------------------------------------------------------------------------------------------------------
+# 8. A training: begun, or resumed
+# ------------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass
+class Training:
+    """What a run works on.  state: a dict of the "tokens" and "seconds" spent so far, the "script" that this
+    is, its "base" and number of "ranks"; out: the folder to write."""
+    model: object
+    tokenizer: Tokenizer
+    settings: Settings
+    state: dict
+    out: str
+    ranks: Ranks
 
 
-def new_run(script, out, config, tokenizer, settings, ranks, base=None):
-    """-> (model, state) of a run that begins, with a base's weights or random ones, after its first save:
-    from then on there is something to resume."""
-    engine, options = model_gpu.pick(settings.device), model_options(settings)
-    config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
-    if base:
-        model, _ = checkpoint.load(base, engine, options, config.context)
-        model.config, model.step = config, 0
-    else:
-        model = engine.Model(config, settings.seed, **options)
-    state = {"script": script, "tokens": 0, "seconds": 0.0, "ranks": ranks.size, "base": base}
-    if ranks.rank == 0:
-        require(not (base and os.path.exists(out) and os.path.samefile(base, out)),
-                f"--out {out} is the base itself; name another folder for the model made from it.")
-        checkpoint.take(out)
-        checkpoint.set_aside(out)
-        save(out, model, tokenizer, settings, state)
-    return model, state
-
-
-def train(model, tokenizer, settings, out, state, stop, job):
-    """Run from model.step to settings.steps -> exit code, 0 when the run is finished.  state: a dict of the
-    "tokens" and "seconds" spent so far and the "script" that this is."""
-    np.seterr(all="ignore")    # a number that is not finite is looked for below, and named
-    ranks, began, first, before = job.ranks, time.monotonic(), model.step, dict(state)
-    log = checkpoint.Log(out, model.step) if ranks.rank == 0 else None
-    pauses = 0.0                                        # seconds spent on evaluating and saving
-    peak = peak_flops(model_gpu.gpu_name(), settings.precision) if settings.device == "gpu" else None
-
-    def report(step, tokens, numbers, lr, last=False, saving=False):
-        """Wait for a step's numbers, log and print them -> whether they are finite; saving: the weights, too.
-        last: before a pause."""
-        with ranks.waiting():
-            losses, norm = numbers()
-            losses, norm = [float(loss) for loss in losses], float(norm)
-        seconds = time.monotonic() - began
-        if ranks.size > 1:
-            stop.agreed = losses.pop()
-        weights = model.read(model.flat_params) if saving else 0.0
-        if not all(np.isfinite(each).all() for each in (losses, norm, weights)):
-            print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
-                  f"{first_bad_tensor(model)}. {out} keeps its last save. Try a lower --lr.", file=sys.stderr)
-            return False
-        state.update(tokens=tokens, seconds=before["seconds"] + seconds)
-        if log:
-            log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
-                      seconds=round(state["seconds"], 3))
-        rate = (tokens - before["tokens"]) / (seconds - pauses)
-        print_step(settings, step, losses[0], job.bytes_per_token, lr, norm, rate,
-                   rate * flops_per_token(model.config) / (peak * ranks.size) if peak else None,
-                   (seconds - pauses) / (step - first) * (settings.steps - step), last)
-        return True
-
-    waiting, tokens = None, state["tokens"]    # waiting: the step whose numbers have not been read yet
-    for step in range(first + 1, settings.steps + 1):
-        (inputs, targets), lr = job.batch(step - 1), learning_rate(step - 1, settings)
-        tokens += inputs.size
-        look = functools.partial(report, *waiting) if waiting else lambda: True
-        numbers = training_step(model, settings, inputs, targets, lr, ranks, stop, look)
-        if not numbers:
-            return 1
-        # at first, when the loss falls fastest, evaluations stand at powers of two
-        evaluating = (step % settings.eval_every == 0 or step == settings.steps
-                      or 16 <= step < settings.eval_every and step & (step - 1) == 0)
-        # several ranks all stop after the step by which all know
-        stopping = stop.signal if ranks.size == 1 else stop.agreed
-        saving = stopping or step % settings.save_every == 0 or step == settings.steps
-        waiting = step, tokens, numbers, lr
-        if settings.device == "gpu" and not (evaluating or saving):     # it works on this step still
-            continue
-        if not report(*waiting, last=evaluating or saving, saving=saving):
-            return 1
-        waiting, paused = None, time.monotonic()
-        record = job.evaluate(step) if evaluating else None
-        if evaluating and log and log.write(step=step, **record):
-            print(f"note: the held-out loss was best at step {log.best[1]}, {log.best[0]:.4f}, and rises: "
-                  "the model learns this text by heart. More text or fewer --steps would help.", flush=True)
-        if saving:
-            ranks.agree(weights=ranks.size > 1 and zlib.crc32(model.read(model.flat_params)))
-            if log:
-                os.fsync(log.file.fileno())
-                save(out, model, tokenizer, settings, state)
-        if stopping and step < settings.steps:
-            print(f"Saved {out} at step {step}. Go on with: python {state['script']} {settings.preset} "
-                  f"--resume --out {shlex.quote(out)}", file=sys.stderr)
-            return 128 + (stop.signal or signal.SIGTERM)
-        pauses += time.monotonic() - paused
-    print(f"\nTrained {out}: {step} steps, {state['tokens']:,} tokens, {state['seconds']:,.0f} seconds.\n\n"
-          f"Talk to it: python chat.py --model {shlex.quote(out)}")
-    return 0
-
-
-def planner(config, settings, ranks):
-    """-> (function of the micro-batch: bytes by kind that the run takes on its device; bytes that are free
-    there, or None; the largest micro-batch that fits); a run can be planned where there is no GPU."""
-    engine = model_gpu if settings.device == "gpu" else model_cpu
-    plan = functools.partial(engine.memory_plan, config, T=config.context, precision=settings.precision,
-                             threads=settings.threads, optimizer=settings.optimizer, gpus=ranks.size)
-    free = engine.free_memory(settings.memory_limit)
-    return plan, free, math.inf if free is None else model_cpu.largest_micro_batch(plan, free)
-
-
-def dry_run(config, settings, ranks):
-    """Print what a run would take: memory and, where there is a GPU, time, of three steps on random ids."""
-    plan, free, largest = planner(config, settings, ranks)
-    print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
-          f"{settings.batch_tokens:,} tokens in micro-batches of {settings.micro_batch} x {config.context}, "
-          f"{ranks.size} x {settings.device} {settings.precision}, {settings.optimizer}, rate {settings.lr}")
-    kinds = plan(settings.micro_batch)
-    for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
-        print(f"{name:>20} {size / 2**20:10.1f} MiB")
-    if free is not None:
-        print(f"Free memory is {free / 2**20:,.0f} MiB: the largest micro-batch is {largest}.")
-    if settings.device == "cpu" or model_gpu.why_no_gpu():
-        return
-    model = model_gpu.Model(config, settings.seed, **model_options(settings))
-    connect(ranks, model, settings)
-    T, windows = config.context, settings.batch_tokens // config.context
-    ids = np.random.default_rng(0).integers(0, config.vocab, (windows, T + config.predict))
-    for _ in range(2):                      # the first time nothing is in place yet
-        began = time.monotonic()
-        for _ in range(3):
-            training_step(model, settings, ids[:, :T], ids[:, 1:], settings.lr, ranks)()
-    seconds = (time.monotonic() - began) / 3
-    run = datetime.timedelta(seconds=round(seconds * settings.steps))
-    start = shlex.join(word for word in sys.argv[1:] if word != "--dry-run")
-    print(f"A step takes {1e3 * seconds:.1f} ms, {settings.batch_tokens / seconds:,.0f} tokens/s: the run "
-          f"would take at most {run}.  Start it: python train.py {start}")
-
-
-def choose_device(asked, preset, planning=False, local=0):
+def choose_device(asked, preset, local, planning=False):
     """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others, that of this local rank.  To plan
     a run needs none."""
-    device = asked if asked in ("cpu", "gpu") else "cpu" if preset == "small" else "gpu"
-    if device == "gpu" and not planning and (reason := model_gpu.why_no_gpu()):
-        raise ValueError(reason if asked == "gpu" else f"{preset} takes many hours or days on a CPU: train "
-                         f"small, or say --device cpu to do so. On a GPU it takes minutes; but: {reason}")
-    if device == "gpu" and not model_gpu.why_no_gpu():
+    device = asked
+    if asked in (None, "auto"):
+        device = "cpu" if preset == "small" else "gpu"
+    missing = model_gpu.why_no_gpu() if device == "gpu" else None
+    if missing and not planning:
+        require(asked != "gpu", missing)
+        raise ValueError(f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do "
+                         f"so. On a GPU it takes minutes; but: {missing}")
+    if device == "gpu" and not missing:
         model_gpu.take_gpu(local)
     return device
 
 
 def choose_sizes(args, preset):
     """-> the base's Config, or the preset's, with what of it was given; what follows from dim follows."""
-    given = {name: getattr(args, name) for name in (*SIZES, "mtp_weight") if getattr(args, name) is not None}
+    names = (*SIZES, "mtp_weight")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.base:
-        wrong = ["--" + name.replace("_", "-") for name in given if name not in ("context", "mtp_weight")]
+        wrong = [option_of(name) for name in given if name not in ("context", "mtp_weight")]
         require(not wrong, f"the model in {args.base} has its sizes: leave out {' '.join(wrong)}.")
         return dataclasses.replace(checkpoint.read_config(args.base, args.context), **given)
-    return dataclasses.replace(CONFIGS[preset], **given, **({"hidden": None} if "dim" in given else {}))
+    if "dim" in given:
+        given["hidden"] = None
+    return dataclasses.replace(CONFIGS[preset], **given)
+
+
+def make_settings(args, preset, config, defaults, ranks):
+    """Settings from these defaults, of the preset, and the options given."""
+    options = {name: value for name, value in vars(args).items() if name in Settings.__annotations__}
+    given = {name: value for name, value in options.items() if value not in (None, "auto")}
+    T = config.context
+    on_gpu = given.get("device") == "gpu"
+    if on_gpu:
+        model_gpu.check_sizes(config)
+    else:
+        wrong = [option_of(name) for name in ("precision", "matmul", "memory_limit") if name in given]
+        require(not wrong, f"{' '.join(wrong)} is for the GPU engine; add --device gpu.")
+    usual = {**defaults, "preset": preset, "mtp_weight": config.mtp_weight,
+             "batch_tokens": max(1, defaults["batch_tokens"] // T) * T,
+             "precision": model_gpu.default_precision() if on_gpu else "fp32"}
+    settings = Settings(**{**usual, **given})
+    require(settings.batch_tokens % T == 0,
+            f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
+    windows = model_gpu.ceil_div(settings.batch_tokens // T, ranks.size)
+    if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
+        settings.micro_batch = max(1, (32768 if on_gpu else 4096) // T)
+        plan, free = plan_memory(config, settings, ranks)
+        if on_gpu and free is not None:
+            largest = model_gpu.largest_micro_batch(plan, free)
+            settings.micro_batch = max(1, min(settings.micro_batch, largest))
+    settings.micro_batch = min(ranks.all_gather(min(settings.micro_batch, windows)))
+    if "threads" not in given and not on_gpu:
+        cores = max(1, available_cores() // ranks.size)
+        settings.threads = min(cores, settings.micro_batch)
+    return settings
 
 
 def model_options(settings):
     """The arguments of the engine's Model, other than config and seed."""
-    if settings.device == "gpu":
-        names = "precision", "micro_batch", "memory_limit", "matmul", "optimizer"
-        return {name: getattr(settings, name) for name in names}
-    return {"dtype": np.float32, "threads": settings.threads, "optimizer": settings.optimizer}
+    if settings.device == "cpu":
+        return dict(dtype=np.float32, threads=settings.threads, optimizer=settings.optimizer)
+    return dict(precision=settings.precision, micro_batch=settings.micro_batch, matmul=settings.matmul,
+                memory_limit=settings.memory_limit, optimizer=settings.optimizer)
 
 
-def set_threads(argv):
-    """The threads here are slices of the batch, a core each, so BLAS must not start its own: its number of
-    threads is read when NumPy loads, hence the script starts itself anew with it set."""
-    names = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
-    wanted = {**os.environ, **dict.fromkeys(names, "1")}
-    if wanted != os.environ:
-        os.execve(sys.executable, [sys.executable, os.path.abspath(sys.argv[0]), *argv], wanted)
+def plan_memory(config, settings, ranks):
+    """-> (function of the micro-batch: bytes by kind that the run takes on a GPU; the bytes that are free there,
+    or None where there is no GPU and no --memory-limit)."""
+    plan = functools.partial(model_gpu.memory_plan, config, T=config.context, precision=settings.precision,
+                             optimizer=settings.optimizer, gpus=ranks.size)
+    return plan, model_gpu.free_memory(settings.memory_limit)
 
 
-def parse_arguments(argv):
-    parser = Parser(description="Pretrain a model.  Defaults depend on the preset: --dry-run tells.")
-    parser.add_argument("--steps", type=whole_number(1), metavar="N", help="updates; --resume takes more")
-    add_run_options(parser, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
-                    "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
-    parser.add_argument("--dry-run", action="store_true", help="settings, memory, a GPU's speed; then stop")
-    parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
-    return parser.parse_args(argv)
+def dry_run(config, settings, ranks):
+    """Print what a run would take."""
+    print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
+          f"{settings.batch_tokens:,} tokens in micro-batches of {settings.micro_batch} x {config.context}, "
+          f"{ranks.size} x {settings.device} {settings.precision}, {settings.optimizer}, learning rate "
+          f"{settings.lr}")
+    if settings.device == "cpu":
+        return
+    plan, free = plan_memory(config, settings, ranks)
+    kinds = plan(settings.micro_batch)
+    for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
+        print(f"{name:>20} {size / 2**20:10.1f} MiB")
+    if free is not None:
+        print(f"Free memory is {free / 2**20:,.0f} MiB: the largest micro-batch is "
+              f"{model_gpu.largest_micro_batch(plan, free)}.")
 
 
-def make_settings(args, preset, config, defaults, ranks=Ranks()):
-    """Settings from these defaults, of the preset, and the options given."""
-    given = {name: value for name, value in vars(args).items()
-             if name in Settings.__annotations__ and value not in (None, "auto")}
-    T, on_gpu = config.context, given.get("device") == "gpu"
-    if not on_gpu and (wrong := [name for name in ("precision", "matmul", "memory_limit") if name in given]):
-        raise ValueError(f"--{wrong[0].replace('_', '-')} is for the GPU engine; add --device gpu.")
-    if on_gpu:
-        model_gpu.check_sizes(config)
-    settings = Settings(**{
-        **defaults, "batch_tokens": max(1, defaults["batch_tokens"] // T) * T, "preset": preset, "data": None,
-        "mtp_weight": config.mtp_weight, "decay": 0.1, "clip": 1.0, "seed": 0, "micro_batch": 1, "threads": 1,
-        "optimizer": "muon", "device": "cpu", "matmul": "cublas", "memory_limit": None,
-        "precision": model_gpu.default_precision() if on_gpu else "fp32", **given})
-    windows, rest = divmod(settings.batch_tokens, T)
-    require(not rest, f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
-    windows = -(-windows // ranks.size)
-    if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
-        _, _, largest = planner(config, settings, ranks)
-        settings.micro_batch = min((32768 if on_gpu else 4096) // T, largest)
-    settings.micro_batch = min(ranks.all_gather(min(max(1, settings.micro_batch), windows)))
-    if args.threads is None and not on_gpu:
-        settings.threads = min(max(1, available_cores() // ranks.size), settings.micro_batch)
-    return settings
+def cap_steps(args, settings, tokens):
+    """Unless told: no more steps than the corpus has new things to say."""
+    epochs = MOST_EPOCHS[settings.preset]
+    most = max(1, epochs * tokens // settings.batch_tokens)
+    if args.steps is None and most < settings.steps:
+        print(f"{tokens:,} tokens are few for {settings.steps} steps: taking {most}, which read them "
+              f"{epochs} times (--steps takes another number).")
+        settings.steps = most
+        if args.warmup is None:
+            settings.warmup = min(settings.warmup, most // 10)
+
+
+def save_run(training):
+    """The checkpoint, with all that a resumed run needs to know."""
+    state = {**training.state, "settings": dataclasses.asdict(training.settings)}
+    checkpoint.save(training.out, training.model, training.tokenizer, state,
+                    chat=state["script"] == "sft.py")
+
+
+def new_training(script, out, config, tokenizer, settings, ranks, base=None):
+    """-> the Training of a run that begins, with a base's weights or random ones, after its first save: from
+    then on there is something to resume."""
+    engine = model_gpu.pick(settings.device)
+    options = model_options(settings)
+    config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
+    if base:
+        model, _ = checkpoint.load(base, engine, options, config.context)
+        model.config = config
+        model.step = 0
+    else:
+        model = engine.Model(config, settings.seed, **options)
+    state = {"script": script, "tokens": 0, "seconds": 0.0, "ranks": ranks.size, "base": base}
+    training = Training(model, tokenizer, settings, state, out, ranks)
+    if ranks.rank == 0:
+        is_base = base and os.path.exists(out) and os.path.samefile(base, out)
+        require(not is_base, f"--out {out} is the base itself; name another folder for the model made from it.")
+        checkpoint.lock_folder(out)
+        checkpoint.set_aside(out)
+        save_run(training)
+    return training
 
 
 def read_run(folder, script):
@@ -786,137 +777,394 @@ def read_run(folder, script):
 
 
 def describe(base, wanted="small"):
-    """-> (preset, corpus) of a base: one of ours says how it was made; of another's model the preset is the
-    widest that is no wider, or small, and corpus, the files that it learned from, None.  wanted: the preset
-    that was asked for."""
+    """-> (preset, corpus) of a base.  One of ours says how it was made.  Of other people's model the preset is
+    the widest that is no wider, or small, and corpus, the files that it learned from, is None.  wanted: the
+    preset that was asked for."""
     require(os.path.exists(os.path.join(base, "config.json")),
             f"there is no model in {base}: `python train.py {wanted}` trains one, --base names another.")
     if os.path.exists(checkpoint.paths_of(base)[1]):
         made, _ = read_run(base, "train.py or sft.py")
         return made.preset, made.data
     dim = max(checkpoint.read_config(base).dim, CONFIGS["small"].dim)
-    return max((c.dim, name) for name, c in CONFIGS.items() if c.dim <= dim)[1], None
+    fitting = [(config.dim, name) for name, config in CONFIGS.items() if config.dim <= dim]
+    return max(fitting)[1], None
 
 
-def resume(args, out, script, ranks=Ranks()):
-    """-> (model, tokenizer, settings, state) of the run of this script in `out`, from its own weights: a base
-    need not be there any more.  Options that differ from the run's are an error, but for more --steps than a
-    finished run has made."""
+def resume(args, out, script, ranks):
+    """-> the Training of this script in `out`, from its own weights: a base need not be there any more.
+    Options that differ from the run's are an error, but for more --steps than a finished run has made."""
     require(os.path.exists(os.path.join(out, "config.json")), f"there is nothing to resume in {out}.")
     if ranks.rank == 0:
-        checkpoint.take(out)
+        checkpoint.lock_folder(out)
     settings, state = read_run(out, script)
     require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
-    require(state["settings"].get("attention", "flash") == "flash",
-            f"the run in {out} has --attention naive, which is no more: start a new run.")
-    choose_device(settings.device, settings.preset, local=ranks.local)
+    choose_device(settings.device, settings.preset, ranks.local)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
-    recorded = {**dataclasses.asdict(settings), **dataclasses.asdict(model.config), "base": state.get("base")}
-    given = {name: getattr(args, name, None) for name in (*Settings.__annotations__, *SIZES, "base")}
-    more = (given["steps"] or 0) > settings.steps <= model.step
-    for name, value in given.items():
-        if value not in (None, "auto", recorded[name]) and not (name == "steps" and more):
-            option = "the preset" if name == "preset" else "--" + name.replace("_", "-")
-            raise ValueError(f"the run in {out} has {option} {recorded[name]}, not {value}: a resumed run "
-                             "keeps its settings. Leave the option out, or start a new run with --out.")
-    if more:
-        extend(settings, given["steps"], out)
+    more_steps = getattr(args, "steps", None)
+    if more_steps and more_steps > settings.steps and model.step >= settings.steps:
+        add_steps(settings, more_steps, out)
+    refuse_other_options(args, settings, model.config, state.get("base"), out)
     state = checkpoint.load_state(out, model)
-    if (before := state.get("ranks", 1)) != ranks.size:
+    before = state.get("ranks", 1)
+    if before != ranks.size:
         print(f"The run in {out} was one of {before} processes and goes on with {ranks.size}: the same "
               "batches, and the same losses but for rounding.", flush=True)
         state["ranks"] = ranks.size
-    return model, tokenizer, settings, state
+    return Training(model, tokenizer, settings, state, out, ranks)
 
 
-def extend(settings, steps, out):
+def refuse_other_options(args, settings, config, base, out):
+    """ValueError for an option that a resumed run has otherwise."""
+    recorded = {**vars(config), **vars(settings), "base": base}
+    for name, value in vars(args).items():
+        if name in recorded and value not in (None, "auto", recorded[name]):
+            option = "the preset" if name == "preset" else option_of(name)
+            raise ValueError(f"the run in {out} has {option} {recorded[name]}, not {value}: a resumed run "
+                             "keeps its settings. Leave the option out, or start a new run with --out.")
+
+
+def add_steps(settings, steps, out):
     """Give a finished run more steps."""
-    before, rate = settings.steps, learning_rate(settings.steps - 1, settings)
+    before = settings.steps
+    rate = learning_rate(before - 1, settings)
     settings.steps = steps
     print(f"The run in {out} was finished after {before} steps; it goes on to {steps}.  The learning rate "
           f"rises from {rate:.2e} to {learning_rate(before, settings):.2e}, by a new schedule.", flush=True)
 
 
-def cap_steps(args, settings, tokens):
-    """Unless told: no more steps than the corpus has new things to say."""
-    epochs = MOST_EPOCHS[settings.preset]
-    most = max(1, epochs * tokens // settings.batch_tokens)
-    if args.steps is None and most < settings.steps:
-        print(f"{tokens:,} tokens are few for {settings.steps} steps: taking {most}, which read them "
-              f"{epochs} times (--steps takes another number).")
-        settings.steps = most
-        if args.warmup is None:
-            settings.warmup = min(settings.warmup, most // 10)
+# ------------------------------------------------------------------------------------------------------------
+# 9. The loop
+# ------------------------------------------------------------------------------------------------------------
+class Stop:
+    """Ctrl-C, SIGTERM, or SIGHUP of a terminal that is closed ask for an end after the step under way; a
+    second one leaves at once.  What is ignored when the script starts, as SIGHUP under nohup, stays
+    ignored."""
+    def __init__(self):
+        self.signal = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.ask)
+
+    def ask(self, number, frame):
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+        # not print, which may be under way; and nobody may be there to read
+        with contextlib.suppress(OSError):
+            os.write(sys.stderr.fileno(), b"\nFinishing the step, then saving; once more to leave at once.\n")
 
 
-def pretraining(model, tokenizer, tokens, val, settings, ranks=Ranks()):
+# What pretraining and fine-tuning do not share; train() is the rest.  batch: step, from 0 -> inputs (B,T),
+# targets (B,T+K-1), a pure function, so that a run can be resumed.  evaluate: step, from 1 -> dict for
+# log.jsonl, and prints what it found.  bytes_per_token: of the text learned from, for the progress line
+Job = collections.namedtuple("Job", "batch evaluate bytes_per_token")
+
+
+# What peak rates GPUs have by datasheet: dense bf16, TFLOP/s; TF32 has half.
+BF16_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121,
+               "A10": 125, "RTX 4090": 165, "RTX 3090": 71}
+
+
+def train(training, job, stop):
+    """Run from model.step to settings.steps -> exit code, 0 when the run is finished."""
+    np.seterr(all="ignore")    # Report looks for numbers that are not finite, and names them
+    model = training.model
+    settings = training.settings
+    ranks = training.ranks
+    report = Report(training, job)
+    for step in range(model.step + 1, settings.steps + 1):
+        # One step: batch, forward, backward, update, report.
+        inputs, targets = job.batch(step - 1)                                           # (B,T), (B,T+K-1)
+        counted = count_targets(targets, inputs.shape[1], model.config.predict)         # (K,) of all ranks
+        report.tokens += inputs.size
+        inputs, targets = ranks.share(inputs, targets)
+        losses = 0.0
+        for rows in micro_batches(training, inputs):
+            losses = losses + model.forward(inputs[rows], targets[rows], counted)       # (K,)
+            model.backward(last=rows.stop == len(inputs))
+        losses = sum_over_ranks(training, losses, stop)
+        lr = learning_rate(step - 1, settings)
+        norm = model.update(lr, decay=settings.decay, clip=settings.clip)
+        evaluating = evaluation_is_due(step, settings)
+        saving = step % settings.save_every == 0 or step == settings.steps
+        healthy = report(step, lr, losses, norm, wait=evaluating or saving)
+
+        stopping = report.asked if ranks.size > 1 else stop.signal
+        saving = saving or stopping
+        if healthy and (evaluating or saving):
+            healthy = report.flush() and (not saving or report.weights_are_finite(step))
+        if not healthy:
+            return 1
+        paused = time.monotonic()
+        if evaluating:
+            report.log_evaluation(step, job.evaluate(step))
+        if saving:
+            save_in_agreement(training, report.log)
+        if stopping and step < settings.steps:
+            print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} "
+                  f"{settings.preset} --resume --out {shlex.quote(training.out)}", file=sys.stderr)
+            return 128 + (stop.signal or signal.SIGTERM)
+        report.pauses += time.monotonic() - paused
+    print(f"\nTrained {training.out}: {settings.steps} steps, {training.state['tokens']:,} tokens, "
+          f"{training.state['seconds']:,.0f} seconds.\n\n"
+          f"Talk to it: python chat.py --model {shlex.quote(training.out)}")
+    return 0
+
+
+def micro_batches(training, inputs):
+    """The rows of a step's inputs (B,T) in slices.  A micro-batch is bounded by its tokens, so of shorter
+    windows it takes more."""
+    tokens = training.settings.micro_batch * training.model.config.context
+    return slices_of(len(inputs), max(1, tokens // inputs.shape[1]))
+
+
+def sum_over_ranks(training, losses, stop):
+    """losses (K,) of one rank -> those of the step.  Of several ranks (K+1,): with them travels how many
+    ranks were asked to stop, so that all stop after the same step."""
+    if training.ranks.size == 1:
+        return losses
+    asked = np.full_like(losses[:1], stop.signal is not None)
+    losses = np.concatenate([losses, asked])
+    training.model.communicator.all_reduce(losses)
+    return losses
+
+
+def evaluation_is_due(step, settings):
+    """At first, when the loss falls fastest, at powers of two; then every settings.eval_every steps."""
+    if step < settings.eval_every and step >= 16 and step & (step - 1) == 0:
+        return True
+    return step % settings.eval_every == 0 or step == settings.steps
+
+
+def save_in_agreement(training, log):
+    """Rank 0 saves, after all ranks have shown that they have the same weights."""
+    if training.ranks.size > 1:
+        training.ranks.agree(weights=weights_checksum(training.model))
+    if log:
+        os.fsync(log.file.fileno())
+        save_run(training)
+
+
+class Report:
+    """Waits for the numbers of each step, logs them and prints a line.  A GPU must not wait for the host
+    meanwhile: there a step is reported when the next one has been launched."""
+    def __init__(self, training, job):
+        self.training = training
+        self.job = job
+        self.tokens = training.state["tokens"]      # read so far, of this step too
+        self.began = time.monotonic()
+        self.before = dict(training.state)
+        self.first = training.model.step
+        self.pauses = 0.0                           # seconds spent on evaluating and saving
+        self.waiting = None                         # the step that is not reported yet
+        self.asked = 0                              # how many ranks have been asked to stop
+        self.log = None
+        if training.ranks.rank == 0:
+            self.log = checkpoint.Log(training.out, self.first)
+        self.on_gpu = training.settings.device == "gpu"
+        self.peak = None
+        if self.on_gpu:
+            self.peak = peak_flops(model_gpu.gpu_name(), training.settings.precision)
+
+    def __call__(self, step, lr, losses, norm, wait):
+        """Report this step, or on a GPU the one before; both if others are to wait for it.  -> whether all
+        numbers are finite."""
+        before = self.waiting
+        self.waiting = step, self.tokens, lr, self.training.model.later(losses, norm)
+        if before and not self.write(*before, last=False):
+            return False
+        return self.flush(wait) if wait or not self.on_gpu else True
+
+    def flush(self, last=True):
+        """Report what has not been reported yet.  last: before a pause."""
+        waiting = self.waiting
+        self.waiting = None
+        return waiting is None or self.write(*waiting, last)
+
+    def write(self, step, tokens, lr, read, last):
+        """-> whether the numbers of this step are finite.  read: waits for them."""
+        training = self.training
+        losses, norm = read()
+        losses = [float(loss) for loss in losses]
+        norm = float(norm)
+        seconds = time.monotonic() - self.began
+        if training.ranks.size > 1:
+            self.asked = losses.pop()
+        if not np.isfinite([*losses, norm]).all():
+            return self.complain(step, f"loss {losses[0]}, gradient norm {norm}")
+        training.state.update(tokens=tokens, seconds=self.before["seconds"] + seconds)
+        if self.log:
+            self.log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
+                           seconds=round(training.state["seconds"], 3))
+        settings = training.settings
+        working = seconds - self.pauses
+        rate = (tokens - self.before["tokens"]) / working
+        left = int(working / (step - self.first) * (settings.steps - step))
+        time_left = str(datetime.timedelta(seconds=left)).removeprefix("0:")        # 02:14, or 1:02:14
+        parts = [f"step {step:5d}/{settings.steps}", f"loss {losses[0]:7.4f}",
+                 f"{losses[0] / math.log(2) / self.job.bytes_per_token:.3f} bits/byte", f"{time_left} left",
+                 f"{rate:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
+        if self.peak:
+            share = rate * flops_per_token(training.model.config) / (self.peak * training.ranks.size)
+            parts.append(f"{share:.0%} of peak")
+        print_step(step, parts, last)
+        return True
+
+    def weights_are_finite(self, step):
+        """Whether what is to be saved is finite."""
+        model = self.training.model
+        finite = np.isfinite(model.read(model.flat_params)).all()
+        return bool(finite) or self.complain(step, "its weights")
+
+    def complain(self, step, numbers):
+        """Name the first bad tensor of a step -> False."""
+        inputs, targets = self.job.batch(step - 1)
+        print(f"\nerror: step {step} is not finite ({numbers}): "
+              f"{first_bad_tensor(self.training, inputs, targets)}. {self.training.out} keeps its last save. "
+              "Try a lower --lr.", file=sys.stderr)
+        return False
+
+    def log_evaluation(self, step, record):
+        if self.log and self.log.write(step=step, **record):
+            loss, best = self.log.best
+            print(f"note: the held-out loss was best at step {best}, {loss:.4f}, and rises: the model learns "
+                  "this text by heart. More text or fewer --steps would help.", flush=True)
+
+
+def first_bad_tensor(training, inputs, targets):
+    """Names the first tensor that is not finite, in the order of the parameter table.  A bad norm changed no
+    weight, so the gradient of that step can be computed again.  Parameters come first: a bad one makes all
+    gradients bad.  np.isfinite serves NumPy's arrays and CuPy's."""
+    model = training.model
+    counted = count_targets(targets, inputs.shape[1], model.config.predict)
+    inputs, targets = training.ranks.share(inputs, targets)
+    model.flat_grads[...] = 0.0
+    for rows in micro_batches(training, inputs):
+        model.forward(inputs[rows], targets[rows], counted)
+        model.backward(last=rows.stop == len(inputs))
+    for what, views in (("parameter", model.params), ("gradient", model.grads)):
+        for name, view in views.items():
+            if not bool(np.isfinite(view).all()):
+                return f"the first {what} that is not finite is {name}"
+    return "every gradient is finite; the loss, or the sum of the gradient's squares, overflowed"
+
+
+def print_step(step, parts, last):
+    """The progress line.  A terminal's is rewritten in place, and without its last parts where they do not
+    fit, or every step would leave a line.  Elsewhere the first step and every tenth have lines of their own.
+    """
+    if not sys.stdout.isatty():
+        if last or step == 1 or step % 10 == 0:
+            print("  ".join(parts), flush=True)
+        return
+    while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
+        parts.pop()
+    print("\r" + "  ".join(parts) + "\033[K", end="\n" if last else "", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 10. The script
+# ------------------------------------------------------------------------------------------------------------
+def pretraining(training, tokens, val):
     """-> the Job of a run on these tokens."""
-    T, K, windows = model.config.context, model.config.predict, settings.batch_tokens // model.config.context
+    settings = training.settings
+    ranks = training.ranks
+    tokenizer = training.tokenizer
+    T = training.model.config.context
+    K = training.model.config.predict
 
     def batch(step):
-        return get_batch(tokens, window_starts(settings.seed, step, windows, len(tokens), T, K), T, K)
+        starts = window_starts(settings.seed, step, settings.batch_tokens // T, len(tokens), T, K)
+        return get_batch(tokens, starts, T, K)
 
-    def look(step):
-        if result := validate(model, tokenizer, val, settings.micro_batch, EVAL_TOKENS, ranks=ranks):
+    def evaluate(step):
+        result = validate(training, val, EVAL_TOKENS)
+        if result:
             print(f"           validation loss {in_words(result)}")
-        if step == settings.steps and any(len(tokens) > EVAL_TOKENS + T for tokens in val.values()):
+        last = step == settings.steps
+        if last and any(len(ids) > EVAL_TOKENS + T for ids in val.values()):
             progress = show_progress("           held out:", "thousand tokens", 1e3)
-            result["all"] = validate(model, tokenizer, val, settings.micro_batch, math.inf, progress, ranks)
+            result["all"] = validate(training, val, math.inf, progress)
             print(f"           on all that is held out {in_words(result['all'])}")
-        samples = [text + sample_text(model, tokenizer, tokenizer.encode(text), settings.seed + i)
-                   for i, text in enumerate(PROMPTS)]
-        print_samples(map(repr, PROMPTS), samples, step == settings.steps)
-        return {**result, "samples": samples}
+        if ranks.rank == 0:
+            result["samples"] = [text + sample_text(training.model, tokenizer, tokenizer.encode(text),
+                                                    settings.seed + i) for i, text in enumerate(PROMPTS)]
+            print_samples(map(repr, PROMPTS), result["samples"], last)
+        return result
 
-    return Job(batch, look, max(token_bytes(tokenizer)[tokens[:1 << 20]].mean(), 1e-9), ranks)
+    size = token_bytes(tokenizer)[tokens[:1 << 20]].mean()
+    return Job(batch, evaluate, max(size, 1e-9))
+
+
+def run(args, ranks):
+    """-> exit code."""
+    preset = args.preset or "small"
+    if args.base and not args.resume and not args.preset:
+        preset, _ = describe(args.base)
+    default = f"{args.base}-more" if args.base else os.path.join("out", preset)
+    out = os.path.normpath(args.out or default)
+    begun = continue_run(args, out, ranks) if args.resume else begin_run(args, preset, out, ranks)
+    if begun is None:
+        return 0
+    training, tokens, val = begun
+    connect(training)
+    return train(training, pretraining(training, tokens, val), Stop())
+
+
+def continue_run(args, out, ranks):
+    """-> (Training, tokens, val), or None where there is nothing left to do."""
+    training = resume(args, out, "train.py", ranks)
+    settings = training.settings
+    step = training.model.step
+    if step >= settings.steps:
+        print(f"The run in {out} is finished: {step} steps (--steps takes more).")
+        return None
+    base = out if training.state.get("base") else None
+    _, tokens, val, key = ranks.in_turn(lambda: prepare(settings.data, training.model.config.vocab, base))
+    require(key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
+    print(f"Resuming {out} at step {step} of {settings.steps}.")
+    return training, tokens, val
+
+
+def begin_run(args, preset, out, ranks):
+    """-> (Training, tokens, val), or None after a dry run."""
+    config = choose_sizes(args, preset)
+    planning_for_gpu = args.dry_run and args.memory_limit and not args.device
+    asked = "gpu" if planning_for_gpu else args.device
+    args.device = choose_device(asked, preset, ranks.local, args.dry_run)
+    defaults = dict(DEFAULTS[preset])
+    if args.optimizer == "adamw":
+        defaults["lr"] /= 2
+    if args.base:                       # to go on from a base: it learns as well, and forgets less
+        defaults["lr"] /= 2
+    settings = make_settings(args, preset, config, defaults, ranks)
+    if args.dry_run:
+        dry_run(config, settings, ranks)
+        return None
+    if not settings.data:
+        settings.data = ranks.in_turn(lambda: find_corpus(preset))
+    prepared = ranks.in_turn(lambda: prepare(settings.data, config.vocab, args.base))
+    tokenizer, tokens, val, settings.tokens_key = prepared
+    window_count(len(tokens), config.context, config.predict)
+    cap_steps(args, settings, len(tokens))
+    held_out = sum(map(len, val.values()))
+    if held_out <= config.predict:
+        print("The corpus is too short for a validation part: there will be no validation loss.")
+    training = new_training("train.py", out, config, tokenizer, settings, ranks, args.base)
+    engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
+    if ranks.size > 1:
+        engine = f"{ranks.size} x {engine}"
+    print(f"{preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
+          f"{settings.batch_tokens:,} tokens, {engine}; corpus {', '.join(settings.data)}: "
+          f"{len(tokens):,} tokens to train on, {held_out:,} to validate.", flush=True)
+    return training, tokens, val
 
 
 def main(argv):
     args = parse_arguments(argv)
     if args.plot:
         return checkpoint.plot(args.plot)
-    set_threads(argv)
-    with checkpoint.find_ranks(args.gpus, args.timeout) as ranks:
-        return run(args, ranks)
-
-
-def run(args, ranks):
-    """-> exit code."""
-    preset = args.preset or (describe(args.base)[0] if args.base and not args.resume else "small")
-    out = os.path.normpath(args.out or (f"{args.base}-more" if args.base else os.path.join("out", preset)))
-    if args.resume:
-        model, tokenizer, settings, state = resume(args, out, "train.py", ranks)
-        if model.step >= settings.steps:
-            print(f"The run in {out} is finished: {model.step} steps (--steps takes more).")
-            return 0
-        _, tokens, val, key = prepare(settings.data, model.config.vocab, state.get("base") and out)
-        require(key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
-        print(f"Resuming {out} at step {model.step} of {settings.steps}.")
-    else:
-        config = choose_sizes(args, preset)
-        asked = args.device or ("gpu" if args.dry_run and args.memory_limit else None)
-        args.device = choose_device(asked, preset, args.dry_run, ranks.local)
-        # half of it for AdamW, and to go on from a base, which then learns as well and forgets less
-        lr = DEFAULTS[preset]["lr"] / (2 if args.optimizer == "adamw" else 1) / (2 if args.base else 1)
-        settings = make_settings(args, preset, config, {**DEFAULTS[preset], "lr": lr}, ranks)
-        if args.dry_run:
-            return dry_run(config, settings, ranks)
-        found = ranks.all_gather(ranks.rank or settings.data or find_corpus(preset))[0]     # 0 alone makes it
-        settings.data = settings.data or found
-        tokenizer, tokens, val, settings.tokens_key = prepare(settings.data, config.vocab, args.base)
-        window_count(len(tokens), config.context, config.predict)
-        cap_steps(args, settings, len(tokens))
-        if sum(map(len, val.values())) <= config.predict:
-            print("The corpus is too short for a validation part: there will be no validation loss.")
-        model, state = new_run("train.py", out, config, tokenizer, settings, ranks, args.base)
-        engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
-        engine = f"{ranks.size} x {engine}" if ranks.size > 1 else engine
-        print(f"{preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
-              f"{settings.batch_tokens:,} tokens, {engine}; corpus {', '.join(settings.data)}: "
-              f"{len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.", flush=True)
-    job = pretraining(model, tokenizer, tokens, val, settings, ranks)
-    connect(ranks, model, settings)
-    return train(model, tokenizer, settings, out, state, Stop(), job)
+    return run_ranks(run, args)
 
 
 if __name__ == "__main__":
