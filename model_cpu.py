@@ -213,14 +213,17 @@ PROMPT_ROWS = 128           # tokens that decoding reads at once: of a long prom
 MOST_LOGITS = 1 << 26       # numbers; of a large vocabulary they would be by far the largest array
 
 
-def pieces(count, size):
+def slices_of(count, size):
     """0 to count in slices of this size, of which the last may be smaller."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
+pieces = slices_of          # until model_gpu.py imports the new name
+
+
 def logit_parts(config, N):
     """The N rows of a batch in slices of at most MOST_LOGITS logits, or of one row."""
-    return pieces(N, max(1, MOST_LOGITS // (config.predict * config.vocab)))
+    return slices_of(N, max(1, MOST_LOGITS // (config.predict * config.vocab)))
 
 
 def work_tables(config, B, T, dtype=np.float32):
@@ -262,10 +265,10 @@ def moment_count(config, optimizer):
 def memory_plan(config, micro_batch, T, precision="fp32", threads=1, optimizer="adamw", gpus=0):
     """Bytes of memory by kind (a dict) that training with micro-batches (micro_batch, T) takes; precision,
     gpus: for model_gpu's plan, here it is always fp32."""
-    size, pieces = 4 * param_count(config), min(threads, micro_batch)
-    layer, shared = map(table_bytes, work_tables(config, -(-micro_batch // pieces), T))
-    return {"parameters": size, "gradients": pieces * size, "moments": 4 * moment_count(config, optimizer),
-            "activations": pieces * config.layers * layer, "logits and scratch": pieces * shared}
+    size, shares = 4 * param_count(config), min(threads, micro_batch)
+    layer, shared = map(table_bytes, work_tables(config, -(-micro_batch // shares), T))
+    return {"parameters": size, "gradients": shares * size, "moments": 4 * moment_count(config, optimizer),
+            "activations": shares * config.layers * layer, "logits and scratch": shares * shared}
 
 
 def free_memory(limit=None):
@@ -685,7 +688,7 @@ def check_batch(config, tokens, targets, counted=None):
     return tokens, targets, np.maximum(counted, 1)    # a head without a target: the sum 0, and so the loss 0
 
 
-class Worker:
+class Workspace:
     """What one thread needs for its share of the batch: the arrays of work_tables, and a gradient of its
     own."""
     def __init__(self, config, dtype, flat_grads):
@@ -719,7 +722,7 @@ class Model:
     BLAS alone leaves the element-wise work on one.  Set OPENBLAS_NUM_THREADS=1 then (train.py does).  The sum
     over shares is exact because the loss is divided by the count of targets in the whole step, not in the
     share."""
-    drafts = 0      # heads whose drafts pay: four rows take twice as long as one, and give half a token more
+    draft_heads = 0     # heads whose drafts pay: four rows take twice as long as one, and give half a token more
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config, self.dtype, self.threads, self.training = config, np.dtype(dtype), threads, training
@@ -727,26 +730,21 @@ class Model:
         self.flat_params = np.zeros(size, self.dtype)
         self.params = param_views(self.flat_params, config)
         gradients = [np.zeros(size, self.dtype) if training else None for _ in range(threads)]
-        self.workers = [Worker(config, self.dtype, flat_grads) for flat_grads in gradients]
-        self.flat_grads, self.grads = gradients[0], self.workers[0].grads
+        self.workspaces = [Workspace(config, self.dtype, flat_grads) for flat_grads in gradients]
+        self.flat_grads, self.grads = gradients[0], self.workspaces[0].grads
         self.m, self.v = [np.zeros(n, self.dtype) if training else None for n in (size, moments - size)]
         if seed is not None:
             init_params(self.flat_params, config, seed)
         self.cos, self.sin = rope_table(config, self.dtype)
-        self.step, self.sums = 0, None              # updates made so far; see train.connect
+        self.step, self.communicator = 0, None      # updates made so far; who adds up several processes (train.py)
         # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and sees the loss
         pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
         self.map = pool.map if threads > 1 else map     # either takes the results in order
-        # q, k, v of the tokens decoded so far, of each in every layer: memory that no token has reached is
-        # not taken yet; the ids of those that generate has put there
-        self.cache = np.zeros((config.context, config.layers, config.qkv_width), self.dtype)
-        self.position, self.cached = 0, []
-        # Without a backward all layers compute in the arrays of one.
-        self.decoder = Worker(dataclasses.replace(config, layers=1), self.dtype, None)
+        self.decoder = Decoder(self)
 
     def refresh(self):
-        """After writing params: what other weights have left in the cache is forgotten."""
-        self.cached = []
+        """Call this after writing params: what other weights have left in the KV cache is forgotten."""
+        self.decoder.forget()
 
     def read(self, array):
         """An array of this model's, flat_params say, as a NumPy array on the host."""
@@ -761,7 +759,7 @@ class Model:
         """-> a function that returns these; on the GPU it waits for them."""
         return lambda: arrays
 
-    def trunk(self, tokens, layers, shared, first=0):
+    def _trunk(self, tokens, layers, shared, first=0):
         """tokens (B,T) -> shared, where "final" (N,C) is rmsnorm(x) after the last layer.  layers, shared:
         the buffers to compute in, which then hold what the backward needs; first: see block_forward."""
         x = shared["x"]
@@ -772,7 +770,7 @@ class Model:
         rmsnorm_forward(shared["final"], shared["rstd"], x, self.params["norm"], self.config.norm_eps)
         return shared
 
-    def head_logits(self, final, out=None):
+    def _head_logits(self, final, out=None):
         """final (n,C) -> the logits (n,K,V), all heads in one product, in the front of `out` or a new
         array."""
         c, n = self.config, len(final)
@@ -783,8 +781,8 @@ class Model:
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a new array."""
         tokens = as_batch(self.config, tokens)
-        shared = self.trunk(tokens, *self.workers[0].buffers(*tokens.shape))
-        return self.head_logits(shared["final"]).reshape(*tokens.shape, self.config.predict, -1)
+        shared = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
+        return self._head_logits(shared["final"]).reshape(*tokens.shape, self.config.predict, -1)
 
     def forward(self, tokens, targets, counted=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, head k's sum /
@@ -794,20 +792,20 @@ class Model:
         Raises ValueError where head 0 has none at all: there would be nothing to learn."""
         tokens, targets, self.divisor = check_batch(self.config, tokens, targets, counted)
         self.shares = min(self.threads, len(tokens))
-        return sum(self.map(self.forward_share, self.workers, np.array_split(tokens, self.shares),
+        return sum(self.map(self._forward_share, self.workspaces, np.array_split(tokens, self.shares),
                             np.array_split(targets, self.shares)))
 
-    def forward_share(self, worker, tokens, targets):
+    def _forward_share(self, worker, tokens, targets):
         targets = head_targets(targets, tokens.shape[1], self.config.predict)
         layers, shared = worker.buffers(*tokens.shape)
-        self.trunk(tokens, layers, shared)
+        self._trunk(tokens, layers, shared)
         worker.saved = tokens, targets, layers, shared
-        return sum(self.head_loss(shared, targets, rows) for rows in logit_parts(self.config, tokens.size))
+        return sum(self._head_loss(shared, targets, rows) for rows in logit_parts(self.config, tokens.size))
 
-    def head_loss(self, shared, targets, rows):
+    def _head_loss(self, shared, targets, rows):
         """-> what these rows, a slice, add to the losses (K,); shared["logits"] keeps e of them."""
         losses, targets = np.zeros(self.config.predict), targets[rows]
-        e = self.head_logits(shared["final"][rows], shared["logits"])
+        e = self._head_logits(shared["final"][rows], shared["logits"])
         cross_entropy_forward(losses, shared["exp_sum"][rows], e, targets, self.divisor)
         return losses
 
@@ -816,13 +814,13 @@ class Model:
         Call it once a forward (the logits are used up).  last: this is the step's last micro-batch, after
         which the gradients of several processes are added up."""
         require(self.training, "this model was made with training=False: it has no gradients.")
-        list(self.map(self.backward_share, self.workers, range(self.shares)))
-        for worker in self.workers[1:self.shares]:      # in order, so that the sum is the same in every run
+        list(self.map(self._backward_share, self.workspaces, range(self.shares)))
+        for worker in self.workspaces[1:self.shares]:      # in order, so that the sum is the same in every run
             self.flat_grads += worker.flat_grads
-        if last and self.sums:
-            self.sums.all_reduce(self.flat_grads)
+        if last and self.communicator:
+            self.communicator.all_reduce(self.flat_grads)
 
-    def backward_share(self, worker, number):
+    def _backward_share(self, worker, number):
         c, (tokens, targets, layers, shared) = self.config, worker.saved
         dx, dn, final, exp_sum = (shared[name] for name in ("dx", "dn", "final", "exp_sum"))
         parts = logit_parts(c, tokens.size)
@@ -830,7 +828,7 @@ class Model:
             worker.flat_grads[...] = 0.0
         for rows in parts:
             if len(parts) > 1:                      # the next piece has taken the place of what this one left
-                self.head_loss(shared, targets, rows)
+                self._head_loss(shared, targets, rows)
             dlogits = shared["logits"][:len(final[rows])]
             cross_entropy_backward(dlogits, exp_sum[rows], targets[rows], self.divisor, c.head_weights)
             # logits = final @ heads.T
@@ -853,7 +851,8 @@ class Model:
         norm = math.sqrt(squares + np.dot(grads[hidden], grads[hidden]))
         if not math.isfinite(norm):
             return norm
-        self.step, self.cached = self.step + 1, []
+        self.step += 1
+        self.decoder.forget()
         jobs, piece = [], 1 << 16           # numbers that stay in the cache through AdamW's dozen passes
         for rule, part, in_v, decayed in update_table(c, self.optimizer):
             flats = [flat[part] for flat in (self.flat_params, grads, self.m)]
@@ -869,35 +868,79 @@ class Model:
         list(self.map(lambda job: job[0](*job[1:]), jobs))
         return norm
 
-    def extend(self, tokens, rows=0):
-        """Append n tokens at self.position and return the logits (n,K,V) of them, or of the last `rows`,
-        reading keys and values of all earlier tokens from the cache.  Setting position back to an earlier
-        value forgets what came after it.
 
-        The forward as in training, but that the rows of q, k and v go to their place in the cache, and that P
-        has a row for each new token and a column for each token so far."""
-        tokens, c, n, finals = np.asarray(tokens, np.int64), self.config, len(tokens), []
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: see sample."""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0               # of the noise
+    vocab: int = None           # only ids below it are drawn (None: all)
+
+
+class Decoder:
+    """Continues one text, token by token, with a KV cache: keys and values of earlier tokens are kept.
+
+    tokens: the list of ids whose keys and values the cache holds."""
+    def __init__(self, model):
+        self.model = model
+        self.tokens = []
+        # q, k, v of each token in every layer; memory that no token has reached is not taken yet
+        c = model.config
+        self.cache = np.zeros((c.context, c.layers, c.qkv_width), model.dtype)
+        # without a backward all layers compute in the arrays of one
+        self.workspace = Workspace(dataclasses.replace(c, layers=1), model.dtype, None)
+
+    @property
+    def position(self):
+        """The number of tokens in the cache.  Setting it to a smaller one forgets the last tokens."""
+        return len(self.tokens)
+
+    @position.setter
+    def position(self, position):
+        require(0 <= position <= len(self.tokens),
+                f"the position must be from 0 to {len(self.tokens)}, the tokens in the cache, not {position}.")
+        del self.tokens[position:]
+
+    def forget(self):
+        """Empty the cache: the weights have changed, say."""
+        self.tokens = []
+
+    def extend(self, tokens, last=None):
+        """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone.
+
+        This is the forward of training, but the rows of q, k and v go to their place in the cache, and P has
+        a row for each new token and a column for each token so far."""
+        model, c = self.model, self.model.config
+        tokens = np.asarray(tokens, np.int64)
+        n = len(tokens)
         require(self.position + n <= c.context,
                 f"{n} tokens at {self.position} do not fit the context of {c.context}.")
         check_tokens(c, tokens)
-        for part in pieces(n, PROMPT_ROWS):
-            part, p = tokens[part], self.position
-            (layer,), shared = self.decoder.buffers(1, len(part))
-            P = np.empty((1, c.kv_heads, c.heads // c.kv_heads, len(part), p + len(part)), self.dtype)
-            layers = [{**layer, "qkv": self.cache[:p + len(part), i], "P": P} for i in range(c.layers)]
-            finals.append(self.trunk(part[None], layers, shared, p)["final"].copy())
-            self.position += len(part)
-        self.cached = []                            # generate notes what it has read
-        return self.head_logits(np.concatenate(finals)[-rows:])
+        finals = []
+        for rows in slices_of(n, PROMPT_ROWS):
+            part = tokens[rows]
+            first = self.position
+            end = first + len(part)
+            (layer,), shared = self.workspace.buffers(1, len(part))
+            P = np.empty((1, c.kv_heads, c.heads // c.kv_heads, len(part), end), model.dtype)
+            layers = [{**layer, "qkv": self.cache[:end, i], "P": P} for i in range(c.layers)]
+            model._trunk(part[None], layers, shared, first)
+            finals.append(shared["final"].copy())
+            self.tokens += part.tolist()
+        final = np.concatenate(finals)
+        return model._head_logits(final if last is None else final[n - last:])
 
-    def draw(self, tokens, rows, heads, t, seed, temperature, top_k, top_p, vocab):
-        """Append tokens as extend does, and draw after each of the last `rows` of them: -> ids (rows, heads),
-        that of head k after row r for position t + r + k of the text, and the probabilities p (rows,) that
-        head 0 gave its ids."""
-        logits = self.extend(tokens, rows)[:, :heads, :vocab].astype(np.float64)
+    def draw(self, tokens, rows, heads, t, sampling):
+        """Append tokens, and draw after each of the last `rows` of them.  Returns ids (rows, heads), that of
+        head k after row r for position t + r + k of the text, and the probabilities p (rows,) that head 0 gave
+        its ids."""
+        s = sampling
+        logits = self.extend(tokens, rows)[:, :heads, :s.vocab].astype(np.float64)
         positions = t + np.add.outer(np.arange(rows), np.arange(heads))
-        ids = sample(logits.reshape(rows * heads, -1), seed, positions.reshape(-1), temperature, top_k,
-                     top_p).reshape(rows, heads)
+        flat = logits.reshape(rows * heads, -1)
+        ids = sample(flat, s.seed, positions.reshape(-1), s.temperature, s.top_k, s.top_p).reshape(rows, heads)
         drawn = np.take_along_axis(logits[:, 0], ids[:, :1], axis=1)
         return ids, 1 / np.exp(logits[:, 0] - drawn).sum(axis=1)
 
@@ -958,15 +1001,14 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     tokens and the seed (None: a fresh one).  vocab: draw only ids below it (a tokenizer may have fewer tokens
     than the model has rows).
 
-    model.cached says what the cache holds: of a text that begins alike only the rest is read.  However this
-    ends, closed in mid-text too, all that was yielded is in the cache, but for the last token where no other
-    was drawn after it.
+    model.decoder keeps what it has read: of a text that begins like the last one only the rest is read anew.
 
-    speculate (None: with as many heads as pay, model.drafts): heads 1..K-1 draft the tokens after the next,
-    and one call of model.draw reads them all; a draft counts if it is the very token that head 0 draws there
-    (Stern et al. 2018).  So the text is that of single steps; here up to the rounding of NumPy's products,
-    whose sums depend on the number of rows.  A draft is drawn with the noise that head 0 will use at its
-    position: the nearer the two heads' p, the more often they draw the same token.
+    speculate (None: with as many heads as pay, model.draft_heads) is self-speculative decoding: heads 1..K-1
+    draft the tokens after the next, and one call of decoder.draw reads them all.  A draft is accepted if it is
+    the very token that head 0 draws there (Stern et al. 2018).  So the text is that of single steps; here up
+    to the rounding of NumPy's matmuls, whose sums depend on the number of rows.  A draft is drawn with the
+    noise that head 0 will use at its position: the nearer the two heads' p, the more often they draw the same
+    token.
 
     trace: a list to which each token drawn adds (head, drafts, p): the head whose draft it was, 0 for none;
     how many drafts were read along with it; the probability that the model gave it."""
@@ -974,40 +1016,45 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     require(temperature >= 0 and top_k >= 0 and 0 < top_p <= 1,
             f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in (0, 1].")
     seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
-    drafting = model.drafts if speculate is None else model.config.predict if speculate else 0
-    context, text, drafts = model.config.context, list(tokens), []
-    vocab, heads = vocab or model.config.vocab, min(1 + drafting, model.config.predict)
+    sampling = Sampling(temperature, top_k, top_p, seed, vocab)
+    decoder, context = model.decoder, model.config.context
+    if speculate is None:
+        heads = 1 + model.draft_heads
+    else:
+        heads = model.config.predict if speculate else 1
+    heads = min(heads, model.config.predict)
+    text = list(tokens)
     end = math.inf if most is None else len(text) + most
+    drafts = []
     while len(text) < end:
         window = text[window_start(len(text), context):]
-        if model.cached != window[:-1]:             # another text, or a new window
-            model.cached = os.path.commonprefix([model.cached, window[:-1]])        # of lists
-        model.position = len(model.cached)
-        if len(window) - model.position > 1 or len(window) + len(drafts) > context:
+        if decoder.tokens != window[:-1]:           # another text, or a new window
+            decoder.position = len(os.path.commonprefix([decoder.tokens, window[:-1]]))         # of lists
+        unread = window[decoder.position:]
+        if len(unread) > 1 or len(window) + len(drafts) > context:
             drafts = []             # what has to be read is read alike with and without speculation
-        ids, p = model.draw(window[model.position:] + drafts, 1 + len(drafts), heads, len(text), seed,
-                            temperature, top_k, top_p, vocab)
-        model.cached = window
-        for row, draft in enumerate([*drafts, None]):
-            token = int(ids[row, 0])
-            model.position = len(model.cached)      # roll back: the rows of drafts count one by one
+        ids, p = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
+        drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
+        most_accepted = min(len(drafts), end - len(text) - 1)
+        accepted = 0
+        while accepted < most_accepted and drafts[accepted] == drawn[accepted] not in stop:
+            accepted += 1
+        decoder.position = len(window) + accepted   # the drafts that were not accepted are forgotten
+        for head in range(accepted + 1):
             if trace is not None:
-                trace.append((row, len(drafts), float(p[row])))     # drafted by the head of this number
-            if token in stop:
+                trace.append((head, len(drafts), float(p[head])))   # drafted by the head of this number
+            if drawn[head] in stop:
                 return
-            text.append(token)
-            yield token
-            if token != draft or len(text) == end:
-                break
-            model.cached.append(token)
-        drafts = ids[row, 1:].tolist()
+            text.append(drawn[head])
+            yield drawn[head]
+        drafts = ids[accepted, 1:].tolist()
 
 
 def layer_logits(model, inputs):
     """The "logit lens" (nostalgebraist 2020): inputs (B,T) -> for the embedding and after each layer the
     residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
-    layers, shared = model.workers[0].buffers(*inputs.shape)
-    model.trunk(inputs, layers, shared)
+    layers, shared = model.workspaces[0].buffers(*inputs.shape)
+    model._trunk(inputs, layers, shared)
     for x in [*(saved["x_in"] for saved in layers), shared["x"]]:
         rmsnorm_forward(shared["n"], shared["rstd"], x, model.params["norm"], model.config.norm_eps)
         yield x, shared["n"] @ model.params["heads"][:model.config.vocab].T
@@ -1074,7 +1121,7 @@ def main(argv):
 
     model = Model(config, seed=0)
     logits, losses = model.logits(tokens), model.forward(tokens, targets)
-    layers, shared = model.workers[0].buffers(1, T)
+    layers, shared = model.workspaces[0].buffers(1, T)
     print(f"\n2. Shapes: B=1 T={T} C={config.dim} H={config.heads} G={config.kv_heads} D={config.head_dim} "
           f"F={config.hidden} K={K} V={config.vocab} L={config.layers} N=B*T={T}")
     arrays = [(f"layer 0: {name}", array) for name, array in layers[0].items()]

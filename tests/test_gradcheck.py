@@ -166,7 +166,7 @@ class Twin:
     off, options, calls = {}, [], 0
 
     def __init__(self, config, **options):
-        self.model, self.position = model_cpu.Model(config), 0
+        self.model, self.decoder = model_cpu.Model(config), self
         self.flat_grads = np.zeros(model_cpu.param_count(config))
         self.grads = model_cpu.param_views(self.flat_grads, config)
         Twin.options.append(options)
@@ -195,11 +195,11 @@ class Twin:
         if Twin.calls % 2 == 0:
             self.grads["norm"][0] *= 1 + self.off.get("second", 0.0)
 
+    def forget(self):
+        self.model.decoder.forget()
+
     def extend(self, tokens):
-        self.model.position = self.position
-        rows = self.model.extend(tokens)
-        self.position = self.model.position
-        return self.wrong(rows, f"extend {len(tokens)}")
+        return self.wrong(self.model.decoder.extend(tokens), f"extend {len(tokens)}")
 
 
 WIDE = model_cpu.Config(dim=16, heads=2, kv_heads=1, layers=1, context=256, vocab=16, predict=2)
@@ -495,18 +495,15 @@ def test_generation_is_compared_to_the_bit(monkeypatch, wrong):
     """An engine that reads row by row, as float64 NumPy does not, and is wrong in one way."""
     asked = []
 
-    class Engine(model_cpu.Model):
-        def __init__(self, config, precision, training):
-            asked.append((config, precision, training))
-            super().__init__(config, training=False)
-            self.replays, self.drawing = {"a graph": "of another run"}, False
+    class RowByRow(model_cpu.Decoder):
+        drawing = False
 
-        def extend(self, tokens, last=0):
-            rows = np.concatenate([model_cpu.Model.extend(self, [token]) for token in tokens])[-last:]
+        def extend(self, tokens, last=None):
+            rows = np.concatenate([super(RowByRow, self).extend([token]) for token in tokens])[-(last or len(tokens)):]
             return rows * (1 + (wrong == "rows" and len(tokens) == 3 and not self.drawing) / 8)
 
         def draw(self, tokens, rows, heads, *rest):
-            assert self.replays == {}
+            assert self.model.replays == {}
             self.drawing = True
             ids, p = super().draw(tokens, rows, heads, *rest)
             self.drawing = False
@@ -514,6 +511,12 @@ def test_generation_is_compared_to_the_bit(monkeypatch, wrong):
                                         or wrong == "launched" and model_gpu.RECORD_AT == math.inf):
                 ids = (ids + 1) % 16
             return ids, np.round(p, 9) + (wrong == "p" and heads == 2 and self.position > 105)
+
+    class Engine(model_cpu.Model):
+        def __init__(self, config, precision, training):
+            asked.append((config, precision, training))
+            super().__init__(config, training=False)
+            self.replays, self.decoder = {"a graph": "of another run"}, RowByRow(self)
 
     monkeypatch.setattr(model_gpu, "Model", Engine)
     config = dataclasses.replace(WIDE, context=120, predict=3)

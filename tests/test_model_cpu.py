@@ -14,7 +14,7 @@ import pytest
 
 import gradcheck
 import model_cpu
-from model_cpu import CONFIGS, Config, Model, generate, gumbel, sample, window_start
+from model_cpu import CONFIGS, Config, Decoder, Model, generate, gumbel, sample, window_start
 
 TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=16, vocab=264, predict=3, mtp_weight=0.5)
 
@@ -64,8 +64,8 @@ def test_logits_in_pieces(monkeypatch, most, rows, threads):
     assert whole - model_cpu.table_bytes(model_cpu.work_tables(config, 2, 14)[1]) == -(-4 * 48 * 28 // 256) * 256 - -(
         -4 * 48 * rows[0] // 256) * 256
     other, products = Model(config, 0, threads=threads), []
-    head_logits = Model.head_logits
-    monkeypatch.setattr(Model, "head_logits", lambda self, final, out: products.append(len(final)) or head_logits(self, final, out))
+    head_logits = Model._head_logits
+    monkeypatch.setattr(Model, "_head_logits", lambda self, final, out: products.append(len(final)) or head_logits(self, final, out))
     found = step_gradient(other, tokens, targets)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-14)
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-15)
@@ -222,7 +222,7 @@ def test_initial_values_by_hand():
         expected = rng.standard_normal(shape, np.float32) * std if len(shape) == 2 else np.ones(shape)
         assert np.array_equal(model.params[name], expected), name
     model = Model(TINY)
-    assert model.dtype == np.float64 and model.threads == 1 and model.step == model.position == 0
+    assert model.dtype == np.float64 and model.threads == 1 and model.step == model.decoder.position == 0
     assert np.array_equal(model.flat_params, Model(TINY, seed=0).flat_params)
     assert not np.any(model.flat_grads) and not np.any(model.m) and not np.any(model.v)
 
@@ -358,7 +358,7 @@ def test_the_plan_of_memory_is_what_is_taken():
         layer, shared = (model_cpu.table_bytes(table) for table in model_cpu.work_tables(c, rows, T))
         assert plan["activations"] == pieces * 4 * layer and plan["logits and scratch"] == pieces * shared
         # the first share is the largest
-        assert len(plan) == 5 and len(model.workers[0].memory) == 4 * layer + shared
+        assert len(plan) == 5 and len(model.workspaces[0].memory) == 4 * layer + shared
     assert model_cpu.memory_plan(c, 7, 128) == model_cpu.memory_plan(c, 7, 128, "fp32", 1)
 
 
@@ -509,9 +509,9 @@ def test_scores_in_the_thousands_stay_finite_in_the_cache_too():
         model.params[f"layers.{i}.qkv"][:(TINY.heads + TINY.kv_heads) * TINY.head_dim] *= 100.0
     with np.errstate(all="raise", under="ignore"):
         expected = model.logits(tokens[None])[0]
-        whole = model.extend(tokens)
-        model.position = 0
-        one_by_one = np.concatenate([model.extend([token]) for token in tokens])
+        whole = model.decoder.extend(tokens)
+        model.decoder.position = 0
+        one_by_one = np.concatenate([model.decoder.extend([token]) for token in tokens])
     for logits in (whole, one_by_one):
         assert np.abs(logits - expected).max() < 1e-9 * np.abs(expected).max()
 
@@ -614,12 +614,12 @@ def test_without_training_there_are_no_gradients(threads):
     other.write(other.flat_params, model.flat_params)
     assert np.array_equal(other.forward(tokens, targets), model.forward(tokens, targets))
     assert np.array_equal(other.logits(tokens), model.logits(tokens))
-    assert np.array_equal(other.extend(tokens[0]), model.extend(tokens[0]))
+    assert np.array_equal(other.decoder.extend(tokens[0]), model.decoder.extend(tokens[0]))
     with pytest.raises(ValueError, match=r"^this model was made with training=False: it has no gradients\.$"):
         other.backward()
     assert other.flat_grads is other.m is other.v is None and other.grads == {} and model.training
-    assert all(worker.flat_grads is None and worker.grads == {} for worker in other.workers)
-    assert len(other.workers) == threads and all(worker.grads for worker in model.workers)
+    assert all(workspace.flat_grads is None and workspace.grads == {} for workspace in other.workspaces)
+    assert len(other.workspaces) == threads and all(workspace.grads for workspace in model.workspaces)
 
 
 def test_without_a_seed_no_numbers_are_drawn(monkeypatch):
@@ -778,29 +778,29 @@ def test_a_table_is_cut_out_of_memory():
 
 
 def test_buffers_are_kept_and_grow():
-    worker = model_cpu.Worker(TINY, np.dtype(np.float32), None)
-    assert worker.grads == {} and not worker.memory.size
-    layers, shared = worker.buffers(2, 7)
+    workspace = model_cpu.Workspace(TINY, np.dtype(np.float32), None)
+    assert workspace.grads == {} and not workspace.memory.size
+    layers, shared = workspace.buffers(2, 7)
     each, others = map(model_cpu.table_bytes, model_cpu.work_tables(TINY, 2, 7))
-    assert len(worker.memory) == 2 * each + others and len(layers) == 2
+    assert len(workspace.memory) == 2 * each + others and len(layers) == 2
     arrays = [array for buffers in (*layers, shared) for array in buffers.values()]
-    places = [array.ctypes.data - worker.memory.ctypes.data for array in arrays]
-    assert places[0] == 0 and list(layers[1].values())[0].ctypes.data - worker.memory.ctypes.data == each
-    assert list(shared.values())[0].ctypes.data - worker.memory.ctypes.data == 2 * each
+    places = [array.ctypes.data - workspace.memory.ctypes.data for array in arrays]
+    assert places[0] == 0 and list(layers[1].values())[0].ctypes.data - workspace.memory.ctypes.data == each
+    assert list(shared.values())[0].ctypes.data - workspace.memory.ctypes.data == 2 * each
     assert all(a + array.nbytes <= b for a, b, array in zip(places, places[1:], arrays))
-    assert places[-1] + arrays[-1].nbytes <= len(worker.memory)
-    memory = worker.memory
+    assert places[-1] + arrays[-1].nbytes <= len(workspace.memory)
+    memory = workspace.memory
     # what fits takes the front
-    assert worker.buffers(1, 7)[1]["x"].shape == (7, 16) and worker.memory is memory
-    assert worker.buffers(2, 7)[1] is shared
-    larger = worker.buffers(3, 7)[1]
-    assert worker.memory is not memory and not np.shares_memory(larger["x"], memory)
+    assert workspace.buffers(1, 7)[1]["x"].shape == (7, 16) and workspace.memory is memory
+    assert workspace.buffers(2, 7)[1] is shared
+    larger = workspace.buffers(3, 7)[1]
+    assert workspace.memory is not memory and not np.shares_memory(larger["x"], memory)
     # nothing of before is handed out
-    assert np.shares_memory(worker.buffers(2, 7)[1]["x"], worker.memory)
+    assert np.shares_memory(workspace.buffers(2, 7)[1]["x"], workspace.memory)
 
 
 def work_arrays(model):
-    return [array for worker in model.workers for layers, shared in worker.buffers_by_shape.values()
+    return [array for workspace in model.workspaces for layers, shared in workspace.buffers_by_shape.values()
             for buffers in (*layers, shared) for array in buffers.values()]
 
 
@@ -820,14 +820,14 @@ def test_what_is_left_in_the_work_arrays_changes_nothing(threads):
     # of the shared ones the backward reads these
     kept = {"x", "rstd", "final", "logits", "exp_sum"}
     for turn in range(4):
-        for worker in model.workers:
-            worker.memory.view(np.float64)[...] = np.nan
+        for workspace in model.workspaces:
+            workspace.memory.view(np.float64)[...] = np.nan
         model.flat_grads[...] = 0.0
-        for worker in model.workers[1:]:
-            worker.flat_grads[...] = np.nan
+        for workspace in model.workspaces[1:]:
+            workspace.flat_grads[...] = np.nan
         losses = model.forward(*batches[turn % 2])
-        for worker in model.workers:
-            _, _, _, shared = worker.saved
+        for workspace in model.workspaces:
+            _, _, _, shared = workspace.saved
             for name in set(shared) - kept:
                 shared[name][...] = np.nan
         model.backward()
@@ -939,18 +939,43 @@ def test_extend_in_any_cut_equals_logits(heads, kv_heads):
     rng = np.random.default_rng(0)
     cuts = [[], list(range(1, 16))] + [sorted(rng.choice(np.arange(1, 16), n, replace=False)) for n in (1, 2, 4, 8)]
     for cut in cuts:
-        model.position = 0
-        logits = np.concatenate([model.extend(part) for part in np.split(tokens, cut)])
-        assert logits.shape == (16, TINY.predict, TINY.vocab) and model.position == 16
+        model.decoder.position = 0
+        logits = np.concatenate([model.decoder.extend(part) for part in np.split(tokens, cut)])
+        assert logits.shape == (16, TINY.predict, TINY.vocab) and model.decoder.position == 16
         assert np.abs(logits - expected).max() < 1e-12 * np.abs(expected).max()
+
+
+def test_the_position_is_where_the_tokens_end():
+    decoder = wide_model().decoder
+    decoder.extend([5, 6, 7])
+    for position, held in ((3, [5, 6, 7]), (1, [5]), (0, [])):
+        decoder.position = position
+        assert decoder.tokens == held and decoder.position == position
+    decoder.extend([5])
+    for position in (-1, 2):
+        with pytest.raises(ValueError, match=f"^the position must be from 0 to 1, .*, not {position}.$"):
+            decoder.position = position
+    assert decoder.tokens == [5]
+    decoder.forget()
+    assert decoder.position == 0
+
+
+def test_the_last_rows_alone():
+    decoder, tokens = wide_model().decoder, list(range(9))
+    whole = decoder.extend(tokens)
+    for last in (1, 2, 9):
+        decoder.forget()
+        found = decoder.extend(tokens, last)
+        assert found.shape == (last, TINY.predict, TINY.vocab)
+        assert np.allclose(found, whole[-last:], rtol=0, atol=1e-12)
 
 
 def test_setting_position_back_forgets_what_came_after():
     model = wide_model()
     a, b = make_batch(B=2, T=12)[0]
-    model.extend(a)
-    model.position = 5
-    logits = model.extend(b[5:])
+    model.decoder.extend(a)
+    model.decoder.position = 5
+    logits = model.decoder.extend(b[5:])
     expected = model.logits(np.concatenate([a[:5], b[5:]])[None])[0, 5:]
     assert np.abs(logits - expected).max() < 1e-12 * np.abs(expected).max()
 
@@ -958,27 +983,27 @@ def test_setting_position_back_forgets_what_came_after():
 def test_generate_does_not_take_what_extend_has_read_for_its_text():
     model, text = wide_model(), [1, 2, 3]
     text += generate(model, text, seed=5, most=5)
-    model.position = 0
-    model.extend([9] * 12)
+    model.decoder.position = 0
+    model.decoder.extend([9] * 12)
     assert [*generate(model, text, seed=5, most=6)] == [*generate(wide_model(), text, seed=5, most=6)]
 
 
 def test_extend_refuses_what_does_not_fit():
     model = wide_model()
-    model.extend([1] * 10)
+    model.decoder.extend([1] * 10)
     with pytest.raises(ValueError, match="7 tokens at 10 do not fit the context of 16."):
-        model.extend([1] * 7)
+        model.decoder.extend([1] * 7)
     with pytest.raises(ValueError, match="token id 264 is out of range"):
-        model.extend([264])
-    assert model.position == 10
-    assert len(model.extend([1] * 6)) == 6
+        model.decoder.extend([264])
+    assert model.decoder.position == 10
+    assert len(model.decoder.extend([1] * 6)) == 6
 
 
 def test_extend_keeps_the_precision():
     model, tokens = wide_model(dtype=np.float32), make_batch(B=1)[0][0]
-    logits = model.extend(tokens)
-    assert logits.dtype == model.cache.dtype == model.logits(tokens[None]).dtype == np.float32
-    assert np.allclose(logits, wide_model().extend(tokens), rtol=0, atol=1e-4)
+    logits = model.decoder.extend(tokens)
+    assert logits.dtype == model.decoder.cache.dtype == model.logits(tokens[None]).dtype == np.float32
+    assert np.allclose(logits, wide_model().decoder.extend(tokens), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("context", [1, 2, 3, 7, 8, 16])
@@ -1241,7 +1266,7 @@ def test_the_list_that_is_continued_may_grow_meanwhile(monkeypatch):
 
 def test_generate_passes_everything_on(monkeypatch):
     model, calls, text = wide_model(), [], [1, 2, 3]
-    model.extend([9, 9])                                            # what another text has left in the cache
+    model.decoder.extend([9, 9])                                    # what another text has left in the cache
 
     def note(logits, seed, t, *rest):
         calls.append((logits.copy(), seed, t.tolist(), rest))
@@ -1269,8 +1294,8 @@ def test_generate_passes_everything_on(monkeypatch):
 
 def test_decoding_reads_each_token_once(monkeypatch):
     """One call a token, of that token alone; only a new window is read as a whole.  A later call reads what is new."""
-    model, lengths, extend = wide_model(), [], Model.extend
-    monkeypatch.setattr(Model, "extend", lambda self, tokens, rows: lengths.append(len(tokens)) or extend(self, tokens, rows))
+    model, lengths, extend = wide_model(), [], Decoder.extend
+    monkeypatch.setattr(Decoder, "extend", lambda self, tokens, last: lengths.append(len(tokens)) or extend(self, tokens, last))
 
     def read(tokens, **options):
         lengths.clear()
@@ -1286,7 +1311,7 @@ def test_decoding_reads_each_token_once(monkeypatch):
                    lambda: model.update(1e-9)):
         model.flat_grads[...] = 1.0
         change()                                                    # other weights: nothing of the cache holds
-        assert read(text[:4], most=2)[1] == [4, 1] and model.position == len(model.cached) == 5
+        assert read(text[:4], most=2)[1] == [4, 1] and model.decoder.position == len(model.decoder.tokens) == 5
 
 
 def plain_text(model, tokens, most, stop=(), seed=None, **options):
@@ -1321,7 +1346,7 @@ def drafting_model():
 
 def test_speculation_changes_nothing(drafting_model):
     """From scratch, cached, speculative: one text; through full windows, over several calls, however they end; and
-    the cache stands at the same token."""
+    the cache holds the text, to which speculation adds at most the drafts that were accepted and not asked for."""
     model, traces = drafting_model, []
     for prompt, size in enumerate([1, 3, 15, 16, 17, 5, 40, 2, 30, 9]):
         rng, options, count = np.random.default_rng(prompt), DECODING[prompt % len(DECODING)], 0
@@ -1330,7 +1355,8 @@ def test_speculation_changes_nothing(drafting_model):
             seed, most, stop = int(rng.integers(2**63)), int(rng.integers(1, 60)), set(rng.integers(0, 40, 1).tolist())
             close = int(rng.integers(1, 60)) if rng.random() < 0.4 else 60      # closed after so many, as by Ctrl-C
             expected = plain_text(model, text, min(most, close), stop, seed, **options)
-            whole, states = text + expected, []
+            whole = text + expected
+            longer = whole + plain_text(model, whole, 3, (), seed, **options)
             for speculate, part in ((False, 0), (True, 0), (rng.random() < 0.5, int(rng.integers(1, 17)))):
                 model.refresh()
                 if part:                                            # so much of it is in the cache already
@@ -1340,10 +1366,10 @@ def test_speculation_changes_nothing(drafting_model):
                                   trace=traces if speculate else None, **options)
                 assert list(itertools.islice(stream, close)) == expected
                 stream.close()
-                states.append((model.position, model.cached))
-                assert model.cached in (whole[:-1][-model.position:], whole[-model.position:])
-                assert len(model.cached) == model.position
-            assert all(state == states[0] for state in states)
+                held = model.decoder.tokens
+                ends = range(len(whole) - 1, len(whole) + (4 if speculate else 1))
+                assert any(longer[end - len(held):end] == held for end in ends)
+                assert len(held) == model.decoder.position <= 16
             text, count = whole + rng.integers(0, 40, rng.integers(1, 6)).tolist(), count + len(expected)
     heads = [sum(head == k for head, _, _ in traces) for k in range(4)]
     read = sum(head == 0 and drafts == 3 for head, drafts, _ in traces)
@@ -1352,12 +1378,12 @@ def test_speculation_changes_nothing(drafting_model):
 
 def test_what_speculation_reads(drafting_model, monkeypatch):
     """Prompts and new windows in the same rows as without it; then K rows, but one by one where K do not fit."""
-    model, calls, extend = drafting_model, [], Model.extend
+    model, calls, extend = drafting_model, [], Decoder.extend
 
-    def note(self, tokens, rows):
+    def note(self, tokens, last):
         calls.append((self.position, len(tokens)))
-        return extend(self, tokens, rows)
-    monkeypatch.setattr(Model, "extend", note)
+        return extend(self, tokens, last)
+    monkeypatch.setattr(Decoder, "extend", note)
     reads = []
     for speculate in (False, True):
         model.refresh()
@@ -1398,14 +1424,14 @@ def test_a_cache_that_was_written_by_hand_is_not_believed(drafting_model):
     model, text = drafting_model, [3, 1, 4, 1, 5, 9]
     expected = list(generate(model, text, seed=1, most=6))
     for position in (0, 3):
-        model.position = position
-        model.extend([7] * 5)
+        model.decoder.position = position
+        model.decoder.extend([7] * 5)
         assert list(generate(model, text, seed=1, most=6)) == expected == list(generate(model, text, seed=1, most=6))
 
 
 def test_an_interruption_within_a_call_leaves_the_cache_right(drafting_model, monkeypatch):
     """KeyboardInterrupt may come at any moment: in the midst of extend, or just after it."""
-    model, extend, sampled, calls = drafting_model, Model.extend, model_cpu.sample, []
+    model, extend, sampled, calls = drafting_model, Decoder.extend, model_cpu.sample, []
     rng = np.random.default_rng(0)
 
     def interrupted(function):
@@ -1422,7 +1448,7 @@ def test_an_interruption_within_a_call_leaves_the_cache_right(drafting_model, mo
     text, interruptions = [3], 0
     for turn in range(100):
         with monkeypatch.context() as patch:
-            patch.setattr(Model, "extend", interrupted(extend))
+            patch.setattr(Decoder, "extend", interrupted(extend))
             patch.setattr(model_cpu, "sample", interrupted(sampled))
             try:
                 for token in generate(model, text, seed=5, most=9, speculate=turn % 2 > 0):
@@ -1449,13 +1475,13 @@ def test_the_trace(drafting_model):
     trace.clear()
     said = list(generate(model, text, seed=1, stop={found[4]}, trace=trace))
     assert len(trace) == len(said) + 1 and not any(head or drafts for head, drafts, _ in trace)
-    assert model_cpu.Model.drafts == 0
+    assert model_cpu.Model.draft_heads == 0
     for most in 1, 2, 9:                                                # by default as many as pay
         trace.clear()
-        model.drafts = most
+        model.draft_heads = most
         assert list(generate(model, text, seed=1, most=40, trace=trace, vocab=38)) == found
         assert {drafts for _, drafts, _ in trace} == {0, min(most, 3)}
-    del model.drafts
+    del model.draft_heads
 
 
 @pytest.mark.parametrize("options", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=-1), dict(top_p=0),
@@ -1482,7 +1508,7 @@ def test_euler_table():
     states = [model.params["embed"][tokens[:, :9]].reshape(18, -1)]
     for one in (shallow, model):
         one.logits(tokens[:, :9])
-        states.append(one.workers[0].buffers(2, 9)[1]["x"].copy())
+        states.append(one.workspaces[0].buffers(2, 9)[1]["x"].copy())
     for (loss, step, best), before, x in zip(rows, [states[0], *states], states):
         h = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-5) * model.params["norm"]
         logits = h @ model.params["heads"][:TINY.vocab].T

@@ -111,8 +111,8 @@ def test_widest_norm(precision):
 # ---------------------------------------------------------------------------------------------------------------------
 def read_in_pieces(model, ids, sizes):
     """The logits of these ids, of which each call of extend reads as many as sizes says."""
-    model.position = 0
-    return np.concatenate([model.extend(piece) for piece in np.split(ids, np.cumsum(sizes)[:-1])])
+    model.decoder.forget()
+    return np.concatenate([model.decoder.extend(piece) for piece in np.split(ids, np.cumsum(sizes)[:-1])])
 
 
 def test_our_products():
@@ -166,7 +166,8 @@ def test_generation(precision, how):
     model = on_gpu(reference, precision=precision, training=False)
     start, most, runs = tokens[0, :5].tolist(), GPU_CONFIG.context + GPU_CONFIG.context // 3, []
     for drafts, record_at in ((0, 10), (1, 10), (GPU_CONFIG.predict, 10), (GPU_CONFIG.predict, math.inf)):
-        model.drafts, model.cached, trace = drafts, [], []
+        model.draft_heads, trace = drafts, []
+        model.decoder.forget()
         model.replays.clear()
         with unittest.mock.patch.object(model_gpu, "RECORD_AT", record_at):
             ids = list(model_cpu.generate(model, start, seed=1, most=most, trace=trace, **how))
