@@ -357,7 +357,7 @@ def load_state(folder, model=None):
 RISE = 0.02             # nats by which the held-out loss must rise to mean something
 
 
-def take(out):
+def lock_folder(out):
     """From here to the end of this process nobody else may work in the folder `out`; ValueError if somebody
     does.  The lock is a file beside the folder, which may be renamed meanwhile."""
     os.makedirs(out, exist_ok=True)

@@ -427,8 +427,8 @@ def validate(training, val, most, progress=None):
                                             ranks):
             sums[name] += held_out_loss(training.model, sizes, inputs, targets)
             done += inputs.size * ranks.size
-            if progress:
-                progress(min(done, total), total)
+            if progress and done < total:
+                progress(done, total)
         ranks.all_reduce(sums[name])
     if progress:
         progress(total, total)                      # what fills no window is left out
@@ -595,6 +595,7 @@ def run_ranks(run, args):
             print(f"error: rank {ranks.rank}: {explain(error)}", file=stderr, flush=True)
         else:
             traceback.print_exception(error, file=stderr)
+        time.sleep(0.3)                             # until mpiexec has passed the words on
         ranks.world.Abort(2)
 
 
