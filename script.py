@@ -14,6 +14,7 @@ import glob
 import json
 import os
 import re
+import shutil
 import sys
 import time
 
@@ -219,6 +220,26 @@ def load_pyplot():
         raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
     pyplot.switch_backend("Agg")
     return pyplot
+
+
+MPI_IS_MISSING = "Several processes need MPI: pip install mpi4py mpich"
+
+
+def start_under_mpiexec(gpus):
+    """The script starts itself anew, as that many processes."""
+    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", "")]     # pip puts it in the first
+    mpiexec = shutil.which("mpiexec", path=os.pathsep.join(folders))
+    require(mpiexec, f"{MPI_IS_MISSING} (there is no mpiexec).")
+    os.execv(mpiexec, [mpiexec, "-n", str(gpus), sys.executable, *sys.argv])
+
+
+def set_threads():
+    """The threads here are slices of the batch, a core each, so BLAS must not start its own.  It reads their
+    number when NumPy loads; so the script sets it and starts itself anew."""
+    names = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
+    wanted = {**os.environ, **dict.fromkeys(names, "1")}
+    if wanted != os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
 
 
 def parse_size(text):

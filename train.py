@@ -58,9 +58,9 @@ import checkpoint
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, count_targets, generate, slices_of
-from script import (MENDABLE, Parser, available_cores, explain, memory_size, number_type,
-                    printable, read_chunk, refusing, require, run_script, show_progress, whole_number,
-                    write_python_corpus)
+from script import (MENDABLE, MPI_IS_MISSING, Parser, available_cores, explain, memory_size, number_type,
+                    printable, read_chunk, refusing, require, run_script, set_threads, show_progress,
+                    start_under_mpiexec, whole_number, write_python_corpus)
 from tokenizer import END_OF_TEXT, SEPARATOR, TEXT_ENDS, Tokenizer
 
 
@@ -83,7 +83,8 @@ MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 def setting(kind, meaning=None, default=dataclasses.MISSING):
     """A field of Settings.  kind: the argparse type of its option, or a tuple of choices.  meaning: the
     option's help; None for what is not an option of both train.py and sft.py."""
-    return dataclasses.field(default=default, metadata={"kind": kind, "meaning": meaning})
+    option = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": "N"}
+    return dataclasses.field(default=default, metadata={"help": meaning, **option})
 
 
 positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
@@ -128,15 +129,15 @@ class Settings:
 def is_allowed(field, value):
     """Whether the option of a field of Settings could give this value.  A field without an option holds a
     text or a list of texts."""
-    kind = field.metadata.get("kind")
+    option = field.metadata
     if value is None:
         return field.name in ("memory_limit", "data")
-    if kind is None:
+    if "choices" in option:
+        return value in option["choices"]
+    if "type" not in option:
         return type(value) is field.type and all(type(part) is str for part in value)
-    if isinstance(kind, tuple):
-        return value in kind
     try:
-        return kind(str(value)) == value
+        return option["type"](str(value)) == value
     except argparse.ArgumentTypeError:
         return False
 
@@ -160,12 +161,8 @@ def add_run_options(parser, sizes, data):
                             help="of the model, in place of the preset's (of a base: the context alone)")
     parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N", help="a process each (default 1)")
     for field in dataclasses.fields(Settings):
-        meaning = field.metadata.get("meaning")
-        kind = field.metadata.get("kind")
-        if meaning and isinstance(kind, tuple):
-            parser.add_argument(option_of(field.name), help=meaning, choices=kind)
-        elif meaning:
-            parser.add_argument(option_of(field.name), help=meaning, type=kind, metavar="N")
+        if field.metadata.get("help"):
+            parser.add_argument(option_of(field.name), **field.metadata)
 
 
 def parse_arguments(argv):
@@ -479,7 +476,6 @@ def print_samples(titles, samples, whole):
 
 # The variables by which a launcher says how many ranks there are: MPICH and Intel MPI, Open MPI, srun.
 LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-MPI_IS_MISSING = "Several processes need MPI: pip install mpi4py mpich"
 
 
 class Ranks:
@@ -559,23 +555,6 @@ def find_ranks(gpus):
     require(world.size == size, f"the launcher started {size} processes and mpi4py finds {world.size}: they are "
             "of different MPIs.")
     return Ranks(world, world.Split_type(MPI.COMM_TYPE_SHARED).rank)
-
-
-def start_under_mpiexec(gpus):
-    """The script starts itself anew, as that many processes."""
-    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", "")]     # pip puts it in the first
-    mpiexec = shutil.which("mpiexec", path=os.pathsep.join(folders))
-    require(mpiexec, f"{MPI_IS_MISSING} (there is no mpiexec).")
-    os.execv(mpiexec, [mpiexec, "-n", str(gpus), sys.executable, *sys.argv])
-
-
-def set_threads():
-    """The threads here are slices of the batch, a core each, so BLAS must not start its own.  It reads their
-    number when NumPy loads; so the script sets it and starts itself anew."""
-    names = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
-    wanted = {**os.environ, **dict.fromkeys(names, "1")}
-    if wanted != os.environ:
-        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
 
 
 def run_ranks(run, args):
@@ -861,11 +840,6 @@ class Stop:
 Job = collections.namedtuple("Job", "batch evaluate bytes_per_token")
 
 
-# What peak rates GPUs have by datasheet: dense bf16, TFLOP/s; TF32 has half.
-BF16_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121,
-               "A10": 125, "RTX 4090": 165, "RTX 3090": 71}
-
-
 def train(training, job, stop):
     """Run from model.step to settings.steps -> exit code, 0 when the run is finished."""
     np.seterr(all="ignore")    # Report looks for numbers that are not finite, and names them
@@ -952,20 +926,19 @@ class Report:
     def __init__(self, training, job):
         self.training = training
         self.job = job
-        self.tokens = training.state["tokens"]      # read so far, of this step too
-        self.began = time.monotonic()
-        self.before = dict(training.state)
         self.first = training.model.step
-        self.pauses = 0.0                           # seconds spent on evaluating and saving
+        self.tokens = training.state["tokens"]      # read so far
+        self.tokens_before = self.tokens
+        self.began = time.monotonic() - training.state["seconds"]
+        self.pauses = training.state["seconds"]     # what does not count for the throughput
         self.waiting = None                         # the step that is not reported yet
         self.asked = 0                              # how many ranks have been asked to stop
         self.log = None
         if training.ranks.rank == 0:
             self.log = checkpoint.Log(training.out, self.first)
-        self.on_gpu = training.settings.device == "gpu"
-        self.peak = None
-        if self.on_gpu:
-            self.peak = peak_flops(model_gpu.gpu_name(), training.settings.precision)
+        self.peak = None                            # throughput at which a GPU would be at its peak
+        if training.settings.device == "gpu":
+            self.peak = model_gpu.peak_throughput(training.model.config, training.settings.precision)
 
     def __call__(self, step, lr, losses, norm, wait):
         """Report this step, or on a GPU the one before; both if others are to wait for it.  -> whether all
@@ -974,7 +947,9 @@ class Report:
         self.waiting = step, self.tokens, lr, self.training.model.later(losses, norm)
         if before and not self.write(*before, last=False):
             return False
-        return self.flush(wait) if wait or not self.on_gpu else True
+        if wait or self.training.settings.device == "cpu":
+            return self.flush(wait)
+        return True
 
     def flush(self, last=True):
         """Report what has not been reported yet.  last: before a pause."""
@@ -984,30 +959,29 @@ class Report:
 
     def write(self, step, tokens, lr, read, last):
         """-> whether the numbers of this step are finite.  read: waits for them."""
-        training = self.training
+        state = self.training.state
         losses, norm = read()
         losses = [float(loss) for loss in losses]
         norm = float(norm)
-        seconds = time.monotonic() - self.began
-        if training.ranks.size > 1:
+        if self.training.ranks.size > 1:
             self.asked = losses.pop()
         if not np.isfinite([*losses, norm]).all():
             return self.complain(step, f"loss {losses[0]}, gradient norm {norm}")
-        training.state.update(tokens=tokens, seconds=self.before["seconds"] + seconds)
+        state["tokens"] = tokens
+        state["seconds"] = time.monotonic() - self.began
         if self.log:
             self.log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
-                           seconds=round(training.state["seconds"], 3))
-        settings = training.settings
-        working = seconds - self.pauses
-        rate = (tokens - self.before["tokens"]) / working
-        left = int(working / (step - self.first) * (settings.steps - step))
-        time_left = str(datetime.timedelta(seconds=left)).removeprefix("0:")        # 02:14, or 1:02:14
-        parts = [f"step {step:5d}/{settings.steps}", f"loss {losses[0]:7.4f}",
-                 f"{losses[0] / math.log(2) / self.job.bytes_per_token:.3f} bits/byte", f"{time_left} left",
-                 f"{rate:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
+                           seconds=round(state["seconds"], 3))
+        steps = self.training.settings.steps
+        working = state["seconds"] - self.pauses
+        throughput = (tokens - self.tokens_before) / working
+        seconds_left = int(working / (step - self.first) * (steps - step))
+        left = str(datetime.timedelta(seconds=seconds_left)).removeprefix("0:")        # 02:14, or 1:02:14
+        parts = [f"step {step:5d}/{steps}", f"loss {losses[0]:7.4f}",
+                 f"{losses[0] / math.log(2) / self.job.bytes_per_token:.3f} bits/byte", f"{left} left",
+                 f"{throughput:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
         if self.peak:
-            share = rate * flops_per_token(training.model.config) / (self.peak * training.ranks.size)
-            parts.append(f"{share:.0%} of peak")
+            parts.append(f"{throughput / (self.peak * self.training.ranks.size):.0%} of peak")
         print_step(step, parts, last)
         return True
 
