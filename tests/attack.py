@@ -115,15 +115,15 @@ sys.path.insert(0, root)
 sys.argv = [os.path.join(root, script), *sys.argv[5:]]
 import train
 from script import run_script
-module, training_step = __import__(script.removesuffix(".py")), train.training_step
-def gated(model, *arguments):
-    while model.step >= int(step) and not os.path.exists(gate + ".open"):
+module, learning_rate = __import__(script.removesuffix(".py")), train.learning_rate
+def gated(at, settings):                                # asked once a step, of the steps from 0 on
+    while at >= int(step) and not os.path.exists(gate + ".open"):
         open(gate + ".reached", "w").close()
         time.sleep(0.01)
         if os.getppid() != parent:                      # who should open it is gone
             os._exit(1)
-    return training_step(model, *arguments)
-train.training_step = gated
+    return learning_rate(at, settings)
+train.learning_rate = gated
 run_script(module.main, to_the_end=True)
 """
 

@@ -347,9 +347,9 @@ def learned_part(path):
 
 def test_pairs_of_python_are_held_out(tmp_path, monkeypatch):
     """Of the library's first modules: to parse all takes seconds."""
-    docstrings, path = list(itertools.islice(train.python_docstrings(), 120)), str(tmp_path / "python-3.12.txt")
-    monkeypatch.setattr(train, "python_docstrings", lambda: docstrings)
-    train.write_python_corpus(path)
+    docstrings, path = list(itertools.islice(sft.python_docstrings(), 120)), str(tmp_path / "python-3.12.txt")
+    monkeypatch.setattr(sft, "python_docstrings", lambda: docstrings)
+    train.write_python_corpus(path, END_OF_TEXT)
     pairs, learned = [turns[0] for turns in sft.read_conversations([path])], learned_part(path)
     assert len(pairs) > 150 and len(pairs) == len({name for name, _ in pairs})
     assert not [response for _, response in pairs if response in learned]
@@ -367,7 +367,7 @@ def test_pairs_of_python_to_the_letter(tmp_path, monkeypatch):
     found = [[("m", "\n  A module\n of\tits own.\n  \t\nA second part."), ("m.f", "What is known."), ("m.g", "Oneword"),
               ("m.h", "Behind the cut.")],
              [("m.f", "Something else."), ("m", "The name again."), ("n.a", "is known"), ("n.b", "is knowN")]]
-    monkeypatch.setattr(train, "python_docstrings", lambda: iter(found))
+    monkeypatch.setattr(sft, "python_docstrings", lambda: iter(found))
     assert sft.read_conversations([str(path)]) == [[("m", "A module of its own.")], [("m.h", "Behind the cut.")],
                                                    [("m.f", "Something else.")], [("n.b", "is knowN")]]
     found[:] = [[("m.f", "What is known."), ("m.g", "Oneword")]]
@@ -451,7 +451,7 @@ def save_base(folder, out, config=CONFIG, step=7, **settings):
     """A checkpoint as train.py leaves one, of a small model that has learned nothing yet."""
     tokenizer = Tokenizer.train([(folder / "play.txt").read_text(encoding="utf-8")], 520)
     args = train.parse_arguments(["--data", "play.txt", "--micro-batch", "4", "--threads", "1"])
-    s = train.make_settings(args, "small", config, train.DEFAULTS["small"])
+    s = train.make_settings(args, "small", config, train.DEFAULTS["small"], train.Ranks())
     state = {"script": "train.py", "tokens": 0, "seconds": 0.0, "settings": {**dataclasses.asdict(s), **settings}}
     model = model_cpu.Model(config, 0, np.float32)
     model.step = step
@@ -470,6 +470,11 @@ def base(tmp_path_factory):
     return folder, read_log(folder, "out/play-sft"), done.stdout
 
 
+def training_of(model, tokenizer, settings=None, **given):
+    """A Training in one process."""
+    return train.Training(model, tokenizer, settings or types.SimpleNamespace(**given), {}, "out/x", train.Ranks())
+
+
 def test_a_job_takes_the_batch_of_its_step(base, monkeypatch):
     """Epoch by epoch, each in an order of its own."""
     folder, _, _ = base
@@ -477,7 +482,7 @@ def test_a_job_takes_the_batch_of_its_step(base, monkeypatch):
     settings = train.Settings(**checkpoint.load_state(folder / "out/play-sft")["settings"])
     examples = sft.make_examples(tokenizer, [[(f"say {i}", "x" * (i % 50 + 1))] for i in range(300)], 128, 0)
     monkeypatch.setattr(train, "token_bytes", lambda tokenizer: np.arange(tokenizer.vocab_size) % 7)
-    job = sft.fine_tuning(model, tokenizer, examples, settings, {})
+    job = sft.fine_tuning(training_of(model, tokenizer, settings), examples)
     lengths = sft.padded_lengths(examples.train, 128)
     plans = [sft.plan_epoch(lengths, settings.batch_tokens, settings.seed, epoch) for epoch in range(3)]
     for step, rows in enumerate([rows for plan in plans for rows in plan]):
@@ -770,11 +775,11 @@ def test_kinds_of_files(tmp_path, monkeypatch):
 def test_json(tmp_path, text, found):
     (tmp_path / "x.json").write_bytes(text)
     if isinstance(found, list):
-        assert sft.read_json(str(tmp_path / "x.json")) == found
+        assert sft.json_values(str(tmp_path / "x.json")) == found
         return
     *_, line, words = re.fullmatch(r"(1 )?(\d) (.*)", found).groups()
     with pytest.raises(ValueError) as error:
-        sft.read_json(str(tmp_path / "x.json"))
+        sft.json_values(str(tmp_path / "x.json"))
     line, words = (2, "Extra data") if "Extra" in found else (line, words)
     if "Exceeds" in words and not hasattr(sys, "get_int_max_str_digits"):
         pytest.skip("this Python reads numbers of any length")
@@ -922,7 +927,7 @@ def test_evaluation_to_the_letter(monkeypatch):
         seen.append((inputs, targets))
         return [1.0 + inputs.size / 1000, 5.0]
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2), forward=forward)
-    loss, bpb = sft.evaluate(model, BYTES, examples, 3)
+    loss, bpb = sft.evaluate(training_of(model, BYTES, micro_batch=3), examples)
     plan = sft.plan_epoch(sft.padded_lengths(examples, 64), 192, 0, 0)
     batches = [sft.make_batch([examples[i] for i in rows], 64, 2, PAD) for rows in plan]
     assert len(seen) == len(batches) > 3
@@ -930,10 +935,10 @@ def test_evaluation_to_the_letter(monkeypatch):
     nats = sum((1.0 + inputs.size / 1000) * (targets >= 0).sum() for inputs, targets in seen)
     tokens, size = sum(mask.sum() for _, mask in examples), sum(2 * (i % 5) for i in range(40))
     assert loss == pytest.approx(nats / tokens, rel=1e-12) and bpb == pytest.approx(nats / size / math.log(2), rel=1e-12)
-    loss, bpb = sft.evaluate(model, BYTES, [example("q", "")], 3)       # no byte of text, only an end
+    loss, bpb = sft.evaluate(training_of(model, BYTES, micro_batch=3), [example("q", "")])       # no byte of text, only an end
     assert loss == 1.008 and bpb == pytest.approx(1.008 / math.log(2), rel=1e-12)
     seen.clear()                                                        # a tokenizer of others may lack what fills up rows here
-    sft.evaluate(model, types.SimpleNamespace(special={}, tokens=BYTES.tokens), examples, 3)
+    sft.evaluate(training_of(model, types.SimpleNamespace(special={}, tokens=BYTES.tokens), micro_batch=3), examples)
     assert all(np.array_equal(x[0], np.where(y[0] == PAD, 0, y[0])) for x, y in zip(seen, batches)) and PAD != 0
 
 
@@ -949,7 +954,7 @@ def test_evaluation_of_a_model():
             targets[0, :], targets[0, t] = -1, ids[t + 1]               # one target at a time
             nats, tokens = nats + model.forward(ids[None, :-1], targets)[0], tokens + 1
     size = sum(3 * (i % 3 + 1) for i in range(9))
-    loss, bpb = sft.evaluate(model, BYTES, examples, 2)
+    loss, bpb = sft.evaluate(training_of(model, BYTES, micro_batch=2), examples)
     assert loss == pytest.approx(nats / tokens, rel=1e-10) and bpb == pytest.approx(nats / size / math.log(2), rel=1e-10)
 
 
@@ -961,13 +966,13 @@ def test_an_answer_to_the_letter(monkeypatch):
         return iter(b"No")
     monkeypatch.setattr(train, "generate", generate)
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=16, predict=4))
-    assert sft.answer(model, BYTES, ("", "0123456789"), 9) == "No"
-    assert asked == [((model, [USER, *b"123456789", END, ASSISTANT], 0.8),
-                      dict(top_k=50, seed=9, vocab=260, stop={PAD, USER, ASSISTANT, END}, most=150))]
+    assert sft.answer(training_of(model, BYTES, seed=9), ("", "0123456789")) == "No"
+    assert asked == [((model, [USER, *b"123456789", END, ASSISTANT]),
+                      dict(temperature=0.8, top_k=50, seed=9, vocab=260, stop={PAD, USER, ASSISTANT, END}, most=150))]
     # a system text stays whole, if with what surrounds it it takes half of the room, which is 24, or less
     model.config.context = 32
     for size in (7, 8):
-        assert sft.answer(model, BYTES, ("b" * size, "0123456789abcdefghijkl"), 9) == "No"
+        assert sft.answer(training_of(model, BYTES, seed=9), ("b" * size, "0123456789abcdefghijkl")) == "No"
         assert asked[-1][0][1] == [USER, *(b"bbbbbbb\n\nabcdefghijkl" if size == 7 else b"123456789abcdefghijkl"), END, ASSISTANT]
 
 
@@ -975,35 +980,35 @@ def test_an_answer_to_the_letter(monkeypatch):
 def test_any_special_token_ends_an_answer(stop):
     """Of a model that says what it is told to say."""
     said = itertools.cycle(b"a") if stop is None else iter([*b"No", stop, *b"more"])
-    model = types.SimpleNamespace(config=types.SimpleNamespace(context=16, predict=4), position=0, cached=[], drafts=0,
-                                  draw=lambda *rest: (np.array([[next(said)]]), np.ones(1)))
-    assert sft.answer(model, BYTES, ("", "why"), 9) == ("No" if stop else "a" * 150)
+    decoder = types.SimpleNamespace(tokens=[], position=0, draw=lambda *rest: (np.array([[next(said)]]), np.ones(1)))
+    model = types.SimpleNamespace(config=types.SimpleNamespace(context=16, predict=4), draft_heads=0, decoder=decoder)
+    assert sft.answer(training_of(model, BYTES, seed=9), ("", "why")) == ("No" if stop else "a" * 150)
 
 
 def test_a_look_to_the_letter(monkeypatch):
     """What a run prints at its beginning, on the way and at its end, and what it notes."""
     asked = []
     numbers = iter([(3.0, 1.5), (2.5, 1.25), (2.0, 1.0)])
-    monkeypatch.setattr(sft, "evaluate", lambda *arguments: asked.append(arguments[:4]) or next(numbers))
-    monkeypatch.setattr(sft, "answer", lambda *rest: asked.append(rest) or f"to {rest[2][1]}\n\x07 '")
+    monkeypatch.setattr(sft, "evaluate", lambda *arguments: asked.append(arguments) or next(numbers))
+    monkeypatch.setattr(sft, "answer", lambda *rest: asked.append(rest) or f"to {rest[1][1]}\n\x07 '")
     questions = [("so" * (i == 1), f"q{i}\x1b") for i in range(5)]
     examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], questions, 0, "key")
-    s, state = types.SimpleNamespace(steps=9, seed=4, batch_tokens=64, micro_batch=3), {}
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2))
-    job = sft.fine_tuning(model, BYTES, examples, s, state)
+    training = training_of(model, BYTES, steps=9, seed=4, batch_tokens=64, micro_batch=3)
+    job = sft.fine_tuning(training, examples)
     assert job.bytes_per_token == 1e-9                                  # of what has no text at all
     for step, count, loss, bpb in ((0, 3, 3.0, 1.5), (4, 3, 2.5, 1.25), (9, 5, 2.0, 1.0)):
         asked.clear()
         result, said = flushed(job.evaluate, step)
         answers = [f"to q{i}\x1b\n\x07 '" for i in range(count)]
         assert result == {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}, "samples": answers}
-        assert asked == [(model, BYTES, examples.held_out, 3), *((model, BYTES, question, 4) for question in questions[:count])]
+        assert asked == [(training, examples.held_out), *((training, question) for question in questions[:count])]
         assert said == f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte\n" + (
             "           to q0\\x1b\\n\\x07 '\n" if step == 4 else
             "".join(f"--- {title}\ufffd\nto q{i}\ufffd\n\ufffd '\n"
                     for i, title in enumerate(["q0", "so\n\nq1", "q2", "q3", "q4"][:count]))) + (
             "Held-out loss 3.0000 before, 2.0000 after.\n" if step == 9 else "")
-        assert state == {"before": 3.0}
+        assert training.state == {"before": 3.0}
 
 
 def test_each_line_is_there_when_it_is_printed(monkeypatch):
@@ -1014,7 +1019,7 @@ def test_each_line_is_there_when_it_is_printed(monkeypatch):
     monkeypatch.setattr(sft, "answer", lambda *arguments: "a")
     examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], [("", "q")], 0, "key")
     model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2))
-    job = sft.fine_tuning(model, BYTES, examples, types.SimpleNamespace(steps=9, seed=4, batch_tokens=64, micro_batch=3), {})
+    job = sft.fine_tuning(training_of(model, BYTES, steps=9, seed=4, batch_tokens=64, micro_batch=3), examples)
     for step in (0, 4):
         job.evaluate(step)
     assert flushes == [True] * 4
@@ -1108,13 +1113,14 @@ class Begun(Exception):
 
 def begin(args, base, out):
     """-> (model, tokenizer, settings, state, examples) with which sft.run begins, or goes on."""
-    args.out = out
+    args.out, args.base = out, base
     with mock.patch.object(sft, "fine_tuning", side_effect=Begun) as asked, mock.patch.object(train, "connect") as connected, \
             mock.patch.object(train, "Stop"), pytest.raises(Begun):
-        sft.run(args, base, checkpoint.Ranks())
-    model, tokenizer, examples, settings, state, ranks = asked.call_args.args
-    connected.assert_called_once_with(ranks, model, settings)
-    return model, tokenizer, settings, state, examples
+        sft.run(args, train.Ranks())
+    training, examples = asked.call_args.args
+    connected.assert_called_once_with(training)
+    assert training.out == os.path.normpath(out)
+    return training.model, training.tokenizer, training.settings, training.state, examples
 
 
 @pytest.mark.parametrize("preset, epochs, batch_tokens, lr, warmup, every", [
@@ -1128,7 +1134,6 @@ def test_a_new_run_to_the_letter(tmp_path, monkeypatch, preset, epochs, batch_to
         for i in range(230):
             file.write(json.dumps({"instruction": f"say {i} " + "o" * (i % 300), "output": "yes " * (i % 60 + 1)}) + "\n")
     conversations = sft.read_conversations(["some.jsonl"])
-    monkeypatch.setattr(model_cpu, "free_memory", lambda limit=None: None)
     more = ["--threads", "1", "--device", "cpu"]
     for number, (options, changed) in enumerate([
             ([], {}), ([], {}), (["--epochs", "7", "--warmup", "3", "--mtp-weight", "0.3", "--batch-tokens", "256"],
@@ -1199,11 +1204,11 @@ def test_the_engine_of_a_new_run(base, monkeypatch):
             ("medium", "cpu", "cpu"), ("medium", None, "gpu"), ("medium", "auto", "gpu"),
             ("medium", "gpu", "gpu")):
         wanted = []
-        monkeypatch.setattr(train, "choose_device", lambda *arguments, local: wanted.append(arguments) or chosen)
+        monkeypatch.setattr(train, "choose_device", lambda *arguments: wanted.append(arguments) or chosen)
         monkeypatch.setattr(model_gpu, "pick", stop)
         assert start(preset, *(["--device", asked] if asked else []),
                      *(["--precision", "fp32"] if chosen == "gpu" else [])) == f"pick ('{chosen}',)"
-        assert wanted == [(asked, preset)]
+        assert wanted == [(asked, preset, 0)]
     assert not os.path.exists("out/never")
 
 
@@ -1234,13 +1239,14 @@ def test_resume_to_the_letter(monkeypatch):
     s = types.SimpleNamespace(data=["a.json", "b.json"], seed=2, steps=3 * batches, batch_tokens=128, tokens_key=examples.key)
     model, state, taken = types.SimpleNamespace(config=types.SimpleNamespace(context=64)), {"base": "out/m"}, []
     model.step, extended = 0, []
-    monkeypatch.setattr(train, "resume", lambda *arguments: taken.append(arguments) or (model, BYTES, s, state))
+    training = train.Training(model, BYTES, s, state, "out/x", train.Ranks())
+    monkeypatch.setattr(train, "resume", lambda *arguments: taken.append(arguments) or training)
     monkeypatch.setattr(sft, "read_conversations", lambda paths: conversations if paths == s.data else None)
 
     def extend(settings, steps, out):
         extended.append((settings, steps, out))
         settings.steps = steps
-    monkeypatch.setattr(train, "extend", extend)
+    monkeypatch.setattr(train, "add_steps", extend)
 
     def resume(*options, finished=False):
         args = sft.parse_arguments(["--resume", *options])
@@ -1248,7 +1254,7 @@ def test_resume_to_the_letter(monkeypatch):
         try:
             if finished:
                 with contextlib.redirect_stdout(io.StringIO()) as out:
-                    code = sft.run(args, "out/m", checkpoint.Ranks())
+                    code = sft.run(args, train.Ranks())
                 assert (code, out.getvalue()) == (0, f"The run in out/x is finished: {model.step} steps (--epochs takes more).\n")
             else:
                 result, said = flushed(begin, args, "out/m", "out/x")
@@ -1289,25 +1295,28 @@ def test_main_to_the_letter(monkeypatch):
 
     examples = types.SimpleNamespace(train=[0] * 1234, held_out=[0] * 5, cut=6, key="key")
 
+    def whole(folder, ranks):
+        return train.Training(model, "tokenizer", s, state, folder, ranks)
+
     def resume(args, folder, script, ranks):
         calls.append(("resume", folder))
-        return model, "tokenizer", s, state
+        return whole(folder, ranks)
 
-    def new_run(script, folder, config, tokenizer, settings, ranks, base):
+    def new_training(script, folder, config, tokenizer, settings, ranks, base):
         assert (script, config, tokenizer, settings) == ("sft.py", config_, "tokenizer", s)
         calls.append(("start", base, folder))
-        return model, state
+        return whole(folder, ranks)
 
-    def fine_tuning(*arguments):
-        assert arguments[:5] == (model, "tokenizer", examples, s, state) and arguments[5].size == 1
+    def fine_tuning(training, read):
+        assert (training.model, training.settings, training.state, read) == (model, s, state, examples) and training.ranks.size == 1
 
         def evaluate(step):
             state.update(before=2.0)
             return {"val_loss": step}
         return types.SimpleNamespace(evaluate=evaluate)
 
-    def training(*arguments):
-        assert arguments[:5] == (model, "tokenizer", s, out, state) and arguments[5] == "stop" and arguments[6].evaluate
+    def trained(training, job, stop):
+        assert (training.model, training.out, stop) == (model, out, "stop") and job.evaluate
         calls.append("train")
         return code
 
@@ -1317,13 +1326,13 @@ def test_main_to_the_letter(monkeypatch):
 
         def write(self, **record):
             calls.append((*self.where, record))
-    for where, name, value in ((train, "resume", resume), (train, "new_run", new_run), (sft, "fine_tuning", fine_tuning),
+    for where, name, value in ((train, "resume", resume), (train, "new_training", new_training), (sft, "fine_tuning", fine_tuning),
                                (sft, "read_base", lambda base, args: (args.preset or "small", None, config_, "tokenizer")),
                                (sft, "read_examples", lambda *arguments: (examples, 1) if arguments == ("tokenizer", s, 64) else None),
                                (train, "choose_device", lambda device, preset, local: "cpu"),
-                               (train, "make_settings", lambda *arguments: s), (train, "train", training), (checkpoint, "Log", Log),
+                               (train, "make_settings", lambda *arguments: s), (train, "train", trained), (train, "connect", lambda training: None), (checkpoint, "Log", Log),
                                (train, "Stop", lambda: "stop"),
-                               (train, "set_threads", lambda argv: calls.append(argv))):
+                               (train, "set_threads", lambda: calls.append("threads"))):
         monkeypatch.setattr(where, name, value)
     for argv, base, out in (([], "out/small", "out/small-sft"), (["big"], "out/big", "out/big-sft"),
                             (["--base", "a/./b"], "a/b", "a/b-sft"),
@@ -1331,7 +1340,7 @@ def test_main_to_the_letter(monkeypatch):
         for code in (0, 7):
             calls.clear(), state.clear()
             returned, said = flushed(sft.main, argv)
-            assert (returned, calls) == (code, [argv, ("start", base, out), (out, -1, {"step": 0, "val_loss": 0}), "train"])
+            assert (returned, calls) == (code, ["threads", ("start", base, out), (out, -1, {"step": 0, "val_loss": 0}), "train"])
             epochs = sft.EPOCHS[(argv or ["small"])[0]] if argv[:1] != ["--base"] else 4
             start = (f"{base} is fine-tuned into {out} on a, b: 1,234 conversations, 5 more held out; 6 cut to fit.\n"
                      f"{epochs} epochs of 1 steps of at most 2,048 tokens.\n")
@@ -1347,13 +1356,13 @@ def test_main_to_the_letter(monkeypatch):
         model.step = step
         calls.clear()
         with contextlib.redirect_stdout(Stream()) as stream:
-            assert sft.main(argv) == 0 and calls == [argv, ("resume", out), "train"]
+            assert sft.main(argv) == 0 and calls == ["threads", ("resume", out), "train"]
             assert stream.seen() == f"Resuming {out} at step {step} of 5.\n"
     for step in (5, 6):
         model.step = step
         calls.clear()
         with contextlib.redirect_stdout(Stream("ascii")) as stream:
-            assert sft.main(argv) == 0 and calls == [argv, ("resume", out)]
+            assert sft.main(argv) == 0 and calls == ["threads", ("resume", out)]
             stream.flush()
             assert stream.seen() == (
                 f"The run in {out} is finished: {step} steps (--epochs takes more).\n")
