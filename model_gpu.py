@@ -108,6 +108,29 @@ def gpu_name():
     return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
 
 
+# Dense bf16 rates by datasheet, TFLOP/s; TF32 has half.
+BF16_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121,
+               "A10": 125, "RTX 4090": 165, "RTX 3090": 71}
+
+
+def flops_per_token(config):
+    """Of training, as usually counted: 6 for each parameter that is in a matmul (2 forward, 4 backward),
+    which is all but gains and an embedding that is not the head, too, and 6 L C T for causal attention."""
+    matrices = sum(math.prod(shape) for name, shape in model_cpu.param_table(config)
+                   if len(shape) == 2 and (config.tied or name != "embed"))
+    return 6 * matrices + 6 * config.layers * config.dim * config.context
+
+
+def peak_throughput(config, precision):
+    """Tokens a second at which this GPU would reach the rate of its datasheet; None where that is not known."""
+    name = gpu_name()
+    for part, rate in BF16_TFLOPS.items():
+        if part in name and precision != "fp32":
+            flops = rate * (1e12 if precision == "bf16" else 0.5e12)
+            return flops / flops_per_token(config)
+    return None
+
+
 def default_precision():
     """The best that this GPU's tensor cores have; where there is no GPU, and a run is only planned, bf16."""
     return "bf16" if why_no_gpu() or int(cupy.cuda.Device().compute_capability) >= 80 else "fp32"
@@ -993,6 +1016,47 @@ class Model:
 
         self.replays["prompt", rows, first](self.gpu, launch)
         linear_forward(self.gpu, d["logits"][:1, :outputs], d["n"][n - 1:n], self.weights["heads"][:outputs])
+
+
+class Nccl:
+    """Sums arrays over the GPUs of a run by NVIDIA's NCCL, while other kernels work on.  It has a stream of
+    its own.  Events make it wait for our kernels' stream, and that for it."""
+    def __init__(self, ranks):
+        try:
+            from cupy.cuda import nccl              # here, and not above: who has one GPU needs no NCCL
+        except ImportError as error:
+            raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
+        self.cuda = cupy.cuda
+        self.part = ranks.part
+        self.ranks = ranks
+        address = ranks.all_gather(nccl.get_unique_id())[0]
+        self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.event = cupy.cuda.Event(disable_timing=True)
+
+    def all_reduce(self, array):
+        """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
+        nccl = self.cuda.nccl
+        self.event.record()
+        self.stream.wait_event(self.event)
+        self.communicator.allReduce(array.data.ptr, array.data.ptr, array.size, nccl.NCCL_FLOAT32,
+                                    nccl.NCCL_SUM, self.stream.ptr)
+
+    def wait(self):
+        """Queue: whatever comes next waits for the sums."""
+        self.event.record(self.stream)
+        self.cuda.get_current_stream().wait_event(self.event)
+
+    def all_gather(self, array):
+        """Queue, among our kernels, which have to wait for it anyway: of array's first axis each GPU's part
+        reaches all others."""
+        nccl = self.cuda.nccl
+        stream = self.cuda.get_current_stream().ptr
+        nccl.groupStart()
+        for rank in range(self.ranks.size):
+            part = array[self.part(len(array), rank)]
+            self.communicator.bcast(part.data.ptr, part.nbytes, nccl.NCCL_CHAR, rank, stream)
+        nccl.groupEnd()
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -657,11 +657,10 @@ def make_settings(args, preset, config, defaults, ranks):
             f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     windows = model_gpu.ceil_div(settings.batch_tokens // T, ranks.size)
     if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
-        settings.micro_batch = max(1, (32768 if on_gpu else 4096) // T)
-        plan, free = plan_memory(config, settings, ranks)
-        if on_gpu and free is not None:
-            largest = model_gpu.largest_micro_batch(plan, free)
-            settings.micro_batch = max(1, min(settings.micro_batch, largest))
+        rows = (32768 if on_gpu else 4096) // T
+        if on_gpu:
+            rows = min(rows, largest_micro_batch(config, settings, ranks))
+        settings.micro_batch = max(1, rows)
     settings.micro_batch = min(ranks.all_gather(min(settings.micro_batch, windows)))
     if "threads" not in given and not on_gpu:
         cores = max(1, available_cores() // ranks.size)
@@ -677,12 +676,18 @@ def model_options(settings):
                 memory_limit=settings.memory_limit, optimizer=settings.optimizer)
 
 
-def plan_memory(config, settings, ranks):
-    """-> (function of the micro-batch: bytes by kind that the run takes on a GPU; the bytes that are free there,
-    or None where there is no GPU and no --memory-limit)."""
-    plan = functools.partial(model_gpu.memory_plan, config, T=config.context, precision=settings.precision,
-                             optimizer=settings.optimizer, gpus=ranks.size)
-    return plan, model_gpu.free_memory(settings.memory_limit)
+def memory_plan(config, settings, ranks, micro_batch):
+    """-> bytes by kind that the run takes on a GPU with this micro-batch."""
+    return model_gpu.memory_plan(config, micro_batch, config.context, settings.precision,
+                                 optimizer=settings.optimizer, gpus=ranks.size)
+
+
+def largest_micro_batch(config, settings, ranks):
+    """The largest that fits a GPU; infinite where there is none, and no --memory-limit to plan for."""
+    free = model_gpu.free_memory(settings.memory_limit)
+    if free is None:
+        return math.inf
+    return model_cpu.largest_micro_batch(functools.partial(memory_plan, config, settings, ranks), free)
 
 
 def dry_run(config, settings, ranks):
@@ -691,15 +696,11 @@ def dry_run(config, settings, ranks):
           f"{settings.batch_tokens:,} tokens in micro-batches of {settings.micro_batch} x {config.context}, "
           f"{ranks.size} x {settings.device} {settings.precision}, {settings.optimizer}, learning rate "
           f"{settings.lr}")
-    if settings.device == "cpu":
-        return
-    plan, free = plan_memory(config, settings, ranks)
-    kinds = plan(settings.micro_batch)
-    for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
-        print(f"{name:>20} {size / 2**20:10.1f} MiB")
-    if free is not None:
-        print(f"Free memory is {free / 2**20:,.0f} MiB: the largest micro-batch is "
-              f"{model_gpu.largest_micro_batch(plan, free)}.")
+    if settings.device == "gpu":
+        kinds = memory_plan(config, settings, ranks, settings.micro_batch)
+        for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
+            print(f"{name:>20} {size / 2**20:10.1f} MiB")
+        print(f"The largest micro-batch that fits: {largest_micro_batch(config, settings, ranks)}.")
 
 
 def cap_steps(args, settings, tokens):

@@ -349,7 +349,7 @@ def test_pairs_of_python_are_held_out(tmp_path, monkeypatch):
     """Of the library's first modules: to parse all takes seconds."""
     docstrings, path = list(itertools.islice(sft.python_docstrings(), 120)), str(tmp_path / "python-3.12.txt")
     monkeypatch.setattr(sft, "python_docstrings", lambda: docstrings)
-    train.write_python_corpus(path, END_OF_TEXT)
+    train.write_python_corpus(path, '<|endoftext|>')
     pairs, learned = [turns[0] for turns in sft.read_conversations([path])], learned_part(path)
     assert len(pairs) > 150 and len(pairs) == len({name for name, _ in pairs})
     assert not [response for _, response in pairs if response in learned]

@@ -15,11 +15,11 @@ import pytest
 import checkpoint
 import model_cpu
 import model_gpu
-import tokenizer as tokenizer_module
+import script
 import train
-from checkpoint import Ranks
 from model_cpu import CONFIGS, Config
 from tokenizer import Tokenizer
+from train import Ranks
 
 NO_GPU = "The GPU needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`)."
 
@@ -32,7 +32,13 @@ def no_gpu(monkeypatch):
 def settings(*options, preset="small", config=None, **changes):
     config = config or CONFIGS[preset]
     args = train.parse_arguments(["--device", "cpu", *options])
-    return train.make_settings(args, preset, config, {**train.DEFAULTS[preset], **changes})
+    return train.make_settings(args, preset, config, {**train.DEFAULTS[preset], **changes}, Ranks())
+
+
+def training_of(model, tokenizer=None, settings=None, out="out/x", **state):
+    """A Training in one process."""
+    state = {"script": "train.py", "tokens": 0, "seconds": 0.0, **state}
+    return train.Training(model, tokenizer, settings, state, str(out), Ranks())
 
 
 # -- defaults ----------------------------------------------------------------------------------------------------------
@@ -55,7 +61,7 @@ def test_defaults():
 # -- corpus ------------------------------------------------------------------------------------------------------------
 def test_which_files_are_the_corpus(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "write_python_corpus", lambda path: print("written", path))
+    monkeypatch.setattr(train, "write_python_corpus", lambda path, separator: print("written", path))
     python = os.path.join("data", "python-{}.{}.txt".format(*sys.version_info))
     for preset in CONFIGS:
         assert train.find_corpus(preset) == [python]
@@ -85,7 +91,7 @@ def test_docstrings_of_the_library(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(text.encode("latin-1"))
     monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
-    assert list(train.python_docstrings()) == [
+    assert list(script.python_docstrings()) == [
         [("a", "Module a."), ("a.C", "Class C."), ("a.C.f", "Method f."), ("a.C.f.g", "inner"), ("a.k", "async k")],
         [("pkg", "Package.")], []]
 
@@ -98,14 +104,14 @@ def test_prose_of_the_python_corpus(tmp_path, monkeypatch):
     code = "def f(x): return {x[0]: (x[1] + 2) * 3 for x in [(1, 2), (3, 4)]}"
     assert sum(c.isalpha() or c in " ,.;:'-" for c in code) <= 0.9 * len(code)
     monkeypatch.setattr(pydoc_data.topics, "topics", {"b": f"{prose[1]}\n \n{prose[0][:-1]}\n\n{code}", "a": f"{prose[0]}\n\n>>> {prose[2]}"})
-    monkeypatch.setattr(train, "python_docstrings", lambda: [[("m", prose[2]), ("m.f", prose[0])], [("n", "short")]])
-    train.write_python_corpus(str(tmp_path / "new" / "text.txt"))
+    monkeypatch.setattr(script, "python_docstrings", lambda: [[("m", prose[2]), ("m.f", prose[0])], [("n", "short")]])
+    script.write_python_corpus(str(tmp_path / "new" / "text.txt"), "<|endoftext|>")
     joined = "A third one, with lines that are joined and spaces squeezed: fine"
     assert (tmp_path / "new" / "text.txt").read_text() == "\n\n<|endoftext|>\n\n".join([prose[0], prose[1], joined])
     ninety = "x" * 45 + "1" * 5                                         # just 0.9 of it are letters: too few
     monkeypatch.setattr(pydoc_data.topics, "topics", {"a": ninety + "\n\n" + "x" * 46 + "1" * 5})
-    monkeypatch.setattr(train, "python_docstrings", list)
-    train.write_python_corpus(str(tmp_path / "text.txt"))
+    monkeypatch.setattr(script, "python_docstrings", list)
+    script.write_python_corpus(str(tmp_path / "text.txt"), "<|endoftext|>")
     assert (tmp_path / "text.txt").read_text() == "x" * 46 + "1" * 5
 
 
@@ -151,7 +157,7 @@ def test_bad_corpora(tmp_path, monkeypatch):
 # -- tokens ------------------------------------------------------------------------------------------------------------
 def test_progress(monkeypatch, capsys):
     clock = iter([100.0, 102.0, 102.0, 110.0])
-    monkeypatch.setattr(tokenizer_module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
     progress = train.show_progress("words:")
     progress(1_000_000, 10_000_000)
     progress(9_999_999, 10_000_000)
@@ -182,7 +188,7 @@ def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monke
     assert "val-books" not in said                          # less than a megabyte: done before anybody waits
     assert re.fullmatch("[0-9a-f]{12}", key) and set(val) == {"books"} and tokens.dtype == np.dtype("<u2")
     made = sorted(os.listdir("data"))
-    assert [re.sub("[0-9a-f]{8,}", "*", name) for name in made] == ["prepare.lock", "tokenizer-300-*.json", "train-*-*.bin", "val-books-*-*.bin"]
+    assert [re.sub("[0-9a-f]{8,}", "*", name) for name in made] == ["prepare.lock", "tokenizer-300-*.json", "train-*.bin", "val-books-*.bin"]
     times = [os.stat(os.path.join("data", name)).st_mtime_ns for name in made[1:]]
     again = train.prepare(["books.txt"], 300)
     assert not capsys.readouterr().out and again[3] == key and np.array_equal(again[1], tokens)
@@ -198,7 +204,6 @@ def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monke
     assert len([name for name in os.listdir("data") if name.startswith("val-7")]) == 1
     open("tiny.txt", "w").write("ab" * 20)
     assert len(train.prepare(["tiny.txt"], 300)[2]["tiny"]) > 0
-    assert train.map_tokens("web.txt").size == os.path.getsize("web.txt") // 2 and train.map_tokens("data/prepare.lock").size == 0
 
 
 def test_progress_of_a_preparation(tmp_path, monkeypatch, capsys):
@@ -236,7 +241,7 @@ def test_evaluation_is_a_weighted_mean_of_windows_spread_evenly():
 
     def sums(val, micro_batch, most):
         model = Uniform()
-        windows = train.even_windows(val, 10, 3, micro_batch, most)
+        windows = train.even_windows(val, 10, 3, micro_batch, most, Ranks())
         return model.rows, sum((train.held_out_loss(model, sizes, *window) for window in windows), np.zeros(3))
     for most, micro_batch, rows in [(1 << 20, 4, [[0, 10, 20, 30], [40, 50, 60, 70], [80]]), (50, 9, [[0, 19, 38, 57, 76]]),
                                     (59, 2, [[0, 19], [38, 57], [76]]), (3, 5, [[0]])]:
@@ -250,7 +255,7 @@ def test_evaluation_is_a_weighted_mean_of_windows_spread_evenly():
     for size in (3, 0):
         assert sums(val[:size], 4, 1 << 20)[1].tolist() == [0, 0, 0]
     for rank, rows in enumerate([[[0, 10], [60, 70]], [[20, 30], [80]], [[40, 50]]]):           # shared out
-        windows = train.even_windows(val, 10, 3, 2, 1 << 20, checkpoint.Ranks(rank, 3))
+        windows = train.even_windows(val, 10, 3, 2, 1 << 20, Ranks(types.SimpleNamespace(rank=rank, size=3)))
         assert [inputs[:, 0].tolist() for inputs, _ in windows] == rows
 
 
@@ -291,32 +296,33 @@ def test_validation_in_words(monkeypatch):
     monkeypatch.setattr(train, "even_windows", even_windows)
     monkeypatch.setattr(train, "held_out_loss", held_out_loss)
     monkeypatch.setattr(train, "token_bytes", lambda tokenizer: "sizes")
-    result = train.validate(model, "tokenizer", val, 7, 99)
+    training = training_of(model, "tokenizer", types.SimpleNamespace(micro_batch=7))
+    result = train.validate(training, val, 99)
     assert asked == [(500, 10, 3, 7, 99), (60, 10, 3, 7, 99), (3, 10, 3, 7, 99)]
     log2 = math.log(2)
     assert result == {"val_loss": 2.5, "val_bpb": pytest.approx(50 / log2 / 60), "val": {
         "books": [3.0, pytest.approx(30 / log2 / 20)], "web": [2.0, pytest.approx(20 / log2 / 40)]}}
     asked.clear()
-    assert train.validate(model, "tokenizer", val, 7, progress=lambda *both: said.append(both)) == result
+    assert train.validate(training, val, math.inf, lambda *both: said.append(both)) == result
     assert [row[-1] for row in asked] == 3 * [math.inf]             # of each kind all that there is
     assert said == [(20, 563), (40, 563), (60, 563), (80, 563), (563, 563)]
     said.clear()
-    train.validate(model, "tokenizer", val, 7, 99, lambda *both: said.append(both))
+    train.validate(training, val, 99, lambda *both: said.append(both))
     assert said[0] == (20, 99 + 60 + 3) and said[-1] == (162, 162)
     assert train.in_words(result) == "2.5000, 1.2022 bits/byte (books 3.0000, 2.1640; web 2.0000, 0.7213)"
     assert train.in_words({**result, "val": {"web": [2.0, 1.0]}}) == "2.5000, 1.2022 bits/byte"
-    assert train.validate(model, "tokenizer", {"none": val["none"]}, 7, 99) == {}
+    assert train.validate(training, {"none": val["none"]}, 99) == {}
     sums["books"] = (30.0, 10, 0)                                   # tokens without a byte count, too
-    assert train.validate(model, "tokenizer", {"books": val["books"]}, 7, 99)["val_loss"] == 3.0
+    assert train.validate(training, {"books": val["books"]}, 99)["val_loss"] == 3.0
 
 
 def test_validation_without_a_bound_reads_all():
     """Each token of each kind, but for what fills no window: here 130 and 30 of them, in windows of ten."""
     tokenizer = Tokenizer.train(["abab"], 264)
-    for most, read in (None, [130 - 10, 30 - 10]), (20, [20, 20]), (1 << 20, [120, 20]):
+    for most, read in (math.inf, [130 - 10, 30 - 10]), (20, [20, 20]), (1 << 20, [120, 20]):
         model = Uniform()
         val = {"a": np.arange(130, dtype="<u2"), "b": np.arange(100, 130, dtype="<u2")}
-        train.validate(model, tokenizer, val, 100, *[most] * (most is not None))
+        train.validate(training_of(model, tokenizer, types.SimpleNamespace(micro_batch=100)), val, most)
         assert [10 * len(rows) for rows in model.rows] == read
 
 
@@ -335,9 +341,9 @@ def test_samples(monkeypatch):
     monkeypatch.setattr(train, "generate", generate)
     assert train.sample_text("model", tokenizer, [72, 105], 3) == "AB<|user|>C"
     assert train.sample_text("model", tokenizer, [], 4, 2) == "AB<|user|>C"
-    options = dict(top_k=50, vocab=260, stop=set(tokenizer.special.values()))
-    assert asked == [("model", [72, 105], 0.8, {**options, "seed": 3, "most": 80}),
-                     ("model", [256], 0.8, {**options, "seed": 4, "most": 2})]     # of a text that the tokenizer has no bytes of
+    options = dict(temperature=0.8, top_k=50, vocab=260, stop=set(tokenizer.special.values()))
+    assert asked == [("model", [72, 105], {**options, "seed": 3, "most": 80}),
+                     ("model", [256], {**options, "seed": 4, "most": 2})]     # of a text that the tokenizer has no bytes of
 
 
 def test_a_sample_of_a_model_is_so_long_and_the_same_again():
@@ -355,15 +361,16 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
     model, calls = types.SimpleNamespace(config=Uniform.config), []
     s = settings("--seed", "5", config=model.config, batch_tokens=20, steps=40)
 
-    def validate(model, tokenizer, val, micro_batch, most, progress=None, ranks=None):
-        calls.append((micro_batch, most))
+    def validate(training, val, most, progress=None):
+        calls.append((training.settings.micro_batch, most))
         if progress:
             progress(2_000, 2_000)
         return {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
     monkeypatch.setattr(train, "validate", validate)
     monkeypatch.setattr(train, "sample_text", lambda model, tokenizer, ids, seed: f"{ids[-1]}\n{seed}")
     for size, at_end in (65536 + 10, False), (65536 + 11, True):
-        job = train.pretraining(model, tokenizer, np.zeros(99, "<u2"), {"a": np.zeros(5), "x": np.zeros(size)}, s)
+        training = training_of(model, tokenizer, s)
+        job = train.pretraining(training, np.zeros(99, "<u2"), {"a": np.zeros(5), "x": np.zeros(size)})
         result = job.evaluate(20)
         assert result == {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}, "samples": ["\n10\n5", "The101\n6", "What is115\n7"]}
         assert capsys.readouterr().out == "           validation loss 2.0000, 1.0000 bits/byte\n           \\n10\\n5\n"
@@ -380,127 +387,60 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
     assert list(job.evaluate(20)) == ["samples"] and "validation" not in capsys.readouterr().out
 
 
-def test_peak_of_the_card():
+def test_peak_of_the_card(monkeypatch):
     """The first name that fits counts, so that an A100 is no A10; an unknown card has no peak."""
+    c = CONFIGS["small"]
+    products = 4 * (256 * 128 + 128 * 128 + 3 * 344 * 128) + 4 * 512 * 128          # weights in a matmul
+    flops = 6 * products + 6 * c.layers * c.dim * c.context
+    assert model_gpu.flops_per_token(c) == flops
     for name, precision, peak in [("NVIDIA H200", "bf16", 989e12), ("NVIDIA H100 PCIe", "bf16", 756e12),
-                                  ("NVIDIA A100-SXM4-80GB", "tf32", 156e12), ("NVIDIA A10", "bf16", 125e12),
-                                  ("NVIDIA H200", "fp32", None), ("NVIDIA T4", "bf16", None)]:
-        assert train.peak_flops(name, precision) == peak, name
-    assert train.BF16_TFLOPS == (("H100 PCIe", 756), ("H100", 989), ("H200", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
-                                 ("L4", 121), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
+                                  ("NVIDIA A100-SXM4-80GB", "tf32", 156e12), ("NVIDIA A10", "bf16", 125e12)]:
+        monkeypatch.setattr(model_gpu, "gpu_name", lambda name=name: name)
+        assert model_gpu.peak_throughput(c, precision) == pytest.approx(peak / flops), name
+    for name, precision in ("NVIDIA H200", "fp32"), ("NVIDIA T4", "bf16"):
+        monkeypatch.setattr(model_gpu, "gpu_name", lambda name=name: name)
+        assert model_gpu.peak_throughput(c, precision) is None
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
-def test_flops():
-    """6 for each weight in a product, and 6 L C T."""
-    for name, products in ("small", 4 * (256 * 128 + 128 * 128 + 3 * 344 * 128) + 4 * 512 * 128), (
-            "big", 16 * (1280 * 768 + 768 * 768 + 3 * 2048 * 768) + 4 * 4096 * 768):
-        c = CONFIGS[name]
-        assert train.flops_per_token(c) == 6 * products + 6 * c.layers * c.dim * c.context
-
-
-def test_plans_of_both_engines(monkeypatch):
-    """What a micro-batch takes on the run's device, by that engine's own plan, and what is free there."""
-    config = CONFIGS["small"]
-    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 5 << 30 if limit is None else None)
-    s = settings("--threads", "2")
-    plan, free, largest = train.planner(config, s, Ranks())
-    assert free == 5 << 30 and largest == model_cpu.largest_micro_batch(plan, free)
-    for rows in (1, 16):
-        assert plan(rows) == model_cpu.memory_plan(config, rows, 128, "fp32", 2, "muon")
-    assert plan(16)["gradients"] == 2 * plan(1)["gradients"]
-    gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
-    plan, free, _ = train.planner(config, gpu, Ranks())
-    assert plan(16) == model_gpu.memory_plan(config, 16, 128, "bf16", optimizer="muon") != (
-        train.planner(config, dataclasses.replace(gpu, precision="fp32"), Ranks())[0](16))
-    assert train.planner(config, gpu, Ranks(size=3))[0](16) == {**plan(16), "NCCL": model_gpu.NCCL_BYTES}
-    assert free == 3 << 30
-    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
-    assert train.planner(config, s, Ranks())[1:] == (None, math.inf)
-
-
-def test_free_memory_of_linux(monkeypatch):
-    with open("/proc/meminfo", encoding="ascii") as file:
-        available = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", file.read())[1])
-    assert 0.5 < model_cpu.free_memory() / available < 2
-    assert model_cpu.free_memory(7) == 7 and model_cpu.free_memory(1 << 60) < 1 << 60
-    monkeypatch.setattr("builtins.open", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError()))
-    assert model_cpu.free_memory() is None and model_cpu.free_memory(7) == 7
-
-
-def test_a_dry_run_prints_the_plan(monkeypatch, capsys):
+def test_a_dry_run_prints_the_plan(capsys):
+    """Of a GPU; there is none here: the limit counts.  On a CPU there is no plan."""
     s = settings("--threads", "2", "--micro-batch", "16")
-    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 1 << 30 if limit is None else limit)
+    first = ("small: 1,053,824 parameters, 800 steps of 2,048 tokens in micro-batches of 16 x 128, 1 x cpu fp32, muon, "
+             "learning rate 0.004\n")
     train.dry_run(CONFIGS["small"], s, Ranks())
-    def plan(rows):
-        return model_cpu.memory_plan(CONFIGS["small"], rows, 128, "fp32", 2, "muon")
-    rows = {**plan(16), "together": sum(plan(16).values())}
-    largest = model_cpu.largest_micro_batch(plan, 1 << 30)
-    assert 50 < largest < 150
-    assert capsys.readouterr().out == (
-        "small: 1,053,824 parameters, 800 steps of 2,048 tokens in micro-batches of 16 x 128, 1 x cpu fp32, muon, rate 0.004\n"
-        + "".join(f"{name:>20} {size / 1048576:10.1f} MiB\n" for name, size in rows.items())
-        + f"Free memory is 1,024 MiB: the largest micro-batch is {largest}.\n")
-    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
-    train.dry_run(CONFIGS["small"], s, Ranks())
-    assert "Free memory" not in capsys.readouterr().out
-    # there is no GPU: the limit counts
+    assert capsys.readouterr().out == first
     gpu = dataclasses.replace(s, device="gpu", precision="bf16", memory_limit=3 << 30)
     train.dry_run(CONFIGS["small"], gpu, Ranks())
-    largest = model_cpu.largest_micro_batch(
-        lambda rows: model_gpu.memory_plan(CONFIGS["small"], rows, 128, "bf16", optimizer="muon"), 3 << 30)
-    assert capsys.readouterr().out.endswith(
-        f"Free memory is 3,072 MiB: the largest micro-batch is {largest}.\n")
 
-
-def test_a_dry_run_times_three_steps_where_there_is_a_gpu(monkeypatch, capsys):
-    """The steps of a run, of this size; the second three are timed, each waited for."""
-    config, now, done = Config(dim=32, heads=1, kv_heads=1, layers=1, context=8, vocab=16), [0.0], []
-    s = dataclasses.replace(settings(), device="gpu", precision="fp32", batch_tokens=32, micro_batch=4, steps=7300)
-
-    class Model(model_cpu.Model):
-        def __init__(self, config, seed, optimizer, micro_batch, **others):
-            super().__init__(config, seed, optimizer=optimizer)
-
-        def forward(self, inputs, targets, counted):
-            done.append((inputs.shape, targets.shape))
-            assert 0 <= inputs.min() and inputs.max() < 16 and len(np.unique(inputs)) > 4
-            return super().forward(inputs, targets, counted)
-
-        def later(self, *arrays):
-            now[0] += 1.0 if len(done) <= 3 else 0.5
-            return super().later(*arrays)
-
-    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(model_gpu, "Model", Model)
-    monkeypatch.setattr(model_gpu, "free_memory", lambda limit: 1 << 30)
-    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "argv", ["/somewhere/train.py", "small", "--dry-run", "--data", "my text.txt"])
-    train.dry_run(config, s, Ranks())
-    assert done == [((4, 8), (4, 11))] * 6
-    assert capsys.readouterr().out.endswith(
-        "A step takes 500.0 ms, 64 tokens/s: the run would take at most 1:00:50.  Start it: python train.py small --data 'my text.txt'\n")
+    def plan(rows):
+        return model_gpu.memory_plan(CONFIGS["small"], rows, 128, "bf16", optimizer="muon")
+    rows = {**plan(16), "together": sum(plan(16).values())}
+    largest = next(n for n in range(1, 1 << 20) if sum(plan(n + 1).values()) > 3 << 30)
+    assert capsys.readouterr().out == (
+        first.replace("cpu fp32", "gpu bf16") + "".join(f"{name:>20} {size / 1048576:10.1f} MiB\n" for name, size in rows.items())
+        + f"The largest micro-batch that fits: {largest}.\n")
 
 
 def test_devices(monkeypatch):
     """The CPU for small, a GPU for the others, and where there is none one sentence."""
-    assert train.choose_device("auto", "small") == train.choose_device(None, "small") == "cpu"
-    assert [train.choose_device("cpu", name) for name in CONFIGS] == ["cpu"] * 3
+    assert train.choose_device("auto", "small", 0) == train.choose_device(None, "small", 0) == "cpu"
+    assert [train.choose_device("cpu", name, 0) for name in CONFIGS] == ["cpu"] * 3
     for preset in ("medium", "big"):
         for asked in ("auto", None):
             with pytest.raises(ValueError) as error:
-                train.choose_device(asked, preset)
+                train.choose_device(asked, preset, 0)
             assert str(error.value) == (
                 f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do so. "
                 f"On a GPU it takes minutes; but: {NO_GPU}")
     with pytest.raises(ValueError, match="^The GPU needs CuPy"):
-        train.choose_device("gpu", "small")
+        train.choose_device("gpu", "small", 0)
     taken = []
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
     monkeypatch.setattr(model_gpu, "take_gpu", taken.append)
     for asked in ("auto", None):
         assert [train.choose_device(asked, name, local=3) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
-    assert train.choose_device("gpu", "small") == "gpu" and train.choose_device("cpu", "big") == "cpu"
+    assert train.choose_device("gpu", "small", 0) == "gpu" and train.choose_device("cpu", "big", 0) == "cpu"
     assert taken == 4 * [3] + [0]
     s = settings("--threads", "3")
     for optimizer in "muon", "adamw":
@@ -518,14 +458,14 @@ def test_blas_has_one_thread(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "x"])
     for name in names:
         monkeypatch.setenv(name, "1")
-    train.set_threads(["x"])
+    train.set_threads()
     assert started == []
     for name in names:
         for value in ("2", None):
             monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
-            train.set_threads(["a", "b"])
+            train.set_threads()
             program, line, environment = started.pop()
-            assert (program, line) == (sys.executable, [sys.executable, os.path.abspath("train.py"), "a", "b"])
+            assert (program, line) == (sys.executable, [sys.executable, "train.py", "x"])
             assert all(environment[each] == "1" for each in names) and environment["PATH"] == os.environ["PATH"]
         monkeypatch.setenv(name, "1")
 
@@ -540,7 +480,7 @@ def test_options_become_settings():
         memory_limit=None, data=["a/b.txt", "c.txt"], tokens_key="")
     assert settings("--seed", str((1 << 63) - 1)).seed == (1 << 63) - 1
     args = train.parse_arguments(["--device", "auto"])                  # what is no choice leaves the default
-    assert train.make_settings(args, "small", CONFIGS["small"], train.DEFAULTS["small"]) == settings()
+    assert train.make_settings(args, "small", CONFIGS["small"], train.DEFAULTS["small"], Ranks()) == settings()
     assert train.parse_arguments(["--memory-limit", "2GB"]).memory_limit == 2 * 10**9
 
 
@@ -558,31 +498,18 @@ def test_no_sizes_of_memory(text):
 
 
 def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(monkeypatch):
-    def free_for(config, rows, T):
-        """Bytes that just hold a micro-batch of so many rows."""
-        return sum(model_cpu.memory_plan(config, rows, T, optimizer="muon").values())
-    asked, small = [], CONFIGS["small"]
-    twenty, hundred, ten = free_for(small, 20, 128), ("--batch-tokens", "12800"), ("--batch-tokens", "1280")
-    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: asked.append(limit) or twenty)
-    assert settings(*hundred).micro_batch == 20 and asked == [None]     # of 100 windows, 32 would do
-    assert settings(*ten).micro_batch == 10                             # no more than there are
-    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: twenty - 1)
-    assert settings(*hundred).micro_batch == 19
-    for free in (free_for(small, 1000, 128), None):
-        monkeypatch.setattr(model_cpu, "free_memory", lambda limit: free)
-        assert settings(*hundred).micro_batch == 32 and settings(*ten).micro_batch == 10
-    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: 1)
-    assert settings().micro_batch == 1
+    small = CONFIGS["small"]
+    assert settings("--batch-tokens", "12800").micro_batch == 32            # of 100 windows
+    assert settings("--batch-tokens", "1280").micro_batch == 10             # no more than there are
     assert settings("--micro-batch", "999").micro_batch == 16 and settings("--micro-batch", "5").micro_batch == 5
     five = sum(model_gpu.memory_plan(CONFIGS["big"], 5, 512, "bf16", optimizer="muon").values())
-    for limit, rows in (1 << 50, 64), (five, 5), (five - 1, 4):
+    for limit, rows in (1 << 50, 64), (five, 5), (five - 1, 4), (1, 1):
         args = train.parse_arguments(["--device", "gpu", "--memory-limit", str(limit)])
         defaults = {**train.DEFAULTS["big"], "batch_tokens": 512 * 1000}
-        s = train.make_settings(args, "big", CONFIGS["big"], defaults)
+        s = train.make_settings(args, "big", CONFIGS["big"], defaults, Ranks())
         assert (s.micro_batch, s.memory_limit, s.threads) == (rows, limit, 1)
         assert (s.precision, s.device) == ("bf16", "gpu")
     assert settings("--threads", "5").threads == 5
-    monkeypatch.setattr(model_cpu, "free_memory", lambda limit: None)
     monkeypatch.setattr(train, "available_cores", lambda: 6)
     assert settings().threads == 6 and settings("--micro-batch", "4").threads == 4
     monkeypatch.setattr(train, "available_cores", lambda: 1)        # fewer than ranks
@@ -634,7 +561,7 @@ def test_heads_that_a_gpu_does_not_take(monkeypatch, options, words):
         if gpu:
             monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
             monkeypatch.setattr(model_gpu, "take_gpu", lambda number: None)
-        monkeypatch.setattr(train, "set_threads", lambda argv: None)
+        monkeypatch.setattr(train, "set_threads", lambda: None)
         with pytest.raises(ValueError) as error:
             train.main(["--device", "gpu", *options, *dry])
         assert str(error.value) == "the GPU engine takes heads 32, 64 or 128 wide, " + words
@@ -697,28 +624,24 @@ def test_the_record_of_a_run(monkeypatch):
 
 
 def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
-    """Before its weights are read: no checkpoint, another script's, naive attention; then: other settings."""
+    """Before its weights are read: no checkpoint, another script's; then: other settings."""
     s = settings("--data", "a.txt", "--steps", "9")
     state = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": dataclasses.asdict(s)}
     loaded, taken, out = [], [], str(tmp_path)
     model = types.SimpleNamespace(config=CONFIGS["small"], step=4)
-    monkeypatch.setattr(checkpoint, "take", taken.append)
+    monkeypatch.setattr(checkpoint, "lock_folder", taken.append)
     monkeypatch.setattr(checkpoint, "load_state", lambda folder, model=None: {**state, "model": model})
     monkeypatch.setattr(checkpoint, "load", lambda *rest: loaded.append(rest) or (model, "tokenizer"))
 
     def refusal(*options, script="train.py"):
         with pytest.raises(ValueError) as error:
-            train.resume(train.parse_arguments(["--resume", *options]), out, script)
+            train.resume(train.parse_arguments(["--resume", *options]), out, script, Ranks())
         return str(error.value)
     assert refusal() == f"there is nothing to resume in {out}."
     assert taken == []
     (tmp_path / "config.json").write_text("")
     assert refusal(script="sft.py") == f"the run in {out} is one of train.py: resume it with that."
-    state["settings"]["attention"] = "naive"
-    assert refusal() == (
-        f"the run in {out} has --attention naive, which is no more: start a new run.")
-    del state["settings"]["attention"]
-    assert taken == [out, out] and loaded == []
+    assert taken == [out] and loaded == []
     end = ": a resumed run keeps its settings. Leave the option out, or start a new run with --out."
     for options, words in [
             (["big"], "the preset small, not big"), (["--steps", "8"], "--steps 9, not 8"),
@@ -733,7 +656,8 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
         assert loaded.pop() == (out, model_cpu, {"dtype": np.float32, "threads": s.threads, "optimizer": "muon"})
     same = "small --steps 9 --data ./a.txt --device auto --seed 0 --dim 128 --vocab 512"
     args = train.parse_arguments(["--resume", *same.split()])
-    assert train.resume(args, out, "train.py") == (model, "tokenizer", s, {**state, "model": model})
+    ranks = Ranks()
+    assert train.resume(args, out, "train.py", ranks) == train.Training(model, "tokenizer", s, {**state, "model": model}, out, ranks)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -741,7 +665,7 @@ def test_a_save_holds_the_settings(monkeypatch):
     saved, s = [], settings()
     monkeypatch.setattr(checkpoint, "save", lambda *arguments, **options: saved.append((arguments, options)))
     for script, chat in ("sft.py", True), ("train.py", False):
-        train.save("out", "model", "tokenizer", s, {"script": script})
+        train.save_run(train.Training("model", "tokenizer", s, {"script": script}, "out", Ranks()))
         state = {"script": script, "settings": dataclasses.asdict(s)}
         assert saved.pop() == (("out", "model", "tokenizer", state), {"chat": chat})
 
@@ -767,7 +691,7 @@ def test_a_second_signal_leaves_at_once(monkeypatch, capfd):
 class Plain:
     """In a model's place, for the clock."""
     config, step, grads, params = Config(dim=16, heads=2, kv_heads=1, layers=1, context=8, vocab=8, predict=1), 10, {}, {}
-    flat_params = np.ones(3)
+    flat_params, flat_grads = np.ones(3), np.ones(3)
 
     def forward(self, tokens, targets, counted):
         return np.array([1.5])
@@ -782,50 +706,60 @@ class Plain:
     later, read = model_cpu.Model.later, model_cpu.Model.read
 
 
-def on(device, s, monkeypatch):
-    """The settings on that device; a GPU needs only a name."""
-    monkeypatch.setattr(train.model_gpu, "gpu_name", lambda: "Card 1")
-    return dataclasses.replace(s, device=device)
+def zeros(step):
+    return np.zeros((4, 8), int), np.zeros((4, 8), int)
 
 
-@pytest.mark.parametrize("peak", [None, 1e6])
-def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, peak):
+def go(model, s, out, batch=zeros, evaluate=lambda step: {}, stop=None, **state):
+    """train.train -> (exit code, state)."""
+    training = training_of(model, None, s, out, **state)
+    stop = stop or types.SimpleNamespace(signal=None)
+    return train.train(training, train.Job(batch, evaluate, 2.0), stop), training.state
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The steps that were saved."""
+    steps = []
+    monkeypatch.setattr(train, "save_run", lambda training: steps.append(training.model.step))
+    monkeypatch.setattr(model_gpu, "peak_throughput", lambda config, precision: None)
+    return steps
+
+
+@pytest.mark.parametrize("peak", [None, 4096.0])
+def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, saved, peak):
     """A second a step; the evaluation after step 14 takes a hundred, and counts neither for the speed nor for what is left."""
     now, printed = [1000.0], []
     monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(train, "print_step", lambda *arguments: printed.append(arguments[1:]))
-    monkeypatch.setattr(train, "save", lambda *arguments: None)
-    monkeypatch.setattr(model_gpu, "gpu_name", lambda: "a name")
-    monkeypatch.setattr(train, "peak_flops", lambda *which: peak if which == ("a name", "bf16") else "wrong")
+    monkeypatch.setattr(train, "print_step", lambda step, parts, last: printed.append((step, parts, last)))
+    monkeypatch.setattr(model_gpu, "peak_throughput", lambda *which: peak if which == (Plain.config, "bf16") else "wrong")
     s = settings("--eval-every", "7", "--save-every", "50", config=Plain.config, batch_tokens=32, steps=40)
     s.device, s.precision = ("gpu", "bf16") if peak else ("cpu", "fp32")
 
     def batch(step):
         now[0] += 1.0
-        return np.zeros((4, 8), int), np.zeros((4, 8), int)
+        return zeros(step)
 
     def evaluate(step):
         now[0] += 100.0
         return {}
     (tmp_path / "log.jsonl").write_text('{"step": 10}\n')
-    state, model = {"script": "train.py", "tokens": 5000, "seconds": 50.0}, Plain()
-    stop = types.SimpleNamespace(signal=None)
-    assert train.train(model, None, s, str(tmp_path), state, stop, train.Job(batch, evaluate, 2.0)) == 0
-    for step, loss, bytes_per_token, lr, norm, rate, share, left, last in printed:
-        # on a GPU a step's numbers are read when the next one has begun, but before an evaluation
+    code, state = go(Plain(), s, tmp_path, batch, evaluate, tokens=5000, seconds=50.0)
+    assert code == 0 and [step for step, *_ in printed] == list(range(11, 41))
+    for step, parts, last in printed:
+        # on a GPU a step's numbers are read when the next one has been launched, but before an evaluation
         began = step - 10 + bool(peak and not last)
-        assert (loss, bytes_per_token, norm, lr) == (1.5, 2.0, 0.25, train.learning_rate(step - 1, s))
-        assert rate == pytest.approx(32 * (step - 10) / began) and left == pytest.approx(began / (step - 10) * (40 - step))
-        assert share == (peak and pytest.approx(rate * train.flops_per_token(Plain.config) / peak))
+        rate, left = 32 * (step - 10) / began, int(began / (step - 10) * (40 - step))
+        assert parts == [f"step {step:5d}/40", "loss  1.5000", "1.082 bits/byte", f"00:{left:02d} left", f"{rate:8,.0f} tokens/s",
+                         "norm   0.25", f"lr {train.learning_rate(step - 1, s):.2e}", *([f"{rate / peak:.0%} of peak"] if peak else [])]
         assert last == (step in (14, 21, 28, 35, 40))
-    assert [row[0] for row in printed] == list(range(11, 41))
     assert state["tokens"] == 5000 + 960 and state["seconds"] == 50 + 30 + 400      # and then it evaluated
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch, device):
-    """The host does not ask for a step's numbers before it has launched the next one's forward, nor later than that; those of
-    a CPU are there at once."""
+def test_gpu_numbers_wait_for_the_next_step(tmp_path, saved, device):
+    """The host does not ask for a step's numbers before it has launched the next one, nor later than that; those of a CPU are
+    there at once."""
     order = []
 
     class Number:
@@ -840,11 +774,11 @@ def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch, device):
         step = 0
 
         def forward(self, tokens, targets, counted):
-            order.append(f"launch {self.step + 1}")
+            order.append(f"forward {self.step + 1}")
             return np.array([1.0])
 
         def backward(self, last):
-            order.append("backward")
+            order.append(f"backward {self.step + 1}")
 
         def update(self, lr, decay, clip):
             self.step += 1
@@ -853,61 +787,44 @@ def test_gpu_numbers_wait_for_the_next_step(tmp_path, monkeypatch, device):
         def later(self, *numbers):
             order.append(f"copy {self.step}")
             return super().later(*numbers)
-    monkeypatch.setattr(train, "save", lambda *arguments: None)
-    s = on(device, settings(config=Plain.config, batch_tokens=32, steps=3), monkeypatch)
-    job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
-    train.train(Late(), None, s, str(tmp_path), {"script": "", "tokens": 0, "seconds": 0.0}, types.SimpleNamespace(signal=None), job)
-    assert order == {"gpu": ["launch 1", "backward", "copy 1", "launch 2", "read 1", "backward", "copy 2",
-                             "launch 3", "read 2", "backward", "copy 3", "read 3"],
-                     "cpu": [f"{what} {i}".removesuffix(" -") for step in "123"
-                             for what, i in (("launch", step), ("backward", "-"), ("copy", step), ("read", step))]}[device]
-
-
-def test_the_step_before_is_looked_at_once(capsys):
-    """Also with several micro-batches; where it says no, nothing more is launched."""
-    model, looked = Plain(), []
-    model.backward, model.update = (lambda last: looked.append("backward")), (lambda *rest, **more: looked.append("update"))
-    inputs = targets = np.zeros((4, 8), int)
-    s = settings("--micro-batch", "1", config=Plain.config, batch_tokens=32)
-    for says in True, False:
-        looked.clear()
-        step = train.training_step(model, s, inputs, targets, 0.1, look=lambda: looked.append("look") or says)
-        assert looked == ["look", *(4 * ["backward"] + ["update"]) * says] and bool(step) == says
+    s = dataclasses.replace(settings(config=Plain.config, batch_tokens=32, steps=3), device=device)
+    go(Late(), s, tmp_path)
+    steps = [[f"{what} {step}" for what in ("forward", "backward", "copy", "read")] for step in (1, 2, 3)]
+    if device == "gpu":
+        steps = [steps[0][:3], [*steps[1][:3], "read 1"], [*steps[2][:3], "read 2"], ["read 3"]]
+    assert order == sum(steps, [])
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_a_bad_gradient_is_named_before_the_next_one_overwrites_it(tmp_path, monkeypatch, capsys, device):
-    monkeypatch.setattr(train, "save", lambda *arguments: None)
-
+def test_a_bad_gradient_is_computed_again_and_named(tmp_path, saved, capsys, device):
+    """On a GPU the next step has been launched by then, and has overwritten it."""
     class Overwriting(Plain):
         step, grads = 0, {"v": np.ones(2), "w": np.ones(2)}
 
+        def forward(self, tokens, targets, counted):
+            self.bad = tokens[0, 0] == 1                    # the batch of step 2
+            return super().forward(tokens, targets, counted)
+
         def backward(self, last):
-            self.grads["w"][...] = np.inf if self.step == 1 else 1.0
+            self.grads["w"][...] = np.inf if self.bad else 1.0
 
         def update(self, lr, decay, clip):
             self.step += 1
             return self.grads["w"].sum()
-    s = on(device, settings(config=Plain.config, batch_tokens=32, steps=9), monkeypatch)
-    job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
-    state = {"script": "", "tokens": 0, "seconds": 0.0}
-    assert train.train(Overwriting(), None, s, str(tmp_path), state, types.SimpleNamespace(signal=None), job) == 1
-    assert "step 2 is not finite" in (said := capsys.readouterr().err) and "the first gradient that is not finite is w" in said
+    s = dataclasses.replace(settings(config=Plain.config, batch_tokens=32, steps=9), device=device)
+    code, _ = go(Overwriting(), s, tmp_path, batch=lambda step: (np.full((4, 8), step), np.zeros((4, 8), int)))
+    said = capsys.readouterr().err
+    assert code == 1 and "step 2 is not finite" in said and "the first gradient that is not finite is w" in said
 
 
-def test_nothing_is_saved_after_a_number_that_is_not_finite(tmp_path, monkeypatch, capsys):
+def test_nothing_is_saved_after_a_number_that_is_not_finite(tmp_path, saved, capsys):
     """Also where it is seen at the moment of a save."""
-    saved = []
-    monkeypatch.setattr(train, "save", lambda *arguments: saved.append(1))
-
     class Bad(Plain):
         step = 0
 
         def forward(self, tokens, targets, counted):
             return np.array([np.nan if self.step == 2 else 1.0])
-    s = settings("--save-every", "3", config=Plain.config, batch_tokens=32, steps=9)
-    job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
-    code = train.train(Bad(), None, s, str(tmp_path), {"script": "", "tokens": 0, "seconds": 0.0}, types.SimpleNamespace(signal=None), job)
+    code, _ = go(Bad(), settings("--save-every", "3", config=Plain.config, batch_tokens=32, steps=9), tmp_path)
     assert code == 1 and saved == []
     assert capsys.readouterr().err == (
         "\nerror: step 3 is not finite (loss nan, gradient norm 0.25): every gradient is finite; the loss, or the sum of the "
@@ -915,10 +832,9 @@ def test_nothing_is_saved_after_a_number_that_is_not_finite(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch, capsys, stops):
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, saved, capsys, stops):
     """The loss and the norm are of before the update that broke them; seen at each save, also at that of a signal."""
-    saved, stop = [], types.SimpleNamespace(signal=None)
-    monkeypatch.setattr(train, "save", lambda *arguments: saved.append(arguments[1].step))
+    stop = types.SimpleNamespace(signal=None)
 
     class Bad(Plain):
         step, flat_params, grads = 0, np.ones(2), {"b": np.ones(1)}
@@ -929,10 +845,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch, capsys
             stop.signal = 15 if stops and self.step == 3 else None
             return super().update(lr, decay, clip)
     s = settings("--save-every", "9" if stops else "2", config=Plain.config, batch_tokens=32, steps=9)
-    job = train.Job(lambda step: (np.zeros((4, 8), int), np.zeros((4, 8), int)), lambda step: {}, 2.0)
-    code = train.train(Bad(), None, s, str(tmp_path), {"script": "", "tokens": 0, "seconds": 0.0}, stop, job)
+    code, _ = go(Bad(), s, tmp_path, stop=stop)
     assert code == 1 and saved == ([] if stops else [2])
-    assert "step 4 is not finite (loss 1.5, gradient norm 0.25): the first parameter that is not finite is b. " in capsys.readouterr().err
+    assert "step 4 is not finite (its weights): the first parameter that is not finite is b. " in capsys.readouterr().err
 
 
 def test_any_byte_may_stand_beside_a_cut():
@@ -999,13 +914,13 @@ def whole(tmp_path, monkeypatch):
     tokens = np.zeros(200_000, "<u2")
     open("text.txt", "w").write("text")
     for name, value in [("prepare", lambda data, vocab, base=None: done.append(("prepare", data, vocab)) or (tokenizer, tokens, {"text": tokens[:900]}, "key")),
-                        ("set_threads", lambda argv: done.append(("threads", argv))), ("take", lambda out: done.append(("take", out))),
+                        ("set_threads", lambda: done.append(("threads",))), ("lock_folder", lambda out: done.append(("take", out))),
                         ("set_aside", lambda out: done.append(("aside", out))), ("Stop", lambda: "stop"),
-                        ("save", lambda out, model, tokenizer, s, state: done.append(("save", out, dict(state)))),
-                        ("train", lambda model, tokenizer, s, out, state, stop, job: done.append(("train", s, out, state, stop)) or 0),
+                        ("save_run", lambda training: done.append(("save", training.out, dict(training.state)))),
+                        ("train", lambda t, job, stop: done.append(("train", t.settings, t.out, t.state, stop)) or 0),
                         ("sample_text", lambda model, tokenizer, ids, seed: f" sample {seed}"),
                         ("find_corpus", lambda preset: [f"{preset}.txt"])]:
-        monkeypatch.setattr(checkpoint if name in ("take", "set_aside") else train, name, value)
+        monkeypatch.setattr(checkpoint if name in ("lock_folder", "set_aside") else train, name, value)
     return done
 
 
@@ -1013,7 +928,7 @@ def test_a_new_run(whole, capsys):
     assert train.main(["--data", "text.txt", "--threads", "2", "--seed", "4"]) == 0
     out = os.path.join("out", "small")
     threads, prepared, taken, aside, saved, (_, s, folder, state, stop) = whole
-    assert (threads, prepared) == (("threads", ["--data", "text.txt", "--threads", "2", "--seed", "4"]), ("prepare", ["text.txt"], 512))
+    assert (threads, prepared) == (("threads",), ("prepare", ["text.txt"], 512))
     assert (taken, aside, saved) == (("take", out), ("aside", out), ("save", out, {"script": "train.py", "tokens": 0, "seconds": 0.0, "ranks": 1, "base": None}))
     assert (s.tokens_key, s.steps, s.seed, folder, state["script"], stop) == ("key", 781, 4, out, "train.py", "stop")
     assert capsys.readouterr().out == (
@@ -1025,7 +940,7 @@ def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
     monkeypatch.setattr(train, "train", lambda *arguments: 7)
     assert train.main(["--out", "./x/../y", "--steps", "3"]) == 7       # the exit code of the run; no samples then
     assert ("take", "y") in whole and ("prepare", ["small.txt"], 512) in whole and "sample" not in capsys.readouterr().out
-    monkeypatch.setattr(train, "train", lambda model, *rest: whole.append(("model", model.config)) or 0)
+    monkeypatch.setattr(train, "train", lambda training, *rest: whole.append(("model", training.model.config)) or 0)
     for options in ["medium", "--device", "cpu"], ["small"]:            # on a CPU, if one says so
         train.main([*options, "--layers", "1"])
         assert whole[-1] == ("model", dataclasses.replace(CONFIGS[options[0]], layers=1))
@@ -1050,7 +965,7 @@ def test_dry_runs(whole, monkeypatch, capsys):
     monkeypatch.setattr(train, "dry_run", lambda config, s, ranks: planned.append((config, s.device, s.precision, s.memory_limit)))
     for options, device in [(["big", "--memory-limit", "12GB"], "gpu"), (["big"], "gpu"), (["medium"], "gpu"), ([], "cpu"), (["--device", "gpu"], "gpu"),
                             (["--memory-limit", "12GB"], "gpu"), (["big", "--device", "cpu"], "cpu"), (["--mtp-weight", "0.9"], "cpu")]:
-        assert train.main(["--dry-run", *options]) is None
+        assert train.main(["--dry-run", *options]) == 0
         config, on, precision, limit = planned.pop()
         assert on == device and precision == ("bf16" if device == "gpu" else "fp32") and limit == (12 * 10**9 if "12GB" in options else None)
         preset = options[0] if options and options[0] in CONFIGS else "small"
@@ -1063,7 +978,7 @@ def test_resumed_runs(whole, monkeypatch, capsys):
     s.tokens_key = "key"
     model = model_cpu.Model(dataclasses.replace(CONFIGS["small"], layers=1), 0, np.float32)
     asked = []
-    monkeypatch.setattr(train, "resume", lambda args, out, script, ranks: asked.append((out, script)) or (model, Tokenizer.train(["ab"], 264), s, {"script": "x"}))
+    monkeypatch.setattr(train, "resume", lambda args, out, script, ranks: asked.append((out, script)) or train.Training(model, Tokenizer.train(["ab"], 264), s, {"script": "x"}, out, ranks))
     model.step = 800
     assert train.main(["--resume", "--out", "o"]) == 0
     assert capsys.readouterr().out == "The run in o is finished: 800 steps (--steps takes more).\n"
@@ -1146,15 +1061,15 @@ def test_a_run_from_a_base(tmp_path, monkeypatch, capsys):
     """It begins with the base's weights and tokenizer; resumed, without base or data/, it makes the same bits."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "Stop", lambda: types.SimpleNamespace(signal=None))
-    monkeypatch.setattr(checkpoint, "take", lambda out: os.makedirs(out, exist_ok=True))     # this process has both runs
-    real, saved = train.save, []
+    monkeypatch.setattr(checkpoint, "lock_folder", lambda out: os.makedirs(out, exist_ok=True))     # this process has both runs
+    real, saved = train.save_run, []
 
-    def save(out, model, tokenizer, s, state):
-        real(out, model, tokenizer, s, state)
-        saved.append((model.step, model.flat_params.copy()))
-        if model.step == 2:
-            shutil.copytree(out, "half")
-    monkeypatch.setattr(train, "save", save)
+    def save_run(training):
+        real(training)
+        saved.append((training.model.step, training.model.flat_params.copy()))
+        if training.model.step == 2:
+            shutil.copytree(training.out, "half")
+    monkeypatch.setattr(train, "save_run", save_run)
     base, tokenizer = save_base(tmp_path / "theirs", Config(dim=32, heads=2, kv_heads=1, layers=1, context=32, vocab=272, predict=2),
                                 "other words than those of the text")
     open("text.txt", "w").write("".join(f"line {i} of {i * i}\n" for i in range(400)))
