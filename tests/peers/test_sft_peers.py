@@ -1,5 +1,6 @@
 """sft.py and train.py against judges that others wrote: PyTorch's cross-entropy, autograd and AdamW on the same batches,
 and transformers' apply_chat_template."""
+import dataclasses
 import os
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # read by transformers when it is imported
@@ -127,8 +128,8 @@ def test_the_folder_loads_and_stops_at_end(folder):
 # A twin in PyTorch, trained on the same batches from the same weights
 # ---------------------------------------------------------------------------------------------------------------------
 def settings(steps, lr, batch_tokens):
-    return train.Settings("small", steps, batch_tokens, batch_tokens // T, "adamw", lr, 50, 0.1, 1.0, 0.3, 0, 1, 1, 2, "cpu", "fp32",
-                          "cublas", None, [])
+    return train.Settings("small", steps, batch_tokens, lr, warmup=50, mtp_weight=0.3, eval_every=1, save_every=1, precision="fp32",
+                          optimizer="adamw", micro_batch=batch_tokens // T, threads=2)
 
 
 def train_both(model, s, batch):
@@ -137,7 +138,9 @@ def train_both(model, s, batch):
     step, forward = torch_twin.make_step(twin, compiled=False), torch_twin.make_losses(twin, compiled=False)
     for i in range(s.steps):
         (inputs, targets), lr = batch(i), train.learning_rate(i, s)
-        train.training_step(model, s, inputs, targets, lr)
+        model.forward(inputs, targets)
+        model.backward()
+        model.update(lr, decay=s.decay, clip=s.clip)
         step(torch.from_numpy(inputs), torch.from_numpy(targets), lr)
 
     def losses(inputs, targets):
@@ -164,7 +167,7 @@ def trained(tmp_path_factory):
     os.chdir(tmp_path_factory.mktemp("trained"))
     try:
         path = os.path.abspath("python-3.0.txt")
-        train.write_python_corpus(path)
+        train.write_python_corpus(path, '<|endoftext|>')
         tokenizer, tokens, val, _ = train.prepare([path], 512)
         model, K = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32, threads=2), 4
 
@@ -192,12 +195,13 @@ def test_a_twin_fine_tuned_on_the_same_batches_is_as_good(trained):
     model, tokenizer, path, _ = trained
     examples = sft.make_examples(tokenizer, sft.read_conversations([path]), T, seed=0)
     s, pad = settings(STEPS, 7e-4, 512), tokenizer.special["<|endoftext|>"]
-    job = sft.fine_tuning(model, tokenizer, examples, s, {})
+    training = train.Training(model, tokenizer, dataclasses.replace(s, micro_batch=8), {}, "out", train.Ranks())
+    job = sft.fine_tuning(training, examples)
     model.step, model.m[...], model.v[...] = 0, 0, 0                # what loading a base does
     batches = [sft.make_batch(examples.held_out[i:i + 32], T, 4, pad) for i in range(0, len(examples.held_out), 32)]
     before = mean_loss(model.forward, batches)
     twin = train_both(model, s, job.batch)
     ours, theirs = mean_loss(model.forward, batches), mean_loss(twin, batches)
     print(f"held-out loss {before:.4f}; after {STEPS} steps ours {ours:.5f}, PyTorch's {theirs:.5f}")
-    assert abs(ours - sft.evaluate(model, tokenizer, examples.held_out, 8)[0]) < 1e-5
+    assert abs(ours - sft.evaluate(training, examples.held_out)[0]) < 1e-5
     assert ours < before - 1 and abs(ours - theirs) < 0.01
