@@ -446,7 +446,8 @@ def test_scores_of_any_size(bench):
 
 
 def test_decode_attention(bench):
-    """Against the attention of Model.extend, n rows at once and one by one, of one round of keys and of several."""
+    """Against attention_forward as Decoder.extend calls it: n rows at once and one by one, one round of keys and
+    several."""
     for n, position, H, G, D in [(1, 0, 1, 1, 32), (3, 5, 4, 2, 32), (2, 512 - 1, 3, 1, 64), (5, 2, 2, 2, 128),
                                  (1, 2 * 512 + 37, 2, 1, 128), (2, 2 * 512 - 2, 1, 1, 32)]:
         length, width = position + n, (H + 2 * G) * D
