@@ -50,7 +50,8 @@ SETTINGS = {
     "temperature": (number(0, 100), 0.8, "0: the likeliest token; 1: as the model learned; more: wilder"),
     "top-k": (whole_number(0), 50, "draw among the k likeliest tokens; 0: among all"),
     "top-p": (number(0.001, 1), 1.0, "draw among the likeliest tokens of this probability together; 1: all"),
-    "seed": (whole_number(0, 2**63), None, "the same seed gives the same text; none: another text every time"),
+    "seed": (whole_number(0, 2**63), None,
+             "the same seed gives the same text; none: another text every time"),
 }
 # (least probability, colour of a token on a terminal): green, cyan, yellow, red
 COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
@@ -89,10 +90,10 @@ class Session:
         self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(*TEXT_ENDS)
         self.system = b""
         self.turns = []
-        self.answers = 0
-        self.said = []                                      # of the last answer: its ids,
-        self.trace = []                                     # what generate says of each,
-        self.seconds = 0.0                                  # and how long it took
+        self.answers = 0            # how many there were since the seed was set
+        self.said = []              # the ids of the last answer,
+        self.trace = []             # what generate tells of each of them,
+        self.seconds = 0.0          # and how long they took
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add_text(self, text):
@@ -105,7 +106,7 @@ class Session:
 
     def add_turn(self, text):
         """Chat form: one more turn.  The oldest turns are forgotten, so that a quarter of the window is free
-        for the answer.  A system text is a part of the first turn, so then that one stays."""
+        for the answer.  A system text is a part of the first turn: where there is one, that turn stays."""
         turns = self.turns
         tokenizer = self.tokenizer
         context = self.model.config.context
@@ -113,11 +114,11 @@ class Session:
         if turns and turns[-1][-1] != self.stop:            # the last answer was cut short
             turns[-1].append(self.stop)
         new = tokenizer.prompt(text, room, first=False)
-        # a template of others may have a system text of its own
+        # the template of another model may bring a system text of its own
         has_system = self.system or tokenizer.template != CHAT_TEMPLATE
         while turns and sum(map(len, turns)) + len(new) > room:
             del turns[1 if has_system and len(turns) > 1 else 0]
-        if not turns:
+        if not turns:                                       # beside others a turn is whole
             new = tokenizer.prompt(text, room, self.system)
             frame = len(tokenizer.prompt(b"", system=self.system))
             note_cut("prompt", len(tokenizer.encode(text)), room - frame)
@@ -168,15 +169,17 @@ class Session:
         print(flush=True)
 
     def print_stats(self):
-        """How fast the last answer came, and how often each head was right."""
+        """How fast the last answer came, and how many drafts of each further head were right."""
         heads = [head for head, _, _ in self.trace]
         count = len(self.said)
         print(f"{count} tokens in {self.seconds:.2f} s, {count / self.seconds:.1f} tokens/s, "
               f"{len(heads) / heads.count(0):.2f} tokens a verification")
         for k in range(1, self.model.config.predict):
             right = heads.count(k)
-            read = sum(head == 0 and drafts >= k for head, drafts, _ in self.trace)
-            found = f"{right} of {read} drafts right, {right / read:.0%}" if read else "no drafts (--speculation)"
+            made = sum(head == 0 and drafts >= k for head, drafts, _ in self.trace)
+            found = "no drafts (--speculation)"
+            if made:
+                found = f"{right} of {made} drafts right, {right / made:.0%}"
             print(f"  head {k}: {found}")
 
     def print_tokens(self):
@@ -200,8 +203,8 @@ class Session:
 # 3. The Euler table of a text
 # ------------------------------------------------------------------------------------------------------------
 def print_lens(model, tokenizer, text, path=None):
-    """One line for each layer: x + f(x) is a step of Euler's method; what would head 0 say if the integration
-    stopped here?  path: where to draw the same for each position."""
+    """One line for each layer.  x + f(x) is a step of Euler's method: what would head 0 say if the
+    integration stopped here?  path: where to draw the same for each position."""
     ids = tokenizer.encode(to_bytes(text))
     room = model.config.context + 1                         # the last token is only predicted
     require(len(ids) > 1, f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
@@ -231,7 +234,7 @@ def plot_lens(model, tokenizer, ids, path):
     axes.set_xticks(range(len(read)), read, parse_math=False)
     axes.set_yticks(range(len(rows)), rows)
     axes.set(xlabel="token read", title="the likeliest next token if the integration stopped here")
-    warnings.filterwarnings("ignore", "Glyph")              # of characters that the font does not have
+    warnings.filterwarnings("ignore", "Glyph")              # a character that the font does not have
     figure.savefig(path, dpi=120, bbox_inches="tight")
     print(f"Wrote {path}.")
 
@@ -240,11 +243,11 @@ def plot_lens(model, tokenizer, ids, path):
 # 4. The session
 # ------------------------------------------------------------------------------------------------------------
 def show_setting(settings, name):
-    return str(getattr(settings, name.replace("-", "_"))).lower()       # "none" for None
+    return str(getattr(settings, name.replace("-", "_"))).lower()       # None is "none"
 
 
 def run_command(line, session):
-    """/NAME VALUE on a terminal: change a setting.  -> whether to go on."""
+    """Obey /NAME VALUE, which was typed on a terminal.  -> whether the session goes on."""
     name, _, value = line[1:].strip().partition(" ")
     value = value.strip()
     if name in ("quit", "exit"):
@@ -268,7 +271,7 @@ def run_command(line, session):
             if value:
                 new = None if value == "none" and default is None else kind(value)
                 setattr(session.settings, name.replace("-", "_"), new)
-                session.answers = 0    # after /seed 1 the next answer is that of --seed 1
+                session.answers = 0         # after /seed 1 the next answer is that of --seed 1
             print(f"{name} is {show_setting(session.settings, name)}")
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
@@ -288,7 +291,7 @@ def run_command(line, session):
 def run_session(session, folder):
     """A session on a terminal, with commands; Ctrl-C stops an answer."""
     with contextlib.suppress(ImportError):
-        # imported, it gives input() line editing and a history, kept in memory
+        # once imported, it gives input() line editing, and a history in memory
         import readline     # noqa: F401
     print(f"{folder}: {session.model.flat_params.size:,} parameters, step {session.model.step}.")
     begin = "Ask" if session.chat_form else "Begin a text"
@@ -305,7 +308,8 @@ def run_session(session, folder):
         except KeyboardInterrupt:
             print()
         except EOFError:
-            return print()
+            print()
+            return
 
 
 def parse_arguments(argv):
@@ -315,7 +319,8 @@ def parse_arguments(argv):
     once.add_argument("--prompt", metavar="TEXT", help="continue this text, then stop")
     once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, then stop")
     for name, (kind, default, meaning) in SETTINGS.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=f"{meaning} (default {default})")
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N",
+                            help=f"{meaning} (default {default})")
     parser.add_argument("--plot", metavar="FILE", help=f"with --lens: draw it, last {PLOTTED} ids")
     parser.add_argument("--speculation", action=argparse.BooleanOptionalAction,
                         help="let all heads draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)")
@@ -330,22 +335,24 @@ def parse_arguments(argv):
 
 def main(argv):
     args = parse_arguments(argv)
-    # Bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too.
+    # bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     folder = args.model or newest_checkpoint("name the folder of one with --model DIR")
-    # the lens looks into every layer
+    # the lens looks into every layer, and only model_cpu.py keeps what they give
     model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu", args.context)
     if args.lens is not None:
-        return print_lens(model, tokenizer, args.lens, args.plot)
+        print_lens(model, tokenizer, args.lens, args.plot)
+        return
     if args.speculation and model.config.predict == 1:
         print("note: this model has one head, none to draft: --speculation changes nothing.", file=sys.stderr)
     session = Session(model, tokenizer, args)
     if args.prompt is not None:
-        return session.answer(args.prompt)
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        return run_session(session, folder)
-    for line in sys.stdin:
-        session.answer(line.removesuffix("\n"))
+        session.answer(args.prompt)
+    elif sys.stdin.isatty() and sys.stdout.isatty():
+        run_session(session, folder)
+    else:
+        for line in sys.stdin:
+            session.answer(line.removesuffix("\n"))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,34 @@
-"""checkpoint.py: a model on disk, as a folder that Hugging Face's Llama loads as it is, and Llamas of others.
+"""checkpoint.py: a model on disk, in a folder that Hugging Face's Llama loads as it is; and the Llama folders
+of other people.
 
-    python checkpoint.py out/small      what is in a folder: sizes, step, tensors, checksum
+    python checkpoint.py out/small      what a folder holds: step, sizes, tensors, checksums
 
-Read before it: tokenizer.py, model_cpu.py (Config, param_table).  Top to bottom:
+Read before it: tokenizer.py; Config and param_table in model_cpu.py.  From top to bottom:
 
-    1. safetensors         arrays in a file: a header and raw bytes, under a checksum
-    2. Llama's names       which rows of our fused matrices each of Hugging Face's tensors is; config.json
-    3. save                atomic: killed at any moment, a whole checkpoint of one step is on disk
-    4. load, load_state    everything checked before anything is believed
-    5. take, Log, plot     a run's folder: one run at a time, its log, and the log's curves
-    6. Ranks               a run's processes, one a GPU: how they meet, agree, share out, and end together
-    7. main                the printer
+    1. safetensors              arrays in a file: a header, raw bytes and a checksum
+    2. Llama's names            Hugging Face's tensors are rows of our matrices; config.json; chat template
+    3. save                     atomic: killed at any moment, it leaves a whole checkpoint of one step
+    4. load, load_state         all is checked before any of it is used
+    5. lock_folder, Log, plot   a run's folder: one run at a time, its log, and the curves of the log
+    6. main                     the printer
 
-A folder holds config.json, tokenizer.json, tokenizer_config.json (with a chat template only if the model was
-fine-tuned to answer, which is how chat.py tells), model.safetensors, train_state.safetensors (the optimizer's
-moments, and what a run needs to go on), and log.jsonl, a record a step.
+A folder holds
 
-Other people's plain Llama folders are read as ours are, without what only ours have: checksums, a training
-state, the further heads.  What would change the mathematics, and is not computed here, is refused by name.
+    config.json                 the sizes of the model
+    tokenizer.json              the tokens and merges
+    tokenizer_config.json       has a chat template only if the model was fine-tuned to answer (for chat.py)
+    model.safetensors           the weights
+    train_state.safetensors     the optimizer's moments, and what a run needs to go on
+    log.jsonl                   a record for each step
 
-What this file does not do: no pickle anywhere, no architecture but Llama's, no adapters.
+The Llama folders of other people are read in the same way.  They lack what only ours have: checksums, a
+training state, and further heads.  What would change the mathematics, and is not computed here, is refused by
+its name.
+
+What this file does not do: it reads no pickle, no architecture but Llama's, and no adapters.
 """
 import contextlib
 import fcntl
-import itertools
 import json
 import math
 import multiprocessing.connection
@@ -43,16 +48,16 @@ from script import (Parser, check_plain, explain, load_pyplot, naming, read_chun
 from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, Tokenizer, known_template
 
 WEIGHTS = "model.safetensors"
-STATE = "train_state.safetensors"       # the optimizer's moments, and what a run needs to go on
+STATE = "train_state.safetensors"
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. Arrays in a file
 # ------------------------------------------------------------------------------------------------------------
-# A .safetensors file is 8 bytes (little-endian: the length of the header), a JSON header {name: {dtype, shape,
-# data_offsets}}, and the raw bytes of the tensors.  The headers that we write have one more entry,
-# "__metadata__", with the step and a CRC32 of the whole file.  As the CRC32 stands inside the file that it
-# covers, it is computed with eight zeros in its place.
+# A .safetensors file is 8 bytes (the length of the header, little-endian), a JSON header
+# {name: {dtype, shape, data_offsets}}, and the raw bytes of the tensors.  The headers that we write have one
+# more entry, "__metadata__", with the step and a CRC32 of the whole file.  The CRC32 stands inside the file
+# that it covers, so it is computed with eight zeros in its place.
 NO_CRC = b'"crc32":"00000000"'
 OURS = {"crc32", "config", "tokenizer", "state"}        # metadata that only our files have
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}      # NumPy has no bf16
@@ -64,7 +69,7 @@ def checksum(path):
 
 
 def write_safetensors(path, tensors, metadata):
-    """Write {name: contiguous array} and the metadata, a dict of strings; return when the disk has them."""
+    """Write {name: contiguous array} and the metadata, a dict of strings.  Returns when the disk has them."""
     header = {"__metadata__": {**metadata, "crc32": "00000000"}}
     end = 0
     for name, array in tensors.items():
@@ -131,7 +136,8 @@ def write_tensor(model, view, name, tensor):
     """Copy a tensor of a file into a view of one of the model's buffers.  ValueError for numbers that are not
     finite."""
     values = floats(tensor)
-    require(np.isfinite(values).all(), f"{tensor.filename}: the tensor {name} holds numbers that are not finite.")
+    require(np.isfinite(values).all(),
+            f"{tensor.filename}: the tensor {name} holds numbers that are not finite.")
     model.write(view, values)
 
 
@@ -143,7 +149,7 @@ def llama_names(config):
     c = config
     q = c.heads * c.head_dim                # qkv has q rows of queries, then as many of keys as of values
     k = q + c.kv_heads * c.head_dim
-    every = np.s_[:]
+    every = np.s_[:]                        # row
     layer = [("self_attn.q_proj", "qkv", np.s_[:q]),
              ("self_attn.k_proj", "qkv", np.s_[q:k]),
              ("self_attn.v_proj", "qkv", np.s_[k:]),
@@ -315,8 +321,8 @@ def require_tensors(path, tensors, shapes):
 
 
 def read_weights(folder):
-    """-> ({name: array}, metadata) of model.safetensors.  Where there is none, an index names the files among
-    which the tensors are divided."""
+    """-> ({name: array}, metadata) of model.safetensors.  Where there is none, an index names the files that
+    share the tensors."""
     path = join(folder, WEIGHTS)
     index = path + ".index.json"
     if exists(path) or not exists(index):
@@ -336,7 +342,7 @@ def read_weights(folder):
 
 
 def drop_copies(tensors, config):
-    """Remove what the files of a Llama may hold beside its parameters: RoPE's frequencies; and the head, where
+    """Remove what the files of a Llama may hold beside its parameters: RoPE's frequencies, and the head where
     it is the embedding."""
     for name in list(tensors):
         if name.endswith("rotary_emb.inv_freq"):
