@@ -50,7 +50,7 @@ def save_chain_model(folder, chains, chat_form=False):
     tokenizer = Tokenizer.train([""], 260)
     model = model_cpu.Model(model_cpu.Config(dim=264, heads=4, kv_heads=2, layers=1, context=32, vocab=264, predict=1),
                             dtype=np.float32)
-    for name, view in model.params.items():
+    for view in model.params.values():
         view[...] = 1.0 if view.ndim == 1 else 0.0
     model.params["embed"][...] = np.eye(264)
     for chain in chains:
@@ -603,7 +603,7 @@ def test_an_answer_that_was_cut_short_is_not_at_its_end(models, monkeypatch, cap
     for length in (most - 1, most):
         s = session(models)
         s.settings.max_tokens = int(str(most))
-        monkeypatch.setattr(chat.model_cpu, "generate", lambda *rest, **options: itertools.repeat(65, length))
+        monkeypatch.setattr(chat.model_cpu, "generate", lambda *rest, length=length, **options: itertools.repeat(65, length))
         s.answer("q")
         assert (s.turns[-1][-1] == s.stop) == (length < most) and len(s.said) == length
 
@@ -843,7 +843,7 @@ def test_engine(monkeypatch):
     for arguments, device in (([], "auto"), (["--device", "gpu"], "gpu"), (["--device", "gpu", "--lens", "a"], "cpu"),
                               (["--lens", ""], "cpu"), (["--prompt", "", "--device", "cpu"], "cpu")):
         asked = []
-        monkeypatch.setattr(chat, "load_model", lambda *rest: asked.append(rest) or exec("raise ValueError('enough')"))
+        monkeypatch.setattr(chat, "load_model", lambda *rest, asked=asked: asked.append(rest) or exec("raise ValueError('enough')"))
         code, _, err = run(".", "--model", "m", *arguments)
         assert (code, asked, err) == (2, [("m", device, None)], "error: enough\n")
 
