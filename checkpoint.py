@@ -27,23 +27,17 @@ its name.
 
 What this file does not do: it reads no pickle, no architecture but Llama's, and no adapters.
 """
-import contextlib
 import fcntl
 import json
 import math
-import multiprocessing.connection
 import os
-import re
-import subprocess
 import sys
-import threading
-import time
 import zlib
 from os.path import exists, join
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
-from script import (Parser, check_plain, explain, load_pyplot, naming, read_chunk, read_json, refusing, require,
+from script import (Parser, check_plain, load_pyplot, naming, read_chunk, read_json, refusing, require,
                     run_script, write_file)
 from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, Tokenizer, known_template
 
@@ -447,7 +441,8 @@ def read_log(path):
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            with refusing(f"{path}, line {number}, is no record of a run; move it away to go on without"):
+            with refusing(f"{path}, line {number}, is no record of a run; "
+                          "move the file away to go on without it"):
                 record = json.loads(line)
                 require(type(record["step"]) is int, "its step is no whole number")
             yield line, record
@@ -519,260 +514,9 @@ def plot(folder):
     figure.savefig(picture, dpi=150, bbox_inches="tight")
     print(f"Wrote {picture}.")
 
-take = lock_folder
-MODEL = WEIGHTS
-
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. A run's processes: ranks, one a GPU
-# ------------------------------------------------------------------------------------------------------------
-# Data parallelism.  Each rank has all the weights and takes its slice of a step's windows.  The loss is a sum
-# over all targets, divided by their count in the whole step; so its gradient is the sum of the slices' ones.
-# The ranks add theirs up and make the same update: the weights stay the same everywhere, and one rank,
-# 0, is enough to print, to log and to save.
-
-# The variables by which a launcher tells a process its rank, how many there are, and its number on its host.
-LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"),                                              # torchrun
-             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),    # Open MPI
-             ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),                                # MPICH, Intel MPI
-             ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))                  # srun
-KEY = "NanoEuler"       # who calls without it, a port scanner say, is not one of us
-
-
-class Ranks(contextlib.AbstractContextManager):
-    """The processes of a run, each of which makes one; a run of one process has nobody to talk to.
-
-    Each rank but 0 holds two connections to rank 0: a line, on which all speak at the same points of a run
-    (exchange); and a life, on which nothing is said but the last words of who fails.  When a life ends before
-    the run does, its rank has died, and all others end, whatever they wait for."""
-
-    def __init__(self, rank=0, size=1, local=0, timeout=math.inf):
-        """local: the rank's number on its host.  timeout: seconds without progress after which all end."""
-        self.rank, self.size, self.local, self.timeout = rank, size, local, timeout
-        self.lives, self.lines, self.children, self.ended = {}, {}, {}, False     # each by the other's rank
-        self.seen = time.monotonic()        # since when we wait for others; math.inf: we do not
-
-    def __exit__(self, kind, error, trace):
-        """The run is over: wait for each other; or it failed here, then tell the others."""
-        if error is None:
-            self.all_gather("the end")
-        self.ended = True
-        if error is None:
-            self.all_gather("known to all")             # so that who goes now is not taken for dead
-        else:
-            self.tell((explain(error) or kind.__name__).rstrip("."))
-            if self.rank:
-                os._exit(2)                         # rank 0 says it
-        for child in self.children.values():
-            if error:
-                child.kill()                        # it may hang
-            child.wait()
-
-    def start(self, port):
-        """Rank 0 of --gpus: start the other processes, as a launcher does, to call at this port."""
-        for rank in range(1, self.size):
-            self.children[rank] = subprocess.Popen(
-                ["env", f"RANK={rank}", f"WORLD_SIZE={self.size}", f"LOCAL_RANK={rank}",
-                 "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port - 1}", f"NANOEULER_PARENT={os.getpid()}",
-                 sys.executable, *sys.argv], stdin=subprocess.DEVNULL)
-
-    def answer(self, listener):
-        """Rank 0: wait until the others have called."""
-        while len(self.lives) + len(self.lines) < 2 * (self.size - 1):
-            with contextlib.suppress(OSError, EOFError, ValueError):            # of strangers
-                caller = None                       # hang up on who was none of us, or too slow
-                caller = listener.accept()
-                key, what, rank, size = json.loads(caller.recv_bytes(99) if caller.poll(5) else "[]")
-                require(key == KEY, "a stranger")
-                known = self.lives if what == "life" else self.lines
-                fits = size == self.size and rank not in known
-                known[rank] = caller
-                caller.send_bytes(b"welcome")
-                if not fits:
-                    self.leave(f"rank {rank} of {size} calls rank 0 of {self.size}: they are of two runs")
-        listener.close()
-
-    def call(self, address):
-        """Any other rank: connect to rank 0, which may start later."""
-        for what, known in ("life", self.lives), ("line", self.lines):
-            while not known:
-                try:
-                    connection = multiprocessing.connection.Client(address)
-                    connection.send_bytes(json.dumps([KEY, what, self.rank, self.size]).encode())
-                    connection.recv_bytes()         # its welcome
-                    known[0] = connection
-                except (OSError, EOFError):
-                    if os.environ.get("NANOEULER_PARENT") not in (None, str(os.getppid())):
-                        os._exit(1)                 # rank 0, which started this process, is gone
-                    time.sleep(0.1)
-
-    def watch(self):
-        """In a thread of its own, for as long as the run lasts."""
-        while not self.ended:
-            time.sleep(0.2)
-            for rank, life in list(self.lives.items()):
-                if life.poll():
-                    try:
-                        said = life.recv_bytes().decode()
-                    except (OSError, EOFError):
-                        self.leave(f"rank {rank} has died")
-                    time.sleep(1)                   # what ends this rank, too, it says itself
-                    self.leave(f"rank {rank}: {said}" if rank else "")      # rank 0 has said it
-            for rank, child in list(self.children.items()):
-                if child.poll() is not None and rank not in self.lives:
-                    self.leave(f"rank {rank} has died")
-            if time.monotonic() - self.seen > self.timeout + 5 * self.rank:
-                missing = 0 if self.rank else self.size - 1 - len(self.lives)
-                self.leave(f"nothing went on for {self.timeout} seconds"
-                           + (f": {missing} of {self.size} ranks have not come" if missing else ""))
-
-    def tell(self, sentence):
-        """Last words."""
-        for life in list(self.lives.values()):
-            with contextlib.suppress(OSError):
-                life.send_bytes(sentence.encode())
-
-    def leave(self, sentence):
-        """End this process at once, and with it the others; unless the run is over anyway."""
-        if self.ended:
-            time.sleep(60)
-        self.tell(sentence)
-        with contextlib.suppress(OSError):          # nobody may be there to read
-            if sentence and self.rank < 2:          # 1: rank 0 cannot
-                os.write(2, f"error: {sentence}; what was last saved stays.\n".encode())
-        for child in self.children.values():
-            child.kill()                            # it may hang
-        os._exit(1)
-
-    @contextlib.contextmanager
-    def waiting(self):
-        """Inside, others are waited for: if they die, or take too long, watch() ends this process."""
-        self.seen = time.monotonic()
-        try:
-            yield
-        except (OSError, EOFError):
-            time.sleep(60)
-            raise
-        self.seen = math.inf
-
-    def exchange(self, said, answer):
-        """-> what rank 0 answers to what all say, answer([rank 0's bytes, rank 1's, ...]), on each of
-        them."""
-        with self.waiting():
-            if self.rank:
-                self.lines[0].send_bytes(said)
-                return self.lines[0].recv_bytes()
-            heard = answer([said, *[self.lines[rank].recv_bytes() for rank in range(1, self.size)]])
-            for line in self.lines.values():
-                line.send_bytes(heard)
-            return heard
-
-    def all_gather(self, value):
-        """-> [what rank 0 says, what rank 1 says, ...], on each of them.  value: what JSON can hold."""
-        said = json.dumps(value).encode()
-        return json.loads(self.exchange(said, lambda values: b"[%b]" % b",".join(values)))
-
-    def all_reduce(self, array):
-        """array becomes its sum over all ranks, in their order: Nccl's part, where there is no GPU."""
-        total = self.exchange(array.tobytes(),
-                              lambda parts: sum(np.frombuffer(part, array.dtype) for part in parts).tobytes())
-        array[...] = np.frombuffer(total, array.dtype).reshape(array.shape)
-
-    def agree(self, **facts):
-        """ValueError, on all ranks, where these are not the same on all."""
-        said = self.all_gather(facts)
-        for rank, other in enumerate(said):
-            wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
-            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
-
-    def part(self, count, rank):
-        """What a rank takes of so many pieces of work, a slice; it may be empty."""
-        return slice(count * rank // self.size, count * (rank + 1) // self.size)
-
-    def share(self, inputs, targets):
-        """This rank's rows of a step; where there are none for it, one of which nothing is learned."""
-        rows = self.part(len(inputs), self.rank)
-        if rows.start == rows.stop:
-            return inputs[:1], np.full_like(targets[:1], -1)
-        return inputs[rows], targets[rows]
-
-
-class Nccl:
-    """Adds up arrays over the GPUs of a run by NVIDIA's NCCL, while other kernels work on.  It has a stream
-    of its own, which waits for that of our kernels by events only, and they for it."""
-
-    def __init__(self, ranks):
-        try:
-            import cupy                             # here, and not above: who has one GPU needs no NCCL
-            from cupy.cuda import nccl
-        except ImportError as error:
-            raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
-        own = nccl.get_unique_id()                  # bytes, or a tuple of numbers
-        where = type(own)(ranks.all_gather(list(own))[0])
-        with ranks.waiting():
-            self.communicator = nccl.NcclCommunicator(ranks.size, where, ranks.rank)
-        self.ranks, self.cuda, self.kind = ranks, cupy.cuda, (nccl.NCCL_FLOAT32, nccl.NCCL_SUM)
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.event = cupy.cuda.Event(disable_timing=True)
-
-    def all_reduce(self, array):
-        """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
-        self.event.record()
-        self.stream.wait_event(self.event)
-        self.communicator.allReduce(array.data.ptr, array.data.ptr, array.size, *self.kind, self.stream.ptr)
-
-    def wait(self):
-        """Queue: whatever comes next waits for the sums."""
-        self.event.record(self.stream)
-        self.cuda.get_current_stream().wait_event(self.event)
-
-    def all_gather(self, array):
-        """Queue, among our kernels, as they have to wait for it anyway: of array's first axis each GPU's
-        Ranks.part reaches all others."""
-        nccl, stream = self.cuda.nccl, self.cuda.get_current_stream().ptr
-        nccl.groupStart()
-        for rank in range(self.ranks.size):
-            part = array[self.ranks.part(len(array), rank)]
-            self.communicator.bcast(part.data.ptr, part.nbytes, nccl.NCCL_CHAR, rank, stream)
-        nccl.groupEnd()
-
-
-def find_ranks(gpus, timeout):
-    """-> the connected Ranks of this run: those that a launcher has started, or as many as --gpus says (None:
-    one), which rank 0 starts itself."""
-    known = next((names for names in LAUNCHERS if names[0] in os.environ and names[1] in os.environ), None)
-    rank, size, local = 0, gpus or 1, 0
-    if known:
-        with refusing(f"{', '.join(known)} in the environment do not say which rank this is"):
-            rank, size, local = (int(os.environ.get(name, os.environ[known[0]])) for name in known)
-            require(0 <= rank < size, f"{rank} of {size}")
-        require(gpus in (None, size), f"--gpus {gpus} does not fit the {size} processes of the launcher.")
-    ranks = Ranks(rank, size, local, timeout)
-    if size == 1:
-        return ranks
-    # of srun's list of hosts, such as node[03-06,11] or a,b, the first
-    first = re.sub(r"\[(\d+).*", r"\1", os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1").split(",")[0])
-    with refusing("MASTER_PORT in the environment is no port"):
-        host, port = os.environ.get("MASTER_ADDR", first), 1 + int(os.environ.get("MASTER_PORT", 29500))
-        require(0 < port < 1 << 16, f"ours is one more, {port}")
-    if not rank:                        # where the others will call
-        where = (host if host.startswith("127.") else "", port) if known else ("127.0.0.1", 0)
-        with naming(f"port {port}, which is MASTER_PORT + 1"):
-            listener = multiprocessing.connection.Listener(where, backlog=2 * size)
-        if not known:
-            ranks.start(listener.address[1])
-    threading.Thread(target=ranks.watch, daemon=True).start()
-    if rank:
-        ranks.call((host, port))
-        sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
-    else:
-        ranks.answer(listener)
-    ranks.seen = math.inf
-    return ranks
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 7. What is in a folder
+# 6. What is in a folder
 # ------------------------------------------------------------------------------------------------------------
 def print_tensors(path):
     """The tensors of a file, one a line."""
