@@ -1,59 +1,60 @@
-"""checkpoint.py: a model on disk, as a folder that Hugging Face's Llama loads as it is, and Llamas of others.
+"""checkpoint.py: a model on disk, in a folder that Hugging Face's Llama loads as it is; and the Llama folders
+of other people.
 
-    python checkpoint.py out/small      what is in a folder: sizes, step, tensors, checksum
+    python checkpoint.py out/small      what a folder holds: step, sizes, tensors, checksums
 
-Read before it: tokenizer.py, model_cpu.py (Config, param_table).  Top to bottom:
+Read before it: tokenizer.py; Config and param_table in model_cpu.py.  From top to bottom:
 
-    1. safetensors         arrays in a file: a header and raw bytes, under a checksum
-    2. Llama's names       which rows of our fused matrices each of Hugging Face's tensors is; config.json
-    3. save                atomic: killed at any moment, a whole checkpoint of one step is on disk
-    4. load, load_state    everything checked before anything is believed
-    5. take, Log, plot     a run's folder: one run at a time, its log, and the log's curves
-    6. Ranks               a run's processes, one a GPU: how they meet, agree, share out, and end together
-    7. main                the printer
+    1. safetensors              arrays in a file: a header, raw bytes and a checksum
+    2. Llama's names            Hugging Face's tensors are rows of our matrices; config.json; chat template
+    3. save                     atomic: killed at any moment, it leaves a whole checkpoint of one step
+    4. load, load_state         all is checked before any of it is used
+    5. lock_folder, Log, plot   a run's folder: one run at a time, its log, and the curves of the log
+    6. main                     the printer
 
-A folder holds config.json, tokenizer.json, tokenizer_config.json (with a chat template only if the model was
-fine-tuned to answer, which is how chat.py tells), model.safetensors, train_state.safetensors (the optimizer's
-moments, and what a run needs to go on), and log.jsonl, a record a step.
+A folder holds
 
-Other people's plain Llama folders are read as ours are, without what only ours have: checksums, a training
-state, the further heads.  What would change the mathematics, and is not computed here, is refused by name.
+    config.json                 the sizes of the model
+    tokenizer.json              the tokens and merges
+    tokenizer_config.json       has a chat template only if the model was fine-tuned to answer (for chat.py)
+    model.safetensors           the weights
+    train_state.safetensors     the optimizer's moments, and what a run needs to go on
+    log.jsonl                   a record for each step
 
-What this file does not do: no pickle anywhere, no architecture but Llama's, no adapters.
+The Llama folders of other people are read in the same way.  They lack what only ours have: checksums, a
+training state, and further heads.  What would change the mathematics, and is not computed here, is refused by
+its name.
+
+What this file does not do: it reads no pickle, no architecture but Llama's, and no adapters.
 """
-import contextlib
 import fcntl
-import itertools
 import json
 import math
-import multiprocessing.connection
 import os
-import re
-import subprocess
 import sys
-import threading
-import time
 import zlib
+from os.path import exists, join
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
-from script import (Parser, check_plain, explain, load_pyplot, naming, read_chunk, read_json, refusing, require,
+from script import (Parser, check_plain, load_pyplot, naming, read_chunk, read_json, refusing, require,
                     run_script, write_file)
 from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, Tokenizer, known_template
 
-MODEL, STATE = "model.safetensors", "train_state.safetensors"
+WEIGHTS = "model.safetensors"
+STATE = "train_state.safetensors"
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. Arrays in a file
 # ------------------------------------------------------------------------------------------------------------
-# A .safetensors file is 8 bytes (little-endian length of the header), a JSON header {name: {dtype, shape,
-# data_offsets}}, and the raw bytes of the tensors.  Our headers carry, under "__metadata__", the step and a
-# CRC32 of the whole file, header included, computed with the eight hex digits of the checksum itself set to
-# 0.
-NO_CRC = '"crc32":"00000000"'
-OURS = {"crc32", "config", "tokenizer", "state"}        # what only files of ours have in their header
-DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}      # NumPy has no bf16
+# A .safetensors file is 8 bytes (the length of the header, little-endian), a JSON header
+# {name: {dtype, shape, data_offsets}}, and the raw bytes of the tensors.  The headers that we write have one
+# more entry, "__metadata__", with the step and a CRC32 of the whole file.  The CRC32 stands inside the file
+# that it covers, so it is computed with eight zeros in its place.
+NO_CRC = b'"crc32":"00000000"'
+OURS = {"crc32", "config", "tokenizer", "state"}        # metadata that only our files have
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}      # NumPy has no bf16
 
 
 def checksum(path):
@@ -62,149 +63,181 @@ def checksum(path):
 
 
 def write_safetensors(path, tensors, metadata):
-    """Write dict name -> array to path, with dict metadata of strings, and wait until the disk has it."""
-    header, end = {"__metadata__": {**metadata, "crc32": "00000000"}}, 0
-    arrays = [np.ascontiguousarray(array) for array in tensors.values()]
-    for name, array in zip(tensors, arrays):
-        start, end = end, end + array.nbytes
+    """Write {name: contiguous array} and the metadata, a dict of strings.  Returns when the disk has them."""
+    header = {"__metadata__": {**metadata, "crc32": "00000000"}}
+    end = 0
+    for name, array in tensors.items():
+        start = end
+        end += array.nbytes
         header[name] = {"dtype": f"F{8 * array.itemsize}", "shape": array.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"))
-    text += " " * (-len(text) % 8)                                # so that the tensors start aligned
-    length = len(text).to_bytes(8, "little")
-    crc = zlib.crc32(length + text.encode())
-    for array in arrays:
+    text += " " * (-len(text) % 8)                      # so that the tensors start at a multiple of 8
+    top = len(text).to_bytes(8, "little") + text.encode()
+    crc = zlib.crc32(top)
+    for array in tensors.values():
         crc = zlib.crc32(array, crc)
-    with open(path, "wb") as file:
-        file.write(length + text.replace(NO_CRC, f'"crc32":"{crc:08x}"', 1).encode())
-        file.writelines(arrays)
+    with naming(path), open(path, "wb") as file:
+        file.write(top.replace(NO_CRC, b'"crc32":"%08x"' % crc, 1))
+        file.writelines(tensors.values())
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_safetensors(path):
-    """-> ({name: array}, metadata) of a file of tensors, in the order of the file; memory-mapped, which is
-    safe as save() puts a new file in the place of an old one and never writes into it.  bf16 comes as
-    uint16.  ValueError, naming the file, unless the tensors fill it without gap or overlap and, where it is
-    one of ours, every byte is as written."""
+    """-> ({name: array}, metadata) of a safetensors file, in the order of the tensors in it.  bf16 comes as
+    uint16.  The arrays are memory-mapped, which is safe: save() replaces a file and never writes into one.
+
+    ValueError, naming the file, unless the tensors fill it without a gap or an overlap; and, if we wrote it,
+    unless every byte is as it was written."""
     check_plain(path)
-    tensors, end = {}, 0
-    with naming(path), refusing(f"{path} is damaged (truncated or altered), its header is wrong"):
+    tensors = {}
+    end = 0
+    crc = None
+    with refusing(f"{path} is damaged (truncated or altered), its header is wrong"):
         data = np.memmap(path, mode="r")
         begin = 8 + int.from_bytes(data[:8], "little")
-        require(begin <= len(data), "it is cut")
-        text = bytes(data[8:begin])
-        header = json.loads(text)
-        metadata, crc = {**header.pop("__metadata__", {})}, None
+        size = len(data) - begin                                # of all tensors together
+        require(size >= 0, "it is cut")
+        top = bytes(data[:begin])
+        header = json.loads(top[8:])
+        metadata = {**header.pop("__metadata__", {})}           # only a dict unpacks so
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            (start, stop), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
-            require(dtype in DTYPES, f"{name!r} is of {dtype!r:.40}, not one of {', '.join(DTYPES)}")
-            require(start == end <= stop <= len(data) - begin, f"{name!r} has no such place")
-            require(stop - start == math.prod(shape) * DTYPES[dtype]().itemsize, f"{name!r} has another size")
-            tensors[name], end = np.memmap(path, DTYPES[dtype], "r", begin + start, shape), stop
-        require(end == len(data) - begin, "its tensors end elsewhere than the file")
+            start, stop = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            kind = entry["dtype"]
+            require(kind in DTYPES, f"{name!r} is of {kind!r:.40}, not one of {', '.join(DTYPES)}")
+            dtype = np.dtype(DTYPES[kind])
+            require(start == end <= stop <= size, f"{name!r} has no such place")
+            require(stop - start == math.prod(shape) * dtype.itemsize, f"{name!r} has another size")
+            tensors[name] = np.memmap(path, dtype, "r", begin + start, shape)
+            end = stop
+        require(end == size, "its tensors end elsewhere than the file")
         if not OURS.isdisjoint(metadata):
-            blank = text.replace(f'"crc32":"{metadata["crc32"]}"'.encode(), NO_CRC.encode(), 1)
-            crc = f"{zlib.crc32(data[begin:], zlib.crc32(bytes(data[:8]) + blank)):08x}"
+            blank = top.replace(b'"crc32":"%b"' % metadata["crc32"].encode(), NO_CRC, 1)
+            crc = f"{zlib.crc32(data[begin:], zlib.crc32(blank)):08x}"
     require(crc == metadata.get("crc32"), f"{path} is damaged (truncated or altered): its checksum is wrong.")
     return tensors, metadata
 
 
 def floats(tensor):
-    """An array of DTYPES with numbers that NumPy knows; those of bf16 are the upper halves of float32."""
-    return (tensor.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == np.uint16 else tensor
+    """An array of DTYPES as numbers that NumPy knows.  A bf16 is the upper half of a float32."""
+    if tensor.dtype == np.uint16:
+        return (tensor.astype(np.uint32) << 16).view(np.float32)
+    return tensor
 
 
-def write_tensor(model, view, name, path, tensor):
-    """Set a view of one of the model's buffers, piece by piece, so that no copy of a large tensor is made.
-    ValueError for numbers that are not finite."""
-    rows = max(1, (1 << 22) * len(tensor) // tensor.size)
-    for i in range(0, len(tensor), rows):
-        piece = floats(tensor[i:i + rows])
-        require(np.isfinite(piece).all(), f"{path}: the tensor {name} holds numbers that are not finite.")
-        model.write(view[i:i + rows], piece)
+def write_tensor(model, view, name, tensor):
+    """Copy a tensor of a file into a view of one of the model's buffers.  ValueError for numbers that are not
+    finite."""
+    values = floats(tensor)
+    require(np.isfinite(values).all(),
+            f"{tensor.filename}: the tensor {name} holds numbers that are not finite.")
+    model.write(view, values)
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 2. Llama's names
 # ------------------------------------------------------------------------------------------------------------
 def llama_names(config):
-    """Yields (Hugging Face's name, our name, rows): which rows of our fused matrices each Llama tensor is."""
-    c, D = config, config.head_dim
-    q, k = c.heads * D, (c.heads + c.kv_heads) * D
-    yield "model.embed_tokens.weight", "embed", np.s_[:]
-    layer = [("self_attn.q_proj", "qkv", np.s_[:q]), ("self_attn.k_proj", "qkv", np.s_[q:k]),
-             ("self_attn.v_proj", "qkv", np.s_[k:]), ("self_attn.o_proj", "out", np.s_[:]),
-             ("mlp.gate_proj", "gate_up", np.s_[:c.hidden]), ("mlp.up_proj", "gate_up", np.s_[c.hidden:]),
-             ("mlp.down_proj", "down", np.s_[:]), ("input_layernorm", "norm1", np.s_[:]),
-             ("post_attention_layernorm", "norm2", np.s_[:])]
-    for i, (theirs, ours, rows) in itertools.product(range(c.layers), layer):
-        yield f"model.layers.{i}.{theirs}.weight", f"layers.{i}.{ours}", rows
-    yield "model.norm.weight", "norm", np.s_[:]
+    """Yields (Hugging Face's name, our name, rows): which rows of our matrix each tensor of a Llama is."""
+    c = config
+    q = c.heads * c.head_dim                # qkv has q rows of queries, then as many of keys as of values
+    k = q + c.kv_heads * c.head_dim
+    every = np.s_[:]                        # row
+    layer = [("self_attn.q_proj", "qkv", np.s_[:q]),
+             ("self_attn.k_proj", "qkv", np.s_[q:k]),
+             ("self_attn.v_proj", "qkv", np.s_[k:]),
+             ("self_attn.o_proj", "out", every),
+             ("mlp.gate_proj", "gate_up", np.s_[:c.hidden]),
+             ("mlp.up_proj", "gate_up", np.s_[c.hidden:]),
+             ("mlp.down_proj", "down", every),
+             ("input_layernorm", "norm1", every),
+             ("post_attention_layernorm", "norm2", every)]
+    yield "model.embed_tokens.weight", "embed", every
+    for i in range(c.layers):
+        for theirs, ours, rows in layer:
+            yield f"model.layers.{i}.{theirs}.weight", f"layers.{i}.{ours}", rows
+    yield "model.norm.weight", "norm", every
     if not c.tied:
         yield "lm_head.weight", "heads", np.s_[:c.vocab]            # head 0 is Llama's head
     if c.predict > 1:
         yield "mtp_heads.weight", "heads", np.s_[c.vocab:]
 
 
-# what LlamaConfig calls the sizes of our Config, and what it takes where a file does not say it
-LLAMA_SIZES = {"hidden_size": ("dim", 4096), "intermediate_size": ("hidden", 11008),
-               "num_hidden_layers": ("layers", 32), "num_attention_heads": ("heads", 32),
-               "num_key_value_heads": ("kv_heads", None), "vocab_size": ("vocab", 32000),
-               "max_position_embeddings": ("positions", 2048), "rms_norm_eps": ("norm_eps", 1e-6),
-               "rope_theta": ("rope_theta", 10000.0), "tie_word_embeddings": ("tied", False)}
+# LlamaConfig's name of each size: (our name, LlamaConfig's default)
+LLAMA_SIZES = {
+    "hidden_size": ("dim", 4096),
+    "intermediate_size": ("hidden", 11008),
+    "num_hidden_layers": ("layers", 32),
+    "num_attention_heads": ("heads", 32),
+    "num_key_value_heads": ("kv_heads", None),          # as many as heads
+    "vocab_size": ("vocab", 32000),
+    "max_position_embeddings": ("positions", 2048),
+    "rms_norm_eps": ("norm_eps", 1e-6),
+    "rope_theta": ("rope_theta", 10000.0),
+    "tie_word_embeddings": ("tied", False),
+}
 
 
 def llama_config(config, eos):
-    """config.json: the keys of Hugging Face's LlamaConfig, and our two or three."""
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
-            **{theirs: getattr(config, ours) for theirs, (ours, _) in LLAMA_SIZES.items()},
-            "max_position_embeddings": config.positions or config.context,
-            "head_dim": config.head_dim, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-            "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": eos,
-            "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight,
-            **({"context": config.context} if config.positions else {})}
+    """What config.json holds: the keys of Hugging Face's LlamaConfig, then two or three of our own."""
+    found = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    for theirs, (ours, _) in LLAMA_SIZES.items():
+        found[theirs] = getattr(config, ours)
+    found["max_position_embeddings"] = config.positions or config.context
+    found.update(head_dim=config.head_dim, hidden_act="silu", attention_bias=False, mlp_bias=False,
+                 torch_dtype="float32", bos_token_id=None, eos_token_id=eos,
+                 mtp_heads=config.predict - 1, mtp_weight=config.mtp_weight)
+    if config.positions:
+        found["context"] = config.context
+    return found
 
 
 def read_config(folder, context=None):
-    """-> Config from the config.json of any Llama; context: instead of what stands there.  ValueError, with
-    the key and its value, for one that computes otherwise than model_cpu.py."""
-    path = os.path.join(folder, "config.json")
+    """-> Config from the config.json of any Llama.  context: takes the place of the one that stands there.
+    ValueError, with the key and its value, for a model that computes otherwise than model_cpu.py."""
+    path = join(folder, "config.json")
     found = read_json(path)
     with refusing(f"{path} cannot be used"):
         found = {key: value for key, value in found.items() if value is not None}
         ropes = {key: found.get(key, {}) for key in ("rope_scaling", "rope_parameters")}
-        types = {key: rope.get("rope_type", rope.get("type", "default")) for key, rope in ropes.items()}
-        # rope_theta stands in config.json itself, or in one of these: as in transformers the first counts
-        found = {**found, **(ropes["rope_scaling"] or ropes["rope_parameters"]), **types}
+        # rope_theta stands in config.json itself or in one of these; as in transformers the first counts
+        found.update(ropes["rope_scaling"] or ropes["rope_parameters"])
+        for key, rope in ropes.items():
+            found[key] = rope.get("rope_type", rope.get("type", "default"))
         sizes = {ours: found.get(theirs, default) for theirs, (ours, default) in LLAMA_SIZES.items()}
         sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
-        context = found.get("context", sizes["positions"]) if context is None else context
-        sizes["positions"] = sizes["positions"] if context != sizes["positions"] else None
+        if context is None:
+            context = found.get("context", sizes["positions"])
+        if context == sizes["positions"]:
+            sizes["positions"] = None
         config = model_cpu.Config(**sizes, context=context, predict=found.get("mtp_heads", 0) + 1,
                                   mtp_weight=found.get("mtp_weight", 0.0))
-    # what else changes what a model computes, and the one value that is computed here
-    fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu", "mlp_bias": False,
-             "attention_bias": False, "use_qk_norm": False, "sliding_window": 0, "partial_rotary_factor": 1.0}
-    for key, ours in {**fixed, **dict.fromkeys(ropes, "default")}.items():
+    # keys that would change the mathematics, each with the one value that is computed here
+    fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu",
+             "mlp_bias": False, "attention_bias": False, "use_qk_norm": False, "sliding_window": 0,
+             "partial_rotary_factor": 1.0, "rope_scaling": "default", "rope_parameters": "default"}
+    for key, ours in fixed.items():
         value = found.get(key, ours)
         require(value == ours, f"{path}: {key} is {value!r:.200}, and only {ours!r} is computed here.")
     return config
 
 
 def read_tokenizer(folder):
-    """-> the Tokenizer of a folder, with the chat template that makes its model one that answers."""
-    tokenizer = Tokenizer.load(os.path.join(folder, "tokenizer.json"))
-    template, path = "", os.path.join(folder, "chat_template.jinja")
-    if os.path.exists(path):
+    """-> the Tokenizer of a folder.  It has a chat template if the model was fine-tuned to answer."""
+    tokenizer = Tokenizer.load(join(folder, "tokenizer.json"))
+    path = join(folder, "chat_template.jinja")
+    if exists(path):                                            # as in transformers this one counts
         template = read_chunk(path).decode("utf-8", "replace")
-    elif os.path.exists(path := os.path.join(folder, "tokenizer_config.json")):
-        settings = read_json(path)
+    else:
+        path = join(folder, "tokenizer_config.json")
+        settings = read_json(path) if exists(path) else {}
         require(isinstance(settings, dict), f"{path} is damaged: it holds no settings.")
         template = settings.get("chat_template") or ""
-    tokenizer.template = known_template(template)
-    if tokenizer.template is None:
+    known = known_template(template)
+    if known is None:
         print(f"note: {path}: an unknown chat template, which is not used.", file=sys.stderr)
-        tokenizer.template = ""
+    tokenizer.template = known or ""
     return tokenizer
 
 
@@ -213,60 +246,68 @@ def read_tokenizer(folder):
 # ------------------------------------------------------------------------------------------------------------
 def paths_of(folder):
     """-> (path of the weights, path of the training state)."""
-    return os.path.join(folder, MODEL), os.path.join(folder, STATE)
+    return join(folder, WEIGHTS), join(folder, STATE)
 
 
 def repair(folder):
-    """Finish or undo an interrupted save, so that both files are of one step.  save writes both as .new, then
-    renames the model, then the state.  Killed before the first rename, the old pair is whole: the .new files
-    are dropped.  Killed between the two, the new state stands alone as .new: the second rename is made up
-    for.  Only save may call this: a reader that did, chat.py say, would take the files from under the hands
-    of a run that is saving."""
-    model, state = paths_of(folder)
-    if os.path.exists(state + ".new") and not os.path.exists(model + ".new"):
+    """Finish or undo a save that was killed, so that both files are of one step.
+
+    save() writes both files as .new, then renames the weights, then the state.  Killed before the first
+    rename, it leaves the old pair whole: the .new files are removed.  Killed between the two renames, it
+    leaves the new state alone as .new: the second rename is made now.  Only save() may call this.  A reader
+    that did, such as chat.py, could remove the files of a run that is saving at this moment."""
+    weights, state = paths_of(folder)
+    if exists(state + ".new") and not exists(weights + ".new"):
         os.replace(state + ".new", state)
-    for path in (state, model):    # killed in between, no .new of the state is left to stand alone
-        if os.path.exists(path + ".new"):
+    for path in (state, weights):   # in this order: killed in between, it leaves no .new of the state alone
+        if exists(path + ".new"):
             os.remove(path + ".new")
 
 
+def save_tokenizer(folder, model, tokenizer, end, chat):
+    """Write tokenizer.json, and in tokenizer_config.json what transformers reads beside it."""
+    tokenizer.save(join(folder, "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+                "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode()}
+    if chat:
+        settings["chat_template"] = tokenizer.template or CHAT_TEMPLATE
+    write_file(join(folder, "tokenizer_config.json"), json.dumps(settings, indent=2).encode())
+
+
 def save(folder, model, tokenizer, state, chat=False):
-    """Write the checkpoint folder.  state: a JSON-able dict that load_state gives back; chat: the model
-    answers, in the tokenizer's template or ours. Atomic: killed at any moment, or on a full disk (OSError),
-    the folder holds a whole checkpoint of one step."""
+    """Write the checkpoint folder.  state: a dict, of what JSON can hold, that load_state() gives back; chat:
+    the model answers, in the tokenizer's template or in ours.
+
+    Atomic: killed at any moment, or on a full disk (OSError), the folder holds a whole checkpoint of one
+    step."""
     os.makedirs(folder, exist_ok=True)
     repair(folder)
     end = tokenizer.end_of_turn if chat else tokenizer.special_id(*TEXT_ENDS)
-    tokenizer.save(os.path.join(folder, "tokenizer.json"))
-    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-                        "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode(),
-                        **({"chat_template": tokenizer.template or CHAT_TEMPLATE} if chat else {})}
+    save_tokenizer(folder, model, tokenizer, end, chat)
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
-    write_file(os.path.join(folder, "tokenizer_config.json"), json.dumps(tokenizer_config, indent=2).encode())
+    # the checksum of the weights also covers these, and with them all that a resumed run reads
+    metadata = {"format": "pt", "step": str(model.step), "config": f"{zlib.crc32(config):08x}",
+                "tokenizer": checksum(join(folder, "tokenizer.json"))}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)
     weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}
     moments = {"m": model.read(model.m), "v": model.read(model.v)}
-    # what else a resumed run reads is covered by the weights' checksum
-    metadata = {"format": "pt", "step": str(model.step), "config": f"{zlib.crc32(config):08x}",
-                "tokenizer": checksum(os.path.join(folder, "tokenizer.json"))}
     paths = paths_of(folder)
     try:
-        with naming(folder):
-            write_safetensors(paths[0] + ".new", weights, metadata)
-            write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
+        write_safetensors(paths[0] + ".new", weights, metadata)
+        write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
     except OSError:
         repair(folder)                  # which gives the space back
         raise
     for path in paths:
         os.replace(path + ".new", path)
-    write_file(os.path.join(folder, "config.json"), config)             # the same in every save of a run
+    write_file(join(folder, "config.json"), config)             # the same in every save of a run
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 4. Load
 # ------------------------------------------------------------------------------------------------------------
-def check_tensors(path, tensors, shapes):
-    """ValueError unless the names and shapes of the tensors in a file are these."""
+def require_tensors(path, tensors, shapes):
+    """ValueError unless the tensors of a file have just these names and shapes."""
     for name in [*shapes, *tensors]:
         found = tensors[name].shape if name in tensors else "missing"
         wanted = shapes.get(name, "none of that name")
@@ -274,79 +315,90 @@ def check_tensors(path, tensors, shapes):
 
 
 def read_weights(folder):
-    """-> ({name: (path, array)}, metadata) of model.safetensors or, where there is none, of the files that
-    its index names."""
-    path = os.path.join(folder, MODEL)
+    """-> ({name: array}, metadata) of model.safetensors.  Where there is none, an index names the files that
+    share the tensors."""
+    path = join(folder, WEIGHTS)
     index = path + ".index.json"
-    if os.path.exists(path) or not os.path.exists(index):
-        tensors, metadata = read_safetensors(path)
-        return {name: (path, array) for name, array in tensors.items()}, metadata
+    if exists(path) or not exists(index):
+        return read_safetensors(path)
+    tensors = {}
     with refusing(f"{index} is damaged"):
-        where, weights = {**read_json(index)["weight_map"]}, {}
-        for file in sorted(set(where.values())):
-            path = os.path.join(folder, os.path.basename(file))
+        wanted = read_json(index)["weight_map"]
+        for file in sorted(set(wanted.values())):
+            path = join(folder, file)
             require(os.path.basename(file) == file, f"it names {file}")
-            require(os.path.exists(path), f"there is no {path}")
-            weights.update((name, (path, array)) for name, array in read_safetensors(path)[0].items())
-        for name in [*where, *weights]:
-            found = os.path.basename(weights[name][0]) if name in weights else "no file"
-            require(found == where.get(name), f"{name} is in {found}, not in {where.get(name)}")
-    return weights, {}
+            require(exists(path), f"there is no {path}")
+            shard, _ = read_safetensors(path)
+            for name in shard:
+                require(wanted.get(name) == file, f"{name} is in {file}, not in {wanted.get(name)}")
+            tensors.update(shard)
+    return tensors, {}
+
+
+def drop_copies(tensors, config):
+    """Remove what the files of a Llama may hold beside its parameters: RoPE's frequencies, and the head where
+    it is the embedding."""
+    for name in list(tensors):
+        if name.endswith("rotary_emb.inv_freq"):
+            del tensors[name]
+    if config.tied and "lm_head.weight" in tensors:
+        head = tensors.pop("lm_head.weight")
+        embed = tensors.setdefault("model.embed_tokens.weight", head)       # a file may hold the head alone
+        require(np.array_equal(floats(head), floats(embed)), f"{head.filename}: lm_head.weight is not the "
+                "embedding, though tie_word_embeddings is true.")
 
 
 def load(folder, engine, options=None, context=None):
-    """-> (model, tokenizer) from the folder of any Llama, of which nothing is changed.  engine: the module
-    whose Model to make (model_cpu or model_gpu); options: dict of further arguments of that Model (dtype,
-    threads, training, precision); context: instead of the folder's.  ValueError, in one sentence, for what is
-    missing, damaged, or not computed here."""
-    config_path, tokenizer_path, model_path = [os.path.join(folder, name)
-                                               for name in ("config.json", "tokenizer.json", MODEL)]
-    for path in (config_path, tokenizer_path, model_path):
-        require(os.path.exists(path) or os.path.exists(path + ".index.json"),
-                f"{folder} holds no checkpoint: there is no {path}.")
-    config, tokenizer = read_config(folder, context), read_tokenizer(folder)
+    """-> (model, tokenizer) from the folder of any Llama, in which nothing is changed.
+
+    engine: the module whose Model to make, model_cpu or model_gpu; options: dict of further arguments of that
+    Model (dtype, threads, training, precision); context: takes the place of the folder's.  ValueError, in one
+    sentence, for what is missing, damaged, or not computed here."""
+    config_path = join(folder, "config.json")
+    tokenizer_path = join(folder, "tokenizer.json")
+    path = join(folder, WEIGHTS)
+    for needed in config_path, tokenizer_path, path:
+        require(exists(needed) or exists(needed + ".index.json"),
+                f"{folder} holds no checkpoint: there is no {needed}.")
+    config = read_config(folder, context)
+    tokenizer = read_tokenizer(folder)
     require(tokenizer.vocab_size <= config.vocab, f"{folder}: tokenizer.json is not this model's: it has "
             f"{tokenizer.vocab_size} tokens, config.json says {config.vocab}.")
-    weights, metadata = read_weights(folder)
+    tensors, metadata = read_weights(folder)
     require(metadata.get("tokenizer") in (None, checksum(tokenizer_path)),
             f"{folder}: tokenizer.json is not the one that this model was trained with.")
     require(metadata.get("config") in (None, checksum(config_path)),
             f"{config_path} is not as it was saved: something in it was altered.")
-    weights = {name: entry for name, entry in weights.items() if not name.endswith("rotary_emb.inv_freq")}
-    if config.tied and "lm_head.weight" in weights:
-        path, head = weights.pop("lm_head.weight")
-        _, embed = weights.setdefault("model.embed_tokens.weight", (path, head))    # either serves for both
-        require(np.array_equal(floats(head), floats(embed)),
-                f"{path}: lm_head.weight is not the embedding, though tie_word_embeddings is true.")
-    # before anything as large as config.json asks for is made
-    require(config.layers <= len(weights), f"{model_path}: tensors are missing: it has {len(weights)}, "
+    step = metadata.get("step") if metadata.get("crc32") else "0"
+    require(str(step).isdecimal(), f"{path} does not say of which step it is.")
+    drop_copies(tensors, config)
+    # asked first, because the table of a million layers alone would fill the memory
+    require(config.layers <= len(tensors), f"{path}: tensors are missing: it has {len(tensors)}, "
             f"config.json asks for {config.layers} layers.")
     shapes = dict(model_cpu.param_table(config))
-    check_tensors(model_path, {name: array for name, (_, array) in weights.items()},
-                  {name: np.broadcast_to(False, shapes[ours])[rows].shape                       # no memory
-                   for name, ours, rows in llama_names(config)})
-    step = metadata.get("step") if metadata.get("crc32") else "0"
-    require(str(step).isdecimal(), f"{model_path} does not say of which step it is.")
+    wanted = {name: np.broadcast_to(False, shapes[ours])[rows].shape        # takes no memory
+              for name, ours, rows in llama_names(config)}
+    require_tensors(path, tensors, wanted)
     model = engine.Model(config, seed=None, **(options or {}))
     for name, ours, rows in llama_names(config):
-        write_tensor(model, model.params[ours][rows], name, *weights.pop(name))     # not mapped any more
+        write_tensor(model, model.params[ours][rows], name, tensors.pop(name))      # not mapped any more
     model.step = int(step)
     return model, tokenizer
 
 
 def load_state(folder, model=None):
-    """The dict that save() was given; with a model that load() made, fill the optimizer's moments too."""
-    model_path, path = paths_of(folder)
-    if os.path.exists(path + ".new") and not os.path.exists(model_path + ".new"):
-        path += ".new"    # killed between the two renames; the next save makes up for it
-    require(os.path.exists(path), f"{folder} holds no training state: there is no {path}.")
+    """The dict that save() was given.  model: one that load() made, whose moments are filled too."""
+    weights_path, path = paths_of(folder)
+    if exists(path + ".new") and not exists(weights_path + ".new"):
+        path += ".new"                          # killed between the two renames; the next save repairs it
+    require(exists(path), f"{folder} holds no training state: there is no {path}.")
     tensors, metadata = read_safetensors(path)
     if model is not None:
-        check_tensors(path, tensors, {"m": model.m.shape, "v": model.v.shape})
+        require_tensors(path, tensors, {"m": model.m.shape, "v": model.v.shape})
         step = metadata.get("step")
-        require(step == str(model.step), f"{path} is of step {step}, {MODEL} of step {model.step}.")
-        write_tensor(model, model.m, "m", path, tensors["m"])
-        write_tensor(model, model.v, "v", path, tensors["v"])
+        require(step == str(model.step), f"{path} is of step {step}, {WEIGHTS} of step {model.step}.")
+        write_tensor(model, model.m, "m", tensors["m"])
+        write_tensor(model, model.v, "v", tensors["v"])
     with refusing(f"{path} holds no record of a run: its state is damaged or missing"):
         return {**json.loads(metadata["state"])}               # only a dict unpacks so
 
@@ -358,11 +410,11 @@ RISE = 0.02             # nats by which the held-out loss must rise to mean some
 
 
 def lock_folder(out):
-    """From here to the end of this process nobody else may work in the folder `out`; ValueError if somebody
-    does.  The lock is a file beside the folder, which may be renamed meanwhile."""
+    """Until this process ends, nobody else may train in the folder `out`; ValueError if somebody does.  The
+    lock is a file beside the folder, because the folder may be renamed meanwhile."""
     os.makedirs(out, exist_ok=True)
     parent, name = os.path.split(os.path.realpath(out))
-    path = os.path.join(parent, f".{name}.lock")
+    path = join(parent, f".{name}.lock")
     try:
         with naming(path):
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)             # never closed
@@ -372,43 +424,50 @@ def lock_folder(out):
 
 
 def set_aside(out):
-    """A new run never overwrites an old one: the folder is renamed."""
-    if any(os.path.exists(os.path.join(out, name)) for name in ("config.json", "log.jsonl")):
-        free = next(name for i in itertools.count(1) if not os.path.exists(name := f"{out}.{i}"))
-        os.rename(out, free)
-        print(f"{out} held an earlier run: it is now {free}.")
+    """A new run never overwrites an old one: the old one's folder is renamed."""
+    if any(exists(join(out, name)) for name in ("config.json", "log.jsonl")):
+        number = 1
+        while exists(f"{out}.{number}"):
+            number += 1
+        os.rename(out, f"{out}.{number}")
+        print(f"{out} held an earlier run: it is now {out}.{number}.")
 
 
 def read_log(path):
-    """Yield (line, record) of a log.  The last line of a killed run may be cut short: it is left out.
-    ValueError for any other that is no record."""
+    """Yields (line, record) of a log.  The last line of a killed run may be cut: it is left out.  ValueError
+    for any other line that is no record."""
     check_plain(path)
     with naming(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            with refusing(f"{path}, line {number}, is no record of a run; move it away to go on without"):
+            with refusing(f"{path}, line {number}, is no record of a run; "
+                          "move the file away to go on without it"):
                 record = json.loads(line)
                 require(type(record["step"]) is int, "its step is no whole number")
             yield line, record
 
 
 class Log:
-    """log.jsonl: one JSON object a step and one an evaluation, written as they happen.  Opening it for a step
-    drops what is later, so that the log of a resumed run has each step once.  What is kept is the start of
-    the file, of which nothing is written again: killed at any moment, no history is lost."""
+    """log.jsonl: one JSON object for each step and one for each evaluation, written as they happen.
+
+    A log is opened for a step: the records of later steps are dropped, so that the log of a resumed run has
+    each step once.  The file is only cut there and never written anew: killed at any moment, no history is
+    lost."""
     def __init__(self, folder, step):
-        self.path = os.path.join(folder, "log.jsonl")
-        self.best, self.risen = None, False         # (held-out loss, step), and whether it has risen since
-        kept, last = 0, 0
-        for line, record in read_log(self.path) if os.path.exists(self.path) else ():
-            if record["step"] > step:
-                break
-            kept, last = kept + len(line), record["step"]
-            self.follow(record)
-        with naming(self.path):
-            self.file = open(self.path, "ab")
-            self.file.truncate(kept)
+        self.path = join(folder, "log.jsonl")
+        self.best = math.inf, 0                     # the lowest held-out loss, and its step
+        self.risen = False                          # whether it has risen since
+        kept = last = 0
+        if exists(self.path):
+            for line, record in read_log(self.path):
+                if record["step"] > step:
+                    break
+                kept += len(line)
+                last = record["step"]
+                self.follow(record)
+        self.file = open(self.path, "ab")
+        self.file.truncate(kept)
         if last < step:
             print(f"note: {self.path} has no record of the steps {last + 1} to {step}.", flush=True)
 
@@ -420,305 +479,69 @@ class Log:
         return self.follow(record)
 
     def follow(self, record):
-        if not isinstance(loss := record.get("val_loss"), (int, float)):
+        """As write(), of a record that is in the file."""
+        loss = record.get("val_loss")
+        if not isinstance(loss, (int, float)):
             return False
-        self.best = min(self.best or (loss, record["step"]), (loss, record["step"]))
-        rises = not self.risen and loss > self.best[0] + RISE
-        self.risen |= rises
-        return rises
+        self.best = min(self.best, (loss, record["step"]))
+        first = not self.risen and loss > self.best[0] + RISE
+        self.risen = self.risen or first
+        return first
 
 
 def plot(folder):
-    """Draw folder/log.jsonl to folder/loss.png."""
-    path = os.path.join(folder, "log.jsonl")
-    require(os.path.exists(path), f"there is no {path} to draw.")
-    pyplot, records = load_pyplot(), [record for _, record in read_log(path)]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    """Draw the losses in folder/log.jsonl to folder/loss.png."""
+    path = join(folder, "log.jsonl")
+    picture = join(folder, "loss.png")
+    require(exists(path), f"there is no {path} to draw.")
+    pyplot = load_pyplot()
+    records = [record for _, record in read_log(path)]
     steps = [record for record in records if "loss" in record]
     evals = [record for record in records if "val_loss" in record]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
     with refusing(f"{path} holds records that cannot be drawn"):
-        axes.plot([r["step"] for r in steps], [float(r["loss"]) for r in steps], lw=0.6, label="training")
+        losses = [float(record["loss"]) for record in steps]
+        axes.plot([record["step"] for record in steps], losses, lw=0.6, label="training")
+        at = [record["step"] for record in evals]
         for name in evals[-1]["val"] if evals else ():
-            axes.plot([r["step"] for r in evals], [float(r["val"][name][0]) for r in evals], "o-",
-                      markersize=3, lw=0.8, label=f"held out: {name}")
+            losses = [float(record["val"][name][0]) for record in evals]
+            axes.plot(at, losses, "o-", markersize=3, lw=0.8, label=f"held out: {name}")
     axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
     if steps:
         axes.set_ylim(top=steps[len(steps) // 100]["loss"])  # the first drop would leave no room for the rest
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(os.path.join(folder, "loss.png"), dpi=150, bbox_inches="tight")
-    print(f"Wrote {os.path.join(folder, 'loss.png')}.")
+    figure.savefig(picture, dpi=150, bbox_inches="tight")
+    print(f"Wrote {picture}.")
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. A run's processes: ranks, one a GPU
+# 6. What is in a folder
 # ------------------------------------------------------------------------------------------------------------
-# Data parallelism.  Each rank has all the weights and takes its slice of a step's windows.  The loss is a sum
-# over all targets, divided by their count in the whole step; so its gradient is the sum of the slices' ones.
-# The ranks add theirs up and make the same update: the weights stay the same everywhere, and one rank,
-# 0, is enough to print, to log and to save.
-
-# The variables by which a launcher tells a process its rank, how many there are, and its number on its host.
-LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"),                                              # torchrun
-             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),    # Open MPI
-             ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),                                # MPICH, Intel MPI
-             ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))                  # srun
-KEY = "NanoEuler"       # who calls without it, a port scanner say, is not one of us
+def print_tensors(path):
+    """The tensors of a file, one a line."""
+    tensors, metadata = read_safetensors(path)
+    crc = metadata.get("crc32", "none")
+    print(f"{path}: {len(tensors)} tensors, {os.path.getsize(path):,} bytes, CRC32 {crc}")
+    for name, tensor in tensors.items():
+        size = np.sqrt(np.mean(np.square(floats(tensor), dtype=np.float64)))
+        kind = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype
+        print(f"  {name:44} {str(tensor.shape):15} {kind}  root mean square {size:.3g}")
 
 
-class Ranks(contextlib.AbstractContextManager):
-    """The processes of a run, each of which makes one; a run of one process has nobody to talk to.
-
-    Each rank but 0 holds two connections to rank 0: a line, on which all speak at the same points of a run
-    (exchange); and a life, on which nothing is said but the last words of who fails.  When a life ends before
-    the run does, its rank has died, and all others end, whatever they wait for."""
-
-    def __init__(self, rank=0, size=1, local=0, timeout=math.inf):
-        """local: the rank's number on its host.  timeout: seconds without progress after which all end."""
-        self.rank, self.size, self.local, self.timeout = rank, size, local, timeout
-        self.lives, self.lines, self.children, self.ended = {}, {}, {}, False     # each by the other's rank
-        self.seen = time.monotonic()        # since when we wait for others; math.inf: we do not
-
-    def __exit__(self, kind, error, trace):
-        """The run is over: wait for each other; or it failed here, then tell the others."""
-        if error is None:
-            self.all_gather("the end")
-        self.ended = True
-        if error is None:
-            self.all_gather("known to all")             # so that who goes now is not taken for dead
-        else:
-            self.tell((explain(error) or kind.__name__).rstrip("."))
-            if self.rank:
-                os._exit(2)                         # rank 0 says it
-        for child in self.children.values():
-            if error:
-                child.kill()                        # it may hang
-            child.wait()
-
-    def start(self, port):
-        """Rank 0 of --gpus: start the other processes, as a launcher does, to call at this port."""
-        for rank in range(1, self.size):
-            self.children[rank] = subprocess.Popen(
-                ["env", f"RANK={rank}", f"WORLD_SIZE={self.size}", f"LOCAL_RANK={rank}",
-                 "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port - 1}", f"NANOEULER_PARENT={os.getpid()}",
-                 sys.executable, *sys.argv], stdin=subprocess.DEVNULL)
-
-    def answer(self, listener):
-        """Rank 0: wait until the others have called."""
-        while len(self.lives) + len(self.lines) < 2 * (self.size - 1):
-            with contextlib.suppress(OSError, EOFError, ValueError):            # of strangers
-                caller = None                       # hang up on who was none of us, or too slow
-                caller = listener.accept()
-                key, what, rank, size = json.loads(caller.recv_bytes(99) if caller.poll(5) else "[]")
-                require(key == KEY, "a stranger")
-                known = self.lives if what == "life" else self.lines
-                fits = size == self.size and rank not in known
-                known[rank] = caller
-                caller.send_bytes(b"welcome")
-                if not fits:
-                    self.leave(f"rank {rank} of {size} calls rank 0 of {self.size}: they are of two runs")
-        listener.close()
-
-    def call(self, address):
-        """Any other rank: connect to rank 0, which may start later."""
-        for what, known in ("life", self.lives), ("line", self.lines):
-            while not known:
-                try:
-                    connection = multiprocessing.connection.Client(address)
-                    connection.send_bytes(json.dumps([KEY, what, self.rank, self.size]).encode())
-                    connection.recv_bytes()         # its welcome
-                    known[0] = connection
-                except (OSError, EOFError):
-                    if os.environ.get("NANOEULER_PARENT") not in (None, str(os.getppid())):
-                        os._exit(1)                 # rank 0, which started this process, is gone
-                    time.sleep(0.1)
-
-    def watch(self):
-        """In a thread of its own, for as long as the run lasts."""
-        while not self.ended:
-            time.sleep(0.2)
-            for rank, life in list(self.lives.items()):
-                if life.poll():
-                    try:
-                        said = life.recv_bytes().decode()
-                    except (OSError, EOFError):
-                        self.leave(f"rank {rank} has died")
-                    time.sleep(1)                   # what ends this rank, too, it says itself
-                    self.leave(f"rank {rank}: {said}" if rank else "")      # rank 0 has said it
-            for rank, child in list(self.children.items()):
-                if child.poll() is not None and rank not in self.lives:
-                    self.leave(f"rank {rank} has died")
-            if time.monotonic() - self.seen > self.timeout + 5 * self.rank:
-                missing = 0 if self.rank else self.size - 1 - len(self.lives)
-                self.leave(f"nothing went on for {self.timeout} seconds"
-                           + (f": {missing} of {self.size} ranks have not come" if missing else ""))
-
-    def tell(self, sentence):
-        """Last words."""
-        for life in list(self.lives.values()):
-            with contextlib.suppress(OSError):
-                life.send_bytes(sentence.encode())
-
-    def leave(self, sentence):
-        """End this process at once, and with it the others; unless the run is over anyway."""
-        if self.ended:
-            time.sleep(60)
-        self.tell(sentence)
-        with contextlib.suppress(OSError):          # nobody may be there to read
-            if sentence and self.rank < 2:          # 1: rank 0 cannot
-                os.write(2, f"error: {sentence}; what was last saved stays.\n".encode())
-        for child in self.children.values():
-            child.kill()                            # it may hang
-        os._exit(1)
-
-    @contextlib.contextmanager
-    def waiting(self):
-        """Inside, others are waited for: if they die, or take too long, watch() ends this process."""
-        self.seen = time.monotonic()
-        try:
-            yield
-        except (OSError, EOFError):
-            time.sleep(60)
-            raise
-        self.seen = math.inf
-
-    def exchange(self, said, answer):
-        """-> what rank 0 answers to what all say, answer([rank 0's bytes, rank 1's, ...]), on each of
-        them."""
-        with self.waiting():
-            if self.rank:
-                self.lines[0].send_bytes(said)
-                return self.lines[0].recv_bytes()
-            heard = answer([said, *[self.lines[rank].recv_bytes() for rank in range(1, self.size)]])
-            for line in self.lines.values():
-                line.send_bytes(heard)
-            return heard
-
-    def all_gather(self, value):
-        """-> [what rank 0 says, what rank 1 says, ...], on each of them.  value: what JSON can hold."""
-        said = json.dumps(value).encode()
-        return json.loads(self.exchange(said, lambda values: b"[%b]" % b",".join(values)))
-
-    def all_reduce(self, array):
-        """array becomes its sum over all ranks, in their order: Nccl's part, where there is no GPU."""
-        total = self.exchange(array.tobytes(),
-                              lambda parts: sum(np.frombuffer(part, array.dtype) for part in parts).tobytes())
-        array[...] = np.frombuffer(total, array.dtype).reshape(array.shape)
-
-    def agree(self, **facts):
-        """ValueError, on all ranks, where these are not the same on all."""
-        said = self.all_gather(facts)
-        for rank, other in enumerate(said):
-            wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
-            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
-
-    def part(self, count, rank):
-        """What a rank takes of so many pieces of work, a slice; it may be empty."""
-        return slice(count * rank // self.size, count * (rank + 1) // self.size)
-
-    def share(self, inputs, targets):
-        """This rank's rows of a step; where there are none for it, one of which nothing is learned."""
-        rows = self.part(len(inputs), self.rank)
-        if rows.start == rows.stop:
-            return inputs[:1], np.full_like(targets[:1], -1)
-        return inputs[rows], targets[rows]
-
-
-class Nccl:
-    """Adds up arrays over the GPUs of a run by NVIDIA's NCCL, while other kernels work on.  It has a stream
-    of its own, which waits for that of our kernels by events only, and they for it."""
-
-    def __init__(self, ranks):
-        try:
-            import cupy                             # here, and not above: who has one GPU needs no NCCL
-            from cupy.cuda import nccl
-        except ImportError as error:
-            raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
-        own = nccl.get_unique_id()                  # bytes, or a tuple of numbers
-        where = type(own)(ranks.all_gather(list(own))[0])
-        with ranks.waiting():
-            self.communicator = nccl.NcclCommunicator(ranks.size, where, ranks.rank)
-        self.ranks, self.cuda, self.kind = ranks, cupy.cuda, (nccl.NCCL_FLOAT32, nccl.NCCL_SUM)
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.event = cupy.cuda.Event(disable_timing=True)
-
-    def all_reduce(self, array):
-        """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
-        self.event.record()
-        self.stream.wait_event(self.event)
-        self.communicator.allReduce(array.data.ptr, array.data.ptr, array.size, *self.kind, self.stream.ptr)
-
-    def wait(self):
-        """Queue: whatever comes next waits for the sums."""
-        self.event.record(self.stream)
-        self.cuda.get_current_stream().wait_event(self.event)
-
-    def all_gather(self, array):
-        """Queue, among our kernels, as they have to wait for it anyway: of array's first axis each GPU's
-        Ranks.part reaches all others."""
-        nccl, stream = self.cuda.nccl, self.cuda.get_current_stream().ptr
-        nccl.groupStart()
-        for rank in range(self.ranks.size):
-            part = array[self.ranks.part(len(array), rank)]
-            self.communicator.bcast(part.data.ptr, part.nbytes, nccl.NCCL_CHAR, rank, stream)
-        nccl.groupEnd()
-
-
-def find_ranks(gpus, timeout):
-    """-> the connected Ranks of this run: those that a launcher has started, or as many as --gpus says (None:
-    one), which rank 0 starts itself."""
-    known = next((names for names in LAUNCHERS if names[0] in os.environ and names[1] in os.environ), None)
-    rank, size, local = 0, gpus or 1, 0
-    if known:
-        with refusing(f"{', '.join(known)} in the environment do not say which rank this is"):
-            rank, size, local = (int(os.environ.get(name, os.environ[known[0]])) for name in known)
-            require(0 <= rank < size, f"{rank} of {size}")
-        require(gpus in (None, size), f"--gpus {gpus} does not fit the {size} processes of the launcher.")
-    ranks = Ranks(rank, size, local, timeout)
-    if size == 1:
-        return ranks
-    # of srun's list of hosts, such as node[03-06,11] or a,b, the first
-    first = re.sub(r"\[(\d+).*", r"\1", os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1").split(",")[0])
-    with refusing("MASTER_PORT in the environment is no port"):
-        host, port = os.environ.get("MASTER_ADDR", first), 1 + int(os.environ.get("MASTER_PORT", 29500))
-        require(0 < port < 1 << 16, f"ours is one more, {port}")
-    if not rank:                        # where the others will call
-        where = (host if host.startswith("127.") else "", port) if known else ("127.0.0.1", 0)
-        with naming(f"port {port}, which is MASTER_PORT + 1"):
-            listener = multiprocessing.connection.Listener(where, backlog=2 * size)
-        if not known:
-            ranks.start(listener.address[1])
-    threading.Thread(target=ranks.watch, daemon=True).start()
-    if rank:
-        ranks.call((host, port))
-        sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
-    else:
-        ranks.answer(listener)
-    ranks.seen = math.inf
-    return ranks
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 7. What is in a folder
-# ------------------------------------------------------------------------------------------------------------
 def main(argv):
     parser = Parser(description="Print what a checkpoint folder holds, after checking every byte of it.")
     parser.add_argument("folder", metavar="DIR", help="such as out/small")
     folder = parser.parse_args(argv).folder
     model, tokenizer = load(folder, model_cpu, {"dtype": np.float32, "training": False})
-    print(f"{folder}: step {model.step:,}, {model_cpu.param_count(model.config):,} parameters, "
-          + ("answers" if tokenizer.template else "continues texts"))
+    form = "answers" if tokenizer.template else "continues texts"
+    count = model_cpu.param_count(model.config)
+    print(f"{folder}: step {model.step:,}, {count:,} parameters, {form}")
     print("config    " + ", ".join(f"{name} {value}" for name, value in vars(model.config).items()))
     print(f"tokenizer {tokenizer.vocab_size} tokens, {len(tokenizer.special)} of them special")
-    files = dict.fromkeys(path for path, _ in read_weights(folder)[0].values())
-    for path in filter(os.path.exists, [*files, paths_of(folder)[1]]):
-        tensors, metadata = read_safetensors(path)
-        crc = metadata.get("crc32", "none")
-        print(f"{path}: {len(tensors)} tensors, {os.path.getsize(path):,} bytes, CRC32 {crc}")
-        for name, tensor in tensors.items():
-            size = np.sqrt(np.mean(np.square(floats(tensor), dtype=np.float64)))
-            kind = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype
-            print(f"  {name:44} {str(tensor.shape):15} {kind}  root mean square {size:.3g}")
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".safetensors"):
+            print_tensors(join(folder, name))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def save_chain_model(folder, chains, chat_form=False):
     tokenizer = Tokenizer.train([""], 260)
     model = model_cpu.Model(model_cpu.Config(dim=264, heads=4, kv_heads=2, layers=1, context=32, vocab=264, predict=1),
                             dtype=np.float32)
-    for name, view in model.params.items():
+    for view in model.params.values():
         view[...] = 1.0 if view.ndim == 1 else 0.0
     model.params["embed"][...] = np.eye(264)
     for chain in chains:
@@ -465,11 +465,11 @@ def test_commands(models):
         "  /temperature 0.0   0: the likeliest token; 1: as the model learned; more: wilder\n"
         "  /top-k 50   draw among the k likeliest tokens; 0: among all\n"
         "  /top-p 1.0   draw among the likeliest tokens of this probability together; 1: all\n"
-        "  /seed none   the same seed gives the same text; without one, another text every time\n"
+        "  /seed none   the same seed gives the same text; none: another text every time\n"
         "> temperature is 0.5\n> temperature is 0.5\n"
         "> seed is none\n> seed is 7\n> seed is 7\n> seed is none\n"
-        "> /seed must be a whole number from 0 to 9223372036854775808, not 'no'.\n"
-        "> /top-k must be a whole number from 0 to 1000000000, not 'none'.\n> top-k is 50\n> ")
+        "> /seed must be a whole number of at least 0 and at most 9,223,372,036,854,775,808, not 'no'.\n"
+        "> /top-k must be a whole number of at least 0 and at most 1,000,000,000, not 'none'.\n> top-k is 50\n> ")
 
 
 @pytest.mark.parametrize("line", [b"/quit", b"/exit", b"/ quit ", b"/quit now", b"/exit\r"])
@@ -522,7 +522,7 @@ def test_what_is_asked_of_the_model(models, monkeypatch):
     bounds = []
 
     def generate(*arguments, **options):
-        bounds.append((options["stop"], options["most"], options["speculate"]))
+        bounds.append((set(options["stop"]), options["most"], options["speculate"]))
         return iter(())
     monkeypatch.setattr(model_cpu, "generate", generate)
     for name in ("loop", "sft"):
@@ -603,7 +603,7 @@ def test_an_answer_that_was_cut_short_is_not_at_its_end(models, monkeypatch, cap
     for length in (most - 1, most):
         s = session(models)
         s.settings.max_tokens = int(str(most))
-        monkeypatch.setattr(chat.model_cpu, "generate", lambda *rest, **options: itertools.repeat(65, length))
+        monkeypatch.setattr(chat.model_cpu, "generate", lambda *rest, length=length, **options: itertools.repeat(65, length))
         s.answer("q")
         assert (s.turns[-1][-1] == s.stop) == (length < most) and len(s.said) == length
 
@@ -843,7 +843,7 @@ def test_engine(monkeypatch):
     for arguments, device in (([], "auto"), (["--device", "gpu"], "gpu"), (["--device", "gpu", "--lens", "a"], "cpu"),
                               (["--lens", ""], "cpu"), (["--prompt", "", "--device", "cpu"], "cpu")):
         asked = []
-        monkeypatch.setattr(chat, "load_model", lambda *rest: asked.append(rest) or exec("raise ValueError('enough')"))
+        monkeypatch.setattr(chat, "load_model", lambda *rest, asked=asked: asked.append(rest) or exec("raise ValueError('enough')"))
         code, _, err = run(".", "--model", "m", *arguments)
         assert (code, asked, err) == (2, [("m", device, None)], "error: enough\n")
 
@@ -871,12 +871,12 @@ def test_options():
     assert vars(chat.parse_arguments([])) == {"model": None, "prompt": None, "lens": None, "max_tokens": 200, "top_k": 50,
                                               "temperature": 0.8, "top_p": 1.0, "seed": None, "device": "auto",
                                               "plot": None, "speculation": None, "context": None}
-    for name, low, high, words in (("max-tokens", 1, 10**9, "a whole number from 1 to 1000000000"),
+    for name, low, high, words in (("max-tokens", 1, 10**9, "a whole number of at least 1 and at most 1,000,000,000"),
                                    ("temperature", 0.0, 100.0, "a number from 0 to 100"),
-                                   ("top-k", 0, 10**9, "a whole number from 0 to 1000000000"),
+                                   ("top-k", 0, 10**9, "a whole number of at least 0 and at most 1,000,000,000"),
                                    ("top-p", 0.001, 1.0, "a number from 0.001 to 1"),
-                                   ("seed", 0, 2**63, "a whole number from 0 to 9223372036854775808")):
-        parse = chat.setting_type(*chat.SETTINGS[name][:3])
+                                   ("seed", 0, 2**63, "a whole number of at least 0 and at most 9,223,372,036,854,775,808")):
+        parse = chat.SETTINGS[name][0]
         step = 1 if type(low) is int else 1e-9
         for value in (low, low + step, high - step, high):
             assert parse(repr(value)) == value and type(parse(repr(value))) is type(low)
@@ -898,7 +898,7 @@ def test_help(models, monkeypatch):
                   "--temperature N 0: the likeliest token; 1: as the model learned; more: wilder (default 0.8)",
                   "--top-k N draw among the k likeliest tokens; 0: among all (default 50)",
                   "--top-p N draw among the likeliest tokens of this probability together; 1: all (default 1.0)",
-                  "--seed N the same seed gives the same text; without one, another text every time --plot FILE",
+                  "--seed N the same seed gives the same text; none: another text every time (default None) --plot FILE",
                   "--plot FILE with --lens: draw it, last 64 ids",
                   "--speculation, --no-speculation let all heads draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)",
                   "{auto,cpu,gpu} auto: GPU, if any"):
@@ -949,10 +949,11 @@ def test_a_single_head_drafts_nothing(monkeypatch, capsys, heads):
     (["--temperature", "-1"], "argument --temperature: must be a number from 0 to 100, not '-1'"),
     (["--temperature", "nan"], "argument --temperature: must be a number"),
     (["--top-p", "0"], "argument --top-p: must be a number from 0.001 to 1, not '0'"),
-    (["--top-k", "1.5"], "argument --top-k: must be a whole number from 0"),
-    (["--max-tokens", "0"], "argument --max-tokens: must be a whole number from 1"),
+    (["--top-k", "1.5"], "argument --top-k: must be a whole number of at least 0"),
+    (["--max-tokens", "0"], "argument --max-tokens: must be a whole number of at least 1"),
     (["--seed", "x"], "argument --seed: must be a whole number"),
-    (["--context", "1048577"], "argument --context: must be a whole number of at least 1 and at most 1,048,576, not '1048577'"),
+    (["--context", "0"], "argument --context: must be a whole number of at least 1"),
+    (["--model", "out/loop", "--context", "1048577"], "context must be a whole number from 1 to 1,048,576, not 1048577"),
     (["--device", "tpu"], "argument --device: invalid choice"),
     (["--unknown"], "unrecognized arguments: --unknown"),
     (["--prompt", "a", "--lens", "a"], "not allowed with argument"),

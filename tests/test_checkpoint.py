@@ -1,6 +1,6 @@
-"""checkpoint.py: every bit comes back; killed at any moment a whole checkpoint is there; whatever was
-altered,
+"""checkpoint.py: every bit comes back; killed at any moment a whole checkpoint is there; whatever was altered,
 is missing, damaged or foreign is named in one sentence; the first version's folders; the printer."""
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import tracemalloc
-import types
 import zlib
 
 import numpy as np
@@ -21,9 +20,9 @@ import pytest
 import attack
 import checkpoint
 import model_cpu
-from checkpoint import MODEL, STATE, load, load_state, save
+from checkpoint import STATE, WEIGHTS, load, load_state, save
 from model_cpu import Config, Model
-from tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, Tokenizer
+from tokenizer import CHAT_TEMPLATE, Tokenizer
 
 TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=16, vocab=264, predict=3, mtp_weight=0.5)
 TOKENIZER = Tokenizer.train(["the cat sat on the mat"], 262)
@@ -98,7 +97,7 @@ def edit(folder, name, change):
 
 
 def test_the_edits_of_these_tests_are_right(folder):
-    edit(folder, MODEL, lambda header, data: None)
+    edit(folder, WEIGHTS, lambda header, data: None)
     edit(folder, STATE, lambda header, data: None)
     assert reload(folder)[1] == RECORD
 
@@ -126,7 +125,7 @@ def test_float64_and_other_sizes_round_trip(tmp_path, change):
     assert load_state(str(tmp_path), loaded) == {} and same(buffers(loaded), buffers(model))
 
 
-@pytest.mark.parametrize("name", [MODEL, STATE])
+@pytest.mark.parametrize("name", [WEIGHTS, STATE])
 def test_a_file_cut_at_any_place_is_refused(folder, name):
     path = os.path.join(folder, name)
     raw = open(path, "rb").read()
@@ -142,7 +141,7 @@ def test_a_file_cut_at_any_place_is_refused(folder, name):
     refused(folder, "is damaged", name)
 
 
-@pytest.mark.parametrize("name", [MODEL, STATE])
+@pytest.mark.parametrize("name", [WEIGHTS, STATE])
 def test_a_flipped_byte_is_refused(folder, name):
     path = os.path.join(folder, name)
     raw = open(path, "rb").read()
@@ -175,14 +174,14 @@ def test_missing_extra_and_misshapen_tensors_are_refused(folder):
     for change, words in [({name: None}, f"the tensor {name} is missing, config.json asks for (8, 16)."),
                           ({"surplus": np.zeros(3, np.float32)},
                            "the tensor surplus is (3,), config.json asks for none of that name."),
-                          ({name: tensors[name].T},
+                          ({name: tensors[name].T.copy()},
                            f"the tensor {name} is (16, 8), config.json asks for (8, 16)."),
                           ({name: tensors[name].ravel()}, f"the tensor {name} is (128,), config.json asks")]:
         changed = {key: value for key, value in {**tensors, **change}.items() if value is not None}
         checkpoint.write_safetensors(path, changed, metadata)
-        refused(folder, words, MODEL)
+        refused(folder, words, WEIGHTS)
     checkpoint.write_safetensors(path, {}, metadata)
-    refused(folder, "missing", MODEL)
+    refused(folder, "missing", WEIGHTS)
     checkpoint.write_safetensors(path, tensors, metadata)
     reload(folder)
 
@@ -334,19 +333,17 @@ def test_the_repair_itself_may_be_killed(folder, tmp_path, monkeypatch, new_mode
     for stage in range(4):
         copy = str(tmp_path / f"killed{stage}")
         shutil.copytree(folder, copy)
-        for name, part in zip((MODEL, STATE), (new_model, new_state)):
+        for name, part in zip((WEIGHTS, STATE), (new_model, new_state)):
             if part is not None:
                 raw = open(os.path.join(after, name), "rb").read()
                 with open(os.path.join(copy, name + ".new"), "wb") as file:
                     file.write(raw[:int(part * len(raw))])
         if renamed:
-            shutil.copy(os.path.join(after, MODEL), copy)
+            shutil.copy(os.path.join(after, WEIGHTS), copy)
         with monkeypatch.context() as patch:
             kill_at(patch, stage)
-            try:
+            with contextlib.suppress(Killed):
                 checkpoint.repair(copy)
-            except Killed:
-                pass
         assert reload(copy)[0].step == (8 if renamed else 7), stage
 
 
@@ -401,7 +398,7 @@ def test_config_json_carries_every_size(tmp_path):
 
 def test_a_single_head_has_no_further_tensor(tmp_path):
     save(str(tmp_path), make(config=dataclasses.replace(TINY, predict=1)), TOKENIZER, {})
-    tensors, _ = read_tensors(str(tmp_path / MODEL))
+    tensors, _ = read_tensors(str(tmp_path / WEIGHTS))
     assert "mtp_heads.weight" not in tensors and tensors["lm_head.weight"].shape == (264, 16)
     assert len(tensors) == 21
 
@@ -416,7 +413,7 @@ def test_loading_draws_no_random_numbers(folder, monkeypatch):
 
 def test_reading_takes_no_memory(tmp_path):
     """Of sixteen megabytes never more than which numbers of one tensor are finite."""
-    path, rng = str(tmp_path / MODEL), np.random.default_rng(0)
+    path, rng = str(tmp_path / WEIGHTS), np.random.default_rng(0)
     tensors = {f"tensor {i}": rng.random((128, 2048), np.float32) for i in range(16)}
     checkpoint.write_safetensors(path, tensors, {"step": "1"})
     tracemalloc.start()
@@ -433,7 +430,7 @@ def test_writing_copies_no_tensor(tmp_path):
     tensors = {f"tensor {i}": np.ones((128, 2048), np.float32) for i in range(8)}
     tracemalloc.start()
     try:
-        checkpoint.write_safetensors(str(tmp_path / MODEL), tensors, {})
+        checkpoint.write_safetensors(str(tmp_path / WEIGHTS), tensors, {})
         assert tracemalloc.get_traced_memory()[1] < 1 << 19
     finally:
         tracemalloc.stop()
@@ -443,7 +440,7 @@ def test_a_file_of_tensors_by_hand(tmp_path):
     """Byte by byte, as the format has it."""
     path = str(tmp_path / "x")
     a, b = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), np.array([5.0])
-    checkpoint.write_safetensors(path, {"a": a.T, "b": b, "none": np.zeros((0, 3))}, {"step": "1"})
+    checkpoint.write_safetensors(path, {"a": a.T.copy(), "b": b, "none": np.zeros((0, 3))}, {"step": "1"})
     raw = open(path, "rb").read()
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:8 + size])
@@ -491,9 +488,9 @@ def test_what_is_in_a_folder_is_printed(folder, capsys, chat):
         "config    dim 16, heads 4, kv_heads 2, layers 2, context 16, vocab 264, predict 3, mtp_weight 0.5, hidden 48, "
         "norm_eps 1e-05, rope_theta 10000.0, tied False, positions None",
         "tokenizer 262 tokens, 4 of them special"]
-    tensors = read_tensors(os.path.join(folder, MODEL))[0]
+    tensors = read_tensors(os.path.join(folder, WEIGHTS))[0]
     at = 3
-    for name, number in ((MODEL, 22), (STATE, 2)):
+    for name, number in ((WEIGHTS, 22), (STATE, 2)):
         path = os.path.join(folder, name)
         crc = attack.read_header(path)[0]["__metadata__"]["crc32"]
         assert lines[at] == f"{path}: {number} tensors, {os.path.getsize(path):,} bytes, CRC32 {crc}"
@@ -517,12 +514,12 @@ def test_the_printer_refuses_in_one_sentence(folder, tmp_path):
     assert (code, error) == (0, "") and out.startswith(f"{folder}: step 7, ")
     for place, words in [(str(tmp_path), "holds no checkpoint: there is no "),
                          (str(tmp_path / "none"), "holds no checkpoint"),
-                         (os.path.join(folder, MODEL), "holds no checkpoint")]:
+                         (os.path.join(folder, WEIGHTS), "holds no checkpoint")]:
         code, out, error = called(place)
         assert code == 2 and out == "" and error.startswith("error: ") and words in error
         assert error.count("\n") == 1
     assert called()[0] == called(folder, folder)[0] == 2
-    for name in (MODEL, STATE):
+    for name in (WEIGHTS, STATE):
         with open(os.path.join(folder, name), "r+b") as file:
             file.seek(-3, os.SEEK_END)
             file.write(b"!")
@@ -545,7 +542,7 @@ def test_config_is_covered_by_a_checksum(folder):
 
 FIRST_CONFIG = """{
   "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 48,
-  "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, 
+  "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
   "vocab_size": 264,
   "max_position_embeddings": 16, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "hidden_act": "silu",
   "attention_bias": false, "mlp_bias": false, "tie_word_embeddings": false, "torch_dtype": "float32",
@@ -555,7 +552,7 @@ FIRST_CONFIG = """{
 
 def test_a_folder_of_the_first_version_loads(folder):
     """It has no checksum of config.json."""
-    edit(folder, MODEL, lambda header, data: header["__metadata__"].pop("config") and None)
+    edit(folder, WEIGHTS, lambda header, data: header["__metadata__"].pop("config") and None)
     edit(folder, STATE, lambda header, data: header["__metadata__"].pop("config") and None)
     path = os.path.join(folder, "config.json")
     assert json.loads(FIRST_CONFIG) == json.load(open(path))
@@ -564,7 +561,7 @@ def test_a_folder_of_the_first_version_loads(folder):
     assert model.step == 7 and state == RECORD and same(buffers(model), buffers(make()))
     assert model.config == TINY
     save(folder, model, TOKENIZER, state)
-    assert attack.read_header(os.path.join(folder, MODEL))[0]["__metadata__"]["config"] == (
+    assert attack.read_header(os.path.join(folder, WEIGHTS))[0]["__metadata__"]["config"] == (
         f"{zlib.crc32(open(path, 'rb').read()):08x}")
 
 
@@ -582,7 +579,7 @@ def test_sizes_that_are_not_those_of_the_weights(folder, changes, words):
     config = {**json.load(open(path)), **changes}
     json.dump(config, open(path, "w"), indent=2)
     crc = f"{zlib.crc32(open(path, 'rb').read()):08x}"
-    edit(folder, MODEL, lambda header, data: header["__metadata__"].update(config=crc))
+    edit(folder, WEIGHTS, lambda header, data: header["__metadata__"].update(config=crc))
     with pytest.raises(ValueError) as error:
         reload(folder)
     assert words in str(error.value) or "layers must be a whole number" in str(error.value) and changes.get("num_hidden_layers") == 3_000_000
@@ -598,18 +595,18 @@ FIRST = "model.layers.0.self_attn.q_proj.weight"
     {"data_offsets": [16896.0, "x"]}, {"shape": [-16, -16]}, {"shape": [-1, -1, 256]}, {"shape": [8, 16]}, {"shape": [256, 0]}, {"shape": None}, {"shape": [1 << 40, 1 << 40]},
     {"dtype": "F64"}, {"dtype": "I8"}, {"dtype": None}])
 def test_entries_that_do_not_lie_one_after_the_other(folder, change):
-    header, _ = attack.read_header(os.path.join(folder, MODEL))
+    header, _ = attack.read_header(os.path.join(folder, WEIGHTS))
     assert header[FIRST] == {"dtype": "F32", "shape": [16, 16], "data_offsets": [16896, 17920]}
-    edit(folder, MODEL, lambda header, data: header[FIRST].update(change))
+    edit(folder, WEIGHTS, lambda header, data: header[FIRST].update(change))
     refused(folder, "model.safetensors is damaged (truncated or altered)")
 
 
 def test_bytes_after_the_last_tensor_are_refused(folder):
-    edit(folder, MODEL, lambda header, data: data + b"\0\0\0\0")
+    edit(folder, WEIGHTS, lambda header, data: data + b"\0\0\0\0")
     refused(folder, "model.safetensors is damaged")
 
 
-@pytest.mark.parametrize("name, tensor", [(MODEL, FIRST), (MODEL, "mtp_heads.weight"), (STATE, "m"), (STATE, "v")])
+@pytest.mark.parametrize("name, tensor", [(WEIGHTS, FIRST), (WEIGHTS, "mtp_heads.weight"), (STATE, "m"), (STATE, "v")])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_not_finite_are_named(folder, name, tensor, value):
     def change(header, data):
@@ -619,19 +616,9 @@ def test_numbers_that_are_not_finite_are_named(folder, name, tensor, value):
     refused(folder, f"{name}: the tensor {tensor} holds numbers that are not finite")
 
 
-def test_a_large_tensor_is_written_in_pieces_each_to_its_place():
-    """Of rows of 3 million numbers one at a time, of rows of 1.5 million two, of short ones as many as there are."""
-    for shape, pieces in (((4, 3 << 20), 4), ((5, 3 << 19), 3), ((70, 1), 1)):
-        tensor, view, written = np.empty(shape, np.float32), np.zeros(shape, np.float32), []
-        tensor[...] = np.arange(len(tensor))[:, None]
-        checkpoint.write_tensor(types.SimpleNamespace(write=lambda part, piece: written.append(part.shape) or np.copyto(part, piece)),
-                                view, "name", "path", tensor)
-        assert len(written) == pieces and np.array_equal(view, tensor)
-
-
 def test_names_are_llamas(folder):
     """q, k, v and gate, up are rows of our fused matrices in this order, head 0 is the first of the heads."""
-    tensors, _ = read_tensors(os.path.join(folder, MODEL))
+    tensors, _ = read_tensors(os.path.join(folder, WEIGHTS))
     w = make().params
     for i in range(2):
         layer = f"model.layers.{i}"
@@ -654,7 +641,7 @@ def test_a_checkpoint_of_no_step(folder, step):
         header["__metadata__"].update(step=step)
         if step == "missing":
             del header["__metadata__"]["step"]
-    edit(folder, MODEL, change)
+    edit(folder, WEIGHTS, change)
     refused(folder, "model.safetensors does not say of which step it is")
 
 
@@ -672,7 +659,7 @@ def test_a_state_that_is_none(folder, state):
     "[" * 100_000, '{"__metadata__":' + '{"a":' * 50_000, "[]", "7", '{"a":1}', '{"__metadata__":[]}',
     '{"__metadata__":{}}', '{"__metadata__":{"crc32":7}}', '{"__metadata__":{"crc32":null}}', "1" * 5000,
     "\xff"])
-@pytest.mark.parametrize("name", [MODEL, STATE])
+@pytest.mark.parametrize("name", [WEIGHTS, STATE])
 def test_headers_that_are_none(folder, name, header):
     path = os.path.join(folder, name)
     attack.sign(path, header, b"")
@@ -683,7 +670,7 @@ def test_headers_that_are_none(folder, name, header):
 
 
 # -- files that are none -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", MODEL, STATE])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", WEIGHTS, STATE])
 @pytest.mark.parametrize("what", ["pipe", "zero", "folder"])
 def test_something_else_in_place_of_a_file(folder, name, what):
     path = os.path.join(folder, name)
@@ -709,7 +696,7 @@ def test_a_save_repairs_first(folder):
     after = make(seed=1)
     after.step = 8
     save(folder + "-after", after, TOKENIZER, {"tokens": 6})
-    shutil.copy(os.path.join(folder + "-after", MODEL), folder)
+    shutil.copy(os.path.join(folder + "-after", WEIGHTS), folder)
     shutil.copy(os.path.join(folder + "-after", STATE), os.path.join(folder, STATE + ".new"))
     real = os.replace
 

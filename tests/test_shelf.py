@@ -39,6 +39,7 @@ NEW = {**{key: value for key, value in OLD.items() if key not in ("rope_scaling"
                                                                   "rope_interleaved")},
        "dtype": "bfloat16", "head_dim": D, "mlp_bias": False, "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
        "transformers_version": "5.23.0"}
+PT = {"format": "pt"}
 GONE = object()                                     # as the value of a key: the key is left out
 KINDS = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16, "I64": np.int64, "I32": np.int32, "U8": np.uint8,
          "F8_E4M3": np.uint8, "BOOL": np.uint8}
@@ -131,7 +132,7 @@ def write_json(folder, name, what):
         json.dump(what, file, indent=2)
 
 
-def write_folder(folder, base=NEW, tensors=None, shards=1, tokenizer=None, metadata={"format": "pt"}, **changes):
+def write_folder(folder, base=NEW, tensors=None, shards=1, tokenizer=None, metadata=PT, **changes):
     """base, changes: the keys of config.json.  -> the tensors."""
     config = {key: found for key, found in {**base, **changes}.items() if found is not GONE}
     tensors = weights(config) if tensors is None else tensors
