@@ -161,7 +161,7 @@ def test_decode_beside_pytorch(small_presets, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             run(*command)
     assert capsys.readouterr().err == "error: --peer needs PyTorch: pip install -r tests/peers/requirements.txt.\n"
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason=f"PyTorch is not installed ({bench.PEERS_HINT})")
     before = torch.get_num_threads()
     monkeypatch.setattr("script.available_cores", lambda: 2)
     rows = ROW.findall(run(*command))
