@@ -4,17 +4,20 @@
 VENV = .venv
 RUN  = $(VENV)/bin/python
 
-# What model_gpu.py loads: CuPy, and of CUDA's libraries the products, the compiler, and the runtime with its headers.
-# CuPy finds them where pip puts them.  NCCL adds up gradients between GPUs, so it comes only where there are several.
-# In MB (CuPy 14.2, CUDA 12.9, Linux x86_64): 137 + 581 + 90 + 3, and NCCL 352.
-GPU_PACKAGES = "cupy-cuda12x>=14" nvidia-cublas-cu12 nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12
+# What model_gpu.py loads: CuPy, and of CUDA's libraries cuBLAS (products), NVRTC (the compiler) and the runtime with its
+# headers.  CuPy finds them where pip puts them.
+# Several GPUs also need NCCL, which sums gradients between them, and MPI, which starts a process for each: the wheel
+# mpi4py, and mpich for a system without an MPI of its own.
+# In MB (CuPy 14.2, CUDA 12.9, Linux x86_64): 137 + 581 + 90 + 3; NCCL 352.
+GPU_PACKAGES  = "cupy-cuda12x>=14" nvidia-cublas-cu12 nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12
+GPUS_PACKAGES = nvidia-nccl-cu12 mpi4py mpich
 
-# What tests/mutate.py takes its mistakes in Python from, how many it plants, and the number that draws the sample.
+# tests/mutate.py takes its mistakes in Python from cosmic-ray.  It plants COUNT of them, drawn by the number SEED.
 MUTATE_PACKAGES = "cosmic-ray>=8.3,<9"
 COUNT = 300
 SEED  = 0
 
-.PHONY: all model check check-gpu check-peers mutate bench gpu clean help
+.PHONY: all model lint check check-gpu check-peers mutate bench gpu clean help
 .NOTPARALLEL:
 
 all: model
@@ -24,6 +27,7 @@ all: model
 
 help:
 	@echo "make              environment in $(VENV), packages, text, the small model trained in out/small, three samples"
+	@echo "make lint         ruff over all Python files; ruff.toml lists its rules"
 	@echo "make check        the gradient check, then the tests"
 	@echo "make check-gpu    the GPU engine against the CPU's, where there is an NVIDIA GPU (after make gpu; minutes)"
 	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers, tiktoken (downloads them); more GPUs' code"
@@ -62,7 +66,7 @@ $(VENV)/packages: requirements.txt
 	@touch $@
 
 $(VENV)/packages-tests: $(VENV)/packages tests/requirements.txt
-	@echo "Installing what the tests need (about 110 MB)."
+	@echo "Installing what the tests need (about 160 MB)."
 	@$(call install,-r tests/requirements.txt)
 	@touch $@
 
@@ -92,7 +96,10 @@ model: $(VENV)/packages
 	fi
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The proofs.  pytest's temporary files stay in this folder, too.
+# The proofs.  The temporary files of ruff and pytest stay in this folder, too.
+
+lint: $(VENV)/packages-tests
+	$(VENV)/bin/ruff check
 
 check: $(VENV)/packages-tests
 	$(RUN) gradcheck.py
@@ -127,13 +134,13 @@ gpu: $(VENV)/packages
 	fi; \
 	echo "$$gpus"; \
 	if [ $$(echo "$$gpus" | wc -l) -gt 1 ]; then \
-	    echo "Downloading CuPy, cuBLAS, NVRTC, the CUDA runtime and NCCL: about 1.2 GB, less what pip has cached."; \
-	    nccl=nvidia-nccl-cu12; \
+	    echo "Downloading CuPy, cuBLAS, NVRTC, the CUDA runtime, NCCL and MPI: about 1.2 GB, less what pip has cached."; \
+	    several="$(GPUS_PACKAGES)"; \
 	else \
-	    nccl=; \
+	    several=; \
 	    echo "Downloading CuPy, cuBLAS, NVRTC and the CUDA runtime: about 0.8 GB, less what pip has cached."; \
 	fi; \
-	$(call install,$(GPU_PACKAGES) $$nccl)
+	$(call install,$(GPU_PACKAGES) $$several)
 	@$(RUN) -c 'import cupy; print("CuPy", cupy.__version__, "computes:", cupy.arange(4).sum())'
 
 # ----------------------------------------------------------------------------------------------------------------------

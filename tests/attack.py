@@ -5,9 +5,9 @@
     python tests/attack.py pairs --count 10                     two new runs at once in one folder
     python tests/attack.py disks                                a disk that is full at eight sizes
 
-Each attack ends well if the script said one sentence and left with exit code 2 (or 128 + the signal, and can be resumed),
-or if log and weights are those of the run that nobody touched, bit for bit.  A traceback, a hang, or another result
-without a word is a failure.  Exit code 1 if there was one.  tests/test_attack.py runs a few of each.
+An attack ends well in two ways.  The script says one sentence and leaves with exit code 2 (or with 128 + the signal, and
+can be resumed).  Or log and weights are those of the run that nobody touched, bit for bit.  A traceback, a hang, or
+another result without a word is a failure, and the exit code is then 1.  tests/test_attack.py runs a few of each.
 """
 import argparse
 import contextlib

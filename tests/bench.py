@@ -1,6 +1,6 @@
-"""The README's numbers, each by one command, with the peer measured beside it in the same run where it is installed.
+"""The README's numbers, each by one command.  The peer is measured in the same run, where it is installed.
 
-    python tests/bench.py               all that this machine has what it takes for, or one by name:
+    python tests/bench.py               all that this machine can measure, or one by name:
     python tests/bench.py tokenizer
     python tests/bench.py cpu
     python tests/bench.py decode --peer # generation, on a GPU too where there is one; --model DIR: of a trained model
@@ -13,8 +13,8 @@
     python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY-*.bin
     python tests/bench.py finetune --base out/smollm2 --data FILE --peer
 
-A row is the best of some rounds, and a round mostly runs all rows once, so that a busy machine slows ours and the peers
-alike; in scale, attention, curves, and of --steps in a row, one row runs after the other.
+A row is the best of some rounds.  Mostly a round runs each row once, so that a busy machine slows ours and the peer
+alike.  In scale, attention and curves, and with --steps, one row is measured after the other.
 """
 import argparse
 import functools
@@ -33,7 +33,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-DATA = ROOT.parent / "shared" / "data"
+DATA = ROOT.parent / "shared" / "data"          # texts beside the repository, where somebody has put them
+PEERS_HINT = "pip install -r tests/peers/requirements.txt"
 
 
 def best_times(functions, rounds):
@@ -51,21 +52,27 @@ def best_times(functions, rounds):
 # tokenizer: training against `tokenizers`, encoding against tiktoken
 
 def bench_tokenizer(arguments):
-    """Train 4096 tokens on a text file and encode it with GPT-2's tokenizer, from an empty cache each time."""
+    """Train 4,096 tokens on a text, then encode that text, from an empty cache each time.  The tokens to encode with are
+    GPT-2's, where its files are here; else those that were just trained."""
     from script import available_cores
     from tokenizer import Tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "text.txt"
-        unpack = lzma.open if arguments.text.suffix == ".xz" else open
-        with unpack(arguments.text, "rb") as file, open(path, "wb") as out:
+        source = find_text(arguments.text)
+        unpack = lzma.open if source.suffix == ".xz" else open
+        with unpack(source, "rb") as file, open(path, "wb") as out:
             shutil.copyfileobj(file, out)
         size = path.stat().st_size / 1e6
         text = path.read_bytes().decode("utf-8", "replace")
-        gpt2_files = DATA / "gpt2" / "vocab.bpe", DATA / "gpt2" / "encoder.json"
-        ours = Tokenizer.from_gpt2(*gpt2_files)
         cores = available_cores()
-        print(f"{arguments.text.name}, {size:.1f} MB, {cores} cores, best of {arguments.rounds}")
+        print(f"{source.name}, {size:.1f} MB, {cores} cores, best of {arguments.rounds}")
+        if (arguments.gpt2 / "vocab.bpe").exists():
+            ours = Tokenizer.from_gpt2(arguments.gpt2 / "vocab.bpe", arguments.gpt2 / "encoder.json")
+            whose = "GPT-2's 50,257"
+        else:
+            ours = Tokenizer.train_files([path], 4096)
+            whose = f"the {ours.vocab_size:,} just trained (--gpt2 DIR: with GPT-2's)"
 
         def encode_file(processes):
             ours.encoder.clear()
@@ -85,22 +92,33 @@ def bench_tokenizer(arguments):
             import tokenizers
             train["peer: tokenizers, 1 thread"] = lambda: train_peer(tokenizers, path)
         except ImportError:
-            print("tokenizers is not installed, so it is not measured")
+            print(f"tokenizers is not installed ({PEERS_HINT}), so it is not measured")
         try:
             import tiktoken
-            judge = tiktoken_gpt2(tiktoken, *gpt2_files)
+            judge = tiktoken_judge(tiktoken, ours)
             encoding["peer: tiktoken, str to list"] = lambda: judge.encode_ordinary(text)
             print("ids equal tiktoken's:", encode() == judge.encode_ordinary(text))
         except ImportError:
-            print("tiktoken is not installed, so it is not measured")
+            print(f"tiktoken is not installed ({PEERS_HINT}), so it is not measured")
 
         times = best_times({**train, **encoding}, arguments.rounds)
-        for title, rows in ("train 4096 tokens", train), ("encode with GPT-2's 50,257", encoding):
+        for title, rows in ("train 4,096 tokens", train), (f"encode with {whose}", encoding):
             *_, last = rows
             print(f"\n{title}")
             for name in rows:
                 ratio = f"{times[last] / times[name]:6.2f} x the peer's speed" if last.startswith("peer") else ""
-                print(f"  {name:38s} {times[name]:6.2f} s  {size / times[name]:6.1f} MB/s  {ratio}")
+                print(f"  {name:38s} {times[name]:6.2f} s  {size / times[name]:6.1f} MB/s  {ratio}".rstrip())
+
+
+def find_text(asked):
+    """The text that was asked for; else books, where there are some; else what `train.py small` learns from."""
+    import train
+    for path in asked, ROOT / "data" / "books.txt", DATA / "books_00.txt.xz":
+        if path and (path == asked or path.exists()):
+            return path
+    path, = train.find_corpus("small")
+    print(f"{path} is a short text; ./fetch_data.sh books brings 110 MB, on which a time means more.")
+    return Path(path)
 
 
 def train_peer(tokenizers, path):
@@ -111,12 +129,12 @@ def train_peer(tokenizers, path):
     peer.train([str(path)], trainer)
 
 
-def tiktoken_gpt2(tiktoken, vocab_bpe, encoder_json):
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-
-    ranks = data_gym_to_mergeable_bpe_ranks(str(vocab_bpe), str(encoder_json))
+def tiktoken_judge(tiktoken, tokenizer):
+    """tiktoken with the tokens of a tokenizer of ours.  Its rank of a token is the order in which we learned it."""
+    special = set(tokenizer.special.values())
+    ranks = {token: i for i, token in enumerate(tokenizer.tokens) if token and i not in special}
     pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-    return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
+    return tiktoken.Encoding("ours", pat_str=pattern, mergeable_ranks=ranks, special_tokens=tokenizer.special)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -150,7 +168,7 @@ def bench_cpu(arguments):
             step = torch_twin.make_step(torch_twin.Twin(config, model.params), compiled)
             steps[name] = functools.partial(step, torch.from_numpy(tokens), torch.from_numpy(targets))
     except ImportError:
-        print("PyTorch is not installed, so it is not measured")
+        print(f"PyTorch is not installed ({PEERS_HINT}), so it is not measured")
     for step in steps.values():                     # the first calls compile and allocate
         step()
         step()
@@ -252,7 +270,7 @@ def import_twin():
     try:
         import torch
     except ImportError:
-        raise ValueError("--peer needs PyTorch: pip install -r tests/peers/requirements.txt.") from None
+        raise ValueError(f"--peer needs PyTorch: {PEERS_HINT}.") from None
     sys.path.insert(0, str(ROOT / "tests" / "peers"))
     import torch_twin
     return torch, torch_twin
@@ -616,8 +634,9 @@ def ceilings(cupy, model_gpu, gpu):
     if gpu.precision == "bf16":
         a, b, out = ((x.view(np.uint32) >> 16).astype(np.uint16) for x in (a, b, out))
     product = min(seconds_of(cupy, lambda: model_gpu.product(gpu, out, a, b, transpose_b=True), 10) for _ in range(3))
-    del a, b, out
-    x, y = cupy.zeros(1 << 30, np.float32), cupy.empty(1 << 30, np.float32)
+    a = b = out = None                              # their memory is free again
+    x = cupy.zeros(1 << 30, np.float32)
+    y = cupy.empty(1 << 30, np.float32)
     copy = min(seconds_of(cupy, lambda: cupy.copyto(y, x), 5) for _ in range(3))
     return 2 * size ** 3 / product, 2 * x.nbytes / copy
 
@@ -722,12 +741,7 @@ def bench_train(arguments):
     flops, peaks = B * T * train.flops_per_token(config), ceilings(cupy, model_gpu, model.gpu)
     pool.free_all_blocks()
     if arguments.peer is not None:
-        try:
-            import torch
-        except ImportError:
-            raise ValueError("--peer needs PyTorch: pip install -r tests/peers/requirements.txt.")
-        sys.path.insert(0, str(ROOT / "tests" / "peers"))
-        import torch_twin
+        torch, torch_twin = import_twin()
         torch.set_float32_matmul_precision("highest" if arguments.precision == "fp32" else "high")
         host = {name: cupy.asnumpy(array) for name, array in model.params.items()}
         for name in arguments.peer or ["compiled"]:
@@ -815,7 +829,7 @@ def bench_scale(arguments):
         def seconds(step):
             """Of ten steps a round, the best, on the slowest rank."""
             times = []
-            for i in range(arguments.rounds + 1):   # one to warm up
+            for _ in range(arguments.rounds + 1):   # one to warm up
                 cupy.cuda.Device().synchronize()
                 ranks.all_gather(None)
                 start = time.perf_counter()
@@ -910,7 +924,7 @@ def bench_attention(arguments):
         if arguments.precision == "bf16":
             peers = {"PyTorch flash": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
     except ImportError:
-        print("PyTorch is not installed, so it is not measured")
+        print(f"PyTorch is not installed ({PEERS_HINT}), so it is not measured")
 
     def best(function):
         function()
@@ -997,7 +1011,7 @@ def run_of_ours(config, optimizer, precision, B, seed, *rest):
         model.backward()
         model.update(lr)
     points = curve(lambda: step, model.forward, cupy.cuda.Device().synchronize, *rest, config, B, seed)
-    del model, step
+    model = None                                    # its memory is free again
     cupy.get_default_memory_pool().free_all_blocks()
     return points
 
@@ -1158,7 +1172,7 @@ def bench_finetune(arguments):
             import torch
             import transformers
         except ImportError:
-            raise ValueError("--peer needs PyTorch and transformers: pip install -r tests/peers/requirements.txt.")
+            raise ValueError(f"--peer needs PyTorch and transformers: {PEERS_HINT}.") from None
         torch.set_float32_matmul_precision("high")
         device = "cuda" if gpu else "cpu"
         llama = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device)
@@ -1228,7 +1242,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     command = commands.add_parser("tokenizer", help="train against tokenizers, encode against tiktoken")
-    command.add_argument("--text", type=Path, default=DATA / "books_00.txt.xz", help="a text file, or one packed by xz")
+    command.add_argument("--text", type=Path, metavar="FILE", help="a text, or one packed by xz (default: books that "
+                         "./fetch_data.sh has brought, else a short text)")
+    command.add_argument("--gpt2", type=Path, metavar="DIR", default=DATA / "gpt2",
+                         help="encode with GPT-2's tokens, by OpenAI's files vocab.bpe and encoder.json in DIR")
     command.add_argument("--rounds", type=int, default=3)
     command.set_defaults(run=bench_tokenizer)
     command = commands.add_parser("cpu", help="a training step of the small model against PyTorch")

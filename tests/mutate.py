@@ -4,26 +4,28 @@
     python tests/mutate.py kernels.cu train.py --count 60 --seed 1
     python tests/mutate.py flash_attn.cu --barriers       # deletes every barrier, all of which a test has to notice
 
-A mistake is an operator, a number, a condition, a call or a statement that becomes another one: in Python those of
-cosmic-ray (pip install cosmic-ray), in CUDA those of the regular expressions in CUDA_KINDS below. A file's places, its
-pairs of line and kind of mistake, are drawn evenly, and then one of the variants that a place has. What does not
-compile is drawn anew. The files, --count and --seed decide the sample.
+A mistake is an operator, a number, a condition, a call or a statement that becomes another one. In Python cosmic-ray
+makes them (pip install cosmic-ray), in CUDA the regular expressions in CUDA_KINDS below. A place is a line and a kind of
+mistake. Places are drawn evenly, then one of the mistakes that are possible there. What does not compile is replaced by
+another draw. The files, --count and --seed decide the sample.
 
-Each mistake is judged by its file's tests (SUITES), in a copy of the project of which each job has one: first by those
+Each job has its own copy of the project, and judges a mistake by the tests of its file (SUITES). First come the tests
 that enter the function with the mistake, the quick ones before the slow. A test that fails, crashes or hangs has
-noticed it. A line is printed for each,
+noticed the mistake. A line is printed for each,
 
     kernels.cu:117: for (int bit = 16; bit «> -> >=» 0; bit /= 2) x += ...                                 NOT NOTICED
 
-and a table at the end; the exit code is 1 if of some file's mistakes that change anything fewer than 95% were noticed,
-and 2 if nothing could be judged. What changes nothing is known by two things: the CPU's compiler makes the same program
-of it (CUDA only), or tests/equivalent.txt lists it and no test notices. 60 mistakes of one file take 3 to 20 minutes.
+and a table at the end. Some mistakes change nothing: the CPU's compiler makes the same program of them (CUDA only), or
+tests/equivalent.txt lists them and no test notices. The exit code is 1 if tests noticed fewer than 95% of the others in
+some file, and 2 if nothing could be judged. 60 mistakes of one file take 3 to 20 minutes.
 """
 import argparse
 import ast
 import atexit
 import collections
 import concurrent.futures
+import contextlib
+import functools
 import itertools
 import json
 import os
@@ -45,6 +47,7 @@ EQUIVALENT = ROOT / "tests" / "equivalent.txt"
 ENOUGH = 95                 # percent
 NOT_COPIED = (".git", ".venv", "data", "out")
 SUITES = {                  # what judges a file: arguments of Python
+    "script.py": ["tests/test_scripts.py", "tests/test_tokenizer.py", "tests/test_train_parts.py", "tests/test_chat.py"],
     "tokenizer.py": ["tests/test_tokenizer.py", "tests/test_scripts.py"],
     "model_cpu.py": ["tests/test_model_cpu.py", "tests/test_scripts.py", "tests/test_gradcheck.py",
                      "gradcheck.py"],
@@ -236,7 +239,8 @@ def cuda_places(source, barriers=False):
             variants = [new for new in others(match) if not (
                 a_size and kind == "number" and code[match.start() - 1] == "[" and int(new) > int(match[0]))]
             key = (line, kind, match.start()) if barriers else (line, kind)
-            places[key] += [lambda args=(*match.span(), new): args for new in variants]
+            start, end = match.span()
+            places[key] += [functools.partial(tuple, (start, end, new)) for new in variants]
     return places
 
 
@@ -267,7 +271,7 @@ class Copy:
             if (ROOT.parent / "shared").exists():
                 (folder / "shared").symlink_to(ROOT.parent / "shared")
             (self.root / "conftest.py").write_text(CONFTEST)
-        self.kept = {path: None for path in self.temporary.rglob("*")}
+        self.kept = set(self.temporary.rglob("*"))
 
     def run(self, arguments, timeout=None, function=""):
         """-> (exit code, None after a time-out; output) of Python; whatever it leaves running is killed."""
@@ -290,10 +294,8 @@ class Copy:
     def kill(self, process):
         """Kill the process's group, and by the mark in their environment those who left it."""
         mark = f"MUTATED_COPY={self.folder}\0".encode()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
         RUNNING.discard(process)
         for entry in Path("/proc").glob("[0-9]*"):
@@ -327,10 +329,10 @@ class Copy:
 
     def programs(self, file):
         """-> the bytes of what the CPU's compiler makes of a .cu file for all options, or None if it refuses."""
-        code, output = self.run(["-c", "import sys; sys.path.insert(0, 'tests'); import cuda_helpers\n"
-                                 "for option in sys.argv[2:]:\n"
-                                 "    print(cuda_helpers.CpuModule(sys.argv[1], option.split()).library._name)",
-                                 file, *OPTIONS[file]])
+        script = ("import sys; sys.path.insert(0, 'tests'); import cuda_helpers\n"
+                  "for option in sys.argv[2:]:\n"
+                  "    print(cuda_helpers.CpuModule(sys.argv[1], option.split()).library._name)")
+        code, output = self.run(["-c", script, file, *OPTIONS[file]])
         return None if code else [Path(path).read_bytes() for path in output.split()]
 
 
@@ -391,7 +393,7 @@ class Judge:
             if programs is None:
                 stop(f"g++ does not compile {file}; is it installed (apt install g++)?")
         self.measure(first)
-        first.kept = {path: None for path in first.temporary.rglob("*")}
+        first.kept = set(first.temporary.rglob("*"))
         for number in range(1, args.jobs):
             self.copies.put(Copy(folder / str(number), first))
         self.copies.put(first)
@@ -479,10 +481,8 @@ def report(files, results, enough):
 
 def end_all():
     for process in list(RUNNING):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def main(argv=None):

@@ -108,6 +108,23 @@ def test_solvers(tiny):
     assert len(set(table.values())) > 5
 
 
+def test_the_tokenizer_needs_nothing_but_a_text(tmp_path, monkeypatch):
+    """No file that a clone has not; without the peers and GPT-2's files it says what would bring them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "DATA", tmp_path / "nowhere")
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    os.mkdir("data")
+    open("data/tiny.txt", "w").write("the cat sat on the mat and the dog lay on the rug. " * 40)
+    for name in "tokenizers", "tiktoken":
+        monkeypatch.setitem(sys.modules, name, None)
+    said = run("tokenizer", "--rounds", "1", "--gpt2", "nowhere")
+    assert said.startswith("data/tiny.txt is a short text; ./fetch_data.sh books brings 110 MB")
+    for name in "tokenizers", "tiktoken":
+        assert f"{name} is not installed (pip install -r tests/peers/requirements.txt), so it is not measured" in said
+    assert "train 4,096 tokens" in said and "just trained (--gpt2 DIR: with GPT-2's)" in said
+    assert len(re.findall(r"^  ours, .* MB/s$", said, re.MULTILINE)) == 5
+
+
 ROW = re.compile(r"^  after +([0-9]+)  (\S.*?) +([0-9]+\.[0-9]{3}) ms a token(?:  (.*))?$", re.MULTILINE)
 OURS = [f"ours, {how}{speculative}" for how in ("greedy", "sampled") for speculative in ("", ", speculative")]
 
@@ -144,7 +161,7 @@ def test_decode_beside_pytorch(small_presets, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             run(*command)
     assert capsys.readouterr().err == "error: --peer needs PyTorch: pip install -r tests/peers/requirements.txt.\n"
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason=f"PyTorch is not installed ({bench.PEERS_HINT})")
     before = torch.get_num_threads()
     monkeypatch.setattr("script.available_cores", lambda: 2)
     rows = ROW.findall(run(*command))
