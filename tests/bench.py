@@ -10,7 +10,7 @@
     python tests/bench.py train --peer  # on a GPU, as are all below
     python tests/bench.py scale --gpus 2 --peer
     python tests/bench.py attention
-    python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY-*.bin
+    python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY.bin
     python tests/bench.py finetune --base out/smollm2 --data FILE --peer
 
 A row is the best of some rounds.  Mostly a round runs each row once, so that a busy machine slows ours and the peer
@@ -418,12 +418,12 @@ def held_out_prompts(folder, tokenizer, config, count):
         prompts = [ids[:mask.argmax()].tolist() for ids, mask in examples.held_out]
         return {"answers": [prompt for prompt in prompts if len(prompt) <= size][:count]}
     kinds = {}
-    for path in sorted(glob.glob(f"data/val-*-{settings['tokens_key']}-*.bin")):
+    for path in sorted(glob.glob(f"data/val-*-{settings['tokens_key']}.bin")):
         ids = np.fromfile(path, "<u2")
         kinds[os.path.basename(path).split("-")[1]] = [ids[start:start + size].tolist() for start in np.linspace(
             0, len(ids) - size, count, dtype=int)]
     if not kinds:
-        raise ValueError(f"the held-out tokens of {folder}, data/val-*-{settings['tokens_key']}-*.bin, are not here.")
+        raise ValueError(f"the held-out tokens of {folder}, data/val-*-{settings['tokens_key']}.bin, are not here.")
     return kinds
 
 
@@ -481,9 +481,9 @@ def bench_euler(arguments):
     model, _ = checkpoint.load(arguments.model, model_cpu)
     key = checkpoint.load_state(arguments.model)["settings"]["tokens_key"]
     c, T = model.config, model.config.context
-    held_out = sorted(glob.glob(f"data/val-*-{key}-*.bin"))
+    held_out = sorted(glob.glob(f"data/val-*-{key}.bin"))
     if not held_out:
-        raise ValueError(f"the held-out tokens of {arguments.model}, data/val-*-{key}-*.bin, are not here.")
+        raise ValueError(f"the held-out tokens of {arguments.model}, data/val-*-{key}.bin, are not here.")
     ids = np.fromfile(held_out[0], "<u2").astype(np.int64)
     windows = ids[:min(64, len(ids) // (T + 1)) * (T + 1)].reshape(-1, T + 1)
     print(f"{arguments.model} after {model.step} steps, {windows[:, 1:].size:,} held-out tokens, loss of head 0")
@@ -599,7 +599,8 @@ def bench_counts(arguments):
     if model and checkpoint.load_state(folder)["settings"]["tokens_key"] != key:
         print(f"  {folder} has not learned from this text, so it is not measured")
     elif model:
-        loss = train.validate(model, tokenizer, val, 16)["val_loss"]
+        training = train.Training(model, tokenizer, argparse.Namespace(micro_batch=16), {}, folder, train.Ranks())
+        loss = train.validate(training, val, math.inf)["val_loss"]
         print(f"  {folder:10s} {loss:.4f}   after {model.step} steps")
 
 
@@ -713,7 +714,6 @@ def bench_train(arguments):
     import numpy as np
 
     import model_gpu
-    import train
     from model_cpu import CONFIGS
 
     reason = model_gpu.why_no_gpu()
@@ -738,7 +738,7 @@ def bench_train(arguments):
         ours()
     cupy.cuda.Device().synchronize()
     memory = {"ours": pool.used_bytes()}
-    flops, peaks = B * T * train.flops_per_token(config), ceilings(cupy, model_gpu, model.gpu)
+    flops, peaks = B * T * model_gpu.flops_per_token(config), ceilings(cupy, model_gpu, model.gpu)
     pool.free_all_blocks()
     if arguments.peer is not None:
         torch, torch_twin = import_twin()
@@ -810,61 +810,67 @@ def bench_scale(arguments):
     """Milliseconds of a step and tokens/s of big in bf16: with as many rows on each GPU, and with these shared out.
     "alone": no sum of the gradients, so each GPU works for itself; the difference is what communication costs, with Muon
     less what sharing its products out saves."""
-    import numpy as np
-
-    import checkpoint
     import model_gpu
-    from model_cpu import CONFIGS
+    import train
 
     reason = model_gpu.why_no_gpu()
     if reason:
         raise ValueError(reason)
-    with checkpoint.find_ranks(arguments.gpus, 600) as ranks:
-        model_gpu.take_gpu(ranks.local)
-        import cupy
-        config, rng, T = CONFIGS["big"], np.random.default_rng(ranks.rank), CONFIGS["big"].context
-        model = model_gpu.Model(config, precision="bf16", micro_batch=arguments.batch, optimizer=arguments.optimizer)
-        nccl = checkpoint.Nccl(ranks)
+    return train.run_ranks(scale_of_rank, arguments)
 
-        def seconds(step):
-            """Of ten steps a round, the best, on the slowest rank."""
-            times = []
-            for _ in range(arguments.rounds + 1):   # one to warm up
-                cupy.cuda.Device().synchronize()
-                ranks.all_gather(None)
-                start = time.perf_counter()
-                for _ in range(10):
-                    step()
-                cupy.cuda.Device().synchronize()
-                times.append(max(ranks.all_gather(time.perf_counter() - start)) / 10)
-            return min(times[1:])
 
-        for B in dict.fromkeys((arguments.batch, arguments.batch // ranks.size)):
-            tokens, targets = (rng.integers(0, config.vocab, (B, width)) for width in (T, T + config.predict - 1))
+def scale_of_rank(arguments, ranks):
+    """bench_scale in one of its processes."""
+    import numpy as np
 
-            def step(B=B, tokens=tokens, targets=targets):
-                losses = model.forward(tokens, targets, [B * T * ranks.size] * config.predict)
-                model.backward()
-                if model.sums:
-                    model.sums.all_reduce(losses)
-                model.update(3e-4)
-            rows = {}
-            for name, model.sums in (("ours, alone", None), ("ours", nccl)):
-                rows[name] = seconds(step)
-            if arguments.peer:
-                params = {name: cupy.asnumpy(array) for name, array in model.params.items()}
-                rows["peer: PyTorch compiled, DDP"] = seconds(distributed_twin(ranks, config, params, B, T))
-            print(f"{ranks.size} GPUs, B {B} x T {T} each, bf16, {arguments.optimizer}, {model_gpu.gpu_name()}: ten steps a round, "
-                  f"best of {arguments.rounds}")
-            for name, each in rows.items():
-                share = f"{rows['ours, alone'] / each:6.1%} of alone  " if name.startswith("ours") else ""
-                print(f"  {name:28s} {1e3 * each:8.2f} ms  {ranks.size * B * T / each:12,.0f} tokens/s  {share}"
-                      f"{each / rows['ours']:.2f} x ours", flush=True)
-        # NCCL takes leave of all GPUs at once, so before its processes wait for each other
-        model.sums = nccl = None
+    import model_gpu
+    from model_cpu import CONFIGS
+
+    model_gpu.take_gpu(ranks.local)
+    import cupy
+    config, rng, T = CONFIGS["big"], np.random.default_rng(ranks.rank), CONFIGS["big"].context
+    model = model_gpu.Model(config, precision="bf16", micro_batch=arguments.batch, optimizer=arguments.optimizer)
+    nccl = model_gpu.Nccl(ranks)
+
+    def seconds(step):
+        """Of ten steps a round, the best, on the slowest rank."""
+        times = []
+        for _ in range(arguments.rounds + 1):   # one to warm up
+            cupy.cuda.Device().synchronize()
+            ranks.all_gather(None)
+            start = time.perf_counter()
+            for _ in range(10):
+                step()
+            cupy.cuda.Device().synchronize()
+            times.append(max(ranks.all_gather(time.perf_counter() - start)) / 10)
+        return min(times[1:])
+
+    for B in dict.fromkeys((arguments.batch, arguments.batch // ranks.size)):
+        tokens, targets = (rng.integers(0, config.vocab, (B, width)) for width in (T, T + config.predict - 1))
+
+        def step(B=B, tokens=tokens, targets=targets):
+            losses = model.forward(tokens, targets, [B * T * ranks.size] * config.predict)
+            model.backward()
+            if model.communicator:
+                model.communicator.all_reduce(losses)
+            model.update(3e-4)
+        rows = {}
+        for name, model.communicator in (("ours, alone", None), ("ours", nccl)):
+            rows[name] = seconds(step)
         if arguments.peer:
-            import torch.distributed
-            torch.distributed.destroy_process_group()
+            params = {name: cupy.asnumpy(array) for name, array in model.params.items()}
+            rows["peer: PyTorch compiled, DDP"] = seconds(distributed_twin(ranks, config, params, B, T))
+        print(f"{ranks.size} GPUs, B {B} x T {T} each, bf16, {arguments.optimizer}, {model_gpu.gpu_name()}: ten steps a round, "
+              f"best of {arguments.rounds}")
+        for name, each in rows.items():
+            share = f"{rows['ours, alone'] / each:6.1%} of alone  " if name.startswith("ours") else ""
+            print(f"  {name:28s} {1e3 * each:8.2f} ms  {ranks.size * B * T / each:12,.0f} tokens/s  {share}"
+                  f"{each / rows['ours']:.2f} x ours", flush=True)
+    # NCCL takes leave of all GPUs at once, so before its processes wait for each other
+    model.communicator = nccl = None
+    if arguments.peer:
+        import torch.distributed
+        torch.distributed.destroy_process_group()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -992,7 +998,7 @@ def curve(make_step, losses, sync, tokens, val, settings, config, B, seed):
         held_out = {}
         for kind, ids in val.items():
             sums = [(targets[:, :inputs.shape[1]].size, float(losses(inputs, targets)[0]))
-                    for inputs, targets in train.even_windows(ids, T, K, B, 1 << 17)]
+                    for inputs, targets in train.even_windows(ids, T, K, B, 1 << 17, train.Ranks())]
             held_out[kind] = sum(n * loss for n, loss in sums) / sum(n for n, _ in sums)
         points.append([i + 1, seconds, held_out])
         started = time.perf_counter()
@@ -1065,10 +1071,10 @@ def bench_curves(arguments):
 
     config, B, results = CONFIGS[arguments.model], arguments.batch, []
     tokens = np.fromfile(arguments.tokens, "<u2")
-    val = {re.sub(r"val-(.*)-\w+-\w+\.bin", r"\1", os.path.basename(path)): np.fromfile(path, "<u2")
+    val = {re.sub(r"val-(.*)-\w+\.bin", r"\1", os.path.basename(path)): np.fromfile(path, "<u2")
            for path in arguments.val}
     settings = train.make_settings(train.parse_arguments(["--device", "cpu"]), arguments.model, config,
-                                   train.DEFAULTS[arguments.model])
+                                   train.DEFAULTS[arguments.model], train.Ranks())
     for seed in arguments.seeds:
         for text in arguments.runs:
             name, precision, steps, lr = RUN.fullmatch(text).groups()
@@ -1159,7 +1165,12 @@ def bench_finetune(arguments):
     model, _ = checkpoint.load(base, engine, {**options, "optimizer": "adamw"}, T)
 
     def ours(inputs, targets, lr):
-        return train.training_step(model, settings, inputs, targets, lr)
+        counted = model_cpu.count_targets(targets, inputs.shape[1], config.predict)
+        losses = 0.0
+        for rows in train.micro_batches(train.Training(model, tokenizer, settings, {}, "", None), inputs):
+            losses = losses + model.forward(inputs[rows], targets[rows], counted)
+            model.backward(last=rows.stop == len(inputs))
+        return model.later(losses, model.update(lr, decay=settings.decay, clip=settings.clip))
 
     losses = {"ours": [float(read()[0][0]) for read in [ours(*batch) for batch in batches()]]}
     sync, memory = (lambda: None), {}
@@ -1190,7 +1201,7 @@ def bench_finetune(arguments):
             for group in optimizer.param_groups:
                 group["lr"] = lr
             total = 0
-            for rows in model_cpu.pieces(len(inputs), max(1, len(inputs) // (1 if arguments.precision == "bf16" else 4))):
+            for rows in model_cpu.slices_of(len(inputs), max(1, len(inputs) // (1 if arguments.precision == "bf16" else 4))):
                 batch = (to_torch(array[rows], device) for array in (inputs, targets))      # in fp32 all is too much
                 loss = loss_of(*batch) / int((targets >= 0).sum())
                 loss.backward()

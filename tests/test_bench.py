@@ -59,7 +59,7 @@ def tiny(tmp_path, monkeypatch):
     """A text, and a model in out/tiny that has begun to learn it."""
     monkeypatch.chdir(tmp_path)
     open("tiny.txt", "w").write("the cat sat on the mat and the dog lay on the rug. " * 40)
-    for module, name in ((train, "set_threads"), (checkpoint, "take")):
+    for module, name in ((train, "set_threads"), (checkpoint, "lock_folder")):
         monkeypatch.setattr(module, name, lambda *rest: None)
     with contextlib.redirect_stdout(io.StringIO()):
         train.main("--data tiny.txt --out out/tiny --dim 16 --heads 2 --layers 2 --context 16 --vocab 272 "
@@ -81,7 +81,7 @@ def test_counts_of_a_text(tiny):
     assert losses["uniform"] == pytest.approx(math.log(272))
     assert losses["trigram"] < losses["bigram"] < losses["unigram"]
     model, _ = checkpoint.load("out/tiny", model_cpu, {"dtype": np.float32})
-    loss = train.validate(model, tokenizer, val, 16)["val_loss"]
+    loss = train.validate(train.Training(model, tokenizer, types.SimpleNamespace(micro_batch=16), {}, "", train.Ranks()), val, math.inf)["val_loss"]
     assert said.endswith(f"  out/tiny   {loss:.4f}   after 40 steps\n\n")
     assert run("counts", "tiny.txt", "--vocab", "272") == "".join(said.splitlines(keepends=True)[:-2]) + "\n"
     open("other.txt", "w").write("another text, of other words, in another order. " * 40)

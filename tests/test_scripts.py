@@ -47,7 +47,7 @@ def test_a_wrong_option_is_one_sentence(tmp_path, script):
       for value, words in ((0, "at least 1"), ((1 << 20) + 1, "at most 1,048,576"), ("9" * 400, option))],
     ("sft.py", "--epochs", "9" * 400, "--epochs"), ("sft.py", "--show", 0, "at least 1"),
     ("chat.py", "--max-tokens", "9" * 400, "--max-tokens"), ("chat.py", "--temperature", "nan", "from 0 to 100"),
-    ("chat.py", "--top-p", 1.5, "from 0.001 to 1"), ("chat.py", "--seed", 2**63 + 1, "a whole number from 0")])
+    ("chat.py", "--top-p", 1.5, "from 0.001 to 1"), ("chat.py", "--seed", 2**63 + 1, "a whole number of at least 0")])
 def test_numbers_out_of_bounds(capsys, script, option, value, words):
     with pytest.raises(SystemExit) as left:
         importlib.import_module(script.removesuffix(".py")).main([option, str(value)])
