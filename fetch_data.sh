@@ -351,7 +351,7 @@ find_duckdb() {
     echo "Installing DuckDB's command line into .venv (the package duckdb-cli, about 20 MB) ..."
     duckdb=.venv/bin/duckdb
     .venv/bin/python -m pip install --quiet --disable-pip-version-check duckdb-cli >/dev/null 2>&1 ||
-        fail "it cannot be installed; run make first, or see why: .venv/bin/python -m pip install duckdb-cli."
+        fail "DuckDB cannot be installed; run make first, or see why: .venv/bin/python -m pip install duckdb-cli."
 }
 
 # write_slice NUMBER SHARD: the rows of one slice that pass, as documents with their separator between them.
