@@ -217,6 +217,17 @@ class Place:
     def add_book(self, number, text, encoding="utf-8"):
         self.server.files[f"/epub/{number}/pg{number}.txt"] = text.encode(encoding)
 
+    def add_books(self, *numbers):
+        for number in numbers:
+            self.add_book(number, HEAD + START + BODY + END)
+
+    def book(self, number):
+        return self.data / "books" / f"{number}.txt"
+
+    def books(self):
+        """-> the documents of the file of all books"""
+        return (self.data / "books.txt").read_text("utf-8").removesuffix("\n").split(SEPARATOR)
+
 
 @pytest.fixture
 def place(tmp_path):
@@ -351,12 +362,13 @@ def test_an_endless_answer_is_refused(place, mode, options):
 
 @pytest.mark.parametrize("mode", ["whole", "no length"])
 def test_as_large_as_it_may_be(place, mode):
-    for size, code in ((20_000_001, 2), (20_000_000, 0)):
-        place.server.files["/input.txt"] = (PLAY * 36)[:size]
-        place.server.modes = [mode]
-        found, _, err = place.run("tiny")
-        assert found == code and (TOO_LARGE.format(20_000_000, "tiny.txt") in err) == (code == 2)
-        assert place.names() == ({"tiny.txt"} if code == 0 else set())
+    text = (PLAY * 36)[:20_000_001]
+    place.server.files["/input.txt"] = text
+    place.server.modes = [mode, mode]
+    place.fails(TOO_LARGE.format(20_000_000, "tiny.txt"))
+    assert place.names() == set()
+    place.server.files["/input.txt"] = text[:-1]
+    assert place.run("tiny")[0] == 0 and place.file.read_bytes() == text[:-1]
 
 
 @pytest.mark.parametrize("word", ["tiny", "books", "instructions", "smollm2", "all"])
@@ -463,20 +475,25 @@ def test_two_runs_at_once(place):
     assert place.run("tiny")[0] == 0 and os.listdir(place.data) == ["tiny.txt"]
 
 
-@pytest.mark.parametrize("words, environment, code, message", [
-    ((), {}, 2, "usage: ./fetch_data.sh"), (("--help",), {}, 0, "usage: ./fetch_data.sh"),
-    (("novels",), {}, 2, "error: WORD must be one of tiny, books, web, instructions, smollm2, all, not 'novels'."),
-    (("tiny", "novels"), {}, 2, "error: WORD must be"), (("tiny, books",), {}, 2, "error: WORD must be"),
-    (("tiny",), {"FETCH_TIMEOUT": "soon"}, 2, "error: FETCH_TIMEOUT must be a whole number of seconds"),
-    (("books",), {"FETCH_PAUSE": "-1"}, 2, "error: FETCH_PAUSE must be a whole number of seconds, not '-1'"),
-    (("books",), {"BOOK_IDS": "Emma"}, 2, "error: BOOK_IDS must be Project Gutenberg's numbers"),
-    (("books",), {"BOOK_IDS": " "}, 2, "error: BOOK_IDS must be Project Gutenberg's numbers"),
-    (("web",), {"WEB_MB": "0"}, 2, "error: WEB_MB must be a whole number of megabytes, at least 1, not '0'"),
-    (("web",), {"WEB_MB": "5\n6"}, 2, "error: WEB_MB must be"), (("web",), {"WEB_SCORE": "high"}, 2, "error: WEB_SCORE"),
-    (("web",), {"WEB_LANGUAGE_SCORE": "0.8; DROP"}, 2, "error: WEB_LANGUAGE_SCORE must be a number from 0 to 1")])
-def test_words(place, words, environment, code, message):
-    found, out, err = place.run(*words, **environment)
-    assert found == code and message in (out if code == 0 else err)
+def test_usage(place):
+    assert place.run()[2].startswith("usage: ./fetch_data.sh") and place.run()[0] == 2
+    code, out, _ = place.run("--help")
+    assert code == 0 and out.startswith("usage: ./fetch_data.sh") and "WEB_MB=2000 " in out
+
+
+@pytest.mark.parametrize("words, environment, message", [
+    (["novels"], {}, "WORD must be one of tiny, books, web, instructions, smollm2, all, not 'novels'."),
+    (["tiny", "novels"], {}, "WORD must be"), (["tiny, books"], {}, "WORD must be"),
+    (["tiny"], {"FETCH_TIMEOUT": "soon"}, "FETCH_TIMEOUT must be a whole number of seconds"),
+    (["books"], {"FETCH_PAUSE": "-1"}, "FETCH_PAUSE must be a whole number of seconds, not '-1'"),
+    (["books"], {"BOOK_IDS": "Emma"}, "BOOK_IDS must be Project Gutenberg's numbers"),
+    (["books"], {"BOOK_IDS": " "}, "BOOK_IDS must be Project Gutenberg's numbers"),
+    (["web"], {"WEB_MB": "0"}, "WEB_MB must be a whole number of megabytes, at least 1, not '0'"),
+    (["web"], {"WEB_MB": "5\n6"}, "WEB_MB must be"), (["web"], {"WEB_SCORE": "high"}, "WEB_SCORE must be a number"),
+    (["web"], {"WEB_LANGUAGE_SCORE": "0.8; DROP"}, "WEB_LANGUAGE_SCORE must be a number from 0 to 1")])
+def test_a_wrong_word_or_setting(place, words, environment, message):
+    code, _, err = place.run(*words, **environment)
+    assert code == 2 and err.startswith(f"error: {message}")
     assert not place.server.requests and not place.data.exists()
 
 
@@ -535,31 +552,23 @@ FORMS = {
 def test_books_of_every_form(place):
     for number, (before, after) in enumerate(FORMS.values(), 100):
         place.add_book(number, before + BODY + after)
-    place.add_book(200, (HEAD + START + BODY.replace("stormy", "stürmische") + END).replace("\n", "\r\n"), "latin-1")
-    place.add_book(201, ("\ufeff" + START + BODY.replace("stormy", "stürmische") + END).replace("\n", "\r\n"))
-    place.add_book(202, (HEAD + START + BODY.replace("stormy", "st\xfcrmische \u201d") + END), "cp1252")
-    place.add_book(203, (HEAD + START + BODY.replace("stormy", "st\0ormy") + END).replace("\n", "\r\r\n"))
-    place.add_book(204, (HEAD + START + BODY + END).replace("\n", "\r"))
-    numbers = [*range(100, 100 + len(FORMS)), *range(200, 205)]
-    order = [201, *numbers, 100]                # the list's order; twice named is once taken
+    expected = dict.fromkeys(range(100, 100 + len(FORMS)), STRIPPED)
+    for number, word, line_end, encoding in [
+            (200, "stürmische", "\r\n", "latin-1"), (201, "stürmische", "\r\n", "utf-8-sig"),
+            (202, "stürmische \u201d", "\n", "cp1252"), (203, "st\0ormy", "\r\r\n", "utf-8"), (204, "stormy", "\r", "utf-8")]:
+        text = HEAD + START + BODY.replace("stormy", word) + END
+        place.add_book(number, text.replace("\n", line_end), encoding)
+        expected[number] = STRIPPED.replace("stormy", word.replace("\0", ""))
+    order = [201, *expected, 100]               # the list's order; twice named is once taken
     out = place.makes("books", BOOK_IDS="\n  " + ", ".join(map(str, order)))
-    for number, form in zip(numbers, FORMS):
-        assert (place.data / "books" / f"{number}.txt").read_text("utf-8") == STRIPPED, form
-    for number, word in zip(range(200, 205), ["stürmische", "stürmische", "stürmische ”", "stormy", "stormy"]):
-        found = (place.data / "books" / f"{number}.txt").read_bytes()
-        assert found == STRIPPED.replace("stormy", word).encode()
-    books = (place.data / "books.txt").read_text("utf-8").rstrip("\n").split(SEPARATOR)
-    assert [book + "\n" for book in books] == [
-        (place.data / "books" / f"{number}.txt").read_text("utf-8") for number in dict.fromkeys(order)]
-    assert place.names() == {"books.txt", *(f"books/{number}.txt" for number in numbers)}
-    assert f"Book 3 of {len(numbers)}:\nFetching" in out
+    for number, text in expected.items():
+        assert place.book(number).read_bytes() == text.encode(), number
+    assert place.books() == [expected[number][:-1] for number in dict.fromkeys(order)]
+    assert place.names() == {"books.txt", *(f"books/{number}.txt" for number in expected)}
+    assert f"Book 3 of {len(expected)}:\nFetching" in out
 
-    before = (place.data / "books.txt").read_bytes()
-    place.makes("books", BOOK_IDS=" ".join(map(str, order)))
-    assert (place.data / "books.txt").read_bytes() == before
     place.makes("books", BOOK_IDS="100 200")    # another list: another file, nothing fetched
-    assert (place.data / "books.txt").read_text("utf-8").count("<|endoftext|>") == 1
-    assert len(place.server.requests) == len(numbers)
+    assert len(place.books()) == 2 and len(place.server.requests) == len(expected)
 
 
 REAL = {14881: (r"\*\*\*START OF THE PROJECT GUTENBERG[^*]*\*\*\*", r"\*\*\*END OF THE PROJECT"),
@@ -579,7 +588,7 @@ def test_books_of_project_gutenberg(place):
         raw = re.split(end, re.split(start, raw, maxsplit=1)[1], maxsplit=1)[0]
         expected = [paragraph for paragraph in re.split(r"\n\s*\n", raw) if paragraph.strip()
                     and not re.search(r"Gutenberg|Proofreading", paragraph)]
-        found = (place.data / "books" / f"{number}.txt").read_text("utf-8").removesuffix("\n").split("\n\n")
+        found = place.book(number).read_text("utf-8").removesuffix("\n").split("\n\n")
         assert ["".join(text.split()) for text in found] == ["".join(text.split()) for text in expected]
         for before, after in zip(expected, found):
             before = before.strip("\n").split("\n")
@@ -587,53 +596,48 @@ def test_books_of_project_gutenberg(place):
             if "\n" in after and not any(line.startswith(" ") for line in before):
                 assert min(map(len, before[:-1])) < 72
         assert sum(len(text) > 200 and "\n" not in text for text in found) > 50
-    log = (place.data / "books" / "14881.txt").read_text("utf-8")
-    assert "\n      Beneath whose stars are cities born,\n    And round them mountain-castled lie\n" in log
+    verse = "\n      Beneath whose stars are cities born,\n    And round them mountain-castled lie\n"
+    assert verse in place.book(14881).read_text("utf-8")
 
 
 def test_books_that_cannot_be_had(place):
-    good = HEAD + START + BODY + END
-    for number in range(1, 8):
-        place.add_book(number, good)
+    place.add_books(1, 2, 3, 4, 7)
     place.add_book(5, HEAD + BODY + END)                                # no line that says where it starts
     place.add_book(6, HEAD + START + "Stolen." + END + LICENCE)
     place.server.modes = ["whole", "missing", "page", "short"]
     code, _, err = place.run("books", BOOK_IDS="1 2 3 4 7 5 6")
-    lines = err.splitlines()
-    assert code == 2 and len(lines) == 6
+    *warnings, error = err.splitlines()
     no_book = "must be (book, at least 1000 bytes); nothing was kept."
-    for line, number, reason in zip(lines, (2, 3, 4, 5, 6), ("error: 404", "gave a web page", *[no_book] * 3)):
+    reasons = ["error: 404", "gave a web page", no_book, no_book, no_book]
+    assert code == 2 and len(warnings) == len(reasons)
+    for number, line, reason in zip(range(2, 7), warnings, reasons):
         assert line.startswith(f"warning: book {number} is left out: ") and reason in line
-    assert lines[-1].startswith("error: 5 of 7 books are missing (2 3 4 5 6)")
+    assert error.startswith("error: 5 of 7 books are missing (2 3 4 5 6)")
     assert place.names() == {"books/1.txt", "books/7.txt"}
 
-    place.add_book(5, good)
-    place.add_book(6, good)
+    place.add_books(5, 6)
     place.server.paths.clear()
     assert "7 books" in place.makes("books", BOOK_IDS="1 2 3 4 7 5 6")
     assert place.server.paths == [f"/epub/{number}/pg{number}.txt" for number in (2, 3, 4, 5, 6)]
-    assert (place.data / "books.txt").read_text() == SEPARATOR.join([STRIPPED[:-1]] * 7) + "\n"
+    assert place.books() == [STRIPPED[:-1]] * 7
 
 
 def test_one_of_ten_books_may_be_missing(place):
-    for number in range(1, 11):
-        place.add_book(number, HEAD + START + BODY + END)
+    place.add_books(*range(1, 11))
     place.server.modes = ["missing"]
     numbers = " ".join(map(str, range(1, 11)))
     code, _, err = place.run("books", BOOK_IDS=numbers)
     assert code == 0 and "warning: 1 of 10 books are missing (1); run this again" in err
-    assert (place.data / "books.txt").read_text().count(SEPARATOR) == 8
+    assert len(place.books()) == 9
     place.makes("books", BOOK_IDS=numbers)
-    assert (place.data / "books.txt").read_text().count(SEPARATOR) == 9 and len(place.server.requests) == 11
-    for number in (1, 10):
-        (place.data / "books" / f"{number}.txt").unlink()
+    assert len(place.books()) == 10 and len(place.server.requests) == 11
+    place.book(1).unlink()
+    place.book(10).unlink()
     place.server.modes = ["endless", "huge"]
     code, _, err = place.run("books", BOOK_IDS=numbers)
-    for line, number in zip(err.splitlines(), (1, 10)):
-        assert line.startswith(f"warning: book {number} is left out: ")
-        assert TOO_LARGE.format(20_000_000, f"books/{number}.txt") in line
-    assert code == 2 and err.splitlines()[2].startswith("error: 2 of 10 books are missing (1 10), too many")
-    assert "books.txt" in place.names()         # the file of all books that was made before
+    assert code == 2 and TOO_LARGE.format(20_000_000, "books/1.txt") in err
+    assert err.splitlines()[2].startswith("error: 2 of 10 books are missing (1 10), too many")
+    assert len(place.books()) == 10             # the file of all books that was made before
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -645,8 +649,7 @@ def test_a_line_of_a_book_is_no_separator(place, end):
     place.add_book(1, (HEAD + "\n".join(lines)).replace("\n", end))
     place.add_book(2, HEAD + START + BODY + "\n\nHe wrote <|endoftext|> there." + END)
     place.makes("books", BOOK_IDS="1 2")
-    assert (place.data / "books.txt").read_text("utf-8") == \
-        STRIPPED[:-1] + SEPARATOR + STRIPPED + "\nHe wrote <|endoftext|> there.\n"
+    assert place.books() == [STRIPPED[:-1], STRIPPED + "\nHe wrote <|endoftext|> there."]
     place.server.files["/input.txt"] = PLAY + SEPARATOR.encode() + PLAY         # of a play with documents it is one
     assert place.run("tiny")[0] == 0 and place.file.read_bytes() == PLAY + SEPARATOR.encode() + PLAY
 
@@ -658,8 +661,7 @@ def test_five_misses_in_a_row_end_it(place):
 
 
 def test_a_pause_after_each_book(place):
-    for number in (1, 2):
-        place.add_book(number, HEAD + START + BODY + END)
+    place.add_books(1, 2)
     place.stand_in("sleep", 'echo "$*" $(ls data/books) >>slept')
     place.makes("books", BOOK_IDS="1 2", FETCH_PAUSE="7")
     assert (place.folder / "slept").read_text() == "7 1.txt\n7 1.txt 2.txt\n"
@@ -668,16 +670,14 @@ def test_a_pause_after_each_book(place):
 
 
 def test_a_server_that_refuses_is_left_alone(place):
-    place.add_book(1, HEAD + START + BODY + END)
+    place.add_books(1, 2)
     place.server.modes = ["refused"]
     place.fails("the server refuses for now", "books", BOOK_IDS="1 2 3")
     assert len(place.server.requests) == 1
 
 
 def test_books_cut_and_killed_then_resumed(place):
-    good = HEAD + START + BODY + END
-    for number in (1, 2, 3):
-        place.add_book(number, good)
+    place.add_books(1, 2, 3)
     place.server.modes = ["whole", "cut"]
     assert "run this again to go on" in place.run("books", BOOK_IDS="1 2 3")[2]
     assert place.names() == {"books/1.txt", "books/2.txt.part"}
@@ -685,10 +685,9 @@ def test_books_cut_and_killed_then_resumed(place):
     place.interrupt(signal.SIGKILL, lambda: place.server.held, "books", BOOK_IDS="1 2 3")
     assert place.names() - {"books/3.txt.part"} == {"books/1.txt", "books/2.txt"}
     place.makes("books", BOOK_IDS="1 2 3")
-    assert place.names() == {"books.txt", "books/1.txt", "books/2.txt", "books/3.txt"}
-    assert (place.data / "books.txt").read_text() == SEPARATOR.join([STRIPPED[:-1]] * 3) + "\n"
+    assert place.books() == [STRIPPED[:-1]] * 3 and len(place.names()) == 4
     assert place.server.paths[:3] == ["/epub/1/pg1.txt", "/epub/2/pg2.txt", "/epub/2/pg2.txt"]
-    assert place.server.requests[2][0] == f"bytes={len(good) // 2}-"
+    assert place.server.requests[2][0] == f"bytes={len(HEAD + START + BODY + END) // 2}-"
 
 
 def test_books_on_a_full_disk(place):
@@ -698,7 +697,7 @@ def test_books_on_a_full_disk(place):
         assert f"books/{part}" in place.names()
         (place.data / "books" / part).unlink()
     for number in (1, 2):                       # two books that are there do not fit into one file
-        (place.data / "books" / f"{number}.txt").write_text("It is said.\n" * 6000)
+        place.book(number).write_text("It is said.\n" * 6000)
     place.fails("data/books.txt.part cannot be written; is there room on the disk?", "books", BOOK_IDS="1 2",
                 preexec_fn=limit_file_size)
 
@@ -1085,7 +1084,7 @@ def test_web_installs_duckdb_into_the_environment(place, duckdb, parquet):
 
 
 def test_all_is_books_web_and_instructions(place, duckdb, parquet):
-    place.add_book(1, HEAD + START + BODY + END)
+    place.add_books(1)
     place.server.files["/alpaca.json"] = alpaca()
     place.makes("all", WEB_MB="1", BOOK_IDS="1")
     assert {"books.txt", "web_000.txt", "instructions.json"} <= place.names() and "tiny.txt" not in place.names()
