@@ -58,7 +58,7 @@ import checkpoint
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, count_targets, generate, slices_of
-from script import (MENDABLE, MPI_IS_MISSING, Parser, available_cores, explain, memory_size, number_type,
+from script import (MENDABLE, MPI_IS_MISSING, Parser, available_cores, check_plain, explain, memory_size, number_type,
                     printable, read_chunk, refusing, require, run_script, set_threads, show_progress,
                     start_under_mpiexec, whole_number, write_python_corpus)
 from tokenizer import END_OF_TEXT, SEPARATOR, TEXT_ENDS, Tokenizer
@@ -307,14 +307,26 @@ def make_tokenizer(parts, vocab, corpus_key, base):
 
 
 def make_tokens(tokenizer, name, parts):
-    """The ids of these parts of files, from data/NAME.bin, which is made where it is missing."""
-    path = os.path.join("data", f"{name}.bin")
-    if not os.path.exists(path):
+    """The ids of these parts of files, from data/NAME-CHECKSUM.bin, which is made where it is missing."""
+    start = os.path.join("data", name)
+    if not glob.glob(f"{glob.escape(start)}-*.bin"):
         title = name.rpartition("-")[0]
-        tokenizer.encode_files(parts, path, progress=show_progress(f"{title} tokens:"))
+        tokenizer.encode_files(parts, f"{start}.new", progress=show_progress(f"{title} tokens:"))
+        crc = zlib.crc32(map_tokens(f"{start}.new"))
+        os.replace(f"{start}.new", f"{start}-{crc:08x}.bin")
+    path = glob.glob(f"{glob.escape(start)}-*.bin")[0]
+    ids = map_tokens(path)
+    require(path.endswith(f"-{zlib.crc32(ids):08x}.bin"),
+            f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
+    return ids
+
+
+def map_tokens(path):
+    """A file of uint16 ids, memory-mapped; an empty one cannot be."""
+    check_plain(path)
     count = os.path.getsize(path) // 2
     if count == 0:
-        return np.zeros(0, "<u2")                   # an empty file cannot be memory-mapped
+        return np.zeros(0, "<u2")
     return np.memmap(path, np.dtype("<u2"), mode="r", shape=(count,))
 
 

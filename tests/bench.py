@@ -10,7 +10,7 @@
     python tests/bench.py train --peer  # on a GPU, as are all below
     python tests/bench.py scale --gpus 2 --peer
     python tests/bench.py attention
-    python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY.bin
+    python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY-*.bin
     python tests/bench.py finetune --base out/smollm2 --data FILE --peer
 
 A row is the best of some rounds.  Mostly a round runs each row once, so that a busy machine slows ours and the peer
@@ -418,12 +418,12 @@ def held_out_prompts(folder, tokenizer, config, count):
         prompts = [ids[:mask.argmax()].tolist() for ids, mask in examples.held_out]
         return {"answers": [prompt for prompt in prompts if len(prompt) <= size][:count]}
     kinds = {}
-    for path in sorted(glob.glob(f"data/val-*-{settings['tokens_key']}.bin")):
+    for path in sorted(glob.glob(f"data/val-*-{settings['tokens_key']}-*.bin")):
         ids = np.fromfile(path, "<u2")
         kinds[os.path.basename(path).split("-")[1]] = [ids[start:start + size].tolist() for start in np.linspace(
             0, len(ids) - size, count, dtype=int)]
     if not kinds:
-        raise ValueError(f"the held-out tokens of {folder}, data/val-*-{settings['tokens_key']}.bin, are not here.")
+        raise ValueError(f"the held-out tokens of {folder}, data/val-*-{settings['tokens_key']}-*.bin, are not here.")
     return kinds
 
 
@@ -481,9 +481,9 @@ def bench_euler(arguments):
     model, _ = checkpoint.load(arguments.model, model_cpu)
     key = checkpoint.load_state(arguments.model)["settings"]["tokens_key"]
     c, T = model.config, model.config.context
-    held_out = sorted(glob.glob(f"data/val-*-{key}.bin"))
+    held_out = sorted(glob.glob(f"data/val-*-{key}-*.bin"))
     if not held_out:
-        raise ValueError(f"the held-out tokens of {arguments.model}, data/val-*-{key}.bin, are not here.")
+        raise ValueError(f"the held-out tokens of {arguments.model}, data/val-*-{key}-*.bin, are not here.")
     ids = np.fromfile(held_out[0], "<u2").astype(np.int64)
     windows = ids[:min(64, len(ids) // (T + 1)) * (T + 1)].reshape(-1, T + 1)
     print(f"{arguments.model} after {model.step} steps, {windows[:, 1:].size:,} held-out tokens, loss of head 0")
@@ -1071,7 +1071,7 @@ def bench_curves(arguments):
 
     config, B, results = CONFIGS[arguments.model], arguments.batch, []
     tokens = np.fromfile(arguments.tokens, "<u2")
-    val = {re.sub(r"val-(.*)-\w+\.bin", r"\1", os.path.basename(path)): np.fromfile(path, "<u2")
+    val = {re.sub(r"val-(.*)-\w+-\w+\.bin", r"\1", os.path.basename(path)): np.fromfile(path, "<u2")
            for path in arguments.val}
     settings = train.make_settings(train.parse_arguments(["--device", "cpu"]), arguments.model, config,
                                    train.DEFAULTS[arguments.model], train.Ranks())

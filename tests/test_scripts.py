@@ -57,12 +57,11 @@ def test_numbers_out_of_bounds(capsys, script, option, value, words):
 
 @pytest.mark.parametrize("script, options", [("train", (
     ("--batch-tokens", 1, 1 << 24), ("--micro-batch", 1, 65535), ("--warmup", 0, 10**9), ("--seed", 0, 1 << 63), ("--eval-every", 1, 10**9),
-    ("--save-every", 1, 10**9), ("--threads", 1, 1024), ("--gpus", 1, 1024), ("--timeout", 1, 10**9), ("--dim", 1, 1 << 20),
+    ("--save-every", 1, 10**9), ("--threads", 1, 1024), ("--gpus", 1, 1024), ("--dim", 1, 1 << 20),
     ("--heads", 1, 1 << 20), ("--kv-heads", 1, 1 << 20), ("--layers", 1, 1 << 20), ("--context", 1, 1 << 20), ("--vocab", 1, 1 << 20))),
     ("sft", (("--epochs", 1, 10**9), ("--show", 1, 10**9), ("--threads", 1, 1024), ("--context", 1, 1 << 20)))])
 def test_the_bounds_of_whole_numbers(capsys, script, options):
     module = importlib.import_module(script)
-    assert module.parse_arguments([]).timeout == 300
     for option, least, most in options:
         for good in (least, most):
             assert getattr(module.parse_arguments([option, str(good)]), option[2:].replace("-", "_")) == good

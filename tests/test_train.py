@@ -914,6 +914,21 @@ def test_a_folder_is_taken_once(tmp_path, monkeypatch):
     assert sorted(os.listdir("out"))[2:] == ["a.1", "a.2", "b", "c", "link"] and os.listdir("out/a.2") == ["log.jsonl"]
 
 
+def test_damaged_tokens_are_named(corpus):
+    """Ids are read by name, from a file that was made before: what was altered since must not be learned."""
+    folder, whole = corpus
+    made, = [name for name in os.listdir(folder / "data") if name.startswith("train-") and name.endswith(".bin")]
+    raw = (folder / "data" / made).read_bytes()
+    try:
+        for altered in (b"\xff\xff" + raw[2:], raw[:-2], raw + b"\0\0", raw[:-1], b""):
+            (folder / "data" / made).write_bytes(altered)
+            done = run(folder, "--data", "corpus.txt", "--out", "out/damaged", *QUICK)
+            assert done.returncode == 2 and f"data/{made} is damaged: its checksum is wrong" in done.stderr, done.stderr
+            assert done.stderr.count("\n") == 1
+    finally:
+        (folder / "data" / made).write_bytes(raw)
+
+
 @pytest.mark.parametrize("name, value", [("steps", 0), ("steps", "3"), ("steps", True), ("lr", "x"), ("lr", float("nan")), ("lr", -1.0),
                                          ("seed", -1), ("preset", None), ("data", "x"), ("data", [1]), ("threads", 1.5),
                                          ("memory_limit", -5), ("eval_every", 0)])

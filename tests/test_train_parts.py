@@ -188,7 +188,7 @@ def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monke
     assert "val-books" not in said                          # less than a megabyte: done before anybody waits
     assert re.fullmatch("[0-9a-f]{12}", key) and set(val) == {"books"} and tokens.dtype == np.dtype("<u2")
     made = sorted(os.listdir("data"))
-    assert [re.sub("[0-9a-f]{8,}", "*", name) for name in made] == ["prepare.lock", "tokenizer-300-*.json", "train-*.bin", "val-books-*.bin"]
+    assert [re.sub("[0-9a-f]{8,}", "*", name) for name in made] == ["prepare.lock", "tokenizer-300-*.json", "train-*-*.bin", "val-books-*-*.bin"]
     times = [os.stat(os.path.join("data", name)).st_mtime_ns for name in made[1:]]
     again = train.prepare(["books.txt"], 300)
     assert not capsys.readouterr().out and again[3] == key and np.array_equal(again[1], tokens)
