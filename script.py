@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 
@@ -105,6 +106,19 @@ def show_progress(what, unit="MB", size=1e6):
     return progress
 
 
+def print_step(step, parts, last):
+    """The progress line.  A terminal's is rewritten in place, and without its last parts where they do not
+    fit, or every step would leave a line.  Elsewhere the first step and every tenth have lines of their own.
+    """
+    if not sys.stdout.isatty():
+        if last or step == 1 or step % 10 == 0:
+            print("  ".join(parts), flush=True)
+        return
+    while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
+        parts.pop()
+    print("\r" + "  ".join(parts) + "\033[K", end="\n" if last else "", flush=True)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, but an error is one sentence, without ten lines of usage before it."""
     def error(self, message):
@@ -152,29 +166,37 @@ class GpuError(RuntimeError):
     """What CUDA or a library of it refuses to do."""
 
 
-# what a user can do something about; all else is a mistake of ours, and shows where it was made
-MENDABLE = ValueError, OSError, MemoryError, concurrent.futures.BrokenExecutor
-
-
 def explain(error):
-    """An error as one sentence, which obeys nothing that a file would have a terminal do."""
+    """An error as one sentence, which obeys nothing that a file would have a terminal do; None for a mistake of
+    ours, which should show where it was made."""
+    if is_of_gpu(error):
+        return f"The GPU: {printable(' '.join(str(error).splitlines()))}"
     if isinstance(error, OSError) and error.strerror:
         where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
         return f"{where}: {error.strerror}."
     if isinstance(error, concurrent.futures.BrokenExecutor):
         return "A process of the tokenizer ended early; if memory is short, use fewer processes."
     if isinstance(error, MemoryError):
-        return f"There is not enough memory{f' ({error})' if str(error) else ''}."
-    return printable(" ".join(str(error).splitlines()))
+        return f"There is not enough memory ({error})." if str(error) else "There is not enough memory."
+    if isinstance(error, (ValueError, OSError)):
+        return printable(" ".join(str(error).splitlines()))
+    return None
+
+
+def is_of_gpu(error):
+    return isinstance(error, GpuError) or type(error).__module__.startswith("cupy")
 
 
 def run_script(main, to_the_end=False):
     """Exit with what main(arguments) returns.  What the user can mend is one sentence and exit code 2.
     to_the_end: the script's work is more than what it prints, so it goes on without a reader."""
     # each is None where whoever started the script has closed it
-    sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
+    sys.stdin = sys.stdin or open(os.devnull)
+    sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
-    sys.stdout, sys.stderr = Outliving(sys.stdout) if to_the_end else sys.stdout, Outliving(sys.stderr)
+    sys.stderr = Outliving(sys.stderr)
+    if to_the_end:
+        sys.stdout = Outliving(sys.stdout)
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
@@ -184,14 +206,33 @@ def run_script(main, to_the_end=False):
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
-        of_gpu = isinstance(error, GpuError) or type(error).__module__.startswith("cupy")
-        if not of_gpu and not isinstance(error, MENDABLE):
+        sentence = explain(error)
+        if sentence is None:
             raise
-        print(f"error: {'The GPU: ' * of_gpu}{explain(error)}", file=sys.stderr, flush=True)
-        if of_gpu:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        if is_of_gpu(error):
             os._exit(2)                                     # to give memory back would fail, too, and loudly
         code = 2
     sys.exit(code)
+
+
+class Stop:
+    """Ctrl-C, SIGTERM, or SIGHUP of a terminal that is closed ask for an end after the step under way; a
+    second one leaves at once.  What is ignored when the script starts, as SIGHUP under nohup, stays
+    ignored."""
+    def __init__(self):
+        self.signal = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.ask)
+
+    def ask(self, number, frame):
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+        # not print, which may be under way; and nobody may be there to read
+        with contextlib.suppress(OSError):
+            os.write(sys.stderr.fileno(), b"\nFinishing the step, then saving; once more to leave at once.\n")
 
 
 def printable(text):

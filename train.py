@@ -35,7 +35,6 @@ optimizer's moments are not read: the run begins with a warmup, at step 0, and a
 """
 import argparse
 import collections
-import contextlib
 import dataclasses
 import datetime
 import fcntl
@@ -46,7 +45,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -58,9 +56,9 @@ import checkpoint
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, count_targets, generate, slices_of
-from script import (MENDABLE, MPI_IS_MISSING, Parser, available_cores, check_plain, explain, memory_size, number_type,
-                    printable, read_chunk, refusing, require, run_script, set_threads, show_progress,
-                    start_under_mpiexec, whole_number, write_python_corpus)
+from script import (MPI_IS_MISSING, Parser, Stop, available_cores, check_plain, explain, memory_size,
+                    number_type, print_step, printable, read_chunk, refusing, require, run_script,
+                    set_threads, show_progress, start_under_mpiexec, whole_number, write_python_corpus)
 from tokenizer import END_OF_TEXT, SEPARATOR, TEXT_ENDS, Tokenizer
 
 
@@ -580,12 +578,12 @@ def run_ranks(run, args):
         sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
     try:
         return run(args, ranks)
+    except KeyboardInterrupt:
+        ranks.world.Abort(130)
     except BaseException as error:
         time.sleep(min(ranks.rank, 1))
-        if isinstance(error, MENDABLE):
-            print(f"error: rank {ranks.rank}: {explain(error)}", file=stderr, flush=True)
-        else:
-            traceback.print_exception(error, file=stderr)
+        sentence = explain(error) or "".join(traceback.format_exception(error))
+        print(f"error: rank {ranks.rank}: {sentence}", file=stderr, flush=True)
         time.sleep(0.3)                             # until mpiexec has passed the words on
         ranks.world.Abort(2)
 
@@ -828,25 +826,6 @@ def add_steps(settings, steps, out):
 # ------------------------------------------------------------------------------------------------------------
 # 9. The loop
 # ------------------------------------------------------------------------------------------------------------
-class Stop:
-    """Ctrl-C, SIGTERM, or SIGHUP of a terminal that is closed ask for an end after the step under way; a
-    second one leaves at once.  What is ignored when the script starts, as SIGHUP under nohup, stays
-    ignored."""
-    def __init__(self):
-        self.signal = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.ask)
-
-    def ask(self, number, frame):
-        if self.signal:
-            os._exit(128 + number)
-        self.signal = number
-        # not print, which may be under way; and nobody may be there to read
-        with contextlib.suppress(OSError):
-            os.write(sys.stderr.fileno(), b"\nFinishing the step, then saving; once more to leave at once.\n")
-
-
 # What pretraining and fine-tuning do not share; train() is the rest.  batch: step, from 0 -> inputs (B,T),
 # targets (B,T+K-1), a pure function, so that a run can be resumed.  evaluate: step, from 1 -> dict for
 # log.jsonl, and prints what it found.  bytes_per_token: of the text learned from, for the progress line
@@ -874,15 +853,11 @@ def train(training, job, stop):
         lr = learning_rate(step - 1, settings)
         norm = model.update(lr, decay=settings.decay, clip=settings.clip)
         evaluating = evaluation_is_due(step, settings)
-        saving = step % settings.save_every == 0 or step == settings.steps
-        healthy = report(step, lr, losses, norm, wait=evaluating or saving)
-
         stopping = report.asked if ranks.size > 1 else stop.signal
-        saving = saving or stopping
-        if healthy and (evaluating or saving):
-            healthy = report.flush() and (not saving or report.weights_are_finite(step))
-        if not healthy:
+        saving = stopping or step % settings.save_every == 0 or step == settings.steps
+        if not report(step, lr, losses, norm, pause=evaluating or saving):
             return 1
+
         paused = time.monotonic()
         if evaluating:
             report.log_evaluation(step, job.evaluate(step))
@@ -953,33 +928,36 @@ class Report:
         if training.settings.device == "gpu":
             self.peak = model_gpu.peak_throughput(training.model.config, training.settings.precision)
 
-    def __call__(self, step, lr, losses, norm, wait):
-        """Report this step, or on a GPU the one before; both if others are to wait for it.  -> whether all
-        numbers are finite."""
+    def __call__(self, step, lr, losses, norm, pause):
+        """Report this step, or on a GPU the one before; both before a pause.  -> whether all numbers are
+        finite."""
         before = self.waiting
         self.waiting = step, self.tokens, lr, self.training.model.later(losses, norm)
-        if before and not self.write(*before, last=False):
+        if before and not self.write(*before):
             return False
-        if wait or self.training.settings.device == "cpu":
-            return self.flush(wait)
-        return True
-
-    def flush(self, last=True):
-        """Report what has not been reported yet.  last: before a pause."""
-        waiting = self.waiting
+        if not pause and self.training.settings.device == "gpu":
+            return True
+        now = self.waiting
         self.waiting = None
-        return waiting is None or self.write(*waiting, last)
+        return self.write(*now, pause)
 
-    def write(self, step, tokens, lr, read, last):
-        """-> whether the numbers of this step are finite.  read: waits for them."""
+    def write(self, step, tokens, lr, read, pause=False):
+        """-> whether the numbers of this step are finite, before a pause also the weights, which may be saved
+        then.  read: waits for the numbers."""
+        model = self.training.model
         state = self.training.state
         losses, norm = read()
         losses = [float(loss) for loss in losses]
         norm = float(norm)
         if self.training.ranks.size > 1:
             self.asked = losses.pop()
-        if not np.isfinite([*losses, norm]).all():
-            return self.complain(step, f"loss {losses[0]}, gradient norm {norm}")
+        weights = model.read(model.flat_params) if pause else 0.0
+        if not (np.isfinite([*losses, norm]).all() and np.isfinite(weights).all()):
+            inputs, targets = self.job.batch(step - 1)
+            print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
+                  f"{first_bad_tensor(self.training, inputs, targets)}. {self.training.out} keeps its last save. "
+                  "Try a lower --lr.", file=sys.stderr)
+            return False
         state["tokens"] = tokens
         state["seconds"] = time.monotonic() - self.began
         if self.log:
@@ -995,22 +973,8 @@ class Report:
                  f"{throughput:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
         if self.peak:
             parts.append(f"{throughput / (self.peak * self.training.ranks.size):.0%} of peak")
-        print_step(step, parts, last)
+        print_step(step, parts, pause)
         return True
-
-    def weights_are_finite(self, step):
-        """Whether what is to be saved is finite."""
-        model = self.training.model
-        finite = np.isfinite(model.read(model.flat_params)).all()
-        return bool(finite) or self.complain(step, "its weights")
-
-    def complain(self, step, numbers):
-        """Name the first bad tensor of a step -> False."""
-        inputs, targets = self.job.batch(step - 1)
-        print(f"\nerror: step {step} is not finite ({numbers}): "
-              f"{first_bad_tensor(self.training, inputs, targets)}. {self.training.out} keeps its last save. "
-              "Try a lower --lr.", file=sys.stderr)
-        return False
 
     def log_evaluation(self, step, record):
         if self.log and self.log.write(step=step, **record):
@@ -1035,19 +999,6 @@ def first_bad_tensor(training, inputs, targets):
             if not bool(np.isfinite(view).all()):
                 return f"the first {what} that is not finite is {name}"
     return "every gradient is finite; the loss, or the sum of the gradient's squares, overflowed"
-
-
-def print_step(step, parts, last):
-    """The progress line.  A terminal's is rewritten in place, and without its last parts where they do not
-    fit, or every step would leave a line.  Elsewhere the first step and every tenth have lines of their own.
-    """
-    if not sys.stdout.isatty():
-        if last or step == 1 or step % 10 == 0:
-            print("  ".join(parts), flush=True)
-        return
-    while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
-        parts.pop()
-    print("\r" + "  ".join(parts) + "\033[K", end="\n" if last else "", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -869,7 +869,7 @@ def test_time_left(tmp_path, monkeypatch, capsys, seconds, words):
     clock = iter([0.0, seconds or 1e-9])
     monkeypatch.setattr(train.time, "monotonic", lambda: next(clock))
     training = training_of(Recorder(), None, s, str(tmp_path), {"tokens": 0, "seconds": 0.0})
-    train.Report(training, train.Job(None, None, 1.0))(1, 1e-3, np.ones(2), 0.5, wait=True)
+    train.Report(training, train.Job(None, None, 1.0))(1, 1e-3, np.ones(2), 0.5, pause=True)
     assert f"  {words} left  " in capsys.readouterr().out
 
 

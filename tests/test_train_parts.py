@@ -847,7 +847,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, saved, capsys, stop
     s = settings("--save-every", "9" if stops else "2", config=Plain.config, batch_tokens=32, steps=9)
     code, _ = go(Bad(), s, tmp_path, stop=stop)
     assert code == 1 and saved == ([] if stops else [2])
-    assert "step 4 is not finite (its weights): the first parameter that is not finite is b. " in capsys.readouterr().err
+    assert "step 4 is not finite (loss 1.5, gradient norm 0.25): the first parameter that is not finite is b. " in capsys.readouterr().err
 
 
 def test_any_byte_may_stand_beside_a_cut():
