@@ -1,6 +1,7 @@
 r"""Byte-level BPE: how text becomes the integers that the model reads, and back.
 
-Read before it: nothing; this is the first file. It needs the standard library alone.
+Read before it: nothing; this is the first file.  It needs the standard library alone.  Options, error messages
+and plain files are in script.py; look there only if one of its names puzzles you.
 
 A language model needs a finite alphabet. Single characters make sequences long and words make an endless
 vocabulary; byte pair encoding (Sennrich, Haddow and Birch 2016, "Neural Machine Translation of Rare Words
@@ -11,35 +12,29 @@ file, has an encoding and no "unknown" token exists.
 
     text --(1)--> words --(2)--> bytes --(3)--> tokens      "low lower" -> "low", " lower" -> ... -> 300, 301
 
-(1) Words. Merges never cross a word, or "dog." and "dog!" would become tokens of their own. GPT-2's pattern
-    is kept to the letter (`word_pattern`): a contraction, letters, digits or signs with the one space before
-    them, or white space.
-(2) Bytes. A word is its UTF-8 bytes. Bytes that are not UTF-8 are no error: each is a sign that stands for
-    itself.
+(1) Words. Merges never cross the border of a word, or "dog." and "dog!" would become tokens of their own.
+    GPT-2's pattern is kept to the letter (`word_pattern`): a word is a contraction, or letters, digits or
+    signs with the one space before them, or white space.
+(2) Bytes. A word is its UTF-8 bytes. Bytes that are not UTF-8 are no error: each stands for itself.
 (3) Tokens. `learn_merges` finds the merges, in order; `Encoder.merge` replays them on a word, in that order.
 
-HOW A TIE IS BROKEN. Training takes the pair with the highest count; among equal counts the smallest pair of
-ids, first the left id, then the right (ids 0 to 255 are the bytes, 256 is the first merge and so on). So a
-result depends on the counts of words alone, never on their order, the hash seed or the number of processes.
-Encoding takes the merge learned first; if it fits at several places, the leftmost.
+HOW A TIE IS BROKEN. Training takes the pair with the highest count; among equal counts it takes the smallest
+pair of ids, first by the left id, then by the right (ids 0 to 255 are the bytes, 256 is the first merge and so
+on). So the result depends on the counts of words alone, never on their order, the hash seed or the number of
+processes. Encoding takes the merge that was learned first; if it fits at several places, the leftmost.
 
-Ids: 256 bytes, the merges in the order learned, then the special tokens, last. `Tokenizer.load` also reads
-other people's tokenizers, whose ids have any order (`Tokenizer.from_vocab`), and which may take each digit
-for a word; `known_template` says whether the form of their conversations is known. Text can never produce a
-special token: "<|end|>" typed by a user is seven ordinary characters. The one exception is a corpus on disk,
-where a line that holds only <|endoftext|> separates documents (`read_documents`).
+Ids: first the 256 bytes, then the merges in the order learned, then the special tokens. `Tokenizer.load` also
+reads other people's tokenizers, whose ids have any order, and which may take each digit for a word. Text can
+never produce a special token: "<|end|>" typed by a user is seven ordinary characters. The one exception is a
+corpus on disk, where a line that holds only <|endoftext|> separates documents (`read_documents`).
+
+Sections: 1 words, 2 learning, 3 encoding, 4 large files, 5 the Tokenizer, 6 forms of conversations (chat
+templates), 7 the command line. Sections 1 to 3 are the subject.
 
 What it does not do: other patterns than GPT-2's and that with digits apart, other models than BPE,
 normalization, padding, truncation, offsets.
 """
-import array
-import concurrent.futures
-import contextlib
-import functools
-import heapq
-import itertools
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -47,56 +42,21 @@ import sys
 import threading
 import time
 import unicodedata
+from array import array
 from collections import Counter, defaultdict, deque
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, suppress
+from functools import cache
+from heapq import heappop, heappush
+from itertools import chain, count, islice, pairwise, repeat
+from multiprocessing import get_context, parent_process
 
-from script import (Parser, available_cores, naming, newest_checkpoint, read_chunk, read_json, refusing, replace_file,
+from script import (Parser, available_cores, newest_checkpoint, read_chunk, read_json, refusing, replace_file,
                     require, run_script, show_progress, whole_number, write_file)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
 TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"     # in other people's files one of these
-
-# How a conversation becomes one text (Tokenizer.prompt), for other tools, in Jinja: transformers'
-# apply_chat_template gives the same ids. But for one case: such a tool puts a conversation together as text,
-# so a "<|end|>" that somebody typed becomes the special token there. Here it stays seven characters.
-CHAT_TEMPLATE = r"""{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
-{%- for message in (messages[1:] if messages[0].role == 'system' else messages) -%}
-    {%- if message.role != ('assistant' if loop.index0 % 2 else 'user') -%}
-        {{- raise_exception('after one system text at most, the roles must be user and assistant in turn') -}}
-    {%- endif -%}
-    {{- '<|' + message.role + '|>' + (system + '\n\n' if loop.first and system else '') -}}
-    {{- message.content + '<|end|>' -}}
-{%- endfor -%}
-{{- '<|assistant|>' if add_generation_prompt else '' -}}"""
-
-# The other form that is known: ChatML, of SmolLM, Qwen and others, as `tidied` writes it, in two parts.
-# Between them may stand the system text of a conversation that brings none, the group.
-CHATML_PARTS = ('{%for message in messages%}',
-                r'{{"<|im_start|>"+message["role"]+"\n"+message["content"]+"<|im_end|>"+"\n"}}{%endfor%}'
-                r'{%if add_generation_prompt%}{{"<|im_start|>assistant\n"}}{%endif%}')
-CHATML = re.compile((r'(?:{%if loop\.first and messages\[0\]\["role"\]!="system"%}{{"<\|im_start\|>system\\n'
-                     r'((?:[^"\\]|\\.)+)<\|im_end\|>\\n"}}{%endif%})?').join(map(re.escape, CHATML_PARTS)))
-
-
-def tidied(text):
-    """A Jinja template without what makes no difference: strings are in double quotes, and white space is
-    where it parts two words, in strings, and where it becomes a part of the conversation."""
-    # "-" drops the white space on its side of a tag. transformers has Jinja drop, too, what stands before {%
-    # in its line and the line end after %}.
-    text = re.sub(r"(?m)\s*({[{%])-|-([%}]})\s*|^[ \t]+(?={%)|(?<=%})\n", r"\1\2", text)
-    # strings; what stands between tags, or parts two words; the rest
-    parts = r"""(?s)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|((?:^|(?<=[%}]}))\s+|(?<=\w)\s+(?=\w))|\s+"""
-    return re.sub(parts, lambda found: json.dumps(      # as Jinja decodes it
-        found[1][1:-1].encode("ascii", "backslashreplace").decode("unicode-escape"),
-        ensure_ascii=False) if found[1] else found[2] or "", text)
-
-
-def known_template(text):
-    """A chat template as `Tokenizer.template` wants it, if its form is known: "" (none), ours or ChatML,
-    however they are written.  Else None."""
-    with contextlib.suppress(TypeError, ValueError):    # no text, or a string that Jinja cannot read either
-        tidy = tidied(text)
-        return tidy if CHATML.fullmatch(tidy) else {"": "", tidied(CHAT_TEMPLATE): CHAT_TEMPLATE}.get(tidy)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -107,7 +67,7 @@ def known_template(text):
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
 
-@functools.lru_cache(maxsize=None)
+@cache
 def char_classes(limit):
     r"""The insides of two regular expression classes [...], letters \p{L} and numbers \p{N}, up to code point
     `limit`.
@@ -115,27 +75,36 @@ def char_classes(limit):
     `re` lacks \p{...}, so the ranges come from unicodedata.
     """
     categories = "".join(map(unicodedata.category, map(chr, range(limit + 1))))[::2]  # "Lu" -> "L", and so on
-    runs = [re.finditer(f"{category}+", categories) for category in "LN"]
-    return ["".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in found) for found in runs]
+
+    def ranges(category):
+        runs = re.finditer(f"{category}+", categories)
+        return "".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in runs)
+    return ranges("L"), ranges("N")
 
 
-@functools.lru_cache(maxsize=None)
+@cache
 def word_pattern(limit, digits):
     r"""GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
-    The last but one takes a run of white space without its last character, which then joins the word it
-    precedes.
+    The last but one takes a run of white space without its last character, which then joins the word after
+    it.
 
-    digits: that of SmolLM and others, where each \p{N} is a word by itself and the pattern is for what stands
-    between two of them. White space before a number is then at an end: it keeps its last character.
+    digits: the pattern of SmolLM and others, where each \p{N} is a word by itself. It splits a text at its
+    numbers first. So white space before a number is at the end of its part, and keeps its last character.
     """
     letter, number = char_classes(limit)
-    numbers, no_word = (f"[{number}]", SPACE + number) if digits else (f" ?[{number}]+", SPACE)
+    numbers = f" ?[{number}]+"
+    no_word = SPACE
+    if digits:
+        numbers = f"[{number}]"
+        no_word += number
     return re.compile(f"'(?:[stmd]|re|ve|ll)| ?[{letter}]+|{numbers}| ?[^{SPACE}{letter}{number}]+"
                       f"|[{SPACE}]+(?![^{no_word}])|[{SPACE}]+")
 
 
-ASCII, BMP, ALL = 0x7F, 0xFFFF, 0x10FFFF
+ASCII = 0x7F
+BMP = 0xFFFF
+ALL = 0x10FFFF
 
 
 def split_words(text, digits=False):
@@ -144,9 +113,13 @@ def split_words(text, digits=False):
 
     `re` looks characters up to U+FFFF up in a table but tries the ranges beyond one by one, four times as
     slow. So the full pattern is built (in 0.15 s) and used only for a text that has such characters, as
-    emoji; a long one comes here in small parts.
+    emoji. A long text comes here in small parts.
     """
-    limit = ASCII if text.isascii() else ALL if re.search("[\U00010000-\U0010FFFF]", text) else BMP
+    limit = BMP
+    if text.isascii():
+        limit = ASCII
+    elif re.search("[\U00010000-\U0010FFFF]", text):
+        limit = ALL
     return word_pattern(limit, digits).findall(text)
 
 
@@ -175,88 +148,113 @@ def cut_text(text, size=1 << 12):
     return (part[0] for part in re.finditer(f"(?s).{{{size}}}.*?[^{SPACE}](?=[{SPACE}])|.+", text))
 
 
+def words_of(text, digits=False):
+    """The words of a str or bytes of any length, one after the other."""
+    return chain.from_iterable(split_words(part, digits) for part in cut_text(to_str(text)))
+
+
 # ------------------------------------------------------------------------------------------------------------
 # 2. Learning the merges
 
-# about how much text in distinct words training on files keeps; 60 MB of books have 1 MB of it
-MAX_WORD_BYTES = 1 << 23
+# how many distinct words training on files keeps, about; 60 MB of books have 200,000
+MAX_WORDS = 1 << 20
 
 
 def count_words(texts):
     """Iterable of str or bytes -> Counter of words."""
-    parts = itertools.chain.from_iterable(cut_text(to_str(text)) for text in texts)
-    return Counter(itertools.chain.from_iterable(map(split_words, parts)))
+    return Counter(chain.from_iterable(map(words_of, texts)))
 
 
-def prune_words(words):
-    """Drop the rarest words, the last in code point order among equals, when all together outgrow
-    MAX_WORD_BYTES."""
-    if sum(map(len, words)) > MAX_WORD_BYTES:
-        ranked = sorted(words, key=lambda word: (-words[word], word))
-        for word, before in zip(ranked, itertools.accumulate(map(len, ranked), initial=0)):
-            if before > MAX_WORD_BYTES // 2:            # what all words before it take
-                del words[word]
+def learn_merges_plain(words, wanted):
+    """Byte pair encoding as one would tell it.  It gives what `learn_merges` gives, but it counts all pairs
+    anew for each merge: its time grows as the text times the merges."""
+    rows = {word: [*to_bytes(word)] for word in words}
+    merges = []
+    for new in range(256, 256 + wanted):
+        counts = Counter()
+        for word, ids in rows.items():
+            for pair in pairwise(ids):
+                counts[pair] += words[word]
+        best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
+        if counts[best] < 2:
+            break
+        for ids in rows.values():
+            for i in range(len(ids)):
+                if ids[i:i + 2] == [*best]:
+                    ids[i:i + 2] = [new]
+        merges.append(best)
+    return merges
 
 
 def learn_merges(words, wanted):
     """Counter of words -> list of at most `wanted` merges (left id, right id); merge number i makes token
-    256 + i.  Each is the pair that occurs most often, the smallest of several; one that occurs once ends the
-    list.
+    256 + i.  Each is the pair that occurs most often, the smallest of several.  A pair that occurs once is no
+    pattern, so it ends the list.
 
-    Recounting all pairs after each merge would be quadratic. Instead every word stands once, weighted by its
-    count, in one long row of token ids, and each pair knows its positions in the row. A merge touches only
-    its own occurrences, each removes one id from the row for ever, so the whole of training costs about one
-    step per byte of distinct words.
+    `learn_merges_plain` does the same and counts all pairs anew for each merge.  Here three things change.
+    All words stand in one long row of ids, each word once, with its count as a weight.  Each pair knows its
+    positions in the row, so a merge touches only its own occurrences, and corrects the counts of the pairs
+    beside them.  And a heap gives the most frequent pair.  Each occurrence takes one id out of the row for
+    ever, so the whole of training costs about one step per byte of distinct words.
     """
     # id at each position; -1 between two words and where a merge took an id away
-    token = array.array("i", [-1])
-    weight = array.array("q", [0])      # how often the word of this position occurs
-    for word, count in words.items():
-        token.extend([*to_bytes(word), -1])
-        weight.extend(itertools.repeat(count, len(token) - len(weight)))
+    token = array("i", [-1])
+    weight = array("q", [0])      # how often the word of this position occurs
+    for word, times in words.items():
+        ids = [*to_bytes(word), -1]
+        token.extend(ids)
+        weight.extend([times] * len(ids))
     # the row is a linked list: a merge unlinks its right id
-    before = array.array("q", range(-1, len(token) - 1))
-    after = array.array("q", range(1, len(token) + 1))
+    before = array("q", range(-1, len(token) - 1))
+    after = array("q", range(1, len(token) + 1))
 
-    counts, where = Counter(), defaultdict(functools.partial(array.array, "q"))
-    for position, pair in enumerate(itertools.pairwise(token)):
+    counts = Counter()
+    where = defaultdict(list)
+    for position, pair in enumerate(pairwise(token)):
         if -1 not in pair:
             counts[pair] += weight[position]
             where[pair].append(position)
 
     # The tie rule is the order of this heap: highest count first, then smallest (left id, right id).
-    heap = sorted((-count, pair) for pair, count in counts.items())
+    heap = sorted((-times, pair) for pair, times in counts.items())
     merges = []
-    # what occurs once is no pattern: the vocabulary stays smaller than asked
     while heap and -heap[0][0] > 1 and len(merges) < wanted:
-        negative, pair = heapq.heappop(heap)
+        negative, pair = heappop(heap)
         if -negative != counts[pair]:
             # Lazy deletion: other merges took some of its occurrences. A count only falls, since a pair can
             # only arise while its younger token is being made; so the true count goes back into the heap and
             # waits its turn.
-            heapq.heappush(heap, (-counts[pair], pair))
+            heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
         new = 256 + len(merges)
         merges.append(pair)
-        arisen = defaultdict(functools.partial(array.array, "q"))
-        for p in where.pop(pair):
+        arisen = defaultdict(list)
+        for p in where.pop(pair):       # in the row: a, left, right, b at the positions o, p, q, r
             q = after[p]
             if token[p] != left or token[q] != right:
                 continue                # taken by an earlier merge, or by the one just before it, as in "aaa"
-            o, r, times = before[p], after[q], weight[p]
-            a, b = token[o], token[r]           # the neighbours of both, or -1
-            for gone, young, place in ((a, left), (a, new), o), ((right, b), (new, b), p):
-                if -1 not in young:
-                    counts[gone] -= times
-                    counts[young] += times
-                    arisen[young].append(place)
-            token[p], token[q] = new, -1
-            after[p], before[r] = r, p
+            o = before[p]
+            r = after[q]
+            a = token[o]                # or -1, as b
+            b = token[r]
+            times = weight[p]
+            if a != -1:
+                counts[a, left] -= times
+                counts[a, new] += times
+                arisen[a, new].append(o)
+            if b != -1:
+                counts[right, b] -= times
+                counts[new, b] += times
+                arisen[new, b].append(p)
+            token[p] = new
+            token[q] = -1
+            after[p] = r
+            before[r] = p
         del counts[pair]
         where.update(arisen)
-        for pair in arisen:
-            heapq.heappush(heap, (-counts[pair], pair))
+        for young in arisen:
+            heappush(heap, (-counts[young], young))
     return merges
 
 
@@ -271,15 +269,17 @@ class Encoder(dict):
     """
     MAX_ENTRIES = 1 << 18       # about 50 MB; emptied when full
 
-    def __init__(self, byte_ids, merges, typecode, digits=False):
-        """byte_ids: {byte: its id}, in which bytes may be missing; merges {(left id, right id): made id}, in
-        the order learned; typecode: of array.array, for an id."""
-        self.byte_ids, self.typecode, self.digits = byte_ids, typecode, digits
+    def __init__(self, tokens, merges, digits):
+        """tokens: [bytes of token id], in which single bytes may be missing; merges {(left id, right id): made
+        id}, in the order learned; digits: see `word_pattern`."""
+        self.byte_ids = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1}
         self.ranks = {pair: rank for rank, pair in enumerate(merges)}
-        self.made = list(merges.values())
+        self.made = [*merges.values()]
+        self.typecode = "H" if len(tokens) <= 1 << 16 else "I"      # of an array of ids: 16 bits, or 32
+        self.digits = digits
 
     def __missing__(self, word):
-        packed = array.array(self.typecode, self.merge(to_bytes(word))).tobytes()
+        packed = array(self.typecode, self.merge(to_bytes(word))).tobytes()
         if len(word) <= 64:                 # longer ones hardly come again
             if len(self) >= self.MAX_ENTRIES:
                 self.clear()
@@ -288,8 +288,7 @@ class Encoder(dict):
 
     def pack(self, text):
         """str or bytes -> ids packed in the machine's byte order, little-endian on all that this runs on."""
-        parts = (split_words(part, self.digits) for part in cut_text(to_str(text)))
-        return b"".join([b"".join(map(self.__getitem__, words)) for words in parts])
+        return b"".join(map(self.__getitem__, words_of(text, self.digits)))
 
     def merge(self, word):
         """The bytes of one word -> its list of ids: the merge learned first, at its leftmost place, until
@@ -298,134 +297,149 @@ class Encoder(dict):
         A merge's place in the order of learning is its rank. In our own tokenizers rank 0 makes token 256,
         but elsewhere ids need not follow ranks, and two merges may make one token.
         """
-        ids = [self.byte_ids[byte] for byte in word if byte in self.byte_ids]
-        if len(ids) > 200:
-            return self.merge_long([-1, *ids, -1])
-        get, made, none = self.ranks.get, self.made, len(self.made)
-        # ranks[i]: of the merge of ids[i] and ids[i + 1]
-        ranks = list(map(get, zip(ids, ids[1:]), itertools.repeat(none)))
-        while ranks and (rank := min(ranks)) != none:
+        known = self.byte_ids
+        # -1 at both ends merges with nothing: so each id has two neighbours
+        ids = [-1, *[known[byte] for byte in word if byte in known], -1]
+        if len(ids) > 202:
+            return self.merge_long(ids)
+        get = self.ranks.get
+        none = len(self.made)
+        ranks = [*map(get, pairwise(ids), repeat(none))]        # ranks[i]: of the merge of ids[i] and ids[i + 1]
+        rank = min(ranks)
+        while rank != none:
             i = ranks.index(rank)
-            ids[i] = new = made[rank]
+            new = self.made[rank]
+            ids[i] = new
             del ids[i + 1], ranks[i]
-            if i < len(ranks):
-                ranks[i] = get((new, ids[i + 1]), none)
-            if i > 0:
-                ranks[i - 1] = get((ids[i - 1], new), none)
-        return ids
+            ranks[i - 1] = get((ids[i - 1], new), none)
+            ranks[i] = get((new, ids[i + 1]), none)
+            rank = min(ranks)
+        return ids[1:-1]
 
     def merge_long(self, ids):
         """The same for a word of any length in n log n steps, where the loop above takes n squared: a heap of
-        (rank, place).  ids: with a -1 at both ends, which merges with nothing: each id has two neighbours.
-        """
-        n, ranks = len(ids), self.ranks
-        before, after = array.array("q", range(-1, n - 1)), array.array("q", range(1, n + 1))
-        # (rank, place) as one number: a third of a tuple's memory
-        heap = sorted(ranks[pair] * n + p for p, pair in enumerate(zip(ids, ids[1:])) if pair in ranks)
+        (rank, place).  ids: with -1 at both ends."""
+        n = len(ids)
+        ranks = self.ranks
+        before = array("q", range(-1, n - 1))
+        after = array("q", range(1, n + 1))
+        heap = sorted((ranks[pair], p) for p, pair in enumerate(pairwise(ids)) if pair in ranks)
         while heap:
-            rank, p = divmod(heapq.heappop(heap), n)
+            rank, p = heappop(heap)
             q = after[p]
-            if ranks.get((ids[p], ids[q])) == rank:         # else this pair is gone since it was put there
-                ids[p], ids[q], after[p] = self.made[rank], -1, after[q]
-                before[after[p]] = p
-                for left, right in (before[p], p), (p, after[p]):
-                    if (ids[left], ids[right]) in ranks:
-                        heapq.heappush(heap, ranks[ids[left], ids[right]] * n + left)
+            if ranks.get((ids[p], ids[q])) != rank:
+                continue                # this pair is gone since it was put there
+            r = after[q]
+            ids[p] = self.made[rank]
+            ids[q] = -1
+            after[p] = r
+            before[r] = p
+            for place in before[p], p:
+                pair = ids[place], ids[after[place]]
+                if pair in ranks:
+                    heappush(heap, (ranks[pair], place))
         return [token for token in ids if token != -1]
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 4. Files: documents, chunks, processes
+# 4. Large files: documents, chunks, processes
 
 # ^<\|endoftext\|>\r?$ with the line's start looked for last: what begins with plain bytes is found much
 # faster.
 SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
+# several of them, with the line ends behind each
+SEPARATORS = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*", re.MULTILINE)
 
 
 def read_documents(path, start, end):
     """The documents in a part of a corpus: what stands between lines that hold only <|endoftext|>, without
     the line ends next to them. The first and the last may be empty, if a separator comes first or last; no
     other is."""
-    texts = SEPARATOR.split(read_chunk(path, start, end))
-    for i in range(1, len(texts)):              # on both sides of each separator
-        texts[i - 1], texts[i] = texts[i - 1].rstrip(b"\r\n"), texts[i].lstrip(b"\r\n")
-    return [text for i, text in enumerate(texts) if text or i in (0, len(texts) - 1)]
+    *texts, last = SEPARATORS.split(read_chunk(path, start, end))
+    return [*(text.rstrip(b"\r\n") for text in texts), last]
 
 
 # bytes of a file encoded at a time, and looked through for a place to cut it
-CHUNK, CUT_WINDOW = 1 << 20, 1 << 16
+CHUNK = 1 << 20
+CUT_WINDOW = 1 << 16
 
 
 def find_cut(window):
     """Where a file may be cut: an offset into these bytes, so that both sides give the ids that they give
     together.
 
-    Words must not be cut, nor a separator line be parted from the line ends that belong to it. In order of
-    preference: before white space that follows something else (but not ">", which may end a separator); after
-    a run of letters or of digits (but not before "<" or "|"); after a separator and its line ends; in the
-    middle. Only 64 KiB of a single kind of character get to the last, and there a word is cut between two
+    Words must not be cut, nor a separator line be parted from the line ends that belong to it. So it is the
+    first place before white space that follows something else (but not ">", which may end a separator), or
+    after a run of letters or of digits (but not before "<" or "|"), or after a separator and its line ends.
+    Only 64 KiB of a single kind of character have none of these. They are cut in the middle, between two
     characters: memory stays bounded.
     """
-    # start at a character
-    skipped = next((i for i in range(min(3, len(window))) if window[i] & 0xC0 != 0x80), 3)
-    text = to_str(window[skipped:])
-    cut = re.search(f"[^{SPACE}>](?=[{SPACE}])", text)
-    if not cut:
-        (letter, number), broken = char_classes(ALL), "\udc80-\udcff"      # the window may end in a character
-        cut = (re.search(f"[{letter}](?=[^{letter}<|{broken}])|[{number}](?=[^{number}<|{broken}])", text)
-               or re.search(r"\n<\|endoftext\|>(\r?\n)+(?=[^\r\n])", text))
-    return skipped + len(to_bytes(text[:cut.end() if cut else len(text) // 2]))
+    text = to_str(re.sub(rb"^[\x80-\xbf]{1,3}", b"", window))   # begin at a character
+    letter, number = char_classes(BMP)
+    # none of what may be a letter, too, or half a character at the end of the window, or a separator
+    other = "<|\udc80-\udcff\U00010000-\U0010FFFF"
+    cut = re.search(f"[^{SPACE}>](?=[{SPACE}])|[{letter}](?=[^{letter}{other}])|[{number}](?=[^{number}{other}])"
+                    r"|\n<\|endoftext\|>(\r?\n)+(?=[^\r\n])", text)
+    place = cut.end() if cut else len(text) // 2
+    return len(window) - len(to_bytes(text[place:]))
 
 
-def find_chunks(path, start=0, end=None, *, size):
-    """Cut bytes [start, end) of a file into chunks of about `size` bytes -> list of (path, start, end).
+def find_chunks(file, size):
+    """Cut a file into chunks of about `size` bytes -> list of (path, start, end).  file: a path, or (path,
+    start, end) for a part in bytes.
 
     Where it is cut depends on the file alone, not on the number of processes, and each cut reads 64 KiB only.
     """
-    length = os.path.getsize(path)
-    end = length if end is None else end
-    require(0 <= start <= end <= length, f"{path} has {length} bytes, so none from {start} to {end}.")
-    cuts = [place + find_cut(read_chunk(path, place, place + CUT_WINDOW))
-            for place in range(start + size, end - CUT_WINDOW, size)]
-    return [(path, a, b) for a, b in itertools.pairwise([start, *cuts, end])]
-
-
-def run_chunks(function, chunks, processes, progress):
-    """Yield function(*chunk) of each chunk, in order, from this process or, if there is enough for each, from
-    several.
-
-    progress(done bytes, all bytes) is called after each. Whoever iterates must close the generator. Workers
-    are forked, so the caller's script does not run again in them; two chunks each are under way, so memory
-    stays bounded; Ctrl-C does not reach them, and they end with their parent, however it ends.
-    """
-    done, total = 0, sum(end - start for _, start, end in chunks)
-    processes = min(processes or available_cores(), total // WORTH_A_PROCESS)
-    with contextlib.ExitStack() as stack:
-        if processes > 1:
-            fork = multiprocessing.get_context("fork")
-            pool = concurrent.futures.ProcessPoolExecutor(processes, fork, start_worker, (function,))
-            stack.callback(pool.shutdown, cancel_futures=True)
-            tasks = (pool.submit(work, *chunk).result for chunk in chunks)
-        else:
-            tasks = (functools.partial(function, *chunk) for chunk in chunks)
-        with contextlib.ExitStack() as starting:        # no interrupt before the pool can be shut down
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            starting.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
-            under_way = deque(itertools.islice(tasks, 2 * processes or 1))      # the others begin one by one
-        for chunk in chunks:
-            yield under_way.popleft()()
-            under_way.extend(itertools.islice(tasks, 1))
-            done += chunk[2] - chunk[1]
-            progress(done, total)
+    path, start, end = file if isinstance(file, tuple) else (file, 0, os.path.getsize(file))
+    cuts = [start]
+    for place in range(start + size, end - CUT_WINDOW, size):
+        cuts.append(place + find_cut(read_chunk(path, place, place + CUT_WINDOW)))
+    return [(path, a, b) for a, b in pairwise([*cuts, end])]
 
 
 WORTH_A_PROCESS = 1 << 21    # bytes; a process starts in the time that it takes to encode about one megabyte
 
 
+def run_chunks(function, chunks, processes, progress):
+    """Yield function(*chunk) of each chunk, in order, from this process or, if there is enough for each, from
+    several.  Whoever iterates must close the generator.  progress: None, or called as progress(done bytes,
+    all bytes) for each chunk."""
+    total = sum(end - start for _, start, end in chunks)
+    processes = min(processes or available_cores(), total // WORTH_A_PROCESS)
+    results = (function(*chunk) for chunk in chunks)
+    if processes > 1:
+        results = run_processes(function, chunks, processes)
+    done = 0
+    with closing(results):
+        for result, (_, start, end) in zip(results, chunks):
+            done += end - start
+            if progress:
+                progress(done, total)
+            yield result
+
+
+def run_processes(function, chunks, processes):
+    """Yield function(*chunk) of each chunk, in order.
+
+    Workers are forked, so the caller's script does not run again in them. Two chunks each are under way, so
+    memory stays bounded. Ctrl-C does not reach the workers, and they end with their parent, however it ends.
+    """
+    with ProcessPoolExecutor(processes, get_context("fork"), start_worker, (function,)) as pool:
+        tasks = (pool.submit(work, *chunk) for chunk in chunks)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})     # workers inherit it
+        try:
+            under_way = deque(islice(tasks, 2 * processes))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        while under_way:
+            yield under_way.popleft().result()
+            under_way.extend(islice(tasks, 1))
+
+
 def start_worker(function):
     """Runs first in a worker. The function comes with the fork and need not be one that can be sent; the
     cache of an encoder in it is a copy, from then on the worker's own."""
-    parent = multiprocessing.parent_process()
+    parent = parent_process()
     threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()      # end with it
     work.function = function
 
@@ -438,19 +452,20 @@ def work(*chunk):
 # ------------------------------------------------------------------------------------------------------------
 # 5. The tokenizer
 
-
 def byte_chars():
     """GPT-2's printable stand-ins for the 256 bytes in vocabulary files: itself where Latin-1 can be printed,
     else the next of U+0100, U+0101, ... (so a space is written as U+0120)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = itertools.count(0x100)
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    others = map(chr, count(0x100))
+    latin = map(chr, range(256))
+    return [char if char.isprintable() and char != " " else next(others) for char in latin]
 
 
-MODEL = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+# What stands in a tokenizer.json of ours
+BPE_MODEL = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
+SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 class Tokenizer:
@@ -468,14 +483,16 @@ class Tokenizer:
         ids = {token: i for i, token in enumerate(self.tokens)}
 
         def find(token):
-            i = ids.setdefault(token, len(self.tokens))
-            self.tokens[i:i + 1] = [token]
-            return i
+            if token not in ids:
+                ids[token] = len(self.tokens)
+                self.tokens.append(token)
+            return ids[token]
         self.merges = {(left, right): find(self.tokens[left] + self.tokens[right]) for left, right in merges}
-        byte_ids = {token[0]: i for token, i in ids.items() if len(token) == 1}
         self.special = {name: find(name.encode()) for name in special}
-        self.vocab_size, self.digits, self.template = len(self.tokens), digits, ""
-        self.encoder = Encoder(byte_ids, self.merges, "H" if self.vocab_size <= 1 << 16 else "I", digits)
+        self.vocab_size = len(self.tokens)
+        self.digits = digits
+        self.template = ""
+        self.encoder = Encoder(self.tokens, self.merges, digits)
 
     @classmethod
     def train(cls, texts, vocab_size):
@@ -484,28 +501,32 @@ class Tokenizer:
         vocab_size V counts the 256 bytes and the 4 special tokens; a text without enough repeated pairs gives
         fewer.
         """
-        return cls.from_words(count_words([texts] if isinstance(texts, (str, bytes)) else texts), vocab_size)
+        if isinstance(texts, (str, bytes)):
+            texts = [texts]
+        return cls.from_words(count_words(texts), vocab_size)
 
     @classmethod
-    def train_files(cls, files, vocab_size, processes=None, progress=lambda done, total: None):
-        """The same from files, on all cores in bounded memory. files: paths, or (path, start, end) for a part
-        in bytes.
+    def train_files(cls, files, vocab_size, processes=None, progress=None):
+        """The same from files, on all cores in bounded memory. files, progress: as for `encode_files`.
 
-        Lines that hold only <|endoftext|> separate documents and are not learned from. progress(done bytes,
-        all bytes) is called now and then. ValueError if a file is binary or all are empty.
+        Lines that hold only <|endoftext|> separate documents and are not learned from. ValueError if a file
+        is binary or all are empty.
         """
-        files = [(file,) if isinstance(file, (str, os.PathLike)) else file for file in files]
-        parts = [find_chunks(*file, size=4 * CHUNK) for file in files]
-        for (path, start, end), *_ in parts:
-            require(b"\0" not in read_chunk(path, start, min(end, start + 8192)),
-                    f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
-        words, chunks = Counter(), list(itertools.chain(*parts))
-        work = run_chunks(lambda *chunk: count_words(read_documents(*chunk)), chunks, processes, progress)
-        with contextlib.closing(work) as results:
-            for counts in results:
+        chunks = []
+        for file in files:
+            part = find_chunks(file, 4 * CHUNK)
+            path, start, end = part[0]
+            head = read_chunk(path, start, min(end, start + 8192))
+            require(b"\0" not in head, f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
+            chunks += part
+        words = Counter()
+        counted = run_chunks(lambda *chunk: count_words(read_documents(*chunk)), chunks, processes, progress)
+        with closing(counted):
+            for counts in counted:
                 words.update(counts)
-                prune_words(words)
-        require(words, f"There is no text in {', '.join(str(part[0][0]) for part in parts)}.")
+                if len(words) > MAX_WORDS:
+                    words = Counter(dict(words.most_common(MAX_WORDS // 2)))
+        require(words, f"There is no text in {', '.join(str(path) for path, _, _ in chunks)}.")
         return cls.from_words(words, vocab_size)
 
     @classmethod
@@ -519,39 +540,46 @@ class Tokenizer:
     def from_gpt2(cls, vocab_bpe, encoder_json):
         """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
         with refusing(f"{vocab_bpe}, {encoder_json}: not GPT-2's tokenizer files"):
-            merges = read_chunk(vocab_bpe).decode("utf-8").split("\n")[1:]    # the first line is the version
-            return cls.from_vocab(read_json(encoder_json), filter(None, merges), [END_OF_TEXT])
+            merges = read_chunk(vocab_bpe).decode("utf-8").split("\n")[1:-1]   # the first line is the version
+            return cls.from_vocab(read_json(encoder_json), merges, [END_OF_TEXT])
 
     @classmethod
     def from_vocab(cls, vocab, merges, special, digits=False):
         """vocab: {token in printable stand-ins, or name: id}; merges: "left right" or [left, right] each;
         special: names.  ValueError for what does not fit together."""
-        ordinary, chars = vocab.keys() - {*special}, {char: byte for byte, char in enumerate(byte_chars())}
-        wrong = [name for name in vocab if not ({*name} <= chars.keys() if name in ordinary else name[1:])]
-        require(not wrong, f"its tokens {wrong[:3]} hold what stands for no byte, or are special and a byte")
-        # ids beyond this limit, far from all that there are, would make a list that fills the memory
-        tokens = {i: bytes(map(chars.get, name)) if name in ordinary else name.encode()
-                  for name, i in vocab.items() if type(i) is int and 0 <= i < 1 << 20}
-        require(len(vocab) == len(tokens) == len({*tokens.values()} - {b""}) > 0,
-                f"its {len(vocab)} tokens do not all differ and have numbers below {1 << 20} of their own")
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-        wrong = [merge for merge, times in Counter(map(tuple, merges)).items()
-                 if times > 1 or len(merge) != 2 or not {*merge, "".join(merge)} <= ordinary]
-        require(not wrong, f"its merges {wrong[:3]} do not make tokens of two others, or are there twice")
+        byte_of = {char: byte for byte, char in enumerate(byte_chars())}
+        ordinary = vocab.keys() - {*special}
+        tokens = {}
+        for name, i in vocab.items():
+            known = {*name} <= byte_of.keys() if name in ordinary else name[1:]
+            # ids beyond this limit, far from all that there are, would make a list that fills the memory
+            require(known and type(i) is int and 0 <= i < 1 << 20,
+                    f"its token {name} holds what stands for no byte, or is special and a byte, or has no id "
+                    f"below {1 << 20}, but {i}")
+            tokens[i] = bytes(map(byte_of.get, name)) if name in ordinary else name.encode()
+        require(len(vocab) == len({*tokens.values()} - {b""}) > 0, "its tokens, or their ids, do not all differ")
+        pairs = []
+        for merge in merges:
+            left, right = merge.split(" ") if isinstance(merge, str) else merge
+            require({left, right, left + right} <= ordinary,
+                    f"its merge {left} {right} does not make a token of two others")
+            pairs.append((vocab[left], vocab[right]))
+        require(len(pairs) == len({*pairs}), "one of its merges is there twice")
         tokens = [tokens.get(i, b"") for i in range(max(tokens) + 1)]
-        return cls(tokens, [(vocab[a], vocab[b]) for a, b in merges], sorted(special, key=vocab.get), digits)
+        return cls(tokens, pairs, sorted(special, key=vocab.get), digits)
 
     def encode(self, text):
         """str or bytes -> list of ids, never a special one; decode_bytes gives the same bytes back, whatever
         they are.
         """
-        return array.array(self.encoder.typecode, self.encoder.pack(text)).tolist()
+        return array(self.encoder.typecode, self.encoder.pack(text)).tolist()
 
     def special_id(self, *names):
         """The id of the first of these special tokens that there is."""
-        ids = [self.special[name] for name in names if name in self.special]
-        require(ids, f"The tokenizer has no special token {names[0]}.")
-        return ids[0]
+        for name in names:
+            if name in self.special:
+                return self.special[name]
+        raise ValueError(f"The tokenizer has no special token {names[0]}.")
 
     @property
     def end_of_turn(self):
@@ -568,66 +596,85 @@ class Tokenizer:
 
         text, system: str or bytes.  What is in brackets stands in the first turn alone, if there is a system
         text: this one, or the template's.  In ChatML a turn that is not the first begins with the line end
-        that follows the end of the answer before.  room: at most so many ids; of a longer text the end is
-        kept, and the beginning of what surrounds it gives way only where that alone is too long.
+        that follows the end of the answer before it.
+
+        room: at most so many ids.  Of a longer text the end is kept.  What surrounds the text stays whole,
+        unless it is too long by itself: then its beginning goes, too, all but the first id.
         """
-        text, system = to_bytes(to_str(text)), to_bytes(to_str(system))
+        text = to_bytes(to_str(text))
+        system = to_bytes(to_str(system))
         if self.template in ("", CHAT_TEMPLATE):
+            before = [self.special_id(USER)]
             head = system + b"\n\n" if system and first else b""
-            before, after = [self.special_id(USER)], [self.end_of_turn, self.special_id(ASSISTANT)]
+            after = [self.end_of_turn, self.special_id(ASSISTANT)]
         else:
-            start, end = self.special_id("<|im_start|>"), [self.end_of_turn, *self.encode("\n")]
-            system = system or json.loads(f'"{CHATML.fullmatch(self.template)[1] or ""}"').encode()
-            opening = [start, *self.encode(b"system\n" + system), *end] if system else []
-            before, head = [*(opening if first else end[1:]), start], b"user\n"
+            start = self.special_id("<|im_start|>")
+            end = [self.end_of_turn, *self.encode("\n")]
+            default = CHATML.fullmatch(self.template)[1] or ""
+            system = system or json.loads(f'"{default}"').encode()
+            before = [start]
+            if not first:
+                before = end[1:] + before
+            elif system:
+                before = [start, *self.encode(b"system\n" + system), *end] + before
+            head = b"user\n"
             after = [*end, start, *self.encode("assistant\n")]
         # one piece: other tools, too, encode together what stands between two special tokens
         ids = [*before, *self.encode(head + text), *after]
         if room is None or len(ids) <= room:
             return ids
-        before = [*before, *self.encode(head)]
+        before += self.encode(head)
         ids = [*before, *self.encode(text), *after]
         frame = len(before) if len(before) + len(after) <= room else 1
-        return ids[:frame] + ids[max(frame, frame + len(ids) - room):]
+        dropped = max(0, len(ids) - room)
+        return ids[:frame] + ids[frame + dropped:]
 
     def decode_bytes(self, ids):
         """Iterable of ids -> bytes; a special token gives its name."""
-        ids = list(ids)
-        if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
-            raise ValueError(f"Token id {bad[0]} is out of range: there are V = {self.vocab_size} tokens.")
-        return b"".join([self.tokens[token] for token in ids])
+        tokens = []
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"Token id {token} is out of range: there are V = {self.vocab_size} tokens.")
+            tokens.append(self.tokens[token])
+        return b"".join(tokens)
 
     def decode(self, ids):
         """Iterable of ids -> str; bytes that are not UTF-8, as when a token ends inside a character, become
         U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
-    def encode_file(self, path, out, start=0, end=None, processes=None, progress=lambda done, total: None):
-        """Encode bytes [start, end) of a file into little-endian uint16 ids in the file `out`, which is
-        replaced when all is written; returns how many they are.
+    def encode_file(self, path, out, processes=None, progress=None):
+        """Encode a file into a file: see `encode_files`."""
+        return self.encode_files([path], out, processes, progress)
+
+    def encode_files(self, files, out, processes=None, progress=None):
+        """Encode files, one after the other, into little-endian uint16 ids in the file `out`, which is
+        replaced when all is written; returns how many they are.  files: paths, or (path, start, end) for a
+        part in bytes.
 
         Lines that hold only <|endoftext|>, with the empty lines around them, become the one id of
-        <|endoftext|> (or what stands in its place: TEXT_ENDS), and the last document ends with it too; there
-        are no empty documents. Memory is bounded: chunks of 1 MiB (`find_cut` says where), on all cores or
-        `processes`. progress(done bytes, all bytes) is called after each chunk.
+        <|endoftext|> (or what stands in its place: TEXT_ENDS). The last document of each file ends with it,
+        too. There are no empty documents. Memory is bounded: chunks of 1 MiB (`find_cut` says where), on all
+        cores or in `processes`. progress(done bytes, all bytes) is called for each chunk.
         """
-        return self.encode_files([(path, start, end)], out, processes, progress)
-
-    def encode_files(self, files, out, processes=None, progress=lambda done, total: None):
-        """The same of several files, one after the other. files: (path, start, end) each, a part in bytes."""
         require(self.vocab_size <= 1 << 16, f"{self.vocab_size} tokens are too many: at most 65536.")
-        parts = [find_chunks(*file, size=CHUNK) for file in files]
-        begins = [i == 0 for part in parts for i in range(len(part))]
-        last = boundary = array.array("H", [self.special_id(*TEXT_ENDS)]).tobytes()
-        work = run_chunks(lambda *chunk: boundary.join(map(self.encoder.pack, read_documents(*chunk))),
-                          list(itertools.chain(*parts)), processes, progress)
-        with replace_file(out) as file, contextlib.closing(work) as results:
-            # zip in this order: results must run to its end; behind the last file as if an empty one began
-            for ids, begin in itertools.chain(zip(results, begins), [(b"", True)]):
-                if begin or last == boundary:   # the end of the file before, once; and no document is empty
-                    ids = (b"" if last == boundary else boundary) + ids.removeprefix(boundary)
-                file.write(ids)
-                last = ids[-2:] or last
+        boundary = array("H", [self.special_id(*TEXT_ENDS)]).tobytes()
+
+        def encode(*chunk):
+            return boundary.join(map(self.encoder.pack, read_documents(*chunk)))
+        parts = [find_chunks(file, CHUNK) for file in files]
+        results = run_chunks(encode, [*chain(*parts)], processes, progress)
+        last = boundary
+        with replace_file(out) as file, closing(results):
+            for part in parts:
+                for _, ids in zip(part, results):       # in this order: zip takes no result too many
+                    if last == boundary:                # no document is empty
+                        ids = ids.removeprefix(boundary)
+                    file.write(ids)
+                    last = ids[-2:] or last
+                if last != boundary:
+                    file.write(boundary)
+                    last = boundary
             return file.tell() // 2
 
     def save(self, path):
@@ -637,13 +684,16 @@ class Tokenizer:
         text.
         """
         chars = byte_chars()
-        names = {i: token.decode("latin-1").translate(chars) for i, token in enumerate(self.tokens) if token}
-        names.update((i, name) for name, i in self.special.items())
-        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        added = [{"id": i, "content": name, **plain} for name, i in self.special.items()]
-        model = {**MODEL, "vocab": {name: i for i, name in names.items()},
+        names = [token.decode("latin-1").translate(chars) for token in self.tokens]
+        added = []
+        for name, i in self.special.items():
+            names[i] = name
+            added.append({"id": i, "content": name, **SPECIAL})
+        model = {**BPE_MODEL, "vocab": {name: i for i, name in enumerate(names) if name},
                  "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}
-        words = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]} if self.digits else BYTE_LEVEL
+        words = BYTE_LEVEL
+        if self.digits:
+            words = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}
         tokenizer = {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
             "pre_tokenizer": words, "post_processor": None, "decoder": BYTE_LEVEL, "model": model}
@@ -655,73 +705,161 @@ class Tokenizer:
         have text encoded in a way that is not known here."""
         content = read_json(path)
         with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
-            model, added = content["model"], content.get("added_tokens", [])
-            pre, post = [content.get(key) or {"type": None} for key in ("pre_tokenizer", "post_processor")]
-            # trim_offsets makes no difference to ids, and use_regex may be left out
-            steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in pre.get("pretokenizers", [pre])]
-            found = {**content, **model, "added_tokens": [token for token in added if not token["special"]]}
-            known = {key: not found.get(key) for key in ("normalizer", "added_tokens", *MODEL)} | {
-                "type": model.get("type", "BPE") == "BPE", "fuse_unk": True,
-                "unk_token": not model.get("unk_token") or model["vocab"].keys() >= {*byte_chars()},
-                "pre_tokenizer": steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]),
-                "post_processor": post["type"] in (None, "ByteLevel") or not post.get("special_tokens", True)}
-            for key in known:
-                require(known[key], f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
+            model = content["model"]
+            vocab = model["vocab"]
+            added = content.get("added_tokens", [])
             special = {token["content"]: token["id"] for token in added}
+            found = {**content, **model, "added_tokens": [token for token in added if not token["special"]]}
+            # trim_offsets makes no difference to ids, and use_regex may be left out
+            pre = content.get("pre_tokenizer") or {"type": None}
+            steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in pre.get("pretokenizers", [pre])]
+            post = content.get("post_processor") or BYTE_LEVEL
+            known = {
+                "type": model.get("type", "BPE") == "BPE",
+                "pre_tokenizer": steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]),
+                "post_processor": post["type"] == "ByteLevel",
+                # the token of an unknown byte is never used where all bytes are known
+                "unk_token": not model.get("unk_token") or vocab.keys() >= {*byte_chars()}}
+            for key in ("normalizer", "added_tokens", "dropout", "continuing_subword_prefix", "end_of_word_suffix",
+                        "byte_fallback", "ignore_merges"):
+                known[key] = not found.get(key)
+            for key, good in known.items():
+                require(good, f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
             # where both have an id, the vocabulary's counts, as for `tokenizers`
-            return cls.from_vocab({**special, **model["vocab"]}, model["merges"], special, len(steps) > 1)
+            return cls.from_vocab({**special, **vocab}, model["merges"], special, len(steps) > 1)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. Looking at it: the command line
+# 6. Forms of conversations: chat templates
+
+# How a conversation becomes one text (Tokenizer.prompt), for other tools, in Jinja: transformers'
+# apply_chat_template gives the same ids. But for one case: such a tool puts a conversation together as text,
+# so a "<|end|>" that somebody typed becomes the special token there. Here it stays seven characters.
+CHAT_TEMPLATE = r"""{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- for message in (messages[1:] if messages[0].role == 'system' else messages) -%}
+    {%- if message.role != ('assistant' if loop.index0 % 2 else 'user') -%}
+        {{- raise_exception('after one system text at most, the roles must be user and assistant in turn') -}}
+    {%- endif -%}
+    {{- '<|' + message.role + '|>' + (system + '\n\n' if loop.first and system else '') -}}
+    {{- message.content + '<|end|>' -}}
+{%- endfor -%}
+{{- '<|assistant|>' if add_generation_prompt else '' -}}"""
+
+# The other form that is known: ChatML, of SmolLM, Qwen and others, as `tidied` writes it, in two parts.
+# Between them may stand the system text of a conversation that brings none, the group.
+CHATML_PARTS = ('{%for message in messages%}',
+                r'{{"<|im_start|>"+message["role"]+"\n"+message["content"]+"<|im_end|>"+"\n"}}{%endfor%}'
+                r'{%if add_generation_prompt%}{{"<|im_start|>assistant\n"}}{%endif%}')
+CHATML = re.compile((r'(?:{%if loop\.first and messages\[0\]\["role"\]!="system"%}{{"<\|im_start\|>system\\n'
+                     r'((?:[^"\\]|\\.)+)<\|im_end\|>\\n"}}{%endif%})?').join(map(re.escape, CHATML_PARTS)))
+
+# A quoted string, with its end if it has one: so each character is looked at once, in any text.
+STRING = r"""('(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?)"""
+
+# White space that Jinja drops before a template has a meaning.  A run of white space is looked at from its
+# beginning alone, since otherwise a long run would take quadratic time.
+DROPPED = re.compile(STRING + r"""
+    | (?: (?<!\s) \s+ )? ({[{%]) -      # before {%- and {{-
+    | - ([%}]}) \s*                     # behind -%} and -}}
+    | ^ [ \t]+ (?={%) | (?<=%}) \n      # transformers asks for it: before {% in its line, a line end behind %}
+    """, re.DOTALL | re.MULTILINE | re.VERBOSE)
+
+# What is left of it: it becomes a part of the conversation, or it parts two words, or it means nothing.
+LEFT = re.compile(STRING + r"| ((?:\A|(?<=[%}]})) \s+ | (?<=\w)\s+(?=\w)) | \s+", re.DOTALL | re.VERBOSE)
+
+
+def tidied(template):
+    """A Jinja template with its insignificant white space removed, and with all its strings in double quotes.
+    The time is linear in its length."""
+    def tidy(found):
+        string, space = found.groups()
+        if not string:
+            return space or ""
+        value = string[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")   # as Jinja reads it
+        return json.dumps(value, ensure_ascii=False)
+    return LEFT.sub(tidy, DROPPED.sub(r"\1\2\3", template))
+
+
+def known_template(text):
+    """A chat template as `Tokenizer.template` wants it, if its form is known: "" (none), ours or ChatML,
+    however they are written.  Else None."""
+    with suppress(TypeError, ValueError):    # no text, or a string that Jinja cannot read either
+        tidy = tidied(text)
+        if tidy == tidied(CHAT_TEMPLATE):
+            return CHAT_TEMPLATE
+        if tidy == "" or CHATML.fullmatch(tidy):
+            return tidy
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 7. Looking at it: the command line
 
 def visible(token):
     r"""The bytes of a token as printable text: a byte that is no whole character as \xNN, a line end as \n,
     ..."""
-    text = token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() if char.isascii()
-                   else f"\\u{ord(char):04x}" for char in text)
+    shown = ""
+    for char in token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace"):
+        if char.isprintable():
+            shown += char
+        elif char.isascii():
+            shown += char.encode("unicode_escape").decode()
+        else:
+            shown += f"\\u{ord(char):04x}"
+    return shown
 
 
 def show(tokenizer, text):
     """A text with a bar between its tokens; after a line end, which is shown as \\n, a new line begins."""
     tokens = [tokenizer.tokens[token] for token in tokenizer.encode(text)]
-    bars = ["|\n" if token.endswith(b"\n") else "|" for token in tokens]
-    shown = "".join(visible(token) + bar for token, bar in zip(tokens, bars)).rstrip("\n")[:-1]
+    shown = ""
+    for token in tokens:
+        shown += visible(token) + "|"
+        if token.endswith(b"\n"):
+            shown += "\n"
+    shown = shown.rstrip("\n")[:-1]                     # without the last bar
     size = sum(map(len, tokens))
     return f"{shown}\n{len(tokens)} tokens for {size} bytes, {size / max(len(tokens), 1):.2f} bytes a token"
 
 
 def train_command(files, vocab_size, out):
-    require(not os.path.isdir(out) and os.access(os.path.dirname(os.path.abspath(out)), os.W_OK),
-            f"Cannot write {out}; give --out a file in a folder that exists and is yours.")
     started = time.monotonic()
     tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
     tokenizer.save(out)
-    print(f"{out}: {tokenizer.vocab_size} of {vocab_size} tokens learned from "
-          f"{sum(map(os.path.getsize, files)):,} bytes in {time.monotonic() - started:.1f} s")
+    seconds = time.monotonic() - started
+    size = sum(map(os.path.getsize, files))
+    print(f"{out}: {tokenizer.vocab_size} of {vocab_size} tokens learned from {size:,} bytes in {seconds:.1f} s")
+
+
+def show_command(text, with_ids, path):
+    if not path:
+        path = "tokenizer.json"
+        if not os.path.exists(path):
+            path = os.path.join(newest_checkpoint("make a tokenizer: `python tokenizer.py train FILE`"), path)
+    tokenizer = Tokenizer.load(path)
+    text = sys.stdin.buffer.read() if text == "-" else os.fsencode(text)
+    if with_ids:
+        print(*tokenizer.encode(text))
+    else:
+        print(show(tokenizer, text))
 
 
 def main(argv):
     parser = Parser(description="Byte-level BPE: how text becomes integers.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    train = commands.add_parser("train", help="learn a tokenizer from text files")
-    train.add_argument("files", nargs="+", metavar="FILE", help="text; <|endoftext|> separates documents")
-    train.add_argument("--vocab", type=whole_number(260), default=4096, metavar="V", help="at most (4096)")
-    train.add_argument("--out", metavar="FILE", default="tokenizer.json", help="(default: %(default)s)")
-    show_ = commands.add_parser("show", help="print a text with its token boundaries")
-    show_.add_argument("text", metavar="TEXT", help="the text, or - for standard input; -- goes before -TEXT")
-    show_.add_argument("--ids", action="store_true", help="print the ids of its tokens")
-    show_.add_argument("--tokenizer", metavar="FILE", help="(default: tokenizer.json, or the newest model's)")
-    arguments = parser.parse_args(argv)
-    if arguments.command == "train":
-        return train_command(arguments.files, arguments.vocab, arguments.out)
-    path = arguments.tokenizer or "tokenizer.json"
-    if not arguments.tokenizer and not os.path.exists(path):
-        path = os.path.join(newest_checkpoint("make a tokenizer: `python tokenizer.py train FILE`"), path)
-    tokenizer = Tokenizer.load(path)
-    text = sys.stdin.buffer.read() if arguments.text == "-" else os.fsencode(arguments.text)
-    print(" ".join(map(str, tokenizer.encode(text))) if arguments.ids else show(tokenizer, text))
+    training = commands.add_parser("train", help="learn a tokenizer from text files")
+    training.add_argument("files", nargs="+", help="text; <|endoftext|> separates documents")
+    training.add_argument("--vocab", type=whole_number(260), default=4096, help="at most so many tokens (4096)")
+    training.add_argument("--out", default="tokenizer.json", help="the file to write (%(default)s)")
+    showing = commands.add_parser("show", help="print a text with its token boundaries")
+    showing.add_argument("text", help="the text, or - for standard input; -- goes before -TEXT")
+    showing.add_argument("--ids", action="store_true", help="print the ids of its tokens")
+    showing.add_argument("--tokenizer", help="its file (default: tokenizer.json, or the newest model's)")
+    args = parser.parse_args(argv)
+    if args.command == "train":
+        train_command(args.files, args.vocab, args.out)
+    else:
+        show_command(args.text, args.ids, args.tokenizer)
 
 
 if __name__ == "__main__":
