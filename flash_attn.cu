@@ -81,6 +81,10 @@ struct Place {
     int b, h, g, T, H, G;
 };
 
+__device__ Place query_head(int T, int H, int G) {
+    int h = blockIdx.x;
+    return {int(blockIdx.y), h, h / (H / G), T, H, G};
+}
 // Head n of an array (B,T,heads*D).
 template <class Real>
 __device__ Matrix<Real> head_of(Real* array, int b, int n, int T, int heads) {
@@ -220,10 +224,10 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
     constexpr int STEP = 8;  // keys for which m, l and O are brought up to date at once
     __shared__ Tile K, V;
     // The last queries see the most keys: the longest work starts first.
-    int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = (T - 1) / ROWS - blockIdx.z;
+    Place at = query_head(T, H, G);
+    int i = (T - 1) / ROWS - blockIdx.z;
     int query = i * ROWS + own_row(), last = query | (WARP_ROWS - 1);  // last: of this warp's queries
-    Place at = {b, h, g, T, H, G};
-    const float scale = rsqrtf(float(D));
+    float scale = rsqrtf(D);
     auto in = heads_of(qkv, at);
 
     Row q[2] = {load(in.q, query), load(in.q, query + 1)}, O[2] = {};
@@ -263,10 +267,10 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
 __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const float* out, const float* lse,
                             const float* qkv, Rope rope, int T, int H, int G) {
     __shared__ Tile K, V;
-    int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = gridDim.z - 1 - blockIdx.z;
+    Place at = query_head(T, H, G);
+    int i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row(), last = query | (WARP_ROWS - 1);
-    Place at = {b, h, g, T, H, G};
-    const float scale = rsqrtf(float(D));
+    float scale = rsqrtf(D);
     auto in = heads_of(qkv, at);
 
     Row q[2], dO[2], dQ[2] = {};
@@ -298,7 +302,7 @@ __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout
     __shared__ Tile Q, dO;
     int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z, key = j * ROWS + own_row();
     Place at = {b, 0, g, T, H, G};
-    const float scale = rsqrtf(float(D));
+    float scale = rsqrtf(D);
     auto in = heads_of(qkv, at);
 
     Row k[2] = {load(in.k, key), load(in.k, key + 1)}, dK[2] = {};
@@ -363,6 +367,7 @@ __device__ unsigned shared_address(const void* p) { return unsigned(__cvta_gener
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane 8m + r gives the address of row r (16
 // bytes) of matrix m; lane l receives in r[m] elements 2 (l % 4) and the next of row l / 4 of matrix m. It
 // moves bits: a row may as well be four 32-bit elements, of which lane l then receives number l % 4.
+typedef unsigned long long Descriptor;
 #define FOUR(kind, x, i) kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3])
 #define LDMATRIX(kind)                                                         \
     asm volatile("ldmatrix.sync.aligned.m8n8." kind " {%0, %1, %2, %3}, [%4];" \
@@ -407,17 +412,17 @@ __device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "                          \
               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
               "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-__device__ void wgmma_abt(float* c, unsigned long long a, unsigned long long b) {
+__device__ void wgmma_abt(float* c, Descriptor a, Descriptor b) {
     asm volatile(WGMMA "%32, %33, 1, 1, 1, 0, 0;" : ALL_OF_C : "l"(a), "l"(b));
 }
-__device__ void wgmma_ab(float* c, const unsigned* a, unsigned long long b) {
+__device__ void wgmma_ab(float* c, const unsigned* a, Descriptor b) {
     asm volatile(WGMMA "{%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
                  : ALL_OF_C : FOUR("r", a, 0), "l"(b));
 }
 
 // What names rows of shared memory to it. Its unit is 16 bytes: 1024 of them from eight rows to the next
 // eight; 1 << 62 is the swizzle of 128 bytes.
-__device__ unsigned long long wgmma_tile(const char* rows) {
+__device__ Descriptor wgmma_tile(const char* rows) {
     return shared_address(rows) / 16 | 1024ull / 16 << 32 | 1ull << 62;
 }
 
@@ -464,6 +469,7 @@ __device__ void mask_future(Scores& S, int query, int key) {
     }
 }
 
+typedef float Rows[D / 8][4];
 // Real: unsigned short, the bits of a bf16; or float, for tf32.
 template <class Real>
 struct Kernels {
@@ -528,7 +534,7 @@ struct Kernels {
     // The warp's rows of a head, from `first` on, = factor * O; if there is a rope, turned back. It goes
     // through the warp's own rows, from `row` on, of a tile that is no longer needed, so that whole chunks
     // are written.
-    static __device__ void store(Matrix<Real> to, float (&O)[M][D / 8][4], float factor, char* tile, int row,
+    static __device__ void store(Matrix<Real> to, Rows (&O)[M], float factor, char* tile, int row,
                                  int first, Rope rope = {}) {
         int lane = threadIdx.x % 32;
         if (rope.cos) EACH(m, M) EACH(half, 2) EACH(n, D / 16) {
@@ -555,21 +561,23 @@ struct Kernels {
 
     // --- Operands ------------------------------------------------------------------------------------------
 
-    static __device__ unsigned rounded(unsigned word) { return BF16 ? word : round_tf32(word); }
+    static __device__ void load_words(unsigned* words, const char* from) {
+        ldmatrix_x4(words, from);
+        if (BF16) return;
+        EACH(i, 4) words[i] = round_tf32(words[i]);
+    }
 
     // The left operand of a product: 2 chunks of this warp's 16 rows of a part.
     static __device__ void load_a(unsigned (&a)[4], const char* part, int step) {
         int lane = threadIdx.x % 32;
-        ldmatrix_x4(a, part + (offset(16 * warp_number() + lane % 16, lane / 16) ^ 32 * step));
-        EACH(i, 4) a[i] = rounded(a[i]);
+        load_words(a, part + (offset(16 * warp_number() + lane % 16, lane / 16) ^ 32 * step));
     }
 
     // Two right operands of A B^T: b[0], b[1] are 2 chunks of rows `row` .. row + 7, b[2], b[3] of the eight
     // after them.
     static __device__ void load_bt(unsigned (&b)[4], const char* tile, int row, int step) {
         int lane = threadIdx.x % 32;
-        ldmatrix_x4(b, tile + row * ROW + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
-        EACH(i, 4) b[i] = rounded(b[i]);
+        load_words(b, tile + row * ROW + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
     }
 
     // Word i of the left operand that pieces n and n + 1 of P are. Rounded to bf16 they already lie as it
@@ -599,26 +607,28 @@ struct Kernels {
 
     // --- Products of tiles ---------------------------------------------------------------------------------
 
+    static __device__ void add_step(Scores& S, const char* A, const char* B, int step) {
+        unsigned a[4], b[4];
+        load_a(a, A, step);
+        EACH(n, 4) {
+            load_bt(b, B, 16 * n, step);
+            EACH(i, 2) mma(S[2 * n + i], a, b + 2 * i);
+        }
+    }
+
     // S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
     // `finish` comes before S is used.
     static __device__ void product_abt(Scores& S, const char* A, const char* B) {
         EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
         if (WARPGROUP) {
             wgmma_begin();
-            unsigned long long a = wgmma_tile(A), b = wgmma_tile(B);
+            Descriptor a = wgmma_tile(A), b = wgmma_tile(B);
             EACH(step, STEPS) wgmma_abt(S[0], a + 2 * step, b + 2 * step);
-        } else EACH(step, STEPS) [&]{
-            unsigned a[4], b[4];
-            load_a(a, A, step);
-            EACH(n, 4) {
-                load_bt(b, B, 16 * n, step);
-                EACH(i, 2) mma(S[2 * n + i], a, b + 2 * i);
-            }
-        }();
+        } else EACH(step, STEPS) add_step(S, A, B, step);
     }
 
     // O += P @ B, B being a tile; then `finish` as well.
-    static __device__ void product_ab(float (&O)[D / 8][4], const Scores& P, const char* B) {
+    static __device__ void product_ab(Rows& O, const Scores& P, const char* B) {
         constexpr int PIECES = CHUNK / 4, LEFT = 8 / PIECES;  // of P in a left operand, of O for a load of B
         unsigned a[LEFT][4];
         EACH(n, LEFT) EACH(i, 4) a[n][i] = left_operand(P, PIECES * n, i);
@@ -633,8 +643,7 @@ struct Kernels {
     }
 
     // Waits for what was begun, C among it.
-    template <int N>
-    static __device__ void finish(float (&C)[N][4]) {
+    static __device__ void finish(float (*C)[4]) {
         if (WARPGROUP) wgmma_wait(C[0]);
     }
 
@@ -667,18 +676,18 @@ struct Kernels {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         char* Q_tile = (char*)shared_memory;
         char* stages = Q_tile + M * BYTES;  // two of K and V
-        int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = (T - 1) / ROWS - blockIdx.z;
-        int lane = threadIdx.x % 32;
+        Place at = query_head(T, H, G);
+        int i = (T - 1) / ROWS - blockIdx.z, lane = threadIdx.x % 32;
         // The warp's first row: in the tile, and as a query.
         int row = 16 * warp_number(), first = i * ROWS + row;
-        Place at = {b, h, g, T, H, G};
-        const float scale = rsqrtf(float(D)), scale2 = scale * LOG2_E;
-        Heads<const Real> in = heads_of(qkv, at);
+        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
+        auto in = heads_of(qkv, at);
 
         load<ROWS>(Q_tile, in.q, i * ROWS);
         load_stage(stages, 0, in.k, in.v, 0);
         arrive();
-        float O[M][D / 8][4] = {}, maximum[M][2], sum[M][2] = {};
+        Rows O[M] = {};
+        float maximum[M][2], sum[M][2] = {};
         EACH(m, M) EACH(half, 2) maximum[m][half] = MASKED;
         over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
             float (&m)[2] = maximum[part], (&l)[2] = sum[part], m_new[2];
@@ -734,11 +743,11 @@ struct Kernels {
         char* Q_tile = (char*)shared_memory;
         char* dO_tile = Q_tile + M * BYTES;
         char* stages = dO_tile + M * BYTES;  // two of K and V
-        int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = gridDim.z - 1 - blockIdx.z;
+        Place at = query_head(T, H, G);
+        int i = gridDim.z - 1 - blockIdx.z;
         int lane = threadIdx.x % 32, row = 16 * warp_number(), first = i * ROWS + row;
-        Place at = {b, h, g, T, H, G};
-        const float scale = rsqrtf(float(D)), scale2 = scale * LOG2_E;
-        Heads<const Real> in = heads_of(qkv, at);
+        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
+        auto in = heads_of(qkv, at);
 
         load<ROWS>(Q_tile, in.q, i * ROWS);
         load<ROWS>(dO_tile, head_of(dout, at), i * ROWS);
@@ -766,7 +775,7 @@ struct Kernels {
             if (lane % 4 == 0 && first + r < T) delta[numbers_at(at) + first + r] = sum;
         }});
 
-        float dQ[M][D / 8][4] = {};
+        Rows dQ[M] = {};
         over_keys(stages, in, i, [&](const char* K_tile, int key, int m) {
             Scores S, dP;
             product_abt(S, Q_tile + m * BYTES, K_tile);
@@ -797,7 +806,7 @@ struct Kernels {
         float* numbers = (float*)(stages + 2 * 2 * BYTES);  // two of lse and delta
         int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
         int lane = threadIdx.x % 32, row = 16 * warp_number(), first = j * ROWS + row;
-                const float scale = rsqrtf(float(D)), scale2 = scale * LOG2_E;
+                float scale = rsqrtf(D), scale2 = scale * LOG2_E;
 
         auto load_queries = [&](int n, int h, int query) {
             Place at = {b, h, g, T, H, G};
@@ -815,7 +824,7 @@ struct Kernels {
         load_queries(0, h, query);
         arrive();
 
-        float dK[M][D / 8][4] = {}, dV[M][D / 8][4] = {};
+        Rows dK[M] = {}, dV[M] = {};
         // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
         for (int n = 0; h < (g + 1) * (H / G); n++) {
             const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
