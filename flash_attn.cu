@@ -65,6 +65,8 @@
 constexpr int D = HEAD_DIM, THREADS = 128;  // of a block
 constexpr float MASKED = -1e30f;  // for minus infinity: exp(MASKED - m) is 0, and MASKED - MASKED is not NaN
 
+#define EACH(name, count) _Pragma("unroll") for (int name = 0; name < count; name++)
+
 // One head of one sequence: T rows of D numbers, `stride` apart.
 template <class Real>
 struct Matrix {
@@ -74,26 +76,39 @@ struct Matrix {
     __device__ Real* row(int t) const { return rows + (long long)t * stride; }
 };
 
-// Head n of sequence b in an array (B,T,heads*D), such as out.
+// Query head h of sequence b, and the key head g that it reads.
+struct Place {
+    int b, h, g, T, H, G;
+};
+
+__device__ Place query_head(int T, int H, int G) {
+    int h = blockIdx.x;
+    return {int(blockIdx.y), h, h / (H / G), T, H, G};
+}
+// Head n of an array (B,T,heads*D).
 template <class Real>
 __device__ Matrix<Real> head_of(Real* array, int b, int n, int T, int heads) {
     return {array + (long long)b * T * heads * D + n * D, T, heads * D};
 }
+
+// The query head in an array (B,T,H*D), such as out.
+template <class Real>
+__device__ Matrix<Real> head_of(Real* array, Place at) { return head_of(array, at.b, at.h, at.T, at.H); }
 
 template <class Real>
 struct Heads {
     Matrix<Real> q, k, v;
 };
 
-// Query head h and key head g of sequence b in qkv, or in dqkv.
+// Both heads in qkv, or in dqkv.
 template <class Real>
-__device__ Heads<Real> heads_of(Real* qkv, int b, int h, int g, int T, int H, int G) {
-    int all = H + 2 * G;
-    return {head_of(qkv, b, h, T, all), head_of(qkv, b, H + g, T, all), head_of(qkv, b, H + G + g, T, all)};
+__device__ Heads<Real> heads_of(Real* qkv, Place at) {
+    int all = at.H + 2 * at.G;
+    return {head_of(qkv, at.b, at.h, at.T, all), head_of(qkv, at.b, at.H + at.g, at.T, all), head_of(qkv, at.b, at.H + at.G + at.g, at.T, all)};
 }
 
-// Where the T numbers of query head h of sequence b begin in lse, and in delta.
-__device__ long long numbers_at(int b, int h, int T, int H) { return ((long long)b * H + h) * T; }
+// Where the T numbers of the query head begin in lse, and in delta.
+__device__ long long numbers_at(Place at) { return ((long long)at.b * at.H + at.h) * at.T; }
 
 struct Rope { const float *cos, *sin; };
 
@@ -182,14 +197,14 @@ __device__ void store(Matrix<float> to, int t, float factor, Row row, Rope rope 
 // x . y, over all D columns
 __device__ float dot(const Row& x, const Row& y) {
     float sum = 0.0f;
-    for (int n = 0; n < 16; n++) sum += x.x[n] * y.x[n];
+    EACH(n, 16) sum += x.x[n] * y.x[n];
     for (int bit = GROUPS; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
     return sum;
 }
 
 // sum += p y
 __device__ void add_product(Row& sum, float p, const Row& y) {
-    for (int n = 0; n < 16; n++) sum.x[n] += p * y.x[n];
+    EACH(n, 16) sum.x[n] += p * y.x[n];
 }
 
 // Tiles x and y = rows first .. first + TILE - 1 of two heads; past the end the last one.
@@ -209,10 +224,11 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
     constexpr int STEP = 8;  // keys for which m, l and O are brought up to date at once
     __shared__ Tile K, V;
     // The last queries see the most keys: the longest work starts first.
-    int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = (T - 1) / ROWS - blockIdx.z;
+    Place at = query_head(T, H, G);
+    int i = (T - 1) / ROWS - blockIdx.z;
     int query = i * ROWS + own_row(), last = query | (WARP_ROWS - 1);  // last: of this warp's queries
-    const float scale = rsqrtf(float(D));
-    auto in = heads_of(qkv, b, h, g, T, H, G);
+    float scale = rsqrtf(D);
+    auto in = heads_of(qkv, at);
 
     Row q[2] = {load(in.q, query), load(in.q, query + 1)}, O[2] = {};
     float m[2] = {MASKED, MASKED}, l[2] = {};
@@ -220,13 +236,13 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j += STEP) {
             float S[STEP][2];
-            for (int n = 0; n < STEP; n++) {
+            EACH(n, STEP) {
                 Row k = load(K.rows[j + n]);
-                for (int r = 0; r < 2; r++) S[n][r] = dot(q[r], k);
+                EACH(r, 2) S[n][r] = dot(q[r], k);
             }
-            for (int r = 0; r < 2; r++) {  // online softmax
+            EACH(r, 2) {  // online softmax
                 float m_new = m[r];
-                for (int n = 0; n < STEP; n++) {
+                EACH(n, STEP) {
                     S[n][r] = first + j + n <= query + r ? scale * S[n][r] : MASKED;
                     m_new = fmaxf(m_new, S[n][r]);
                 }
@@ -234,71 +250,73 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
                 m[r] = m_new;
                 l[r] *= alpha;
                 for (float& x : O[r].x) x *= alpha;
-                for (int n = 0; n < STEP; n++) l[r] += S[n][r] = expf(S[n][r] - m[r]);  // P
+                EACH(n, STEP) l[r] += S[n][r] = expf(S[n][r] - m[r]);  // P
             }
-            for (int n = 0; n < STEP; n++) {
+            EACH(n, STEP) {
                 Row v = load(V.rows[j + n]);
-                for (int r = 0; r < 2; r++) add_product(O[r], S[n][r], v);
+                EACH(r, 2) add_product(O[r], S[n][r], v);
             }
         }
     }
-    for (int r = 0; r < 2; r++) {
-        store(head_of(out, b, h, T, H), query + r, 1.0f / l[r], O[r]);
-        if (query + r < T) lse[numbers_at(b, h, T, H) + query + r] = m[r] + logf(l[r]);
+    EACH(r, 2) {
+        store(head_of(out, at), query + r, 1.0f / l[r], O[r]);
+        if (query + r < T) lse[numbers_at(at) + query + r] = m[r] + logf(l[r]);
     }
 }
 
 __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const float* out, const float* lse,
                             const float* qkv, Rope rope, int T, int H, int G) {
     __shared__ Tile K, V;
-    int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = gridDim.z - 1 - blockIdx.z;
+    Place at = query_head(T, H, G);
+    int i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row(), last = query | (WARP_ROWS - 1);
-    const float scale = rsqrtf(float(D));
-    auto in = heads_of(qkv, b, h, g, T, H, G);
+    float scale = rsqrtf(D);
+    auto in = heads_of(qkv, at);
 
     Row q[2], dO[2], dQ[2] = {};
     float L[2], Delta[2];
-    for (int r = 0; r < 2; r++) {
+    EACH(r, 2) {
         int t = min(query + r, T - 1);
         q[r] = load(in.q, t);
-        dO[r] = load(head_of(dout, b, h, T, H), t);
-        L[r] = lse[numbers_at(b, h, T, H) + t];
-        Delta[r] = dot(dO[r], load(head_of(out, b, h, T, H), t));
-        delta[numbers_at(b, h, T, H) + t] = Delta[r];
+        dO[r] = load(head_of(dout, at), t);
+        L[r] = lse[numbers_at(at) + t];
+        Delta[r] = dot(dO[r], load(head_of(out, at), t));
+        delta[numbers_at(at) + t] = Delta[r];
     }
     for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j++) {
             Row k = load(K.rows[j]), v = load(V.rows[j]);
-            for (int r = 0; r < 2; r++) {
+            EACH(r, 2) {
                 float S = dot(q[r], k), dP = dot(dO[r], v);
                 float P = expf((first + j <= query + r ? scale * S : MASKED) - L[r]);
                 add_product(dQ[r], P * (dP - Delta[r]), k);
             }
         }
     }
-    for (int r = 0; r < 2; r++) store(heads_of(dqkv, b, h, g, T, H, G).q, query + r, scale, dQ[r], rope);
+    EACH(r, 2) store(heads_of(dqkv, at).q, query + r, scale, dQ[r], rope);
 }
 
 __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout, const float* lse,
                               const float* qkv, Rope rope, int T, int H, int G) {
     __shared__ Tile Q, dO;
     int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z, key = j * ROWS + own_row();
-    const float scale = rsqrtf(float(D));
-    auto in = heads_of(qkv, b, 0, g, T, H, G);
+    Place at = {b, 0, g, T, H, G};
+    float scale = rsqrtf(D);
+    auto in = heads_of(qkv, at);
 
     Row k[2] = {load(in.k, key), load(in.k, key + 1)}, dK[2] = {};
     Row v[2] = {load(in.v, key), load(in.v, key + 1)}, dV[2] = {};
-    for (int h = g * (H / G); h < (g + 1) * (H / G); h++)
+    for (at.h = g * (H / G); at.h < (g + 1) * (H / G); at.h++)
         for (int first = j * ROWS; first < T; first += TILE) {
-            load_tiles(Q, heads_of(qkv, b, h, g, T, H, G).q, dO, head_of(dout, b, h, T, H), first);
+            load_tiles(Q, heads_of(qkv, at).q, dO, head_of(dout, at), first);
             int t = min(first + int(threadIdx.x % 32), T - 1);  // each lane fetches the numbers of one query
-            float lane_L = lse[numbers_at(b, h, T, H) + t], lane_Delta = delta[numbers_at(b, h, T, H) + t];
+            float lane_L = lse[numbers_at(at) + t], lane_Delta = delta[numbers_at(at) + t];
             // from the first query that sees a key of this warp
             for (int i = max(0, (key & -WARP_ROWS) - first); i < TILE && first + i < T; i++) {
                 float L = __shfl_sync(0xFFFFFFFF, lane_L, i), Delta = __shfl_sync(0xFFFFFFFF, lane_Delta, i);
                 Row q = load(Q.rows[i]), d = load(dO.rows[i]);
-                for (int r = 0; r < 2; r++) {
+                EACH(r, 2) {
                     float S = dot(k[r], q), dP = dot(v[r], d);
                     float P = expf((key + r <= first + i ? scale * S : MASKED) - L);
                     add_product(dV[r], P, d);
@@ -306,9 +324,9 @@ __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout
                 }
             }
         }
-    for (int r = 0; r < 2; r++) {
-        store(heads_of(dqkv, b, 0, g, T, H, G).k, key + r, scale, dK[r], rope);
-        store(heads_of(dqkv, b, 0, g, T, H, G).v, key + r, 1.0f, dV[r]);
+    EACH(r, 2) {
+        store(heads_of(dqkv, at).k, key + r, scale, dK[r], rope);
+        store(heads_of(dqkv, at).v, key + r, 1.0f, dV[r]);
     }
 }
 
@@ -349,9 +367,11 @@ __device__ unsigned shared_address(const void* p) { return unsigned(__cvta_gener
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane 8m + r gives the address of row r (16
 // bytes) of matrix m; lane l receives in r[m] elements 2 (l % 4) and the next of row l / 4 of matrix m. It
 // moves bits: a row may as well be four 32-bit elements, of which lane l then receives number l % 4.
-#define LDMATRIX(kind)                                                                   \
-    asm volatile("ldmatrix.sync.aligned.m8n8." kind " {%0, %1, %2, %3}, [%4];"           \
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory")
+typedef unsigned long long Descriptor;
+#define FOUR(kind, x, i) kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3])
+#define LDMATRIX(kind)                                                         \
+    asm volatile("ldmatrix.sync.aligned.m8n8." kind " {%0, %1, %2, %3}, [%4];" \
+                 : FOUR("=r", r, 0) : "r"(shared_address(row)) : "memory")
 __device__ void ldmatrix_x4(unsigned* r, const void* row) { LDMATRIX("x4.shared.b16"); }
 
 // The same with each matrix transposed.
@@ -362,8 +382,8 @@ __device__ void ldmatrix_x4_transposed(unsigned* r, const void* row) { LDMATRIX(
 #define MMA(shape, types)                                                                 \
     asm("mma.sync.aligned." shape ".row.col.f32." types ".f32 "                           \
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                           \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                  \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+        : FOUR("+f", c, 0)                                                                \
+        : FOUR("r", a, 0), "r"(b[0]), "r"(b[1]))
 __device__ void mma_bf16(float* c, const unsigned* a, const unsigned* b) { MMA("m16n8k16", "bf16.bf16"); }
 __device__ void mma_tf32(float* c, const unsigned* a, const unsigned* b) { MMA("m16n8k8", "tf32.tf32"); }
 
@@ -387,22 +407,22 @@ __device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"
 // shared memory, where its rows of 128 bytes are swizzled as `offset` says: 16 rows of 64 numbers in
 // wgmma_ab, in wgmma_abt 16 numbers of 64 rows, which are B's columns. There A lies in shared memory, too;
 // in wgmma_ab each warp has its rows in registers.
-#define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define ALL_OF_C FOUR(0), FOUR(4), FOUR(8), FOUR(12), FOUR(16), FOUR(20), FOUR(24), FOUR(28)
+#define EIGHT(kind, x, i) FOUR(kind, x, i), FOUR(kind, x, i + 4)
+#define ALL_OF_C EIGHT("+f", c, 0), EIGHT("+f", c, 8), EIGHT("+f", c, 16), EIGHT("+f", c, 24)
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "                          \
               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
               "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-__device__ void wgmma_abt(float* c, unsigned long long a, unsigned long long b) {
+__device__ void wgmma_abt(float* c, Descriptor a, Descriptor b) {
     asm volatile(WGMMA "%32, %33, 1, 1, 1, 0, 0;" : ALL_OF_C : "l"(a), "l"(b));
 }
-__device__ void wgmma_ab(float* c, const unsigned* a, unsigned long long b) {
+__device__ void wgmma_ab(float* c, const unsigned* a, Descriptor b) {
     asm volatile(WGMMA "{%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-                 : ALL_OF_C : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : ALL_OF_C : FOUR("r", a, 0), "l"(b));
 }
 
 // What names rows of shared memory to it. Its unit is 16 bytes: 1024 of them from eight rows to the next
 // eight; 1 << 62 is the swizzle of 128 bytes.
-__device__ unsigned long long wgmma_tile(const char* rows) {
+__device__ Descriptor wgmma_tile(const char* rows) {
     return shared_address(rows) / 16 | 1024ull / 16 << 32 | 1ull << 62;
 }
 
@@ -418,21 +438,6 @@ __device__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" :::
 #endif
 
 namespace fast {
-
-// --- Loops over what a lane holds --------------------------------------------------------------------------
-// each<2, 3>(f) calls f(0, 0), f(0, 1), f(0, 2), f(1, 0) and so on. Unrolled, since an array stays in
-// registers only if every index is a constant. (decltype(More) is int.)
-
-template <int A, class F>
-__device__ __forceinline__ void each(F f) {
-    #pragma unroll
-    for (int a = 0; a < A; a++) f(a);
-}
-
-template <int A, int B, int... More, class F>
-__device__ __forceinline__ void each(F f) {
-    each<A>([&](int a) { each<B, More...>([&](int b, decltype(More)... rest) { f(a, b, rest...); }); });
-}
 
 // --- What the kernels share --------------------------------------------------------------------------------
 // Numbers are stored as bf16, the upper half of a float, or as floats, which are rounded to tf32 when they
@@ -458,12 +463,13 @@ typedef float Scores[8][4];
 template <bool TRANSPOSED>
 __device__ void mask_future(Scores& S, int query, int key) {
     int lane = threadIdx.x % 32;
-    each<8, 4>([&](int n, int e) {
+    EACH(n, 8) EACH(e, 4) {
         int row = lane / 4 + e / 2 * 8, column = 8 * n + lane % 4 * 2 + e % 2;
         if (TRANSPOSED ? key + row > query + column : key + column > query + row) S[n][e] = MASKED;
-    });
+    }
 }
 
+typedef float Rows[D / 8][4];
 // Real: unsigned short, the bits of a bf16; or float, for tf32.
 template <class Real>
 struct Kernels {
@@ -475,6 +481,12 @@ struct Kernels {
     // registers allow for wide rows.
     static constexpr int M = BF16 && D <= 64 ? 2 : 1;
     static constexpr int DQ_BLOCKS = WARPGROUP ? 3 : 2;  // that are to fit a multiprocessor at once
+
+    // Calls f(m) for each part m.
+    template <class F>
+    static __device__ __forceinline__ void each_part(F f) {
+        EACH(m, M) f(m);
+    }
 
     // --- Tiles in shared memory ----------------------------------------------------------------------------
     static constexpr int CHUNK = 16 / sizeof(Real), CHUNKS = D / CHUNK;  // numbers, and chunks of a row
@@ -499,10 +511,10 @@ struct Kernels {
         int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, left = from.T - first - row;
         const Real* at = from.row(first + row) + chunk * CHUNK;
         tile += offset(row, chunk);
-        each<COUNT / PASS>([&](int n) {
+        EACH(n, COUNT / PASS) {
             cp_async<16>(tile + n * PASS * ROW, at, n * PASS < left);
             at += PASS * from.stride;
-        });
+        }
     }
 
     // Starts copying 64 rows of two heads into stage n % 2 of two.
@@ -522,22 +534,22 @@ struct Kernels {
     // The warp's rows of a head, from `first` on, = factor * O; if there is a rope, turned back. It goes
     // through the warp's own rows, from `row` on, of a tile that is no longer needed, so that whole chunks
     // are written.
-    static __device__ void store(Matrix<Real> to, float (&O)[M][D / 8][4], float factor, char* tile, int row,
+    static __device__ void store(Matrix<Real> to, Rows (&O)[M], float factor, char* tile, int row,
                                  int first, Rope rope = {}) {
         int lane = threadIdx.x % 32;
-        if (rope.cos) each<M, 2, D / 16>([&](int m, int half, int n) {
+        if (rope.cos) EACH(m, M) EACH(half, 2) EACH(n, D / 16) {
             int at = min(first + 64 * m + 8 * half + lane / 4, to.T - 1) * (D / 2) + 8 * n + lane % 4 * 2;
             turn_back((float2&)O[m][n][2 * half], (float2&)O[m][n + D / 16][2 * half], rope, at);
-        });
+        }
         tile += row * ROW;
-        each<M, 2, D / 8>([&](int m, int half, int n) {
+        each_part([&](int m) { EACH(half, 2) EACH(n, D / 8) {
             float x = factor * O[m][n][2 * half], y = factor * O[m][n][2 * half + 1];
             int column = 8 * n + lane % 4 * 2;
             char* at = tile + offset(64 * m + 8 * half + lane / 4, column / CHUNK);
             at += column % CHUNK * sizeof(Real);
             if (BF16) *(unsigned*)at = pack_bf16(x, y);
             else *(float2*)at = make_float2(x, y);
-        });
+        }});
         __syncwarp();  // the rows are complete
         #pragma unroll
         for (int n = lane; n < 16 * M * CHUNKS; n += 32) {
@@ -549,21 +561,23 @@ struct Kernels {
 
     // --- Operands ------------------------------------------------------------------------------------------
 
-    static __device__ unsigned rounded(unsigned word) { return BF16 ? word : round_tf32(word); }
+    static __device__ void load_words(unsigned* words, const char* from) {
+        ldmatrix_x4(words, from);
+        if (BF16) return;
+        EACH(i, 4) words[i] = round_tf32(words[i]);
+    }
 
     // The left operand of a product: 2 chunks of this warp's 16 rows of a part.
     static __device__ void load_a(unsigned (&a)[4], const char* part, int step) {
         int lane = threadIdx.x % 32;
-        ldmatrix_x4(a, part + (offset(16 * warp_number() + lane % 16, lane / 16) ^ 32 * step));
-        each<4>([&](int i) { a[i] = rounded(a[i]); });
+        load_words(a, part + (offset(16 * warp_number() + lane % 16, lane / 16) ^ 32 * step));
     }
 
     // Two right operands of A B^T: b[0], b[1] are 2 chunks of rows `row` .. row + 7, b[2], b[3] of the eight
     // after them.
     static __device__ void load_bt(unsigned (&b)[4], const char* tile, int row, int step) {
         int lane = threadIdx.x % 32;
-        ldmatrix_x4(b, tile + row * ROW + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
-        each<4>([&](int i) { b[i] = rounded(b[i]); });
+        load_words(b, tile + row * ROW + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
     }
 
     // Word i of the left operand that pieces n and n + 1 of P are. Rounded to bf16 they already lie as it
@@ -581,10 +595,10 @@ struct Kernels {
         int lane = threadIdx.x % 32, column = 8 * d + lane / 4;
         tile += row * ROW;
         if (BF16) ldmatrix_x4_transposed(b, tile + (offset(lane % 16, lane / 16) ^ 16 * d));
-        else each<2>([&](int i) {
+        else EACH(i, 2) {
             int at = offset(2 * (lane % 4) + i, column / CHUNK) + column % CHUNK * 4;
             b[i] = round_tf32(*(const unsigned*)(tile + at));
-        });
+        }
     }
 
     static __device__ void mma(float* c, const unsigned* a, const unsigned* b) {
@@ -593,42 +607,43 @@ struct Kernels {
 
     // --- Products of tiles ---------------------------------------------------------------------------------
 
+    static __device__ void add_step(Scores& S, const char* A, const char* B, int step) {
+        unsigned a[4], b[4];
+        load_a(a, A, step);
+        EACH(n, 4) {
+            load_bt(b, B, 16 * n, step);
+            EACH(i, 2) mma(S[2 * n + i], a, b + 2 * i);
+        }
+    }
+
     // S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
     // `finish` comes before S is used.
     static __device__ void product_abt(Scores& S, const char* A, const char* B) {
-        each<8, 4>([&](int n, int e) { S[n][e] = 0.0f; });
+        EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
         if (WARPGROUP) {
             wgmma_begin();
-            unsigned long long a = wgmma_tile(A), b = wgmma_tile(B);
-            each<STEPS>([&](int step) { wgmma_abt(S[0], a + 2 * step, b + 2 * step); });
-        } else each<STEPS>([&](int step) {
-            unsigned a[4], b[4];
-            load_a(a, A, step);
-            each<4>([&](int n) {
-                load_bt(b, B, 16 * n, step);
-                each<2>([&](int i) { mma(S[2 * n + i], a, b + 2 * i); });
-            });
-        });
+            Descriptor a = wgmma_tile(A), b = wgmma_tile(B);
+            EACH(step, STEPS) wgmma_abt(S[0], a + 2 * step, b + 2 * step);
+        } else EACH(step, STEPS) add_step(S, A, B, step);
     }
 
     // O += P @ B, B being a tile; then `finish` as well.
-    static __device__ void product_ab(float (&O)[D / 8][4], const Scores& P, const char* B) {
+    static __device__ void product_ab(Rows& O, const Scores& P, const char* B) {
         constexpr int PIECES = CHUNK / 4, LEFT = 8 / PIECES;  // of P in a left operand, of O for a load of B
         unsigned a[LEFT][4];
-        each<LEFT, 4>([&](int n, int i) { a[n][i] = left_operand(P, PIECES * n, i); });
+        EACH(n, LEFT) EACH(i, 4) a[n][i] = left_operand(P, PIECES * n, i);
         if (WARPGROUP) {
             wgmma_begin();
-            each<LEFT>([&](int n) { wgmma_ab(O[0], a[n], wgmma_tile(B + 16 * n * ROW)); });
-        } else each<LEFT, D / 8 / PIECES>([&](int n, int d) {
+            EACH(n, LEFT) wgmma_ab(O[0], a[n], wgmma_tile(B + 16 * n * ROW));
+        } else EACH(n, LEFT) EACH(d, D / 8 / PIECES) {
             unsigned b[4];
             load_b(b, B, 8 * PIECES * n, PIECES * d);
-            each<PIECES>([&](int i) { mma(O[PIECES * d + i], a[n], b + 2 * i); });
-        });
+            EACH(i, PIECES) mma(O[PIECES * d + i], a[n], b + 2 * i);
+        }
     }
 
     // Waits for what was begun, C among it.
-    template <int N>
-    static __device__ void finish(float (&C)[N][4]) {
+    static __device__ void finish(float (*C)[4]) {
         if (WARPGROUP) wgmma_wait(C[0]);
     }
 
@@ -652,7 +667,7 @@ struct Kernels {
         int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
         for (int j = 0; j < tiles; j++) {
             if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
-            each<M>([&](int m) { if (j <= M * i + m) step(stages + j % 2 * 2 * BYTES, 64 * j, m); });
+            each_part([&](int m) { if (j <= M * i + m) step(stages + j % 2 * 2 * BYTES, 64 * j, m); });
             arrive();
         }
     }
@@ -661,18 +676,19 @@ struct Kernels {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         char* Q_tile = (char*)shared_memory;
         char* stages = Q_tile + M * BYTES;  // two of K and V
-        int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = (T - 1) / ROWS - blockIdx.z;
-        int lane = threadIdx.x % 32;
+        Place at = query_head(T, H, G);
+        int i = (T - 1) / ROWS - blockIdx.z, lane = threadIdx.x % 32;
         // The warp's first row: in the tile, and as a query.
         int row = 16 * warp_number(), first = i * ROWS + row;
-        const float scale = rsqrtf(float(D)), scale2 = scale * LOG2_E;
-        Heads<const Real> in = heads_of(qkv, b, h, g, T, H, G);
+        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
+        auto in = heads_of(qkv, at);
 
         load<ROWS>(Q_tile, in.q, i * ROWS);
         load_stage(stages, 0, in.k, in.v, 0);
         arrive();
-        float O[M][D / 8][4] = {}, maximum[M][2], sum[M][2] = {};
-        each<M, 2>([&](int m, int half) { maximum[m][half] = MASKED; });
+        Rows O[M] = {};
+        float maximum[M][2], sum[M][2] = {};
+        EACH(m, M) EACH(half, 2) maximum[m][half] = MASKED;
         over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
             float (&m)[2] = maximum[part], (&l)[2] = sum[part], m_new[2];
             Scores S;
@@ -683,39 +699,39 @@ struct Kernels {
             // and nothing is rescaled, until a score exceeds it by 8 in the exponent of 2, which is rare
             // after the first keys.
             bool grown = false;
-            each<2>([&](int half) {
+            EACH(half, 2) {
                 float x = MASKED;
-                each<8>([&](int n) { x = fmaxf(x, fmaxf(S[n][2 * half], S[n][2 * half + 1])); });
+                EACH(n, 8) x = fmaxf(x, fmaxf(S[n][2 * half], S[n][2 * half + 1]));
                 for (int bit = 1; bit <= 2; bit *= 2)  // over the four lanes that share a row
                     x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
                 m_new[half] = x;
                 grown |= (x - m[half]) * scale2 > 8.0f;
-            });
+            }
             if (__any_sync(0xFFFFFFFF, grown))
-                each<2>([&](int half) {
+                EACH(half, 2) {
                     float x = fmaxf(m[half], m_new[half]);
                     float alpha = exp2_approx((m[half] - x) * scale2);
                     m[half] = x;
                     l[half] *= alpha;
-                    each<D / 8, 2>([&](int n, int e) { O[part][n][2 * half + e] *= alpha; });
-                });
-            each<8, 4>([&](int n, int e) {
+                    EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= alpha;
+                }
+            EACH(n, 8) EACH(e, 4) {
                 S[n][e] = exp2_approx(S[n][e] * scale2 - m[e / 2] * scale2);  // P
                 l[e / 2] += S[n][e];  // this lane's part of the row's sum
-            });
+            }
             product_ab(O[part], S, K_tile + BYTES);
             finish(O[part]);
         });
-        each<M, 2>([&](int m, int half) {
+        EACH(m, M) EACH(half, 2) {
             float& l = sum[m][half];
             l += __shfl_xor_sync(0xFFFFFFFF, l, 1);
             l += __shfl_xor_sync(0xFFFFFFFF, l, 2);
             int query = first + 64 * m + 8 * half + lane / 4;
             if (lane % 4 == 0 && query < T)
-                lse[numbers_at(b, h, T, H) + query] = maximum[m][half] * scale + logf(l);
-            each<D / 8, 2>([&](int n, int e) { O[m][n][2 * half + e] *= 1.0f / l; });
-        });
-        store(head_of(out, b, h, T, H), O, 1.0f, Q_tile, row, first);
+                lse[numbers_at(at) + query] = maximum[m][half] * scale + logf(l);
+            EACH(n, D / 8) EACH(e, 2) O[m][n][2 * half + e] *= 1.0f / l;
+        }
+        store(head_of(out, at), O, 1.0f, Q_tile, row, first);
     }
 
     // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
@@ -727,38 +743,39 @@ struct Kernels {
         char* Q_tile = (char*)shared_memory;
         char* dO_tile = Q_tile + M * BYTES;
         char* stages = dO_tile + M * BYTES;  // two of K and V
-        int h = blockIdx.x, b = blockIdx.y, g = h / (H / G), i = gridDim.z - 1 - blockIdx.z;
+        Place at = query_head(T, H, G);
+        int i = gridDim.z - 1 - blockIdx.z;
         int lane = threadIdx.x % 32, row = 16 * warp_number(), first = i * ROWS + row;
-        const float scale = rsqrtf(float(D)), scale2 = scale * LOG2_E;
-        Heads<const Real> in = heads_of(qkv, b, h, g, T, H, G);
+        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
+        auto in = heads_of(qkv, at);
 
         load<ROWS>(Q_tile, in.q, i * ROWS);
-        load<ROWS>(dO_tile, head_of(dout, b, h, T, H), i * ROWS);
+        load<ROWS>(dO_tile, head_of(dout, at), i * ROWS);
         load_stage(stages, 0, in.k, in.v, 0);
         float lse2[M][2], Delta[M][2];
         // This lane's chunks of O, asked for before the wait, so that all copies are under way at once.
         uint4 O[M][2][QUARTER];
-        each<M, 2>([&](int m, int half) {
+        EACH(m, M) EACH(half, 2) {
             int query = min(first + 64 * m + 8 * half + lane / 4, T - 1);
-            lse2[m][half] = lse[numbers_at(b, h, T, H) + query] * LOG2_E;
-            const Real* from = head_of(out, b, h, T, H).rows + (long long)query * H * D + lane % 4 * CHUNK;
-            each<QUARTER>([&](int n) { O[m][half][n] = *(const uint4*)(from + 4 * n * CHUNK); });
-        });
+            lse2[m][half] = lse[numbers_at(at) + query] * LOG2_E;
+            const Real* from = head_of(out, at).rows + (long long)query * H * D + lane % 4 * CHUNK;
+            EACH(n, QUARTER) O[m][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
+        }
         arrive();
-        each<M, 2>([&](int m, int half) {  // delta_i = dO_i . O_i, by the four lanes that share the row
+        each_part([&](int m) { EACH(half, 2) {  // delta_i = dO_i . O_i, by the four lanes that share the row
             int r = 64 * m + 8 * half + lane / 4;
             float sum = 0.0f;
-            each<QUARTER, 4>([&](int n, int i) {
+            EACH(n, QUARTER) EACH(i, 4) {
                 const unsigned* chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
                 sum += dot(chunk[i], (&O[m][half][n].x)[i]);
-            });
+            }
             sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
             sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
             Delta[m][half] = sum;
-            if (lane % 4 == 0 && first + r < T) delta[numbers_at(b, h, T, H) + first + r] = sum;
-        });
+            if (lane % 4 == 0 && first + r < T) delta[numbers_at(at) + first + r] = sum;
+        }});
 
-        float dQ[M][D / 8][4] = {};
+        Rows dQ[M] = {};
         over_keys(stages, in, i, [&](const char* K_tile, int key, int m) {
             Scores S, dP;
             product_abt(S, Q_tile + m * BYTES, K_tile);
@@ -766,14 +783,14 @@ struct Kernels {
             finish(S);
             finish(dP);
             if (key + 63 > first + 64 * m) mask_future<false>(S, first + 64 * m, key);
-            each<8, 4>([&](int n, int e) {
+            EACH(n, 8) EACH(e, 4) {
                 float p = exp2_approx(S[n][e] * scale2 - lse2[m][e / 2]);
                 S[n][e] = p * (dP[n][e] - Delta[m][e / 2]);  // dS
-            });
+            }
             product_ab(dQ[m], S, K_tile);
             finish(dQ[m]);
         });
-        store(heads_of(dqkv, b, h, g, T, H, G).q, dQ, scale, Q_tile, row, first, rope);
+        store(heads_of(dqkv, at).q, dQ, scale, Q_tile, row, first, rope);
     }
 
     // --- Backward: dK and dV -------------------------------------------------------------------------------
@@ -789,32 +806,34 @@ struct Kernels {
         float* numbers = (float*)(stages + 2 * 2 * BYTES);  // two of lse and delta
         int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
         int lane = threadIdx.x % 32, row = 16 * warp_number(), first = j * ROWS + row;
-        const float scale = rsqrtf(float(D)), scale2 = scale * LOG2_E;
+                float scale = rsqrtf(D), scale2 = scale * LOG2_E;
 
         auto load_queries = [&](int n, int h, int query) {
-            load_stage(stages, n, heads_of(qkv, b, h, g, T, H, G).q, head_of(dout, b, h, T, H), query);
+            Place at = {b, h, g, T, H, G};
+            load_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
             int t = query + threadIdx.x % 64;
-            const float* from = (threadIdx.x < 64 ? lse : delta) + numbers_at(b, h, T, H);
+            const float* from = (threadIdx.x < 64 ? lse : delta) + numbers_at(at);
             cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < T);
         };
         // Stages come in this order: for each head h of the group, the tiles of queries from the first that
         // sees a key of this block.
         int h = g * (H / G), query = j * ROWS;
-        load<ROWS>(K_tile, heads_of(qkv, b, h, g, T, H, G).k, j * ROWS);
-        load<ROWS>(V_tile, heads_of(qkv, b, h, g, T, H, G).v, j * ROWS);
+        Place at = {b, h, g, T, H, G};
+        load<ROWS>(K_tile, heads_of(qkv, at).k, j * ROWS);
+        load<ROWS>(V_tile, heads_of(qkv, at).v, j * ROWS);
         load_queries(0, h, query);
         arrive();
 
-        float dK[M][D / 8][4] = {}, dV[M][D / 8][4] = {};
+        Rows dK[M] = {}, dV[M] = {};
         // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
         for (int n = 0; h < (g + 1) * (H / G); n++) {
             const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
             const float* lse_tile = numbers + n % 2 * THREADS;
             int now = query;  // the first query of this stage
-            h += query + 64 >= T;
+            if (query + 64 >= T) h++;
             query = query + 64 >= T ? j * ROWS : query + 64;
             if (h < (g + 1) * (H / G)) load_queries(n + 1, h, query);
-            each<M>([&](int m) {
+            each_part([&](int m) {
                 if (now < j * ROWS + 64 * m) return;  // all come before these keys
                 Scores St, dPt;
                 product_abt(St, K_tile + m * BYTES, Q_tile);
@@ -822,15 +841,15 @@ struct Kernels {
                 finish(St);
                 finish(dPt);
                 if (now < first + 64 * m + 15) mask_future<true>(St, now, first + 64 * m);
-                each<8>([&](int n) {
+                EACH(n, 8) {
                     // of the two queries that are this lane's columns
                     float2 L = *(const float2*)(lse_tile + 8 * n + lane % 4 * 2);
                     float2 Delta = *(const float2*)(lse_tile + 64 + 8 * n + lane % 4 * 2);
-                    each<4>([&](int e) {  // P^T and dS^T
+                    EACH(e, 4) {  // P^T and dS^T
                         St[n][e] = exp2_approx(St[n][e] * scale2 - (e % 2 ? L.y : L.x) * LOG2_E);
                         dPt[n][e] = St[n][e] * (dPt[n][e] - (e % 2 ? Delta.y : Delta.x));
-                    });
-                });
+                    }
+                }
                 product_ab(dV[m], St, Q_tile + BYTES);
                 product_ab(dK[m], dPt, Q_tile);
                 finish(dV[m]);
@@ -838,8 +857,8 @@ struct Kernels {
             });
             arrive();
         }
-        store(heads_of(dqkv, b, h, g, T, H, G).k, dK, scale, K_tile, row, first, rope);
-        store(heads_of(dqkv, b, h, g, T, H, G).v, dV, 1.0f, V_tile, row, first);
+        store(heads_of(dqkv, at).k, dK, scale, K_tile, row, first, rope);
+        store(heads_of(dqkv, at).v, dV, 1.0f, V_tile, row, first);
     }
 };
 
