@@ -47,6 +47,7 @@ both would hide, only judges that others wrote can find: PyTorch and Hugging Fac
 Nor does the check of the CPU look at the optimizer, at cached decoding, or at float32: see
 tests/test_model_cpu.py; and tests/test_on_gpu.py for what --gpu leaves out.
 """
+import collections
 import copy
 import dataclasses
 import functools
@@ -76,29 +77,36 @@ LOSS_BAR = 1e-12         # of a loss against plain_losses, relative
 # ------------------------------------------------------------------------------------------------------------
 # What is checked
 # ------------------------------------------------------------------------------------------------------------
-def make_tiny(config=TINY):
+def make_tiny(config):
     """-> (model, tokens (2,7), targets (2,9)): 4 query and 2 key/value heads, 2 RoPE frequencies, 3
     prediction heads, a length that is no power of two, a token that repeats, masked targets; row 1 has no
     target at all for head 2.  (So it is with TINY; TIED has one head.)"""
-    rng, model = np.random.default_rng(1), model_cpu.Model(config)
+    rng = np.random.default_rng(1)
+    model = model_cpu.Model(config)
     for weight in model.params.values():
-        gain = weight.ndim == 1
-        weight[...] = rng.uniform(0.7, 1.3, weight.shape) if gain else 0.3 * rng.standard_normal(weight.shape)
-    tokens, targets = [rng.integers(0, config.vocab, (2, width)) for width in (7, 6 + config.predict)]
+        if weight.ndim == 1:
+            weight[...] = rng.uniform(0.7, 1.3, weight.shape)
+        else:
+            weight[...] = 0.3 * rng.standard_normal(weight.shape)
+    tokens = rng.integers(0, config.vocab, (2, 7))
+    targets = rng.integers(0, config.vocab, (2, 6 + config.predict))
     tokens[0, 5] = tokens[0, 1]
     targets[0, 3] = targets[1, 2:] = -1
     return model, tokens, targets
 
 
 def make_problem(config, std=None, T=256):
-    """-> (model in float64, tokens (2,T), targets), a problem of any size: the initial weights, or with std
-    wide ones, as after training."""
-    rng, model = np.random.default_rng(1), model_cpu.Model(config)
-    for weight in model.params.values() if std else ():
-        weight[...] = std * rng.standard_normal(weight.shape) + (weight.ndim == 1)
+    """-> (model in float64, tokens (2,T), targets), a problem of any size.  The weights are the initial ones,
+    or with std wide ones, as after training."""
+    rng = np.random.default_rng(1)
+    model = model_cpu.Model(config)
+    if std:
+        for weight in model.params.values():
+            weight[...] = std * rng.standard_normal(weight.shape) + (weight.ndim == 1)      # gains are near 1
     # the GPU stores float32: the reference starts from the same numbers
     model.write(model.flat_params, model.flat_params.astype(np.float32))
-    tokens, targets = [rng.integers(0, config.vocab, (2, width)) for width in (T, T + config.predict - 1)]
+    tokens = rng.integers(0, config.vocab, (2, T))
+    targets = rng.integers(0, config.vocab, (2, T + config.predict - 1))
     tokens[:, 5] = tokens[:, 1]
     targets[0, ::7] = -1
     return model, tokens, targets
@@ -121,10 +129,11 @@ def choose_entries(gradient, limit):
     if limit is None or limit >= gradient.size:
         return list(np.ndindex(gradient.shape))
     drawn = np.random.default_rng(0).choice(gradient.size, limit - 1, replace=False)
-    return [np.unravel_index(i, gradient.shape) for i in (np.argmax(np.abs(gradient)), *drawn)]
+    chosen = [np.argmax(np.abs(gradient)), *drawn]
+    return [np.unravel_index(i, gradient.shape) for i in chosen]
 
 
-def check_tensors(model, tokens, targets, h, limit=None):
+def check_entries(model, tokens, targets, h, limit=None):
     """Yields (name, shape, entries checked, worst relative error, index of the worst) for every tensor in
     turn."""
     def loss():
@@ -135,7 +144,7 @@ def check_tensors(model, tokens, targets, h, limit=None):
         numeric = np.array([slope(loss, model.params[name], index, h) for index in entries])
         by_hand = np.array([gradient[index] for index in entries])
         # the tiny number: a gradient that is 0 throughout, where none should be, is an error, and no 0 / 0
-        errors = np.abs(by_hand - numeric) / (np.abs(gradient).max() + np.finfo(float).tiny)
+        errors = np.abs(by_hand - numeric) / (np.abs(gradient).max() + sys.float_info.min)
         errors[np.isnan(errors)] = np.inf
         worst = np.argmax(errors)
         yield name, gradient.shape, len(entries), errors[worst], tuple(map(int, entries[worst]))
@@ -147,18 +156,23 @@ def check_tensors(model, tokens, targets, h, limit=None):
 def plain_losses(w, config, tokens, targets):
     """(K,) losses.  Token by token, head by head: a token reads the lists of keys and values so far, so there
     is no mask and no batch to go wrong."""
-    c, D, R = config, config.dim // config.heads, config.heads // config.kv_heads
+    c = config
+    D = c.dim // c.heads
+    R = c.heads // c.kv_heads
+    frequency = c.rope_theta ** (-2 / D * np.arange(D // 2))
     nlls = [[] for _ in range(c.predict)]           # -log p of each counted target, by head
 
     def norm(x, name):
         return x / math.sqrt(x @ x / len(x) + c.norm_eps) * w[name]
 
     for b in range(len(tokens)):
-        keys, values = [[] for _ in range(c.layers)], [[] for _ in range(c.layers)]
+        keys = [[] for _ in range(c.layers)]
+        values = [[] for _ in range(c.layers)]
         for t, token in enumerate(tokens[b]):
-            x, turn = w["embed"][token], np.exp(1j * t * c.rope_theta ** (-2 / D * np.arange(D // 2)))
+            x = w["embed"][token]
+            turn = np.exp(1j * t * frequency)
             for i in range(c.layers):
-                parts = (w[f"layers.{i}.qkv"] @ norm(x, f"layers.{i}.norm1")).reshape(-1, D)    # (H+2G,D)
+                parts = (w[f"layers.{i}.qkv"] @ norm(x, f"layers.{i}.norm1")).reshape(-1, D)        # (H+2G,D)
                 # RoPE: entries i and i + D/2 are one complex number, which position t turns by the angle
                 # t theta^(-2i/D); q . k is then the real part of the sum of q conj(k)
                 real, imaginary = np.split(parts[:-c.kv_heads], 2, axis=1)
@@ -212,8 +226,8 @@ BUGS = {
     "gradient_overwritten": ("linear_backward: dw += -> dw[...] =",
         "A weight's gradient is written, not added to: the second micro-batch wipes out the first."),
     "micro_divisor": (
-        "cross_entropy_forward: , divisor,  -> , np.maximum((head_targets >= 0).sum(axis=0), 1), ",
-        "cross_entropy_backward: / divisor -> / np.maximum((head_targets >= 0).sum(axis=0), 1)",
+        "cross_entropy_forward: , divisor,  -> , np.maximum((targets >= 0).sum(axis=0), 1), ",
+        "cross_entropy_backward: / divisor -> / np.maximum((targets >= 0).sum(axis=0), 1)",
         "A micro-batch divides its loss by the count of its own targets, not of the whole step's."),
     "masked_pulled": ("cross_entropy_backward: >= 0 -> >= -1",
         "A masked target is left in the backward, where index -1 silently is the vocabulary's last token."),
@@ -233,7 +247,7 @@ BUGS = {
     "mask_off_by_one": ("attention_forward: first + 1) -> first + 2)",
         "A query sees one key of the future: the token it is to predict."),
     "gate_up_swapped": (
-        "swiglu_forward: gate, up = -> up, gate =", "swiglu_apply: gate, up = -> up, gate =",
+        "swiglu_forward: gate, up = -> up, gate =",
         "swiglu_backward: gate, up = -> up, gate =", "swiglu_backward: dgate, dup = -> dup, dgate =",
         "silu(up) * gate in place of silu(gate) * up: the halves of one matrix, taken in the wrong order."),
     "norm_eps": ("rmsnorm_forward: np.sqrt(rstd / x.shape[1] + eps) -> (np.sqrt(rstd / x.shape[1]) + eps)",
@@ -256,14 +270,18 @@ EXERCISE_BUGS = {
 }
 
 
+ALL_BUGS = collections.ChainMap(EXERCISE_BUGS, BUGS)
+
+
 def plant(bug):
     """-> dict of the functions of model_cpu that a bug alters, by name: their source, edited and compiled."""
-    sources, planted = {}, {}
-    for edit in {**BUGS, **EXERCISE_BUGS}[bug][:-1]:
-        function, there, instead = re.fullmatch("(.*?): (.*) -> (.*)", edit, re.DOTALL).groups()
-        source = sources.get(function) or inspect.getsource(getattr(model_cpu, function))
-        sources[function] = source.replace(there, instead)
-        exec(sources[function], vars(model_cpu), planted)
+    sources = {}
+    planted = {}
+    for edit in ALL_BUGS[bug][:-1]:
+        name, there, instead = re.fullmatch("(.*?): (.*) -> (.*)", edit, re.DOTALL).groups()
+        source = sources.get(name) or inspect.getsource(getattr(model_cpu, name))
+        sources[name] = source.replace(there, instead)
+        exec(sources[name], vars(model_cpu), planted)
     return planted
 
 
@@ -273,12 +291,15 @@ def plant(bug):
 def run_check(model, tokens, targets, h, bar, limit=None):
     """Print a row per tensor, then the overall figures."""
     error = loss_error(model, tokens, targets)
+    worst = 0.0
+    checked = 0
     print(f"{'tensor':18} {'shape':>12} {'checked':>8} {'worst error':>12}   at")
-    worst, checked = 0.0, 0
-    for name, shape, count, tensor_error, index in check_tensors(model, tokens, targets, h, limit):
-        print(f"{name:18} {' x '.join(map(str, shape)):>12} {count:8d} {tensor_error:12.1e}   {list(index)}"
-              + ("   <-- above the bar" if tensor_error > bar else ""), flush=True)
-        worst, checked = max(worst, tensor_error), checked + count
+    for name, shape, count, tensor_error, index in check_entries(model, tokens, targets, h, limit):
+        size = " x ".join(map(str, shape))
+        mark = "   <-- above the bar" if tensor_error > bar else ""
+        print(f"{name:18} {size:>12} {count:8d} {tensor_error:12.1e}   {list(index)}{mark}", flush=True)
+        worst = max(worst, tensor_error)
+        checked += count
     print(f"losses against the loops: worst relative error {error:.1e} (bar {LOSS_BAR:.0e})")
     total = model_cpu.param_count(model.config)
     print(f"overall: {checked} of {total} entries, worst relative error {worst:.1e} (bar {bar:.0e})")
@@ -290,15 +311,15 @@ def run_check(model, tokens, targets, h, bar, limit=None):
 def is_caught(replacements, limit=40):
     """Plant the replacements in the tiny model and print what shows it."""
     with unittest.mock.patch.dict(vars(model_cpu), replacements):       # for as long as this lasts
-        problem = make_tiny()
+        problem = make_tiny(TINY)
         error = loss_error(*problem)
-        rows = check_tensors(*problem, TINY_STEP, limit)
-        shown = [(worst, name) for name, _, _, worst, _ in rows if worst > TINY_BAR]
+        rows = check_entries(*problem, TINY_STEP, limit)
+        shown = sorted([(worst, name) for name, _, _, worst, _ in rows if worst > TINY_BAR], reverse=True)
     if error > LOSS_BAR:
         print(f"    the losses: {error:.1e} from the loops'")
     if shown:
-        print(f"    {len(shown)} tensors of {len(problem[0].grads)}: "
-              + ", ".join(f"{name} {worst:.1e}" for worst, name in sorted(shown, reverse=True)))
+        tensors = ", ".join(f"{name} {worst:.1e}" for worst, name in shown)
+        print(f"    {len(shown)} tensors of {len(problem[0].grads)}: {tensors}")
     return bool(shown) or error > LOSS_BAR
 
 
@@ -374,10 +395,13 @@ def measured(backward, *arguments):
     def loss():
         forward(out, *map(values.get, inputs))
         return np.sum(values["dout"] * out)
-    for name in [name for name in inputs if "d" + name in values]:
-        values["d" + name] *= values[name].ndim == 1            # a vector is a weight: added to, not written
-        for index in np.ndindex(values[name].shape):
-            values["d" + name][index] += slope(loss, values[name], index, 1e-3)
+    for name in inputs:
+        if "d" + name in values:
+            gradient = values["d" + name]
+            if gradient.ndim > 1:               # that of a vector, which is a weight, is added to
+                gradient[...] = 0.0
+            for index in np.ndindex(gradient.shape):
+                gradient[index] += slope(loss, values[name], index, 1e-3)
 
 
 EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for function in (
@@ -394,24 +418,33 @@ def exercise_text(name):
     function = EXERCISES[name]
     own = {key: f for key, f in function.__globals__.items() if inspect.isfunction(f)}
     forward = own[function.__name__.replace("_backward", "_forward")]   # itself, where there is no pair
-    used = {forward} | {own[key] for f in (function, forward) for key in f.__code__.co_names if key in own}
+    used = {own[key] for f in (function, forward) for key in f.__code__.co_names if key in own}
     pairs = {f for f in used - {forward} if f.__name__.endswith(("_forward", "_backward"))}
-    shown = sorted(used - pairs - {function}, key=lambda f: f.__code__.co_firstlineno)
+    shown = sorted((used | {forward}) - pairs - {function}, key=lambda f: f.__code__.co_firstlineno)
     head = re.match('(?s).*?""".*?"""', inspect.getsource(function))[0]
-    imports = ["import sys", "", "sys.path.append('.')     # where model_cpu.py is"] if pairs else [""]
-    imports += ["import numpy as np", *sorted(f"from model_cpu import {f.__name__}" for f in pairs)]
-    return "\n".join([
-        f'"""Exercise {name}: write the body of {function.__name__}, at the end.', "",
-        f"    python gradcheck.py --exercise {name}             is it right?",
-        f"    python gradcheck.py --exercise {name} --hint      how it is derived", '"""', "import math",
-        *imports, "", "", *(f"{inspect.getsource(f)}\n" for f in shown), head, "    # Your lines here.", ""])
+    imports = sorted(f"from model_cpu import {f.__name__}\n" for f in pairs)
+    shown = [f"\n\n{inspect.getsource(f)}" for f in shown]
+    return f'''"""Exercise {name}: write the body of {function.__name__}, at the end.
+
+    python gradcheck.py --exercise {name}             is it right?
+    python gradcheck.py --exercise {name} --hint      how it is derived
+"""
+import math
+
+import numpy as np
+{"".join([*imports, *shown])}
+
+{head}
+    # Your lines here.
+'''
 
 
 def record():
     """-> dict name of an exercise -> the calls of its function in a small run, each a dict of arguments."""
-    model, tokens, targets = make_tiny()
+    model, tokens, targets = make_tiny(TINY)
     gradients(model, tokens, targets)           # so that no buffer is empty when the recording begins
-    names, calls = {f.__code__: name for name, f in EXERCISES.items()}, {name: [] for name in EXERCISES}
+    names = {function.__code__: name for name, function in EXERCISES.items()}
+    calls = {name: [] for name in EXERCISES}
 
     def watch(frame, event, _):
         if event == "call" and frame.f_code in names:
@@ -421,28 +454,35 @@ def record():
     for _ in range(2):
         gradients(model, tokens, targets)
         model.update(lr=0.1, eps=1e-3)
-    for temperature, top_k, top_p in ((0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)):
-        list(model_cpu.generate(model, [1, 2, 3], temperature, top_k, top_p, seed=1, most=30))
+    for how in ((0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)):     # temperature, top_k, top_p
+        list(model_cpu.generate(model, [1, 2, 3], *how, seed=1, most=30))
     for vocab_size in (300, 500):               # the second time the pairs run out
         Tokenizer.train([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"], vocab_size)
     sys.setprofile(None)
-    rng, shapes = np.random.default_rng(2), {"gain": 8, "bias": 8, "gate_up": (5, 16)}
-    for name in MARKS:
-        calls[name] = [{
-            key: 1.5 if key == "cap" else rng.standard_normal(shapes.get(key.removeprefix("d"), (5, 8)))
-            for key in inspect.signature(EXERCISES[name]).parameters} for _ in range(2)]
+    rng = np.random.default_rng(2)
+    shapes = {"gain": 8, "bias": 8, "gate_up": (5, 16)}                 # of the others (5, 8)
+    for name in 2 * MARKS:
+        call = {key: rng.standard_normal(shapes.get(key.removeprefix("d"), (5, 8)))
+                for key in inspect.signature(EXERCISES[name]).parameters}
+        if "cap" in call:
+            call["cap"] = 1.5
+        calls[name].append(call)
     return calls
 
 
 def outcome(function, call):
     """dict label -> array after the function ran on a copy of a call, with its result (None: before it)."""
     arguments = copy.deepcopy(call)
+    found = {}
     result = function and function(*arguments.values())
-    found = {} if result is None else {"the result": np.array(None if isinstance(result, tuple) else result)}
-    for name in [name for name in arguments if name not in FREE]:
-        parts = arguments[name] if isinstance(arguments[name], dict) else {"": arguments[name]}
-        found.update({f'{name}["{key}"]' if key else name: part for key, part in parts.items()
-                      if isinstance(part, np.ndarray)})
+    if result is not None:
+        found["the result"] = np.array(None if isinstance(result, tuple) else result)
+    for name, value in arguments.items():
+        parts = {name: value}
+        if isinstance(value, dict):
+            parts = {f'{name}["{key}"]': part for key, part in value.items()}
+        if name not in FREE:
+            found.update({label: part for label, part in parts.items() if isinstance(part, np.ndarray)})
     return found
 
 
@@ -457,39 +497,48 @@ def off(got, want):
 def complaint(label, cases, calls):
     """What is wrong with an array, in one or two sentences.  cases: for each call in which something is, the
     array before the call, as the reader left it, and as it should be."""
-    (before, got, want), mask = cases[0], off(*cases[0][1:])
+    before, got, want = cases[0]
+    mask = off(got, want)
     if mask.shape != want.shape:
         found = "nothing" if got is None else f"{got.dtype} of the shape {got.shape}"
         return [f"{label} is {found}, where {want.dtype} of the shape {want.shape} belongs."]
     at = np.unravel_index(np.argmax(np.where(mask, np.abs(got - want), -1)), mask.shape)
-    box = "" if mask.all() else f", in [{', '.join(f'{i.min()}:{i.max() + 1}' for i in np.nonzero(mask))}]"
-    lines = [f"{label}: {mask.sum()} of {mask.size} entries are off{box} ({len(cases)} of {calls} calls); at "
-             f"{list(map(int, at))} stands {got[at]:.6g}, where {want[at]:.6g} belongs."]
-    g, w = got[mask].astype(float), want[mask].astype(float)
+    box = f", in [{', '.join(f'{i.min()}:{i.max() + 1}' for i in np.nonzero(mask))}]"
+    lines = [f"{label}: {mask.sum()} of {mask.size} entries are off{'' if mask.all() else box} "
+             f"({len(cases)} of {calls} calls); at {list(map(int, at))} stands {got[at]:.6g}, where {want[at]:.6g} belongs."]
+    g = got[mask].astype(float)
+    w = want[mask].astype(float)
     b = np.nan * w if before is None else before[mask]
     ways = [(w, b, "It should be as it was before the call."),
             (g, b, f"Nothing was written: `{label} = ...` names a new array; write `{label}[...] = ...`."),
             (g, w - b, "`+=` is the contract, and this looks like `=`: what was there before is lost."),
             (g, w + b, "`=` is the contract, and this looks like `+=`: what was there before is in it.")]
     for x, y, what in ((g, w, "what it should be"), (g - b, w - b, "what should be added")):
-        ratio = x @ y / max(y @ y, np.finfo(float).tiny)
-        ways += [(x, ratio * y, f"Each of these is {ratio:.6g} times {what}.")] if x.size > 1 else []
+        if x.size > 1:
+            ratio = x @ y / max(y @ y, sys.float_info.min)
+            ways.append((x, ratio * y, f"Each of these is {ratio:.6g} times {what}."))
     return lines + [sentence for x, y, sentence in ways if not off(x, y).any()][:1]
 
 
 def compare(name, calls, got):
     """got: what the reader's function made of each call -> what is wrong with it, in sentences."""
-    function, lines = EXERCISES[name], []
+    function = EXERCISES[name]
     judge = functools.partial(measured, function) if name in MARKS else function
-    before, want = ([outcome(f, call) for call in calls] for f in (None, judge))
+    before = [outcome(None, call) for call in calls]
+    want = [outcome(judge, call) for call in calls]
+    lines = []
     for label in want[0]:
         cases = [(b.get(label), g.get(label), w[label]) for b, g, w in zip(before, got, want)]
         cases = [case for case in cases if off(*case[1:]).any()]
-        lines += complaint(label, cases, len(calls)) if cases else []
-    if lines and "the result" in got[0].keys() - want[0].keys():
+        if cases:
+            lines += complaint(label, cases, len(calls))
+    if not lines:
+        return []
+    if "the result" in got[0].keys() - want[0].keys():
         lines.append("Something is returned, and nobody takes it: results belong in the caller's arrays.")
-    for bug, (*_, story) in {**BUGS, **EXERCISE_BUGS}.items() if lines else ():
-        if planted := plant(bug).get(function.__name__):
+    for bug, (*_, story) in ALL_BUGS.items():
+        planted = plant(bug).get(function.__name__)
+        if planted:
             want = [outcome(planted, call) for call in calls]
             if not any(off(g.get(label), w[label]).any() for g, w in zip(got, want) for label in w):
                 return [*lines, f"Just so behaves the bug {bug}: {story}"]
@@ -498,7 +547,10 @@ def compare(name, calls, got):
 
 def grade(name, calls):
     """The verdict on exercises/NAME.py in sentences; none: it is right."""
-    path, function, call, got = f"exercises/{name}.py", EXERCISES[name].__name__, {}, []
+    path = f"exercises/{name}.py"
+    function = EXERCISES[name].__name__
+    call = {}
+    got = []
     if not os.path.exists(path):
         return ["not begun"]
     try:
@@ -510,29 +562,35 @@ def grade(name, calls):
     except (Exception, SystemExit) as error:            # whatever it is, it is the reader's
         text = "".join(traceback.format_exception(error))
         where = [f", line {line}" for line in re.findall(rf'"{path}", line (\d+)', text)] or [""]
-        shapes = ", ".join(f"{label} {array.shape}" for label, array in outcome(None, call).items())
-        return [f"{path}{where[-1]}: {text.splitlines()[-1]}", *([f"The arrays: {shapes}"] if shapes else [])]
+        lines = [f"{path}{where[-1]}: {text.splitlines()[-1]}"]
+        if call:
+            shapes = [f"{label} {array.shape}" for label, array in outcome(None, call).items()]
+            lines.append(f"The arrays: {', '.join(shapes)}")
+        return lines
     return compare(name, calls, got)
 
 
 def run_exercise(name, hint):
     """Print the derivation, or write the reader's file, or judge it (all: every one)."""
-    path, verdicts = f"exercises/{name}.py", []
+    path = f"exercises/{name}.py"
     if hint:
         derivation = inspect.getcomments(EXERCISES[name]) or "# ---"
         print("There is no derivation: the docstrings say all." if derivation.startswith("# ---")
               else re.sub("(?m)^# ?", "", derivation).rstrip())
-    elif name != "all" and not os.path.exists(path):
+        return True
+    if name != "all" and not os.path.exists(path):
         os.makedirs("exercises", exist_ok=True)
         write_file(path, exercise_text(name).encode())
         print(f"Wrote {path}: write the body of {EXERCISES[name].__name__} there, then run this again.")
-    else:
-        calls = record()
-        for each in EXERCISES if name == "all" else [name]:
-            verdicts.append(grade(each, calls[each]))
-            lines = verdicts[-1][:1 if name == "all" else None] or [f"right in {len(calls[each])} calls"]
-            print(f"{each:15}" + f"\n{'':15}".join(lines))
-    return not any(verdicts)            # each a list of sentences, empty where all is right
+        return True
+    calls = record()
+    good = True
+    for each in EXERCISES if name == "all" else [name]:
+        verdict = grade(each, calls[each])
+        good = good and not verdict
+        lines = verdict or [f"right in {len(calls[each])} calls"]
+        print(f"{each:15}" + f"\n{'':15}".join(lines[:1] if name == "all" else lines))
+    return good
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -547,13 +605,14 @@ GPU_BARS = {"fp32": (2e-6, 1e-6), "tf32": (2e-3, 1e-4), "bf16": (2e-2, 1e-3)}
 
 def distance(a, b):
     """Relative L2 of an array from b."""
-    error = np.linalg.norm(a - b) / max(np.linalg.norm(b), np.finfo(float).tiny)
+    error = np.linalg.norm(a - b) / max(np.linalg.norm(b), sys.float_info.min)
     return error if math.isfinite(error) else math.inf
 
 
 def whole_step(model, tokens, targets):
     """-> (losses, flat gradient) of either engine's model, on the host."""
-    model.flat_grads[...], model.added = 0.0, False         # as after an update
+    model.flat_grads[...] = 0.0                             # as after an update
+    model.added = False
     losses = model.read(model.forward(tokens, targets))
     model.backward()
     return losses, model.read(model.flat_grads)
@@ -562,7 +621,7 @@ def whole_step(model, tokens, targets):
 def peer_errors(reference, tokens, targets, precision):
     """The same gradient by PyTorch's autograd in this precision: its relative L2 from the reference,
     whole."""
-    sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests", "peers"))
+    sys.path.insert(0, f"{os.path.dirname(os.path.abspath(__file__))}/tests/peers")
     import torch
     import torch_twin
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
@@ -577,29 +636,32 @@ def run_gpu_gradients(config, precisions, std, peer):
     """A row per tensor, a column per precision; then the whole gradient, losses, and the same step twice."""
     reference, tokens, targets = make_problem(config, std)
     losses, gradient = whole_step(reference, tokens, targets)
-    columns, good = {}, True
+    columns = {}
+    good = True
     for precision in precisions:
         model = model_gpu.Model(config, precision=precision)
         model.write(model.flat_params, reference.flat_params)
         gpu_losses, flat = whole_step(model, tokens, targets)
         with unittest.mock.patch.object(model_gpu, "RECORD_AT", 2):         # now as a CUDA graph
             same = np.array_equal(flat, whole_step(model, tokens, targets)[1])
-        column = columns[precision] = {name: distance(view, reference.grads[name])
-                                       for name, view in model_cpu.param_views(flat, config).items()}
-        worst, whole = max(column.values()), distance(flat, gradient)
+        views = model_cpu.param_views(flat, config)
+        column = {name: distance(view, reference.grads[name]) for name, view in views.items()}
+        worst = max(column.values())
+        whole = distance(flat, gradient)
         losses_off = np.abs(gpu_losses / losses - 1).max()
         bar, loss_bar = GPU_BARS[precision]
         good &= same and (std is not None or worst <= 2 * bar and whole <= bar and losses_off <= loss_bar)
         column.update({"whole gradient": whole, "losses": losses_off, "twice the same bits": str(same)})
         if peer:
-            column["PyTorch's whole"] = theirs = peer_errors(reference, tokens, targets, precision)
-            column["ours / PyTorch's"] = whole / theirs
+            theirs = peer_errors(reference, tokens, targets, precision)
+            column.update({"PyTorch's whole": theirs, "ours / PyTorch's": whole / theirs})
             good &= std is None or whole <= 1.5 * theirs
-    bars = "; bars " + ", ".join(f"{precision} {GPU_BARS[precision][0]:.0e}" for precision in precisions)
+        columns[precision] = column
+    bars = ", ".join(f"{precision} {GPU_BARS[precision][0]:.0e}" for precision in precisions)
     print(f"{'initial' if std is None else f'wide ({std})'} weights, {config.layers} layers of width "
-          f"{config.dim}, B 2 x T 256; relative L2 from float64{bars if std is None else ''}")
+          f"{config.dim}, B 2 x T 256; relative L2 from float64{f'; bars {bars}' if std is None else ''}")
     for row in column:
-        cells = [columns[precision][row] for precision in precisions]
+        cells = [column[row] for column in columns.values()]
         print(f"  {row:20}" + "".join(f"{x:>12}" if isinstance(x, str) else f"{x:12.2e}" for x in cells))
     print("", flush=True)
     return good
@@ -629,18 +691,25 @@ def main(argv):
     parser.add_argument("--peer", action="store_true", help="with --gpu: PyTorch's error beside ours")
     parser.add_argument("--hint", action="store_true", help="with --exercise NAME: the derivation")
     args = parser.parse_args(argv)
-    if args.peer and not args.gpu or args.hint and args.exercise in (None, "all"):
-        parser.error("--peer goes with --gpu" if args.peer else "--hint goes with --exercise NAME")
+    if args.peer and not args.gpu:
+        parser.error("--peer goes with --gpu")
+    if args.hint and args.exercise in (None, "all"):
+        parser.error("--hint goes with --exercise NAME")
 
     if args.list:
-        for name, (*_, story) in {**BUGS, **EXERCISE_BUGS}.items():
+        for name, (*_, story) in ALL_BUGS.items():
             print(f"{name:20} {story}" + ("  (In the exercise alone.)" if name in EXERCISE_BUGS else ""))
         return 0
-    good = (run_exercise(args.exercise, args.hint) if args.exercise
-            else run_gpu(args.peer) if args.gpu
-            else run_breaks(BUGS if args.bug == "all" else [args.bug]) if args.bug
-            else run_check(*make_problem(CONFIGS["small"], T=70), SMALL_STEP, SMALL_BAR, 4) if args.small
-            else all([run_check(*make_tiny(config), TINY_STEP, TINY_BAR) for config in (TINY, TIED)]))
+    if args.exercise:
+        good = run_exercise(args.exercise, args.hint)
+    elif args.gpu:
+        good = run_gpu(args.peer)
+    elif args.bug:
+        good = run_breaks(BUGS if args.bug == "all" else [args.bug])
+    elif args.small:
+        good = run_check(*make_problem(CONFIGS["small"], T=70), SMALL_STEP, SMALL_BAR, 4)
+    else:
+        good = all([run_check(*make_tiny(config), TINY_STEP, TINY_BAR) for config in (TINY, TIED)])
     return 0 if good else 1
 
 

@@ -2,14 +2,14 @@
 
 Read tokenizer.py before it.  This file is the specification: model_gpu.py has its layers in the same order,
 with the same names, and is checked against this one; gradcheck.py checks this one against finite differences.
-Top to bottom:
+Read it from top to bottom; the first four sections are what the other files build on.
 
     1. Config, param_table        how large the model is, and the one list of its parameters
-    2. work_tables, memory_plan   the one list of what a step computes in, and what that takes
-    3. x_forward / x_backward     every layer as a pair: what it computes; its derivative, with the derivation
-    4. cross-entropy, AdamW, Muon  the loss and the optimizers
-    5. Model                      strings the pairs together: forward, backward, update, cached decoding
-    6. generate, euler_table      drawing tokens, speculation; what the layers do, as steps of an ODE solver
+    2. x_forward / x_backward     every layer as a pair: what it computes; its derivative, with the derivation
+    3. cross-entropy, AdamW, Muon  the loss and the optimizers
+    4. Model, Decoder             string the pairs together: forward, backward, update; the KV cache
+    5. generate, euler_table      drawing tokens, speculation; the layers as steps of an ODE solver (optional)
+    6. checks and memory          which sizes and batches are refused; work_tables, Workspace (optional)
     7. main                       the guided tour: python model_cpu.py
 
 Letters, used in every file and in the CUDA code too:
@@ -35,6 +35,7 @@ import dataclasses
 import itertools
 import math
 import os
+import secrets
 import sys
 
 try:
@@ -53,7 +54,7 @@ from tokenizer import Tokenizer, visible
 # ------------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes of a model.  Raises ValueError, in one sentence, for sizes that do not fit together."""
+    """The sizes of a model.  ValueError, in one sentence, if they do not fit together (check_config)."""
     dim: int                    # C
     heads: int                  # H
     kv_heads: int               # G: every H/G query heads share one key/value head (GQA, Ainslie et al. 2023)
@@ -66,31 +67,13 @@ class Config:
                                 # cost as much as the two of a plain 4C feed-forward layer (Shazeer 2020)
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
-    tied: bool = False          # whether the head is the embedding's matrix (Press & Wolf 2017)
-    positions: int = None       # for which the model was made, of which context may be fewer; None: context
+    tied: bool = False          # the head is the embedding's matrix (Press & Wolf 2017)
+    positions: int = None       # the context that the model was made for, if `context` is smaller
 
     def __post_init__(self):
         if self.hidden is None and isinstance(self.dim, int):
             object.__setattr__(self, "hidden", (8 * self.dim + 23) // 24 * 8)   # frozen for everybody else
-        sizes = "dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"
-        values = vars(self)
-        for name in (*sizes, "positions") if self.positions is not None else sizes:
-            require(type(values[name]) is int and 1 <= values[name] <= 1 << 20,
-                    f"{name} must be a whole number from 1 to {1 << 20:,}, not {values[name]!r:.20}.")
-        for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
-            require(type(values[name]) in (int, float) and least <= values[name] <= sys.float_info.max,
-                    f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
-        for name in ("dim", "hidden", "vocab"):
-            require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
-        require(self.vocab <= 1 << 16, f"vocab_size ({self.vocab}) is more than {1 << 16:,}: ids are uint16.")
-        require(self.dim % (2 * self.heads) == 0, f"dim ({self.dim}) must be a multiple of 2 x heads (2 x "
-                f"{self.heads}), for RoPE; take {nearest_divisors(self.dim // 2, self.heads)} heads.")
-        require(self.context <= (self.positions or self.context),
-                f"the context ({self.context}) cannot be more than the model's positions ({self.positions}).")
-        require(self.tied in (False, True) and not (self.tied and self.predict > 1), "tied, true or false, "
-                f"says if the one head is the embedding: not {self.tied!r:.20} with heads: {self.predict}.")
-        require(self.heads % self.kv_heads == 0, f"heads ({self.heads}) must be a multiple of kv_heads "
-                f"({self.kv_heads}); take {nearest_divisors(self.heads, self.kv_heads)} kv_heads.")
+        check_config(self)
 
     @property
     def head_dim(self):         # D
@@ -106,35 +89,22 @@ class Config:
         return np.array([1.0] + [self.mtp_weight / max(1, further)] * further)
 
 
-def nearest_divisors(number, wanted):
-    """The divisors of a number nearest to the wanted one, below and above, in words: "4 or 6"."""
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    place = bisect.bisect(divisors, wanted)
-    return " or ".join(map(str, divisors[max(0, place - 1):place + 1]))
-
-
-CONFIGS = {
-    "small": Config(dim=128, heads=4, kv_heads=2, layers=4, context=128, vocab=512),
-    "medium": Config(dim=256, heads=8, kv_heads=4, layers=12, context=256, vocab=1024),
-    "big": Config(dim=768, heads=12, kv_heads=4, layers=16, context=512, vocab=4096),
-}
-
-
 def param_table(config):
     """The one list of (name, shape) that fixes the order of everything: the flat buffers of parameters,
     gradients and moments.  Embedding, matrices layer by layer, heads, then all norm gains: the gains come
     last so that what is not decayed is one contiguous tail."""
-    c = config
-    table = [("embed", (c.vocab, c.dim))]
-    for i in range(c.layers):
-        table += [(f"layers.{i}.qkv", (c.qkv_width, c.dim)),        # rows: H*D of q, G*D of k, G*D of v
-                  (f"layers.{i}.out", (c.dim, c.dim)),
-                  (f"layers.{i}.gate_up", (2 * c.hidden, c.dim)),   # rows: F of gate, then F of up
-                  (f"layers.{i}.down", (c.dim, c.hidden))]
-    if not c.tied:
-        table.append(("heads", (c.predict * c.vocab, c.dim)))       # rows: V of head 0, then V of head 1, ...
-    gains = [f"layers.{i}.{name}" for i in range(c.layers) for name in ("norm1", "norm2")]
-    return table + [(name, (c.dim,)) for name in [*gains, "norm"]]
+    C = config.dim
+    table = [("embed", (config.vocab, C))]
+    gains = []
+    for i in range(config.layers):
+        table += [(f"layers.{i}.qkv", (config.qkv_width, C)),       # rows: H*D of q, G*D of k, G*D of v
+                  (f"layers.{i}.out", (C, C)),
+                  (f"layers.{i}.gate_up", (2 * config.hidden, C)),  # rows: F of gate, then F of up
+                  (f"layers.{i}.down", (C, config.hidden))]
+        gains += [(f"layers.{i}.norm1", (C,)), (f"layers.{i}.norm2", (C,))]
+    if not config.tied:
+        table.append(("heads", (config.predict * config.vocab, C)))     # rows: V of head 0, V of head 1, ...
+    return [*table, *gains, ("norm", (C,))]
 
 
 def param_count(config):
@@ -143,54 +113,25 @@ def param_count(config):
 
 
 def places(sizes):
-    """Where parts of these sizes lie in a flat buffer, one after the other, as slices."""
+    """Slices of a flat buffer in which parts of these sizes lie one after the other."""
     return [slice(*ends) for ends in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
-OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
-
-
-def update_table(config, optimizer):
-    """[(rule, part, part of v, decayed), ...]: by which rule each part of the flat buffers, a slice, is
-    updated; where in v its second moments lie, of which Muon has none; and whether its weights decay:
-    matrices do, norm gains do not."""
-    require(optimizer in OPTIMIZERS, f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
-    c, matrices = config, config.layers * matrix_table(config)[-1][1].stop
-    heads = 0 if c.tied else c.predict * c.vocab * c.dim
-    sizes = [c.vocab * c.dim, matrices, heads, (2 * c.layers + 1) * c.dim]
-    rules = ["adamw", optimizer, "adamw", "adamw"]          # of embedding, matrices, heads, norm gains
-    parts_of_v = places(size if rule == "adamw" else 0 for rule, size in zip(rules, sizes))
-    table = zip(rules, places(sizes), parts_of_v, [True, True, True, False])
-    return [row for row, size in zip(table, sizes) if size]
-
-
-def muon_part(config, optimizer):
-    """The part of the flat buffers that Muon updates, a slice; an empty one, at their end, where there is
-    none."""
-    end = param_count(config)
-    return update_table(config, optimizer)[1][1] if optimizer == "muon" else slice(end, end)
-
-
-def matrix_table(config):
-    """[(shape, place), ...] of the matrices of a layer, each that Muon takes by itself: q, k, v, out, gate,
-    up, down; place: where in the layer's part of a flat buffer each lies, a slice."""
-    C, kv, F = config.dim, config.kv_heads * config.head_dim, config.hidden
-    shapes = [(C, C), (kv, C), (kv, C), (C, C), (F, C), (F, C), (C, F)]
-    return list(zip(shapes, places(map(math.prod, shapes))))
-
-
 def param_views(flat, config):
-    """dict name -> view into the contiguous buffer `flat`, shaped as the table says.  Where the head is tied
-    to the embedding, both names lead to one matrix: of a gradient each adds its part."""
+    """dict name -> view into the contiguous buffer `flat`, shaped as the table says.  With a tied head both
+    names lead to one matrix: the embedding and the head each add their part of its gradient."""
     table = param_table(config)
     parts = places(math.prod(shape) for _, shape in table)
     views = {name: flat[part].reshape(shape) for (name, shape), part in zip(table, parts)}
-    return {**views, "heads": views["embed"]} if config.tied else views
+    if config.tied:
+        views["heads"] = views["embed"]
+    return views
 
 
 def layer_views(views, i):
     """The entries "layers.i.NAME" of a dict of views, as a dict by NAME."""
-    return {name: views[f"layers.{i}.{name}"] for name in ("qkv", "out", "gate_up", "down", "norm1", "norm2")}
+    return {name.removeprefix(f"layers.{i}."): view
+            for name, view in views.items() if name.startswith(f"layers.{i}.")}
 
 
 def init_params(flat, config, seed):
@@ -203,90 +144,11 @@ def init_params(flat, config, seed):
     for name, view in param_views(flat, config).items():
         if view.ndim == 2:
             std = 0.02 / math.sqrt(2 * config.layers) if name.endswith((".out", ".down")) else 0.02
-            view[...] = rng.standard_normal(view.shape, dtype=np.float32) * np.float32(std)
+            view[...] = rng.standard_normal(view.shape, np.float32) * std
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 2. What a step computes in, and what that takes
-# ------------------------------------------------------------------------------------------------------------
-PROMPT_ROWS = 128           # tokens that decoding reads at once: of a long prompt it needs no more memory
-MOST_LOGITS = 1 << 26       # numbers; of a large vocabulary they would be by far the largest array
-
-
-def slices_of(count, size):
-    """0 to count in slices of this size, of which the last may be smaller."""
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-pieces = slices_of          # until model_gpu.py imports the new name
-
-
-def logit_parts(config, N):
-    """The N rows of a batch in slices of at most MOST_LOGITS logits, or of one row."""
-    return slices_of(N, max(1, MOST_LOGITS // (config.predict * config.vocab)))
-
-
-def work_tables(config, B, T, dtype=np.float32):
-    """The arrays of a forward and backward at (B,T), as two lists of (name, shape, dtype): what each layer
-    keeps for its backward, and what all layers share.  A layer keeps what its backward cannot do without; the
-    norms' outputs and the SwiGLU product cost little, and are computed again."""
-    c, N, C, F = config, B * T, config.dim, config.hidden
-    piece = logit_parts(c, N)[0].stop
-    scores = B, c.kv_heads, c.heads // c.kv_heads, T, T
-    layer = [("x_in", (N, C)), ("rstd1", (N,)), ("qkv", (N, c.qkv_width)), ("P", scores), ("y", (N, C)),
-             ("x_mid", (N, C)), ("rstd2", (N,)), ("gate_up", (N, 2 * F)), ("sigmoid", (N, F))]
-    shared = [("x", (N, C)), ("rstd", (N,)), ("n", (N, C)), ("increment", (N, C)), ("h", (N, F)),
-              ("final", (N, C)), ("logits", (piece, c.predict, c.vocab)), ("exp_sum", (N, c.predict)),
-              ("dx", (N, C)), ("dn", (N, C)), ("dh", (N, F)), ("dgate_up", (N, 2 * F)), ("dy", (N, C)),
-              ("dS", scores), ("dqkv", (N, c.qkv_width))]
-    return [[(name, shape, dtype) for name, shape in table] for table in (layer, shared)]
-
-
-ALIGN = 256                 # arrays start at multiples of this many bytes
-
-
-def table_bytes(table):
-    """Bytes of a table's arrays, each rounded up to whole multiples of ALIGN."""
-    return sum(-(-math.prod(shape) * np.dtype(dtype).itemsize // ALIGN) * ALIGN for _, shape, dtype in table)
-
-
-def carve(memory, table, start=0):
-    """dict name -> array for a table, cut out of an array of bytes from `start` on."""
-    parts = places([start, *(table_bytes([row]) for row in table)])[1:]
-    return {name: memory[part].view(dtype)[:math.prod(shape)].reshape(shape)
-            for (name, shape, dtype), part in zip(table, parts)}
-
-
-def moment_count(config, optimizer):
-    """Numbers that the optimizer keeps: m of every parameter, v of those that AdamW updates."""
-    return param_count(config) + update_table(config, optimizer)[-1][2].stop
-
-
-def memory_plan(config, micro_batch, T, precision="fp32", threads=1, optimizer="adamw", gpus=0):
-    """Bytes of memory by kind (a dict) that training with micro-batches (micro_batch, T) takes; precision,
-    gpus: for model_gpu's plan, here it is always fp32."""
-    size, shares = 4 * param_count(config), min(threads, micro_batch)
-    layer, shared = map(table_bytes, work_tables(config, -(-micro_batch // shares), T))
-    return {"parameters": size, "gradients": shares * size, "moments": 4 * moment_count(config, optimizer),
-            "activations": shares * config.layers * layer, "logits and scratch": shares * shared}
-
-
-def free_memory(limit=None):
-    """Bytes of memory that can be had, at most `limit`; None where that cannot be known."""
-    with contextlib.suppress(OSError, IndexError), open("/proc/meminfo", encoding="ascii") as file:  # Linux
-        free = 1024 * int(file.read().split("MemAvailable:")[1].split()[0])         # "  7654321 kB"
-        return min(free, limit or free)
-    return limit
-
-
-def largest_micro_batch(plan, free):
-    """The largest micro-batch for which plan(micro_batch), a dict of bytes, fits these free bytes; 0 if none
-    does."""
-    return bisect.bisect_right(range(1, 1 << 20), free, key=lambda rows: sum(plan(rows).values()))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 3. The layers, each as a pair forward/backward
+# 2. The layers, each as a pair forward/backward
 # ------------------------------------------------------------------------------------------------------------
 def embedding_forward(out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
@@ -312,12 +174,6 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
     """
     np.einsum("nc,nc->n", x, x, out=rstd)
     rstd[...] = 1 / np.sqrt(rstd / x.shape[1] + eps)
-    rmsnorm_apply(out, x, rstd, gain)
-
-
-def rmsnorm_apply(out, x, rstd, gain):
-    """out = x * rstd * gain: cheap enough for the backward to do again, instead of keeping every norm's
-    output."""
     np.multiply(x, rstd[:, None], out=out)
     out *= gain
 
@@ -359,15 +215,16 @@ def linear_backward(dx, dw, dout, x, w):
 
 
 def rope_table(config, dtype):
-    """cos and signed sin, each (context, 1, D), of the angles t * theta^(-2i/D) (RoFormer, Su et al. 2021):
+    """cos and signed sin (2, context, 1, D) of the angles t * theta^(-2i/D) (RoFormer, Su et al. 2021):
     pair i is the entries i and i + D/2 of a head, so both halves hold the same angles; the sine of the first
     half is negated. Computed in float64: in float32 an angle of 511 radians has lost three digits before its
     cosine is taken."""
     D = config.head_dim
-    freq = config.rope_theta ** (-np.arange(0, D, 2, dtype=np.float64) / D)
-    angle = np.arange(config.context, dtype=np.float64)[:, None, None] * freq        # (context, 1, D/2)
-    cos, sin = np.cos(angle), np.sin(angle)
-    return [np.concatenate(halves, axis=-1).astype(dtype) for halves in ((cos, cos), (-sin, sin))]
+    freq = config.rope_theta ** (-np.arange(0, D, 2) / D)
+    angle = np.arange(config.context)[:, None, None] * np.tile(freq, 2)             # (context, 1, D)
+    sin = np.sin(angle)
+    sin[..., :D // 2] *= -1
+    return np.stack([np.cos(angle), sin]).astype(dtype)
 
 
 def rope_forward(x, cos, sin):
@@ -389,13 +246,17 @@ def rope_backward(dx, cos, sin):
     rope_forward(dx, cos, -sin)
 
 
-def split_heads(qkv, heads, kv_heads):
+def by_group(x, config):
+    """View (B,G,R,T,D) of x (B,T,heads*D), R = heads / G: the heads group by group."""
+    return x.reshape(*x.shape[:2], config.kv_heads, -1, config.head_dim).transpose(0, 2, 3, 1, 4)
+
+
+def split_heads(qkv, config):
     """Views q (B,G,R,T,D), k and v (B,G,1,T,D) into qkv (B,T,(H+2G)D), R = H/G.  Query head h reads key/value
     head h // R = g, so the H query heads are G groups of R, and broadcasting over R is all that GQA needs."""
-    B, T, width = qkv.shape
-    D = width // (heads + 2 * kv_heads)
-    q, k, v = np.split(qkv, [heads * D, (heads + kv_heads) * D], axis=-1)
-    return [x.reshape(B, T, kv_heads, -1, D).transpose(0, 2, 3, 1, 4) for x in (q, k, v)]
+    kv = config.kv_heads * config.head_dim
+    parts = np.split(qkv, [config.dim, config.dim + kv], axis=-1)
+    return [by_group(part, config) for part in parts]
 
 
 def rotated_part(qkv, config):
@@ -404,7 +265,7 @@ def rotated_part(qkv, config):
     return qkv[..., :n * config.head_dim].reshape(*qkv.shape[:2], n, config.head_dim)
 
 
-def attention_forward(out, P, qkv, heads, kv_heads):
+def attention_forward(out, P, qkv, config):
     """Causal grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023).  qkv (B,T,(H+2G)D), already
     rotated; out (B,T,H*D); P (B,G,R,T,T) keeps the probabilities for the backward.  Where out and P have
     fewer rows than qkv, they are the last: the rows before them are in qkv from earlier calls (extend).  Per
@@ -412,8 +273,8 @@ def attention_forward(out, P, qkv, heads, kv_heads):
 
         S_ij = scale q_i . k_j  for j <= i     P_ij = exp(S_ij) / sum_j' exp(S_ij')     out_i = sum_j P_ij v_j
     """
-    q, k, v = split_heads(qkv, heads, kv_heads)
-    out = out.reshape(*out.shape[:2], kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)   # (B,G,R,T,D)
+    q, k, v = split_heads(qkv, config)
+    out = by_group(out, config)                     # (B,G,R,T,D)
     first = P.shape[-1] - P.shape[-2]               # of the rows asked for
     np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
@@ -434,13 +295,13 @@ def attention_forward(out, P, qkv, heads, kv_heads):
 #     S_ij = scale q_i . k_j         =>  dq_i  = scale sum_j dS_ij k_j        dQ = scale dS K
 #                                        dk_j  = scale sum_i dS_ij q_i        dK = scale dS^T Q
 # GQA: the R query heads of a group read one k and one v, so dk and dv are summed over the group.
-def attention_backward(dqkv, dout, out, P, qkv, heads, kv_heads, work):
+def attention_backward(dqkv, dout, out, P, qkv, config, work):
     """Writes dqkv (B,T,(H+2G)D), the gradient of v and of the rotated q and k.  dout, out: (B,T,H*D).  work:
     an array like P to compute in."""
-    q, k, v = split_heads(qkv, heads, kv_heads)
-    dq, dk, dv = split_heads(dqkv, heads, kv_heads)
-    shape = (*out.shape[:2], kv_heads, -1, q.shape[-1])
-    out, dout = [x.reshape(shape).transpose(0, 2, 3, 1, 4) for x in (out, dout)]    # views (B,G,R,T,D)
+    q, k, v = split_heads(qkv, config)
+    dq, dk, dv = split_heads(dqkv, config)
+    out = by_group(out, config)                                                     # (B,G,R,T,D)
+    dout = by_group(dout, config)
     # out = P @ v
     dv[...] = (P.swapaxes(-1, -2) @ dout).sum(axis=2, keepdims=True)                # summed over the group
     dS = np.matmul(dout, v.swapaxes(-1, -2), out=work)                              # dP: (B,G,R,T,T)
@@ -462,12 +323,6 @@ def swiglu_forward(out, sigmoid, gate_up):
     np.tanh(0.5 * gate, out=sigmoid)                # through tanh, which saturates where exp would overflow
     sigmoid *= 0.5
     sigmoid += 0.5
-    swiglu_apply(out, sigmoid, gate_up)
-
-
-def swiglu_apply(out, sigmoid, gate_up):
-    """out = g * sigmoid * u, for the forward and again in the backward, which so need not keep it."""
-    gate, up = np.split(gate_up, 2, axis=1)
     np.multiply(gate, sigmoid, out=out)
     out *= up
 
@@ -476,41 +331,42 @@ def swiglu_apply(out, sigmoid, gate_up):
 #     out = silu u         =>  du = dout silu
 #     silu' = s + g s (1 - s) = s (1 + g - silu)
 #                          =>  dg = dout u silu'
-def swiglu_backward(dgate_up, dout, sigmoid, gate_up, work):
-    """Writes dgate_up (N,2F).  work (N,F): an array to compute in."""
+def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
+    """Writes dgate_up (N,2F)."""
     gate, up = np.split(gate_up, 2, axis=1)
     dgate, dup = np.split(dgate_up, 2, axis=1)
-    silu = np.multiply(gate, sigmoid, out=work)
+    silu = gate * sigmoid
     np.multiply(dout, silu, out=dup)
     np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
 
 
-def block_forward(x, w, saved, shared, config, cos, sin, first=0):
+def block_forward(x, w, saved, shared, config, rope, first=0):
     """One layer, one unit of time, in two forward-Euler substeps of dx/dt = f(x,t) (operator splitting:
     attention, then the feed-forward network), in place on x (B,T,C):
 
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
     w: this layer's weights by name; saved: this layer's arrays, which keep what the backward reads; shared:
-    arrays that all layers share (work_tables); cos, sin: rope_table.  first: the position of the first token;
+    arrays that all layers share (work_tables); rope: rope_table.  first: the position of the first token;
     where it is not 0, saved["qkv"] begins with the rows of those before it (extend)."""
-    (B, T, C), c = x.shape, config
-    x, n, increment, h = x.reshape(B * T, C), shared["n"], shared["increment"], shared["h"]
+    B, T, C = x.shape
+    x = x.reshape(B * T, C)
+    increment = shared["increment"]                                               # (N,C)
 
-    saved["x_in"][...] = x
-    rmsnorm_forward(n, saved["rstd1"], x, w["norm1"], c.norm_eps)
-    linear_forward(saved["qkv"][first:], n, w["qkv"])
-    qkv = saved["qkv"].reshape(B, first + T, -1)
-    rope_forward(rotated_part(qkv[:, first:], c), cos[first:first + T], sin[first:first + T])
-    attention_forward(saved["y"].reshape(B, T, C), saved["P"], qkv, c.heads, c.kv_heads)
-    linear_forward(increment, saved["y"], w["out"])
+    saved["x_in"][...] = x                                                        # (N,C)
+    rmsnorm_forward(saved["n1"], saved["rstd1"], x, w["norm1"], config.norm_eps)  # (N,C), (N,)
+    linear_forward(saved["qkv"][first:], saved["n1"], w["qkv"])                   # (N,C) -> (N,(H+2G)D)
+    qkv = saved["qkv"].reshape(B, first + T, -1)                                  # (B,first+T,(H+2G)D)
+    rope_forward(rotated_part(qkv[:, first:], config), *rope[:, first:first + T])
+    attention_forward(saved["y"].reshape(B, T, C), saved["P"], qkv, config)
+    linear_forward(increment, saved["y"], w["out"])                               # (N,C) -> (N,C)
     x += increment                                                                # Euler substep 1
 
-    saved["x_mid"][...] = x
-    rmsnorm_forward(n, saved["rstd2"], x, w["norm2"], c.norm_eps)
-    linear_forward(saved["gate_up"], n, w["gate_up"])
-    swiglu_forward(h, saved["sigmoid"], saved["gate_up"])
-    linear_forward(increment, h, w["down"])
+    saved["x_mid"][...] = x                                                       # (N,C)
+    rmsnorm_forward(saved["n2"], saved["rstd2"], x, w["norm2"], config.norm_eps)  # (N,C), (N,)
+    linear_forward(saved["gate_up"], saved["n2"], w["gate_up"])                   # (N,C) -> (N,2F)
+    swiglu_forward(saved["h"], saved["sigmoid"], saved["gate_up"])                # (N,2F) -> (N,F)
+    linear_forward(increment, saved["h"], w["down"])                              # (N,F) -> (N,C)
     x += increment                                                                # Euler substep 2
 
 
@@ -518,42 +374,42 @@ def block_forward(x, w, saved, shared, config, cos, sin, first=0):
 #
 # x + f(x) has the derivative 1 + f': dx passes through unchanged, and what comes back through f is ADDED to
 # it. This is why a deep residual network trains: the 1 carries the gradient to the first layer.
-def block_backward(dx, w, dw, saved, shared, config, cos, sin):
+def block_backward(dx, w, dw, saved, shared, config, rope):
     """w, dw: this layer's weights and their gradients by name; saved, shared: arrays as in the forward."""
-    (B, T, C), c = dx.shape, config
-    dx, n, dn, back = dx.reshape(B * T, C), shared["n"], shared["dn"], shared["increment"]  # back: through f
+    B, T, C = dx.shape
+    dx = dx.reshape(B * T, C)
+    dn = shared["dn"]
+    back = shared["increment"]                                                    # what comes back through f
 
     # x = x + h @ down.T
-    h, dh = shared["h"], shared["dh"]
-    swiglu_apply(h, saved["sigmoid"], saved["gate_up"])
-    linear_backward(dh, dw["down"], dx, h, w["down"])
+    linear_backward(shared["dh"], dw["down"], dx, saved["h"], w["down"])          # (N,C) -> (N,F)
     # h = silu(gate) * up
-    swiglu_backward(shared["dgate_up"], dh, saved["sigmoid"], saved["gate_up"], work=h)
-    # gate_up = n @ gate_up.T
-    rmsnorm_apply(n, saved["x_mid"], saved["rstd2"], w["norm2"])
-    linear_backward(dn, dw["gate_up"], shared["dgate_up"], n, w["gate_up"])
-    # n = rmsnorm(x_mid)
+    swiglu_backward(shared["dgate_up"], shared["dh"], saved["sigmoid"], saved["gate_up"])       # -> (N,2F)
+    # gate_up = n2 @ gate_up.T
+    linear_backward(dn, dw["gate_up"], shared["dgate_up"], saved["n2"], w["gate_up"])           # -> (N,C)
+    # n2 = rmsnorm(x_mid)
     rmsnorm_backward(back, dw["norm2"], dn, saved["x_mid"], saved["rstd2"], w["norm2"])
     dx += back
 
     # x = x + y @ out.T
-    linear_backward(shared["dy"], dw["out"], dx, saved["y"], w["out"])
+    linear_backward(shared["dy"], dw["out"], dx, saved["y"], w["out"])            # (N,C) -> (N,C)
     # y = attention(qkv)
-    dy, y = shared["dy"].reshape(B, T, C), saved["y"].reshape(B, T, C)
-    dqkv, qkv = shared["dqkv"].reshape(B, T, -1), saved["qkv"].reshape(B, T, -1)
-    attention_backward(dqkv, dy, y, saved["P"], qkv, c.heads, c.kv_heads, work=shared["dS"])
+    dy = shared["dy"].reshape(B, T, C)
+    y = saved["y"].reshape(B, T, C)
+    qkv = saved["qkv"].reshape(B, T, -1)
+    dqkv = shared["dqkv"].reshape(B, T, -1)
+    attention_backward(dqkv, dy, y, saved["P"], qkv, config, work=shared["dS"])
     # q, k = rope(q, k)
-    rope_backward(rotated_part(dqkv, c), cos[:T], sin[:T])
-    # qkv = n @ qkv.T
-    rmsnorm_apply(n, saved["x_in"], saved["rstd1"], w["norm1"])
-    linear_backward(dn, dw["qkv"], shared["dqkv"], n, w["qkv"])
-    # n = rmsnorm(x_in)
+    rope_backward(rotated_part(dqkv, config), *rope[:, :T])
+    # qkv = n1 @ qkv.T
+    linear_backward(dn, dw["qkv"], shared["dqkv"], saved["n1"], w["qkv"])         # (N,(H+2G)D) -> (N,C)
+    # n1 = rmsnorm(x_in)
     rmsnorm_backward(back, dw["norm1"], dn, saved["x_in"], saved["rstd1"], w["norm1"])
     dx += back
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 4. The loss and the optimizer
+# 3. The loss and the optimizers
 # ------------------------------------------------------------------------------------------------------------
 def head_targets(targets, T, K):
     """(B, T+K-1) targets -> (N,K): head k at position t is to predict targets[:, t+k].  -1 counts for
@@ -567,29 +423,29 @@ def count_targets(targets, T, K):
     return (head_targets(targets, T, K) >= 0).sum(axis=0)
 
 
-def cross_entropy_forward(losses, exp_sum, logits, head_targets, divisor):
+def cross_entropy_forward(losses, exp_sum, logits, targets, divisor):
     """Softmax cross-entropy.  logits (N,K,V) are REPLACED by e = exp(logit - max); exp_sum (N,K) = sum_v e;
-    losses (K,); head_targets (N,K); divisor (K,): the head's targets in the whole step, at least 1.
+    losses (K,); targets (N,K); divisor (K,): the head's targets in the whole step, at least 1.
 
-        loss_k = 1/divisor_k  sum over n, where y = head_targets_nk >= 0, of  -log softmax(logits_nk)[y]
+        loss_k = 1/divisor_k  sum over n, where y = targets_nk >= 0, of  -log softmax(logits_nk)[y]
     """
     logits -= logits.max(axis=-1, keepdims=True)
-    picked = np.take_along_axis(logits, head_targets[..., None], axis=-1)[..., 0]   # at -1 any: not counted
+    picked = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]   # at -1 any: not counted
     np.exp(logits, out=logits)
     logits.sum(axis=-1, out=exp_sum)
-    nll = np.where(head_targets >= 0, np.log(exp_sum) - picked, 0.0)
+    nll = np.where(targets >= 0, np.log(exp_sum) - picked, 0.0)
     np.divide(nll.sum(axis=0, dtype=np.float64), divisor, out=losses)
 
 
 # Derivation, for one row with target y, p = softmax(z) = e / exp_sum:
 #     loss = log sum_v exp(z_v) - z_y       =>  dz_v = p_v - [v == y]
 # times w = head_weight_k / divisor_k; a masked row has gradient 0.
-def cross_entropy_backward(e, exp_sum, head_targets, divisor, head_weights):
+def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
     """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits."""
-    weight = np.where(head_targets >= 0, head_weights / divisor, 0.0).astype(e.dtype)       # (N,K)
+    weight = np.where(targets >= 0, head_weights / divisor, 0.0).astype(e.dtype)       # (N,K)
     e *= (weight / exp_sum)[..., None]              # w * p
-    n, k = np.nonzero(head_targets >= 0)
-    e[n, k, head_targets[n, k]] -= weight[n, k]     # - w * [v == y]
+    n, k = np.nonzero(targets >= 0)
+    e[n, k, targets[n, k]] -= weight[n, k]     # - w * [v == y]
 
 
 # AdamW (Loshchilov & Hutter 2019).
@@ -654,67 +510,61 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
     grad[...] = 0.0
 
 
+# Which rule updates which part of the flat buffers.
+OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
+
+
+def matrix_table(config):
+    """[(shape, place), ...] of the matrices of one layer as Muon takes them, each by itself: q, k, v, out,
+    gate, up, down.  place: the slice of the layer's part of a flat buffer in which a matrix lies."""
+    C = config.dim
+    F = config.hidden
+    kv = config.kv_heads * config.head_dim
+    shapes = [(C, C), (kv, C), (kv, C), (C, C), (F, C), (F, C), (C, F)]
+    return list(zip(shapes, places(map(math.prod, shapes))))
+
+
+def update_table(config, optimizer):
+    """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
+    the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
+    matrices do, norm gains do not."""
+    require(optimizer in OPTIMIZERS, f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    embedding = config.vocab * config.dim
+    matrices = config.layers * matrix_table(config)[-1][1].stop
+    heads = 0 if config.tied else config.predict * embedding
+    gains = (2 * config.layers + 1) * config.dim
+    sizes = [embedding, matrices, heads, gains]
+    table = zip(["adamw", optimizer, "adamw", "adamw"],
+                places(sizes),
+                places([embedding, matrices if optimizer == "adamw" else 0, heads, gains]),
+                [True, True, True, False])
+    return [row for row, size in zip(table, sizes) if size]
+
+
+def muon_part(config, optimizer):
+    """The slice of the flat buffers that Muon updates; without Muon an empty one at their end."""
+    end = param_count(config)
+    return update_table(config, optimizer)[1][1] if optimizer == "muon" else slice(end, end)
+
+
+def moment_count(config, optimizer):
+    """Numbers that the optimizer keeps: m of every parameter, v of those that AdamW updates."""
+    return param_count(config) + update_table(config, optimizer)[-1][2].stop
+
+
 # ------------------------------------------------------------------------------------------------------------
-# 5. The model
+# 4. The model
 # ------------------------------------------------------------------------------------------------------------
-def check_tokens(config, tokens, what="token", low=0):
-    """ValueError for an id (or with low=-1 a target) out of range."""
-    for bad in tokens[(tokens < low) | (tokens >= config.vocab)]:
-        raise ValueError(f"{what} id {bad} is out of range: the vocabulary has {config.vocab} ids, 0 to "
-                         f"{config.vocab - 1}.")
-
-
-def as_batch(config, tokens):
-    """tokens as a (B,T) array of ids; ValueError if they are none."""
-    tokens = np.asarray(tokens)
-    require(tokens.ndim == 2 and tokens.size and np.issubdtype(tokens.dtype, np.integer),
-            f"tokens must be a (B, T) array of integers, not empty, not {tokens.dtype} of {tokens.shape}.")
-    T = tokens.shape[1]
-    require(T <= config.context, f"{T} tokens do not fit the context of {config.context}.")
-    check_tokens(config, tokens)
-    return tokens
-
-
-def check_batch(config, tokens, targets, counted=None):
-    """The arguments of forward as arrays -> (tokens, targets, divisor (K,), at least 1); ValueError for what
-    cannot be computed.  counted: see forward."""
-    tokens, targets, K = as_batch(config, tokens), np.asarray(targets), config.predict
-    B, T = tokens.shape
-    require(targets.shape == (B, T + K - 1) and np.issubdtype(targets.dtype, np.integer), "targets must be "
-            f"integers (B, T+K-1) = {(B, T + K - 1)}, not {targets.dtype} of shape {targets.shape}.")
-    check_tokens(config, targets, "target", low=-1)
-    counted = count_targets(targets, T, K) if counted is None else np.asarray(counted)
-    require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
-    return tokens, targets, np.maximum(counted, 1)    # a head without a target: the sum 0, and so the loss 0
-
-
-class Workspace:
-    """What one thread needs for its share of the batch: the arrays of work_tables, and a gradient of its
-    own."""
-    def __init__(self, config, dtype, flat_grads):
-        self.config, self.dtype, self.flat_grads = config, dtype, flat_grads
-        self.grads = {} if flat_grads is None else param_views(flat_grads, config)
-        self.memory, self.buffers_by_shape = np.empty(0, np.uint8), {}
-
-    def buffers(self, B, T):
-        """-> (for each layer a dict of its arrays, dict of those that all share).  The memory is kept: a step
-        that allocates its tens of megabytes anew spends its time in page faults."""
-        if (B, T) not in self.buffers_by_shape:
-            layer, shared = work_tables(self.config, B, T, self.dtype)
-            tables = [layer] * self.config.layers + [shared]
-            parts = places(map(table_bytes, tables))
-            if parts[-1].stop > len(self.memory):
-                self.memory, self.buffers_by_shape = np.empty(parts[-1].stop, np.uint8), {}
-            *layers, shared = [carve(self.memory[part], table) for part, table in zip(parts, tables)]
-            self.buffers_by_shape[B, T] = layers, shared
-        return self.buffers_by_shape[B, T]
+def slices_of(count, size):
+    """0 to count in slices of this size, of which the last may be smaller."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 class Model:
     """The model on the CPU.
 
-    params and grads: dict name -> view of the flat buffers.  seed None leaves the parameters to whoever
-    writes them. training=False: no gradients and no moments; forward gives the loss all the same.
+    params and grads: dict name -> view of the flat buffers.  seed=None leaves the parameters to whoever
+    writes them.  training=False: no gradients and no moments; forward gives the loss all the same.
 
     threads > 1 is data parallelism in miniature: each thread takes a share of the batch through the whole
     forward and backward with a gradient buffer of its own, and the buffers are added in order.  NumPy
@@ -722,24 +572,30 @@ class Model:
     BLAS alone leaves the element-wise work on one.  Set OPENBLAS_NUM_THREADS=1 then (train.py does).  The sum
     over shares is exact because the loss is divided by the count of targets in the whole step, not in the
     share."""
-    draft_heads = 0     # heads whose drafts pay: four rows take twice as long as one, and give half a token more
+    draft_heads = 0     # none pays: to read four rows takes twice as long, and gives half a token more
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
-        self.config, self.dtype, self.threads, self.training = config, np.dtype(dtype), threads, training
-        self.optimizer, size, moments = optimizer, param_count(config), moment_count(config, optimizer)
+        self.config = config
+        self.dtype = np.dtype(dtype)
+        self.optimizer = optimizer
+        self.step = 0                               # updates made so far
+        self.communicator = None                    # sums gradients over several processes: train.py
+        size = param_count(config)
         self.flat_params = np.zeros(size, self.dtype)
         self.params = param_views(self.flat_params, config)
-        gradients = [np.zeros(size, self.dtype) if training else None for _ in range(threads)]
-        self.workspaces = [Workspace(config, self.dtype, flat_grads) for flat_grads in gradients]
-        self.flat_grads, self.grads = gradients[0], self.workspaces[0].grads
-        self.m, self.v = [np.zeros(n, self.dtype) if training else None for n in (size, moments - size)]
         if seed is not None:
             init_params(self.flat_params, config, seed)
-        self.cos, self.sin = rope_table(config, self.dtype)
-        self.step, self.communicator = 0, None      # updates made so far; who adds up several processes (train.py)
+        self.workspaces = [Workspace(config, self.dtype, training) for _ in range(threads)]
+        self.flat_grads = self.workspaces[0].flat_grads
+        self.grads = self.workspaces[0].grads
+        moments = moment_count(config, optimizer)
+        self.m = self.v = None
+        if training:
+            self.m, self.v = np.split(np.zeros(moments, self.dtype), [size])
+        self.rope = rope_table(config, self.dtype)
         # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and sees the loss
         pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
-        self.map = pool.map if threads > 1 else map     # either takes the results in order
+        self.map = pool.map if threads > 1 else map     # both give the results in order
         self.decoder = Decoder(self)
 
     def refresh(self):
@@ -760,29 +616,25 @@ class Model:
         return lambda: arrays
 
     def _trunk(self, tokens, layers, shared, first=0):
-        """tokens (B,T) -> shared, where "final" (N,C) is rmsnorm(x) after the last layer.  layers, shared:
+        """tokens (B,T) -> shared["final"] (N,C): rmsnorm(x) after the last layer.  layers, shared:
         the buffers to compute in, which then hold what the backward needs; first: see block_forward."""
         x = shared["x"]
         embedding_forward(x, tokens.reshape(-1), self.params["embed"])
         for i, saved in enumerate(layers):
             block_forward(x.reshape(*tokens.shape, -1), layer_views(self.params, i), saved, shared,
-                          self.config, self.cos, self.sin, first)
+                          self.config, self.rope, first)
         rmsnorm_forward(shared["final"], shared["rstd"], x, self.params["norm"], self.config.norm_eps)
-        return shared
+        return shared["final"]
 
-    def _head_logits(self, final, out=None):
-        """final (n,C) -> the logits (n,K,V), all heads in one product, in the front of `out` or a new
-        array."""
-        c, n = self.config, len(final)
-        out = np.empty((n, c.predict, c.vocab), self.dtype) if out is None else out[:n]
-        linear_forward(out.reshape(n, -1), final, self.params["heads"])
-        return out
+    def _head_logits(self, final):
+        """final (n,C) -> the logits (n,K,V), all heads in one product."""
+        return (final @ self.params["heads"].T).reshape(len(final), self.config.predict, -1)
 
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a new array."""
         tokens = as_batch(self.config, tokens)
-        shared = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
-        return self._head_logits(shared["final"]).reshape(*tokens.shape, self.config.predict, -1)
+        final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
+        return self._head_logits(final).reshape(*tokens.shape, self.config.predict, -1)
 
     def forward(self, tokens, targets, counted=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, head k's sum /
@@ -791,80 +643,86 @@ class Model:
         counted (K,): the number of counted targets of each head in the whole step; by default, in this call.
         Raises ValueError where head 0 has none at all: there would be nothing to learn."""
         tokens, targets, self.divisor = check_batch(self.config, tokens, targets, counted)
-        self.shares = min(self.threads, len(tokens))
-        return sum(self.map(self._forward_share, self.workspaces, np.array_split(tokens, self.shares),
-                            np.array_split(targets, self.shares)))
+        shares = min(len(self.workspaces), len(tokens))
+        self.active = self.workspaces[:shares]
+        return sum(self.map(self._forward_share, self.active, np.array_split(tokens, shares),
+                            np.array_split(targets, shares)))
 
-    def _forward_share(self, worker, tokens, targets):
-        targets = head_targets(targets, tokens.shape[1], self.config.predict)
-        layers, shared = worker.buffers(*tokens.shape)
-        self._trunk(tokens, layers, shared)
-        worker.saved = tokens, targets, layers, shared
-        return sum(self._head_loss(shared, targets, rows) for rows in logit_parts(self.config, tokens.size))
-
-    def _head_loss(self, shared, targets, rows):
-        """-> what these rows, a slice, add to the losses (K,); shared["logits"] keeps e of them."""
-        losses, targets = np.zeros(self.config.predict), targets[rows]
-        e = self._head_logits(shared["final"][rows], shared["logits"])
-        cross_entropy_forward(losses, shared["exp_sum"][rows], e, targets, self.divisor)
+    def _forward_share(self, workspace, tokens, targets):
+        """One thread's part of forward.  The workspace keeps what the backward needs."""
+        K = self.config.predict
+        layers, shared = workspace.buffers(*tokens.shape)
+        targets = head_targets(targets, tokens.shape[1], K)                             # (N,K)
+        final = self._trunk(tokens, layers, shared)                                     # (N,C)
+        logits = shared["logits"]                                                       # (N,K,V)
+        linear_forward(logits.reshape(len(logits), -1), final, self.params["heads"])
+        losses = np.zeros(K)
+        cross_entropy_forward(losses, shared["exp_sum"], logits, targets, self.divisor)
+        workspace.saved = tokens, targets, layers, shared
         return losses
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
         Call it once a forward (the logits are used up).  last: this is the step's last micro-batch, after
         which the gradients of several processes are added up."""
-        require(self.training, "this model was made with training=False: it has no gradients.")
-        list(self.map(self._backward_share, self.workspaces, range(self.shares)))
-        for worker in self.workspaces[1:self.shares]:      # in order, so that the sum is the same in every run
-            self.flat_grads += worker.flat_grads
+        require(self.grads, "this model was made with training=False: it has no gradients.")
+        list(self.map(self._backward_share, self.active))
+        for workspace in self.active[1:]:           # in order, so that the sum is the same in every run
+            self.flat_grads += workspace.flat_grads
         if last and self.communicator:
             self.communicator.all_reduce(self.flat_grads)
 
-    def _backward_share(self, worker, number):
-        c, (tokens, targets, layers, shared) = self.config, worker.saved
-        dx, dn, final, exp_sum = (shared[name] for name in ("dx", "dn", "final", "exp_sum"))
-        parts = logit_parts(c, tokens.size)
-        if number > 0:
-            worker.flat_grads[...] = 0.0
-        for rows in parts:
-            if len(parts) > 1:                      # the next piece has taken the place of what this one left
-                self._head_loss(shared, targets, rows)
-            dlogits = shared["logits"][:len(final[rows])]
-            cross_entropy_backward(dlogits, exp_sum[rows], targets[rows], self.divisor, c.head_weights)
-            # logits = final @ heads.T
-            linear_backward(dn[rows], worker.grads["heads"], dlogits.reshape(len(dlogits), -1), final[rows],
-                            self.params["heads"])
+    def _backward_share(self, workspace):
+        tokens, targets, layers, shared = workspace.saved
+        params = self.params
+        grads = workspace.grads
+        dx = shared["dx"]
+        dn = shared["dn"]
+        if workspace is not self.workspaces[0]:     # whose gradient adds up over the micro-batches
+            workspace.flat_grads[...] = 0.0
+        dlogits = shared["logits"]                                                      # (N,K,V)
+        cross_entropy_backward(dlogits, shared["exp_sum"], targets, self.divisor, self.config.head_weights)
+        # logits = final @ heads.T
+        dlogits = dlogits.reshape(len(dlogits), -1)                                     # (N,K*V)
+        linear_backward(dn, grads["heads"], dlogits, shared["final"], params["heads"])
         # final = rmsnorm(x)
-        rmsnorm_backward(dx, worker.grads["norm"], dn, shared["x"], shared["rstd"], self.params["norm"])
-        for i in reversed(range(c.layers)):
-            block_backward(dx.reshape(*tokens.shape, -1), layer_views(self.params, i),
-                           layer_views(worker.grads, i), layers[i], shared, c, self.cos, self.sin)
+        rmsnorm_backward(dx, grads["norm"], dn, shared["x"], shared["rstd"], params["norm"])
+        for i in reversed(range(self.config.layers)):
+            block_backward(dx.reshape(*tokens.shape, -1), layer_views(params, i), layer_views(grads, i),
+                           layers[i], shared, self.config, self.rope)
         # x = embed[tokens]
-        embedding_backward(worker.grads["embed"], dx, tokens.reshape(-1))
+        embedding_backward(grads["embed"], dx, tokens.reshape(-1))
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
-        """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
-        clipped to `clip`; zero the gradient.  Returns the norm of the whole before clipping.  A norm that is
-        not finite changes nothing and leaves the gradient to look at: the caller must stop."""
-        c, grads, hidden = self.config, self.flat_grads, muon_part(self.config, self.optimizer)
-        squares = sum(np.dot(part, part) for part in (grads[:hidden.start], grads[hidden.stop:]))
-        norm = math.sqrt(squares + np.dot(grads[hidden], grads[hidden]))
+        """One step of the optimizer by update_table; then the gradient is zero.  The norm of all gradients
+        that AdamW takes is clipped to `clip` before.  Returns the norm of the whole gradient before clipping.
+        A norm that is not finite changes nothing and leaves the gradient to look at: the caller must stop."""
+        c = self.config
+        grads = self.flat_grads
+        hidden = muon_part(c, self.optimizer)
+        before, of_muon, after = np.split(grads, [hidden.start, hidden.stop])
+        squares = np.dot(before, before) + np.dot(after, after)
+        norm = math.sqrt(squares + np.dot(of_muon, of_muon))
         if not math.isfinite(norm):
             return norm
         self.step += 1
         self.decoder.forget()
-        jobs, piece = [], 1 << 16           # numbers that stay in the cache through AdamW's dozen passes
+        jobs = []                                   # (function, its arguments ...), which the threads share
         for rule, part, in_v, decayed in update_table(c, self.optimizer):
-            flats = [flat[part] for flat in (self.flat_params, grads, self.m)]
+            arrays = [self.flat_params[part], grads[part], self.m[part]]
             if rule == "muon":
-                flats = [flat.reshape(c.layers, -1) for flat in flats]
-                jobs += [(muon_update, *(flat[i, place].reshape(shape) for flat in flats), lr, decay)
-                         for i in range(c.layers) for shape, place in matrix_table(c)]
+                by_layer = [array.reshape(c.layers, -1) for array in arrays]
+                for i in range(c.layers):
+                    for shape, place in matrix_table(c):
+                        matrices = [array[i, place].reshape(shape) for array in by_layer]
+                        jobs.append((muon_update, *matrices, lr, decay))
             else:
                 grads[part] *= min(1.0, clip / (math.sqrt(squares) + 1e-6))
-                flats, numbers = [*flats, self.v[in_v]], (self.step, lr, beta1, beta2, eps, decay * decayed)
-                jobs += [(adamw_update, *(flat[i:i + piece] for flat in flats), *numbers)
-                         for i in range(0, len(flats[0]), piece)]
+                arrays.append(self.v[in_v])
+                # so few numbers at once stay in the processor's cache through AdamW's dozen passes
+                for piece in slices_of(len(grads[part]), 1 << 16):
+                    jobs.append((adamw_update, *[array[piece] for array in arrays], self.step, lr, beta1,
+                                 beta2, eps, decay if decayed else 0.0))
         list(self.map(lambda job: job[0](*job[1:]), jobs))
         return norm
 
@@ -876,21 +734,22 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0               # of the noise
-    vocab: int = None           # only ids below it are drawn (None: all)
+    vocab: int = None           # only ids below it are drawn; None: all
 
 
 class Decoder:
-    """Continues one text, token by token, with a KV cache: keys and values of earlier tokens are kept.
+    """Continues one text with a KV cache: keys and values of the tokens before are kept, not computed again.
 
     tokens: the list of ids whose keys and values the cache holds."""
+
     def __init__(self, model):
+        c = model.config
         self.model = model
         self.tokens = []
         # q, k, v of each token in every layer; memory that no token has reached is not taken yet
-        c = model.config
-        self.cache = np.zeros((c.context, c.layers, c.qkv_width), model.dtype)
+        self.cache = np.zeros((c.layers, c.context, c.qkv_width), model.dtype)
         # without a backward all layers compute in the arrays of one
-        self.workspace = Workspace(dataclasses.replace(c, layers=1), model.dtype, None)
+        self.workspace = Workspace(dataclasses.replace(c, layers=1), model.dtype, training=False)
 
     @property
     def position(self):
@@ -899,54 +758,48 @@ class Decoder:
 
     @position.setter
     def position(self, position):
-        require(0 <= position <= len(self.tokens),
-                f"the position must be from 0 to {len(self.tokens)}, the tokens in the cache, not {position}.")
+        require(0 <= position <= self.position,
+                f"the position must be from 0 to {self.position}, the tokens in the cache, not {position}.")
         del self.tokens[position:]
 
     def forget(self):
-        """Empty the cache: the weights have changed, say."""
-        self.tokens = []
+        """Empty the cache."""
+        self.position = 0
 
     def extend(self, tokens, last=None):
         """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone.
 
         This is the forward of training, but the rows of q, k and v go to their place in the cache, and P has
         a row for each new token and a column for each token so far."""
-        model, c = self.model, self.model.config
+        model = self.model
+        c = model.config
         tokens = np.asarray(tokens, np.int64)
         n = len(tokens)
-        require(self.position + n <= c.context,
-                f"{n} tokens at {self.position} do not fit the context of {c.context}.")
+        end = self.position + n
+        require(end <= c.context, f"{n} tokens at {self.position} do not fit the context of {c.context}.")
         check_tokens(c, tokens)
-        finals = []
-        for rows in slices_of(n, PROMPT_ROWS):
-            part = tokens[rows]
-            first = self.position
-            end = first + len(part)
-            (layer,), shared = self.workspace.buffers(1, len(part))
-            P = np.empty((1, c.kv_heads, c.heads // c.kv_heads, len(part), end), model.dtype)
-            layers = [{**layer, "qkv": self.cache[:end, i], "P": P} for i in range(c.layers)]
-            model._trunk(part[None], layers, shared, first)
-            finals.append(shared["final"].copy())
-            self.tokens += part.tolist()
-        final = np.concatenate(finals)
-        return model._head_logits(final if last is None else final[n - last:])
+        (layer,), shared = self.workspace.buffers(1, n)
+        P = np.empty((1, c.kv_heads, c.heads // c.kv_heads, n, end), model.dtype)
+        layers = [{**layer, "qkv": qkv, "P": P} for qkv in self.cache[:, :end]]
+        final = model._trunk(tokens[None], layers, shared, self.position)
+        self.tokens += tokens.tolist()
+        return model._head_logits(final[-(last or n):])
 
     def draw(self, tokens, rows, heads, t, sampling):
-        """Append tokens, and draw after each of the last `rows` of them.  Returns ids (rows, heads), that of
-        head k after row r for position t + r + k of the text, and the probabilities p (rows,) that head 0 gave
-        its ids."""
-        s = sampling
-        logits = self.extend(tokens, rows)[:, :heads, :s.vocab].astype(np.float64)
-        positions = t + np.add.outer(np.arange(rows), np.arange(heads))
-        flat = logits.reshape(rows * heads, -1)
-        ids = sample(flat, s.seed, positions.reshape(-1), s.temperature, s.top_k, s.top_p).reshape(rows, heads)
-        drawn = np.take_along_axis(logits[:, 0], ids[:, :1], axis=1)
-        return ids, 1 / np.exp(logits[:, 0] - drawn).sum(axis=1)
+        """Append tokens, and draw after each of the last `rows` of them.  Returns ids (rows, heads), of which
+        that of head k after row r is for position t + r + k of the text, and the probabilities p (rows,) that
+        head 0 gave to its ids."""
+        logits = self.extend(tokens, rows)[:, :heads, :sampling.vocab].astype(np.float64)
+        positions = t + np.add.outer(np.arange(rows), np.arange(heads)).ravel()
+        ids = sample(logits.reshape(len(positions), -1), sampling.seed, positions, sampling.temperature,
+                     sampling.top_k, sampling.top_p).reshape(rows, heads)
+        z = logits[:, 0]                                                                # (rows, V) of head 0
+        z -= np.take_along_axis(z, ids[:, :1], axis=1)
+        return ids, 1 / np.exp(z).sum(axis=1)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. Generation, and the Euler table
+# 5. Generation, and the Euler table
 # ------------------------------------------------------------------------------------------------------------
 def window_start(n, context):
     """Where the window of a text of n tokens starts.  While the text fits, at 0; each time the window is
@@ -1015,16 +868,16 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     require(tokens, "generate needs at least one token to continue.")
     require(temperature >= 0 and top_k >= 0 and 0 < top_p <= 1,
             f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in (0, 1].")
-    seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
+    seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
-    decoder, context = model.decoder, model.config.context
-    if speculate is None:
-        heads = 1 + model.draft_heads
-    else:
-        heads = model.config.predict if speculate else 1
-    heads = min(heads, model.config.predict)
+    decoder = model.decoder
+    context = model.config.context
+    K = model.config.predict
+    heads = min(1 + model.draft_heads, K)
+    if speculate is not None:
+        heads = K if speculate else 1
     text = list(tokens)
-    end = math.inf if most is None else len(text) + most
+    end = len(text) + (sys.maxsize if most is None else most)
     drafts = []
     while len(text) < end:
         window = text[window_start(len(text), context):]
@@ -1035,18 +888,16 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             drafts = []             # what has to be read is read alike with and without speculation
         ids, p = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
-        most_accepted = min(len(drafts), end - len(text) - 1)
-        accepted = 0
-        while accepted < most_accepted and drafts[accepted] == drawn[accepted] not in stop:
-            accepted += 1
+        accepted = len(os.path.commonprefix([drafts[:end - len(text) - 1], drawn]))
         decoder.position = len(window) + accepted   # the drafts that were not accepted are forgotten
-        for head in range(accepted + 1):
+        for head, token in enumerate(drawn[:accepted + 1]):
             if trace is not None:
-                trace.append((head, len(drafts), float(p[head])))   # drafted by the head of this number
-            if drawn[head] in stop:
+                trace.append((head, len(drafts), float(p[head])))
+            if token in stop:
+                decoder.position = len(window) + head
                 return
-            text.append(drawn[head])
-            yield drawn[head]
+            text.append(token)
+            yield token
         drafts = ids[accepted, 1:].tolist()
 
 
@@ -1055,9 +906,10 @@ def layer_logits(model, inputs):
     residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
     layers, shared = model.workspaces[0].buffers(*inputs.shape)
     model._trunk(inputs, layers, shared)
+    final = shared["final"]
     for x in [*(saved["x_in"] for saved in layers), shared["x"]]:
-        rmsnorm_forward(shared["n"], shared["rstd"], x, model.params["norm"], model.config.norm_eps)
-        yield x, shared["n"] @ model.params["heads"][:model.config.vocab].T
+        rmsnorm_forward(final, shared["rstd"], x, model.params["norm"], model.config.norm_eps)
+        yield x, final @ model.params["heads"][:model.config.vocab].T
 
 
 def euler_table(model, tokens):
@@ -1067,12 +919,15 @@ def euler_table(model, tokens):
     Yields L+1 rows (loss, length, ids), for the embedding and after each layer: the loss of head 0 if the
     integration stopped there; the mean over positions of |f(x)|/|x| of that layer's step (0 for the
     embedding); the three best next tokens at the end of the last row."""
-    inputs, targets = as_batch(model.config, tokens[:, :-1]), tokens[:, 1:].reshape(-1, 1)
+    inputs = as_batch(model.config, tokens[:, :-1])
+    targets = tokens[:, 1:].reshape(-1, 1)
     before = None
     for x, logits in layer_logits(model, inputs):
-        loss, before = np.zeros(1), x if before is None else before
+        if before is None:
+            before = x
         best = np.argsort(-logits[-1], kind="stable")[:3].tolist()
-        cross_entropy_forward(loss, np.empty(targets.shape, x.dtype), logits[:, None], targets, inputs.size)
+        loss = np.zeros(1)
+        cross_entropy_forward(loss, np.empty(targets.shape), logits[:, None], targets, inputs.size)
         length = np.linalg.norm(x - before, axis=1) / np.linalg.norm(before, axis=1)
         yield float(loss[0]), float(length.mean()), best
         before = x
@@ -1083,9 +938,189 @@ def print_euler_table(model, tokenizer, tokens):
     print(f"{tokens.size - 1} tokens read, the next of each predicted; loss in nats a token")
     print(f"{'stop after':12}{'loss':>8}{'|f(x)|/|x|':>13}   most likely after the end of the text")
     for i, (loss, length, best) in enumerate(euler_table(model, tokens)):
-        name, length = (f"layer {i - 1}", f"{length:.3f}") if i else ("embedding", "")
+        name = f"layer {i - 1}" if i else "embedding"
+        length = f"{length:.3f}" if i else ""
         best = [f'"{visible(tokenizer.tokens[token])}"' for token in best if token < tokenizer.vocab_size]
         print(f"{name:12}{loss:8.4f}{length:>13}   {'  '.join(best)}")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 6. Checks, and memory
+# ------------------------------------------------------------------------------------------------------------
+def check_config(c):
+    """ValueError if the sizes of a Config do not fit together."""
+    values = vars(c)
+    sizes = ["dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"]
+    if c.positions is not None:
+        sizes.append("positions")
+    for name in sizes:
+        require(type(values[name]) is int and 1 <= values[name] <= 1 << 20,
+                f"{name} must be a whole number from 1 to {1 << 20:,}, not {values[name]!r:.20}.")
+    for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
+        require(type(values[name]) in (int, float) and least <= values[name] < math.inf,
+                f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
+    for name in ("dim", "hidden", "vocab"):
+        require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
+    require(c.vocab <= 1 << 16, f"vocab_size ({c.vocab}) is more than {1 << 16:,}: ids are uint16.")
+    require(c.dim % (2 * c.heads) == 0,
+            f"dim ({c.dim}) must be a multiple of 2 x heads (2 x {c.heads}): heads must divide {c.dim // 2}.")
+    require(c.heads % c.kv_heads == 0,
+            f"heads ({c.heads}) must be a multiple of kv_heads: {c.kv_heads} does not divide it.")
+    require(c.context <= (c.positions or c.context),
+            f"the context ({c.context}) cannot be more than the model's positions ({c.positions}).")
+    require(c.tied is False or c.tied is True and c.predict == 1,
+            "tied, true or false, says if the one head is the embedding: "
+            f"not {c.tied!r:.20} with heads: {c.predict}.")
+
+
+CONFIGS = {
+    #                 dim  heads  kv_heads  layers  context  vocab
+    "small":  Config(128,      4,        2,      4,     128,   512),
+    "medium": Config(256,      8,        4,     12,     256,  1024),
+    "big":    Config(768,     12,        4,     16,     512,  4096)}
+
+
+def check_tokens(config, tokens, what="token", low=0):
+    """ValueError for an id (or with low=-1 a target) out of range."""
+    for bad in tokens[(tokens < low) | (tokens >= config.vocab)]:
+        raise ValueError(f"{what} id {bad} is out of range: the vocabulary has {config.vocab} ids, 0 to "
+                         f"{config.vocab - 1}.")
+
+
+def as_batch(config, tokens):
+    """tokens as a (B,T) array of ids; ValueError if they are none."""
+    tokens = np.asarray(tokens)
+    require(tokens.ndim == 2 and tokens.size and tokens.dtype.kind in "iu",
+            f"tokens must be a (B, T) array of integers, not empty, not {tokens.dtype} of {tokens.shape}.")
+    require(tokens.shape[1] <= config.context,
+            f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
+    check_tokens(config, tokens)
+    return tokens
+
+
+def check_batch(config, tokens, targets, counted=None):
+    """The arguments of forward as arrays -> (tokens, targets, divisor (K,), at least 1); ValueError for what
+    cannot be computed.  counted: see forward."""
+    tokens = as_batch(config, tokens)
+    targets = np.asarray(targets)
+    B, T = tokens.shape
+    shape = B, T + config.predict - 1
+    require(targets.shape == shape and targets.dtype.kind in "iu",
+            f"targets must be integers (B, T+K-1) = {shape}, not {targets.dtype} of shape {targets.shape}.")
+    check_tokens(config, targets, "target", low=-1)
+    if counted is None:
+        counted = count_targets(targets, T, config.predict)
+    require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
+    return tokens, targets, np.maximum(counted, 1)    # a head without a target: the sum 0, and so the loss 0
+
+
+def work_tables(config, B, T, dtype=np.float32):
+    """The arrays of a forward and backward at (B,T), as two lists of (name, shape, dtype): what each layer
+    keeps for its backward, and what all layers share."""
+    N = B * T
+    C = config.dim
+    F = config.hidden
+    scores = B, config.kv_heads, config.heads // config.kv_heads, T, T      # (B,G,R,T,T)
+    kept = {
+        "x_in": (N, C),                                 # x before the layer
+        "n1": (N, C),                                   # the output of the first norm
+        "rstd1": (N,),                                  # its 1 / sqrt(mean of squares + eps)
+        "qkv": (N, config.qkv_width),                   # queries, keys and values; q and k are rotated
+        "P": scores,                                    # the probabilities of attention
+        "y": (N, C),                                    # the output of attention, all heads side by side
+        "x_mid": (N, C),                                # x between the two substeps
+        "n2": (N, C),                                   # the output of the second norm
+        "rstd2": (N,),                                  # its 1 / sqrt(mean of squares + eps)
+        "gate_up": (N, 2 * F),                          # gate and up, the input of SwiGLU
+        "sigmoid": (N, F),                              # sigmoid(gate)
+        "h": (N, F)}                                    # silu(gate) * up
+    shared = {
+        "x": (N, C),                                    # the residual stream
+        "increment": (N, C),                            # what a substep adds to x; in the backward, to dx
+        "final": (N, C),                                # the output of the last norm
+        "rstd": (N,),                                   # its 1 / sqrt(mean of squares + eps)
+        "logits": (N, config.predict, config.vocab),    # then exp(logit - max), then d loss / d logits
+        "exp_sum": (N, config.predict),                 # sum over the vocabulary of exp(logit - max)
+        "dx": (N, C),                                   # d loss / d x; and so on:
+        "dn": (N, C),                                   # of the output of a norm, n1 or n2
+        "dh": (N, F),                                   # of silu(gate) * up
+        "dgate_up": (N, 2 * F),                         # of gate and up
+        "dy": (N, C),                                   # of the output of attention
+        "dS": scores,                                   # of the scores before the softmax
+        "dqkv": (N, config.qkv_width)}                  # of queries, keys and values
+    return [[(name, shape, dtype) for name, shape in table.items()] for table in (kept, shared)]
+
+
+ALIGN = 256                 # arrays start at multiples of this many bytes
+
+
+def table_bytes(table):
+    """Bytes of a table's arrays, each rounded up to whole multiples of ALIGN."""
+    return sum(-(-math.prod(shape) * np.dtype(dtype).itemsize // ALIGN) * ALIGN for _, shape, dtype in table)
+
+
+def carve(memory, table, start=0):
+    """dict name -> array for a table, cut out of an array of bytes from `start` on."""
+    arrays = {}
+    for row in table:
+        name, shape, dtype = row
+        arrays[name] = memory[start:].view(dtype)[:math.prod(shape)].reshape(shape)
+        start += table_bytes([row])
+    return arrays
+
+
+class Workspace:
+    """The memory of one thread's share of the batch: the arrays of work_tables, and a gradient of its own."""
+
+    def __init__(self, config, dtype, training):
+        self.config = config
+        self.dtype = dtype
+        self.flat_grads = np.zeros(param_count(config), dtype) if training else None
+        self.grads = param_views(self.flat_grads, config) if training else {}
+        self.memory = np.empty(0, np.uint8)
+        self.buffers_by_shape = {}
+
+    def buffers(self, B, T):
+        """-> (for each layer a dict of its arrays, dict of those that all share).  The memory is kept: a step
+        that allocates its tens of megabytes anew spends its time in page faults."""
+        if (B, T) not in self.buffers_by_shape:
+            layer, shared = work_tables(self.config, B, T, self.dtype)
+            each = table_bytes(layer)
+            all_layers = self.config.layers * each
+            size = all_layers + table_bytes(shared)
+            if size > len(self.memory):
+                self.memory = np.empty(size, np.uint8)
+                self.buffers_by_shape = {}
+            layers = [carve(self.memory, layer, start) for start in range(0, all_layers, each)]
+            self.buffers_by_shape[B, T] = layers, carve(self.memory, shared, all_layers)
+        return self.buffers_by_shape[B, T]
+
+
+def memory_plan(config, micro_batch, T, precision="fp32", threads=1, optimizer="adamw", gpus=0):
+    """Bytes of memory by kind (a dict) that training with micro-batches (micro_batch, T) takes.  precision
+    and gpus are for model_gpu's plan; here it is always fp32."""
+    size = 4 * param_count(config)
+    shares = min(threads, micro_batch)
+    layer, shared = map(table_bytes, work_tables(config, -(-micro_batch // shares), T))
+    return {"parameters": size,
+            "gradients": shares * size,
+            "moments": 4 * moment_count(config, optimizer),
+            "activations": shares * config.layers * layer,
+            "logits and scratch": shares * shared}
+
+
+def free_memory(limit=None):
+    """Bytes of memory that can be had, at most `limit`; None where that cannot be known."""
+    with contextlib.suppress(OSError, IndexError), open("/proc/meminfo") as file:  # Linux
+        free = 1024 * int(file.read().split("MemAvailable:")[1].split()[0])         # "  7654321 kB"
+        return min(free, limit or free)
+    return limit
+
+
+def largest_micro_batch(plan, free):
+    """The largest micro-batch for which plan(micro_batch), a dict of bytes, fits these free bytes; 0 if none
+    does."""
+    return bisect.bisect_right(range(1, 1 << 20), free, key=lambda rows: sum(plan(rows).values()))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1099,7 +1134,8 @@ TEXT = ("It was a bright cold morning, and the old man walked down to the harbou
 def slope(loss, weight, index, h):
     """d loss() / d weight[index] by finite differences at five points, error O(h^4); the middle one has the
     factor 0.  gradcheck.py, which does this for every weight there is, says why five."""
-    centre, total = weight[index], 0.0
+    centre = weight[index]
+    total = 0.0
     for shift, factor in ((-2, 1 / 12), (-1, -8 / 12), (1, 8 / 12), (2, -1 / 12)):
         weight[index] = centre + shift * h
         total += factor * loss()
@@ -1113,30 +1149,34 @@ def main(argv):
     Parser(description="A guided tour: one sentence goes through the small model.").parse_args(argv)
     tokenizer = Tokenizer.train([TEXT], 300)
     config = dataclasses.replace(CONFIGS["small"], vocab=304)
-    ids, K = tokenizer.encode(TEXT), config.predict
-    T = min(64, len(ids) - K)
-    tokens, targets = np.array([ids[:T]]), np.array([ids[1:T + K]])
+    ids = tokenizer.encode(TEXT)
+    T = 64
+    tokens = np.array([ids[:T]])
+    targets = np.array([ids[1:T + config.predict]])
     print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {len(ids)} tokens, vocabulary {config.vocab}")
-    print("   " + "|".join(tokenizer.decode([i]) for i in ids[:24]) + "|...")
+    print(f"   {'|'.join(tokenizer.decode([i]) for i in ids[:24])}|...")
 
-    model = Model(config, seed=0)
-    logits, losses = model.logits(tokens), model.forward(tokens, targets)
+    model = Model(config)
+    losses = model.forward(tokens, targets)
     layers, shared = model.workspaces[0].buffers(1, T)
     print(f"\n2. Shapes: B=1 T={T} C={config.dim} H={config.heads} G={config.kv_heads} D={config.head_dim} "
-          f"F={config.hidden} K={K} V={config.vocab} L={config.layers} N=B*T={T}")
-    arrays = [(f"layer 0: {name}", array) for name, array in layers[0].items()]
-    for name, array in [*arrays, ("final = rmsnorm(x)", shared["final"]), ("logits (B,T,K,V)", logits)]:
+          f"F={config.hidden} K={config.predict} V={config.vocab} L={config.layers} N=B*T={T}")
+    arrays = {f"layer 0: {name}": array for name, array in layers[0].items()}
+    arrays["final = rmsnorm(x)"] = shared["final"]
+    arrays["logits (B,T,K,V)"] = model.logits(tokens)
+    for name, array in arrays.items():
         print(f"   {name:22} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
     print(f"\n3. The first loss of head 0: {losses[0]:.4f}.  An untrained model guesses: ln V = "
           f"{math.log(config.vocab):.4f}")
 
     model.backward()
-    weight, gradient = model.params["layers.0.qkv"], model.grads["layers.0.qkv"]
+    weight = model.params["layers.0.qkv"]
+    gradient = model.grads["layers.0.qkv"]
     at = np.unravel_index(np.abs(gradient).argmax(), weight.shape)
-    numeric = slope(lambda: model.forward(tokens, targets) @ config.head_weights, weight, at, h=1e-3)
+    numeric = slope(lambda: model.forward(tokens, targets) @ config.head_weights, weight, at, 1e-3)
     print(f"4. One gradient entry, d loss / d layers.0.qkv{list(map(int, at))}:\n"
           f"   by hand {gradient[at]:.12f}, by finite difference {numeric:.12f}")
-    norm = model.update(lr=1e-3)
+    norm = model.update(1e-3)
     print(f"5. One AdamW step: gradient norm {norm:.4f}, loss of head 0 {losses[0]:.4f} -> "
           f"{model.forward(tokens, targets)[0]:.4f}")
     print("\n6. The Euler table: the loss if the integration stopped after each layer, and the length of its "

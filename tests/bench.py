@@ -202,7 +202,7 @@ def seconds_a_token(tokens, count):
 def first_token(model, prompt):
     """Seconds to the first token of a prompt, all of which has to be read."""
     import model_cpu
-    model.cached = []
+    model.decoder.forget()
     started = time.perf_counter()
     next(model_cpu.generate(model, prompt, temperature=0, seed=0))
     return time.perf_counter() - started
@@ -336,8 +336,8 @@ def decode_on_gpu(arguments):
         for token_id in text[:16]:
             token.fill_(token_id)
             replay()
-        model.position, model.cached = 0, []
-        ours, theirs = model.extend(text[:16])[-1, 0], logits.flatten().float().cpu().numpy()
+        model.decoder.forget()
+        ours, theirs = model.decoder.extend(text[:16])[-1, 0], logits.flatten().float().cpu().numpy()
         error = np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
         print(f"  logits after 16 tokens: PyTorch's differ from ours by {error:.1e}, relative L2")
     for length in sorted({min(length, len(text)) for length in (1, 128, 400)}):
@@ -352,7 +352,7 @@ def decode_on_gpu(arguments):
     seconds = []
     for record_at in math.inf, 1:                       # launched one by one; from a CUDA graph
         with unittest.mock.patch.object(model_gpu, "RECORD_AT", record_at):
-            model.replays.clear()
+            model.decoder.replays.clear()
             first_token(model, text)
             seconds.append(min(first_token(model, text) for _ in range(arguments.rounds)))
     print(f"  the first token of a prompt of {len(text)}: {1e3 * seconds[1]:.2f} ms, and {1e3 * seconds[0]:.2f} ms the first "
@@ -445,11 +445,12 @@ def bench_drafts(arguments):
             for how, settings in ("greedy", {"temperature": 0}), ("sampled", SAMPLED):
                 texts, times, heads = {}, {}, {}
                 for drafts in (0, 1, c.predict - 1):
-                    model.drafts, heads[drafts], texts[drafts] = drafts, [], []
+                    model.draft_heads, heads[drafts], texts[drafts] = drafts, [], []
                     for round in range(2):          # the first round loads what is needed
                         started = time.perf_counter()
                         for seed, prompt in enumerate(prompts):
-                            trace, model.cached = [], []
+                            trace = []
+                            model.decoder.forget()
                             text = list(model_cpu.generate(model, prompt, seed=seed, vocab=tokenizer.vocab_size, stop=stop,
                                                            most=c.context // 2, trace=trace, **settings))
                             if round:
@@ -497,7 +498,7 @@ def bench_euler(arguments):
     def layer(x, i, size=1.0):
         """x after one step of that size by layer i."""
         x, w = x.copy(), scaled(model_cpu.layer_views(model.params, i), size)
-        layers, shared = model.workers[0].buffers(*x.shape[:2])
+        layers, shared = model.workspaces[0].buffers(*x.shape[:2])
         model_cpu.block_forward(x, w, layers[i], shared, c, model.cos, model.sin)
         return x
 
@@ -634,7 +635,7 @@ def ceilings(cupy, model_gpu, gpu):
     a, b, out = (cupy.asarray(random) for _ in range(3))
     if gpu.precision == "bf16":
         a, b, out = ((x.view(np.uint32) >> 16).astype(np.uint16) for x in (a, b, out))
-    product = min(seconds_of(cupy, lambda: model_gpu.product(gpu, out, a, b, transpose_b=True), 10) for _ in range(3))
+    product = min(seconds_of(cupy, lambda: model_gpu.gemm(gpu, out, a, b, transpose_b=True), 10) for _ in range(3))
     a = b = out = None                              # their memory is free again
     x = cupy.zeros(1 << 30, np.float32)
     y = cupy.empty(1 << 30, np.float32)
@@ -644,7 +645,7 @@ def ceilings(cupy, model_gpu, gpu):
 
 def record_launches(cupy, model_gpu, model, step):
     """Run one step with an event before and after every launch: [(name, seconds, bytes, FLOPs)]."""
-    c, launch, product, transposed, records, spaces = model.config, model.gpu.launch, model_gpu.product, model_gpu.transposed, [], set()
+    c, launch, product, transposed, records, spaces = model.config, model.gpu.launch, model_gpu.gemm, model_gpu.transposed, [], set()
     record_at, model_gpu.RECORD_AT = model_gpu.RECORD_AT, 0         # never: a CUDA graph would hide its launches
     model.buffers_by_shape.clear()                                  # and with them the graphs that there are
     start = model.flat_grads.data.ptr
@@ -682,11 +683,11 @@ def record_launches(cupy, model_gpu, model, step):
         record(lambda: transposed(gpu, x, space), "transposed", 2 * x.nbytes, 0)
         return space.reshape(-1)[:x.size].reshape(x.shape[::-1])
 
-    model.gpu.launch, model_gpu.product, model_gpu.transposed = timed_launch, timed_product, timed_transposed
+    model.gpu.launch, model_gpu.gemm, model_gpu.transposed = timed_launch, timed_product, timed_transposed
     try:
         step()
     finally:
-        model.gpu.launch, model_gpu.product, model_gpu.transposed, model_gpu.RECORD_AT = launch, product, transposed, record_at
+        model.gpu.launch, model_gpu.gemm, model_gpu.transposed, model_gpu.RECORD_AT = launch, product, transposed, record_at
     cupy.cuda.Device().synchronize()
     return [(name, cupy.cuda.get_elapsed_time(start, end) / 1e3, *cost) for name, start, end, *cost in records]
 

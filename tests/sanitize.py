@@ -36,9 +36,9 @@ def main():
             losses = model.forward(rng.integers(0, 72, (B, T)), rng.integers(0, 72, (B, T + 2)))
             model.backward()                                    # the second adds to the first
         norm = model.update(1e-3)
-        model.extend(rng.integers(0, 72, 20))                   # a prompt, then a few tokens
-        logits = model.extend([1, 2, 3])
-        model.draw([1, 2, 3, 4, 5], 5, 3, 0, 1, 0.8, 20, 0.9, 72)
+        model.decoder.extend(rng.integers(0, 72, 20))           # a prompt, then a few tokens
+        logits = model.decoder.extend([1, 2, 3])
+        model.decoder.draw([1, 2, 3, 4, 5], 5, 3, 0, model_cpu.Sampling(0.8, 20, 0.9, seed=1))
         print(f"{precision} D {D} H/G {heads // kv_heads}: loss {float(losses[0]):.4f}, norm {float(norm):.4f}, "
               f"largest logit {np.abs(logits).max():.4f}", flush=True)
     return 0

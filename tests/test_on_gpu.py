@@ -77,8 +77,8 @@ def attention_errors(gpu, B, T):
     qkv, dout = [value(array).reshape(B, T, -1) for array in (gpu_qkv, gpu_dout)]
     out, dqkv = np.empty_like(dout), np.empty_like(qkv)
     P = np.empty((B, c.kv_heads, c.heads // c.kv_heads, T, T))
-    model_cpu.attention_forward(out, P, qkv, c.heads, c.kv_heads)
-    model_cpu.attention_backward(dqkv, dout, out, P, qkv, c.heads, c.kv_heads, np.empty_like(P))
+    model_cpu.attention_forward(out, P, qkv, c)
+    model_cpu.attention_backward(dqkv, dout, out, P, qkv, c, np.empty_like(P))
     model_cpu.rope_backward(model_cpu.rotated_part(dqkv, c), *(x[:T] for x in model_cpu.rope_table(c, float)))
     gpu_out, gpu_dqkv = [cupy.empty(array.shape, array.dtype) for array in (gpu_dout, gpu_qkv)]
     lse, delta = [cupy.empty((B, c.heads, T), np.float32) for _ in range(2)]
