@@ -338,17 +338,11 @@ def make_batch(examples, T, K, pad):
 def evaluate(training, examples):
     """-> [nats a learned token, bits a byte of response] of head 0 on all these examples, which the ranks
     share."""
-    model = training.model
-    ranks = training.ranks
     T, K, pad = batch_sizes(training)
+    ranks = training.ranks
     plan = plan_epoch(padded_lengths(examples, T), training.settings.micro_batch * T, 0, 0)
-    sizes = train.token_bytes(training.tokenizer)
-    sums = np.zeros(3)
-    for rows in plan[ranks.rank::ranks.size]:
-        inputs, targets = make_batch([examples[i] for i in rows], T, K, pad)
-        sums += train.held_out_loss(model, sizes, inputs, targets)
-    ranks.all_reduce(sums)
-    return train.in_units(sums)
+    batches = (make_batch([examples[i] for i in rows], T, K, pad) for rows in plan[ranks.rank::ranks.size])
+    return train.in_units(train.held_out_sums(training, batches))
 
 
 def batch_sizes(training):

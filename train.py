@@ -389,17 +389,22 @@ def token_bytes(tokenizer):
     return np.array([0 if i in special else len(token) for i, token in enumerate(tokenizer.tokens)])
 
 
-def held_out_loss(model, sizes, inputs, targets):
-    """Head 0 on inputs (B,T), targets (B,T+K-1) -> [nats, tokens counted, bytes of these], sums.
-    sizes: token_bytes of the tokenizer."""
-    wanted = targets[:, :inputs.shape[1]]
-    wanted = wanted[wanted >= 0]
-    loss = float(model.forward(inputs, targets)[0])
-    return np.array([loss * len(wanted), len(wanted), sizes[wanted].sum()])
+def held_out_sums(training, batches):
+    """Head 0 on this rank's batches, inputs (B,T) and targets (B,T+K-1) -> [nats, tokens counted, bytes of these],
+    sums over all ranks."""
+    sizes = token_bytes(training.tokenizer)
+    sums = np.zeros(3)
+    for inputs, targets in batches:
+        wanted = targets[:, :inputs.shape[1]]
+        wanted = wanted[wanted >= 0]
+        loss = float(training.model.forward(inputs, targets)[0])
+        sums += loss * len(wanted), len(wanted), sizes[wanted].sum()
+    training.ranks.all_reduce(sums)
+    return sums
 
 
 def in_units(sums):
-    """Sums of what held_out_loss returns -> [nats a token, bits a byte].  Bits a byte do not depend on the
+    """Sums as of held_out_sums -> [nats a token, bits a byte].  Bits a byte do not depend on the
     tokenizer: models can be compared by them."""
     nats, counted, size = sums
     return [nats / max(counted, 1), nats / math.log(2) / max(size, 1)]
@@ -418,28 +423,15 @@ def even_windows(val, T, K, micro_batch, most, ranks):
         yield get_batch(val, starts[i:i + micro_batch], T, K)
 
 
-def validate(training, val, most, progress=None):
+def validate(training, val, most):
     """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at
-    most `most` tokens of each kind; {} if there is nothing.  The ranks share the work.  progress(done, total)
-    is called as tokens are done."""
+    most `most` tokens of each kind; {} if there is nothing.  The ranks share the work."""
     c = training.model.config
-    ranks = training.ranks
-    sizes = token_bytes(training.tokenizer)
-    total = sum(min(most, len(tokens)) for tokens in val.values())
-    done = 0
     sums = {}
-    for name, tokens in val.items():
-        sums[name] = np.zeros(3)
-        for inputs, targets in even_windows(tokens, c.context, c.predict, training.settings.micro_batch, most,
-                                            ranks):
-            sums[name] += held_out_loss(training.model, sizes, inputs, targets)
-            done += inputs.size * ranks.size
-            if progress and done < total:
-                progress(done, total)
-        ranks.all_reduce(sums[name])
-    if progress:
-        progress(total, total)                      # what fills no window is left out
-    found = {name: in_units(part) for name, part in sums.items() if part[1]}
+    for kind, tokens in val.items():
+        batches = even_windows(tokens, c.context, c.predict, training.settings.micro_batch, most, training.ranks)
+        sums[kind] = held_out_sums(training, batches)
+    found = {kind: in_units(part) for kind, part in sums.items() if part[1]}
     if not found:
         return {}
     loss, bpb = in_units(sum(sums.values()))
@@ -1022,8 +1014,7 @@ def pretraining(training, tokens, val):
             print(f"           validation loss {in_words(result)}")
         last = step == settings.steps
         if last and any(len(ids) > EVAL_TOKENS + T for ids in val.values()):
-            progress = show_progress("           held out:", "thousand tokens", 1e3)
-            result["all"] = validate(training, val, math.inf, progress)
+            result["all"] = validate(training, val, math.inf)
             print(f"           on all that is held out {in_words(result['all'])}")
         if ranks.rank == 0:
             result["samples"] = [text + sample_text(training.model, tokenizer, tokenizer.encode(text),
