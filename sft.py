@@ -423,14 +423,21 @@ def parse_arguments(argv):
     return parser.parse_args(argv)
 
 
-def read_base(folder, args):
-    """-> (preset, corpus, Config, Tokenizer) of the base: see train.describe."""
-    preset, corpus = train.describe(folder, args.preset or "small")
-    require(args.preset in (None, preset), f"{folder} holds a model of the size {preset}, not {args.preset}.")
+def read_base(given):
+    """-> (folder, preset, corpus, Config, Tokenizer) of the base: see train.describe."""
+    wanted = given.get("preset", "small")
+    folder = base_of(given)
+    preset, corpus = train.describe(folder, wanted)
+    require(given.get("preset", preset) == preset,
+            f"{folder} holds a model of the size {preset}, not {wanted}.")
     tokenizer = checkpoint.read_tokenizer(folder)
     if not tokenizer.template:                      # it takes that for which it has the tokens
         tokenizer.template = CHAT_TEMPLATE if END_OF_TURN in tokenizer.special else "".join(CHATML_PARTS)
-    return preset, corpus, checkpoint.read_config(folder, args.context), tokenizer
+    return folder, preset, corpus, checkpoint.read_config(folder, given.get("context")), tokenizer
+
+
+def base_of(given):
+    return os.path.normpath(given.get("base") or os.path.join("out", given.get("preset", "small")))
 
 
 def read_examples(tokenizer, settings, T):
@@ -439,14 +446,11 @@ def read_examples(tokenizer, settings, T):
     return examples, len(plan_epoch(examples.lengths, settings.batch_tokens, settings.seed, 0))
 
 
-def base_of(args):
-    return os.path.normpath(args.base or os.path.join("out", args.preset or "small"))
-
-
 def run(args, ranks):
     """-> exit code."""
-    out = os.path.normpath(args.out or base_of(args) + "-sft")
-    begun = continue_run(args, out, ranks) if args.resume else begin_run(args, out, ranks)
+    given = train.given_options(args)
+    out = os.path.normpath(given.get("out", base_of(given) + "-sft"))
+    begun = continue_run(given, out, ranks) if args.resume else begin_run(given, out, ranks)
     if begun is None:
         return 0
     training, examples = begun
@@ -460,19 +464,20 @@ def run(args, ranks):
     return train.train(training, job, stop)
 
 
-def continue_run(args, out, ranks):
+def continue_run(given, out, ranks):
     """-> (Training, Examples), or None where there is nothing left to do."""
-    training = train.resume(args, out, "sft.py", ranks)
+    training = train.resume(given, out, "sft.py", ranks)
     settings = training.settings
     step = training.model.step
     examples, batches = read_examples(training.tokenizer, settings, training.model.config.context)
     require(examples.key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
-    epochs = settings.steps // batches
-    if args.epochs and args.epochs > epochs and step >= settings.steps:
-        train.add_steps(settings, args.epochs * batches, out)
-    require(args.epochs in (None, settings.steps // batches),
-            f"the run in {out} has --epochs {epochs}, not {args.epochs}: a resumed run keeps its settings. "
-            "Leave the option out, or start a new run with --out.")
+    before = settings.steps // batches
+    epochs = given.get("epochs", before)
+    if epochs > before and step >= settings.steps:
+        train.add_steps(settings, epochs * batches, out)
+    elif epochs != before:
+        raise ValueError(f"the run in {out} has --epochs {before}, not {epochs}: a resumed run keeps its "
+                         "settings. Leave the option out, or start a new run with --out.")
     if step >= settings.steps:
         print(f"The run in {out} is finished: {step} steps (--epochs takes more).")
         return None
@@ -480,18 +485,17 @@ def continue_run(args, out, ranks):
     return training, examples
 
 
-def begin_run(args, out, ranks):
+def begin_run(given, out, ranks):
     """-> (Training, Examples)."""
-    base = base_of(args)
-    preset, corpus, config, tokenizer = read_base(base, args)
-    args.device = train.choose_device(args.device, preset, ranks.local)
-    settings = train.make_settings(args, preset, config, DEFAULTS[preset], ranks)
+    base, preset, corpus, config, tokenizer = read_base(given)
+    given["device"] = train.choose_device(given.get("device"), preset, ranks.local)
+    settings = train.make_settings(given, preset, config, DEFAULTS[preset], ranks)
     settings.data = settings.data or find_data(preset, corpus)
     examples, batches = read_examples(tokenizer, settings, config.context)
-    epochs = args.epochs or EPOCHS[preset]
+    epochs = given.get("epochs", EPOCHS[preset])
     settings.steps = epochs * batches
     settings.tokens_key = examples.key
-    if args.warmup is None:
+    if "warmup" not in given:
         settings.warmup = min(settings.warmup, settings.steps // 10)
     training = train.new_training("sft.py", out, config, tokenizer, settings, ranks, base)
     print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
@@ -504,7 +508,7 @@ def main(argv):
     args = parse_arguments(argv)
     if args.show is None:
         return train.run_ranks(run, args)
-    preset, corpus, config, tokenizer = read_base(base_of(args), args)
+    _, preset, corpus, config, tokenizer = read_base(train.given_options(args))
     conversations = read_conversations(args.data or find_data(preset, corpus))
     show(tokenizer, conversations, config.context, args.show)
 

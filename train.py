@@ -614,9 +614,7 @@ class Training:
 def choose_device(asked, preset, local, planning=False):
     """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others, that of this local rank.  To plan
     a run needs none."""
-    device = asked
-    if asked in (None, "auto"):
-        device = "cpu" if preset == "small" else "gpu"
+    device = asked or ("cpu" if preset == "small" else "gpu")
     missing = model_gpu.why_no_gpu() if device == "gpu" else None
     if missing and not planning:
         require(asked != "gpu", missing)
@@ -627,23 +625,26 @@ def choose_device(asked, preset, local, planning=False):
     return device
 
 
-def choose_sizes(args, preset):
+def given_options(args):
+    """dict of the options that the user gave; auto is none."""
+    return {name: value for name, value in vars(args).items() if value not in (None, "auto")}
+
+
+def choose_sizes(given, preset):
     """-> the base's Config, or the preset's, with what of it was given; what follows from dim follows."""
-    names = (*SIZES, "mtp_weight")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.base:
-        wrong = [option_of(name) for name in given if name not in ("context", "mtp_weight")]
-        require(not wrong, f"the model in {args.base} has its sizes: leave out {' '.join(wrong)}.")
-        return dataclasses.replace(checkpoint.read_config(args.base, args.context), **given)
-    if "dim" in given:
-        given["hidden"] = None
-    return dataclasses.replace(CONFIGS[preset], **given)
+    sizes = {name: given[name] for name in (*SIZES, "mtp_weight") if name in given}
+    if "base" in given:
+        base = given["base"]
+        wrong = [option_of(name) for name in sizes if name not in ("context", "mtp_weight")]
+        require(not wrong, f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
+        return dataclasses.replace(checkpoint.read_config(base, given.get("context")), **sizes)
+    if "dim" in sizes:
+        sizes["hidden"] = None
+    return dataclasses.replace(CONFIGS[preset], **sizes)
 
 
-def make_settings(args, preset, config, defaults, ranks):
+def make_settings(given, preset, config, defaults, ranks):
     """Settings from these defaults, of the preset, and the options given."""
-    options = {name: value for name, value in vars(args).items() if name in Settings.__annotations__}
-    given = {name: value for name, value in options.items() if value not in (None, "auto")}
     T = config.context
     on_gpu = given.get("device") == "gpu"
     if on_gpu:
@@ -654,7 +655,8 @@ def make_settings(args, preset, config, defaults, ranks):
     usual = {**defaults, "preset": preset, "mtp_weight": config.mtp_weight,
              "batch_tokens": max(1, defaults["batch_tokens"] // T) * T,
              "precision": model_gpu.default_precision() if on_gpu else "fp32"}
-    settings = Settings(**{**usual, **given})
+    usual.update((name, value) for name, value in given.items() if name in Settings.__annotations__)
+    settings = Settings(**usual)
     require(settings.batch_tokens % T == 0,
             f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     windows = model_gpu.ceil_div(settings.batch_tokens // T, ranks.size)
@@ -705,15 +707,15 @@ def dry_run(config, settings, ranks):
         print(f"The largest micro-batch that fits: {largest_micro_batch(config, settings, ranks)}.")
 
 
-def cap_steps(args, settings, tokens):
+def cap_steps(given, settings, tokens):
     """Unless told: no more steps than the corpus has new things to say."""
     epochs = MOST_EPOCHS[settings.preset]
     most = max(1, epochs * tokens // settings.batch_tokens)
-    if args.steps is None and most < settings.steps:
+    if "steps" not in given and most < settings.steps:
         print(f"{tokens:,} tokens are few for {settings.steps} steps: taking {most}, which read them "
               f"{epochs} times (--steps takes another number).")
         settings.steps = most
-        if args.warmup is None:
+        if "warmup" not in given:
             settings.warmup = min(settings.warmup, most // 10)
 
 
@@ -773,7 +775,7 @@ def describe(base, wanted="small"):
     return max(fitting)[1], None
 
 
-def resume(args, out, script, ranks):
+def resume(given, out, script, ranks):
     """-> the Training of this script in `out`, from its own weights: a base need not be there any more.
     Options that differ from the run's are an error, but for more --steps than a finished run has made."""
     require(os.path.exists(os.path.join(out, "config.json")), f"there is nothing to resume in {out}.")
@@ -783,10 +785,10 @@ def resume(args, out, script, ranks):
     require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
     choose_device(settings.device, settings.preset, ranks.local)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
-    more_steps = getattr(args, "steps", None)
-    if more_steps and more_steps > settings.steps and model.step >= settings.steps:
-        add_steps(settings, more_steps, out)
-    refuse_other_options(args, settings, model.config, state.get("base"), out)
+    steps = given.get("steps", 0)
+    if steps > settings.steps and model.step >= settings.steps:
+        add_steps(settings, steps, out)
+    refuse_other_options(given, settings, model.config, state.get("base"), out)
     state = checkpoint.load_state(out, model)
     before = state.get("ranks", 1)
     if before != ranks.size:
@@ -796,11 +798,11 @@ def resume(args, out, script, ranks):
     return Training(model, tokenizer, settings, state, out, ranks)
 
 
-def refuse_other_options(args, settings, config, base, out):
+def refuse_other_options(given, settings, config, base, out):
     """ValueError for an option that a resumed run has otherwise."""
     recorded = {**vars(config), **vars(settings), "base": base}
-    for name, value in vars(args).items():
-        if name in recorded and value not in (None, "auto", recorded[name]):
+    for name, value in given.items():
+        if name in recorded and value != recorded[name]:
             option = "the preset" if name == "preset" else option_of(name)
             raise ValueError(f"the run in {out} has {option} {recorded[name]}, not {value}: a resumed run "
                              "keeps its settings. Leave the option out, or start a new run with --out.")
@@ -1028,12 +1030,8 @@ def pretraining(training, tokens, val):
 
 def run(args, ranks):
     """-> exit code."""
-    preset = args.preset or "small"
-    if args.base and not args.resume and not args.preset:
-        preset, _ = describe(args.base)
-    default = f"{args.base}-more" if args.base else os.path.join("out", preset)
-    out = os.path.normpath(args.out or default)
-    begun = continue_run(args, out, ranks) if args.resume else begin_run(args, preset, out, ranks)
+    given = given_options(args)
+    begun = continue_run(given, ranks) if args.resume else begin_run(given, ranks)
     if begun is None:
         return 0
     training, tokens, val = begun
@@ -1041,9 +1039,16 @@ def run(args, ranks):
     return train(training, pretraining(training, tokens, val), Stop())
 
 
-def continue_run(args, out, ranks):
+def folder_of(given, preset):
+    """The folder that a run writes."""
+    usual = f"{given['base']}-more" if "base" in given else os.path.join("out", preset)
+    return os.path.normpath(given.get("out", usual))
+
+
+def continue_run(given, ranks):
     """-> (Training, tokens, val), or None where there is nothing left to do."""
-    training = resume(args, out, "train.py", ranks)
+    out = folder_of(given, given.get("preset", "small"))
+    training = resume(given, out, "train.py", ranks)
     settings = training.settings
     step = training.model.step
     if step >= settings.steps:
@@ -1056,31 +1061,34 @@ def continue_run(args, out, ranks):
     return training, tokens, val
 
 
-def begin_run(args, preset, out, ranks):
+def begin_run(given, ranks):
     """-> (Training, tokens, val), or None after a dry run."""
-    config = choose_sizes(args, preset)
-    planning_for_gpu = args.dry_run and args.memory_limit and not args.device
-    asked = "gpu" if planning_for_gpu else args.device
-    args.device = choose_device(asked, preset, ranks.local, args.dry_run)
+    base = given.get("base")
+    preset = given.get("preset") or (describe(base)[0] if base else "small")
+    config = choose_sizes(given, preset)
+    if given["dry_run"] and "memory_limit" in given:
+        given.setdefault("device", "gpu")
+    given["device"] = choose_device(given.get("device"), preset, ranks.local, given["dry_run"])
     defaults = dict(DEFAULTS[preset])
-    if args.optimizer == "adamw":
+    if given.get("optimizer") == "adamw":
         defaults["lr"] /= 2
-    if args.base:                       # to go on from a base: it learns as well, and forgets less
+    if base:                            # to go on from a base: it learns as well, and forgets less
         defaults["lr"] /= 2
-    settings = make_settings(args, preset, config, defaults, ranks)
-    if args.dry_run:
+    settings = make_settings(given, preset, config, defaults, ranks)
+    if given["dry_run"]:
         dry_run(config, settings, ranks)
         return None
     if not settings.data:
         settings.data = ranks.in_turn(lambda: find_corpus(preset))
-    prepared = ranks.in_turn(lambda: prepare(settings.data, config.vocab, args.base))
+    prepared = ranks.in_turn(lambda: prepare(settings.data, config.vocab, base))
     tokenizer, tokens, val, settings.tokens_key = prepared
     window_count(len(tokens), config.context, config.predict)
-    cap_steps(args, settings, len(tokens))
+    cap_steps(given, settings, len(tokens))
     held_out = sum(map(len, val.values()))
     if held_out <= config.predict:
         print("The corpus is too short for a validation part: there will be no validation loss.")
-    training = new_training("train.py", out, config, tokenizer, settings, ranks, args.base)
+    out = folder_of(given, preset)
+    training = new_training("train.py", out, config, tokenizer, settings, ranks, base)
     engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
     if ranks.size > 1:
         engine = f"{ranks.size} x {engine}"

@@ -1074,7 +1074,7 @@ def bench_curves(arguments):
     tokens = np.fromfile(arguments.tokens, "<u2")
     val = {re.sub(r"val-(.*)-\w+-\w+\.bin", r"\1", os.path.basename(path)): np.fromfile(path, "<u2")
            for path in arguments.val}
-    settings = train.make_settings(train.parse_arguments(["--device", "cpu"]), arguments.model, config,
+    settings = train.make_settings(train.given_options(train.parse_arguments(["--device", "cpu"])), arguments.model, config,
                                    train.DEFAULTS[arguments.model], train.Ranks())
     for seed in arguments.seeds:
         for text in arguments.runs:
@@ -1148,7 +1148,7 @@ def bench_finetune(arguments):
     import sft
     import train
     base, T = arguments.base, arguments.context
-    _, _, config, tokenizer = sft.read_base(base, argparse.Namespace(preset=None, context=T))
+    _, _, _, config, tokenizer = sft.read_base({"base": base, "context": T})
     examples = sft.make_examples(tokenizer, sft.read_conversations(arguments.data), T, arguments.seed)
     settings = argparse.Namespace(steps=arguments.steps, warmup=arguments.steps // 10, lr=arguments.lr, decay=0.1, clip=1.0,
                                   micro_batch=arguments.tokens // T)

@@ -451,7 +451,7 @@ def save_base(folder, out, config=CONFIG, step=7, **settings):
     """A checkpoint as train.py leaves one, of a small model that has learned nothing yet."""
     tokenizer = Tokenizer.train([(folder / "play.txt").read_text(encoding="utf-8")], 520)
     args = train.parse_arguments(["--data", "play.txt", "--micro-batch", "4", "--threads", "1"])
-    s = train.make_settings(args, "small", config, train.DEFAULTS["small"], train.Ranks())
+    s = train.make_settings(train.given_options(args), "small", config, train.DEFAULTS["small"], train.Ranks())
     state = {"script": "train.py", "tokens": 0, "seconds": 0.0, "settings": {**dataclasses.asdict(s), **settings}}
     model = model_cpu.Model(config, 0, np.float32)
     model.step = step
@@ -1071,7 +1071,7 @@ def test_a_base_to_the_letter(base, monkeypatch):
     folder, _, _ = base
     monkeypatch.chdir(folder)
     def read_base(preset):
-        return sft.read_base("out/play", types.SimpleNamespace(preset=preset, context=None))
+        return sft.read_base({"base": "out/play", **({"preset": preset} if preset else {})})[1:]
     preset, corpus, config, tokenizer = read_base(None)
     real = checkpoint.load_state("out/play")
     assert (preset, corpus) == ("small", real["settings"]["data"])
@@ -1102,7 +1102,7 @@ def test_a_base_to_the_letter(base, monkeypatch):
             assert read_base(preset)[:2] == ("small", real["settings"]["data"])
     for preset in (None, "small", "big"):
         with pytest.raises(ValueError) as error:
-            sft.read_base("out/none", types.SimpleNamespace(preset=preset, context=None))
+            sft.read_base({"base": "out/none", **({"preset": preset} if preset else {})})
         assert str(error.value) == (f"there is no model in out/none: `python train.py {preset or 'small'}` trains one, "
                                     "--base names another.")
 
@@ -1261,7 +1261,7 @@ def test_resume_to_the_letter(monkeypatch):
                 assert result[:4] == (model, BYTES, s, state) and result[4].key == examples.key
                 assert said == f"Resuming out/x at step {model.step} of {s.steps}.\n"
         finally:
-            assert taken.pop()[:3] == (args, "out/x", "sft.py")
+            assert taken.pop()[:3] == (train.given_options(args), "out/x", "sft.py")
 
     def refused(words, *options):
         with pytest.raises(ValueError) as error:
@@ -1327,7 +1327,7 @@ def test_main_to_the_letter(monkeypatch):
         def write(self, **record):
             calls.append((*self.where, record))
     for where, name, value in ((train, "resume", resume), (train, "new_training", new_training), (sft, "fine_tuning", fine_tuning),
-                               (sft, "read_base", lambda base, args: (args.preset or "small", None, config_, "tokenizer")),
+                               (sft, "read_base", lambda given: (sft.base_of(given), given.get("preset", "small"), None, config_, "tokenizer")),
                                (sft, "read_examples", lambda *arguments: (examples, 1) if arguments == ("tokenizer", s, 64) else None),
                                (train, "choose_device", lambda device, preset, local: "cpu"),
                                (train, "make_settings", lambda *arguments: s), (train, "train", trained), (train, "connect", lambda training: None), (checkpoint, "Log", Log),

@@ -136,7 +136,7 @@ def test_a_job_takes_the_batch_of_its_step():
     tokenizer = Tokenizer.train(["some text"], 512)
     model = model_cpu.Model(model_cpu.Config(dim=16, heads=2, kv_heads=1, layers=1, context=16, vocab=512, predict=3), 0)
     args = train.parse_arguments(["--seed", "7", "--device", "cpu"])
-    s = train.make_settings(args, "small", model.config, {**train.DEFAULTS["small"], "batch_tokens": 5 * 16}, train.Ranks())
+    s = train.make_settings(train.given_options(args), "small", model.config, {**train.DEFAULTS["small"], "batch_tokens": 5 * 16}, train.Ranks())
     job = train.pretraining(training_of(model, tokenizer, s), tokens, {})
     for step in (0, 1, 69, 300):
         starts = train.window_starts(7, step, 5, 5000, 16, 3)
@@ -175,7 +175,7 @@ class Recorder:
 
 def recorder_settings(*options, **changes):
     args = train.parse_arguments(["--device", "cpu", *options])
-    return train.make_settings(args, "small", Recorder.config, {**train.DEFAULTS["small"], "batch_tokens": 32, **changes}, train.Ranks())
+    return train.make_settings(train.given_options(args), "small", Recorder.config, {**train.DEFAULTS["small"], "batch_tokens": 32, **changes}, train.Ranks())
 
 
 @pytest.mark.parametrize("micro_batch, cuts", [(1, [0, 2, 4, 6, 7]), (2, [0, 4, 7]), (3, [0, 6, 7]), (4, [0, 7])])
@@ -283,7 +283,7 @@ def test_too_short_for_one_window():
 
 def test_schedule():
     args = train.parse_arguments(["--steps", "100", "--lr", "1", "--warmup", "10", "--device", "cpu"])
-    s = train.make_settings(args, "small", train.CONFIGS["small"], train.DEFAULTS["small"], train.Ranks())
+    s = train.make_settings(train.given_options(args), "small", train.CONFIGS["small"], train.DEFAULTS["small"], train.Ranks())
     rates = [train.learning_rate(step, s) for step in range(100)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and abs(rates[-1] - 0.1) < 1e-12
     assert all(a > b for a, b in zip(rates[10:], rates[11:]))
@@ -478,16 +478,16 @@ def test_two_preparations_at_once_make_the_same_files(tmp_path):
 
 def test_a_small_corpus_caps_the_steps_of_the_large_models(capsys):
     args = train.parse_arguments(["big", "--device", "cpu"])
-    s = train.make_settings(args, "big", model_cpu.CONFIGS["big"], train.DEFAULTS["big"], train.Ranks())
+    s = train.make_settings(train.given_options(args), "big", model_cpu.CONFIGS["big"], train.DEFAULTS["big"], train.Ranks())
     steps, warmup = s.steps, s.warmup
-    train.cap_steps(args, s, 10**12)
+    train.cap_steps(train.given_options(args), s, 10**12)
     assert (s.steps, s.warmup) == (steps, warmup) and not capsys.readouterr().out
-    train.cap_steps(args, s, 1_000_000)
+    train.cap_steps(train.given_options(args), s, 1_000_000)
     assert s.steps == 4 * 1_000_000 // s.batch_tokens and s.warmup == s.steps // 10
     assert "1,000,000 tokens are few" in capsys.readouterr().out
     args = train.parse_arguments(["big", "--device", "cpu", "--steps", "4000"])
-    s = train.make_settings(args, "big", model_cpu.CONFIGS["big"], train.DEFAULTS["big"], train.Ranks())
-    train.cap_steps(args, s, 1_000_000)
+    s = train.make_settings(train.given_options(args), "big", model_cpu.CONFIGS["big"], train.DEFAULTS["big"], train.Ranks())
+    train.cap_steps(train.given_options(args), s, 1_000_000)
     assert s.steps == 4000
 
 
@@ -814,12 +814,12 @@ def test_a_loss_has_risen_by_more_than_what_means_something(tmp_path):
 
 def test_small_reads_a_short_text_eight_times_at_most(capsys):
     args = train.parse_arguments([])
-    s = train.make_settings(args, "small", model_cpu.CONFIGS["small"], train.DEFAULTS["small"], train.Ranks())
-    train.cap_steps(args, s, 8 * 2048 * 125)
+    s = train.make_settings(train.given_options(args), "small", model_cpu.CONFIGS["small"], train.DEFAULTS["small"], train.Ranks())
+    train.cap_steps(train.given_options(args), s, 8 * 2048 * 125)
     assert s.steps == 800 and s.warmup == 40 and not capsys.readouterr().out
-    train.cap_steps(args, s, 40 * 2048)
+    train.cap_steps(train.given_options(args), s, 40 * 2048)
     assert s.steps == 320 and s.warmup == 32 and "read them 8 times" in capsys.readouterr().out
-    train.cap_steps(args, s, 200)                   # not even one step has so few: one is made all the same
+    train.cap_steps(train.given_options(args), s, 200)                   # not even one step has so few: one is made all the same
     assert s.steps == 1
 
 

@@ -32,7 +32,7 @@ def no_gpu(monkeypatch):
 def settings(*options, preset="small", config=None, **changes):
     config = config or CONFIGS[preset]
     args = train.parse_arguments(["--device", "cpu", *options])
-    return train.make_settings(args, preset, config, {**train.DEFAULTS[preset], **changes}, Ranks())
+    return train.make_settings(train.given_options(args), preset, config, {**train.DEFAULTS[preset], **changes}, Ranks())
 
 
 def training_of(model, tokenizer=None, settings=None, out="out/x", **state):
@@ -414,24 +414,22 @@ def test_a_dry_run_prints_the_plan(capsys):
 
 def test_devices(monkeypatch):
     """The CPU for small, a GPU for the others, and where there is none one sentence."""
-    assert train.choose_device("auto", "small", 0) == train.choose_device(None, "small", 0) == "cpu"
+    assert train.choose_device(None, "small", 0) == "cpu"
     assert [train.choose_device("cpu", name, 0) for name in CONFIGS] == ["cpu"] * 3
     for preset in ("medium", "big"):
-        for asked in ("auto", None):
-            with pytest.raises(ValueError) as error:
-                train.choose_device(asked, preset, 0)
-            assert str(error.value) == (
-                f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do so. "
-                f"On a GPU it takes minutes; but: {NO_GPU}")
+        with pytest.raises(ValueError) as error:
+            train.choose_device(None, preset, 0)
+        assert str(error.value) == (
+            f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do so. "
+            f"On a GPU it takes minutes; but: {NO_GPU}")
     with pytest.raises(ValueError, match="^The GPU needs CuPy"):
         train.choose_device("gpu", "small", 0)
     taken = []
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
     monkeypatch.setattr(model_gpu, "take_gpu", taken.append)
-    for asked in ("auto", None):
-        assert [train.choose_device(asked, name, local=3) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
+    assert [train.choose_device(None, name, local=3) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
     assert train.choose_device("gpu", "small", 0) == "gpu" and train.choose_device("cpu", "big", 0) == "cpu"
-    assert taken == 4 * [3] + [0]
+    assert taken == 2 * [3] + [0]
     s = settings("--threads", "3")
     for optimizer in "muon", "adamw":
         s.optimizer = optimizer
@@ -470,7 +468,7 @@ def test_options_become_settings():
         memory_limit=None, data=["a/b.txt", "c.txt"], tokens_key="")
     assert settings("--seed", str((1 << 63) - 1)).seed == (1 << 63) - 1
     args = train.parse_arguments(["--device", "auto"])                  # what is no choice leaves the default
-    assert train.make_settings(args, "small", CONFIGS["small"], train.DEFAULTS["small"], Ranks()) == settings()
+    assert train.make_settings(train.given_options(args), "small", CONFIGS["small"], train.DEFAULTS["small"], Ranks()) == settings()
     assert train.parse_arguments(["--memory-limit", "2GB"]).memory_limit == 2 * 10**9
 
 
@@ -496,7 +494,7 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     for limit, rows in (1 << 50, 64), (five, 5), (five - 1, 4), (1, 1):
         args = train.parse_arguments(["--device", "gpu", "--memory-limit", str(limit)])
         defaults = {**train.DEFAULTS["big"], "batch_tokens": 512 * 1000}
-        s = train.make_settings(args, "big", CONFIGS["big"], defaults, Ranks())
+        s = train.make_settings(train.given_options(args), "big", CONFIGS["big"], defaults, Ranks())
         assert (s.micro_batch, s.memory_limit, s.threads) == (rows, limit, 1)
         assert (s.precision, s.device) == ("bf16", "gpu")
     assert settings("--threads", "5").threads == 5
@@ -504,13 +502,13 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     assert settings().threads == 6 and settings("--micro-batch", "4").threads == 4
     monkeypatch.setattr(train, "available_cores", lambda: 1)        # fewer than ranks
     ranks = types.SimpleNamespace(rank=1, size=3, all_gather=lambda x: [x])
-    assert train.make_settings(train.parse_arguments([]), "small", small, train.DEFAULTS["small"], ranks).threads == 1
+    assert train.make_settings(train.given_options(train.parse_arguments([])), "small", small, train.DEFAULTS["small"], ranks).threads == 1
 
 
 def test_sizes_in_place_of_the_presets():
     """Each option, and what follows from dim."""
     def sizes(preset, *options):
-        return train.choose_sizes(train.parse_arguments(list(options)), preset)
+        return train.choose_sizes(train.given_options(train.parse_arguments(list(options))), preset)
     for preset in CONFIGS:
         assert sizes(preset) == CONFIGS[preset]
         for name, value in dict(dim=256, heads=16, kv_heads=1, layers=3, context=100, vocab=264).items():
@@ -536,7 +534,7 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
             (["--dim", "100"], "dim (100) must be a multiple of 8."),
             (["--vocab", "513"], "vocab (513) must be a multiple of 8.")]:
         with pytest.raises(ValueError) as error:
-            train.choose_sizes(train.parse_arguments(options), "small")
+            train.choose_sizes(train.given_options(train.parse_arguments(options)), "small")
         assert str(error.value) == words
 
 
@@ -555,7 +553,7 @@ def test_heads_that_a_gpu_does_not_take(monkeypatch, options, words):
         with pytest.raises(ValueError) as error:
             train.main(["--device", "gpu", *options, *dry])
         assert str(error.value) == "the GPU engine takes heads 32, 64 or 128 wide, " + words
-    config = train.choose_sizes(train.parse_arguments(options), "small")
+    config = train.choose_sizes(train.given_options(train.parse_arguments(options)), "small")
     assert settings(config=config).device == "cpu"
 
 
@@ -625,7 +623,7 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
 
     def refusal(*options, script="train.py"):
         with pytest.raises(ValueError) as error:
-            train.resume(train.parse_arguments(["--resume", *options]), out, script, Ranks())
+            train.resume(train.given_options(train.parse_arguments(["--resume", *options])), out, script, Ranks())
         return str(error.value)
     assert refusal() == f"there is nothing to resume in {out}."
     assert taken == []
@@ -647,7 +645,7 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
     same = "small --steps 9 --data ./a.txt --device auto --seed 0 --dim 128 --vocab 512"
     args = train.parse_arguments(["--resume", *same.split()])
     ranks = Ranks()
-    assert train.resume(args, out, "train.py", ranks) == train.Training(model, "tokenizer", s, {**state, "model": model}, out, ranks)
+    assert train.resume(train.given_options(args), out, "train.py", ranks) == train.Training(model, "tokenizer", s, {**state, "model": model}, out, ranks)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -1037,7 +1035,7 @@ def test_sizes_of_a_base(tmp_path):
     base = str(tmp_path)
 
     def sizes(*options):
-        return train.choose_sizes(train.parse_arguments(["--base", base, *options]), "big")
+        return train.choose_sizes(train.given_options(train.parse_arguments(["--base", base, *options])), "big")
     assert sizes() == config
     assert sizes("--context", "16", "--mtp-weight", "0.9") == dataclasses.replace(config, context=16, positions=32, mtp_weight=0.9)
     for options, words in [(["--kv-heads", "1"], "--kv-heads"), (["--vocab", "272", "--dim", "64", "--context", "8"], "--dim --vocab"),
