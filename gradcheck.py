@@ -85,9 +85,9 @@ def draw_batch(rng, config, T):
 
 
 def make_tiny(config):
-    """-> (model, tokens (2,7), targets (2,9)): 4 query and 2 key/value heads, 2 RoPE frequencies, 3
-    prediction heads, a length that is no power of two, a token that repeats, masked targets; row 1 has no
-    target at all for head 2.  (So it is with TINY; TIED has one head.)"""
+    """-> (model, tokens (2,7), targets (2,9)), a problem that has every feature.  With TINY: 4 query and 2
+    key/value heads, 2 RoPE frequencies, 3 prediction heads, a length that is no power of two, a token that
+    repeats, masked targets; row 1 has no target at all for head 2.  (TIED has one head.)"""
     rng = np.random.default_rng(1)
     model = model_cpu.Model(config)
     for weight in model.params.values():
@@ -414,7 +414,7 @@ EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for fu
     model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.head_targets,
     model_cpu.sample, learn_merges, layernorm_backward, geglu_backward, softcap_backward)}
 MARKS = ("layernorm", "geglu", "softcap")
-FREE = ("work", "shared", "grad")       # arguments to compute in: what is left in them is nobody's business
+FREE = ("work", "shared", "grad")       # arguments to compute in: what is left in them is not compared
 
 
 def exercise_text(name):
@@ -703,7 +703,8 @@ def main(argv):
     elif args.small:
         good = run_check(*make_problem(CONFIGS["small"], T=70), SMALL_STEP, SMALL_BAR, 4)
     else:
-        good = all([run_check(*make_tiny(config), TINY_STEP, TINY_BAR) for config in (TINY, TIED)])
+        results = [run_check(*make_tiny(config), TINY_STEP, TINY_BAR) for config in (TINY, TIED)]
+        good = all(results)
     return 0 if good else 1
 
 
