@@ -2,15 +2,16 @@
 
 Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same
 names.  What a function computes, and why its backward is right, stands there; here stands how a GPU does it.
-Some functions there have no twin by name here: x_apply (what it would compute again is kept),
-cross_entropy_backward and head_targets (they are in the forward's kernel), rotated_part (the kernel knows
-where), split_heads and rope_backward (they are inside flash_attn.cu).  Top to bottom:
+Some functions there have no twin by name here: cross_entropy_backward and head_targets (they are in the
+forward's kernel), rotated_part (the kernel knows where), split_heads and rope_backward (they are inside
+flash_attn.cu).  Top to bottom:
 
     1. pick                       which engine serves
-    2. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
-    3. Gpu, gemm                  compiled kernels, how they are launched, matmuls
-    4. x_forward / x_backward     every layer as a pair: a matmul by cuBLAS, or a kernel of kernels.cu
-    5. Model, Decoder             the same face as in model_cpu
+    2. Gpu, gemm                  compiled kernels, how they are launched, matmuls
+    3. x_forward / x_backward     every layer as a pair: a matmul by cuBLAS, or a kernel of kernels.cu; the
+                                  loss and the optimizers
+    4. Model, Decoder             the same face as in model_cpu
+    5. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
     6. main                       both engines side by side: python model_gpu.py
 
 Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores
@@ -42,15 +43,17 @@ import time
 import weakref
 
 import numpy as np
+from numpy import float32, int32, int64, uint8, uint16, uint64
 
 import model_cpu
-from model_cpu import (CONFIGS, NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch, check_tokens,
-                       init_params, largest_micro_batch, layer_views, matrix_table, moment_count, muon_part,
+from model_cpu import (CONFIGS, NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch,
+                       init_params, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, rope_table, slices_of, table_bytes, update_table)
 from script import GpuError, Parser, require, run_script
 
 try:
     import cupy
+    import cupyx
 except ImportError:
     cupy = None
 
@@ -78,14 +81,14 @@ def why_no_gpu():
         return "The GPU needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`)."
     if cupy.cuda.is_available():
         return None
-    driver = cupy.cuda.runtime.driverGetVersion()           # 12040 is CUDA 12.4
+    driver = cupy.cuda.runtime.driverGetVersion()           # 12040: it serves CUDA 12.4
     needed = cupy.cuda.runtime.runtimeGetVersion() // 1000
     major = driver // 1000
     if driver == 0:
         return "There is no NVIDIA driver on this machine."
     if major < needed:
-        return (f"The NVIDIA driver is too old: it serves CUDA {major}.{driver % 1000 // 10}, this CuPy needs "
-                f"{needed}.0: update the driver, or install cupy-cuda{major}x.")
+        return (f"The NVIDIA driver is too old: it serves CUDA {major}.{driver % 1000 // 10}, this CuPy "
+                f"needs {needed}.0: update the driver, or install cupy-cuda{major}x.")
     return "The NVIDIA driver finds no GPU."
 
 
@@ -104,7 +107,7 @@ def take_gpu(number):
     """From here on this process computes on the GPU with this number on its host, or on the only one."""
     count = cupy.cuda.runtime.getDeviceCount()
     require(count == 1 or number < count, f"this host has {count} GPUs, too few for process {number}.")
-    cupy.cuda.Device(number if count > 1 else 0).use()
+    cupy.cuda.Device(number % count).use()
 
 
 def gpu_name():
@@ -112,204 +115,23 @@ def gpu_name():
     return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
 
 
+def capability():
+    """Of this process's GPU: 90 is a Hopper's, 9.0."""
+    return int(cupy.cuda.Device().compute_capability)
+
+
 def default_precision():
     """The best that this GPU's tensor cores have; where there is no GPU, and a run is only planned, bf16."""
-    return "bf16" if why_no_gpu() or int(cupy.cuda.Device().compute_capability) >= 80 else "fp32"
+    return "bf16" if why_no_gpu() or capability() >= 80 else "fp32"
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 2. What a step computes in, and what a run needs
-# ------------------------------------------------------------------------------------------------------------
-def free_memory(limit=None):
-    """Bytes of GPU memory that can be had, at most `limit`; where there is no GPU, and a run is only planned,
-    limit."""
-    if why_no_gpu():
-        return limit
-    # what memory_plan counts and this process has already
-    taken = cupy.get_default_memory_pool().total_bytes() + CONTEXT_BYTES
-    free = cupy.cuda.runtime.memGetInfo()[0] + taken
-    return min(free, limit or free)
-
-
-def logit_windows(config, B, T):
-    """The B windows of a batch in slices of at most MOST_LOGITS logits, or of one window.  Shorter windows
-    never have more rows in a slice than windows of the whole context."""
-    windows = max(1, MOST_LOGITS // (config.context * config.predict * config.vocab))
-    return slices_of(B, max(1, windows * config.context // T))
-
-
-def storage_type(precision):
-    """NumPy has no bf16: its bits lie in 16-bit integers."""
-    return np.uint16 if precision == "bf16" else np.float32
-
-
-def typed(dtype, **shapes):
-    """A table, [(name, shape, dtype), ...], of arrays of one type."""
-    return [(name, shape, dtype) for name, shape in shapes.items()]
-
-
-def work_tables(config, B, T, precision):
-    """The arrays of a forward and backward at (B,T), as four tables: what each layer keeps, what all layers
-    share, and two that use the same memory in turn: the logits are there between the last layer's forward and
-    its backward, the scratch is used in the backward of the layers.
-
-    A layer keeps the norms' outputs and the SwiGLU product, too.  They could be computed again, which on a
-    GPU means to write and to read them once more: big's step would need a quarter less memory, and 2% more
-    time.
-
-    No array grows if as many tokens come in other rows, none of them longer than T.  So what (rows, context)
-    takes is all that training with micro-batches of at most so many tokens ever needs."""
-    c = config
-    N = B * T
-    C = c.dim
-    F = c.hidden
-    real = storage_type(precision)
-    layer = typed(
-        real,
-        x_in=(N, C),                        # x before the layer
-        n1=(N, C),                          # rmsnorm(x_in)
-        qkv=(N, c.qkv_width),               # n1 @ qkv.T, with q and k rotated
-        y=(N, C),                           # attention(q, k, v)
-        x_mid=(N, C),                       # x after Euler substep 1
-        n2=(N, C),                          # rmsnorm(x_mid)
-        gate_up=(N, 2 * F),                 # n2 @ gate_up.T; its gradient in the backward
-        h=(N, F),                           # silu(gate) * up
-    ) + typed(
-        np.float32,
-        rstd1=(N,),                         # 1 / root mean square of each row of x_in
-        lse=(B, c.heads, T),                # log of the sum of exponentials of each row of the scores
-        rstd2=(N,),                         # 1 / root mean square of each row of x_mid
-    )
-    space = 0
-    if precision == "tf32":                 # for the largest operand that is transposed: n, or a weight matrix
-        space = max(N, c.predict * c.vocab, c.qkv_width, 2 * F)
-    shared = typed(
-        real,
-        x=(N, C),                           # x after the last layer
-        n=(N, C),                           # rmsnorm(x), from which come the logits; dn and dy in the backward
-        increment=(N, C),                   # what a substep adds to x; dx in the backward
-    ) + typed(
-        np.float32,
-        rstd=(N,),                          # 1 / root mean square of each row of x
-        nll=(N, c.predict),                 # the loss of each target, weighted
-        dgain=(NORM_BLOCKS, C),             # partial sums of a gain's gradient
-        space=(space, C),                   # see transposed
-    )
-    logits = typed(real, logits=(T * logit_windows(c, B, T)[0].stop, c.predict, c.vocab))
-    scratch = typed(
-        real,
-        dh=(N, F),                          # gradient of h
-        dqkv=(N, c.qkv_width),              # gradient of qkv, before the rotation
-    ) + typed(
-        np.float32,
-        delta=(B, c.heads, T),              # what attention_backward's first kernel leaves to the second
-    )
-    return layer, shared, logits, scratch
-
-
-def input_table(config, B, T):
-    """What a micro-batch brings to the GPU."""
-    N = B * T
-    K = config.predict
-    return typed(
-        np.int32,
-        tokens=(N,),
-        targets=(N * K,),                   # (B,T+K-1), and room for as many tokens in more and shorter rows
-        order=(N,),                         # see embedding_backward
-        starts=(config.vocab + 1,),         # likewise
-    ) + typed(
-        np.float32,
-        weight=(K,),                        # of each head in the loss, divided by its divisor
-        divisor=(K,),                       # counted targets of each head
-    )
-
-
-def muon_tables(config, precision):
-    """{shape: table}: what muon_update computes in for the n matrices of one shape, which it takes together.
-    These arrays lie where the activations are between an update and the next forward."""
-    real = storage_type(precision)
-    tables = {}
-    for shape, kinds in collections.Counter(shape for shape, _ in matrix_table(config)).items():
-        n = kinds * config.layers
-        side = min(shape)
-        tables[shape] = typed(
-            real,
-            X=(n, *shape),                  # momentum, which Newton-Schulz makes orthogonal
-            Y=(n, *shape),                  # takes turns with X, and has the result
-            A=(n, side, side),              # X X^T
-            B=(n, side, side),              # a polynomial of A
-        ) + typed(
-            np.float32,
-            squares=(n, MATRIX_BLOCKS),     # partial sums of the squared length
-        )
-    return tables
-
-
-def decode_tables(config, precision):
-    """What the Decoder computes in, as two tables: what host and GPU both have, and what the GPU alone has.
-    A prompt of up to context tokens takes most of it; a few tokens take tokens, x, y, h and logits."""
-    c = config
-    rows = max(FEW_ROWS, c.predict)
-    both = typed(
-        np.int32,
-        tokens=(c.context,),
-        place=(4,),                         # position of the first token, t of the first draw, top_k, vocab
-        ids=(rows, c.predict),              # the answer: what was drawn
-    ) + typed(
-        np.float64,
-        drawing=(2,),                       # temperature, top_p
-    ) + typed(
-        np.uint64,
-        seed=(1,),                          # of the noise
-    ) + typed(
-        np.float32,
-        p=(rows,),                          # the answer: the probabilities of what head 0 drew
-    )
-    layer, shared, *_ = work_tables(c, 1, c.context, precision)
-    alone = typed(
-        np.float32,
-        logits=(rows, c.predict * c.vocab),
-    ) + typed(
-        storage_type(precision),
-        qkv=(c.layers, c.context, c.qkv_width),     # the KV cache: qkv of each layer
-    ) + [row for row in layer + shared if row[0] not in ("qkv", "space")]
-    return both, alone
-
-
-def ceil_div(n, size):
-    """Blocks of that size that n needs."""
-    return -(-n // size)
-
-
-def memory_plan(config, micro_batch, T, precision, threads=1, optimizer="adamw", gpus=1):
-    """Bytes of memory of each GPU by kind (a dict) that training with micro-batches (micro_batch, T) and
-    decoding take.  threads is for model_cpu's plan, which has the same face."""
-    size = 4 * param_count(config)
-    layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
-    activations = config.layers * layer
-    work = shared + max(logits, scratch)
-    if optimizer == "muon":                     # what it works in lies in the same memory, at another time
-        work = max(work, max(map(table_bytes, muon_tables(config, precision).values())) - activations)
-    plan = {"parameters": size, "gradients": size, "moments": 4 * moment_count(config, optimizer)}
-    if precision == "bf16":
-        plan["bf16 weights"] = size // 2
-    plan["activations"] = activations
-    plan["logits and scratch"] = work
-    plan["inputs"] = table_bytes(input_table(config, micro_batch, T))
-    plan["decoding"] = sum(map(table_bytes, decode_tables(config, precision)))
-    plan["cuBLAS and kernels"] = CUBLAS_BYTES
-    plan["CUDA's context"] = CONTEXT_BYTES
-    if gpus > 1:
-        plan["NCCL"] = NCCL_BYTES
-    return plan
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 3. Compiled kernels and matmuls
+# 2. Compiled kernels and matmuls
 # ------------------------------------------------------------------------------------------------------------
 COMPUTE = {"fp32": 68, "tf32": 77, "bf16": 68}      # CUBLAS_COMPUTE_32F, or CUBLAS_COMPUTE_32F_FAST_TF32
-CUDA_TYPE = {"f": 0, "H": 14}    # CUDA_R_32F, CUDA_R_16BF by NumPy's letter for float32, uint16
-SCALARS = np.array([0.0, 1.0], np.float32)    # cuBLAS reads its factors from host memory, at these addresses
+CUDA_R_32F = 0
+CUDA_R_16BF = 14
+SCALARS = np.array([0.0, 1.0], float32)    # cuBLAS reads its factors from host memory, at these addresses
 ZERO = SCALARS.ctypes.data
 ONE = ZERO + 4
 # the parameters of cuBLAS's functions: p a pointer, i an int, q a 64-bit int
@@ -320,7 +142,7 @@ SIGNATURES = {"cublasGemmEx": "p ii iii p pii pii p pii ii",
 C_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_longlong}
 
 # a CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) is 1
-EARLY = np.array([6, 0, 1] + 15 * [0], np.int32)
+EARLY = np.array([6, 0, 1] + 15 * [0], int32)
 
 
 def load_cublas():
@@ -336,10 +158,16 @@ def load_cublas():
 def as_argument(x):
     """As a kernel takes it: Python's numbers in 32 bits, None as a null pointer; all else as it is."""
     if x is None:
-        return np.uint64(0)
+        return uint64(0)
     if isinstance(x, int):
-        return np.int32(x)
-    return np.float32(x) if isinstance(x, float) else x
+        return int32(x)
+    return float32(x) if isinstance(x, float) else x
+
+
+def compiled(name, *options):
+    """-> (text, module) of a .cu file."""
+    code = pathlib.Path(__file__).with_name(name).read_text("utf-8")
+    return code, cupy.RawModule(code=code, options=options)
 
 
 class Gpu:
@@ -351,66 +179,51 @@ class Gpu:
         self.precision = precision
         self.kernels = {}
         self.eps = float(config.norm_eps)
-        words = "Compiling the CUDA kernels for this GPU (kept for the next run)."
-        notice = threading.Timer(0.5, lambda: print(words, file=sys.stderr, flush=True))
+        notice = threading.Timer(0.5, lambda: print(
+            "Compiling the CUDA kernels for this GPU (kept for the next run).", file=sys.stderr, flush=True))
         notice.start()    # speaks only if this takes time: compiled kernels load at once
-        capability = int(cupy.cuda.Device().compute_capability)
-        hopper = capability == 90
+        hopper = capability() == 90
         options = [f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}"]
         if hopper:                              # of a GPU's architectures, sm_90a alone has Hopper's products
             options.append("-arch=sm_90a")
         try:
-            self.compile("kernels.cu", [f"-DBF16={int(precision == 'bf16')}",
-                                        f"-DROW_THREADS={row_threads(config.dim)}"])
+            code, module = compiled("kernels.cu", f"-DBF16={int(precision == 'bf16')}",
+                                    f"-DROW_THREADS={row_threads(config.dim)}")
+            for name in re.findall(r'"C" __global__ void (?:__launch_bounds__.*\s)?(\w+)\(', code):
+                self.kernels[name] = module.get_function(name)
+            _, module = compiled("flash_attn.cu", *options)
             self.flash = flash_kernels(precision, config.head_dim)
-            self.compile("flash_attn.cu", options, [name for name, *_ in self.flash])
             for name, _, _, shared in self.flash:
+                self.kernels[name] = module.get_function(name)
                 self.kernels[name].max_dynamic_shared_size_bytes = shared
         finally:
             notice.cancel()
         # (context, 1, D), of which the second half of D says all -> (context, D/2)
         self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
-                              for table in rope_table(config, np.float32)]
+                              for table in rope_table(config, float32)]
         self.handle, self.cublas = load_cublas() if matmul == "cublas" else (None, None)
-        self.transposes = precision == "tf32" and matmul == "cublas" and hopper
+        self.transposes = hopper and precision == "tf32" and matmul == "cublas"
         self.launch_kernel = None
-        if capability >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:      # the first to record it
+        if capability() >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:      # the first to record it
             self.launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-
-    def compile(self, name, options, kernels=None):
-        """kernels: the names of those to take from this file, else all that stand there."""
-        code = pathlib.Path(__file__).with_name(name).read_text("utf-8")
-        module = cupy.RawModule(code=code, options=tuple(options))
-        for kernel in kernels or re.findall(r'"C" __global__ void (?:__launch_bounds__.*\s)?(\w+)\(', code):
-            self.kernels[kernel] = module.get_function(kernel)
 
     def launch(self, name, grid, threads, *args, shared=0):
         """Queue a kernel; args: see as_argument."""
         self.kernels[name](grid, (threads,), tuple(map(as_argument, args)), shared_mem=shared)
 
     def launch_early(self, name, grid, threads, *args):
-        """launch, but from Hopper on the kernel starts beside the end of the one before it.  It waits for
-        that one itself, before it reads what that wrote (await_last in kernels.cu).  CuPy cannot do this."""
+        """launch, with a grid of two numbers; but from Hopper on the kernel starts beside the end of the one
+        before it.  It waits for that one itself, before it reads what that wrote (await_last in kernels.cu).
+        CuPy cannot do this."""
         if not self.launch_kernel:
             return self.launch(name, grid, threads, *args)
         values = [np.array(x.data.ptr if isinstance(x, cupy.ndarray) else x) for x in map(as_argument, args)]
         pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
         # CUlaunchConfig: grid, block, shared memory, stream, attributes, how many
-        settings = struct.pack("7IPPI4x", *grid, *[1] * (3 - len(grid)), threads, 1, 1, 0,
-                               cupy.cuda.get_current_stream().ptr, EARLY.ctypes.data, 1)
+        settings = struct.pack("7IPPI4x", *grid, 1, threads, 1, 1, 0, cupy.cuda.get_current_stream().ptr,
+                               EARLY.ctypes.data, 1)
         status = self.launch_kernel(settings, ctypes.c_void_p(self.kernels[name].kernel.ptr), pointers, None)
         require(not status, f"CUDA refuses to launch {name}: status {status}.", GpuError)
-
-    def record(self, function):
-        """-> a CUDA graph of what function() launches, none of which runs now: graph.launch() queues it all
-        in one call."""
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            self.set_stream(stream.ptr)
-            stream.begin_capture()
-            function()
-            graph = stream.end_capture()
-        self.set_stream(0)
-        return graph
 
     def set_stream(self, stream):
         if self.cublas:
@@ -419,24 +232,16 @@ class Gpu:
 
 def check_sizes(config):
     """ValueError, in one sentence, for a model whose sizes these kernels do not take; needs no GPU."""
-    if config.head_dim not in (32, 64, 128):
-        fits = [str(config.dim // width) for width in (128, 64, 32) if config.dim % width == 0]
-        advice = f"take {' or '.join(fits)} heads" if fits else "dim must be a multiple of 32"
-        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: {advice}.")
+    width = config.head_dim
+    require(width in (32, 64, 128), f"the GPU engine takes heads 32, 64 or 128 wide, not {width}: choose the "
+            f"number of heads so that dim ({config.dim}) / heads is one of these.")
     require(config.dim <= 8192 and config.context <= 16384, "the GPU engine takes models up to 8192 wide and "
             f"contexts up to 16384, not {config.dim} and {config.context}.")
 
 
-def check_choices(config, precision, matmul):
-    """ValueError, in one sentence, for what this engine or this GPU cannot do."""
-    require(precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
-    require(matmul in ("cublas", "ours"), f"matmul must be one of cublas, ours, not {matmul!r}.")
-    check_sizes(config)
-    needed, name = (70, "Volta") if precision == "fp32" else (80, "Ampere")
-    capability = int(cupy.cuda.Device().compute_capability)
-    advice = ": use --precision fp32." if 70 <= capability < 80 else "."
-    require(capability >= needed, f"{precision} needs a GPU of compute capability {needed / 10} ({name}) or "
-                                  f"later, this one has {capability / 10}{advice}")
+def ceil_div(n, size):
+    """Blocks of that size that n needs."""
+    return -(-n // size)
 
 
 def row_threads(C):
@@ -453,29 +258,29 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     M, N = out.shape[-2:]
     I = a.shape[-2 if transpose_a else -1]
     if gpu.cublas:
-        function = gpu.cublas.cublasGemmEx
-        count = []
-        if out.ndim == 3:
-            function = gpu.cublas.cublasGemmStridedBatchedEx
-            count = [len(out)]
         operands = []
         for x in (b, a, out):           # the steps from row to row and, in a stack, from matrix to matrix
             steps = [stride // x.itemsize for stride in x.strides[-2::-1]]
-            operands.append([x.data.ptr, CUDA_TYPE[x.dtype.char], *steps])
+            operands.append([x.data.ptr, CUDA_R_32F if x.dtype == float32 else CUDA_R_16BF, *steps])
+        function = gpu.cublas.cublasGemmEx
+        if out.ndim == 3:
+            function = gpu.cublas.cublasGemmStridedBatchedEx
+            operands[2].append(len(out))
         status = function(gpu.handle, transpose_b, transpose_a, N, M, I, ONE, *operands[0], *operands[1],
-                          ONE if add else ZERO, *operands[2], *count, COMPUTE[gpu.precision], -1)
+                          ONE if add else ZERO, *operands[2], COMPUTE[gpu.precision], -1)
         require(not status, f"cuBLAS refuses a matmul of {M} x {I} by {I} x {N}: status {status}.", GpuError)
         return
     lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
     steps_a = (1, lda) if transpose_a else (lda, 1)
     steps_b = (1, ldb) if transpose_b else (ldb, 1)
     for matrices in zip(out, a, b) if out.ndim == 3 else [(out, a, b)]:
-        gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256, *(np.uint64(x.data.ptr) for x in matrices),
-                   M, N, I, *steps_a, *steps_b, ldo, add, out.dtype == np.float32)
+        addresses = [uint64(x.data.ptr) for x in matrices]
+        gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256, *addresses, M, N, I, *steps_a, *steps_b,
+                   ldo, add, out.dtype == float32)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 4. The layers, each as a pair forward/backward
+# 3. The layers, each as a pair forward/backward
 # ------------------------------------------------------------------------------------------------------------
 # The contract of model_cpu: outputs first; gradients of activations are written, those of weights added to,
 # or written where `add` says that nothing is there yet.
@@ -518,10 +323,10 @@ def linear_forward(gpu, out, x, w):
 def transposed(gpu, x, space):
     """x (rows, columns) -> x.T, in `space`; in columns, as cuBLAS counts, out = 1 x.T + 0 out."""
     rows, columns = x.shape
-    out = space.reshape(-1)[:x.size].reshape(columns, rows)
-    address = out.data.ptr
+    out = space[:x.size].reshape(columns, rows)
+    result = out.data.ptr, rows
     status = gpu.cublas.cublasSgeam(gpu.handle, True, False, rows, columns, ONE, x.data.ptr, columns, ZERO,
-                                    address, rows, address, rows)
+                                    *result, *result)
     require(not status, f"cuBLAS refuses to transpose {rows} x {columns}: status {status}.", GpuError)
     return out
 
@@ -558,32 +363,33 @@ def flash_kernels(precision, D):
     if precision == "fp32" or precision == "tf32" and D > 64:
         return [(name, 4096 // D, 128, 0) for name in names]
     rows = 128 if precision == "bf16" and D <= 64 else 64
-    # bytes: the block's own tile, and two stages of two of the others'
-    own, stages = [n * D * np.dtype(storage_type(precision)).itemsize for n in (rows, 4 * 64)]
+    row = D * (2 if precision == "bf16" else 4)     # bytes
+    own = rows * row                                # the block's own tile
+    stages = 4 * 64 * row                           # two stages of two of the others'
     shared = own + stages, 2 * own + stages, 2 * own + stages + 16 * 64
     return [(f"{name}_{precision}", rows, 128, size) for name, size in zip(names, shared)]
+
+
+def launch_flash(gpu, which, heads, B, T, *args, first=0):
+    """One of the flash_kernels: a block for each head, window and block of rows, from row `first` on."""
+    name, rows, threads, shared = gpu.flash[which]
+    gpu.launch(name, (heads, B, ceil_div(T, rows) - first // rows), threads, *args,
+               T, gpu.config.heads, gpu.config.kv_heads, shared=shared)
 
 
 def attention_forward(gpu, out, lse, qkv, B, T, first=0):
     """Causal grouped-query attention.  qkv (N,(H+2G)D), already rotated; out (N,C); lse (B,H,T) keeps the log
     of each row's sum of exponentials, from which the backward computes the probabilities again.  first: the
     first of the T positions whose output is asked for; a few before it may be computed as well."""
-    c = gpu.config
-    name, rows, threads, shared = gpu.flash[0]
-    gpu.launch(name, (c.heads, B, ceil_div(T, rows) - first // rows), threads, out, lse, qkv,
-               T, c.heads, c.kv_heads, shared=shared)
+    launch_flash(gpu, 0, gpu.config.heads, B, T, out, lse, qkv, first=first)
 
 
 def attention_backward(gpu, dqkv, dout, out, lse, qkv, delta):
     """attention_backward and rope_backward: writes dqkv (N,(H+2G)D), the gradient of v and of q and k before
     their rotation.  delta (B,H,T): scratch, what the first kernel leaves to the second."""
-    c = gpu.config
-    B, _, T = lse.shape
-    inputs = lse, qkv, gpu.cos, gpu.sin, T, c.heads, c.kv_heads
-    name, rows, threads, shared = gpu.flash[1]
-    gpu.launch(name, (c.heads, B, ceil_div(T, rows)), threads, dqkv, delta, dout, out, *inputs, shared=shared)
-    name, rows, threads, shared = gpu.flash[2]
-    gpu.launch(name, (c.kv_heads, B, ceil_div(T, rows)), threads, dqkv, delta, dout, *inputs, shared=shared)
+    B, H, T = lse.shape
+    launch_flash(gpu, 1, H, B, T, dqkv, delta, dout, out, lse, qkv, gpu.cos, gpu.sin)
+    launch_flash(gpu, 2, gpu.config.kv_heads, B, T, dqkv, delta, dout, lse, qkv, gpu.cos, gpu.sin)
 
 
 def swiglu_forward(gpu, out, gate_up):
@@ -607,48 +413,53 @@ def block_forward(gpu, w, saved, shared, before, increment):
     (increment None: there is only one), and is returned as two.  w: this layer's weights by name; saved: this
     layer's arrays; shared: those of all layers, with "B" and "T".  shared["first"]: so many of the T rows of
     qkv and y are there from earlier calls (extend), so N = B*T - first rows are computed."""
-    B = shared["B"]
     T = shared["T"]
     first = shared["first"]
+    qkv = saved["qkv"]
     rmsnorm_forward(gpu, saved["n1"], saved["rstd1"], saved["x_in"], w["norm1"], before, increment)  # (N,C)
-    linear_forward(gpu, saved["qkv"][first:], saved["n1"], w["qkv"])                # (N,C) -> (N,(H+2G)D)
-    rope_forward(gpu, saved["qkv"][first:], T, first)                               # (N,(H+2G)D)
-    attention_forward(gpu, saved["y"], saved["lse"], saved["qkv"], B, T, first)     # (N,(H+2G)D) -> (N,C)
-    linear_forward(gpu, shared["increment"], saved["y"][first:], w["out"])          # (N,C)
+    linear_forward(gpu, qkv[first:], saved["n1"], w["qkv"])                         # (N,C) -> (N,(H+2G)D)
+    rope_forward(gpu, qkv[first:], T, first)
+    attention_forward(gpu, saved["y"], saved["lse"], qkv, shared["B"], T, first)    # (N,(H+2G)D) -> (N,C)
+    increment = shared["increment"]
+    linear_forward(gpu, increment, saved["y"][first:], w["out"])                    # (N,C)
 
     # Euler substep 1
-    rmsnorm_forward(gpu, saved["n2"], saved["rstd2"], saved["x_mid"], w["norm2"], saved["x_in"],
-                    shared["increment"])                                            # (N,C)
+    rmsnorm_forward(gpu, saved["n2"], saved["rstd2"], saved["x_mid"], w["norm2"], saved["x_in"], increment)
     linear_forward(gpu, saved["gate_up"], saved["n2"], w["gate_up"])                # (N,C) -> (N,2F)
     swiglu_forward(gpu, saved["h"], saved["gate_up"])                               # (N,2F) -> (N,F)
     # (Taking these three in pieces of rows, so that gate_up is still in the cache when it is read, won
     # nothing at 32,768 tokens on an H200, and cost 1 to 2 ms a step with 8 or 16 pieces: small matmuls lose
     # more than the cache wins.)
-    linear_forward(gpu, shared["increment"], saved["h"], w["down"])                 # (N,F) -> (N,C)
-    return saved["x_mid"], shared["increment"]                                      # Euler substep 2
+    linear_forward(gpu, increment, saved["h"], w["down"])                           # (N,F) -> (N,C)
+    return saved["x_mid"], increment                                                # Euler substep 2
 
 
 def block_backward(gpu, w, dw, saved, shared, dx, add):
     """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  The layer's gate_up is
     used up.  add: see linear_backward."""
-    dn, dh, dqkv, dgain, space = (shared[name] for name in ("n", "dh", "dqkv", "dgain", "space"))
+    dn, dh, dqkv, dgain = (shared[name] for name in ("n", "dh", "dqkv", "dgain"))
+
+    def linear(dx, name, dout, x):
+        linear_backward(gpu, dx, dw[name], dout, x, w[name], shared["space"], add)
+
     # x = x + h @ down.T
-    linear_backward(gpu, dh, dw["down"], dx, saved["h"], w["down"], space, add)     # (N,C) -> (N,F)
+    linear(dh, "down", dx, saved["h"])                                              # (N,C) -> (N,F)
     # h = silu(gate) * up
     dgate_up = saved["gate_up"]                                                     # the same memory
     swiglu_backward(gpu, dgate_up, dh)                                              # (N,F) -> (N,2F)
     # gate_up = n @ gate_up.T
-    linear_backward(gpu, dn, dw["gate_up"], dgate_up, saved["n2"], w["gate_up"], space, add)    # (N,2F) -> (N,C)
+    linear(dn, "gate_up", dgate_up, saved["n2"])                                    # (N,2F) -> (N,C)
     # n = rmsnorm(x_mid)
     rmsnorm_backward(gpu, dx, dw["norm2"], dn, saved["x_mid"], saved["rstd2"], w["norm2"], dgain, add=True)
 
     # x = x + y @ out.T
     dy = dn                                                                         # the same memory
-    linear_backward(gpu, dy, dw["out"], dx, saved["y"], w["out"], space, add)       # (N,C)
+    linear(dy, "out", dx, saved["y"])                                               # (N,C)
     # q, k = rope(q, k);  y = attention(q, k, v)
-    attention_backward(gpu, dqkv, dy, saved["y"], saved["lse"], saved["qkv"], shared["delta"])  # -> (N,(H+2G)D)
+    attention_backward(gpu, dqkv, dy, saved["y"], saved["lse"], saved["qkv"],
+                       shared["delta"])                                             # (N,C) -> (N,(H+2G)D)
     # qkv = n @ qkv.T
-    linear_backward(gpu, dn, dw["qkv"], dqkv, saved["n1"], w["qkv"], space, add)    # (N,(H+2G)D) -> (N,C)
+    linear(dn, "qkv", dqkv, saved["n1"])                                            # (N,(H+2G)D) -> (N,C)
     # n = rmsnorm(x_in)
     rmsnorm_backward(gpu, dx, dw["norm1"], dn, saved["x_in"], saved["rstd1"], w["norm1"], dgain, add=True)
 
@@ -672,19 +483,17 @@ def decode_block(gpu, w, x, qkv, shared):
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, h, w["down"], n, c.hidden, C)
 
 
-def cross_entropy_forward(gpu, logits, nll, targets, weight):
-    """The losses nll (N,K) of logits (N,K,V), which become their own gradients: cross_entropy_forward and
-    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1); weight (K,): head_weight /
+def cross_entropy_forward(gpu, logits, nll, targets, weight, T):
+    """The losses nll (N,K) of logits (N,K*V), which become their own gradients: cross_entropy_forward and
+    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1), flat; weight (K,): head_weight /
     divisor."""
-    N, K, V = logits.shape
-    T = targets.shape[1] - K + 1
-    gpu.launch("cross_entropy", (N * K,), 128, logits, nll, targets, weight, T, K, V)
+    N, K = nll.shape
+    gpu.launch("cross_entropy", (N * K,), 128, logits, nll, targets, weight, T, K, gpu.config.vocab)
 
 
 def cross_entropy_sum(gpu, losses, nll, divisor):
     """losses (K,) = the sums of nll (N,K) over rows, / divisor (K,)."""
-    N, K = nll.shape
-    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, divisor, N, K)
+    gpu.launch("cross_entropy_sum", (nll.shape[1],), 1024, losses, nll, divisor, *nll.shape)
 
 
 def gradient_norm(gpu, state, partial, grad, hidden, clip):
@@ -694,9 +503,9 @@ def gradient_norm(gpu, state, partial, grad, hidden, clip):
     clipped = [part for part in (grad[:hidden.start], grad[hidden.stop:]) if part.size]
     parts = [*clipped, grad[hidden]] if grad[hidden].size else clipped
     for i, part in enumerate(parts):
-        gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial[i * SUM_BLOCKS:], part, np.int64(part.size))
-    gpu.launch("gradient_norm", (1,), 1024, state, partial, SUM_BLOCKS * len(clipped), SUM_BLOCKS * len(parts),
-               float(clip))
+        gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
+    gpu.launch("gradient_norm", (1,), 1024, state, partial, SUM_BLOCKS * len(clipped),
+               SUM_BLOCKS * len(parts), float(clip))
 
 
 def adamw_update(gpu, param, weights, grad, m, v, state, step, lr, beta1, beta2, eps, decay):
@@ -704,7 +513,7 @@ def adamw_update(gpu, param, weights, grad, m, v, state, step, lr, beta1, beta2,
     `weights`, the copy of param, follows."""
     numbers = lr, beta1, beta2, eps, decay, 1 / (1 - beta1 ** step), 1 / (1 - beta2 ** step)
     gpu.launch("adamw", (ceil_div(param.size, 2048),), 256, param, weights, grad, m, v, state,
-               np.int64(param.size), *map(float, numbers))
+               int64(param.size), *map(float, numbers))
 
 
 def newton_schulz(gpu, X, Y, A, B):
@@ -724,36 +533,43 @@ def newton_schulz(gpu, X, Y, A, B):
         X, Y = Y, X                                                             # the last is in Y: 5 is odd
 
 
-def muon_update(gpu, flats, starts, work, state, lr, decay, communicator=None, momentum=0.95):
+def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, momentum=0.95):
     """Muon on all matrices of one shape.  flats: params, weights (in bf16 their copy), gradients and m of the
     layers' matrices, flat; starts: where in a layer each matrix of this shape begins.  work: the arrays of
     muon_tables.  communicator: with several GPUs each makes the matmuls, which take nearly all of the time,
     for its part of the matrices."""
     params, weights, grads, m = flats
-    n, rows, columns = work["X"].shape
+    X, Y, A, B, squares = work.values()
+    n, rows, columns = X.shape
     L = n // len(starts)
     size = rows * columns
-    place = state, np.int64(params.size // L), size         # from layer to layer, and of a matrix
+    blocks = MATRIX_BLOCKS, L
+    place = state, int64(params.size // L), size            # from layer to layer, and of a matrix
     for i, start in enumerate(starts):
-        squares = work["squares"][i * L:]
-        gpu.launch("muon_momentum", (MATRIX_BLOCKS, L), 256, squares, m[start:], grads[start:], *place, momentum)
-        gpu.launch("muon_input", (MATRIX_BLOCKS, L), 256, work["X"][i * L:], grads[start:], m[start:], squares,
-                   *place, momentum)
+        gpu.launch("muon_momentum", blocks, 256, squares[i * L:], m[start:], grads[start:], *place, momentum)
+        gpu.launch("muon_input", blocks, 256, X[i * L:], grads[start:], m[start:], squares[i * L:], *place,
+                   momentum)
     part = communicator.part(n) if communicator else slice(n)
-    newton_schulz(gpu, *(work[name][part] for name in ("X", "Y", "A", "B")))
+    newton_schulz(gpu, X[part], Y[part], A[part], B[part])
     if communicator:
-        communicator.all_gather(work["Y"])
+        communicator.all_gather(Y)
     for i, start in enumerate(starts):
-        gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, params[start:], weights[start:],
-                   work["Y"][i * L:], *place, 1.0 - lr * decay, 0.2 * lr * math.sqrt(max(rows, columns)))
+        gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, params[start:], weights[start:], Y[i * L:],
+                   *place, 1.0 - lr * decay, 0.2 * lr * math.sqrt(max(rows, columns)))
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5. The model
+# 4. The model
 # ------------------------------------------------------------------------------------------------------------
-def pinned_bytes(size):
-    """Host memory (size,) of bytes that the GPU reads and writes by itself, at the host's addresses."""
-    return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
+def trunk(gpu, w, layers, shared):
+    """tokens (B,T), already sent -> (N,C) rmsnorm(x) after the last layer, in shared["n"].  w: all weights by
+    name; layers: of each layer its arrays."""
+    terms = layers[0]["x_in"], None                 # whose sum is x: before, increment
+    embedding_forward(gpu, terms[0], shared["tokens"], w["embed"])
+    for i, saved in enumerate(layers):
+        terms = block_forward(gpu, layer_views(w, i), saved, shared, *terms)
+    rmsnorm_forward(gpu, shared["n"], shared["rstd"], shared["x"], w["norm"], *terms)
+    return shared["n"]
 
 
 class Inputs:
@@ -761,14 +577,13 @@ class Inputs:
     must not write there before the copy is done.  With two pinned arrays that take turns the host waits for
     the last copy but one."""
 
-    def __init__(self, device, table):
-        """device: bytes on the GPU, of which the table's arrays take the front."""
+    def __init__(self, table):
         size = table_bytes(table)
-        self.device = device[:size]
-        self.arrays = carve(device, table)
+        self.device = cupy.empty(size, uint8)
+        self.arrays = carve(self.device, table)
         slots = []
         for _ in range(2):
-            pinned = pinned_bytes(size)
+            pinned = cupyx.empty_pinned(size, uint8)
             slots.append((pinned, carve(pinned, table), cupy.cuda.Event(disable_timing=True)))
         self.slots = itertools.cycle(slots)
         # this memory may have been given back by others whose copies are still queued: wait for these
@@ -779,21 +594,27 @@ class Inputs:
         pinned, views, event = next(self.slots)
         event.synchronize()
         for name, value in values.items():
-            views[name].reshape(-1)[:value.size] = value.reshape(-1)
+            views[name][:value.size] = value.reshape(-1)
         self.device.set(pinned)
         event.record()
 
 
 class Replay:
-    """Launches that are the same each time, kernels and arguments.  Where they come often they are recorded:
-    the host then queues them as one, and it is the host that a small batch waits for."""
+    """Launches that are the same each time, kernels and arguments.  Where they come often they are recorded
+    as a CUDA graph: the host then queues all of them in one call, and it is the host that a small batch waits
+    for."""
     calls = 0
     graph = None
 
     def __call__(self, gpu, launch):
         self.calls += 1
-        if self.calls == RECORD_AT:
-            self.graph = gpu.record(launch)
+        if self.calls == RECORD_AT:                 # none of it runs now
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                gpu.set_stream(stream.ptr)
+                stream.begin_capture()
+                launch()
+                self.graph = stream.end_capture()
+            gpu.set_stream(0)
         if self.graph:
             self.graph.launch()
         else:
@@ -817,15 +638,19 @@ class Model:
                  training=True, optimizer="adamw"):
         pick("gpu")                                 # ValueError where there is none
         precision = precision or default_precision()
-        check_choices(config, precision, matmul)
+        require(precision in PRECISIONS,
+                f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
+        needed = 70 if precision == "fp32" else 80
+        require(capability() >= needed, f"{precision} needs a GPU of compute capability {needed / 10} or "
+                f"later, this one has {capability() / 10}; --precision fp32 needs 7.0.")
+        check_sizes(config)
         self.config = config
         self.precision = precision
-        self.training = training
         self.optimizer = optimizer
         self.pool = cupy.get_default_memory_pool()
         self.memory_limit = memory_limit
         if memory_limit is not None:
-            self.pool.set_limit(size=max(1, int(memory_limit) - CUBLAS_BYTES - CONTEXT_BYTES))
+            self.pool.set_limit(size=max(1, memory_limit - CUBLAS_BYTES - CONTEXT_BYTES))
             weakref.finalize(self, self.pool.set_limit, size=0)         # 0: none
         try:
             self.gpu = Gpu(config, precision, matmul)
@@ -838,23 +663,23 @@ class Model:
         self.rows = 0                               # of config.context tokens, for which there is work memory
         size = param_count(config)
         with self._room_for(micro_batch or 1, config.context):
-            self.flat_params = cupy.zeros(size, np.float32)
-            self.flat_grads, self.m, self.v = [cupy.zeros(n, np.float32) if training else None
+            self.flat_params = cupy.zeros(size, float32)
+            self.flat_grads, self.m, self.v = [cupy.zeros(n, float32) if training else None
                                                for n in (size, size, moment_count(config, optimizer) - size)]
             # what the matmuls read: a bf16 copy, or the parameters themselves
-            self.flat_weights = cupy.zeros(size, np.uint16) if precision == "bf16" else self.flat_params
-            self.losses = cupy.zeros(config.predict, np.float32)
-            self.state = cupy.zeros(3, np.float32)                      # see gradient_norm
-            self.partial = cupy.empty(3 * SUM_BLOCKS, np.float32)
-            self.decoder = Decoder(self)
-        if micro_batch:
-            self._buffers(micro_batch, config.context)
-        self.params = param_views(self.flat_params, config)
-        self.grads = param_views(self.flat_grads, config) if training else {}
-        self.weights = param_views(self.flat_weights, config)       # but the gains are read in fp32:
-        self.weights.update((name, gain) for name, gain in self.params.items() if gain.ndim == 1)
+            self.flat_weights = cupy.zeros(size, uint16) if precision == "bf16" else self.flat_params
+            self.losses = cupy.zeros(config.predict, float32)
+            self.state = cupy.zeros(3, float32)                      # see gradient_norm
+            self.partial = cupy.empty(3 * SUM_BLOCKS, float32)
+            self.params = param_views(self.flat_params, config)
+            self.grads = param_views(self.flat_grads, config) if training else {}
+            self.weights = {name: view if view.ndim == 2 else self.params[name]     # gains are read in fp32
+                            for name, view in param_views(self.flat_weights, config).items()}
+            self.decoder = Decoder(self.gpu, self.weights)
+        if training or micro_batch:                 # Muon works in this memory, too
+            self._reserve(micro_batch or 1)
         if seed is not None:
-            flat = np.empty(size, np.float32)
+            flat = np.empty(size, float32)
             init_params(flat, config, seed)
             self.write(self.flat_params, flat)
 
@@ -865,7 +690,7 @@ class Model:
         if self.flat_weights is not self.flat_params:
             size = self.flat_params.size
             self.gpu.launch("copy_weights", (ceil_div(size, 2048),), 256, self.flat_weights, self.flat_params,
-                            np.int64(size))
+                            int64(size))
 
     def read(self, array):
         """An array of this model's, flat_params say, as a NumPy array on the host."""
@@ -873,13 +698,13 @@ class Model:
 
     def write(self, array, values):
         """Set an array of this model's, or rows of one, from a NumPy array of any float type."""
-        array.set(np.ascontiguousarray(values, np.float32))
+        array.set(np.ascontiguousarray(values, float32))
         self.refresh()
 
     def later(self, *arrays):
         """-> a function that waits until the GPU has these arrays, and for nothing else, and returns them as
         NumPy's.  The copies, to pinned memory, are queued now, before whatever comes next."""
-        pinned = [pinned_bytes(array.nbytes).view(array.dtype).reshape(array.shape) for array in arrays]
+        pinned = [cupyx.empty_pinned(array.shape, array.dtype) for array in arrays]
         for array, host in zip(arrays, pinned):
             array.get(out=host, blocking=False)
         event = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
@@ -892,18 +717,14 @@ class Model:
     @contextlib.contextmanager
     def _room_for(self, B, T):
         """-> the memory_plan of micro-batches (B,T).  Where memory is too little inside, a ValueError says
-        which would fit."""
-        def plan(rows):
-            return memory_plan(self.config, rows, T, self.precision, optimizer=self.optimizer)
-
+        so."""
+        plan = memory_plan(self.config, B, T, self.precision, optimizer=self.optimizer)
         try:
-            yield plan(B)
+            yield plan
         except cupy.cuda.memory.OutOfMemoryError as error:
-            free = free_memory(self.memory_limit)
-            fits = largest_micro_batch(plan, free)
-            advice = f"use --micro-batch {fits}" if fits else "use a smaller model or --device cpu"
-            raise ValueError(f"A micro-batch of {B} x {T} tokens needs {sum(plan(B).values()) / 2**30:.2f} GiB "
-                             f"of GPU memory, {free / 2**30:.2f} GiB can be had: {advice}.") from error
+            raise ValueError(f"A micro-batch of {B} x {T} tokens needs {sum(plan.values()) / 2**30:.2f} GiB "
+                             f"of GPU memory, {free_memory(self.memory_limit) / 2**30:.2f} GiB can be had: "
+                             "use --micro-batch auto, a smaller model or --device cpu.") from error
 
     def _reserve(self, rows):
         """Make the work memory anew, for so many rows of config.context tokens."""
@@ -913,14 +734,13 @@ class Model:
         self.rows = 0
         self.pool.free_all_blocks()
         with self._room_for(rows, c.context) as plan:
-            memory = cupy.empty(plan["activations"] + plan["logits and scratch"] + plan["inputs"], np.uint8)
-        self.inputs = Inputs(memory, input_table(c, rows, c.context))
-        self.work = memory[plan["inputs"]:]
+            self.work = cupy.empty(plan["activations"] + plan["logits and scratch"], uint8)
+            self.inputs = Inputs(input_table(c, rows, c.context))
         self.rows = rows
 
     def _buffers(self, B, T):
-        """-> (for each layer a dict of its arrays, dict of those that all share) for a micro-batch (B,T).  They
-        lie in the work memory; where that is too small, it is made anew."""
+        """-> (for each layer a dict of its arrays, dict of those that all share) for a micro-batch (B,T).
+        They lie in the work memory; where that is too small, it is made anew."""
         c = self.config
         rows = ceil_div(B * T, c.context)
         if rows > self.rows:
@@ -929,58 +749,43 @@ class Model:
             layer, shared, logits, scratch = work_tables(c, B, T, self.precision)
             size = table_bytes(layer)
             layers = [carve(self.work, layer, i * size) for i in range(c.layers)]
-            arrays = {**self.inputs.arrays, "B": B, "T": T, "first": 0}
+            arrays = {**self.inputs.arrays, "B": B, "T": T, "first": 0, "windows": logit_windows(c, B, T)}
             for in_turn in (logits, scratch):           # both begin where what is shared ends
                 arrays.update(carve(self.work, shared + in_turn, c.layers * size))
-            width = T + c.predict - 1
-            arrays["targets"] = arrays["targets"][:B * width].reshape(B, width)
-            arrays["forward"] = Replay()
-            arrays["backward"] = Replay(), Replay()     # that writes the gradient, and that adds to it
+            arrays["replays"] = collections.defaultdict(Replay)
             self.buffers_by_shape[B, T] = layers, arrays
         return self.buffers_by_shape[B, T]
-
-    def _trunk(self, layers, shared):
-        """tokens (B,T), already sent -> (N,C) rmsnorm(x) after the last layer, in shared["n"]."""
-        before = layers[0]["x_in"]
-        increment = None
-        embedding_forward(self.gpu, before, shared["tokens"], self.weights["embed"])
-        for i, saved in enumerate(layers):
-            before, increment = block_forward(self.gpu, layer_views(self.weights, i), saved, shared, before, increment)
-        rmsnorm_forward(self.gpu, shared["n"], shared["rstd"], shared["x"], self.weights["norm"], before, increment)
-        return shared["n"]
 
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a NumPy array of float32 on the host."""
         c = self.config
         tokens = as_batch(c, tokens)
-        B, T = tokens.shape
-        layers, shared = self._buffers(B, T)
+        layers, shared = self._buffers(*tokens.shape)
         self.inputs.send({"tokens": tokens})
-        with self._room_for(B, T):
-            logits = cupy.empty((B * T, c.predict * c.vocab), np.float32)
-        linear_forward(self.gpu, logits, self._trunk(layers, shared), self.weights["heads"])
-        return cupy.asnumpy(logits).reshape(B, T, c.predict, c.vocab)
+        logits = cupy.empty((tokens.size, c.predict * c.vocab), float32)
+        linear_forward(self.gpu, logits, trunk(self.gpu, self.weights, layers, shared), self.weights["heads"])
+        return cupy.asnumpy(logits).reshape(*tokens.shape, c.predict, c.vocab)
 
     def forward(self, tokens, targets, counted=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see
         model_cpu."""
         c = self.config
         tokens, targets, divisor = check_batch(c, tokens, targets, counted)
-        B, T = tokens.shape
-        layers, shared = self._buffers(B, T)
-        # NumPy sorts 16-bit numbers five times as fast as 32-bit ones
-        order = np.argsort(tokens.reshape(-1).astype(np.uint16), kind="stable")
-        starts = np.cumsum(np.bincount(tokens.reshape(-1) + 1, minlength=c.vocab + 1))
+        layers, shared = self._buffers(*tokens.shape)
+        flat = tokens.reshape(-1).astype(int64)
+        # NumPy sorts 16-bit numbers five times as fast as longer ones
+        order = np.argsort(flat.astype(uint16), kind="stable")
+        starts = np.cumsum(np.bincount(flat + 1, minlength=c.vocab + 1))
         self.inputs.send({"tokens": tokens, "targets": targets, "order": order, "starts": starts,
                           "weight": c.head_weights / divisor, "divisor": divisor})
 
         def launch():
-            self._trunk(layers, shared)
-            for windows in logit_windows(c, B, T):
+            trunk(self.gpu, self.weights, layers, shared)
+            for windows in shared["windows"]:
                 self._head_loss(shared, windows)
             cross_entropy_sum(self.gpu, self.losses, shared["nll"], shared["divisor"])
 
-        shared["forward"](self.gpu, launch)
+        shared["replays"]["forward"](self.gpu, launch)
         self.saved = layers, shared
         return self.losses.copy()
 
@@ -991,24 +796,23 @@ class Model:
         rows = slice(windows.start * T, windows.stop * T)
         final = shared["n"][rows]
         logits = shared["logits"][:len(final)]
-        flat = logits.reshape(len(final), -1)
         if not done:
-            linear_forward(self.gpu, flat, final, self.weights["heads"])
-            cross_entropy_forward(self.gpu, logits, shared["nll"][rows], shared["targets"][windows],
-                                  shared["weight"])
-        return final, flat
+            linear_forward(self.gpu, logits, final, self.weights["heads"])
+            targets = shared["targets"][windows.start * (T + self.config.predict - 1):]
+            cross_entropy_forward(self.gpu, logits, shared["nll"][rows], targets, shared["weight"], T)
+        return final, logits
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
         finds zeros there, so its matmuls write.  last: this is the step's last micro-batch, after which the
         gradients of several GPUs are added up by all-reduce: each part of the flat gradient, from its end on,
         as soon as it is done and has BUCKET numbers."""
-        require(self.training, "this model was made with training=False: it has no gradients.")
+        require(self.grads, "this model was made with training=False: it has no gradients.")
         add = self.added
         self.added = True
         if not (last and self.communicator):
             _, shared = self.saved
-            shared["backward"][add](self.gpu, lambda: list(self._launch_backward(add)))
+            shared["replays"]["backward", add](self.gpu, lambda: list(self._launch_backward(add)))
             return
         gains = update_table(self.config, self.optimizer)[-1][1]
         end = gains.start                           # all from here to the gains is asked for
@@ -1022,24 +826,23 @@ class Model:
         """Launch the backward.  Yields where the flat gradient is done from, up to the gains."""
         c = self.config
         gpu = self.gpu
+        w = self.weights
+        grads = self.grads
         layers, shared = self.saved
-        n = shared["n"]
         dx = shared["increment"]                    # the same memory
-        parts = logit_windows(c, shared["B"], shared["T"])
-        for windows in parts:
-            final, dlogits = self._head_loss(shared, windows, done=len(parts) == 1)
+        for windows in shared["windows"]:
+            final, dlogits = self._head_loss(shared, windows, done=len(shared["windows"]) == 1)
             # logits = final @ heads.T; d final in the memory of final
-            linear_backward(gpu, final, self.grads["heads"], dlogits, final, self.weights["heads"],
-                            shared["space"], add or windows.start > 0)                 # (N,KV) -> (N,C)
+            linear_backward(gpu, final, grads["heads"], dlogits, final, w["heads"], shared["space"],
+                            add or windows.start > 0)                           # (N,K*V) -> (N,C)
         # final = rmsnorm(x)
-        rmsnorm_backward(gpu, dx, self.grads["norm"], n, shared["x"], shared["rstd"], self.weights["norm"],
+        rmsnorm_backward(gpu, dx, grads["norm"], shared["n"], shared["x"], shared["rstd"], w["norm"],
                          shared["dgain"], add=False)
-        matrices = update_table(c, self.optimizer)[1][1]
         for i in reversed(range(c.layers)):
-            block_backward(gpu, layer_views(self.weights, i), layer_views(self.grads, i), layers[i], shared, dx, add)
-            yield matrices.start + i * (matrices.stop - matrices.start) // c.layers
+            block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
+            yield grads["embed"].size + i * matrix_table(c)[-1][1].stop
         # x = embed[tokens]
-        embedding_backward(gpu, self.grads["embed"], dx, shared["order"], shared["starts"])
+        embedding_backward(gpu, grads["embed"], dx, shared["order"], shared["starts"])
         yield 0
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
@@ -1057,16 +860,13 @@ class Model:
         for rule, part, part_of_v, decayed in update_table(c, self.optimizer):
             flats = [flat[part] for flat in (self.flat_params, self.flat_weights, self.flat_grads, self.m)]
             if rule == "muon":
-                if not self.rows:
-                    self._reserve(1)                    # at the latest now there is memory to work in
-                for shape, table in muon_tables(c, self.precision).items():
-                    starts = [place.start for each, place in matrix_table(c) if each == shape]
+                for starts, table in muon_tables(c, self.precision):
                     muon_update(self.gpu, flats, starts, carve(self.work, table), self.state, lr, decay,
                                 self.communicator)
             else:
-                adamw_update(self.gpu, *flats, self.v[part_of_v], self.state, self.step, lr, beta1, beta2, eps,
-                             decay if decayed else 0.0)
-        return self.state[:1].reshape(()).copy()
+                adamw_update(self.gpu, *flats, self.v[part_of_v], self.state, self.step, lr, beta1, beta2,
+                             eps, decay if decayed else 0.0)
+        return self.state[0, ...].copy()
 
 
 class Decoder(model_cpu.Decoder):
@@ -1076,46 +876,39 @@ class Decoder(model_cpu.Decoder):
     of their own, whose arithmetic for a row does not depend on how many rows there are: reading drafted
     tokens together gives the bits of decoding them one by one.  A longer prompt goes through cuBLAS."""
 
-    def __init__(self, model):
-        self.model = weakref.proxy(model)               # no circle: a model that nobody needs is freed at once
+    def __init__(self, gpu, weights):
+        self.gpu = gpu
+        self.weights = weights
         self.tokens = []
-        both, alone = decode_tables(model.config, model.precision)
-        memory = cupy.empty(table_bytes(both + alone), np.uint8)
-        self.buffers = carve(memory, both + alone)
-        self.pinned = pinned_bytes(table_bytes(both))
-        self.pinned[:] = 0                              # tokens that there are
+        both, alone = decode_tables(gpu.config, gpu.precision)
+        self.buffers = carve(cupy.empty(table_bytes(both + alone), uint8), both + alone)
+        self.pinned = cupyx.zeros_pinned(table_bytes(both), uint8)      # 0: a token that there is
         self.host = carve(self.pinned, both)
-        self.told = memory[:self.pinned.size]           # where the GPU has what the host says
-        self.few = len(self.host["ids"])
         self.replays = collections.defaultdict(Replay)
 
     def extend(self, tokens, last=None):
         """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone, a
         NumPy array."""
-        c = self.model.config
+        c = self.gpu.config
         n = len(tokens)
         self.draw(tokens, 1, c.predict, 0, Sampling(temperature=0))
-        rows = slice(0 if last is None else n - last, n)
-        logits = self.buffers["logits"][rows]
-        if n > self.few:                                # there are only those of the last
-            final = self.buffers["n"][rows]
-            logits = cupy.empty((len(final), c.predict * c.vocab), np.float32)
-            linear_forward(self.model.gpu, logits, final, self.model.weights["heads"])
-        return cupy.asnumpy(logits).reshape(len(logits), c.predict, c.vocab)
+        logits = self.buffers["logits"][:n]
+        if n > len(logits):                             # there are only those of the last
+            logits = cupy.empty((n, c.predict * c.vocab), float32)
+            linear_forward(self.gpu, logits, self.buffers["n"][:n], self.weights["heads"])
+        return cupy.asnumpy(logits).reshape(n, c.predict, c.vocab)[-(last or n):]
 
     def draw(self, tokens, rows, heads, t, sampling):
         """Append tokens, and draw after each of the last `rows` of them, which is 1 after more than max(K, 8)
         tokens: see model_cpu."""
-        c = self.model.config
-        gpu = self.model.gpu
+        c = self.gpu.config
         d = self.buffers
         host = self.host
-        tokens = np.asarray(tokens, np.int64)
+        tokens = as_batch(c, [tokens])[0]
         n = len(tokens)
         require(self.position + n <= c.context,
                 f"{n} tokens at {self.position} do not fit the context of {c.context}.")
-        check_tokens(c, tokens)
-        few = n <= self.few
+        few = n <= len(host["p"])
         drawn = n if few else 1
         # temperature 0: the largest logit alone
         top_k = min(sampling.top_k, c.vocab) if sampling.temperature else 1
@@ -1125,31 +918,29 @@ class Decoder(model_cpu.Decoder):
         host["seed"][0] = sampling.seed
 
         def launch():
-            cupy.cuda.runtime.memcpyAsync(self.told.data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
+            # all that both have: it begins with the tokens
+            cupy.cuda.runtime.memcpyAsync(d["tokens"].data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
                                           cupy.cuda.get_current_stream().ptr)
-            if few:
-                self._read_few(n, heads)
-            else:
-                self._read_many(n, heads)
-            answers = [np.uint64(host[name].ctypes.data) for name in ("ids", "p")]
-            gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["place"], d["drawing"],
-                             d["seed"], c.vocab)
+            read = self._read_few if few else self._read_many
+            read(n, heads * c.vocab)
+            answers = [uint64(host[name].ctypes.data) for name in ("ids", "p")]
+            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["place"],
+                                  d["drawing"], d["seed"], c.vocab)
 
         if few:
-            self.replays[n, heads](gpu, launch)         # the same launches at every position
+            self.replays[n, heads](self.gpu, launch)         # the same launches at every position
         else:
             launch()
         self.tokens += tokens.tolist()
         cupy.cuda.get_current_stream().synchronize()
-        ids = host["ids"].reshape(-1)[:drawn * heads].reshape(drawn, heads)
+        ids = host["ids"][:drawn * heads].reshape(drawn, heads)
         return ids[-rows:].copy(), host["p"][drawn - rows:drawn].copy()
 
-    def _read_few(self, n, heads):
-        """The logits of n tokens and the first `heads` heads, by kernels made for few rows."""
-        gpu = self.model.gpu
-        w = self.model.weights
+    def _read_few(self, n, outputs):
+        """The first `outputs` logits of n tokens, by kernels made for few rows."""
+        gpu = self.gpu
+        w = self.weights
         d = self.buffers
-        outputs = heads * gpu.config.vocab
         x = d["x"][:n]
         embedding_forward(gpu, x, d["tokens"], w["embed"])
         for i, qkv in enumerate(d["qkv"]):
@@ -1157,23 +948,177 @@ class Decoder(model_cpu.Decoder):
         gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, d["logits"],
                          x, w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
 
-    def _read_many(self, n, heads):
-        """The logits of the last of n tokens, as in training, but that qkv goes to its place in the cache.
-        The rows beyond n, up to a multiple of PROMPT_ROWS, are of earlier tokens: nobody reads them."""
-        model = self.model
+    def _read_many(self, n, outputs):
+        """The first `outputs` logits of the last of n tokens, as in training; but qkv goes to its place in
+        the KV cache.  The rows beyond n, up to a multiple of PROMPT_ROWS, are of earlier tokens: nobody reads
+        them."""
         d = self.buffers
         first = self.position
-        rows = min(PROMPT_ROWS * ceil_div(n, PROMPT_ROWS), model.config.context - first)
+        rows = min(PROMPT_ROWS * ceil_div(n, PROMPT_ROWS), self.gpu.config.context - first)
         end = first + rows
 
         def launch():
             shared = {name: array[:rows] for name, array in d.items()}
             shared.update(y=d["y"][:end], B=1, T=end, first=first)
-            model._trunk([{**shared, "qkv": qkv[:end]} for qkv in d["qkv"]], shared)
+            trunk(self.gpu, self.weights, [{**shared, "qkv": qkv[:end]} for qkv in d["qkv"]], shared)
 
-        self.replays["prompt", rows, first](model.gpu, launch)
-        outputs = heads * model.config.vocab
-        linear_forward(model.gpu, d["logits"][:1, :outputs], d["n"][n - 1:n], model.weights["heads"][:outputs])
+        self.replays["prompt", rows, first](self.gpu, launch)
+        heads = self.weights["heads"][:outputs]
+        linear_forward(self.gpu, d["logits"][:1, :outputs], d["n"][n - 1:n], heads)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 5. What a step computes in, and what a run needs
+# ------------------------------------------------------------------------------------------------------------
+def logit_windows(config, B, T):
+    """The B windows of a batch in slices of at most MOST_LOGITS logits, or of one window.  Shorter windows
+    never have more rows in a slice than windows of the whole context."""
+    windows = max(1, MOST_LOGITS // (config.context * config.predict * config.vocab))
+    return slices_of(B, max(1, windows * config.context // T))
+
+
+def typed(dtype, **shapes):
+    """A table, [(name, shape, dtype), ...], of arrays of one type."""
+    return [(name, shape, dtype) for name, shape in shapes.items()]
+
+
+def work_tables(config, B, T, precision):
+    """The arrays of a forward and backward at (B,T), as four tables: what each layer keeps, what all layers
+    share, and two that use the same memory in turn: the logits are there between the last layer's forward and
+    its backward, the scratch is used in the backward of the layers.
+
+    A layer keeps the norms' outputs and the SwiGLU product, too.  They could be computed again, which on a
+    GPU means to write and to read them once more: big's step would need a quarter less memory, and 2% more
+    time.
+
+    No array grows if as many tokens come in other rows, none of them longer than T.  So what (rows, context)
+    takes is all that training with micro-batches of at most so many tokens ever needs."""
+    N = B * T
+    C = config.dim
+    F = config.hidden
+    real = uint16 if precision == "bf16" else float32       # NumPy has no bf16
+
+    def rows(**widths):
+        """N rows of these widths."""
+        return typed(real, **{name: (N, width) for name, width in widths.items()})
+
+    layer = rows(x_in=C,                    # x before the layer
+                 n1=C,                      # rmsnorm(x_in)
+                 qkv=config.qkv_width,           # n1 @ qkv.T, with q and k rotated
+                 y=C,                       # attention(q, k, v)
+                 x_mid=C,                   # x after Euler substep 1
+                 n2=C,                      # rmsnorm(x_mid)
+                 gate_up=2 * F,             # n2 @ gate_up.T; in the backward its gradient
+                 h=F)                       # silu(gate) * up
+    layer += typed(float32,
+                   rstd1=(N,),              # 1 / root mean square of each row of x_in
+                   lse=(B, config.heads, T),     # log of the sum of exponentials of each row of the scores
+                   rstd2=(N,))              # 1 / root mean square of each row of x_mid
+    space = 0
+    if precision == "tf32":                 # for the largest operand that is transposed: n, or a weight
+        space = C * max(N, config.predict * config.vocab, config.qkv_width, 2 * F)
+    shared = rows(x=C,                      # x after the last layer
+                  n=C,                      # rmsnorm(x), which the heads read; in the backward dn and dy
+                  increment=C)              # what a substep adds to x; in the backward dx
+    shared += typed(float32,
+                    rstd=(N,),              # 1 / root mean square of each row of x
+                    nll=(N, config.predict),     # the loss of each target, times its weight
+                    dgain=(NORM_BLOCKS, C),     # partial sums of a gain's gradient
+                    space=(space,))         # see transposed
+    logits = typed(real, logits=(T * logit_windows(config, B, T)[0].stop, config.predict * config.vocab))
+    scratch = rows(dh=F,                    # gradient of h
+                   dqkv=config.qkv_width)        # gradient of qkv, before the rotation
+    scratch += typed(float32, delta=(B, config.heads, T))       # from attention_backward's first kernel
+    return layer, shared, logits, scratch
+
+
+def input_table(config, B, T):
+    """What a micro-batch brings to the GPU."""
+    N = B * T
+    K = config.predict
+    return typed(int32,
+                 tokens=(N,),
+                 targets=(N * K,),                  # (B,T+K-1), and room for more and shorter rows
+                 order=(N,),                        # see embedding_backward
+                 starts=(config.vocab + 1,)         # likewise
+                 ) + typed(float32,
+                           weight=(K,),             # of each head in the loss, over its divisor
+                           divisor=(K,))            # counted targets of each head
+
+
+def muon_tables(config, precision):
+    """[(starts, table), ...] for each shape of matrices, because muon_update takes all of one shape together.
+    starts: where in a layer's part of a flat buffer each begins; table: what the n matrices of all layers are
+    computed in.  These arrays lie where the activations are at another time."""
+    real = uint16 if precision == "bf16" else float32
+    starts_by_shape = collections.defaultdict(list)
+    for shape, place in matrix_table(config):
+        starts_by_shape[shape].append(place.start)
+    tables = []
+    for shape, starts in starts_by_shape.items():
+        n = len(starts) * config.layers
+        square = n, min(shape), min(shape)
+        table = typed(real,
+                      X=(n, *shape),                # momentum, which Newton-Schulz makes orthogonal
+                      Y=(n, *shape),                # takes turns with X, and has the result
+                      A=square,                     # X X^T
+                      B=square)                     # a polynomial of A
+        table += typed(float32, squares=(n, MATRIX_BLOCKS))         # partial sums of X's squared length
+        tables.append((starts, table))
+    return tables
+
+
+def decode_tables(config, precision):
+    """What the Decoder computes in, as two tables: what host and GPU both have, and what the GPU alone has.
+    A prompt of up to context tokens takes most of it; a few tokens take tokens, x, y, h and logits."""
+    rows = max(FEW_ROWS, config.predict)
+    both = typed(int32,
+                 tokens=(config.context,),
+                 place=(4,),                        # position of the first token, t of the first draw,
+                                                    # top_k, vocab
+                 ids=(rows * config.predict,))           # the answer: what was drawn
+    both += typed(np.float64, drawing=(2,))         # temperature, top_p
+    both += typed(uint64, seed=(1,))             # of the noise
+    both += typed(float32, p=(rows,))            # the answer: the probabilities of what head 0 drew
+    layer, shared, *_ = work_tables(config, 1, config.context, precision)
+    alone = [row for row in layer + shared if row[0] not in ("qkv", "space")]
+    real = uint16 if precision == "bf16" else float32
+    alone += typed(real, qkv=(config.layers, config.context, config.qkv_width))        # the KV cache
+    alone += typed(float32, logits=(rows, config.predict * config.vocab))
+    return both, alone
+
+
+def memory_plan(config, micro_batch, T, precision, threads=1, optimizer="adamw", gpus=1):
+    """Bytes of memory of each GPU by kind (a dict) that training with micro-batches (micro_batch, T) and
+    decoding take.  threads is for model_cpu's plan, which has the same face."""
+    size = 4 * param_count(config)
+    layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
+    activations = config.layers * layer
+    work = shared + max(logits, scratch)
+    if optimizer == "muon":                     # what it works in lies in the same memory, at another time
+        largest = max(table_bytes(table) for _, table in muon_tables(config, precision))
+        work = max(work, largest - activations)
+    plan = {"parameters": size, "gradients": size, "moments": 4 * moment_count(config, optimizer),
+            "activations": activations, "logits and scratch": work,
+            "inputs": table_bytes(input_table(config, micro_batch, T)),
+            "decoding": sum(map(table_bytes, decode_tables(config, precision))),
+            "cuBLAS and kernels": CUBLAS_BYTES, "CUDA's context": CONTEXT_BYTES}
+    if precision == "bf16":
+        plan["bf16 weights"] = size // 2
+    if gpus > 1:
+        plan["NCCL"] = NCCL_BYTES
+    return plan
+
+
+def free_memory(limit=None):
+    """Bytes of GPU memory that can be had, at most `limit`; where there is no GPU, and a run is only planned,
+    limit."""
+    if why_no_gpu():
+        return limit
+    free = cupy.cuda.runtime.memGetInfo()[0]
+    # what memory_plan counts and this process has already
+    free += cupy.get_default_memory_pool().total_bytes() + CONTEXT_BYTES
+    return min(free, limit or free)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -475,7 +475,7 @@ def test_generation_is_compared_to_the_bit(monkeypatch, wrong):
             return rows * (1 + (wrong == "rows" and len(tokens) == 3 and not self.drawing) / 8)
 
         def draw(self, tokens, rows, heads, *rest):
-            assert self.model.replays == {}
+            assert self.replays == {}
             self.drawing = True
             ids, p = super().draw(tokens, rows, heads, *rest)
             self.drawing = False
@@ -488,7 +488,8 @@ def test_generation_is_compared_to_the_bit(monkeypatch, wrong):
         def __init__(self, config, precision, training):
             asked.append((config, precision, training))
             super().__init__(config, training=False)
-            self.replays, self.decoder = {"a graph": "of another run"}, RowByRow(self)
+            self.decoder = RowByRow(self)
+            self.decoder.replays = {"a graph": "of another run"}
 
     monkeypatch.setattr(model_gpu, "Model", Engine)
     config = dataclasses.replace(WIDE, context=120, predict=3)
