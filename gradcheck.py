@@ -69,18 +69,25 @@ from tokenizer import Tokenizer, learn_merges
 
 TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=16, predict=3, mtp_weight=0.7)
 TIED = dataclasses.replace(TINY, layers=1, predict=1, hidden=24, tied=True)     # as other people's models are
-TINY_STEP, TINY_BAR = 2e-4, 1e-8
-SMALL_STEP, SMALL_BAR = 1e-3, 1e-7
+TINY_STEP = 2e-4
+TINY_BAR = 1e-8
+SMALL_STEP = 1e-3
+SMALL_BAR = 1e-7
 LOSS_BAR = 1e-12         # of a loss against plain_losses, relative
 
 
 # ------------------------------------------------------------------------------------------------------------
 # What is checked
 # ------------------------------------------------------------------------------------------------------------
+def draw_batch(rng, config, T):
+    """-> tokens (2,T), targets (2,T+K-1), drawn at random."""
+    return [rng.integers(0, config.vocab, (2, width)) for width in (T, T + config.predict - 1)]
+
+
 def make_tiny(config):
-    """-> (model, tokens (2,7), targets (2,9)): 4 query and 2 key/value heads, 2 RoPE frequencies, 3
-    prediction heads, a length that is no power of two, a token that repeats, masked targets; row 1 has no
-    target at all for head 2.  (So it is with TINY; TIED has one head.)"""
+    """-> (model, tokens (2,7), targets (2,9)), a problem that has every feature.  With TINY: 4 query and 2
+    key/value heads, 2 RoPE frequencies, 3 prediction heads, a length that is no power of two, a token that
+    repeats, masked targets; row 1 has no target at all for head 2.  (TIED has one head.)"""
     rng = np.random.default_rng(1)
     model = model_cpu.Model(config)
     for weight in model.params.values():
@@ -88,8 +95,7 @@ def make_tiny(config):
             weight[...] = rng.uniform(0.7, 1.3, weight.shape)
         else:
             weight[...] = 0.3 * rng.standard_normal(weight.shape)
-    tokens = rng.integers(0, config.vocab, (2, 7))
-    targets = rng.integers(0, config.vocab, (2, 6 + config.predict))
+    tokens, targets = draw_batch(rng, config, T=7)
     tokens[0, 5] = tokens[0, 1]
     targets[0, 3] = targets[1, 2:] = -1
     return model, tokens, targets
@@ -105,8 +111,7 @@ def make_problem(config, std=None, T=256):
             weight[...] = std * rng.standard_normal(weight.shape) + (weight.ndim == 1)      # gains are near 1
     # the GPU stores float32: the reference starts from the same numbers
     model.write(model.flat_params, model.flat_params.astype(np.float32))
-    tokens = rng.integers(0, config.vocab, (2, T))
-    targets = rng.integers(0, config.vocab, (2, T + config.predict - 1))
+    tokens, targets = draw_batch(rng, config, T)
     tokens[:, 5] = tokens[:, 1]
     targets[0, ::7] = -1
     return model, tokens, targets
@@ -156,38 +161,37 @@ def check_entries(model, tokens, targets, h, limit=None):
 def plain_losses(w, config, tokens, targets):
     """(K,) losses.  Token by token, head by head: a token reads the lists of keys and values so far, so there
     is no mask and no batch to go wrong."""
-    c = config
-    D = c.dim // c.heads
-    R = c.heads // c.kv_heads
-    frequency = c.rope_theta ** (-2 / D * np.arange(D // 2))
-    nlls = [[] for _ in range(c.predict)]           # -log p of each counted target, by head
+    D = config.dim // config.heads
+    R = config.heads // config.kv_heads
+    frequency = config.rope_theta ** (-2 / D * np.arange(D // 2))
+    nlls = [[] for _ in range(config.predict)]           # -log p of each counted target, by head
 
     def norm(x, name):
-        return x / math.sqrt(x @ x / len(x) + c.norm_eps) * w[name]
+        return x / math.sqrt(x @ x / len(x) + config.norm_eps) * w[name]
 
     for b in range(len(tokens)):
-        keys = [[] for _ in range(c.layers)]
-        values = [[] for _ in range(c.layers)]
+        keys = [[] for _ in range(config.layers)]
+        values = [[] for _ in range(config.layers)]
         for t, token in enumerate(tokens[b]):
             x = w["embed"][token]
             turn = np.exp(1j * t * frequency)
-            for i in range(c.layers):
+            for i in range(config.layers):
                 parts = (w[f"layers.{i}.qkv"] @ norm(x, f"layers.{i}.norm1")).reshape(-1, D)        # (H+2G,D)
                 # RoPE: entries i and i + D/2 are one complex number, which position t turns by the angle
                 # t theta^(-2i/D); q . k is then the real part of the sum of q conj(k)
-                real, imaginary = np.split(parts[:-c.kv_heads], 2, axis=1)
+                real, imaginary = np.split(parts[:-config.kv_heads], 2, axis=1)
                 turned = (real + 1j * imaginary) * turn
-                keys[i].append(turned[c.heads:])
-                values[i].append(parts[-c.kv_heads:])
+                keys[i].append(turned[config.heads:])
+                values[i].append(parts[-config.kv_heads:])
                 y = []
-                for h in range(c.heads):
+                for h in range(config.heads):
                     p = [math.exp(np.vdot(k[h // R], turned[h]).real / math.sqrt(D)) for k in keys[i]]
                     y.append(sum(p_s * v[h // R] for p_s, v in zip(p, values[i])) / sum(p))
                 x = x + w[f"layers.{i}.out"] @ np.concatenate(y)
                 gate, up = (w[f"layers.{i}.gate_up"] @ norm(x, f"layers.{i}.norm2")).reshape(2, -1)
                 x = x + w[f"layers.{i}.down"] @ (gate / (1 + np.exp(-gate)) * up)
-            logits = (w["heads"] @ norm(x, "norm")).reshape(c.predict, c.vocab)
-            for k, target in enumerate(targets[b][t:t + c.predict]):
+            logits = (w["heads"] @ norm(x, "norm")).reshape(config.predict, config.vocab)
+            for k, target in enumerate(targets[b][t:t + config.predict]):
                 if target >= 0:
                     nlls[k].append(math.log(sum(np.exp(logits[k]))) - logits[k][target])
     return np.array([sum(nll) / max(len(nll), 1) for nll in nlls])
@@ -279,7 +283,7 @@ def plant(bug):
     planted = {}
     for edit in ALL_BUGS[bug][:-1]:
         name, there, instead = re.fullmatch("(.*?): (.*) -> (.*)", edit, re.DOTALL).groups()
-        source = sources.get(name) or inspect.getsource(getattr(model_cpu, name))
+        source = sources.setdefault(name, inspect.getsource(getattr(model_cpu, name)))
         sources[name] = source.replace(there, instead)
         exec(sources[name], vars(model_cpu), planted)
     return planted
@@ -290,20 +294,20 @@ def plant(bug):
 # ------------------------------------------------------------------------------------------------------------
 def run_check(model, tokens, targets, h, bar, limit=None):
     """Print a row per tensor, then the overall figures."""
-    error = loss_error(model, tokens, targets)
+    from_loops = loss_error(model, tokens, targets)
     worst = 0.0
     checked = 0
     print(f"{'tensor':18} {'shape':>12} {'checked':>8} {'worst error':>12}   at")
-    for name, shape, count, tensor_error, index in check_entries(model, tokens, targets, h, limit):
+    for name, shape, count, error, index in check_entries(model, tokens, targets, h, limit):
         size = " x ".join(map(str, shape))
-        mark = "   <-- above the bar" if tensor_error > bar else ""
-        print(f"{name:18} {size:>12} {count:8d} {tensor_error:12.1e}   {list(index)}{mark}", flush=True)
-        worst = max(worst, tensor_error)
+        mark = "   <-- above the bar" if error > bar else ""
+        print(f"{name:18} {size:>12} {count:8} {error:12.1e}   {list(index)}{mark}", flush=True)
+        worst = max(worst, error)
         checked += count
-    print(f"losses against the loops: worst relative error {error:.1e} (bar {LOSS_BAR:.0e})")
-    total = model_cpu.param_count(model.config)
-    print(f"overall: {checked} of {total} entries, worst relative error {worst:.1e} (bar {bar:.0e})")
-    good = bool(error <= LOSS_BAR and worst <= bar)
+    print(f"losses against the loops: worst relative error {from_loops:.1e} (bar {LOSS_BAR:.0e})")
+    print(f"overall: {checked} of {model_cpu.param_count(model.config)} entries, "
+          f"worst relative error {worst:.1e} (bar {bar:.0e})")
+    good = bool(from_loops <= LOSS_BAR and worst <= bar)
     print("all within the bars" if good else "FAILED")
     return good
 
@@ -318,8 +322,8 @@ def is_caught(replacements, limit=40):
     if error > LOSS_BAR:
         print(f"    the losses: {error:.1e} from the loops'")
     if shown:
-        tensors = ", ".join(f"{name} {worst:.1e}" for worst, name in shown)
-        print(f"    {len(shown)} tensors of {len(problem[0].grads)}: {tensors}")
+        print(f"    {len(shown)} tensors of {len(problem[0].grads)}: "
+              f"{', '.join(f'{name} {worst:.1e}' for worst, name in shown)}")
     return bool(shown) or error > LOSS_BAR
 
 
@@ -410,7 +414,7 @@ EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for fu
     model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.head_targets,
     model_cpu.sample, learn_merges, layernorm_backward, geglu_backward, softcap_backward)}
 MARKS = ("layernorm", "geglu", "softcap")
-FREE = ("work", "shared", "grad")       # arguments to compute in: what is left in them is nobody's business
+FREE = ("work", "shared", "grad")       # arguments to compute in: what is left in them is not compared
 
 
 def exercise_text(name):
@@ -423,7 +427,7 @@ def exercise_text(name):
     shown = sorted((used | {forward}) - pairs - {function}, key=lambda f: f.__code__.co_firstlineno)
     head = re.match('(?s).*?""".*?"""', inspect.getsource(function))[0]
     imports = sorted(f"from model_cpu import {f.__name__}\n" for f in pairs)
-    shown = [f"\n\n{inspect.getsource(f)}" for f in shown]
+    sources = [f"\n\n{inspect.getsource(f)}" for f in shown]
     return f'''"""Exercise {name}: write the body of {function.__name__}, at the end.
 
     python gradcheck.py --exercise {name}             is it right?
@@ -432,7 +436,7 @@ def exercise_text(name):
 import math
 
 import numpy as np
-{"".join([*imports, *shown])}
+{"".join(imports + sources)}
 
 {head}
     # Your lines here.
@@ -454,19 +458,16 @@ def record():
     for _ in range(2):
         gradients(model, tokens, targets)
         model.update(lr=0.1, eps=1e-3)
-    for how in ((0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)):     # temperature, top_k, top_p
+    for how in ((0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)):         # temperature, k, p
         list(model_cpu.generate(model, [1, 2, 3], *how, seed=1, most=30))
     for vocab_size in (300, 500):               # the second time the pairs run out
         Tokenizer.train([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"], vocab_size)
     sys.setprofile(None)
     rng = np.random.default_rng(2)
-    shapes = {"gain": 8, "bias": 8, "gate_up": (5, 16)}                 # of the others (5, 8)
+    shapes = {"gain": 8, "bias": 8, "gate_up": (5, 16), "cap": None}    # None: a number; all others (5, 8)
     for name in 2 * MARKS:
-        call = {key: rng.standard_normal(shapes.get(key.removeprefix("d"), (5, 8)))
-                for key in inspect.signature(EXERCISES[name]).parameters}
-        if "cap" in call:
-            call["cap"] = 1.5
-        calls[name].append(call)
+        calls[name].append({key: rng.standard_normal(shapes.get(key.removeprefix("d"), (5, 8)))
+                            for key in inspect.signature(EXERCISES[name]).parameters})
     return calls
 
 
@@ -478,11 +479,10 @@ def outcome(function, call):
     if result is not None:
         found["the result"] = np.array(None if isinstance(result, tuple) else result)
     for name, value in arguments.items():
-        parts = {name: value}
-        if isinstance(value, dict):
-            parts = {f'{name}["{key}"]': part for key, part in value.items()}
-        if name not in FREE:
-            found.update({label: part for label, part in parts.items() if isinstance(part, np.ndarray)})
+        parts = value if isinstance(value, dict) else {None: value}
+        for key, part in parts.items():
+            if name not in FREE and isinstance(part, np.ndarray):
+                found[f'{name}["{key}"]' if key else name] = part
     return found
 
 
@@ -503,9 +503,9 @@ def complaint(label, cases, calls):
         found = "nothing" if got is None else f"{got.dtype} of the shape {got.shape}"
         return [f"{label} is {found}, where {want.dtype} of the shape {want.shape} belongs."]
     at = np.unravel_index(np.argmax(np.where(mask, np.abs(got - want), -1)), mask.shape)
-    box = f", in [{', '.join(f'{i.min()}:{i.max() + 1}' for i in np.nonzero(mask))}]"
-    lines = [f"{label}: {mask.sum()} of {mask.size} entries are off{'' if mask.all() else box} "
-             f"({len(cases)} of {calls} calls); at {list(map(int, at))} stands {got[at]:.6g}, where {want[at]:.6g} belongs."]
+    box = "" if mask.all() else f", in [{', '.join(f'{i.min()}:{i.max() + 1}' for i in np.nonzero(mask))}]"
+    lines = [f"{label}: {mask.sum()} of {mask.size} entries are off{box} ({len(cases)} of {calls} calls); at "
+             f"{list(map(int, at))} stands {got[at]:.6g}, where {want[at]:.6g} belongs."]
     g = got[mask].astype(float)
     w = want[mask].astype(float)
     b = np.nan * w if before is None else before[mask]
@@ -561,11 +561,11 @@ def grade(name, calls):
             got.append(outcome(scope[function], call))
     except (Exception, SystemExit) as error:            # whatever it is, it is the reader's
         text = "".join(traceback.format_exception(error))
-        where = [f", line {line}" for line in re.findall(rf'"{path}", line (\d+)', text)] or [""]
-        lines = [f"{path}{where[-1]}: {text.splitlines()[-1]}"]
+        where = "".join(re.findall(rf'"{path}"(, line \d+)', text)[-1:])       # the innermost in their file
+        lines = [f"{path}{where}: {text.splitlines()[-1]}"]
         if call:
-            shapes = [f"{label} {array.shape}" for label, array in outcome(None, call).items()]
-            lines.append(f"The arrays: {', '.join(shapes)}")
+            arrays = outcome(None, call).items()
+            lines.append(f"The arrays: {', '.join(f'{label} {array.shape}' for label, array in arrays)}")
         return lines
     return compare(name, calls, got)
 
@@ -618,18 +618,12 @@ def whole_step(model, tokens, targets):
     return losses, model.read(model.flat_grads)
 
 
-def peer_errors(reference, tokens, targets, precision):
+def peer_error(reference, tokens, targets, precision):
     """The same gradient by PyTorch's autograd in this precision: its relative L2 from the reference,
     whole."""
     sys.path.insert(0, f"{os.path.dirname(os.path.abspath(__file__))}/tests/peers")
-    import torch
     import torch_twin
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    twin = torch_twin.Twin(reference.config, reference.params).to("cuda")
-    losses = torch_twin.make_losses(twin, False, torch.bfloat16 if precision == "bf16" else None)
-    losses(torch.from_numpy(tokens).to("cuda"), torch.from_numpy(targets).to("cuda"))[1].backward()
-    grads = [twin.weights[name.replace(".", "_")].grad.double().cpu().numpy() for name in reference.grads]
-    return distance(np.concatenate([g.reshape(-1) for g in grads]), reference.flat_grads)
+    return distance(torch_twin.gradient(reference, tokens, targets, precision), reference.flat_grads)
 
 
 def run_gpu_gradients(config, precisions, std, peer):
@@ -653,7 +647,7 @@ def run_gpu_gradients(config, precisions, std, peer):
         good &= same and (std is not None or worst <= 2 * bar and whole <= bar and losses_off <= loss_bar)
         column.update({"whole gradient": whole, "losses": losses_off, "twice the same bits": str(same)})
         if peer:
-            theirs = peer_errors(reference, tokens, targets, precision)
+            theirs = peer_error(reference, tokens, targets, precision)
             column.update({"PyTorch's whole": theirs, "ours / PyTorch's": whole / theirs})
             good &= std is None or whole <= 1.5 * theirs
         columns[precision] = column
@@ -670,7 +664,7 @@ def run_gpu_gradients(config, precisions, std, peer):
 def run_gpu(peer):
     """Initial weights and wide ones, in all precisions that this GPU has."""
     model_gpu.pick("gpu")                           # ValueError where there is none
-    precisions = ("fp32", "tf32", "bf16") if model_gpu.default_precision() == "bf16" else ("fp32",)
+    precisions = tuple(GPU_BARS) if model_gpu.default_precision() == "bf16" else ("fp32",)
     results = [run_gpu_gradients(GPU_CONFIG, precisions, std, peer) for std in (None, 0.06)]
     print("all within the bars" if all(results) else "NOT all within the bars")
     print("Attention, decoding, generation and Muon are proven by: python -m pytest tests/test_on_gpu.py")
@@ -698,7 +692,7 @@ def main(argv):
 
     if args.list:
         for name, (*_, story) in ALL_BUGS.items():
-            print(f"{name:20} {story}" + ("  (In the exercise alone.)" if name in EXERCISE_BUGS else ""))
+            print(f"{name:20} {story}{'  (In the exercise alone.)' if name in EXERCISE_BUGS else ''}")
         return 0
     if args.exercise:
         good = run_exercise(args.exercise, args.hint)
@@ -709,7 +703,8 @@ def main(argv):
     elif args.small:
         good = run_check(*make_problem(CONFIGS["small"], T=70), SMALL_STEP, SMALL_BAR, 4)
     else:
-        good = all([run_check(*make_tiny(config), TINY_STEP, TINY_BAR) for config in (TINY, TIED)])
+        results = [run_check(*make_tiny(config), TINY_STEP, TINY_BAR) for config in (TINY, TIED)]
+        good = all(results)
     return 0 if good else 1
 
 

@@ -268,14 +268,14 @@ def rotated_part(qkv, config):
 def attention_forward(out, P, qkv, config):
     """Causal grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023).  qkv (B,T,(H+2G)D), already
     rotated; out (B,T,H*D); P (B,G,R,T,T) keeps the probabilities for the backward.  Where out and P have
-    fewer rows than qkv, they are the last: the rows before them are in qkv from earlier calls (extend).  Per
-    head, with scale = 1/sqrt(D):
+    fewer rows than qkv, they are those of its last rows: the rows before are keys and values of earlier calls
+    (Decoder.extend).  Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j  for j <= i     P_ij = exp(S_ij) / sum_j' exp(S_ij')     out_i = sum_j P_ij v_j
     """
     q, k, v = split_heads(qkv, config)
     out = by_group(out, config)                     # (B,G,R,T,D)
-    first = P.shape[-1] - P.shape[-2]               # of the rows asked for
+    first = P.shape[-1] - P.shape[-2]               # row of qkv that is asked for
     np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
     P += np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)        # a query never sees a later key
@@ -347,8 +347,8 @@ def block_forward(x, w, saved, shared, config, rope, first=0):
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
     w: this layer's weights by name; saved: this layer's arrays, which keep what the backward reads; shared:
-    arrays that all layers share (work_tables); rope: rope_table.  first: the position of the first token;
-    where it is not 0, saved["qkv"] begins with the rows of those before it (extend)."""
+    arrays that all layers share (both: work_tables); rope: rope_table.  first: the position of the first
+    token; if it is not 0, saved["qkv"] begins with the rows of the tokens before it (Decoder.extend)."""
     B, T, C = x.shape
     x = x.reshape(B * T, C)
     increment = shared["increment"]                                               # (N,C)
@@ -357,7 +357,7 @@ def block_forward(x, w, saved, shared, config, rope, first=0):
     rmsnorm_forward(saved["n1"], saved["rstd1"], x, w["norm1"], config.norm_eps)  # (N,C), (N,)
     linear_forward(saved["qkv"][first:], saved["n1"], w["qkv"])                   # (N,C) -> (N,(H+2G)D)
     qkv = saved["qkv"].reshape(B, first + T, -1)                                  # (B,first+T,(H+2G)D)
-    rope_forward(rotated_part(qkv[:, first:], config), *rope[:, first:first + T])
+    rope_forward(rotated_part(qkv[:, first:], config), *rope[:, first:first + T])     # cos, sin (T,1,D)
     attention_forward(saved["y"].reshape(B, T, C), saved["P"], qkv, config)
     linear_forward(increment, saved["y"], w["out"])                               # (N,C) -> (N,C)
     x += increment                                                                # Euler substep 1
@@ -419,7 +419,7 @@ def head_targets(targets, T, K):
 
 def count_targets(targets, T, K):
     """(K,) ints: how many targets each head has.  Summed over all micro-batches of a step (and all GPUs) this
-    is the divisor of the loss, so that how a step is cut into pieces changes nothing but rounding."""
+    is the divisor of the loss, so that a step may be cut into micro-batches: only the rounding changes."""
     return (head_targets(targets, T, K) >= 0).sum(axis=0)
 
 
@@ -442,10 +442,10 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor):
 # times w = head_weight_k / divisor_k; a masked row has gradient 0.
 def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
     """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits."""
-    weight = np.where(targets >= 0, head_weights / divisor, 0.0).astype(e.dtype)       # (N,K)
+    weight = np.where(targets >= 0, head_weights / divisor, 0.0).astype(e.dtype)        # (N,K)
     e *= (weight / exp_sum)[..., None]              # w * p
     n, k = np.nonzero(targets >= 0)
-    e[n, k, targets[n, k]] -= weight[n, k]     # - w * [v == y]
+    e[n, k, targets[n, k]] -= weight[n, k]          # - w * [v == y]
 
 
 # AdamW (Loshchilov & Hutter 2019).
@@ -849,22 +849,22 @@ def sample(logits, seed, t, temperature=1.0, top_k=0, top_p=1.0):
 
 def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, vocab=None, stop=(), most=None,
              speculate=None, trace=None):
-    """Continue `tokens` (a non-empty list of ids): yields ids one by one, up to the first that is in `stop`,
-    which is not yielded, and at most `most` (None: without end).  The text is a function of the model, the
-    tokens and the seed (None: a fresh one).  vocab: draw only ids below it (a tokenizer may have fewer tokens
-    than the model has rows).
+    """Continue `tokens`, a list of at least one id: yields ids one by one.  It ends before the first id that
+    is in `stop`, and after `most` ids (None: never).  The text is a function of the model, the tokens and the
+    seed (None: a fresh one).  vocab: draw only ids below it (a tokenizer may have fewer tokens than the model
+    has rows).
 
-    model.decoder keeps what it has read: of a text that begins like the last one only the rest is read anew.
+    model.decoder keeps what it has read: of a text that begins like the one before, only the rest is read.
 
-    speculate (None: with as many heads as pay, model.draft_heads) is self-speculative decoding: heads 1..K-1
-    draft the tokens after the next, and one call of decoder.draw reads them all.  A draft is accepted if it is
-    the very token that head 0 draws there (Stern et al. 2018).  So the text is that of single steps; here up
-    to the rounding of NumPy's matmuls, whose sums depend on the number of rows.  A draft is drawn with the
-    noise that head 0 will use at its position: the nearer the two heads' p, the more often they draw the same
+    speculate (None: with model.draft_heads heads) is self-speculative decoding: heads 1..K-1 draft the tokens
+    after the next one, and one call of decoder.draw reads them all.  A draft is accepted if it is the very
+    token that head 0 draws there (Stern et al. 2018).  So the text is that of single steps; on the CPU up to
+    the rounding of NumPy's matmuls, whose sums depend on the number of rows.  A draft is drawn with the noise
+    that head 0 will use at its position: the nearer the p of the two heads, the more often both draw the same
     token.
 
-    trace: a list to which each token drawn adds (head, drafts, p): the head whose draft it was, 0 for none;
-    how many drafts were read along with it; the probability that the model gave it."""
+    trace: a list to which each token drawn adds (head, drafts, p): the head that drafted it, 0 for none; the
+    number of drafts that were read along with it; the probability that the model gave it."""
     require(tokens, "generate needs at least one token to continue.")
     require(temperature >= 0 and top_k >= 0 and 0 < top_p <= 1,
             f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in (0, 1].")
@@ -881,11 +881,11 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     drafts = []
     while len(text) < end:
         window = text[window_start(len(text), context):]
-        if decoder.tokens != window[:-1]:           # another text, or a new window
-            decoder.position = len(os.path.commonprefix([decoder.tokens, window[:-1]]))         # of lists
+        if decoder.tokens != window[:-1]:           # another text, or a new window: keep what both begin with
+            decoder.position = len(os.path.commonprefix([decoder.tokens, window[:-1]]))
         unread = window[decoder.position:]
         if len(unread) > 1 or len(window) + len(drafts) > context:
-            drafts = []             # what has to be read is read alike with and without speculation
+            drafts = []     # so a prompt is read in the same rows with and without speculation
         ids, p = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
         accepted = len(os.path.commonprefix([drafts[:end - len(text) - 1], drawn]))
@@ -902,7 +902,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
 
 def layer_logits(model, inputs):
-    """The "logit lens" (nostalgebraist 2020): inputs (B,T) -> for the embedding and after each layer the
+    """The "logit lens" (nostalgebraist 2020) of inputs (B,T).  Yields, after the embedding and each layer, the
     residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
     layers, shared = model.workspaces[0].buffers(*inputs.shape)
     model._trunk(inputs, layers, shared)

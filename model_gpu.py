@@ -2,9 +2,9 @@
 
 Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same
 names.  What a function computes, and why its backward is right, stands there; here stands how a GPU does it.
-Some functions there have no twin by name here: x_apply (what it would compute again is kept),
-cross_entropy_backward and head_targets (they are in the forward's kernel), rotated_part (the kernel knows
-where), split_heads and rope_backward (they are inside flash_attn.cu).  Top to bottom:
+Some functions there have no twin by name here: cross_entropy_backward and head_targets (they are in the
+forward's kernel), rotated_part (the kernel knows where), split_heads and rope_backward (they are inside
+flash_attn.cu).  Top to bottom:
 
     1. pick                       which engine serves
     2. Gpu, gemm                  compiled kernels, how they are launched, matmuls
@@ -107,7 +107,7 @@ def take_gpu(number):
     """From here on this process computes on the GPU with this number on its host, or on the only one."""
     count = cupy.cuda.runtime.getDeviceCount()
     require(count == 1 or number < count, f"this host has {count} GPUs, too few for process {number}.")
-    cupy.cuda.Device(number if count > 1 else 0).use()
+    cupy.cuda.Device(number % count).use()
 
 
 def gpu_name():
@@ -255,21 +255,11 @@ class Gpu:
 
 def check_sizes(config):
     """ValueError, in one sentence, for a model whose sizes these kernels do not take; needs no GPU."""
-    c = config
-    require(c.head_dim in (32, 64, 128), f"the GPU engine takes heads 32, 64 or 128 wide, not {c.head_dim}: "
-            f"choose the number of heads so that dim ({c.dim}) / heads is one of these.")
-    require(c.dim <= 8192 and c.context <= 16384, "the GPU engine takes models up to 8192 wide and contexts "
-            f"up to 16384, not {c.dim} and {c.context}.")
-
-
-def check_choices(config, precision, matmul):
-    """ValueError, in one sentence, for what this engine or this GPU cannot do."""
-    require(precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
-    require(matmul in ("cublas", "ours"), f"matmul must be one of cublas, ours, not {matmul!r}.")
-    check_sizes(config)
-    needed = 70 if precision == "fp32" else 80
-    require(capability() >= needed, f"{precision} needs a GPU of compute capability {needed / 10} or later, "
-            f"this one has {capability() / 10}; --precision fp32 needs 7.0.")
+    width = config.head_dim
+    require(width in (32, 64, 128), f"the GPU engine takes heads 32, 64 or 128 wide, not {width}: choose the "
+            f"number of heads so that dim ({config.dim}) / heads is one of these.")
+    require(config.dim <= 8192 and config.context <= 16384, "the GPU engine takes models up to 8192 wide and "
+            f"contexts up to 16384, not {config.dim} and {config.context}.")
 
 
 def ceil_div(n, size):
@@ -356,7 +346,7 @@ def linear_forward(gpu, out, x, w):
 def transposed(gpu, x, space):
     """x (rows, columns) -> x.T, in `space`; in columns, as cuBLAS counts, out = 1 x.T + 0 out."""
     rows, columns = x.shape
-    out = space.reshape(-1)[:x.size].reshape(columns, rows)
+    out = space[:x.size].reshape(columns, rows)
     result = out.data.ptr, rows
     status = gpu.cublas.cublasSgeam(gpu.handle, True, False, rows, columns, ONE, x.data.ptr, columns, ZERO,
                                     *result, *result)
@@ -566,7 +556,7 @@ def newton_schulz(gpu, X, Y, A, B):
         X, Y = Y, X                                                             # the last is in Y: 5 is odd
 
 
-def muon_update(gpu, flats, starts, work, state, lr, decay, communicator=None, momentum=0.95):
+def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, momentum=0.95):
     """Muon on all matrices of one shape.  flats: params, weights (in bf16 their copy), gradients and m of the
     layers' matrices, flat; starts: where in a layer each matrix of this shape begins.  work: the arrays of
     muon_tables.  communicator: with several GPUs each makes the matmuls, which take nearly all of the time,
@@ -671,7 +661,12 @@ class Model:
                  training=True, optimizer="adamw"):
         pick("gpu")                                 # ValueError where there is none
         precision = precision or default_precision()
-        check_choices(config, precision, matmul)
+        require(precision in PRECISIONS,
+                f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
+        needed = 70 if precision == "fp32" else 80
+        require(capability() >= needed, f"{precision} needs a GPU of compute capability {needed / 10} or "
+                f"later, this one has {capability() / 10}; --precision fp32 needs 7.0.")
+        check_sizes(config)
         self.config = config
         self.precision = precision
         self.optimizer = optimizer
@@ -704,8 +699,8 @@ class Model:
             self.weights = {name: view if view.ndim == 2 else self.params[name]     # gains are read in fp32
                             for name, view in param_views(self.flat_weights, config).items()}
             self.decoder = Decoder(self.gpu, self.weights)
-        if micro_batch:
-            self._reserve(micro_batch)
+        if training or micro_batch:                 # Muon works in this memory, too
+            self._reserve(micro_batch or 1)
         if seed is not None:
             flat = np.empty(size, float32)
             init_params(flat, config, seed)
@@ -751,8 +746,8 @@ class Model:
             yield plan
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise ValueError(f"A micro-batch of {B} x {T} tokens needs {sum(plan.values()) / 2**30:.2f} GiB "
-                             f"of GPU memory, {free_memory(self.memory_limit) / 2**30:.2f} GiB can be had: use "
-                             "--micro-batch auto, a smaller model or --device cpu.") from error
+                             f"of GPU memory, {free_memory(self.memory_limit) / 2**30:.2f} GiB can be had: "
+                             "use --micro-batch auto, a smaller model or --device cpu.") from error
 
     def _reserve(self, rows):
         """Make the work memory anew, for so many rows of config.context tokens."""
@@ -780,8 +775,7 @@ class Model:
             arrays = {**self.inputs.arrays, "B": B, "T": T, "first": 0, "windows": logit_windows(c, B, T)}
             for in_turn in (logits, scratch):           # both begin where what is shared ends
                 arrays.update(carve(self.work, shared + in_turn, c.layers * size))
-            arrays["forward"] = Replay()
-            arrays["backward"] = Replay(), Replay()     # that writes the gradient, and that adds to it
+            arrays["replays"] = collections.defaultdict(Replay)
             self.buffers_by_shape[B, T] = layers, arrays
         return self.buffers_by_shape[B, T]
 
@@ -791,8 +785,7 @@ class Model:
         tokens = as_batch(c, tokens)
         layers, shared = self._buffers(*tokens.shape)
         self.inputs.send({"tokens": tokens})
-        with self._room_for(*tokens.shape):
-            logits = cupy.empty((tokens.size, c.predict * c.vocab), float32)
+        logits = cupy.empty((tokens.size, c.predict * c.vocab), float32)
         linear_forward(self.gpu, logits, trunk(self.gpu, self.weights, layers, shared), self.weights["heads"])
         return cupy.asnumpy(logits).reshape(*tokens.shape, c.predict, c.vocab)
 
@@ -815,7 +808,7 @@ class Model:
                 self._head_loss(shared, windows)
             cross_entropy_sum(self.gpu, self.losses, shared["nll"], shared["divisor"])
 
-        shared["forward"](self.gpu, launch)
+        shared["replays"]["forward"](self.gpu, launch)
         self.saved = layers, shared
         return self.losses.copy()
 
@@ -841,8 +834,8 @@ class Model:
         add = self.added
         self.added = True
         if not (last and self.communicator):
-            replay = self.saved[1]["backward"][add]
-            replay(self.gpu, lambda: list(self._launch_backward(add)))
+            _, shared = self.saved
+            shared["replays"]["backward", add](self.gpu, lambda: list(self._launch_backward(add)))
             return
         gains = update_table(self.config, self.optimizer)[-1][1]
         end = gains.start                           # all from here to the gains is asked for
@@ -890,8 +883,6 @@ class Model:
         for rule, part, part_of_v, decayed in update_table(c, self.optimizer):
             flats = [flat[part] for flat in (self.flat_params, self.flat_weights, self.flat_grads, self.m)]
             if rule == "muon":
-                if not self.rows:
-                    self._reserve(1)                    # at the latest now there is memory to work in
                 for starts, table in muon_tables(c, self.precision):
                     muon_update(self.gpu, flats, starts, carve(self.work, table), self.state, lr, decay,
                                 self.communicator)
@@ -1025,10 +1016,9 @@ def work_tables(config, B, T, precision):
 
     No array grows if as many tokens come in other rows, none of them longer than T.  So what (rows, context)
     takes is all that training with micro-batches of at most so many tokens ever needs."""
-    c = config
     N = B * T
-    C = c.dim
-    F = c.hidden
+    C = config.dim
+    F = config.hidden
     real = uint16 if precision == "bf16" else float32       # NumPy has no bf16
 
     def rows(**widths):
@@ -1037,7 +1027,7 @@ def work_tables(config, B, T, precision):
 
     layer = rows(x_in=C,                    # x before the layer
                  n1=C,                      # rmsnorm(x_in)
-                 qkv=c.qkv_width,           # n1 @ qkv.T, with q and k rotated
+                 qkv=config.qkv_width,           # n1 @ qkv.T, with q and k rotated
                  y=C,                       # attention(q, k, v)
                  x_mid=C,                   # x after Euler substep 1
                  n2=C,                      # rmsnorm(x_mid)
@@ -1045,23 +1035,23 @@ def work_tables(config, B, T, precision):
                  h=F)                       # silu(gate) * up
     layer += typed(float32,
                    rstd1=(N,),              # 1 / root mean square of each row of x_in
-                   lse=(B, c.heads, T),     # log of the sum of exponentials of each row of the scores
+                   lse=(B, config.heads, T),     # log of the sum of exponentials of each row of the scores
                    rstd2=(N,))              # 1 / root mean square of each row of x_mid
     space = 0
     if precision == "tf32":                 # for the largest operand that is transposed: n, or a weight
-        space = max(N, c.predict * c.vocab, c.qkv_width, 2 * F)
+        space = C * max(N, config.predict * config.vocab, config.qkv_width, 2 * F)
     shared = rows(x=C,                      # x after the last layer
                   n=C,                      # rmsnorm(x), which the heads read; in the backward dn and dy
                   increment=C)              # what a substep adds to x; in the backward dx
     shared += typed(float32,
                     rstd=(N,),              # 1 / root mean square of each row of x
-                    nll=(N, c.predict),     # the loss of each target, times its weight
+                    nll=(N, config.predict),     # the loss of each target, times its weight
                     dgain=(NORM_BLOCKS, C),     # partial sums of a gain's gradient
-                    space=(space, C))       # see transposed
-    logits = typed(real, logits=(T * logit_windows(c, B, T)[0].stop, c.predict * c.vocab))
+                    space=(space,))         # see transposed
+    logits = typed(real, logits=(T * logit_windows(config, B, T)[0].stop, config.predict * config.vocab))
     scratch = rows(dh=F,                    # gradient of h
-                   dqkv=c.qkv_width)        # gradient of qkv, before the rotation
-    scratch += typed(float32, delta=(B, c.heads, T))     # attention_backward's first kernel to its second
+                   dqkv=config.qkv_width)        # gradient of qkv, before the rotation
+    scratch += typed(float32, delta=(B, config.heads, T))       # from attention_backward's first kernel
     return layer, shared, logits, scratch
 
 
@@ -1104,21 +1094,20 @@ def muon_tables(config, precision):
 def decode_tables(config, precision):
     """What the Decoder computes in, as two tables: what host and GPU both have, and what the GPU alone has.
     A prompt of up to context tokens takes most of it; a few tokens take tokens, x, y, h and logits."""
-    c = config
-    rows = max(FEW_ROWS, c.predict)
+    rows = max(FEW_ROWS, config.predict)
     both = typed(int32,
-                 tokens=(c.context,),
+                 tokens=(config.context,),
                  place=(4,),                        # position of the first token, t of the first draw,
                                                     # top_k, vocab
-                 ids=(rows * c.predict,))           # the answer: what was drawn
+                 ids=(rows * config.predict,))           # the answer: what was drawn
     both += typed(np.float64, drawing=(2,))         # temperature, top_p
     both += typed(uint64, seed=(1,))             # of the noise
     both += typed(float32, p=(rows,))            # the answer: the probabilities of what head 0 drew
-    layer, shared, *_ = work_tables(c, 1, c.context, precision)
+    layer, shared, *_ = work_tables(config, 1, config.context, precision)
     alone = [row for row in layer + shared if row[0] not in ("qkv", "space")]
     real = uint16 if precision == "bf16" else float32
-    alone += typed(real, qkv=(c.layers, c.context, c.qkv_width))        # the KV cache
-    alone += typed(float32, logits=(rows, c.predict * c.vocab))
+    alone += typed(real, qkv=(config.layers, config.context, config.qkv_width))        # the KV cache
+    alone += typed(float32, logits=(rows, config.predict * config.vocab))
     return both, alone
 
 

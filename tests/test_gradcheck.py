@@ -256,55 +256,27 @@ def test_gpu_gradients_have_their_bars(twin, capsys, precision, name, bar, times
 
 @pytest.mark.parametrize("std, ours, good", [(0.1, 1.45, True), (0.1, 1.55, False), (None, 1.55, True)])
 def test_gpu_gradients_beside_those_of_pytorch(twin, capsys, monkeypatch, std, ours, good):
-    monkeypatch.setattr(gradcheck, "peer_errors", lambda *arguments: {"bf16": 1e-3}[arguments[3]])
+    monkeypatch.setattr(gradcheck, "peer_error", lambda *arguments: {"bf16": 1e-3}[arguments[3]])
     twin.off = {"all": ours * 1e-3, "losses": 0.0}
     assert bool(gradcheck.run_gpu_gradients(WIDE, ["bf16"], std, True)) == good
     assert f"{1e-3:.2e}\n  {'ours / PyTorch' + chr(39) + 's':20}{ours:12.2e}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("precision, matmul, autocast", [("fp32", "highest", None), ("tf32", "high", None),
-                                                         ("bf16", "high", "bfloat16")])
-def test_gradient_of_pytorch_is_asked_for_in_the_same_precision(monkeypatch, precision, matmul, autocast):
+@pytest.mark.parametrize("precision", BARS)
+def test_the_error_of_pytorch_is_that_of_its_whole_gradient(monkeypatch, precision):
     reference, tokens, targets = gradcheck.make_problem(WIDE)
     reference.forward(tokens, targets)
     reference.backward()
-    said, same = {}, types.SimpleNamespace
+    asked = []
 
-    class Tensor:
-        def __init__(self, array):
-            self.array = array
-
-        def to(self, device):
-            assert device == "cuda"
-            return self
-
-        double = cpu = lambda self: self
-        numpy = lambda self: self.array                                 # noqa: E731
-
-    class Twin(Tensor):
-        def __init__(self, config, params):
-            assert config == WIDE and params is reference.params
-            self.weights = {name.replace(".", "_"): same(grad=None) for name in params}
-
-    def make_losses(twin, compiled, autocast):
-        assert not compiled
-        said["autocast"] = autocast
-
-        def backward():
-            for name, gradient in reference.grads.items():
-                twin.weights[name.replace(".", "_")].grad = Tensor(1.125 * gradient)
-
-        def losses(x, y):
-            assert x.array is tokens and y.array is targets
-            return None, same(backward=backward)
-        return losses
+    def gradient(*arguments):
+        asked.append(arguments)
+        return 1.125 * reference.flat_grads
 
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "torch", same(
-        set_float32_matmul_precision=lambda name: said.update(matmul=name), from_numpy=Tensor, bfloat16="bfloat16"))
-    monkeypatch.setitem(sys.modules, "torch_twin", same(Twin=Twin, make_losses=make_losses))
-    assert gradcheck.peer_errors(reference, tokens, targets, precision) == pytest.approx(0.125)
-    assert said == {"matmul": matmul, "autocast": autocast}
+    monkeypatch.setitem(sys.modules, "torch_twin", types.SimpleNamespace(gradient=gradient))
+    assert gradcheck.peer_error(reference, tokens, targets, precision) == pytest.approx(0.125)
+    assert asked == [(reference, tokens, targets, precision)]
     assert os.path.exists(os.path.join(sys.path[0], "torch_twin.py"))
 
 
@@ -503,7 +475,7 @@ def test_generation_is_compared_to_the_bit(monkeypatch, wrong):
             return rows * (1 + (wrong == "rows" and len(tokens) == 3 and not self.drawing) / 8)
 
         def draw(self, tokens, rows, heads, *rest):
-            assert self.model.replays == {}
+            assert self.replays == {}
             self.drawing = True
             ids, p = super().draw(tokens, rows, heads, *rest)
             self.drawing = False
@@ -516,7 +488,8 @@ def test_generation_is_compared_to_the_bit(monkeypatch, wrong):
         def __init__(self, config, precision, training):
             asked.append((config, precision, training))
             super().__init__(config, training=False)
-            self.replays, self.decoder = {"a graph": "of another run"}, RowByRow(self)
+            self.decoder = RowByRow(self)
+            self.decoder.replays = {"a graph": "of another run"}
 
     monkeypatch.setattr(model_gpu, "Model", Engine)
     config = dataclasses.replace(WIDE, context=120, predict=3)

@@ -168,7 +168,7 @@ def test_generation(precision, how):
     for drafts, record_at in ((0, 10), (1, 10), (GPU_CONFIG.predict, 10), (GPU_CONFIG.predict, math.inf)):
         model.draft_heads, trace = drafts, []
         model.decoder.forget()
-        model.replays.clear()
+        model.decoder.replays.clear()
         with unittest.mock.patch.object(model_gpu, "RECORD_AT", record_at):
             ids = list(model_cpu.generate(model, start, seed=1, most=most, trace=trace, **how))
         runs.append((ids, [p for _, _, p in trace]))

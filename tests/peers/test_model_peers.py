@@ -108,6 +108,17 @@ def test_loss_and_every_gradient_equal_autograd(threads):
     assert errors[worst] < 1e-10, errors
 
 
+@pytest.mark.parametrize("precision, low, high", [("fp32", 1e-8, 1e-5), ("bf16", 1e-3, 5e-2)])
+def test_the_gradient_that_gradcheck_asks_for(precision, low, high):
+    model, (tokens, targets) = make_model(0.05), make_batch(seed=0)
+    model.forward(tokens, targets)
+    model.backward()
+    kept = torch.get_float32_matmul_precision()
+    found = torch_twin.gradient(model, tokens, targets, precision, "cpu")
+    torch.set_float32_matmul_precision(kept)
+    assert low < distance(found, model.flat_grads) < high
+
+
 def test_twenty_steps_track_adamw():
     model, clip = make_model(0.05), 2.0
     twin = torch_params(model)

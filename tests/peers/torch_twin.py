@@ -3,6 +3,7 @@
 Fused qkv and gate_up products, scaled_dot_product_attention, one product for all heads, fused AdamW: what torch.compile
 likes best.  Parameters have the names and shapes of model_cpu.param_table, so weights can be copied over.
 """
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -131,6 +132,17 @@ def make_losses(twin, compiled, autocast=None):
             heads = forward(tokens, stacked, cos, sin)
         return heads, heads @ weights
     return losses
+
+
+def gradient(reference, tokens, targets, precision, device="cuda"):
+    """The gradient of the total loss by autograd in this precision ("fp32", "tf32" or "bf16"), float64 and flat, in the
+    order of reference.grads.  reference: a model of model_cpu, whose weights are taken."""
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    twin = Twin(reference.config, reference.params).to(device)
+    losses = make_losses(twin, False, torch.bfloat16 if precision == "bf16" else None)
+    losses(torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device))[1].backward()
+    return np.concatenate([twin.weights[name.replace(".", "_")].grad.double().cpu().numpy().reshape(-1)
+                           for name in reference.grads])
 
 
 def make_step(twin, compiled, autocast=None):
