@@ -1,13 +1,20 @@
 // FlashAttention, forward and backward: causal, grouped-query, exact; the T x T scores never reach memory.
 //
-// Read attention_forward and attention_backward of model_cpu.py first: they are the specification, and this
-// file computes the same in tiles. Below are the mathematics, then a readable version (fp32, any GPU from
-// compute capability 7.0 on), then a fast version (tensor cores, bf16 or tf32, from 8.0 on) of the same three
-// kernels, with the products that a Hopper GPU (9.0) alone has for bf16 and D = 64. model_gpu.py compiles the
-// file with -DHEAD_DIM=32, 64 or 128 and -DHOPPER=0 or 1 and launches the kernels; how, stands above
-// FLASH_KERNELS. Method and letters: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
-// Not here: RoPE's forward (kernels.cu; q and k arrive rotated, but the gradients left here are those of what
-// RoPE was given), dropout, masks other than the causal one, decoding of few tokens (kernels.cu).
+// Read before   attention_forward and attention_backward of model_cpu.py: they are the specification, and this
+//               file computes the same in tiles. And the primer at the head of kernels.cu: grid, block, warp,
+//               lane, shared memory, shuffle.
+// How long      Somebody who knows NumPy and no CUDA needs half an hour for the mathematics below and an hour
+//               for section 1, the readable version (fp32, any GPU from compute capability 7.0 on). That is
+//               all of FlashAttention. Section 2 is optional: the same three kernels on tensor cores (bf16 or
+//               tf32, from 8.0 on), up to 13 times as fast. It takes an afternoon, with NVIDIA's manual of
+//               PTX at hand; what is Hopper's alone (wgmma; 9.0, bf16, D = 64) can be left out even then.
+// Not here      RoPE's forward (kernels.cu): q and k arrive rotated. RoPE's backward is here: the gradients
+//               that these kernels write are those of q and k before the rotation. No dropout, no mask but
+//               the causal one, no decoding of a few tokens (kernels.cu).
+//
+// model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128 and -DHOPPER=0 or 1, and launches the kernels
+// as the comment above FLASH_KERNELS says. Method and letters: Dao et al., FlashAttention (2022) and
+// FlashAttention-2 (2023).
 //
 // Letters   B batch, T time, H query heads, G key/value heads, D head width. Query head h reads key head
 //           h / (H/G). i counts queries and tiles of Br queries, j keys and tiles of Bc keys.
@@ -23,7 +30,7 @@
 //   alpha = exp(m - m'), as exp(S - m') = exp(S - m) alpha:
 //       l = alpha l + sum over the tile of exp(S_ij - m')
 //       O = alpha O + sum over the tile of exp(S_ij - m') v_j
-//   and at the end O / l is the output, whatever the m's were. L_i = m + log l (lse) is all that the backward
+//   At the end O / l is the output, whatever the m's were. L_i = m + log l (lse) is all that the backward
 //   needs.
 //
 // Backward. From dO, the gradient of out, and with P recomputed as P_ij = exp(S_ij - L_i):
@@ -32,40 +39,44 @@
 //                                      delta_i = sum_k P_ik dP_ik = dO_i . sum_k P_ik v_k = dO_i . O_i
 //       S_ij = scale q_i . k_j         dQ_i = scale sum_j dS_ij k_j     dK_j = scale sum_i dS_ij q_i
 //   dK and dV also sum over the H/G query heads of their group. dQ is a sum over keys, dK and dV are sums
-//   over queries: one kernel that does all three must add up one of them across blocks, with atomics, in an
-//   order that differs from run to run. So there are two kernels, each the owner of its sums: 7 tile products
-//   instead of 5, and bit-identical results.
+//   over queries. One kernel for all three would have to add up one of them across blocks, with atomics, in
+//   an order that differs from run to run. So there are two kernels, each the owner of its sums: 7 GEMMs of
+//   tiles instead of 5, and the same bits in every run.
 //
 //   RoPE. Columns n and n + D/2 of q_i, and of k_j, are a pair (x1, x2) turned by an angle that n and the
 //   position give. The transpose of a turn is the turn back, by which the gradient becomes that of the x's:
 //       q1 = x1 cos - x2 sin          dx1 = dq1 cos + dq2 sin
 //       q2 = x2 cos + x1 sin          dx2 = dq2 cos - dq1 sin
-//   The thread that sums up dq1 also sums up dq2. So they are turned in its registers, rounded to their
-//   storage type once, and written once.
+//   The thread that sums up dq1 also sums up dq2. So it turns both in its registers, rounds them to their
+//   storage type once, and writes them once.
 //
 // The ladder. H200, bf16, D 64, 12/4 heads, 32768 tokens: ms of forward + dQ + dK/dV at T 512 | 1024 | 4096.
-//   4.88 | 9.03 | -      the readable version (tf32 on tensor cores: 1.11 | 2.12 | 7.40)
-//   0.58 | 0.93 | 3.07   tensor cores: 32 rows a warp, P and dS stay in registers from product to product,
-//                        two stages
-//   0.51 | 0.81 | 2.69   copies in a fixed number of passes, swizzled addresses by one XOR: in the forward
-//                        6.2 instructions per mma and not 7.2, in dQ 4.4 and not 5.2
-//   0.48 | 0.77 | 2.62   dQ asks for out before it waits; the forward lets m lag behind by up to 8 (see
-//                        there); dK/dV reloads V instead of keeping it (its registers had spilled)
-//   0.45 | 0.73 | 2.52   pointers stepped, not multiplied; branch-free loops in the backward; 128 rows a
-//                        stage, not 64
+//   4.88 | 9.03 | -      the readable version (in tf32 on tensor cores: 1.11 | 2.12 | 7.40)
+//   0.58 | 0.93 | 3.07   tensor cores. A warp has 32 rows; P and dS stay in registers from one GEMM to the
+//                        next; two stages of tiles, so that copies run while the warps compute
+//   0.51 | 0.81 | 2.69   copies in a fixed number of passes, and swizzled addresses by one XOR: 6.2
+//                        instructions per mma in the forward and not 7.2, in dQ 4.4 and not 5.2
+//   0.48 | 0.77 | 2.62   dQ asks for out before it waits. The forward lets m lag behind by up to 8 (why,
+//                        stands there). dK/dV loads V again and again: kept, its registers had spilled
+//   0.45 | 0.73 | 2.52   pointers step and are not multiplied; the backward's loops have no branch; 128 rows
+//                        a stage, not 64
 //   0.37 | 0.59 | 1.94   Hopper's own products, whose operands stay in shared memory (0.47 | 0.74 | 2.52 on
-//                        that day without); 64 rows of the other side at a time, so that the forward and dQ
-//                        have three blocks on a multiprocessor. A warp takes 16 rows at a time, on other GPUs
-//                        as well: there what is read from shared memory serves one product, no longer two.
-//                        For the forward alone that made 0.12 | 0.20 | 0.72 of 0.12 | 0.19 | 0.61
-//   No help, before that: S of the next keys computed ahead of the softmax of these (3% faster to 6% slower,
-//   in tf32 11 to 16% slower); blocks of two warps (3% faster at T 512, 7% slower at 4096). Peers, 12/4 heads
-//   too, in the run of the last line: PyTorch 2.11's flash 0.90 | 1.19 | 3.09, its cuDNN 0.54 | 0.72 | 1.87.
+//                        that day without). The other side comes 64 rows at a time, so that three blocks of
+//                        the forward and of dQ fit a multiprocessor. A warp takes 16 rows at a time, on
+//                        other GPUs as well, where a load from shared memory now serves one product and not
+//                        two: there the forward alone went from 0.12 | 0.19 | 0.61 to 0.12 | 0.20 | 0.72
+//   Tried before the last step, without gain: S of the next keys computed ahead of the softmax of these (3%
+//   faster to 6% slower, in tf32 11 to 16% slower); blocks of two warps (3% faster at T 512, 7% slower at
+//   4096). Others, measured beside the last line with 12/4 heads: PyTorch 2.11's flash attention
+//   0.90 | 1.19 | 3.09, its cuDNN 0.54 | 0.72 | 1.87.
 
-constexpr int D = HEAD_DIM, THREADS = 128;  // of a block
+constexpr int D = HEAD_DIM;
+constexpr int THREADS = 128;      // of a block
 constexpr float MASKED = -1e30f;  // for minus infinity: exp(MASKED - m) is 0, and MASKED - MASKED is not NaN
 
-#define EACH(name, count) _Pragma("unroll") for (int name = 0; name < count; name++)
+// EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it), because
+// an array stays in registers only if every index into it is known then.
+#define EACH(n, count) _Pragma("unroll") for (int n = 0; n < count; n++)
 
 // One head of one sequence: T rows of D numbers, `stride` apart.
 template <class Real>
@@ -76,46 +87,56 @@ struct Matrix {
     __device__ Real* row(int t) const { return rows + (long long)t * stride; }
 };
 
-// Query head h of sequence b, and the key head g that it reads.
-struct Place {
-    int b, h, g, T, H, G;
-};
-
-__device__ Place query_head(int T, int H, int G) {
-    int h = blockIdx.x;
-    return {int(blockIdx.y), h, h / (H / G), T, H, G};
-}
-// Head n of an array (B,T,heads*D).
+// Head n of sequence b in an array (B,T,heads*D).
 template <class Real>
 __device__ Matrix<Real> head_of(Real* array, int b, int n, int T, int heads) {
     return {array + (long long)b * T * heads * D + n * D, T, heads * D};
 }
 
-// The query head in an array (B,T,H*D), such as out.
-template <class Real>
-__device__ Matrix<Real> head_of(Real* array, Place at) { return head_of(array, at.b, at.h, at.T, at.H); }
+// Query head h of sequence b, and the key head g that it reads.
+struct Place {
+    int b, h, g, T, H, G;
+};
 
+// The place of a block, where the grid is (H, B, ...).
+__device__ Place query_head(int T, int H, int G) {
+    int h = blockIdx.x;
+    return {int(blockIdx.y), h, h / (H / G), T, H, G};
+}
+
+// The query head in out or dout.
+template <class Real>
+__device__ Matrix<Real> head_of(Real* array, Place at) {
+    return head_of(array, at.b, at.h, at.T, at.H);
+}
+
+// The query head, the key head and its values in qkv or dqkv.
 template <class Real>
 struct Heads {
     Matrix<Real> q, k, v;
 };
 
-// Both heads in qkv, or in dqkv.
 template <class Real>
 __device__ Heads<Real> heads_of(Real* qkv, Place at) {
     int all = at.H + 2 * at.G;
-    return {head_of(qkv, at.b, at.h, at.T, all), head_of(qkv, at.b, at.H + at.g, at.T, all), head_of(qkv, at.b, at.H + at.G + at.g, at.T, all)};
+    return {head_of(qkv, at.b, at.h, at.T, all),
+            head_of(qkv, at.b, at.H + at.g, at.T, all),
+            head_of(qkv, at.b, at.H + at.G + at.g, at.T, all)};
 }
 
-// Where the T numbers of the query head begin in lse, and in delta.
+// Where the T numbers of the query head begin in lse and delta.
 __device__ long long numbers_at(Place at) { return ((long long)at.b * at.H + at.h) * at.T; }
 
-struct Rope { const float *cos, *sin; };
+struct Rope {
+    const float *cos, *sin;
+};
 
 // Covers rope_backward, of two pairs side by side: x1 are two columns of a row of a gradient, x2 those D/2
 // further right. at: where their cos and sin are.
 __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
-    float2 cos = *(const float2*)(rope.cos + at), sin = *(const float2*)(rope.sin + at), d1 = x1;
+    float2 cos = *(const float2*)(rope.cos + at);
+    float2 sin = *(const float2*)(rope.sin + at);
+    float2 d1 = x1;
     x1 = {d1.x * cos.x + x2.x * sin.x, d1.y * cos.y + x2.y * sin.y};
     x2 = {x2.x * cos.x - d1.x * sin.x, x2.y * cos.y - d1.y * sin.y};
 }
@@ -127,12 +148,17 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 //     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse; with fewer blocks the last
 //     flash_backward_dq      grid (H, B, ceil(T / rows))    the first H*D columns of dqkv, and delta
 //     flash_backward_dkdv    grid (G, B, ceil(T / rows))    the other columns; reads delta: comes after dq
-// The readable ones need no dynamic shared memory; the fast ones a tile, or two in the backward, and four of
-// 64 rows of the other side, in dkdv with 16 bytes for each of the 64: at most 97 KB, which every GPU from
-// 8.0 on gives a block that asks for it (max_dynamic_shared_size_bytes in CuPy).
+// The readable ones need no dynamic shared memory. The fast ones need a tile, or two in the backward, and four
+// of 64 rows of the other side; dkdv needs 16 bytes more for each of these 64 rows. That is at most 97 KB,
+// which every GPU from 8.0 on gives a block that asks for it (max_dynamic_shared_size_bytes in CuPy).
 //
-// The kernels of a version: its functions under the names by which they are launched. So many blocks are to
-// fit a multiprocessor at once.
+// What they cover of model_cpu.py, each for one tile of rows at a time:
+//     flash_forward          attention_forward
+//     flash_backward_dq      attention_backward: delta, and dq; rope_backward of dq
+//     flash_backward_dkdv    attention_backward: dk and dv, and their sum over the group; rope_backward of dk
+//
+// The macro makes the kernels of a version: its functions under the names by which they are launched. The
+// second number of __launch_bounds__ says how many blocks are to fit a multiprocessor at once.
 #define FLASH_KERNELS(suffix, version, Real)                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
     flash_forward##suffix(Real* out, float* lse, const Real* qkv, int T, int H, int G) {                     \
@@ -159,13 +185,20 @@ namespace readable {
 
 // Two rows belong to a group of LANES lanes of one warp. Each lane has 16 columns of both, so that what it
 // reads from shared memory serves twice.
-constexpr int LANES = D / 16, GROUPS = 32 / LANES, WARP_ROWS = 2 * GROUPS;
-constexpr int ROWS = THREADS / 32 * WARP_ROWS, TILE = 32;  // rows of a tile: one for each lane of a warp
-constexpr int DQ_BLOCKS = 2;  // see the fast version
+constexpr int LANES = D / 16;
+constexpr int GROUPS = 32 / LANES;                   // of a warp
+constexpr int WARP_ROWS = 2 * GROUPS;
+constexpr int ROWS = THREADS / 32 * WARP_ROWS;       // of a block: Br, in dK/dV Bc
+constexpr int TILE = 32;                             // rows of a tile: one for each lane of a warp
+constexpr int DQ_BLOCKS = 2;                         // see the fast version
 
-struct alignas(16) Tile { float rows[TILE][D]; };
+struct alignas(16) Tile {
+    float rows[TILE][D];
+};
 
-struct alignas(16) Row { float x[16]; };  // the columns of a row that a lane has
+struct alignas(16) Row {
+    float x[16];  // the columns of a row that a lane has
+};
 
 // The first of this lane's two rows, counted from the block's first.
 __device__ int own_row() { return threadIdx.x / 32 * WARP_ROWS + threadIdx.x % GROUPS * 2; }
@@ -182,10 +215,10 @@ __device__ Row load(const float* from) {
     return row;
 }
 
-// Row t of a head; past the end the last one, for nobody's use.
+// Row t of a head. Past the end it is the last row, which nobody uses.
 __device__ Row load(Matrix<const float> from, int t) { return load(from.row(min(t, from.T - 1))); }
 
-// Row t of a head, if there is one, = factor * row; if there is a rope, turned back.
+// Row t of a head, if there is one, = factor * row. If there is a rope, the row is turned back first.
 __device__ void store(Matrix<float> to, int t, float factor, Row row, Rope rope = {}) {
     if (t >= to.T) return;
     for (float& x : row.x) x *= factor;
@@ -194,7 +227,7 @@ __device__ void store(Matrix<float> to, int t, float factor, Row row, Rope rope 
     for (int n = 0; n < 16; n += 4) *(float4*)(to.row(t) + own_column(n)) = *(const float4*)(row.x + n);
 }
 
-// x . y, over all D columns
+// x . y, over all D columns: every lane sums its 16, then the lanes of the group add theirs
 __device__ float dot(const Row& x, const Row& y) {
     float sum = 0.0f;
     EACH(n, 16) sum += x.x[n] * y.x[n];
@@ -203,17 +236,18 @@ __device__ float dot(const Row& x, const Row& y) {
 }
 
 // sum += p y
-__device__ void add_product(Row& sum, float p, const Row& y) {
-    EACH(n, 16) sum.x[n] += p * y.x[n];
-}
+__device__ void add_product(Row& sum, float p, const Row& y) { EACH(n, 16) sum.x[n] += p * y.x[n]; }
 
-// Tiles x and y = rows first .. first + TILE - 1 of two heads; past the end the last one.
-__device__ void load_tiles(Tile& x, Matrix<const float> from_x, Tile& y, Matrix<const float> from_y,
+// Tiles x and y = rows first .. first + TILE - 1 of two heads; past the end they are the last row.
+__device__ void load_tiles(Tile& x, Matrix<const float> from_x,
+                           Tile& y, Matrix<const float> from_y,
                            int first) {
     __syncthreads();  // nobody reads what was there any more
     #pragma unroll 2  // more at once would take registers from the sums
     for (int n = 4 * threadIdx.x; n < TILE * D; n += 4 * THREADS) {
-        int row = n / D, column = n % D, t = min(first + row, from_x.T - 1);
+        int row = n / D;
+        int column = n % D;
+        int t = min(first + row, from_x.T - 1);
         *(float4*)(x.rows[row] + column) = *(const float4*)(from_x.row(t) + column);
         *(float4*)(y.rows[row] + column) = *(const float4*)(from_y.row(t) + column);
     }
@@ -223,15 +257,17 @@ __device__ void load_tiles(Tile& x, Matrix<const float> from_x, Tile& y, Matrix<
 __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, int G) {
     constexpr int STEP = 8;  // keys for which m, l and O are brought up to date at once
     __shared__ Tile K, V;
-    // The last queries see the most keys: the longest work starts first.
     Place at = query_head(T, H, G);
-    int i = (T - 1) / ROWS - blockIdx.z;
-    int query = i * ROWS + own_row(), last = query | (WARP_ROWS - 1);  // last: of this warp's queries
+    int i = (T - 1) / ROWS - blockIdx.z;  // the last queries see the most keys: the longest work starts first
+    int query = i * ROWS + own_row();
+    int last = query | (WARP_ROWS - 1);   // of this warp's queries
     float scale = rsqrtf(D);
     auto in = heads_of(qkv, at);
 
-    Row q[2] = {load(in.q, query), load(in.q, query + 1)}, O[2] = {};
-    float m[2] = {MASKED, MASKED}, l[2] = {};
+    Row q[2] = {load(in.q, query), load(in.q, query + 1)};
+    Row O[2] = {};
+    float m[2] = {MASKED, MASKED};
+    float l[2] = {};
     for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j += STEP) {
@@ -250,7 +286,10 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
                 m[r] = m_new;
                 l[r] *= alpha;
                 for (float& x : O[r].x) x *= alpha;
-                EACH(n, STEP) l[r] += S[n][r] = expf(S[n][r] - m[r]);  // P
+                EACH(n, STEP) {
+                    S[n][r] = expf(S[n][r] - m[r]);  // P
+                    l[r] += S[n][r];
+                }
             }
             EACH(n, STEP) {
                 Row v = load(V.rows[j + n]);
@@ -269,26 +308,30 @@ __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const 
     __shared__ Tile K, V;
     Place at = query_head(T, H, G);
     int i = gridDim.z - 1 - blockIdx.z;
-    int query = i * ROWS + own_row(), last = query | (WARP_ROWS - 1);
+    int query = i * ROWS + own_row();
+    int last = query | (WARP_ROWS - 1);
     float scale = rsqrtf(D);
     auto in = heads_of(qkv, at);
 
-    Row q[2], dO[2], dQ[2] = {};
+    Row q[2], dO[2];
+    Row dQ[2] = {};
     float L[2], Delta[2];
     EACH(r, 2) {
         int t = min(query + r, T - 1);
         q[r] = load(in.q, t);
         dO[r] = load(head_of(dout, at), t);
         L[r] = lse[numbers_at(at) + t];
-        Delta[r] = dot(dO[r], load(head_of(out, at), t));
+        Delta[r] = dot(dO[r], load(head_of(out, at), t));  // delta_i = dO_i . O_i
         delta[numbers_at(at) + t] = Delta[r];
     }
     for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j++) {
-            Row k = load(K.rows[j]), v = load(V.rows[j]);
+            Row k = load(K.rows[j]);
+            Row v = load(V.rows[j]);
             EACH(r, 2) {
-                float S = dot(q[r], k), dP = dot(dO[r], v);
+                float S = dot(q[r], k);    // S_ij = scale q_i . k_j
+                float dP = dot(dO[r], v);  // O_i = sum_j P_ij v_j
                 float P = expf((first + j <= query + r ? scale * S : MASKED) - L[r]);
                 add_product(dQ[r], P * (dP - Delta[r]), k);
             }
@@ -300,24 +343,33 @@ __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const 
 __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout, const float* lse,
                               const float* qkv, Rope rope, int T, int H, int G) {
     __shared__ Tile Q, dO;
-    int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z, key = j * ROWS + own_row();
-    Place at = {b, 0, g, T, H, G};
+    int g = blockIdx.x;
+    int b = blockIdx.y;
+    int j = blockIdx.z;
+    int key = j * ROWS + own_row();
     float scale = rsqrtf(D);
+    Place at = {b, 0, g, T, H, G};
     auto in = heads_of(qkv, at);
 
-    Row k[2] = {load(in.k, key), load(in.k, key + 1)}, dK[2] = {};
-    Row v[2] = {load(in.v, key), load(in.v, key + 1)}, dV[2] = {};
+    Row k[2] = {load(in.k, key), load(in.k, key + 1)};
+    Row dK[2] = {};
+    Row v[2] = {load(in.v, key), load(in.v, key + 1)};
+    Row dV[2] = {};
     for (at.h = g * (H / G); at.h < (g + 1) * (H / G); at.h++)
         for (int first = j * ROWS; first < T; first += TILE) {
             load_tiles(Q, heads_of(qkv, at).q, dO, head_of(dout, at), first);
             int t = min(first + int(threadIdx.x % 32), T - 1);  // each lane fetches the numbers of one query
-            float lane_L = lse[numbers_at(at) + t], lane_Delta = delta[numbers_at(at) + t];
+            float lane_L = lse[numbers_at(at) + t];
+            float lane_Delta = delta[numbers_at(at) + t];
             // from the first query that sees a key of this warp
             for (int i = max(0, (key & -WARP_ROWS) - first); i < TILE && first + i < T; i++) {
-                float L = __shfl_sync(0xFFFFFFFF, lane_L, i), Delta = __shfl_sync(0xFFFFFFFF, lane_Delta, i);
-                Row q = load(Q.rows[i]), d = load(dO.rows[i]);
+                float L = __shfl_sync(0xFFFFFFFF, lane_L, i);
+                float Delta = __shfl_sync(0xFFFFFFFF, lane_Delta, i);
+                Row q = load(Q.rows[i]);
+                Row d = load(dO.rows[i]);
                 EACH(r, 2) {
-                    float S = dot(k[r], q), dP = dot(v[r], d);
+                    float S = dot(k[r], q);
+                    float dP = dot(v[r], d);
                     float P = expf((key + r <= first + i ? scale * S : MASKED) - L);
                     add_product(dV[r], P, d);
                     add_product(dK[r], P * (dP - Delta), q);
@@ -337,6 +389,8 @@ FLASH_KERNELS(, readable, float)
 // ===========================================================================================================
 // 2. The fast version: tensor cores, bf16 or tf32, compute capability 8.0 and later
 // ===========================================================================================================
+// The same tiles and the same online softmax. What is new: a GEMM of small matrices is one instruction of a whole
+// warp, and each lane holds some entries of its operands. Most of this section is about which.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
 // --- Instructions that C++ has no words for. On the CPU, tests/cuda_on_cpu.h has functions of these names. -
@@ -349,7 +403,7 @@ __device__ unsigned pack_bf16(float low, float high) {
     return word;
 }
 
-// The bits of a float rounded to tf32, which has 10 bits of mantissa; left alone, the rest would be cut off.
+// The bits of a float rounded to tf32, which has 10 bits of mantissa. The tensor cores would cut off the rest.
 __device__ unsigned round_tf32(unsigned bits) {
     unsigned rounded;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "r"(bits));
@@ -364,14 +418,17 @@ __device__ float exp2_approx(float x) {
 
 __device__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
+// Registers as operands of asm: x[i] and what follows. kind: "r" integer, "f" float; = written, + also read.
+#define FOUR(kind, x, i) kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3])
+#define EIGHT(kind, x, i) FOUR(kind, x, i), FOUR(kind, x, i + 4)
+
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane 8m + r gives the address of row r (16
 // bytes) of matrix m; lane l receives in r[m] elements 2 (l % 4) and the next of row l / 4 of matrix m. It
 // moves bits: a row may as well be four 32-bit elements, of which lane l then receives number l % 4.
-typedef unsigned long long Descriptor;
-#define FOUR(kind, x, i) kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3])
 #define LDMATRIX(kind)                                                         \
     asm volatile("ldmatrix.sync.aligned.m8n8." kind " {%0, %1, %2, %3}, [%4];" \
-                 : FOUR("=r", r, 0) : "r"(shared_address(row)) : "memory")
+                 : FOUR("=r", r, 0)                                            \
+                 : "r"(shared_address(row)) : "memory")
 __device__ void ldmatrix_x4(unsigned* r, const void* row) { LDMATRIX("x4.shared.b16"); }
 
 // The same with each matrix transposed.
@@ -379,10 +436,10 @@ __device__ void ldmatrix_x4_transposed(unsigned* r, const void* row) { LDMATRIX(
 
 // C (16 x 8, fp32) += A (16 x K) B (K x 8), by the 32 lanes of a warp together; K is 16 in bf16, and 8 in
 // tf32.
-#define MMA(shape, types)                                                                 \
-    asm("mma.sync.aligned." shape ".row.col.f32." types ".f32 "                           \
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                           \
-        : FOUR("+f", c, 0)                                                                \
+#define MMA(shape, types)                                       \
+    asm("mma.sync.aligned." shape ".row.col.f32." types ".f32 " \
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+        : FOUR("+f", c, 0)                                      \
         : FOUR("r", a, 0), "r"(b[0]), "r"(b[1]))
 __device__ void mma_bf16(float* c, const unsigned* a, const unsigned* b) { MMA("m16n8k16", "bf16.bf16"); }
 __device__ void mma_tf32(float* c, const unsigned* a, const unsigned* b) { MMA("m16n8k8", "tf32.tf32"); }
@@ -392,7 +449,8 @@ __device__ void mma_tf32(float* c, const unsigned* a, const unsigned* b) { MMA("
 // too.)
 template <int BYTES>
 __device__ void cp_async(void* to, const void* from, bool valid) {
-    unsigned a = shared_address(to), n = valid ? BYTES : 0;
+    unsigned a = shared_address(to);
+    unsigned n = valid ? BYTES : 0;
     if (BYTES == 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(a), "l"(from), "r"(n) : "memory");
     else
@@ -402,31 +460,47 @@ __device__ void cp_async(void* to, const void* from, bool valid) {
 // Waits until all copies that this thread has started have arrived. Other threads need a barrier as well.
 __device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Hopper's own product: C (64 x 64, fp32) += A (64 x 16) B (16 x 64), by the four warps of a block together,
-// which go on meanwhile. Each has 16 rows of C, every eight columns a piece as of mma_bf16. B is read from
-// shared memory, where its rows of 128 bytes are swizzled as `offset` says: 16 rows of 64 numbers in
-// wgmma_ab, in wgmma_abt 16 numbers of 64 rows, which are B's columns. There A lies in shared memory, too;
-// in wgmma_ab each warp has its rows in registers.
-#define EIGHT(kind, x, i) FOUR(kind, x, i), FOUR(kind, x, i + 4)
+// Hopper's own product, which may be left out in reading: C (64 x 64, fp32) += A (64 x 16) B (16 x 64), by the
+// four warps of a block together, which go on meanwhile. Each warp has 16 rows of C, every eight columns a piece
+// as of mma_bf16. B is read from shared memory, where its rows of 128 bytes are swizzled as `offset` says. In
+// wgmma_ab it is 16 rows of 64 numbers. In wgmma_abt it is 16 numbers of 64 rows, which are B's columns. A lies in
+// shared memory, too, in wgmma_abt; in wgmma_ab each warp has its rows of A in registers.
+//
+// A descriptor names an operand in shared memory, from its first row on, in units of 16 bytes:
+//
+//     bit  63 62         51-49        45      32        29      16        13       0
+//         +-----+-------+-----+------+----------+------+----------+------+----------+
+//         |  1  |   0   |  0  |  0   | 1024/16  |  0   |    0     |  0   | address  |
+//         +-----+-------+-----+------+----------+------+----------+------+----------+
+//            |             |              |                 |                 |
+//            |             |              |                 |                 of the first byte, / 16; + 2 is
+//            |             |              |                 |                 two chunks of a row to the right
+//            |             |              |                 from one 128 bytes of a row to the next: there
+//            |             |              |                 are no next, a row has 64 bf16
+//            |             |              from eight rows to the next eight: 8 rows * 128 bytes, / 16
+//            |             where in the swizzle's pattern of 1024 bytes a tile begins: at its start
+//            the swizzle: 1 is of 128 bytes, 2 of 64, 3 of 32, and 0 none
+typedef unsigned long long Descriptor;
+__device__ Descriptor wgmma_tile(const char* rows) {
+    return shared_address(rows) / 16 | 1024ull / 16 << 32 | 1ull << 62;
+}
+
 #define ALL_OF_C EIGHT("+f", c, 0), EIGHT("+f", c, 8), EIGHT("+f", c, 16), EIGHT("+f", c, 24)
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "                          \
               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
               "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
 __device__ void wgmma_abt(float* c, Descriptor a, Descriptor b) {
-    asm volatile(WGMMA "%32, %33, 1, 1, 1, 0, 0;" : ALL_OF_C : "l"(a), "l"(b));
+    asm volatile(WGMMA "%32, %33, 1, 1, 1, 0, 0;"
+                 : ALL_OF_C
+                 : "l"(a), "l"(b));
 }
 __device__ void wgmma_ab(float* c, const unsigned* a, Descriptor b) {
     asm volatile(WGMMA "{%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-                 : ALL_OF_C : FOUR("r", a, 0), "l"(b));
+                 : ALL_OF_C
+                 : FOUR("r", a, 0), "l"(b));
 }
 
-// What names rows of shared memory to it. Its unit is 16 bytes: 1024 of them from eight rows to the next
-// eight; 1 << 62 is the swizzle of 128 bytes.
-__device__ Descriptor wgmma_tile(const char* rows) {
-    return shared_address(rows) / 16 | 1024ull / 16 << 32 | 1ull << 62;
-}
-
-// Comes before the first of such products; and what waits for all of them, before c is used.
+// wgmma_begin comes before the first of such products. wgmma_wait waits for all of them, before c is used.
 __device__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ void wgmma_wait(float* c) {
     asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" : ALL_OF_C :: "memory");
@@ -450,13 +524,13 @@ namespace fast {
 //     [2], [3]: row l / 4 + 8,  the same columns.
 // So a lane has two of every 16 rows, half = 0 and 1.
 
+typedef float Scores[8][4];    // of 64 keys, or of 64 queries, for the 16 rows of a piece; P, dP, dS as well
+typedef float Rows[D / 8][4];  // 16 rows of O, dQ, dK or dV
+
 constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(LOG2_E x), and exp2 is one instruction
 
 // The number of this thread's warp, from lane 0, which tells the compiler that all lanes agree on it.
 __device__ int warp_number() { return __shfl_sync(0xFFFFFFFF, int(threadIdx.x / 32), 0); }
-
-// The scores of 64 keys, or of 64 queries, for the 16 rows of a piece; and whatever else has their shape.
-typedef float Scores[8][4];
 
 // Masks the scores whose key lies in their query's future. S has queries from `query` on as rows, keys from
 // `key` on as columns; or, TRANSPOSED, the other way round.
@@ -464,12 +538,12 @@ template <bool TRANSPOSED>
 __device__ void mask_future(Scores& S, int query, int key) {
     int lane = threadIdx.x % 32;
     EACH(n, 8) EACH(e, 4) {
-        int row = lane / 4 + e / 2 * 8, column = 8 * n + lane % 4 * 2 + e % 2;
+        int row = lane / 4 + e / 2 * 8;
+        int column = 8 * n + lane % 4 * 2 + e % 2;
         if (TRANSPOSED ? key + row > query + column : key + column > query + row) S[n][e] = MASKED;
     }
 }
 
-typedef float Rows[D / 8][4];
 // Real: unsigned short, the bits of a bf16; or float, for tf32.
 template <class Real>
 struct Kernels {
@@ -482,17 +556,17 @@ struct Kernels {
     static constexpr int M = BF16 && D <= 64 ? 2 : 1;
     static constexpr int DQ_BLOCKS = WARPGROUP ? 3 : 2;  // that are to fit a multiprocessor at once
 
-    // Calls f(m) for each part m.
+    // f(m) for each part m. A loop computes the same; this one compiles to the instructions that were measured.
     template <class F>
-    static __device__ __forceinline__ void each_part(F f) {
-        EACH(m, M) f(m);
-    }
+    static __device__ __forceinline__ void each_part(F f) { EACH(m, M) f(m); }
 
     // --- Tiles in shared memory ----------------------------------------------------------------------------
-    static constexpr int CHUNK = 16 / sizeof(Real), CHUNKS = D / CHUNK;  // numbers, and chunks of a row
-    static constexpr int STEPS = CHUNKS / 2;                             // tensor-core instructions a row
-    static constexpr int ROWS = 64 * M;                                  // of the block's own tile: Br
-    static constexpr int ROW = 16 * CHUNKS, BYTES = 64 * ROW;            // bytes of a row, and of 64
+    static constexpr int CHUNK = 16 / sizeof(Real);   // numbers of a chunk
+    static constexpr int CHUNKS = D / CHUNK;          // of a row
+    static constexpr int STEPS = CHUNKS / 2;          // tensor-core instructions along a row
+    static constexpr int ROWS = 64 * M;               // of the block's own tile: Br, in dK/dV Bc
+    static constexpr int ROW = 16 * CHUNKS;           // bytes of a row
+    static constexpr int BYTES = 64 * ROW;            // of a tile of 64 rows
 
     // Where a chunk lies, in bytes from the start of the tile. Swizzled: its number is XORed with its row's,
     // so that one chunk of eight successive rows, which ldmatrix reads at a time, lies in eight different
@@ -508,7 +582,9 @@ struct Kernels {
     static __device__ void load(char* tile, Matrix<const Real> from, int first) {
         constexpr int PASS = THREADS / CHUNKS;  // rows per pass
         static_assert(COUNT % PASS == 0 && PASS % 8 == 0, "every pass must see the same swizzle");
-        int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, left = from.T - first - row;
+        int row = threadIdx.x / CHUNKS;
+        int chunk = threadIdx.x % CHUNKS;
+        int left = from.T - first - row;
         const Real* at = from.row(first + row) + chunk * CHUNK;
         tile += offset(row, chunk);
         EACH(n, COUNT / PASS) {
@@ -518,42 +594,48 @@ struct Kernels {
     }
 
     // Starts copying 64 rows of two heads into stage n % 2 of two.
-    static __device__ void load_stage(char* stages, int n, Matrix<const Real> x, Matrix<const Real> y,
-                                      int first) {
+    static __device__ void load_stage(char* stages, int n,
+                                      Matrix<const Real> x, Matrix<const Real> y, int first) {
         load<64>(stages + n % 2 * 2 * BYTES, x, first);
         load<64>(stages + n % 2 * 2 * BYTES + BYTES, y, first);
     }
 
-    // Waits until what was loaded is there for all; and nobody reads any more what was computed with.
+    // Waits until what was loaded is there for all, and nobody reads what was computed with any more.
     static __device__ void arrive() {
         cp_async_wait();
         if (WARPGROUP) wgmma_sees();
         __syncthreads();
     }
 
-    // The warp's rows of a head, from `first` on, = factor * O; if there is a rope, turned back. It goes
+    // The warp's rows of a head, from `first` on, = factor * O; if there is a rope, turned back first. They go
     // through the warp's own rows, from `row` on, of a tile that is no longer needed, so that whole chunks
     // are written.
-    static __device__ void store(Matrix<Real> to, Rows (&O)[M], float factor, char* tile, int row,
-                                 int first, Rope rope = {}) {
+    static __device__ void store(Matrix<Real> to, Rows (&O)[M], float factor,
+                                 char* tile, int row, int first, Rope rope = {}) {
         int lane = threadIdx.x % 32;
         if (rope.cos) EACH(m, M) EACH(half, 2) EACH(n, D / 16) {
-            int at = min(first + 64 * m + 8 * half + lane / 4, to.T - 1) * (D / 2) + 8 * n + lane % 4 * 2;
-            turn_back((float2&)O[m][n][2 * half], (float2&)O[m][n + D / 16][2 * half], rope, at);
+            int t = min(first + 64 * m + 8 * half + lane / 4, to.T - 1);
+            float2& x1 = (float2&)O[m][n][2 * half];
+            float2& x2 = (float2&)O[m][n + D / 16][2 * half];
+            turn_back(x1, x2, rope, t * (D / 2) + 8 * n + lane % 4 * 2);
         }
         tile += row * ROW;
-        each_part([&](int m) { EACH(half, 2) EACH(n, D / 8) {
-            float x = factor * O[m][n][2 * half], y = factor * O[m][n][2 * half + 1];
-            int column = 8 * n + lane % 4 * 2;
-            char* at = tile + offset(64 * m + 8 * half + lane / 4, column / CHUNK);
-            at += column % CHUNK * sizeof(Real);
-            if (BF16) *(unsigned*)at = pack_bf16(x, y);
-            else *(float2*)at = make_float2(x, y);
-        }});
+        each_part([&](int m) {
+            EACH(half, 2) EACH(n, D / 8) {
+                float x = factor * O[m][n][2 * half];
+                float y = factor * O[m][n][2 * half + 1];
+                int column = 8 * n + lane % 4 * 2;
+                char* at = tile + offset(64 * m + 8 * half + lane / 4, column / CHUNK);
+                at += column % CHUNK * sizeof(Real);
+                if (BF16) *(unsigned*)at = pack_bf16(x, y);
+                else *(float2*)at = {x, y};
+            }
+        });
         __syncwarp();  // the rows are complete
         #pragma unroll
         for (int n = lane; n < 16 * M * CHUNKS; n += 32) {
-            int r = n / CHUNKS / 16 * 64 + n / CHUNKS % 16, chunk = n % CHUNKS;
+            int r = n / CHUNKS / 16 * 64 + n / CHUNKS % 16;
+            int chunk = n % CHUNKS;
             Real* at = to.row(first + r) + chunk * CHUNK;
             if (first + r < to.T) *(uint4*)at = *(const uint4*)(tile + offset(r, chunk));
         }
@@ -561,29 +643,37 @@ struct Kernels {
 
     // --- Operands ------------------------------------------------------------------------------------------
 
-    static __device__ void load_words(unsigned* words, const char* from) {
-        ldmatrix_x4(words, from);
+    static __device__ void load_matrices(unsigned* words, const char* row) {
+        ldmatrix_x4(words, row);
         if (BF16) return;
         EACH(i, 4) words[i] = round_tf32(words[i]);
     }
 
     // The left operand of a product: 2 chunks of this warp's 16 rows of a part.
-    static __device__ void load_a(unsigned (&a)[4], const char* part, int step) {
+    static __device__ void load_a(unsigned* a, const char* part, int step) {
         int lane = threadIdx.x % 32;
-        load_words(a, part + (offset(16 * warp_number() + lane % 16, lane / 16) ^ 32 * step));
+        load_matrices(a, part + (offset(16 * warp_number() + lane % 16, lane / 16) ^ 32 * step));
     }
 
     // Two right operands of A B^T: b[0], b[1] are 2 chunks of rows `row` .. row + 7, b[2], b[3] of the eight
     // after them.
-    static __device__ void load_bt(unsigned (&b)[4], const char* tile, int row, int step) {
+    static __device__ void load_bt(unsigned* b, const char* tile, int row, int step) {
         int lane = threadIdx.x % 32;
-        load_words(b, tile + row * ROW + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
+        load_matrices(b, tile + row * ROW + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
     }
 
-    // Word i of the left operand that pieces n and n + 1 of P are. Rounded to bf16 they already lie as it
-    // must: P goes from one product into the next without leaving its registers. In tf32 piece n does, if
-    // what the instruction calls k = l % 4 and l % 4 + 4 are made columns 2 (l % 4) and the next; load_b
-    // takes its rows in that order.
+    // Word i of the left operand that pieces n and n + 1 of P are, or in tf32 piece n alone. Rounded to bf16
+    // they already lie as they must: P goes from one product into the next without leaving its registers.
+    //
+    // In tf32 (mma m16n8k8) a lane has the wrong columns for it, but a sum over k may take its terms in any
+    // order. So P keeps its registers, and B's rows are read in the order that P's columns have:
+    //
+    //     k as the instruction counts    0  1  2  3  4  5  6  7
+    //     lane l % 4 that gives A's k    0  1  2  3  0  1  2  3     in a[0], a[1] | in a[2], a[3]
+    //     P's column that it has there   0  2  4  6  1  3  5  7     2 (l % 4)     | 2 (l % 4) + 1
+    //     B's row that load_b takes      0  2  4  6  1  3  5  7     in b[0]       | in b[1]
+    //
+    //     a[0], a[2]: row l / 4 of P;  a[1], a[3]: row l / 4 + 8;  b[0], b[1]: column l / 4 of B
     static __device__ unsigned left_operand(const Scores& P, int n, int i) {
         if (BF16) return pack_bf16(P[n + i / 2][i % 2 * 2], P[n + i / 2][i % 2 * 2 + 1]);
         return round_tf32(__float_as_uint(P[n][i % 2 * 2 + i / 2]));
@@ -591,8 +681,9 @@ struct Kernels {
 
     // The right operands of A B, from row `row` and column 8d on: two of 16 x 8 in bf16. In tf32 one of 8 x
     // 8, by plain loads, since ldmatrix cannot transpose 32-bit elements.
-    static __device__ void load_b(unsigned (&b)[4], const char* tile, int row, int d) {
-        int lane = threadIdx.x % 32, column = 8 * d + lane / 4;
+    static __device__ void load_b(unsigned* b, const char* tile, int row, int d) {
+        int lane = threadIdx.x % 32;
+        int column = 8 * d + lane / 4;
         tile += row * ROW;
         if (BF16) ldmatrix_x4_transposed(b, tile + (offset(lane % 16, lane / 16) ^ 16 * d));
         else EACH(i, 2) {
@@ -605,8 +696,9 @@ struct Kernels {
         BF16 ? mma_bf16(c, a, b) : mma_tf32(c, a, b);
     }
 
-    // --- Products of tiles ---------------------------------------------------------------------------------
+    // --- GEMMs of tiles ------------------------------------------------------------------------------------
 
+    // S += the terms of A @ B^T in two chunks of their rows.
     static __device__ void add_step(Scores& S, const char* A, const char* B, int step) {
         unsigned a[4], b[4];
         load_a(a, A, step);
@@ -618,18 +710,20 @@ struct Kernels {
 
     // S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
     // `finish` comes before S is used.
-    static __device__ void product_abt(Scores& S, const char* A, const char* B) {
+    static __device__ void gemm_abt(Scores& S, const char* A, const char* B) {
         EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
         if (WARPGROUP) {
             wgmma_begin();
-            Descriptor a = wgmma_tile(A), b = wgmma_tile(B);
+            Descriptor a = wgmma_tile(A);
+            Descriptor b = wgmma_tile(B);
             EACH(step, STEPS) wgmma_abt(S[0], a + 2 * step, b + 2 * step);
         } else EACH(step, STEPS) add_step(S, A, B, step);
     }
 
     // O += P @ B, B being a tile; then `finish` as well.
-    static __device__ void product_ab(Rows& O, const Scores& P, const char* B) {
-        constexpr int PIECES = CHUNK / 4, LEFT = 8 / PIECES;  // of P in a left operand, of O for a load of B
+    static __device__ void gemm_ab(Rows& O, const Scores& P, const char* B) {
+        constexpr int PIECES = CHUNK / 4;   // of P in a left operand, and of O for a load of B
+        constexpr int LEFT = 8 / PIECES;    // left operands
         unsigned a[LEFT][4];
         EACH(n, LEFT) EACH(i, 4) a[n][i] = left_operand(P, PIECES * n, i);
         if (WARPGROUP) {
@@ -657,8 +751,8 @@ struct Kernels {
     // --- Forward -------------------------------------------------------------------------------------------
     // All three kernels have one shape. The block's own tile is loaded once. The other side streams past in
     // tiles of its own through two stages of shared memory: while one is computed with, the copy into the
-    // other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps, but
-    // that the four begin a product of Hopper's together. Its tiles lie at multiples of 1024 bytes.
+    // other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps; only
+    // a product of Hopper's is begun by all four together. Its tiles lie at multiples of 1024 bytes.
 
     // For the tiles of keys, from `key` on, that part m of the block's queries sees: step(K_tile, key, m).
     // The tile of V lies behind. The first tile is on its way.
@@ -667,7 +761,9 @@ struct Kernels {
         int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
         for (int j = 0; j < tiles; j++) {
             if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
-            each_part([&](int m) { if (j <= M * i + m) step(stages + j % 2 * 2 * BYTES, 64 * j, m); });
+            each_part([&](int m) {
+                if (j <= M * i + m) step(stages + j % 2 * 2 * BYTES, 64 * j, m);
+            });
             arrive();
         }
     }
@@ -675,24 +771,29 @@ struct Kernels {
     static __device__ void forward(Real* out, float* lse, const Real* qkv, int T, int H, int G) {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         char* Q_tile = (char*)shared_memory;
-        char* stages = Q_tile + M * BYTES;  // two of K and V
+        char* stages = Q_tile + M * BYTES;     // two of K and V
         Place at = query_head(T, H, G);
-        int i = (T - 1) / ROWS - blockIdx.z, lane = threadIdx.x % 32;
-        // The warp's first row: in the tile, and as a query.
-        int row = 16 * warp_number(), first = i * ROWS + row;
-        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
+        int i = (T - 1) / ROWS - blockIdx.z;   // the longest work first, as above
+        int lane = threadIdx.x % 32;
+        int row = 16 * warp_number();          // the warp's first row of the tile
+        int first = i * ROWS + row;            // the query that it is
+        float scale = rsqrtf(D);
+        float scale2 = scale * LOG2_E;
         auto in = heads_of(qkv, at);
 
         load<ROWS>(Q_tile, in.q, i * ROWS);
         load_stage(stages, 0, in.k, in.v, 0);
         arrive();
         Rows O[M] = {};
-        float maximum[M][2], sum[M][2] = {};
+        float maximum[M][2];
+        float sum[M][2] = {};
         EACH(m, M) EACH(half, 2) maximum[m][half] = MASKED;
         over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
-            float (&m)[2] = maximum[part], (&l)[2] = sum[part], m_new[2];
+            float (&m)[2] = maximum[part];
+            float (&l)[2] = sum[part];
+            float m_new[2];
             Scores S;
-            product_abt(S, Q_tile + part * BYTES, K_tile);
+            gemm_abt(S, Q_tile + part * BYTES, K_tile);
             finish(S);
             if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
             // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m stays,
@@ -719,7 +820,7 @@ struct Kernels {
                 S[n][e] = exp2_approx(S[n][e] * scale2 - m[e / 2] * scale2);  // P
                 l[e / 2] += S[n][e];  // this lane's part of the row's sum
             }
-            product_ab(O[part], S, K_tile + BYTES);
+            gemm_ab(O[part], S, K_tile + BYTES);
             finish(O[part]);
         });
         EACH(m, M) EACH(half, 2) {
@@ -745,8 +846,11 @@ struct Kernels {
         char* stages = dO_tile + M * BYTES;  // two of K and V
         Place at = query_head(T, H, G);
         int i = gridDim.z - 1 - blockIdx.z;
-        int lane = threadIdx.x % 32, row = 16 * warp_number(), first = i * ROWS + row;
-        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
+        int lane = threadIdx.x % 32;
+        int row = 16 * warp_number();
+        int first = i * ROWS + row;
+        float scale = rsqrtf(D);
+        float scale2 = scale * LOG2_E;
         auto in = heads_of(qkv, at);
 
         load<ROWS>(Q_tile, in.q, i * ROWS);
@@ -762,24 +866,26 @@ struct Kernels {
             EACH(n, QUARTER) O[m][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
         }
         arrive();
-        each_part([&](int m) { EACH(half, 2) {  // delta_i = dO_i . O_i, by the four lanes that share the row
-            int r = 64 * m + 8 * half + lane / 4;
-            float sum = 0.0f;
-            EACH(n, QUARTER) EACH(i, 4) {
-                const unsigned* chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
-                sum += dot(chunk[i], (&O[m][half][n].x)[i]);
+        each_part([&](int m) {
+            EACH(half, 2) {  // delta_i = dO_i . O_i, by the four lanes that share the row
+                int r = 64 * m + 8 * half + lane / 4;
+                float sum = 0.0f;
+                EACH(n, QUARTER) EACH(e, 4) {
+                    const unsigned* chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
+                    sum += dot(chunk[e], (&O[m][half][n].x)[e]);
+                }
+                sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+                sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+                Delta[m][half] = sum;
+                if (lane % 4 == 0 && first + r < T) delta[numbers_at(at) + first + r] = sum;
             }
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-            Delta[m][half] = sum;
-            if (lane % 4 == 0 && first + r < T) delta[numbers_at(at) + first + r] = sum;
-        }});
+        });
 
         Rows dQ[M] = {};
         over_keys(stages, in, i, [&](const char* K_tile, int key, int m) {
             Scores S, dP;
-            product_abt(S, Q_tile + m * BYTES, K_tile);
-            product_abt(dP, dO_tile + m * BYTES, K_tile + BYTES);
+            gemm_abt(S, Q_tile + m * BYTES, K_tile);
+            gemm_abt(dP, dO_tile + m * BYTES, K_tile + BYTES);
             finish(S);
             finish(dP);
             if (key + 63 > first + 64 * m) mask_future<false>(S, first + 64 * m, key);
@@ -787,7 +893,7 @@ struct Kernels {
                 float p = exp2_approx(S[n][e] * scale2 - lse2[m][e / 2]);
                 S[n][e] = p * (dP[n][e] - Delta[m][e / 2]);  // dS
             }
-            product_ab(dQ[m], S, K_tile);
+            gemm_ab(dQ[m], S, K_tile);
             finish(dQ[m]);
         });
         store(heads_of(dqkv, at).q, dQ, scale, Q_tile, row, first, rope);
@@ -796,17 +902,36 @@ struct Kernels {
     // --- Backward: dK and dV -------------------------------------------------------------------------------
     // Computes the tiles transposed, keys as rows: then P^T and dS^T are left operands as they come, and a
     // warp sums the dK and dV of its keys alone, over all queries of all the heads of the group.
+    //
+    // A stage holds the tiles of Q and dO, and lse and delta, of 64 queries. For each head of the group come
+    // the queries from the block's first key on: those before see none of its keys. While one stage is
+    // computed with, the other is loaded. Two parts (M = 2), two heads a group, T = 320, the block of keys
+    // 128 .. 255 (j = 1):
+    //
+    //     n    stage 0            stage 1            part 0: 128 .. 191   part 1: 192 .. 255
+    //          head 0, 128 load
+    //     0    head 0, 128 use    head 0, 192 load   some masked          all masked: skipped
+    //     1    head 0, 256 load   head 0, 192 use    all                  some masked
+    //     2    head 0, 256 use    head 1, 128 load   all                  all
+    //     3    head 1, 192 load   head 1, 128 use    some masked          all masked: skipped
+    //     4    head 1, 192 use    head 1, 256 load   all                  some masked
+    //     5                       head 1, 256 use    all                  all
 
     static __device__ void backward_dkdv(Real* dqkv, const float* delta, const Real* dout, const float* lse,
                                          const Real* qkv, Rope rope, int T, int H, int G) {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         char* K_tile = (char*)shared_memory;
         char* V_tile = K_tile + M * BYTES;
-        char* stages = V_tile + M * BYTES;                // two of Q and dO
+        char* stages = V_tile + M * BYTES;                  // two of Q and dO
         float* numbers = (float*)(stages + 2 * 2 * BYTES);  // two of lse and delta
-        int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
-        int lane = threadIdx.x % 32, row = 16 * warp_number(), first = j * ROWS + row;
-                float scale = rsqrtf(D), scale2 = scale * LOG2_E;
+        int g = blockIdx.x;
+        int b = blockIdx.y;
+        int j = blockIdx.z;
+        int lane = threadIdx.x % 32;
+        int row = 16 * warp_number();
+        int first = j * ROWS + row;
+        float scale = rsqrtf(D);
+        float scale2 = scale * LOG2_E;
 
         auto load_queries = [&](int n, int h, int query) {
             Place at = {b, h, g, T, H, G};
@@ -815,16 +940,16 @@ struct Kernels {
             const float* from = (threadIdx.x < 64 ? lse : delta) + numbers_at(at);
             cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < T);
         };
-        // Stages come in this order: for each head h of the group, the tiles of queries from the first that
-        // sees a key of this block.
-        int h = g * (H / G), query = j * ROWS;
+        int h = g * (H / G);   // of the next stage, as is query
+        int query = j * ROWS;
         Place at = {b, h, g, T, H, G};
         load<ROWS>(K_tile, heads_of(qkv, at).k, j * ROWS);
         load<ROWS>(V_tile, heads_of(qkv, at).v, j * ROWS);
         load_queries(0, h, query);
         arrive();
 
-        Rows dK[M] = {}, dV[M] = {};
+        Rows dK[M] = {};
+        Rows dV[M] = {};
         // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
         for (int n = 0; h < (g + 1) * (H / G); n++) {
             const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
@@ -836,22 +961,22 @@ struct Kernels {
             each_part([&](int m) {
                 if (now < j * ROWS + 64 * m) return;  // all come before these keys
                 Scores St, dPt;
-                product_abt(St, K_tile + m * BYTES, Q_tile);
-                product_abt(dPt, V_tile + m * BYTES, Q_tile + BYTES);
+                gemm_abt(St, K_tile + m * BYTES, Q_tile);
+                gemm_abt(dPt, V_tile + m * BYTES, Q_tile + BYTES);
                 finish(St);
                 finish(dPt);
                 if (now < first + 64 * m + 15) mask_future<true>(St, now, first + 64 * m);
-                EACH(n, 8) {
+                EACH(i, 8) {
                     // of the two queries that are this lane's columns
-                    float2 L = *(const float2*)(lse_tile + 8 * n + lane % 4 * 2);
-                    float2 Delta = *(const float2*)(lse_tile + 64 + 8 * n + lane % 4 * 2);
+                    float2 L = *(const float2*)(lse_tile + 8 * i + lane % 4 * 2);
+                    float2 Delta = *(const float2*)(lse_tile + 64 + 8 * i + lane % 4 * 2);
                     EACH(e, 4) {  // P^T and dS^T
-                        St[n][e] = exp2_approx(St[n][e] * scale2 - (e % 2 ? L.y : L.x) * LOG2_E);
-                        dPt[n][e] = St[n][e] * (dPt[n][e] - (e % 2 ? Delta.y : Delta.x));
+                        St[i][e] = exp2_approx(St[i][e] * scale2 - (e % 2 ? L.y : L.x) * LOG2_E);
+                        dPt[i][e] = St[i][e] * (dPt[i][e] - (e % 2 ? Delta.y : Delta.x));
                     }
                 }
-                product_ab(dV[m], St, Q_tile + BYTES);
-                product_ab(dK[m], dPt, Q_tile);
+                gemm_ab(dV[m], St, Q_tile + BYTES);
+                gemm_ab(dK[m], dPt, Q_tile);
                 finish(dV[m]);
                 finish(dK[m]);
             });
