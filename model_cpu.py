@@ -30,7 +30,6 @@ digits; training passes dtype=np.float32.
 """
 import bisect
 import concurrent.futures
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -1094,27 +1093,6 @@ class Workspace:
             layers = [carve(self.memory, layer, start) for start in range(0, all_layers, each)]
             self.buffers_by_shape[B, T] = layers, carve(self.memory, shared, all_layers)
         return self.buffers_by_shape[B, T]
-
-
-def memory_plan(config, micro_batch, T, precision="fp32", threads=1, optimizer="adamw", gpus=0):
-    """Bytes of memory by kind (a dict) that training with micro-batches (micro_batch, T) takes.  precision
-    and gpus are for model_gpu's plan; here it is always fp32."""
-    size = 4 * param_count(config)
-    shares = min(threads, micro_batch)
-    layer, shared = map(table_bytes, work_tables(config, -(-micro_batch // shares), T))
-    return {"parameters": size,
-            "gradients": shares * size,
-            "moments": 4 * moment_count(config, optimizer),
-            "activations": shares * config.layers * layer,
-            "logits and scratch": shares * shared}
-
-
-def free_memory(limit=None):
-    """Bytes of memory that can be had, at most `limit`; None where that cannot be known."""
-    with contextlib.suppress(OSError, IndexError), open("/proc/meminfo") as file:  # Linux
-        free = 1024 * int(file.read().split("MemAvailable:")[1].split()[0])         # "  7654321 kB"
-        return min(free, limit or free)
-    return limit
 
 
 def largest_micro_batch(plan, free):

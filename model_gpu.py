@@ -115,29 +115,6 @@ def gpu_name():
     return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
 
 
-# Dense bf16 rates by datasheet, TFLOP/s; TF32 has half.
-BF16_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121,
-               "A10": 125, "RTX 4090": 165, "RTX 3090": 71}
-
-
-def flops_per_token(config):
-    """Of training, as usually counted: 6 for each parameter that is in a matmul (2 forward, 4 backward),
-    which is all but gains and an embedding that is not the head, too, and 6 L C T for causal attention."""
-    matrices = sum(math.prod(shape) for name, shape in model_cpu.param_table(config)
-                   if len(shape) == 2 and (config.tied or name != "embed"))
-    return 6 * matrices + 6 * config.layers * config.dim * config.context
-
-
-def peak_throughput(config, precision):
-    """Tokens a second at which this GPU would reach the rate of its datasheet; None where that is not known."""
-    name = gpu_name()
-    for part, rate in BF16_TFLOPS.items():
-        if part in name and precision != "fp32":
-            flops = rate * (1e12 if precision == "bf16" else 0.5e12)
-            return flops / flops_per_token(config)
-    return None
-
-
 def capability():
     """Of this process's GPU: 90 is a Hopper's, 9.0."""
     return int(cupy.cuda.Device().compute_capability)

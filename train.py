@@ -918,9 +918,6 @@ class Report:
         self.log = None
         if training.ranks.rank == 0:
             self.log = checkpoint.Log(training.out, self.first)
-        self.peak = None                            # throughput at which a GPU would be at its peak
-        if training.settings.device == "gpu":
-            self.peak = model_gpu.peak_throughput(training.model.config, training.settings.precision)
 
     def __call__(self, step, lr, losses, norm, pause):
         """Report this step, or on a GPU the one before; both before a pause.  -> whether all numbers are
@@ -965,8 +962,6 @@ class Report:
         parts = [f"step {step:5d}/{steps}", f"loss {losses[0]:7.4f}",
                  f"{losses[0] / math.log(2) / self.job.bytes_per_token:.3f} bits/byte", f"{left} left",
                  f"{throughput:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
-        if self.peak:
-            parts.append(f"{throughput / (self.peak * self.training.ranks.size):.0%} of peak")
         print_step(step, parts, pause)
         return True
 

@@ -499,7 +499,7 @@ def bench_euler(arguments):
         """x after one step of that size by layer i."""
         x, w = x.copy(), scaled(model_cpu.layer_views(model.params, i), size)
         layers, shared = model.workspaces[0].buffers(*x.shape[:2])
-        model_cpu.block_forward(x, w, layers[i], shared, c, model.cos, model.sin)
+        model_cpu.block_forward(x, w, layers[i], shared, c, model.rope)
         return x
 
     def euler(parts):
@@ -627,6 +627,15 @@ def seconds_of(cupy, function, calls):
     return cupy.cuda.get_elapsed_time(start, end) / 1e3 / calls
 
 
+def flops_per_token(config):
+    """Of training, as usually counted: 6 for each parameter that is in a matmul (2 forward, 4 backward),
+    which is all but gains and an embedding that is not the head, too, and 6 L C T for causal attention."""
+    from model_cpu import param_table
+    matrices = sum(math.prod(shape) for name, shape in param_table(config)
+                   if len(shape) == 2 and (config.tied or name != "embed"))
+    return 6 * matrices + 6 * config.layers * config.dim * config.context
+
+
 def ceilings(cupy, model_gpu, gpu):
     """(FLOP/s of an 8192-cube product in the model's precision, bytes/s of a copy), the best of three rounds."""
     import numpy as np
@@ -739,7 +748,7 @@ def bench_train(arguments):
         ours()
     cupy.cuda.Device().synchronize()
     memory = {"ours": pool.used_bytes()}
-    flops, peaks = B * T * model_gpu.flops_per_token(config), ceilings(cupy, model_gpu, model.gpu)
+    flops, peaks = B * T * flops_per_token(config), ceilings(cupy, model_gpu, model.gpu)
     pool.free_all_blocks()
     if arguments.peer is not None:
         torch, torch_twin = import_twin()

@@ -319,37 +319,6 @@ def test_muon_changes_nothing_where_the_norm_is_not_finite():
         assert all(map(np.array_equal, before, (model.flat_params, model.flat_grads, model.m, model.v)))
 
 
-def test_the_plan_of_memory_is_what_is_taken():
-    c = CONFIGS["small"]
-    for micro_batch, T, threads, pieces, rows in ((4, 128, 2, 2, 2), (5, 64, 2, 2, 3), (3, 9, 8, 3, 1),
-                                                  (7, 128, 1, 1, 7)):
-        model = Model(c, dtype=np.float32, threads=pieces)
-        tokens, targets = np.zeros((micro_batch, T), int), np.zeros((micro_batch, T + c.predict - 1), int)
-        model.forward(tokens, targets)
-        plan = model_cpu.memory_plan(c, micro_batch, T, "fp32", threads)
-        assert plan["parameters"] == model.flat_params.nbytes == 4 * 1_053_824
-        assert plan["gradients"] == pieces * 4 * 1_053_824 and plan["moments"] == 2 * 4 * 1_053_824
-        layer, shared = (model_cpu.table_bytes(table) for table in model_cpu.work_tables(c, rows, T))
-        assert plan["activations"] == pieces * 4 * layer and plan["logits and scratch"] == pieces * shared
-        # the first share is the largest
-        assert len(plan) == 5 and len(model.workspaces[0].memory) == 4 * layer + shared
-    assert model_cpu.memory_plan(c, 7, 128) == model_cpu.memory_plan(c, 7, 128, "fp32", 1)
-
-
-def test_free_memory(monkeypatch, tmp_path):
-    real = open
-    lines = ["MemTotal: 9999 kB", "MemFree:  5 kB", "MemAvailable:     77 kB", "Buffers: 3 kB"]
-    (tmp_path / "meminfo").write_text("\n".join(lines))
-    path = tmp_path / "meminfo"
-    monkeypatch.setattr("builtins.open", lambda name, *rest, **options: real(
-        path if name == "/proc/meminfo" else name, *rest, **options))
-    free = 77 * 1024
-    assert [model_cpu.free_memory(limit) for limit in (None, free + 1, 500)] == [free, free, 500]
-    (tmp_path / "old").write_text("MemTotal: 9999 kB\n")                # a kernel before 3.14
-    for path in tmp_path / "nothing", tmp_path / "old":
-        assert model_cpu.free_memory() is None and model_cpu.free_memory(500) == 500
-
-
 def test_largest_micro_batch():
     asked = []
 

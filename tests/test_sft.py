@@ -1208,7 +1208,7 @@ def test_the_engine_of_a_new_run(base, monkeypatch):
         monkeypatch.setattr(model_gpu, "pick", stop)
         assert start(preset, *(["--device", asked] if asked else []),
                      *(["--precision", "fp32"] if chosen == "gpu" else [])) == f"pick ('{chosen}',)"
-        assert wanted == [(asked, preset, 0)]
+        assert wanted == [(None if asked == "auto" else asked, preset, 0)]
     assert not os.path.exists("out/never")
 
 

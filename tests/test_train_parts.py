@@ -377,21 +377,6 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
     assert list(job.evaluate(20)) == ["samples"] and "validation" not in capsys.readouterr().out
 
 
-def test_peak_of_the_card(monkeypatch):
-    """The first name that fits counts, so that an A100 is no A10; an unknown card has no peak."""
-    c = CONFIGS["small"]
-    products = 4 * (256 * 128 + 128 * 128 + 3 * 344 * 128) + 4 * 512 * 128          # weights in a matmul
-    flops = 6 * products + 6 * c.layers * c.dim * c.context
-    assert model_gpu.flops_per_token(c) == flops
-    for name, precision, peak in [("NVIDIA H200", "bf16", 989e12), ("NVIDIA H100 PCIe", "bf16", 756e12),
-                                  ("NVIDIA A100-SXM4-80GB", "tf32", 156e12), ("NVIDIA A10", "bf16", 125e12)]:
-        monkeypatch.setattr(model_gpu, "gpu_name", lambda name=name: name)
-        assert model_gpu.peak_throughput(c, precision) == pytest.approx(peak / flops), name
-    for name, precision in ("NVIDIA H200", "fp32"), ("NVIDIA T4", "bf16"):
-        monkeypatch.setattr(model_gpu, "gpu_name", lambda name=name: name)
-        assert model_gpu.peak_throughput(c, precision) is None
-
-
 # -- plans -------------------------------------------------------------------------------------------------------------
 def test_a_dry_run_prints_the_plan(capsys):
     """Of a GPU; there is none here: the limit counts.  On a CPU there is no plan."""
@@ -526,23 +511,22 @@ def test_sizes_in_place_of_the_presets():
                 train.parse_arguments(["--" + option.replace("_", "-"), value])
 
 
-def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
+def test_sizes_that_do_not_fit_are_refused():
     for options, words in [
-            (["--heads", "5"], "dim (128) must be a multiple of 2 x heads (2 x 5), for RoPE; take 4 or 8 heads."),
-            (["--kv-heads", "3"], "heads (4) must be a multiple of kv_heads (3); take 2 or 4 kv_heads."),
-            (["--kv-heads", "5"], "heads (4) must be a multiple of kv_heads (5); take 4 kv_heads."),
+            (["--heads", "5"], "dim (128) must be a multiple of 2 x heads (2 x 5): heads must divide 64."),
+            (["--kv-heads", "3"], "heads (4) must be a multiple of kv_heads: 3 does not divide it."),
             (["--dim", "100"], "dim (100) must be a multiple of 8."),
             (["--vocab", "513"], "vocab (513) must be a multiple of 8.")]:
         with pytest.raises(ValueError) as error:
             train.choose_sizes(train.given_options(train.parse_arguments(options)), "small")
-        assert str(error.value) == words
+        assert str(error.value).startswith(words)
 
 
 @pytest.mark.parametrize("options, words", [
-    (["--heads", "8"], "not 16: take 1 or 2 or 4 heads."),
-    (["--dim", "160", "--heads", "2"], "not 80: take 5 heads."),
-    (["--dim", "192", "--heads", "4"], "not 48: take 3 or 6 heads."),
-    (["--dim", "80", "--heads", "4"], "not 20: dim must be a multiple of 32.")])
+    (["--heads", "8"], "not 16: "),
+    (["--dim", "160", "--heads", "2"], "not 80: "),
+    (["--dim", "192", "--heads", "4"], "not 48: "),
+    (["--dim", "80", "--heads", "4"], "not 20: ")])
 def test_heads_that_a_gpu_does_not_take(monkeypatch, options, words):
     """Said before a run is planned, and before one is begun; a CPU takes them."""
     for gpu, dry in (False, ["--dry-run"]), (True, []), (True, ["--dry-run"]):
@@ -552,7 +536,7 @@ def test_heads_that_a_gpu_does_not_take(monkeypatch, options, words):
         monkeypatch.setattr(train, "set_threads", lambda: None)
         with pytest.raises(ValueError) as error:
             train.main(["--device", "gpu", *options, *dry])
-        assert str(error.value) == "the GPU engine takes heads 32, 64 or 128 wide, " + words
+        assert str(error.value).startswith("the GPU engine takes heads 32, 64 or 128 wide, " + words)
     config = train.choose_sizes(train.given_options(train.parse_arguments(options)), "small")
     assert settings(config=config).device == "cpu"
 
@@ -710,19 +694,17 @@ def saved(monkeypatch):
     """The steps that were saved."""
     steps = []
     monkeypatch.setattr(train, "save_run", lambda training: steps.append(training.model.step))
-    monkeypatch.setattr(model_gpu, "peak_throughput", lambda config, precision: None)
     return steps
 
 
-@pytest.mark.parametrize("peak", [None, 4096.0])
-def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, saved, peak):
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, saved, device):
     """A second a step; the evaluation after step 14 takes a hundred, and counts neither for the speed nor for what is left."""
     now, printed = [1000.0], []
     monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(train, "print_step", lambda step, parts, last: printed.append((step, parts, last)))
-    monkeypatch.setattr(model_gpu, "peak_throughput", lambda *which: peak if which == (Plain.config, "bf16") else "wrong")
     s = settings("--eval-every", "7", "--save-every", "50", config=Plain.config, batch_tokens=32, steps=40)
-    s.device, s.precision = ("gpu", "bf16") if peak else ("cpu", "fp32")
+    s.device = device
 
     def batch(step):
         now[0] += 1.0
@@ -736,10 +718,10 @@ def test_speed_and_time_left_without_pauses(tmp_path, monkeypatch, saved, peak):
     assert code == 0 and [step for step, *_ in printed] == list(range(11, 41))
     for step, parts, last in printed:
         # on a GPU a step's numbers are read when the next one has been launched, but before an evaluation
-        began = step - 10 + bool(peak and not last)
+        began = step - 10 + (device == "gpu" and not last)
         rate, left = 32 * (step - 10) / began, int(began / (step - 10) * (40 - step))
         assert parts == [f"step {step:5d}/40", "loss  1.5000", "1.082 bits/byte", f"00:{left:02d} left", f"{rate:8,.0f} tokens/s",
-                         "norm   0.25", f"lr {train.learning_rate(step - 1, s):.2e}", *([f"{rate / peak:.0%} of peak"] if peak else [])]
+                         "norm   0.25", f"lr {train.learning_rate(step - 1, s):.2e}"]
         assert last == (step in (14, 21, 28, 35, 40))
     assert state["tokens"] == 5000 + 960 and state["seconds"] == 50 + 30 + 400      # and then it evaluated
 
