@@ -83,12 +83,11 @@ def why_no_gpu():
         return None
     driver = cupy.cuda.runtime.driverGetVersion()           # 12040: it serves CUDA 12.4
     needed = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    major = driver // 1000
     if driver == 0:
         return "There is no NVIDIA driver on this machine."
-    if major < needed:
-        return (f"The NVIDIA driver is too old: it serves CUDA {major}.{driver % 1000 // 10}, this CuPy "
-                f"needs {needed}.0: update the driver, or install cupy-cuda{major}x.")
+    if driver // 1000 < needed:
+        return (f"The NVIDIA driver is too old: it serves CUDA {driver // 1000}.{driver % 1000 // 10}, this "
+                f"CuPy needs {needed}.0: update the driver, or install cupy-cuda{driver // 1000}x.")
     return "The NVIDIA driver finds no GPU."
 
 
@@ -116,7 +115,7 @@ def gpu_name():
 
 
 def capability():
-    """Of this process's GPU: 90 is a Hopper's, 9.0."""
+    """The compute capability of this process's GPU, times ten: 90 is a Hopper."""
     return int(cupy.cuda.Device().compute_capability)
 
 
@@ -180,11 +179,11 @@ class Gpu:
         self.kernels = {}
         self.eps = float(config.norm_eps)
         notice = threading.Timer(0.5, lambda: print(
-            "Compiling the CUDA kernels for this GPU (kept for the next run).", file=sys.stderr, flush=True))
+            "Compiling the CUDA kernels for this GPU (kept for the next run).", file=sys.stderr))
         notice.start()    # speaks only if this takes time: compiled kernels load at once
         hopper = capability() == 90
         options = [f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}"]
-        if hopper:                              # of a GPU's architectures, sm_90a alone has Hopper's products
+        if hopper:                              # sm_90a alone has Hopper's own matmul instructions
             options.append("-arch=sm_90a")
         try:
             code, module = compiled("kernels.cu", f"-DBF16={int(precision == 'bf16')}",
@@ -649,7 +648,7 @@ class Model:
         self.optimizer = optimizer
         self.pool = cupy.get_default_memory_pool()
         self.memory_limit = memory_limit
-        if memory_limit is not None:
+        if memory_limit:
             self.pool.set_limit(size=max(1, memory_limit - CUBLAS_BYTES - CONTEXT_BYTES))
             weakref.finalize(self, self.pool.set_limit, size=0)         # 0: none
         try:
@@ -824,7 +823,6 @@ class Model:
 
     def _launch_backward(self, add):
         """Launch the backward.  Yields where the flat gradient is done from, up to the gains."""
-        c = self.config
         gpu = self.gpu
         w = self.weights
         grads = self.grads
@@ -838,9 +836,9 @@ class Model:
         # final = rmsnorm(x)
         rmsnorm_backward(gpu, dx, grads["norm"], shared["n"], shared["x"], shared["rstd"], w["norm"],
                          shared["dgain"], add=False)
-        for i in reversed(range(c.layers)):
+        for i in reversed(range(len(layers))):
             block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
-            yield grads["embed"].size + i * matrix_table(c)[-1][1].stop
+            yield grads["embed"].size + i * matrix_table(self.config)[-1][1].stop
         # x = embed[tokens]
         embedding_backward(gpu, grads["embed"], dx, shared["order"], shared["starts"])
         yield 0
@@ -1004,7 +1002,7 @@ def work_tables(config, B, T, precision):
 
     layer = rows(x_in=C,                    # x before the layer
                  n1=C,                      # rmsnorm(x_in)
-                 qkv=config.qkv_width,           # n1 @ qkv.T, with q and k rotated
+                 qkv=config.qkv_width,      # n1 @ qkv.T, with q and k rotated
                  y=C,                       # attention(q, k, v)
                  x_mid=C,                   # x after Euler substep 1
                  n2=C,                      # rmsnorm(x_mid)
@@ -1012,7 +1010,7 @@ def work_tables(config, B, T, precision):
                  h=F)                       # silu(gate) * up
     layer += typed(float32,
                    rstd1=(N,),              # 1 / root mean square of each row of x_in
-                   lse=(B, config.heads, T),     # log of the sum of exponentials of each row of the scores
+                   lse=(B, config.heads, T),    # log of the sum of exponentials of each row of scores
                    rstd2=(N,))              # 1 / root mean square of each row of x_mid
     space = 0
     if precision == "tf32":                 # for the largest operand that is transposed: n, or a weight
@@ -1022,12 +1020,12 @@ def work_tables(config, B, T, precision):
                   increment=C)              # what a substep adds to x; in the backward dx
     shared += typed(float32,
                     rstd=(N,),              # 1 / root mean square of each row of x
-                    nll=(N, config.predict),     # the loss of each target, times its weight
-                    dgain=(NORM_BLOCKS, C),     # partial sums of a gain's gradient
+                    nll=(N, config.predict),    # the loss of each target
+                    dgain=(NORM_BLOCKS, C), # partial sums of a gain's gradient
                     space=(space,))         # see transposed
     logits = typed(real, logits=(T * logit_windows(config, B, T)[0].stop, config.predict * config.vocab))
     scratch = rows(dh=F,                    # gradient of h
-                   dqkv=config.qkv_width)        # gradient of qkv, before the rotation
+                   dqkv=config.qkv_width)   # gradient of qkv before the rotation
     scratch += typed(float32, delta=(B, config.heads, T))       # from attention_backward's first kernel
     return layer, shared, logits, scratch
 
@@ -1076,14 +1074,14 @@ def decode_tables(config, precision):
                  tokens=(config.context,),
                  place=(4,),                        # position of the first token, t of the first draw,
                                                     # top_k, vocab
-                 ids=(rows * config.predict,))           # the answer: what was drawn
+                 ids=(rows * config.predict,))      # the answer: what was drawn
     both += typed(np.float64, drawing=(2,))         # temperature, top_p
-    both += typed(uint64, seed=(1,))             # of the noise
-    both += typed(float32, p=(rows,))            # the answer: the probabilities of what head 0 drew
+    both += typed(uint64, seed=(1,))                # of the noise
+    both += typed(float32, p=(rows,))               # the answer: the probabilities of what head 0 drew
     layer, shared, *_ = work_tables(config, 1, config.context, precision)
     alone = [row for row in layer + shared if row[0] not in ("qkv", "space")]
     real = uint16 if precision == "bf16" else float32
-    alone += typed(real, qkv=(config.layers, config.context, config.qkv_width))        # the KV cache
+    alone += typed(real, qkv=(config.layers, config.context, config.qkv_width))     # the KV cache
     alone += typed(float32, logits=(rows, config.predict * config.vocab))
     return both, alone
 
@@ -1149,9 +1147,9 @@ def main(argv):
         after = float(model.forward(tokens, targets)[0])
         model.backward()
         float(model.update(lr=1e-3))                # waits for the GPU
-        milliseconds = 1e3 * (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
         off = np.linalg.norm(gradient - reference) / np.linalg.norm(reference)
-        print(f"{label:12} {loss:9.5f} {after:9.5f} {off:9.1e} {milliseconds:9.2f} ms")
+        print(f"{label:12} {loss:9.5f} {after:9.5f} {off:9.1e} {1e3 * seconds:9.2f} ms")
 
 
 if __name__ == "__main__":

@@ -1691,6 +1691,10 @@ def test_cublas_is_that_of_the_runtime(made, monkeypatch, version, name):
     monkeypatch.setattr(model_gpu.ctypes, "CDLL", lambda path: opened.append(path) or library)
     handle, loaded = model_gpu.load_cublas()
     assert opened == [name] and handle.value == 5 and loaded is library
+    letters = {ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_longlong: "q"}
+    assert {name: "".join(letters[kind] for kind in function.argtypes) for name, function in vars(library).items()} == {
+        "cublasGemmEx": "piiiiippiipiippiiii", "cublasGemmStridedBatchedEx": "piiiiippiiqpiiqppiiqiii",
+        "cublasSgeam": "piiiippippipi", "cublasSetStream_v2": "pp"}
 
 
 def test_the_script_says_in_one_sentence_that_there_is_no_gpu():
