@@ -48,7 +48,7 @@ from numpy import float32, int32, int64, uint8, uint16, uint64
 import model_cpu
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch,
                        init_params, layer_views, matrix_table, moment_count, muon_part,
-                       param_count, param_views, rope_table, slices_of, table_bytes, update_table)
+                       param_count, param_views, rope_table, table_bytes, update_table)
 from script import GpuError, Parser, require, run_script
 
 try:
@@ -63,7 +63,6 @@ SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 3               # the use of a batch's shape from which on its launches are a CUDA graph
 BUCKET = 1 << 24            # numbers of the gradient in one all-reduce, at least
-MOST_LOGITS = 1 << 29       # computed at once; with a large vocabulary they come in pieces
 PROMPT_ROWS = 64            # a prompt is read in a multiple of so many rows, so that its launches repeat, too
 FEW_ROWS = 8                # decoding has kernels of its own for up to so many tokens
 GROUP_ROWS = 4              # of which so many share one reading of the weights: ROWS in kernels.cu
@@ -231,9 +230,10 @@ class Gpu:
 
 def check_sizes(config):
     """ValueError, in one sentence, for a model whose sizes these kernels do not take; needs no GPU."""
-    width = config.head_dim
-    require(width in (32, 64, 128), f"the GPU engine takes heads 32, 64 or 128 wide, not {width}: choose the "
-            f"number of heads so that dim ({config.dim}) / heads is one of these.")
+    if config.head_dim not in (32, 64, 128):
+        fits = [str(config.dim // width) for width in (128, 64, 32) if config.dim % width == 0]
+        advice = f"take {' or '.join(fits)} heads" if fits else "dim must be a multiple of 32"
+        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: {advice}.")
     require(config.dim <= 8192 and config.context <= 16384, "the GPU engine takes models up to 8192 wide and "
             f"contexts up to 16384, not {config.dim} and {config.context}.")
 
@@ -249,13 +249,13 @@ def row_threads(C):
 
 
 def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
-    """The matmul out (M,N) = a (M,I) @ b (I,N), or += with add; transposed operands lie as (I,M), (N,I).  Of
-    stacks of matrices, (n,M,N) and so on without gaps, each is multiplied with each.
+    """The matmul out (M,N) = a (M,inner) @ b (inner,N), or += with add; transposed operands lie as (inner,M),
+    (N,inner).  Of stacks of matrices, (n,M,N) and so on without gaps, each is multiplied with each.
 
     cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first,
     and what lies row-major already is the transpose that it wants."""
     M, N = out.shape[-2:]
-    I = a.shape[-2 if transpose_a else -1]
+    inner = a.shape[-2 if transpose_a else -1]
     if gpu.cublas:
         operands = []
         for x in (b, a, out):           # the steps from row to row and, in a stack, from matrix to matrix
@@ -265,17 +265,17 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
         if out.ndim == 3:
             function = gpu.cublas.cublasGemmStridedBatchedEx
             operands[2].append(len(out))
-        status = function(gpu.handle, transpose_b, transpose_a, N, M, I, ONE, *operands[0], *operands[1],
+        status = function(gpu.handle, transpose_b, transpose_a, N, M, inner, ONE, *operands[0], *operands[1],
                           ONE if add else ZERO, *operands[2], COMPUTE[gpu.precision], -1)
-        require(not status, f"cuBLAS refuses a matmul of {M} x {I} by {I} x {N}: status {status}.", GpuError)
+        require(not status, f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.", GpuError)
         return
     lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
     steps_a = (1, lda) if transpose_a else (lda, 1)
     steps_b = (1, ldb) if transpose_b else (ldb, 1)
     for matrices in zip(out, a, b) if out.ndim == 3 else [(out, a, b)]:
         addresses = [uint64(x.data.ptr) for x in matrices]
-        gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256, *addresses, M, N, I, *steps_a, *steps_b,
-                   ldo, add, out.dtype == float32)
+        gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256, *addresses, M, N, inner, *steps_a,
+                   *steps_b, ldo, add, out.dtype == float32)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -482,17 +482,13 @@ def decode_block(gpu, w, x, qkv, shared):
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, h, w["down"], n, c.hidden, C)
 
 
-def cross_entropy_forward(gpu, logits, nll, targets, weight, T):
-    """The losses nll (N,K) of logits (N,K*V), which become their own gradients: cross_entropy_forward and
-    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1), flat; weight (K,): head_weight /
-    divisor."""
+def cross_entropy_forward(gpu, losses, nll, logits, targets, weight, divisor, T):
+    """losses (K,) = the sums over rows of nll (N,K), those of each target, / divisor (K,).  logits (N,K*V)
+    become their own gradients: cross_entropy_forward and cross_entropy_backward of model_cpu in one pass.
+    targets (B,T+K-1), flat; weight (K,): head_weight / divisor."""
     N, K = nll.shape
     gpu.launch("cross_entropy", (N * K,), 128, logits, nll, targets, weight, T, K, gpu.config.vocab)
-
-
-def cross_entropy_sum(gpu, losses, nll, divisor):
-    """losses (K,) = the sums of nll (N,K) over rows, / divisor (K,)."""
-    gpu.launch("cross_entropy_sum", (nll.shape[1],), 1024, losses, nll, divisor, *nll.shape)
+    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, divisor, N, K)
 
 
 def gradient_norm(gpu, state, partial, grad, hidden, clip):
@@ -639,6 +635,7 @@ class Model:
         precision = precision or default_precision()
         require(precision in PRECISIONS,
                 f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
+        require(matmul in ("cublas", "ours"), f"matmul must be one of cublas, ours, not {matmul!r}.")
         needed = 70 if precision == "fp32" else 80
         require(capability() >= needed, f"{precision} needs a GPU of compute capability {needed / 10} or "
                 f"later, this one has {capability() / 10}; --precision fp32 needs 7.0.")
@@ -748,7 +745,7 @@ class Model:
             layer, shared, logits, scratch = work_tables(c, B, T, self.precision)
             size = table_bytes(layer)
             layers = [carve(self.work, layer, i * size) for i in range(c.layers)]
-            arrays = {**self.inputs.arrays, "B": B, "T": T, "first": 0, "windows": logit_windows(c, B, T)}
+            arrays = {**self.inputs.arrays, "B": B, "T": T, "first": 0}
             for in_turn in (logits, scratch):           # both begin where what is shared ends
                 arrays.update(carve(self.work, shared + in_turn, c.layers * size))
             arrays["replays"] = collections.defaultdict(Replay)
@@ -761,7 +758,8 @@ class Model:
         tokens = as_batch(c, tokens)
         layers, shared = self._buffers(*tokens.shape)
         self.inputs.send({"tokens": tokens})
-        logits = cupy.empty((tokens.size, c.predict * c.vocab), float32)
+        with self._room_for(*tokens.shape):
+            logits = cupy.empty((tokens.size, c.predict * c.vocab), float32)
         linear_forward(self.gpu, logits, trunk(self.gpu, self.weights, layers, shared), self.weights["heads"])
         return cupy.asnumpy(logits).reshape(*tokens.shape, c.predict, c.vocab)
 
@@ -779,27 +777,14 @@ class Model:
                           "weight": c.head_weights / divisor, "divisor": divisor})
 
         def launch():
-            trunk(self.gpu, self.weights, layers, shared)
-            for windows in shared["windows"]:
-                self._head_loss(shared, windows)
-            cross_entropy_sum(self.gpu, self.losses, shared["nll"], shared["divisor"])
+            final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)
+            linear_forward(self.gpu, shared["logits"], final, self.weights["heads"])        # (N,C) -> (N,K*V)
+            cross_entropy_forward(self.gpu, self.losses, shared["nll"], shared["logits"], shared["targets"],
+                                  shared["weight"], shared["divisor"], tokens.shape[1])
 
         shared["replays"]["forward"](self.gpu, launch)
         self.saved = layers, shared
         return self.losses.copy()
-
-    def _head_loss(self, shared, windows, done=False):
-        """The losses of these windows, a slice, and from them -> (their rows of shared["n"], which is final;
-        d loss / d logits), two matrices.  done: these windows were the last, and all is there still."""
-        T = shared["T"]
-        rows = slice(windows.start * T, windows.stop * T)
-        final = shared["n"][rows]
-        logits = shared["logits"][:len(final)]
-        if not done:
-            linear_forward(self.gpu, logits, final, self.weights["heads"])
-            targets = shared["targets"][windows.start * (T + self.config.predict - 1):]
-            cross_entropy_forward(self.gpu, logits, shared["nll"][rows], targets, shared["weight"], T)
-        return final, logits
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
@@ -828,14 +813,13 @@ class Model:
         grads = self.grads
         layers, shared = self.saved
         dx = shared["increment"]                    # the same memory
-        for windows in shared["windows"]:
-            final, dlogits = self._head_loss(shared, windows, done=len(shared["windows"]) == 1)
-            # logits = final @ heads.T; d final in the memory of final
-            linear_backward(gpu, final, grads["heads"], dlogits, final, w["heads"], shared["space"],
-                            add or windows.start > 0)                           # (N,K*V) -> (N,C)
+        final = shared["n"]                         # and its gradient
+        # logits = final @ heads.T
+        linear_backward(gpu, final, grads["heads"], shared["logits"], final, w["heads"], shared["space"],
+                        add)                                                    # (N,K*V) -> (N,C)
         # final = rmsnorm(x)
-        rmsnorm_backward(gpu, dx, grads["norm"], shared["n"], shared["x"], shared["rstd"], w["norm"],
-                         shared["dgain"], add=False)
+        rmsnorm_backward(gpu, dx, grads["norm"], final, shared["x"], shared["rstd"], w["norm"],
+                         shared["dgain"], add=False)                            # (N,C)
         for i in reversed(range(len(layers))):
             block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
             yield grads["embed"].size + i * matrix_table(self.config)[-1][1].stop
@@ -968,13 +952,6 @@ class Decoder(model_cpu.Decoder):
 # ------------------------------------------------------------------------------------------------------------
 # 5. What a step computes in, and what a run needs
 # ------------------------------------------------------------------------------------------------------------
-def logit_windows(config, B, T):
-    """The B windows of a batch in slices of at most MOST_LOGITS logits, or of one window.  Shorter windows
-    never have more rows in a slice than windows of the whole context."""
-    windows = max(1, MOST_LOGITS // (config.context * config.predict * config.vocab))
-    return slices_of(B, max(1, windows * config.context // T))
-
-
 def typed(dtype, **shapes):
     """A table, [(name, shape, dtype), ...], of arrays of one type."""
     return [(name, shape, dtype) for name, shape in shapes.items()]
@@ -1023,7 +1000,7 @@ def work_tables(config, B, T, precision):
                     nll=(N, config.predict),    # the loss of each target
                     dgain=(NORM_BLOCKS, C), # partial sums of a gain's gradient
                     space=(space,))         # see transposed
-    logits = typed(real, logits=(T * logit_windows(config, B, T)[0].stop, config.predict * config.vocab))
+    logits = rows(logits=config.predict * config.vocab)         # then d loss / d logits
     scratch = rows(dh=F,                    # gradient of h
                    dqkv=config.qkv_width)   # gradient of qkv before the rotation
     scratch += typed(float32, delta=(B, config.heads, T))       # from attention_backward's first kernel
