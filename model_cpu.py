@@ -902,8 +902,8 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
 
 def layer_logits(model, inputs):
-    """The "logit lens" (nostalgebraist 2020) of inputs (B,T).  Yields after the embedding and after each layer
-    the residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
+    """The "logit lens" (nostalgebraist 2020) of inputs (B,T).  Yields, after the embedding and each layer, the
+    residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
     layers, shared = model.workspaces[0].buffers(*inputs.shape)
     model._trunk(inputs, layers, shared)
     final = shared["final"]
