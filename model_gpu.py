@@ -267,7 +267,8 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
             operands[2].append(len(out))
         status = function(gpu.handle, transpose_b, transpose_a, N, M, inner, ONE, *operands[0], *operands[1],
                           ONE if add else ZERO, *operands[2], COMPUTE[gpu.precision], -1)
-        require(not status, f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.", GpuError)
+        require(not status, f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.",
+                GpuError)
         return
     lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
     steps_a = (1, lda) if transpose_a else (lda, 1)
