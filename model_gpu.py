@@ -48,7 +48,7 @@ from numpy import float32, int32, int64, uint8, uint16, uint64
 import model_cpu
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch,
                        init_params, layer_views, matrix_table, moment_count, muon_part,
-                       param_count, param_views, rope_table, slices_of, table_bytes, update_table)
+                       param_count, param_views, rope_table, table_bytes, update_table)
 from script import GpuError, Parser, require, run_script
 
 try:
@@ -63,7 +63,6 @@ SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 3               # the use of a batch's shape from which on its launches are a CUDA graph
 BUCKET = 1 << 24            # numbers of the gradient in one all-reduce, at least
-MOST_LOGITS = 1 << 29       # computed at once; with a large vocabulary they come in pieces
 PROMPT_ROWS = 64            # a prompt is read in a multiple of so many rows, so that its launches repeat, too
 FEW_ROWS = 8                # decoding has kernels of its own for up to so many tokens
 GROUP_ROWS = 4              # of which so many share one reading of the weights: ROWS in kernels.cu
@@ -83,12 +82,11 @@ def why_no_gpu():
         return None
     driver = cupy.cuda.runtime.driverGetVersion()           # 12040: it serves CUDA 12.4
     needed = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    major = driver // 1000
     if driver == 0:
         return "There is no NVIDIA driver on this machine."
-    if major < needed:
-        return (f"The NVIDIA driver is too old: it serves CUDA {major}.{driver % 1000 // 10}, this CuPy "
-                f"needs {needed}.0: update the driver, or install cupy-cuda{major}x.")
+    if driver // 1000 < needed:
+        return (f"The NVIDIA driver is too old: it serves CUDA {driver // 1000}.{driver % 1000 // 10}, this "
+                f"CuPy needs {needed}.0: update the driver, or install cupy-cuda{driver // 1000}x.")
     return "The NVIDIA driver finds no GPU."
 
 
@@ -116,7 +114,7 @@ def gpu_name():
 
 
 def capability():
-    """Of this process's GPU: 90 is a Hopper's, 9.0."""
+    """The compute capability of this process's GPU, times ten: 90 is a Hopper."""
     return int(cupy.cuda.Device().compute_capability)
 
 
@@ -180,11 +178,11 @@ class Gpu:
         self.kernels = {}
         self.eps = float(config.norm_eps)
         notice = threading.Timer(0.5, lambda: print(
-            "Compiling the CUDA kernels for this GPU (kept for the next run).", file=sys.stderr, flush=True))
+            "Compiling the CUDA kernels for this GPU (kept for the next run).", file=sys.stderr))
         notice.start()    # speaks only if this takes time: compiled kernels load at once
         hopper = capability() == 90
         options = [f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}"]
-        if hopper:                              # of a GPU's architectures, sm_90a alone has Hopper's products
+        if hopper:                              # sm_90a alone has Hopper's own matmul instructions
             options.append("-arch=sm_90a")
         try:
             code, module = compiled("kernels.cu", f"-DBF16={int(precision == 'bf16')}",
@@ -232,9 +230,10 @@ class Gpu:
 
 def check_sizes(config):
     """ValueError, in one sentence, for a model whose sizes these kernels do not take; needs no GPU."""
-    width = config.head_dim
-    require(width in (32, 64, 128), f"the GPU engine takes heads 32, 64 or 128 wide, not {width}: choose the "
-            f"number of heads so that dim ({config.dim}) / heads is one of these.")
+    if config.head_dim not in (32, 64, 128):
+        fits = [str(config.dim // width) for width in (128, 64, 32) if config.dim % width == 0]
+        advice = f"take {' or '.join(fits)} heads" if fits else "dim must be a multiple of 32"
+        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: {advice}.")
     require(config.dim <= 8192 and config.context <= 16384, "the GPU engine takes models up to 8192 wide and "
             f"contexts up to 16384, not {config.dim} and {config.context}.")
 
@@ -250,13 +249,13 @@ def row_threads(C):
 
 
 def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
-    """The matmul out (M,N) = a (M,I) @ b (I,N), or += with add; transposed operands lie as (I,M), (N,I).  Of
-    stacks of matrices, (n,M,N) and so on without gaps, each is multiplied with each.
+    """The matmul out (M,N) = a (M,inner) @ b (inner,N), or += with add; transposed operands lie as (inner,M),
+    (N,inner).  Of stacks of matrices, (n,M,N) and so on without gaps, each is multiplied with each.
 
     cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first,
     and what lies row-major already is the transpose that it wants."""
     M, N = out.shape[-2:]
-    I = a.shape[-2 if transpose_a else -1]
+    inner = a.shape[-2 if transpose_a else -1]
     if gpu.cublas:
         operands = []
         for x in (b, a, out):           # the steps from row to row and, in a stack, from matrix to matrix
@@ -266,17 +265,18 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
         if out.ndim == 3:
             function = gpu.cublas.cublasGemmStridedBatchedEx
             operands[2].append(len(out))
-        status = function(gpu.handle, transpose_b, transpose_a, N, M, I, ONE, *operands[0], *operands[1],
+        status = function(gpu.handle, transpose_b, transpose_a, N, M, inner, ONE, *operands[0], *operands[1],
                           ONE if add else ZERO, *operands[2], COMPUTE[gpu.precision], -1)
-        require(not status, f"cuBLAS refuses a matmul of {M} x {I} by {I} x {N}: status {status}.", GpuError)
+        require(not status, f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.",
+                GpuError)
         return
     lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
     steps_a = (1, lda) if transpose_a else (lda, 1)
     steps_b = (1, ldb) if transpose_b else (ldb, 1)
     for matrices in zip(out, a, b) if out.ndim == 3 else [(out, a, b)]:
         addresses = [uint64(x.data.ptr) for x in matrices]
-        gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256, *addresses, M, N, I, *steps_a, *steps_b,
-                   ldo, add, out.dtype == float32)
+        gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256, *addresses, M, N, inner, *steps_a,
+                   *steps_b, ldo, add, out.dtype == float32)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -483,17 +483,13 @@ def decode_block(gpu, w, x, qkv, shared):
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, h, w["down"], n, c.hidden, C)
 
 
-def cross_entropy_forward(gpu, logits, nll, targets, weight, T):
-    """The losses nll (N,K) of logits (N,K*V), which become their own gradients: cross_entropy_forward and
-    cross_entropy_backward of model_cpu in one pass.  targets (B,T+K-1), flat; weight (K,): head_weight /
-    divisor."""
+def cross_entropy_forward(gpu, losses, nll, logits, targets, weight, divisor, T):
+    """losses (K,) = the sums over rows of nll (N,K), those of each target, / divisor (K,).  logits (N,K*V)
+    become their own gradients: cross_entropy_forward and cross_entropy_backward of model_cpu in one pass.
+    targets (B,T+K-1), flat; weight (K,): head_weight / divisor."""
     N, K = nll.shape
     gpu.launch("cross_entropy", (N * K,), 128, logits, nll, targets, weight, T, K, gpu.config.vocab)
-
-
-def cross_entropy_sum(gpu, losses, nll, divisor):
-    """losses (K,) = the sums of nll (N,K) over rows, / divisor (K,)."""
-    gpu.launch("cross_entropy_sum", (nll.shape[1],), 1024, losses, nll, divisor, *nll.shape)
+    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, divisor, N, K)
 
 
 def gradient_norm(gpu, state, partial, grad, hidden, clip):
@@ -640,6 +636,7 @@ class Model:
         precision = precision or default_precision()
         require(precision in PRECISIONS,
                 f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
+        require(matmul in ("cublas", "ours"), f"matmul must be one of cublas, ours, not {matmul!r}.")
         needed = 70 if precision == "fp32" else 80
         require(capability() >= needed, f"{precision} needs a GPU of compute capability {needed / 10} or "
                 f"later, this one has {capability() / 10}; --precision fp32 needs 7.0.")
@@ -649,7 +646,7 @@ class Model:
         self.optimizer = optimizer
         self.pool = cupy.get_default_memory_pool()
         self.memory_limit = memory_limit
-        if memory_limit is not None:
+        if memory_limit:
             self.pool.set_limit(size=max(1, memory_limit - CUBLAS_BYTES - CONTEXT_BYTES))
             weakref.finalize(self, self.pool.set_limit, size=0)         # 0: none
         try:
@@ -749,7 +746,7 @@ class Model:
             layer, shared, logits, scratch = work_tables(c, B, T, self.precision)
             size = table_bytes(layer)
             layers = [carve(self.work, layer, i * size) for i in range(c.layers)]
-            arrays = {**self.inputs.arrays, "B": B, "T": T, "first": 0, "windows": logit_windows(c, B, T)}
+            arrays = {**self.inputs.arrays, "B": B, "T": T, "first": 0}
             for in_turn in (logits, scratch):           # both begin where what is shared ends
                 arrays.update(carve(self.work, shared + in_turn, c.layers * size))
             arrays["replays"] = collections.defaultdict(Replay)
@@ -762,7 +759,8 @@ class Model:
         tokens = as_batch(c, tokens)
         layers, shared = self._buffers(*tokens.shape)
         self.inputs.send({"tokens": tokens})
-        logits = cupy.empty((tokens.size, c.predict * c.vocab), float32)
+        with self._room_for(*tokens.shape):
+            logits = cupy.empty((tokens.size, c.predict * c.vocab), float32)
         linear_forward(self.gpu, logits, trunk(self.gpu, self.weights, layers, shared), self.weights["heads"])
         return cupy.asnumpy(logits).reshape(*tokens.shape, c.predict, c.vocab)
 
@@ -780,27 +778,14 @@ class Model:
                           "weight": c.head_weights / divisor, "divisor": divisor})
 
         def launch():
-            trunk(self.gpu, self.weights, layers, shared)
-            for windows in shared["windows"]:
-                self._head_loss(shared, windows)
-            cross_entropy_sum(self.gpu, self.losses, shared["nll"], shared["divisor"])
+            final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)
+            linear_forward(self.gpu, shared["logits"], final, self.weights["heads"])        # (N,C) -> (N,K*V)
+            cross_entropy_forward(self.gpu, self.losses, shared["nll"], shared["logits"], shared["targets"],
+                                  shared["weight"], shared["divisor"], tokens.shape[1])
 
         shared["replays"]["forward"](self.gpu, launch)
         self.saved = layers, shared
         return self.losses.copy()
-
-    def _head_loss(self, shared, windows, done=False):
-        """The losses of these windows, a slice, and from them -> (their rows of shared["n"], which is final;
-        d loss / d logits), two matrices.  done: these windows were the last, and all is there still."""
-        T = shared["T"]
-        rows = slice(windows.start * T, windows.stop * T)
-        final = shared["n"][rows]
-        logits = shared["logits"][:len(final)]
-        if not done:
-            linear_forward(self.gpu, logits, final, self.weights["heads"])
-            targets = shared["targets"][windows.start * (T + self.config.predict - 1):]
-            cross_entropy_forward(self.gpu, logits, shared["nll"][rows], targets, shared["weight"], T)
-        return final, logits
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
@@ -824,23 +809,21 @@ class Model:
 
     def _launch_backward(self, add):
         """Launch the backward.  Yields where the flat gradient is done from, up to the gains."""
-        c = self.config
         gpu = self.gpu
         w = self.weights
         grads = self.grads
         layers, shared = self.saved
         dx = shared["increment"]                    # the same memory
-        for windows in shared["windows"]:
-            final, dlogits = self._head_loss(shared, windows, done=len(shared["windows"]) == 1)
-            # logits = final @ heads.T; d final in the memory of final
-            linear_backward(gpu, final, grads["heads"], dlogits, final, w["heads"], shared["space"],
-                            add or windows.start > 0)                           # (N,K*V) -> (N,C)
+        final = shared["n"]                         # and its gradient
+        # logits = final @ heads.T
+        linear_backward(gpu, final, grads["heads"], shared["logits"], final, w["heads"], shared["space"],
+                        add)                                                    # (N,K*V) -> (N,C)
         # final = rmsnorm(x)
-        rmsnorm_backward(gpu, dx, grads["norm"], shared["n"], shared["x"], shared["rstd"], w["norm"],
-                         shared["dgain"], add=False)
-        for i in reversed(range(c.layers)):
+        rmsnorm_backward(gpu, dx, grads["norm"], final, shared["x"], shared["rstd"], w["norm"],
+                         shared["dgain"], add=False)                            # (N,C)
+        for i in reversed(range(len(layers))):
             block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
-            yield grads["embed"].size + i * matrix_table(c)[-1][1].stop
+            yield grads["embed"].size + i * matrix_table(self.config)[-1][1].stop
         # x = embed[tokens]
         embedding_backward(gpu, grads["embed"], dx, shared["order"], shared["starts"])
         yield 0
@@ -970,13 +953,6 @@ class Decoder(model_cpu.Decoder):
 # ------------------------------------------------------------------------------------------------------------
 # 5. What a step computes in, and what a run needs
 # ------------------------------------------------------------------------------------------------------------
-def logit_windows(config, B, T):
-    """The B windows of a batch in slices of at most MOST_LOGITS logits, or of one window.  Shorter windows
-    never have more rows in a slice than windows of the whole context."""
-    windows = max(1, MOST_LOGITS // (config.context * config.predict * config.vocab))
-    return slices_of(B, max(1, windows * config.context // T))
-
-
 def typed(dtype, **shapes):
     """A table, [(name, shape, dtype), ...], of arrays of one type."""
     return [(name, shape, dtype) for name, shape in shapes.items()]
@@ -1004,7 +980,7 @@ def work_tables(config, B, T, precision):
 
     layer = rows(x_in=C,                    # x before the layer
                  n1=C,                      # rmsnorm(x_in)
-                 qkv=config.qkv_width,           # n1 @ qkv.T, with q and k rotated
+                 qkv=config.qkv_width,      # n1 @ qkv.T, with q and k rotated
                  y=C,                       # attention(q, k, v)
                  x_mid=C,                   # x after Euler substep 1
                  n2=C,                      # rmsnorm(x_mid)
@@ -1012,7 +988,7 @@ def work_tables(config, B, T, precision):
                  h=F)                       # silu(gate) * up
     layer += typed(float32,
                    rstd1=(N,),              # 1 / root mean square of each row of x_in
-                   lse=(B, config.heads, T),     # log of the sum of exponentials of each row of the scores
+                   lse=(B, config.heads, T),    # log of the sum of exponentials of each row of scores
                    rstd2=(N,))              # 1 / root mean square of each row of x_mid
     space = 0
     if precision == "tf32":                 # for the largest operand that is transposed: n, or a weight
@@ -1022,12 +998,12 @@ def work_tables(config, B, T, precision):
                   increment=C)              # what a substep adds to x; in the backward dx
     shared += typed(float32,
                     rstd=(N,),              # 1 / root mean square of each row of x
-                    nll=(N, config.predict),     # the loss of each target, times its weight
-                    dgain=(NORM_BLOCKS, C),     # partial sums of a gain's gradient
+                    nll=(N, config.predict),    # the loss of each target
+                    dgain=(NORM_BLOCKS, C), # partial sums of a gain's gradient
                     space=(space,))         # see transposed
-    logits = typed(real, logits=(T * logit_windows(config, B, T)[0].stop, config.predict * config.vocab))
+    logits = rows(logits=config.predict * config.vocab)         # then d loss / d logits
     scratch = rows(dh=F,                    # gradient of h
-                   dqkv=config.qkv_width)        # gradient of qkv, before the rotation
+                   dqkv=config.qkv_width)   # gradient of qkv before the rotation
     scratch += typed(float32, delta=(B, config.heads, T))       # from attention_backward's first kernel
     return layer, shared, logits, scratch
 
@@ -1076,14 +1052,14 @@ def decode_tables(config, precision):
                  tokens=(config.context,),
                  place=(4,),                        # position of the first token, t of the first draw,
                                                     # top_k, vocab
-                 ids=(rows * config.predict,))           # the answer: what was drawn
+                 ids=(rows * config.predict,))      # the answer: what was drawn
     both += typed(np.float64, drawing=(2,))         # temperature, top_p
-    both += typed(uint64, seed=(1,))             # of the noise
-    both += typed(float32, p=(rows,))            # the answer: the probabilities of what head 0 drew
+    both += typed(uint64, seed=(1,))                # of the noise
+    both += typed(float32, p=(rows,))               # the answer: the probabilities of what head 0 drew
     layer, shared, *_ = work_tables(config, 1, config.context, precision)
     alone = [row for row in layer + shared if row[0] not in ("qkv", "space")]
     real = uint16 if precision == "bf16" else float32
-    alone += typed(real, qkv=(config.layers, config.context, config.qkv_width))        # the KV cache
+    alone += typed(real, qkv=(config.layers, config.context, config.qkv_width))     # the KV cache
     alone += typed(float32, logits=(rows, config.predict * config.vocab))
     return both, alone
 
@@ -1190,9 +1166,9 @@ def main(argv):
         after = float(model.forward(tokens, targets)[0])
         model.backward()
         float(model.update(lr=1e-3))                # waits for the GPU
-        milliseconds = 1e3 * (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
         off = np.linalg.norm(gradient - reference) / np.linalg.norm(reference)
-        print(f"{label:12} {loss:9.5f} {after:9.5f} {off:9.1e} {milliseconds:9.2f} ms")
+        print(f"{label:12} {loss:9.5f} {after:9.5f} {off:9.1e} {1e3 * seconds:9.2f} ms")
 
 
 if __name__ == "__main__":

@@ -850,33 +850,16 @@ def test_a_head_without_targets_and_masked_micro_batches(made):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_in_pieces(made, monkeypatch, precision, tied):
-    """A window's logits at a time, computed again in the backward: the same losses and gradients; and a head that is the
-    embedding gives its gradient to it."""
+def test_a_tied_head(made, precision, tied):
+    """A head that is the embedding adds its gradient to the embedding's."""
     config = dataclasses.replace(TINY, tied=tied, predict=1 if tied else 3)
     tokens, targets = batch(config, 3, 40)
-    whole = model_gpu.Model(config, precision=precision, matmul="ours", micro_batch=3)
-    losses = whole.read(whole.forward(tokens, targets)).copy()
-    whole.backward()
-    logits = 40 * config.predict * config.vocab
-    for most, windows in ((1, [1, 1, 1]), (2 * logits, [2, 1]), (3 * logits, [3])):
-        monkeypatch.setattr(model_gpu, "MOST_LOGITS", most)
-        assert [part.stop - part.start for part in model_gpu.logit_windows(config, 3, 40)] == windows
-        assert model_gpu.work_tables(config, 3, 40, precision)[2][0][1] == (40 * windows[0], config.predict * config.vocab)
-        for T in (40, 20, 7):               # shorter windows never have more rows than those that memory was reserved for
-            assert model_gpu.work_tables(config, 120 // T, T, precision)[2][0][1][0] <= 40 * windows[0]
-        model = model_gpu.Model(config, precision=precision, matmul="ours", micro_batch=3)
-        assert (model.weights["heads"] is model.weights["embed"]) == tied
-        np.testing.assert_array_equal(model.read(model.forward(tokens, targets)), losses)
-        model.backward()
-        for name in model.grads:
-            np.testing.assert_allclose(model.read(model.grads[name]), whole.read(whole.grads[name]), rtol=1e-4,
-                                       atol=1e-6 * float(abs(whole.read(whole.grads[name])).max()))
-    reference = model_cpu.Model(config, 0)
-    reference.forward(tokens, targets)
-    reference.backward()
-    error = np.linalg.norm(whole.read(whole.flat_grads) - reference.flat_grads) / np.linalg.norm(reference.flat_grads)
-    assert error < (1e-5 if precision == "fp32" else 2e-2)
+    model, reference = model_gpu.Model(config, precision=precision, matmul="ours", micro_batch=3), model_cpu.Model(config, 0)
+    assert (model.weights["heads"] is model.weights["embed"]) == tied
+    for m in model, reference:
+        m.forward(tokens, targets)
+        m.backward()
+    assert relative(model.read(model.flat_grads), reference.flat_grads) < (1e-5 if precision == "fp32" else 2e-2)
 
 
 def test_save_and_load(made, tmp_path):
@@ -1238,10 +1221,9 @@ def test_launches_of_swiglu(F, blocks):
 def test_launches_of_the_loss():
     losses, logits, nll, targets, weight, divisor = (array(3), array(14, 3 * 48), array(14, 3), array(2 * 9),
                                                      array(3), array(3))
-    assert launches_of(model_gpu.cross_entropy_forward, logits, nll, targets, weight, 7) == [
-        ["cross_entropy", (42,), 128, 0, 0, 1, 2, 3, *i32(7, 3, 48)]]
-    assert launches_of(model_gpu.cross_entropy_sum, losses, nll, divisor) == [
-        ["cross_entropy_sum", (3,), 1024, 0, 0, 1, 2, *i32(14, 3)]]
+    assert launches_of(model_gpu.cross_entropy_forward, losses, nll, logits, targets, weight, divisor, 7) == [
+        ["cross_entropy", (42,), 128, 0, 2, 1, 3, 4, *i32(7, 3, 48)],
+        ["cross_entropy_sum", (3,), 1024, 0, 0, 1, 5, *i32(14, 3)]]
 
 
 @pytest.mark.parametrize("n, blocks", [(8, 1), (2048, 1), (2056, 2), (8200, 5), (131080, 65)])
@@ -1563,16 +1545,18 @@ def test_errors_are_one_sentence(monkeypatch):
     module, _ = fake_cupy()
     monkeypatch.setattr(model_gpu, "cupy", module)
     assert model_gpu.pick("auto") is model_gpu and model_gpu.pick("gpu") is model_gpu
-    with pytest.raises(ValueError, match="precision must be one of bf16, tf32, fp32, not 'fp8'"):
-        model_gpu.Model(TINY, precision="fp8")
+    for arguments, words in [({"precision": "fp8"}, "precision must be one of"),
+                             ({"matmul": "fast"}, "matmul must be one of")]:
+        with pytest.raises(ValueError, match=words):
+            model_gpu.Model(TINY, **arguments)
     for change, words in [
             (dict(dim=8320, heads=65), "models up to 8192 wide and contexts up to 16384, not 8320 and 8"),
             (dict(dim=64, heads=1, context=16385), "not 64 and 16385"),
-            (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: choose the number of heads so that dim .96. / heads is one"),
-            (dict(dim=64, heads=4), "heads 32, 64 or 128 wide, not 16: .* dim .64. / heads"),
-            (dict(dim=768, heads=4), "128 wide, not 192: choose"),
-            (dict(dim=40, heads=1), "128 wide, not 40: choose"),
-            (dict(dim=16, heads=1), "128 wide, not 16: choose")]:
+            (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: take 3 heads[.]$"),
+            (dict(dim=64, heads=4), "heads 32, 64 or 128 wide, not 16: take 1 or 2 heads[.]$"),
+            (dict(dim=768, heads=4), "128 wide, not 192: take 6 or 12 or 24 heads[.]$"),
+            (dict(dim=40, heads=1), "not 40: dim must be a multiple of 32[.]$"),
+            (dict(dim=16, heads=1), "not 16: dim must be a multiple of 32[.]$")]:
         config = Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **change})
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=words):
             patch.setattr(model_gpu, "cupy", None)
@@ -1630,6 +1614,10 @@ def test_out_of_memory_says_what_would_fit(made):
         return error.value
     assert str(short_of(50, 40)) == (f"A micro-batch of 50 x 40 tokens needs {need / 2**30:.2f} GiB of GPU memory, "
                                                 f"{small / 2**30:.2f} GiB can be had: use --micro-batch auto, a smaller model or --device cpu.")
+    model.logits([[1, 2, 3]])
+    pool.limit = 100
+    with pytest.raises(ValueError, match="A micro-batch of 1 x 3 tokens needs"):
+        model.logits([[1, 2, 3]])
     pool.limit = 4 * model_cpu.param_count(TINY) - 1        # there is no room for the parameters
     for micro_batch, rows in (None, 1), (5, 5):
         with pytest.raises(ValueError, match=f"A micro-batch of {rows} x 40 tokens needs"):
@@ -1691,6 +1679,10 @@ def test_cublas_is_that_of_the_runtime(made, monkeypatch, version, name):
     monkeypatch.setattr(model_gpu.ctypes, "CDLL", lambda path: opened.append(path) or library)
     handle, loaded = model_gpu.load_cublas()
     assert opened == [name] and handle.value == 5 and loaded is library
+    letters = {ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_longlong: "q"}
+    assert {name: "".join(letters[kind] for kind in function.argtypes) for name, function in vars(library).items()} == {
+        "cublasGemmEx": "piiiiippiipiippiiii", "cublasGemmStridedBatchedEx": "piiiiippiiqpiiqppiiqiii",
+        "cublasSgeam": "piiiippippipi", "cublasSetStream_v2": "pp"}
 
 
 def test_the_script_says_in_one_sentence_that_there_is_no_gpu():
