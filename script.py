@@ -1,12 +1,11 @@
-"""script.py: what every script shares and nobody comes to read.  Errors as sentences, options, files, progress.
+"""What every script shares and nobody comes to read: errors as sentences, options, files, progress.
 
-Read before it: nothing, and nothing here is about language models.  Come back when a name puzzles you.
+Read before it: nothing.  Nothing here is about language models: skip it, and come back when one of its names
+puzzles you.  It needs the standard library alone.
 
-What this file does not do: it knows no tokens and no tensors; it needs the standard library alone.
+What it does not do: it knows no tokens and no tensors.
 """
 import argparse
-import concurrent.futures
-import contextlib
 import errno
 import functools
 import glob
@@ -15,24 +14,28 @@ import os
 import re
 import sys
 import time
+from concurrent.futures import BrokenExecutor
+from contextlib import contextmanager, suppress
 
 
 def newest_checkpoint(instead):
-    """The folder in out/ whose weights were written last.  instead: what to do where there is none."""
-    weights = glob.glob(os.path.join("out", "*", "model.safetensors"))
+    """The folder in out/ whose weights were written last.  instead: what else the user can do, for the error
+    message where there is no such folder."""
+    weights = glob.glob("out/*/model.safetensors")
     require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
     return os.path.dirname(max(weights, key=os.path.getmtime))
 
 
 def require(good, sentence, error=ValueError):
-    """An error, with this sentence, for what is not good."""
+    """Raise an error with this sentence if `good` is false."""
     if not good:
         raise error(sentence)
 
 
-@contextlib.contextmanager
+@contextmanager
 def naming(path):
-    """An OSError inside names this file; that of a full disk, or of a failed read, names none by itself."""
+    """An OSError that is raised inside names this file.  The error of a full disk, or of a failed read, names
+    no file by itself."""
     try:
         yield
     except OSError as error:
@@ -41,10 +44,10 @@ def naming(path):
         raise
 
 
-@contextlib.contextmanager
+@contextmanager
 def refusing(what):
-    """What goes wrong inside, where something is made of what a file holds, is one sentence: `what`, and in
-    brackets the reason."""
+    """Inside, something is made from the content of a file.  If that fails, the error becomes one sentence:
+    `what`, and the reason in brackets."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -52,44 +55,45 @@ def refusing(what):
 
 
 def check_plain(path):
-    """ValueError for a pipe, a device or a folder in place of a file: they could be read for ever."""
-    require(os.path.isfile(path) or not os.path.exists(path),       # what is missing, open() will say
+    """ValueError for a pipe, a device or a folder in place of a file: reading it might never end."""
+    require(os.path.isfile(path) or not os.path.exists(path),       # open() complains about a missing file
             f"{path} is not a plain file, so it is not read.")
 
 
 def read_json(path):
-    """The value in a file of JSON; ValueError, in one sentence, if it holds none."""
+    """The value in a JSON file.  ValueError, in one sentence, if the file holds none."""
     data = read_chunk(path)
     with refusing(f"{path} is damaged: it is no JSON"):
         return json.loads(data.decode("utf-8"))
 
 
-@contextlib.contextmanager
+@contextmanager
 def replace_file(path):
-    """Open a binary file that takes the place of `path` when all has been written, and not before."""
+    """Open a binary file for writing.  It takes the place of `path` when all is written, and not before."""
     new = f"{os.fspath(path)}.new"
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(new)    # of a killed run; were it a pipe, opening it would wait for a reader
+        with suppress(FileNotFoundError):
+            os.remove(new)    # left by a killed run; if it were a pipe, open() would wait for a reader
         with naming(new), open(new, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
     finally:
-        with contextlib.suppress(OSError):
-            os.remove(new)    # where it could not be finished
+        with suppress(OSError):
+            os.remove(new)    # it is still there only after an error
 
 
 def write_file(path, data):
-    """These bytes take the place of what is in `path`, whole or not at all."""
+    """Replace the file at `path` by one with these bytes.  A crash leaves the old bytes or the new."""
     with replace_file(path) as file:
         file.write(data)
 
 
 def show_progress(what, unit="MB", size=1e6):
-    """-> progress(done, total), in bytes or whatever `size` of make a unit: on a terminal a line that
-    rewrites itself, elsewhere one line at the end, if it was a unit at least."""
+    """-> a function progress(done, total), in bytes, or in something else of which `size` make a unit.  On a
+    terminal it prints a line that rewrites itself.  Elsewhere it prints one line at the end, if there was at
+    least one unit to do."""
     start = time.monotonic()
 
     def progress(done, total):
@@ -104,17 +108,18 @@ def show_progress(what, unit="MB", size=1e6):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one sentence, without ten lines of usage before it."""
+    """argparse, but an error message is one sentence, without ten lines of usage before it."""
     def error(self, message):
         self.exit(2, f"error: {message}; --help lists the options.\n")
 
 
 def number_type(kind, good, what):
-    """An argparse type: what `kind` makes of the text, if that satisfies `good`, or one sentence that says
-    `what` it must be."""
+    """An argparse type: kind(text), if good(value) holds for it.  Else the error is one sentence, which says
+    `what` the value must be."""
     def parse(text):
-        with contextlib.suppress(ValueError, TypeError, OverflowError):
-            if good(value := kind(text)):                   # a NaN fails every comparison
+        with suppress(ValueError, TypeError, OverflowError):
+            value = kind(text)
+            if good(value):                                 # a NaN fails every comparison
                 return value
         shown = text if len(text) <= 40 else text[:40] + "..."
         raise argparse.ArgumentTypeError(f"must be {what}, not {shown!r}")
@@ -127,9 +132,14 @@ def whole_number(least, most=10**9):
     return number_type(int, lambda x: least <= x <= most, what)
 
 
+def to_nowhere(stream):
+    """From now on, what is written to this stream is lost."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Outliving:
-    """The standard output or error of a script that must finish its work even if nobody reads what it says:
-    when the reader, say `head` or a terminal that is closed, has left, what is written goes nowhere."""
+    """The standard output or error of a script that must finish its work even if nobody reads its output.
+    When the reader has left, as `head` does, or a terminal that is closed, the output goes nowhere."""
     def __init__(self, stream):
         self.stream = stream or open(os.devnull, "w")
 
@@ -141,25 +151,25 @@ class Outliving:
         try:
             function(*arguments)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO): # a full disk, say, is an error
+            if error.errno not in (errno.EPIPE, errno.EIO): # a full disk, for example
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            to_nowhere(self.stream)
 
 
 class GpuError(RuntimeError):
-    """What CUDA or a library of it refuses to do."""
+    """CUDA, or a library of CUDA, refuses a call."""
 
 
-# what a user can do something about; all else is a mistake of ours, and shows where it was made
-MENDABLE = ValueError, OSError, MemoryError, concurrent.futures.BrokenExecutor
+# Errors that a user can do something about.  Any other error is a mistake of ours, and shows its traceback.
+MENDABLE = ValueError, OSError, MemoryError, BrokenExecutor
 
 
 def explain(error):
-    """An error as one sentence, which obeys nothing that a file would have a terminal do."""
+    """An error as one sentence.  It may quote a file, so it holds no control characters for the terminal."""
     if isinstance(error, OSError) and error.strerror:
         where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
         return f"{where}: {error.strerror}."
-    if isinstance(error, concurrent.futures.BrokenExecutor):
+    if isinstance(error, BrokenExecutor):
         return "A process of the tokenizer ended early; if memory is short, use fewer processes."
     if isinstance(error, MemoryError):
         return f"There is not enough memory{f' ({error})' if str(error) else ''}."
@@ -167,17 +177,21 @@ def explain(error):
 
 
 def run_script(main, to_the_end=False):
-    """Exit with what main(arguments) returns.  What the user can mend is one sentence and exit code 2.
-    to_the_end: the script's work is more than what it prints, so it goes on without a reader."""
-    # each is None where whoever started the script has closed it
-    sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
-    sys.stdout, sys.stderr = Outliving(sys.stdout) if to_the_end else sys.stdout, Outliving(sys.stderr)
+    """Run main(arguments) and exit with the code that it returns.  An error that the user can mend becomes one
+    sentence and exit code 2.  to_the_end: the script's work is more than its output, so it goes on when
+    nobody reads that."""
+    # a stream is None if it was closed before the script began
+    sys.stdin = sys.stdin or open(os.devnull)
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stdout.reconfigure(errors="backslashreplace")       # for characters that the terminal lacks
+    sys.stderr = Outliving(sys.stderr)
+    if to_the_end:
+        sys.stdout = Outliving(sys.stdout)
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:                                 # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        to_nowhere(sys.stdout)
         code = 0
     except KeyboardInterrupt:
         code = 130
@@ -185,25 +199,26 @@ def run_script(main, to_the_end=False):
         of_gpu = isinstance(error, GpuError) or type(error).__module__.startswith("cupy")
         if not of_gpu and not isinstance(error, MENDABLE):
             raise
-        print(f"error: {'The GPU: ' * of_gpu}{explain(error)}", file=sys.stderr, flush=True)
+        where = "The GPU: " if of_gpu else ""
+        print(f"error: {where}{explain(error)}", file=sys.stderr, flush=True)
         if of_gpu:
-            os._exit(2)                                     # to give memory back would fail, too, and loudly
+            os._exit(2)                                     # a usual exit frees GPU memory, which fails loudly
         code = 2
     sys.exit(code)
 
 
 def printable(text):
-    """A text without the characters that a terminal would obey instead of showing: all control characters but
-    tab and line end."""
+    """A text in which U+FFFD stands for each control character but tab and line end: a terminal would obey
+    those instead of showing them."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
 def read_chunk(path, start=0, end=None):
-    """Bytes [start, end) of a plain file, by default all."""
+    """Bytes [start, end) of a plain file; by default all bytes."""
     check_plain(path)
     with naming(path), open(path, "rb") as file:
         file.seek(start)
-        return file.read() if end is None else file.read(end - start)
+        return file.read(-1 if end is None else end - start)
 
 
 def available_cores():
@@ -211,7 +226,7 @@ def available_cores():
 
 
 def load_pyplot():
-    """matplotlib's pyplot, drawing to files; ValueError, in one sentence, where it is missing."""
+    """matplotlib's pyplot, which draws to files.  ValueError, in one sentence, if matplotlib is missing."""
     try:
         from matplotlib import pyplot
     except ImportError:

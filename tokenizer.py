@@ -273,7 +273,7 @@ class Encoder(dict):
         """tokens: [bytes of token id], in which single bytes may be missing; merges {(left id, right id): made
         id}, in the order learned; digits: see `word_pattern`."""
         self.byte_ids = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1}
-        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self.ranks = dict(zip(merges, count()))
         self.made = [*merges.values()]
         self.typecode = "H" if len(tokens) <= 1 << 16 else "I"      # of an array of ids: 16 bits, or 32
         self.digits = digits
@@ -456,14 +456,18 @@ def byte_chars():
     """GPT-2's printable stand-ins for the 256 bytes in vocabulary files: itself where Latin-1 can be printed,
     else the next of U+0100, U+0101, ... (so a space is written as U+0120)."""
     others = map(chr, count(0x100))
-    latin = map(chr, range(256))
-    return [char if char.isprintable() and char != " " else next(others) for char in latin]
+    return [char if char.isprintable() and char != " " else next(others) for char in map(chr, range(256))]
 
 
-# What stands in a tokenizer.json of ours
-BPE_MODEL = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+# A tokenizer.json, as save writes it and `tokenizers` reads it, without its tokens and merges
+FORM = json.loads("""{
+    "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+    "post_processor": null,
+    "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+    "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+              "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false}}""")
+BYTE_LEVEL = FORM["pre_tokenizer"]
 DIGITS = {"type": "Digits", "individual_digits": True}
 SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
@@ -515,8 +519,8 @@ class Tokenizer:
         chunks = []
         for file in files:
             part = find_chunks(file, 4 * CHUNK)
-            path, start, end = part[0]
-            head = read_chunk(path, start, min(end, start + 8192))
+            path, start, _ = part[0]
+            head = read_chunk(path, start, start + 8192)
             require(b"\0" not in head, f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
             chunks += part
         words = Counter()
@@ -551,13 +555,11 @@ class Tokenizer:
         ordinary = vocab.keys() - {*special}
         tokens = {}
         for name, i in vocab.items():
-            known = {*name} <= byte_of.keys() if name in ordinary else name[1:]
             # ids beyond this limit, far from all that there are, would make a list that fills the memory
-            require(known and type(i) is int and 0 <= i < 1 << 20,
-                    f"its token {name} holds what stands for no byte, or is special and a byte, or has no id "
-                    f"below {1 << 20}, but {i}")
-            tokens[i] = bytes(map(byte_of.get, name)) if name in ordinary else name.encode()
-        require(len(vocab) == len({*tokens.values()} - {b""}) > 0, "its tokens, or their ids, do not all differ")
+            require(type(i) is int and 0 <= i < 1 << 20, f"its token {name} has no id below {1 << 20}, but {i}")
+            tokens[i] = bytes(byte_of[char] for char in name) if name in ordinary else name.encode()
+        require(len(vocab) == len({*tokens.values()}), "its tokens, or their ids, do not all differ")
+        require(all(name[1:] for name in special), "a special token is a single character")
         pairs = []
         for merge in merges:
             left, right = merge.split(" ") if isinstance(merge, str) else merge
@@ -689,14 +691,11 @@ class Tokenizer:
         for name, i in self.special.items():
             names[i] = name
             added.append({"id": i, "content": name, **SPECIAL})
-        model = {**BPE_MODEL, "vocab": {name: i for i, name in enumerate(names) if name},
+        model = {**FORM["model"], "vocab": {name: i for i, name in enumerate(names) if name},
                  "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}
-        words = BYTE_LEVEL
+        tokenizer = {**FORM, "added_tokens": added, "model": model}
         if self.digits:
-            words = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}
-        tokenizer = {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-            "pre_tokenizer": words, "post_processor": None, "decoder": BYTE_LEVEL, "model": model}
+            tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}
         write_file(path, json.dumps(tokenizer, ensure_ascii=False, indent=1).encode())
 
     @classmethod
@@ -770,14 +769,15 @@ LEFT = re.compile(STRING + r"| ((?:\A|(?<=[%}]})) \s+ | (?<=\w)\s+(?=\w)) | \s+"
 
 def tidied(template):
     """A Jinja template with its insignificant white space removed, and with all its strings in double quotes.
-    The time is linear in its length."""
+    Of more than 1,000 strings and gaps the rest stays as it is: no known template has so many.  So the time is
+    linear in the length, and short."""
     def tidy(found):
         string, space = found.groups()
         if not string:
             return space or ""
         value = string[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")   # as Jinja reads it
         return json.dumps(value, ensure_ascii=False)
-    return LEFT.sub(tidy, DROPPED.sub(r"\1\2\3", template))
+    return LEFT.sub(tidy, DROPPED.sub(r"\1\2\3", template, count=1000), count=1000)
 
 
 def known_template(text):
@@ -812,12 +812,7 @@ def visible(token):
 def show(tokenizer, text):
     """A text with a bar between its tokens; after a line end, which is shown as \\n, a new line begins."""
     tokens = [tokenizer.tokens[token] for token in tokenizer.encode(text)]
-    shown = ""
-    for token in tokens:
-        shown += visible(token) + "|"
-        if token.endswith(b"\n"):
-            shown += "\n"
-    shown = shown.rstrip("\n")[:-1]                     # without the last bar
+    shown = "|".join(map(visible, tokens)).replace(r"\n|", "\\n|\n")
     size = sum(map(len, tokens))
     return f"{shown}\n{len(tokens)} tokens for {size} bytes, {size / max(len(tokens), 1):.2f} bytes a token"
 
