@@ -177,8 +177,8 @@ def explain(error):
 
 
 def run_script(main, to_the_end=False):
-    """Run main(arguments) and exit with the code that it returns.  An error that the user can mend becomes one
-    sentence and exit code 2.  to_the_end: the script's work is more than its output, so it goes on when
+    """Run main(arguments) and exit with the code that it returns.  An error that the user can mend becomes
+    one sentence and exit code 2.  to_the_end: the script's work is more than its output, so it goes on when
     nobody reads that."""
     # a stream is None if it was closed before the script began
     sys.stdin = sys.stdin or open(os.devnull)
@@ -202,7 +202,7 @@ def run_script(main, to_the_end=False):
         where = "The GPU: " if of_gpu else ""
         print(f"error: {where}{explain(error)}", file=sys.stderr, flush=True)
         if of_gpu:
-            os._exit(2)                                     # a usual exit frees GPU memory, which fails loudly
+            os._exit(2)                                     # a usual exit frees GPU memory, and fails loudly
         code = 2
     sys.exit(code)
 
