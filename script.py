@@ -1,13 +1,12 @@
-"""script.py: what every script shares and nobody comes to read.  Errors as sentences, options, files, progress.
+"""What every script shares and nobody comes to read: errors as sentences, options, files, progress.
 
-Read before it: nothing, and nothing here is about language models.  Come back when a name puzzles you.
+Read before it: nothing.  Nothing here is about language models: skip it, and come back when one of its names
+puzzles you.  It needs the standard library alone.
 
-What this file does not do: it knows no tokens and no tensors; it needs the standard library alone.
+What it does not do: it knows no tokens and no tensors.
 """
 import argparse
 import ast
-import concurrent.futures
-import contextlib
 import errno
 import functools
 import glob
@@ -18,24 +17,28 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import BrokenExecutor
+from contextlib import contextmanager, suppress
 
 
 def newest_checkpoint(instead):
-    """The folder in out/ whose weights were written last.  instead: what to do where there is none."""
-    weights = glob.glob(os.path.join("out", "*", "model.safetensors"))
+    """The folder in out/ whose weights were written last.  instead: what else the user can do, for the error
+    message where there is no such folder."""
+    weights = glob.glob("out/*/model.safetensors")
     require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
     return os.path.dirname(max(weights, key=os.path.getmtime))
 
 
 def require(good, sentence, error=ValueError):
-    """An error, with this sentence, for what is not good."""
+    """Raise an error with this sentence if `good` is false."""
     if not good:
         raise error(sentence)
 
 
-@contextlib.contextmanager
+@contextmanager
 def naming(path):
-    """An OSError inside names this file; that of a full disk, or of a failed read, names none by itself."""
+    """An OSError that is raised inside names this file.  The error of a full disk, or of a failed read, names
+    no file by itself."""
     try:
         yield
     except OSError as error:
@@ -44,10 +47,10 @@ def naming(path):
         raise
 
 
-@contextlib.contextmanager
+@contextmanager
 def refusing(what):
-    """What goes wrong inside, where something is made of what a file holds, is one sentence: `what`, and in
-    brackets the reason."""
+    """Inside, something is made from the content of a file.  If that fails, the error becomes one sentence:
+    `what`, and the reason in brackets."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -55,44 +58,45 @@ def refusing(what):
 
 
 def check_plain(path):
-    """ValueError for a pipe, a device or a folder in place of a file: they could be read for ever."""
-    require(os.path.isfile(path) or not os.path.exists(path),       # what is missing, open() will say
+    """ValueError for a pipe, a device or a folder in place of a file: reading it might never end."""
+    require(os.path.isfile(path) or not os.path.exists(path),       # open() complains about a missing file
             f"{path} is not a plain file, so it is not read.")
 
 
 def read_json(path):
-    """The value in a file of JSON; ValueError, in one sentence, if it holds none."""
+    """The value in a JSON file.  ValueError, in one sentence, if the file holds none."""
     data = read_chunk(path)
     with refusing(f"{path} is damaged: it is no JSON"):
         return json.loads(data.decode("utf-8"))
 
 
-@contextlib.contextmanager
+@contextmanager
 def replace_file(path):
-    """Open a binary file that takes the place of `path` when all has been written, and not before."""
+    """Open a binary file for writing.  It takes the place of `path` when all is written, and not before."""
     new = f"{os.fspath(path)}.new"
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(new)    # of a killed run; were it a pipe, opening it would wait for a reader
+        with suppress(FileNotFoundError):
+            os.remove(new)    # left by a killed run; if it were a pipe, open() would wait for a reader
         with naming(new), open(new, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
     finally:
-        with contextlib.suppress(OSError):
-            os.remove(new)    # where it could not be finished
+        with suppress(OSError):
+            os.remove(new)    # it is still there only after an error
 
 
 def write_file(path, data):
-    """These bytes take the place of what is in `path`, whole or not at all."""
+    """Replace the file at `path` by one with these bytes.  A crash leaves the old bytes or the new."""
     with replace_file(path) as file:
         file.write(data)
 
 
 def show_progress(what, unit="MB", size=1e6):
-    """-> progress(done, total), in bytes or whatever `size` of make a unit: on a terminal a line that
-    rewrites itself, elsewhere one line at the end, if it was a unit at least."""
+    """-> a function progress(done, total), in bytes, or in something else of which `size` make a unit.  On a
+    terminal it prints a line that rewrites itself.  Elsewhere it prints one line at the end, if there was at
+    least one unit to do."""
     start = time.monotonic()
 
     def progress(done, total):
@@ -120,17 +124,18 @@ def print_step(step, parts, last):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one sentence, without ten lines of usage before it."""
+    """argparse, but an error message is one sentence, without ten lines of usage before it."""
     def error(self, message):
         self.exit(2, f"error: {message}; --help lists the options.\n")
 
 
 def number_type(kind, good, what):
-    """An argparse type: what `kind` makes of the text, if that satisfies `good`, or one sentence that says
-    `what` it must be."""
+    """An argparse type: kind(text), if good(value) holds for it.  Else the error is one sentence, which says
+    `what` the value must be."""
     def parse(text):
-        with contextlib.suppress(ValueError, TypeError, OverflowError):
-            if good(value := kind(text)):                   # a NaN fails every comparison
+        with suppress(ValueError, TypeError, OverflowError):
+            value = kind(text)
+            if good(value):                                 # a NaN fails every comparison
                 return value
         shown = text if len(text) <= 40 else text[:40] + "..."
         raise argparse.ArgumentTypeError(f"must be {what}, not {shown!r}")
@@ -143,9 +148,14 @@ def whole_number(least, most=10**9):
     return number_type(int, lambda x: least <= x <= most, what)
 
 
+def to_nowhere(stream):
+    """From now on, what is written to this stream is lost."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Outliving:
-    """The standard output or error of a script that must finish its work even if nobody reads what it says:
-    when the reader, say `head` or a terminal that is closed, has left, what is written goes nowhere."""
+    """The standard output or error of a script that must finish its work even if nobody reads its output.
+    When the reader has left, as `head` does, or a terminal that is closed, the output goes nowhere."""
     def __init__(self, stream):
         self.stream = stream or open(os.devnull, "w")
 
@@ -157,13 +167,13 @@ class Outliving:
         try:
             function(*arguments)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO): # a full disk, say, is an error
+            if error.errno not in (errno.EPIPE, errno.EIO): # a full disk, for example
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            to_nowhere(self.stream)
 
 
 class GpuError(RuntimeError):
-    """What CUDA or a library of it refuses to do."""
+    """CUDA, or a library of CUDA, refuses a call."""
 
 
 def explain(error):
@@ -174,7 +184,7 @@ def explain(error):
     if isinstance(error, OSError) and error.strerror:
         where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
         return f"{where}: {error.strerror}."
-    if isinstance(error, concurrent.futures.BrokenExecutor):
+    if isinstance(error, BrokenExecutor):
         return "A process of the tokenizer ended early; if memory is short, use fewer processes."
     if isinstance(error, MemoryError):
         return f"There is not enough memory ({error})." if str(error) else "There is not enough memory."
@@ -188,12 +198,13 @@ def is_of_gpu(error):
 
 
 def run_script(main, to_the_end=False):
-    """Exit with what main(arguments) returns.  What the user can mend is one sentence and exit code 2.
-    to_the_end: the script's work is more than what it prints, so it goes on without a reader."""
-    # each is None where whoever started the script has closed it
+    """Run main(arguments) and exit with the code that it returns.  An error that the user can mend becomes
+    one sentence and exit code 2.  to_the_end: the script's work is more than its output, so it goes on when
+    nobody reads that."""
+    # a stream is None if it was closed before the script began
     sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="backslashreplace")       # what a terminal cannot show is no reason to stop
+    sys.stdout.reconfigure(errors="backslashreplace")       # for characters that the terminal lacks
     sys.stderr = Outliving(sys.stderr)
     if to_the_end:
         sys.stdout = Outliving(sys.stdout)
@@ -201,7 +212,7 @@ def run_script(main, to_the_end=False):
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:                                 # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        to_nowhere(sys.stdout)
         code = 0
     except KeyboardInterrupt:
         code = 130
@@ -211,7 +222,7 @@ def run_script(main, to_the_end=False):
             raise
         print(f"error: {sentence}", file=sys.stderr, flush=True)
         if is_of_gpu(error):
-            os._exit(2)                                     # to give memory back would fail, too, and loudly
+            os._exit(2)                                     # a usual exit frees GPU memory, and fails loudly
         code = 2
     sys.exit(code)
 
@@ -231,22 +242,22 @@ class Stop:
             os._exit(128 + number)
         self.signal = number
         # not print, which may be under way; and nobody may be there to read
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.write(sys.stderr.fileno(), b"\nFinishing the step, then saving; once more to leave at once.\n")
 
 
 def printable(text):
-    """A text without the characters that a terminal would obey instead of showing: all control characters but
-    tab and line end."""
+    """A text in which U+FFFD stands for each control character but tab and line end: a terminal would obey
+    those instead of showing them."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
 def read_chunk(path, start=0, end=None):
-    """Bytes [start, end) of a plain file, by default all."""
+    """Bytes [start, end) of a plain file; by default all bytes."""
     check_plain(path)
     with naming(path), open(path, "rb") as file:
         file.seek(start)
-        return file.read() if end is None else file.read(end - start)
+        return file.read(-1 if end is None else end - start)
 
 
 def available_cores():
@@ -254,7 +265,7 @@ def available_cores():
 
 
 def load_pyplot():
-    """matplotlib's pyplot, drawing to files; ValueError, in one sentence, where it is missing."""
+    """matplotlib's pyplot, which draws to files.  ValueError, in one sentence, if matplotlib is missing."""
     try:
         from matplotlib import pyplot
     except ImportError:
@@ -306,7 +317,7 @@ def python_docstrings():
         for name in sorted(name for name in names if name.endswith(".py")):
             path = os.path.join(folder, name)
             module = os.path.relpath(path, library)[:-3].replace(os.sep, ".").removesuffix(".__init__")
-            with contextlib.suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
+            with suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
                 yield list(docstrings_below(ast.parse(file.read()), module))
 
 

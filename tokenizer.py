@@ -1,7 +1,7 @@
 r"""Byte-level BPE: how text becomes the integers that the model reads, and back.
 
-Read before it: nothing; this is the first file.  It needs the standard library alone.  Options, error messages
-and plain files are in script.py; look there only if one of its names puzzles you.
+Read before it: nothing; this is the first file.  It needs the standard library alone.  Options, error
+messages and plain files are in script.py; look there only if one of its names puzzles you.
 
 A language model needs a finite alphabet. Single characters make sequences long and words make an endless
 vocabulary; byte pair encoding (Sennrich, Haddow and Birch 2016, "Neural Machine Translation of Rare Words
@@ -19,9 +19,9 @@ file, has an encoding and no "unknown" token exists.
 (3) Tokens. `learn_merges` finds the merges, in order; `Encoder.merge` replays them on a word, in that order.
 
 HOW A TIE IS BROKEN. Training takes the pair with the highest count; among equal counts it takes the smallest
-pair of ids, first by the left id, then by the right (ids 0 to 255 are the bytes, 256 is the first merge and so
-on). So the result depends on the counts of words alone, never on their order, the hash seed or the number of
-processes. Encoding takes the merge that was learned first; if it fits at several places, the leftmost.
+pair of ids, first by the left id, then by the right (ids 0 to 255 are the bytes, 256 is the first merge and
+so on). So the merges depend on the counts of words alone, never on their order, the hash seed or the number
+of processes. Encoding takes the merge that was learned first; if it fits at several places, the leftmost.
 
 Ids: first the 256 bytes, then the merges in the order learned, then the special tokens. `Tokenizer.load` also
 reads other people's tokenizers, whose ids have any order, and which may take each digit for a word. Text can
@@ -102,7 +102,7 @@ def word_pattern(limit, digits):
                       f"|[{SPACE}]+(?![^{no_word}])|[{SPACE}]+")
 
 
-ASCII = 0x7F
+ASCII = 0x7F            # the last code point that a pattern knows
 BMP = 0xFFFF
 ALL = 0x10FFFF
 
@@ -156,7 +156,7 @@ def words_of(text, digits=False):
 # ------------------------------------------------------------------------------------------------------------
 # 2. Learning the merges
 
-# how many distinct words training on files keeps, about; 60 MB of books have 200,000
+# about how many distinct words training on files keeps; 10 MB of books have 55,000
 MAX_WORDS = 1 << 20
 
 
@@ -262,18 +262,17 @@ def learn_merges(words, wanted):
 # 3. Words into tokens
 
 class Encoder(dict):
-    """A cache: word (str) -> its ids packed as bytes, worked out on first use by `__missing__`.
+    """A cache: word (str) -> its ids packed as bytes, which `__missing__` finds when the word first comes.
 
-    Packed ids of a text are then one b"".join(map(encoder.__getitem__, words)): the loop over a text runs in
-    C.
+    So the packed ids of a text are one b"".join(map(encoder.__getitem__, words)), a loop that runs in C.
     """
     MAX_ENTRIES = 1 << 18       # about 50 MB; emptied when full
 
     def __init__(self, tokens, merges, digits):
-        """tokens: [bytes of token id], in which single bytes may be missing; merges {(left id, right id): made
-        id}, in the order learned; digits: see `word_pattern`."""
+        """tokens: [bytes of token id], in which single bytes may be missing; merges {(left id, right id):
+        made id}, in the order learned; digits: see `word_pattern`."""
         self.byte_ids = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1}
-        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self.ranks = dict(zip(merges, count()))
         self.made = [*merges.values()]
         self.typecode = "H" if len(tokens) <= 1 << 16 else "I"      # of an array of ids: 16 bits, or 32
         self.digits = digits
@@ -304,7 +303,8 @@ class Encoder(dict):
             return self.merge_long(ids)
         get = self.ranks.get
         none = len(self.made)
-        ranks = [*map(get, pairwise(ids), repeat(none))]        # ranks[i]: of the merge of ids[i] and ids[i + 1]
+        # ranks[i]: of the merge of ids[i] and ids[i + 1]
+        ranks = [*map(get, pairwise(ids), repeat(none))]
         rank = min(ranks)
         while rank != none:
             i = ranks.index(rank)
@@ -344,17 +344,17 @@ class Encoder(dict):
 # ------------------------------------------------------------------------------------------------------------
 # 4. Large files: documents, chunks, processes
 
-# ^<\|endoftext\|>\r?$ with the line's start looked for last: what begins with plain bytes is found much
-# faster.
+# ^<\|endoftext\|>\r?$ but it looks for the start of the line last: a pattern that begins with plain bytes
+# is found much faster
 SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
-# several of them, with the line ends behind each
+# one separator or several, and the line ends behind each
 SEPARATORS = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*", re.MULTILINE)
 
 
 def read_documents(path, start, end):
-    """The documents in a part of a corpus: what stands between lines that hold only <|endoftext|>, without
-    the line ends next to them. The first and the last may be empty, if a separator comes first or last; no
-    other is."""
+    """The documents in a part of a corpus: the texts between lines that hold only <|endoftext|>, without the
+    line ends next to these. If a separator comes first, the first document is empty; likewise the last. No
+    other is empty."""
     *texts, last = SEPARATORS.split(read_chunk(path, start, end))
     return [*(text.rstrip(b"\r\n") for text in texts), last]
 
@@ -368,17 +368,18 @@ def find_cut(window):
     """Where a file may be cut: an offset into these bytes, so that both sides give the ids that they give
     together.
 
-    Words must not be cut, nor a separator line be parted from the line ends that belong to it. So it is the
+    A cut must not divide a word, or a separator line and the line ends that belong to it. So it is at the
     first place before white space that follows something else (but not ">", which may end a separator), or
-    after a run of letters or of digits (but not before "<" or "|"), or after a separator and its line ends.
-    Only 64 KiB of a single kind of character have none of these. They are cut in the middle, between two
-    characters: memory stays bounded.
+    after a run of letters or of digits (but not before "<" or "|", which may be in a separator), or after a
+    separator and its line ends. Only 64 KiB of a single kind of character have no such place. They are cut in
+    the middle, between two characters: memory stays bounded.
     """
     text = to_str(re.sub(rb"^[\x80-\xbf]{1,3}", b"", window))   # begin at a character
     letter, number = char_classes(BMP)
-    # none of what may be a letter, too, or half a character at the end of the window, or a separator
+    # not before a separator, half a character at the end of the window, or what may be a letter or digit, too
     other = "<|\udc80-\udcff\U00010000-\U0010FFFF"
-    cut = re.search(f"[^{SPACE}>](?=[{SPACE}])|[{letter}](?=[^{letter}{other}])|[{number}](?=[^{number}{other}])"
+    cut = re.search(f"[^{SPACE}>](?=[{SPACE}])"
+                    f"|[{letter}](?=[^{letter}{other}])|[{number}](?=[^{number}{other}])"
                     r"|\n<\|endoftext\|>(\r?\n)+(?=[^\r\n])", text)
     place = cut.end() if cut else len(text) // 2
     return len(window) - len(to_bytes(text[place:]))
@@ -437,15 +438,15 @@ def run_processes(function, chunks, processes):
 
 
 def start_worker(function):
-    """Runs first in a worker. The function comes with the fork and need not be one that can be sent; the
-    cache of an encoder in it is a copy, from then on the worker's own."""
+    """Runs first in a worker. The function comes with the fork, so it need not be one that can be pickled. If
+    it holds an encoder, the worker has a copy of its cache."""
     parent = parent_process()
     threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()      # end with it
     work.function = function
 
 
 def work(*chunk):
-    """What can be sent to a worker: this name, and a chunk."""
+    """Runs in a worker. Only this name and a chunk are sent there."""
     return work.function(*chunk)
 
 
@@ -453,17 +454,21 @@ def work(*chunk):
 # 5. The tokenizer
 
 def byte_chars():
-    """GPT-2's printable stand-ins for the 256 bytes in vocabulary files: itself where Latin-1 can be printed,
-    else the next of U+0100, U+0101, ... (so a space is written as U+0120)."""
+    """What GPT-2's vocabulary files write for each of the 256 bytes: its character in Latin-1 if that can be
+    seen, else the next of U+0100, U+0101, ... (so a space is written as U+0120)."""
     others = map(chr, count(0x100))
-    latin = map(chr, range(256))
-    return [char if char.isprintable() and char != " " else next(others) for char in latin]
+    return [char if char.isprintable() and char != " " else next(others) for char in map(chr, range(256))]
 
 
-# What stands in a tokenizer.json of ours
-BPE_MODEL = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+# A tokenizer.json, as save writes it and `tokenizers` reads it, without its tokens and merges
+FORM = json.loads("""{
+  "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+  "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+  "post_processor": null,
+  "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+  "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+    "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false}}""")
+BYTE_LEVEL = FORM["pre_tokenizer"]
 DIGITS = {"type": "Digits", "individual_digits": True}
 SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
@@ -515,9 +520,10 @@ class Tokenizer:
         chunks = []
         for file in files:
             part = find_chunks(file, 4 * CHUNK)
-            path, start, end = part[0]
-            head = read_chunk(path, start, min(end, start + 8192))
-            require(b"\0" not in head, f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
+            path, start, _ = part[0]
+            head = read_chunk(path, start, start + 8192)
+            require(b"\0" not in head,
+                    f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
             chunks += part
         words = Counter()
         counted = run_chunks(lambda *chunk: count_words(read_documents(*chunk)), chunks, processes, progress)
@@ -546,18 +552,17 @@ class Tokenizer:
     @classmethod
     def from_vocab(cls, vocab, merges, special, digits=False):
         """vocab: {token in printable stand-ins, or name: id}; merges: "left right" or [left, right] each;
-        special: names.  ValueError for what does not fit together."""
+        special: names.  ValueError or KeyError for what does not fit together."""
         byte_of = {char: byte for byte, char in enumerate(byte_chars())}
         ordinary = vocab.keys() - {*special}
         tokens = {}
         for name, i in vocab.items():
-            known = {*name} <= byte_of.keys() if name in ordinary else name[1:]
             # ids beyond this limit, far from all that there are, would make a list that fills the memory
-            require(known and type(i) is int and 0 <= i < 1 << 20,
-                    f"its token {name} holds what stands for no byte, or is special and a byte, or has no id "
-                    f"below {1 << 20}, but {i}")
-            tokens[i] = bytes(map(byte_of.get, name)) if name in ordinary else name.encode()
-        require(len(vocab) == len({*tokens.values()} - {b""}) > 0, "its tokens, or their ids, do not all differ")
+            require(type(i) is int and 0 <= i < 1 << 20,
+                    f"its token {name} has no id below {1 << 20}, but {i}")
+            tokens[i] = bytes(byte_of[char] for char in name) if name in ordinary else name.encode()
+        require(len(vocab) == len({*tokens.values()}), "its tokens, or their ids, do not all differ")
+        require(all(name[1:] for name in special), "a special token is a single character")
         pairs = []
         for merge in merges:
             left, right = merge.split(" ") if isinstance(merge, str) else merge
@@ -689,14 +694,11 @@ class Tokenizer:
         for name, i in self.special.items():
             names[i] = name
             added.append({"id": i, "content": name, **SPECIAL})
-        model = {**BPE_MODEL, "vocab": {name: i for i, name in enumerate(names) if name},
+        model = {**FORM["model"], "vocab": {name: i for i, name in enumerate(names) if name},
                  "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}
-        words = BYTE_LEVEL
+        tokenizer = {**FORM, "added_tokens": added, "model": model}
         if self.digits:
-            words = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}
-        tokenizer = {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-            "pre_tokenizer": words, "post_processor": None, "decoder": BYTE_LEVEL, "model": model}
+            tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}
         write_file(path, json.dumps(tokenizer, ensure_ascii=False, indent=1).encode())
 
     @classmethod
@@ -720,8 +722,8 @@ class Tokenizer:
                 "post_processor": post["type"] == "ByteLevel",
                 # the token of an unknown byte is never used where all bytes are known
                 "unk_token": not model.get("unk_token") or vocab.keys() >= {*byte_chars()}}
-            for key in ("normalizer", "added_tokens", "dropout", "continuing_subword_prefix", "end_of_word_suffix",
-                        "byte_fallback", "ignore_merges"):
+            for key in ("normalizer", "added_tokens", "dropout", "continuing_subword_prefix",
+                        "end_of_word_suffix", "byte_fallback", "ignore_merges"):
                 known[key] = not found.get(key)
             for key, good in known.items():
                 require(good, f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
@@ -761,7 +763,8 @@ STRING = r"""('(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?)"""
 DROPPED = re.compile(STRING + r"""
     | (?: (?<!\s) \s+ )? ({[{%]) -      # before {%- and {{-
     | - ([%}]}) \s*                     # behind -%} and -}}
-    | ^ [ \t]+ (?={%) | (?<=%}) \n      # transformers asks for it: before {% in its line, a line end behind %}
+    | ^ [ \t]+ (?={%)                   # before {% in its line, and a line end behind %}:
+    | (?<=%}) \n                        # transformers asks Jinja to drop these two
     """, re.DOTALL | re.MULTILINE | re.VERBOSE)
 
 # What is left of it: it becomes a part of the conversation, or it parts two words, or it means nothing.
@@ -769,21 +772,22 @@ LEFT = re.compile(STRING + r"| ((?:\A|(?<=[%}]})) \s+ | (?<=\w)\s+(?=\w)) | \s+"
 
 
 def tidied(template):
-    """A Jinja template with its insignificant white space removed, and with all its strings in double quotes.
-    The time is linear in its length."""
+    """A Jinja template with its insignificant white space removed, and with all its strings in double
+    quotes.  After 1,000 strings and gaps the rest stays as it is, since no known template has so many."""
     def tidy(found):
         string, space = found.groups()
         if not string:
             return space or ""
-        value = string[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")   # as Jinja reads it
+        # as Jinja reads it
+        value = string[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
         return json.dumps(value, ensure_ascii=False)
-    return LEFT.sub(tidy, DROPPED.sub(r"\1\2\3", template))
+    return LEFT.sub(tidy, DROPPED.sub(r"\1\2\3", template, count=1000), count=1000)
 
 
 def known_template(text):
-    """A chat template as `Tokenizer.template` wants it, if its form is known: "" (none), ours or ChatML,
-    however they are written.  Else None."""
-    with suppress(TypeError, ValueError):    # no text, or a string that Jinja cannot read either
+    """Any chat template -> the same as `Tokenizer.template` wants it: "" (none), ours or ChatML, however they
+    are spaced and quoted.  None if it is another one."""
+    with suppress(TypeError, ValueError):    # not a text, or a string that Jinja cannot read either
         tidy = tidied(text)
         if tidy == tidied(CHAT_TEMPLATE):
             return CHAT_TEMPLATE
@@ -812,12 +816,7 @@ def visible(token):
 def show(tokenizer, text):
     """A text with a bar between its tokens; after a line end, which is shown as \\n, a new line begins."""
     tokens = [tokenizer.tokens[token] for token in tokenizer.encode(text)]
-    shown = ""
-    for token in tokens:
-        shown += visible(token) + "|"
-        if token.endswith(b"\n"):
-            shown += "\n"
-    shown = shown.rstrip("\n")[:-1]                     # without the last bar
+    shown = "|".join(map(visible, tokens)).replace(r"\n|", "\\n|\n")
     size = sum(map(len, tokens))
     return f"{shown}\n{len(tokens)} tokens for {size} bytes, {size / max(len(tokens), 1):.2f} bytes a token"
 
@@ -828,7 +827,8 @@ def train_command(files, vocab_size, out):
     tokenizer.save(out)
     seconds = time.monotonic() - started
     size = sum(map(os.path.getsize, files))
-    print(f"{out}: {tokenizer.vocab_size} of {vocab_size} tokens learned from {size:,} bytes in {seconds:.1f} s")
+    print(f"{out}: {tokenizer.vocab_size} of {vocab_size} tokens learned from {size:,} bytes "
+          f"in {seconds:.1f} s")
 
 
 def show_command(text, with_ids, path):
@@ -849,7 +849,7 @@ def main(argv):
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     training = commands.add_parser("train", help="learn a tokenizer from text files")
     training.add_argument("files", nargs="+", help="text; <|endoftext|> separates documents")
-    training.add_argument("--vocab", type=whole_number(260), default=4096, help="at most so many tokens (4096)")
+    training.add_argument("--vocab", type=whole_number(260), default=4096, help="at most so many (4096)")
     training.add_argument("--out", default="tokenizer.json", help="the file to write (%(default)s)")
     showing = commands.add_parser("show", help="print a text with its token boundaries")
     showing.add_argument("text", help="the text, or - for standard input; -- goes before -TEXT")
