@@ -334,7 +334,7 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
     """Writes dgate_up (N,2F)."""
     gate, up = np.split(gate_up, 2, axis=1)
     dgate, dup = np.split(dgate_up, 2, axis=1)
-    silu = gate * sigmoid
+    silu = np.multiply(gate, sigmoid, out=dgate)    # it stands where dgate will
     np.multiply(dout, silu, out=dup)
     np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
 
@@ -719,7 +719,7 @@ class Model:
                 grads[part] *= min(1.0, clip / (math.sqrt(squares) + 1e-6))
                 arrays.append(self.v[in_v])
                 # so few numbers at once stay in the processor's cache through AdamW's dozen passes
-                for piece in slices_of(len(grads[part]), 1 << 16):
+                for piece in slices_of(len(grads[part]), 65536):
                     jobs.append((adamw_update, *[array[piece] for array in arrays], self.step, lr, beta1,
                                  beta2, eps, decay if decayed else 0.0))
         list(self.map(lambda job: job[0](*job[1:]), jobs))
@@ -904,8 +904,7 @@ def layer_logits(model, inputs):
     """The "logit lens" (nostalgebraist 2020) of inputs (B,T).  Yields, after the embedding and each layer, the
     residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
     layers, shared = model.workspaces[0].buffers(*inputs.shape)
-    model._trunk(inputs, layers, shared)
-    final = shared["final"]
+    final = model._trunk(inputs, layers, shared)
     for x in [*(saved["x_in"] for saved in layers), shared["x"]]:
         rmsnorm_forward(final, shared["rstd"], x, model.params["norm"], model.config.norm_eps)
         yield x, final @ model.params["heads"][:model.config.vocab].T
@@ -928,7 +927,7 @@ def euler_table(model, tokens):
         loss = np.zeros(1)
         cross_entropy_forward(loss, np.empty(targets.shape), logits[:, None], targets, inputs.size)
         length = np.linalg.norm(x - before, axis=1) / np.linalg.norm(before, axis=1)
-        yield float(loss[0]), float(length.mean()), best
+        yield loss.item(), float(length.mean()), best
         before = x
 
 
