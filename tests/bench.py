@@ -481,7 +481,7 @@ def bench_euler(arguments):
         """x after one step of that size by layer i."""
         x, w = x.copy(), scaled(model_cpu.layer_views(model.params, i), size)
         layers, shared = model.workspaces[0].buffers(*x.shape[:2])
-        model_cpu.block_forward(x, w, layers[i], shared, c, model.cos, model.sin)
+        model_cpu.block_forward(x, w, layers[i], shared, c, model.rope)
         return x
 
     def euler(parts):
