@@ -73,15 +73,13 @@ typedef const int* Ints;
 struct Eight { float x[8]; };
 
 __device__ Eight load8(Floats from) {
-    float4 a = ((float4*)from)[0];
-    float4 b = ((float4*)from)[1];
-    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+    float4 v[2] = {((float4*)from)[0], ((float4*)from)[1]};
+    return *(Eight*)v;
 }
 
 // Stores, and returns what a later load will see.
 __device__ Eight store8(float* to, Eight v) {
-    ((float4*)to)[0] = {v.x[0], v.x[1], v.x[2], v.x[3]};
-    ((float4*)to)[1] = {v.x[4], v.x[5], v.x[6], v.x[7]};
+    FOR(i, 2) ((float4*)to)[i] = ((float4*)v.x)[i];
     return v;
 }
 
@@ -99,20 +97,19 @@ __device__ unsigned pack_bf16(float low, float high) {
 }
 #endif
 
-__device__ float lower(unsigned word) { return __uint_as_float(word << 16); }
+// A bf16 number; of a word of two, the lower.
+__device__ float to_float(unsigned word) { return __uint_as_float(word << 16); }
 
 __device__ float upper(unsigned word) { return __uint_as_float(word & 0xFFFF0000u); }
 
 __device__ Eight unpack8(Packed w) {
-    return {{lower(w.x), upper(w.x), lower(w.y), upper(w.y),
-             lower(w.z), upper(w.z), lower(w.w), upper(w.w)}};
+    return {{to_float(w.x), upper(w.x), to_float(w.y), upper(w.y),
+             to_float(w.z), upper(w.z), to_float(w.w), upper(w.w)}};
 }
 
 __device__ Packed load_packed(Reals from) { return *(Packed*)from; }
 
 __device__ Eight load8(Reals from) { return unpack8(load_packed(from)); }
-
-__device__ float to_float(real x) { return lower(x); }
 
 __device__ void store(real* to, float x) { *to = pack_bf16(x, 0.0f); }
 
@@ -454,7 +451,7 @@ extern "C" __global__ void cross_entropy_sum(float* losses, Floats nll, Floats d
 extern "C" __global__ void sum_of_squares(float* partial, Floats grad, Index n) {
     __shared__ float slots[32];
     float sum = 0.0f;
-    for (Index i = 4 * (256LL * blockIdx.x + threadIdx.x); i < n; i += 4 * 256LL * gridDim.x) {
+    for (Index i = 4 * (256LL * blockIdx.x + threadIdx.x); i < n; i += 1024LL * gridDim.x) {
         float4 g = *(float4*)(grad + i);
         sum += g.x * g.x + g.y * g.y + g.z * g.z + g.w * g.w;
     }
@@ -530,7 +527,7 @@ extern "C" __global__ void muon_momentum(float* squares, float* m,
     __shared__ float slots[32];
     Index layer = blockIdx.y * stride;
     float sum = 0.0f;
-    FOR_STRIDED(i, own_eight(blockIdx.x), size, 8 * 256 * gridDim.x) {
+    FOR_STRIDED(i, own_eight(blockIdx.x), size, 2048 * gridDim.x) {
         Eight g = load8(grad + layer + i);
         Eight mean = running_mean(load8(m + layer + i), g, momentum);
         Eight u = running_mean(mean, g, momentum);
@@ -552,7 +549,7 @@ extern "C" __global__ void muon_input(real* X, float* grad,
     float sum = 0.0f;
     FOR(b, gridDim.x) sum += squares[blockIdx.y * gridDim.x + b];
     float norm = sqrtf(sum) + 1e-7f;
-    FOR_STRIDED(i, own_eight(blockIdx.x), size, 8 * 256 * gridDim.x) {
+    FOR_STRIDED(i, own_eight(blockIdx.x), size, 2048 * gridDim.x) {
         Eight u = running_mean(load8(m + layer + i), load8(grad + layer + i), momentum);
         FOR(j, 8) u.x[j] /= norm;
         store8(X + i, u);
@@ -921,10 +918,10 @@ typedef unsigned long long Key;
 // the smaller id does, as in sample. Ids are below 65,536.
 __device__ Key order_key(float x, int id) {
     unsigned bits = __float_as_uint(x);
-    return Key(bits >> 31 ? ~bits : bits | 1u << 31) << 16 | (0xFFFF - id);
+    return Key(bits >> 31 ? ~bits : bits | 1u << 31) << 16 | 0xFFFF - id;
 }
 
-__device__ int id_of(Key key) { return 0xFFFF - int(key & 0xFFFF); }
+__device__ int id_of(Key key) { return ~key & 0xFFFF; }
 
 // The sum of the weights of all ids whose keys are at least `least`. An id weighs exp(scale (z - top)), or 1
 // where scale is 0.
@@ -942,7 +939,7 @@ __device__ Key key_where(float mass, float scale, float top,
                          Floats z, int vocab, float (*slots)[32]) {
     Key found = 0;
     for (int bit = 47; bit >= 0; bit--) {
-        Key tried = found | Key(1) << bit;
+        Key tried = found | 1ull << bit;
         float sum = weight_from(tried, scale, top, z, vocab, slots[bit % 2]);
         if (sum >= mass) found = tried;
         if (sum == mass) break;
@@ -956,8 +953,8 @@ __device__ double gumbel(Key seed, int t, int id) {
     Key z = seed;
     FOR(i, 2) {
         z += (Key(i ? id : t) + 1) * 0x9e3779b97f4a7c15ull;
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+        z = (z ^ z >> 27) * 0x94d049bb133111ebull;
         z ^= z >> 31;
     }
     return -log(-log((double(z >> 12) + 0.5) / 4503599627370496.0));
