@@ -721,7 +721,7 @@ class Model:
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise ValueError(f"A micro-batch of {B} x {T} tokens needs {sum(plan.values()) / 2**30:.2f} GiB "
                              f"of GPU memory, {free_memory(self.memory_limit) / 2**30:.2f} GiB can be had: "
-                             "use --micro-batch auto, a smaller model or --device cpu.") from error
+                             "use a smaller --micro-batch, a smaller model or --device cpu.") from error
 
     def _reserve(self, rows):
         """Make the work memory anew, for so many rows of config.context tokens."""
