@@ -864,9 +864,11 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
     trace: a list to which each token drawn adds (head, drafts, p): the head that drafted it, 0 for none; the
     number of drafts that were read along with it; the probability that the model gave it."""
-    require(tokens, "generate needs at least one token to continue.")
-    require(temperature >= 0 and top_k >= 0 and 0 < top_p <= 1,
-            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in (0, 1].")
+    if not tokens:
+        raise ValueError("generate needs at least one token to continue.")
+    if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1):
+        raise ValueError(f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in "
+                         "(0, 1].")
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
@@ -988,10 +990,11 @@ def check_tokens(config, tokens, what="token", low=0):
 def as_batch(config, tokens):
     """tokens as a (B,T) array of ids; ValueError if they are none."""
     tokens = np.asarray(tokens)
-    require(tokens.ndim == 2 and tokens.size and tokens.dtype.kind in "iu",
-            f"tokens must be a (B, T) array of integers, not empty, not {tokens.dtype} of {tokens.shape}.")
-    require(tokens.shape[1] <= config.context,
-            f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
+    if tokens.ndim != 2 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+        raise ValueError("tokens must be a (B, T) array of integers, not empty, not "
+                         f"{tokens.dtype} of {tokens.shape}.")
+    if tokens.shape[1] > config.context:
+        raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
     check_tokens(config, tokens)
     return tokens
 
@@ -1003,12 +1006,14 @@ def check_batch(config, tokens, targets, counted=None):
     targets = np.asarray(targets)
     B, T = tokens.shape
     shape = B, T + config.predict - 1
-    require(targets.shape == shape and targets.dtype.kind in "iu",
-            f"targets must be integers (B, T+K-1) = {shape}, not {targets.dtype} of shape {targets.shape}.")
+    if targets.shape != shape or targets.dtype.kind not in "iu":
+        raise ValueError(f"targets must be integers (B, T+K-1) = {shape}, not {targets.dtype} of shape "
+                         f"{targets.shape}.")
     check_tokens(config, targets, "target", low=-1)
     if counted is None:
         counted = count_targets(targets, T, config.predict)
-    require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
+    if not counted[0]:
+        raise ValueError("head 0 has no counted target in the whole step: all targets are -1.")
     return tokens, targets, np.maximum(counted, 1)    # a head without a target: the sum 0, and so the loss 0
 
 

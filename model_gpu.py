@@ -93,11 +93,11 @@ def why_no_gpu():
 def pick(device):
     """The engine's module for "cpu", "gpu" (ValueError if there is none) or "auto" (the GPU if there is
     one)."""
-    require(device in ("auto", "cpu", "gpu"), f"the device must be auto, cpu or gpu, not {device!r}.")
     if device == "cpu":
         return model_cpu
     reason = why_no_gpu()
-    require(device == "auto" or not reason, reason)
+    if reason and device == "gpu":
+        raise ValueError(reason)
     return model_cpu if reason else sys.modules[__name__]
 
 
@@ -221,7 +221,8 @@ class Gpu:
         settings = struct.pack("7IPPI4x", *grid, 1, threads, 1, 1, 0, cupy.cuda.get_current_stream().ptr,
                                EARLY.ctypes.data, 1)
         status = self.launch_kernel(settings, ctypes.c_void_p(self.kernels[name].kernel.ptr), pointers, None)
-        require(not status, f"CUDA refuses to launch {name}: status {status}.", GpuError)
+        if status:
+            raise GpuError(f"CUDA refuses to launch {name}: status {status}.")
 
     def set_stream(self, stream):
         if self.cublas:
@@ -267,8 +268,8 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
             operands[2].append(len(out))
         status = function(gpu.handle, transpose_b, transpose_a, N, M, inner, ONE, *operands[0], *operands[1],
                           ONE if add else ZERO, *operands[2], COMPUTE[gpu.precision], -1)
-        require(not status, f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.",
-                GpuError)
+        if status:
+            raise GpuError(f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.")
         return
     lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
     steps_a = (1, lda) if transpose_a else (lda, 1)
@@ -327,7 +328,8 @@ def transposed(gpu, x, space):
     result = out.data.ptr, rows
     status = gpu.cublas.cublasSgeam(gpu.handle, True, False, rows, columns, ONE, x.data.ptr, columns, ZERO,
                                     *result, *result)
-    require(not status, f"cuBLAS refuses to transpose {rows} x {columns}: status {status}.", GpuError)
+    if status:
+        raise GpuError(f"cuBLAS refuses to transpose {rows} x {columns}: status {status}.")
     return out
 
 

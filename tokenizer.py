@@ -539,7 +539,8 @@ class Tokenizer:
     def from_words(cls, words, vocab_size):
         """Learn from the counts of words, a Counter as `count_words` gives."""
         # the 256 bytes and SPECIAL_TOKENS
-        require(vocab_size >= 260, f"{vocab_size} tokens is too small a vocabulary; it takes at least 260.")
+        if vocab_size < 260:
+            raise ValueError(f"{vocab_size} tokens is too small a vocabulary; it takes at least 260.")
         return cls(range(256), learn_merges(words, vocab_size - 260), SPECIAL_TOKENS)
 
     @classmethod

@@ -334,7 +334,8 @@ def map_tokens(path):
 def window_count(size, T, K):
     """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
     grid that may be shifted by up to T-1 tokens."""
-    require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
+    if size < T + K:
+        raise ValueError(f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
     return max(1, (size - K - T + 1) // T)
 
 
@@ -515,7 +516,8 @@ class Ranks:
         said = self.all_gather(facts)
         for rank, other in enumerate(said):
             wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
-            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
+            if wrong:
+                raise ValueError(f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
 
     def in_turn(self, function):
         """-> function() of each rank: rank 0 first, and then the others, which find made what it has made."""
@@ -545,7 +547,8 @@ def find_ranks(gpus):
     if not launched and gpus and gpus > 1:
         start_under_mpiexec(gpus)
     size = launched[0] if launched else 1
-    require(gpus in (None, size), f"--gpus {gpus} does not fit the {size} processes of the launcher.")
+    if gpus not in (None, size):
+        raise ValueError(f"--gpus {gpus} does not fit the {size} processes of the launcher.")
     set_threads()
     if size == 1:
         return Ranks()
@@ -617,7 +620,8 @@ def choose_device(asked, preset, local, planning=False):
     device = asked or ("cpu" if preset == "small" else "gpu")
     missing = model_gpu.why_no_gpu() if device == "gpu" else None
     if missing and not planning:
-        require(asked != "gpu", missing)
+        if asked == "gpu":
+            raise ValueError(missing)
         raise ValueError(f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do "
                          f"so. On a GPU it takes minutes; but: {missing}")
     if device == "gpu" and not missing:
@@ -636,7 +640,8 @@ def choose_sizes(given, preset):
     if "base" in given:
         base = given["base"]
         wrong = [option_of(name) for name in sizes if name not in ("context", "mtp_weight")]
-        require(not wrong, f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
+        if wrong:
+            raise ValueError(f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
         return dataclasses.replace(checkpoint.read_config(base, given.get("context")), **sizes)
     if "dim" in sizes:
         sizes["hidden"] = None
@@ -651,14 +656,15 @@ def make_settings(given, preset, config, defaults, ranks):
         model_gpu.check_sizes(config)
     else:
         wrong = [option_of(name) for name in ("precision", "matmul", "memory_limit") if name in given]
-        require(not wrong, f"{' '.join(wrong)} is for the GPU engine; add --device gpu.")
+        if wrong:
+            raise ValueError(f"{' '.join(wrong)} is for the GPU engine; add --device gpu.")
     usual = {**defaults, "preset": preset, "mtp_weight": config.mtp_weight,
              "batch_tokens": max(1, defaults["batch_tokens"] // T) * T,
              "precision": model_gpu.default_precision() if on_gpu else "fp32"}
     usual.update((name, value) for name, value in given.items() if name in Settings.__annotations__)
     settings = Settings(**usual)
-    require(settings.batch_tokens % T == 0,
-            f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
+    if settings.batch_tokens % T:
+        raise ValueError(f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     windows = model_gpu.ceil_div(settings.batch_tokens // T, ranks.size)
     if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
         rows = (32768 if on_gpu else 4096) // T
@@ -742,7 +748,8 @@ def new_training(script, out, config, tokenizer, settings, ranks, base=None):
     training = Training(model, tokenizer, settings, state, out, ranks)
     if ranks.rank == 0:
         is_base = base and os.path.exists(out) and os.path.samefile(base, out)
-        require(not is_base, f"--out {out} is the base itself; name another folder for the model made from it.")
+        if is_base:
+            raise ValueError(f"--out {out} is the base itself; name another folder for the model made from it.")
         checkpoint.lock_folder(out)
         checkpoint.set_aside(out)
         save_run(training)
@@ -765,8 +772,9 @@ def describe(base, wanted="small"):
     """-> (preset, corpus) of a base.  One of ours says how it was made.  Of other people's model the preset is
     the widest that is no wider, or small, and corpus, the files that it learned from, is None.  wanted: the
     preset that was asked for."""
-    require(os.path.exists(os.path.join(base, "config.json")),
-            f"there is no model in {base}: `python train.py {wanted}` trains one, --base names another.")
+    if not os.path.exists(os.path.join(base, "config.json")):
+        raise ValueError(f"there is no model in {base}: `python train.py {wanted}` trains one, --base names "
+                         "another.")
     if os.path.exists(checkpoint.paths_of(base)[1]):
         made, _ = read_run(base, "train.py or sft.py")
         return made.preset, made.data
@@ -778,11 +786,13 @@ def describe(base, wanted="small"):
 def resume(given, out, script, ranks):
     """-> the Training of this script in `out`, from its own weights: a base need not be there any more.
     Options that differ from the run's are an error, but for more --steps than a finished run has made."""
-    require(os.path.exists(os.path.join(out, "config.json")), f"there is nothing to resume in {out}.")
+    if not os.path.exists(os.path.join(out, "config.json")):
+        raise ValueError(f"there is nothing to resume in {out}.")
     if ranks.rank == 0:
         checkpoint.lock_folder(out)
     settings, state = read_run(out, script)
-    require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
+    if state["script"] != script:
+        raise ValueError(f"the run in {out} is one of {state['script']}: resume it with that.")
     choose_device(settings.device, settings.preset, ranks.local)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     steps = given.get("steps", 0)
@@ -1051,7 +1061,8 @@ def continue_run(given, ranks):
         return None
     base = out if training.state.get("base") else None
     _, tokens, val, key = ranks.in_turn(lambda: prepare(settings.data, training.model.config.vocab, base))
-    require(key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
+    if key != settings.tokens_key:
+        raise ValueError(f"{', '.join(settings.data)}: not what {out} began with.")
     print(f"Resuming {out} at step {step} of {settings.steps}.")
     return training, tokens, val
 
