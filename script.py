@@ -29,10 +29,10 @@ def newest_checkpoint(instead):
     return os.path.dirname(max(weights, key=os.path.getmtime))
 
 
-def require(good, sentence, error=ValueError):
-    """Raise an error with this sentence if `good` is false."""
+def require(good, sentence):
+    """Raise a ValueError with this sentence if `good` is false."""
     if not good:
-        raise error(sentence)
+        raise ValueError(sentence)
 
 
 @contextmanager
