@@ -718,7 +718,7 @@ struct Kernels {
         EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
         if (WARPGROUP) {
             wgmma_begin();
-            Descriptor a = wgmma_tile(A), b = wgmma_tile(B);
+            auto a = wgmma_tile(A), b = wgmma_tile(B);
             EACH(step, STEPS) wgmma_abt(S[0], a + 2 * step, b + 2 * step);
         } else EACH(step, STEPS) add_step(S, A, B, step);
     }
