@@ -6,8 +6,9 @@
 // How long      Somebody who knows NumPy and no CUDA needs half an hour for the mathematics below and an hour
 //               for section 1, the readable version (fp32, any GPU from compute capability 7.0 on). That is
 //               all of FlashAttention. Section 2 is optional: the same three kernels on tensor cores (bf16 or
-//               tf32, from 8.0 on), up to 13 times as fast. It takes an afternoon, with NVIDIA's manual of
-//               PTX at hand; what is Hopper's alone (wgmma; 9.0, bf16, D = 64) can be left out even then.
+//               tf32, from 8.0 on), 13 to 15 times as fast on an H200. It takes an afternoon, with NVIDIA's
+//               manual of PTX at hand. What Hopper alone has (wgmma; 9.0, bf16, D = 64) can be left out even
+//               then.
 // Not here      RoPE's forward (kernels.cu): q and k arrive rotated. RoPE's backward is here: the gradients
 //               that these kernels write are those of q and k before the rotation. No dropout, no mask but
 //               the causal one, no decoding of a few tokens (kernels.cu).
@@ -74,8 +75,8 @@ constexpr int D = HEAD_DIM;
 constexpr int THREADS = 128;      // of a block
 constexpr float MASKED = -1e30f;  // for minus infinity: exp(MASKED - m) is 0, and MASKED - MASKED is not NaN
 
-// EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it), because
-// an array stays in registers only if every index into it is known then.
+// EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it): an
+// array stays in registers only if all indices into it are known when it compiles.
 #define EACH(n, count) _Pragma("unroll") for (int n = 0; n < count; n++)
 
 // One head of one sequence: T rows of D numbers, `stride` apart.
@@ -145,7 +146,7 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 //     readable      rows = 4096 / D                   128 threads
 //     _bf16         rows = 128, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
 //     _tf32         rows = 64, only for D <= 64       128 threads    tile = rows * D * 4 bytes
-//     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse; with fewer blocks the last
+//     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse. A smaller third: the last rows
 //     flash_backward_dq      grid (H, B, ceil(T / rows))    the first H*D columns of dqkv, and delta
 //     flash_backward_dkdv    grid (G, B, ceil(T / rows))    the other columns; reads delta: comes after dq
 // The readable ones need no dynamic shared memory. The fast ones need a tile, or two in the backward, and four
@@ -343,9 +344,7 @@ __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const 
 __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout, const float* lse,
                               const float* qkv, Rope rope, int T, int H, int G) {
     __shared__ Tile Q, dO;
-    int g = blockIdx.x;
-    int b = blockIdx.y;
-    int j = blockIdx.z;
+    int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
     int key = j * ROWS + own_row();
     float scale = rsqrtf(D);
     Place at = {b, 0, g, T, H, G};
@@ -376,9 +375,10 @@ __device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout
                 }
             }
         }
+    auto to = heads_of(dqkv, at);
     EACH(r, 2) {
-        store(heads_of(dqkv, at).k, key + r, scale, dK[r], rope);
-        store(heads_of(dqkv, at).v, key + r, 1.0f, dV[r]);
+        store(to.k, key + r, scale, dK[r], rope);
+        store(to.v, key + r, 1.0f, dV[r]);
     }
 }
 
@@ -389,8 +389,8 @@ FLASH_KERNELS(, readable, float)
 // ===========================================================================================================
 // 2. The fast version: tensor cores, bf16 or tf32, compute capability 8.0 and later
 // ===========================================================================================================
-// The same tiles and the same online softmax. What is new: a GEMM of small matrices is one instruction of a whole
-// warp, and each lane holds some entries of its operands. Most of this section is about which.
+// The same tiles and the same online softmax. What is new: a GEMM of small matrices is one instruction of a
+// whole warp, and each lane holds some entries of its operands. Most of this section is about which.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
 // --- Instructions that C++ has no words for. On the CPU, tests/cuda_on_cpu.h has functions of these names. -
@@ -416,7 +416,7 @@ __device__ float exp2_approx(float x) {
     return y;
 }
 
-__device__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+__device__ unsigned shared_address(const void* p) { return __cvta_generic_to_shared(p); }
 
 // Registers as operands of asm: x[i] and what follows. kind: "r" integer, "f" float; = written, + also read.
 #define FOUR(kind, x, i) kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3])
@@ -460,26 +460,26 @@ __device__ void cp_async(void* to, const void* from, bool valid) {
 // Waits until all copies that this thread has started have arrived. Other threads need a barrier as well.
 __device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Hopper's own product, which may be left out in reading: C (64 x 64, fp32) += A (64 x 16) B (16 x 64), by the
-// four warps of a block together, which go on meanwhile. Each warp has 16 rows of C, every eight columns a piece
-// as of mma_bf16. B is read from shared memory, where its rows of 128 bytes are swizzled as `offset` says. In
-// wgmma_ab it is 16 rows of 64 numbers. In wgmma_abt it is 16 numbers of 64 rows, which are B's columns. A lies in
-// shared memory, too, in wgmma_abt; in wgmma_ab each warp has its rows of A in registers.
+// Hopper's own product (wgmma): C (64 x 64, fp32) += A (64 x 16) B (16 x 64), by the four warps of a block
+// together, which go on meanwhile. Each warp has 16 rows of C; eight columns of them are a piece as in
+// mma_bf16. B is read from shared memory, where its rows of 128 bytes are swizzled as `offset` says. In
+// wgmma_ab these are 16 rows of 64 numbers. In wgmma_abt they are 16 numbers of 64 rows, which are B's
+// columns. A lies in shared memory as well in wgmma_abt; in wgmma_ab each warp has its rows of A in registers.
 //
-// A descriptor names an operand in shared memory, from its first row on, in units of 16 bytes:
+// A descriptor names an operand in shared memory. Its 64 bits, lengths and addresses in units of 16 bytes:
 //
-//     bit  63 62         51-49        45      32        29      16        13       0
-//         +-----+-------+-----+------+----------+------+----------+------+----------+
-//         |  1  |   0   |  0  |  0   | 1024/16  |  0   |    0     |  0   | address  |
-//         +-----+-------+-----+------+----------+------+----------+------+----------+
-//            |             |              |                 |                 |
-//            |             |              |                 |                 of the first byte, / 16; + 2 is
-//            |             |              |                 |                 two chunks of a row to the right
-//            |             |              |                 from one 128 bytes of a row to the next: there
-//            |             |              |                 are no next, a row has 64 bf16
-//            |             |              from eight rows to the next eight: 8 rows * 128 bytes, / 16
-//            |             where in the swizzle's pattern of 1024 bytes a tile begins: at its start
-//            the swizzle: 1 is of 128 bytes, 2 of 64, 3 of 32, and 0 none
+//      63 62 61    52 51   49 48    46 45        32 31 30 29        16 15 14 13         0
+//     +-----+--------+-------+--------+------------+-----+------------+-----+------------+
+//     |  1  |   0    |   0   |   0    |  1024 / 16 |  0  |     0      |  0  |  address   |
+//     +-----+--------+-------+--------+------------+-----+------------+-----+------------+
+//     swizzle       base offset        stride             leading            start
+//
+//     swizzle   1: rows of 128 bytes, whose chunks are XORed as in `offset` (2: of 64, 3: of 32, 0: none)
+//     base      where in the swizzle's pattern of 1024 bytes the operand begins: at its start, since tiles lie
+//     offset    at multiples of 1024 bytes
+//     stride    from eight rows to the next eight: 8 * 128 bytes
+//     leading   from the rows' first 128 bytes to their next 128. Not used: a row of 64 bf16 has no more
+//     start     where the operand begins. + 2 is two chunks to the right, the next 16 numbers of the sum
 typedef unsigned long long Descriptor;
 __device__ Descriptor wgmma_tile(const char* rows) {
     return shared_address(rows) / 16 | 1024ull / 16 << 32 | 1ull << 62;
@@ -556,7 +556,7 @@ struct Kernels {
     static constexpr int M = BF16 && D <= 64 ? 2 : 1;
     static constexpr int DQ_BLOCKS = WARPGROUP ? 3 : 2;  // that are to fit a multiprocessor at once
 
-    // f(m) for each part m. A loop computes the same; this one compiles to the instructions that were measured.
+    // f(m) for each part m. EACH(m, M) would compute the same; this compiles to what the ladder measured.
     template <class F>
     static __device__ __forceinline__ void each_part(F f) { EACH(m, M) f(m); }
 
@@ -596,8 +596,9 @@ struct Kernels {
     // Starts copying 64 rows of two heads into stage n % 2 of two.
     static __device__ void load_stage(char* stages, int n,
                                       Matrix<const Real> x, Matrix<const Real> y, int first) {
-        load<64>(stages + n % 2 * 2 * BYTES, x, first);
-        load<64>(stages + n % 2 * 2 * BYTES + BYTES, y, first);
+        char* stage = stages + n % 2 * 2 * BYTES;
+        load<64>(stage, x, first);
+        load<64>(stage + BYTES, y, first);
     }
 
     // Waits until what was loaded is there for all, and nobody reads what was computed with any more.
@@ -665,17 +666,20 @@ struct Kernels {
     // Word i of the left operand that pieces n and n + 1 of P are, or in tf32 piece n alone. Rounded to bf16
     // they already lie as they must: P goes from one product into the next without leaving its registers.
     //
-    // In tf32 (mma m16n8k8) a lane has the wrong columns for it, but a sum over k may take its terms in any
-    // order. So P keeps its registers, and B's rows are read in the order that P's columns have:
+    // In tf32 (mma m16n8k8) they do not: the instruction wants k = l % 4 and l % 4 + 4 from lane l, which has
+    // columns 2 (l % 4) and the next. But a sum over k may take its terms in any order. So the lane hands in
+    // the columns that it has, and load_b takes B's rows in the same order:
     //
-    //     k as the instruction counts    0  1  2  3  4  5  6  7
-    //     lane l % 4 that gives A's k    0  1  2  3  0  1  2  3     in a[0], a[1] | in a[2], a[3]
-    //     P's column that it has there   0  2  4  6  1  3  5  7     2 (l % 4)     | 2 (l % 4) + 1
-    //     B's row that load_b takes      0  2  4  6  1  3  5  7     in b[0]       | in b[1]
+    //     in                             a[0], a[1], b[0]   a[2], a[3], b[1]
+    //     k, as the instruction counts   | 0   1   2   3  |  4   5   6   7 |
+    //     l % 4 of the lane that has k   | 0   1   2   3  |  0   1   2   3 |
+    //     the column of P that it is     | 0   2   4   6  |  1   3   5   7 |
+    //     the row of B that it is        | 0   2   4   6  |  1   3   5   7 |
     //
-    //     a[0], a[2]: row l / 4 of P;  a[1], a[3]: row l / 4 + 8;  b[0], b[1]: column l / 4 of B
+    // a[0] and a[2] are of row l / 4 of P, a[1] and a[3] of row l / 4 + 8; b[0] and b[1] of column l / 4 of B.
     static __device__ unsigned left_operand(const Scores& P, int n, int i) {
-        if (BF16) return pack_bf16(P[n + i / 2][i % 2 * 2], P[n + i / 2][i % 2 * 2 + 1]);
+        const float* pair = P[n + i / 2] + i % 2 * 2;
+        if (BF16) return pack_bf16(pair[0], pair[1]);
         return round_tf32(__float_as_uint(P[n][i % 2 * 2 + i / 2]));
     }
 
@@ -714,8 +718,7 @@ struct Kernels {
         EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
         if (WARPGROUP) {
             wgmma_begin();
-            Descriptor a = wgmma_tile(A);
-            Descriptor b = wgmma_tile(B);
+            auto a = wgmma_tile(A), b = wgmma_tile(B);
             EACH(step, STEPS) wgmma_abt(S[0], a + 2 * step, b + 2 * step);
         } else EACH(step, STEPS) add_step(S, A, B, step);
     }
@@ -777,8 +780,7 @@ struct Kernels {
         int lane = threadIdx.x % 32;
         int row = 16 * warp_number();          // the warp's first row of the tile
         int first = i * ROWS + row;            // the query that it is
-        float scale = rsqrtf(D);
-        float scale2 = scale * LOG2_E;
+        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
         auto in = heads_of(qkv, at);
 
         load<ROWS>(Q_tile, in.q, i * ROWS);
@@ -849,8 +851,7 @@ struct Kernels {
         int lane = threadIdx.x % 32;
         int row = 16 * warp_number();
         int first = i * ROWS + row;
-        float scale = rsqrtf(D);
-        float scale2 = scale * LOG2_E;
+        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
         auto in = heads_of(qkv, at);
 
         load<ROWS>(Q_tile, in.q, i * ROWS);
@@ -871,7 +872,7 @@ struct Kernels {
                 int r = 64 * m + 8 * half + lane / 4;
                 float sum = 0.0f;
                 EACH(n, QUARTER) EACH(e, 4) {
-                    const unsigned* chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
+                    auto chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
                     sum += dot(chunk[e], (&O[m][half][n].x)[e]);
                 }
                 sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
@@ -903,19 +904,19 @@ struct Kernels {
     // Computes the tiles transposed, keys as rows: then P^T and dS^T are left operands as they come, and a
     // warp sums the dK and dV of its keys alone, over all queries of all the heads of the group.
     //
-    // A stage holds the tiles of Q and dO, and lse and delta, of 64 queries. For each head of the group come
-    // the queries from the block's first key on: those before see none of its keys. While one stage is
-    // computed with, the other is loaded. Two parts (M = 2), two heads a group, T = 320, the block of keys
-    // 128 .. 255 (j = 1):
+    // A stage holds 64 queries: their tiles of Q and dO, and their lse and delta. For each head of the group
+    // come the queries from the block's first key on; those before see none of its keys. While one stage is
+    // computed with, the other is loaded. For example, two heads a group, T = 320, two parts (M = 2), and the
+    // block of keys 128 to 255 (j = 1), where 128, 192 and 256 are the first queries of the three tiles:
     //
-    //     n    stage 0            stage 1            part 0: 128 .. 191   part 1: 192 .. 255
-    //          head 0, 128 load
-    //     0    head 0, 128 use    head 0, 192 load   some masked          all masked: skipped
-    //     1    head 0, 256 load   head 0, 192 use    all                  some masked
-    //     2    head 0, 256 use    head 1, 128 load   all                  all
-    //     3    head 1, 192 load   head 1, 128 use    some masked          all masked: skipped
-    //     4    head 1, 192 use    head 1, 256 load   all                  some masked
-    //     5                       head 1, 256 use    all                  all
+    //     n       stage 0            stage 1            part 0, keys 128 ..   part 1, keys 192 ..
+    //     before  load head 0, 128
+    //     0       use  head 0, 128   load head 0, 192   diagonal: masked      all in the future: skipped
+    //     1       load head 0, 256   use  head 0, 192   all seen              diagonal: masked
+    //     2       use  head 0, 256   load head 1, 128   all seen              all seen
+    //     3       load head 1, 192   use  head 1, 128   diagonal: masked      all in the future: skipped
+    //     4       use  head 1, 192   load head 1, 256   all seen              diagonal: masked
+    //     5                          use  head 1, 256   all seen              all seen
 
     static __device__ void backward_dkdv(Real* dqkv, const float* delta, const Real* dout, const float* lse,
                                          const Real* qkv, Rope rope, int T, int H, int G) {
@@ -923,41 +924,37 @@ struct Kernels {
         char* K_tile = (char*)shared_memory;
         char* V_tile = K_tile + M * BYTES;
         char* stages = V_tile + M * BYTES;                  // two of Q and dO
-        float* numbers = (float*)(stages + 2 * 2 * BYTES);  // two of lse and delta
-        int g = blockIdx.x;
-        int b = blockIdx.y;
-        int j = blockIdx.z;
+        float* numbers = (float*)(stages + 4 * BYTES);      // two of lse and delta
+        int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
         int lane = threadIdx.x % 32;
         int row = 16 * warp_number();
         int first = j * ROWS + row;
-        float scale = rsqrtf(D);
-        float scale2 = scale * LOG2_E;
+        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
 
-        auto load_queries = [&](int n, int h, int query) {
-            Place at = {b, h, g, T, H, G};
+        Place at = {b, g * (H / G), g, T, H, G};  // at.h and query: of the stage that is loaded
+        int query = j * ROWS;
+        auto load_queries = [&](int n, int query) {
             load_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
             int t = query + threadIdx.x % 64;
             const float* from = (threadIdx.x < 64 ? lse : delta) + numbers_at(at);
             cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < T);
         };
-        int h = g * (H / G);   // of the next stage, as is query
-        int query = j * ROWS;
-        Place at = {b, h, g, T, H, G};
-        load<ROWS>(K_tile, heads_of(qkv, at).k, j * ROWS);
-        load<ROWS>(V_tile, heads_of(qkv, at).v, j * ROWS);
-        load_queries(0, h, query);
+        auto in = heads_of(qkv, at);
+        load<ROWS>(K_tile, in.k, j * ROWS);
+        load<ROWS>(V_tile, in.v, j * ROWS);
+        load_queries(0, query);
         arrive();
 
-        Rows dK[M] = {};
-        Rows dV[M] = {};
+        Rows dK[M] = {}, dV[M] = {};
         // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
-        for (int n = 0; h < (g + 1) * (H / G); n++) {
+        for (int n = 0; at.h < (g + 1) * (H / G); n++) {
             const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
             const float* lse_tile = numbers + n % 2 * THREADS;
             int now = query;  // the first query of this stage
-            if (query + 64 >= T) h++;
-            query = query + 64 >= T ? j * ROWS : query + 64;
-            if (h < (g + 1) * (H / G)) load_queries(n + 1, h, query);
+            query += 64;
+            if (query >= T) at.h++;  // the next head, from the block's first key on
+            query = query >= T ? j * ROWS : query;
+            if (at.h < (g + 1) * (H / G)) load_queries(n + 1, query);
             each_part([&](int m) {
                 if (now < j * ROWS + 64 * m) return;  // all come before these keys
                 Scores St, dPt;
@@ -965,11 +962,12 @@ struct Kernels {
                 gemm_abt(dPt, V_tile + m * BYTES, Q_tile + BYTES);
                 finish(St);
                 finish(dPt);
-                if (now < first + 64 * m + 15) mask_future<true>(St, now, first + 64 * m);
+                int key = first + 64 * m;
+                if (now < key + 15) mask_future<true>(St, now, key);
                 EACH(i, 8) {
-                    // of the two queries that are this lane's columns
-                    float2 L = *(const float2*)(lse_tile + 8 * i + lane % 4 * 2);
-                    float2 Delta = *(const float2*)(lse_tile + 64 + 8 * i + lane % 4 * 2);
+                    const float* from = lse_tile + 8 * i + lane % 4 * 2;  // this lane's columns: two queries
+                    float2 L = *(const float2*)from;
+                    float2 Delta = *(const float2*)(from + 64);
                     EACH(e, 4) {  // P^T and dS^T
                         St[i][e] = exp2_approx(St[i][e] * scale2 - (e % 2 ? L.y : L.x) * LOG2_E);
                         dPt[i][e] = St[i][e] * (dPt[i][e] - (e % 2 ? Delta.y : Delta.x));
@@ -982,8 +980,9 @@ struct Kernels {
             });
             arrive();
         }
-        store(heads_of(dqkv, at).k, dK, scale, K_tile, row, first, rope);
-        store(heads_of(dqkv, at).v, dV, 1.0f, V_tile, row, first);
+        auto to = heads_of(dqkv, at);
+        store(to.k, dK, scale, K_tile, row, first, rope);
+        store(to.v, dV, 1.0f, V_tile, row, first);
     }
 };
 
