@@ -53,7 +53,6 @@ STATE = "train_state.safetensors"
 # more entry, "__metadata__", with the step and a CRC32 of the whole file.  The CRC32 stands inside the file
 # that it covers, so it is computed with eight zeros in its place.
 NO_CRC = b'"crc32":"00000000"'
-OURS = {"crc32", "config", "tokenizer", "state"}        # metadata that only our files have
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}      # NumPy has no bf16
 
 
@@ -92,12 +91,10 @@ def read_safetensors(path):
     check_plain(path)
     tensors = {}
     end = 0
-    crc = None
-    with refusing(f"{path} is damaged (truncated or altered), its header is wrong"):
+    with refusing(f"{path} is damaged (truncated or altered) and not read"):
         data = np.memmap(path, mode="r")
         begin = 8 + int.from_bytes(data[:8], "little")
         size = len(data) - begin                                # of all tensors together
-        require(size >= 0, "it is cut")
         top = bytes(data[:begin])
         header = json.loads(top[8:])
         metadata = {**header.pop("__metadata__", {})}           # only a dict unpacks so
@@ -112,10 +109,10 @@ def read_safetensors(path):
             tensors[name] = np.memmap(path, dtype, "r", begin + start, shape)
             end = stop
         require(end == size, "its tensors end elsewhere than the file")
-        if not OURS.isdisjoint(metadata):
+        if "crc32" in metadata or "tokenizer" in metadata:      # ours, even if one of the names is damaged
             blank = top.replace(b'"crc32":"%b"' % metadata["crc32"].encode(), NO_CRC, 1)
             crc = f"{zlib.crc32(data[begin:], zlib.crc32(blank)):08x}"
-    require(crc == metadata.get("crc32"), f"{path} is damaged (truncated or altered): its checksum is wrong.")
+            require(crc == metadata["crc32"], "its checksum is wrong")
     return tensors, metadata
 
 
@@ -164,25 +161,28 @@ def llama_names(config):
         yield "mtp_heads.weight", "heads", np.s_[c.vocab:]
 
 
-# LlamaConfig's name of each size: (our name, LlamaConfig's default)
+# {LlamaConfig's name of a size: our name}
 LLAMA_SIZES = {
-    "hidden_size": ("dim", 4096),
-    "intermediate_size": ("hidden", 11008),
-    "num_hidden_layers": ("layers", 32),
-    "num_attention_heads": ("heads", 32),
-    "num_key_value_heads": ("kv_heads", None),          # as many as heads
-    "vocab_size": ("vocab", 32000),
-    "max_position_embeddings": ("positions", 2048),
-    "rms_norm_eps": ("norm_eps", 1e-6),
-    "rope_theta": ("rope_theta", 10000.0),
-    "tie_word_embeddings": ("tied", False),
+    "hidden_size": "dim",
+    "intermediate_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "vocab_size": "vocab",
+    "max_position_embeddings": "positions",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_word_embeddings": "tied",
 }
+# LlamaConfig's values of what an old config.json does not say
+LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+                  "tie_word_embeddings": False}
 
 
 def llama_config(config, eos):
     """What config.json holds: the keys of Hugging Face's LlamaConfig, then two or three of our own."""
     found = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    for theirs, (ours, _) in LLAMA_SIZES.items():
+    for theirs, ours in LLAMA_SIZES.items():
         found[theirs] = getattr(config, ours)
     found["max_position_embeddings"] = config.positions or config.context
     found.update(head_dim=config.head_dim, hidden_act="silu", attention_bias=False, mlp_bias=False,
@@ -199,14 +199,13 @@ def read_config(folder, context=None):
     path = join(folder, "config.json")
     found = read_json(path)
     with refusing(f"{path} cannot be used"):
-        found = {key: value for key, value in found.items() if value is not None}
-        ropes = {key: found.get(key, {}) for key in ("rope_scaling", "rope_parameters")}
+        said = {key: value for key, value in found.items() if value is not None}
+        found = {**LLAMA_DEFAULTS, **said}
+        found.setdefault("num_key_value_heads", found["num_attention_heads"])
         # rope_theta stands in config.json itself or in one of these; as in transformers the first counts
-        found.update(ropes["rope_scaling"] or ropes["rope_parameters"])
-        for key, rope in ropes.items():
-            found[key] = rope.get("rope_type", rope.get("type", "default"))
-        sizes = {ours: found.get(theirs, default) for theirs, (ours, default) in LLAMA_SIZES.items()}
-        sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
+        found.update(found.get("rope_scaling") or found.get("rope_parameters", {}))
+        found.setdefault("rope_type", found.get("type", "default"))
+        sizes = {ours: found[theirs] for theirs, ours in LLAMA_SIZES.items()}
         if context is None:
             context = found.get("context", sizes["positions"])
         if context == sizes["positions"]:
@@ -216,7 +215,7 @@ def read_config(folder, context=None):
     # keys that would change the mathematics, each with the one value that is computed here
     fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu",
              "mlp_bias": False, "attention_bias": False, "use_qk_norm": False, "sliding_window": 0,
-             "partial_rotary_factor": 1.0, "rope_scaling": "default", "rope_parameters": "default"}
+             "partial_rotary_factor": 1.0, "rope_type": "default"}
     for key, ours in fixed.items():
         value = found.get(key, ours)
         require(value == ours, f"{path}: {key} is {value!r:.200}, and only {ours!r} is computed here.")
@@ -264,16 +263,6 @@ def repair(folder):
             os.remove(path + ".new")
 
 
-def save_tokenizer(folder, model, tokenizer, end, chat):
-    """Write tokenizer.json, and in tokenizer_config.json what transformers reads beside it."""
-    tokenizer.save(join(folder, "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-                "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode()}
-    if chat:
-        settings["chat_template"] = tokenizer.template or CHAT_TEMPLATE
-    write_file(join(folder, "tokenizer_config.json"), json.dumps(settings, indent=2).encode())
-
-
 def save(folder, model, tokenizer, state, chat=False):
     """Write the checkpoint folder.  state: a dict, of what JSON can hold, that load_state() gives back; chat:
     the model answers, in the tokenizer's template or in ours.
@@ -282,15 +271,23 @@ def save(folder, model, tokenizer, state, chat=False):
     step."""
     os.makedirs(folder, exist_ok=True)
     repair(folder)
+    tokenizer_path = join(folder, "tokenizer.json")
+    tokenizer.save(tokenizer_path)
     end = tokenizer.end_of_turn if chat else tokenizer.special_id(*TEXT_ENDS)
-    save_tokenizer(folder, model, tokenizer, end, chat)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+                "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode()}
+    if chat:
+        settings["chat_template"] = tokenizer.template or CHAT_TEMPLATE
+    write_file(join(folder, "tokenizer_config.json"), json.dumps(settings, indent=2).encode())
+
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
     # the checksum of the weights also covers these, and with them all that a resumed run reads
     metadata = {"format": "pt", "step": str(model.step), "config": f"{zlib.crc32(config):08x}",
-                "tokenizer": checksum(join(folder, "tokenizer.json"))}
+                "tokenizer": checksum(tokenizer_path)}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)
     weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}
     moments = {"m": model.read(model.m), "v": model.read(model.v)}
+
     paths = paths_of(folder)
     try:
         write_safetensors(paths[0] + ".new", weights, metadata)
@@ -327,7 +324,6 @@ def read_weights(folder):
         for file in sorted(set(wanted.values())):
             path = join(folder, file)
             require(os.path.basename(file) == file, f"it names {file}")
-            require(exists(path), f"there is no {path}")
             shard, _ = read_safetensors(path)
             for name in shard:
                 require(wanted.get(name) == file, f"{name} is in {file}, not in {wanted.get(name)}")
@@ -365,11 +361,10 @@ def load(folder, engine, options=None, context=None):
     require(tokenizer.vocab_size <= config.vocab, f"{folder}: tokenizer.json is not this model's: it has "
             f"{tokenizer.vocab_size} tokens, config.json says {config.vocab}.")
     tensors, metadata = read_weights(folder)
-    require(metadata.get("tokenizer") in (None, checksum(tokenizer_path)),
-            f"{folder}: tokenizer.json is not the one that this model was trained with.")
-    require(metadata.get("config") in (None, checksum(config_path)),
-            f"{config_path} is not as it was saved: something in it was altered.")
-    step = metadata.get("step") if metadata.get("crc32") else "0"
+    for key, saved_path in ("tokenizer", tokenizer_path), ("config", config_path):
+        require(metadata.get(key) in (None, checksum(saved_path)),
+                f"{saved_path} is not as it was saved with this model.")
+    step = metadata.get("step") if "crc32" in metadata else "0"
     require(str(step).isdecimal(), f"{path} does not say of which step it is.")
     drop_copies(tensors, config)
     # asked first, because the table of a million layers alone would fill the memory
@@ -436,16 +431,12 @@ def set_aside(out):
 def read_log(path):
     """Yields (line, record) of a log.  The last line of a killed run may be cut: it is left out.  ValueError
     for any other line that is no record."""
-    check_plain(path)
-    with naming(path), open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            with refusing(f"{path}, line {number}, is no record of a run; "
-                          "move the file away to go on without it"):
-                record = json.loads(line)
-                require(type(record["step"]) is int, "its step is no whole number")
-            yield line, record
+    lines = read_chunk(path).split(b"\n")
+    for number, line in enumerate(lines[:-1], 1):
+        with refusing(f"{path}, line {number}, is no record of a run; move the file away to go on without it"):
+            record = json.loads(line)
+            require(type(record["step"]) is int, "its step is no whole number")
+        yield line, record
 
 
 class Log:
@@ -463,7 +454,7 @@ class Log:
             for line, record in read_log(self.path):
                 if record["step"] > step:
                     break
-                kept += len(line)
+                kept += len(line) + 1                       # and the line end
                 last = record["step"]
                 self.follow(record)
         self.file = open(self.path, "ab")

@@ -986,7 +986,7 @@ def test_no_checkpoint_at_all(tmp_path):
     ("model.safetensors", lambda data: None, "model.safetensors"),
     ("config.json", lambda data: b"{", "config.json is damaged"),
     ("tokenizer.json", lambda data: b"[]", "tokenizer.json is not a tokenizer"),
-    ("tokenizer.json", lambda data: data.replace(b"<|user|>", b"<|usor|>"), "is not the one that this model was trained with"),
+    ("tokenizer.json", lambda data: data.replace(b"<|user|>", b"<|usor|>"), "tokenizer.json is not as it was saved with this model"),
     ("tokenizer_config.json", lambda data: b"[]", "error: m/tokenizer_config.json is damaged: it holds no settings.\n"),
 ])
 def test_damaged_checkpoint(tmp_path, name, damage, message):
