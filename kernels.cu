@@ -114,9 +114,8 @@ __device__ Eight load8(Reals from) { return unpack8(load_packed(from)); }
 __device__ void store(real* to, float x) { *to = pack_bf16(x, 0.0f); }
 
 __device__ Eight store8(real* to, Eight v) {
-    Packed w;
-    auto words = (unsigned*)&w;
-    FOR(i, 4) words[i] = pack_bf16(v.x[2 * i], v.x[2 * i + 1]);
+    Packed w = {pack_bf16(v.x[0], v.x[1]), pack_bf16(v.x[2], v.x[3]),
+                pack_bf16(v.x[4], v.x[5]), pack_bf16(v.x[6], v.x[7])};
     *(Packed*)to = w;
     return unpack8(w);
 }
@@ -799,8 +798,8 @@ decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
     if (threadIdx.x >= ROWS || row >= n) return;
     float2* p = parts[threadIdx.x];
     real* to = x + Index(row) * O + o;
-    store(to, to_float(to[0]) + (p[0].x + p[1].x + (p[2].x + p[3].x)));
-    store(to + 1, to_float(to[1]) + (p[0].y + p[1].y + (p[2].y + p[3].y)));
+    store(to, to_float(to[0]) + ((p[0].x + p[1].x) + (p[2].x + p[3].x)));
+    store(to + 1, to_float(to[1]) + ((p[0].y + p[1].y) + (p[2].y + p[3].y)));
 }
 
 // Covers rmsnorm_forward, linear_forward and swiglu_forward:
@@ -924,6 +923,31 @@ __device__ Key order_key(float x, int id) {
 
 __device__ int id_of(Key key) { return ~key & 0xFFFF; }
 
+// The sum of the weights of all ids whose keys are at least `least`. An id weighs exp(scale (z - top)), or 1
+// where scale is 0.
+__device__ float weight_from(Key least, float scale, float top,
+                             Floats z, int vocab, float* slots) {
+    float sum = 0.0f;
+    FOR_STRIDED(id, threadIdx.x, vocab, 1024)
+        if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
+    return block_sum(sum, slots);
+}
+
+// A key such that the ids from it on weigh `mass`, and the ids from any larger id's key on weigh less. It is
+// found bit by bit, from the highest bit down.
+__device__ Key key_where(float mass, float scale, float top,
+                         Floats z, int vocab, float (*slots)[32]) {
+    Key found = 0;
+    for (int bit = 47; bit >= 0; bit--) {
+        Key tried = found | 1ull << bit;
+        float sum = weight_from(tried, scale, top, z, vocab, slots[bit % 2]);
+        if (sum >= mass) found = tried;
+        if (sum == mass) break;
+    }
+    __syncthreads();  // slots are free again
+    return found;
+}
+
 // Covers gumbel, in its letters.
 __device__ double gumbel(Key seed, int t, int id) {
     Key z = seed;
@@ -955,37 +979,14 @@ extern "C" __global__ void draw(int* ids, float* p, Floats logits,
     FOR_STRIDED(id, threadIdx.x, vocab, 1024) largest = max(largest, order_key(z[id], id));
     largest = block_max(largest, keys[0]);
     float top = z[id_of(largest)];
-    float inverse = float(1.0 / drawing[0]);
-
-    // The sum of the weights of all ids whose keys are at least `least`. An id weighs exp(scale (z - top)),
-    // or 1 where scale is 0.
-    auto weight_from = [&](Key least, float scale, float* slots) {
-        float sum = 0.0f;
-        FOR_STRIDED(id, threadIdx.x, vocab, 1024)
-            if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
-        return block_sum(sum, slots);
-    };
-    // A key such that the ids from it on weigh `mass`, and the ids from any larger id's key on weigh less. It
-    // is found bit by bit, from the highest bit down.
-    auto key_where = [&](float mass, float scale) {
-        Key found = 0;
-        for (int bit = 47; bit >= 0; bit--) {
-            Key tried = found | 1ull << bit;
-            float sum = weight_from(tried, scale, slots[bit % 2]);
-            if (sum >= mass) found = tried;
-            if (sum == mass) break;
-        }
-        __syncthreads();  // slots are free again
-        return found;
-    };
-
-    if (top_k == 1) floor = largest;
-    else if (top_k > 0 && top_k < vocab) floor = key_where(top_k, 0.0f);
-    if (top_k != 1 && drawing[1] < 1.0) {
-        float mass = float(drawing[1]) * weight_from(floor, inverse, slots[0]);
-        floor = max(floor, key_where(mass, inverse));  // which uses slots[1] first
-    }
+    float scale = float(1.0 / drawing[0]);
     float sum = 0.0f;
+    if (top_k == 1) floor = largest;
+    else if (top_k > 0 && top_k < vocab) floor = key_where(top_k, 0.0f, top, z, vocab, slots);
+    if (top_k != 1 && drawing[1] < 1.0) {
+        float mass = float(drawing[1]) * weight_from(floor, scale, top, z, vocab, slots[0]);
+        floor = max(floor, key_where(mass, scale, top, z, vocab, slots));  // which uses slots[1] first
+    }
 #pragma unroll 4
     FOR_STRIDED(id, threadIdx.x, vocab, 1024) {
         sum += expf(z[id] - top);
