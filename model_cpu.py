@@ -957,7 +957,7 @@ def check_config(c):
         require(type(values[name]) is int and 1 <= values[name] <= 1 << 20,
                 f"{name} must be a whole number from 1 to {1 << 20:,}, not {values[name]!r:.20}.")
     for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
-        require(type(values[name]) in (int, float) and least <= values[name] < math.inf,
+        require(type(values[name]) in (int, float) and least <= values[name] <= 1e308,
                 f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
     for name in ("dim", "hidden", "vocab"):
         require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
