@@ -88,7 +88,7 @@ class Session:
         self.system = b""
         self.turns = []
         self.answers = 0            # how many there were since the seed was set
-        self.said = []              # the ids of the last answer; answer() also keeps its trace and its seconds
+        self.said = []              # the ids of the last answer; answer() keeps its trace and seconds, too
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add_text(self, text):
