@@ -28,7 +28,6 @@ import contextlib
 import os
 import sys
 import time
-import warnings
 
 import model_cpu
 import checkpoint
@@ -39,19 +38,16 @@ from script import (Parser, load_pyplot, newest_checkpoint, number_type, printab
 from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, to_bytes, visible
 
 
-def number(low, high):
-    """An argparse type: a float within these bounds."""
-    return number_type(float, lambda x: low <= x <= high, f"a number from {low} to {high}")
-
-
 # name: (type, default, meaning).  Each is an option, and on a terminal also a command.
 SETTINGS = {
     "max-tokens": (whole_number(1), 200, "length of an answer, in tokens, at most"),
-    "temperature": (number(0, 100), 0.8, "0: the likeliest token; 1: as the model learned; more: wilder"),
+    "temperature": (number_type(float, lambda x: 0 <= x <= 100, "a number from 0 to 100"), 0.8,
+                    "0: the likeliest token; 1: as the model learned; more: wilder"),
     "top-k": (whole_number(0), 50, "draw among the k likeliest tokens; 0: among all"),
-    "top-p": (number(0.001, 1), 1.0, "draw among the likeliest tokens of this probability together; 1: all"),
+    "top-p": (number_type(float, lambda x: 0.001 <= x <= 1, "a number from 0.001 to 1"), 1.0,
+              "draw among the likeliest tokens of this probability together; 1: all"),
     "seed": (whole_number(0, 2**63), None,
-             "the same seed gives the same text; none: another text every time"),
+             "the same seed gives the same text; none: another text every time")
 }
 # (least probability, colour of a token on a terminal): green, cyan, yellow, red
 COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
@@ -74,10 +70,11 @@ def load_model(folder, device="auto", context=None):
 # ------------------------------------------------------------------------------------------------------------
 # 2. A conversation
 # ------------------------------------------------------------------------------------------------------------
-def note_cut(what, length, room):
-    """Tell the user where a text has more tokens than there is room for."""
-    if length > room:
-        print(f"note: the {what} has {length} tokens; the last {room} are used.", file=sys.stderr)
+def last_ids(ids, room, what):
+    """The last `room` of the ids.  Tells the user, who knows them as `what`, if there are more."""
+    if len(ids) > room:
+        print(f"note: the {what} has {len(ids)} tokens; the last {room} are used.", file=sys.stderr)
+    return ids[-room:]
 
 
 class Session:
@@ -91,17 +88,13 @@ class Session:
         self.system = b""
         self.turns = []
         self.answers = 0            # how many there were since the seed was set
-        self.said = []              # the ids of the last answer,
-        self.trace = []             # what generate tells of each of them,
-        self.seconds = 0.0          # and how long they took
+        self.said = []              # the ids of the last answer; answer() keeps its trace and seconds, too
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add_text(self, text):
         """Plain form: a new text to continue."""
-        ids = self.tokenizer.encode(text)
-        room = self.model.config.context
-        note_cut("prompt", len(ids), room)
-        self.turns = [ids[-room:] or [self.stop]]
+        ids = last_ids(self.tokenizer.encode(text), self.model.config.context, "prompt")
+        self.turns = [ids or [self.stop]]
         self.utf8.reset()
 
     def add_turn(self, text):
@@ -121,7 +114,7 @@ class Session:
         if not turns:                                       # beside others a turn is whole
             new = tokenizer.prompt(text, room, self.system)
             frame = len(tokenizer.prompt(b"", system=self.system))
-            note_cut("prompt", len(tokenizer.encode(text)), room - frame)
+            last_ids(tokenizer.encode(text), room - frame, "prompt")        # only to tell the user
         turns.append(new)
         self.utf8.reset()
 
@@ -151,7 +144,7 @@ class Session:
             seed += self.answers        # otherwise the same question would get the same answer
         self.answers += 1
         self.said = []
-        self.trace = []
+        self.trace = []             # what generate tells of each of them
         begin = time.perf_counter()
         # A poor model may say any special token: each ends the answer.
         stream = model_cpu.generate(
@@ -161,8 +154,8 @@ class Session:
         turn = self.turns[-1]
         for token in stream:
             turn.append(token)
-            self.said.append(token)
             self.seconds = time.perf_counter() - begin
+            self.said.append(token)
             self.show(self.tokenizer.tokens[token])
         if len(self.said) < asked.max_tokens:
             turn.append(self.stop)
@@ -202,14 +195,12 @@ class Session:
 # ------------------------------------------------------------------------------------------------------------
 # 3. The Euler table of a text
 # ------------------------------------------------------------------------------------------------------------
-def print_lens(model, tokenizer, text, path=None):
+def print_lens(model, tokenizer, text, path):
     """One line for each layer.  x + f(x) is a step of Euler's method: what would head 0 say if the
-    integration stopped here?  path: where to draw the same for each position."""
+    integration stopped here?  path: where to draw the same for each position, or None."""
     ids = tokenizer.encode(to_bytes(text))
-    room = model.config.context + 1                         # the last token is only predicted
     require(len(ids) > 1, f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
-    note_cut("text", len(ids), room)
-    ids = ids[-room:]
+    ids = last_ids(ids, model.config.context + 1, "text")   # the last token is only predicted
     model_cpu.print_euler_table(model, tokenizer, np.array([ids]))
     if path:
         plot_lens(model, tokenizer, ids[:-1], path)
@@ -234,16 +225,15 @@ def plot_lens(model, tokenizer, ids, path):
     axes.set_xticks(range(len(read)), read, parse_math=False)
     axes.set_yticks(range(len(rows)), rows)
     axes.set(xlabel="token read", title="the likeliest next token if the integration stopped here")
-    warnings.filterwarnings("ignore", "Glyph")              # a character that the font does not have
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, bbox_inches="tight")
     print(f"Wrote {path}.")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 4. The session
 # ------------------------------------------------------------------------------------------------------------
-def show_setting(settings, name):
-    return str(getattr(settings, name.replace("-", "_"))).lower()       # None is "none"
+def show_setting(session, name):
+    return str(getattr(session.settings, name.replace("-", "_"))).lower()       # None is "none"
 
 
 def run_command(line, session):
@@ -254,12 +244,13 @@ def run_command(line, session):
         return False
     if name == "reset":
         session.turns = []
-    elif name in ("stats", "tokens") and not session.said:
-        print(f"/{name} is about the last answer, and there is none.")
-    elif name == "stats":
-        session.print_stats()
-    elif name == "tokens":
-        session.print_tokens()
+    elif name in ("stats", "tokens"):
+        if not session.said:
+            print(f"/{name} is about the last answer, and there is none.")
+        elif name == "stats":
+            session.print_stats()
+        else:
+            session.print_tokens()
     elif name == "system" and session.chat_form:
         if value:
             session.system = b"" if value == "none" else to_bytes(value)
@@ -272,7 +263,7 @@ def run_command(line, session):
                 new = None if value == "none" and default is None else kind(value)
                 setattr(session.settings, name.replace("-", "_"), new)
                 session.answers = 0         # after /seed 1 the next answer is that of --seed 1
-            print(f"{name} is {show_setting(session.settings, name)}")
+            print(f"{name} is {show_setting(session, name)}")
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
     elif name == "help":
@@ -280,7 +271,7 @@ def run_command(line, session):
               "a line.\n/stats: how fast the last answer came; /tokens: how likely each of its tokens was.\n"
               "The settings now:")
         for name, (*_, meaning) in SETTINGS.items():
-            print(f"  /{name} {show_setting(session.settings, name)}   {meaning}")
+            print(f"  /{name} {show_setting(session, name)}   {meaning}")
         if session.chat_form:
             print("/system TEXT begins anew, with this before the first question; /system none: without.")
     else:
@@ -327,14 +318,12 @@ def parse_arguments(argv):
     parser.add_argument("--context", type=whole_number(1), metavar="N",
                         help="the longest text that it remembers, in tokens (default: what the model can)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPU, if any")
-    args = parser.parse_args(argv)
-    if args.plot and not args.lens:
-        parser.error("--plot goes with --lens TEXT")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv):
     args = parse_arguments(argv)
+    require(args.lens or not args.plot, "--plot goes with --lens TEXT.")
     # bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     folder = args.model or newest_checkpoint("name the folder of one with --model DIR")
@@ -343,8 +332,6 @@ def main(argv):
     if args.lens is not None:
         print_lens(model, tokenizer, args.lens, args.plot)
         return
-    if args.speculation and model.config.predict == 1:
-        print("note: this model has one head, none to draft: --speculation changes nothing.", file=sys.stderr)
     session = Session(model, tokenizer, args)
     if args.prompt is not None:
         session.answer(args.prompt)

@@ -433,7 +433,7 @@ def read_log(path):
     for any other line that is no record."""
     lines = read_chunk(path).split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
-        with refusing(f"{path}, line {number}, is no record of a run; move the file away to go on without it"):
+        with refusing(f"{path}, line {number}, is no record of a run: move the file away to begin another"):
             record = json.loads(line)
             require(type(record["step"]) is int, "its step is no whole number")
         yield line, record

@@ -821,7 +821,7 @@ def test_lens_of_a_long_text(models, monkeypatch, capsys):
         model = types.SimpleNamespace(config=types.SimpleNamespace(context=context))
         for size in (2, 3, 31, 32, 33, 34, 35):
             text = "".join(map(chr, range(50, 50 + size)))
-            chat.print_lens(model, tokenizer, text)
+            chat.print_lens(model, tokenizer, text, None)
             out, err = capsys.readouterr()
             assert asked.pop() == [list(text.encode()[-context - 1:])]
             read = min(size - 1, context)
@@ -830,7 +830,7 @@ def test_lens_of_a_long_text(models, monkeypatch, capsys):
             assert err == (note if size > context + 1 else "")
     for text in ("", "a"):
         with pytest.raises(ValueError) as error:
-            chat.print_lens(model, tokenizer, text)
+            chat.print_lens(model, tokenizer, text, None)
         assert str(error.value) == f"--lens needs a text of at least 2 tokens; {text!r} has {len(text)}."
 
 
@@ -929,20 +929,6 @@ def test_the_system_text_of_a_template_stays(capsys):
         session.add_turn(b"x" * 90)                         # too long to stay beside the first: it is the first then
         assert tokenizer.decode(session.turns[0]).startswith(begin + "<|im_start|>user\nxxx") and len(session.turns) == 1
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-def test_a_single_head_drafts_nothing(monkeypatch, capsys, heads):
-    """Which is said where it was asked to."""
-    model = types.SimpleNamespace(config=types.SimpleNamespace(predict=heads))
-    monkeypatch.setattr(chat, "load_model", lambda *rest: (model, types.SimpleNamespace(template="x", end_of_turn=0)))
-    monkeypatch.setattr(chat.Session, "answer", lambda self, line: None)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    for options in ([], ["--speculation"], ["--no-speculation"]):
-        chat.main(["--model", "m", "--prompt", "a", *options])
-        assert capsys.readouterr().err == (
-            "note: this model has one head, none to draft: --speculation changes nothing.\n"
-            if heads == 1 and options == ["--speculation"] else "")
 
 
 @pytest.mark.parametrize("arguments, message", [
