@@ -307,7 +307,7 @@ def parse_arguments(argv):
     parser = Parser(description="Type, and a trained model continues (or answers, if it was fine-tuned to).")
     parser.add_argument("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
-    once.add_argument("--prompt", metavar="TEXT", help="continue this text, then stop")
+    once.add_argument("--prompt", metavar="TEXT", help="continue (or answer) this text, then stop")
     once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, then stop")
     for name, (kind, default, meaning) in SETTINGS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N",

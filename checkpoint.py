@@ -521,7 +521,7 @@ def print_tensors(path):
 
 
 def main(argv):
-    parser = Parser(description="Print what a checkpoint folder holds, after checking every byte of it.")
+    parser = Parser(description="Print what a checkpoint folder holds.  Checksums are verified where there are any.")
     parser.add_argument("folder", metavar="DIR", help="such as out/small")
     folder = parser.parse_args(argv).folder
     model, tokenizer = load(folder, model_cpu, {"dtype": np.float32, "training": False})

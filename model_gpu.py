@@ -25,7 +25,7 @@ waits for a result, and what a step computes in was allocated before.  What one 
 one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where one kernel
 covers several functions of model_cpu, it says so there.
 
-What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; no talk between GPUs.
+What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.
 Of several GPUs it only says when which part of the gradient is ready, and makes its share of Muon's matmuls
 (train.py: Nccl).  It can be imported, and says so in one sentence, where there is no CuPy or no GPU.
 """
@@ -109,7 +109,7 @@ def take_gpu(number):
 
 
 def gpu_name():
-    """As its vendor calls it; train.py looks up its rate."""
+    """As its vendor calls it."""
     return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
 
 
@@ -658,7 +658,7 @@ class Model:
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
         self.step = 0
         self.added = False                          # whether grads may hold a sum already
-        self.communicator = None                    # an Nccl, where there are several GPUs (train.py)
+        self.communicator = None                    # an Nccl, where there are several GPUs (train.connect)
         self.rows = 0                               # of config.context tokens, for which there is work memory
         size = param_count(config)
         with self._room_for(micro_batch or 1, config.context):

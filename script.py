@@ -1,4 +1,5 @@
-"""What every script shares and nobody comes to read: errors as sentences, options, files, progress.
+"""What every script shares and nobody comes to read: errors as sentences, options, files, progress, signals,
+how a script starts under MPI, and the English inside Python (the last section).
 
 Read before it: nothing.  Nothing here is about language models: skip it, and come back when one of its names
 puzzles you.  It needs the standard library alone.
@@ -177,15 +178,15 @@ class GpuError(RuntimeError):
 
 
 def explain(error):
-    """An error as one sentence, which obeys nothing that a file would have a terminal do; None for a mistake of
-    ours, which should show where it was made."""
+    """An error as one sentence.  Control characters are replaced, so that a file's content cannot command the
+    terminal.  None for a mistake of ours: its traceback should show."""
     if is_of_gpu(error):
         return f"The GPU: {printable(' '.join(str(error).splitlines()))}"
     if isinstance(error, OSError) and error.strerror:
         where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
         return f"{where}: {error.strerror}."
     if isinstance(error, BrokenExecutor):
-        return "A process of the tokenizer ended early; if memory is short, use fewer processes."
+        return "A process of the tokenizer ended early.  If memory is short, allow fewer cores: taskset -c 0 python ..."
     if isinstance(error, MemoryError):
         return f"There is not enough memory ({error})." if str(error) else "There is not enough memory."
     if isinstance(error, (ValueError, OSError)):

@@ -6,7 +6,7 @@
     python sft.py --show 3                 three examples, with what is learned in colour
     python sft.py --resume                 go on with an interrupted run
 
-Read before it: train.py, whose schedule, log, checkpoints and signals serve here as they are (train.train).
+Read before it: train.py.  Its schedule and its loop (train.train) serve here unchanged.
 Model, loss and optimizers stay the same, too: Muon, whatever the base was trained with, unless --optimizer
 says AdamW.  What is new stands in the order of a run:
 
@@ -153,7 +153,8 @@ def make_turns(record):
 
 
 def check_texts(texts):
-    require(all(isinstance(text, str) for text in texts), "no text as instruction and output, or as content")
+    require(all(isinstance(text, str) for text in texts),
+            "a field that is no text (instruction, input, output or content)")
 
 
 def as_text(parts):
@@ -170,9 +171,9 @@ def opening(turns):
 
 
 def cut_prompt(tokenizer, beginning, T):
-    """The ids of what `opening` gives, up to where the answer begins, of which a quarter of the window T is
-    left.  The system text stays and the user's is cut; but if that would leave this one less than half of the
-    room, both are one text, of which the end is kept."""
+    """The ids of what `opening` gives, up to where the answer begins.  They take at most three quarters of the
+    window T.  If they are too long, the user's text loses its beginning.  If the system text alone takes more
+    than half of this room, both texts are joined, and the beginning of the whole is dropped."""
     system, text = beginning
     room = T - T // 4
     if len(tokenizer.prompt("", None, system)) > room // 2:
@@ -197,11 +198,9 @@ def python_pairs(path):
 
 def play_pairs(path):
     """Pairs (speech, the reply to it) from the validation part of a play whose paragraphs are
-    "NAME:\\nspeech". Without the names, which are the user and the assistant here; and the speech on one
-    line, as one types it in chat.py.
-
-    A reply is the speech of the next pair, too, which may be on the other side of the split: read there, but
-    thanks to the mask not learned."""
+    "NAME:\\nspeech".  The names are left out: they are the user and the assistant here.  The speech is put on one
+    line, as one types it in chat.py.  Each reply is also the question of the next pair, which may lie on the
+    other side of the split; the mask keeps it from being learned there."""
     held_out = read_chunk(path, train.split_point(path))
     held_out = held_out.decode("utf-8", "replace").replace("\r\n", "\n")
     paragraphs = re.split(r"\n\n+", held_out.strip())

@@ -9,7 +9,7 @@
     python train.py --plot out/small         draw the loss curves
     mpiexec -n 4 python train.py big         on several GPUs; the same as --gpus 4, or under srun
 
-Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order of a run:
+Read before it: tokenizer.py, model_cpu.py.  The parts come in the order in which a run needs them:
 
     1. settings     what a run is; what an option takes is what a checkpoint may hold
     2. corpus       which files; the last part of each is held out for validation
@@ -17,17 +17,17 @@ Read before it: tokenizer.py, model_cpu.py.  The order of this file is the order
     4. batches      a pure function of (seed, step): no reader state, so a resumed run sees the same data
     5. schedule     warmup and cosine
     6. evaluation   validation loss in nats a token and bits a byte; samples
-    7. processes    data parallel training by MPI, and NCCL between GPUs (optional reading)
-    8. a training   from options to something that can be trained: begun, or resumed
-    9. the loop     batch, forward, backward, update, report
-    10. the script  begin or resume, then the loop
+    7. a training   from options to something that can be trained: begun, or resumed
+    8. the loop     batch, forward, backward, update, report
+    9. processes    data parallel training by MPI, and NCCL between GPUs (optional reading)
+    10. the script  begin or resume, then the loop: to follow a run call by call, begin here
 
-In a hurry, read 4, 5 and 9.
+In a hurry, read 4, 5 and 8.
 
-Why a resumed run is exact: the checkpoint holds the weights, moments and step of one moment.  The batch is a
-pure function of (seed, step), so no reader and no random generator has a state to restore.  Threads and
-micro-batch fix the order of sums, so they are settings of the run and may not change.  The log is cut back to
-the checkpoint's step.
+Why a resumed run is exact: a save holds the weights, the optimizer's m and v and the step number, all of the
+same step.  The batch is a pure function of (seed, step), so no reader and no random generator has a state to
+restore.  Threads and micro-batch fix the order of sums, so they are settings of the run and may not change.
+The log is cut back to the step of the save.  With another number of processes the losses differ by rounding.
 
 What it does not do: no shuffling of documents; no masks at document boundaries (the end-of-text token is what
 the model learns them from); no fine-tuning.  With --base the sizes and the tokenizer are the base's.  Its
@@ -74,7 +74,7 @@ DEFAULTS = {
     "medium": dict(steps=4000, batch_tokens=8192, lr=3e-3, warmup=200, eval_every=500, save_every=500),
     "big": dict(steps=48000, batch_tokens=32768, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000),
 }
-# Epochs.  Big learned nothing of use from a fifth of 290 MB, nor small from a ninth of 0.3 MB.
+# A fifth epoch over 290 MB did not help big, nor a ninth epoch over 0.3 MB small.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -93,17 +93,17 @@ clip_norm = number_type(float, lambda x: x > 0, "a number above 0")         # in
 
 @dataclasses.dataclass
 class Settings:
-    """What a run is: with the same settings, files and code, every loss is the same, bit for bit.
-    ValueError for a value that no option gives, as in a checkpoint that was altered."""
+    """What a run is: with the same settings, files, code, libraries and number of processes every loss is the
+    same, bit for bit.  ValueError for a value that no option gives, as in a checkpoint that was altered."""
     preset: str = setting(tuple(CONFIGS))
     steps: int = setting(whole_number(1, 1 << 63))                  # updates
     batch_tokens: int = setting(whole_number(1, MOST_BATCH), "tokens a step, a multiple of the context")
     lr: float = setting(positive, "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
     mtp_weight: float = setting(not_negative, "weight of the further prediction heads in the loss")
-    eval_every: int = setting(whole_number(1), "steps")
-    save_every: int = setting(whole_number(1), "steps")
-    precision: str = setting(model_gpu.PRECISIONS, "on a GPU (default: the best that it has)")
+    eval_every: int = setting(whole_number(1), "evaluate every N steps")
+    save_every: int = setting(whole_number(1), "save every N steps")
+    precision: str = setting(model_gpu.PRECISIONS, "number format on a GPU (default: bf16 where it has that)")
     optimizer: str = setting(OPTIMIZERS, "muon (the default) for the layers' matrices, or adamw for all", "muon")
     # a CUDA grid is no higher than 65,535
     micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: as many as pay)", 1)
@@ -111,9 +111,9 @@ class Settings:
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all)", 1)
     decay: float = setting(below_one, "weight decay, on matrices (default 0.1)", 0.1)
     clip: float = setting(clip_norm, "largest gradient norm for AdamW (default 1)", 1.0)
-    seed: int = setting(whole_number(0, 1 << 63), "of all that is drawn at random (default 0)", 0)
+    seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU", "cpu")
-    matmul: str = setting(("cublas", "ours"), "on a GPU (default cublas)", "cublas")
+    matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     memory_limit: int = setting(memory_size, "of the GPU, such as 12GB: stay within it", None)      # bytes
     data: list = None       # the corpus files
     tokens_key: str = ""    # fingerprint of corpus and tokenizer, filled in when the tokens are made
@@ -140,6 +140,18 @@ def is_allowed(field, value):
         return False
 
 
+@dataclasses.dataclass
+class Training:
+    """What a run works on.  state: a dict of the "tokens" and "seconds" spent so far, the "script" that this
+    is, its "base" and number of "ranks"; out: the folder to write."""
+    model: object               # Model of either engine
+    tokenizer: Tokenizer
+    settings: Settings
+    state: dict
+    out: str
+    ranks: object               # Ranks, section 9
+
+
 def option_of(name):
     """"batch_tokens" -> "--batch-tokens"."""
     return "--" + name.replace("_", "-")
@@ -157,15 +169,17 @@ def add_run_options(parser, sizes, data):
     for name in sizes:
         parser.add_argument(option_of(name), type=whole_number(1, 1 << 20), metavar="N",
                             help="of the model, in place of the preset's (of a base: the context alone)")
-    parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N", help="a process each (default 1)")
+    parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N",
+                        help="number of processes, a GPU each (default 1)")
     for field in dataclasses.fields(Settings):
         if field.metadata.get("help"):
             parser.add_argument(option_of(field.name), **field.metadata)
 
 
 def parse_arguments(argv):
-    parser = Parser(description="Pretrain a model.  Defaults depend on the preset: --dry-run tells.")
-    parser.add_argument("--steps", type=whole_number(1), metavar="N", help="updates; --resume takes more")
+    parser = Parser(description="Pretrain a model.  The defaults depend on the preset: --dry-run prints the main ones.")
+    parser.add_argument("--steps", type=whole_number(1), metavar="N",
+                        help="updates; with --resume a larger number extends a finished run")
     add_run_options(parser, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
                     "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
     parser.add_argument("--dry-run", action="store_true", help="print settings and memory, then stop")
@@ -203,7 +217,8 @@ def check_corpus(paths):
 def split_point(path):
     """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB, and at most 10%
     and 4 MB (about 1M tokens).  The cut moves to the nearest document boundary, else to the nearest line, else
-    to behind an ASCII character.  Everything before it is for training, so no document is in both parts."""
+    to behind an ASCII character.  Text before the cut is for training.  Where separators stand near it, no
+    document is in both parts."""
     size = os.path.getsize(path)
     wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut may move from here on
@@ -450,7 +465,7 @@ def in_words(result):
 
 def sample_text(model, tokenizer, ids, seed, most=SAMPLE_TOKENS):
     """How the model goes on after these ids, up to a special token, as text."""
-    ids = ids or [tokenizer.special_id(*TEXT_ENDS)]        # a tokenizer may lack the bytes of a text
+    ids = ids or [tokenizer.special_id(*TEXT_ENDS)]        # a tokenizer may lack all bytes of a prompt
     stop = set(tokenizer.special.values())
     drawn = generate(model, ids, temperature=0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size, stop=stop,
                      most=most)
@@ -467,153 +482,8 @@ def print_samples(titles, samples, whole):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 7. Several processes: data parallel training
+# 7. A training: begun, or resumed
 # ------------------------------------------------------------------------------------------------------------
-# Each process, a rank, has all the weights and takes its slice of a step's windows.  The loss is a sum over
-# all targets, divided by their count in the whole step.  So its gradient is the sum of the slices' gradients.
-# The ranks add theirs up (an all-reduce) and make the same update: the weights stay the same everywhere, and
-# rank 0 alone prints, logs and saves.
-#
-# MPI starts the ranks, carries what they say, and ends them all when one dies.  Between GPUs NVIDIA's NCCL
-# sums the gradient.
-
-# The variables by which a launcher says how many ranks there are: MPICH and Intel MPI, Open MPI, srun.
-LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-
-
-class Ranks:
-    """The processes of a run.  world: mpi4py's communicator, or None where there is one process."""
-    def __init__(self, world=None, local=0):
-        self.world = world
-        self.rank = world.rank if world else 0
-        self.size = world.size if world else 1
-        self.local = local                          # the rank's number on its host
-
-    def meet(self):
-        """Wait for all ranks.  MPI waits by asking without a pause, which takes a core from those that work;
-        so this asks, and sleeps in between."""
-        if self.world:
-            request = self.world.Ibarrier()
-            while not request.Test():
-                time.sleep(0.0005)
-
-    def all_gather(self, value):
-        """-> [what rank 0 says, what rank 1 says, ...], on each of them."""
-        if not self.world:
-            return [value]
-        self.meet()
-        return self.world.allgather(value)
-
-    def all_reduce(self, array):
-        """A NumPy array becomes its sum over all ranks."""
-        if self.world:
-            from mpi4py import MPI
-            self.meet()
-            self.world.Allreduce(MPI.IN_PLACE, array)
-
-    def agree(self, **facts):
-        """ValueError, on all ranks, where these are not the same on all."""
-        said = self.all_gather(facts)
-        for rank, other in enumerate(said):
-            wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
-            if wrong:
-                raise ValueError(f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
-
-    def in_turn(self, function):
-        """-> function() of each rank: rank 0 first, and then the others, which find made what it has made."""
-        if self.rank:
-            self.meet()
-        result = function()
-        if self.rank == 0:
-            self.meet()
-        return result
-
-    def part(self, count, rank=None):
-        """What a rank, by default this one, takes of so many pieces of work: a slice; it may be empty."""
-        rank = self.rank if rank is None else rank
-        return slice(count * rank // self.size, count * (rank + 1) // self.size)
-
-    def share(self, inputs, targets):
-        """This rank's rows of a step; where there are none for it, one of which nothing is learned."""
-        rows = self.part(len(inputs))
-        if rows.start == rows.stop:
-            return inputs[:1], np.full_like(targets[:1], -1)
-        return inputs[rows], targets[rows]
-
-
-def find_ranks(gpus):
-    """-> the Ranks of this run: those that a launcher has started, or as many as --gpus says (None: one)."""
-    launched = [int(os.environ[name]) for name in LAUNCHERS if os.environ.get(name, "").isdecimal()]
-    if not launched and gpus and gpus > 1:
-        start_under_mpiexec(gpus)
-    size = launched[0] if launched else 1
-    if gpus not in (None, size):
-        raise ValueError(f"--gpus {gpus} does not fit the {size} processes of the launcher.")
-    set_threads()
-    if size == 1:
-        return Ranks()
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise ValueError(f"{MPI_IS_MISSING} ({error}).") from None
-    world = MPI.COMM_WORLD
-    require(world.size == size, f"the launcher started {size} processes and mpi4py finds {world.size}: they are "
-            "of different MPIs.")
-    return Ranks(world, world.Split_type(MPI.COMM_TYPE_SHARED).rank)
-
-
-def run_ranks(run, args):
-    """-> run(args, ranks) of this process.  A rank that fails says why and ends them all; what ends every rank
-    alike, rank 0 says."""
-    ranks = find_ranks(args.gpus)
-    if ranks.size == 1:
-        return run(args, ranks)
-    stderr = sys.stderr
-    if ranks.rank:
-        sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
-    try:
-        return run(args, ranks)
-    except KeyboardInterrupt:
-        ranks.world.Abort(130)
-    except BaseException as error:
-        time.sleep(min(ranks.rank, 1))
-        sentence = explain(error) or "".join(traceback.format_exception(error))
-        print(f"error: rank {ranks.rank}: {sentence}", file=stderr, flush=True)
-        time.sleep(0.3)                             # until mpiexec has passed the words on
-        ranks.world.Abort(2)
-
-
-def connect(training):
-    """From here on the model's gradient is the sum over all ranks; ValueError where they are not alike."""
-    ranks = training.ranks
-    if ranks.size > 1:
-        here = os.path.dirname(os.path.abspath(__file__))
-        code = [file_hash(path) for path in sorted(glob.glob(os.path.join(here, "*.[pc][yu]")))]
-        ranks.agree(code=code, versions=(sys.version, np.__version__), **dataclasses.asdict(training.settings),
-                    weights=weights_checksum(training.model))
-        on_gpu = training.settings.device == "gpu"
-        training.model.communicator = model_gpu.Nccl(ranks) if on_gpu else ranks
-
-
-def weights_checksum(model):
-    return zlib.crc32(model.read(model.flat_params))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 8. A training: begun, or resumed
-# ------------------------------------------------------------------------------------------------------------
-@dataclasses.dataclass
-class Training:
-    """What a run works on.  state: a dict of the "tokens" and "seconds" spent so far, the "script" that this
-    is, its "base" and number of "ranks"; out: the folder to write."""
-    model: object
-    tokenizer: Tokenizer
-    settings: Settings
-    state: dict
-    out: str
-    ranks: Ranks
-
-
 def choose_device(asked, preset, local, planning=False):
     """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others, that of this local rank.  To plan
     a run needs none."""
@@ -630,7 +500,7 @@ def choose_device(asked, preset, local, planning=False):
 
 
 def given_options(args):
-    """dict of the options that the user gave; auto is none."""
+    """dict of the options that have a value: without None and auto; flags are always in it."""
     return {name: value for name, value in vars(args).items() if value not in (None, "auto")}
 
 
@@ -714,7 +584,7 @@ def dry_run(config, settings, ranks):
 
 
 def cap_steps(given, settings, tokens):
-    """Unless told: no more steps than the corpus has new things to say."""
+    """Unless --steps was given: read the corpus at most MOST_EPOCHS times."""
     epochs = MOST_EPOCHS[settings.preset]
     most = max(1, epochs * tokens // settings.batch_tokens)
     if "steps" not in given and most < settings.steps:
@@ -733,8 +603,8 @@ def save_run(training):
 
 
 def new_training(script, out, config, tokenizer, settings, ranks, base=None):
-    """-> the Training of a run that begins, with a base's weights or random ones, after its first save: from
-    then on there is something to resume."""
+    """-> the Training of a run that begins, with a base's weights or random ones.  It is saved as step 0, so
+    that there is something to resume from the start."""
     engine = model_gpu.pick(settings.device)
     options = model_options(settings)
     config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
@@ -760,8 +630,8 @@ def read_run(folder, script):
     """-> (Settings, state) of the run of this script that wrote a checkpoint; ValueError if none did."""
     state = checkpoint.load_state(folder)
     with refusing(f"{folder} was not written by {script}: how the run was made is not recorded"):
-        recorded = {"optimizer": "adamw", **state["settings"]}      # earlier versions had no other,
-        recorded.pop("attention", None)                             # and two kinds of attention
+        recorded = {"optimizer": "adamw", **state["settings"]}      # old checkpoints name none: AdamW it was
+        recorded.pop("attention", None)                             # old checkpoints name a kind that is gone
         settings = Settings(**recorded)
         require(type(state["script"]) is str and type(state["tokens"]) is int
                 and type(state["seconds"]) in (int, float), "its script, tokens or seconds cannot be")
@@ -769,9 +639,9 @@ def read_run(folder, script):
 
 
 def describe(base, wanted="small"):
-    """-> (preset, corpus) of a base.  One of ours says how it was made.  Of other people's model the preset is
-    the widest that is no wider, or small, and corpus, the files that it learned from, is None.  wanted: the
-    preset that was asked for."""
+    """-> (preset, corpus) of a base; corpus: the files that it learned from.  One of ours says how it was made.
+    For other people's model preset is the largest one that is not wider, else small, and corpus is None.
+    wanted: the preset that was asked for."""
     if not os.path.exists(os.path.join(base, "config.json")):
         raise ValueError(f"there is no model in {base}: `python train.py {wanted}` trains one, --base names "
                          "another.")
@@ -799,7 +669,7 @@ def resume(given, out, script, ranks):
     if steps > settings.steps and model.step >= settings.steps:
         add_steps(settings, steps, out)
     refuse_other_options(given, settings, model.config, state.get("base"), out)
-    state = checkpoint.load_state(out, model)
+    state = checkpoint.load_state(out, model)           # this time with the optimizer's m and v, into the model
     before = state.get("ranks", 1)
     if before != ranks.size:
         print(f"The run in {out} was one of {before} processes and goes on with {ranks.size}: the same "
@@ -828,7 +698,7 @@ def add_steps(settings, steps, out):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 9. The loop
+# 8. The loop
 # ------------------------------------------------------------------------------------------------------------
 # What pretraining and fine-tuning do not share; train() is the rest.  batch: step, from 0 -> inputs (B,T),
 # targets (B,T+K-1), a pure function, so that a run can be resumed.  evaluate: step, from 1 -> dict for
@@ -907,7 +777,7 @@ def save_in_agreement(training, log):
     """Rank 0 saves, after all ranks have shown that they have the same weights."""
     if training.ranks.size > 1:
         training.ranks.agree(weights=weights_checksum(training.model))
-    if log:
+    if log:                                         # rank 0 has one
         os.fsync(log.file.fileno())
         save_run(training)
 
@@ -1001,6 +871,139 @@ def first_bad_tensor(training, inputs, targets):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# 9. Several processes: data parallel training
+# ------------------------------------------------------------------------------------------------------------
+# Each process, a rank, has all the weights and takes its slice of a step's windows.  The loss is a sum over
+# all targets, divided by their count in the whole step.  So its gradient is the sum of the slices' gradients.
+# The ranks add theirs up (an all-reduce) and make the same update: the weights stay the same everywhere, and
+# rank 0 alone prints, logs and saves.
+#
+# MPI starts the ranks, carries what they say, and ends them all when one dies.  Between GPUs NVIDIA's NCCL
+# sums the gradient.
+
+# The variables by which a launcher says how many ranks there are: MPICH and Intel MPI, Open MPI, srun.
+LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+class Ranks:
+    """The processes of a run.  world: mpi4py's communicator, or None where there is one process."""
+    def __init__(self, world=None, local=0):
+        self.world = world
+        self.rank = world.rank if world else 0
+        self.size = world.size if world else 1
+        self.local = local                          # the rank's number on its host
+
+    def meet(self):
+        """Wait for all ranks.  MPI waits by asking without a pause, which takes a core from those that work;
+        so this asks, and sleeps in between."""
+        if self.world:
+            request = self.world.Ibarrier()
+            while not request.Test():
+                time.sleep(0.0005)
+
+    def all_gather(self, value):
+        """-> [what rank 0 says, what rank 1 says, ...], on each of them."""
+        if not self.world:
+            return [value]
+        self.meet()
+        return self.world.allgather(value)
+
+    def all_reduce(self, array):
+        """A NumPy array becomes its sum over all ranks."""
+        if self.world:
+            from mpi4py import MPI
+            self.meet()
+            self.world.Allreduce(MPI.IN_PLACE, array)
+
+    def agree(self, **facts):
+        """ValueError, on all ranks, where these are not the same on all."""
+        said = self.all_gather(facts)
+        for rank, other in enumerate(said):
+            wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
+            if wrong:
+                raise ValueError(f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
+
+    def in_turn(self, function):
+        """-> function() of each rank.  Rank 0 calls it first; the others wait, and then find its files."""
+        if self.rank:
+            self.meet()
+        result = function()
+        if self.rank == 0:
+            self.meet()
+        return result
+
+    def part(self, count, rank=None):
+        """What a rank, by default this one, takes of so many pieces of work: a slice; it may be empty."""
+        rank = self.rank if rank is None else rank
+        return slice(count * rank // self.size, count * (rank + 1) // self.size)
+
+    def share(self, inputs, targets):
+        """This rank's rows of a step.  A rank without rows takes row 0 with all targets -1, which adds nothing."""
+        rows = self.part(len(inputs))
+        if rows.start == rows.stop:
+            return inputs[:1], np.full_like(targets[:1], -1)
+        return inputs[rows], targets[rows]
+
+
+def find_ranks(gpus):
+    """-> the Ranks of this run: those that a launcher has started, or as many as --gpus says (None: one)."""
+    launched = [int(os.environ[name]) for name in LAUNCHERS if os.environ.get(name, "").isdecimal()]
+    if not launched and gpus and gpus > 1:
+        start_under_mpiexec(gpus)
+    size = launched[0] if launched else 1
+    if gpus not in (None, size):
+        raise ValueError(f"--gpus {gpus} does not fit the {size} processes of the launcher.")
+    set_threads()
+    if size == 1:
+        return Ranks()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"{MPI_IS_MISSING} ({error}).") from None
+    world = MPI.COMM_WORLD
+    require(world.size == size, f"the launcher started {size} processes and mpi4py finds {world.size}: they are "
+            "of different MPIs.")
+    return Ranks(world, world.Split_type(MPI.COMM_TYPE_SHARED).rank)
+
+
+def run_ranks(run, args):
+    """-> run(args, ranks) of this process.  A rank that fails prints its error and aborts all ranks.  If all
+    fail with the same error, rank 0 is the first to print it."""
+    ranks = find_ranks(args.gpus)
+    if ranks.size == 1:
+        return run(args, ranks)
+    stderr = sys.stderr
+    if ranks.rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
+    try:
+        return run(args, ranks)
+    except KeyboardInterrupt:
+        ranks.world.Abort(130)
+    except BaseException as error:
+        time.sleep(min(ranks.rank, 1))
+        sentence = explain(error) or "".join(traceback.format_exception(error))
+        print(f"error: rank {ranks.rank}: {sentence}", file=stderr, flush=True)
+        time.sleep(0.3)                             # until mpiexec has passed the words on
+        ranks.world.Abort(2)
+
+
+def connect(training):
+    """From here on the model's gradient is the sum over all ranks; ValueError where they are not alike."""
+    ranks = training.ranks
+    if ranks.size > 1:
+        here = os.path.dirname(os.path.abspath(__file__))
+        code = [file_hash(path) for path in sorted(glob.glob(os.path.join(here, "*.[pc][yu]")))]
+        ranks.agree(code=code, versions=(sys.version, np.__version__), **dataclasses.asdict(training.settings),
+                    weights=weights_checksum(training.model))
+        on_gpu = training.settings.device == "gpu"
+        training.model.communicator = model_gpu.Nccl(ranks) if on_gpu else ranks
+
+
+def weights_checksum(model):
+    return zlib.crc32(model.read(model.flat_params))
+
+
+# ------------------------------------------------------------------------------------------------------------
 # 10. The script
 # ------------------------------------------------------------------------------------------------------------
 def pretraining(training, tokens, val):
@@ -1059,7 +1062,7 @@ def continue_run(given, ranks):
     if step >= settings.steps:
         print(f"The run in {out} is finished: {step} steps (--steps takes more).")
         return None
-    base = out if training.state.get("base") else None
+    base = out if training.state.get("base") else None      # the run's own copy of the base's tokenizer
     _, tokens, val, key = ranks.in_turn(lambda: prepare(settings.data, training.model.config.vocab, base))
     if key != settings.tokens_key:
         raise ValueError(f"{', '.join(settings.data)}: not what {out} began with.")
@@ -1078,7 +1081,7 @@ def begin_run(given, ranks):
     defaults = dict(DEFAULTS[preset])
     if given.get("optimizer") == "adamw":
         defaults["lr"] /= 2
-    if base:                            # to go on from a base: it learns as well, and forgets less
+    if base:                            # half the rate learns a new text as well, and forgets less of the base
         defaults["lr"] /= 2
     settings = make_settings(given, preset, config, defaults, ranks)
     if given["dry_run"]:

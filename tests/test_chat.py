@@ -242,7 +242,7 @@ def test_a_text_that_has_ended_is_written_on_as_a_new_one(models):
 
 def test_each_answer_of_a_session_draws_anew(models):
     arguments = ("--model", "out/random", "--seed", "5", "--max-tokens", "30")
-    one, two = run(models, *arguments, input="The\n".encode() * 2)[1].split(b"\nThe")
+    one, two = run(models, *arguments, input=b"The\n" * 2)[1].split(b"\nThe")
     assert one != b"The" + two.removesuffix(b"\n")
     assert run(models, *arguments, "--prompt", "The")[1].startswith(one)
 
@@ -738,7 +738,7 @@ def test_lens(models, tmp_path):
     model, tokenizer = checkpoint.load(str(models / "out" / "random"), model_cpu, {"dtype": np.float32})
     ids = tokenizer.encode(text)
     (first, _, best), *rows = model_cpu.euler_table(model, np.array([ids]))
-    words = ["  ".join('"%s"' % visible(tokenizer.tokens[i]) for i in row)
+    words = ["  ".join('"{}"'.format(visible(tokenizer.tokens[i])) for i in row)
              for row in (best, *(ids for *_, ids in rows))]
     expected = "%d tokens read, the next of each predicted; loss in nats a token\n" % (len(ids) - 1) + HEAD
     expected += "embedding   %8.4f%16s%s\n" % (first, "", words[0])
@@ -963,8 +963,8 @@ def test_as_a_script(models):
 
 
 def test_no_checkpoint_at_all(tmp_path):
-    assert run(tmp_path, "--prompt", "a") == (2, b"", "error: there is no trained model in out/: run `make` or "
-                                              "`python train.py`, or name the folder of one with --model DIR.\n")
+    assert run(tmp_path, "--prompt", "a") == (2, b"", ("error: there is no trained model in out/: run `make` or "
+                                              "`python train.py`, or name the folder of one with --model DIR.\n"))
 
 
 @pytest.mark.parametrize("name, damage, message", [

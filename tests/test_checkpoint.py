@@ -485,8 +485,8 @@ def test_what_is_in_a_folder_is_printed(folder, capsys, chat):
     count = make().flat_params.size
     assert lines[:3] == [
         f"{folder}: step 7, {count:,} parameters, " + ("answers" if chat else "continues texts"),
-        "config    dim 16, heads 4, kv_heads 2, layers 2, context 16, vocab 264, predict 3, mtp_weight 0.5, hidden 48, "
-        "norm_eps 1e-05, rope_theta 10000.0, tied False, positions None",
+        ("config    dim 16, heads 4, kv_heads 2, layers 2, context 16, vocab 264, predict 3, mtp_weight 0.5, hidden 48, "
+        "norm_eps 1e-05, rope_theta 10000.0, tied False, positions None"),
         "tokenizer 262 tokens, 4 of them special"]
     tensors = read_tensors(os.path.join(folder, WEIGHTS))[0]
     at = 3

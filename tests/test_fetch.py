@@ -535,14 +535,14 @@ FORMS = {
                           "Proofreading Team\n\n\nNote: Project\n      Gutenberg also has it in HTML\n\nScanned by A. "
                           "Reader\n\nTo our proofreaders\n\nSee http://www.pgdp.net\n\n",
                           "\n\nEnd of the Project Gutenberg EBook of A Night, by Nobody\n" + END + LICENCE),
-    "small print before": ("**The Project Gutenberg Etext of A Night**\n\n***START**THE SMALL PRINT!**FOR PUBLIC "
+    "small print before": (("**The Project Gutenberg Etext of A Night**\n\n***START**THE SMALL PRINT!**FOR PUBLIC "
                            f"DOMAIN ETEXTS**START***\nWhy?\n\n*END*{SMALL_PRINT}\n\nThis etext was prepared by A. "
-                           "Reader, reader@example.org\n\n",
+                           "Reader, reader@example.org\n\n"),
                            "\n\nEnd of Project Gutenberg's A Night, by Nobody\n"),
     "small print within": (HEAD + START + f"***Start**The Small Print! ***\n\n*END {SMALL_PRINT}\n",
                            "\n\nEnd of this Project Gutenberg Etext\n"),
-    "small print behind": (HEAD + START, "\n\n***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\nTerms.\n"
-                           f"*END*{SMALL_PRINT}"),
+    "small print behind": (HEAD + START, ("\n\n***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\nTerms.\n"
+                           f"*END*{SMALL_PRINT}")),
     "never closed": (HEAD + "*** START OF THE PROJECT GUTENBERG EBOOK A NIGHT\n\n", END),
     "no end": (HEAD + START, "\n\n"),
     "the end": (HEAD + START, "\n\nThe End of Project Gutenberg's A Night\n\n" + LICENCE),

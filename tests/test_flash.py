@@ -39,12 +39,12 @@ def geometry(version, D):
             (f"{names[2]}_{suffix}", rows, 128, 2 * own + stages + 16 * 64)]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def module(D, hopper):
     return CpuModule("flash_attn.cu", [f"-DHEAD_DIM={D}", f"-DHOPPER={int(hopper)}"], bounds=D == 32)   # the same lines for every D
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def problem(version, B, T, H, G, D, spread=1.0):
     """qkv and dout as the kernels get them, and out, lse and dqkv (of q and k before RoPE) by the definition in
     float64."""
@@ -58,7 +58,7 @@ def problem(version, B, T, H, G, D, spread=1.0):
     return qkv, dout, out, lse, dqkv
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def rope_tables(T, D):
     """cos and sin (T,D/2) of RoPE's angles, in float64: of position 1 on, not 0, so that each row turns."""
     config = model_cpu.Config(dim=D, heads=1, kv_heads=1, layers=1, context=T + 1, vocab=8)

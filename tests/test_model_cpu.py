@@ -260,7 +260,7 @@ def test_newton_schulz_moves_singular_values_alone(shape):
 
 def muon_distance(threads=1, steps=3):
     """Steps of Muon against the same from named tensors, q, k, v, gate and up cut by hand: the worst relative distance."""
-    rng, model, m, worst = np.random.default_rng(0), wide_model(optimizer="muon", threads=threads), {}, 0.0
+    rng, model, worst = np.random.default_rng(0), wide_model(optimizer="muon", threads=threads), 0.0
     c, expected = model.config, {name: weight.copy() for name, weight in model.params.items()}
     D, hidden = c.head_dim, [name for name in expected if name.startswith("layers") and expected[name].ndim == 2]
     cuts = {"qkv": [c.heads * D, (c.heads + c.kv_heads) * D], "gate_up": [c.hidden], "out": [], "down": []}

@@ -570,7 +570,6 @@ def test_a_finished_run_is_given_more_epochs(base):
         train.learning_rate(step, settings) for step in range(steps, settings.steps)]
     before, *_, after = [record["val_loss"] for record in log if "val_loss" in record]
     assert f"Held-out loss {before:.4f} before, {after:.4f} after." in done.stdout
-    tokenizer = Tokenizer.load(folder / "out/longer/tokenizer.json")
     assert checkpoint.read_tokenizer(folder / "out/longer").template
 
 
@@ -683,7 +682,7 @@ def test_bad_input_is_one_sentence(base):
              ([*here, "--data", "broken.json"], "broken.json, line 3, is not JSON"),
              ([*here, "--data", "deep.json"], "deep.json, line 1, is not JSON"),
              ([*here, "--data", "number.json"], "0 of 1 records can be used; 1 with no named fields (first: record 1)."),
-             ([*here, "--data", "wrong.json"], "0 of 2 records can be used; 1 with no text as instruction and output"),
+             ([*here, "--data", "wrong.json"], "0 of 2 records can be used; 1 with a field that is no text"),
              ([*here, "--data", "one.jsonl"], "one prompt only"), ([*here, "--data", "prose.txt"], "--data"),
              ([*here, "--data", "binary.json"], "line 1"), ([*here, "--batch-tokens", "100"], "100"),
              ([*here, "--epochs", "0"], "at least 1"),
@@ -800,8 +799,8 @@ def test_records(tmp_path, capsys):
                                        "an empty response (first: record 4).\n")
     assert len(read([7, 7, good])) == 1
     assert capsys.readouterr().out == f"{path}: 1 of 3 records can be used; 2 with no named fields (first: record 1).\n"
-    for records, words in (([], "0 of 0 records can be used"), ([7, "x", {"messages": []}, 8], "0 of 4 records can be used; 3 with "
-                           "no named fields (first: record 1); 1 with no user and assistant in turn (first: record 3)")):
+    for records, words in (([], "0 of 0 records can be used"), ([7, "x", {"messages": []}, 8], ("0 of 4 records can be used; 3 with "
+                           "no named fields (first: record 1); 1 with no user and assistant in turn (first: record 3)"))):
         with pytest.raises(ValueError) as error:
             read(records)
         assert str(error.value) == f"{path}: {words}."
@@ -817,7 +816,7 @@ def test_turns_to_the_letter():
     for record, words in (
             ([], "no named fields"), ({"messages": {}}, "messages that are no list of objects"),
             ({"messages": ""}, "messages that are no list of objects"), ({"messages": [3]}, "messages that are no list of objects"),
-            ({"instruction": "a", "input": 3, "output": "b"}, "no text as instruction and output, or as content"),
+            ({"instruction": "a", "input": 3, "output": "b"}, "a field that is no text (instruction, input, output or content)"),
             ({"messages": [CHAT[0], user]}, "no user and assistant in turn"),
             ({"messages": [CHAT[0]]}, "no user and assistant in turn"),
             ({"messages": [user, assistant, user]}, "no user and assistant in turn"),
@@ -1060,8 +1059,8 @@ def test_options(capsys, monkeypatch):
     said = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).split())
     for words in ("Fine-tune a pretrained model to answer.", "the model's size (default small)",
                   "--base DIR the model to begin with, ours or any plain Llama (sft.py: default out/PRESET)",
-                  ".json, .jsonl: records of instruction, input, output, or of messages (default: "
-                  "data/instructions*.json; small: the base's held-out text)", "--out DIR to write: default out/PRESET, BASE-more, BASE-sft",
+                  (".json, .jsonl: records of instruction, input, output, or of messages (default: "
+                  "data/instructions*.json; small: the base's held-out text)"), "--out DIR to write: default out/PRESET, BASE-more, BASE-sft",
                   "--show N print N examples, then stop", "--resume go on with the run in --out",
                   "--epochs EPOCHS how often to read the data", "--batch-tokens"):
         assert words in said

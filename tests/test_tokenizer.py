@@ -998,8 +998,8 @@ def test_a_worker_that_dies_is_one_sentence(tokenizer, large, tmp_path, monkeypa
     monkeypatch.setattr(tk, "read_documents", lambda *_: os._exit(3))
     with pytest.raises(concurrent.futures.BrokenExecutor) as died:
         tokenizer.encode_file(large, tmp_path / "out.bin", processes=2)
-    assert script.explain(died.value) == ("A process of the tokenizer ended early; if memory is short, use fewer "
-                                      "processes.")
+    assert script.explain(died.value) == ("A process of the tokenizer ended early.  If memory is short, allow fewer "
+                                      "cores: taskset -c 0 python ...")
     assert list(tmp_path.iterdir()) == []
 
 

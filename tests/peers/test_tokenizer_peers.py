@@ -3,7 +3,6 @@ tokenizers and templates of other people.
 
 Strings are drawn from the code points that this interpreter's unicodedata assigns: a peer's Unicode may be newer.
 """
-import json
 import random
 import sys
 import unicodedata
