@@ -523,6 +523,12 @@ def matrix_table(config):
     return list(zip(shapes, places(map(math.prod, shapes))))
 
 
+def layer_matrices(part, config):
+    """These matrices of all layers, as views into the layers' part of a flat buffer."""
+    return [layer[place].reshape(shape)
+            for layer in part.reshape(config.layers, -1) for shape, place in matrix_table(config)]
+
+
 def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
     the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
@@ -710,11 +716,8 @@ class Model:
         for rule, part, in_v, decayed in update_table(c, self.optimizer):
             arrays = [self.flat_params[part], grads[part], self.m[part]]
             if rule == "muon":
-                by_layer = [array.reshape(c.layers, -1) for array in arrays]
-                for i in range(c.layers):
-                    for shape, place in matrix_table(c):
-                        matrices = [array[i, place].reshape(shape) for array in by_layer]
-                        jobs.append((muon_update, *matrices, lr, decay))
+                matrices = zip(*[layer_matrices(array, c) for array in arrays])
+                jobs += [(muon_update, *each, lr, decay) for each in matrices]
             else:
                 grads[part] *= min(1.0, clip / (math.sqrt(squares) + 1e-6))
                 arrays.append(self.v[in_v])
@@ -864,11 +867,9 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
     trace: a list to which each token drawn adds (head, drafts, p): the head that drafted it, 0 for none; the
     number of drafts that were read along with it; the probability that the model gave it."""
-    if not tokens:
-        raise ValueError("generate needs at least one token to continue.")
-    if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1):
-        raise ValueError(f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in "
-                         "(0, 1].")
+    require(tokens, "generate needs at least one token to continue.")
+    require(temperature >= 0 and top_k >= 0 and 0 < top_p <= 1,
+            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in (0, 1].")
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
@@ -949,18 +950,17 @@ def print_euler_table(model, tokenizer, tokens):
 # ------------------------------------------------------------------------------------------------------------
 def check_config(c):
     """ValueError if the sizes of a Config do not fit together."""
-    values = vars(c)
-    sizes = ["dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"]
-    if c.positions is not None:
-        sizes.append("positions")
-    for name in sizes:
-        require(type(values[name]) is int and 1 <= values[name] <= 1 << 20,
-                f"{name} must be a whole number from 1 to {1 << 20:,}, not {values[name]!r:.20}.")
-    for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
-        require(type(values[name]) in (int, float) and least <= values[name] < math.inf,
-                f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
-    for name in ("dim", "hidden", "vocab"):
-        require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
+    for name, value in vars(c).items():
+        kind = Config.__annotations__[name]
+        if kind is int and (name, value) != ("positions", None):
+            require(type(value) is int and 1 <= value <= 1 << 20,
+                    f"{name} must be a whole number from 1 to {1 << 20:,}, not {value!r:.20}.")
+            require(value % 8 == 0 or name not in ("dim", "hidden", "vocab"),
+                    f"{name} ({value}) must be a multiple of 8.")
+        elif kind is float:
+            least = 1 if name == "rope_theta" else 0
+            require(type(value) in (int, float) and least <= value < math.inf,
+                    f"{name} must be a finite number of at least {least}, not {value!r:.20}.")
     require(c.vocab <= 1 << 16, f"vocab_size ({c.vocab}) is more than {1 << 16:,}: ids are uint16.")
     require(c.dim % (2 * c.heads) == 0,
             f"dim ({c.dim}) must be a multiple of 2 x heads (2 x {c.heads}): heads must divide {c.dim // 2}.")
@@ -990,11 +990,10 @@ def check_tokens(config, tokens, what="token", low=0):
 def as_batch(config, tokens):
     """tokens as a (B,T) array of ids; ValueError if they are none."""
     tokens = np.asarray(tokens)
-    if tokens.ndim != 2 or tokens.size == 0 or tokens.dtype.kind not in "iu":
-        raise ValueError("tokens must be a (B, T) array of integers, not empty, not "
-                         f"{tokens.dtype} of {tokens.shape}.")
-    if tokens.shape[1] > config.context:
-        raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
+    require(tokens.ndim == 2 and tokens.size and tokens.dtype.kind in "iu",
+            f"tokens must be a (B, T) array of integers, not empty, not {tokens.dtype} of {tokens.shape}.")
+    require(tokens.shape[1] <= config.context,
+            f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
     check_tokens(config, tokens)
     return tokens
 
@@ -1006,18 +1005,16 @@ def check_batch(config, tokens, targets, counted=None):
     targets = np.asarray(targets)
     B, T = tokens.shape
     shape = B, T + config.predict - 1
-    if targets.shape != shape or targets.dtype.kind not in "iu":
-        raise ValueError(f"targets must be integers (B, T+K-1) = {shape}, not {targets.dtype} of shape "
-                         f"{targets.shape}.")
+    require(targets.shape == shape and targets.dtype.kind in "iu",
+            f"targets must be integers (B, T+K-1) = {shape}, not {targets.dtype} of shape {targets.shape}.")
     check_tokens(config, targets, "target", low=-1)
     if counted is None:
         counted = count_targets(targets, T, config.predict)
-    if not counted[0]:
-        raise ValueError("head 0 has no counted target in the whole step: all targets are -1.")
+    require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
     return tokens, targets, np.maximum(counted, 1)    # a head without a target: the sum 0, and so the loss 0
 
 
-def work_tables(config, B, T, dtype=np.float32):
+def work_tables(config, B, T, dtype):
     """The arrays of a forward and backward at (B,T), as two lists of (name, shape, dtype): what each layer
     keeps for its backward, and what all layers share."""
     N = B * T
@@ -1131,12 +1128,12 @@ def main(argv):
     Parser(description="A guided tour: one sentence goes through the small model.").parse_args(argv)
     tokenizer = Tokenizer.train([TEXT], 300)
     config = dataclasses.replace(CONFIGS["small"], vocab=304)
-    ids = tokenizer.encode(TEXT)
+    ids = np.array([tokenizer.encode(TEXT)])
     T = 64
-    tokens = np.array([ids[:T]])
-    targets = np.array([ids[1:T + config.predict]])
-    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {len(ids)} tokens, vocabulary {config.vocab}")
-    print(f"   {'|'.join(tokenizer.decode([i]) for i in ids[:24])}|...")
+    tokens = ids[:, :T]
+    targets = ids[:, 1:T + config.predict]
+    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {ids.size} tokens, vocabulary {config.vocab}")
+    print(f"   {'|'.join(tokenizer.decode([i]) for i in ids[0, :24])}|...")
 
     model = Model(config)
     losses = model.forward(tokens, targets)
@@ -1163,7 +1160,7 @@ def main(argv):
           f"{model.forward(tokens, targets)[0]:.4f}")
     print("\n6. The Euler table: the loss if the integration stopped after each layer, and the length of its "
           "step.\n   These layers have learned nothing yet; a trained model's: python chat.py --lens TEXT")
-    print_euler_table(model, tokenizer, np.array([ids[:T + 1]]))
+    print_euler_table(model, tokenizer, ids[:, :T + 1])
 
 
 if __name__ == "__main__":
