@@ -47,7 +47,6 @@ both would hide, only judges that others wrote can find: PyTorch and Hugging Fac
 Nor does the check of the CPU look at the optimizer, at cached decoding, or at float32: see
 tests/test_model_cpu.py; and tests/test_on_gpu.py for what --gpu leaves out.
 """
-import collections
 import copy
 import dataclasses
 import functools
@@ -274,7 +273,7 @@ EXERCISE_BUGS = {
 }
 
 
-ALL_BUGS = collections.ChainMap(EXERCISE_BUGS, BUGS)
+ALL_BUGS = BUGS | EXERCISE_BUGS
 
 
 def plant(bug):
@@ -420,14 +419,19 @@ FREE = ("work", "shared", "grad")       # arguments to compute in: what is left 
 def exercise_text(name):
     """The reader's file at first: forward and helpers, then the signature and docstring of the function."""
     function = EXERCISES[name]
-    own = {key: f for key, f in function.__globals__.items() if inspect.isfunction(f)}
-    forward = own[function.__name__.replace("_backward", "_forward")]   # itself, where there is no pair
-    used = {own[key] for f in (function, forward) for key in f.__code__.co_names if key in own}
-    pairs = {f for f in used - {forward} if f.__name__.endswith(("_forward", "_backward"))}
-    shown = sorted((used | {forward}) - pairs - {function}, key=lambda f: f.__code__.co_firstlineno)
     head = re.match('(?s).*?""".*?"""', inspect.getsource(function))[0]
-    imports = sorted(f"from model_cpu import {f.__name__}\n" for f in pairs)
-    sources = [f"\n\n{inspect.getsource(f)}" for f in shown]
+    own = function.__globals__
+    forward = own[function.__name__.replace("_backward", "_forward")]   # itself, where there is no pair
+    used = {forward.__name__, *forward.__code__.co_names, *function.__code__.co_names}
+    imports = ""
+    sources = ""
+    for key, f in own.items():
+        if key not in used or f is function or not inspect.isfunction(f):
+            continue
+        if f is not forward and key.endswith(("_forward", "_backward")):
+            imports += f"from model_cpu import {key}\n"
+        else:
+            sources += f"\n\n{inspect.getsource(f)}"
     return f'''"""Exercise {name}: write the body of {function.__name__}, at the end.
 
     python gradcheck.py --exercise {name}             is it right?
@@ -436,7 +440,7 @@ def exercise_text(name):
 import math
 
 import numpy as np
-{"".join(imports + sources)}
+{imports}{sources}
 
 {head}
     # Your lines here.
@@ -504,8 +508,9 @@ def complaint(label, cases, calls):
         return [f"{label} is {found}, where {want.dtype} of the shape {want.shape} belongs."]
     at = np.unravel_index(np.argmax(np.where(mask, np.abs(got - want), -1)), mask.shape)
     box = "" if mask.all() else f", in [{', '.join(f'{i.min()}:{i.max() + 1}' for i in np.nonzero(mask))}]"
-    lines = [f"{label}: {mask.sum()} of {mask.size} entries are off{box} ({len(cases)} of {calls} calls); at "
-             f"{list(map(int, at))} stands {got[at]:.6g}, where {want[at]:.6g} belongs."]
+    which = f"{mask.sum()} of {mask.size} entries are off{box} ({len(cases)} of {calls} calls)"
+    entry = f"at {list(map(int, at))} stands {got[at]:.6g}, where {want[at]:.6g} belongs."
+    lines = [f"{label}: {which}; {entry}"]
     g = got[mask].astype(float)
     w = want[mask].astype(float)
     b = np.nan * w if before is None else before[mask]
@@ -520,6 +525,18 @@ def complaint(label, cases, calls):
     return lines + [sentence for x, y, sentence in ways if not off(x, y).any()][:1]
 
 
+def differing(before, got, want):
+    """All three: what outcome gave for each call.  -> dict label -> [(before, got, want), ...] of the calls in
+    which this array is not what it should be."""
+    found = {}
+    for label in want[0]:
+        cases = [(b.get(label), g.get(label), w[label]) for b, g, w in zip(before, got, want)]
+        cases = [case for case in cases if off(*case[1:]).any()]
+        if cases:
+            found[label] = cases
+    return found
+
+
 def compare(name, calls, got):
     """got: what the reader's function made of each call -> what is wrong with it, in sentences."""
     function = EXERCISES[name]
@@ -527,21 +544,16 @@ def compare(name, calls, got):
     before = [outcome(None, call) for call in calls]
     want = [outcome(judge, call) for call in calls]
     lines = []
-    for label in want[0]:
-        cases = [(b.get(label), g.get(label), w[label]) for b, g, w in zip(before, got, want)]
-        cases = [case for case in cases if off(*case[1:]).any()]
-        if cases:
-            lines += complaint(label, cases, len(calls))
+    for label, cases in differing(before, got, want).items():
+        lines += complaint(label, cases, len(calls))
     if not lines:
         return []
     if "the result" in got[0].keys() - want[0].keys():
         lines.append("Something is returned, and nobody takes it: results belong in the caller's arrays.")
     for bug, (*_, story) in ALL_BUGS.items():
         planted = plant(bug).get(function.__name__)
-        if planted:
-            want = [outcome(planted, call) for call in calls]
-            if not any(off(g.get(label), w[label]).any() for g, w in zip(got, want) for label in w):
-                return [*lines, f"Just so behaves the bug {bug}: {story}"]
+        if planted and not differing(before, got, [outcome(planted, call) for call in calls]):
+            return [*lines, f"Just so behaves the bug {bug}: {story}"]
     return lines
 
 
@@ -630,7 +642,7 @@ def run_gpu_gradients(config, precisions, std, peer):
     """A row per tensor, a column per precision; then the whole gradient, losses, and the same step twice."""
     reference, tokens, targets = make_problem(config, std)
     losses, gradient = whole_step(reference, tokens, targets)
-    columns = {}
+    columns = []
     good = True
     for precision in precisions:
         model = model_gpu.Model(config, precision=precision)
@@ -650,12 +662,12 @@ def run_gpu_gradients(config, precisions, std, peer):
             theirs = peer_error(reference, tokens, targets, precision)
             column.update({"PyTorch's whole": theirs, "ours / PyTorch's": whole / theirs})
             good &= std is None or whole <= 1.5 * theirs
-        columns[precision] = column
+        columns.append(column)
     bars = ", ".join(f"{precision} {GPU_BARS[precision][0]:.0e}" for precision in precisions)
     print(f"{'initial' if std is None else f'wide ({std})'} weights, {config.layers} layers of width "
           f"{config.dim}, B 2 x T 256; relative L2 from float64{f'; bars {bars}' if std is None else ''}")
     for row in column:
-        cells = [column[row] for column in columns.values()]
+        cells = [column[row] for column in columns]
         print(f"  {row:20}" + "".join(f"{x:>12}" if isinstance(x, str) else f"{x:12.2e}" for x in cells))
     print("", flush=True)
     return good

@@ -2,14 +2,14 @@
 
 Read tokenizer.py before it.  This file is the specification: model_gpu.py has its layers in the same order,
 with the same names, and is checked against this one; gradcheck.py checks this one against finite differences.
-Read it from top to bottom; the first four sections are what the other files build on.
+Read it from top to bottom; sections 1 to 4 are the subject.
 
     1. Config, param_table        how large the model is, and the one list of its parameters
     2. x_forward / x_backward     every layer as a pair: what it computes; its derivative, with the derivation
     3. cross-entropy, AdamW, Muon  the loss and the optimizers
     4. Model, Decoder             string the pairs together: forward, backward, update; the KV cache
     5. generate, euler_table      drawing tokens, speculation; the layers as steps of an ODE solver (optional)
-    6. checks and memory          which sizes and batches are refused; work_tables, Workspace (optional)
+    6. checks and memory          what is refused; small, medium, big; work_tables, Workspace (optional)
     7. main                       the guided tour: python model_cpu.py
 
 Letters, used in every file and in the CUDA code too:
@@ -22,7 +22,8 @@ The contract of a pair.  x_forward(out, ..., inputs) writes its results into arr
 outputs first.  x_backward(dinputs, dweights, dout, saved...) takes dout = d loss / d out; it WRITES the
 gradients of activations and ADDS (+=) to the gradients of weights, because one weight serves many tokens and
 several micro-batches.  Activations are matrices (N, width): one row a token.  Weights are (out, in), so y = x
-@ W.T, and the parts of a fused matrix (q, k, v; gate, up; the K heads) are slices of its rows.
+@ W.T, and the parts of a fused matrix (q, k, v; gate, up; the K heads) are slices of its rows.  Exceptions:
+rope, block and cross_entropy_backward work in place.
 
 What this file does not do: no dropout, no biases, no learning-rate schedule (train.py), no batching of
 prompts, no files (checkpoint.py).  Arithmetic is float64 by default, where gradients can be checked to ten
@@ -277,7 +278,7 @@ def attention_forward(out, P, qkv, config):
     first = P.shape[-1] - P.shape[-2]               # row of qkv that is asked for
     np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
-    P += np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)        # a query never sees a later key
+    P += np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)        # the causal mask: a query sees no later key
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
     np.exp(P, out=P)
     P /= P.sum(axis=-1, keepdims=True)
@@ -509,7 +510,9 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
     grad[...] = 0.0
 
 
-# Which rule updates which part of the flat buffers.
+# Which rule updates which part of the flat buffers.  A new optimizer: its rule beside adamw_update, here and in
+# model_gpu.py; its name below; its row in update_table; its call in Model.update of both engines; its scratch in
+# memory_plan of model_gpu.py; its learning rate in train.begin_run.
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
 
@@ -521,6 +524,12 @@ def matrix_table(config):
     kv = config.kv_heads * config.head_dim
     shapes = [(C, C), (kv, C), (kv, C), (C, C), (F, C), (F, C), (C, F)]
     return list(zip(shapes, places(map(math.prod, shapes))))
+
+
+def layer_matrices(part, config):
+    """These matrices of all layers, as views into the layers' part of a flat buffer."""
+    return [layer[place].reshape(shape)
+            for layer in part.reshape(config.layers, -1) for shape, place in matrix_table(config)]
 
 
 def update_table(config, optimizer):
@@ -571,7 +580,7 @@ class Model:
     BLAS alone leaves the element-wise work on one.  Set OPENBLAS_NUM_THREADS=1 then (train.py does).  The sum
     over shares is exact because the loss is divided by the count of targets in the whole step, not in the
     share."""
-    draft_heads = 0     # none pays: to read four rows takes twice as long, and gives half a token more
+    draft_heads = 0     # drafting does not pay here: four rows take twice as long, and give half a token more
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config = config
@@ -592,7 +601,7 @@ class Model:
         if training:
             self.m, self.v = np.split(np.zeros(moments, self.dtype), [size])
         self.rope = rope_table(config, self.dtype)
-        # NumPy's warnings are set per thread: silent in the pool; the caller sets its own, and sees the loss
+        # NumPy's warnings are set per thread.  The pool's threads are silent; the caller checks the loss.
         pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
         self.map = pool.map if threads > 1 else map     # both give the results in order
         self.decoder = Decoder(self)
@@ -611,7 +620,7 @@ class Model:
         self.refresh()
 
     def later(self, *arrays):
-        """-> a function that returns these; on the GPU it waits for them."""
+        """-> a function that returns these arrays; on the GPU it first waits until they are computed."""
         return lambda: arrays
 
     def _trunk(self, tokens, layers, shared, first=0):
@@ -710,11 +719,8 @@ class Model:
         for rule, part, in_v, decayed in update_table(c, self.optimizer):
             arrays = [self.flat_params[part], grads[part], self.m[part]]
             if rule == "muon":
-                by_layer = [array.reshape(c.layers, -1) for array in arrays]
-                for i in range(c.layers):
-                    for shape, place in matrix_table(c):
-                        matrices = [array[i, place].reshape(shape) for array in by_layer]
-                        jobs.append((muon_update, *matrices, lr, decay))
+                matrices = zip(*[layer_matrices(array, c) for array in arrays])
+                jobs += [(muon_update, *each, lr, decay) for each in matrices]
             else:
                 grads[part] *= min(1.0, clip / (math.sqrt(squares) + 1e-6))
                 arrays.append(self.v[in_v])
@@ -889,6 +895,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             drafts = []     # so a prompt is read in the same rows with and without speculation
         ids, p = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
+        # compare: drafts count up to the first that differs from what head 0 has drawn there
         accepted = len(os.path.commonprefix([drafts[:end - len(text) - 1], drawn]))
         decoder.position = len(window) + accepted   # the drafts that were not accepted are forgotten
         for head, token in enumerate(drawn[:accepted + 1]):
@@ -961,7 +968,7 @@ def check_config(c):
                 f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
     for name in ("dim", "hidden", "vocab"):
         require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
-    require(c.vocab <= 1 << 16, f"vocab_size ({c.vocab}) is more than {1 << 16:,}: ids are uint16.")
+    require(c.vocab <= 1 << 16, f"vocab ({c.vocab}) is more than {1 << 16:,}, and ids are uint16.")
     require(c.dim % (2 * c.heads) == 0,
             f"dim ({c.dim}) must be a multiple of 2 x heads (2 x {c.heads}): heads must divide {c.dim // 2}.")
     require(c.heads % c.kv_heads == 0,
@@ -969,8 +976,7 @@ def check_config(c):
     require(c.context <= (c.positions or c.context),
             f"the context ({c.context}) cannot be more than the model's positions ({c.positions}).")
     require(c.tied is False or c.tied is True and c.predict == 1,
-            "tied, true or false, says if the one head is the embedding: "
-            f"not {c.tied!r:.20} with heads: {c.predict}.")
+            f"tied must be true or false, and true needs predict 1: it is {c.tied!r:.20}, and predict {c.predict}.")
 
 
 CONFIGS = {
@@ -1017,7 +1023,7 @@ def check_batch(config, tokens, targets, counted=None):
     return tokens, targets, np.maximum(counted, 1)    # a head without a target: the sum 0, and so the loss 0
 
 
-def work_tables(config, B, T, dtype=np.float32):
+def work_tables(config, B, T, dtype):
     """The arrays of a forward and backward at (B,T), as two lists of (name, shape, dtype): what each layer
     keeps for its backward, and what all layers share."""
     N = B * T
@@ -1131,12 +1137,12 @@ def main(argv):
     Parser(description="A guided tour: one sentence goes through the small model.").parse_args(argv)
     tokenizer = Tokenizer.train([TEXT], 300)
     config = dataclasses.replace(CONFIGS["small"], vocab=304)
-    ids = tokenizer.encode(TEXT)
+    ids = np.array([tokenizer.encode(TEXT)])
     T = 64
-    tokens = np.array([ids[:T]])
-    targets = np.array([ids[1:T + config.predict]])
-    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {len(ids)} tokens, vocabulary {config.vocab}")
-    print(f"   {'|'.join(tokenizer.decode([i]) for i in ids[:24])}|...")
+    tokens = ids[:, :T]
+    targets = ids[:, 1:T + config.predict]
+    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {ids.size} tokens, vocabulary {config.vocab}")
+    print(f"   {'|'.join(tokenizer.decode([i]) for i in ids[0, :24])}|...")
 
     model = Model(config)
     losses = model.forward(tokens, targets)
@@ -1163,7 +1169,7 @@ def main(argv):
           f"{model.forward(tokens, targets)[0]:.4f}")
     print("\n6. The Euler table: the loss if the integration stopped after each layer, and the length of its "
           "step.\n   These layers have learned nothing yet; a trained model's: python chat.py --lens TEXT")
-    print_euler_table(model, tokenizer, np.array([ids[:T + 1]]))
+    print_euler_table(model, tokenizer, ids[:, :T + 1])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ flash_attn.cu).  Top to bottom:
     3. x_forward / x_backward     every layer as a pair: a matmul by cuBLAS, or a kernel of kernels.cu; the
                                   loss and the optimizers
     4. Model, Decoder             the same face as in model_cpu
-    5. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
+    5. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts; Nccl
     6. main                       both engines side by side: python model_gpu.py
 
 Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores
@@ -25,9 +25,9 @@ waits for a result, and what a step computes in was allocated before.  What one 
 one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where one kernel
 covers several functions of model_cpu, it says so there.
 
-What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.
-Of several GPUs it only says when which part of the gradient is ready, and makes its share of Muon's matmuls
-(train.py: Nccl).  It can be imported, and says so in one sentence, where there is no CuPy or no GPU.
+What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.  Nccl sums the gradient
+over several GPUs; train.py starts their processes.  The file can be imported where there is no CuPy or no GPU,
+and then says what is missing in one sentence.
 """
 import collections
 import contextlib
@@ -1066,9 +1066,9 @@ def decode_tables(config, precision):
     return both, alone
 
 
-def memory_plan(config, micro_batch, T, precision, threads=1, optimizer="adamw", gpus=1):
+def memory_plan(config, micro_batch, T, precision, optimizer="adamw", gpus=1):
     """Bytes of memory of each GPU by kind (a dict) that training with micro-batches (micro_batch, T) and
-    decoding take.  threads is for model_cpu's plan, which has the same face."""
+    decoding take."""
     size = 4 * param_count(config)
     layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
     activations = config.layers * layer

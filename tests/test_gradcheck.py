@@ -143,7 +143,7 @@ def test_exit_codes(capsys, monkeypatch, few_entries):
     assert all(name in listed for name in gradcheck.BUGS)
     assert gradcheck.main(["--break", "rope_sign"]) == 0
     assert "caught 1 of 1" in capsys.readouterr().out
-    monkeypatch.setitem(gradcheck.BUGS, "rope_sign", ("rope_backward: cos -> cos", "A bug that changes nothing."))
+    monkeypatch.setitem(gradcheck.ALL_BUGS, "rope_sign", ("rope_backward: cos -> cos", "A bug that changes nothing."))
     assert gradcheck.main(["--break", "rope_sign"]) == 1
     assert "NOT CAUGHT" in capsys.readouterr().out
 

@@ -704,7 +704,7 @@ def test_work_arrays_of_a_step_by_hand():
         ("x", (N, 16)), ("increment", (N, 16)), ("final", (N, 16)), ("rstd", (N,)), ("logits", (N, 3, 264)),
         ("exp_sum", (N, 3)), ("dx", (N, 16)), ("dn", (N, 16)), ("dh", (N, 48)), ("dgate_up", (N, 96)),
         ("dy", (N, 16)), ("dS", scores), ("dqkv", (N, 32))]]
-    assert {dtype for _, _, dtype in model_cpu.work_tables(TINY, 1, 1)[0]} == {np.float32}
+    assert {dtype for _, _, dtype in model_cpu.work_tables(TINY, 1, 1, np.float32)[0]} == {np.float32}
 
 
 def test_a_table_is_cut_out_of_memory():
@@ -724,7 +724,7 @@ def test_buffers_are_kept_and_grow():
     workspace = model_cpu.Workspace(TINY, np.dtype(np.float32), training=False)
     assert workspace.grads == {} and not workspace.memory.size
     layers, shared = workspace.buffers(2, 7)
-    each, others = map(model_cpu.table_bytes, model_cpu.work_tables(TINY, 2, 7))
+    each, others = map(model_cpu.table_bytes, model_cpu.work_tables(TINY, 2, 7, np.float32))
     assert len(workspace.memory) == 2 * each + others and len(layers) == 2
     arrays = [array for buffers in (*layers, shared) for array in buffers.values()]
     places = [array.ctypes.data - workspace.memory.ctypes.data for array in arrays]
@@ -1156,7 +1156,7 @@ def test_texts_have_their_probabilities(tables, options):
 @pytest.mark.parametrize("bug", MISTAKES)
 def test_texts_drawn_with_a_planted_mistake_do_not(tables, bug):
     assert len(MISTAKES) == 3
-    with unittest.mock.patch.dict(gradcheck.EXERCISE_BUGS, MISTAKES):
+    with unittest.mock.patch.dict(gradcheck.ALL_BUGS, MISTAKES):
         planted = gradcheck.plant(bug)["sample"]
     assert any(chi_square(tables, planted, options) < 1e-3 for options in FILTERS)
 
