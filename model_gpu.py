@@ -910,8 +910,9 @@ class Decoder(model_cpu.Decoder):
         host["seed"][0] = sampling.seed
 
         def launch():
-            # all that both have: it begins with the tokens
-            d["tokens"].data.copy_from_host_async(self.pinned.ctypes.data, self.pinned.size)
+            # all that both have: it begins with the tokens.  CuPy's own copies cannot be recorded in a graph
+            cupy.cuda.runtime.memcpyAsync(d["tokens"].data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
+                                          cupy.cuda.get_current_stream().ptr)
             read = self._read_few if few else self._read_many
             read(n, heads * c.vocab)
             answers = [uint64(host[name].ctypes.data) for name in ("ids", "p")]

@@ -32,11 +32,7 @@ from model_cpu import Config, Sampling
 
 class Array(np.ndarray):
     """A NumPy array with the few attributes of a CuPy array that model_gpu.py uses."""
-    @property
-    def data(self):
-        def copy_from_host_async(source, size):
-            model_gpu.cupy.cuda.runtime.memcpyAsync(self.ctypes.data, source, size, 1, model_gpu.cupy.cuda.get_current_stream().ptr)
-        return types.SimpleNamespace(ptr=self.ctypes.data, copy_from_host_async=copy_from_host_async)
+    data = property(lambda self: types.SimpleNamespace(ptr=self.ctypes.data))
 
     def set(self, host):
         assert host.dtype == self.dtype and host.shape == self.shape
