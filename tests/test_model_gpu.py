@@ -44,6 +44,7 @@ class Array(np.ndarray):
             return np.array(self)
         assert out.dtype == self.dtype and out.shape == self.shape
         out[...] = self
+        return out
 
 
 class OutOfMemoryError(MemoryError):
@@ -1529,7 +1530,7 @@ def test_largest_micro_batch():
     total = sum(model_gpu.memory_plan(config, 64, 512, "bf16").values())
     assert 14 * 2 ** 30 < total < 15.5 * 2 ** 30
     def plan(rows):
-        return model_gpu.memory_plan(config, rows, 512, "bf16", 2)
+        return model_gpu.memory_plan(config, rows, 512, "bf16")
     assert [model_cpu.largest_micro_batch(plan, free) for free in (total, total - 1, 1 << 30)] == [64, 63, 0]
 
 
@@ -1566,7 +1567,7 @@ def test_errors_are_one_sentence(monkeypatch):
     module, _ = fake_cupy(total_bytes=80 << 20)
     monkeypatch.setattr(model_gpu, "cupy", module)
     config = Config(dim=64, heads=1, kv_heads=1, layers=2, context=64, vocab=512)
-    with pytest.raises(ValueError, match="A micro-batch of 4096 x 64 tokens needs .* use --micro-batch auto"):
+    with pytest.raises(ValueError, match="A micro-batch of 4096 x 64 tokens needs .* use a smaller --micro-batch, a smaller model or --device cpu"):
         model_gpu.Model(config, precision="fp32", matmul="ours", micro_batch=4096)
     for capability, precision in ("80", "bf16"), ("80", "tf32"), ("70", "fp32"), ("79", "fp32"):
         monkeypatch.setattr(model_gpu, "cupy", fake_cupy(capability=capability)[0])
@@ -1627,20 +1628,18 @@ def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
     small = Config(dim=64, heads=2, kv_heads=1, layers=1, context=12, vocab=304, predict=2)
     monkeypatch.setattr(model_gpu, "CONFIGS", {"small": small})
     monkeypatch.setattr(model_gpu.Model.__init__, "__defaults__", (0, None, None, None, "ours", True, "adamw"))
-    clock = iter([1.0, 1.0125, 2.0, 2.025, 3.0, 3.0375, 4.0, 4.05, *range(99)])
+    clock = itertools.accumulate(itertools.repeat(0.0125))
     monkeypatch.setattr(model_gpu, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(model_gpu, "gpu_name", lambda: "Card 1")
     model_gpu.main([])
     title, *lines = capsys.readouterr().out.splitlines()
-    assert "Small on random tokens, Card 1: loss of head 0 (ln V = 5.7170) before and after a step" in title
+    assert "Small on random tokens, Card 1: loss of head 0 (ln V = 5.7170) and time of three steps." == title
     rows = [line.split() for line in lines]
     assert [" ".join(row[:2]) for row in rows] == ["CPU float64", "GPU fp32", "GPU tf32", "GPU bf16"]
-    assert [row[5:] for row in rows] == [["12.50", "ms"], ["25.00", "ms"], ["37.50", "ms"], ["50.00", "ms"]]
-    off = [float(row[4]) for row in rows]
-    assert off[0] == 0 and 0 < off[1] < 1e-5 < 1e-4 < off[3] < 0.1 and off[2] < 1e-2
+    assert all(row[3::3] == ["12.50"] * 3 and row[4::3] == ["ms"] * 3 for row in rows)
     reference, rng = model_cpu.Model(small), np.random.default_rng(0)
     batch = rng.integers(0, 304, (16, 12)), rng.integers(0, 304, (16, 13))
-    for column in 2, 3:
+    for column in 2, 5, 8:
         loss = reference.forward(*batch)[0]                             # of head 0
         reference.backward()
         reference.update(lr=1e-3)
