@@ -536,7 +536,8 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
     the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
     matrices do, norm gains do not."""
-    require(optimizer in OPTIMIZERS, f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
     embedding = config.vocab * config.dim
     matrices = config.layers * matrix_table(config)[-1][1].stop
     heads = 0 if config.tied else config.predict * embedding

@@ -750,9 +750,10 @@ CHAT_TEMPLATE = r"""{%- set system = messages[0].content if messages[0].role == 
 
 # The other form that is known: ChatML, of SmolLM, Qwen and others, as `tidied` writes it, in two parts.
 # Between them may stand the system text of a conversation that brings none, the group.
-CHATML_PARTS = ('{%for message in messages%}',
-                r'{{"<|im_start|>"+message["role"]+"\n"+message["content"]+"<|im_end|>"+"\n"}}{%endfor%}'
-                r'{%if add_generation_prompt%}{{"<|im_start|>assistant\n"}}{%endif%}')
+CHATML_PARTS = (
+    '{%for message in messages%}',
+    (r'{{"<|im_start|>"+message["role"]+"\n"+message["content"]+"<|im_end|>"+"\n"}}{%endfor%}'
+     r'{%if add_generation_prompt%}{{"<|im_start|>assistant\n"}}{%endif%}'))
 CHATML = re.compile((r'(?:{%if loop\.first and messages\[0\]\["role"\]!="system"%}{{"<\|im_start\|>system\\n'
                      r'((?:[^"\\]|\\.)+)<\|im_end\|>\\n"}}{%endif%})?').join(map(re.escape, CHATML_PARTS)))
 
