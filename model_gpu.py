@@ -498,12 +498,12 @@ def gradient_norm(gpu, state, partial, grad, hidden, clip):
     """state (3,): the norm of the flat gradient; the factor that clips the norm of all but its part `hidden`,
     a slice; and whether a norm was ever not finite (then nothing changes any more).  partial (3 SUM_BLOCKS,):
     scratch."""
-    parts = [part for part in (grad[:hidden.start], grad[hidden.stop:], grad[hidden]) if part.size]
-    clipped = 2 if grad[hidden].size else 1         # of the parts
+    clipped = [part for part in (grad[:hidden.start], grad[hidden.stop:]) if part.size]
+    parts = [*clipped, grad[hidden]] if grad[hidden].size else clipped
     for i, part in enumerate(parts):
         gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
-    gpu.launch("gradient_norm", (1,), 1024, state, partial, SUM_BLOCKS * clipped, SUM_BLOCKS * len(parts),
-               float(clip))
+    gpu.launch("gradient_norm", (1,), 1024, state, partial, SUM_BLOCKS * len(clipped),
+               SUM_BLOCKS * len(parts), float(clip))
 
 
 def adamw_update(gpu, param, weights, grad, m, v, state, step, lr, beta1, beta2, eps, decay):
@@ -591,7 +591,10 @@ class Inputs:
 
     def __init__(self, table):
         self.device, self.arrays = allocate(cupy.empty, table)
-        slots = [(*allocate(cupyx.empty_pinned, table), cupy.cuda.Event(disable_timing=True)) for _ in range(2)]
+        slots = []
+        for _ in range(2):
+            pinned, views = allocate(cupyx.empty_pinned, table)
+            slots.append((pinned, views, cupy.cuda.Event(disable_timing=True)))
         self.slots = itertools.cycle(slots)
         # this memory may have been given back by others whose copies are still queued: wait for these
         cupy.cuda.get_current_stream().synchronize()
@@ -1156,8 +1159,8 @@ def main(argv):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, c.vocab, (16, c.context))
     targets = rng.integers(0, c.vocab, (16, c.context + c.predict - 1))
-    print(f"Small on random tokens, {gpu_name()}: loss of head 0 (ln V = {math.log(c.vocab):.4f}) and time of "
-          "three steps.")
+    print(f"Small on random tokens, {gpu_name()}: loss of head 0 (ln V = {math.log(c.vocab):.4f}) and time "
+          "of three steps.")
     models = {"CPU float64": model_cpu.Model(c)}
     for precision in ["fp32"] if default_precision() == "fp32" else reversed(PRECISIONS):
         models[f"GPU {precision}"] = Model(c, precision=precision)

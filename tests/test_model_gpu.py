@@ -1612,7 +1612,7 @@ def test_out_of_memory_says_what_would_fit(made):
             raise OutOfMemoryError
         return error.value
     assert str(short_of(50, 40)) == (f"A micro-batch of 50 x 40 tokens needs {need / 2**30:.2f} GiB of GPU memory, "
-                                                f"{small / 2**30:.2f} GiB can be had: use --micro-batch auto, a smaller model or --device cpu.")
+                                                f"{small / 2**30:.2f} GiB can be had: use a smaller --micro-batch, a smaller model or --device cpu.")
     model.logits([[1, 2, 3]])
     pool.limit = 100
     with pytest.raises(ValueError, match="A micro-batch of 1 x 3 tokens needs"):
