@@ -46,7 +46,7 @@ from array import array
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import chain, count, islice, pairwise, repeat
 from multiprocessing import get_context, parent_process
@@ -148,11 +148,6 @@ def cut_text(text, size=1 << 12):
     return (part[0] for part in re.finditer(f"(?s).{{{size}}}.*?[^{SPACE}](?=[{SPACE}])|.+", text))
 
 
-def words_of(text, digits=False):
-    """The words of a str or bytes of any length, one after the other."""
-    return chain.from_iterable(split_words(part, digits) for part in cut_text(to_str(text)))
-
-
 # ------------------------------------------------------------------------------------------------------------
 # 2. Learning the merges
 
@@ -162,7 +157,11 @@ MAX_WORDS = 1 << 20
 
 def count_words(texts):
     """Iterable of str or bytes -> Counter of words."""
-    return Counter(chain.from_iterable(map(words_of, texts)))
+    words = Counter()
+    for text in texts:
+        for part in cut_text(to_str(text)):
+            words.update(split_words(part))
+    return words
 
 
 def learn_merges_plain(words, wanted):
@@ -209,7 +208,7 @@ def learn_merges(words, wanted):
     after = array("q", range(1, len(token) + 1))
 
     counts = Counter()
-    where = defaultdict(list)
+    where = defaultdict(partial(array, "q"))
     for position, pair in enumerate(pairwise(token)):
         if -1 not in pair:
             counts[pair] += weight[position]
@@ -229,7 +228,7 @@ def learn_merges(words, wanted):
         left, right = pair
         new = 256 + len(merges)
         merges.append(pair)
-        arisen = defaultdict(list)
+        arisen = defaultdict(partial(array, "q"))
         for p in where.pop(pair):       # in the row: a, left, right, b at the positions o, p, q, r
             q = after[p]
             if token[p] != left or token[q] != right:
@@ -287,7 +286,11 @@ class Encoder(dict):
 
     def pack(self, text):
         """str or bytes -> ids packed in the machine's byte order, little-endian on all that this runs on."""
-        return b"".join(map(self.__getitem__, words_of(text, self.digits)))
+        parts = []
+        for part in cut_text(to_str(text)):
+            words = split_words(part, self.digits)
+            parts.append(b"".join(map(self.__getitem__, words)))
+        return b"".join(parts)
 
     def merge(self, word):
         """The bytes of one word -> its list of ids: the merge learned first, at its leftmost place, until
@@ -302,13 +305,14 @@ class Encoder(dict):
         if len(ids) > 202:
             return self.merge_long(ids)
         get = self.ranks.get
-        none = len(self.made)
+        made = self.made
+        none = len(made)
         # ranks[i]: of the merge of ids[i] and ids[i + 1]
         ranks = [*map(get, pairwise(ids), repeat(none))]
         rank = min(ranks)
         while rank != none:
             i = ranks.index(rank)
-            new = self.made[rank]
+            new = made[rank]
             ids[i] = new
             del ids[i + 1], ranks[i]
             ranks[i - 1] = get((ids[i - 1], new), none)

@@ -39,7 +39,7 @@ def write(name, lines):
     text = gradcheck.exercise_text(name)
     assert text.endswith(BEGUN)
     if name == "learn_merges":
-        text = "from array import array\nfrom collections import *\nfrom heapq import *\nfrom itertools import *\n" + text
+        text = "from array import array\nfrom collections import *\nfrom functools import *\nfrom heapq import *\nfrom itertools import *\n" + text
     with open(f"exercises/{name}.py", "w") as file:
         file.write(text.replace(BEGUN, lines))
 
