@@ -278,7 +278,7 @@ def attention_forward(out, P, qkv, config):
     first = P.shape[-1] - P.shape[-2]               # row of qkv that is asked for
     np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
-    P += np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)        # the causal mask: a query sees no later key
+    P += np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)        # causal mask
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
     np.exp(P, out=P)
     P /= P.sum(axis=-1, keepdims=True)
@@ -969,7 +969,7 @@ def check_config(c):
                 f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
     for name in ("dim", "hidden", "vocab"):
         require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
-    require(c.vocab <= 1 << 16, f"vocab ({c.vocab}) is more than {1 << 16:,}, and ids are uint16.")
+    require(c.vocab <= 1 << 16, f"vocab_size ({c.vocab}) is more than {1 << 16:,}: ids are uint16.")
     require(c.dim % (2 * c.heads) == 0,
             f"dim ({c.dim}) must be a multiple of 2 x heads (2 x {c.heads}): heads must divide {c.dim // 2}.")
     require(c.heads % c.kv_heads == 0,

@@ -828,6 +828,8 @@ def show(tokenizer, text):
 
 
 def train_command(files, vocab_size, out):
+    folder = os.path.dirname(os.path.abspath(out))
+    require(os.access(folder, os.W_OK), f"Cannot write {out}; give --out a file in a folder that exists and is yours.")
     started = time.monotonic()
     tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
     tokenizer.save(out)
@@ -855,12 +857,12 @@ def main(argv):
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     training = commands.add_parser("train", help="learn a tokenizer from text files")
     training.add_argument("files", nargs="+", help="text; <|endoftext|> separates documents")
-    training.add_argument("--vocab", type=whole_number(260), default=4096, help="at most so many (4096)")
+    training.add_argument("--vocab", type=whole_number(260), default=4096, help="largest number of tokens (4096)")
     training.add_argument("--out", default="tokenizer.json", help="the file to write (%(default)s)")
     showing = commands.add_parser("show", help="print a text with its token boundaries")
-    showing.add_argument("text", help="the text, or - for standard input; -- goes before -TEXT")
+    showing.add_argument("text", help="the text, or - for standard input; put -- before a text that begins with -")
     showing.add_argument("--ids", action="store_true", help="print the ids of its tokens")
-    showing.add_argument("--tokenizer", help="its file (default: tokenizer.json, or the newest model's)")
+    showing.add_argument("--tokenizer", help="a tokenizer.json (default: that of this folder, or the newest model's)")
     args = parser.parse_args(argv)
     if args.command == "train":
         train_command(args.files, args.vocab, args.out)

@@ -892,7 +892,7 @@ def test_help(models, monkeypatch):
     text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", out.decode()).split())
     assert (code, err) == (0, "")
     for words in ("Type, and a trained model continues (or answers, if it was fine-tuned to).",
-                  "--model DIR the checkpoint folder (default: the newest in out/)", "--prompt TEXT continue this text, then stop",
+                  "--model DIR the checkpoint folder (default: the newest in out/)", "--prompt TEXT continue (or answer) this text, then stop",
                   "--lens TEXT print the Euler table of this text, then stop",
                   "--max-tokens N length of an answer, in tokens, at most (default 200)",
                   "--temperature N 0: the likeliest token; 1: as the model learned; more: wilder (default 0.8)",

@@ -67,7 +67,7 @@ def test_a_tied_head_is_the_embedding():
         table = model_cpu.update_table(config, optimizer)
         assert [rule for rule, *_ in table] == ["adamw", optimizer, "adamw"] and [decayed for *_, decayed in table] == [True, True, False]
         assert table[0][1] == slice(0, 24 * 16) and table[-1][1].stop == model_cpu.param_count(config)
-    with pytest.raises(ValueError, match="^tied, true or false, .* the one head is the embedding: not True with heads: 2.$"):
+    with pytest.raises(ValueError, match="^tied must be true or false, and true needs predict 1: it is True, and predict 2.$"):
         dataclasses.replace(config, predict=2)
     for context, positions in ((9, 8), (1, 0)):
         with pytest.raises(ValueError, match="positions"):
