@@ -577,7 +577,7 @@ REAL = {14881: (r"\*\*\*START OF THE PROJECT GUTENBERG[^*]*\*\*\*", r"\*\*\*END 
         20170: (r"\*\*\* START OF THIS PROJECT GUTENBERG[^*]*\*\*\*", r"End of the Project Gutenberg")}
 
 
-@pytest.mark.skipif(not (SHARED / "raw_gutenberg").exists(), reason="../shared/data/raw_gutenberg is absent")
+@pytest.mark.skipif(not (SHARED / "raw_gutenberg").exists(), reason="the real texts that this test reads are no part of the repository")
 def test_books_of_project_gutenberg(place):
     """Each paragraph of the book is there, with the same letters; nothing else is."""
     for number in REAL:
@@ -993,7 +993,7 @@ def test_web(place, duckdb, parquet):
 
 
 @pytest.mark.skipif(not (SHARED / "fineweb_edu_sample.parquet").exists(),
-                    reason="../shared/data/fineweb_edu_sample.parquet is absent")
+                    reason="the real texts that this test reads are no part of the repository")
 def test_web_from_a_file_of_1000_row_groups(place, duckdb):
     file = place.folder / "it's mine" / "000_00000.parquet"
     file.parent.mkdir()

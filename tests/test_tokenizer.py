@@ -408,7 +408,7 @@ def test_long_words_are_not_quadratic(tokenizer, monkeypatch):
         long.clear()
 
 
-@pytest.mark.skipif(not GPT2.is_dir(), reason="shared/data/gpt2 is not there")
+@pytest.mark.skipif(not GPT2.is_dir(), reason="the real texts that this test reads are no part of the repository")
 def test_gpt2_known_ids(tmp_path):
     gpt2 = Tokenizer.from_gpt2(GPT2 / "vocab.bpe", GPT2 / "encoder.json")
     assert gpt2.vocab_size == 50257 and gpt2.special == {"<|endoftext|>": 50256}

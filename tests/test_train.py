@@ -388,7 +388,7 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
     assert not any(b"qx" in token for token in tokenizer.tokens)
 
 
-@pytest.mark.skipif(not os.path.isdir(DATA), reason="../shared/data is not there")
+@pytest.mark.skipif(not os.path.isdir(DATA), reason="the real texts that this test reads are no part of the repository")
 def test_no_real_document_is_in_both_parts(tmp_path):
     path = tmp_path / "web.txt"
     path.write_bytes(lzma.open(os.path.join(DATA, "web_techdocs.txt.xz")).read())

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data"
-needs_gpt2 = pytest.mark.skipif(not (DATA / "gpt2").is_dir(), reason="shared/data/gpt2 is not there")
+needs_gpt2 = pytest.mark.skipif(not (DATA / "gpt2").is_dir(), reason="the real texts that this test reads are no part of the repository")
 
 ASSIGNED = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
 CONTROLS = [char for char in ASSIGNED if unicodedata.category(char) in ("Cc", "Cf", "Zs", "Zl", "Zp")]
