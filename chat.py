@@ -19,7 +19,7 @@ or the same in ChatML (Tokenizer.prompt).  A turn is put together from ids, so t
 special token: a typed "<|end|>" is seven characters.  A system text stands where the template puts it; in our
 template it stands before the first user text, and an empty line follows it.
 
-What this file does not do: it reads one conversation at a time, it writes no files (the history of lines is
+It holds one conversation at a time.  What this file does not do: it writes no files (the history of lines is
 gone when the session ends), and it does not filter what a model says.
 """
 import argparse
