@@ -12,16 +12,17 @@ import sys
 import numpy as np
 import pytest
 
+import exercises
 import gradcheck
 
 ROOT = os.path.dirname(os.path.abspath(gradcheck.__file__))
-OWN = [name for name in gradcheck.EXERCISES if name not in gradcheck.MARKS]
+OWN = [name for name in exercises.EXERCISES if name not in exercises.MARKS]
 BEGUN = "    # Your lines here.\n"
 
 
 @pytest.fixture(scope="module")
 def calls():
-    return gradcheck.record()
+    return exercises.record()
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +33,11 @@ def folder(tmp_path, monkeypatch):
 
 def body(name):
     """The lines of the original below its docstring."""
-    return re.sub('(?s)^.*?""".*?"""\n', "", inspect.getsource(gradcheck.EXERCISES[name]), count=1)
+    return re.sub('(?s)^.*?""".*?"""\n', "", inspect.getsource(exercises.EXERCISES[name]), count=1)
 
 
 def write(name, lines):
-    text = gradcheck.exercise_text(name)
+    text = exercises.exercise_text(name)
     assert text.endswith(BEGUN)
     if name == "learn_merges":
         text = "from array import array\nfrom collections import *\nfrom functools import *\nfrom heapq import *\nfrom itertools import *\n" + text
@@ -48,7 +49,7 @@ def verdict(name, calls, lines, there="", instead=""):
     """What is said of these lines, with one thing changed."""
     assert there in lines
     write(name, lines.replace(there, instead) if there else lines)
-    return gradcheck.grade(name, calls[name])
+    return exercises.grade(name, calls[name])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def test_from_the_first_run_to_the_verdict():
     assert out == "Wrote exercises/linear.py: write the body of linear_backward there, then run this again.\n"
     with open("exercises/linear.py") as file:
         text = file.read()
-    assert text == gradcheck.exercise_text("linear") and "def linear_forward(out, x, w):" in text
+    assert text == exercises.exercise_text("linear") and "def linear_forward(out, x, w):" in text
     code, out, _ = run("--exercise", "linear")
     assert code == 1 and "Nothing was written: `dx = ...` names a new array" in out
     with open("exercises/linear.py") as file:
@@ -79,22 +80,22 @@ def test_from_the_first_run_to_the_verdict():
     code, out, _ = run("--exercise", "all")
     assert code == 1
     assert out.splitlines()[:2] == ["linear         right in 36 calls", "embedding      not begun"]
-    assert len(out.splitlines()) == len(gradcheck.EXERCISES)
+    assert len(out.splitlines()) == len(exercises.EXERCISES)
     for arguments in (["--exercise", "nosuch"], ["--hint"], ["--exercise", "all", "--hint"]):
         code, out, error = run(*arguments)
         assert code == 2 and out == "" and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", gradcheck.EXERCISES)
+@pytest.mark.parametrize("name", exercises.EXERCISES)
 def test_a_file_runs_by_itself_and_holds_no_solution(name):
-    text = gradcheck.exercise_text(name)
+    text = exercises.exercise_text(name)
     names = {}
     exec(compile(text, name, "exec"), names)
-    function = gradcheck.EXERCISES[name]
+    function = exercises.EXERCISES[name]
     assert inspect.signature(names[function.__name__]) == inspect.signature(function)
     assert names[function.__name__].__doc__ == function.__doc__
     assert "import math\n" in text and "import numpy as np\n" in text
-    for other in gradcheck.EXERCISES.values():                      # one def alone, and that one is empty
+    for other in exercises.EXERCISES.values():                      # one def alone, and that one is empty
         assert text.count(f"def {other.__name__}(") == (other is function)
     assert max(map(len, text.splitlines())) <= 110
     if name == "block":
@@ -104,10 +105,10 @@ def test_a_file_runs_by_itself_and_holds_no_solution(name):
 
 
 def test_hints(capsys):
-    for name in gradcheck.EXERCISES:
-        assert gradcheck.run_exercise(name, hint=True) is True
+    for name in exercises.EXERCISES:
+        assert exercises.run_exercise(name, hint=True) is True
         out = capsys.readouterr().out
-        none = name in gradcheck.MARKS or name in ("head_targets", "learn_merges")
+        none = name in exercises.MARKS or name in ("head_targets", "learn_merges")
         assert (out == "There is no derivation: the docstrings say all.\n") == none and "---" not in out
     assert os.listdir("exercises") == []
 
@@ -116,14 +117,14 @@ def test_hints(capsys):
 # The verdicts
 # ------------------------------------------------------------------------------------------------------------
 def test_what_is_recorded(calls):
-    assert list(calls) == list(gradcheck.EXERCISES) and all(calls.values())
+    assert list(calls) == list(exercises.EXERCISES) and all(calls.values())
     assert len(calls["linear"]) == 2 * 2 * (1 + 4 * gradcheck.TINY.layers)
     assert {call["step"] for call in calls["adamw"]} == {1, 2}
     assert {call["decay"] for call in calls["adamw"]} == {0, 0.1}
     assert any(call["dw"].any() for call in calls["linear"])
     assert (calls["cross_entropy"][0]["targets"] < 0).any()
     assert {call["temperature"] for call in calls["sample"]} == {0, 1, 0.7, 1.5}
-    assert gradcheck.MARKS and all(len(calls[name]) == 2 for name in gradcheck.MARKS)
+    assert exercises.MARKS and all(len(calls[name]) == 2 for name in exercises.MARKS)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -132,9 +133,9 @@ def test_the_original_is_right(name, calls):
 
 
 def test_exit_code_of_all(calls, monkeypatch, capsys):
-    monkeypatch.setattr(gradcheck, "record", lambda: calls)
+    monkeypatch.setattr(exercises, "record", lambda: calls)
     two = ("linear", "rope")
-    monkeypatch.setattr(gradcheck, "EXERCISES", {name: gradcheck.EXERCISES[name] for name in two})
+    monkeypatch.setattr(exercises, "EXERCISES", {name: exercises.EXERCISES[name] for name in two})
     for name in two:
         write(name, body(name))
     assert gradcheck.main(["--exercise", "all"]) == 0
@@ -144,15 +145,15 @@ def test_exit_code_of_all(calls, monkeypatch, capsys):
     assert last.startswith("rope           dx: 144 of 168 entries are off, in [")
 
 
-ALL_BUGS = {**gradcheck.BUGS, **gradcheck.EXERCISE_BUGS}
-NAMED = {bug: name for bug, edits in ALL_BUGS.items() for name, function in gradcheck.EXERCISES.items()
+ALL_BUGS = {**gradcheck.BUGS, **exercises.EXERCISE_BUGS}
+NAMED = {bug: name for bug, edits in ALL_BUGS.items() for name, function in exercises.EXERCISES.items()
          if any(edit.startswith(f"{function.__name__}: ") for edit in edits)}
 del NAMED["no_scale"]                   # in the backward it is backward_scale
 
 
 def test_which_bugs_have_an_exercise():
     assert len([bug for bug in NAMED if bug in gradcheck.BUGS]) == 15
-    assert [bug for bug, name in NAMED.items() if name == "adamw"] == list(gradcheck.EXERCISE_BUGS)
+    assert [bug for bug, name in NAMED.items() if name == "adamw"] == list(exercises.EXERCISE_BUGS)
 
 
 @pytest.mark.parametrize("bug, name", NAMED.items())
@@ -160,7 +161,7 @@ def test_every_planted_bug_is_named(bug, name, calls):
     lines = body(name)
     for edit in ALL_BUGS[bug][:-1]:
         function, there, instead = re.fullmatch("(.*?): (.*) -> (.*)", edit, re.DOTALL).groups()
-        if function == gradcheck.EXERCISES[name].__name__:
+        if function == exercises.EXERCISES[name].__name__:
             assert there in lines
             lines = lines.replace(there, instead)
     said = verdict(name, calls, lines)
@@ -215,13 +216,13 @@ def test_a_single_entry_has_no_factor(calls):
 def test_the_worst_of_what_is_off_is_shown():
     """Not of what is right, however small the error is."""
     got, want = np.array([2.0, 0.25, 3.0]), np.array([2.0, 0.125, 3.0])
-    assert gradcheck.complaint("dx", [(None, got, want)], 1)[0].startswith(
+    assert exercises.complaint("dx", [(None, got, want)], 1)[0].startswith(
         "dx: 1 of 3 entries are off, in [1:2] (1 of 1 calls); at [1] stands 0.25, where 0.125 belongs.")
 
 
 def test_two_entries_have_one():
     want, got = np.array([[1.0, 2.0], [5.0, 6.0]]), np.array([[3.0, 6.0], [5.0, 6.0]])
-    assert gradcheck.complaint("dx", [(None, got, want)], 4) == [
+    assert exercises.complaint("dx", [(None, got, want)], 4) == [
         "dx: 2 of 4 entries are off, in [0:1, 0:2] (1 of 4 calls); at [0, 1] stands 6, where 2 belongs.",
         "Each of these is 3 times what it should be."]
 
@@ -229,7 +230,7 @@ def test_two_entries_have_one():
 @pytest.mark.parametrize("factor", [-1.0, 0.5, 3.0])
 def test_a_factor_of_what_is_added(factor):
     before, added = np.array([10.0, -20.0, 7.0]), np.array([1.0, 3.0, 0.0])
-    assert gradcheck.complaint("dw", [(before, before + factor * added, before + added)], 2)[1:] == [
+    assert exercises.complaint("dw", [(before, before + factor * added, before + added)], 2)[1:] == [
         f"Each of these is {factor:.6g} times what should be added."]
 
 
@@ -281,18 +282,18 @@ def test_marks_are_judged_by_the_slope(calls):
 def test_forwards_for_marks_are_what_they_say():
     x, gain, bias = np.array([[-3.0, 0.0, 0.5, 3.5], [1e-3, 3e-3, 2e-3, 2e-3]]), np.arange(1, 5), np.arange(4) / 8
     out = np.empty_like(x)
-    gradcheck.layernorm_forward(out, x, gain, bias)
+    exercises.layernorm_forward(out, x, gain, bias)
     variance = np.array([[21.5 / 4 - 0.25 ** 2], [0.5e-6]])
     np.testing.assert_allclose(out, (x - [[0.25], [2e-3]]) / np.sqrt(variance + 1e-5) * gain + bias, rtol=1e-12)
 
     gate, out = np.linspace(-4, 4, 81)[:, None], np.empty((81, 1))
-    gradcheck.geglu_forward(out, np.hstack([gate, np.full_like(gate, 2.0)]))
+    exercises.geglu_forward(out, np.hstack([gate, np.full_like(gate, 2.0)]))
     phi = [[(1 + math.erf(g / math.sqrt(2))) / 2] for g in gate.flat]       # the tanh stands for it
     assert np.abs(out / 2 - gate * phi).max() < 5e-4
     assert out[50, 0] / 2 == pytest.approx(0.84119199, abs=1e-8)            # of g = 1, as in other libraries
 
     x, out = np.array([[-1e4, -2.0, 0.0, 1e-4, 1.5, 1e4]]), np.empty((1, 6))
-    gradcheck.softcap_forward(out, x, 3.0)
+    exercises.softcap_forward(out, x, 3.0)
     e = np.exp(2 * x[0, [1, 4]] / 3)
     np.testing.assert_allclose(out[0, [1, 4]], 3 * (e - 1) / (e + 1), rtol=1e-12)
     np.testing.assert_allclose(out[0, [0, 2, 3, 5]], [-3, 0, 1e-4, 3], rtol=1e-8)
@@ -300,7 +301,7 @@ def test_forwards_for_marks_are_what_they_say():
 
 def test_the_measured_gradient_adds_to_vectors_alone(calls):
     call = calls["layernorm"][0]
-    got = gradcheck.outcome(lambda *given: gradcheck.measured(gradcheck.layernorm_backward, *given), call)
+    got = exercises.outcome(lambda *given: exercises.measured(exercises.layernorm_backward, *given), call)
 
     np.testing.assert_allclose(got["dbias"] - call["dbias"], call["dout"].sum(axis=0), rtol=1e-9)
     np.testing.assert_allclose(got["dx"].sum(axis=1), 0, atol=1e-9)    # a constant added to x changes nothing

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import cuda_helpers
+import exercises
 import gradcheck
 import model_cpu
 import model_gpu
@@ -98,7 +99,7 @@ FORWARD_ONLY = {"rope_on_v", "rope_layout", "no_scale", "mask_off_by_one", "gate
 @pytest.mark.parametrize("name", gradcheck.BUGS)
 def test_every_planted_bug_is_caught(name, capsys):
     before = dict(vars(model_cpu))
-    assert gradcheck.is_caught(gradcheck.plant(name), limit=12)
+    assert gradcheck.is_caught(gradcheck.plant(gradcheck.BUGS[name]), limit=12)
     assert vars(model_cpu) == before                                # and is gone afterwards
     lines = capsys.readouterr().out
     # what finite differences cannot see, the loops must, and the other way round
@@ -110,7 +111,7 @@ def test_every_planted_bug_is_caught(name, capsys):
 
 def test_there_are_ten_bugs_and_each_tells_its_story_in_one_line():
     assert len(gradcheck.BUGS) >= 10
-    for *edits, story in [*gradcheck.BUGS.values(), *gradcheck.EXERCISE_BUGS.values()]:
+    for *edits, story in [*gradcheck.BUGS.values(), *exercises.EXERCISE_BUGS.values()]:
         assert story.endswith(".") and "\n" not in story
         for edit in edits:                                          # the line that it changes still stands there
             function, there = re.fullmatch("(.*?): (.*) -> .*", edit, re.DOTALL).groups()
@@ -143,13 +144,13 @@ def test_exit_codes(capsys, monkeypatch, few_entries):
     assert all(name in listed for name in gradcheck.BUGS)
     assert gradcheck.main(["--break", "rope_sign"]) == 0
     assert "caught 1 of 1" in capsys.readouterr().out
-    monkeypatch.setitem(gradcheck.ALL_BUGS, "rope_sign", ("rope_backward: cos -> cos", "A bug that changes nothing."))
+    monkeypatch.setitem(gradcheck.BUGS, "rope_sign", ("rope_backward: cos -> cos", "A bug that changes nothing."))
     assert gradcheck.main(["--break", "rope_sign"]) == 1
     assert "NOT CAUGHT" in capsys.readouterr().out
 
 
 def test_main_fails_with_one_where_the_model_is_wrong(capsys, few_entries):
-    with replaced(gradcheck.plant("rope_sign")):
+    with replaced(gradcheck.plant(gradcheck.BUGS["rope_sign"])):
         assert gradcheck.main(["--break", "all"]) == 1              # "caught" would mean nothing
     assert "no bug planted" in capsys.readouterr().out
 
@@ -560,7 +561,7 @@ def test_bugs_of_attention(name, numbers):
     qkv, dout = RNG.standard_normal((1, 3, 8)), RNG.standard_normal((1, 3, 4))
     out, dqkv, P = np.zeros((1, 3, 4)), np.zeros((1, 3, 8)), np.zeros((1, 1, 2, 3, 3))
     config = types.SimpleNamespace(dim=4, head_dim=2, kv_heads=1)
-    with replaced(gradcheck.plant(name)):
+    with replaced(gradcheck.plant(gradcheck.BUGS[name])):
         model_cpu.attention_forward(out, P, qkv, config)
         model_cpu.attention_backward(dqkv, dout, out, P, qkv, config, np.empty_like(P))
     for ours, plain in zip((P, out, dqkv), attention_in_loops(qkv, dout, **numbers)):
@@ -570,16 +571,16 @@ def test_bugs_of_attention(name, numbers):
 def test_bugs_of_the_norm():
     x, dout, gain = RNG.standard_normal((3, 8)), RNG.standard_normal((3, 8)), RNG.standard_normal(8)
     rstd, out, new, right = np.ones(3), np.zeros((3, 8)), np.zeros((3, 8)), np.zeros((3, 8))
-    gradcheck.plant("norm_eps")["rmsnorm_forward"](out, rstd, x, gain, 0.25)
+    gradcheck.plant(gradcheck.BUGS["norm_eps"])["rmsnorm_forward"](out, rstd, x, gain, 0.25)
     np.testing.assert_allclose(rstd, 1 / (np.sqrt((x ** 2).mean(axis=1)) + 0.25))
     np.testing.assert_allclose(out, x * rstd[:, None] * gain)
     dgain, right_dgain = np.ones(8), np.ones(8)
     model_cpu.rmsnorm_backward(right, right_dgain, dout, x, rstd, gain)
-    gradcheck.plant("norm_projection")["rmsnorm_backward"](new, dgain, dout, x, rstd, gain)
+    gradcheck.plant(gradcheck.BUGS["norm_projection"])["rmsnorm_backward"](new, dgain, dout, x, rstd, gain)
     np.testing.assert_allclose(new, dout * gain * rstd[:, None])
     np.testing.assert_allclose(dgain, right_dgain)
     dgain[...] = 1
-    gradcheck.plant("norm_gain")["rmsnorm_backward"](new, dgain, dout, x, rstd, gain)
+    gradcheck.plant(gradcheck.BUGS["norm_gain"])["rmsnorm_backward"](new, dgain, dout, x, rstd, gain)
     np.testing.assert_allclose(new, right)
     np.testing.assert_allclose(dgain, 1 + (dout * x).sum(axis=0))
 
@@ -588,9 +589,9 @@ def test_bugs_of_swiglu():
     gate_up, dout = RNG.standard_normal((2, 6)), RNG.standard_normal((2, 3))
     (gate, up), out, sigmoid, dgate_up = np.split(gate_up, 2, axis=1), *np.zeros((2, 2, 3)), np.zeros((2, 6))
     model_cpu.swiglu_forward(out, sigmoid, gate_up)
-    gradcheck.plant("swiglu_slope")["swiglu_backward"](dgate_up, dout, sigmoid, gate_up)
+    gradcheck.plant(gradcheck.BUGS["swiglu_slope"])["swiglu_backward"](dgate_up, dout, sigmoid, gate_up)
     np.testing.assert_allclose(dgate_up, np.hstack([dout * up * sigmoid, dout * gate * sigmoid]))
-    bug, swapped = gradcheck.plant("gate_up_swapped"), np.hstack([up, gate])
+    bug, swapped = gradcheck.plant(gradcheck.BUGS["gate_up_swapped"]), np.hstack([up, gate])
     right, right_sigmoid, right_d = np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 6))
     model_cpu.swiglu_forward(right, right_sigmoid, swapped)
     with replaced(bug):
@@ -604,14 +605,14 @@ def test_bugs_of_swiglu():
 def test_bugs_of_rope():
     x, cos, sin = RNG.standard_normal((2, 3, 16)), *rotation()
     config = types.SimpleNamespace(head_dim=4, heads=2, kv_heads=1)
-    assert np.array_equal(gradcheck.plant("rope_on_v")["rotated_part"](x, config), x.reshape(2, 3, 4, 4))
+    assert np.array_equal(gradcheck.plant(gradcheck.BUGS["rope_on_v"])["rotated_part"](x, config), x.reshape(2, 3, 4, 4))
     x = RNG.standard_normal((2, 3, 2, 4))
     turned, again = x.copy(), x.copy()
-    gradcheck.plant("rope_sign")["rope_backward"](turned, cos, sin)
+    gradcheck.plant(gradcheck.BUGS["rope_sign"])["rope_backward"](turned, cos, sin)
     model_cpu.rope_forward(again, cos, sin)
     assert np.array_equal(turned, again)
     turned = x.copy()
-    gradcheck.plant("rope_layout")["rope_forward"](turned, cos, sin)
+    gradcheck.plant(gradcheck.BUGS["rope_layout"])["rope_forward"](turned, cos, sin)
     for t in range(3):
         for i in range(2):
             z = (x[:, t, :, 2 * i] + 1j * x[:, t, :, 2 * i + 1]) * np.exp(1j * t * 10000 ** (-i / 2))
@@ -620,10 +621,10 @@ def test_bugs_of_rope():
 
 def test_bugs_of_embedding_and_products():
     dembed, dout = np.ones((4, 2)), RNG.standard_normal((3, 2))
-    gradcheck.plant("embedding_repeat")["embedding_backward"](dembed, dout, np.array([2, 0, 2]))
+    gradcheck.plant(gradcheck.BUGS["embedding_repeat"])["embedding_backward"](dembed, dout, np.array([2, 0, 2]))
     assert np.array_equal(dembed, [1 + dout[1], [1, 1], 1 + dout[2], [1, 1]])
     dx, dw, x, w = np.ones((3, 5)), np.ones((2, 5)), RNG.standard_normal((3, 5)), RNG.standard_normal((2, 5))
-    gradcheck.plant("gradient_overwritten")["linear_backward"](dx, dw, dout, x, w)
+    gradcheck.plant(gradcheck.BUGS["gradient_overwritten"])["linear_backward"](dx, dw, dout, x, w)
     np.testing.assert_allclose(dx, dout @ w)
     np.testing.assert_allclose(dw, dout.T @ x)
 
@@ -640,16 +641,16 @@ def test_bugs_of_the_loss():
     right, own = vars(model_cpu), np.array([2, 1])
     for bug, expected in (("micro_divisor", {"divisor": own}), ("masked_pulled", {"table": table % 4}),
                           ("head_weight", {"weights": np.ones(2)})):
-        np.testing.assert_allclose(backward(gradcheck.plant(bug)), backward(right, **expected))
+        np.testing.assert_allclose(backward(gradcheck.plant(gradcheck.BUGS[bug])), backward(right, **expected))
     losses = np.zeros((2, 2))
-    gradcheck.plant("micro_divisor")["cross_entropy_forward"](losses[0], np.zeros((3, 2)), e.copy(), table, 5)
+    gradcheck.plant(gradcheck.BUGS["micro_divisor"])["cross_entropy_forward"](losses[0], np.zeros((3, 2)), e.copy(), table, 5)
     model_cpu.cross_entropy_forward(losses[1], np.zeros((3, 2)), e.copy(), table, own)
     np.testing.assert_allclose(losses[0], losses[1])
 
     targets = np.arange(14).reshape(2, 7)
-    shifted = gradcheck.plant("target_shift")["head_targets"](targets, 4, 4)
+    shifted = gradcheck.plant(gradcheck.BUGS["target_shift"])["head_targets"](targets, 4, 4)
     assert shifted.tolist() == [[t, t + 1, t + 1, t + 1] for row in (0, 7) for t in range(row, row + 4)]
-    assert gradcheck.plant("masked_counted")["count_targets"](np.full((2, 7), -1), 4, 3).tolist() == [8, 8, 8]
+    assert gradcheck.plant(gradcheck.BUGS["masked_counted"])["count_targets"](np.full((2, 7), -1), 4, 3).tolist() == [8, 8, 8]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -790,7 +791,7 @@ def test_the_bars_of_a_check_and_of_a_bug(monkeypatch, capsys, error, worst, goo
 def test_bugs_are_planted_one_by_one(monkeypatch, capsys):
     planted = []
     monkeypatch.setattr(gradcheck, "BUGS", {name: ("an edit", "another", f"Story {name}.") for name in "ab"})
-    monkeypatch.setattr(gradcheck, "plant", lambda name: f"Story {name}.")
+    monkeypatch.setattr(gradcheck, "plant", lambda row: row[-1])
     for caught, good in (({"Story a.", "Story b."}, True), ({"Story b."}, False), (set(), False)):
         monkeypatch.setattr(gradcheck, "is_caught", lambda bug: planted.append(bug) or bug in caught if bug else False)
         assert gradcheck.run_breaks(gradcheck.BUGS) is good
@@ -822,7 +823,7 @@ def test_the_list_of_bugs(capsys):
     assert gradcheck.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"{name:20} {bug[-1]}" for name, bug in gradcheck.BUGS.items()] + [
-        f"{name:20} {bug[-1]}  (In the exercise alone.)" for name, bug in gradcheck.EXERCISE_BUGS.items()]
+        f"{name:20} {bug[-1]}  (In the exercise alone.)" for name, bug in exercises.EXERCISE_BUGS.items()]
     with pytest.raises(SystemExit) as error:
         gradcheck.main(["--peer"])
     assert error.value.code == 2 and "--peer goes with --gpu" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import itertools
 import math
 import subprocess
 import sys
-import unittest.mock
 
 import numpy as np
 import pytest
@@ -1156,8 +1155,7 @@ def test_texts_have_their_probabilities(tables, options):
 @pytest.mark.parametrize("bug", MISTAKES)
 def test_texts_drawn_with_a_planted_mistake_do_not(tables, bug):
     assert len(MISTAKES) == 3
-    with unittest.mock.patch.dict(gradcheck.ALL_BUGS, MISTAKES):
-        planted = gradcheck.plant(bug)["sample"]
+    planted = gradcheck.plant(MISTAKES[bug])["sample"]
     assert any(chi_square(tables, planted, options) < 1e-3 for options in FILTERS)
 
 

@@ -1,0 +1,316 @@
+"""exercises.py: write a function of this project yourself, and be told what is right and how the rest is wrong.
+
+Read before it: model_cpu.py and gradcheck.py.  To use it you need not read it:
+
+    python gradcheck.py --exercise linear            write exercises/linear.py; the next time: is it right?
+    python gradcheck.py --exercise linear --hint     how it is derived
+    python gradcheck.py --exercise all               a table of all of them
+
+How it works.  A small model trains, draws and learns a tokenizer, and every call of an exercise's function in
+that run is recorded.  The original, the reader's function and the planted bugs then run on copies of the
+recorded arguments, and all arrays are compared.
+
+What it does not do: it reads no source of the reader's, so any way that gives the right arrays is right.  It does not ask
+whether a gradient is right: gradcheck.py has shown that of the originals.
+"""
+import copy
+import functools
+import inspect
+import math
+import os
+import re
+import runpy
+import sys
+import traceback
+
+import model_cpu
+import numpy as np
+from gradcheck import BUGS, TINY, TINY_BAR, gradients, make_tiny, plant
+from model_cpu import slope
+from script import write_file
+from tokenizer import Tokenizer, learn_merges
+
+# ------------------------------------------------------------------------------------------------------------
+# 1. Exercises that have no solution here: their judge is the measured slope alone
+# ------------------------------------------------------------------------------------------------------------
+def layernorm_forward(out, x, gain, bias):
+    """LayerNorm (Ba, Kiros & Hinton 2016), which GPT-2 has where we have RMSNorm.  out, x (N,C); gain, bias
+    (C,).
+
+        out_ni = (x_ni - mean_n) / sqrt(var_n + 1e-5) * gain_i + bias_i
+        mean_n = mean_i x_ni        var_n = mean_i (x_ni - mean_n)^2
+    """
+    centred = x - x.mean(axis=1, keepdims=True)
+    out[...] = centred / np.sqrt((centred ** 2).mean(axis=1, keepdims=True) + 1e-5) * gain + bias
+
+
+def layernorm_backward(dx, dgain, dbias, dout, x, gain, bias):
+    """Writes dx (N,C), adds to dgain (C,) and dbias (C,)."""
+
+
+def geglu_forward(out, gate_up):
+    """GEGLU (Shazeer 2020), which Gemma has where we have SwiGLU.  gate_up (N,2F) = [g | u]; out (N,F).
+
+        out = gelu(g) * u,   gelu(g) = g/2 (1 + tanh(a)),   a = sqrt(2/pi) (g + 0.044715 g^3)
+    """
+    gate, up = np.split(gate_up, 2, axis=1)
+    out[...] = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3))) * up
+
+
+def geglu_backward(dgate_up, dout, gate_up):
+    """Writes dgate_up (N,2F) = [dg | du]."""
+
+
+def softcap_forward(out, x, cap):
+    """Soft capping, as of Gemma 2's logits: nearly x where x is small, never beyond cap.  out, x (N,C).
+
+        out = cap * tanh(x / cap)
+    """
+    out[...] = cap * np.tanh(x / cap)
+
+
+def softcap_backward(dx, dout, x, cap):
+    """Writes dx (N,C)."""
+
+
+def measured(backward, *arguments):
+    """The judge of a backward without a solution: each entry is the slope of sum(dout * out): dout, drawn at
+    random, projects the output on one number."""
+    forward = globals()[backward.__name__.replace("backward", "forward")]
+    _, *inputs = inspect.signature(forward).parameters
+    values = dict(zip(inspect.signature(backward).parameters, arguments))
+    out = np.empty_like(values["dout"])
+
+    def loss():
+        forward(out, *map(values.get, inputs))
+        return np.sum(values["dout"] * out)
+    for name in inputs:
+        if "d" + name in values:
+            gradient = values["d" + name]
+            if gradient.ndim > 1:               # that of a vector, which is a weight, is added to
+                gradient[...] = 0.0
+            for index in np.ndindex(gradient.shape):
+                gradient[index] += slope(loss, values[name], index, 1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 2. The exercises, and mistakes of their own
+# ------------------------------------------------------------------------------------------------------------
+EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for function in (
+    model_cpu.linear_backward, model_cpu.embedding_backward, model_cpu.swiglu_backward,
+    model_cpu.cross_entropy_backward, model_cpu.rmsnorm_backward, model_cpu.rope_backward,
+    model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.head_targets,
+    model_cpu.sample, learn_merges, layernorm_backward, geglu_backward, softcap_backward)}
+MARKS = ("layernorm", "geglu", "softcap")
+FREE = ("work", "shared", "grad")       # arguments to compute in: what is left in them is not compared
+
+# The optimizer has no slope to measure: --break could not see these; they are planted in the exercise alone.
+EXERCISE_BUGS = {
+    "no_correction": ("adamw_update: / (1 - beta2 ** step) -> ", "adamw_update: / (1 - beta1 ** step) -> ",
+        "No bias correction: m and v start at 0 and are too small in the first steps, v more than m."),
+    "decay_coupled": (
+        "adamw_update: m *= beta1 -> grad += decay * param\n    m *= beta1", "adamw_update: lr * decay -> 0",
+        "Decay added to the gradient, as in Adam with L2: it enters m and v, and is divided by the root."),
+    "eps_under_root": ("adamw_update: (1 - beta2 ** step)) + eps -> (1 - beta2 ** step) + eps)",
+        "eps added under the root, as in RMSNorm, where it weighs as much as its root does outside."),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 3. The reader's file, and the calls that judge it
+# ------------------------------------------------------------------------------------------------------------
+def exercise_text(name):
+    """The reader's file at first: forward and helpers, then the signature and docstring of the function."""
+    function = EXERCISES[name]
+    head = re.match('(?s).*?""".*?"""', inspect.getsource(function))[0]
+    own = function.__globals__
+    forward = own[function.__name__.replace("_backward", "_forward")]   # itself, where there is no pair
+    used = {forward.__name__, *forward.__code__.co_names, *function.__code__.co_names}
+    imports = ""
+    sources = ""
+    for key, f in own.items():
+        if key not in used or f is function or not inspect.isfunction(f):
+            continue
+        if f is not forward and key.endswith(("_forward", "_backward")):
+            imports += f"from model_cpu import {key}\n"
+        else:
+            sources += f"\n\n{inspect.getsource(f)}"
+    return f'''"""Exercise {name}: write the body of {function.__name__}, at the end.
+
+    python gradcheck.py --exercise {name}             is it right?
+    python gradcheck.py --exercise {name} --hint      how it is derived
+"""
+import math
+
+import numpy as np
+{imports}{sources}
+
+{head}
+    # Your lines here.
+'''
+
+
+def record():
+    """-> dict name of an exercise -> the calls of its function in a small run, each a dict of arguments."""
+    model, tokens, targets = make_tiny(TINY)
+    gradients(model, tokens, targets)           # so that no buffer is empty when the recording begins
+    names = {function.__code__: name for name, function in EXERCISES.items()}
+    calls = {name: [] for name in EXERCISES}
+
+    def watch(frame, event, _):
+        if event == "call" and frame.f_code in names:
+            calls[names[frame.f_code]].append(copy.deepcopy(dict(frame.f_locals)))
+
+    sys.setprofile(watch)
+    for _ in range(2):
+        gradients(model, tokens, targets)
+        model.update(lr=0.1, eps=1e-3)
+    for how in ((0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)):         # temperature, k, p
+        list(model_cpu.generate(model, [1, 2, 3], *how, seed=1, most=30))
+    for vocab_size in (300, 500):               # the second time the pairs run out
+        Tokenizer.train([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"], vocab_size)
+    sys.setprofile(None)
+    rng = np.random.default_rng(2)
+    shapes = {"gain": 8, "bias": 8, "gate_up": (5, 16), "cap": None}    # None: a number; all others (5, 8)
+    for name in 2 * MARKS:
+        calls[name].append({key: rng.standard_normal(shapes.get(key.removeprefix("d"), (5, 8)))
+                            for key in inspect.signature(EXERCISES[name]).parameters})
+    return calls
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 4. The verdict
+# ------------------------------------------------------------------------------------------------------------
+def outcome(function, call):
+    """dict label -> array after the function ran on a copy of a call, with its result (None: before it)."""
+    arguments = copy.deepcopy(call)
+    found = {}
+    result = function and function(*arguments.values())
+    if result is not None:
+        found["the result"] = np.array(None if isinstance(result, tuple) else result)
+    for name, value in arguments.items():
+        parts = value if isinstance(value, dict) else {None: value}
+        for key, part in parts.items():
+            if name not in FREE and isinstance(part, np.ndarray):
+                found[f'{name}["{key}"]' if key else name] = part
+    return found
+
+
+def off(got, want):
+    """Mask of the entries of got that are not want's; where they cannot be compared, a single True, in a
+    shape of its own."""
+    if got is not None and got.shape == want.shape and got.dtype.kind in "biuf":
+        return ~(np.abs(got - want) <= TINY_BAR * np.abs(want).max(initial=0))
+    return np.ones((1,) * (want.ndim + 1), bool)
+
+
+def complaint(label, cases, calls):
+    """What is wrong with an array, in one or two sentences.  cases: for each call in which something is, the
+    array before the call, as the reader left it, and as it should be."""
+    before, got, want = cases[0]
+    mask = off(got, want)
+    if mask.shape != want.shape:
+        found = "nothing" if got is None else f"{got.dtype} of the shape {got.shape}"
+        return [f"{label} is {found}, where {want.dtype} of the shape {want.shape} belongs."]
+    at = np.unravel_index(np.argmax(np.where(mask, np.abs(got - want), -1)), mask.shape)
+    box = "" if mask.all() else f", in [{', '.join(f'{i.min()}:{i.max() + 1}' for i in np.nonzero(mask))}]"
+    which = f"{mask.sum()} of {mask.size} entries are off{box} ({len(cases)} of {calls} calls)"
+    entry = f"at {list(map(int, at))} stands {got[at]:.6g}, where {want[at]:.6g} belongs."
+    lines = [f"{label}: {which}; {entry}"]
+    g = got[mask].astype(float)
+    w = want[mask].astype(float)
+    b = np.nan * w if before is None else before[mask]
+    ways = [(w, b, "It should be as it was before the call."),
+            (g, b, f"Nothing was written: `{label} = ...` names a new array; write `{label}[...] = ...`."),
+            (g, w - b, "`+=` is the contract, and this looks like `=`: what was there before is lost."),
+            (g, w + b, "`=` is the contract, and this looks like `+=`: what was there before is in it.")]
+    for x, y, what in ((g, w, "what it should be"), (g - b, w - b, "what should be added")):
+        if x.size > 1:
+            ratio = x @ y / max(y @ y, sys.float_info.min)
+            ways.append((x, ratio * y, f"Each of these is {ratio:.6g} times {what}."))
+    return lines + [sentence for x, y, sentence in ways if not off(x, y).any()][:1]
+
+
+def differing(before, got, want):
+    """All three: what outcome gave for each call.  -> dict label -> [(before, got, want), ...] of the calls in
+    which this array is not what it should be."""
+    found = {}
+    for label in want[0]:
+        cases = [(b.get(label), g.get(label), w[label]) for b, g, w in zip(before, got, want)]
+        cases = [case for case in cases if off(*case[1:]).any()]
+        if cases:
+            found[label] = cases
+    return found
+
+
+def compare(name, calls, got):
+    """got: what the reader's function made of each call -> what is wrong with it, in sentences."""
+    function = EXERCISES[name]
+    judge = functools.partial(measured, function) if name in MARKS else function
+    before = [outcome(None, call) for call in calls]
+    want = [outcome(judge, call) for call in calls]
+    lines = []
+    for label, cases in differing(before, got, want).items():
+        lines += complaint(label, cases, len(calls))
+    if not lines:
+        return []
+    if "the result" in got[0].keys() - want[0].keys():
+        lines.append("Something is returned, and nobody takes it: results belong in the caller's arrays.")
+    for bug, row in (BUGS | EXERCISE_BUGS).items():
+        planted = plant(row).get(function.__name__)
+        if planted and not differing(before, got, [outcome(planted, call) for call in calls]):
+            return [*lines, f"Just so behaves the bug {bug}: {row[-1]}"]
+    return lines
+
+
+def grade(name, calls):
+    """The verdict on exercises/NAME.py in sentences; none: it is right."""
+    path = f"exercises/{name}.py"
+    function = EXERCISES[name].__name__
+    call = {}
+    got = []
+    if not os.path.exists(path):
+        return ["not begun"]
+    try:
+        scope = runpy.run_path(path)
+        if function not in scope:
+            return [f"{path} has no function {function}."]
+        for call in calls:
+            got.append(outcome(scope[function], call))
+    except (Exception, SystemExit) as error:            # whatever it is, it is the reader's
+        text = "".join(traceback.format_exception(error))
+        where = "".join(re.findall(rf'"{path}"(, line \d+)', text)[-1:])       # the innermost in their file
+        lines = [f"{path}{where}: {text.splitlines()[-1]}"]
+        if call:
+            arrays = outcome(None, call).items()
+            lines.append(f"The arrays: {', '.join(f'{label} {array.shape}' for label, array in arrays)}")
+        return lines
+    return compare(name, calls, got)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 5. The run
+# ------------------------------------------------------------------------------------------------------------
+def run_exercise(name, hint):
+    """Print the derivation, or write the reader's file, or judge it (all: every one)."""
+    path = f"exercises/{name}.py"
+    if hint:
+        derivation = inspect.getcomments(EXERCISES[name]) or "# ---"
+        print("There is no derivation: the docstrings say all." if derivation.startswith("# ---")
+              else re.sub("(?m)^# ?", "", derivation).rstrip())
+        return True
+    if name != "all" and not os.path.exists(path):
+        os.makedirs("exercises", exist_ok=True)
+        write_file(path, exercise_text(name).encode())
+        print(f"Wrote {path}: write the body of {EXERCISES[name].__name__} there, then run this again.")
+        return True
+    calls = record()
+    good = True
+    for each in EXERCISES if name == "all" else [name]:
+        verdict = grade(each, calls[each])
+        good = good and not verdict
+        lines = verdict or [f"right in {len(calls[each])} calls"]
+        print(f"{each:15}" + f"\n{'':15}".join(lines[:1] if name == "all" else lines))
+    return good
+
+
