@@ -53,6 +53,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import unittest.mock
 
 import model_cpu            # first: it says what to do where NumPy is missing
@@ -293,19 +294,36 @@ def run_check(model, tokens, targets, h, bar, limit=None):
     return good
 
 
+def backward_order(config):
+    """The names of the tensors, as the backward reaches them: the heads first, the embedding last."""
+    layer = ["down", "gate_up", "norm2", "out", "qkv", "norm1"]
+    layers = [f"layers.{i}.{name}" for i in reversed(range(config.layers)) for name in layer]
+    return ["heads", "norm", *layers, "embed"]
+
+
+def print_within(text, width=79):
+    """A line that is too long for a terminal goes on in the next."""
+    print(textwrap.fill(text, width, subsequent_indent=8 * " ", break_on_hyphens=False), flush=True)
+
+
 def is_caught(replacements, limit=40):
     """Plant the replacements in the tiny model and print what shows it."""
     with unittest.mock.patch.dict(vars(model_cpu), replacements):       # for as long as this lasts
         problem = make_tiny(TINY)
         error = loss_error(*problem)
         rows = check_entries(*problem, TINY_STEP, limit)
-        shown = sorted([(worst, name) for name, _, _, worst, _ in rows if worst > TINY_BAR], reverse=True)
+        errors = {name: worst for name, _, _, worst, _ in rows}
+    names = backward_order(TINY)
+    wrong = [f"{name}={errors[name]:.1e}" for name in names if errors[name] > TINY_BAR]
+    right = [name for name in names if errors[name] <= TINY_BAR]
     if error > LOSS_BAR:
         print(f"    the losses: {error:.1e} from the loops'")
-    if shown:
-        print(f"    {len(shown)} tensors of {len(problem[0].grads)}: "
-              f"{', '.join(f'{name} {worst:.1e}' for worst, name in shown)}")
-    return bool(shown) or error > LOSS_BAR
+    if wrong:
+        print_within(f"    wrong, {len(wrong)} of {len(names)} tensors: {', '.join(wrong)}")
+    if wrong or error > LOSS_BAR:
+        print_within(f"    right: {', '.join(right) or 'none'}")
+        return True
+    return False
 
 
 def run_breaks(names):
@@ -315,7 +333,7 @@ def run_breaks(names):
         return False
     missed = 0
     for name in names:
-        print(f"{name}: {BUGS[name][-1]}", flush=True)
+        print_within(f"{name}: {BUGS[name][-1]}")
         if not is_caught(plant(BUGS[name])):
             print("    NOT CAUGHT")
             missed += 1

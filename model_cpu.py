@@ -411,6 +411,15 @@ def block_backward(dx, w, dw, saved, shared, config, rope):
 # ------------------------------------------------------------------------------------------------------------
 # 3. The loss and the optimizers
 # ------------------------------------------------------------------------------------------------------------
+
+# An example: T = 4, K = 3.  A row of targets has T + K - 1 = 6 entries y0 ... y5.  Head k reads entries k to
+# k + T - 1; the heads stand side by side, as columns:
+#                    head 0   head 1   head 2
+#     position 0     y0       y1       y2
+#     position 1     y1       y2       y3
+#     position 2     y2       y3       y4
+#     position 3     y3       y4       y5
+# The next sequence of the batch follows below: row n = b T + t, as in the logits (N,K,V).
 def head_targets(targets, T, K):
     """(B, T+K-1) targets -> (N,K): head k at position t is to predict targets[:, t+k].  -1 counts for
     nothing."""
@@ -469,6 +478,9 @@ def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     grad[...] = 0.0
 
 
+NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
+
+
 # Muon (Jordan et al. 2024): momentum, orthogonalised.
 #
 # The gradient of a weight matrix, and so its running mean M, is nearly of low rank: a few singular values are
@@ -479,12 +491,9 @@ def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
 #
 # No singular values need be computed.  Take X = U S V^T with X X^T = U S^2 U^T: an odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
-# acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  With (a, b, c) below five rounds bring
-# all s from 0.005 to 1 into [0.68, 1.16]: near 0 each round multiplies s by a = 3.4, and what lies near 1
-# swings about it, which the step does not mind.  The start X = M / |M| (Frobenius) has all s <= 1.
-NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
-
-
+# acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  With (a, b, c) = NEWTON_SCHULZ five
+# rounds bring all s from 0.005 to 1 into [0.68, 1.16]: near 0 each round multiplies s by a = 3.4, and what
+# lies near 1 swings about it, which the step does not mind.  The start X = M / |M| (Frobenius) has s <= 1.
 def newton_schulz(M):
     """M (rows, columns) -> U V^T, nearly: its singular values s / |M| after five rounds of the quintic."""
     a, b, c = NEWTON_SCHULZ

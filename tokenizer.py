@@ -185,6 +185,13 @@ def learn_merges_plain(words, wanted):
     return merges
 
 
+# An example: the words "hug" 10 times, "pug" 5 times, "hugs" 5 times (g 103, h 104, p 112, s 115, u 117).
+#     (u, g) 20, (h, u) 15, (p, u) 5, (g, s) 5     merge 0 is (117, 103): it makes 256, "ug"
+#     (h, 256) 15, (p, 256) 5, (256, s) 5          merge 1 is (104, 256): it makes 257, "hug"
+#     (p, 256) 5, (257, s) 5                       a tie: merge 2 is the smaller, (112, 256): 258, "pug"
+#     (257, s) 5                                   merge 3 is (257, 115): 259, "hugs"
+# No pair is left, so the list ends.  Within a word a merge goes from left to right: (a, a) in "aaa" makes the
+# new id and an "a".
 def learn_merges(words, wanted):
     """Counter of words -> list of at most `wanted` merges (left id, right id); merge number i makes token
     256 + i.  Each is the pair that occurs most often, the smallest of several.  A pair that occurs once is no

@@ -1,4 +1,4 @@
-"""exercises.py: write a function of this project yourself, and be told what is right and how the rest is wrong.
+"""exercises.py: write a function of this project yourself, and see whether it is right or what is wrong in it.
 
 Read before it: model_cpu.py and gradcheck.py.  To use it you need not read it:
 
@@ -10,12 +10,14 @@ How it works.  A small model trains, draws and learns a tokenizer, and every cal
 that run is recorded.  The original, the reader's function and the planted bugs then run on copies of the
 recorded arguments, and all arrays are compared.
 
-What it does not do: it reads no source of the reader's, so any way that gives the right arrays is right.  It does not ask
-whether a gradient is right: gradcheck.py has shown that of the originals.
+What it does not do: it does not read the reader's source, so any way that gives the right arrays is right.
+And it does not ask whether the originals are right: that is gradcheck.py's part.
 """
+import collections
 import copy
 import functools
 import inspect
+import itertools
 import math
 import os
 import re
@@ -44,6 +46,12 @@ def layernorm_forward(out, x, gain, bias):
     out[...] = centred / np.sqrt((centred ** 2).mean(axis=1, keepdims=True) + 1e-5) * gain + bias
 
 
+# Derivation, for one row: rstd = 1 / sqrt(var + 1e-5), xhat = (x - mean) rstd, dxhat_i = dout_i gain_i.
+#     d mean / dx_j = 1/C            d var / dx_j = 2/C (x_j - mean), since sum_i (x_i - mean) = 0
+#     d rstd / dx_j = -rstd^3 / 2  d var / dx_j = -rstd^2 xhat_j / C
+#     d xhat_i / dx_j = rstd ([i == j] - 1/C - xhat_i xhat_j / C)
+#     dx_j = sum_i dxhat_i d xhat_i / dx_j = rstd (dxhat_j - mean_i(dxhat_i) - xhat_j mean_i(dxhat_i xhat_i))
+#     dgain_i = sum_n dout_ni xhat_ni          dbias_i = sum_n dout_ni
 def layernorm_backward(dx, dgain, dbias, dout, x, gain, bias):
     """Writes dx (N,C), adds to dgain (C,) and dbias (C,)."""
 
@@ -57,6 +65,10 @@ def geglu_forward(out, gate_up):
     out[...] = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3))) * up
 
 
+# Derivation.  With t = tanh(a), so that gelu(g) = g/2 (1 + t):
+#     t' = (1 - t^2) a',    a' = sqrt(2/pi) (1 + 3 * 0.044715 g^2)
+#     gelu'(g) = (1 + t) / 2 + g/2 (1 - t^2) a'
+#     out = gelu(g) u     =>     dg = dout u gelu'(g),    du = dout gelu(g)
 def geglu_backward(dgate_up, dout, gate_up):
     """Writes dgate_up (N,2F) = [dg | du]."""
 
@@ -69,6 +81,9 @@ def softcap_forward(out, x, cap):
     out[...] = cap * np.tanh(x / cap)
 
 
+# Derivation.  tanh'(s) = 1 - tanh(s)^2, with s = x / cap and so ds/dx = 1 / cap:
+#     dx_ni = dout_ni cap (1 - tanh(s_ni)^2) / cap = dout_ni (1 - tanh(x_ni / cap)^2)
+# The slope is 1 at x = 0 and all but 0 far out: what is capped gets no gradient.
 def softcap_backward(dx, dout, x, cap):
     """Writes dx (N,C)."""
 
@@ -87,7 +102,7 @@ def measured(backward, *arguments):
     for name in inputs:
         if "d" + name in values:
             gradient = values["d" + name]
-            if gradient.ndim > 1:               # that of a vector, which is a weight, is added to
+            if "d" + name not in ADDED:
                 gradient[...] = 0.0
             for index in np.ndindex(gradient.shape):
                 gradient[index] += slope(loss, values[name], index, 1e-3)
@@ -99,12 +114,14 @@ def measured(backward, *arguments):
 EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for function in (
     model_cpu.linear_backward, model_cpu.embedding_backward, model_cpu.swiglu_backward,
     model_cpu.cross_entropy_backward, model_cpu.rmsnorm_backward, model_cpu.rope_backward,
-    model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.head_targets,
-    model_cpu.sample, learn_merges, layernorm_backward, geglu_backward, softcap_backward)}
+    model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.muon_update,
+    model_cpu.newton_schulz, model_cpu.head_targets, model_cpu.sample, learn_merges,
+    layernorm_backward, geglu_backward, softcap_backward)}
 MARKS = ("layernorm", "geglu", "softcap")
 FREE = ("work", "shared", "grad")       # arguments to compute in: what is left in them is not compared
+ADDED = ("dw", "dembed", "dgain", "dbias")      # gradients of weights, which every micro-batch adds to
 
-# The optimizer has no slope to measure: --break could not see these; they are planted in the exercise alone.
+# An optimizer has no slope to measure: --break could not see these; they are planted in the exercises alone.
 EXERCISE_BUGS = {
     "no_correction": ("adamw_update: / (1 - beta2 ** step) -> ", "adamw_update: / (1 - beta1 ** step) -> ",
         "No bias correction: m and v start at 0 and are too small in the first steps, v more than m."),
@@ -113,6 +130,12 @@ EXERCISE_BUGS = {
         "Decay added to the gradient, as in Adam with L2: it enters m and v, and is divided by the root."),
     "eps_under_root": ("adamw_update: (1 - beta2 ** step)) + eps -> (1 - beta2 ** step) + eps)",
         "eps added under the root, as in RMSNorm, where it weighs as much as its root does outside."),
+    "no_nesterov": ("muon_update: newton_schulz(grad) -> newton_schulz(m)",
+        "The step is taken along the running mean itself: it does not look ahead by one more gradient."),
+    "shorter_side": ("muon_update: max(param.shape) -> min(param.shape)",
+        "The root of the shorter side: where a matrix is not square, its step is too short."),
+    "spectral_start": ("newton_schulz: np.linalg.norm(X) -> np.linalg.norm(X, 2)",
+        "M divided by its largest singular value, where the Frobenius norm belongs."),
 }
 
 
@@ -129,11 +152,12 @@ def exercise_text(name):
     imports = ""
     sources = ""
     for key, f in own.items():
-        if key not in used or f is function or not inspect.isfunction(f):
+        if key not in used or f is function:
             continue
-        if f is not forward and key.endswith(("_forward", "_backward")):
+        solution = inspect.isfunction(f) and (f in EXERCISES.values() or key.endswith("_forward"))
+        if key.isupper() or solution and f is not forward:
             imports += f"from model_cpu import {key}\n"
-        else:
+        elif inspect.isfunction(f):
             sources += f"\n\n{inspect.getsource(f)}"
     return f'''"""Exercise {name}: write the body of {function.__name__}, at the end.
 
@@ -161,10 +185,13 @@ def record():
         if event == "call" and frame.f_code in names:
             calls[names[frame.f_code]].append(copy.deepcopy(dict(frame.f_locals)))
 
+    with_muon = model_cpu.Model(TINY, optimizer="muon")
     sys.setprofile(watch)
     for _ in range(2):
         gradients(model, tokens, targets)
         model.update(lr=0.1, eps=1e-3)
+        with_muon.flat_grads[...] = model.flat_params
+        with_muon.update(lr=0.1, eps=1e-3)
     for how in ((0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)):         # temperature, k, p
         list(model_cpu.generate(model, [1, 2, 3], *how, seed=1, most=30))
     for vocab_size in (300, 500):               # the second time the pairs run out
@@ -175,6 +202,8 @@ def record():
     for name in 2 * MARKS:
         calls[name].append({key: rng.standard_normal(shapes.get(key.removeprefix("d"), (5, 8)))
                             for key in inspect.signature(EXERCISES[name]).parameters})
+    # so large that the tiny number beside its norm, which keeps a matrix of zeros from 0 / 0, does not show
+    calls["newton_schulz"] = [{"M": 100 * rng.standard_normal(shape)} for shape in ((5, 8), (8, 5), (6, 6))]
     return calls
 
 
@@ -220,8 +249,9 @@ def complaint(label, cases, calls):
     g = got[mask].astype(float)
     w = want[mask].astype(float)
     b = np.nan * w if before is None else before[mask]
+    write = f"{label} += " if label.split("[")[0] in ADDED else f"{label}[...] = "
     ways = [(w, b, "It should be as it was before the call."),
-            (g, b, f"Nothing was written: `{label} = ...` names a new array; write `{label}[...] = ...`."),
+            (g, b, f"Nothing was written to it: write `{write}...`; `{label} = ...` only names a new array."),
             (g, w - b, "`+=` is the contract, and this looks like `=`: what was there before is lost."),
             (g, w + b, "`=` is the contract, and this looks like `+=`: what was there before is in it.")]
     for x, y, what in ((g, w, "what it should be"), (g - b, w - b, "what should be added")):
@@ -232,8 +262,8 @@ def complaint(label, cases, calls):
 
 
 def differing(before, got, want):
-    """All three: what outcome gave for each call.  -> dict label -> [(before, got, want), ...] of the calls in
-    which this array is not what it should be."""
+    """All three: what outcome gave for each call.  -> dict label -> [(before, got, want), ...] of those
+    calls in which this array is not what it should be."""
     found = {}
     for label in want[0]:
         cases = [(b.get(label), g.get(label), w[label]) for b, g, w in zip(before, got, want)]
@@ -241,6 +271,20 @@ def differing(before, got, want):
         if cases:
             found[label] = cases
     return found
+
+
+def settings(call):
+    """The numbers among a call's arguments, as texts."""
+    return [f"{name} {value:g}" for name, value in call.items() if isinstance(value, (int, float))]
+
+
+def failing(calls, wrong):
+    """wrong: for each call whether it is.  -> in sentences: with which settings, unless it is with all."""
+    every = collections.Counter(", ".join(settings(call)) for call in calls)
+    failed = collections.Counter(", ".join(settings(call)) for call in itertools.compress(calls, wrong))
+    if len(failed) == len(every):
+        return []
+    return [f"Wrong with {setting} ({count} of {every[setting]} calls)." for setting, count in failed.items()]
 
 
 def compare(name, calls, got):
@@ -254,6 +298,7 @@ def compare(name, calls, got):
         lines += complaint(label, cases, len(calls))
     if not lines:
         return []
+    lines += failing(calls, [differing([b], [g], [w]) for b, g, w in zip(before, got, want)])
     if "the result" in got[0].keys() - want[0].keys():
         lines.append("Something is returned, and nobody takes it: results belong in the caller's arrays.")
     for bug, row in (BUGS | EXERCISE_BUGS).items():
@@ -275,6 +320,8 @@ def grade(name, calls):
         scope = runpy.run_path(path)
         if function not in scope:
             return [f"{path} has no function {function}."]
+        if scope[function].__code__.co_code == layernorm_backward.__code__.co_code:     # which has no body
+            return [f"Nothing is written in {path} yet: the body of {function} is empty."]
         for call in calls:
             got.append(outcome(scope[function], call))
     except (Exception, SystemExit) as error:            # whatever it is, it is the reader's
@@ -282,8 +329,8 @@ def grade(name, calls):
         where = "".join(re.findall(rf'"{path}"(, line \d+)', text)[-1:])       # the innermost in their file
         lines = [f"{path}{where}: {text.splitlines()[-1]}"]
         if call:
-            arrays = outcome(None, call).items()
-            lines.append(f"The arrays: {', '.join(f'{label} {array.shape}' for label, array in arrays)}")
+            arrays = [f"{label} {array.shape}" for label, array in outcome(None, call).items()]
+            lines.append(f"The call: {', '.join(arrays + settings(call))}")
         return lines
     return compare(name, calls, got)
 
@@ -295,9 +342,7 @@ def run_exercise(name, hint):
     """Print the derivation, or write the reader's file, or judge it (all: every one)."""
     path = f"exercises/{name}.py"
     if hint:
-        derivation = inspect.getcomments(EXERCISES[name]) or "# ---"
-        print("There is no derivation: the docstrings say all." if derivation.startswith("# ---")
-              else re.sub("(?m)^# ?", "", derivation).rstrip())
+        print(re.sub("(?m)^# ?", "", inspect.getcomments(EXERCISES[name])).rstrip())
         return True
     if name != "all" and not os.path.exists(path):
         os.makedirs("exercises", exist_ok=True)
