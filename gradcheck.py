@@ -33,7 +33,8 @@ error relative to itself and means nothing.  Over the whole model's maximum, on 
 small gradients could be all wrong and pass.
 
 How to read a planted bug.  A wrong derivative spoils the gradient of all that lies BEFORE it in the forward,
-and of nothing after it: the first tensor of the backward that is wrong says where to look.
+and of nothing after it: the first tensor of the backward that is wrong says where to look.  --break lists the
+tensors in that order, each with its error, and then those that stay right.
 
 Why wide weights (normal(0, 0.3), gains between 0.7 and 1.3).  At the usual 0.02 the scores of attention are
 all but 0, its softmax all but uniform, and the gradients of q and k a hundred times below that of v, with
