@@ -59,6 +59,7 @@ SUITES = {                  # what judges a file: arguments of Python
     "sft.py": ["tests/test_sft.py", "tests/test_ranks.py"],
     "chat.py": ["tests/test_chat.py"],
     "gradcheck.py": ["tests/test_gradcheck.py", "tests/test_exercises.py", "gradcheck.py"],
+    "tests/exercises.py": ["tests/test_exercises.py"],
     "kernels.cu": ["tests/test_kernels.py"],
     "flash_attn.cu": ["tests/test_flash.py"]}
 OPTIONS = {"kernels.cu": [f"-DBF16={bf16} -DROW_THREADS=96" for bf16 in (0, 1)],
@@ -503,7 +504,8 @@ def main(argv=None):
                         help="only mistakes in these lines")
     parser.add_argument("--barriers", action="store_true", help="of the .cu files named, delete every barrier")
     args = parser.parse_args(argv)
-    files = list(dict.fromkeys(os.path.basename(file) for file in args.files)) or list(SUITES)
+    known = {os.path.basename(file): file for file in SUITES}
+    files = list(dict.fromkeys(known.get(os.path.basename(file), file) for file in args.files)) or list(SUITES)
     if args.barriers and not args.files:
         files = list(OPTIONS)
     for file in files:

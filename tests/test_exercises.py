@@ -76,9 +76,8 @@ def test_from_the_first_run_to_the_verdict():
     assert code == 0 and "dx_ni = sum_o dout_no w_oi        dx = dout @ w\n" in out
     write("linear", body("linear"))
     code, out, _ = run("--exercise", "all")
-    assert code == 1
-    assert out.splitlines()[:2] == ["linear         right in 36 calls", "embedding      not begun"]
-    assert len(out.splitlines()) == len(exercises.EXERCISES)
+    assert code == 1 and out.startswith("linear         right in 36 calls\nembedding      not begun\n")
+    assert out.count("\n") == len(exercises.EXERCISES)
     assert ", ".join(exercises.EXERCISES) in " ".join(run("--help")[1].split())
     for arguments in (["--exercise", "nosuch"], ["--hint"], ["--exercise", "all", "--hint"]):
         code, out, error = run(*arguments)
@@ -93,7 +92,6 @@ def test_a_file_runs_by_itself_and_holds_no_solution(name, capsys):
     function = exercises.EXERCISES[name]
     assert inspect.signature(names[function.__name__]) == inspect.signature(function)
     assert names[function.__name__].__doc__ == function.__doc__
-    assert "import math\n" in text and "import numpy as np\n" in text
     for other in exercises.EXERCISES.values():                      # one def alone, and that one is empty
         assert text.count(f"def {other.__name__}(") == (other is function)
     assert max(map(len, text.splitlines())) <= 110
@@ -133,8 +131,10 @@ def test_all_are_right_if_each_is(calls, monkeypatch, capsys):
     monkeypatch.setattr(exercises, "EXERCISES", {name: exercises.EXERCISES[name] for name in ("rope", "linear")})
     write("linear", body("linear"))
     write("rope", "    rope_forward(dx, cos, sin)\n")
-    assert exercises.run_exercise("all", False) is False
-    assert capsys.readouterr().out.startswith("rope           dx: 144 of 168 entries are off, in [")
+    assert exercises.run_exercise("all", False) is exercises.run_exercise("rope", False) is False
+    shown = [line[:40] for line in capsys.readouterr().out.splitlines()]
+    wrong = "rope           dx: 144 of 168 entries are"
+    assert shown == [wrong[:40], "linear         right in 36 calls", wrong[:40], " " * 15 + "Just so behaves the bug r"]
     write("rope", body("rope"))
     assert exercises.run_exercise("all", False) is True
 
@@ -155,7 +155,7 @@ def test_every_planted_bug_is_named(bug, name, calls):
             assert there in lines
             lines = lines.replace(there, instead)
     said = verdict(name, calls, lines)
-    assert said[-1].startswith(f"Just so behaves the bug {bug}: ") and len(said) >= 2
+    assert said[-1] == f"Just so behaves the bug {bug}: {ALL_BUGS[bug][-1]}" and len(said) >= 2
 
 
 @pytest.mark.parametrize("name, there, instead, sentences", [
@@ -185,6 +185,7 @@ def test_words_for_a_mistake(name, there, instead, sentences, calls):
     said = verdict(name, calls, body(name), there, instead)
     for sentence in sentences:
         assert any(line.startswith(sentence) for line in said), said
+    assert "Each of these is 0 times what should be added." not in said     # one reason is enough
 
 
 def test_the_settings_that_fail_are_named(calls):
@@ -210,7 +211,6 @@ def test_complaint(before, got, want, said):
 def test_working_arrays_are_free(calls):
     assert verdict("adamw", calls, body("adamw"), "    grad[...] = 0.0\n", "") == []
     assert verdict("attention", calls, body("attention") + "    work[...] = 7\n") == []
-    assert verdict("linear", calls, body("linear") + "    return dx, dw\n") == []      # returned as well
     assert verdict("linear", calls, "    pass\n")[0].startswith("Nothing is written in exercises/linear.py yet")
 
 

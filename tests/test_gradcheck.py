@@ -308,6 +308,7 @@ class Twin:
     def backward(self):
         self.model.flat_grads[...] = 0.0
         self.model.backward()
+        assert not self.added
         assert model_gpu.RECORD_AT == 3 - Twin.calls % 2        # the second time its launches are recorded
         Twin.calls += 1
         for name, gradient in self.model.grads.items():
@@ -345,7 +346,7 @@ def test_gpu_gradients_are_printed_in_columns(twin, capsys):
 @pytest.mark.parametrize("name, bar, times, std, good", [
     ("all", 0, 0.95, None, True), ("all", 0, 1.05, None, False), ("all", 0, 1.05, 0.1, True),
     ("norm", 0, 1.95, None, True), ("norm", 0, 2.05, None, False), ("losses", 1, 0.95, None, True),
-    ("losses", 1, -1.05, None, False), ("losses", 1, 1.05, 0.1, True), ("second", 1, 1.0, 0.1, False)])
+    ("losses", 1, 1.05, None, False), ("losses", 1, -1.05, None, False), ("losses", 1, 1.05, 0.1, True), ("second", 1, 1.0, 0.1, False)])
 def test_gpu_gradients_have_their_bars(twin, capsys, precision, name, bar, times, std, good):
     twin.off = {"losses": 0.0, name: times * BARS[precision][bar]}
     assert bool(gradcheck.run_gpu_gradients(WIDE, [precision], std, False)) == good
