@@ -260,8 +260,8 @@ BUGS = {
 
 
 def plant(bug):
-    """bug: a row of BUGS.  -> dict of the functions of model_cpu that it alters, by name: their source, edited
-    and compiled."""
+    """bug: a row of BUGS.  -> dict of the functions of model_cpu that it alters, by name: their source,
+    edited and compiled."""
     sources = {}
     planted = {}
     for edit in bug[:-1]:

@@ -1,4 +1,4 @@
-"""exercises.py: write a function of this project yourself, and see whether it is right or what is wrong in it.
+"""exercises.py: write a function of this project yourself, and see whether it is right or what is wrong.
 
 Read before it: model_cpu.py and gradcheck.py.  To use it you need not read it:
 
