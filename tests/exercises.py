@@ -117,7 +117,7 @@ EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for fu
     model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.muon_update,
     model_cpu.newton_schulz, model_cpu.head_targets, model_cpu.sample, learn_merges,
     layernorm_backward, geglu_backward, softcap_backward)}
-MARKS = ("layernorm", "geglu", "softcap")
+MARKS = ("layernorm", "geglu", "softcap")       # without a solution here: section 1
 FREE = ("work", "shared", "grad")       # arguments to compute in: what is left in them is not compared
 ADDED = ("dw", "dembed", "dgain", "dbias")      # gradients of weights, which every micro-batch adds to
 
@@ -154,6 +154,7 @@ def exercise_text(name):
     for key, f in own.items():
         if key not in used or f is function:
             continue
+        # a helper stands in the file; constants, other forwards and what is an exercise itself are imported
         solution = inspect.isfunction(f) and (f in EXERCISES.values() or key.endswith("_forward"))
         if key.isupper() or solution and f is not forward:
             imports += f"from model_cpu import {key}\n"
@@ -190,7 +191,7 @@ def record():
     for _ in range(2):
         gradients(model, tokens, targets)
         model.update(lr=0.1, eps=1e-3)
-        with_muon.flat_grads[...] = model.flat_params
+        with_muon.flat_grads[...] = model.flat_params       # any numbers will do
         with_muon.update(lr=0.1, eps=1e-3)
     for how in ((0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)):         # temperature, k, p
         list(model_cpu.generate(model, [1, 2, 3], *how, seed=1, most=30))

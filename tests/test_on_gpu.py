@@ -4,8 +4,8 @@ and shape, our products, cached decoding, Muon, generation.
     python -m pytest -s tests/test_on_gpu.py          # -s prints each error beside its bar; without a GPU all is skipped
 
 The judge is model_cpu in float64 or, to the bit, the engine itself when it computes in another way. What runs on the CPU
-instead: the kernels in test_kernels.py, test_flash.py and test_model_gpu.py, and in test_gradcheck.py these very checks,
-of engines that are wrong, to see that each of them can fail."""
+instead: the kernels in test_kernels.py, test_flash.py and test_model_gpu.py, and in test_gradcheck.py these very tests,
+of a small model."""
 import math
 import unittest.mock
 
