@@ -459,17 +459,25 @@ def test_commands(models):
         "> There is no command /; /help lists them. A space in front makes it a prompt.\n"
         "> max-tokens is 2\n> /top-p must be a number from 0.001 to 1, not '2'.\n"
         "> end\n"
-        "> /reset forgets, /quit leaves, an empty line lets the model write on, \\ at its end continues a line.\n"
-        "/stats: how fast the last answer came; /tokens: how likely each of its tokens was.\nThe settings now:\n"
-        "  /max-tokens 2   length of an answer, in tokens, at most\n"
-        "  /temperature 0.0   0: the likeliest token; 1: as the model learned; more: wilder\n"
-        "  /top-k 50   draw among the k likeliest tokens; 0: among all\n"
-        "  /top-p 1.0   draw among the likeliest tokens of this probability together; 1: all\n"
-        "  /seed none   the same seed gives the same text; none: another text every time\n"
+        "> /reset forgets, /quit leaves. An empty line lets the model write on;\n"
+        "a line that ends with \\ is continued on the next.\n"
+        "/stats: how fast the last answer came; /tokens: how likely each token was.\nThe settings now:\n"
+        "  /max-tokens 2\n      length of an answer, in tokens, at most\n"
+        "  /temperature 0.0\n      0: the likeliest token; 1: as the model learned; more: wilder\n"
+        "  /top-k 50\n      draw among the k likeliest tokens; 0: among all\n"
+        "  /top-p 1.0\n      draw among the likeliest tokens of this probability together; 1: all\n"
+        "  /seed none\n      the same seed gives the same text; none: another text every time\n"
         "> temperature is 0.5\n> temperature is 0.5\n"
         "> seed is none\n> seed is 7\n> seed is 7\n> seed is none\n"
         "> /seed must be a whole number of at least 0 and at most 9,223,372,036,854,775,808, not 'no'.\n"
         "> /top-k must be a whole number of at least 0 and at most 1,000,000,000, not 'none'.\n> top-k is 50\n> ")
+
+
+def test_help_fits_a_terminal(models):
+    """Its lines end at words, however long the values are."""
+    options = "--temperature=0.12345678901234568", "--top-p=0.12345678901234568", f"--seed={2**63}"
+    out = run(models, "--model", "out/sft", *options, terminals=TERMINAL, input=b"/help\n")[1].decode()
+    assert str(2**63) in out and "/system none" in out and max(map(len, out.splitlines())) < 80
 
 
 @pytest.mark.parametrize("line", [b"/quit", b"/exit", b"/ quit ", b"/quit now", b"/exit\r"])
@@ -557,19 +565,19 @@ def test_tokens_come_as_they_are_made(models):
 
 @pytest.mark.parametrize("terminals", [(True, True), (False, False)])
 def test_ctrl_c_while_the_model_writes(models, terminals):
-    """On a terminal the next line goes on; elsewhere it is the end."""
-    texts = []
+    """On a terminal the next line goes on, with a seed of its own; elsewhere it is the end."""
+    asked = []
 
-    def generate(out, model, ids, *rest):
-        texts.append(bytes(ids))
+    def generate(out, model, ids, temperature, top_k, top_p, seed, vocab):
+        asked.append((bytes(ids), seed))
         yield ord("1")
-        if len(texts) == 1:
+        if len(asked) == 1:
             raise KeyboardInterrupt
-    code, out, _ = run(models, "--model", "out/loop", input=b"a\n\n", terminals=terminals, generate=generate)
+    code, out, _ = run(models, "--model", "out/loop", "--seed", "5", input=b"a\n\n", terminals=terminals, generate=generate)
     if terminals == TERMINAL:
-        assert (code, out.partition(b"more.\n")[2], texts) == (0, b"> a1\n> 1\n> \n", [b"a", b"a1"])
+        assert (code, out.partition(b"more.\n")[2], asked) == (0, b"> a1\n> 1\n> \n", [(b"a", 5), (b"a1", 6)])
     else:
-        assert (code, out, texts) == (130, b"a1", [b"a"])
+        assert (code, out, asked) == (130, b"a1", [(b"a", 5)])
 
 
 @pytest.mark.parametrize("special", list(SPECIAL))
@@ -753,7 +761,7 @@ def test_lens(models, tmp_path):
 
 
 def test_plot_of_the_lens(models, monkeypatch, tmp_path):
-    """What is drawn, by a stand-in for matplotlib; the picture itself, where that is installed."""
+    """What is drawn, by a stand-in for matplotlib; and the picture itself."""
     text, drawn = "The king and the queen " * 5, types.SimpleNamespace(cells={}, ticks={}, saved=[])
     axes = types.SimpleNamespace(
         imshow=lambda p, **options: vars(drawn).update(p=p, scale=options), set=lambda **options: None,
@@ -800,7 +808,6 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
         patch.setitem(sys.modules, "matplotlib", None)
         code, _, err = run(models, "--model", "out/random", "--lens", text, "--plot", "lens.png")
         assert (code, err.splitlines()[-1]) == (2, "error: --plot needs matplotlib: pip install matplotlib.")
-    pytest.importorskip("matplotlib")
     path = tmp_path / "lens.png"
     assert run(models, "--model", "out/random", "--lens", text + "$x_1$ 国王", "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
