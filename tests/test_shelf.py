@@ -311,10 +311,11 @@ def test_shards_are_as_good_as_the_whole(folder, tmp_path, shards):
     arrived(found, tensors)
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt", "step": "7"}])
+@pytest.mark.parametrize("metadata", [
+    None, {}, {"format": "pt", "step": "x", "config": "{}", "tokenizer": "gpt2", "state": "[]", "crc32": "of its own"}])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_headers_that_differ_load(folder, metadata, shuffled):
-    """With any metadata or none, and in any order: the format asks for neither."""
+    """With any metadata or none, ours by name too, and in any order: the format asks for neither."""
     tensors = write_folder(folder)
     write_tensor_file(os.path.join(folder, "model.safetensors"), tensors, metadata, shuffled)
     arrived(load(folder), tensors)
@@ -393,6 +394,18 @@ def test_our_own_folders_load_as_before(tmp_path):
     assert np.array_equal(found.flat_params, model.flat_params) and not found.config.tied and found.config.predict == 3
     assert found.config.context == 16 and load(str(tmp_path), context=8).config.context == 8
     refused(str(tmp_path), "context", 17, 16, context=17)
+
+
+def test_a_model_of_ours_that_transformers_saved_has_one_head(folder, capsys):
+    """It writes our mtp_heads on into config.json, but not their weights."""
+    said = {"tie_word_embeddings": False, "mtp_heads": 3, "mtp_weight": 0.3}
+    tensors = write_folder(folder, **said)
+    arrived(load(folder), tensors)
+    assert checkpoint.read_config(folder).predict == 1
+    note = f"note: {folder} has no mtp_heads.weight, so its model has one head.\n"
+    assert capsys.readouterr() == ("", 2 * note)
+    write_folder(folder, tensors={**tensors, "mtp_heads.weight": ("F32", np.ones((3 * V, C), np.float32))}, **said)
+    assert load(folder).config.predict == 4 and capsys.readouterr() == ("", "")
 
 
 def test_saved_and_loaded_again(folder, tmp_path):
