@@ -220,7 +220,7 @@ def read_config(folder, context=None):
     # keys that would change the mathematics, each with the one value that is computed here
     fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu",
              "mlp_bias": False, "attention_bias": False, "use_qk_norm": False, "sliding_window": 0,
-             "partial_rotary_factor": 1.0, "rope_type": "default"}
+             "is_causal": True, "partial_rotary_factor": 1.0, "rope_type": "default"}
     for key, ours in fixed.items():
         value = found.get(key, ours)
         require(value == ours, f"{path}: {key} is {value!r:.200}, and only {ours!r} is computed here.")

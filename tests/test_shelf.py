@@ -443,6 +443,7 @@ def test_saved_and_loaded_again(folder, tmp_path):
     ({"hidden_act": "relu"}, ["hidden_act", "relu"]),
     ({"sliding_window": 16}, ["sliding_window", "16"]),
     ({"use_qk_norm": True}, ["use_qk_norm", "True"]),
+    ({"is_causal": False}, ["is_causal", "False"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ({"model_type": "mistral"}, ["model_type", "mistral"]),
     ({"model_type": "qwen3"}, ["model_type", "qwen3"]),

@@ -6,6 +6,7 @@ folders that were published some years ago.  tests/test_shelf.py has what is ref
 import copy
 import json
 import os
+import random
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # read by transformers when it is imported
 
@@ -16,7 +17,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from test_shelf import CHATML, SMOL_SPECIAL, SMOL_TEMPLATE, read_tensor_file
+from test_shelf import CHATML, GONE, NEW as NEW_CONFIG, OLD, SMOL_SPECIAL, SMOL_TEMPLATE, read_tensor_file, value, weights, write_folder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers.models.llama import modeling_llama
 
@@ -417,3 +418,118 @@ def test_a_tokenizer_that_lacks_some_bytes(folder):
     assert len([token for token in range(256) if bytes([token]) not in tokenizer.tokens]) > 50
     for text in [*peers.TEXTS.values(), "\x00a\x01b ÿ", "q\u2fff the cat"]:
         assert list(tokenizer.encode(text)) == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders by chance: RANDOM_FOLDERS=400 pytest -k chance
+# ---------------------------------------------------------------------------------------------------------------------
+ROPES = [GONE, None, {}, {"type": "default"}, {"rope_type": "default", "rope_theta": 77.0}, {"rope_theta": 300}, {"type": "linear", "factor": 2.0},
+         {"full_attention": {"rope_type": "default", "rope_theta": 77.0}}, {"rope_type": "dynamic", "factor": 2.0},
+         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8},
+         {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8}, {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}]
+KEYS = {"rope_scaling": ROPES, "rope_parameters": ROPES, "rope_theta": [GONE, 50, 1e6], "rms_norm_eps": [GONE, 0.5, 0.0, "1e-5"],
+        "hidden_act": [GONE, "swish", "gelu", "relu"], "head_dim": [GONE, None, 4, 8, 16], "num_key_value_heads": [GONE, None, 1, 8],
+        "attention_bias": [GONE, True], "mlp_bias": [GONE, True], "tie_word_embeddings": [GONE, False, True],
+        "max_position_embeddings": [GONE, 8, 24], "pretraining_tp": [2, None], "sliding_window": [None, 0, 4], "context": [8, 20],
+        "partial_rotary_factor": [1.0, 0.5], "use_qk_norm": [False, True], "logits_scaling": [2.0], "embedding_multiplier": [3.0],
+        "residual_multiplier": [0.5], "attention_multiplier": [0.1], "final_logit_softcapping": [1.0], "logit_scale": [0.1], "clip_qkv": [0.1],
+        "qkv_bias": [True], "rope_interleaved": [True], "mtp_heads": [0, 2], "mtp_weight": [0.1, "x"], "model_type": ["mistral", "qwen2"],
+        "architectures": [GONE, ["LlamaModel"]], "torch_dtype": ["float16"], "dtype": ["bfloat16"], "num_hidden_layers": [1, 4],
+        "vocab_size": [280], "norm_eps": [0.3], "theta": [3.0], "is_causal": [True, False], "is_decoder": [False], "is_encoder_decoder": [True],
+        "attn_implementation": ["eager"], "rope_type": ["linear"], "type": ["yarn"], "factor": [2.0], "attention_chunk_size": [4],
+        "use_bidirectional_attention": [True], "num_experts": [4], "tie_encoder_decoder": [True], "add_cross_attention": [True]}
+
+
+def random_folder(folder, rng):
+    """Write one -> what was changed."""
+    heads = rng.choice([1, 2, 4, 8])
+    sizes = {"hidden_size": heads * rng.choice([4, 8, 16]), "intermediate_size": rng.choice([8, 40]), "num_hidden_layers": rng.choice([1, 2, 3]),
+             "num_attention_heads": heads, "num_key_value_heads": rng.choice([n for n in (1, 2, 4, 8) if heads % n == 0]),
+             "tie_word_embeddings": rng.random() < 0.5, "head_dim": GONE}
+    sizes["hidden_size"] += -sizes["hidden_size"] % 8
+    sizes["hidden_size"] *= 1 + (sizes["hidden_size"] % heads > 0)
+    changes = {key: rng.choice(KEYS[key]) for key in rng.sample(list(KEYS), rng.choice([0, 1, 1, 2, 3]))}
+    base = rng.choice([OLD, NEW_CONFIG])
+    kind = rng.choice(["BF16", "F16", "F32"])
+    tensors = weights({**base, **sizes}, kind, rng.randrange(1000))
+    odd = rng.choice([None] * 8 + ["buffer", "head", "other head", "bias", "layer", "mixed", "transposed", "missing", "prefix", "stale index"])
+    name = rng.choice([name for name in tensors if tensors[name][1].ndim == 2])
+    if odd == "buffer":
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = "F32", np.ones(4, np.float32)
+    elif odd == "head":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    elif odd == "other head":
+        tensors["lm_head.weight"] = weights({**base, **sizes}, kind, 7)["model.embed_tokens.weight"]
+    elif odd == "bias":
+        tensors["model.layers.0.self_attn.q_proj.bias"] = "F32", np.ones(sizes["hidden_size"], np.float32)
+    elif odd == "layer":
+        tensors["model.layers.7.input_layernorm.weight"] = "F32", np.ones(sizes["hidden_size"], np.float32)
+    elif odd == "mixed":
+        tensors[name] = "F32", value(tensors[name]).astype(np.float32)
+    elif odd == "transposed":
+        tensors[name] = tensors[name][0], tensors[name][1].T
+    elif odd == "missing":
+        del tensors[name]
+    elif odd == "prefix":
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    elif odd == "stale index":
+        write_folder(folder, base, weights({**base, **sizes}, kind, 99), 2, **sizes)
+    shards = 1 if odd == "stale index" else rng.choice([1, 1, 2, 3])
+    metadata = rng.choice([{"format": "pt"}, {"format": "pt"}, {"format": "pt", "config": "{}", "step": "x"}])
+    write_folder(folder, base, tensors, shards, metadata=metadata, **{**sizes, **changes})
+    return f"{sizes} {changes} {odd} {kind} {shards}"
+
+
+CHANCE = range(int(os.environ.get("RANDOM_FOLDERS", 12)))
+
+
+@pytest.mark.parametrize("seed", CHANCE)
+def test_a_folder_by_chance_gives_the_same_or_is_refused(folder, seed):
+    what = random_folder(folder, random.Random(seed))
+    try:
+        model, _ = checkpoint.load(folder, model_cpu, {"dtype": np.float32, "training": False})
+    except ValueError as error:
+        print(what, error)
+        return
+    tokens = np.random.default_rng(seed).integers(0, model.config.vocab, (2, min(model.config.context, 20)))
+    with torch.no_grad():
+        theirs = peers.load_llama(folder, torch.float32)(torch.from_numpy(tokens)).logits
+    assert peers.distance(model.logits(tokens)[:, :, 0], theirs) < 1e-5, what
+
+
+LEVEL, DIGITS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}, {"type": "Digits", "individual_digits": True}
+FLAGS = {"pre_tokenizer": [None, LEVEL, {**LEVEL, "use_regex": False}, {**LEVEL, "trim_offsets": False}, {"type": "Whitespace"}, *[
+             {"type": "Sequence", "pretokenizers": steps} for steps in (
+                 [], [DIGITS], [DIGITS, LEVEL], [LEVEL, DIGITS], [LEVEL, LEVEL], [{**DIGITS, "individual_digits": False}, LEVEL],
+                 [{"type": "Split", "pattern": {"Regex": "[0-9]{1,3}"}, "behavior": "Isolated", "invert": False}, {**LEVEL, "use_regex": False}])]],
+         "normalizer": [None, {"type": "NFC"}, {"type": "Lowercase"}, {"type": "Sequence", "normalizers": []}],
+         "post_processor": [None, {**LEVEL, "add_prefix_space": True}, {"type": "Sequence", "processors": []}],
+         "dropout": [0.0, 0.9], "unk_token": ["a"], "continuing_subword_prefix": ["", "x"], "end_of_word_suffix": ["", "w"],
+         "fuse_unk": [True], "byte_fallback": [True], "ignore_merges": [True], "type": [None, "WordPiece"],
+         "special": [False], "normalized": [True], "id": [7, 500]}
+
+
+@pytest.mark.parametrize("seed", CHANCE)
+def test_a_tokenizer_by_chance_gives_the_same_ids_or_is_refused(tmp_path, seed):
+    rng = random.Random(seed)
+    found = json.loads(make_tokenizer(rng.random() < 0.8).to_str())
+    found["added_tokens"].append({"id": len(found["model"]["vocab"]), "content": "<extra>", "single_word": False, "lstrip": False,
+                                  "rstrip": False, "normalized": False, "special": True})
+    for key in rng.sample(list(FLAGS), rng.choice([0, 1, 1, 2])):
+        place = next((part for part in (found["model"], found["added_tokens"][-1]) if key in part), found)
+        place[key] = rng.choice(FLAGS[key])
+        print(key, place[key])
+    if rng.random() < 0.5:
+        found["model"]["merges"] = [" ".join(merge) for merge in found["model"]["merges"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    try:
+        tokenizer = checkpoint.read_tokenizer(str(tmp_path))
+    except ValueError as error:
+        print(error)
+        return
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in peers.TEXTS.values():
+        assert list(tokenizer.encode(text)) == theirs(text)["input_ids"], text
