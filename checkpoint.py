@@ -86,8 +86,8 @@ def write_safetensors(path, tensors, metadata):
 
 def read_safetensors(path):
     """-> ({name: array}, metadata) of a safetensors file, in the order of the tensors in it.  bf16 comes as
-    uint16.  The metadata of a file that we did not write are {}: nothing is known of their meaning.  The arrays
-    are memory-mapped, which is safe: save() replaces a file and never writes into one.
+    uint16.  The metadata of a file that we did not write are {}, as nothing is known of their meaning.  The
+    arrays are memory-mapped, which is safe: save() replaces a file and never writes into one.
 
     ValueError, naming the file, unless the tensors fill it without a gap or an overlap; and, if we wrote it,
     unless every byte is as it was written."""
@@ -531,7 +531,8 @@ def print_tensors(path):
 
 
 def main(argv):
-    parser = Parser(description="Print what a checkpoint folder holds.  Checksums are verified where there are any.")
+    parser = Parser(description="Print what a checkpoint folder holds.  Checksums are verified where there are "
+                    "any.")
     parser.add_argument("folder", metavar="DIR", help="such as out/small")
     folder = parser.parse_args(argv).folder
     model, tokenizer = load(folder, model_cpu, {"dtype": np.float32, "training": False})

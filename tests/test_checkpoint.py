@@ -1,5 +1,5 @@
-"""checkpoint.py: every bit comes back; killed at any moment a whole checkpoint is there; whatever was altered,
-is missing, damaged or foreign is named in one sentence; the first version's folders; the printer."""
+"""checkpoint.py: every bit comes back; killed at any moment a whole checkpoint is there; whatever was
+altered, is missing, damaged or foreign is named in one sentence; the first version's folders; the printer."""
 import contextlib
 import dataclasses
 import itertools
@@ -224,7 +224,7 @@ def test_a_file_of_tensors_by_hand(tmp_path):
     assert np.array_equal(tensors["a"], a.T) and tensors["b"].dtype == np.float64
     assert tensors["none"].shape == (0, 3)
     header = {"__metadata__": {}, "a": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}
-    attack.sign(path, header, np.float32(2.5).tobytes())    # we write no number alone, but the format has them
+    attack.sign(path, header, np.float32(2.5).tobytes())    # a number alone: the format has it
     assert read_tensors(path)[0] == {"a": 2.5}
 
 
@@ -439,7 +439,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused(folder):
     for change, words in [
             ({name: None}, f"the tensor {name} is missing, config.json asks for (8, 16)."),
             ({"mtp_heads.weight": None}, "the tensor mtp_heads.weight is missing"),
-            ({"surplus": np.zeros(3, np.float32)}, "surplus is (3,), config.json asks for none of that name."),
+            ({"more": np.zeros(3, np.float32)}, "more is (3,), config.json asks for none of that name."),
             ({name: tensors[name].T.copy()}, f"the tensor {name} is (16, 8), config.json asks for (8, 16).")]:
         changed = {key: value for key, value in {**tensors, **change}.items() if value is not None}
         checkpoint.write_safetensors(path, changed, metadata)
@@ -475,7 +475,7 @@ def test_numbers_that_are_not_finite_are_named(folder, name, tensor):
     (dict(mtp_weight=0.25), "config.json is not as it was saved"),
     (dict(max_position_embeddings=8), "config.json is not as it was saved"),
     (dict(mtp_heads=None), "config.json is not as it was saved"), (dict(mtp_heads="x"), "cannot be used"),
-    (dict(rms_norm_eps=10 ** 400), "norm_eps must be a finite number of at least 0, not 10000000000000000000."),
+    (dict(rms_norm_eps=10 ** 400), "norm_eps must be a finite number of at least 0, not 1000000000000000000"),
     (dict(hidden_size=17), "dim (17) must be a multiple of 8"),
     (dict(tie_word_embeddings=True), "true needs predict 1: it is True, and predict 3.")])
 def test_an_altered_config_is_refused(folder, change, words):
@@ -562,7 +562,8 @@ def test_what_is_in_a_folder_is_printed(folder, capsys):
 
 
 def test_the_printer_refuses_in_one_sentence(tmp_path):
-    done = subprocess.run([sys.executable, checkpoint.__file__, str(tmp_path)], capture_output=True, text=True)
+    command = [sys.executable, checkpoint.__file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     path = tmp_path / "config.json"
     assert done.stderr == f"error: {tmp_path} holds no checkpoint: there is no {path}.\n"
