@@ -267,13 +267,13 @@ def run_command(line, session):
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
     elif name == "help":
-        print("/reset forgets, /quit leaves, an empty line lets the model write on, \\ at its end continues "
-              "a line.\n/stats: how fast the last answer came; /tokens: how likely each of its tokens was.\n"
-              "The settings now:")
+        print("/reset forgets, /quit leaves. An empty line lets the model write on;\n"
+              "a line that ends with \\ is continued on the next.\n/stats: how fast the last answer came; "
+              "/tokens: how likely each token was.\nThe settings now:")
         for name, (*_, meaning) in SETTINGS.items():
-            print(f"  /{name} {show_setting(session, name)}   {meaning}")
+            print(f"  /{name} {show_setting(session, name)}\n      {meaning}")
         if session.chat_form:
-            print("/system TEXT begins anew, with this before the first question; /system none: without.")
+            print("/system TEXT begins anew, with this before the first question;\n/system none: without.")
     else:
         print(f"There is no command {line.strip()}; /help lists them. A space in front makes it a prompt.")
     return True

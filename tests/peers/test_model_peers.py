@@ -1,6 +1,7 @@
 """model_cpu.py against judges that others wrote: PyTorch's autograd and AdamW, Hugging Face's Llama and tokenizer."""
 import contextlib
 import os
+import shutil
 import unittest.mock
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # read by transformers when it is imported
@@ -169,6 +170,16 @@ def load_llama(folder, dtype):
     assert set(info["unexpected_keys"]) <= {"mtp_heads.weight"}     # the heads that Llama does not have
     assert isinstance(llama, transformers.LlamaForCausalLM)
     return llama.eval()
+
+
+def test_what_llama_saves_of_ours_loads_with_one_head(folder, tmp_path, capfd):
+    """from_pretrained drops mtp_heads.weight, which config.json still counts."""
+    load_llama(folder, torch.float32).save_pretrained(tmp_path)
+    shutil.copy(os.path.join(folder, "tokenizer.json"), tmp_path)
+    (model, _), (ours, _) = [checkpoint.load(str(path), model_cpu) for path in (tmp_path, folder)]
+    tokens = np.random.default_rng(1).integers(0, 512, (1, 20))
+    assert model.config.predict == 1 and distance(model.logits(tokens)[:, :, 0], ours.logits(tokens)[:, :, 0]) < 1e-12
+    assert capfd.readouterr().err.endswith(f"note: {tmp_path} has no mtp_heads.weight, so its model has one head.\n")
 
 
 def both_logits(folder, dtype):
