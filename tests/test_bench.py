@@ -112,7 +112,6 @@ def test_the_tokenizer_needs_nothing_but_a_text(tmp_path, monkeypatch):
     """No file that a clone has not; without the peers and GPT-2's files it says what would bring them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "DATA", tmp_path / "nowhere")
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
     os.mkdir("data")
     open("data/tiny.txt", "w").write("the cat sat on the mat and the dog lay on the rug. " * 40)
     for name in "tokenizers", "tiktoken":
@@ -160,7 +159,7 @@ def test_decode_beside_pytorch(small_presets, tmp_path, monkeypatch, capsys):
         patch.setitem(sys.modules, "torch", None)
         with pytest.raises(SystemExit):
             run(*command)
-    assert capsys.readouterr().err == "error: --peer needs PyTorch: pip install -r tests/peers/requirements.txt.\n"
+    assert capsys.readouterr().err == "error: torch is missing: pip install -r tests/peers/requirements.txt.\n"
     torch = pytest.importorskip("torch", reason=f"PyTorch is not installed ({bench.PEERS_HINT})")
     before = torch.get_num_threads()
     monkeypatch.setattr("script.available_cores", lambda: 2)
