@@ -72,45 +72,39 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self):
         server = self.server
-        ranged = self.headers.get("Range")
-        server.requests.append((ranged, self.headers.get("User-Agent")))
-        server.paths.append(self.path)
+        server.requests.append((self.path, self.headers.get("Range"), self.headers.get("User-Agent")))
         mode = server.modes.pop(0) if server.modes else "whole"
-        body = server.files.get(self.path)
+        body = mode if isinstance(mode, bytes) else server.files.get(self.path)
         if mode == "missing" or body is None:
             self.send_error(404)
         elif mode == "refused":
             self.send_error(503)
-        elif mode == "stall":
-            self.hold()
         elif isinstance(mode, int):             # this answer, with a text that is as good as the right one
-            self.send_anything(mode, b"" if mode in (204, 304) else PLAY)
+            self.send_anything(mode, b"" if mode == 304 else PLAY)
         elif mode == "elsewhere":
             self.send_anything(302, b"Moved.\n" * 100_000, Location=self.path)
         elif mode == "no length":
             self.send_anything(200, body)
         elif mode in ("endless", "huge"):       # without an announced length, and with one
             headers = {"Content-Length": "5000000001"} if mode == "huge" else {}
-            self.send_anything(200, PLAY * 100, **headers)      # as good as endless: then one waits for more
+            self.send_anything(200, PLAY * 40, **headers)       # as good as endless: then one waits for more
             self.hold()
         else:
-            wrong = {"page": PAGE, "short": body[:1000], "packed": PACKED, "zeros": bytes(len(PLAY)), "empty": b""}
-            self.send_range(mode, wrong.get(mode, body), ranged)
+            self.send_range(mode, body)
 
-    def send_range(self, mode, body, ranged):
+    def send_range(self, mode, body):
         start = 0
         end = len(body)
-        headers = {}
+        headers = {"Accept-Ranges": "bytes"}
+        ranged = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if ranged and mode != "no ranges":
-            first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", ranged).groups()
-            start = int(first)
-            if last:
-                end = min(int(last) + 1, len(body))
+            start = int(ranged[1])
+            if ranged[2]:
+                end = min(int(ranged[2]) + 1, len(body))
             if start >= len(body):
                 self.send_error(416)
                 return
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(body)}"
-        headers["Accept-Ranges"] = "bytes"
         headers["Content-Length"] = str(end - start)
         self.send_anything(206 if "Content-Range" in headers else 200, b"", **headers)
         if self.command == "HEAD":
@@ -122,13 +116,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if mode == "held":
             middle = start + 100_000
         self.wfile.write(body[start:middle])
-        if mode.startswith("held"):
+        if mode in ("held", "held and cut"):
             self.hold()
         self.wfile.write(body[middle:end])
 
 
 class Place:
-    """A folder with the script in it, and the server's files: a play, books by number, Parquet files, instructions."""
+    """A folder to fetch into, another one in it with the script, and the server's files: a play, books by number, ..."""
     def __init__(self, folder, server, gone):
         self.folder = folder
         self.server = server
@@ -137,13 +131,13 @@ class Place:
         self.file = self.data / "tiny.txt"
         self.part = self.data / "tiny.txt.part"
         self.base = f"http://127.0.0.1:{server.server_port}"
-        self.url = f"{self.base}/input.txt"
         self.path = f"{folder}/bin:{os.environ['PATH']}"
         self.started = []
         self.stand_in_curl()
         self.stand_in("python3", f"exec '{sys.executable}' \"$@\"")
         server.files["/input.txt"] = PLAY
-        shutil.copy(os.path.join(ROOT, "fetch_data.sh"), folder)
+        (folder / "code").mkdir()
+        self.script = shutil.copy(os.path.join(ROOT, "fetch_data.sh"), folder / "code")
 
     def stand_in(self, name, text, folder="bin"):
         """A shell script that comes before the real command of this name."""
@@ -159,14 +153,14 @@ class Place:
         self.stand_in("curl", f"exec '{shutil.which('curl')}' \"$@\" {patience} {' '.join(options)}")
 
     def environment(self, environment):
-        return {**os.environ, "TINY_URL": self.url, "GUTENBERG_URL": f"{self.base}/epub",
+        return {**os.environ, "TINY_URL": f"{self.base}/input.txt", "GUTENBERG_URL": f"{self.base}/epub",
                 "FINEWEB_URL": "it's mine", "ALPACA_URL": f"{self.base}/alpaca.json",
                 "SMOLLM2_URL": f"{self.base}/smollm2", "FETCH_PAUSE": "0",
                 "no_proxy": "*", "NO_PROXY": "*", "PATH": self.path, **environment}
 
     def run(self, *words, preexec_fn=None, **environment):
         """-> (exit code, standard output, standard error), from another folder than the script's."""
-        done = subprocess.run([self.folder / "fetch_data.sh", *words], cwd="/", env=self.environment(environment),
+        done = subprocess.run([self.script, *words], cwd=self.folder, env=self.environment(environment),
                               capture_output=True, text=True, timeout=DEADLINE, preexec_fn=preexec_fn,
                               restore_signals=False)
         return done.returncode, done.stdout, done.stderr
@@ -192,7 +186,7 @@ class Place:
 
     def start(self, *words, pass_fds=(), **environment):
         self.started.append(subprocess.Popen(
-            [self.folder / "fetch_data.sh", *words], env=self.environment(environment), stdout=subprocess.PIPE,
+            [self.script, *words], cwd=self.folder, env=self.environment(environment), stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True, pass_fds=pass_fds))
         return self.started[-1]
 
@@ -210,6 +204,12 @@ class Place:
         """Let the answer that was held as this one, counted from 0, go on."""
         until(lambda: len(self.server.held) > number)
         self.server.held[number].set()
+
+    def ranges(self):
+        return [ranged for _, ranged, _ in self.server.requests]
+
+    def paths(self):
+        return [path for path, _, _ in self.server.requests]
 
     def some_has_come(self):
         return self.part.exists() and self.part.stat().st_size > 0
@@ -233,12 +233,7 @@ class Place:
 def place(tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads, server.block_on_close = True, False      # a stalled answer does not hold up the next test
-    server.requests = []
-    server.paths = []
-    server.modes = []
-    server.files = {}
-    server.sent = 0
-    server.held = []
+    vars(server).update(requests=[], modes=[], files={}, sent=0, held=[])
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     with socket.socket() as closed:             # a port that is taken, and where nobody listens
         closed.bind(("127.0.0.1", 0))
@@ -260,19 +255,20 @@ def place(tmp_path):
 def test_complete_and_only_once(place):
     place.makes()
     assert os.listdir(place.data) == ["tiny.txt"]
-    assert "nothing to fetch" in place.makes() and len(place.server.requests) == 1
-    assert place.server.requests[0][0] is None and "NanoEuler" in place.server.requests[0][1]
+    assert "nothing to fetch" in place.makes()
+    (_, ranged, agent), = place.server.requests
+    assert ranged is None and "NanoEuler" in agent
+    assert os.listdir(place.folder / "code") == ["fetch_data.sh"]       # all into the folder where it was called
 
 
 def test_a_cut_connection_is_resumed(place):
     place.server.modes = ["cut", "cut", "whole"]
-    place.fails("run this again to go on")
-    assert place.part.read_bytes() == PLAY[:200_000]
-    place.fails("run this again to go on")
-    assert place.part.read_bytes() == PLAY[:400_000]
+    for size in 200_000, 400_000:
+        place.fails("run this again to go on")
+        assert place.part.read_bytes() == PLAY[:size]
     place.makes()
     assert os.listdir(place.data) == ["tiny.txt"]
-    assert [ranged for ranged, _ in place.server.requests] == [None, "bytes=200000-", "bytes=400000-"]
+    assert place.ranges() == [None, "bytes=200000-", "bytes=400000-"]
 
 
 def test_a_server_that_cannot_resume(place):
@@ -296,12 +292,12 @@ def test_killed_between_the_last_byte_and_the_rename(place):
 NOT_THAT = "bytes that are not what data/tiny.txt must be (text, at least 500000 bytes); nothing was kept"
 
 
-@pytest.mark.parametrize("mode, message", [("missing", "error: 404"), ("page", "gave a web page ("),
-                                           ("short", f"gave 1000 {NOT_THAT}"), ("empty", f"gave 0 {NOT_THAT}"),
-                                           ("packed", f"gave 600004 {NOT_THAT}"), ("zeros", f"gave 560000 {NOT_THAT}"),
-                                           ("refused", "the server refuses for now")])
+@pytest.mark.parametrize("mode, message", [("missing", "error: 404"), (PAGE, "gave a web page ("),
+                                           (b"", f"gave 0 {NOT_THAT}"), (PACKED, f"gave 600004 {NOT_THAT}"),
+                                           (bytes(len(PLAY)), f"gave 560000 {NOT_THAT}"),
+                                           ("refused", "the server refuses for now")], ids=range(6))
 def test_a_wrong_answer_is_refused(place, mode, message):
-    place.server.modes = [mode, "whole"]
+    place.server.modes = [mode]
     place.fails(message)
     assert not place.part.exists()
     place.makes()
@@ -316,7 +312,7 @@ def test_a_page_behind_blanks_is_a_page(place):
     assert place.run("tiny")[0] == 0 and place.file.read_bytes() == blank + PLAY
 
 
-@pytest.mark.parametrize("code", [302, 300, 304, 203, 204])     # the 302 says nowhere to go on to
+@pytest.mark.parametrize("code", [302, 304, 203])               # the 302 says nowhere to go on to
 def test_only_the_answer_200_is_kept(place, code):
     """Not the text that comes with another one, nor half a text that was there before and to which nothing came."""
     place.server.modes = [code]
@@ -335,7 +331,7 @@ def test_a_redirect_is_followed_and_its_own_text_is_not_kept(place):
     place.fails("run this again to go on")
     assert place.part.read_bytes() == PLAY[:200_000]
     place.makes()
-    assert [ranged for ranged, _ in place.server.requests] == [None, None, "bytes=200000-", "bytes=200000-"]
+    assert place.ranges() == [None, None, "bytes=200000-", "bytes=200000-"]
 
 
 def test_an_address_is_taken_as_it_is(place):
@@ -350,30 +346,28 @@ def test_an_address_is_taken_as_it_is(place):
 TOO_LARGE = "has more than the {} bytes that data/{} may have; nothing was kept"
 
 
-@pytest.mark.parametrize("options", [(), ("--max-filesize 9000000000",)])       # the second: curl limits nothing
 @pytest.mark.parametrize("mode", ["endless", "huge"])
-def test_an_endless_answer_is_refused(place, mode, options):
-    place.stand_in_curl(*options)
+def test_an_endless_answer_is_refused(place, mode):
+    place.stand_in_curl("--max-filesize 9000000000")                    # so curl limits nothing
     place.server.modes = [mode]
     place.fails(TOO_LARGE.format(20_000_000, "tiny.txt"))
     assert place.names() == set()
     place.makes()
 
 
-@pytest.mark.parametrize("mode", ["whole", "no length"])
-def test_as_large_as_it_may_be(place, mode):
+def test_as_large_as_it_may_be(place):
     text = (PLAY * 36)[:20_000_001]
+    place.server.modes = ["no length"]
     place.server.files["/input.txt"] = text
-    place.server.modes = [mode, mode]
     place.fails(TOO_LARGE.format(20_000_000, "tiny.txt"))
     assert place.names() == set()
     place.server.files["/input.txt"] = text[:-1]
     assert place.run("tiny")[0] == 0 and place.file.read_bytes() == text[:-1]
 
 
-@pytest.mark.parametrize("word", ["tiny", "books", "instructions", "smollm2", "all"])
+@pytest.mark.parametrize("word", ["tiny", "books", "smollm2"])
 def test_no_network_is_one_sentence(place, word):
-    gone = dict.fromkeys(("TINY_URL", "GUTENBERG_URL", "FINEWEB_URL", "ALPACA_URL", "SMOLLM2_URL"), place.gone)
+    gone = dict.fromkeys(("TINY_URL", "GUTENBERG_URL", "SMOLLM2_URL"), place.gone)
     place.fails("run this again to go on when the network is back", word, **gone)
     assert place.names() == set()
 
@@ -385,7 +379,7 @@ def test_an_unknown_host_and_no_address(place):
 
 
 def test_time_limit(place):
-    place.server.modes = ["stall"]              # until this test ends, and the curl is patient: it would hang
+    place.server.modes = ["held"]               # until this test ends, and the curl is patient: it would hang
     place.fails("run this again to go on when the network is back", FETCH_TIMEOUT="1")
 
 
@@ -394,8 +388,7 @@ def test_an_unwritable_folder(place):
     assert place.run("smollm2")[2] == "error: out/smollm2/ cannot be written to.\n"
     place.data.rmdir()
     place.data.write_text("a file in the way")
-    for word in ("tiny", "books", "web", "instructions", "smollm2"):
-        assert place.run(word)[::2] == (2, "error: data/ cannot be written to.\n")
+    assert place.run("tiny")[::2] == (2, "error: data/ cannot be written to.\n")
 
 
 def test_of_a_long_complaint_one_line_is_shown(place):
@@ -425,8 +418,7 @@ def test_a_full_disk(place):
     place.fails("is there room on the disk?", preexec_fn=limit_file_size)
 
 
-@pytest.mark.parametrize("number, alone", [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, True),
-                                           (signal.SIGHUP, True)])
+@pytest.mark.parametrize("number, alone", [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, True)])
 def test_a_signal_ends_it_at_once_and_what_has_come_stays(place, number, alone):
     place.server.modes = ["held", "whole"]      # held until this test ends: a script that waited for curl would hang
     read, write = os.pipe()                     # curl inherits it, so that its end can be waited for
@@ -437,7 +429,7 @@ def test_a_signal_ends_it_at_once_and_what_has_come_stays(place, number, alone):
     assert place.names() == {"tiny.txt.part"} and not (place.data / "fetch.lock").exists()
     assert place.part.stat().st_size > 0
     place.makes()
-    assert place.server.requests[1][0].startswith("bytes=")
+    assert place.ranges()[1].startswith("bytes=")
 
 
 def test_the_curl_of_a_killed_run_does_no_harm(place):
@@ -455,7 +447,7 @@ def test_the_curl_of_a_killed_run_does_no_harm(place):
     os.close(read)
     place.release(1)
     assert second.communicate(timeout=DEADLINE)[1] == "" and place.file.read_bytes() == PLAY
-    assert os.listdir(place.data) == ["tiny.txt"] and place.server.requests[1][0]
+    assert os.listdir(place.data) == ["tiny.txt"] and place.ranges()[1]
 
 
 def test_two_runs_at_once(place):
@@ -481,19 +473,16 @@ def test_usage(place):
     assert code == 0 and out.startswith("usage: ./fetch_data.sh") and "WEB_MB=2000 " in out
 
 
-@pytest.mark.parametrize("words, environment, message", [
-    (["novels"], {}, "WORD must be one of tiny, books, web, instructions, smollm2, all, not 'novels'."),
-    (["tiny", "novels"], {}, "WORD must be"), (["tiny, books"], {}, "WORD must be"),
-    (["tiny"], {"FETCH_TIMEOUT": "soon"}, "FETCH_TIMEOUT must be a whole number of seconds"),
-    (["books"], {"FETCH_PAUSE": "-1"}, "FETCH_PAUSE must be a whole number of seconds, not '-1'"),
-    (["books"], {"BOOK_IDS": "Emma"}, "BOOK_IDS must be Project Gutenberg's numbers"),
-    (["books"], {"BOOK_IDS": " "}, "BOOK_IDS must be Project Gutenberg's numbers"),
-    (["web"], {"WEB_MB": "0"}, "WEB_MB must be a whole number of megabytes, at least 1, not '0'"),
-    (["web"], {"WEB_MB": "5\n6"}, "WEB_MB must be"), (["web"], {"WEB_SCORE": "high"}, "WEB_SCORE must be a number"),
-    (["web"], {"WEB_LANGUAGE_SCORE": "0.8; DROP"}, "WEB_LANGUAGE_SCORE must be a number from 0 to 1")])
-def test_a_wrong_word_or_setting(place, words, environment, message):
-    code, _, err = place.run(*words, **environment)
-    assert code == 2 and err.startswith(f"error: {message}")
+def test_a_wrong_word_or_setting(place):
+    for word, name, value, meaning in [
+            ("novels", "WORD", "novels", "one of tiny, books, web, instructions, smollm2, all"),
+            ("tiny, books", "WORD", "tiny, books", "one of"), ("tiny", "FETCH_TIMEOUT", "soon", "a whole number of seconds"),
+            ("books", "FETCH_PAUSE", "-1", "a whole number"), ("books", "BOOK_IDS", "Emma", "Project Gutenberg's numbers"),
+            ("books", "BOOK_IDS", " ", "Project Gutenberg's"), ("web", "WEB_MB", "0", "a whole number of megabytes, at least 1"),
+            ("web", "WEB_MB", "5\n6", "a whole number of megabytes"), ("web", "WEB_SCORE", "high", "a number"),
+            ("web", "WEB_LANGUAGE_SCORE", "0.8; DROP", "a number from 0 to 1")]:
+        code, _, err = place.run("tiny", word, **{name: value})
+        assert code == 2 and err.startswith(f"error: {name} must be {meaning}") and err.endswith(f", not '{value}'.\n")
     assert not place.server.requests and not place.data.exists()
 
 
@@ -579,23 +568,17 @@ REAL = {14881: (r"\*\*\*START OF THE PROJECT GUTENBERG[^*]*\*\*\*", r"\*\*\*END 
 
 @pytest.mark.skipif(not (SHARED / "raw_gutenberg").exists(), reason="the real texts that this test reads are no part of the repository")
 def test_books_of_project_gutenberg(place):
-    """Each paragraph of the book is there, with the same letters; nothing else is."""
-    for number in REAL:
-        raw, = (SHARED / "raw_gutenberg").glob(f"{number}*")
-        place.server.files[f"/epub/{number}/pg{number}.txt"] = raw.read_bytes()
-    place.makes("books", BOOK_IDS=" ".join(map(str, REAL)))
+    """Each paragraph of the book is there, with the same letters; nothing else is.  Most are joined, verse is not."""
     for number, (start, end) in REAL.items():
-        raw = place.server.files[f"/epub/{number}/pg{number}.txt"].decode("latin-1").replace("\r\n", "\n")
+        path, = (SHARED / "raw_gutenberg").glob(f"{number}*")
+        place.server.files[f"/epub/{number}/pg{number}.txt"] = path.read_bytes()
+        place.makes("books", BOOK_IDS=str(number))
+        raw = path.read_text("latin-1")
         raw = re.split(end, re.split(start, raw, maxsplit=1)[1], maxsplit=1)[0]
         expected = [paragraph for paragraph in re.split(r"\n\s*\n", raw) if paragraph.strip()
                     and not re.search(r"Gutenberg|Proofreading", paragraph)]
         found = place.book(number).read_text("utf-8").removesuffix("\n").split("\n\n")
         assert ["".join(text.split()) for text in found] == ["".join(text.split()) for text in expected]
-        for before, after in zip(expected, found):
-            before = before.strip("\n").split("\n")
-            assert after.count("\n") in (0, len(before) - 1)            # joined as a whole or not at all
-            if "\n" in after and not any(line.startswith(" ") for line in before):
-                assert min(map(len, before[:-1])) < 72
         assert sum(len(text) > 200 and "\n" not in text for text in found) > 50
     verse = "\n      Beneath whose stars are cities born,\n    And round them mountain-castled lie\n"
     assert verse in place.book(14881).read_text("utf-8")
@@ -605,7 +588,7 @@ def test_books_that_cannot_be_had(place):
     place.add_books(1, 2, 3, 4, 7)
     place.add_book(5, HEAD + BODY + END)                                # no line that says where it starts
     place.add_book(6, HEAD + START + "Stolen." + END + LICENCE)
-    place.server.modes = ["whole", "missing", "page", "short"]
+    place.server.modes = ["whole", "missing", PAGE, b"short"]
     code, _, err = place.run("books", BOOK_IDS="1 2 3 4 7 5 6")
     *warnings, error = err.splitlines()
     no_book = "must be (book, at least 1000 bytes); nothing was kept."
@@ -617,9 +600,9 @@ def test_books_that_cannot_be_had(place):
     assert place.names() == {"books/1.txt", "books/7.txt"}
 
     place.add_books(5, 6)
-    place.server.paths.clear()
+    place.server.requests.clear()
     assert "7 books" in place.makes("books", BOOK_IDS="1 2 3 4 7 5 6")
-    assert place.server.paths == [f"/epub/{number}/pg{number}.txt" for number in (2, 3, 4, 5, 6)]
+    assert place.paths() == [f"/epub/{number}/pg{number}.txt" for number in (2, 3, 4, 5, 6)]
     assert place.books() == [STRIPPED[:-1]] * 7
 
 
@@ -641,13 +624,12 @@ def test_one_of_ten_books_may_be_missing(place):
     assert len(place.books()) == 10             # the file of all books that was made before
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_line_of_a_book_is_no_separator(place, end):
+def test_a_line_of_a_book_is_no_separator(place):
     """After each line stands one that would pass for a separator: the book is as if they were not there."""
     mark = "<|endoftext|>"
     forms = [mark, f"  {mark}", f"{mark} \t", f"\t{mark}\r", f"{mark}\n{mark}"]
     lines = [f"{line}\n{forms[i % len(forms)]}" for i, line in enumerate((START + BODY + END).split("\n"))]
-    place.add_book(1, (HEAD + "\n".join(lines)).replace("\n", end))
+    place.add_book(1, (HEAD + "\n".join(lines)).replace("\n", "\r\n"))
     place.add_book(2, HEAD + START + BODY + "\n\nHe wrote <|endoftext|> there." + END)
     place.makes("books", BOOK_IDS="1 2")
     assert place.books() == [STRIPPED[:-1], STRIPPED + "\nHe wrote <|endoftext|> there."]
@@ -687,8 +669,8 @@ def test_books_cut_and_killed_then_resumed(place):
     assert place.names() - {"books/3.txt.part"} == {"books/1.txt", "books/2.txt"}
     place.makes("books", BOOK_IDS="1 2 3")
     assert place.books() == [STRIPPED[:-1]] * 3 and len(place.names()) == 4
-    assert place.server.paths[:3] == ["/epub/1/pg1.txt", "/epub/2/pg2.txt", "/epub/2/pg2.txt"]
-    assert place.server.requests[2][0] == f"bytes={len(HEAD + START + BODY + END) // 2}-"
+    assert place.paths()[:3] == ["/epub/1/pg1.txt", "/epub/2/pg2.txt", "/epub/2/pg2.txt"]
+    assert place.ranges()[2] == f"bytes={len(HEAD + START + BODY + END) // 2}-"
 
 
 def test_books_on_a_full_disk(place):
@@ -704,55 +686,36 @@ def test_books_on_a_full_disk(place):
 
 
 def test_the_list_of_books(place):
-    """Above each line of numbers stand as many titles."""
-    script = (place.folder / "fetch_data.sh").read_text()
-    listed = re.search(r"classics=\(\n(.*?)\)\n\nbooks", script, re.DOTALL)[1]
-    numbers = []
-    titles = ""
-    for line in listed.splitlines():
-        if line.strip().startswith("#"):
-            titles += line.strip()[1:]
-        else:
-            numbers += line.split()
-            assert len(re.split("[,;] ", titles)) == len(line.split())
-            titles = ""
-    assert len(set(numbers)) == len(numbers) == 169 and max(map(int, numbers)) < 80000
-    assert f"books         {len(numbers)} classics" in place.run("--help")[1]
+    listed = re.search(r"classics=\((.*?)\)\n\nbooks", pathlib.Path(place.script).read_text(), re.DOTALL)[1]
+    numbers = re.sub("#.*", "", listed).split()
+    assert len(set(numbers)) == len(numbers) == 169 and "books         169 classics" in place.run("--help")[1]
     place.fails("run this again to go on when", "books", GUTENBERG_URL=place.gone)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Instructions
 # ---------------------------------------------------------------------------------------------------------------------
-def alpaca():
-    """Alpaca's JSON as it is published, from ../shared/data, or invented where that is absent; above a megabyte."""
-    packed = SHARED / "alpaca_data.json.xz"
-    if packed.exists():
-        import lzma
-        return lzma.open(packed).read()
-    return json.dumps([{"instruction": f'Say "output": {i}', "input": "", "output": "It is said." * 10}
-                       for i in range(8000)], indent=4).encode()
+RECORDS = [{"instruction": f'Say "output": {i}', "input": "", "output": "It is said." * 10} for i in range(3000)]
+ALPACA = json.dumps(RECORDS, indent=4).encode()    # half a megabyte
 
 
 def test_instructions(place):
-    body = place.server.files["/alpaca.json"] = alpaca()
-    records = json.loads(body)
-    place.server.modes = ["cut", "whole", "page"]
+    place.server.files["/alpaca.json"] = ALPACA
+    place.server.modes = ["cut", "whole", PAGE, "huge"]
     place.fails("run this again to go on", "instructions")
     place.makes("instructions")
-    assert (place.data / "instructions.json").read_bytes() == body and place.names() == {"instructions.json"}
-    assert place.server.requests[1][0] == "bytes=200000-"
+    assert (place.data / "instructions.json").read_bytes() == ALPACA and place.names() == {"instructions.json"}
+    assert place.ranges()[1] == "bytes=200000-"
 
     (place.data / "instructions.json").unlink()
     place.fails("gave a web page", "instructions")
-    place.server.modes = ["huge"]
     place.fails(TOO_LARGE.format(200_000_000, "instructions.json"), "instructions")
-    for wrong in (body[:1_500_000], PACKED, b"{" + body[1:], json.dumps(list(range(400_000))).encode(),
-                  json.dumps([*records, {"instruction": "x", "response": "y"}]).encode()):
+    for wrong in (ALPACA[:400_000], json.dumps(list(range(4000))).encode(),
+                  json.dumps([*RECORDS, {"instruction": "x", "response": "y"}]).encode()):
         place.server.files["/alpaca.json"] = wrong
         place.fails("bytes that are not what data/instructions.json must be", "instructions")
         assert place.names() == set()
-    place.server.files["/alpaca.json"] = json.dumps(records[:10]).encode()           # few, and all on one line
+    place.server.files["/alpaca.json"] = json.dumps(RECORDS[:10]).encode()      # few, and all on one line
     place.makes("instructions")
 
 
@@ -769,11 +732,8 @@ HEADER = {"__metadata__": {"format": "pt"},     # the last tensor of the file is
           'a "name": [': {"dtype": "BF16", "shape": [100_000, 5], "data_offsets": [200_000, 1_200_000]},
           "model.norm.weight": {"dtype": "BF16", "shape": [100_000], "data_offsets": [0, 200_000]}}
 MODEL = safetensors(HEADER, BYTES)
-CONFIG = json.dumps({"model_type": "llama", "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": True,
-                     "layers": [], "more": [{}, [-1.5, False], {"a": {}}]}, indent=2).encode()
-TOKENIZER = json.dumps({"added_tokens": [{"id": 0, "content": "<|im_start|>"}],
-                        "model": {"vocab": {'{"': 0, "}": 1, "\\": 2, '\\"': 3, "é]": 4, ",": 5, ":": 6},
-                                  "merges": [["a", "b"], ["c", "d"]]}}, ensure_ascii=False).encode()
+CONFIG = b'{"model_type": "llama", "layers": []}'
+TOKENIZER = b'{"model": {"vocab": {"a": 0}}}'
 SETTINGS = b'{"eos_token": "<|im_end|>"}\n'
 TEMPLATE = b"{% for message in messages %}{% endfor %}"
 JSON = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "tokenizer_config.json": SETTINGS}
@@ -805,28 +765,22 @@ def add_small_files(smollm2):
 def test_smollm2_complete_and_only_once(smollm2):
     assert smollm2.makes("smollm2").endswith("\nTalk to it: python chat.py --model out/smollm2\n")
     assert contents(smollm2) == FILES and os.listdir(smollm2.folder / "data") == []
-    assert smollm2.server.paths == [f"/smollm2/{name}" for name in FILES]
-    assert all("NanoEuler" in agent for _, agent in smollm2.server.requests)
+    assert smollm2.paths() == [f"/smollm2/{name}" for name in FILES]
     assert smollm2.makes("smollm2").count("nothing to fetch") == 4 and len(smollm2.server.requests) == 5
     (smollm2.data / "config.json").unlink()     # what is missing is fetched, and nothing else
     smollm2.makes("smollm2")
-    assert contents(smollm2) == FILES and smollm2.server.paths[5:] == ["/smollm2/config.json"]
+    assert contents(smollm2) == FILES and smollm2.paths()[5:] == ["/smollm2/config.json"]
 
 
 def test_smollm2_without_a_chat_template(smollm2):
-    del smollm2.server.files["/smollm2/chat_template.jinja"]
-    smollm2.makes("smollm2")
-    assert contents(smollm2) == {**JSON, "model.safetensors": MODEL} and len(smollm2.server.requests) == 5
-    smollm2.makes("smollm2")
-    assert len(smollm2.server.requests) == 5    # it is not asked for again
-
-
-def test_smollm2_keeps_what_came_before_a_wrong_answer(smollm2):
-    smollm2.server.modes = ["whole", "whole", "whole", "packed"]
+    """It is not asked for again.  A wrong one stops the run, which goes on where it stopped."""
+    smollm2.server.modes = ["whole", "whole", "whole", PACKED]
     assert NOT_THE_FILE.format("chat_template.jinja") in smollm2.run("smollm2")[2]
     assert contents(smollm2) == JSON
-    smollm2.makes("smollm2")
-    assert contents(smollm2) == FILES
+    del smollm2.server.files["/smollm2/chat_template.jinja"]
+    for _ in range(2):
+        smollm2.makes("smollm2")
+        assert contents(smollm2) == {**JSON, "model.safetensors": MODEL} and len(smollm2.server.requests) == 6
 
 
 def test_smollm2_killed_then_resumed(smollm2):
@@ -834,33 +788,25 @@ def test_smollm2_killed_then_resumed(smollm2):
     smollm2.interrupt(signal.SIGKILL, smollm2.some_has_come, "smollm2")
     assert smollm2.names() == {*JSON, "model.safetensors.part"}
     smollm2.makes("smollm2")
-    assert contents(smollm2) == FILES and smollm2.server.requests[6][0].startswith("bytes=")
-
-
-@pytest.mark.parametrize("wrong", [b'["a", "list"]', b'{"a": 1} {"b": 2}', b'{"a": [1, }', b'{"a": "\xff"}',
-                                   b"version https://git-lfs", b"[" * 100_000, CONFIG[:-1], TOKENIZER + b"}"],
-                         ids=range(8))
-def test_smollm2_no_json_object(smollm2, wrong):
-    smollm2.server.files["/smollm2/config.json"] = wrong
-    smollm2.server.modes = ["no length"]
-    smollm2.fails(NOT_THE_FILE.format("config.json"), "smollm2")
-    assert smollm2.names() == set()
+    assert contents(smollm2) == FILES and smollm2.ranges()[6].startswith("bytes=")
 
 
 ENDS_LATER = {**HEADER, "one more": {"dtype": "U8", "shape": [1], "data_offsets": [1_200_000, 1_200_001]}}
+NO_MODELS = [MODEL[:-1], MODEL + b"\0", safetensors(ENDS_LATER, BYTES), safetensors([HEADER], BYTES), safetensors({}, BYTES),
+             (2**64 - 1).to_bytes(8, "little") + MODEL[8:]]
 
 
-@pytest.mark.parametrize("wrong", [
-    MODEL[:-1], MODEL + b"\0", MODEL[1:], bytes(1_500_000), safetensors(ENDS_LATER, BYTES),
-    safetensors([HEADER], BYTES),
-    safetensors({}, BYTES), (2**64 - 1).to_bytes(8, "little") + MODEL[8:], CONFIG + b" " * 1_000_000], ids=range(9))
-def test_smollm2_no_safetensors(smollm2, wrong):
+@pytest.mark.parametrize("name, bodies", [("model.safetensors", NO_MODELS), ("config.json", [b'["a", "list"]', CONFIG[:-1]])])
+def test_smollm2_wrong_files(smollm2, name, bodies):
     """Also where no length is announced, so that only the header says what is missing."""
-    add_small_files(smollm2)
-    smollm2.server.files["/smollm2/model.safetensors"] = wrong
-    smollm2.server.modes = ["no length"]
-    smollm2.fails(NOT_THE_FILE.format("model.safetensors"), "smollm2")
-    assert smollm2.names() == set(FILES) - {"model.safetensors"}
+    if name == "model.safetensors":
+        add_small_files(smollm2)
+    before = smollm2.names()
+    for wrong in bodies:
+        smollm2.server.files[f"/smollm2/{name}"] = wrong
+        smollm2.server.modes = ["no length"]
+        smollm2.fails(NOT_THE_FILE.format(name), "smollm2")
+        assert smollm2.names() == before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1071,20 +1017,22 @@ def test_web_troubles_of_duckdb(place, duckdb, parquet):
 
 
 def test_web_installs_duckdb_into_the_environment(place, duckdb, parquet):
+    """Into that beside the script."""
     place.path = ":".join(folder for folder in place.path.split(":") if not os.path.exists(f"{folder}/duckdb"))
     if not shutil.which("bash", path=place.path):
         pytest.skip("DuckDB and bash lie in one folder here")
-    place.fails("DuckDB cannot be installed; run make first, or see why: .venv/bin/python -m pip install", "web")
-    (place.folder / ".venv").mkdir()
-    place.stand_in("python", f"echo \"$*\" >pip-called; cp '{duckdb.folder}/duckdb' .venv/bin/duckdb", ".venv/bin")
-    assert "Installing DuckDB's command line into .venv" in place.makes("web", WEB_MB="1")
+    bin = place.folder / "code" / ".venv" / "bin"
+    place.fails(f"DuckDB cannot be installed; run make first, or see why: {bin}/python -m pip install", "web")
+    bin.parent.mkdir()
+    place.stand_in("python", f"case $2 in pip) echo \"$*\" >pip-called; cp '{duckdb.folder}/duckdb' '{bin}/duckdb';; esac", bin)
+    assert f"Installing DuckDB's command line into {bin.parent}" in place.makes("web", WEB_MB="1")
     assert (place.folder / "pip-called").read_text().split()[-1] == "duckdb-cli"
     assert shards(place)["web_000.txt"] == shard(0)
 
 
 def test_all_is_books_web_and_instructions(place, duckdb, parquet):
     place.add_books(1)
-    place.server.files["/alpaca.json"] = alpaca()
+    place.server.files["/alpaca.json"] = ALPACA
     place.makes("all", WEB_MB="1", BOOK_IDS="1")
     assert {"books.txt", "web_000.txt", "instructions.json"} <= place.names() and "tiny.txt" not in place.names()
     assert not (place.folder / "out").exists()
