@@ -30,6 +30,7 @@ help:
 	@echo "make lint         ruff over all Python files; ruff.toml lists its rules"
 	@echo "make check        the gradient check, then the tests"
 	@echo "make check-gpu    the GPU engine against the CPU's, where there is an NVIDIA GPU (after make gpu; minutes)"
+	@echo "                  HOPPER=0 make check-gpu: on a Hopper, what a GeForce RTX 30 or 40 runs"
 	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers, tiktoken (downloads them); more GPUs' code"
 	@echo "make mutate       plants $(COUNT) mistakes (COUNT=, SEED=) and lists those that no test notices (an hour)"
 	@echo "make bench        the README's measurements"

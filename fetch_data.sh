@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# fetch_data.sh: bring text to train on into data/, and a model to talk to into out/.  Git ignores both.
-# `./fetch_data.sh --help` says what there is.
+# fetch_data.sh: bring text to train on into data/, and a model to talk to into out/, of the current folder, where
+# train.py and chat.py look for them.  Git ignores both.  `./fetch_data.sh --help` says what there is.
 #
 # A file is fetched as NAME.part.  It gets its own name once it is whole and looks like what was asked for, so
 # a file is never half a file.  A second run goes on where the first one was interrupted, and fetches nothing
@@ -18,7 +18,7 @@
 #   5. web             FineWeb-Edu: rows of Parquet files, which DuckDB filters into text
 #   6. words           one function for each word of the command line; one run at a time
 set -euo pipefail
-CDPATH='' cd -- "$(dirname -- "$0")"
+venv=$(dirname -- "$0")/.venv           # what `make` has made beside this script
 export LC_ALL=C                         # bytes, whatever the user's language: everybody gets the same file
 
 # ------------------------------------------------------------------------------------------------------------
@@ -55,7 +55,8 @@ usage="usage: ./fetch_data.sh WORD...
   instructions  Alpaca's 52,002 instructions, 23 MB -> data/instructions.json (CC BY-NC 4.0: not commercial)
   smollm2       SmolLM2-135M-Instruct, a model to talk to, 270 MB -> out/smollm2/ (Apache 2.0)
   all           books, web and instructions
-Run again, it goes on, and fetches only what is missing.  Environment, with the values of now:
+Into data/ and out/ of the current folder.  Run again, it goes on, and fetches only what is missing.
+Environment, with the values of now:
   WEB_MB=$WEB_MB WEB_SCORE=$WEB_SCORE WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE: so much web text, of pages with these scores at least
   BOOK_IDS='1342 2701': these books instead of the list
   FETCH_TIMEOUT=$FETCH_TIMEOUT FETCH_PAUSE=$FETCH_PAUSE: seconds that a file may take, and between two books
@@ -154,7 +155,7 @@ get() {
 # nothing.  Verse must keep its lines.  A paragraph is prose when each new line began only where the next word
 # would not have fitted.  In verse, lists and headings a line ends early.  In doubt the lines stay.
 accept() {
-    exec $python -I - "$@" 2>$lock/trouble <<'EOF'
+    exec "$python" -I - "$@" 2>$lock/trouble <<'EOF'
 import json, pathlib, re, sys
 
 GUTENBERG = rb"\s+OF\s+(THE\s+|THIS\s+)?PROJECT\s+GUTENBERG"
@@ -344,14 +345,14 @@ books() {
 # was.  (A WEB_MB for which the 14 do not suffice ends with an error that names the fifteenth.)
 SLICES=20
 
-# find_duckdb: set $duckdb to its command line, in .venv or on the system; where there is none, install it.
+# find_duckdb: set $duckdb to its command line, in $venv or on the system; where there is none, install it.
 duckdb=''
 find_duckdb() {
-    for duckdb in .venv/bin/duckdb duckdb; do "$duckdb" --version >/dev/null 2>&1 && return; done
-    echo "Installing DuckDB's command line into .venv (the package duckdb-cli, about 20 MB) ..."
-    duckdb=.venv/bin/duckdb
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check duckdb-cli >/dev/null 2>&1 ||
-        fail "DuckDB cannot be installed; run make first, or see why: .venv/bin/python -m pip install duckdb-cli."
+    for duckdb in "$venv/bin/duckdb" duckdb; do "$duckdb" --version >/dev/null 2>&1 && return; done
+    echo "Installing DuckDB's command line into $venv (the package duckdb-cli, about 20 MB) ..."
+    duckdb=$venv/bin/duckdb
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check duckdb-cli >/dev/null 2>&1 ||
+        fail "DuckDB cannot be installed; run make first, or see why: $venv/bin/python -m pip install duckdb-cli."
 }
 
 # write_slice NUMBER SHARD: the rows of one slice that pass, as documents with their separator between them.
@@ -439,9 +440,9 @@ check WEB_SCORE "$WEB_SCORE" '[0-9]+([.][0-9]+)?' "a number, such as 3 or 3.5"
 check WEB_LANGUAGE_SCORE "$WEB_LANGUAGE_SCORE" '[0-9]+([.][0-9]+)?' "a number from 0 to 1, such as 0.8"
 check BOOK_IDS "${BOOK_IDS:-1}" '[[:space:],]*[0-9][0-9[:space:],]*' "Project Gutenberg's numbers"
 for word in "$@"; do check WORD "$word" "${words//, /|}" "one of $words"; done
-python=.venv/bin/python
-[ -x $python ] || python=python3
-for tool in curl $python; do command -v "$tool" >/dev/null || fail "$tool is missing; install it."; done
+python=$venv/bin/python
+[ -x "$python" ] || python=python3
+for tool in curl "$python"; do command -v "$tool" >/dev/null || fail "$tool is missing; install it."; done
 
 # One run at a time, or two would write to one .part.  To make a folder succeeds for one run only, so a folder
 # is the lock.  The folder that a killed run has left is no lock: the process that it names is gone.  A folder

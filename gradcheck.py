@@ -418,6 +418,7 @@ def run_gpu_gradients(config, precisions, std, peer):
 def run_gpu(peer):
     """Initial weights and wide ones, in all precisions that this GPU has."""
     model_gpu.pick("gpu")                           # ValueError where there is none
+    model_gpu.HOPPER = os.environ.get("HOPPER") != "0"
     precisions = tuple(GPU_BARS) if model_gpu.default_precision() == "bf16" else ("fp32",)
     results = [run_gpu_gradients(GPU_CONFIG, precisions, std, peer) for std in (None, 0.06)]
     print("all within the bars" if all(results) else "NOT all within the bars")

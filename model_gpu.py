@@ -69,6 +69,7 @@ GROUP_ROWS = 4              # of which so many share one reading of the weights:
 CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code takes
 CONTEXT_BYTES = 580 << 20   # CUDA itself, measured on an H200 with CUDA 13; on smaller cards it is less
 NCCL_BYTES = 860 << 20      # of two H200s
+HOPPER = True               # False: a Hopper runs what a GeForce RTX 30 or 40 runs, to test and to time that
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ class Gpu:
         notice = threading.Timer(0.5, lambda: print(
             "Compiling the CUDA kernels for this GPU (kept for the next run).", file=sys.stderr))
         notice.start()    # speaks only if this takes time: compiled kernels load at once
-        hopper = capability() == 90
+        hopper = HOPPER and capability() == 90
         options = [f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}"]
         if hopper:                              # sm_90a alone has Hopper's own matmul instructions
             options.append("-arch=sm_90a")
@@ -202,7 +203,8 @@ class Gpu:
         self.handle, self.cublas = load_cublas() if matmul == "cublas" else (None, None)
         self.transposes = hopper and precision == "tf32" and matmul == "cublas"
         self.launch_kernel = None
-        if capability() >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:      # the first to record it
+        # the first driver to record it is that of CUDA 12.3
+        if HOPPER and capability() >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:
             self.launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
     def launch(self, name, grid, threads, *args, shared=0):

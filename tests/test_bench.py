@@ -32,26 +32,13 @@ def test_counts_by_hand():
     bigram = [(2 + 4 / 9) / 3, (2 + 2 * 3 / 9) / 5, (0 + 2 / 9) / 3]    # a after b, b after a, c after b
     trigram = [(2 + bigram[0]) / 3, (1 + 2 * bigram[1]) / 4, (0 + bigram[2]) / 3]
     expected = {"uniform": [1 / 3] * 3, "unigram": unigram, "bigram": bigram, "trigram": trigram}
-    for name, chances in expected.items():
-        assert losses.pop(name) == pytest.approx(-np.log(chances).mean(), rel=1e-12)
-    assert not losses
+    assert losses == pytest.approx({name: -np.log(chances).mean() for name, chances in expected.items()}, rel=1e-12)
     # after tokens that never came before, what is known without them: the last token has no next one to learn
     losses = bench.count_losses([0, 1, 2], [2, 2, 0], 4)
-    assert losses["trigram"] == losses["bigram"] == losses["unigram"]
-    assert losses["unigram"] == pytest.approx(-math.log((1 + 3 / 4) / 6))
-    for learned, held_out in ([0, 1], [0, 1, 2]), ([0, 1, 2], [0, 1]):
+    assert losses["trigram"] == losses["unigram"] == pytest.approx(-math.log((1 + 3 / 4) / 6))
+    for parts in ([0, 1], [0, 1, 2]), ([0, 1, 2], [0, 1]):
         with pytest.raises(ValueError, match="too short to count in"):
-            bench.count_losses(learned, held_out, 4)
-
-
-def test_chances_add_up_to_one():
-    """Whatever came before, over all tokens that may come next."""
-    rng = np.random.default_rng(0)
-    learned, context = rng.integers(0, 5, 200), rng.integers(0, 7, (20, 2))
-    for before in context:
-        losses = [bench.count_losses(learned, [*before, token], 7) for token in range(7)]
-        for name in losses[0]:
-            assert sum(math.exp(-row[name]) for row in losses) == pytest.approx(1, rel=1e-12)
+            bench.count_losses(*parts, 4)
 
 
 @pytest.fixture
@@ -68,21 +55,16 @@ def tiny(tmp_path, monkeypatch):
 
 
 def test_counts_of_a_text(tiny):
-    tokenizer, learned, val, _ = train.prepare(["tiny.txt"], 272)
-    held_out, cut = val["tiny"], train.split_point("tiny.txt")
-    parts = [open("tiny.txt").read()[:cut], open("tiny.txt").read()[cut:]]
-    assert [tokenizer.decode(ids[:-1]) for ids in (learned, held_out)] == parts         # and <|endoftext|>
+    _, learned, val, _ = train.prepare(["tiny.txt"], 272)
+    held_out = val["tiny"]
     losses = bench.count_losses(learned, held_out, 272)
     said = run("counts", "tiny.txt", "--model", "out/tiny")
     assert said.startswith(f"tiny.txt: {len(learned):,} tokens of a vocabulary of 272 to learn from, "
                            f"{len(held_out):,} held out; nats a token\n")
     for name, loss in losses.items():
         assert re.search(rf"^  {name} +{loss:.4f}$", said, re.MULTILINE)
-    assert losses["uniform"] == pytest.approx(math.log(272))
-    assert losses["trigram"] < losses["bigram"] < losses["unigram"]
-    model, _ = checkpoint.load("out/tiny", model_cpu, {"dtype": np.float32})
-    loss = train.validate(train.Training(model, tokenizer, types.SimpleNamespace(micro_batch=16), {}, "", train.Ranks()), val, math.inf)["val_loss"]
-    assert said.endswith(f"  out/tiny   {loss:.4f}   after 40 steps\n\n")
+    *_, last = [record for _, record in checkpoint.read_log("out/tiny/log.jsonl") if "val_loss" in record]
+    assert said.endswith(f"  out/tiny   {last['val_loss']:.4f}   after 40 steps\n\n")          # as train.py has measured it
     assert run("counts", "tiny.txt", "--vocab", "272") == "".join(said.splitlines(keepends=True)[:-2]) + "\n"
     open("other.txt", "w").write("another text, of other words, in another order. " * 40)
     assert run("counts", "other.txt", "--model", "out/tiny").endswith(
@@ -103,25 +85,23 @@ def test_solvers(tiny):
     windows = held_out[:len(held_out) // 17 * 17].reshape(-1, 17).astype(int)[:64]
     targets = np.pad(windows[:, 1:], ((0, 0), (0, model.config.predict - 1)), constant_values=-1)
     loss = f"{model.forward(windows[:, :-1], targets)[0]:.4f}"
-    assert table["stopped after layer 1"] == table["one step a layer, as trained"] == loss
-    assert table["stopped after layer 0"] != loss
-    assert len(set(table.values())) > 5
+    assert table.pop("stopped after layer 1") == table["one step a layer, as trained"] == loss
+    assert len(set(table.values())) == 8                # no two ways are the same
 
 
 def test_the_tokenizer_needs_nothing_but_a_text(tmp_path, monkeypatch):
     """No file that a clone has not; without the peers and GPT-2's files it says what would bring them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "DATA", tmp_path / "nowhere")
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "available_cores", lambda: 2)
     os.mkdir("data")
     open("data/tiny.txt", "w").write("the cat sat on the mat and the dog lay on the rug. " * 40)
     for name in "tokenizers", "tiktoken":
         monkeypatch.setitem(sys.modules, name, None)
     said = run("tokenizer", "--rounds", "1", "--gpt2", "nowhere")
     assert said.startswith("data/tiny.txt is a short text; ./fetch_data.sh books brings 110 MB")
-    for name in "tokenizers", "tiktoken":
-        assert f"{name} is not installed (pip install -r tests/peers/requirements.txt), so it is not measured" in said
-    assert "train 4,096 tokens" in said and "just trained (--gpt2 DIR: with GPT-2's)" in said
+    assert said.count(f" is not installed ({bench.PEERS_HINT}), so it is not measured") == 2
+    assert "just trained (--gpt2 DIR: with GPT-2's)" in said
     assert len(re.findall(r"^  ours, .* MB/s$", said, re.MULTILINE)) == 5
 
 
@@ -139,7 +119,7 @@ def small_presets(monkeypatch):
 def test_decode_on_the_cpu(tiny, small_presets):
     """Speculation of the trained model alone; every row after one token and after 12 of a context of 16."""
     command = "decode --device cpu --rounds 1 --tokens 3".split()
-    models = run(*command, "--model", "out/tiny").split("generation, ")[1:]
+    _, *models = run(*command, "--model", "out/tiny").split("generation, ")
     assert [said.split(", dim ")[0] for said in models] == ["out/tiny", "small, untrained", "medium, untrained"]
     for said, names in zip(models, (OURS, OURS[::2], OURS[::2])):
         rows = ROW.findall(said)
@@ -160,10 +140,10 @@ def test_decode_beside_pytorch(small_presets, tmp_path, monkeypatch, capsys):
         patch.setitem(sys.modules, "torch", None)
         with pytest.raises(SystemExit):
             run(*command)
-    assert capsys.readouterr().err == "error: --peer needs PyTorch: pip install -r tests/peers/requirements.txt.\n"
+    assert capsys.readouterr().err == "error: torch is missing: pip install -r tests/peers/requirements.txt.\n"
     torch = pytest.importorskip("torch", reason=f"PyTorch is not installed ({bench.PEERS_HINT})")
     before = torch.get_num_threads()
-    monkeypatch.setattr("script.available_cores", lambda: 2)
+    monkeypatch.setattr(bench, "available_cores", lambda: 2)
     rows = ROW.findall(run(*command))
     torch.set_num_threads(before)
     assert [row[1] for row in rows] == [*OURS[::2], *(f"peer: PyTorch eager, threads: {n}" for n in (1, 2))] * 4
@@ -189,8 +169,10 @@ def test_seconds_a_token(monkeypatch):
     assert best == {"a": 2, "b": 5}
 
 
-def test_decode_needs_the_gpu_that_it_is_asked_for(capsys, monkeypatch):
+def test_the_gpu_that_is_asked_for(capsys, monkeypatch):
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: "There is none.")
-    with pytest.raises(SystemExit):
-        run("decode", "--device", "gpu")
-    assert capsys.readouterr().err == "error: There is none.\n"
+    for hopper, command in enumerate(["train", "decode --device gpu"]):
+        monkeypatch.setattr(model_gpu, "HOPPER", not hopper)
+        with pytest.raises(SystemExit):
+            run(*command.split(), "--hopper", str(hopper))
+        assert capsys.readouterr().err == "error: There is none.\n" and model_gpu.HOPPER == hopper

@@ -8,7 +8,6 @@ import functools
 import numpy as np
 import pytest
 
-import bench
 import model_cpu
 import model_gpu
 from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, to_bf16
@@ -136,25 +135,6 @@ def test_flash_attention(version, D, order):
 def test_wide_scores(version, D):
     """Scores of some +-100: exp of them overflows fp32 unless the maximum is subtracted, also when it grows late."""
     check(version, D, (1, 150, 2, 1), ("forward", 0), spread=5.0, loose=4.0)
-
-
-@pytest.mark.parametrize("T, H, G", [(1, 1, 1), (9, 6, 2), (12, 3, 3)])
-def test_the_yardstick_is_attention(T, H, G):
-    """What tests/bench.py measures flash_attn.cu against."""
-    B, D, R, rng = 2, 8, H // G, np.random.default_rng(T)
-    qkv, dout = rng.standard_normal((B, T, H + 2 * G, D)), rng.standard_normal((B, T, H, D))
-    out, _, dqkv = attention(qkv, dout, H, G)
-
-    def groups(x, heads):
-        return x[:, :, heads].swapaxes(1, 2).reshape(B, G, -1, D)
-
-    slices = slice(0, H), slice(H, H + G), slice(H + G, None)
-    q, k, v = (groups(qkv, heads) for heads in slices)
-    got, P = bench.plain_attention_forward(np, q, k, v)
-    assert P.shape == (B, G, R * T, T)
-    np.testing.assert_allclose(got, groups(out, slice(None)), atol=1e-12)
-    for gradient, heads in zip(bench.plain_attention_backward(groups(dout, slice(None)), got, P, q, k, v), slices):
-        np.testing.assert_allclose(gradient, groups(dqkv, heads), atol=1e-12)
 
 
 def to_tf32(x):

@@ -484,9 +484,9 @@ def test_the_breakdown_of_a_step_sees_every_launch(cublas, monkeypatch):
     model = model_gpu.Model(TINY, precision="tf32")
     step()
     records = bench.record_launches(cupy, model_gpu, model, step)
-    kinds = [name.split()[1] for name, *_ in records if name.startswith("product")]
-    assert kinds == 9 * ["forward"] + 9 * ["weight", "input"]
     N, C = 18, TINY.dim
+    products = [name for name, *_ in records if name.startswith("product")]
+    assert products[0] == products[4] == f"product {N}x{2 * C}x{C}" and len(products) == 9 + 2 * 9     # qkv of both layers
     moved = [moved for name, _, moved, _ in records if name == "transposed"]
     qkv, square, up = 4 * C * 2 * C, 4 * C * C, 4 * C * 2 * TINY.hidden     # bytes of the weights
     weights = 4 * C * 3 * TINY.vocab, *2 * (up // 2, up, square, qkv)
@@ -498,24 +498,28 @@ def test_the_benchmark_of_a_step(cublas, monkeypatch, capsys):
     cupy, model_steps = model_gpu.cupy, []
     cupy.ndarray, cupy.cuda.get_elapsed_time = Array, lambda start, end: 2.0
     cupy.cuda.runtime.getDeviceProperties = lambda device: {"name": b"Card 1"}
-    cupy.cuda.Device = lambda: types.SimpleNamespace(synchronize=lambda: model_steps.append(made.step), compute_capability="90")
+    cupy.cuda.runtime.runtimeGetVersion, cupy.__version__ = lambda: 12090, "14.2"
+    cupy.cuda.Device = lambda: types.SimpleNamespace(id=0, synchronize=lambda: model_steps.append(made.step),
+                                                     compute_capability="90")
     model = model_gpu.Model
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
     cupy.get_default_memory_pool().used_bytes = lambda: 5 << 30
     monkeypatch.setattr(bench, "ceilings", lambda *rest: (1e12, 1e12))
     monkeypatch.setitem(model_cpu.CONFIGS, "small", TINY)
     made = model(TINY, precision="fp32")
     monkeypatch.setattr(model_gpu, "Model", lambda *rest, **more: made)
-    arguments = types.SimpleNamespace(model="small", batch=1, context=9, precision="fp32", matmul="cublas", optimizer="adamw",
-                                      peer=None, rounds=2, steps=4)
-    bench.bench_train(arguments)
+    command = {"model": "small", "batch": 1, "context": 9, "precision": "fp32", "rounds": 2}
+    bench.bench_train(**command, steps=4)
     assert model_steps == [3, 13, 23, 27, 28]               # warmed up, two rounds, in a row, by kernel
     said = capsys.readouterr().out
     assert "B 1 x T 9, fp32, Card 1: ten steps a round, best of 2;" in said
     assert re.search(r"\n  ours, +[\d.]+ ms, 4 steps in a row\n", said)
-    arguments.steps = 0
-    bench.bench_train(arguments)
-    assert "in a row" not in capsys.readouterr().out
+    *_, report = said.splitlines()
+    assert re.fullmatch(r"Card 1, small, fp32, B 1 x T 9, adamw: [\d.]+ ms, [\d,]+ tokens/s, 5.00 GiB; Python 3\.[\d.]+, "
+                        r"NumPy [\d.]+, CuPy 14\.2, CUDA 12\.9, driver for 12\.2", report)
+    monkeypatch.setattr(model_gpu, "HOPPER", False)
+    bench.bench_train(**command)
+    said = capsys.readouterr().out
+    assert "in a row" not in said and said.endswith(", --hopper 0\n")
 
 
 @pytest.mark.parametrize("capability, precision, transposes", [("90", "tf32", True), ("90", "fp32", False), ("90", "bf16", False),
@@ -1148,6 +1152,8 @@ def test_launches_are_early_where_the_gpu_and_its_driver_can(made, monkeypatch, 
     driver, load = types.SimpleNamespace(cuLaunchKernelEx=object()), ctypes.CDLL
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else load(name))
     assert model_gpu.Gpu(TINY, "bf16", "ours").launch_kernel is (driver.cuLaunchKernelEx if early else None)
+    monkeypatch.setattr(model_gpu, "HOPPER", False)
+    assert model_gpu.Gpu(TINY, "bf16", "ours").launch_kernel is None
 
 
 @pytest.mark.parametrize("M, N, grid", [(1, 8, (1, 1)), (64, 128, (2, 1)), (65, 136, (3, 2)),
@@ -1387,8 +1393,10 @@ def test_kernels_may_use_the_shared_memory_that_they_are_given(made, precision):
         assert gpu.kernels[name].max_dynamic_shared_size_bytes == shared
 
 
-@pytest.mark.parametrize("capability, hopper", [("80", False), ("89", False), ("90", True), ("100", False), ("120", False)])
-def test_attention_is_compiled_for_what_hopper_alone_has(made, monkeypatch, capability, hopper):
+@pytest.mark.parametrize("capability, wanted, hopper", [("80", True, False), ("89", True, False), ("90", True, True),
+                                                        ("90", False, False), ("100", True, False), ("120", True, False)])
+def test_attention_is_compiled_for_what_hopper_alone_has(made, monkeypatch, capability, wanted, hopper):
+    monkeypatch.setattr(model_gpu, "HOPPER", wanted)
     monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability=capability))
     config = dataclasses.replace(TINY, dim=128)                         # heads of 64
     model_gpu.Gpu(config, "bf16", "ours")

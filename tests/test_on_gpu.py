@@ -2,11 +2,13 @@
 and shape, our products, cached decoding, Muon, generation.
 
     python -m pytest -s tests/test_on_gpu.py          # -s prints each error beside its bar; without a GPU all is skipped
+    HOPPER=0 python -m pytest -s tests/test_on_gpu.py # on a Hopper: what a GeForce RTX 30 or 40 runs
 
 The judge is model_cpu in float64 or, to the bit, the engine itself when it computes in another way. What runs on the CPU
 instead: the kernels in test_kernels.py, test_flash.py and test_model_gpu.py, and in test_gradcheck.py these very tests,
 of a small model."""
 import math
+import os
 import unittest.mock
 
 import numpy as np
@@ -23,6 +25,11 @@ PRECISIONS = ("fp32", "tf32", "bf16") if model_gpu.default_precision() == "bf16"
 LENGTHS = (1, 2, 63, 64, 65, 127, 137, 512, 1000, 2048)
 ATTENTION_BARS = {"fp32": 2e-6, "tf32": 2e-3, "bf16": 1e-2}     # of the output, and of the gradient
 MUON_BARS = {"fp32": 1e-4, "tf32": 8e-2, "bf16": 8e-2}          # of what a step moves a matrix by
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    monkeypatch.setattr(model_gpu, "HOPPER", os.environ.get("HOPPER") != "0")
 
 
 def within(error, bar, what):
