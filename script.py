@@ -11,7 +11,10 @@ import ast
 import errno
 import functools
 import glob
+import hashlib
 import json
+import math
+import mmap
 import os
 import re
 import shutil
@@ -138,8 +141,7 @@ def number_type(kind, good, what):
             value = kind(text)
             if good(value):                                 # a NaN fails every comparison
                 return value
-        shown = text if len(text) <= 40 else text[:40] + "..."
-        raise argparse.ArgumentTypeError(f"must be {what}, not {shown!r}")
+        raise argparse.ArgumentTypeError(f"must be {what}, not {text!r:.40}")
     return parse
 
 
@@ -147,6 +149,12 @@ def whole_number(least, most=10**9):
     """An argparse type: an int within these bounds."""
     what = f"a whole number of at least {least} and at most {most:,}"
     return number_type(int, lambda x: least <= x <= most, what)
+
+
+above_0 = number_type(float, lambda x: x > 0, "a number above 0")              # or inf
+positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
+not_negative = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
+below_1 = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
 
 
 def to_nowhere(stream):
@@ -259,6 +267,12 @@ def read_chunk(path, start=0, end=None):
     with naming(path), open(path, "rb") as file:
         file.seek(start)
         return file.read(-1 if end is None else end - start)
+
+
+def file_hash(path):
+    """The SHA-256 of a file, which may be larger than the memory, and not empty."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return hashlib.sha256(data).hexdigest()
 
 
 def available_cores():

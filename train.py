@@ -56,9 +56,10 @@ import checkpoint
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, count_targets, generate, slices_of
-from script import (MPI_IS_MISSING, Parser, Stop, available_cores, check_plain, explain, memory_size,
-                    number_type, print_step, printable, read_chunk, refusing, require, run_script,
-                    set_threads, show_progress, start_under_mpiexec, whole_number, write_python_corpus)
+from script import (MPI_IS_MISSING, Parser, Stop, above_0, available_cores, below_1, check_plain, explain,
+                    file_hash, memory_size, not_negative, positive, print_step, printable, read_chunk,
+                    refusing, require, run_script, set_threads, show_progress, start_under_mpiexec,
+                    whole_number, write_python_corpus)
 from tokenizer import END_OF_TEXT, SEPARATOR, TEXT_ENDS, Tokenizer
 
 
@@ -85,12 +86,6 @@ def setting(kind, meaning=None, default=dataclasses.MISSING):
     return dataclasses.field(default=default, metadata={"help": meaning, **option})
 
 
-positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
-not_negative = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
-below_one = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
-clip_norm = number_type(float, lambda x: x > 0, "a number above 0")         # inf: no clipping
-
-
 @dataclasses.dataclass
 class Settings:
     """What a run is: with the same settings, files, code, libraries and number of processes every loss is the
@@ -109,8 +104,8 @@ class Settings:
     micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: as many as pay)", 1)
     # slices of a batch, a core each; another number of them sums in another order
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all)", 1)
-    decay: float = setting(below_one, "weight decay, on matrices (default 0.1)", 0.1)
-    clip: float = setting(clip_norm, "largest gradient norm for AdamW (default 1)", 1.0)
+    decay: float = setting(below_1, "weight decay, on matrices (default 0.1)", 0.1)
+    clip: float = setting(above_0, "largest gradient norm for AdamW (default 1)", 1.0)      # inf: no clipping
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU", "cpu")
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
@@ -216,42 +211,27 @@ def check_corpus(paths):
 
 def split_point(path):
     """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB, and at most 10%
-    and 4 MB (about 1M tokens).  The cut moves to the nearest document boundary, else to the nearest line, else
-    to behind an ASCII character.  Text before the cut is for training.  Where separators stand near it, no
-    document is in both parts."""
+    and 4 MB (about 1M tokens).  The cut moves to the nearest document boundary, else to the nearest line.  A
+    text without lines is cut where that is, also within a character: tokens are made of bytes.  Text before
+    the cut is for training.  Where separators stand near it, no document is in both parts."""
     size = os.path.getsize(path)
     wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut may move from here on
     tail = read_chunk(path, low, size)
     end = len(tail.rstrip())                        # something must be left behind the cut
-    ideal = len(tail) - wanted
-    target = min(ideal, end - 1)
+    target = max(0, min(len(tail) - wanted, end - 1))
     documents = [match.end() for match in SEPARATOR.finditer(tail)]
-    lines = cuts_beside(tail, target, b"\n")
-    ascii_characters = cuts_beside(tail, target, bytes(range(128)))
-    for cuts in (documents, lines, ascii_characters):
+    lines = [tail.rfind(b"\n", 0, target) + 1, tail.find(b"\n", target) + 1]       # 0 where there is none
+    for cuts in (documents, lines):
         possible = [cut for cut in cuts if 0 < cut < end]
         if possible:
-            return low + min(possible, key=lambda cut: abs(ideal - cut))
-    return size - wanted
-
-
-def cuts_beside(text, target, characters):
-    """Offsets after the last of these single-byte characters before `target`, and after the first from there
-    on; 0, or an offset beyond the text, where there is none."""
-    others = bytes(set(range(256)) - set(characters))
-    before = text[:target].rstrip(others)
-    behind = text[target:].lstrip(others)
-    return len(before), len(text) - len(behind) + 1
+            return low + min(possible, key=lambda cut: abs(target - cut))
+    return low + target
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 3. Tokens
 # ------------------------------------------------------------------------------------------------------------
-def file_hash(path):
-    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
-
-
 def short_hash(*texts):
     return hashlib.sha256(os.fsencode(" ".join(texts))).hexdigest()[:12]
 
@@ -539,7 +519,8 @@ def make_settings(given, preset, config, defaults, ranks):
     if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
         rows = (32768 if on_gpu else 4096) // T
         if on_gpu:
-            rows = min(rows, largest_micro_batch(config, settings, ranks))
+            rows = min(rows, model_gpu.largest_micro_batch(config, settings.precision, settings.optimizer,
+                                                           ranks.size, settings.memory_limit))
         settings.micro_batch = max(1, rows)
     settings.micro_batch = min(ranks.all_gather(min(settings.micro_batch, windows)))
     if "threads" not in given and not on_gpu:
@@ -556,20 +537,6 @@ def model_options(settings):
                 memory_limit=settings.memory_limit, optimizer=settings.optimizer)
 
 
-def memory_plan(config, settings, ranks, micro_batch):
-    """-> bytes by kind that the run takes on a GPU with this micro-batch."""
-    return model_gpu.memory_plan(config, micro_batch, config.context, settings.precision,
-                                 optimizer=settings.optimizer, gpus=ranks.size)
-
-
-def largest_micro_batch(config, settings, ranks):
-    """The largest that fits a GPU; infinite where there is none, and no --memory-limit to plan for."""
-    free = model_gpu.free_memory(settings.memory_limit)
-    if free is None:
-        return math.inf
-    return model_cpu.largest_micro_batch(functools.partial(memory_plan, config, settings, ranks), free)
-
-
 def dry_run(config, settings, ranks):
     """Print what a run would take."""
     print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
@@ -577,10 +544,12 @@ def dry_run(config, settings, ranks):
           f"{ranks.size} x {settings.device} {settings.precision}, {settings.optimizer}, learning rate "
           f"{settings.lr}")
     if settings.device == "gpu":
-        kinds = memory_plan(config, settings, ranks, settings.micro_batch)
-        for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
+        how = settings.precision, settings.optimizer, ranks.size
+        plan = model_gpu.memory_plan(config, settings.micro_batch, config.context, *how)
+        for name, size in [*plan.items(), ("together", sum(plan.values()))]:
             print(f"{name:>20} {size / 2**20:10.1f} MiB")
-        print(f"The largest micro-batch that fits: {largest_micro_batch(config, settings, ranks)}.")
+        largest = model_gpu.largest_micro_batch(config, *how, settings.memory_limit)
+        print(f"The largest micro-batch that fits: {largest}.")
 
 
 def cap_steps(given, settings, tokens):
@@ -734,7 +703,9 @@ def train(training, job, stop):
 
         paused = time.monotonic()
         if evaluating:
-            report.log_evaluation(step, job.evaluate(step))
+            record = job.evaluate(step)
+            if report.log:                                  # rank 0 has one
+                report.log.write(step=step, **record)
         if saving:
             save_in_agreement(training, report.log)
         if stopping and step < settings.steps:
@@ -777,7 +748,7 @@ def save_in_agreement(training, log):
     """Rank 0 saves, after all ranks have shown that they have the same weights."""
     if training.ranks.size > 1:
         training.ranks.agree(weights=weights_checksum(training.model))
-    if log:                                         # rank 0 has one
+    if log:
         os.fsync(log.file.fileno())
         save_run(training)
 
@@ -844,12 +815,6 @@ class Report:
                  f"{throughput:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
         print_step(step, parts, pause)
         return True
-
-    def log_evaluation(self, step, record):
-        if self.log and self.log.write(step=step, **record):
-            loss, best = self.log.best
-            print(f"note: the held-out loss was best at step {best}, {loss:.4f}, and rises: the model learns "
-                  "this text by heart. More text or fewer --steps would help.", flush=True)
 
 
 def first_bad_tensor(training, inputs, targets):
