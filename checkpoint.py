@@ -27,6 +27,7 @@ its name.
 
 What this file does not do: it reads no pickle, no architecture but Llama's, and no adapters.
 """
+import atexit
 import fcntl
 import json
 import math
@@ -452,6 +453,7 @@ class Log:
                 kept += len(line) + 1                       # and the line end
                 last = record["step"]
         self.file = open(self.path, "ab")
+        atexit.register(self.file.close)
         self.file.truncate(kept)
         if last < step:
             print(f"note: {self.path} has no record of the steps {last + 1} to {step}.", flush=True)

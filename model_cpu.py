@@ -29,6 +29,9 @@ What this file does not do: no dropout, no biases, no learning-rate schedule (tr
 prompts, no files (checkpoint.py).  Arithmetic is float64 by default, where gradients can be checked to ten
 digits; training passes dtype=np.float32.
 """
+# first: from here on Ctrl-C is one word on the screen
+from script import Parser, require, run_script
+
 import concurrent.futures
 import dataclasses
 import itertools
@@ -39,12 +42,11 @@ import sys
 
 try:
     import numpy as np
-except ImportError:
+except ModuleNotFoundError:
     print("NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).",
           file=sys.stderr)
     sys.exit(2)
 
-from script import Parser, require, run_script
 from tokenizer import Tokenizer, visible
 
 

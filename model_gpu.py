@@ -43,10 +43,9 @@ import threading
 import time
 import weakref
 
+import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from numpy import float32, int32, int64, uint8, uint16, uint64
-
-import model_cpu
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch,
                        init_params, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, rope_table, table_bytes, update_table)

@@ -307,7 +307,7 @@ def test_an_error_of_one_rank_is_one_sentence_and_ends_all(folder, who):
 def test_an_error_of_all_ranks_is_said_once(folder):
     done = run(folder, *TINY[:1], "--data", "missing.txt", "--out", "nothing")
     assert done.returncode == 2
-    said_once(done.stderr, "rank 0: missing.txt is not a file")
+    said_once(done.stderr, "rank 0: Cannot use missing.txt")
 
 
 @needs_mpi
@@ -343,7 +343,6 @@ def test_what_a_launcher_says_and_what_is_missing(folder_without_mpi, monkeypatc
                 patch.setenv(name, value)
             patch.setenv("PATH", "")
             patch.setattr(sys, "executable", "/nowhere/python")
-            patch.setattr(train, "set_threads", lambda: None)
             patch.setitem(sys.modules, "mpi4py", None)
             with pytest.raises(ValueError, match=words):
                 train.find_ranks(gpus)
@@ -356,7 +355,6 @@ def folder_without_mpi(monkeypatch):
 
 
 def test_a_run_of_one_needs_no_mpi(folder_without_mpi, monkeypatch):
-    monkeypatch.setattr(train, "set_threads", lambda: None)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     for value in (None, 1):
         ranks = train.find_ranks(value)
