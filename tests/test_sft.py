@@ -31,10 +31,11 @@ from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, SPECIAL_TOKENS, Tokenizer, kn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.path.join(os.path.dirname(ROOT), "shared", "data")
-QUICK = ["--batch-tokens", "256", "--epochs", "2", "--eval-every", "10", "--save-every", "1", "--threads", "2", "--lr", "0.01"]
+QUICK = "--batch-tokens 256 --epochs 2 --eval-every 10 --save-every 1 --threads 2 --lr 0.01".split()
 CHATML = "".join(CHATML_PARTS)
 # a tokenizer whose tokens are bytes; the special ones come behind
 BYTES, (PAD, USER, ASSISTANT, END) = Tokenizer(range(256), [], SPECIAL_TOKENS), range(256, 260)
+TALKER = Tokenizer(range(256), [], [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
 NAME_SOME = "name instructions with --data (./fetch_data.sh instructions brings some)."
 
 run = functools.partial(runs.run, script="sft.py")
@@ -265,61 +266,53 @@ def test_turns(record, turns):
         assert str(error.value) == turns
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, CHATML])
-def test_a_system_text_stands_where_the_template_has_it(template):
-    """Of a conversation, of its cut form, of what is held out and asked; other questions with it are other ones."""
-    talker = Tokenizer(range(256), [], [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
-    talker.template = template
+@pytest.mark.parametrize("template, parts", [
+    (CHAT_TEMPLATE, ("<|user|>Be brief.\n\n Hi\n<|end|><|assistant|>", "Yo <|end|>", "<|user|>Why?<|end|><|assistant|>", "<|end|><|end|>")),
+    (CHATML, ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi\n<|im_end|>\n<|im_start|>assistant\n",
+              "Yo <|im_end|>", "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n", "<|end|><|im_end|>"))])
+def test_a_system_text_stands_where_the_template_has_it(template, parts):
+    """Of a conversation, of its cut form, of what is held out and asked."""
+    TALKER.template = template
     turns = sft.make_turns({"messages": CHAT})
-    ids, mask, cut = sft.make_example(talker, turns, 1 << 20)
-    parts = ("<|user|>Be brief.\n\n Hi\n<|end|><|assistant|>", "Yo <|end|>", "<|user|>Why?<|end|><|assistant|>", "<|end|><|end|>")
-    if template == CHATML:
-        parts = ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi\n<|im_end|>\n<|im_start|>assistant\n",
-                 "Yo <|im_end|>", "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n", "<|end|><|im_end|>")
-    assert talker.decode(ids) == "".join(parts) and talker.decode(ids[mask]) == parts[1] + parts[3] and not cut
-    ids, mask, cut = sft.make_example(talker, [turns[0], ("x" * 300, "y" * 300)], 400)
-    assert cut and ids.tolist()[:300] == talker.prompt("x" * 300, 300, "Be brief.") and "Be brief." in talker.decode(ids)
-    frame = len(talker.prompt(""))      # a system text that takes more than half of it does not push the question out
+    ids, mask, cut = sft.make_example(TALKER, turns, 1 << 20)
+    assert TALKER.decode(ids) == "".join(parts) and TALKER.decode(ids[mask]) == parts[1] + parts[3] and not cut
+    ids, mask, cut = sft.make_example(TALKER, [turns[0], ("x" * 300, "y" * 300)], 400)
+    assert cut and ids.tolist()[:300] == TALKER.prompt("x" * 300, 300, "Be brief.") and "Be brief." in TALKER.decode(ids)
+    frame = len(TALKER.prompt(""))      # a system text that takes more than half of it does not push the question out
     for size in (75 - frame - 20, 75 - frame + 20, 150, 500):
-        ids, mask, cut = sft.make_example(talker, [("s" * size, None), ("the question", "y" * 300)], 100)
-        assert cut and "the question" in talker.decode(ids[~mask]) and mask.sum() >= 26, size
-    talks = [[*system, (f"{i}", "z")] for i in range(10) for system in ([], [("", None)], [("a", None)], [("b", None)])]
-    found = sft.make_examples(talker, talks, 64, 0)
-    assert len({*found.questions}) == 3
-    asked = {talker.decode(ids[~mask]) for ids, mask in found.held_out}
-    assert {talker.decode(talker.prompt(text, None, system)) for system, text in found.questions} <= asked
+        ids, mask, cut = sft.make_example(TALKER, [("s" * size, None), ("the question", "y" * 300)], 100)
+        assert cut and "the question" in TALKER.decode(ids[~mask]) and mask.sum() >= 26, size
     # two that read alike are both held out, or none
     alike = [[(f"{i}", None), ("x", "z")] for i in range(45)] + [[(f"{i}\n\nx", "z")] for i in range(45)]
     for seed in range(5):
-        parts = sft.make_examples(talker, alike, 64, seed)
-        assert len(parts.held_out) == 2 * 4 and len(parts.train) == 2 * 41 and len(parts.questions) == 4
-        read = [{re.sub(r"system|user|\W", "", talker.decode(ids)) for ids, _ in part} for part in (parts.train, parts.held_out)]
-        assert not read[0] & read[1]
+        found = sft.make_examples(TALKER, alike, 64, seed)
+        read = [{re.sub(r"system|user|\W", "", TALKER.decode(ids)) for ids, _ in part} for part in (found.train, found.held_out)]
+        assert len(found.held_out) == 2 * 4 and len(found.questions) == 4 and not read[0] & read[1]
+        asked = {TALKER.decode(ids[~mask]) for ids, mask in found.held_out}
+        assert {TALKER.decode(TALKER.prompt(text, None, system)) for system, text in found.questions} <= asked
 
 
 def test_an_empty_system_text_has_its_turn_in_chatml():
     """As transformers writes it, in place of the template's own (tests/peers compares)."""
-    talker = Tokenizer(range(256), [], [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
-    talker.template = known_template('{%if loop.first and messages[0]["role"]!="system"%}{{"<|im_start|>system\\nOwn<|im_end|>\\n"}}{%endif%}'
+    TALKER.template = known_template('{%if loop.first and messages[0]["role"]!="system"%}{{"<|im_start|>system\\nOwn<|im_end|>\\n"}}{%endif%}'
                                      .join(CHATML_PARTS))
     for system, written in ([], "Own"), ([{**SYSTEM, "content": ""}], ""), ([SYSTEM], "Be brief."):
-        ids, *_ = sft.make_example(talker, sft.make_turns({"messages": [*system, ASK, ANSWER]}), 1 << 20)
-        assert talker.decode(ids).startswith(f"<|im_start|>system\n{written}<|im_end|>\n<|im_start|>user\n Hi\n<|im_end|>")
+        ids, *_ = sft.make_example(TALKER, sft.make_turns({"messages": [*system, ASK, ANSWER]}), 1 << 20)
+        assert TALKER.decode(ids).startswith(f"<|im_start|>system\n{written}<|im_end|>\n<|im_start|>user\n Hi\n<|im_end|>")
 
 
 def test_prompts_are_in_one_part_only():
     conversations = [[(f"q{i % 209}\ud800", "y" * (i % 19)), (f"later {i % 7}", "z")] for i in range(600)]
     found = sft.make_examples(BYTES, conversations, 24, 1)
     trained, held_out = ([BYTES.decode(ids).split("<|end|>")[0] for ids, _ in part] for part in (found.train, found.held_out))
-    assert len(trained) + len(held_out) == 600 and not set(trained) & set(held_out) and len(set(held_out)) == 20
-    assert len(found.questions) == sft.QUESTIONS and {BYTES.decode(BYTES.prompt(text)).split("<|end|>")[0] for _, text in found.questions} <= {*held_out}
+    assert len(trained) + len(held_out) == 600 and not {*trained} & {*held_out} and len({*held_out}) == 20
+    asked = {BYTES.decode(BYTES.prompt(text)).split("<|end|>")[0] for _, text in found.questions}
+    assert len(found.questions) == len(asked) == 10 and asked <= {*held_out}
     assert found.cut == sum(sft.make_example(BYTES, turns, 24)[2] for turns in conversations) > 0
-    assert found.lengths.tolist() == sft.padded_lengths(found.train, 24).tolist()
-    # a fingerprint of all of it
-    keys = [sft.make_examples(BYTES, talks, 24, seed).key for talks, seed in (
+    keys = [sft.make_examples(BYTES, talks, 24, seed).key for talks, seed in (      # a fingerprint of all of it
         (conversations, 1), (conversations, 2), (conversations[:-1] + [[("q1", "?")]], 1))]
     assert keys[0] == found.key and len({*keys}) == 3
-    for prompts, count in ((2, 1), (19, 1), (20, 2), (29, 2), (10_020, 1000)):
+    for prompts, count in ((2, 1), (19, 1), (20, 2), (10_020, 1000)):
         found = sft.make_examples(BYTES, [[(str(i), "")] for i in range(prompts)], 64, 0)
         assert (len(found.held_out), len(found.train), found.cut) == (count, prompts - count, 0)
     with pytest.raises(ValueError, match="^the data has one prompt only; it needs two, to learn one and hold one out.$"):
@@ -466,12 +459,13 @@ def test_evaluation_of_a_model():
             targets[0, :], targets[0, t] = -1, ids[t + 1]               # one target at a time
             nats, tokens = nats + model.forward(ids[None, :-1], targets)[0], tokens + 1
     size = sum(3 * (i % 3 + 1) for i in range(9))
-    loss, bpb = sft.evaluate(training_of(model, BYTES, types.SimpleNamespace(micro_batch=2)), examples)
+    training = training_of(model, BYTES, types.SimpleNamespace(micro_batch=1))
+    loss, bpb = sft.evaluate(training, examples)
     assert loss == pytest.approx(nats / tokens, rel=1e-10) and bpb == pytest.approx(nats / size / math.log(2), rel=1e-10)
     seen = []
     for rank in range(3):                                               # the ranks share the batches
         ranks = types.SimpleNamespace(rank=rank, size=3, all_reduce=seen.append)
-        sft.evaluate(dataclasses.replace(training_of(model, BYTES, types.SimpleNamespace(micro_batch=2)), ranks=ranks), examples)
+        sft.evaluate(dataclasses.replace(training, ranks=ranks), examples)
     assert sum(seen).tolist() == pytest.approx([nats, tokens, size]) and all(part[1] for part in seen)
     # a tokenizer of others may lack what fills up rows here
     assert sft.batch_sizes(training_of(model, types.SimpleNamespace(special={}))) == (64, 2, 0)
@@ -511,25 +505,19 @@ def flushed(function, *arguments):
 
 def test_what_a_run_prints(monkeypatch):
     """At its beginning, on the way and at its end, and what it notes."""
-    numbers = iter([(3.0, 1.5), (2.5, 1.25), (2.0, 1.0)])
-    monkeypatch.setattr(sft, "evaluate", lambda *arguments: next(numbers))
+    monkeypatch.setattr(sft, "evaluate", lambda *arguments: (loss, 1.5))
     monkeypatch.setattr(sft, "answer", lambda training, question: f"to {question[1]}\n\x07 '")
     questions = [("so" if i == 1 else None, f"q{i}\x1b") for i in range(5)]
     examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], questions, 0, "key")
-    model = types.SimpleNamespace(config=types.SimpleNamespace(context=64, predict=2))
-    training = training_of(model, BYTES, types.SimpleNamespace(steps=9, seed=4, batch_tokens=64, micro_batch=3))
+    training = training_of(types.SimpleNamespace(config=CONFIG), BYTES, types.SimpleNamespace(steps=9, seed=4, batch_tokens=64))
     job = sft.fine_tuning(training, examples)
     assert job.bytes_per_token == 1e-9                                  # of what has no text at all
-    for step, count, loss, bpb in ((0, 3, 3.0, 1.5), (4, 3, 2.5, 1.25), (9, 5, 2.0, 1.0)):
+    asked = [f"--- {title}\ufffd\nto q{i}\ufffd\n\ufffd '\n" for i, title in enumerate(["q0", "so\n\nq1", "q2", "q3", "q4"])]
+    for step, loss, count, shown in ((0, 3.0, 3, asked[:3]), (4, 2.5, 3, ["           to q0\\x1b\\n\\x07 '\n"]),
+                                     (9, 2.0, 5, [*asked, "Held-out loss 3.0000 before, 2.0000 after.\n"])):
         result, said = flushed(job.evaluate, step)
-        assert result == {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]},
-                          "samples": [f"to q{i}\x1b\n\x07 '" for i in range(count)]}
-        assert said == f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte\n" + (
-            "           to q0\\x1b\\n\\x07 '\n" if step == 4 else
-            "".join(f"--- {title}\ufffd\nto q{i}\ufffd\n\ufffd '\n"
-                    for i, title in enumerate(["q0", "so\n\nq1", "q2", "q3", "q4"][:count]))) + (
-            "Held-out loss 3.0000 before, 2.0000 after.\n" if step == 9 else "")
-        assert training.state["before"] == 3.0
+        assert result == {"val_loss": loss, "val_bpb": 1.5, "val": {"responses": [loss, 1.5]}, "samples": [f"to q{i}\x1b\n\x07 '" for i in range(count)]}
+        assert said == f"           held-out loss {loss:.4f}, 1.5000 bits/byte\n" + "".join(shown) and training.state["before"] == 3.0
 
 
 @pytest.mark.parametrize("no_color", [None, "", "1"])
@@ -548,13 +536,11 @@ def test_show(monkeypatch, no_color):
 
 
 def test_options(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
         sft.parse_arguments(["--help"])
-    said = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).split())
-    for words in ("Fine-tune a pretrained model to answer.", "preset the model's size: small, medium, big (default small)", "--show N print N examples, then stop",
-                  "--out DIR to write: default PRESET, BASE-more or BASE-sft in out/", "how often to read the data", "--batch-tokens"):
-        assert words in said
+    said = capsys.readouterr().out
+    assert all(words in said for words in ("Fine-tune a pretrained model to answer.", "print N examples", "BASE-sft in out/", "how often to read"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -786,60 +772,49 @@ def begin(monkeypatch, *arguments):
     return training, examples, out.seen()
 
 
-@pytest.mark.parametrize("preset, epochs, batch_tokens, lr, warmup, every", [
-    ("small", 4, 1024, 7e-4, 20, 100), ("medium", 3, 8192, 5e-4, 50, 200), ("big", 3, 32768, 2e-4, 50, 200)])
-def test_a_new_run(tmp_path, monkeypatch, preset, epochs, batch_tokens, lr, warmup, every):
+def test_a_new_run(tmp_path, monkeypatch):
     """Its settings, its state, its first checkpoint, and all numbers of its first lines."""
     monkeypatch.chdir(tmp_path)
     write_play(tmp_path / "play.txt", 40)
-    save_base(tmp_path, "out/base", preset=preset)
     with open("some.jsonl", "w") as file:
         for i in range(230):
             file.write(json.dumps({"instruction": f"say {i} " + "o" * (i % 300), "output": "yes " * (i % 60 + 1)}) + "\n")
-    for options, changed in ([], {}), (["--epochs", "7", "--warmup", "3", "--batch-tokens", "256", "--seed", "3"],
-                                       {"epochs": 7, "warmup": 3, "batch_tokens": 256, "seed": 3}):
-        training, examples, said = begin(monkeypatch, "--base", "out/base", "--data", "./some.jsonl", "--threads", "1", "--device", "cpu", *options)
-        chosen = {"epochs": epochs, "batch_tokens": batch_tokens, "seed": 0, **changed}
+    for preset, options, changed in ("small", "", {}), ("big", "", {}), ("big", "--epochs 7 --warmup 3 --batch-tokens 256 --seed 3",
+                                                                        dict(epochs=7, warmup=3, batch_tokens=256, seed=3)):
+        save_base(tmp_path, "out/base", preset=preset)
+        training, examples, said = begin(monkeypatch, *"--base out/base --data ./some.jsonl --threads 1 --device cpu".split(), *options.split())
+        chosen = {**sft.DEFAULTS[preset], "epochs": sft.EPOCHS[preset], "seed": 0, **changed}
         batches = len(sft.plan_epoch(examples.lengths, chosen["batch_tokens"], chosen["seed"], 0))
-        steps = chosen["epochs"] * batches
-        s = training.settings
-        assert dataclasses.asdict(s) == {
-            "preset": preset, "steps": steps, "batch_tokens": chosen["batch_tokens"], "micro_batch": s.micro_batch, "lr": lr,
-            "warmup": changed.get("warmup", min(warmup, int(steps / 10))), "decay": 0.1, "clip": 1.0,
-            "mtp_weight": CONFIG.mtp_weight, "seed": chosen["seed"], "eval_every": every, "save_every": every, "threads": 1,
-            "optimizer": "muon", "device": "cpu", "precision": "fp32", "matmul": "cublas", "memory_limit": None,
-            "data": ["some.jsonl"], "tokens_key": examples.key}
+        steps = chosen.pop("epochs") * batches
+        if not changed:
+            chosen["warmup"] = min(chosen["warmup"], steps // 10)
+        found = dataclasses.asdict(training.settings)
+        assert found == {**found, **chosen, "preset": preset, "steps": steps, "mtp_weight": CONFIG.mtp_weight, "tokens_key": examples.key,
+                         "optimizer": "muon", "data": ["some.jsonl"]}
         assert training.state == {"script": "sft.py", "tokens": 0, "seconds": 0.0, "ranks": 1, "base": "out/base"} and training.model.step == 0
         assert said.endswith(
             f"out/base is fine-tuned into out/base-sft on some.jsonl: 207 conversations, 23 more held out; {examples.cut:,} cut to fit.\n"
-            f"Epochs: {chosen['epochs']}, each of {batches} steps of at most {chosen['batch_tokens']:,} tokens.\n") and 50 < examples.cut < 200
-        loaded, _ = checkpoint.load("out/base-sft", model_cpu, {"dtype": np.float32})
-        assert loaded.step == 0 and loaded.config == CONFIG
-        assert np.array_equal(loaded.flat_params, checkpoint.load("out/base", model_cpu, {"dtype": np.float32})[0].flat_params)
-    assert said.startswith("out/base-sft held an earlier run: it is now out/base-sft.1.\n")
+            f"Epochs: {steps // batches}, each of {batches} steps of at most {chosen['batch_tokens']:,} tokens.\n") and 50 < examples.cut < 200
+        begun, trained = [checkpoint.load(out, model_cpu, {"dtype": np.float32})[0] for out in ("out/base-sft", "out/base")]
+        assert (begun.step, begun.config) == (0, CONFIG) and np.array_equal(begun.flat_params, trained.flat_params)
+    assert said.startswith("out/base-sft held an earlier run: it is now out/base-sft.2.\n")
 
 
 def test_the_engine_and_the_data_of_a_new_run(base, monkeypatch):
     """--device decides; without it a GPU serves the larger models, and where there is none they are refused.  Data is named, or
     found, or the base's own."""
-    folder = base[0]
-    monkeypatch.chdir(folder)
-    save_base(folder, "out/medium", preset="medium")
+    monkeypatch.chdir(base[0])
+    save_base(base[0], "out/medium", preset="medium")
     monkeypatch.setattr(model_gpu, "cupy", None)
     with pytest.raises(ValueError, match="^medium takes many hours or days on a CPU: train small, "):
         sft.main(["medium", "--device", "auto"])
-    monkeypatch.setattr(train, "choose_device", lambda device, preset, local: device or preset)
-    monkeypatch.setattr(train, "make_settings", lambda given, *rest: types.SimpleNamespace(data=given.get("data"), device=given["device"]))
+    with pytest.raises(ValueError, match="^The GPU needs CuPy"):
+        sft.main(["--base", "out/play", "--device", "gpu"])
 
     def stop(paths):
         raise ValueError(f"read {paths}")
     monkeypatch.setattr(sft, "read_conversations", stop)
-    for options, words in ([], "medium"), (["--device", "gpu"], "gpu"):
-        made = []
-        monkeypatch.setattr(train, "make_settings", lambda given, preset, config, defaults, ranks: made.append(
-            (given["device"], defaults)) or types.SimpleNamespace(data=given.get("data"), seed=0))
-        for data, paths in (["--data", "./a.json", "b//c.json"], ["a.json", "b/c.json"]), ([], ["play.txt"]):
-            for show in [], ["--show", "2"]:
-                with pytest.raises(ValueError, match=f"^{re.escape(f'read {paths}')}$"):
-                    sft.main(["medium", *options, *show, *data])
-        assert made == 2 * [(words, sft.DEFAULTS["medium"])]
+    for data, paths in (["--data", "./a.json", "b//c.json"], ["a.json", "b/c.json"]), ([], ["play.txt"]):
+        for show in [], ["--show", "2"]:
+            with pytest.raises(ValueError, match=f"^{re.escape(f'read {paths}')}$"):
+                sft.main(["medium", "--device", "cpu", *show, *data])

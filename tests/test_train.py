@@ -24,9 +24,8 @@ import train
 from tokenizer import SEPARATOR, Tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TINY = ["--data", "tiny.txt", "--dim", "16", "--heads", "2", "--kv-heads", "1", "--layers", "1",
-        "--context", "16", "--vocab", "272", "--batch-tokens", "64", "--threads", "1", "--steps", "12",
-        "--eval-every", "5", "--save-every", "100"]
+TINY = ("--data tiny.txt --dim 16 --heads 2 --kv-heads 1 --layers 1 --context 16 --vocab 272 --batch-tokens 64 --threads 1 --steps 12 "
+        "--eval-every 5 --save-every 100").split()
 CONFIG = model_cpu.Config(dim=16, heads=2, kv_heads=1, layers=1, context=8, vocab=264, predict=2)
 
 
@@ -109,10 +108,9 @@ def test_a_job_takes_the_batch_of_its_step():
 
 def test_schedule():
     s = settings("--steps", "100", "--lr", "1", "--warmup", "10")
-    rates = [train.learning_rate(step, s) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)]) and abs(rates[-1] - 0.1) < 1e-12
+    rates = [train.learning_rate(step, s) for step in (0, 4, 9, 10, 32, 99)]
     # the cosine from step 10 to step 99, not a line
-    assert rates[10 + 22] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 22 / 89))) and rates[10] == 1.0
+    assert rates == pytest.approx([0.1, 0.5, 1, 1, 0.1 + 0.45 * (1 + math.cos(math.pi * 22 / 89)), 0.1])
     for s.warmup, s.steps in (0, 100), (0, 1), (1, 1):
         assert train.learning_rate(0, s) == 1.0
 
@@ -222,12 +220,10 @@ def test_a_number_that_is_not_finite_ends_the_run(loop, capsys, norms, step, sav
     assert f"step {step} is not finite (loss 1.0, gradient norm {norms[step - 1]}): the first gradient that is not finite is b. " in said
 
 
-def test_names_of_what_is_not_finite():
-    for params, words in ({"w": np.array([np.inf])}, "the first parameter that is not finite is w"), ({}, "every gradient is finite; "):
-        model = Recorder()
-        model.grads, model.params = {"a": np.ones(3)}, params
-        bad = train.first_bad_tensor(training_of(model, None, settings_of("")), np.zeros((4, 8), int), np.zeros((4, 9), int))
-        assert bad.startswith(words) and not model.flat_grads.any()
+def test_where_every_gradient_is_finite():
+    training = training_of(Recorder(), None, settings_of(""))
+    assert train.first_bad_tensor(training, np.zeros((4, 8), int), np.zeros((4, 9), int)).startswith("every gradient is finite; ")
+    assert not training.model.flat_grads.any()
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -271,10 +267,10 @@ def test_speed_and_time_left_without_pauses(monkeypatch, loop, device):
         assert last == (step in (14, 21, 28, 35, 40))
 
 
-@pytest.mark.parametrize("seconds, words", [(0, "00:00"), (61.9, "01:01"), (3600, "1:00:00"), (86400 * 2.5, "2 days, 12:00:00")])
+@pytest.mark.parametrize("seconds, words", [(61.9, "01:01"), (3600, "1:00:00"), (216000, "2 days, 12:00:00")])
 def test_time_left(tmp_path, monkeypatch, capsys, seconds, words):
     """After the first of two steps, which took so long."""
-    clock = iter([0.0, seconds or 1e-9])
+    clock = iter([0.0, seconds])
     monkeypatch.setattr(train.time, "monotonic", lambda: next(clock))
     training = training_of(Recorder(), None, settings_of("--steps 2"), tmp_path)
     train.Report(training, train.Job(None, None, 1.0))(1, 1e-3, np.ones(2), 0.5, pause=True)
@@ -302,22 +298,16 @@ def test_gpu_numbers_wait_for_the_next_step(loop, device):
         assert order == ["update 1", "copy 1", "update 2", "copy 2", "read 1", "update 3", "copy 3", "read 2", "read 3"]
 
 
-WHOLE = ["step 12000/48000", "loss 10.1234", "4.564 bits/byte", "1:02:03 left", " 620,123 tokens/s", "norm 100.12", "lr 1.25e-03"]
-
-
 def test_the_progress_line_fits_the_terminal(monkeypatch, capsys):
     """What matters less stands last, and is left out where it does not fit: whole, or not at all.  No line end sends it to
     the screen."""
-    flushed = []
+    flushed, parts = [], ["step 12/48", "loss 10.1234", "4.564 bits/byte"]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "flush", lambda: flushed.append(1), raising=False)
-    for columns in (10, 16, 17, 31, 32, 101, 102, 103, 140):
+    for columns, fit, last in (5, 1, False), (24, 1, True), (25, 2, False), (41, 2, True), (42, 3, False), (140, 3, True):
         monkeypatch.setenv("COLUMNS", str(columns))
-        for last in (False, True):
-            train.print_step(12000, [*WHOLE], last)
-            assert flushed.pop()
-            fit = max(n for n in range(1, len(WHOLE) + 1) if n == 1 or len("  ".join(WHOLE[:n])) < columns)
-            assert capsys.readouterr().out == "\r" + "  ".join(WHOLE[:fit]) + "\x1b[K" + "\n" * last
+        train.print_step(12, [*parts], last)
+        assert flushed.pop() and capsys.readouterr().out == "\r" + "  ".join(parts[:fit]) + "\x1b[K" + "\n" * last
 
 
 # -- the log and the disk ----------------------------------------------------------------------------------------------
@@ -329,14 +319,14 @@ def write_log(folder, steps, tail=""):
 
 def test_opening_a_log_cuts_it_and_writes_nothing_again(tmp_path, monkeypatch):
     """Killed at any moment the history is there: the file is never written anew."""
-    whole, modes, real = write_log(tmp_path, range(1, 10)), [], open
-    inode = os.stat(tmp_path / "log.jsonl").st_ino
-    monkeypatch.setattr("builtins.open", lambda path, mode="r", *rest, **options: modes.append(mode) or real(path, mode, *rest, **options))
+    kept, modes, real = write_log(tmp_path, range(1, 7)), set(), open
+    write_log(tmp_path, range(1, 10))
+    monkeypatch.setattr("builtins.open", lambda path, mode: modes.add(mode) or real(path, mode))
     log = checkpoint.Log(str(tmp_path), 6)
-    kept = "".join(whole.splitlines(keepends=True)[:6])
-    assert set(modes) == {"rb", "ab"} and (tmp_path / "log.jsonl").read_text() == kept and os.stat(tmp_path / "log.jsonl").st_ino == inode
+    assert modes == {"rb", "ab"} and (tmp_path / "log.jsonl").stat().st_size == len(kept)
     log.write(step=7, loss=2.0)
-    assert (tmp_path / "log.jsonl").read_text() == kept + '{"step": 7, "loss": 2.0}\n'
+    with real(log.path) as file:
+        assert file.read() == kept + '{"step": 7, "loss": 2.0}\n'
 
 
 def test_the_last_line_of_a_killed_run_is_dropped_and_what_is_missing_is_said(tmp_path, capsys):
@@ -459,17 +449,17 @@ def test_a_tokenizer_reads_a_hundred_million_bytes_and_no_more():
 
 
 def test_two_preparations_at_once_make_the_same_files(folder):
-    words = random.Random(0).choices(["alpha", "beta", "gamma", "delta"], k=100_000)
-    for name in "web_a", "web_b":
-        (folder / f"{name}.txt").write_text(name + " ".join(words))
+    words = random.Random(0).choices(["alpha", "beta", "gamma", "delta"], k=60_000)
+    for name in "web_a.txt", "web_b.txt":
+        (folder / name).write_text(name + " ".join(words))
     program = ("import sys; sys.path.insert(0, sys.argv[1]); import train; _, tokens, val, key = train.prepare(sys.argv[2:], 300);"
-               "print(key, len(tokens), int(tokens.astype(int).sum()), {kind: len(part) for kind, part in val.items()})")
+               "print(key, int(tokens.sum()), {kind: len(part) for kind, part in val.items()})")
     both = [subprocess.Popen([sys.executable, "-c", program, ROOT, "web_a.txt", "web_b.txt"], text=True, stdout=subprocess.PIPE) for _ in range(2)]
     first, second = [process.communicate(timeout=600)[0].splitlines()[-1] for process in both]
     assert first == second and "'web'" in first
     os.rename("web_b.txt", "books_b.txt")                               # the same text, but of another kind
     _, tokens, val, key = train.prepare(["web_a.txt", "books_b.txt"], 300)
-    assert first.split()[0] != key and first.split()[1] == str(len(tokens)) and [*val] == ["web", "books"]
+    assert first.split()[0] != key and first.split()[1] == str(int(tokens.sum())) and [*val] == ["web", "books"]
 
 
 # -- resume (tests/test_attack.py has kills, signals and full disks) -----------------------------------------------------
@@ -520,6 +510,11 @@ def test_a_resumed_run_keeps_its_sizes(tiny):
             tiny("--resume", "--out", "out/half", "--steps", steps)
     same = [f"--{name}={value}" for name, value in sizes.items()]
     assert tiny("--resume", "--out", "out/half", "--dry-run").count("\n") == 1 and read_log("out/half")[-1]["step"] == 6
+    os.rename("tiny.txt", "kept.txt")
+    open("tiny.txt", "w").write("another text " * 99)
+    with pytest.raises(ValueError, match="^tiny.txt: not what out/half began with.$"):
+        tiny("--resume", "--out", "out/half")
+    os.rename("kept.txt", "tiny.txt")
     assert "Resuming out/half at step 6 of 12." in tiny("--resume", "--out", "out/half", *same)
     assert read_log("out/half") == read_log("out/whole")
 
