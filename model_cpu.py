@@ -42,7 +42,7 @@ import sys
 
 try:
     import numpy as np
-except ModuleNotFoundError:
+except ImportError:
     print("NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).",
           file=sys.stderr)
     sys.exit(2)

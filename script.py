@@ -164,7 +164,8 @@ def number_type(kind, good, what):
             value = kind(text)
             if good(value):                                 # a NaN fails every comparison
                 return value
-        raise argparse.ArgumentTypeError(f"must be {what}, not {text!r:.40}")
+        raise argparse.ArgumentTypeError(
+            f"must be {what}, not {(text if len(text) <= 40 else text[:40] + '...')!r}")
     return parse
 
 

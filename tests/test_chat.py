@@ -254,7 +254,7 @@ def test_ctrl_c_ends_what_reads_from_a_pipe(models):
     os.read(process.stdout.fileno(), 100)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (130, b"")
+    assert (process.returncode, err) == (130, b"Stopped.\n")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_a_script_ends_with_one_sentence(monkeypatch, capsys, error, code, words
 
 
 @pytest.mark.parametrize("name, body, code, words", [
-    ("numpy", "raise ModuleNotFoundError", 2, "NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).\n"),
+    ("numpy", "raise ImportError", 2, "NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).\n"),
     ("numpy", "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", 130, "Stopped.\n"),
     ("cupy", "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", 130, "Stopped.\n")])
 def test_without_numpy_and_ctrl_c_while_a_script_imports(tmp_path, name, body, code, words):
