@@ -112,8 +112,8 @@ class Session:
         while turns and sum(map(len, turns)) + len(new) > room:
             del turns[1 if has_system and len(turns) > 1 else 0]
         if not turns:                                       # beside others a turn is whole
-            new = tokenizer.prompt(text, room, self.system)
-            frame = len(tokenizer.prompt(b"", system=self.system))
+            new = tokenizer.prompt(text, room, self.system or None)
+            frame = len(tokenizer.prompt(b"", system=self.system or None))
             last_ids(tokenizer.encode(text), room - frame, "prompt")        # only to tell the user
         turns.append(new)
         self.utf8.reset()

@@ -27,6 +27,7 @@ its name.
 
 What this file does not do: it reads no pickle, no architecture but Llama's, and no adapters.
 """
+import atexit
 import dataclasses
 import fcntl
 import json
@@ -411,9 +412,6 @@ def load_state(folder, model=None):
 # ------------------------------------------------------------------------------------------------------------
 # 5. A run's folder: one run at a time, its log, and the log's curves
 # ------------------------------------------------------------------------------------------------------------
-RISE = 0.02             # nats by which the held-out loss must rise to mean something
-
-
 def lock_folder(out):
     """Until this process ends, nobody else may train in the folder `out`; ValueError if somebody does.  The
     lock is a file beside the folder, because the folder may be renamed meanwhile."""
@@ -457,8 +455,6 @@ class Log:
     lost."""
     def __init__(self, folder, step):
         self.path = join(folder, "log.jsonl")
-        self.best = math.inf, 0                     # the lowest held-out loss, and its step
-        self.risen = False                          # whether it has risen since
         kept = last = 0
         if exists(self.path):
             for line, record in read_log(self.path):
@@ -466,28 +462,16 @@ class Log:
                     break
                 kept += len(line) + 1                       # and the line end
                 last = record["step"]
-                self.follow(record)
         self.file = open(self.path, "ab")
+        atexit.register(self.file.close)
         self.file.truncate(kept)
         if last < step:
             print(f"note: {self.path} has no record of the steps {last + 1} to {step}.", flush=True)
 
     def write(self, **record):
-        """-> whether this is the first record of a held-out loss that has risen."""
         with naming(self.path):
             self.file.write(json.dumps(record).encode() + b"\n")
             self.file.flush()
-        return self.follow(record)
-
-    def follow(self, record):
-        """As write(), of a record that is in the file."""
-        loss = record.get("val_loss")
-        if not isinstance(loss, (int, float)):
-            return False
-        self.best = min(self.best, (loss, record["step"]))
-        first = not self.risen and loss > self.best[0] + RISE
-        self.risen = self.risen or first
-        return first
 
 
 def plot(folder):

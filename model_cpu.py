@@ -29,7 +29,9 @@ What this file does not do: no dropout, no biases, no learning-rate schedule (tr
 prompts, no files (checkpoint.py).  Arithmetic is float64 by default, where gradients can be checked to ten
 digits; training passes dtype=np.float32.
 """
-import bisect
+# first: from here on Ctrl-C is one word on the screen
+from script import Parser, require, run_script
+
 import concurrent.futures
 import dataclasses
 import itertools
@@ -45,7 +47,6 @@ except ImportError:
           file=sys.stderr)
     sys.exit(2)
 
-from script import Parser, require, run_script
 from tokenizer import Tokenizer, visible
 
 
@@ -1113,12 +1114,6 @@ class Workspace:
             layers = [carve(self.memory, layer, start) for start in range(0, all_layers, each)]
             self.buffers_by_shape[B, T] = layers, carve(self.memory, shared, all_layers)
         return self.buffers_by_shape[B, T]
-
-
-def largest_micro_batch(plan, free):
-    """The largest micro-batch for which plan(micro_batch), a dict of bytes, fits these free bytes; 0 if none
-    does."""
-    return bisect.bisect_right(range(1, 1 << 20), free, key=lambda rows: sum(plan(rows).values()))
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVID
 over several GPUs; train.py starts their processes.  The file can be imported where there is no CuPy or no GPU,
 and then says what is missing in one sentence.
 """
+import bisect
 import collections
 import contextlib
 import ctypes
@@ -42,10 +43,9 @@ import threading
 import time
 import weakref
 
+import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from numpy import float32, int32, int64, uint8, uint16, uint64
-
-import model_cpu
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch,
                        init_params, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, rope_table, table_bytes, update_table)
@@ -1109,6 +1109,18 @@ def free_memory(limit=None):
     # what memory_plan counts and this process has already
     free += cupy.get_default_memory_pool().total_bytes() + CONTEXT_BYTES
     return min(free, limit or free)
+
+
+def largest_micro_batch(config, precision, optimizer, gpus, limit=None):
+    """The largest for which the memory_plan of training fits the free_memory, 0 if none does; infinite where
+    there is no GPU and no limit."""
+    free = free_memory(limit)
+    if free is None:
+        return math.inf
+
+    def size(rows):
+        return sum(memory_plan(config, rows, config.context, precision, optimizer, gpus).values())
+    return bisect.bisect_right(range(1, 1 << 20), free, key=size)
 
 
 class Nccl:

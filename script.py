@@ -6,17 +6,33 @@ puzzles you.  It needs the standard library alone.
 
 What it does not do: it knows no tokens and no tensors.
 """
+import os
+import sys
+
+
+def stopped(kind, error, trace):
+    """In place of sys.excepthook: what Ctrl-C says while a script still imports, which takes a second or two.
+    So the scripts import this file before the large ones."""
+    if kind is not KeyboardInterrupt:
+        return sys.__excepthook__(kind, error, trace)
+    print("Stopped.", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+sys.excepthook = stopped
+
 import argparse
 import ast
 import errno
 import functools
 import glob
+import hashlib
 import json
-import os
+import math
+import mmap
 import re
 import shutil
 import signal
-import sys
 import time
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, suppress
@@ -62,6 +78,16 @@ def check_plain(path):
     """ValueError for a pipe, a device or a folder in place of a file: reading it might never end."""
     require(os.path.isfile(path) or not os.path.exists(path),       # open() complains about a missing file
             f"{path} is not a plain file, so it is not read.")
+
+
+def check_text(path):
+    """ValueError for a file that is no text in UTF-8, by its first megabyte.  One byte in a thousand may be
+    damaged: it is learned as it is."""
+    start = read_chunk(path, 0, 1 << 20)
+    require(start, f"{path} is empty: there is no text in it.")
+    damaged = re.findall("[\0\udc80-\udcff]", start.decode("utf-8", "surrogateescape"))
+    kind = "UTF-16, or binary (it holds NUL bytes)" if "\0" in damaged else "Latin-1 or Windows-1252"
+    require(1000 * len(damaged) <= len(start), f"{path} is no text in UTF-8: it seems to be {kind}.")
 
 
 def read_json(path):
@@ -138,8 +164,8 @@ def number_type(kind, good, what):
             value = kind(text)
             if good(value):                                 # a NaN fails every comparison
                 return value
-        shown = text if len(text) <= 40 else text[:40] + "..."
-        raise argparse.ArgumentTypeError(f"must be {what}, not {shown!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be {what}, not {(text if len(text) <= 40 else text[:40] + '...')!r}")
     return parse
 
 
@@ -147,6 +173,11 @@ def whole_number(least, most=10**9):
     """An argparse type: an int within these bounds."""
     what = f"a whole number of at least {least} and at most {most:,}"
     return number_type(int, lambda x: least <= x <= most, what)
+
+
+positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
+not_negative = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
+below_1 = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
 
 
 def to_nowhere(stream):
@@ -216,6 +247,7 @@ def run_script(main, to_the_end=False):
         to_nowhere(sys.stdout)
         code = 0
     except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
         code = 130
     except Exception as error:
         sentence = explain(error)
@@ -261,6 +293,12 @@ def read_chunk(path, start=0, end=None):
         return file.read(-1 if end is None else end - start)
 
 
+def file_hash(path):
+    """The SHA-256 of a file, which may be larger than the memory, and not empty."""
+    with open(path, "rb") as file:
+        return hashlib.sha256(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).hexdigest()
+
+
 def available_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -280,19 +318,17 @@ MPI_IS_MISSING = "Several processes need MPI: pip install mpi4py mpich"
 
 def start_under_mpiexec(gpus):
     """The script starts itself anew, as that many processes."""
-    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", "")]     # pip puts it in the first
-    mpiexec = shutil.which("mpiexec", path=os.pathsep.join(folders))
+    # pip puts it beside Python
+    mpiexec = shutil.which("mpiexec", path=f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}")
     require(mpiexec, f"{MPI_IS_MISSING} (there is no mpiexec).")
     os.execv(mpiexec, [mpiexec, "-n", str(gpus), sys.executable, *sys.argv])
 
 
 def set_threads():
     """The threads here are slices of the batch, a core each, so BLAS must not start its own.  It reads their
-    number when NumPy loads; so the script sets it and starts itself anew."""
+    number when NumPy loads."""
     names = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
-    wanted = {**os.environ, **dict.fromkeys(names, "1")}
-    if wanted != os.environ:
-        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
+    os.environ.update(dict.fromkeys(names, "1"))
 
 
 def parse_size(text):
@@ -316,7 +352,7 @@ def python_docstrings():
     for folder, folders, names in os.walk(library):
         folders[:] = sorted(set(folders) - others)
         for name in sorted(name for name in names if name.endswith(".py")):
-            path = os.path.join(folder, name)
+            path = f"{folder}/{name}"
             module = os.path.relpath(path, library)[:-3].replace(os.sep, ".").removesuffix(".__init__")
             with suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
                 yield list(docstrings_below(ast.parse(file.read()), module))
@@ -355,5 +391,5 @@ def write_python_corpus(path, separator):
         seen.update(prose)
         if prose:
             kept.append("\n\n".join(prose))
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     write_file(path, f"\n\n{separator}\n\n".join(kept).encode())

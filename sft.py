@@ -34,6 +34,10 @@ first of their steps).
 What it does not do: no rewards or preferences (the other steps: RLHF, DPO); no adapters (LoRA), all weights
 are trained; no packing of several conversations into one row.
 """
+# first: from here on Ctrl-C is one word on the screen
+from script import (Parser, check_text, printable, python_docstrings, read_chunk, require, run_script,
+                    set_threads, whole_number)
+
 import collections
 import functools
 import glob
@@ -43,10 +47,12 @@ import json
 import os
 import re
 
+if __name__ == "__main__":
+    set_threads()           # before NumPy loads
+
 import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import numpy as np
-from script import Parser, printable, python_docstrings, read_chunk, require, run_script, whole_number
 from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, END_OF_TEXT, END_OF_TURN
 
 # Chosen by short runs; docs/notes.md says what else was tried.
@@ -79,7 +85,7 @@ def read_conversations(paths):
     train.py held out from pretraining.  ValueError for a file that has none."""
     conversations = []
     for path in paths:
-        require(os.path.isfile(path), f"{path} is not a file; --data takes .json, .jsonl, and texts.")
+        check_text(path)
         if path.lower().endswith((".json", ".jsonl")):
             conversations += read_records(path)
         elif re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)):
@@ -91,8 +97,13 @@ def read_conversations(paths):
 
 def json_values(path):
     """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
-    that is not JSON."""
-    text = read_chunk(path).decode("utf-8-sig", "surrogateescape")
+    that is not UTF-8, or not JSON."""
+    data = read_chunk(path)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + data.count(b"\n", 0, error.start)
+        raise ValueError(f"{path}, line {line}, is not UTF-8.") from None
     is_list = text.lstrip().startswith("[")
     values = []
     for number, part in enumerate([text] if is_list else text.split("\n")):
@@ -127,8 +138,7 @@ def read_records(path):
 
 def make_turns(record):
     """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> turns,
-    every text as it stands; an empty system text is none.  ValueError says in a few words what the record has
-    that is wrong."""
+    every text as it stands.  ValueError says in a few words what the record has that is wrong."""
     require(isinstance(record, dict), "no named fields")
     messages = record.get("messages")
     if messages is None:
@@ -142,7 +152,7 @@ def make_turns(record):
         check_texts([text for _, text in messages])
     system = []
     if messages and messages[0][0] == "system":
-        system = [(messages[0][1], None)] if messages[0][1] else []
+        system = [(messages[0][1], None)]
         messages = messages[1:]
     roles = [role for role, _ in messages]
     texts = [text for _, text in messages]
@@ -163,11 +173,11 @@ def as_text(parts):
 
 
 def opening(turns):
-    """What a conversation begins with: (system text or "", first user text)."""
+    """What a conversation begins with: (system text or None, first user text)."""
     text, response = turns[0]
     if response is None:
         return text, turns[1][0]
-    return "", text
+    return None, text
 
 
 def cut_prompt(tokenizer, beginning, T):
@@ -228,7 +238,7 @@ def make_example(tokenizer, turns, T):
     system, _ = opening(turns)
     ids = []
     mask = []
-    for text, response in turns[1:] if system else turns:
+    for text, response in turns if system is None else turns[1:]:
         prompt = tokenizer.prompt(text, None, system, first=not ids)
         answer = [*tokenizer.encode(response), tokenizer.end_of_turn]
         cut = len(ids) + len(prompt) + len(answer) > T + 1
@@ -417,9 +427,9 @@ def parse_arguments(argv):
     parser = Parser(description="Fine-tune a pretrained model to answer.")
     parser.add_argument("--show", type=whole_number(1), metavar="N", help="print N examples, then stop")
     parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
-    train.add_run_options(parser, ["context"], ".json, .jsonl: records of instruction, input, output, or of "
-                          "messages (default: data/instructions*.json; small: the base's held-out text)")
-    return parser.parse_args(argv)
+    return train.parse_run_options(
+        parser, argv, ["context"], ".json, .jsonl: records of instruction, input, output, or of messages "
+        "(default: data/instructions*.json; small: the base's held-out text)")
 
 
 def read_base(given):
@@ -436,7 +446,7 @@ def read_base(given):
 
 
 def base_of(given):
-    return os.path.normpath(given.get("base") or os.path.join("out", given.get("preset", "small")))
+    return os.path.normpath(given.get("base") or f"out/{given.get('preset', 'small')}")
 
 
 def read_examples(tokenizer, settings, T):
@@ -448,7 +458,7 @@ def read_examples(tokenizer, settings, T):
 def run(args, ranks):
     """-> exit code."""
     given = train.given_options(args)
-    out = os.path.normpath(given.get("out", base_of(given) + "-sft"))
+    out = os.path.normpath(args.out or f"out/{os.path.basename(base_of(given))}-sft")
     begun = continue_run(given, out, ranks) if args.resume else begin_run(given, out, ranks)
     if begun is None:
         return 0
@@ -474,9 +484,9 @@ def continue_run(given, out, ranks):
     epochs = given.get("epochs", before)
     if epochs > before and step >= settings.steps:
         train.add_steps(settings, epochs * batches, out)
-    elif epochs != before:
-        raise ValueError(f"the run in {out} has --epochs {before}, not {epochs}: a resumed run keeps its "
-                         "settings. Leave the option out, or start a new run with --out.")
+    else:
+        require(epochs == before, f"the run in {out} has --epochs {before}, not {epochs}: a resumed run keeps "
+                "its settings. Leave the option out, or start a new run with --out.")
     if step >= settings.steps:
         print(f"The run in {out} is finished: {step} steps (--epochs takes more).")
         return None
@@ -499,7 +509,7 @@ def begin_run(given, out, ranks):
     training = train.new_training("sft.py", out, config, tokenizer, settings, ranks, base)
     print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
           f"conversations, {len(examples.held_out):,} more held out; {examples.cut:,} cut to fit.")
-    print(f"{epochs} epochs of {batches} steps of at most {settings.batch_tokens:,} tokens.", flush=True)
+    print(f"Epochs: {epochs}, each of {batches} steps of at most {settings.batch_tokens:,} tokens.", flush=True)
     return training, examples
 
 

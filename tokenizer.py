@@ -51,8 +51,8 @@ from heapq import heappop, heappush
 from itertools import chain, count, islice, pairwise, repeat
 from multiprocessing import get_context, parent_process
 
-from script import (Parser, available_cores, newest_checkpoint, read_chunk, read_json, refusing, replace_file,
-                    require, run_script, show_progress, whole_number, write_file)
+from script import (Parser, available_cores, check_text, newest_checkpoint, read_chunk, read_json, refusing,
+                    replace_file, require, run_script, show_progress, whole_number, write_file)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
@@ -603,7 +603,7 @@ class Tokenizer:
         """The id that ends an answer."""
         return self.special_id(END_OF_TURN if self.template in ("", CHAT_TEMPLATE) else "<|im_end|>")
 
-    def prompt(self, text, room=None, system=b"", first=True):
+    def prompt(self, text, room=None, system=None, first=True):
         r"""The ids of a turn up to where the answer begins, in the form of `template`; put together from
         ids, since text can never become a special token:
 
@@ -612,14 +612,15 @@ class Tokenizer:
                     <|im_start|>assistant\n  (in one line)
 
         text, system: str or bytes.  What is in brackets stands in the first turn alone, if there is a system
-        text: this one, or the template's.  In ChatML a turn that is not the first begins with the line end
-        that follows the end of the answer before it.
+        text: this one, or with None the template's.  In ChatML an empty one has its turn, too, and a turn
+        that is not the first begins with the line end that follows the end of the answer before it.
 
         room: at most so many ids.  Of a longer text the end is kept.  What surrounds the text stays whole,
         unless it is too long by itself: then its beginning goes, too, all but the first id.
         """
         text = to_bytes(to_str(text))
-        system = to_bytes(to_str(system))
+        if system is not None:
+            system = to_bytes(to_str(system))
         if self.template in ("", CHAT_TEMPLATE):
             before = [self.special_id(USER)]
             head = system + b"\n\n" if system and first else b""
@@ -627,12 +628,13 @@ class Tokenizer:
         else:
             start = self.special_id("<|im_start|>")
             end = [self.end_of_turn, *self.encode("\n")]
-            default = CHATML.fullmatch(self.template)[1] or ""
-            system = system or json.loads(f'"{default}"').encode()
+            default = CHATML.fullmatch(self.template)[1]
+            if default and system is None:
+                system = json.loads(f'"{default}"').encode()
             before = [start]
             if not first:
                 before = end[1:] + before
-            elif system:
+            elif system is not None:
                 before = [start, *self.encode(b"system\n" + system), *end] + before
             head = b"user\n"
             after = [*end, start, *self.encode("assistant\n")]
@@ -837,6 +839,8 @@ def show(tokenizer, text):
 def train_command(files, vocab_size, out):
     folder = os.path.dirname(os.path.abspath(out))
     require(os.access(folder, os.W_OK), f"Cannot write {out}; give --out a file in a folder that exists and is yours.")
+    for path in files:
+        check_text(path)
     started = time.monotonic()
     tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
     tokenizer.save(out)

@@ -33,6 +33,12 @@ What it does not do: no shuffling of documents; no masks at document boundaries 
 the model learns them from); no fine-tuning.  With --base the sizes and the tokenizer are the base's.  Its
 optimizer's moments are not read: the run begins with a warmup, at step 0, and at half the learning rate.
 """
+# first: from here on Ctrl-C is one word on the screen
+from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_plain, check_text, explain,
+                    file_hash, memory_size, not_negative, positive, print_step, printable, read_chunk,
+                    refusing, require, run_script, set_threads, show_progress, start_under_mpiexec,
+                    whole_number, write_python_corpus)
+
 import argparse
 import collections
 import dataclasses
@@ -47,18 +53,19 @@ import re
 import shlex
 import signal
 import sys
+import textwrap
 import time
 import traceback
 import zlib
+
+if __name__ == "__main__":
+    set_threads()           # before NumPy loads
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, count_targets, generate, slices_of
-from script import (MPI_IS_MISSING, Parser, Stop, available_cores, check_plain, explain, memory_size,
-                    number_type, print_step, printable, read_chunk, refusing, require, run_script,
-                    set_threads, show_progress, start_under_mpiexec, whole_number, write_python_corpus)
 from tokenizer import END_OF_TEXT, SEPARATOR, TEXT_ENDS, Tokenizer
 
 
@@ -85,12 +92,6 @@ def setting(kind, meaning=None, default=dataclasses.MISSING):
     return dataclasses.field(default=default, metadata={"help": meaning, **option})
 
 
-positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
-not_negative = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
-below_one = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
-clip_norm = number_type(float, lambda x: x > 0, "a number above 0")         # inf: no clipping
-
-
 @dataclasses.dataclass
 class Settings:
     """What a run is: with the same settings, files, code, libraries and number of processes every loss is the
@@ -109,8 +110,8 @@ class Settings:
     micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: as many as pay)", 1)
     # slices of a batch, a core each; another number of them sums in another order
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all)", 1)
-    decay: float = setting(below_one, "weight decay, on matrices (default 0.1)", 0.1)
-    clip: float = setting(clip_norm, "largest gradient norm for AdamW (default 1)", 1.0)
+    decay: float = setting(below_1, "weight decay, on matrices (default 0.1)", 0.1)
+    clip: float = setting(positive, "largest gradient norm for AdamW (default 1)", 1.0)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU", "cpu")
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
@@ -157,34 +158,39 @@ def option_of(name):
     return "--" + name.replace("_", "-")
 
 
-def add_run_options(parser, sizes, data):
-    """The options that pretraining and fine-tuning share.  sizes: those of SIZES that are options, too; data:
-    what the files of --data are."""
-    parser.add_argument("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
+def parse_run_options(parser, argv, sizes, data):
+    """Parse a command line with the options that pretraining and fine-tuning share.  sizes: those of SIZES that
+    are options, too; data: what the files of --data are."""
+    parser.add_argument("preset", nargs="?", help=f"the model's size: {', '.join(CONFIGS)} (default small)")
     parser.add_argument("--base", type=os.path.normpath, metavar="DIR",
                         help="the model to begin with, ours or any plain Llama (sft.py: default out/PRESET)")
     parser.add_argument("--data", nargs="+", type=os.path.normpath, metavar="FILE", help=data)
-    parser.add_argument("--out", metavar="DIR", help="to write: default out/PRESET, BASE-more, BASE-sft")
+    parser.add_argument("--out", metavar="DIR", help="to write: default PRESET, BASE-more or BASE-sft in out/")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    group = parser.add_argument_group("sizes in place of the preset's; in place of a base's the context alone")
     for name in sizes:
-        parser.add_argument(option_of(name), type=whole_number(1, 1 << 20), metavar="N",
-                            help="of the model, in place of the preset's (of a base: the context alone)")
+        least = 264 if name == "vocab" else 1       # the tokenizer's bytes and special tokens, and the next 8
+        group.add_argument(option_of(name), type=whole_number(least, 1 << 20), metavar="N")
     parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N",
                         help="number of processes, a GPU each (default 1)")
     for field in dataclasses.fields(Settings):
         if field.metadata.get("help"):
             parser.add_argument(option_of(field.name), **field.metadata)
+    args = parser.parse_args(argv)
+    # not as choices: these would be named first, and an option with a typing error never
+    if args.preset not in (None, *CONFIGS):
+        parser.error(f"the preset must be one of {', '.join(CONFIGS)}, not {args.preset!r:.40}")
+    return args
 
 
 def parse_arguments(argv):
     parser = Parser(description="Pretrain a model.  The defaults depend on the preset: --dry-run prints the main ones.")
     parser.add_argument("--steps", type=whole_number(1), metavar="N",
                         help="updates; with --resume a larger number extends a finished run")
-    add_run_options(parser, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
-                    "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
     parser.add_argument("--dry-run", action="store_true", help="print settings and memory, then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
-    return parser.parse_args(argv)
+    return parse_run_options(parser, argv, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
+                             "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -198,60 +204,36 @@ def find_corpus(preset):
         return large
     if os.path.exists("data/tiny.txt"):
         return ["data/tiny.txt"]
-    path = os.path.join("data", "python-{}.{}.txt".format(*sys.version_info))
+    path = "data/python-{}.{}.txt".format(*sys.version_info)
     if not os.path.exists(path):
         print("No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.", flush=True)
         write_python_corpus(path, END_OF_TEXT)
     return [path]
 
 
-def check_corpus(paths):
-    """ValueError, in one sentence, for files that cannot be a corpus."""
-    for path in paths:
-        require(os.path.isfile(path), f"{path} is not a file; --data takes text files.")
-        start = read_chunk(path, 0, 8192)
-        require(start, f"{path} is empty; there is nothing to learn from it.")
-        require(b"\0" not in start, f"{path} is a binary file (it holds NUL bytes); --data takes text files.")
-
-
 def split_point(path):
     """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB, and at most 10%
-    and 4 MB (about 1M tokens).  The cut moves to the nearest document boundary, else to the nearest line, else
-    to behind an ASCII character.  Text before the cut is for training.  Where separators stand near it, no
-    document is in both parts."""
+    and 4 MB (about 1M tokens).  The cut moves to the nearest document boundary, else to the nearest line.  A
+    text without lines is cut where that is, also within a character: tokens are made of bytes.  Text before
+    the cut is for training.  Where separators stand near it, no document is in both parts."""
     size = os.path.getsize(path)
     wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut may move from here on
     tail = read_chunk(path, low, size)
     end = len(tail.rstrip())                        # something must be left behind the cut
-    ideal = len(tail) - wanted
-    target = min(ideal, end - 1)
+    target = max(0, min(len(tail) - wanted, end - 1))
     documents = [match.end() for match in SEPARATOR.finditer(tail)]
-    lines = cuts_beside(tail, target, b"\n")
-    ascii_characters = cuts_beside(tail, target, bytes(range(128)))
-    for cuts in (documents, lines, ascii_characters):
+    lines = [tail.rfind(b"\n", 0, target) + 1, tail.find(b"\n", target) + 1]       # 0 where there is none
+    for cuts in (documents, lines):
         possible = [cut for cut in cuts if 0 < cut < end]
         if possible:
-            return low + min(possible, key=lambda cut: abs(ideal - cut))
-    return size - wanted
-
-
-def cuts_beside(text, target, characters):
-    """Offsets after the last of these single-byte characters before `target`, and after the first from there
-    on; 0, or an offset beyond the text, where there is none."""
-    others = bytes(set(range(256)) - set(characters))
-    before = text[:target].rstrip(others)
-    behind = text[target:].lstrip(others)
-    return len(before), len(text) - len(behind) + 1
+            return low + min(possible, key=lambda cut: abs(target - cut))
+    return low + target
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 3. Tokens
 # ------------------------------------------------------------------------------------------------------------
-def file_hash(path):
-    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
-
-
 def short_hash(*texts):
     return hashlib.sha256(os.fsencode(" ".join(texts))).hexdigest()[:12]
 
@@ -282,14 +264,18 @@ def tokenizer_sample(parts, most=100_000_000):
 def prepare(paths, vocab, base=None):
     """Corpus -> (tokenizer, train, val, key).  train: uint16 token ids, memory-mapped; val: dict of kind ->
     such ids, held out.  base: the folder of a model whose tokenizer to take; else one is trained.  ValueError
-    for a file that is no text.
+    for a file that is no text, or is written to meanwhile.
 
     What is made is kept in data/, named by a fingerprint of the contents, and made only once."""
-    check_corpus(paths)
+    for path in paths:
+        check_text(path)
+
+    def fingerprint():
+        return short_hash("".join(map(file_hash, paths)), str(vocab))
     os.makedirs("data", exist_ok=True)
-    with open(os.path.join("data", "prepare.lock"), "w") as guard:
+    with open("data/prepare.lock", "w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)       # a second run waits here, and then finds everything made
-        corpus_key = short_hash("".join(map(file_hash, paths)), str(vocab))
+        corpus_key = fingerprint()
         cuts = [(path, split_point(path), os.path.getsize(path)) for path in paths]
         to_train = [(path, 0, cut) for path, cut, _ in cuts]
         tokenizer_path = make_tokenizer(to_train, vocab, corpus_key, base)
@@ -301,16 +287,20 @@ def prepare(paths, vocab, base=None):
         for name in dict.fromkeys(kinds):
             held_out = [part for part, kind in zip(cuts, kinds) if kind == name]
             val[name] = make_tokens(tokenizer, f"val-{name}-{key}", held_out)
+        if fingerprint() != corpus_key:
+            for path in glob.glob(f"data/*-{corpus_key}*") + glob.glob(f"data/*-{key}-*"):
+                os.remove(path)
+            raise ValueError(f"{', '.join(paths)}: changed while it was read. Start again when it is complete.")
     return tokenizer, tokens, val, key
 
 
 def make_tokenizer(parts, vocab, corpus_key, base):
     """-> the path of the tokenizer in data/: a copy of the base's, or one trained on these parts of files."""
     if base:
-        path = os.path.join("data", f"tokenizer-{vocab}-{corpus_key}-base.json")
-        Tokenizer.load(os.path.join(base, "tokenizer.json")).save(path)
+        path = f"data/tokenizer-{vocab}-{corpus_key}-base.json"
+        Tokenizer.load(f"{base}/tokenizer.json").save(path)
         return path
-    path = os.path.join("data", f"tokenizer-{vocab}-{corpus_key}.json")
+    path = f"data/tokenizer-{vocab}-{corpus_key}.json"
     if not os.path.exists(path):
         files = ", ".join(file for file, *_ in parts)
         print(f"Training a tokenizer of {vocab} tokens on {files}.", flush=True)
@@ -321,7 +311,7 @@ def make_tokenizer(parts, vocab, corpus_key, base):
 
 def make_tokens(tokenizer, name, parts):
     """The ids of these parts of files, from data/NAME-CHECKSUM.bin, which is made where it is missing."""
-    start = os.path.join("data", name)
+    start = f"data/{name}"
     if not glob.glob(f"{glob.escape(start)}-*.bin"):
         title = name.rpartition("-")[0]
         tokenizer.encode_files(parts, f"{start}.new", progress=show_progress(f"{title} tokens:"))
@@ -349,8 +339,7 @@ def map_tokens(path):
 def window_count(size, T, K):
     """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
     grid that may be shifted by up to T-1 tokens."""
-    if size < T + K:
-        raise ValueError(f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
+    require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
     return max(1, (size - K - T + 1) // T)
 
 
@@ -473,9 +462,10 @@ def sample_text(model, tokenizer, ids, seed, most=SAMPLE_TOKENS):
 
 
 def print_samples(titles, samples, whole):
-    """What an evaluation has drawn, each below its title; unless whole, the first alone and on one line."""
+    """What an evaluation has drawn, each below its title; unless whole, a line of the first alone."""
     if not whole:
-        print("           " + repr(samples[0])[1:-1], flush=True)
+        line, *_ = textwrap.fill(repr(samples[0])[1:-1], 69).split("\n")
+        print(f"           {line}", flush=True)
         return
     for title, sample in zip(titles, samples):
         print(f"--- {printable(title)}\n{printable(sample)}", flush=True)
@@ -510,8 +500,7 @@ def choose_sizes(given, preset):
     if "base" in given:
         base = given["base"]
         wrong = [option_of(name) for name in sizes if name not in ("context", "mtp_weight")]
-        if wrong:
-            raise ValueError(f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
+        require(not wrong, f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
         return dataclasses.replace(checkpoint.read_config(base, given.get("context")), **sizes)
     if "dim" in sizes:
         sizes["hidden"] = None
@@ -526,20 +515,20 @@ def make_settings(given, preset, config, defaults, ranks):
         model_gpu.check_sizes(config)
     else:
         wrong = [option_of(name) for name in ("precision", "matmul", "memory_limit") if name in given]
-        if wrong:
-            raise ValueError(f"{' '.join(wrong)} is for the GPU engine; add --device gpu.")
+        require(not wrong, f"{' '.join(wrong)} is for the GPU engine; add --device gpu.")
     usual = {**defaults, "preset": preset, "mtp_weight": config.mtp_weight,
              "batch_tokens": max(1, defaults["batch_tokens"] // T) * T,
              "precision": model_gpu.default_precision() if on_gpu else "fp32"}
     usual.update((name, value) for name, value in given.items() if name in Settings.__annotations__)
     settings = Settings(**usual)
-    if settings.batch_tokens % T:
-        raise ValueError(f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
+    require(settings.batch_tokens % T == 0,
+            f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     windows = model_gpu.ceil_div(settings.batch_tokens // T, ranks.size)
     if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
         rows = (32768 if on_gpu else 4096) // T
         if on_gpu:
-            rows = min(rows, largest_micro_batch(config, settings, ranks))
+            rows = min(rows, model_gpu.largest_micro_batch(config, settings.precision, settings.optimizer,
+                                                           ranks.size, settings.memory_limit))
         settings.micro_batch = max(1, rows)
     settings.micro_batch = min(ranks.all_gather(min(settings.micro_batch, windows)))
     if "threads" not in given and not on_gpu:
@@ -556,31 +545,20 @@ def model_options(settings):
                 memory_limit=settings.memory_limit, optimizer=settings.optimizer)
 
 
-def memory_plan(config, settings, ranks, micro_batch):
-    """-> bytes by kind that the run takes on a GPU with this micro-batch."""
-    return model_gpu.memory_plan(config, micro_batch, config.context, settings.precision,
-                                 optimizer=settings.optimizer, gpus=ranks.size)
-
-
-def largest_micro_batch(config, settings, ranks):
-    """The largest that fits a GPU; infinite where there is none, and no --memory-limit to plan for."""
-    free = model_gpu.free_memory(settings.memory_limit)
-    if free is None:
-        return math.inf
-    return model_cpu.largest_micro_batch(functools.partial(memory_plan, config, settings, ranks), free)
-
-
 def dry_run(config, settings, ranks):
     """Print what a run would take."""
-    print(f"{settings.preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
-          f"{settings.batch_tokens:,} tokens in micro-batches of {settings.micro_batch} x {config.context}, "
-          f"{ranks.size} x {settings.device} {settings.precision}, {settings.optimizer}, learning rate "
-          f"{settings.lr}")
+    print(f"{model_cpu.param_count(config):,} parameters, {settings.steps} steps of {settings.batch_tokens:,} "
+          f"tokens in micro-batches of {settings.micro_batch} x {config.context}, {ranks.size} x "
+          f"{settings.device} {settings.precision}, {settings.optimizer}, learning rate {settings.lr}.  A new run "
+          f"without --steps takes fewer where these would read the corpus more than "
+          f"{MOST_EPOCHS[settings.preset]} times.")
     if settings.device == "gpu":
-        kinds = memory_plan(config, settings, ranks, settings.micro_batch)
-        for name, size in [*kinds.items(), ("together", sum(kinds.values()))]:
+        how = settings.precision, settings.optimizer, ranks.size
+        plan = model_gpu.memory_plan(config, settings.micro_batch, config.context, *how)
+        for name, size in [*plan.items(), ("together", sum(plan.values()))]:
             print(f"{name:>20} {size / 2**20:10.1f} MiB")
-        print(f"The largest micro-batch that fits: {largest_micro_batch(config, settings, ranks)}.")
+        largest = model_gpu.largest_micro_batch(config, *how, settings.memory_limit)
+        print(f"The largest micro-batch that fits: {largest}.")
 
 
 def cap_steps(given, settings, tokens):
@@ -618,8 +596,7 @@ def new_training(script, out, config, tokenizer, settings, ranks, base=None):
     training = Training(model, tokenizer, settings, state, out, ranks)
     if ranks.rank == 0:
         is_base = base and os.path.exists(out) and os.path.samefile(base, out)
-        if is_base:
-            raise ValueError(f"--out {out} is the base itself; name another folder for the model made from it.")
+        require(not is_base, f"--out {out} is the base itself; name another folder for the model made from it.")
         checkpoint.lock_folder(out)
         checkpoint.set_aside(out)
         save_run(training)
@@ -642,9 +619,8 @@ def describe(base, wanted="small"):
     """-> (preset, corpus) of a base; corpus: the files that it learned from.  One of ours says how it was made.
     For other people's model preset is the largest one that is not wider, else small, and corpus is None.
     wanted: the preset that was asked for."""
-    if not os.path.exists(os.path.join(base, "config.json")):
-        raise ValueError(f"there is no model in {base}: `python train.py {wanted}` trains one, --base names "
-                         "another.")
+    require(os.path.exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py {wanted}` "
+            "trains one, --base names another.")
     if os.path.exists(checkpoint.paths_of(base)[1]):
         made, _ = read_run(base, "train.py or sft.py")
         return made.preset, made.data
@@ -656,13 +632,11 @@ def describe(base, wanted="small"):
 def resume(given, out, script, ranks):
     """-> the Training of this script in `out`, from its own weights: a base need not be there any more.
     Options that differ from the run's are an error, but for more --steps than a finished run has made."""
-    if not os.path.exists(os.path.join(out, "config.json")):
-        raise ValueError(f"there is nothing to resume in {out}.")
+    require(os.path.exists(f"{out}/config.json"), f"there is nothing to resume in {out}.")
     if ranks.rank == 0:
         checkpoint.lock_folder(out)
     settings, state = read_run(out, script)
-    if state["script"] != script:
-        raise ValueError(f"the run in {out} is one of {state['script']}: resume it with that.")
+    require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
     choose_device(settings.device, settings.preset, ranks.local)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     steps = given.get("steps", 0)
@@ -684,8 +658,9 @@ def refuse_other_options(given, settings, config, base, out):
     for name, value in given.items():
         if name in recorded and value != recorded[name]:
             option = "the preset" if name == "preset" else option_of(name)
-            raise ValueError(f"the run in {out} has {option} {recorded[name]}, not {value}: a resumed run "
-                             "keeps its settings. Leave the option out, or start a new run with --out.")
+            raise ValueError(f"the run in {out} has {option} {str(recorded[name]).strip('[]')}, not "
+                             f"{str(value).strip('[]')}: a resumed run keeps its settings. Leave the option "
+                             "out, or start a new run with --out.")
 
 
 def add_steps(settings, steps, out):
@@ -734,7 +709,9 @@ def train(training, job, stop):
 
         paused = time.monotonic()
         if evaluating:
-            report.log_evaluation(step, job.evaluate(step))
+            record = job.evaluate(step)
+            if report.log:                                  # rank 0 has one
+                report.log.write(step=step, **record)
         if saving:
             save_in_agreement(training, report.log)
         if stopping and step < settings.steps:
@@ -777,7 +754,7 @@ def save_in_agreement(training, log):
     """Rank 0 saves, after all ranks have shown that they have the same weights."""
     if training.ranks.size > 1:
         training.ranks.agree(weights=weights_checksum(training.model))
-    if log:                                         # rank 0 has one
+    if log:
         os.fsync(log.file.fileno())
         save_run(training)
 
@@ -844,12 +821,6 @@ class Report:
                  f"{throughput:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
         print_step(step, parts, pause)
         return True
-
-    def log_evaluation(self, step, record):
-        if self.log and self.log.write(step=step, **record):
-            loss, best = self.log.best
-            print(f"note: the held-out loss was best at step {best}, {loss:.4f}, and rises: the model learns "
-                  "this text by heart. More text or fewer --steps would help.", flush=True)
 
 
 def first_bad_tensor(training, inputs, targets):
@@ -920,8 +891,7 @@ class Ranks:
         said = self.all_gather(facts)
         for rank, other in enumerate(said):
             wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
-            if wrong:
-                raise ValueError(f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
+            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
 
     def in_turn(self, function):
         """-> function() of each rank.  Rank 0 calls it first; the others wait, and then find its files."""
@@ -951,9 +921,7 @@ def find_ranks(gpus):
     if not launched and gpus and gpus > 1:
         start_under_mpiexec(gpus)
     size = launched[0] if launched else 1
-    if gpus not in (None, size):
-        raise ValueError(f"--gpus {gpus} does not fit the {size} processes of the launcher.")
-    set_threads()
+    require(gpus in (None, size), f"--gpus {gpus} does not fit the {size} processes of the launcher.")
     if size == 1:
         return Ranks()
     try:
@@ -992,7 +960,7 @@ def connect(training):
     ranks = training.ranks
     if ranks.size > 1:
         here = os.path.dirname(os.path.abspath(__file__))
-        code = [file_hash(path) for path in sorted(glob.glob(os.path.join(here, "*.[pc][yu]")))]
+        code = [file_hash(path) for path in sorted(glob.glob(f"{here}/*.[pc][yu]"))]
         ranks.agree(code=code, versions=(sys.version, np.__version__), **dataclasses.asdict(training.settings),
                     weights=weights_checksum(training.model))
         on_gpu = training.settings.device == "gpu"
@@ -1039,7 +1007,9 @@ def pretraining(training, tokens, val):
 def run(args, ranks):
     """-> exit code."""
     given = given_options(args)
-    begun = continue_run(given, ranks) if args.resume else begin_run(given, ranks)
+    name = f"{os.path.basename(args.base)}-more" if args.base else args.preset or "small"
+    out = os.path.normpath(args.out or f"out/{name}")
+    begun = continue_run(given, out, ranks) if args.resume else begin_run(given, out, ranks)
     if begun is None:
         return 0
     training, tokens, val = begun
@@ -1047,36 +1017,28 @@ def run(args, ranks):
     return train(training, pretraining(training, tokens, val), Stop())
 
 
-def folder_of(given, preset):
-    """The folder that a run writes."""
-    usual = f"{given['base']}-more" if "base" in given else os.path.join("out", preset)
-    return os.path.normpath(given.get("out", usual))
-
-
-def continue_run(given, ranks):
-    """-> (Training, tokens, val), or None where there is nothing left to do."""
-    out = folder_of(given, given.get("preset", "small"))
+def continue_run(given, out, ranks):
+    """-> (Training, tokens, val), or None where there is nothing left to do, or a dry run."""
     training = resume(given, out, "train.py", ranks)
     settings = training.settings
     step = training.model.step
     if step >= settings.steps:
         print(f"The run in {out} is finished: {step} steps (--steps takes more).")
         return None
+    if given["dry_run"]:
+        return dry_run(training.model.config, settings, ranks)
     base = out if training.state.get("base") else None      # the run's own copy of the base's tokenizer
     _, tokens, val, key = ranks.in_turn(lambda: prepare(settings.data, training.model.config.vocab, base))
-    if key != settings.tokens_key:
-        raise ValueError(f"{', '.join(settings.data)}: not what {out} began with.")
+    require(key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
     print(f"Resuming {out} at step {step} of {settings.steps}.")
     return training, tokens, val
 
 
-def begin_run(given, ranks):
+def begin_run(given, out, ranks):
     """-> (Training, tokens, val), or None after a dry run."""
     base = given.get("base")
     preset = given.get("preset") or (describe(base)[0] if base else "small")
     config = choose_sizes(given, preset)
-    if given["dry_run"] and "memory_limit" in given:
-        given.setdefault("device", "gpu")
     given["device"] = choose_device(given.get("device"), preset, ranks.local, given["dry_run"])
     defaults = dict(DEFAULTS[preset])
     if given.get("optimizer") == "adamw":
@@ -1085,8 +1047,7 @@ def begin_run(given, ranks):
         defaults["lr"] /= 2
     settings = make_settings(given, preset, config, defaults, ranks)
     if given["dry_run"]:
-        dry_run(config, settings, ranks)
-        return None
+        return dry_run(config, settings, ranks)
     if not settings.data:
         settings.data = ranks.in_turn(lambda: find_corpus(preset))
     prepared = ranks.in_turn(lambda: prepare(settings.data, config.vocab, base))
@@ -1096,12 +1057,11 @@ def begin_run(given, ranks):
     held_out = sum(map(len, val.values()))
     if held_out <= config.predict:
         print("The corpus is too short for a validation part: there will be no validation loss.")
-    out = folder_of(given, preset)
     training = new_training("train.py", out, config, tokenizer, settings, ranks, base)
     engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
     if ranks.size > 1:
         engine = f"{ranks.size} x {engine}"
-    print(f"{preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
+    print(f"{base or preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {engine}; corpus {', '.join(settings.data)}: "
           f"{len(tokens):,} tokens to train on, {held_out:,} to validate.", flush=True)
     return training, tokens, val

@@ -318,19 +318,6 @@ def test_muon_changes_nothing_where_the_norm_is_not_finite():
         assert all(map(np.array_equal, before, (model.flat_params, model.flat_grads, model.m, model.v)))
 
 
-def test_largest_micro_batch():
-    asked = []
-
-    def plan(rows):
-        asked.append(rows)
-        assert len(asked) < 200                                     # by halves
-        return {"fixed": 1000, "rows": 10 * rows}
-    for free, largest in ((0, 0), (1009, 0), (1010, 1), (1019, 1), (1020, 2), (1030, 3), (1079, 7), (1080, 8),
-                          (2234, 123)):
-        assert model_cpu.largest_micro_batch(plan, free) == largest
-    assert min(asked) == 1
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
 # ---------------------------------------------------------------------------------------------------------------------

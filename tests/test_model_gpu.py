@@ -1533,13 +1533,14 @@ def test_the_plan_of_the_big_model():
     assert "bf16 weights" not in model_gpu.memory_plan(c, 64, 512, "tf32")
 
 
-def test_largest_micro_batch():
+def test_largest_micro_batch(monkeypatch):
     config = model_cpu.CONFIGS["big"]
     total = sum(model_gpu.memory_plan(config, 64, 512, "bf16").values())
     assert 14 * 2 ** 30 < total < 15.5 * 2 ** 30
-    def plan(rows):
-        return model_gpu.memory_plan(config, rows, 512, "bf16")
-    assert [model_cpu.largest_micro_batch(plan, free) for free in (total, total - 1, 1 << 30)] == [64, 63, 0]
+    monkeypatch.setattr(model_gpu, "cupy", None)
+    for gpus, limit, rows in ((1, total, 64), (1, total - 1, 63), (1, 1 << 30, 0), (1, None, math.inf),
+                              (2, total + model_gpu.NCCL_BYTES, 64), (2, total + model_gpu.NCCL_BYTES - 1, 63)):
+        assert model_gpu.largest_micro_batch(config, "bf16", "adamw", gpus, limit) == rows
 
 
 def test_errors_are_one_sentence(monkeypatch):

@@ -43,8 +43,8 @@ def test_a_wrong_option_is_one_sentence(tmp_path, script):
     ("train.py", "--mtp-weight", "inf", "at least 0"), ("train.py", "--memory-limit", ".", "12GB"),
     ("train.py", "--memory-limit", "0", "12GB"), ("train.py", "--memory-limit", "12 apples", "12GB"),
     *[("train.py", option, value, words)
-      for option in ("--dim", "--heads", "--kv-heads", "--layers", "--context", "--vocab")
-      for value, words in ((0, "at least 1"), ((1 << 20) + 1, "at most 1,048,576"), ("9" * 400, option))],
+      for option, least in (("--dim", 1), ("--heads", 1), ("--kv-heads", 1), ("--layers", 1), ("--context", 1), ("--vocab", 264))
+      for value, words in ((least - 1, f"at least {least}"), ((1 << 20) + 1, "at most 1,048,576"), ("9" * 400, option))],
     ("sft.py", "--epochs", "9" * 400, "--epochs"), ("sft.py", "--show", 0, "at least 1"),
     ("chat.py", "--max-tokens", "9" * 400, "--max-tokens"), ("chat.py", "--temperature", "nan", "from 0 to 100"),
     ("chat.py", "--top-p", 1.5, "from 0.001 to 1"), ("chat.py", "--seed", 2**63 + 1, "a whole number of at least 0")])
@@ -58,7 +58,7 @@ def test_numbers_out_of_bounds(capsys, script, option, value, words):
 @pytest.mark.parametrize("script, options", [("train", (
     ("--batch-tokens", 1, 1 << 24), ("--micro-batch", 1, 65535), ("--warmup", 0, 10**9), ("--seed", 0, 1 << 63), ("--eval-every", 1, 10**9),
     ("--save-every", 1, 10**9), ("--threads", 1, 1024), ("--gpus", 1, 1024), ("--dim", 1, 1 << 20),
-    ("--heads", 1, 1 << 20), ("--kv-heads", 1, 1 << 20), ("--layers", 1, 1 << 20), ("--context", 1, 1 << 20), ("--vocab", 1, 1 << 20))),
+    ("--heads", 1, 1 << 20), ("--kv-heads", 1, 1 << 20), ("--layers", 1, 1 << 20), ("--context", 1, 1 << 20), ("--vocab", 264, 1 << 20))),
     ("sft", (("--epochs", 1, 10**9), ("--show", 1, 10**9), ("--threads", 1, 1024), ("--context", 1, 1 << 20)))])
 def test_the_bounds_of_whole_numbers(capsys, script, options):
     module = importlib.import_module(script)
@@ -104,7 +104,7 @@ def test_errors_as_sentences():
 
 @pytest.mark.parametrize("error, code, words", [
     (ValueError("It is so."), 2, "error: It is so.\n"), (MemoryError(), 2, "error: There is not enough memory.\n"),
-    (FileNotFoundError(2, "No such file", "x"), 2, "error: Cannot use x: No such file.\n"), (KeyboardInterrupt(), 130, "")])
+    (FileNotFoundError(2, "No such file", "x"), 2, "error: Cannot use x: No such file.\n"), (KeyboardInterrupt(), 130, "Stopped.\n")])
 def test_a_script_ends_with_one_sentence(monkeypatch, capsys, error, code, words):
     def main(arguments):
         raise error
@@ -113,6 +113,32 @@ def test_a_script_ends_with_one_sentence(monkeypatch, capsys, error, code, words
     with pytest.raises(SystemExit) as left:
         script.run_script(main)
     assert left.value.code == code and capsys.readouterr().err == words
+
+
+@pytest.mark.parametrize("name, body, code, words", [
+    ("numpy", "raise ImportError", 2, "NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).\n"),
+    ("numpy", "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", 130, "Stopped.\n"),
+    ("cupy", "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", 130, "Stopped.\n")])
+def test_without_numpy_and_ctrl_c_while_a_script_imports(tmp_path, name, body, code, words):
+    (tmp_path / f"{name}.py").write_text(body)
+    for script in SCRIPTS[1:]:
+        if name == "numpy" or script in ("model_gpu.py", "train.py", "sft.py"):
+            done = run(tmp_path, script, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+            assert (done.returncode, done.stdout, done.stderr) == (code, "", words), script
+
+
+def test_what_is_text(tmp_path):
+    """UTF-8, but for one byte in a thousand."""
+    path = tmp_path / "text"
+    for data, words in [(b"words" * 200 + "\u732b\0".encode(), None), (b"a" * 999 + b"\xff", None), (b"a" * 998 + b"\xff", "Latin-1 or Windows-1252"),
+                        (b"a" * 998 + b"\0", "UTF-16, or binary"), ("caf\xe9".encode("cp1252"), "Latin-1"), ("caf\xe9".encode("utf-16"), "UTF-16"),
+                        (b"", "empty"), (b"a" * (1 << 20) + b"\xff" * 9, None)]:
+        path.write_bytes(data)
+        if words is None:
+            script.check_text(path)
+        else:
+            with pytest.raises(ValueError, match=words):
+                script.check_text(path)
 
 
 def test_what_is_no_plain_file_is_not_read(tmp_path):
