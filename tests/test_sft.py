@@ -738,7 +738,7 @@ def test_bad_input_is_one_sentence(base):
         (folder / name).write_bytes(text)
     here = ["--base", "out/play"]
     cases = [([], "there is no model in out/small: `python train.py small` trains one"), (["medium"], "python train.py medium"),
-             (["medium", *here], "out/play holds a model of the size small, not medium."), (["--resume", "--out", "out/nowhere"], "nothing to resume"),
+             (["medium", *here], "the model in out/play goes by the defaults of small: leave out medium."), (["--resume", "--out", "out/nowhere"], "nothing to resume"),
              ([*here, "--batch-tokens", "100"], "100"), (["--stesp", "3"], "unrecognized arguments: --stesp"),
              *[([*here, "--data", name], words) for name, words in [
                  ("missing.json", "missing.json"), ("empty.json", "empty.json is empty"), ("no.json", "of 0"), ("broken.jsonl", "line 3, is not JSON"),
