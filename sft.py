@@ -438,7 +438,7 @@ def read_base(given):
     folder = base_of(given)
     preset, corpus = train.describe(folder, wanted)
     require(given.get("preset", preset) == preset,
-            f"{folder} holds a model of the size {preset}, not {wanted}.")
+            f"the model in {folder} goes by the defaults of {preset}: leave out {wanted}.")
     tokenizer = checkpoint.read_tokenizer(folder)
     if not tokenizer.template:                      # it takes that for which it has the tokens
         tokenizer.template = CHAT_TEMPLATE if END_OF_TURN in tokenizer.special else "".join(CHATML_PARTS)

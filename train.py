@@ -946,6 +946,7 @@ def run_ranks(run, args):
     try:
         return run(args, ranks)
     except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr, flush=True)
         ranks.world.Abort(130)
     except BaseException as error:
         time.sleep(min(ranks.rank, 1))

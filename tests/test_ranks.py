@@ -296,6 +296,12 @@ def test_an_error_of_all_ranks_is_said_once(folder):
 
 
 @needs_mpi
+def test_ctrl_c_before_the_loop_is_one_word(folder):
+    done = run(folder, *TINY, "--out", "early", trap="at(train, 'prepare', 1, send(signal.SIGINT))")
+    assert done.returncode == 130 and done.stderr.count("Stopped.") == 1 and "Traceback" not in done.stderr
+
+
+@needs_mpi
 def test_a_mistake_of_ours_shows_where_it_was_made(folder):
     done = run(folder, *TINY, "--out", "mistake", trap="if rank: at(train, 'learning_rate', 6, lambda: 1 / 0)")
     assert done.returncode == 2 and done.stderr.count("ZeroDivisionError") == 1

@@ -127,26 +127,20 @@ def test_what_is_too_long_is_cut_and_still_learns(examples, T):
 
 @pytest.mark.parametrize("T", [16, 31])
 def test_an_example_to_the_token(T):
+    """What chat.py reads is what was learned; and an example that just fits, or is one too long."""
     fits, room = T + 1, math.ceil(T * 3 / 4)                            # tokens of an example; those of a cut prompt
-    for size in (3, fits - 6, fits - 5, fits - 4, 2 * fits):            # of the response, beside which there are five
-        ids, mask, cut = sft.make_example(BYTES, [("x", "y" * size)], T)
-        whole = [USER, ord("x"), END, ASSISTANT, *b"y" * size, END]
-        assert ids.tolist() == whole[:fits] and mask.tolist() == ([False] * 4 + [True] * (size + 1))[:fits]
-        assert cut == (size + 5 > fits)
-    for size in (room - 4, room - 3, room - 2, 40):
+    for size in (0, room - 4, room - 3, room - 2, 40):
         ids, mask, cut = sft.make_example(BYTES, [("x" * size, "y" * T)], T)
         kept = min(size + 3, room)
         assert ids.tolist() == [USER, *b"x" * (kept - 3), END, ASSISTANT, *b"y" * (fits - kept)] and cut and mask.sum() == fits - kept
-        # and what chat.py reads is what was learned
         session = chat.Session(types.SimpleNamespace(config=types.SimpleNamespace(context=T)), BYTES, None)
         session.chat_form = True
         session.add_turn("x" * size)
         assert session.turns == [ids[~mask].tolist()]
-    for size in (fits - 14, fits - 13):                                 # 8 tokens and size + 6: it fits, or is one too long
-        turns = [("ab", "cd"), ("a" * size, "bc"), ("", "")]
-        ids, mask, cut = sft.make_example(BYTES, turns, T)
-        assert len(ids) == (fits if size == fits - 14 else 8) and mask.tolist()[:8] == [False] * 5 + [True] * 3
-        assert cut and sft.make_example(BYTES, turns[:2], T)[2] == (size == fits - 13)
+    for more, turns, length in (0, 1, fits), (1, 1, fits), (0, 2, fits), (1, 2, 8):
+        talk = [("ab", "cd"), ("a" * (fits - 14 + more), "bc")] if turns == 2 else [("x", "y" * (fits - 5 + more))]
+        ids, mask, cut = sft.make_example(BYTES, talk, T)
+        assert (len(ids), cut) == (length, more == 1) and mask.tolist()[:4] == [False] * 4
 
 
 def test_several_turns(tokenizer):
@@ -214,14 +208,6 @@ def test_batches_depend_on_seed_and_epoch_alone():
     for lengths, budget, sizes in ([8, 16, 8, 24, 16, 8], 32, [1, 2, 3]), ([64, 32, 8], 31, [1, 1, 1]), ([8] * 9, 24, [3, 3, 3]):
         assert sorted(map(len, sft.plan_epoch(np.array(lengths), budget, 0, 0))) == sizes
     assert sft.padded_lengths([(range(n), None) for n in (1, 2, 9, 10, 17, 18, 40)], 19).tolist() == [0, 8, 8, 16, 16, 19, 19]
-
-
-def test_the_batch_of_the_comment():
-    """That above make_batch, with a shorter one beside it."""
-    inputs, targets = sft.make_batch([example("Hi", "Yo"), example("", "")], 128, 3, 7)
-    row = [USER, *b"Hi", END, ASSISTANT, *b"Yo"]
-    assert inputs.tolist() == [row + [7], [USER, END, ASSISTANT] + [7] * 5]
-    assert targets.tolist() == [[-1] * 4 + [*b"Yo", END] + [-1] * 3, [-1] * 2 + [END] + [-1] * 7]
 
 
 def test_padding_changes_nothing():
@@ -572,19 +558,17 @@ def base(tmp_path_factory):
     return folder, read_log(folder, "out/play-sft"), done.stdout
 
 
-def test_a_job_takes_the_batch_of_its_step(base):
+def test_a_job_takes_the_batch_of_its_step():
     """Epoch by epoch, each in an order of its own."""
-    tokenizer = checkpoint.read_tokenizer(base[0] / "out/play")
-    examples = sft.make_examples(tokenizer, [[(f"say {i}", "x" * (i % 50 + 1))] for i in range(300)], 128, 0)
+    examples = sft.make_examples(BYTES, [[(f"say {i}", "x" * (i % 50 + 1))] for i in range(300)], 128, 0)
     s = settings("--batch-tokens", "256", "--seed", "3")
-    job = sft.fine_tuning(training_of(types.SimpleNamespace(config=CONFIG), tokenizer, s), examples)
+    job = sft.fine_tuning(training_of(types.SimpleNamespace(config=CONFIG), BYTES, s), examples)
     plans = [sft.plan_epoch(examples.lengths, 256, 3, epoch) for epoch in range(3)]
     for step, rows in enumerate(itertools.chain(*plans)):
-        expected = sft.make_batch([examples.train[i] for i in rows], 128, 4, tokenizer.special["<|endoftext|>"])
+        expected = sft.make_batch([examples.train[i] for i in rows], 128, 4, PAD)
         assert all(np.array_equal(a, b) for a, b in zip(job.batch(step), expected))
-    learned = np.concatenate([ids[mask] for ids, mask in examples.train])
-    ends = (learned == tokenizer.special["<|end|>"]).sum()
-    assert job.bytes_per_token == pytest.approx((len(tokenizer.decode_bytes(learned)) - ends * len("<|end|>")) / len(learned))
+    sizes = [mask.sum() for _, mask in examples.train]                  # each with an end that is no text
+    assert job.bytes_per_token == pytest.approx(1 - len(sizes) / sum(sizes))
 
 
 def test_the_held_out_loss_falls(base):
@@ -738,7 +722,7 @@ def test_bad_input_is_one_sentence(base):
         (folder / name).write_bytes(text)
     here = ["--base", "out/play"]
     cases = [([], "there is no model in out/small: `python train.py small` trains one"), (["medium"], "python train.py medium"),
-             (["medium", *here], "out/play holds a model of the size small, not medium."), (["--resume", "--out", "out/nowhere"], "nothing to resume"),
+             (["medium", *here], "the model in out/play goes by the defaults of small: leave out medium."), (["--resume", "--out", "out/nowhere"], "nothing to resume"),
              ([*here, "--batch-tokens", "100"], "100"), (["--stesp", "3"], "unrecognized arguments: --stesp"),
              *[([*here, "--data", name], words) for name, words in [
                  ("missing.json", "missing.json"), ("empty.json", "empty.json is empty"), ("no.json", "of 0"), ("broken.jsonl", "line 3, is not JSON"),
