@@ -37,22 +37,18 @@ normalization, padding, truncation, offsets.
 import json
 import os
 import re
-import signal
 import sys
-import threading
 import time
 import unicodedata
 from array import array
-from collections import Counter, defaultdict, deque
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter, defaultdict
 from contextlib import closing, suppress
 from functools import cache, partial
 from heapq import heappop, heappush
-from itertools import chain, count, islice, pairwise, repeat
-from multiprocessing import get_context, parent_process
+from itertools import chain, count, pairwise, repeat
 
-from script import (Parser, available_cores, newest_checkpoint, read_chunk, read_json, refusing, replace_file,
-                    require, run_script, show_progress, whole_number, write_file)
+from script import (Parser, newest_checkpoint, read_chunk, read_json, refusing, replace_file, require, run_chunks,
+                    run_script, show_progress, whole_number, write_file)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
@@ -346,7 +342,7 @@ class Encoder(dict):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 4. Large files: documents, chunks, processes
+# 4. Large files: documents, chunks
 
 # ^<\|endoftext\|>\r?$ but it looks for the start of the line last: a pattern that begins with plain bytes
 # is found much faster
@@ -402,56 +398,14 @@ def find_chunks(file, size):
     return [(path, a, b) for a, b in pairwise([*cuts, end])]
 
 
-WORTH_A_PROCESS = 1 << 21    # bytes; a process starts in the time that it takes to encode about one megabyte
+def count_chunk(path, start, end):
+    """The words of a part of a corpus -> Counter."""
+    return count_words(read_documents(path, start, end))
 
 
-def run_chunks(function, chunks, processes, progress):
-    """Yield function(*chunk) of each chunk, in order, from this process or, if there is enough for each, from
-    several.  Whoever iterates must close the generator.  progress: None, or called as progress(done bytes,
-    all bytes) for each chunk."""
-    total = sum(end - start for _, start, end in chunks)
-    processes = min(processes or available_cores(), total // WORTH_A_PROCESS)
-    results = (function(*chunk) for chunk in chunks)
-    if processes > 1:
-        results = run_processes(function, chunks, processes)
-    done = 0
-    with closing(results):
-        for result, (_, start, end) in zip(results, chunks):
-            done += end - start
-            if progress:
-                progress(done, total)
-            yield result
-
-
-def run_processes(function, chunks, processes):
-    """Yield function(*chunk) of each chunk, in order.
-
-    Workers are forked, so the caller's script does not run again in them. Two chunks each are under way, so
-    memory stays bounded. Ctrl-C does not reach the workers, and they end with their parent, however it ends.
-    """
-    with ProcessPoolExecutor(processes, get_context("fork"), start_worker, (function,)) as pool:
-        tasks = (pool.submit(work, *chunk) for chunk in chunks)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})     # workers inherit it
-        try:
-            under_way = deque(islice(tasks, 2 * processes))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        while under_way:
-            yield under_way.popleft().result()
-            under_way.extend(islice(tasks, 1))
-
-
-def start_worker(function):
-    """Runs first in a worker. The function comes with the fork, so it need not be one that can be pickled. If
-    it holds an encoder, the worker has a copy of its cache."""
-    parent = parent_process()
-    threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()      # end with it
-    work.function = function
-
-
-def work(*chunk):
-    """Runs in a worker. Only this name and a chunk are sent there."""
-    return work.function(*chunk)
+def encode_chunk(encoder, separator, path, start, end):
+    """A part of a corpus -> packed ids, with those of `separator` between the documents."""
+    return separator.join(map(encoder.pack, read_documents(path, start, end)))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -530,8 +484,7 @@ class Tokenizer:
                     f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
             chunks += part
         words = Counter()
-        counted = run_chunks(lambda *chunk: count_words(read_documents(*chunk)), chunks, processes, progress)
-        with closing(counted):
+        with closing(run_chunks(count_chunk, chunks, processes, progress)) as counted:
             for counts in counted:
                 words.update(counts)
                 if len(words) > MAX_WORDS:
@@ -669,9 +622,7 @@ class Tokenizer:
         """
         require(self.vocab_size <= 1 << 16, f"{self.vocab_size} tokens are too many: at most 65536.")
         boundary = array("H", [self.special_id(*TEXT_ENDS)]).tobytes()
-
-        def encode(*chunk):
-            return boundary.join(map(self.encoder.pack, read_documents(*chunk)))
+        encode = partial(encode_chunk, self.encoder, boundary)
         parts = [find_chunks(file, CHUNK) for file in files]
         results = run_chunks(encode, [*chain(*parts)], processes, progress)
         last = boundary

@@ -2,6 +2,7 @@
 import array
 import concurrent.futures
 import contextlib
+import importlib
 import io
 import itertools
 import json
@@ -879,140 +880,129 @@ def large(tmp_path_factory):
     return path
 
 
-def test_processes_do_not_change_results(tokenizer, large, tmp_path, monkeypatch):
+@pytest.fixture(params=["fork", "spawn"])
+def method(request, monkeypatch):
+    """Both ways in which a worker may start."""
+    monkeypatch.setattr(script, "START_METHOD", request.param)
+    return request.param
+
+
+def test_processes_do_not_change_results(tokenizer, large, method, monkeypatch):
     calls = []
-    one = encode_to_ids(tokenizer, large, processes=1)
-    assert encode_to_ids(tokenizer, large, processes=3, progress=lambda *call: calls.append(call)) == one
+    documents = [text.rstrip(b"\n") for text in large.read_bytes().split(f"\n\n{EOT}\n\n".encode())]
+    ids = encode_to_ids(tokenizer, large, processes=3, progress=lambda *call: calls.append(call))
+    assert ids == expected_ids(tokenizer, documents)
     assert len(calls) == 5 and calls[-1] == (large.stat().st_size,) * 2 and calls == sorted(calls)
-    documents = large.read_bytes().split(f"\n\n{EOT}\n\n".encode())
-    assert one == expected_ids(tokenizer, [text.rstrip(b"\n") for text in documents[:-1]] + documents[-1:])
     monkeypatch.setattr(tk, "CHUNK", 1 << 18)
-    merges = Tokenizer.train_files([large], 500, processes=1).merges
-    assert Tokenizer.train_files([large], 500, processes=3).merges == merges
-    assert Tokenizer.train([text.rstrip(b"\n") for text in documents[:-1]] + documents[-1:], 500).merges == merges
+    assert Tokenizer.train_files([large], 500, processes=2).merges == Tokenizer.train(documents, 500).merges
 
 
-def test_small_files_start_no_process(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(tk, "ProcessPoolExecutor",
-                        lambda *_: pytest.fail("a process was started"))
-    (tmp_path / "small.txt").write_text(TEXT)
-    assert encode_to_ids(tokenizer, tmp_path / "small.txt", processes=8) == expected_ids(tokenizer, [TEXT])
-    assert Tokenizer.train_files([tmp_path / "small.txt"], 400).merges == tokenizer.merges
+class Pool:
+    """Notes what a ProcessPoolExecutor is asked for, and does it here."""
+    seen = []
+
+    def __init__(self, processes, context, initializer, arguments):
+        assert context.get_start_method() == script.START_METHOD and initializer is script.start_worker
+        self.seen.append(processes)
+        script.work.function, = arguments
+
+    def map(self, function, chunks):
+        assert function is script.work and signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self.seen.append(len(chunks))
+        return map(function, chunks)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.seen.append("shut down")
 
 
-def test_how_many_processes_are_started_and_how_many_chunks_are_under_way(monkeypatch):
-    """As many as asked for or as there are cores, but each must have enough to do."""
-    started, under_way = [], []
-
-    def function(path, start, end):
-        return start
-
-    class Pool:
-        def __init__(self, processes, context, initializer, arguments):
-            assert context.get_start_method() == "fork" and initializer is tk.start_worker
-            assert arguments == (function,)
-            started.append(processes)
-
-        def submit(self, task, *chunk):
-            assert task is tk.work
-            future = concurrent.futures.Future()
-            future.set_result(function(*chunk))
-            under_way.append(chunk)
-            return future
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            started.append("shut down")
-    monkeypatch.setattr(tk, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(tk, "available_cores", lambda: 3)
-    monkeypatch.setattr(tk, "WORTH_A_PROCESS", 100)
-    chunks = [("x", i * 100, i * 100 + 100) for i in range(9)]
-    for asked, found, expected in [(None, chunks, 3), (0, chunks, 3), (2, chunks, 2), (20, chunks, 9),
-                                   (9, chunks[:4], 4), (2, chunks[:2], 2), (2, [("x", 0, 199)], None),
-                                   (1, chunks, None), (9, [("x", 7, 106)], None)]:
-        started.clear()
-        under_way.clear()
-        with contextlib.closing(tk.run_chunks(function, found, asked, lambda *done: None)) as results:
-            for n, result in enumerate(results):
-                assert result == found[n][1]
-                assert under_way == (found[:n + 2 * expected] if expected else []), (asked, n)
-        assert started == ([expected, "shut down"] if expected else []), (asked, found)
-
-
-def test_an_interrupt_while_processes_start_ends_them(large):
-    """At the worst moment: one has started, and nobody yet would stop it."""
-    code = """if True:
-        import multiprocessing.process, os, signal, sys
-        import tokenizer
-        start = multiprocessing.process.BaseProcess.start
-        def interrupted(self):
-            start(self)
-            os.kill(os.getpid(), signal.SIGINT)
-        multiprocessing.process.BaseProcess.start = interrupted
-        try:
-            tokenizer.Tokenizer.train_files(sys.argv[1:], 300, processes=2)
-        except KeyboardInterrupt:
-            sys.exit(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"""
-    done = subprocess.run([sys.executable, "-c", code, large], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0: {1, 5, 7}}[pid], raising=False)
-    assert script.available_cores() == 3
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    assert script.available_cores() == 4
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert script.available_cores() == 1
+@pytest.mark.parametrize("count, asked, seen", [
+    (9, None, [3, 9]), (9, 2, [2, 9]), (20, 20, [20, 20]), (4, 9, [4, 4]), (2, 2, [2, 2]), (9, 1, []), (1, 9, []),
+    (300, 2, [2, 128, 128, 44])])
+def test_as_many_processes_as_pay_and_bounded_work(monkeypatch, count, asked, seen):
+    """As many as asked for or as there are cores, but each has enough to do."""
+    monkeypatch.setattr(Pool, "seen", [])
+    monkeypatch.setattr(script, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(script, "available_cores", lambda: 3)
+    monkeypatch.setattr(script, "WORTH_A_PROCESS", 100)
+    chunks = [("x", i * 100, i * 100 + 100) for i in range(count)]
+    with contextlib.closing(script.run_chunks(lambda *chunk: chunk, chunks, asked, None)) as results:
+        assert [*results] == chunks
+    assert Pool.seen == [*seen, *["shut down"] * bool(seen)]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_file_that_goes_away_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(tk, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(script, "WORTH_A_PROCESS", 1)
     (tmp_path / "text").write_text("ab")
     chunks, done = [(str(tmp_path / "text"), 0, 2), (str(tmp_path / "gone"), 0, 2)], []
     for processes in 1, 2:
-        results = tk.run_chunks(tk.read_documents, chunks, processes, lambda *call: done.append(call))
+        results = script.run_chunks(tk.read_documents, chunks, processes, lambda *call: done.append(call))
         assert next(results) == [b"ab"]
         with pytest.raises(OSError, match="gone"):
             next(results)
     assert done == [(2, 4)] * 2
 
 
-def test_an_interrupt_leaves_no_process_and_no_file(tokenizer, large, tmp_path):
+def test_an_interrupt_leaves_no_process_and_no_file(tokenizer, large, tmp_path, method):
     began = []
 
     def interrupt(done, total):
         began.extend(multiprocessing.active_children())
         raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         tokenizer.encode_file(large, tmp_path / "out.bin", processes=2, progress=interrupt)
     assert len(began) == 2 and not any(worker.is_alive() for worker in began)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_worker_that_dies_is_one_sentence(tokenizer, large, tmp_path, monkeypatch):
-    monkeypatch.setattr(tk, "read_documents", lambda *_: os._exit(3))
+def test_a_worker_that_dies_is_one_sentence(tmp_path, monkeypatch, method):
+    """Its function is found by its name, as a worker that is spawned must find it."""
+    (tmp_path / "deadly.py").write_text("import os\ndef die(*chunk):\n    os._exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(script, "WORTH_A_PROCESS", 1)
+    die = importlib.import_module("deadly").die
     with pytest.raises(concurrent.futures.BrokenExecutor) as died:
-        tokenizer.encode_file(large, tmp_path / "out.bin", processes=2)
+        next(script.run_chunks(die, [("x", 0, 9)] * 5, 2, None))
     assert script.explain(died.value) == ("A process of the tokenizer ended early.  If memory is short, allow fewer "
                                       "cores: taskset -c 0 python ...")
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_workers_end_with_their_parent_and_ctrl_c_does_not_reach_them(tokenizer, large, tmp_path):
+def test_an_interrupt_while_processes_start_ends_them(large, method):
+    """At the worst moment: one has started, and nobody yet would stop it."""
+    code = """if True:
+        import multiprocessing.process, os, signal, sys
+        import script, tokenizer
+        script.START_METHOD = sys.argv[2]
+        start = multiprocessing.process.BaseProcess.start
+        def interrupted(self):
+            start(self)
+            os.kill(os.getpid(), signal.SIGINT)
+        multiprocessing.process.BaseProcess.start = interrupted
+        try:
+            tokenizer.Tokenizer.train_files(sys.argv[1:2], 300, processes=2)
+        except KeyboardInterrupt:
+            sys.exit(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"""
+    done = subprocess.run([sys.executable, "-c", code, large, method], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_workers_end_with_their_parent_and_ctrl_c_does_not_reach_them(tokenizer, large, tmp_path, method):
     tokenizer.save(tmp_path / "t.json")
-    script = (f"import multiprocessing, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
-              f"from tokenizer import Tokenizer\n"
-              f"def stay(done, total):\n"
-              f"    print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
-              f"    time.sleep(600)\n"
-              f"Tokenizer.load({str(tmp_path / 't.json')!r}).encode_file({str(large)!r}, {str(tmp_path / 'o')!r}, "
-              f"processes=2, progress=stay)")
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    (tmp_path / "parent.py").write_text(f"""
+import multiprocessing, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import script
+from tokenizer import Tokenizer
+def stay(done, total):
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    time.sleep(600)
+script.START_METHOD = {method!r}
+if __name__ == "__main__":
+    Tokenizer.load("t.json").encode_file({str(large)!r}, "o", processes=2, progress=stay)""")
+    parent = subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     workers = list(map(int, parent.stdout.readline().split()))
     assert len(workers) == 2
 
@@ -1032,14 +1022,22 @@ def test_workers_end_with_their_parent_and_ctrl_c_does_not_reach_them(tokenizer,
     pytest.fail("workers outlive their parent")
 
 
-def test_a_script_from_standard_input_may_use_processes(tokenizer, large, tmp_path):
-    tokenizer.save(tmp_path / "t.json")
-    script = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tokenizer import Tokenizer\n"
-              f"tokenizer = Tokenizer.load({str(tmp_path / 't.json')!r})\n"
-              f"print(tokenizer.encode_file({str(large)!r}, {str(tmp_path / 'o')!r}, processes=2))")
-    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) * 2 == (tmp_path / "o").stat().st_size
+def test_a_script_from_standard_input_may_use_processes(large, tmp_path):
+    """Where workers are forked; the others look for its file."""
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tokenizer import Tokenizer\n"
+            f"print(Tokenizer.train_files([{str(large)!r}], 270, processes=2).vocab_size)")
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "270\n", "")
+
+
+def test_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0: {1, 5, 7}}[pid], raising=False)
+    assert script.available_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert script.available_cores() == 4
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert script.available_cores() == 1
 
 
 def test_training_files(tmp_path, tokenizer):
