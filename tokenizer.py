@@ -32,13 +32,13 @@ Sections: 1 words, 2 learning, 3 encoding, 4 large files, 5 the Tokenizer, 6 for
 templates), 7 the command line. Sections 1 to 3 are the subject.
 
 What it does not do: other patterns than GPT-2's and that with digits apart, other models than BPE,
-normalization, padding, truncation, offsets.
+normalization, padding, truncation, offsets.  It has no table of Unicode: a character that is newer than the
+interpreter's (unicodedata.unidata_version) is no letter and no number, so there a newer Python gives other ids.
 """
 import json
 import os
 import re
 import sys
-import time
 import unicodedata
 from array import array
 from collections import Counter, defaultdict
@@ -418,17 +418,30 @@ def byte_chars():
     return [char if char.isprintable() and char != " " else next(others) for char in map(chr, range(256))]
 
 
-# A tokenizer.json, as save writes it and `tokenizers` reads it, without its tokens and merges
-FORM = json.loads("""{
+# What is known of a tokenizer.json.  First the file as save writes it and `tokenizers` reads it, without its
+# tokens and merges; then a special token; a step that makes each digit a word; and what stands in a
+# post-processor that adds nothing, as transformers writes it.
+FORM, SPECIAL, DIGITS, TEXT_ALONE = json.loads("""[{
   "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
   "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
   "post_processor": null,
   "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
   "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-    "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false}}""")
+    "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false}},
+  {"single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true},
+  {"type": "Digits", "individual_digits": true},
+  [{"Sequence": {"id": "A", "type_id": 0}}]]""")
 BYTE_LEVEL = FORM["pre_tokenizer"]
-DIGITS = {"type": "Digits", "individual_digits": True}
-SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def special_ids(added):
+    """A list of added tokens, as in a tokenizer.json -> {name: id}.  ValueError for a token that is not special,
+    or that is not found in a text just as it is written."""
+    for token in added:
+        # where no text is normalized, "normalized" makes no difference
+        require({**token, **SPECIAL} == {**SPECIAL, **token, "normalized": False},
+                f"its added token {json.dumps(token):.200} is not known here")
+    return {token["content"]: token["id"] for token in added}
 
 
 class Tokenizer:
@@ -496,8 +509,7 @@ class Tokenizer:
     def from_words(cls, words, vocab_size):
         """Learn from the counts of words, a Counter as `count_words` gives."""
         # the 256 bytes and SPECIAL_TOKENS
-        if vocab_size < 260:
-            raise ValueError(f"{vocab_size} tokens is too small a vocabulary; it takes at least 260.")
+        require(vocab_size >= 260, f"{vocab_size} tokens is too small a vocabulary; it takes at least 260.")
         return cls(range(256), learn_merges(words, vocab_size - 260), SPECIAL_TOKENS)
 
     @classmethod
@@ -566,15 +578,15 @@ class Tokenizer:
         """
         text = to_bytes(to_str(text))
         system = to_bytes(to_str(system))
-        if self.template in ("", CHAT_TEMPLATE):
+        chatml = CHATML.fullmatch(self.template)
+        if not chatml:
             before = [self.special_id(USER)]
             head = system + b"\n\n" if system and first else b""
             after = [self.end_of_turn, self.special_id(ASSISTANT)]
         else:
             start = self.special_id("<|im_start|>")
             end = [self.end_of_turn, *self.encode("\n")]
-            default = CHATML.fullmatch(self.template)[1] or ""
-            system = system or json.loads(f'"{default}"').encode()
+            system = system or json.loads(f'"{chatml[1] or ""}"').encode()
             before = [start]
             if not first:
                 before = end[1:] + before
@@ -665,21 +677,23 @@ class Tokenizer:
         with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
             model = content["model"]
             vocab = model["vocab"]
-            added = content.get("added_tokens", [])
-            special = {token["content"]: token["id"] for token in added}
-            found = {**content, **model, "added_tokens": [token for token in added if not token["special"]]}
+            special = special_ids(content.get("added_tokens", []))
+            found = {"type": "BPE", **content, **model}
             # trim_offsets makes no difference to ids, and use_regex may be left out
             pre = content.get("pre_tokenizer") or {"type": None}
             steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in pre.get("pretokenizers", [pre])]
+            require(steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]),
+                    "its pre_tokenizer divides text into other words than GPT-2's and SmolLM's do")
             post = content.get("post_processor") or BYTE_LEVEL
+            decoder = content.get("decoder") or {"type": None}
             known = {
-                "type": model.get("type", "BPE") == "BPE",
-                "pre_tokenizer": steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]),
-                "post_processor": post["type"] == "ByteLevel",
+                "type": found["type"] == "BPE",
+                "post_processor": post["type"] == "ByteLevel" or post.get("single") == TEXT_ALONE,
+                "decoder": decoder["type"] == "ByteLevel",
                 # the token of an unknown byte is never used where all bytes are known
                 "unk_token": not model.get("unk_token") or vocab.keys() >= {*byte_chars()}}
-            for key in ("normalizer", "added_tokens", "dropout", "continuing_subword_prefix",
-                        "end_of_word_suffix", "byte_fallback", "ignore_merges"):
+            for key in ("normalizer", "dropout", "continuing_subword_prefix", "end_of_word_suffix",
+                        "byte_fallback", "ignore_merges"):
                 known[key] = not found.get(key)
             for key, good in known.items():
                 require(good, f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
@@ -730,7 +744,7 @@ LEFT = re.compile(STRING + r"| ((?:\A|(?<=[%}]})) \s+ | (?<=\w)\s+(?=\w)) | \s+"
 
 def tidied(template):
     """A Jinja template with its insignificant white space removed, and with all its strings in double
-    quotes.  After 1,000 strings and gaps the rest stays as it is, since no known template has so many."""
+    quotes."""
     def tidy(found):
         string, space = found.groups()
         if not string:
@@ -738,7 +752,7 @@ def tidied(template):
         # as Jinja reads it
         value = string[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
         return json.dumps(value, ensure_ascii=False)
-    return LEFT.sub(tidy, DROPPED.sub(r"\1\2\3", template, count=1000), count=1000)
+    return LEFT.sub(tidy, DROPPED.sub(r"\1\2\3", template))
 
 
 def known_template(text):
@@ -757,17 +771,9 @@ def known_template(text):
 # 7. Looking at it: the command line
 
 def visible(token):
-    r"""The bytes of a token as printable text: a byte that is no whole character as \xNN, a line end as \n,
-    ..."""
-    shown = ""
-    for char in token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace"):
-        if char.isprintable():
-            shown += char
-        elif char.isascii():
-            shown += char.encode("unicode_escape").decode()
-        else:
-            shown += f"\\u{ord(char):04x}"
-    return shown
+    r"""The bytes of a token as printable text: what cannot be seen as \xNN for each byte, a line end as \n."""
+    text = token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")
+    return "".join(char if char.isprintable() else repr(char.encode())[2:-1] for char in text)
 
 
 def show(tokenizer, text):
@@ -781,21 +787,14 @@ def show(tokenizer, text):
 def train_command(files, vocab_size, out):
     folder = os.path.dirname(os.path.abspath(out))
     require(os.access(folder, os.W_OK), f"Cannot write {out}; give --out a file in a folder that exists and is yours.")
-    started = time.monotonic()
     tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
     tokenizer.save(out)
-    seconds = time.monotonic() - started
-    size = sum(map(os.path.getsize, files))
-    print(f"{out}: {tokenizer.vocab_size} of {vocab_size} tokens learned from {size:,} bytes "
-          f"in {seconds:.1f} s")
+    print(f"{out}: {tokenizer.vocab_size} of {vocab_size} tokens learned")
 
 
 def show_command(text, with_ids, path):
-    if not path:
-        path = "tokenizer.json"
-        if not os.path.exists(path):
-            path = os.path.join(newest_checkpoint("make a tokenizer: `python tokenizer.py train FILE`"), path)
-    tokenizer = Tokenizer.load(path)
+    instead = "give --tokenizer the file that `python tokenizer.py train FILE` wrote"
+    tokenizer = Tokenizer.load(path or os.path.join(newest_checkpoint(instead), "tokenizer.json"))
     text = sys.stdin.buffer.read() if text == "-" else os.fsencode(text)
     if with_ids:
         print(*tokenizer.encode(text))
@@ -805,7 +804,7 @@ def show_command(text, with_ids, path):
 
 def main(argv):
     parser = Parser(description="Byte-level BPE: how text becomes integers.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="learn a tokenizer from text files")
     training.add_argument("files", nargs="+", help="text; <|endoftext|> separates documents")
     training.add_argument("--vocab", type=whole_number(260), default=4096, help="largest number of tokens (4096)")
@@ -813,7 +812,7 @@ def main(argv):
     showing = commands.add_parser("show", help="print a text with its token boundaries")
     showing.add_argument("text", help="the text, or - for standard input; put -- before a text that begins with -")
     showing.add_argument("--ids", action="store_true", help="print the ids of its tokens")
-    showing.add_argument("--tokenizer", help="a tokenizer.json (default: that of this folder, or the newest model's)")
+    showing.add_argument("--tokenizer", help="a tokenizer.json (default: the newest model's)")
     args = parser.parse_args(argv)
     if args.command == "train":
         train_command(args.files, args.vocab, args.out)
