@@ -42,7 +42,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from script import (Parser, check_plain, load_pyplot, naming, read_chunk, read_json, refusing, require,
                     run_script, write_file)
-from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, Tokenizer, known_template
+from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, Tokenizer, known_template, special_ids
 
 WEIGHTS = "model.safetensors"
 STATE = "train_state.safetensors"
@@ -233,17 +233,36 @@ def read_config(folder, context=None):
     return config
 
 
+def check_settings(folder, settings, tokenizer):
+    """ValueError for a tokenizer_config.json or an added_tokens.json with which transformers would give a text
+    other ids than tokenizer.json alone."""
+    with refusing(f"{folder}: the tokenizer's settings cannot be used"):
+        # other classes bring word patterns of their own.  So does GPT2Tokenizer in transformers 5, even for
+        # SmolLM, where it forgets that digits stand apart: tokenizer.json counts
+        known = None, "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
+        kind = settings.get("tokenizer_class")
+        require(kind in known, f"tokenizer_class {kind!r:.80} is not known here")
+        require(not settings.get("add_prefix_space"), "add_prefix_space is true")
+        path = join(folder, "added_tokens.json")
+        added = read_json(path) if exists(path) else {}
+        listed = settings.get("added_tokens_decoder", {})
+        added.update(special_ids([{**token, "id": int(i)} for i, token in listed.items()]))
+        alone = added.items() - tokenizer.special.items()
+        require(not alone, f"tokenizer.json lacks their added tokens {dict(alone)!r:.200}")
+
+
 def read_tokenizer(folder):
     """-> the Tokenizer of a folder.  It has a chat template if the model was fine-tuned to answer."""
     tokenizer = Tokenizer.load(join(folder, "tokenizer.json"))
-    path = join(folder, "chat_template.jinja")
-    if exists(path):                                            # as in transformers this one counts
+    path = join(folder, "tokenizer_config.json")
+    settings = read_json(path) if exists(path) else {}
+    require(isinstance(settings, dict), f"{path} is damaged: it holds no settings.")
+    check_settings(folder, settings, tokenizer)
+    template = settings.get("chat_template") or ""
+    jinja = join(folder, "chat_template.jinja")
+    if exists(jinja):                                           # as in transformers this one counts
+        path = jinja
         template = read_chunk(path).decode("utf-8", "replace")
-    else:
-        path = join(folder, "tokenizer_config.json")
-        settings = read_json(path) if exists(path) else {}
-        require(isinstance(settings, dict), f"{path} is damaged: it holds no settings.")
-        template = settings.get("chat_template") or ""
     known = known_template(template)
     if known is None:
         print(f"note: {path}: an unknown chat template, which is not used.", file=sys.stderr)

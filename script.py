@@ -1,5 +1,5 @@
 """What every script shares and nobody comes to read: errors as sentences, options, files, progress, signals,
-how a script starts under MPI, and the English inside Python (the last section).
+how a script starts under MPI, work in several processes, and the English inside Python (the last section).
 
 Read before it: nothing.  Nothing here is about language models: skip it, and come back when one of its names
 puzzles you.  It needs the standard library alone.
@@ -33,9 +33,11 @@ import mmap
 import re
 import shutil
 import signal
+import threading
 import time
-from concurrent.futures import BrokenExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from multiprocessing import get_context, parent_process
 
 
 def newest_checkpoint(instead):
@@ -339,6 +341,62 @@ def parse_size(text):
 
 
 memory_size = number_type(parse_size, lambda size: 1 <= size < 1e18, "a size such as 12GB or 800MB")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Work on parts of files in several processes
+# ------------------------------------------------------------------------------------------------------------
+# bytes; a process starts in the time that it takes to encode one or two megabytes
+WORTH_A_PROCESS = 1 << 21
+# How a worker starts.  A fork is fast, but it is safe on Linux alone; None: the platform's own way.
+START_METHOD = "fork" if sys.platform == "linux" else None
+
+
+def run_chunks(function, chunks, processes, progress):
+    """Yield function(*chunk) of each chunk, in order, from this process or, if there is enough for each, from
+    several.  Whoever iterates must close the generator.
+
+    function: one that can be pickled; chunks: list of (path, start, end); processes: None for all cores;
+    progress: None, or called as progress(done bytes, all bytes) for each chunk."""
+    sizes = [end - start for _, start, end in chunks]
+    processes = min(processes or available_cores(), sum(sizes) // WORTH_A_PROCESS)
+    results = (function(*chunk) for chunk in chunks)
+    if processes > 1:
+        results = run_processes(function, chunks, processes)
+    done = 0
+    with closing(results):
+        for result, size in zip(results, sizes):
+            done += size
+            if progress:
+                progress(done, sum(sizes))
+            yield result
+
+
+def run_processes(function, chunks, processes):
+    """Yield function(*chunk) of each chunk, in order.  Each worker gets the function once, when it starts.  At
+    most 64 results for each worker wait to be taken, so memory stays bounded."""
+    size = 64 * processes
+    with ProcessPoolExecutor(processes, get_context(START_METHOD), start_worker, (function,)) as pool:
+        for i in range(0, len(chunks), size):
+            # Ctrl-C does not reach the workers, because a worker that starts now inherits the blocked signal
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                results = pool.map(work, chunks[i:i + size])
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            yield from results
+
+
+def start_worker(function):
+    """Runs first in a worker.  The worker ends with its parent, however that ends."""
+    parent = parent_process()
+    threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
+    work.function = function
+
+
+def work(chunk):
+    """Runs in a worker.  Only this name and a chunk are sent there."""
+    return work.function(*chunk)
 
 
 # ------------------------------------------------------------------------------------------------------------

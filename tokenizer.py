@@ -32,27 +32,23 @@ Sections: 1 words, 2 learning, 3 encoding, 4 large files, 5 the Tokenizer, 6 for
 templates), 7 the command line. Sections 1 to 3 are the subject.
 
 What it does not do: other patterns than GPT-2's and that with digits apart, other models than BPE,
-normalization, padding, truncation, offsets.
+normalization, padding, truncation, offsets.  It has no table of Unicode: a character that is newer than the
+interpreter's (unicodedata.unidata_version) is no letter and no number, so there a newer Python gives other ids.
 """
 import json
 import os
 import re
-import signal
 import sys
-import threading
-import time
 import unicodedata
 from array import array
-from collections import Counter, defaultdict, deque
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter, defaultdict
 from contextlib import closing, suppress
 from functools import cache, partial
 from heapq import heappop, heappush
-from itertools import chain, count, islice, pairwise, repeat
-from multiprocessing import get_context, parent_process
+from itertools import chain, count, pairwise, repeat
 
-from script import (Parser, available_cores, check_text, newest_checkpoint, read_chunk, read_json, refusing,
-                    replace_file, require, run_script, show_progress, whole_number, write_file)
+from script import (Parser, check_text, newest_checkpoint, read_chunk, read_json, refusing, replace_file, require,
+                    run_chunks, run_script, show_progress, whole_number, write_file)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
@@ -353,7 +349,7 @@ class Encoder(dict):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 4. Large files: documents, chunks, processes
+# 4. Large files: documents, chunks
 
 # ^<\|endoftext\|>\r?$ but it looks for the start of the line last: a pattern that begins with plain bytes
 # is found much faster
@@ -409,56 +405,14 @@ def find_chunks(file, size):
     return [(path, a, b) for a, b in pairwise([*cuts, end])]
 
 
-WORTH_A_PROCESS = 1 << 21    # bytes; a process starts in the time that it takes to encode about one megabyte
+def count_chunk(path, start, end):
+    """The words of a part of a corpus -> Counter."""
+    return count_words(read_documents(path, start, end))
 
 
-def run_chunks(function, chunks, processes, progress):
-    """Yield function(*chunk) of each chunk, in order, from this process or, if there is enough for each, from
-    several.  Whoever iterates must close the generator.  progress: None, or called as progress(done bytes,
-    all bytes) for each chunk."""
-    total = sum(end - start for _, start, end in chunks)
-    processes = min(processes or available_cores(), total // WORTH_A_PROCESS)
-    results = (function(*chunk) for chunk in chunks)
-    if processes > 1:
-        results = run_processes(function, chunks, processes)
-    done = 0
-    with closing(results):
-        for result, (_, start, end) in zip(results, chunks):
-            done += end - start
-            if progress:
-                progress(done, total)
-            yield result
-
-
-def run_processes(function, chunks, processes):
-    """Yield function(*chunk) of each chunk, in order.
-
-    Workers are forked, so the caller's script does not run again in them. Two chunks each are under way, so
-    memory stays bounded. Ctrl-C does not reach the workers, and they end with their parent, however it ends.
-    """
-    with ProcessPoolExecutor(processes, get_context("fork"), start_worker, (function,)) as pool:
-        tasks = (pool.submit(work, *chunk) for chunk in chunks)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})     # workers inherit it
-        try:
-            under_way = deque(islice(tasks, 2 * processes))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        while under_way:
-            yield under_way.popleft().result()
-            under_way.extend(islice(tasks, 1))
-
-
-def start_worker(function):
-    """Runs first in a worker. The function comes with the fork, so it need not be one that can be pickled. If
-    it holds an encoder, the worker has a copy of its cache."""
-    parent = parent_process()
-    threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()      # end with it
-    work.function = function
-
-
-def work(*chunk):
-    """Runs in a worker. Only this name and a chunk are sent there."""
-    return work.function(*chunk)
+def encode_chunk(encoder, separator, path, start, end):
+    """A part of a corpus -> packed ids, with those of `separator` between the documents."""
+    return separator.join(map(encoder.pack, read_documents(path, start, end)))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -471,17 +425,30 @@ def byte_chars():
     return [char if char.isprintable() and char != " " else next(others) for char in map(chr, range(256))]
 
 
-# A tokenizer.json, as save writes it and `tokenizers` reads it, without its tokens and merges
-FORM = json.loads("""{
+# What is known of a tokenizer.json.  First the file as save writes it and `tokenizers` reads it, without its
+# tokens and merges; then a special token; a step that makes each digit a word; and what stands in a
+# post-processor that adds nothing, as transformers writes it.
+FORM, SPECIAL, DIGITS, TEXT_ALONE = json.loads("""[{
   "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
   "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
   "post_processor": null,
   "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
   "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-    "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false}}""")
+    "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false}},
+  {"single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true},
+  {"type": "Digits", "individual_digits": true},
+  [{"Sequence": {"id": "A", "type_id": 0}}]]""")
 BYTE_LEVEL = FORM["pre_tokenizer"]
-DIGITS = {"type": "Digits", "individual_digits": True}
-SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def special_ids(added):
+    """A list of added tokens, as in a tokenizer.json -> {name: id}.  ValueError for a token that is not special,
+    or that is not found in a text just as it is written."""
+    for token in added:
+        # where no text is normalized, "normalized" makes no difference
+        require({**token, **SPECIAL} == {**SPECIAL, **token, "normalized": False},
+                f"its added token {json.dumps(token):.200} is not known here")
+    return {token["content"]: token["id"] for token in added}
 
 
 class Tokenizer:
@@ -537,8 +504,7 @@ class Tokenizer:
                     f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
             chunks += part
         words = Counter()
-        counted = run_chunks(lambda *chunk: count_words(read_documents(*chunk)), chunks, processes, progress)
-        with closing(counted):
+        with closing(run_chunks(count_chunk, chunks, processes, progress)) as counted:
             for counts in counted:
                 words.update(counts)
                 if len(words) > MAX_WORDS:
@@ -550,8 +516,7 @@ class Tokenizer:
     def from_words(cls, words, vocab_size):
         """Learn from the counts of words, a Counter as `count_words` gives."""
         # the 256 bytes and SPECIAL_TOKENS
-        if vocab_size < 260:
-            raise ValueError(f"{vocab_size} tokens is too small a vocabulary; it takes at least 260.")
+        require(vocab_size >= 260, f"{vocab_size} tokens is too small a vocabulary; it takes at least 260.")
         return cls(range(256), learn_merges(words, vocab_size - 260), SPECIAL_TOKENS)
 
     @classmethod
@@ -621,16 +586,16 @@ class Tokenizer:
         text = to_bytes(to_str(text))
         if system is not None:
             system = to_bytes(to_str(system))
-        if self.template in ("", CHAT_TEMPLATE):
+        chatml = CHATML.fullmatch(self.template)
+        if not chatml:
             before = [self.special_id(USER)]
             head = system + b"\n\n" if system and first else b""
             after = [self.end_of_turn, self.special_id(ASSISTANT)]
         else:
             start = self.special_id("<|im_start|>")
             end = [self.end_of_turn, *self.encode("\n")]
-            default = CHATML.fullmatch(self.template)[1]
-            if default and system is None:
-                system = json.loads(f'"{default}"').encode()
+            if chatml[1] and system is None:
+                system = json.loads(f'"{chatml[1]}"').encode()
             before = [start]
             if not first:
                 before = end[1:] + before
@@ -678,9 +643,7 @@ class Tokenizer:
         """
         require(self.vocab_size <= 1 << 16, f"{self.vocab_size} tokens are too many: at most 65536.")
         boundary = array("H", [self.special_id(*TEXT_ENDS)]).tobytes()
-
-        def encode(*chunk):
-            return boundary.join(map(self.encoder.pack, read_documents(*chunk)))
+        encode = partial(encode_chunk, self.encoder, boundary)
         parts = [find_chunks(file, CHUNK) for file in files]
         results = run_chunks(encode, [*chain(*parts)], processes, progress)
         last = boundary
@@ -723,21 +686,23 @@ class Tokenizer:
         with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
             model = content["model"]
             vocab = model["vocab"]
-            added = content.get("added_tokens", [])
-            special = {token["content"]: token["id"] for token in added}
-            found = {**content, **model, "added_tokens": [token for token in added if not token["special"]]}
+            special = special_ids(content.get("added_tokens", []))
+            found = {"type": "BPE", **content, **model}
             # trim_offsets makes no difference to ids, and use_regex may be left out
             pre = content.get("pre_tokenizer") or {"type": None}
             steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in pre.get("pretokenizers", [pre])]
+            require(steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]),
+                    "its pre_tokenizer divides text into other words than GPT-2's and SmolLM's do")
             post = content.get("post_processor") or BYTE_LEVEL
+            decoder = content.get("decoder") or {"type": None}
             known = {
-                "type": model.get("type", "BPE") == "BPE",
-                "pre_tokenizer": steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]),
-                "post_processor": post["type"] == "ByteLevel",
+                "type": found["type"] == "BPE",
+                "post_processor": post["type"] == "ByteLevel" or post.get("single") == TEXT_ALONE,
+                "decoder": decoder["type"] == "ByteLevel",
                 # the token of an unknown byte is never used where all bytes are known
                 "unk_token": not model.get("unk_token") or vocab.keys() >= {*byte_chars()}}
-            for key in ("normalizer", "added_tokens", "dropout", "continuing_subword_prefix",
-                        "end_of_word_suffix", "byte_fallback", "ignore_merges"):
+            for key in ("normalizer", "dropout", "continuing_subword_prefix", "end_of_word_suffix",
+                        "byte_fallback", "ignore_merges"):
                 known[key] = not found.get(key)
             for key, good in known.items():
                 require(good, f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
@@ -788,7 +753,7 @@ LEFT = re.compile(STRING + r"| ((?:\A|(?<=[%}]})) \s+ | (?<=\w)\s+(?=\w)) | \s+"
 
 def tidied(template):
     """A Jinja template with its insignificant white space removed, and with all its strings in double
-    quotes.  After 1,000 strings and gaps the rest stays as it is, since no known template has so many."""
+    quotes."""
     def tidy(found):
         string, space = found.groups()
         if not string:
@@ -796,7 +761,7 @@ def tidied(template):
         # as Jinja reads it
         value = string[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
         return json.dumps(value, ensure_ascii=False)
-    return LEFT.sub(tidy, DROPPED.sub(r"\1\2\3", template, count=1000), count=1000)
+    return LEFT.sub(tidy, DROPPED.sub(r"\1\2\3", template))
 
 
 def known_template(text):
@@ -815,17 +780,9 @@ def known_template(text):
 # 7. Looking at it: the command line
 
 def visible(token):
-    r"""The bytes of a token as printable text: a byte that is no whole character as \xNN, a line end as \n,
-    ..."""
-    shown = ""
-    for char in token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace"):
-        if char.isprintable():
-            shown += char
-        elif char.isascii():
-            shown += char.encode("unicode_escape").decode()
-        else:
-            shown += f"\\u{ord(char):04x}"
-    return shown
+    r"""The bytes of a token as printable text: what cannot be seen as \xNN for each byte, a line end as \n."""
+    text = token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")
+    return "".join(char if char.isprintable() else repr(char.encode())[2:-1] for char in text)
 
 
 def show(tokenizer, text):
@@ -841,21 +798,14 @@ def train_command(files, vocab_size, out):
     require(os.access(folder, os.W_OK), f"Cannot write {out}; give --out a file in a folder that exists and is yours.")
     for path in files:
         check_text(path)
-    started = time.monotonic()
     tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
     tokenizer.save(out)
-    seconds = time.monotonic() - started
-    size = sum(map(os.path.getsize, files))
-    print(f"{out}: {tokenizer.vocab_size} of {vocab_size} tokens learned from {size:,} bytes "
-          f"in {seconds:.1f} s")
+    print(f"{out}: {tokenizer.vocab_size} of {vocab_size} tokens learned")
 
 
 def show_command(text, with_ids, path):
-    if not path:
-        path = "tokenizer.json"
-        if not os.path.exists(path):
-            path = os.path.join(newest_checkpoint("make a tokenizer: `python tokenizer.py train FILE`"), path)
-    tokenizer = Tokenizer.load(path)
+    instead = "give --tokenizer the file that `python tokenizer.py train FILE` wrote"
+    tokenizer = Tokenizer.load(path or os.path.join(newest_checkpoint(instead), "tokenizer.json"))
     text = sys.stdin.buffer.read() if text == "-" else os.fsencode(text)
     if with_ids:
         print(*tokenizer.encode(text))
@@ -865,7 +815,7 @@ def show_command(text, with_ids, path):
 
 def main(argv):
     parser = Parser(description="Byte-level BPE: how text becomes integers.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="learn a tokenizer from text files")
     training.add_argument("files", nargs="+", help="text; <|endoftext|> separates documents")
     training.add_argument("--vocab", type=whole_number(260), default=4096, help="largest number of tokens (4096)")
@@ -873,7 +823,7 @@ def main(argv):
     showing = commands.add_parser("show", help="print a text with its token boundaries")
     showing.add_argument("text", help="the text, or - for standard input; put -- before a text that begins with -")
     showing.add_argument("--ids", action="store_true", help="print the ids of its tokens")
-    showing.add_argument("--tokenizer", help="a tokenizer.json (default: that of this folder, or the newest model's)")
+    showing.add_argument("--tokenizer", help="a tokenizer.json (default: the newest model's)")
     args = parser.parse_args(argv)
     if args.command == "train":
         train_command(args.files, args.vocab, args.out)

@@ -454,6 +454,33 @@ def test_headers_that_are_none(folder, text, more):
     refused(folder, "model.safetensors is damaged (truncated or altered)")
 
 
+ADDED = {"content": "<im_end>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space"),
+    ("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}, "Qwen2Tokenizer"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"276": ADDED}}, "<im_end>"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"1": {**ADDED, "content": SMOL_SPECIAL[2]}}}, "lacks"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"2": {**ADDED, "content": SMOL_SPECIAL[2], "rstrip": True}}}, "rstrip"),
+    ("tokenizer_config.json", {"added_tokens_decoder": [3]}, "list"),
+    ("added_tokens.json", {"<im_end>": 276}, "<im_end>"), ("added_tokens.json", [3], "list")])
+def test_settings_that_would_give_other_ids(folder, name, content, words):
+    write_folder(folder)
+    write_json(folder, name, content)
+    with pytest.raises(ValueError, match=f"the tokenizer's settings cannot be used .*{words}"):
+        checkpoint.read_tokenizer(folder)
+
+
+def test_settings_that_say_what_tokenizer_json_says(folder):
+    write_folder(folder)
+    listed = {str(i): {**ADDED, "content": name} for i, name in enumerate(SMOL_SPECIAL)}
+    write_json(folder, "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False,
+                                                 "added_tokens_decoder": listed})
+    write_json(folder, "added_tokens.json", {SMOL_SPECIAL[2]: 2})
+    assert list(checkpoint.read_tokenizer(folder).special) == SMOL_SPECIAL
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model(folder):
     write_folder(folder, tokenizer=tokenizer_json(extra=V - 276))
     load(folder)                                    # as many are right

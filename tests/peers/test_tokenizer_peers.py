@@ -210,6 +210,7 @@ def test_merges_in_any_order_and_two_that_make_one_token(tmp_path):
         rng.shuffle(names)
         peer = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(names)}, merges))
         peer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        peer.decoder = tokenizers.decoders.ByteLevel()
         peer.save(str(tmp_path / "tokenizer.json"))
         ours = Tokenizer.load(tmp_path / "tokenizer.json")
         texts = ["".join(rng.choices("abcde", k=rng.choice([3, 10, 40, 400]))) for _ in range(20)]
