@@ -684,6 +684,26 @@ def test_backward_adds_to_the_gradient(threads):
     assert np.abs(model.flat_grads - 2 * gradient).max() < 1e-13 * np.abs(gradient).max()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_backward_needs_a_forward_of_its_own(threads):
+    """Whatever overwrites what forward has left makes backward a sentence, and not a wrong gradient."""
+    model, (tokens, targets) = wide_model(threads=threads), make_batch()
+    _, expected = step_gradient(model, tokens, targets)
+    between = [model.backward, lambda: model.logits(tokens), lambda: list(model_cpu.euler_table(model, tokens)),
+               lambda: model.update(0.0), model.refresh]
+    for used in (lambda: wide_model(threads=threads), *[lambda change=change: (model.forward(tokens, targets), change(), model)[-1]
+                                                       for change in between]):
+        with pytest.raises(ValueError, match="^backward needs a forward of its own, and between them neither logits nor update.$"):
+            used().backward()
+    model.flat_grads[...] = 0.0
+    model.forward(tokens, targets)
+    model.decoder.extend([1, 2, 3])                                 # it has arrays of its own
+    with pytest.raises(ValueError):
+        model.forward(tokens, targets + TINY.vocab)                 # refused before anything is overwritten
+    model.backward()
+    assert np.array_equal(model.flat_grads, expected)
+
+
 @pytest.mark.filterwarnings("error")
 def test_overflow_in_a_thread_is_silent():
     model, (tokens, targets) = wide_model(dtype=np.float32, threads=2), make_batch()
@@ -1489,6 +1509,8 @@ def run_tour(*arguments):
 def test_tour():
     result = run_tour()
     assert result.returncode == 0 and result.stderr == ""
+    shown = result.stdout.splitlines()[1].strip().removesuffix("|...").replace("|", "")
+    assert len(shown) > 40 and model_cpu.TEXT.startswith(shown + " ")       # it ends with a word
     for number in range(1, 7):
         assert f"\n{number}. " in "\n" + result.stdout
     line = next(line for line in result.stdout.splitlines() if line.startswith("   by hand "))
