@@ -289,7 +289,14 @@ def columns_matrix(address, kind, rows, columns, ld):
 class FakeCublas:
     """cuBLAS's products as its documentation has them, in columns, on raw addresses: C (m,n) = alpha op(A) op(B) + beta C."""
     def __init__(self):
-        self.algorithms, self.streams, self.loose, self.transpositions = set(), [], 0, 0
+        self.algorithms, self.streams, self.workspace, self.loose, self.transpositions = set(), [], None, 0, 0
+
+    def set_stream(self, handle, stream):
+        self.streams.append(stream)
+        self.workspace = None                               # as its documentation says
+
+    def set_workspace(self, *workspace):
+        self.workspace = workspace
 
     def geam(self, handle, transpose_a, transpose_b, m, n, alpha, A, lda, beta, B, ldb, C, ldc):
         """C (m,n) = alpha op(A) + beta op(B); with beta 0 B is not read."""
@@ -302,7 +309,7 @@ class FakeCublas:
 
     def gemmEx(self, handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, B, type_b, ldb, beta, C, type_c, ldc,
                compute, algorithm):
-        assert handle == "handle" and algorithm == -1
+        assert handle == "handle" and algorithm == -1 and self.workspace == ("handle", 4096, 32 << 20)
         self.algorithms.add(compute)
         self.loose += (not transpose_a) + transpose_b       # operands that do not lie along the sum
 
@@ -330,8 +337,8 @@ def cublas(made, monkeypatch):
     fake, queued = FakeCublas(), model_gpu.cupy.get_default_memory_pool().queued
     library = types.SimpleNamespace(
         cublasGemmEx=queued(fake.gemmEx), cublasGemmStridedBatchedEx=queued(fake.gemmStridedBatchedEx),
-        cublasSgeam=queued(fake.geam), cublasSetStream_v2=lambda *call: fake.streams.append(call))
-    monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", library))
+        cublasSgeam=queued(fake.geam), cublasSetStream_v2=fake.set_stream, cublasSetWorkspace_v2=fake.set_workspace)
+    monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", library, (4096, 32 << 20)))
     return fake
 
 
@@ -368,7 +375,60 @@ def test_a_shape_that_comes_often_is_recorded(cublas, monkeypatch):
             kept += [*model.later(model.update(0.01))(), model.read(model.flat_params)]
         runs.append(kept)
     assert all(map(np.array_equal, *runs))
-    assert pool.graphs == [1 + 2 * 9 + 2 + 2, 2 + 2 + 2 * 15 + 1] and cublas.streams == 2 * [("handle", 77), ("handle", 0)]
+    assert pool.graphs == [1 + 2 * 9 + 2 + 2, 2 + 2 + 2 * 15 + 1] and cublas.streams == [0, 77, 0, 77, 0, 0]
+
+
+def test_an_error_while_a_graph_is_recorded(cublas, monkeypatch):
+    """cuBLAS comes back to the stream that there is; and the step is right, recorded or not."""
+    model, expected = (model_gpu.Model(TINY, precision="fp32") for _ in range(2))
+    monkeypatch.setattr(model_gpu, "RECORD_AT", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(model_gpu, "cross_entropy_forward", None)
+        with pytest.raises(TypeError):
+            model.forward(*batch(TINY, 2, 9))
+    assert cublas.streams[-2:] == [77, 0] and cublas.workspace
+    model_gpu.cupy.get_default_memory_pool().recorded = None                # the stream has ended, and its recording
+    for one in model, expected:
+        one.forward(*batch(TINY, 2, 9))
+        one.backward()
+    assert np.array_equal(model.flat_grads, expected.flat_grads)
+
+
+def test_graphs_are_kept_of_so_many_shapes(made, monkeypatch):
+    """A loop over ever new shapes does not fill the memory with what is kept for them."""
+    monkeypatch.setattr(model_gpu, "SHAPES", 3)
+    model, most = model_gpu.Model(TINY, precision="fp32", matmul="ours", micro_batch=2), 0
+    expected = model_gpu.Model(TINY, precision="fp32", matmul="ours")
+    for T in range(3, 12):
+        for one in model, expected:
+            one.forward(*batch(TINY, 1, T))
+            one.backward()
+            one.decoder.position = 0
+            one.decoder.extend(range(T))
+            one.decoder.extend([T])
+        most = max(most, len(model.buffers_by_shape), len(model.decoder.replays))
+    assert most in (4, 5) and np.array_equal(model.flat_grads, expected.flat_grads)
+
+
+def test_backward_needs_a_forward_of_its_own(made):
+    """As on the CPU."""
+    model, (tokens, targets) = model_gpu.Model(TINY, precision="fp32", matmul="ours"), batch(TINY, 2, 9)
+    for between in model.backward, lambda: model.logits(tokens[:1]), lambda: model.update(0.0), model.refresh:
+        model.forward(tokens, targets)
+        between()
+        with pytest.raises(ValueError, match="^backward needs a forward of its own, and between them neither logits nor update.$"):
+            model.backward()
+    with pytest.raises(ValueError, match="^backward needs a forward of its own"):
+        model_gpu.Model(TINY, precision="fp32", matmul="ours").backward()
+    model.update(0.0, decay=0.0)
+    gradients = []
+    for between in (lambda: None, lambda: model.decoder.extend([1, 2])):
+        model.forward(tokens, targets)
+        between()
+        model.backward()
+        gradients.append(model.read(model.flat_grads))
+        model.update(0.0, decay=0.0)
+    assert np.array_equal(*gradients) and gradients[0].any()
 
 
 class Alone:
@@ -478,7 +538,7 @@ def test_the_breakdown_of_a_step_sees_every_launch(cublas, monkeypatch):
         model.update(0.01)
     step()
     records = bench.record_launches(cupy, model_gpu, model, step)
-    assert len(records) == 23 + 35 + 6 and model_gpu.RECORD_AT == 1     # forward, backward, AdamW in four parts
+    assert len(records) == 23 + 35 + 8 and model_gpu.RECORD_AT == 1     # forward, backward, AdamW in four parts
     assert sum(name.startswith("product") for name, *_ in records) == 1 + 2 * 4 + 2 + 2 * 8
     assert {seconds for _, seconds, *_ in records} == {2e-3}
     model = model_gpu.Model(TINY, precision="tf32")
@@ -559,8 +619,9 @@ def test_room_to_transpose_the_smaller_operand(cublas):
 
 
 def test_products_that_cublas_refuses(cublas, monkeypatch):
-    library = types.SimpleNamespace(cublasGemmEx=lambda *call: 7, cublasSgeam=lambda *call: 8)
-    monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", library))
+    library = types.SimpleNamespace(cublasGemmEx=lambda *call: 7, cublasSgeam=lambda *call: 8, cublasSetStream_v2=cublas.set_stream,
+                                    cublasSetWorkspace_v2=cublas.set_workspace)
+    monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", library, (4096, 32 << 20)))
     gpu = model_gpu.Gpu(TINY, "fp32", "cublas")
     a = np.zeros((3, 4), np.float32).view(Array)
     with pytest.raises(RuntimeError, match=r"^cuBLAS refuses a matmul of 3 x 4 by 4 x 3: status 7\.$"):
@@ -960,6 +1021,9 @@ def test_pinned_memory_is_not_written_while_copies_from_it_are_queued(made, monk
 def test_both_engines_refuse_the_same_batches(made, engine):
     model = model_cpu.Model(TINY) if engine == "cpu" else model_gpu.Model(TINY, precision="fp32", matmul="ours")
     tokens, targets = batch(TINY, 1, 6)
+    if engine == "gpu":
+        with pytest.raises(ValueError, match="^the GPU engine takes at most 65,535 rows at once, not 65,536.$"):
+            model.logits(np.zeros((65536, 1), int))
     for bad, words in [((tokens, targets.astype(float)), "targets must be integers"),
                        ((tokens.astype(float), targets), "array of integers"), ((tokens, targets[:, 1:]), "integers .B, T.K-1. ="),
                        ((tokens, np.full_like(targets, 48)), "target id 48"), ((tokens + 48, targets), "token id"),
@@ -1230,13 +1294,13 @@ def test_launches_of_the_loss():
 @pytest.mark.parametrize("n, blocks", [(8, 1), (2048, 1), (2056, 2), (8200, 5), (131080, 65)])
 def test_launches_of_the_update(n, blocks):
     state, partial, grad = array(3), array(24), array(n)
-    assert launches_of(model_gpu.gradient_norm, state, partial, grad, slice(n, n), 0.5) == [
-        ["sum_of_squares", (8,), 256, 0, 1, 2, ("int64", n)],
-        ["gradient_norm", (1,), 1024, 0, 0, 1, *i32(8, 8), *f32(0.5)]]
-    for hidden, sizes, clipped in ((slice(0, 3), (n - 3, 3), 8), (slice(2, 5), (2, n - 5, 3), 16), (slice(0, n), (n,), 0)):
-        *sums, norm = launches_of(model_gpu.gradient_norm, state, partial, grad, hidden, 0.5)
+    for hidden, sizes in ((slice(0, 3), (0, n - 3, 3)), (slice(2, 5), (2, n - 5, 3)), (slice(n, n), (n, 0, 0))):
+        gpu, launched = recorder()
+        model_gpu.gradient_norm(gpu, state, partial, grad, hidden, 0.5)
+        *sums, norm = launched
         assert [launch[-1] for launch in sums] == [("int64", size) for size in sizes]
-        assert norm == ["gradient_norm", (1,), 1024, 0, 0, 1, *i32(clipped, 8 * len(sizes)), *f32(0.5)]
+        assert [launch[-2].size for launch in sums] == list(sizes)
+        assert norm[:4] + norm[6:] == ["gradient_norm", (1,), 1024, 0, *i32(16, 24), *f32(0.5)]
     param, m, v, copy = array(n), array(n), array(n), array(n)
     numbers = dict(step=3, lr=0.25, beta1=0.5, beta2=0.75, eps=0.125, decay=0.0625)
     expected = [("int64", n)] + f32(0.25, 0.5, 0.75, 0.125, 0.0625, 1 / (1 - 0.125), 1 / (1 - 0.75 ** 3))
@@ -1551,11 +1615,7 @@ def test_errors_are_one_sentence(monkeypatch):
     for change, words in [
             (dict(dim=8320, heads=65), "models up to 8192 wide and contexts up to 16384, not 8320 and 8"),
             (dict(dim=64, heads=1, context=16385), "not 64 and 16385"),
-            (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: take 3 heads[.]$"),
-            (dict(dim=64, heads=4), "heads 32, 64 or 128 wide, not 16: take 1 or 2 heads[.]$"),
-            (dict(dim=768, heads=4), "128 wide, not 192: take 6 or 12 or 24 heads[.]$"),
-            (dict(dim=40, heads=1), "not 40: dim must be a multiple of 32[.]$"),
-            (dict(dim=16, heads=1), "not 16: dim must be a multiple of 32[.]$")]:
+            (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: choose heads so that 96 / heads is one of these[.]$")]:
         config = Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **change})
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=words):
             patch.setattr(model_gpu, "cupy", None)
@@ -1663,23 +1723,30 @@ def test_the_gpu_of_a_process(made, monkeypatch):
             model_gpu.take_gpu(number)
 
 
-@pytest.mark.parametrize("version, name", [(12000, "libcublas.so.12"), (12090, "libcublas.so.12"), (13000, "libcublas.so.13")])
-def test_cublas_is_that_of_the_runtime(made, monkeypatch, version, name):
+@pytest.mark.parametrize("version, name, capability", [(12000, "libcublas.so.12", 89), (12090, "libcublas.so.12", 90),
+                                                       (13000, "libcublas.so.13", 120)])
+def test_cublas_is_that_of_the_runtime(made, monkeypatch, version, name, capability):
     opened = []
     monkeypatch.setitem(sys.modules, "cupy", model_gpu.cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", model_gpu.cupy.cuda)
     model_gpu.cupy.cuda.device = types.SimpleNamespace(get_cublas_handle=lambda: 5)
     model_gpu.cupy.cuda.runtime.runtimeGetVersion = lambda: version
+    model_gpu.cupy.cuda.runtime.malloc = lambda size: size + 1
+    monkeypatch.setattr(model_gpu, "capability", lambda: capability)
     function = types.SimpleNamespace
     library = function(cublasGemmEx=function(), cublasGemmStridedBatchedEx=function(), cublasSetStream_v2=function(),
-                       cublasSgeam=function())
+                       cublasSgeam=function(), cublasSetWorkspace_v2=function())
     monkeypatch.setattr(model_gpu.ctypes, "CDLL", lambda path: opened.append(path) or library)
-    handle, loaded = model_gpu.load_cublas()
-    assert opened == [name] and handle.value == 5 and loaded is library
+    model_gpu.load_cublas.cache_clear()
+    handle, loaded, workspace = model_gpu.load_cublas()
+    size = (32 if capability >= 90 else 4) << 20
+    assert opened == [name] and handle.value == 5 and loaded is library and workspace == (size + 1, size)
+    assert model_gpu.load_cublas()[2] is workspace                      # one a process, however many models
+    model_gpu.load_cublas.cache_clear()
     letters = {ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_longlong: "q"}
     assert {name: "".join(letters[kind] for kind in function.argtypes) for name, function in vars(library).items()} == {
         "cublasGemmEx": "piiiiippiipiippiiii", "cublasGemmStridedBatchedEx": "piiiiippiiqpiiqppiiqiii",
-        "cublasSgeam": "piiiippippipi", "cublasSetStream_v2": "pp"}
+        "cublasSgeam": "piiiippippipi", "cublasSetStream_v2": "pp", "cublasSetWorkspace_v2": "ppq"}
 
 
 def test_the_script_says_in_one_sentence_that_there_is_no_gpu():
