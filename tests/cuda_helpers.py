@@ -200,7 +200,8 @@ def skip_unless_known(arch):
 
 
 def compile_for_gpu(name, arch, options=()):
-    """Compiles a .cu file for `arch` and returns {kernel: Resources}; ValueError with the log if that fails."""
+    """Compiles a .cu file for `arch` and returns {kernel: Resources}; ValueError with the log if that fails, or if ptxas had
+    to make a product of Hopper's wait (its remarks C75xx)."""
     kind, path = gpu_compiler()
     with open(source_path(name)) as file:
         source = file.read()
@@ -215,6 +216,8 @@ def compile_for_gpu(name, arch, options=()):
         log = done.stdout + done.stderr
         if done.returncode:
             raise ValueError(f"nvcc does not compile {name} for {arch}:\n{log}")
+    if "(C75" in log:
+        raise ValueError(f"{name} for {arch}:\n{log}")
     kernels = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
         numbers = [re.search(pattern, part) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores",
