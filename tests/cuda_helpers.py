@@ -36,6 +36,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import types
 
 import numpy as np
 import pytest
@@ -125,6 +126,23 @@ class CpuModule:
                 raise KernelError(f"{name}: {error.decode()}.")
 
         return kernel
+
+
+class Array(np.ndarray):
+    """A NumPy array with the few attributes of a CuPy array that model_gpu.py uses."""
+    data = property(lambda self: types.SimpleNamespace(ptr=self.ctypes.data))
+
+    def set(self, host):
+        assert host.dtype == self.dtype and host.shape == self.shape
+        self[...] = host
+
+    def get(self, out=None, blocking=True):
+        assert blocking == (out is None)
+        if out is None:
+            return np.array(self)
+        assert out.dtype == self.dtype and out.shape == self.shape
+        out[...] = self
+        return out
 
 
 def guarded(array):
