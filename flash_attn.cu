@@ -85,13 +85,13 @@ struct Matrix {
     Real* rows;
     int T, stride;
 
-    __device__ Real* row(int t) const { return rows + (long long)t * stride; }
+    __device__ Real* row(int t) const { return rows + 1LL * t * stride; }
 };
 
 // Head n of sequence b in an array (B,T,heads*D).
 template <class Real>
 __device__ Matrix<Real> head_of(Real* array, int b, int n, int T, int heads) {
-    return {array + (long long)b * T * heads * D + n * D, T, heads * D};
+    return {array + 1LL * b * T * heads * D + n * D, T, heads * D};
 }
 
 // Query head h of sequence b, and the key head g that it reads.
@@ -126,7 +126,7 @@ __device__ Heads<Real> heads_of(Real* qkv, Place at) {
 }
 
 // Where the T numbers of the query head begin in lse and delta.
-__device__ long long numbers_at(Place at) { return ((long long)at.b * at.H + at.h) * at.T; }
+__device__ long long numbers_at(Place at) { return (1LL * at.b * at.H + at.h) * at.T; }
 
 struct Rope {
     const float *cos, *sin;
@@ -465,6 +465,8 @@ __device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"
 // mma_bf16. B is read from shared memory, where its rows of 128 bytes are swizzled as `offset` says. In
 // wgmma_ab these are 16 rows of 64 numbers. In wgmma_abt they are 16 numbers of 64 rows, which are B's
 // columns. A lies in shared memory as well in wgmma_abt; in wgmma_ab each warp has its rows of A in registers.
+// Where `add` is 0, wgmma_abt writes C = A B. Zeros written by us while another product is under way would
+// make ptxas wait for that one first (its remark C7517).
 //
 // A descriptor names an operand in shared memory. Its 64 bits, lengths and addresses in units of 16 bytes:
 //
@@ -489,10 +491,10 @@ __device__ Descriptor wgmma_tile(const char* rows) {
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "                          \
               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
               "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-__device__ void wgmma_abt(float* c, Descriptor a, Descriptor b) {
-    asm volatile(WGMMA "%32, %33, 1, 1, 1, 0, 0;"
+__device__ void wgmma_abt(float* c, Descriptor a, Descriptor b, int add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; " WGMMA "%32, %33, p, 1, 1, 0, 0;}"
                  : ALL_OF_C
-                 : "l"(a), "l"(b));
+                 : "l"(a), "l"(b), "r"(add));
 }
 __device__ void wgmma_ab(float* c, const unsigned* a, Descriptor b) {
     asm volatile(WGMMA "{%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
@@ -715,12 +717,13 @@ struct Kernels {
     // S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
     // `finish` comes before S is used.
     static __device__ void gemm_abt(Scores& S, const char* A, const char* B) {
-        EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
         if (WARPGROUP) {
             wgmma_begin();
-            auto a = wgmma_tile(A), b = wgmma_tile(B);
-            EACH(step, STEPS) wgmma_abt(S[0], a + 2 * step, b + 2 * step);
-        } else EACH(step, STEPS) add_step(S, A, B, step);
+            EACH(step, STEPS) wgmma_abt(S[0], wgmma_tile(A) + 2 * step, wgmma_tile(B) + 2 * step, step);
+        } else {
+            EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
+            EACH(step, STEPS) add_step(S, A, B, step);
+        }
     }
 
     // O += P @ B, B being a tile; then `finish` as well.

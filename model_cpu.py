@@ -444,7 +444,7 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor):
     np.exp(logits, out=logits)
     logits.sum(axis=-1, out=exp_sum)
     nll = np.where(targets >= 0, np.log(exp_sum) - picked, 0.0)
-    np.divide(nll.sum(axis=0, dtype=np.float64), divisor, out=losses)
+    losses[...] = nll.sum(axis=0, dtype=np.float64) / divisor
 
 
 # Derivation, for one row with target y, p = softmax(z) = e / exp_sum:
@@ -546,8 +546,8 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
     the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
     matrices do, norm gains do not."""
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    require(optimizer in OPTIMIZERS,
+            f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
     embedding = config.vocab * config.dim
     matrices = config.layers * matrix_table(config)[-1][1].stop
     heads = 0 if config.tied else config.predict * embedding
@@ -605,6 +605,7 @@ class Model:
         if seed is not None:
             init_params(self.flat_params, config, seed)
         self.workspaces = [Workspace(config, self.dtype, training) for _ in range(threads)]
+        self.active = []                            # those in which forward has left what backward reads
         self.flat_grads = self.workspaces[0].flat_grads
         self.grads = self.workspaces[0].grads
         moments = moment_count(config, optimizer)
@@ -618,8 +619,10 @@ class Model:
         self.decoder = Decoder(self)
 
     def refresh(self):
-        """Call this after writing params: what other weights have left in the KV cache is forgotten."""
+        """Call this after writing params: what other weights have left, in the KV cache and for backward, is
+        forgotten."""
         self.decoder.forget()
+        self.active = []
 
     def read(self, array):
         """An array of this model's, flat_params say, as a NumPy array on the host."""
@@ -652,6 +655,7 @@ class Model:
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a new array."""
         tokens = as_batch(self.config, tokens)
+        self.active = []                            # overwritten now
         final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
         return self._head_logits(final).reshape(*tokens.shape, self.config.predict, -1)
 
@@ -662,8 +666,8 @@ class Model:
         counted (K,): the number of counted targets of each head in the whole step; by default, in this call.
         Raises ValueError where head 0 has none at all: there would be nothing to learn."""
         tokens, targets, self.divisor = check_batch(self.config, tokens, targets, counted)
-        shares = min(len(self.workspaces), len(tokens))
-        self.active = self.workspaces[:shares]
+        self.active = self.workspaces[:len(tokens)]
+        shares = len(self.active)
         return sum(self.map(self._forward_share, self.active, np.array_split(tokens, shares),
                             np.array_split(targets, shares)))
 
@@ -682,12 +686,14 @@ class Model:
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
-        Call it once a forward (the logits are used up).  last: this is the step's last micro-batch, after
-        which the gradients of several processes are added up."""
+        Once a forward, whose arrays are used up.  last: this is the step's last micro-batch, after which the
+        gradients of several processes are added up."""
         require(self.grads, "this model was made with training=False: it has no gradients.")
+        require(self.active, "backward needs a forward of its own, and between them neither logits nor update.")
         list(self.map(self._backward_share, self.active))
         for workspace in self.active[1:]:           # in order, so that the sum is the same in every run
             self.flat_grads += workspace.flat_grads
+        self.active = []
         if last and self.communicator:
             self.communicator.all_reduce(self.flat_grads)
 
@@ -725,7 +731,7 @@ class Model:
         if not math.isfinite(norm):
             return norm
         self.step += 1
-        self.decoder.forget()
+        self.refresh()
         jobs = []                                   # (function, its arguments ...), which the threads share
         for rule, part, in_v, decayed in update_table(c, self.optimizer):
             arrays = [self.flat_params[part], grads[part], self.m[part]]
@@ -852,7 +858,7 @@ def sample(logits, seed, t, temperature=1.0, top_k=0, top_p=1.0):
     0: the largest logit, the first of equals.  top_k keeps the k largest (0: all), top_p then the smallest
     set of largest probabilities that reaches p (nucleus sampling, Holtzman et al. 2020; 1: all)."""
     if temperature == 0:
-        return np.argmax(logits, axis=1)
+        return logits.argmax(axis=1)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k or None]           # (n,V or top_k)
     z = np.take_along_axis(logits, order, axis=1).astype(np.float64)
     log_p = (z - z[:, :1]) / temperature            # up to a constant
@@ -881,11 +887,9 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
     trace: a list to which each token drawn adds (head, drafts, p): the head that drafted it, 0 for none; the
     number of drafts that were read along with it; the probability that the model gave it."""
-    if not tokens:
-        raise ValueError("generate needs at least one token to continue.")
-    if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1):
-        raise ValueError(f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in "
-                         "(0, 1].")
+    require(tokens, "generate needs at least one token to continue.")
+    require(temperature >= 0 and top_k >= 0 and 0 < top_p <= 1,
+            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in (0, 1].")
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
@@ -923,6 +927,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 def layer_logits(model, inputs):
     """The "logit lens" (nostalgebraist 2020) of inputs (B,T).  Yields, after the embedding and each layer, the
     residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
+    model.active = []                               # as in logits
     layers, shared = model.workspaces[0].buffers(*inputs.shape)
     final = model._trunk(inputs, layers, shared)
     for x in [*(saved["x_in"] for saved in layers), shared["x"]]:
@@ -1007,11 +1012,11 @@ def check_tokens(config, tokens, what="token", low=0):
 def as_batch(config, tokens):
     """tokens as a (B,T) array of ids; ValueError if they are none."""
     tokens = np.asarray(tokens)
-    if tokens.ndim != 2 or tokens.size == 0 or tokens.dtype.kind not in "iu":
-        raise ValueError("tokens must be a (B, T) array of integers, not empty, not "
-                         f"{tokens.dtype} of {tokens.shape}.")
-    if tokens.shape[1] > config.context:
-        raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
+    require(tokens.ndim == 2 and tokens.size and tokens.dtype.kind in "iu",
+            "tokens must be a (B, T) array of integers, not empty, not "
+            f"{tokens.dtype} of {tokens.shape}.")
+    require(tokens.shape[1] <= config.context,
+            f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
     check_tokens(config, tokens)
     return tokens
 
@@ -1023,14 +1028,12 @@ def check_batch(config, tokens, targets, counted=None):
     targets = np.asarray(targets)
     B, T = tokens.shape
     shape = B, T + config.predict - 1
-    if targets.shape != shape or targets.dtype.kind not in "iu":
-        raise ValueError(f"targets must be integers (B, T+K-1) = {shape}, not {targets.dtype} of shape "
-                         f"{targets.shape}.")
+    require(targets.shape == shape and targets.dtype.kind in "iu",
+            f"targets must be integers (B, T+K-1) = {shape}, not {targets.dtype} of shape {targets.shape}.")
     check_tokens(config, targets, "target", low=-1)
     if counted is None:
         counted = count_targets(targets, T, config.predict)
-    if not counted[0]:
-        raise ValueError("head 0 has no counted target in the whole step: all targets are -1.")
+    require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
     return tokens, targets, np.maximum(counted, 1)    # a head without a target: the sum 0, and so the loss 0
 
 
@@ -1147,16 +1150,16 @@ def main(argv):
     tokens = ids[:, :T]
     targets = ids[:, 1:T + config.predict]
     print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {ids.size} tokens, vocabulary {config.vocab}")
-    print(f"   {'|'.join(tokenizer.decode([i]) for i in ids[0, :24])}|...")
+    print(f"   {'|'.join(tokenizer.decode([i]) for i in ids[0, :23])}|...")
 
     model = Model(config)
+    logits = model.logits(tokens)
     losses = model.forward(tokens, targets)
     layers, shared = model.workspaces[0].buffers(1, T)
     print(f"\n2. Shapes: B=1 T={T} C={config.dim} H={config.heads} G={config.kv_heads} D={config.head_dim} "
           f"F={config.hidden} K={config.predict} V={config.vocab} L={config.layers} N=B*T={T}")
     arrays = {f"layer 0: {name}": array for name, array in layers[0].items()}
-    arrays["final = rmsnorm(x)"] = shared["final"]
-    arrays["logits (B,T,K,V)"] = model.logits(tokens)
+    arrays |= {"final = rmsnorm(x)": shared["final"], "logits (B,T,K,V)": logits}
     for name, array in arrays.items():
         print(f"   {name:22} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
     print(f"\n3. The first loss of head 0: {losses[0]:.4f}.  An untrained model guesses: ln V = "

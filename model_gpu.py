@@ -33,6 +33,7 @@ import bisect
 import collections
 import contextlib
 import ctypes
+import functools
 import itertools
 import math
 import pathlib
@@ -62,11 +63,12 @@ NORM_BLOCKS = 1056    # blocks, and so partial sums, of rmsnorm_backward: 8 for 
 SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 3               # the use of a batch's shape from which on its launches are a CUDA graph
+SHAPES = 32                 # of so many shapes the graphs are kept; where there are more, all begin anew
 BUCKET = 1 << 24            # numbers of the gradient in one all-reduce, at least
 PROMPT_ROWS = 64            # a prompt is read in a multiple of so many rows, so that its launches repeat, too
 FEW_ROWS = 8                # decoding has kernels of its own for up to so many tokens
 GROUP_ROWS = 4              # of which so many share one reading of the weights: ROWS in kernels.cu
-CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code takes
+CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code and the graphs take
 CONTEXT_BYTES = 580 << 20   # CUDA itself, measured on an H200 with CUDA 13; on smaller cards it is less
 NCCL_BYTES = 860 << 20      # of two H200s
 HOPPER = True               # False: a Hopper runs what a GeForce RTX 30 or 40 runs, to test and to time that
@@ -83,7 +85,7 @@ def why_no_gpu():
         return None
     driver = cupy.cuda.runtime.driverGetVersion()           # 12040: it serves CUDA 12.4
     needed = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    if driver == 0:
+    if not driver:
         return "There is no NVIDIA driver on this machine."
     if driver // 1000 < needed:
         return (f"The NVIDIA driver is too old: it serves CUDA {driver // 1000}.{driver % 1000 // 10}, this "
@@ -119,6 +121,11 @@ def capability():
     return int(cupy.cuda.Device().compute_capability)
 
 
+def current_stream():
+    """Where kernels are queued now."""
+    return cupy.cuda.get_current_stream()
+
+
 def default_precision():
     """The best that this GPU's tensor cores have; where there is no GPU, and a run is only planned, bf16."""
     return "bf16" if why_no_gpu() or capability() >= 80 else "fp32"
@@ -137,21 +144,25 @@ ONE = ZERO + 4
 SIGNATURES = {"cublasGemmEx": "p ii iii p pii pii p pii ii",
               "cublasGemmStridedBatchedEx": "p ii iii p piiq piiq p piiq i ii",
               "cublasSgeam": "p ii ii p pi p pi pi",
-              "cublasSetStream_v2": "pp"}
+              "cublasSetStream_v2": "pp",
+              "cublasSetWorkspace_v2": "ppq"}
 C_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_longlong}
 
 # a CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) is 1
 EARLY = np.array([6, 0, 1] + 15 * [0], int32)
 
 
+@functools.cache                                # the models of a process share all three
 def load_cublas():
-    """-> (handle, library) of the cuBLAS that CuPy loads.  Called by ctypes: CuPy's own wrapper costs the
-    host twice as much, and cannot be recorded in a graph."""
+    """-> (handle, library, workspace: its address and bytes) of the cuBLAS that CuPy loads.  Called by
+    ctypes: CuPy's own wrapper costs the host twice as much, and cannot be recorded in a graph.  The workspace
+    has the size that cuBLAS recommends.  Without it cuBLAS would allocate one, and another for each graph."""
     from cupy.cuda import device                # here: loading cuBLAS takes a second, and it may be missing
     library = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
     for name, letters in SIGNATURES.items():
-        getattr(library, name).argtypes = [C_TYPES[letter] for letter in letters.replace(" ", "")]
-    return ctypes.c_void_p(device.get_cublas_handle()), library
+        getattr(library, name).argtypes = [C_TYPES[letter] for letter in letters if letter != " "]
+    size = (32 if capability() >= 90 else 4) << 20
+    return ctypes.c_void_p(device.get_cublas_handle()), library, (cupy.cuda.runtime.malloc(size), size)
 
 
 def as_argument(x):
@@ -200,7 +211,8 @@ class Gpu:
         # (context, 1, D), of which the second half of D says all -> (context, D/2)
         self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
                               for table in rope_table(config, float32)]
-        self.handle, self.cublas = load_cublas() if matmul == "cublas" else (None, None)
+        self.handle, self.cublas, self.workspace = load_cublas() if matmul == "cublas" else 3 * [None]
+        self.set_stream(0)
         self.transposes = hopper and precision == "tf32" and matmul == "cublas"
         self.launch_kernel = None
         # the first driver to record it is that of CUDA 12.3
@@ -220,23 +232,23 @@ class Gpu:
         values = [np.array(x.data.ptr if isinstance(x, cupy.ndarray) else x) for x in map(as_argument, args)]
         pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
         # CUlaunchConfig: grid, block, shared memory, stream, attributes, how many
-        settings = struct.pack("7IPPI4x", *grid, 1, threads, 1, 1, 0, cupy.cuda.get_current_stream().ptr,
-                               EARLY.ctypes.data, 1)
+        settings = struct.pack("7IPPI4x", *grid, 1, threads, 1, 1, 0, current_stream().ptr, EARLY.ctypes.data,
+                               1)
         status = self.launch_kernel(settings, ctypes.c_void_p(self.kernels[name].kernel.ptr), pointers, None)
         if status:
             raise GpuError(f"CUDA refuses to launch {name}: status {status}.")
 
     def set_stream(self, stream):
+        """cuBLAS computes on this stream from now on.  A new stream makes it forget its workspace."""
         if self.cublas:
             self.cublas.cublasSetStream_v2(self.handle, stream)
+            self.cublas.cublasSetWorkspace_v2(self.handle, *self.workspace)
 
 
 def check_sizes(config):
     """ValueError, in one sentence, for a model whose sizes these kernels do not take; needs no GPU."""
-    if config.head_dim not in (32, 64, 128):
-        fits = [str(config.dim // width) for width in (128, 64, 32) if config.dim % width == 0]
-        advice = f"take {' or '.join(fits)} heads" if fits else "dim must be a multiple of 32"
-        raise ValueError(f"the GPU engine takes heads 32, 64 or 128 wide, not {config.head_dim}: {advice}.")
+    require(config.head_dim in (32, 64, 128), "the GPU engine takes heads 32, 64 or 128 wide, not "
+            f"{config.head_dim}: choose heads so that {config.dim} / heads is one of these.")
     require(config.dim <= 8192 and config.context <= 16384, "the GPU engine takes models up to 8192 wide and "
             f"contexts up to 16384, not {config.dim} and {config.context}.")
 
@@ -500,12 +512,10 @@ def gradient_norm(gpu, state, partial, grad, hidden, clip):
     """state (3,): the norm of the flat gradient; the factor that clips the norm of all but its part `hidden`,
     a slice; and whether a norm was ever not finite (then nothing changes any more).  partial (3 SUM_BLOCKS,):
     scratch."""
-    clipped = [part for part in (grad[:hidden.start], grad[hidden.stop:]) if part.size]
-    parts = [*clipped, grad[hidden]] if grad[hidden].size else clipped
-    for i, part in enumerate(parts):
+    parts = grad[:hidden.start], grad[hidden.stop:], grad[hidden]
+    for i, part in enumerate(parts):                # of one that is empty the sum is 0
         gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
-    gpu.launch("gradient_norm", (1,), 1024, state, partial, SUM_BLOCKS * len(clipped),
-               SUM_BLOCKS * len(parts), float(clip))
+    gpu.launch("gradient_norm", (1,), 1024, state, partial, 2 * SUM_BLOCKS, 3 * SUM_BLOCKS, float(clip))
 
 
 def adamw_update(gpu, param, weights, grad, m, v, state, step, lr, beta1, beta2, eps, decay):
@@ -593,20 +603,17 @@ class Inputs:
 
     def __init__(self, table):
         self.device, self.arrays = allocate(cupy.empty, table)
-        slots = []
-        for _ in range(2):
-            pinned, views = allocate(cupyx.empty_pinned, table)
-            slots.append((pinned, views, cupy.cuda.Event(disable_timing=True)))
-        self.slots = itertools.cycle(slots)
+        self.slots = itertools.cycle([
+            (*allocate(cupyx.empty_pinned, table), cupy.cuda.Event(disable_timing=True)) for _ in range(2)])
         # this memory may have been given back by others whose copies are still queued: wait for these
-        cupy.cuda.get_current_stream().synchronize()
+        current_stream().synchronize()
 
     def send(self, values):
         """values: dict name -> array; a short one fills the front of its place."""
         pinned, views, event = next(self.slots)
         event.synchronize()
         for name, value in values.items():
-            views[name][:value.size] = value.reshape(-1)
+            views[name][:value.size] = value.ravel()
         self.device.set(pinned)
         event.record()
 
@@ -623,10 +630,12 @@ class Replay:
         if self.calls == RECORD_AT:                 # none of it runs now
             with cupy.cuda.Stream(non_blocking=True) as stream:
                 gpu.set_stream(stream.ptr)
-                stream.begin_capture()
-                launch()
-                self.graph = stream.end_capture()
-            gpu.set_stream(0)
+                try:
+                    stream.begin_capture()
+                    launch()
+                    self.graph = stream.end_capture()
+                finally:                            # this stream ends here
+                    gpu.set_stream(0)
         if self.graph:
             self.graph.launch()
         else:
@@ -697,9 +706,10 @@ class Model:
             self.write(self.flat_params, flat)
 
     def refresh(self):
-        """Call this after writing params: the bf16 copy follows; what other weights have left in the KV cache
-        is forgotten."""
+        """Call this after writing params: the bf16 copy follows; what other weights have left, in the KV
+        cache and for backward, is forgotten."""
         self.decoder.forget()
+        self.saved = None
         if self.flat_weights is not self.flat_params:
             size = self.flat_params.size
             self.gpu.launch("copy_weights", (ceil_div(size, 2048),), 256, self.flat_weights, self.flat_params,
@@ -717,11 +727,9 @@ class Model:
     def later(self, *arrays):
         """-> a function that waits until the GPU has these arrays, and for nothing else, and returns them as
         NumPy's.  The copies, to pinned memory, are queued now, before whatever comes next."""
-        pinned = []
-        for array in arrays:
-            host = cupyx.empty_pinned(array.shape, array.dtype)
-            pinned.append(array.get(out=host, blocking=False))
-        event = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
+        pinned = [array.get(out=cupyx.empty_pinned(array.shape, array.dtype), blocking=False)
+                  for array in arrays]
+        event = current_stream().record(cupy.cuda.Event(disable_timing=True))
 
         def read():
             event.synchronize()
@@ -755,10 +763,14 @@ class Model:
     def _buffers(self, B, T):
         """-> (for each layer a dict of its arrays, dict of those that all share) for a micro-batch (B,T).
         They lie in the work memory; where that is too small, it is made anew."""
+        # a CUDA grid is no higher
+        require(B <= 65535, f"the GPU engine takes at most 65,535 rows at once, not {B:,}.")
         c = self.config
         rows = ceil_div(B * T, c.context)
         if rows > self.rows:
             self._reserve(rows)
+        if len(self.buffers_by_shape) > SHAPES:
+            self.buffers_by_shape = {}              # and with them their graphs
         if (B, T) not in self.buffers_by_shape:
             layer, shared, logits, scratch = work_tables(c, B, T, self.precision)
             size = table_bytes(layer)
@@ -775,6 +787,7 @@ class Model:
         c = self.config
         tokens = as_batch(c, tokens)
         layers, shared = self._buffers(*tokens.shape)
+        self.saved = None                               # overwritten now
         self.inputs.send({"tokens": tokens})
         final = trunk(self.gpu, self.weights, layers, shared)
         with self._room_for(*tokens.shape):
@@ -797,7 +810,7 @@ class Model:
             final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)
             linear_forward(self.gpu, shared["logits"], final, self.weights["heads"])        # (N,C) -> (N,K*V)
             cross_entropy_forward(self.gpu, self.losses, shared["nll"], shared["logits"], shared["targets"],
-                                  shared["weight"], shared["divisor"], tokens.shape[1])
+                                  shared["weight"], shared["divisor"], shared["T"])
 
         shared["replays"]["forward"](self.gpu, launch)
         self.saved = layers, shared
@@ -809,26 +822,28 @@ class Model:
         gradients of several GPUs are added up by all-reduce: each part of the flat gradient, from its end on,
         as soon as it is done and has BUCKET numbers."""
         require(self.grads, "this model was made with training=False: it has no gradients.")
+        require(self.saved, "backward needs a forward of its own, and between them neither logits nor update.")
+        layers, shared = self.saved
+        self.saved = None
         add = self.added
         self.added = True
+        parts = self._launch_backward(layers, shared, add)      # a generator: nothing is launched yet
         if not (last and self.communicator):
-            _, shared = self.saved
-            shared["replays"]["backward", add](self.gpu, lambda: list(self._launch_backward(add)))
+            shared["replays"]["backward", add](self.gpu, lambda: list(parts))
             return
         gains = update_table(self.config, self.optimizer)[-1][1]
         end = gains.start                           # all from here to the gains is asked for
-        for start in self._launch_backward(add):
-            if end - start >= BUCKET or start == 0:
+        for start in parts:
+            if end - start >= BUCKET or not start:
                 self.communicator.all_reduce(self.flat_grads[start:end])
                 end = start
         self.communicator.all_reduce(self.flat_grads[gains])
 
-    def _launch_backward(self, add):
+    def _launch_backward(self, layers, shared, add):
         """Launch the backward.  Yields where the flat gradient is done from, up to the gains."""
         gpu = self.gpu
         w = self.weights
         grads = self.grads
-        layers, shared = self.saved
         dx = shared["increment"]                    # the same memory
         final = shared["n"]                         # and its gradient
         # logits = final @ heads.T
@@ -852,6 +867,7 @@ class Model:
         c = self.config
         self.step += 1
         self.added = False
+        self.saved = None
         self.decoder.forget()
         if self.communicator:
             self.communicator.wait()
@@ -917,19 +933,21 @@ class Decoder(model_cpu.Decoder):
         def launch():
             # all that both have: it begins with the tokens.  CuPy's own copies cannot be recorded in a graph
             cupy.cuda.runtime.memcpyAsync(d["tokens"].data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
-                                          cupy.cuda.get_current_stream().ptr)
+                                          current_stream().ptr)
             read = self._read_few if few else self._read_many
             read(n, heads * c.vocab)
             answers = [uint64(host[name].ctypes.data) for name in ("ids", "p")]
             self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["place"],
                                   d["drawing"], d["seed"], c.vocab)
 
+        if len(self.replays) > SHAPES:
+            self.replays.clear()
         if few:
             self.replays[n, heads](self.gpu, launch)         # the same launches at every position
         else:
             launch()
         self.tokens += tokens.tolist()
-        cupy.cuda.get_current_stream().synchronize()
+        current_stream().synchronize()
         ids = host["ids"][:drawn * heads].reshape(drawn, heads)
         return ids[-rows:].copy(), host["p"][drawn - rows:drawn].copy()
 
@@ -960,8 +978,7 @@ class Decoder(model_cpu.Decoder):
             trunk(self.gpu, self.weights, [{**shared, "qkv": qkv[:end]} for qkv in d["qkv"]], shared)
 
         self.replays["prompt", rows, first](self.gpu, launch)
-        heads = self.weights["heads"][:outputs]
-        linear_forward(self.gpu, d["logits"][:1, :outputs], d["n"][n - 1:n], heads)
+        linear_forward(self.gpu, d["logits"][:1, :outputs], d["n"][n - 1:n], self.weights["heads"][:outputs])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1149,12 +1166,12 @@ class Nccl:
     def wait(self):
         """Queue: whatever comes next waits for the sums."""
         self.event.record(self.stream)
-        cupy.cuda.get_current_stream().wait_event(self.event)
+        current_stream().wait_event(self.event)
 
     def all_gather(self, array):
         """Queue, among our kernels, which have to wait for it anyway: of array's first axis each GPU's part
         reaches all others."""
-        stream = cupy.cuda.get_current_stream().ptr
+        stream = current_stream().ptr
         self.nccl.groupStart()
         for rank in range(self.ranks.size):
             part = array[self.part(len(array), rank)]

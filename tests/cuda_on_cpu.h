@@ -551,7 +551,7 @@ static inline const char* swizzled(unsigned long long tile, int row, int chunk) 
 }
 
 template <bool TRANSPOSED>
-static void multiply(float* c, const unsigned* a, unsigned long long b) {
+static void multiply(float* c, const unsigned* a, unsigned long long b, bool add) {
     if (!self->begun) fail("an asynchronous product without a fence before it");
     for (Fiber& fiber : fibers)
         if (fiber.unseen) fail("an asynchronous product of what no fence has shown to it");
@@ -561,6 +561,7 @@ static void multiply(float* c, const unsigned* a, unsigned long long b) {
         self->products.push_back({c, {}});
         memcpy(self->products[i].values, c, sizeof self->products[i].values);
     }
+    if (!add) memset(self->products[i].values, 0, sizeof self->products[i].values);
     int l = lane();
     for (int n = 0; n < 8; n += 2) {
         unsigned words[4];
@@ -576,14 +577,16 @@ static void multiply(float* c, const unsigned* a, unsigned long long b) {
 }  // namespace cuda_on_cpu
 
 // a: 64 rows in shared memory, and b 64 rows x 16 columns, transposed.
-static inline void wgmma_abt(float* c, unsigned long long a, unsigned long long b) {
+static inline void wgmma_abt(float* c, unsigned long long a, unsigned long long b, int add) {
     unsigned words[4];
     int lane = cuda_on_cpu::lane(), warp = cuda_on_cpu::self_number() / 32 % 4;
     cuda_on_cpu::ldmatrix<false>(words, cuda_on_cpu::swizzled(a, 16 * warp + lane % 16, lane / 16));
-    cuda_on_cpu::multiply<false>(c, words, b);
+    cuda_on_cpu::multiply<false>(c, words, b, add);
 }
 // a: this warp's rows in registers, as of mma_bf16; b: 16 rows x 64 columns.
-static inline void wgmma_ab(float* c, const unsigned* a, unsigned long long b) { cuda_on_cpu::multiply<true>(c, a, b); }
+static inline void wgmma_ab(float* c, const unsigned* a, unsigned long long b) {
+    cuda_on_cpu::multiply<true>(c, a, b, true);
+}
 
 static inline void wgmma_begin() { cuda_on_cpu::self->begun = true; }
 static inline void wgmma_sees() { cuda_on_cpu::self->unseen = false; }
