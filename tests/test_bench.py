@@ -1,5 +1,6 @@
 """tests/bench.py, as far as a moment goes: counted losses by hand, the solvers and generation on a tiny model."""
 import contextlib
+import dataclasses
 import io
 import math
 import os
@@ -77,9 +78,7 @@ def test_solvers(tiny):
     """Layers as trained are one Euler step each: the loss is the model's, in the table and by a solver."""
     said = run("euler", "--model", "out/tiny")
     table = dict(re.findall(r"^  (\S.*?) +([0-9]+\.[0-9]{4})(?: .*)?$", said, re.MULTILINE))
-    assert list(table) == ["stopped after the embedding", "stopped after layer 0", "stopped after layer 1",
-                           "one step a layer, as trained", "two half steps", "four quarter steps",
-                           "Heun's method", "every step 10% longer", "every step 10% shorter"]
+    assert len(table) == 9 and "Heun's method" in table
     model, _ = checkpoint.load("out/tiny", model_cpu)
     held_out = train.prepare(["tiny.txt"], 272)[2]["tiny"]
     windows = held_out[:len(held_out) // 17 * 17].reshape(-1, 17).astype(int)[:64]
@@ -87,6 +86,11 @@ def test_solvers(tiny):
     loss = f"{model.forward(windows[:, :-1], targets)[0]:.4f}"
     assert table.pop("stopped after layer 1") == table["one step a layer, as trained"] == loss
     assert len(set(table.values())) == 8                # no two ways are the same
+    half = model_cpu.Model(dataclasses.replace(model.config, layers=2 * model.config.layers), None)
+    for name, w in half.params.items():                 # each layer twice, with half of what it adds
+        source = re.sub(r"\d+", lambda number: str(int(number[0]) // 2), name, count=1)
+        w[...] = model.params[source] * (0.5 if name.endswith((".out", ".down")) else 1.0)
+    assert table["two half steps"] == f"{half.forward(windows[:, :-1], targets)[0]:.4f}"
 
 
 def test_the_tokenizer_needs_nothing_but_a_text(tmp_path, monkeypatch):

@@ -461,7 +461,7 @@ def test_a_wrong_word_or_setting(place):
 # ---------------------------------------------------------------------------------------------------------------------
 PROSE = ["It was a dark and stormy night; the rain fell in torrents, except at occasional intervals, when it was "
          f"checked by a violent gust of wind which swept up the streets of ward {i}--for it is in London that our "
-         "scene of circumnavigating counterrevolutionaries lies, rattling along the house-tops. " * 3 + "And so on."
+         "scene of mother-in-law-to-be jack-in-the-box merry-go-round counterrevolutionaries lies, rattling along the house-tops. " * 3 + "And so on."
          for i in range(20)]
 VERSE = "Tell me not, in mournful numbers,\n  Life is but an empty dream!\nFor the soul is dead that slumbers,\n" \
         "  And things are not what they seem.\n\nOf Man's first disobedience, and the fruit\n" \
@@ -503,6 +503,7 @@ FORMS = {
     "small print behind": (HEAD + START, ("\n\n***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\nTerms.\n"
                            f"*END*{SMALL_PRINT}")),
     "never closed": (HEAD + "*** START OF THE PROJECT GUTENBERG EBOOK A NIGHT\n\n", END),
+    "the licence first": (LICENCE + HEAD + START, END),
     "no end": (HEAD + START, "\n\n"),
     "the end": (HEAD + START, "\n\nThe End of Project Gutenberg's A Night\n\n" + LICENCE),
 }
@@ -743,7 +744,7 @@ def test_smollm2_wrong_files(smollm2, name, bodies):
 # ---------------------------------------------------------------------------------------------------------------------
 # Web
 # ---------------------------------------------------------------------------------------------------------------------
-ROWS = 2000
+ROWS = 1900                                     # so the first row of the second slice passes
 
 
 @functools.cache
