@@ -53,14 +53,14 @@ SUITES = {                  # what judges a file: arguments of Python
                      "gradcheck.py"],
     "checkpoint.py": ["tests/test_checkpoint.py", "tests/test_train_parts.py", "tests/test_scripts.py",
                       "tests/test_train.py", "tests/test_ranks.py", "tests/test_shelf.py"],
-    "model_gpu.py": ["tests/test_model_gpu.py"],
+    "model_gpu.py": ["tests/test_model_gpu.py", "tests/test_kernels.py"],
     "train.py": ["tests/test_train_parts.py", "tests/test_train.py", "tests/test_scripts.py", "tests/test_attack.py",
                  "tests/test_ranks.py"],
     "sft.py": ["tests/test_sft.py", "tests/test_ranks.py"],
     "chat.py": ["tests/test_chat.py"],
     "gradcheck.py": ["tests/test_gradcheck.py", "tests/test_exercises.py", "gradcheck.py"],
     "tests/exercises.py": ["tests/test_exercises.py"],
-    "kernels.cu": ["tests/test_kernels.py"],
+    "kernels.cu": ["tests/test_kernels.py", "tests/test_model_gpu.py"],
     "flash_attn.cu": ["tests/test_flash.py"]}
 OPTIONS = {"kernels.cu": [f"-DBF16={bf16} -DROW_THREADS=96" for bf16 in (0, 1)],
            "flash_attn.cu": [f"-DHEAD_DIM={D} -DHOPPER={hopper}" for D, hopper in ((32, 0), (64, 0), (128, 0), (64, 1))]}
