@@ -21,7 +21,6 @@ some file, and 2 if nothing could be judged. 60 mistakes of one file take 3 to 2
 """
 import argparse
 import ast
-import atexit
 import collections
 import concurrent.futures
 import contextlib
@@ -39,20 +38,19 @@ import subprocess
 import sys
 import tempfile
 import threading
-import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "equivalent.txt"
 ENOUGH = 95                 # percent
-NOT_COPIED = (".git", ".venv", "data", "out")
+NOT_COPIED = (".git", ".venv", "data", "out", "__pycache__", ".pytest_cache")
 SUITES = {                  # what judges a file: arguments of Python
     "script.py": ["tests/test_scripts.py", "tests/test_tokenizer.py", "tests/test_train_parts.py", "tests/test_chat.py"],
     "tokenizer.py": ["tests/test_tokenizer.py", "tests/test_scripts.py"],
     "model_cpu.py": ["tests/test_model_cpu.py", "tests/test_scripts.py", "tests/test_gradcheck.py",
                      "gradcheck.py"],
-    "checkpoint.py": ["tests/test_checkpoint.py", "tests/test_train_parts.py", "tests/test_scripts.py",
-                      "tests/test_train.py", "tests/test_ranks.py", "tests/test_shelf.py"],
+    "checkpoint.py": ["tests/test_checkpoint.py", "tests/test_shelf.py", "tests/test_train_parts.py",
+                      "tests/test_train.py"],
     "model_gpu.py": ["tests/test_model_gpu.py", "tests/test_kernels.py"],
     "train.py": ["tests/test_train_parts.py", "tests/test_train.py", "tests/test_scripts.py", "tests/test_attack.py",
                  "tests/test_ranks.py"],
@@ -112,8 +110,6 @@ class Mutant:
         self.file, self.text, old = file, source[:start] + new + source[end:], source[start:end]
         self.line = source.count("\n", 0, start) + 1
         before, after = source[:start].rpartition("\n")[2], source[end:].partition("\n")[0]
-        if new == f"not {old}":
-            old, new, after = "", "not ", old + after
         self.function = f"{file}:{first_line(source, self.line)}" if file.endswith(".py") else ""
         self.shown = " ".join(f"{before}«{old} -> {new}»{after}".split())
 
@@ -137,14 +133,11 @@ def python_places(source):
         stop("cosmic-ray, which plants the mistakes in Python, is missing; `make mutate` installs it, so does pip")
     # == for `is`: the same thing for what is compared so
     synonyms = re.compile("_(Eq_Is|Is_Eq|NotEq_IsNot|IsNot_NotEq)$")
-    names = [name for name in cosmic_ray.plugins.operator_names() if not synonyms.search(name)]
-    operators = [cosmic_ray.plugins.get_operator(name) for name in names]
-    operators = [(name, operator()) for name, operator in zip(names, operators) if not operator.arguments()]
+    kinds = {name: cosmic_ray.plugins.get_operator(name) for name in cosmic_ray.plugins.operator_names()}
+    operators = [(name, kind()) for name, kind in kinds.items() if not kind.arguments() and not synonyms.search(name)]
     lines = source.splitlines(keepends=True)
     offsets = [0, *itertools.accumulate(map(len, lines))]
-    skipped = [(offsets[first - 1] + len(lines[first - 1].encode()[:a].decode()),
-                offsets[last - 1] + len(lines[last - 1].encode()[:b].decode()))
-               for first, a, last, b in unwatched(ast.parse(source))]
+    watched, *_ = source.split("\nif __name__")             # only the script's start runs what follows
     places, occurrences = collections.defaultdict(list), collections.Counter()
 
     class Collector(cosmic_ray.ast.Visitor):
@@ -152,7 +145,7 @@ def python_places(source):
             for name, operator in operators:
                 for (line, a), (last, b) in operator.mutation_positions(node):
                     start, end = offsets[line - 1] + a, offsets[last - 1] + b
-                    if not any(low <= start < high for low, high in skipped):
+                    if start < len(watched):
                         kind = re.sub("_.*", "", name.rpartition("/")[2])
                         places[line, kind].append(lambda args=(operator, occurrences[name], start, end): variant(*args))
                     occurrences[name] += 1
@@ -166,16 +159,6 @@ def python_places(source):
 
     Collector().walk(cosmic_ray.ast.get_ast(source))
     return places
-
-
-def unwatched(tree):
-    """Where nothing runs that a test could look at: type annotations, and what only the script's start runs."""
-    for node in ast.walk(tree):
-        found = [getattr(node, "annotation", None), getattr(node, "returns", None)]
-        if isinstance(node, ast.If) and "__name__" in ast.dump(node.test):
-            found.append(node)
-        for part in filter(None, found):
-            yield part.lineno, part.col_offset, part.end_lineno, part.end_col_offset
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -245,11 +228,10 @@ def cuda_places(source, barriers=False):
     return places
 
 
-def draw(places, seed, lines):
+def draw(places, seed):
     """The variants in random order: one of each place, then a second one of each, and so on."""
     rng = random.Random(seed)
-    keys = sorted(key for key in places if lines[0] <= key[0] <= lines[1])
-    shuffled = [rng.sample(places[key], len(places[key])) for key in rng.sample(keys, len(keys))]
+    shuffled = [rng.sample(places[key], len(places[key])) for key in rng.sample(sorted(places), len(places))]
     return [variant for round in itertools.zip_longest(*shuffled) for variant in round if variant is not None]
 
 
@@ -264,20 +246,16 @@ class Copy:
         if model:
             shutil.copytree(model.folder, folder, symlinks=True)
         else:
-            def ignored(path, names):
-                return [name for name in names if name in ("__pycache__", ".pytest_cache")
-                        or Path(path) == ROOT and name in NOT_COPIED]
-            shutil.copytree(ROOT, self.root, ignore=ignored)
+            shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED))
             self.temporary.mkdir()
-            if (ROOT.parent / "shared").exists():
-                (folder / "shared").symlink_to(ROOT.parent / "shared")
+            (folder / "shared").symlink_to(ROOT.parent / "shared")
             (self.root / "conftest.py").write_text(CONFTEST)
         self.kept = set(self.temporary.rglob("*"))
 
     def run(self, arguments, timeout=None, function=""):
         """-> (exit code, None after a time-out; output) of Python; whatever it leaves running is killed."""
         environment = dict(os.environ, TMPDIR=str(self.temporary), PYTHONDONTWRITEBYTECODE="1",
-                           OPENBLAS_NUM_THREADS="1", MUTATED_COPY=str(self.folder), MUTATED_FUNCTION=function)
+                           MUTATED_COPY=str(self.folder), MUTATED_FUNCTION=function)
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen([sys.executable, *arguments], cwd=self.root, env=environment, stdout=output,
                                        stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -307,26 +285,26 @@ class Copy:
                 pass
 
     def clean(self):
-        for path in self.temporary.rglob("*"):
-            if path not in self.kept and path.parent in {self.temporary, *self.kept}:
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        for path in set(self.temporary.rglob("*")) - self.kept:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def suite(self, file, timeout=None, function=""):
         """-> None if the file's tests pass, else what notices."""
-        tests = [name for name in SUITES[file] if name.startswith("tests/") and (self.root / name).exists()]
+        tests = [name for name in SUITES[file] if name.startswith("tests/")]
         code, output = self.run(["-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow",
                                  "-k", SKIPPED_TESTS, *tests], timeout, function)
+        if code is None:
+            return "a hang"
         if code and re.search(r"^E +ValueError: g\+\+ .* fails:$", output, re.MULTILINE):
             return REFUSED
         if code:
             failed = re.findall(r"^(?:FAILED|ERROR) (?:\S*::)?(.*?)(?: - .*)?$", output, re.MULTILINE)
             return (failed or [f"pytest's exit code {code}"])[-1]
-        for script in SUITES[file]:
-            if code == 0 and not script.startswith("tests/"):
-                code, output = self.run([script], timeout)
-                if code:
-                    return script
-        return "a hang" if code is None else None
+        scripts = (name for name in SUITES[file] if not name.startswith("tests/"))
+        return next((script for script in scripts if self.run([script], timeout)[0] != 0), None)
 
     def programs(self, file):
         """-> the bytes of what the CPU's compiler makes of a .cu file for all options, or None if it refuses."""
@@ -343,8 +321,8 @@ RUNNING = set()
 def limit_resources():
     """A mistake must not fill the memory or the disk: 6 GB of addresses, 1 GB a file."""
     for limit, most in ((resource.RLIMIT_AS, 6 << 30), (resource.RLIMIT_FSIZE, 1 << 30)):
-        hard = resource.getrlimit(limit)[1]
-        resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        with contextlib.suppress(ValueError):                       # less than that is allowed anyway
+            resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
 
 
 def stop(sentence):
@@ -352,28 +330,23 @@ def stop(sentence):
     sys.exit(2)
 
 
-def read_equivalent():
-    """[(file, pattern, text of the entry)] of tests/equivalent.txt, whose head says what stands there."""
+def read_equivalent(sources):
+    """[(file, pattern)] of tests/equivalent.txt, whose head says what stands there; notes what is out of date."""
+    def pattern(text):
+        return re.compile(".*".join(map(re.escape, text.split("..."))))
     entries, reason = [], None
     for number, line in enumerate(EQUIVALENT.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        if not line.startswith(" "):
-            reason = line
-            continue
         file, _, text = line.strip().partition(": ")
-        if reason is None or file not in SUITES or not re.search("«.* -> .*»", text):
-            stop(f"{EQUIVALENT.name}, line {number}: not `FILE: code «old -> new» code` below a reason: {line.strip()}")
-        entries.append((file, re.compile(".*".join(map(re.escape, text.split("...")))), text))
+        if not line.startswith(" "):
+            reason = line.strip("# ")
+        elif not reason or file not in SUITES or not re.search("«.* -> .*»", text):
+            stop(f"{EQUIVALENT.name}, line {number}: not `FILE: code «old -> new» code` below a reason: {line}")
+        elif file in sources:
+            entries.append((file, pattern(text)))
+            there = pattern(re.sub(r"«(.*) -> .*»", r"\1", text))
+            if not any(there.fullmatch(" ".join(x.split())) for x in sources[file].splitlines()):
+                print(f"note: {EQUIVALENT.name}, line {number}: there is no such line any more: {line.strip()}")
     return entries
-
-
-def note_stale(entries, files, sources):
-    for file, _, text in entries:
-        line = re.sub(r"«(.*) -> .*»", r"\1", text)
-        pattern = re.compile(".*".join(map(re.escape, line.split("..."))))
-        if file in files and not any(pattern.fullmatch(" ".join(x.split())) for x in sources[file].splitlines()):
-            print(f"note: {EQUIVALENT.name} speaks of a line that is not there: {file}: {text}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -381,18 +354,16 @@ def note_stale(entries, files, sources):
 # ----------------------------------------------------------------------------------------------------------------------
 class Judge:
     def __init__(self, files, args, folder):
-        self.files, self.folder, self.lock, self.entries = files, folder, threading.Lock(), read_equivalent()
+        self.files, self.lock = files, threading.Lock()
         self.copies, first = queue.Queue(), Copy(folder / "0")
         self.sources = {file: (first.root / file).read_text(encoding="utf-8") for file in files}
+        self.entries = read_equivalent(self.sources)
         self.candidates = {}
         for file in files:
-            cuda = file.endswith(".cu")
-            places = cuda_places(self.sources[file], args.barriers) if cuda else python_places(self.sources[file])
-            self.candidates[file] = iter(draw(places, f"{args.seed} {file}", args.lines))
+            source = self.sources[file]
+            places = python_places(source) if file.endswith(".py") else cuda_places(source, args.barriers)
+            self.candidates[file] = iter(draw(places, f"{args.seed} {file}"))
         self.programs = {file: first.programs(file) for file in files if file.endswith(".cu")}
-        for file, programs in self.programs.items():
-            if programs is None:
-                stop(f"g++ does not compile {file}; is it installed (apt install g++)?")
         self.measure(first)
         first.kept = set(first.temporary.rglob("*"))
         for number in range(1, args.jobs):
@@ -403,17 +374,15 @@ class Judge:
         """Judge the files without a mistake; the times that their tests take become the time-outs."""
         self.timeout, notes = {}, {}
         for file in self.files:
-            print(f"{file} without a mistake: ", end="", flush=True)
             failed = copy.suite(file)
             if failed:
-                print("fails")
                 stop(f"the tests of {file} fail without any mistake ({failed}); mend that first")
             noted = json.loads((copy.root / "notes.json").read_text())
             (copy.root / "notes.json").unlink()
             notes.update(noted)
             seconds = sum(test[0] for test in noted.values())
             self.timeout[file] = 30 + 5 * seconds
-            print(f"{len(noted)} tests, {seconds:.0f} s")
+            print(f"{file} without a mistake: {len(noted)} tests, {seconds:.0f} s", flush=True)
         (copy.root / "notes.json").write_text(json.dumps(notes))
 
     def next_mutant(self, copy, file):
@@ -426,11 +395,10 @@ class Judge:
             mutant = Mutant(file, self.sources[file], *variant())
             if file.endswith(".py"):
                 try:
-                    warnings.simplefilter("ignore", SyntaxWarning)              # of `is` with a number
-                    if ast.dump(ast.parse(mutant.text)) == ast.dump(ast.parse(self.sources[file])):
-                        continue
                     compile(mutant.text, file, "exec")
                 except (SyntaxError, ValueError):
+                    continue
+                if ast.dump(ast.parse(mutant.text)) == ast.dump(ast.parse(self.sources[file])):
                     continue
             (copy.root / file).write_text(mutant.text, encoding="utf-8")
             return mutant
@@ -450,7 +418,7 @@ class Judge:
                 verdict = "noticed"
             elif file.endswith(".cu") and copy.programs(file) == self.programs[file]:
                 verdict, by = "equivalent", "the same program"
-            elif any(file == name and pattern.fullmatch(mutant.shown) for name, pattern, _ in self.entries):
+            elif any(file == name and pattern.fullmatch(mutant.shown) for name, pattern in self.entries):
                 verdict, by = "equivalent", EQUIVALENT.name
             else:
                 verdict = "NOT NOTICED"
@@ -464,19 +432,18 @@ class Judge:
 
 def report(files, results, enough):
     """The table; -> whether this percentage was noticed in every file."""
-    good, survivors = True, []
+    good = True
     print(f"\n{'file':14} {'planted':>8} {'change nothing':>15} {'noticed':>8} {'share':>8}")
     for file in files:
         verdicts = collections.Counter(verdict for mutant, verdict in results if mutant.file == file)
-        planted, nothing = verdicts.total(), verdicts["equivalent"]
-        share = 100 * verdicts["noticed"] / max(planted - nothing, 1)
-        good &= share >= enough or planted == nothing
-        print(f"{file:14} {planted:8d} {nothing:15d} {verdicts['noticed']:8d} {share:7.1f}%")
-        survivors += sorted((mutant.file, mutant.line, mutant.shown) for mutant, verdict in results
-                            if mutant.file == file and verdict == "NOT NOTICED")
-    print(f"\n{len(survivors)} not noticed" + (":" if survivors else ""))
-    for file, line, shown in survivors:
-        print(f"  {file}:{line}: {shown}")
+        judged = verdicts.total() - verdicts["equivalent"]
+        share = 100 * verdicts["noticed"] / max(judged, 1)
+        good &= share >= enough or not judged
+        print(f"{file:14} {verdicts.total():8d} {verdicts['equivalent']:15d} {verdicts['noticed']:8d} {share:7.1f}%")
+    print("\nnot noticed:")
+    for mutant, verdict in results:
+        if verdict == "NOT NOTICED":
+            print(f"  {mutant.file}:{mutant.line}: {mutant.shown}")
     return good
 
 
@@ -487,39 +454,23 @@ def end_all():
 
 
 def main(argv=None):
-    def positive(text):
-        number = int(text)
-        if number < 1:
-            raise ValueError
-        return number
-
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.error = stop
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(SUITES)} (default: all)")
-    parser.add_argument("--count", type=positive, default=300, metavar="N", help="mistakes, spread evenly (300)")
+    parser.add_argument("--count", type=int, default=300, metavar="N", help="mistakes, spread evenly (300)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another number draws another sample (0)")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parser.add_argument("--jobs", type=positive, default=cores, metavar="J", help=f"so many at once ({cores})")
-    parser.add_argument("--lines", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(1, 10 ** 9),
-                        help="only mistakes in these lines")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="J", help="so many at once (a core each)")
     parser.add_argument("--barriers", action="store_true", help="of the .cu files named, delete every barrier")
     args = parser.parse_args(argv)
-    known = {os.path.basename(file): file for file in SUITES}
-    files = list(dict.fromkeys(known.get(os.path.basename(file), file) for file in args.files)) or list(SUITES)
-    if args.barriers and not args.files:
-        files = list(OPTIONS)
-    for file in files:
-        if file not in SUITES:
-            stop(f"{file} is none of the files that have tests here: {', '.join(SUITES)}")
-        if args.barriers and file not in OPTIONS:
-            stop(f"{file} has no barriers, only {' and '.join(OPTIONS)} have")
-
+    known = {os.path.basename(file): file for file in (OPTIONS if args.barriers else SUITES)}
+    names = dict.fromkeys(map(os.path.basename, args.files or known))
+    if not set(names) <= set(known) or min(args.count, args.jobs) < 1:
+        stop(f"give files of {', '.join(known.values())}, and numbers above 0")
+    files = [known[name] for name in names]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    atexit.register(end_all)
     with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as folder:
         judge = Judge(files, args, Path(folder))
-        share, rest = divmod(args.count, len(files))
-        tasks = [file for i, file in enumerate(files) for _ in range(share + (i < rest))]
+        tasks = list(itertools.islice(itertools.cycle(files), args.count))
         if args.barriers:
             tasks = [file for file in files for _ in cuda_places(judge.sources[file], True)]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
@@ -529,9 +480,7 @@ def main(argv=None):
                 pool.shutdown(wait=False, cancel_futures=True)
                 end_all()
                 raise
-    good = report(files, results, 100 if args.barriers else ENOUGH)
-    note_stale(judge.entries, files, judge.sources)
-    return 0 if good else 1
+    return 0 if report(files, results, 100 if args.barriers else ENOUGH) else 1
 
 
 if __name__ == "__main__":

@@ -1,16 +1,10 @@
-"""Muon against judges that others wrote: float64 PyTorch by hand, torch.optim.Muon, and singular values by LAPACK."""
-import inspect
-import os
-import sys
-
+"""Muon against judges that others wrote: float64 PyTorch, with singular values by LAPACK, and torch.optim.Muon."""
 import numpy as np
 import pytest
 import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, ROOT)
 import model_cpu
-from model_cpu import CONFIGS, Config
+from model_cpu import Config
 
 TINY = Config(dim=24, heads=4, kv_heads=2, layers=2, context=8, vocab=16, predict=2, hidden=40)
 
@@ -86,46 +80,6 @@ def test_twenty_steps_equal_pytorch_in_float64(threads):
     assert run(threads=threads) < 1e-9
 
 
-MISTAKES = {
-    "the transposed branch": ("newton_schulz", "X = M.T if", "X = M.reshape(M.shape[::-1]) if"),
-    "not transposed back": ("newton_schulz", "return X.T if M.shape[0] > M.shape[1] else X",
-                            "return np.ascontiguousarray(X).reshape(M.shape)"),
-    "no Nesterov": ("muon_update", "grad += momentum * m", "grad[...] = m"),
-    "the scale forgotten": ("muon_update", "0.2 * math.sqrt(max(param.shape))", "0.2"),
-    "the other side's length": ("muon_update", "max(param.shape)", "min(param.shape)"),
-    "decay twice": ("muon_update", "param *= 1 - lr * decay", "param *= (1 - lr * decay) ** 2"),
-    "four rounds": ("newton_schulz", "range(5)", "range(4)"),
-    "one matrix for q, k and v": ("matrix_table", "[(C, C), (kv, C), (kv, C),", "[(C + 2 * kv, C),"),
-    "one matrix for gate and up": ("matrix_table", "(F, C), (F, C),", "(2 * F, C),"),
-    "clipped like AdamW's": ("muon_part", 'if optimizer == "muon" else', 'if False else')}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_noticed(mistake, monkeypatch):
-    name, there, instead = MISTAKES[mistake]
-    source, planted = inspect.getsource(getattr(model_cpu, name)), {}
-    assert there in source
-    exec(source.replace(there, instead), vars(model_cpu), planted)
-    monkeypatch.setattr(model_cpu, name, planted[name])
-    assert run() > 1e-9
-
-
-SHAPES = sorted({shape for config in CONFIGS.values() for shape, _ in model_cpu.matrix_table(config)})
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_singular_values_are_the_quintic_five_times(shape):
-    M = np.random.default_rng(0).standard_normal(shape)
-    U, s, Vt = np.linalg.svd(M, full_matrices=False)
-    s = s / (np.linalg.norm(M) + 1e-7)
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s ** 3 + 2.0315 * s ** 5
-    got = model_cpu.newton_schulz(M)
-    assert np.abs(np.linalg.svd(got, compute_uv=False) - np.sort(s)[::-1]).max() < 1e-10
-    assert np.abs(got - (U * s) @ Vt).max() < 1e-10                      # and its directions are M's
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no torch.optim.Muon")
 @pytest.mark.parametrize("shape", [(48, 16), (16, 48), (64, 64)])
 def test_torch_optim_muon(shape):
     """PyTorch's own Muon, whose products are in bf16: as far as that goes."""

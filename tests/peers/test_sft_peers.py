@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import test_model_peers as peers
 import torch
-import torch.nn.functional as F
 import torch_twin
 import transformers
 
@@ -19,7 +18,7 @@ import checkpoint
 import model_cpu
 import sft
 import train
-from tokenizer import CHAT_TEMPLATE, Tokenizer
+from tokenizer import Tokenizer
 
 STEPS, B, T = 300, 8, 128
 TEXTS = [*peers.TEXTS.values(), "What is a cat?", "An animal.", " leading", "trailing ", "\nlines\n\n", "{{ x }} {% if %}"]
@@ -39,17 +38,6 @@ def batch():
     turns = [[(rng.choice(TEXTS), rng.choice(TEXTS)[:40]) for _ in range(2)] for _ in range(12)]
     examples = [sft.make_example(tokenizer, turn, 96)[:2] for turn in turns]
     return model, *sft.make_batch(examples, 96, 4, tokenizer.special["<|endoftext|>"])
-
-
-def test_loss_equals_cross_entropy_with_ignore_index(batch):
-    model, inputs, targets = batch
-    logits, P = torch.from_numpy(model.logits(inputs)), inputs.shape[1]
-    ours = model.forward(inputs, targets)
-    theirs = [F.cross_entropy(logits[:, :, k].flatten(0, 1), torch.from_numpy(targets[:, k:k + P].flatten()), ignore_index=-1)
-              for k in range(4)]
-    print(f"losses {ours}, largest difference {max(abs(a - float(b)) for a, b in zip(ours, theirs)):.1e}")
-    assert 0.1 < (targets >= 0).mean() < 0.9 and ours[0] > 1
-    assert np.abs(ours - np.array([float(loss) for loss in theirs])).max() < 1e-10
 
 
 def test_every_gradient_equals_autograd(batch, monkeypatch):
@@ -115,13 +103,6 @@ def test_the_template_refuses_what_we_refuse(folder, roles):
         theirs.apply_chat_template([{"role": role, "content": "x"} for role in roles], return_dict=False)
     with pytest.raises(ValueError, match="user and assistant in turn"):
         sft.make_turns({"messages": [{"role": role, "content": "x"} for role in roles]})
-
-
-def test_the_folder_loads_and_stops_at_end(folder):
-    ours, theirs = Tokenizer.load(os.path.join(folder, "tokenizer.json")), transformers.AutoTokenizer.from_pretrained(folder)
-    llama = peers.load_llama(folder, torch.float32)
-    assert theirs.eos_token == "<|end|>" and theirs.chat_template == CHAT_TEMPLATE
-    assert theirs.eos_token_id == llama.config.eos_token_id == llama.generation_config.eos_token_id == ours.special["<|end|>"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
