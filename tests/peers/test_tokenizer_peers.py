@@ -3,6 +3,7 @@ tokenizers and templates of other people.
 
 Strings are drawn from the code points that this interpreter's unicodedata assigns: a peer's Unicode may be newer.
 """
+import contextlib
 import random
 import sys
 import unicodedata
@@ -13,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+import checkpoint  # noqa: E402
 from tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, Tokenizer, known_template  # noqa: E402
 
 tiktoken = pytest.importorskip("tiktoken")
@@ -49,16 +51,11 @@ def all_texts():
     """Fixed texts, 10,000 strings of any assigned code points, 10,000 of controls and white space, 10,000 of a mix."""
     mix = random.Random(0).choices(ASSIGNED, k=300) + CONTROLS[:40] * 3 + list("aabcdestmrelv'''  \n\n\t0123.,!-") * 12
     return (TEXTS + random_texts(ASSIGNED, 1) + random_texts(CONTROLS, 2) + random_texts(mix, 3)
-            + [f"a{char}1 {char}b {char} 'S{char}\n{char}" for char in ASSIGNED if not "\uac00" < char < "\ud7a3"][::3])
+            + [f"a{char}1 {char}b {char} 'S{char}\n{char}" for char in ASSIGNED[::3]])
 
 
 def first_difference(ours, theirs, texts):
     return [ascii(text)[:200] for a, b, text in zip(ours, theirs, texts, strict=True) if a != b][:5]
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    return Tokenizer.from_gpt2(DATA / "gpt2" / "vocab.bpe", DATA / "gpt2" / "encoder.json")
 
 
 @pytest.fixture(scope="module")
@@ -69,55 +66,40 @@ def trained():
 
 
 @needs_gpt2
-def test_gpt2_ids_equal_tiktoken(gpt2):
-    ranks = data_gym_to_mergeable_bpe_ranks(str(DATA / "gpt2" / "vocab.bpe"), str(DATA / "gpt2" / "encoder.json"))
+def test_gpt2_ids_equal_tiktoken():
+    files = [str(DATA / "gpt2" / name) for name in ("vocab.bpe", "encoder.json")]
+    gpt2, ranks = Tokenizer.from_gpt2(*files), data_gym_to_mergeable_bpe_ranks(*files)
     pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
     judge = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
     texts = all_texts()
-    if (DATA / "tinyshakespeare.txt").exists():
-        texts.append((DATA / "tinyshakespeare.txt").read_text(encoding="utf-8"))
+    # every assigned code point, between a letter and a digit, is of the kind that the judge takes it for
+    texts.append("".join(f"a{char}1{char} {char}" for char in ASSIGNED))
     theirs = [judge.encode_ordinary(text) for text in texts]
-    assert first_difference(map(gpt2.encode, texts), theirs, texts) == []
-    # Every assigned code point, between a letter and a digit, is of the kind that the judge takes it for.
-    text = "".join(f"a{char}1{char} {char}" for char in ASSIGNED)
-    assert gpt2.encode(text) == judge.encode_ordinary(text)
+    assert gpt2.vocab_size == judge.n_vocab and first_difference(map(gpt2.encode, texts), theirs, texts) == []
 
 
-@pytest.mark.parametrize("name", ["trained", pytest.param("gpt2", marks=needs_gpt2)])
-def test_tokenizers_and_transformers_read_our_file(name, request, tmp_path):
-    ours = request.getfixturevalue(name)
-    ours.save(tmp_path / "tokenizer.json")
+def test_tokenizers_and_transformers_read_our_file(trained, tmp_path):
+    ours, path = trained, str(tmp_path / "tokenizer.json")
+    ours.save(path)
     texts = all_texts()
     mine = [ours.encode(text) for text in texts]
 
-    fast = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    fast = tokenizers.Tokenizer.from_file(path)
     theirs = [encoding.ids for encoding in fast.encode_batch(texts, add_special_tokens=False)]
     assert first_difference(mine, theirs, texts) == []
-    assert fast.get_vocab_size() == ours.vocab_size
-    assert [fast.token_to_id(token) for token in ours.special] == list(ours.special.values())
-    decoded = [fast.decode(ids, skip_special_tokens=False) for ids in mine[:3000]]
+    decoded = fast.decode_batch(mine[:3000], skip_special_tokens=False)
     assert first_difference(decoded, map(ours.decode, mine[:3000]), texts[:3000]) == []
+    # the one difference: they look for special tokens in a text, which we never do
+    assert fast.encode("".join(ours.special)).ids == list(ours.special.values())
+    assert not {*ours.encode("".join(ours.special))} & {*ours.special.values()}
 
-    auto = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    auto = transformers.PreTrainedTokenizerFast(tokenizer_file=path)
     assert first_difference(mine[:5000], auto(texts[:5000], add_special_tokens=False)["input_ids"], texts[:5000]) == []
-    assert len(auto) == ours.vocab_size
-
-
-def test_special_tokens_are_theirs_to_find(trained, tmp_path):
-    """The one difference: they parse special tokens in text, which ours never does."""
-    trained.save(tmp_path / "tokenizer.json")
-    fast = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    text = "".join(SPECIAL_TOKENS)
-    assert fast.encode(text).ids == list(trained.special.values())
-    assert not set(trained.encode(text)) & set(trained.special.values())
-
-
-@needs_gpt2
-def test_we_read_a_file_that_tokenizers_wrote(gpt2, tmp_path):
-    gpt2.save(tmp_path / "ours.json")
-    tokenizers.Tokenizer.from_file(str(tmp_path / "ours.json")).save(str(tmp_path / "theirs.json"))
-    theirs = Tokenizer.load(tmp_path / "theirs.json")
-    assert theirs.merges == gpt2.merges and theirs.tokens == gpt2.tokens and theirs.special == gpt2.special
+    assert len(auto) == fast.get_vocab_size() == ours.vocab_size
+    for save in fast.save, lambda path: auto.save_pretrained(tmp_path):         # and we read what they write
+        save(path)
+        again = Tokenizer.load(path)
+        assert (again.merges, again.tokens, again.special) == (ours.merges, ours.tokens, ours.special)
 
 
 # Tokenizers that the library trained.  SmolLM2's 17 special tokens have the ids 0 to 16; where there is no initial
@@ -140,10 +122,7 @@ def foreign(digits, alphabet, special, texts, vocab=1500):
     return peer
 
 
-FOREIGN = [(digits, alphabet, special) for digits in (False, True) for alphabet in (False, True) for special in ([], SMOLLM)]
-
-
-@pytest.fixture(scope="module", params=FOREIGN, ids=lambda p: f"digits={p[0]}-alphabet={p[1]}-special={len(p[2])}")
+@pytest.fixture(scope="module", params=[(False, True, SMOLLM), (True, False, []), (True, True, []), (False, False, SMOLLM)])
 def peer(request):
     digits, alphabet, special = request.param
     ours = (ROOT / "tokenizer.py").read_text(encoding="utf-8")
@@ -155,67 +134,60 @@ def other_texts():
     """Also numbers of all scripts, and words of more than 1,000 bytes, of one kind of character and of many."""
     rng = random.Random(5)
     numbers = [char for char in ASSIGNED if unicodedata.category(char)[0] == "N"]
-    long = ["".join(rng.choices(kind, k=rng.randrange(300, 3000))) for kind in ("ab", "abcdefghij", "etaoinshr", "中文字", "a١é", "=-")
-            for _ in range(5)]
-    code = [(ROOT / name).read_text(encoding="utf-8").replace("<|", "< |") for name in ("tokenizer.py", "model_cpu.py")]
+    long = ["".join(rng.choices(kind, k=rng.randrange(300, 3000))) for kind in ("ab", "abcdefghij", "中文字", "a١é", "=-") * 5]
     spaced = random_texts(numbers[::40] + list("  \n\tab'.-,") * 3, 6, 3000)
-    return [*long, *code, *spaced, "".join(numbers), " ".join(numbers), "3.14 1,000,000  42\n7   8", "x" + "1" * 500,
-            *random_texts(ASSIGNED, 7, 2000), *random_texts(CONTROLS + numbers[:20], 8, 2000), *TEXTS]
+    return [*long, *spaced, "".join(numbers), " ".join(numbers), *random_texts(ASSIGNED, 7, 2000), *TEXTS]
 
 
 def test_we_read_tokenizers_that_others_trained(peer, tmp_path):
-    peer.save(str(tmp_path / "tokenizer.json"))
-    ours, texts = Tokenizer.load(tmp_path / "tokenizer.json"), other_texts()
+    path = str(tmp_path / "tokenizer.json")
+    peer.save(path)
+    ours, texts = Tokenizer.load(path), other_texts()
     theirs = [encoding.ids for encoding in peer.encode_batch(texts, add_special_tokens=False)]
     assert first_difference(map(ours.encode, texts), theirs, texts) == []
-    decoded = [peer.decode(ids, skip_special_tokens=False) for ids in theirs[:2000]]
+    decoded = peer.decode_batch(theirs[:2000], skip_special_tokens=False)
     assert first_difference(map(ours.decode, theirs[:2000]), decoded, texts[:2000]) == []
     assert ours.vocab_size == peer.get_vocab_size()
     assert list(ours.special) == [token.content for _, token in sorted(peer.get_added_tokens_decoder().items())]
-    if len(ours.encoder.byte_ids) == 256:
-        rng = random.Random(9)
-        for data in [rng.randbytes(rng.randrange(60)) for _ in range(500)]:
-            ids = ours.encode(data)
-            assert ours.decode_bytes(ids) == data and ours.decode(ids) == data.decode("utf-8", "replace")
-
-    ours.save(tmp_path / "again.json")                          # what is written is read with the same ids, by both
-    again = tokenizers.Tokenizer.from_file(str(tmp_path / "again.json"))
+    ours.save(path)                                             # what is written is read with the same ids, by both
+    again = tokenizers.Tokenizer.from_file(path)
     assert first_difference([encoding.ids for encoding in again.encode_batch(texts)], theirs, texts) == []
-    loaded = Tokenizer.load(tmp_path / "again.json")
-    assert (loaded.tokens, list(loaded.merges.items()), loaded.special, loaded.digits) == (
-        ours.tokens, list(ours.merges.items()), ours.special, ours.digits)
     assert again.get_vocab() == peer.get_vocab()
-    loaded.save(tmp_path / "third.json")
-    assert (tmp_path / "third.json").read_bytes() == (tmp_path / "again.json").read_bytes()
-
-
-def test_a_name_in_a_text_stays_text(peer, tmp_path):
-    peer.save(str(tmp_path / "tokenizer.json"))
-    ours = Tokenizer.load(tmp_path / "tokenizer.json")
-    for name in ours.special:
-        assert not {*ours.special.values()} & {*ours.encode(f"a {name} b")} and peer.encode(name).ids == [ours.special[name]]
 
 
 def test_merges_in_any_order_and_two_that_make_one_token(tmp_path):
     """Tables that no training gives: a part that a later merge makes, ids in another order, two ways to one token."""
-    letters, rng, texts = list("abcd"), random.Random(10), []
-    for trial in range(200):
-        names, merges = [*letters], []
+    path, rng = str(tmp_path / "tokenizer.json"), random.Random(10)
+    peer = foreign(False, False, [], ["abcd"])
+    for _ in range(200):
+        names, merges = [*"abcd"], {}
         for _ in range(rng.randrange(1, 12)):
-            left, right = rng.choices(names, k=2)
-            if (left, right) not in merges:
-                merges.append((left, right))
-                names += [left + right] if left + right not in names else []
-        rng.shuffle(merges)
-        rng.shuffle(names)
-        peer = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(names)}, merges))
-        peer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        peer.decoder = tokenizers.decoders.ByteLevel()
-        peer.save(str(tmp_path / "tokenizer.json"))
-        ours = Tokenizer.load(tmp_path / "tokenizer.json")
+            pair = tuple(rng.choices(names, k=2))
+            merges[pair] = None
+            names = [*dict.fromkeys([*names, "".join(pair)])]
+        vocab = dict(zip(names, rng.sample(range(40), len(names))))
+        peer.model = tokenizers.models.BPE(vocab, rng.sample([*merges], len(merges)))
+        peer.save(path)
         texts = ["".join(rng.choices("abcde", k=rng.choice([3, 10, 40, 400]))) for _ in range(20)]
         theirs = [encoding.ids for encoding in peer.encode_batch(texts)]
-        assert first_difference(map(ours.encode, texts), theirs, texts) == [], (names, merges)
+        assert first_difference(map(Tokenizer.load(path).encode, texts), theirs, texts) == [], (vocab, merges)
+
+
+# not SmolLM's: transformers 5 forgets the digits of a GPT2Tokenizer, which is how its folder names it
+@pytest.mark.parametrize("settings, equal", [
+    ("{}", True), ('{"tokenizer_class": "GPT2Tokenizer"}', True), ('{"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": true}', False),
+    ('{"tokenizer_class": "Qwen2Tokenizer"}', False), ('{"tokenizer_class": "PreTrainedTokenizerFast"}', True),
+    ('{"added_tokens_decoder": {"400": {"content": "cat", "special": false}}}', False)])
+def test_settings_give_equal_ids_or_are_refused(settings, equal, tmp_path):
+    foreign(False, True, SMOLLM, TEXTS).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    given = [theirs.encode(text, add_special_tokens=False) for text in (*TEXTS, "a cat  12")]
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert ([*map(tokenizer.encode, (*TEXTS, "a cat  12"))] == given) == equal
+    with contextlib.nullcontext() if equal else pytest.raises(ValueError, match="settings cannot be used"):
+        checkpoint.read_tokenizer(str(tmp_path))
 
 
 # Conversations
@@ -237,21 +209,18 @@ def test_conversations_equal_apply_chat_template(template, tmp_path):
     peer.save(str(tmp_path / "tokenizer.json"))
     ours = Tokenizer.load(tmp_path / "tokenizer.json")
     auto = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    auto.chat_template, ours.template = template, known_template(template)
-    # the known form is a template, too, and says the same
-    tidy = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    tidy.chat_template = ours.template
+    ours.template = known_template(template)
     rng = random.Random(11)
     for system in None, "Be brief.", " \n x\n", "":
         for _ in range(20):
-            turns = rng.choices(TURNS, k=rng.randrange(1, 5))
-            messages = [{"role": "system", "content": system}] if system is not None else []
+            messages = [] if system is None else [{"role": "system", "content": system}]
             ids = []
-            for i, (text, answer) in enumerate(turns):
+            for text, answer in rng.choices(TURNS, k=rng.randrange(1, 5)):
                 messages += [{"role": "user", "content": text}]
-                ids += ours.prompt(text, system=system, first=i == 0)
-                for judge in auto, tidy:
-                    found = judge.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-                    assert ids == found, (system, turns)
+                ids += ours.prompt(text, system=system, first=not ids)
+                # the known form is a template, too, and says the same
+                for form in template, ours.template:
+                    assert ids == auto.apply_chat_template(messages, chat_template=form, add_generation_prompt=True,
+                                                            return_dict=False)
                 messages += [{"role": "assistant", "content": answer}]
                 ids += [*ours.encode(answer), ours.end_of_turn]
