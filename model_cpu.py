@@ -444,7 +444,7 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor):
     np.exp(logits, out=logits)
     logits.sum(axis=-1, out=exp_sum)
     nll = np.where(targets >= 0, np.log(exp_sum) - picked, 0.0)
-    losses[...] = nll.sum(axis=0, dtype=np.float64) / divisor
+    np.divide(nll.sum(axis=0, dtype=np.float64), divisor, out=losses)
 
 
 # Derivation, for one row with target y, p = softmax(z) = e / exp_sum:
@@ -726,8 +726,8 @@ class Model:
         grads = self.flat_grads
         hidden = muon_part(c, self.optimizer)
         before, of_muon, after = np.split(grads, [hidden.start, hidden.stop])
-        squares = np.dot(before, before) + np.dot(after, after)
-        norm = math.sqrt(squares + np.dot(of_muon, of_muon))
+        squares = before @ before + after @ after
+        norm = math.sqrt(squares + of_muon @ of_muon)
         if not math.isfinite(norm):
             return norm
         self.step += 1

@@ -4,6 +4,7 @@ Read flash_attn.cu first. geometry() repeats what it says of launching its kerne
 """
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -124,10 +125,9 @@ def check(version, D, shape, order, spread=1.0, loose=1.0):
     assert max(errors.values()) < loose * BOUNDS[version], errors      # NaN fails too: it is not smaller
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order[0])
 @pytest.mark.parametrize("version,D", VERSIONS)
-def test_flash_attention(version, D, order):
-    for shape in SHAPES:
+def test_flash_attention(version, D):
+    for shape, order in zip(SHAPES, itertools.cycle(ORDERS)):           # that the order changes no bit: below
         check(version, D, shape, order)
 
 

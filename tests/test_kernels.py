@@ -188,8 +188,9 @@ def test_cross_entropy(bench):
         assert not bench.value(logits)[table < 0].any()
 
 
-def test_muon(bench):
+def test_muon(bench, monkeypatch):
     """Two matrices of one shape in each of several layers, with other numbers behind them that no kernel may touch."""
+    monkeypatch.setattr(model_gpu, "MATRIX_BLOCKS", 3)
     for L, rows, columns in (1, 8, 8), (3, 16, 24), (2, 64, 40):
         size, n = rows * columns, 2 * L
         stride = 2 * size + 8

