@@ -1012,9 +1012,10 @@ def check_tokens(config, tokens, what="token", low=0):
 def as_batch(config, tokens):
     """tokens as a (B,T) array of ids; ValueError if they are none."""
     tokens = np.asarray(tokens)
-    require(tokens.ndim == 2 and tokens.size and tokens.dtype.kind in "iu",
-            "tokens must be a (B, T) array of integers, not empty, not "
-            f"{tokens.dtype} of {tokens.shape}.")
+    # not require: this is asked for each token that is generated, and such a sentence takes microseconds
+    if tokens.ndim != 2 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+        raise ValueError("tokens must be a (B, T) array of integers, not empty, not "
+                         f"{tokens.dtype} of {tokens.shape}.")
     require(tokens.shape[1] <= config.context,
             f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
     check_tokens(config, tokens)

@@ -492,17 +492,12 @@ class Tokenizer:
     def train_files(cls, files, vocab_size, processes=None, progress=None):
         """The same from files, on all cores in bounded memory. files, progress: as for `encode_files`.
 
-        Lines that hold only <|endoftext|> separate documents and are not learned from. ValueError if a file
-        is binary or all are empty.
+        Lines that hold only <|endoftext|> separate documents and are not learned from. ValueError if all are
+        empty.
         """
         chunks = []
         for file in files:
-            part = find_chunks(file, 4 * CHUNK)
-            path, start, _ = part[0]
-            head = read_chunk(path, start, start + 8192)
-            require(b"\0" not in head,
-                    f"{path} holds NUL bytes, so it is not a text file; give text to train on.")
-            chunks += part
+            chunks += find_chunks(file, 4 * CHUNK)
         words = Counter()
         with closing(run_chunks(count_chunk, chunks, processes, progress)) as counted:
             for counts in counted:
