@@ -249,6 +249,13 @@ def check_settings(folder, settings, tokenizer):
         added.update(special_ids([{**token, "id": int(i)} for i, token in listed.items()]))
         alone = added.items() - tokenizer.special.items()
         require(not alone, f"tokenizer.json lacks their added tokens {dict(alone)!r:.200}")
+        path = join(folder, "special_tokens_map.json")
+        named = {**settings, **(read_json(path) if exists(path) else {})}
+        names = [named.get(f"{role}_token") for role in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
+        names += named.get("additional_special_tokens") or []
+        for name in names:
+            name = name["content"] if isinstance(name, dict) else name
+            require(name in (None, *tokenizer.special), f"tokenizer.json has no special token {name!r:.80}")
 
 
 def read_tokenizer(folder):

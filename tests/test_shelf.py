@@ -464,6 +464,9 @@ ADDED = {"content": "<im_end>", "lstrip": False, "rstrip": False, "single_word":
     ("tokenizer_config.json", {"added_tokens_decoder": {"1": {**ADDED, "content": SMOL_SPECIAL[2]}}}, "lacks"),
     ("tokenizer_config.json", {"added_tokens_decoder": {"2": {**ADDED, "content": SMOL_SPECIAL[2], "rstrip": True}}}, "rstrip"),
     ("tokenizer_config.json", {"added_tokens_decoder": [3]}, "list"),
+    ("tokenizer_config.json", {"pad_token": "[PAD]"}, r"no special token '\[PAD\]'"),
+    ("tokenizer_config.json", {"additional_special_tokens": ["low"]}, "no special token 'low'"),
+    ("special_tokens_map.json", {"unk_token": {"content": "low"}}, "no special token 'low'"),
     ("added_tokens.json", {"<im_end>": 276}, "<im_end>"), ("added_tokens.json", [3], "list")])
 def test_settings_that_would_give_other_ids(folder, name, content, words):
     write_folder(folder)
