@@ -208,7 +208,8 @@ def read_config(folder, context=None):
         said = {key: value for key, value in found.items() if value is not None}
         found = {**LLAMA_DEFAULTS, **said}
         found.setdefault("num_key_value_heads", found["num_attention_heads"])
-        # rope_theta stands in config.json itself or in one of these; as in transformers the first counts
+        # rope_theta stands at the top, in rope_scaling, or in rope_parameters; as in transformers the last of
+        # these is read only where rope_scaling is missing
         found.update(found.get("rope_scaling") or found.get("rope_parameters", {}))
         found.setdefault("rope_type", found.get("type", "default"))
         sizes = {ours: found[theirs] for theirs, ours in LLAMA_SIZES.items()}
@@ -234,11 +235,11 @@ def read_config(folder, context=None):
 
 
 def check_settings(folder, settings, tokenizer):
-    """ValueError for a tokenizer_config.json or an added_tokens.json with which transformers would give a text
-    other ids than tokenizer.json alone."""
+    """ValueError for a tokenizer_config.json, added_tokens.json or special_tokens_map.json with which
+    transformers would give a text other ids than tokenizer.json alone."""
     with refusing(f"{folder}: the tokenizer's settings cannot be used"):
-        # other classes bring word patterns of their own.  So does GPT2Tokenizer in transformers 5, even for
-        # SmolLM, where it forgets that digits stand apart: tokenizer.json counts
+        # Other classes have word patterns of their own.  So has GPT2Tokenizer in transformers 5, which forgets
+        # that SmolLM's digits stand apart; here tokenizer.json counts.
         known = None, "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
         kind = settings.get("tokenizer_class")
         require(kind in known, f"tokenizer_class {kind!r:.80} is not known here")
@@ -259,7 +260,8 @@ def check_settings(folder, settings, tokenizer):
 
 
 def read_tokenizer(folder):
-    """-> the Tokenizer of a folder.  It has a chat template if the model was fine-tuned to answer."""
+    """-> the Tokenizer of a folder.  It has a chat template if the model was fine-tuned to answer, in a form
+    that is known here."""
     tokenizer = Tokenizer.load(join(folder, "tokenizer.json"))
     path = join(folder, "tokenizer_config.json")
     settings = read_json(path) if exists(path) else {}

@@ -279,7 +279,7 @@ def attention_forward(out, P, qkv, config):
     first = P.shape[-1] - P.shape[-2]               # row of qkv that is asked for
     np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
-    P += np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)        # causal mask
+    P += np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)        # causal mask (mask_future)
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
     np.exp(P, out=P)
     P /= P.sum(axis=-1, keepdims=True)
@@ -521,8 +521,9 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
 
 
 # Which rule updates which part of the flat buffers.  A new optimizer: its rule beside adamw_update, here and in
-# model_gpu.py; its name below; its row in update_table; its call in Model.update of both engines; its scratch in
-# memory_plan of model_gpu.py; its learning rate in train.begin_run.
+# model_gpu.py; its name below; its parts of the buffers, and whether it needs v, in update_table; its call in
+# Model.update of both engines, where `else` is AdamW; its scratch in memory_plan of model_gpu.py; its learning
+# rate in train.begin_run; the help of --optimizer in train.Settings.
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
 

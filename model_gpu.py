@@ -3,8 +3,9 @@
 Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same
 names.  What a function computes, and why its backward is right, stands there; here stands how a GPU does it.
 Some functions there have no twin by name here: cross_entropy_backward and head_targets (they are in the
-forward's kernel), rotated_part (the kernel knows where), split_heads and rope_backward (they are inside
-flash_attn.cu).  Top to bottom:
+forward's kernel), rotated_part (the kernel knows where), split_heads, by_group and rope_backward (they are
+inside flash_attn.cu), sample and gumbel (inside kernels.cu).  What both engines share, such as generate, stands
+there alone.  Top to bottom:
 
     1. pick                       which engine serves
     2. Gpu, gemm                  compiled kernels, how they are launched, matmuls
@@ -832,7 +833,7 @@ class Model:
             shared["replays"]["backward", add](self.gpu, lambda: list(parts))
             return
         gains = update_table(self.config, self.optimizer)[-1][1]
-        end = gains.start                           # all from here to the gains is asked for
+        end = gains.start                           # the sum of all from here to the gains is queued
         for start in parts:
             if end - start >= BUCKET or not start:
                 self.communicator.all_reduce(self.flat_grads[start:end])

@@ -4,7 +4,7 @@ how a script starts under MPI, work in several processes, and the English inside
 Read before it: nothing.  Nothing here is about language models: skip it, and come back when one of its names
 puzzles you.  It needs the standard library alone.
 
-What it does not do: it knows no tokens and no tensors.
+What it does not do: it computes nothing of a model.
 """
 import os
 import sys
@@ -83,8 +83,8 @@ def check_plain(path):
 
 
 def check_text(path):
-    """ValueError for a file that is no text in UTF-8, by its first megabyte.  One byte in a thousand may be
-    damaged: it is learned as it is."""
+    """ValueError for a file that is no text in UTF-8, by its first megabyte.  Up to one byte in a thousand may
+    be damaged; such bytes are kept, and learned like any others."""
     start = read_chunk(path, 0, 1 << 20)
     require(start, f"{path} is empty: there is no text in it.")
     damaged = re.findall("[\0\udc80-\udcff]", start.decode("utf-8", "surrogateescape"))
@@ -296,7 +296,7 @@ def read_chunk(path, start=0, end=None):
 
 
 def file_hash(path):
-    """The SHA-256 of a file, which may be larger than the memory, and not empty."""
+    """The SHA-256 of a file, which may be larger than the memory, but must not be empty."""
     with open(path, "rb") as file:
         return hashlib.sha256(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).hexdigest()
 
@@ -353,13 +353,13 @@ START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 def run_chunks(function, chunks, processes, progress):
-    """Yield function(*chunk) of each chunk, in order, from this process or, if there is enough for each, from
-    several.  Whoever iterates must close the generator.
+    """Yield function(*chunk) of each chunk, in order, from this process, or from several where each gets
+    WORTH_A_PROCESS bytes or more.  Whoever iterates must close the generator.
 
     function: one that can be pickled; chunks: list of (path, start, end); processes: None for all cores;
     progress: None, or called as progress(done bytes, all bytes) for each chunk."""
     sizes = [end - start for _, start, end in chunks]
-    processes = min(processes or available_cores(), sum(sizes) // WORTH_A_PROCESS)
+    processes = min(processes or available_cores(), len(chunks), sum(sizes) // WORTH_A_PROCESS)
     results = (function(*chunk) for chunk in chunks)
     if processes > 1:
         results = run_processes(function, chunks, processes)

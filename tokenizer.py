@@ -82,8 +82,8 @@ def char_classes(limit):
 def word_pattern(limit, digits):
     r"""GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
-    The last but one takes a run of white space without its last character, which then joins the word after
-    it.
+    The last but one takes a run of white space without its last character.  If that is a space, it joins the
+    word after it.
 
     digits: the pattern of SmolLM and others, where each \p{N} is a word by itself. It splits a text at its
     numbers first. So white space before a number is at the end of its part, and keeps its last character.
@@ -136,7 +136,7 @@ def to_bytes(word):
 
 
 def cut_text(text, size=1 << 12):
-    """Cut a str into parts of `size` characters or a little more: bounded memory.
+    """Cut a str into parts of `size` characters, or of as many more as it takes to the next white space.
 
     White space that follows something else always begins a new word, so a text can be cut there and each part
     split into words by itself.
@@ -223,9 +223,8 @@ def learn_merges(words, wanted):
     while heap and -heap[0][0] > 1 and len(merges) < wanted:
         negative, pair = heappop(heap)
         if -negative != counts[pair]:
-            # Lazy deletion: other merges took some of its occurrences. A count only falls, since a pair can
-            # only arise while its younger token is being made; so the true count goes back into the heap and
-            # waits its turn.
+            # Lazy deletion: other merges took some of its occurrences since it was put there. Once both of
+            # its tokens exist, the count of a pair only falls; so the true count goes back into the heap.
             heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
@@ -238,8 +237,8 @@ def learn_merges(words, wanted):
                 continue                # taken by an earlier merge, or by the one just before it, as in "aaa"
             o = before[p]
             r = after[q]
-            a = token[o]                # or -1, as b
-            b = token[r]
+            a = token[o]                # -1 where the word begins with left
+            b = token[r]                # -1 where it ends with right
             times = weight[p]
             if a != -1:
                 counts[a, left] -= times
@@ -271,8 +270,8 @@ class Encoder(dict):
     MAX_ENTRIES = 1 << 18       # about 50 MB; emptied when full
 
     def __init__(self, tokens, merges, digits):
-        """tokens: [bytes of token id], in which single bytes may be missing; merges {(left id, right id):
-        made id}, in the order learned; digits: see `word_pattern`."""
+        """tokens: [bytes of token id], which in other people's tokenizers may lack some of the 256 bytes;
+        merges {(left id, right id): made id}, in the order learned; digits: see `word_pattern`."""
         self.byte_ids = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1}
         self.ranks = dict(zip(merges, count()))
         self.made = [*merges.values()]
@@ -378,12 +377,12 @@ def find_cut(window):
     A cut must not divide a word, or a separator line and the line ends that belong to it. So it is at the
     first place before white space that follows something else (but not ">", which may end a separator), or
     after a run of letters or of digits (but not before "<" or "|", which may be in a separator), or after a
-    separator and its line ends. Only 64 KiB of a single kind of character have no such place. They are cut in
-    the middle, between two characters: memory stays bounded.
+    separator and its line ends. 64 KiB without such a place, as of one letter, are cut in the middle, between
+    two characters: memory stays bounded.
     """
     text = to_str(re.sub(rb"^[\x80-\xbf]{1,3}", b"", window))   # begin at a character
     letter, number = char_classes(BMP)
-    # not before a separator, half a character at the end of the window, or what may be a letter or digit, too
+    # never before: what may begin a separator; half a character at the window's end; a character beyond U+FFFF
     other = "<|\udc80-\udcff\U00010000-\U0010FFFF"
     cut = re.search(f"[^{SPACE}>](?=[{SPACE}])"
                     f"|[{letter}](?=[^{letter}{other}])|[{number}](?=[^{number}{other}])"

@@ -475,8 +475,8 @@ def print_samples(titles, samples, whole):
 # 7. A training: begun, or resumed
 # ------------------------------------------------------------------------------------------------------------
 def choose_device(asked, preset, local, planning=False):
-    """-> cpu or gpu.  Unless told: the CPU for small, a GPU for the others, that of this local rank.  To plan
-    a run needs none."""
+    """-> cpu or gpu.  Unless asked: the CPU for small, for the others the GPU of this local rank.  Where a run
+    is only planned, there need be no GPU."""
     device = asked or ("cpu" if preset == "small" else "gpu")
     missing = model_gpu.why_no_gpu() if device == "gpu" else None
     if missing and not planning:
@@ -495,7 +495,7 @@ def given_options(args):
 
 
 def choose_sizes(given, preset):
-    """-> the base's Config, or the preset's, with what of it was given; what follows from dim follows."""
+    """-> the Config of the base, or of the preset, with the sizes given; with --dim, hidden is computed anew."""
     sizes = {name: given[name] for name in (*SIZES, "mtp_weight") if name in given}
     if "base" in given:
         base = given["base"]
@@ -530,7 +530,7 @@ def make_settings(given, preset, config, defaults, ranks):
             most = model_gpu.largest_micro_batch(config, settings.precision, settings.optimizer, ranks.size,
                                                  settings.memory_limit)
             passes = model_gpu.ceil_div(windows, max(1, min(rows, most)))
-            rows = model_gpu.ceil_div(windows, passes)      # 32 + 32 in place of 46 + 18: the same passes, less memory
+            rows = model_gpu.ceil_div(windows, passes)      # 64 windows with room for 46: 32 + 32, not 46 + 18
         settings.micro_batch = max(1, rows)
     settings.micro_batch = min(ranks.all_gather(min(settings.micro_batch, windows)))
     if "threads" not in given and not on_gpu:
@@ -704,7 +704,7 @@ def train(training, job, stop):
         lr = learning_rate(step - 1, settings)
         norm = model.update(lr, decay=settings.decay, clip=settings.clip)
         evaluating = evaluation_is_due(step, settings)
-        stopping = report.asked if ranks.size > 1 else stop.signal
+        stopping = report.asked if ranks.size > 1 else stop.signal      # asked: known with the losses
         saving = stopping or step % settings.save_every == 0 or step == settings.steps
         if not report(step, lr, losses, norm, pause=evaluating or saving):
             return 1
@@ -719,7 +719,7 @@ def train(training, job, stop):
         if stopping and step < settings.steps:
             print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} "
                   f"{settings.preset} --resume --out {shlex.quote(training.out)}", file=sys.stderr)
-            return 128 + (stop.signal or signal.SIGTERM)
+            return 128 + (stop.signal or signal.SIGTERM)        # or: another rank has the signal
         report.pauses += time.monotonic() - paused
     print(f"\nTrained {training.out}: {settings.steps} steps, {training.state['tokens']:,} tokens, "
           f"{training.state['seconds']:,.0f} seconds.\n\n"
@@ -792,8 +792,8 @@ class Report:
         return self.write(*now, pause)
 
     def write(self, step, tokens, lr, read, pause=False):
-        """-> whether the numbers of this step are finite, before a pause also the weights, which may be saved
-        then.  read: waits for the numbers."""
+        """-> whether loss and norm of this step are finite, and before a pause, in which they may be saved, the
+        weights, too.  read: waits for the numbers."""
         model = self.training.model
         state = self.training.state
         losses, norm = read()
