@@ -11,7 +11,6 @@ import resource
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,7 +22,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED = pathlib.Path(ROOT).parent / "shared" / "data"
 PLAY = b"".join(b"%07d Enter a citizen, speaking.\n" % i for i in range(16000))         # 560,000 bytes
-PAGE = b"\n <!DOCTYPE html><html>Log in</html>" + b" " * 1_200_000
+PAGE = b" \t\r\n\v\f" * 200_000 + b"\xef\xbb\xbf\r\n\xef\xbb\xbf <!DOCTYPE html><html>Log in</html>"
 PACKED = b"\x1f\x8b\x08\0" + hashlib.shake_128(b"as if gzip had made it").digest(600_000)
 SEPARATOR = "\n\n<|endoftext|>\n\n"
 DEADLINE = 600                                  # seconds after which a hang ends; no verdict depends on the speed of
@@ -73,54 +72,40 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self):
         server = self.server
-        server.requests.append((self.path, self.headers.get("Range"), self.headers.get("User-Agent")))
+        ranged = self.headers.get("Range")
+        server.requests.append((self.path, ranged, self.headers.get("User-Agent")))
         mode = server.modes.pop(0) if server.modes else "whole"
         body = mode if isinstance(mode, bytes) else server.files.get(self.path)
-        if mode == "refused":
-            self.send_error(503)
-        elif mode == "missing" or body is None:
+        start = int(ranged[len("bytes="):-1]) if ranged and mode != "no ranges" else 0
+        if isinstance(mode, int):               # this answer, with a text that is as good as the right one
+            self.send_anything(mode, PLAY)
+        elif body is None:
             self.send_error(404)
-        elif isinstance(mode, int):             # this answer, with a text that is as good as the right one
-            self.send_anything(mode, b"" if mode == 304 else PLAY)
         elif mode == "elsewhere":
             self.send_anything(302, b"Moved.\n" * 100_000, Location=self.path)
-        elif mode == "no length":
-            self.send_anything(200, body)
         elif mode in ("endless", "huge"):       # without an announced length, and with one
             headers = {"Content-Length": "5000000001"} if mode == "huge" else {}
             self.send_anything(200, PLAY * 40, **headers)       # as good as endless: then one waits for more
             self.hold()
+        elif start and start >= len(body):
+            self.send_error(416)
         else:
-            self.send_range("" if isinstance(mode, bytes) else mode, body)
-
-    def send_range(self, mode, body):
-        start = 0
-        headers = {"Content-Length": str(len(body))}
-        ranged = self.headers.get("Range")
-        if ranged and mode != "no ranges":
-            start = int(ranged[len("bytes="):-1])
-            if start >= len(body):
-                self.send_error(416)
-                return
-            headers = {"Content-Range": f"bytes {start}-{len(body) - 1}/{len(body)}",
-                       "Content-Length": str(len(body) - start)}
-        self.send_anything(206 if "Content-Range" in headers else 200, b"", **headers)
-        end = len(body)
-        if "cut" in mode:
-            end = min(end, start + min(200_000, len(body) // 2))
-        middle = start + 100_000 if mode == "held" else end
-        self.wfile.write(body[start:middle])
-        if mode in ("held", "held and cut"):
-            self.hold()
-        self.wfile.write(body[middle:end])
+            headers = {"Content-Length": str(len(body) - start)}
+            if start:
+                headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+            middle = start + 200_000
+            self.send_anything(206 if start else 200, body[start:middle], **headers)
+            if mode == "held":
+                self.hold()
+            if mode != "cut":
+                self.wfile.write(body[middle:])
 
 
 class Place:
     """A folder to fetch into, another one in it with the script, and the server's files: a play, books by number, ..."""
-    def __init__(self, folder, server, gone):
+    def __init__(self, folder, server):
         self.folder = folder
         self.server = server
-        self.gone = gone
         self.data = folder / "data"
         self.file = self.data / "tiny.txt"
         self.part = self.data / "tiny.txt.part"
@@ -140,17 +125,11 @@ class Place:
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
 
-    def environment(self, environment):
-        return {**os.environ, "TINY_URL": f"{self.base}/input.txt", "GUTENBERG_URL": f"{self.base}/epub",
-                "FINEWEB_URL": "it's mine", "ALPACA_URL": f"{self.base}/alpaca.json",
-                "SMOLLM2_URL": f"{self.base}/smollm2", "FETCH_PAUSE": "0", "no_proxy": "*", "PATH": self.path, **environment}
-
     def run(self, *words, preexec_fn=None, **environment):
         """-> (exit code, standard output, standard error), from another folder than the script's."""
-        done = subprocess.run([self.script, *words], cwd=self.folder, env=self.environment(environment),
-                              capture_output=True, text=True, timeout=DEADLINE, preexec_fn=preexec_fn,
-                              restore_signals=False)
-        return done.returncode, done.stdout, done.stderr
+        process = self.start(*words, preexec_fn=preexec_fn, **environment)
+        out, err = process.communicate(timeout=DEADLINE)
+        return process.returncode, out, err
 
     def makes(self, word="tiny", **environment):
         """What the word asks for is made, without a warning; the play is whole.  -> standard output"""
@@ -171,21 +150,24 @@ class Place:
         names = {str(path.relative_to(self.data)) for path in self.data.rglob("*") if path.is_file()}
         return {name for name in names if not name.startswith("fetch.lock/")}
 
-    def start(self, *words, pass_fds=(), **environment):
+    def start(self, *words, pass_fds=(), preexec_fn=None, **environment):
         self.started.append(subprocess.Popen(
-            [self.script, *words], cwd=self.folder, env=self.environment(environment), stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, start_new_session=True, pass_fds=pass_fds))
+            [self.script, *words], cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True, pass_fds=pass_fds, preexec_fn=preexec_fn,
+            env={**os.environ, "TINY_URL": f"{self.base}/input.txt", "GUTENBERG_URL": f"{self.base}/epub",
+                 "FINEWEB_URL": "it's mine", "ALPACA_URL": f"{self.base}/alpaca.json",
+                 "SMOLLM2_URL": f"{self.base}/smollm2", "FETCH_PAUSE": "0", "no_proxy": "*", "PATH": self.path,
+                 **environment}))
         return self.started[-1]
 
-    def interrupt(self, number, ready, *words, alone=False, **environment):
-        """Send the signal when `ready()` is true: to the script and all that it has started, as a terminal does, or to
-        the script alone.  -> (exit code, standard error, function that returns b"" when all of them have ended)"""
+    def interrupt(self, number, ready, *words, **environment):
+        """Send the signal to the script, and to nothing that it has started, when `ready()` is true.
+        -> (exit code, standard error, function that returns b"" when all that it has started has ended)"""
         read, write = os.pipe()                 # they inherit it
         process = self.start(*words, pass_fds=(write,), **environment)
         os.close(write)
         until(lambda: ready() or process.poll() is not None)
-        assert process.poll() is None, process.communicate()
-        (os.kill if alone else os.killpg)(process.pid, number)
+        process.send_signal(number)
         _, err = process.communicate(timeout=DEADLINE)
         return process.returncode, err, functools.partial(read_on, read)
 
@@ -224,10 +206,8 @@ def place(tmp_path):
     server.daemon_threads, server.block_on_close = True, False      # a stalled answer does not hold up the next test
     vars(server).update(requests=[], modes=[], files={}, held=[])
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    with socket.socket() as closed:             # a port that is taken, and where nobody listens
-        closed.bind(("127.0.0.1", 0))
-        place = Place(tmp_path, server, f"http://127.0.0.1:{closed.getsockname()[1]}")
-        yield place
+    place = Place(tmp_path, server)
+    yield place
     for event in server.held:
         event.set()
     for process in place.started:
@@ -256,7 +236,6 @@ def test_a_cut_connection_is_resumed(place):
         place.fails("run this again to go on")
         assert place.part.read_bytes() == PLAY[:size]
     place.makes()
-    assert os.listdir(place.data) == ["tiny.txt"]
     assert place.ranges() == [None, "bytes=200000-", "bytes=400000-"]
 
 
@@ -267,49 +246,33 @@ def test_a_server_that_cannot_resume(place):
     place.file.unlink()
     place.server.modes = [416, 416]             # to whom has nothing yet this is no reason to start anew, for ever
     place.fails("cannot be fetched (The requested URL returned error: 416)")
-    assert len(place.server.modes) == 1
-
-
-def test_killed_between_the_last_byte_and_the_rename(place):
-    place.server.modes = ["whole", "whole"]     # the first answers that nothing is left (416); then it starts anew
-    place.part.parent.mkdir()
-    place.part.write_bytes(PLAY)
+    assert place.server.modes.pop()
+    place.part.write_bytes(PLAY)                # killed between the last byte and the rename: nothing is left (416)
     place.makes()
-    assert not place.part.exists()
+    assert place.names() == {"tiny.txt"}
 
 
 NOT_THAT = "bytes that are not what data/tiny.txt must be (text, at least 500000 bytes); nothing was kept"
 
 
-@pytest.mark.parametrize("mode, message", [("missing", "error: 404"), (PAGE, "gave a web page ("),
-                                           (b"", f"gave 0 {NOT_THAT}"), (PACKED, f"gave 600004 {NOT_THAT}"),
-                                           (bytes(len(PLAY)), f"gave 560000 {NOT_THAT}"),
-                                           ("refused", "the server refuses for now")], ids=range(6))
+@pytest.mark.parametrize("mode, message", [(PAGE, "gave a web page ("), (b"", f"gave 0 {NOT_THAT}"),
+                                           (PACKED, f"gave 600004 {NOT_THAT}"),
+                                           (bytes(len(PLAY)), f"gave 560000 {NOT_THAT}")], ids=range(4))
 def test_a_wrong_answer_is_refused(place, mode, message):
     place.server.modes = [mode]
     place.fails(message)
-    assert not place.part.exists()
-    place.makes()
-
-
-def test_a_page_behind_blanks_is_a_page(place):
-    place.server.modes = [b" \t\r\n\v\f" * 200_000 + b"\xef\xbb\xbf\r\n\xef\xbb\xbf \xef\xbb\xbf" + PAGE.lstrip()]
-    place.fails("gave a web page (")
     assert place.names() == set()
 
 
-@pytest.mark.parametrize("code", [302, 304, 203])               # the 302 says nowhere to go on to
+@pytest.mark.parametrize("code", [304, 203])
 def test_only_the_answer_200_is_kept(place, code):
     """Not the text that comes with another one, nor half a text that was there before and to which nothing came."""
-    place.server.modes = [code]
-    place.fails(f"answered {code} instead of 200; nothing was kept")
-    assert place.names() == set()
-    place.part.write_bytes(PLAY[:550_000])
-    place.server.modes = [code, code]           # twice where curl sees that the first one is not what is left
-    place.fails(f"answered {code} instead of 200; nothing was kept")
-    assert place.names() == set()
-    place.server.modes.clear()
-    place.makes()
+    place.data.mkdir()
+    for there in b"", PLAY[:550_000]:
+        place.part.write_bytes(there)
+        place.server.modes = [code, code]       # twice where curl sees that the first one is not what is left
+        place.fails(f"answered {code} instead of 200; nothing was kept")
+        assert place.names() == set()
 
 
 def test_a_redirect_is_followed_and_its_own_text_is_not_kept(place):
@@ -332,26 +295,16 @@ def test_an_address_is_taken_as_it_is(place):
 TOO_LARGE = "has more than the {} bytes that data/{} may have; nothing was kept"
 
 
-@pytest.mark.parametrize("mode", ["endless", "huge"])
-def test_an_endless_answer_is_refused(place, mode):
+def test_an_endless_answer_is_refused(place):
     place.stand_in("curl", PATIENT_CURL + " --max-filesize 9000000000")         # so curl limits nothing
-    place.server.modes = [mode]
+    place.server.modes = ["endless"]
     place.fails(TOO_LARGE.format(20_000_000, "tiny.txt"))
     assert place.names() == set()
-    place.makes()
 
 
-@pytest.mark.parametrize("word", ["tiny", "books", "smollm2"])
-def test_no_network_is_one_sentence(place, word):
-    gone = dict.fromkeys(("TINY_URL", "GUTENBERG_URL", "SMOLLM2_URL"), place.gone)
-    place.fails("run this again to go on when the network is back", word, **gone)
-    assert place.names() == set()
-
-
-def test_an_unknown_host_and_no_address(place):
+def test_no_network_is_one_sentence(place):
     # No name server is asked for a part of more than 63 letters, which might take its time or know every name.
-    place.fails("Could not resolve host", TINY_URL=f"http://{'x' * 64}.invalid/input.txt")
-    place.fails("cannot be fetched (Protocol ", TINY_URL="gopher-hole://x/input.txt")
+    place.fails("Could not resolve host", "books", GUTENBERG_URL=f"http://{'x' * 64}.invalid")
 
 
 def test_time_limit(place):
@@ -381,7 +334,6 @@ def test_a_missing_tool_is_named(place, missing):
 
 def limit_file_size():
     """As good as a full disk: no file grows beyond 100,000 bytes."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)       # which Python ignores, and with it what it starts
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
@@ -389,18 +341,14 @@ def test_a_full_disk(place):
     place.fails("is there room on the disk?", preexec_fn=limit_file_size)
     assert place.names() == {"tiny.txt.part"}
     place.makes()
-    place.file.unlink()
-    place.server.modes = ["endless"]            # what is too large for the disk is not yet too large for its kind
-    place.fails("is there room on the disk?", preexec_fn=limit_file_size)
 
 
-@pytest.mark.parametrize("number, alone", [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, True)])
-def test_a_signal_ends_it_at_once_and_what_has_come_stays(place, number, alone):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_at_once_and_what_has_come_stays(place, number):
     place.server.modes = ["held", "whole"]      # held until this test ends: a script that waited for curl would hang
-    code, err, rest = place.interrupt(number, place.some_has_come, "tiny", alone=alone)
+    code, err, rest = place.interrupt(number, place.some_has_come, "tiny")
     assert (code, err, rest()) == (130, "Interrupted; run this again to go on.\n", b"")
     assert place.names() == {"tiny.txt.part"} and not (place.data / "fetch.lock").exists()
-    assert place.part.stat().st_size > 0
     place.makes()
     assert place.ranges()[1].startswith("bytes=")
 
@@ -408,7 +356,7 @@ def test_a_signal_ends_it_at_once_and_what_has_come_stays(place, number, alone):
 def test_the_curl_of_a_killed_run_does_no_harm(place):
     """Its rest comes while the next run, which goes on with what it has written, is at work."""
     place.server.modes = ["held", "held"]
-    *_, rest = place.interrupt(signal.SIGKILL, lambda: place.server.held and place.some_has_come(), "tiny", alone=True)
+    *_, rest = place.interrupt(signal.SIGKILL, lambda: place.server.held and place.some_has_come(), "tiny")
     size = place.part.stat().st_size
     second = place.start("tiny")
     until(lambda: len(place.server.held) == 2 and place.part.stat().st_size > size)
@@ -425,8 +373,7 @@ def test_two_runs_at_once(place):
     until(lambda: place.server.held)
     place.fails(f"another run (process {first.pid}) is at work; wait for its end", "all")
     place.release(0)
-    assert first.communicate(timeout=DEADLINE)[1] == "" and first.returncode == 0
-    assert place.file.read_bytes() == PLAY and os.listdir(place.data) == ["tiny.txt"]
+    assert first.communicate(timeout=DEADLINE)[1] == "" and os.listdir(place.data) == ["tiny.txt"]
     place.file.unlink()
     lock = place.data / "fetch.lock"            # of a run that has started this very moment
     lock.mkdir()
@@ -440,7 +387,8 @@ def test_usage(place):
     code, _, err = place.run()
     assert code == 2 and err.startswith("usage: ./fetch_data.sh")
     code, out, _ = place.run("--help")
-    assert (code, out) == (0, err) and "WEB_MB=2000 " in out and "data/ and out/ of the current folder" in out
+    assert (code, out) == (0, err) and "WEB_MB=2000 " in out and "books         169 classics" in out
+    assert "data/ and out/ of the current folder" in out
 
 
 def test_a_wrong_word_or_setting(place):
@@ -449,7 +397,6 @@ def test_a_wrong_word_or_setting(place):
             ("tiny", "FETCH_TIMEOUT", "soon", "a whole number of seconds"),
             ("books", "FETCH_PAUSE", "-1", "a whole number"), ("books", "BOOK_IDS", "Emma", "Project Gutenberg's numbers"),
             ("books", "BOOK_IDS", " ", "Project Gutenberg's"), ("web", "WEB_MB", "0", "a whole number of megabytes, at least 1"),
-            ("web", "WEB_MB", "5\n6", "a whole number of megabytes"),
             ("web", "WEB_LANGUAGE_SCORE", "0.8; DROP", "a number from 0 to 1")]:
         code, _, err = place.run("tiny", word, **{name: value})
         assert code == 2 and err.startswith(f"error: {name} must be {meaning}") and err.endswith(f", not '{value}'.\n")
@@ -470,8 +417,7 @@ LETTER = "    Dear Madam,\n        I have the honour to be\n    yours, etc."
 BODY = "THE HEADING\n\n" + "\n\n".join(textwrap.fill(text, 72, break_long_words=False) for text in PROSE[:10]) + \
        f"\n\n\n{VERSE}\n\n{LETTER}\n\n\n\nCHAPTER II\nIn Which It Goes On\n\n" + \
        "\n\n".join(textwrap.fill(text, 70, initial_indent="  ", break_long_words=False) for text in PROSE[10:])
-CHAPTER = "CHAPTER II\nIn Which It Goes On"
-STRIPPED = "\n\n".join(["THE HEADING", *PROSE[:10], VERSE, LETTER, CHAPTER, *PROSE[10:]]) + "\n"
+STRIPPED = "\n\n".join(["THE HEADING", *PROSE[:10], VERSE, LETTER, "CHAPTER II\nIn Which It Goes On", *PROSE[10:]]) + "\n"
 HEAD = "The Project Gutenberg EBook of A Night, by Nobody\n\nThis eBook is for the use of anyone.  See www.pg.org\n\n"
 LICENCE = "\n\n*** START: FULL LICENSE ***\n\nTHE FULL PROJECT GUTENBERG LICENSE\n" + "Section 1.  Terms.\n" * 300
 START = "*** START OF THE PROJECT GUTENBERG EBOOK A NIGHT ***\n\n"
@@ -509,6 +455,10 @@ FORMS = {
 }
 
 
+# After each line stand some that would pass for a separator: the book is as if they were not there.
+PASS_FOR_SEPARATORS = "\r\n<|endoftext|>\r\n  <|endoftext|>\r\n<|endoftext|> \t\r\n\t<|endoftext|>\r\r\n"
+
+
 def test_books_of_every_form(place):
     for number, (before, after) in enumerate(FORMS.values(), 100):
         place.add_book(number, before + BODY + after)
@@ -516,7 +466,7 @@ def test_books_of_every_form(place):
     for number, word, line_end, encoding in [
             (200, "stürmische", "\r\n", "latin-1"), (201, "stürmische", "\r\n", "utf-8-sig"),
             (202, "stürmische \u201d", "\n", "cp1252"), (203, "st\0ormy", "\r\r\n", "utf-8"),
-            (204, "stormy", "\r", "utf-8")]:
+            (204, "stormy", "\r", "utf-8"), (205, "<|endoftext|>", PASS_FOR_SEPARATORS, "utf-8")]:
         text = HEAD + START + BODY.replace("stormy", word) + END
         place.add_book(number, text.replace("\n", line_end), encoding)
         expected[number] = STRIPPED.replace("stormy", word.replace("\0", ""))
@@ -538,7 +488,7 @@ BETWEEN = r"(?s)START OF TH[EI]S? PROJECT GUTENBERG[^*]*\*\*\*(.*?)(\*\*\*END OF
 
 @pytest.mark.skipif(not (SHARED / "raw_gutenberg").exists(), reason="the real texts that this test reads are no part of the repository")
 def test_books_of_project_gutenberg(place):
-    """Each paragraph of the book is there, with the same letters; nothing else is.  Most are joined, verse is not."""
+    """Each paragraph of the book is there, with the same letters; nothing else is.  Many are joined."""
     for number in REAL:
         path, = (SHARED / "raw_gutenberg").glob(f"{number}*")
         place.server.files[f"/epub/{number}/pg{number}.txt"] = path.read_bytes()
@@ -549,62 +499,43 @@ def test_books_of_project_gutenberg(place):
         found = place.book(number).read_text("utf-8").removesuffix("\n").split("\n\n")
         assert ["".join(text.split()) for text in found] == ["".join(text.split()) for text in expected]
         assert sum(len(text) > 200 and "\n" not in text for text in found) > 50
-    verse = "\n      Beneath whose stars are cities born,\n    And round them mountain-castled lie\n"
-    assert verse in place.book(14881).read_text("utf-8")
 
 
 def test_books_that_cannot_be_had(place):
-    place.add_books(1, 2, 3, 4, 7)
+    """One of ten may be missing, and no more; then the file of all books is the one that was made before."""
+    ids = "1 2 3 4 7 5 6 8 9 10"
+    place.add_books(1, 2, 3, 4, 7, 8, 9, 10)
     place.add_book(5, HEAD + BODY + END)                                # no line that says where it starts
     place.add_book(6, HEAD + START + "Stolen." + END + LICENCE)
-    place.server.modes = ["whole", "missing", PAGE, "endless"]
-    code, _, err = place.run("books", BOOK_IDS="1 2 3 4 7 5 6")
+    place.server.modes = ["whole", 404, PAGE, "endless"]
+    code, _, err = place.run("books", BOOK_IDS=ids)
     *warnings, error = err.splitlines()
     no_book = "must be (book, at least 1000 bytes); nothing was kept."
     reasons = ["error: 404", "gave a web page", TOO_LARGE.format(20_000_000, "books/4.txt"), no_book, no_book]
     assert code == 2 and len(warnings) == len(reasons)
     for number, line, reason in zip(range(2, 7), warnings, reasons):
         assert line.startswith(f"warning: book {number} is left out: ") and reason in line
-    assert error.startswith("error: 5 of 7 books are missing (2 3 4 5 6), too many")
-    assert place.names() == {"books/1.txt", "books/7.txt"}
+    assert error.startswith("error: 5 of 10 books are missing (2 3 4 5 6), too many")
+    assert place.names() == {f"books/{number}.txt" for number in (1, 7, 8, 9, 10)}
 
-    place.add_books(5, 6)
+    place.add_books(5)
     place.server.requests.clear()
-    assert "7 books" in place.makes("books", BOOK_IDS="1 2 3 4 7 5 6")
+    code, _, err = place.run("books", BOOK_IDS=ids)
+    assert code == 0 and "warning: 1 of 10 books are missing (6); run this again" in err
     assert place.paths() == [f"/epub/{number}/pg{number}.txt" for number in (2, 3, 4, 5, 6)]
-    assert place.books() == [STRIPPED[:-1]] * 7
-
-
-def test_one_of_ten_books_may_be_missing(place):
-    """And no more; then the file of all books is the one that was made before."""
-    numbers = " ".join(map(str, range(1, 11)))
-    place.add_books(*range(2, 11))
-    code, _, err = place.run("books", BOOK_IDS=numbers)
-    assert code == 0 and "warning: 1 of 10 books are missing (1); run this again" in err
     place.book(10).unlink()
     place.server.files.clear()
-    assert "error: 2 of 10 books are missing (1 10), too many" in place.run("books", BOOK_IDS=numbers)[2]
+    assert "error: 2 of 10 books are missing (6 10), too many" in place.run("books", BOOK_IDS=ids)[2]
     assert place.books() == [STRIPPED[:-1]] * 9
 
 
-def test_a_line_of_a_book_is_no_separator(place):
-    """After each line stands one that would pass for a separator: the book is as if they were not there."""
-    mark = "<|endoftext|>"
-    forms = [mark, f"  {mark}", f"{mark} \t", f"\t{mark}\r", f"{mark}\n{mark}"]
-    lines = [f"{line}\n{forms[i % len(forms)]}" for i, line in enumerate((START + BODY + END).split("\n"))]
-    place.add_book(1, (HEAD + "\n".join(lines)).replace("\n", "\r\n"))
-    place.add_book(2, HEAD + START + BODY + "\n\nHe wrote <|endoftext|> there." + END)
-    place.makes("books", BOOK_IDS="1 2")
-    assert place.books() == [STRIPPED[:-1], STRIPPED + "\nHe wrote <|endoftext|> there."]
-
-
 def test_five_misses_in_a_row_end_it_and_a_refusal_does_at_once(place):
-    code, _, err = place.run("books", BOOK_IDS="1 2 3 4 5 6 7")
-    assert code == 2 and err.splitlines()[-1].startswith("error: five books in a row could not be had")
+    code, out, err = place.run("books")
+    assert "Book 1 of 169:" in out and code == 2
+    assert err.splitlines()[-1].startswith("error: five books in a row could not be had")
     assert len(place.server.requests) == 5
-    place.server.modes = ["refused"]
-    place.fails("the server refuses for now", "books", BOOK_IDS="1 2 3")
-    assert len(place.server.requests) == 6
+    place.server.modes = [503]
+    place.fails("the server refuses for now", "books")
 
 
 def test_a_pause_after_each_book(place):
@@ -613,20 +544,6 @@ def test_a_pause_after_each_book(place):
     for _ in range(2):                          # the second time nothing is fetched, and there is no pause
         place.makes("books", BOOK_IDS="1 2", FETCH_PAUSE="7")
         assert (place.folder / "slept").read_text() == "7 1.txt\n7 1.txt 2.txt\n"
-
-
-def test_books_cut_and_killed_then_resumed(place):
-    place.add_books(1, 2, 3)
-    place.server.modes = ["whole", "cut"]
-    assert "run this again to go on" in place.run("books", BOOK_IDS="1 2 3")[2]
-    assert place.names() == {"books/1.txt", "books/2.txt.part"}
-    place.server.modes = ["whole", "held and cut"]
-    place.interrupt(signal.SIGKILL, lambda: place.server.held, "books", BOOK_IDS="1 2 3")
-    assert place.names() - {"books/3.txt.part"} == {"books/1.txt", "books/2.txt"}
-    place.makes("books", BOOK_IDS="1 2 3")
-    assert place.books() == [STRIPPED[:-1]] * 3 and len(place.names()) == 4
-    assert place.paths()[:3] == ["/epub/1/pg1.txt", "/epub/2/pg2.txt", "/epub/2/pg2.txt"]
-    assert place.ranges()[2] == f"bytes={len(HEAD + START + BODY + END) // 2}-"
 
 
 def test_books_on_a_full_disk(place):
@@ -638,12 +555,6 @@ def test_books_on_a_full_disk(place):
                 preexec_fn=limit_file_size)
 
 
-def test_the_list_of_books(place):
-    listed = re.search(r"classics=\((.*?)\)\n\nbooks", pathlib.Path(place.script).read_text(), re.DOTALL)[1]
-    numbers = re.sub("#.*", "", listed).split()
-    assert len(set(numbers)) == len(numbers) == 169 and "books         169 classics" in place.run("--help")[1]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Instructions
 # ---------------------------------------------------------------------------------------------------------------------
@@ -653,42 +564,27 @@ ALPACA = json.dumps(RECORDS, indent=4).encode()    # half a megabyte
 
 def test_instructions(place):
     place.server.files["/alpaca.json"] = ALPACA
-    place.server.modes = ["cut", "whole", "huge"]
-    place.fails("run this again to go on", "instructions")
+    place.server.modes = ["huge", json.dumps([*RECORDS, {"instruction": "x", "response": "y"}]).encode()]
+    place.fails(TOO_LARGE.format(200_000_000, "instructions.json"), "instructions")
+    place.fails("bytes that are not what data/instructions.json must be", "instructions")
     place.makes("instructions")
     assert (place.data / "instructions.json").read_bytes() == ALPACA and place.names() == {"instructions.json"}
-    assert place.ranges()[1] == "bytes=200000-"
-
-    (place.data / "instructions.json").unlink()
-    place.fails(TOO_LARGE.format(200_000_000, "instructions.json"), "instructions")
-    for wrong in (ALPACA[:400_000], json.dumps(list(range(4000))).encode(),
-                  json.dumps([*RECORDS, {"instruction": "x", "response": "y"}]).encode()):
-        place.server.files["/alpaca.json"] = wrong
-        place.fails("bytes that are not what data/instructions.json must be", "instructions")
-        assert place.names() == set()
-    place.server.files["/alpaca.json"] = json.dumps(RECORDS[:10]).encode()      # few, and all on one line
-    place.makes("instructions")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A model
 # ---------------------------------------------------------------------------------------------------------------------
-def safetensors(header, body):
-    header = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(header).to_bytes(8, "little") + header + body
-
-
 BYTES = hashlib.shake_128(b"as if they were weights").digest(1_200_000)
-HEADER = {"__metadata__": {"format": "pt"},     # the last tensor of the file is not the last one of the header
-          'a "name": [': {"dtype": "BF16", "shape": [100_000, 5], "data_offsets": [200_000, 1_200_000]},
-          "model.norm.weight": {"dtype": "BF16", "shape": [100_000], "data_offsets": [0, 200_000]}}
-MODEL = safetensors(HEADER, BYTES)
-CONFIG = b'{"model_type": "llama", "layers": []}'
-TOKENIZER = b'{"model": {"vocab": {"a": 0}}}'
-SETTINGS = b'{"eos_token": "<|im_end|>"}\n'
-TEMPLATE = b"{% for message in messages %}{% endfor %}"
-JSON = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "tokenizer_config.json": SETTINGS}
-FILES = {**JSON, "chat_template.jinja": TEMPLATE, "model.safetensors": MODEL}          # in the order of the requests
+HEADER = json.dumps({                           # the last tensor of the file is not the last one of the header
+    "__metadata__": {"format": "pt"},
+    'a "name": [': {"dtype": "BF16", "shape": [100_000, 5], "data_offsets": [200_000, 1_200_000]},
+    "model.norm.weight": {"dtype": "BF16", "shape": [100_000], "data_offsets": [0, 200_000]}}).encode()
+MODEL = len(HEADER).to_bytes(8, "little") + HEADER + BYTES
+JSON = {"config.json": b'{"model_type": "llama", "layers": []}',
+        "tokenizer.json": b'{"model": {"vocab": {"a": 0}}}',
+        "tokenizer_config.json": b'{"eos_token": "<|im_end|>"}\n'}
+FILES = {**JSON, "chat_template.jinja": b"{% for message in messages %}{% endfor %}",
+         "model.safetensors": MODEL}            # in the order of the requests
 NOT_THE_FILE = "bytes that are not what out/smollm2/{} must be ("
 
 
@@ -708,12 +604,12 @@ def contents(smollm2):
 
 def test_smollm2_complete_and_only_once(smollm2):
     assert smollm2.makes("smollm2").endswith("\nTalk to it: python chat.py --model out/smollm2\n")
-    assert contents(smollm2) == FILES and os.listdir(smollm2.folder / "data") == []
+    assert contents(smollm2) == FILES
     assert smollm2.paths() == [f"/smollm2/{name}" for name in FILES]
-    assert smollm2.makes("smollm2").count("nothing to fetch") == 4 and len(smollm2.server.requests) == 5
+    assert smollm2.makes("smollm2").count("nothing to fetch") == 4
     (smollm2.data / "config.json").unlink()     # what is missing is fetched, and nothing else
     smollm2.makes("smollm2")
-    assert contents(smollm2) == FILES and smollm2.paths()[5:] == ["/smollm2/config.json"]
+    assert smollm2.paths()[5:] == ["/smollm2/config.json"]
 
 
 def test_smollm2_without_a_chat_template(smollm2):
@@ -727,18 +623,14 @@ def test_smollm2_without_a_chat_template(smollm2):
         assert contents(smollm2) == {**JSON, "model.safetensors": MODEL} and len(smollm2.server.requests) == 6
 
 
-NO_MODELS = [MODEL[:-1], MODEL + b"\0", safetensors([HEADER], BYTES), safetensors({}, BYTES),
-             (2**64 - 1).to_bytes(8, "little") + MODEL[8:]]
-
-
-@pytest.mark.parametrize("name, bodies", [("model.safetensors", NO_MODELS), ("config.json", [b'["a", "list"]', CONFIG[:-1]])])
-def test_smollm2_wrong_files(smollm2, name, bodies):
-    """A model also where no length is announced, so that only the header says what is missing."""
-    for wrong in bodies:
-        smollm2.server.files[f"/smollm2/{name}"] = wrong
-        smollm2.server.modes = ["no length"] * (1 + 3 * (wrong == NO_MODELS[0]))
-        assert NOT_THE_FILE.format(name) in smollm2.run("smollm2")[2]
-        assert smollm2.names() == (set(FILES) - {name} if name == "model.safetensors" else set())
+def test_smollm2_wrong_files(smollm2):
+    smollm2.server.modes = [b'["a", "list"]']
+    smollm2.fails(NOT_THE_FILE.format("config.json"), "smollm2")
+    smollm2.server.modes = ["whole"] * 4
+    for wrong in MODEL[:-1], MODEL + b"\0", (2**64 - 1).to_bytes(8, "little") + MODEL[8:]:
+        smollm2.server.modes.append(wrong)
+        assert NOT_THE_FILE.format("model.safetensors") in smollm2.run("smollm2")[2]
+        assert smollm2.names() == set(FILES) - {"model.safetensors"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -750,7 +642,7 @@ ROWS = 1900                                     # so the first row of the second
 @functools.cache
 def page(i):
     """Row i of the Parquet file: (text, language, language_score, score), and the document that it is to become."""
-    plain = f"Page {i}.\n" + f"{i} it is said.\n" * 1500 + "The end."
+    plain = f"Page {i}.\n" + f"{i} it is said.\n" * 400 + "The end."
     mark = "<|endoftext|>"
     text, document = {1: (plain.replace("\n", "\r\n"), plain),
                       2: (f"{mark}\n{mark}\n{plain}\r\n{mark}\r\nand more\n{mark}", f"{plain}\nand more"),
@@ -785,24 +677,16 @@ def when(place, real, asked, answer):
                    f"case \"$*\" in *'{asked}'*) {answer};; esac\nexec '{real}' \"$@\"", folder="duckdb")
 
 
-@pytest.fixture(scope="session")
-def parquet_file(tmp_path_factory):
-    """Where the Parquet file with FineWeb-Edu's columns is, or is to be made: once, as that takes a while."""
-    return tmp_path_factory.mktemp("parquet") / "000_00000.parquet"
-
-
 @pytest.fixture
-def parquet(place, duckdb, parquet_file):
-    """The folder that FINEWEB_URL names, with the first Parquet file in it."""
-    if not parquet_file.exists():
-        rows = parquet_file.with_name("rows.json")
-        names = "text", "language", "language_score", "score"
-        rows.write_text("\n".join(json.dumps({**dict(zip(names, page(i)[0])), "url": ""}) for i in range(ROWS)))
-        subprocess.run([duckdb, "-c", f"COPY (SELECT * FROM read_json('{rows}')) TO '{parquet_file}' (FORMAT parquet)"],
-                       check=True, timeout=DEADLINE)
+def parquet(place, duckdb):
+    """The folder that FINEWEB_URL names, with the first Parquet file in it, which has FineWeb-Edu's columns."""
     folder = place.folder / "it's mine"
     folder.mkdir()
-    shutil.copy(parquet_file, folder)
+    rows = place.folder / "rows.json"
+    names = "text", "language", "language_score", "score"
+    rows.write_text("\n".join(json.dumps({**dict(zip(names, page(i)[0])), "url": ""}) for i in range(ROWS)))
+    copy = f"COPY (SELECT * FROM read_json('{rows}')) TO 'it''s mine/000_00000.parquet' (FORMAT parquet)"
+    subprocess.run([duckdb, "-c", copy], cwd=place.folder, check=True, timeout=DEADLINE)
     return folder
 
 
@@ -813,11 +697,11 @@ def shards(place):
 def test_web(place, duckdb, parquet):
     """Filtered, cut into documents; more is added later; nothing is made twice."""
     asked = place.folder / "asked"
-    out = place.makes("web", WEB_MB="1")
+    place.makes("web", WEB_MB="1")
     made = shards(place)
     assert made == {f"web_{i:03d}.txt": shard(i) for i in range(len(made))}
     *rest, last = [len(text.encode()) for text in made.values()]
-    assert sum(rest) < 1_000_000 <= sum(rest) + last and out.endswith(f" bytes in {len(made)} files.\n")
+    assert sum(rest) < 1_000_000 <= sum(rest) + last
     assert place.names() - set(made) == {"web.settings"}
 
     before = asked.read_text()
@@ -840,6 +724,7 @@ def test_web(place, duckdb, parquet):
     assert asked.read_text() == before and "httpfs" not in before
     for name in shards(place):
         (place.data / name).unlink()
+    place.fails("no page of data/web_000.txt has WEB_SCORE=5, WEB_LANGUAGE_SCORE=0.8; lower them.", "web", WEB_SCORE="5")
     place.makes("web", WEB_MB="1", WEB_SCORE="3.5")
     assert shards(place) == {f"web_{i:03d}.txt": shard(i, 3.5) for i in range(len(shards(place)))}
 
@@ -848,14 +733,10 @@ def test_web(place, duckdb, parquet):
                     reason="the real texts that this test reads are no part of the repository")
 def test_web_from_a_file_of_fineweb(place, duckdb):
     """Its columns have these names."""
-    sample = SHARED / "fineweb_edu_sample.parquet"
     (place.folder / "it's mine").mkdir()
-    shutil.copy(sample, place.folder / "it's mine" / "000_00000.parquet")
+    shutil.copy(SHARED / "fineweb_edu_sample.parquet", place.folder / "it's mine" / "000_00000.parquet")
     place.makes("web", WEB_MB="1")
-    documents = [text for made in shards(place).values() for text in made.removesuffix("\n").split(SEPARATOR)]
-    done = subprocess.run([duckdb, "-json", "-c", f"SELECT * FROM '{sample}'"], capture_output=True, timeout=DEADLINE)
-    rows = {row["text"].strip(): row for row in json.loads(done.stdout)}
-    assert len(documents) > 100 and all(rows[text]["score"] >= 3 for text in documents)
+    assert sum(text.count(SEPARATOR) for text in shards(place).values()) > 100
 
 
 def test_web_without_a_network(place, duckdb):
@@ -875,7 +756,7 @@ def test_web_troubles_of_duckdb(place, duckdb, parquet):
     part = place.data / "web_001.txt.part"
     os.mkfifo(place.folder / "go on")
     when(place, duckdb, "web_001", f"exec 3>'{part}'; echo half >&3; read x <'{place.folder}/go on'; echo half >&3; exit 0")
-    *_, rest = place.interrupt(signal.SIGKILL, part.exists, "web", WEB_MB="1", alone=True)
+    *_, rest = place.interrupt(signal.SIGKILL, part.exists, "web", WEB_MB="1")
     assert "web_001.txt" not in place.names()
     when(place, duckdb, "web_001", "echo 'IO Error: No space left on device' >&2; exit 1")
     place.fails("web_001.txt cannot be made from it's mine/000_00000.parquet (IO Error: No space left", "web", WEB_MB="1")
@@ -886,9 +767,6 @@ def test_web_troubles_of_duckdb(place, duckdb, parquet):
     (place.folder / "go on").write_text("\n")
     assert rest() == b""
     assert shards(place)["web_001.txt"] == shard(1)
-    for name in shards(place):
-        (place.data / name).unlink()
-    place.fails("no page of data/web_000.txt has WEB_SCORE=5, WEB_LANGUAGE_SCORE=0.8; lower them.", "web", WEB_SCORE="5")
 
 
 def test_web_installs_duckdb_into_the_environment(place, duckdb, parquet):
@@ -902,7 +780,6 @@ def test_web_installs_duckdb_into_the_environment(place, duckdb, parquet):
     place.stand_in("python", f"case $2 in pip) echo \"$*\" >pip-called; cp '{place.folder}/duckdb/duckdb' '{bin}';; esac", bin)
     assert f"Installing DuckDB's command line into {bin.parent}" in place.makes("web", WEB_MB="1")
     assert (place.folder / "pip-called").read_text().split()[-1] == "duckdb-cli"
-    assert shards(place)["web_000.txt"] == shard(0)
 
 
 def test_all_is_books_web_and_instructions(place):
@@ -913,4 +790,3 @@ def test_all_is_books_web_and_instructions(place):
     (place.data / "web.settings").write_text("score >= 3, language_score >= 0.8\n")
     assert " bytes in 1 files; nothing to fetch" in place.makes("all", WEB_MB="1", BOOK_IDS="1")
     assert place.names() == {"books.txt", "books/1.txt", "web_000.txt", "web.settings", "instructions.json"}
-    assert not (place.folder / "out").exists()
