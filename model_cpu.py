@@ -547,8 +547,8 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
     the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
     matrices do, norm gains do not."""
-    require(optimizer in OPTIMIZERS,
-            f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
     embedding = config.vocab * config.dim
     matrices = config.layers * matrix_table(config)[-1][1].stop
     heads = 0 if config.tied else config.predict * embedding
@@ -888,8 +888,10 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
     trace: a list to which each token drawn adds (head, drafts, p): the head that drafted it, 0 for none; the
     number of drafts that were read along with it; the probability that the model gave it."""
-    require(tokens, "generate needs at least one token to continue.")
-    require(temperature >= 0 and top_k >= 0 and 0 < top_p <= 1,
+    if not tokens:
+        raise ValueError("generate needs at least one token to continue.")
+    if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:         # also for a NaN
+        raise ValueError(
             f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in (0, 1].")
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)

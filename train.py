@@ -339,7 +339,8 @@ def map_tokens(path):
 def window_count(size, T, K):
     """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
     grid that may be shifted by up to T-1 tokens."""
-    require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
+    if size < T + K:
+        raise ValueError(f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
     return max(1, (size - K - T + 1) // T)
 
 
@@ -500,7 +501,8 @@ def choose_sizes(given, preset):
     if "base" in given:
         base = given["base"]
         wrong = [option_of(name) for name in sizes if name not in ("context", "mtp_weight")]
-        require(not wrong, f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
+        if wrong:
+            raise ValueError(f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
         return dataclasses.replace(checkpoint.read_config(base, given.get("context")), **sizes)
     if "dim" in sizes:
         sizes["hidden"] = None
@@ -893,7 +895,8 @@ class Ranks:
         said = self.all_gather(facts)
         for rank, other in enumerate(said):
             wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
-            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
+            if wrong:
+                raise ValueError(f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
 
     def in_turn(self, function):
         """-> function() of each rank.  Rank 0 calls it first; the others wait, and then find its files."""
