@@ -749,7 +749,7 @@ def sum_over_ranks(training, losses, stop):
 
 def evaluation_is_due(step, settings):
     """At first, when the loss falls fastest, at powers of two; then every settings.eval_every steps."""
-    if step < settings.eval_every and step >= 16 and step & (step - 1) == 0:
+    if 16 <= step < settings.eval_every and step & (step - 1) == 0:
         return True
     return step % settings.eval_every == 0 or step == settings.steps
 
