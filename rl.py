@@ -1,0 +1,436 @@
+"""rl.py: preferences and rewards.  A model that answers becomes one whose answers are liked.
+
+    python rl.py                                    out/small-sft -> out/small-sft-rl: REINFORCE, a reward by rule
+    python rl.py --base out/big-sft --reward echo   another model, another rule; FILE.py:NAME is your own
+    python rl.py --base out/big-sft --data pairs.jsonl      pairs, a better and a worse answer: DPO
+    python rl.py --method dpo                       without pairs: the true answers against the model's own
+    python rl.py --show 3                           three prompts or pairs, with their answers
+    python rl.py --resume                           go on with an interrupted run
+
+Read before it: sft.py.  train.py's schedule, loop and checkpoints serve here unchanged, and AdamW without decay.
+
+The one line of mathematics.  With p the softmax and y the token that stands there, the gradient of every method at the
+logits is
+
+    d loss / d logits = w (p - onehot(y))           w: one number for a whole answer
+
+Pretraining and fine-tuning have w = 1: make the text more probable.  REINFORCE and DPO only choose another w: an answer
+with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
+
+    1. the two weights    REINFORCE and DPO
+    2. rewards            rules that say how good an answer is
+    3. answers            drawn from the model, and scored
+    4. REINFORCE          prompts -> answers -> rewards -> weights
+    5. DPO                pairs -> log-probabilities -> weights
+    6. the run
+
+What it does not do: no value network, no ratio and no clipping (PPO), no division by the deviation of a group (GRPO),
+no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.
+"""
+# first: from here on Ctrl-C is one word on the screen
+from script import Parser, file_hash, positive, replace_file, require, run_script, set_threads, whole_number
+
+import json
+import os
+import re
+import runpy
+import zlib
+
+if __name__ == "__main__":
+    set_threads()           # before NumPy loads
+
+import train                # first: it says what to do where NumPy is missing
+import checkpoint
+import model_cpu
+import numpy as np
+import sft
+from model_cpu import generate_batch
+
+GROUP = 16                  # answers to one prompt
+ANSWER_TOKENS = 40          # of an answer that is drawn, at most; and at most a quarter of the context
+HELD_OUT = 32               # held-out prompts that an evaluation answers, GROUP times each
+FAR = 0.5                   # nats a token: a model so far from its base has mostly learned to please the rule
+BY_DATA = 1 << 62           # steps: until DPO has read the pairs EPOCHS times
+EPOCHS = 3
+
+
+def defaults(steps, batch_tokens, lr, every):
+    """The defaults of a run: AdamW without decay; evaluation and save come every so many steps."""
+    return dict(steps=steps, batch_tokens=batch_tokens, lr=lr, warmup=0, optimizer="adamw", decay=0.0,
+                eval_every=every, save_every=every)
+
+
+# Chosen by short runs; docs/rl.md says what else was tried.
+DEFAULTS = {
+    "reinforce": {          # batch_tokens / context answers a step
+        "small": defaults(12, 32768, 6e-5, 4),
+        "medium": defaults(30, 65536, 2e-5, 10),
+        "big": defaults(60, 262144, 5e-6, 10)},
+    "dpo": {
+        "small": defaults(BY_DATA, 2048, 1e-4, 20),
+        "medium": defaults(BY_DATA, 8192, 4e-5, 20),
+        "big": defaults(BY_DATA, 32768, 1e-5, 10)}}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 1. The two weights
+# ------------------------------------------------------------------------------------------------------------
+# REINFORCE (Williams 1992).  An answer a is drawn with the probability pi(a), a product over its tokens, and earns r(a).
+# We want more of the mean reward J = sum_a pi(a) r(a).  Since d pi = pi d log pi,
+#     dJ = sum_a pi(a) r(a) d log pi(a) = mean over drawn answers of r d log pi.
+# Any b that does not depend on the answer may be taken off r, because sum_a pi(a) b d log pi(a) = b d sum_a pi(a) = b d 1
+# = 0.  With b the mean reward of the group, the answers to one prompt, what counts is to be better than the others, and
+# the noise is far smaller.  (That mean holds the answer's own r, too, which only scales dJ by 1 - 1/GROUP.)
+#     loss = -1/n sum (r - b) log pi(a),  log pi(a) = sum of log p[y]     =>  dlogits = (r - b) (p - onehot(y)) / n
+# n counts the answers' tokens, as in fine-tuning.
+def reinforce_weights(rewards):
+    """rewards (n,) of groups of GROUP answers -> weights (n,): each reward minus the mean of its group."""
+    by_group = np.reshape(rewards, (-1, GROUP))
+    return (by_group - by_group.mean(axis=1, keepdims=True)).ravel()
+
+
+# DPO (Rafailov et al. 2023).  Of two answers to a prompt one was chosen.  Let the model's own liking of an answer be
+# beta (log pi - log ref), how much more probable it has become than in the reference, the model before.  The chance that
+# it agrees with the choice is then sigmoid(z), and the loss its -log:
+#     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))          c: chosen, r: rejected
+#     loss = 1/n sum of -log sigmoid(z)                                   over n pairs
+#     d loss / dz = -sigmoid(-z) / n,  dz / d log pi_c = beta,  dz / d log pi_r = -beta
+#                                     =>  w_c = beta sigmoid(-z),  w_r = -w_c,  since d(-log pi) = p - onehot(y)
+# A pair that the model already gets right (z large) pushes no more.
+def dpo_weights(log_probs, reference, beta):
+    """log_probs, reference (2n,), of chosen and rejected by turns -> (z (n,), weights (2n,))."""
+    ratio = (log_probs - reference).reshape(-1, 2)
+    z = beta * (ratio[:, 0] - ratio[:, 1])
+    push = beta / (1 + np.exp(z))                                           # beta sigmoid(-z)
+    return z, np.stack([push, -push], axis=1).ravel()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 2. Rewards: (prompt, a text; answer, the list of its tokens' texts without the end; ended) -> a number
+# ------------------------------------------------------------------------------------------------------------
+def sentence(prompt, answer, ended):
+    """1 for one whole sentence: it ended, has 5 to 24 tokens, and of these the last alone ends in . ! or ?."""
+    ends = [token.endswith((".", "!", "?")) for token in answer]
+    return float(ended and 5 <= len(answer) <= 24 and ends[-1] and sum(ends) == 1)
+
+
+def echo(prompt, answer, ended):
+    """1 if the answer has a word of the question, of five letters or more."""
+    words = re.findall(r"[^\W\d_]{5,}", prompt.lower())
+    text = "".join(answer).lower()
+    return float(any(word in text for word in words))
+
+
+def short(prompt, answer, ended):
+    """The fewer tokens the better: from 1 down to 0.  0 for an empty answer, or one that did not end."""
+    return 1 - len(answer) / ANSWER_TOKENS if answer and ended else 0.0
+
+
+REWARDS = {"sentence": sentence, "echo": echo, "short": short}
+
+
+def find_reward(name):
+    """-> (the function, a fingerprint of its file) for a name in REWARDS, or FILE.py:NAME."""
+    if name in REWARDS:
+        return REWARDS[name], ""
+    path, _, function = name.rpartition(":")
+    require(path.endswith(".py"), f"the reward must be {', '.join(REWARDS)} or FILE.py:NAME, not {name}.")
+    found = runpy.run_path(path).get(function)
+    require(callable(found), f"{path} has no function {function}.")
+    return found, file_hash(path)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 3. Answers.  A row is (ids, mask) as in sft.py: prompt and answer; mask: True at the answer and its end token
+# ------------------------------------------------------------------------------------------------------------
+def make_row(prompt, answer):
+    """Two lists of ids -> a row."""
+    ids = np.array(prompt + answer)
+    return ids, np.arange(len(ids)) >= len(prompt)
+
+
+def draw_answers(training, openings, seed, temperature=1.0):
+    """The model answers each of these (sft.opening) -> rows.  seed: of the noise, a number or several."""
+    tokenizer = training.tokenizer
+    T = training.model.config.context
+    prompts = [sft.cut_prompt(tokenizer, opening, T) for opening in openings]
+    seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))
+    answers = generate_batch(training.model, prompts, seeds, temperature=temperature,
+                             vocab=tokenizer.vocab_size, stop=set(tokenizer.special.values()),
+                             most=min(ANSWER_TOKENS, T // 4))
+    return list(map(make_row, prompts, answers))
+
+
+def words_of(tokenizer, row):
+    """-> (the texts of an answer's tokens, whether it ended)."""
+    ids, mask = row
+    answer = ids[mask].tolist()
+    special = tokenizer.special.values()
+    return [tokenizer.decode([i]) for i in answer if i not in special], answer[-1] == tokenizer.end_of_turn
+
+
+def log_probs_of(training, rows):
+    """-> (n,) the log-probability of each row's answer."""
+    inputs, targets = sft.make_batch(rows, *sft.batch_sizes(training))
+    parts = train.row_slices(training, inputs)
+    return np.concatenate([training.model.log_probs(inputs[part], targets[part]) for part in parts])
+
+
+def make_step(training, rows, divisor, weights):
+    """-> the batch of a step, as Job asks for it."""
+    T, K, pad = sft.batch_sizes(training)
+    return *sft.make_batch(rows, T, K, pad), np.full(K, divisor), weights
+
+
+def tell(training, step, record, questions):
+    """Print what an evaluation has found, and answers to some questions -> the record for log.jsonl."""
+    record = {name: float(value) for name, value in record.items()}
+    print("           " + ", ".join(f"{name} {value:.3f}" for name, value in record.items()), flush=True)
+    if training.ranks.rank == 0:
+        record["samples"] = [sft.answer(training, question) for question in questions]
+        whole = step in (0, training.settings.steps)
+        train.print_samples(map(sft.as_text, questions), record["samples"], whole)
+    return record
+
+
+def check_key(training, key):
+    """ValueError if a resumed run does not find what it began with, of which key is a fingerprint."""
+    settings = training.settings
+    settings.tokens_key = settings.tokens_key or key
+    require(settings.tokens_key == key,
+            f"{', '.join(settings.data)} or {settings.reward}: not what {training.out} began with.")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 4. REINFORCE: prompts -> answers -> rewards -> weights
+# ------------------------------------------------------------------------------------------------------------
+def reinforcing(training):
+    """-> the Job of a run on the prompts of conversations."""
+    settings = training.settings
+    model = training.model
+    T = model.config.context
+    reward, code = find_reward(settings.reward)
+    conversations = sft.read_conversations(settings.data)
+    examples = sft.make_examples(training.tokenizer, conversations, T, settings.seed)
+    check_key(training, examples.key + code)
+    openings = dict.fromkeys(map(sft.opening, conversations))
+    unseen = sft.hold_out(openings, settings.seed)
+    to_learn = [opening for opening in openings if opening not in set(unseen)]
+    asked = unseen[:HELD_OUT]
+    base = base_weights(training)
+    means = {}                                      # of the rewards of each step
+
+    def answer(openings, seed, temperature=1.0):
+        """-> (rows, rewards (n,)) of an answer to each."""
+        rows = draw_answers(training, openings, seed, temperature)
+        rewards = [float(reward(sft.as_text(opening), *words_of(training.tokenizer, row)))
+                   for opening, row in zip(openings, rows)]
+        require(np.isfinite(rewards).all(), f"the reward {settings.reward} gave a number that is not finite.")
+        return rows, np.array(rewards)
+
+    def batch(step):
+        prompts = max(1, settings.batch_tokens // T // GROUP)
+        chosen = train.window_starts(settings.seed, step, prompts, len(to_learn), 1, 0)
+        rows, rewards = answer([to_learn[i] for i in np.repeat(chosen, GROUP)], [settings.seed, step])
+        means[step + 1] = rewards.mean()
+        return make_step(training, rows, learned(rows), reinforce_weights(rewards))
+
+    def evaluate(step):
+        rows, rewards = answer([opening for opening in asked for _ in range(GROUP)], settings.seed)
+        _, greedy = answer(asked, settings.seed, temperature=0)
+        log_probs = log_probs_of(training, rows)
+        weights = model.read(model.flat_params).copy()
+        model.write(model.flat_params, base)        # the base takes the model's place for a moment
+        kl = (log_probs - log_probs_of(training, rows)).sum() / learned(rows)
+        model.write(model.flat_params, weights)
+        record = tell(training, step, {
+            "reward": rewards.mean(),                                           # of answers drawn
+            "greedy": greedy.mean(),                                            # at temperature 0
+            "kl": kl,                                                           # from the base, nats a token
+            "length": learned(rows) / len(rows),                                # with the end token
+            "alike": (np.ptp(rewards.reshape(-1, GROUP), axis=1) == 0).mean(),  # groups that teach nothing
+            "forgotten": sft.evaluate(training, examples.held_out)[0]},         # held-out loss, true answers
+            asked[:3])
+        if kl > FAR:
+            print(f"note: {kl:.2f} nats a token from the base: look whether the text is still good.")
+        return record
+
+    return train.Job(batch, evaluate, lambda step, loss: f"reward {means[step]:.3f}")
+
+
+def learned(rows):
+    """How many tokens the masks of these rows count."""
+    return sum(mask.sum() for _, mask in rows)
+
+
+def base_weights(training):
+    """The flat weights of the model before step 0; ValueError if the base has others by now."""
+    model = training.model
+    folder = training.state["base"]
+    if model.step:
+        model, _ = checkpoint.load(folder, model_cpu, dict(dtype=np.float32, training=False), model.config.context)
+    weights = model.read(model.flat_params).copy()
+    crc = zlib.crc32(weights)
+    require(training.state.setdefault("base_crc", crc) == crc, f"{folder} is not what {training.out} began with.")
+    return weights
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 5. DPO: pairs -> log-probabilities -> weights.  A pair is (opening, [text chosen, text rejected])
+# ------------------------------------------------------------------------------------------------------------
+def has_pairs(paths):
+    """Whether these files hold pairs."""
+    return all(path.lower().endswith((".json", ".jsonl")) and "chosen" in str(sft.json_values(path)[:1])
+               for path in paths)
+
+
+def make_pair(record):
+    """{"prompt", "chosen", "rejected"}, texts or lists of messages -> a pair.  ValueError says in a few words
+    what is wrong with it."""
+    def messages(name, role):
+        found = record.get(name)
+        if isinstance(found, str):
+            return [{"role": role, "content": found}]
+        require(isinstance(found, list), f"no {name}, a text or a list of messages")
+        return found
+
+    require(isinstance(record, dict), "no named fields")
+    for name in ("chosen", "rejected"):
+        turns = sft.make_turns({"messages": messages("prompt", "user") + messages(name, "assistant")[-1:]})
+        texts.append(turns[-1][1])
+    return sft.opening(turns), texts
+
+
+def pair_rows(tokenizer, pair, T):
+    """-> the rows of a pair, of at most T + 1 ids.  A prompt that is too long is cut once, for the longer answer:
+    so both answer the same."""
+    opening, texts = pair
+    answers = [[*tokenizer.encode(text), tokenizer.end_of_turn] for text in texts]
+    prompt = tokenizer.prompt(opening[1], None, opening[0])
+    if len(prompt) + max(map(len, answers)) > T + 1:
+        prompt = sft.cut_prompt(tokenizer, opening, T)
+    return [make_row(prompt, answer[:T + 1 - len(prompt)]) for answer in answers]
+
+
+def pair_batches(training, pairs):
+    """Pairs -> batches: lists of rows, chosen and rejected by turns.  They are the same in every epoch, so that
+    the reference fits them to the bit.  Pairs whose answers are equal, as far as the window goes, are left out."""
+    T = training.model.config.context
+    settings = training.settings
+    rows = [pair_rows(training.tokenizer, pair, T) for pair in pairs]
+    rows = [pair for pair in rows if not np.array_equal(pair[0][0], pair[1][0])]
+    print(f"{len(rows):,} pairs; {len(pairs) - len(rows):,} more with equal answers are left out.")
+    lengths = 2 * np.max([sft.padded_lengths(side, T) for side in zip(*rows)], axis=0)
+    plan = sft.plan_epoch(lengths, settings.batch_tokens, settings.seed, 0)
+    return [[row for i in batch for row in rows[i]] for batch in plan]
+
+
+def preferring(training):
+    """-> the Job of a run on pairs."""
+    settings = training.settings
+    if not has_pairs(settings.data):
+        settings.data = [own_pairs(training)]
+    pairs = [pair for path in settings.data for pair in sft.read_records(path, make_pair)]
+    check_key(training, train.short_hash(str(pairs)))
+    unseen = sft.hold_out([opening for opening, _ in pairs], settings.seed)
+    held_out = pair_batches(training, [pair for pair in pairs if pair[0] in set(unseen)])
+    batches = pair_batches(training, [pair for pair in pairs if pair[0] not in set(unseen)])
+    if settings.steps == BY_DATA:
+        settings.steps = EPOCHS * len(batches)
+    if "reference" not in training.state:           # the model is still the base
+        training.state["reference"] = [log_probs_of(training, rows).tolist() for rows in batches + held_out]
+    reference = list(map(np.array, training.state["reference"]))
+    require(list(map(len, reference)) == list(map(len, batches + held_out)), "...")
+    losses = {}                                     # of each step
+
+    def batch(step):
+        [number] = train.window_starts(settings.seed, step, 1, len(batches), 1, 0)
+        rows = batches[number]
+        z, weights = dpo_weights(log_probs_of(training, rows), reference[number], settings.beta)
+        losses[step + 1] = dpo_loss(z)
+        return make_step(training, rows, len(z), weights)
+
+    def evaluate(step):
+        log_probs = np.concatenate([log_probs_of(training, rows) for rows in held_out])
+        z, _ = dpo_weights(log_probs, np.concatenate(reference[len(batches):]), settings.beta)
+        return tell(training, step, {
+            "dpo": dpo_loss(z),
+            "accuracy": ((z > 0) + 0.5 * (z == 0)).mean(),
+            "margin": z.mean(),
+            "chosen": log_probs[::2].mean(),        # both may fall, which the margin does not tell
+            "rejected": log_probs[1::2].mean()},
+            unseen[:3])
+
+    return train.Job(batch, evaluate, lambda step, loss: f"dpo {losses[step]:.4f}")
+
+
+def dpo_loss(z):
+    """The mean of -log sigmoid(z)."""
+    return np.logaddexp(0, -z).mean()
+
+
+def own_pairs(training):
+    """Pairs where there are none: the true answer and one that the base draws.  -> their file, in the run's folder."""
+    path = f"{training.out}/pairs.jsonl"
+    true = {sft.opening(turns): turns[-1][1] for turns in sft.read_conversations(training.settings.data)}
+    rows = draw_answers(training, list(true), training.settings.seed)
+    with replace_file(path) as file:
+        for (opening, chosen), row in zip(true.items(), rows):
+            words, _ = words_of(training.tokenizer, row)
+            pair = {"prompt": sft.as_text(opening), "chosen": chosen, "rejected": "".join(words) or " "}
+            file.write(json.dumps(pair).encode() + b"\n")
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 6. The run
+# ------------------------------------------------------------------------------------------------------------
+def parse_arguments(argv):
+    parser = Parser(description="Train a model that answers by rewards (REINFORCE) or preferences (DPO).")
+    parser.add_argument("--steps", type=whole_number(1), metavar="N", help="updates")
+    parser.add_argument("--show", type=whole_number(1), metavar="N", help="print N prompts with answers, then stop")
+    parser.add_argument("--method", choices=tuple(DEFAULTS), help="default: dpo for pairs, else reinforce")
+    parser.add_argument("--reward", metavar="NAME", help=f"{', '.join(REWARDS)} or FILE.py:NAME (default sentence)")
+    parser.add_argument("--beta", type=positive, metavar="X", help="of DPO: how far from the base (default 0.1)")
+    return train.parse_run_options(
+        parser, argv, ["context"], "pairs, records of prompt, chosen and rejected; or prompts, in records as of "
+        "sft.py (default: what the base was fine-tuned on)")
+
+
+def begin_run(given, base, out, ranks):
+    """-> the Training of a new run."""
+    _, preset, corpus, config, tokenizer = sft.read_base({**given, "base": base})
+    pairs = "data" in given and has_pairs(given["data"])
+    method = given.setdefault("method", "dpo" if pairs else "reinforce")
+    given.setdefault("reward", "sentence")
+    find_reward(given["reward"])
+    given["device"] = train.choose_device(given.get("device"), preset, ranks.local)
+    settings = train.make_settings(given, preset, config, DEFAULTS[method][preset], ranks)
+    settings.data = settings.data or corpus or sft.find_data(preset, None)
+    print(f"{base} learns by {method} into {out}, from {', '.join(settings.data)}.", flush=True)
+    return train.new_training("rl.py", out, config, tokenizer, settings, ranks, base)
+
+
+def run(args, ranks):
+    """-> exit code."""
+    given = train.given_options(args)
+    base = os.path.normpath(args.base or f"out/{args.preset or 'small'}-sft")
+    out = os.path.normpath(args.out or f"out/{os.path.basename(base)}-rl")
+    if args.resume:
+        training = train.resume(given, out, "rl.py", ranks)
+    else:
+        training = begin_run(given, base, out, ranks)
+    settings = training.settings
+    if training.model.step >= settings.steps:
+        print(f"The run in {out} is finished: {settings.steps} steps (--steps takes more).")
+        return 0
+    job = preferring if settings.method == "dpo" else reinforcing
+    return sft.start(training, job(training))
+
+
+def main(argv):
+    return train.run_ranks(run, parse_arguments(argv))
+
+
+if __name__ == "__main__":
+    run_script(main, to_the_end=True)
