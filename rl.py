@@ -75,13 +75,15 @@ DEFAULTS = {
 # ------------------------------------------------------------------------------------------------------------
 # 1. The two weights
 # ------------------------------------------------------------------------------------------------------------
-# REINFORCE (Williams 1992).  An answer a is drawn with the probability pi(a), a product over its tokens, and earns r(a).
-# We want more of the mean reward J = sum_a pi(a) r(a).  Since d pi = pi d log pi,
-#     dJ = sum_a pi(a) r(a) d log pi(a) = mean over drawn answers of r d log pi.
-# Any b that does not depend on the answer may be taken off r, because sum_a pi(a) b d log pi(a) = b d sum_a pi(a) = b d 1
-# = 0.  With b the mean reward of the group, the answers to one prompt, what counts is to be better than the others, and
-# the noise is far smaller.  (That mean holds the answer's own r, too, which only scales dJ by 1 - 1/GROUP.)
-#     loss = -1/n sum (r - b) log pi(a),  log pi(a) = sum of log p[y]     =>  dlogits = (r - b) (p - onehot(y)) / n
+# REINFORCE (Williams 1992).  An answer a is drawn with the probability pi(a), a product over its tokens, and
+# earns the reward r(a).  We want more of the mean reward J = sum_a pi(a) r(a).  Since d pi = pi d log pi,
+#     dJ = sum_a pi(a) r(a) d log pi(a) = the mean over drawn answers of r d log pi.
+# A baseline b, any number that does not depend on the answer, may be taken off r:
+#     sum_a pi(a) b d log pi(a) = b d sum_a pi(a) = b d 1 = 0.
+# With b the mean reward of the group, which is the answers to one prompt, an answer counts by how much better it
+# is than the others, and the noise is far smaller.  (That mean holds the answer's own r, too.  This scales dJ by
+# 1 - 1/GROUP and changes nothing else.)
+#     loss = -1/n sum (r - b) log pi(a),  log pi(a) = sum of log p[y]   =>  dlogits = (r - b) (p - onehot(y)) / n
 # n counts the answers' tokens, as in fine-tuning.
 def reinforce_weights(rewards):
     """rewards (n,) of groups of GROUP answers -> weights (n,): each reward minus the mean of its group."""
@@ -89,14 +91,15 @@ def reinforce_weights(rewards):
     return (by_group - by_group.mean(axis=1, keepdims=True)).ravel()
 
 
-# DPO (Rafailov et al. 2023).  Of two answers to a prompt one was chosen.  Let the model's own liking of an answer be
-# beta (log pi - log ref), how much more probable it has become than in the reference, the model before.  The chance that
-# it agrees with the choice is then sigmoid(z), and the loss its -log:
-#     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))          c: chosen, r: rejected
-#     loss = 1/n sum of -log sigmoid(z)                                   over n pairs
+# DPO (Rafailov et al. 2023).  Of two answers to a prompt one was chosen and one rejected.  The reference is the
+# model before.  beta (log pi - log ref) says how much more probable an answer has become; take it as the model's
+# own reward for it.  The chance that the model agrees with the choice is then sigmoid(z), and the loss its -log:
+#     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))              c: chosen, r: rejected
+#     loss = 1/n sum of -log sigmoid(z)                                       over n pairs
 #     d loss / dz = -sigmoid(-z) / n,  dz / d log pi_c = beta,  dz / d log pi_r = -beta
-#                                     =>  w_c = beta sigmoid(-z),  w_r = -w_c,  since d(-log pi) = p - onehot(y)
-# A pair that the model already gets right (z large) pushes no more.
+# And d(-log pi) = p - onehot(y) at each token of the answer, so
+#     w_c = beta sigmoid(-z)        w_r = -beta sigmoid(-z)
+# A pair that the model already gets right (z large) hardly pushes any more.
 def dpo_weights(log_probs, reference, beta):
     """log_probs, reference (2n,), of chosen and rejected by turns -> (z (n,), weights (2n,))."""
     ratio = (log_probs - reference).reshape(-1, 2)
@@ -284,6 +287,13 @@ def has_pairs(paths):
                for path in paths)
 
 
+def read_pairs(paths):
+    """-> the pairs in these files; of a conversation the true answer alone."""
+    if has_pairs(paths):
+        return [pair for path in paths for pair in sft.read_records(path, make_pair)]
+    return [(sft.opening(turns), [turns[-1][1]]) for turns in sft.read_conversations(paths)]
+
+
 def make_pair(record):
     """{"prompt", "chosen", "rejected"}, texts or lists of messages -> a pair.  ValueError says in a few words
     what is wrong with it."""
@@ -295,10 +305,14 @@ def make_pair(record):
         return found
 
     require(isinstance(record, dict), "no named fields")
+    texts = []
     for name in ("chosen", "rejected"):
         turns = sft.make_turns({"messages": messages("prompt", "user") + messages(name, "assistant")[-1:]})
-        texts.append(turns[-1][1])
-    return sft.opening(turns), texts
+        question, text = turns[-1]
+        texts.append(text)
+    opening = sft.opening(turns)
+    require(question == opening[1], "more than one question")
+    return opening, texts
 
 
 def pair_rows(tokenizer, pair, T):
@@ -330,7 +344,7 @@ def preferring(training):
     settings = training.settings
     if not has_pairs(settings.data):
         settings.data = [own_pairs(training)]
-    pairs = [pair for path in settings.data for pair in sft.read_records(path, make_pair)]
+    pairs = read_pairs(settings.data)
     check_key(training, train.short_hash(str(pairs)))
     unseen = sft.hold_out([opening for opening, _ in pairs], settings.seed)
     held_out = pair_batches(training, [pair for pair in pairs if pair[0] in set(unseen)])
@@ -372,10 +386,10 @@ def dpo_loss(z):
 def own_pairs(training):
     """Pairs where there are none: the true answer and one that the base draws.  -> their file, in the run's folder."""
     path = f"{training.out}/pairs.jsonl"
-    true = {sft.opening(turns): turns[-1][1] for turns in sft.read_conversations(training.settings.data)}
-    rows = draw_answers(training, list(true), training.settings.seed)
+    true = read_pairs(training.settings.data)
+    rows = draw_answers(training, [opening for opening, _ in true], training.settings.seed)
     with replace_file(path) as file:
-        for (opening, chosen), row in zip(true.items(), rows):
+        for (opening, [chosen]), row in zip(true, rows):
             words, _ = words_of(training.tokenizer, row)
             pair = {"prompt": sft.as_text(opening), "chosen": chosen, "rejected": "".join(words) or " "}
             file.write(json.dumps(pair).encode() + b"\n")
@@ -397,9 +411,9 @@ def parse_arguments(argv):
         "sft.py (default: what the base was fine-tuned on)")
 
 
-def begin_run(given, base, out, ranks):
+def begin_run(given, out, ranks):
     """-> the Training of a new run."""
-    _, preset, corpus, config, tokenizer = sft.read_base({**given, "base": base})
+    base, preset, corpus, config, tokenizer = sft.read_base(given)
     pairs = "data" in given and has_pairs(given["data"])
     method = given.setdefault("method", "dpo" if pairs else "reinforce")
     given.setdefault("reward", "sentence")
@@ -411,15 +425,28 @@ def begin_run(given, base, out, ranks):
     return train.new_training("rl.py", out, config, tokenizer, settings, ranks, base)
 
 
+def show(given):
+    """Print the rows of the first pairs, or what the data answers to the first prompts, and its reward."""
+    _, preset, corpus, config, tokenizer = sft.read_base(given)
+    data = given.get("data") or corpus or sft.find_data(preset, None)
+    reward, _ = find_reward(given.get("reward", "sentence"))
+    for pair in read_pairs(data)[:given["show"]]:
+        for row in pair_rows(tokenizer, pair, config.context):
+            value = reward(sft.as_text(pair[0]), *words_of(tokenizer, row))
+            sft.print_row(tokenizer, f"reward {value:.3f}", *row)
+
+
 def run(args, ranks):
     """-> exit code."""
     given = train.given_options(args)
     base = os.path.normpath(args.base or f"out/{args.preset or 'small'}-sft")
     out = os.path.normpath(args.out or f"out/{os.path.basename(base)}-rl")
+    if args.show:
+        return show({**given, "base": base})
     if args.resume:
         training = train.resume(given, out, "rl.py", ranks)
     else:
-        training = begin_run(given, base, out, ranks)
+        training = begin_run({**given, "base": base}, out, ranks)
     settings = training.settings
     if training.model.step >= settings.steps:
         print(f"The run in {out} is finished: {settings.steps} steps (--steps takes more).")

@@ -825,9 +825,9 @@ class Report:
             self.asked = losses.pop()
         weights = model.read(model.flat_params) if pause else 0.0
         if not (np.isfinite([*losses, norm]).all() and np.isfinite(weights).all()):
-            print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
-                  f"{first_bad_tensor(self.training, *self.job.batch(step - 1))}. {self.training.out} keeps its last save. "
-                  "Try a lower --lr.", file=sys.stderr)
+            bad = first_bad_tensor(self.training, *self.job.batch(step - 1))
+            print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): {bad}. "
+                  f"{self.training.out} keeps its last save. Try a lower --lr.", file=sys.stderr)
             return False
         state["tokens"] = tokens
         state["seconds"] = time.monotonic() - self.began
