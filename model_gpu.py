@@ -1153,7 +1153,10 @@ class Nccl:
         self.part = ranks.part
         self.ranks = ranks
         address = ranks.all_gather(nccl.get_unique_id())[0]
-        self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
+        try:
+            self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
+        except nccl.NcclError as error:             # "invalid usage", where two processes have one GPU
+            raise ValueError(f"NCCL cannot connect the processes: each needs a GPU of its own ({error}).") from None
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.event = cupy.cuda.Event(disable_timing=True)
 

@@ -435,3 +435,16 @@ def test_several_gpus_without_nccl(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match="^Several GPUs need NVIDIA's NCCL: run `make gpu` "):
         model_gpu.Nccl(Ranks())
+
+
+def test_two_processes_on_one_gpu_are_refused_in_a_sentence(monkeypatch):
+    class NcclError(RuntimeError):
+        pass
+
+    def refuse(*_):
+        raise NcclError("NCCL_ERROR_INVALID_USAGE")
+    nccl = types.SimpleNamespace(get_unique_id=lambda: 0, NcclError=NcclError, NcclCommunicator=refuse)
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", types.SimpleNamespace(nccl=nccl))
+    with pytest.raises(ValueError, match="each needs a GPU of its own .NCCL_ERROR_INVALID_USAGE"):
+        model_gpu.Nccl(Ranks())
