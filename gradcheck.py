@@ -226,7 +226,7 @@ BUGS = {
     "gradient_overwritten": ("linear_backward: dw += -> dw[...] =",
         "A weight's gradient is written, not added to: the second micro-batch wipes out the first."),
     "micro_divisor": (
-        "cross_entropy_forward: , divisor,  -> , np.maximum((targets >= 0).sum(axis=0), 1), ",
+        "cross_entropy_forward: , divisor, out -> , np.maximum((targets >= 0).sum(axis=0), 1), out",
         "cross_entropy_backward: / divisor -> / np.maximum((targets >= 0).sum(axis=0), 1)",
         "A micro-batch divides its loss by the count of its own targets, not of the whole step's."),
     "masked_pulled": ("cross_entropy_backward: >= 0 -> >= -1",

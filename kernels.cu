@@ -397,14 +397,15 @@ extern "C" __global__ void swiglu_backward(real* gate_up, Reals dh, int F) {
 //
 //     nll = log sum_v exp(z_v) - z_y        dz_v = weight_k (p_v - [v == y]),  p = softmax(z)
 //
-// logits (N,K,V) become their gradients in place; a masked row (target -1) gets nll 0 and gradient 0. weight
-// (K) is head_weight_k / divisor_k. targets (B, T+K-1): head k at position t is to predict targets[b][t+k].
+// logits (N,K,V) become their gradients in place; a masked row (target -1) gets nll 0 and gradient 0. weight_k is
+// head_weights[k], which holds the divisor, times weights[b]. targets (B, T+K-1): head k at position t is to
+// predict targets[b][t+k].
 //
 // The first pass keeps for each thread a running maximum m and the sum of exp(z - m), which it rescales when
 // m grows (the online softmax of flash_attn.cu). The second pass reads the row again, now from the cache.
 // Grid (N*K); 128 threads.
 extern "C" __global__ void cross_entropy(real* logits, float* nll,
-                                         Ints targets, Floats weight,
+                                         Ints targets, Floats head_weights, Floats weights,
                                          int T, int K, int V) {
     __shared__ float slots[2][32];
     int n = blockIdx.x / K, k = blockIdx.x % K;
@@ -423,7 +424,7 @@ extern "C" __global__ void cross_entropy(real* logits, float* nll,
         }
         float block_m = block_max(m, slots[0]);
         log_total = block_m + logf(block_sum(total * exponential(m - block_m), slots[1]));
-        w = weight[k];
+        w = head_weights[k] * weights[b];
     }
     if (threadIdx.x == 0) nll[blockIdx.x] = target < 0 ? 0.0f : log_total - to_float(z[target]);
     __syncthreads();  // the target's logit is read before its owner overwrites it
@@ -435,12 +436,13 @@ extern "C" __global__ void cross_entropy(real* logits, float* nll,
     }
 }
 
-// Covers the sum of cross_entropy_forward: losses[k] = sum_n nll[n][k] / divisor[k].
+// Covers the sum of cross_entropy_forward: losses[k] = sum_n weights[b] nll[n][k] / divisor[k], n = b T + t.
 // Grid (K); 1024 threads.
-extern "C" __global__ void cross_entropy_sum(float* losses, Floats nll, Floats divisor, int N, int K) {
+extern "C" __global__ void cross_entropy_sum(float* losses, Floats nll, Floats divisor, Floats weights,
+                                             int T, int N, int K) {
     __shared__ float slots[32];
     float sum = 0.0f;
-    FOR_STRIDED(n, threadIdx.x, N, 1024) sum += nll[Index(n) * K + blockIdx.x];
+    FOR_STRIDED(n, threadIdx.x, N, 1024) sum += weights[n / T] * nll[Index(n) * K + blockIdx.x];
     sum = block_sum(sum, slots);
     if (threadIdx.x == 0) losses[blockIdx.x] = sum / divisor[blockIdx.x];
 }

@@ -433,25 +433,31 @@ def count_targets(targets, T, K):
     return (head_targets(targets, T, K) >= 0).sum(axis=0)
 
 
-def cross_entropy_forward(losses, exp_sum, logits, targets, divisor):
+def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0):
     """Softmax cross-entropy.  logits (N,K,V) are REPLACED by e = exp(logit - max); exp_sum (N,K) = sum_v e;
-    losses (K,); targets (N,K); divisor (K,): the head's targets in the whole step, at least 1.
+    losses (K,); targets (N,K); divisor (K,): the head's targets in the whole step, at least 1; weights w: of
+    the rows, (N,1), or 1.
 
-        loss_k = 1/divisor_k  sum over n, where y = targets_nk >= 0, of  -log softmax(logits_nk)[y]
-    """
+        nll_nk = -log softmax(logits_nk)[y]  where y = targets_nk >= 0, else 0
+        loss_k = 1/divisor_k  sum_n w_n nll_nk
+
+    Returns nll (N,K)."""
     logits -= logits.max(axis=-1, keepdims=True)
     picked = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]   # at -1 any: not counted
     np.exp(logits, out=logits)
     logits.sum(axis=-1, out=exp_sum)
     nll = np.where(targets >= 0, np.log(exp_sum) - picked, 0.0)
-    np.divide(nll.sum(axis=0, dtype=np.float64), divisor, out=losses)
+    np.divide((weights * nll).sum(axis=0, dtype=np.float64), divisor, out=losses)
+    return nll
 
 
 # Derivation, for one row with target y, p = softmax(z) = e / exp_sum:
 #     loss = log sum_v exp(z_v) - z_y       =>  dz_v = p_v - [v == y]
-# times w = head_weight_k / divisor_k; a masked row has gradient 0.
+# times w = head_weight_k / divisor_k; a masked row has gradient 0.  A row's own weight is one more factor of w: that
+# is all that preferences and rewards need (rl.py).
 def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
-    """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits."""
+    """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits.
+    head_weights: (K,), or (N,K) with the weights of the rows."""
     weight = np.where(targets >= 0, head_weights / divisor, 0.0).astype(e.dtype)        # (N,K)
     e *= (weight / exp_sum)[..., None]              # w * p
     n, k = np.nonzero(targets >= 0)
@@ -660,30 +666,40 @@ class Model:
         final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
         return self._head_logits(final).reshape(*tokens.shape, self.config.predict, -1)
 
-    def forward(self, tokens, targets, counted=None):
+    def forward(self, tokens, targets, counted=None, weights=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, head k's sum /
         counted[k].
 
         counted (K,): the number of counted targets of each head in the whole step; by default, in this call.
-        Raises ValueError where head 0 has none at all: there would be nothing to learn."""
-        tokens, targets, self.divisor = check_batch(self.config, tokens, targets, counted)
-        self.active = self.workspaces[:len(tokens)]
-        shares = len(self.active)
-        return sum(self.map(self._forward_share, self.active, np.array_split(tokens, shares),
-                            np.array_split(targets, shares)))
+        Raises ValueError where head 0 has none at all: there would be nothing to learn.
 
-    def _forward_share(self, workspace, tokens, targets):
+        weights (B,): of each row in head 0's loss, which is then the sum of w_b (-log p) / counted[0], whatever
+        the caller counts there.  The further heads count for nothing, and their losses are 0."""
+        tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
+        self.active = self.workspaces[:len(tokens)]
+        parts = [np.array_split(array, len(self.active)) for array in (tokens, targets, weights)]
+        return sum(self.map(self._forward_share, self.active, *parts))
+
+    def _forward_share(self, workspace, tokens, targets, weights):
         """One thread's part of forward.  The workspace keeps what the backward needs."""
+        T = tokens.shape[1]
         K = self.config.predict
         layers, shared = workspace.buffers(*tokens.shape)
-        targets = head_targets(targets, tokens.shape[1], K)                             # (N,K)
+        targets = head_targets(targets, T, K)                                           # (N,K)
+        weights = np.repeat(weights, T)[:, None]                                        # (N,1)
         final = self._trunk(tokens, layers, shared)                                     # (N,C)
         logits = shared["logits"]                                                       # (N,K,V)
         linear_forward(logits.reshape(len(logits), -1), final, self.params["heads"])
         losses = np.zeros(K)
-        cross_entropy_forward(losses, shared["exp_sum"], logits, targets, self.divisor)
-        workspace.saved = tokens, targets, layers, shared
+        nll = cross_entropy_forward(losses, shared["exp_sum"], logits, targets, self.divisor, weights)
+        workspace.saved = tokens, targets, weights, layers, shared
+        workspace.log_probs = -nll[:, 0].reshape(-1, T).sum(axis=1, dtype=np.float64)   # (B,)
         return losses
+
+    def log_probs(self, tokens, targets):
+        """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
+        self.forward(tokens, targets, np.ones(self.config.predict))     # whether it has targets or not
+        return np.concatenate([workspace.log_probs for workspace in self.active])
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
@@ -699,7 +715,7 @@ class Model:
             self.communicator.all_reduce(self.flat_grads)
 
     def _backward_share(self, workspace):
-        tokens, targets, layers, shared = workspace.saved
+        tokens, targets, weights, layers, shared = workspace.saved
         params = self.params
         grads = workspace.grads
         dx = shared["dx"]
@@ -707,7 +723,8 @@ class Model:
         if workspace is not self.workspaces[0]:     # whose gradient adds up over the micro-batches
             workspace.flat_grads[...] = 0.0
         dlogits = shared["logits"]                                                      # (N,K,V)
-        cross_entropy_backward(dlogits, shared["exp_sum"], targets, self.divisor, self.config.head_weights)
+        cross_entropy_backward(dlogits, shared["exp_sum"], targets, self.divisor,
+                               self.config.head_weights * weights)
         # logits = final @ heads.T
         dlogits = dlogits.reshape(len(dlogits), -1)                                     # (N,K*V)
         linear_backward(dn, grads["heads"], dlogits, shared["final"], params["heads"])
@@ -1025,9 +1042,9 @@ def as_batch(config, tokens):
     return tokens
 
 
-def check_batch(config, tokens, targets, counted=None):
-    """The arguments of forward as arrays -> (tokens, targets, divisor (K,), at least 1); ValueError for what
-    cannot be computed.  counted: see forward."""
+def check_batch(config, tokens, targets, counted, weights):
+    """The arguments of forward as arrays -> (tokens, targets, divisor (K,), at least 1, weights (B,)); ValueError
+    for what cannot be computed."""
     tokens = as_batch(config, tokens)
     targets = np.asarray(targets)
     B, T = tokens.shape
@@ -1038,7 +1055,13 @@ def check_batch(config, tokens, targets, counted=None):
     if counted is None:
         counted = count_targets(targets, T, config.predict)
     require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
-    return tokens, targets, np.maximum(counted, 1)    # a head without a target: the sum 0, and so the loss 0
+    divisor = np.maximum(counted, 1)                # a head without a target: the sum 0, and so the loss 0
+    if weights is None:
+        return tokens, targets, divisor, np.ones(B)
+    weights = np.asarray(weights, np.float64)
+    require(weights.shape == (B,) and np.isfinite(weights).all(), f"weights must be {B} finite numbers, one a row.")
+    further = np.arange(config.predict) > 0
+    return tokens, targets, np.where(further, np.inf, divisor), weights     # 1/inf: they count for nothing
 
 
 def work_tables(config, B, T, dtype):

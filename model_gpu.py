@@ -500,13 +500,15 @@ def decode_block(gpu, w, x, qkv, shared):
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, h, w["down"], n, c.hidden, C)
 
 
-def cross_entropy_forward(gpu, losses, nll, logits, targets, weight, divisor, T):
-    """losses (K,) = the sums over rows of nll (N,K), those of each target, / divisor (K,).  logits (N,K*V)
+def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
+    """losses (K,) = the weighted sums over rows of nll (N,K), those of each target, / divisor (K,).  logits (N,K*V)
     become their own gradients: cross_entropy_forward and cross_entropy_backward of model_cpu in one pass.
-    targets (B,T+K-1), flat; weight (K,): head_weight / divisor."""
+    inputs: the arrays of input_table."""
     N, K = nll.shape
-    gpu.launch("cross_entropy", (N * K,), 128, logits, nll, targets, weight, T, K, gpu.config.vocab)
-    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, divisor, N, K)
+    weights = inputs["weights"]
+    gpu.launch("cross_entropy", (N * K,), 128, logits, nll, inputs["targets"], inputs["head_weights"], weights,
+               T, K, gpu.config.vocab)
+    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, inputs["divisor"], weights, T, N, K)
 
 
 def gradient_norm(gpu, state, partial, grad, hidden, clip):
@@ -795,27 +797,32 @@ class Model:
             logits = head_logits(self.gpu, final, self.weights["heads"])
         return logits.reshape(*tokens.shape, c.predict, c.vocab)
 
-    def forward(self, tokens, targets, counted=None):
+    def forward(self, tokens, targets, counted=None, weights=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see
         model_cpu."""
         c = self.config
-        tokens, targets, divisor = check_batch(c, tokens, targets, counted)
+        tokens, targets, divisor, weights = check_batch(c, tokens, targets, counted, weights)
         layers, shared = self._buffers(*tokens.shape)
         flat = tokens.astype(uint16).ravel()        # NumPy sorts these five times as fast as longer numbers
         order = np.argsort(flat, kind="stable")
         starts = np.searchsorted(flat[order], np.arange(c.vocab + 1))
         self.inputs.send({"tokens": tokens, "targets": targets, "order": order, "starts": starts,
-                          "weight": c.head_weights / divisor, "divisor": divisor})
+                          "head_weights": c.head_weights / divisor, "divisor": divisor, "weights": weights})
 
         def launch():
             final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)
             linear_forward(self.gpu, shared["logits"], final, self.weights["heads"])        # (N,C) -> (N,K*V)
-            cross_entropy_forward(self.gpu, self.losses, shared["nll"], shared["logits"], shared["targets"],
-                                  shared["weight"], shared["divisor"], shared["T"])
+            cross_entropy_forward(self.gpu, self.losses, shared["nll"], shared["logits"], shared, shared["T"])
 
         shared["replays"]["forward"](self.gpu, launch)
         self.saved = layers, shared
         return self.losses.copy()
+
+    def log_probs(self, tokens, targets):
+        """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets; NumPy's."""
+        self.forward(tokens, targets, np.ones(self.config.predict))
+        nll = cupy.asnumpy(self.saved[1]["nll"][:, 0])
+        return -nll.reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
@@ -1050,8 +1057,9 @@ def input_table(config, B, T):
                  order=(N,),                        # see embedding_backward
                  starts=(config.vocab + 1,)         # likewise
                  ) + typed(float32,
-                           weight=(K,),             # of each head in the loss, over its divisor
-                           divisor=(K,))            # counted targets of each head
+                           head_weights=(K,),       # of each head in the loss, over its divisor
+                           divisor=(K,),            # counted targets of each head
+                           weights=(N,))            # (B,) of each row, and room for more and shorter rows
 
 
 def muon_tables(config, precision):

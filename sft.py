@@ -53,6 +53,7 @@ if __name__ == "__main__":
 import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import numpy as np
+from model_cpu import count_targets
 from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, END_OF_TEXT, END_OF_TURN
 
 # Chosen by short runs; docs/notes.md says what else was tried.
@@ -117,14 +118,16 @@ def json_values(path):
     return values[0] if is_list else values
 
 
-def read_records(path):
-    """The conversations in a file of JSON.  Records that cannot be used are left out, which is said."""
+def read_records(path, make=None):
+    """What `make`, by default make_turns, makes of each record in a file of JSON.  Records that cannot be used are
+    left out, which is said."""
     records = json_values(path)
+    make = make or make_turns
     conversations = []
     wrong = {}                                      # what is wrong -> the numbers of the records
     for number, record in enumerate(records, 1):
         try:
-            conversations.append(make_turns(record))
+            conversations.append(make(record))
         except ValueError as error:
             wrong.setdefault(str(error), []).append(number)
     said = f"{path}: {len(conversations):,} of {len(records):,} records can be used"
@@ -260,16 +263,21 @@ def make_example(tokenizer, turns, T):
 Examples = collections.namedtuple("Examples", "train lengths held_out questions cut key")
 
 
-def make_examples(tokenizer, conversations, T, seed):
-    """Conversations -> Examples.  The texts that they begin with decide what is held out: a tenth of the
-    different ones, in the order of their hashes."""
+def hold_out(beginnings, seed):
+    """beginnings: as `opening` gives them -> a dict of those that are held out, by their texts: a tenth of the
+    different texts, in the order of their hashes."""
     def order(prompt):
         return hashlib.sha256(f"{seed} {prompt}".encode("utf-8", "surrogatepass")).digest()
 
-    beginnings = {as_text(opening(turns)): opening(turns) for turns in conversations}
-    prompts = sorted(beginnings, key=order)
+    by_text = {as_text(beginning): beginning for beginning in beginnings}
+    prompts = sorted(by_text, key=order)
     require(len(prompts) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
-    unseen = set(prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))])
+    return {prompt: by_text[prompt] for prompt in prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]}
+
+
+def make_examples(tokenizer, conversations, T, seed):
+    """Conversations -> Examples."""
+    unseen = hold_out(map(opening, conversations), seed)
     to_train = []
     held_out = []
     cuts = 0
@@ -281,7 +289,7 @@ def make_examples(tokenizer, conversations, T, seed):
         examples.append((ids, mask))
         cuts += cut
         digest.update(ids.tobytes() + mask.tobytes() + bytes([is_held_out]))
-    questions = [beginnings[prompt] for prompt in prompts[:QUESTIONS] if prompt in unseen]
+    questions = list(unseen.values())[:QUESTIONS]
     return Examples(to_train, padded_lengths(to_train, T), held_out, questions, cuts, digest.hexdigest()[:12])
 
 
@@ -380,7 +388,8 @@ def fine_tuning(training, examples):
 
     def batch(step):
         rows = plan(step // batches)[step % batches]
-        return make_batch([examples.train[i] for i in rows], T, K, pad)
+        inputs, targets = make_batch([examples.train[i] for i in rows], T, K, pad)
+        return inputs, targets, count_targets(targets, inputs.shape[1], K), None
 
     def evaluate_step(step):
         loss, bpb = evaluate(training, examples.held_out)
@@ -397,27 +406,30 @@ def fine_tuning(training, examples):
         return record
 
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
-    size = train.token_bytes(training.tokenizer)[learned].mean()
-    return train.Job(batch, evaluate_step, max(size, 1e-9))
+    return train.Job(batch, evaluate_step, train.bits_a_byte(training.tokenizer, learned))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 5. Looking at it
 # ------------------------------------------------------------------------------------------------------------
 def show(tokenizer, conversations, T, count):
-    """Print the first `count` examples as the model reads them, what is learned in green, or in brackets
-    where the environment has NO_COLOR."""
-    start, stop = "\x1b[32m", "\x1b[0m"
-    if os.environ.get("NO_COLOR"):
-        start, stop = "[", "]"
+    """Print the first `count` examples as the model reads them."""
     for number, turns in enumerate(conversations[:count], 1):
         ids, mask, cut = make_example(tokenizer, turns, T)
         note = ", cut" if cut else ""
-        print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are learned{note}")
-        for learned, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
-            text = printable(tokenizer.decode([token for token, _ in run]))
-            print(f"{start}{text}{stop}" if learned else text, end="")
-        print(flush=True)
+        print_row(tokenizer, f"example {number}: {mask.sum()} of {len(ids)} tokens are learned{note}", ids, mask)
+
+
+def print_row(tokenizer, title, ids, mask):
+    """Print ids as text, what is learned in green, or in brackets where the environment has NO_COLOR."""
+    start, stop = "\x1b[32m", "\x1b[0m"
+    if os.environ.get("NO_COLOR"):
+        start, stop = "[", "]"
+    print(f"--- {title}")
+    for learned, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
+        text = printable(tokenizer.decode([token for token, _ in run]))
+        print(f"{start}{text}{stop}" if learned else text, end="")
+    print(flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -463,13 +475,17 @@ def run(args, ranks):
     if begun is None:
         return 0
     training, examples = begun
+    return start(training, fine_tuning(training, examples))
+
+
+def start(training, job):
+    """Evaluate before the first step; then the loop -> exit code."""
     train.connect(training)
     stop = train.Stop()
-    job = fine_tuning(training, examples)
-    if "before" not in training.state:
+    if training.model.step == 0:
         record = job.evaluate(0)
-        if ranks.rank == 0:
-            checkpoint.Log(out, -1).write(step=0, **record)
+        if training.ranks.rank == 0:
+            checkpoint.Log(training.out, -1).write(step=0, **record)
     return train.train(training, job, stop)
 
 

@@ -116,6 +116,9 @@ class Settings:
     device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU", "cpu")
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     memory_limit: int = setting(memory_size, "of the GPU, such as 12GB: stay within it", None)      # bytes
+    method: str = setting(("", "reinforce", "dpo"), default="")     # of rl.py; "": another script
+    beta: float = setting(positive, default=0.1)                    # of DPO
+    reward: str = ""        # the name of REINFORCE's reward
     data: list = None       # the corpus files
     tokens_key: str = ""    # fingerprint of corpus and tokenizer, filled in when the tokens are made
 
@@ -393,6 +396,12 @@ def token_bytes(tokenizer):
     """(V,) how many bytes of text each id stands for; a special token is no text, 0."""
     special = set(tokenizer.special.values())
     return np.array([0 if i in special else len(token) for i, token in enumerate(tokenizer.tokens)])
+
+
+def bits_a_byte(tokenizer, learned):
+    """-> the note of a Job whose tokens are like the ids learned: their loss in bits a byte."""
+    size = max(token_bytes(tokenizer)[learned].mean(), 1e-9)
+    return lambda step, loss: f"{loss / math.log(2) / size:.3f} bits/byte"
 
 
 def held_out_sums(training, batches):
@@ -679,10 +688,12 @@ def add_steps(settings, steps, out):
 # ------------------------------------------------------------------------------------------------------------
 # 8. The loop
 # ------------------------------------------------------------------------------------------------------------
-# What pretraining and fine-tuning do not share; train() is the rest.  batch: step, from 0 -> inputs (B,T),
-# targets (B,T+K-1), a pure function, so that a run can be resumed.  evaluate: step, from 1 -> dict for
-# log.jsonl, and prints what it found.  bytes_per_token: of the text learned from, for the progress line
-Job = collections.namedtuple("Job", "batch evaluate bytes_per_token")
+# What pretraining, fine-tuning and rl.py do not share; train() is the rest.
+#   batch: step, from 0 -> inputs (B,T), targets (B,T+K-1), counted (K,) and weights (B,), which Model.forward takes.
+#       A pure function of the step and the model's weights, so that a run can be resumed.
+#   evaluate: step, from 1 -> dict for log.jsonl; prints what it found.
+#   note: (step, from 1, its loss) -> what the progress line says beside the loss.
+Job = collections.namedtuple("Job", "batch evaluate note")
 
 
 def train(training, job, stop):
@@ -694,14 +705,12 @@ def train(training, job, stop):
     report = Report(training, job)
     for step in range(model.step + 1, settings.steps + 1):
         # One step: batch, forward, backward, update, report.
-        inputs, targets = job.batch(step - 1)                                           # (B,T), (B,T+K-1)
-        counted = count_targets(targets, inputs.shape[1], model.config.predict)         # (K,) of all ranks
+        inputs, targets, counted, weights = job.batch(step - 1)                         # (B,T), (B,T+K-1), (K,)
         report.tokens += inputs.size
-        inputs, targets = ranks.share(inputs, targets)
         losses = 0.0
-        for rows in micro_batches(training, inputs):
-            losses = losses + model.forward(inputs[rows], targets[rows], counted)       # (K,)
-            model.backward(last=rows.stop == len(inputs))
+        for part in micro_batches(training, inputs, targets, weights):
+            losses = losses + model.forward(part.inputs, part.targets, counted, part.weights)       # (K,)
+            model.backward(part.last)
         losses = sum_over_ranks(training, losses, stop)
         lr = learning_rate(step - 1, settings)
         norm = model.update(lr, decay=settings.decay, clip=settings.clip)
@@ -729,9 +738,20 @@ def train(training, job, stop):
     return 0
 
 
-def micro_batches(training, inputs):
-    """The rows of a step's inputs (B,T) in slices.  A micro-batch is bounded by its tokens, so of shorter
+MicroBatch = collections.namedtuple("MicroBatch", "inputs targets weights last")
+
+
+def micro_batches(training, inputs, targets, weights):
+    """Yield this rank's rows of a step in micro-batches.  A micro-batch is bounded by its tokens, so of shorter
     windows it takes more."""
+    inputs, targets, weights = training.ranks.share(inputs, targets, weights)
+    for rows in row_slices(training, inputs):
+        yield MicroBatch(inputs[rows], targets[rows], None if weights is None else weights[rows],
+                         rows.stop == len(inputs))
+
+
+def row_slices(training, inputs):
+    """The rows of inputs (B,T) in slices of a micro-batch's tokens."""
     tokens = training.settings.micro_batch * training.model.config.context
     return slices_of(len(inputs), max(1, tokens // inputs.shape[1]))
 
@@ -805,10 +825,9 @@ class Report:
             self.asked = losses.pop()
         weights = model.read(model.flat_params) if pause else 0.0
         if not (np.isfinite([*losses, norm]).all() and np.isfinite(weights).all()):
-            inputs, targets = self.job.batch(step - 1)
-            print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): "
-                  f"{first_bad_tensor(self.training, inputs, targets)}. {self.training.out} keeps its last save. "
-                  "Try a lower --lr.", file=sys.stderr)
+            bad = first_bad_tensor(self.training, *self.job.batch(step - 1))
+            print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): {bad}. "
+                  f"{self.training.out} keeps its last save. Try a lower --lr.", file=sys.stderr)
             return False
         state["tokens"] = tokens
         state["seconds"] = time.monotonic() - self.began
@@ -821,23 +840,21 @@ class Report:
         seconds_left = int(working / (step - self.first) * (steps - step))
         left = str(datetime.timedelta(seconds=seconds_left)).removeprefix("0:")        # 02:14, or 1:02:14
         parts = [f"step {step:5d}/{steps}", f"loss {losses[0]:7.4f}",
-                 f"{losses[0] / math.log(2) / self.job.bytes_per_token:.3f} bits/byte", f"{left} left",
+                 self.job.note(step, losses[0]), f"{left} left",
                  f"{throughput:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
         print_step(step, parts, pause)
         return True
 
 
-def first_bad_tensor(training, inputs, targets):
+def first_bad_tensor(training, inputs, targets, counted, weights):
     """Names the first tensor that is not finite, in the order of the parameter table.  A bad norm changed no
     weight, so the gradient of that step can be computed again.  Parameters come first: a bad one makes all
     gradients bad.  np.isfinite serves NumPy's arrays and CuPy's."""
     model = training.model
-    counted = count_targets(targets, inputs.shape[1], model.config.predict)
-    inputs, targets = training.ranks.share(inputs, targets)
     model.flat_grads[...] = 0.0
-    for rows in micro_batches(training, inputs):
-        model.forward(inputs[rows], targets[rows], counted)
-        model.backward(last=rows.stop == len(inputs))
+    for part in micro_batches(training, inputs, targets, weights):
+        model.forward(part.inputs, part.targets, counted, part.weights)
+        model.backward(part.last)
     for what, views in (("parameter", model.params), ("gradient", model.grads)):
         for name, view in views.items():
             if not bool(np.isfinite(view).all()):
@@ -912,12 +929,13 @@ class Ranks:
         rank = self.rank if rank is None else rank
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
-    def share(self, inputs, targets):
+    def share(self, inputs, targets, weights):
         """This rank's rows of a step.  A rank without rows takes row 0 with all targets -1, which adds nothing."""
         rows = self.part(len(inputs))
         if rows.start == rows.stop:
-            return inputs[:1], np.full_like(targets[:1], -1)
-        return inputs[rows], targets[rows]
+            rows = slice(1)
+            targets = np.full_like(targets, -1)
+        return inputs[rows], targets[rows], None if weights is None else weights[rows]
 
 
 def find_ranks(gpus):
@@ -990,7 +1008,8 @@ def pretraining(training, tokens, val):
 
     def batch(step):
         starts = window_starts(settings.seed, step, settings.batch_tokens // T, len(tokens), T, K)
-        return get_batch(tokens, starts, T, K)
+        inputs, targets = get_batch(tokens, starts, T, K)
+        return inputs, targets, count_targets(targets, T, K), None
 
     def evaluate(step):
         result = validate(training, val, EVAL_TOKENS)
@@ -1006,8 +1025,7 @@ def pretraining(training, tokens, val):
             print_samples(map(repr, PROMPTS), result["samples"], last)
         return result
 
-    size = token_bytes(tokenizer)[tokens[:1 << 20]].mean()
-    return Job(batch, evaluate, max(size, 1e-9))
+    return Job(batch, evaluate, bits_a_byte(tokenizer, tokens[:1 << 20]))
 
 
 def run(args, ranks):
