@@ -35,6 +35,7 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from multiprocessing import get_context, parent_process
@@ -178,6 +179,7 @@ def whole_number(least, most=10**9):
 
 
 positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
+positive_or_inf = number_type(float, lambda x: x > 0, "a number above 0, or inf")
 not_negative = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
 below_1 = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
 
@@ -312,6 +314,7 @@ def load_pyplot():
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
     pyplot.switch_backend("Agg")
+    warnings.filterwarnings("ignore", "Glyph")              # a character that the font does not have
     return pyplot
 
 
