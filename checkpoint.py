@@ -298,11 +298,11 @@ def repair(folder):
     leaves the new state alone as .new: the second rename is made now.  Only save() may call this.  A reader
     that did, such as chat.py, could remove the files of a run that is saving at this moment."""
     weights, state = paths_of(folder)
-    if exists(state + ".new") and not exists(weights + ".new"):
-        os.replace(state + ".new", state)
+    if exists(f"{state}.new") and not exists(f"{weights}.new"):
+        os.replace(f"{state}.new", state)
     for path in (state, weights):   # in this order: killed in between, it leaves no .new of the state alone
-        if exists(path + ".new"):
-            os.remove(path + ".new")
+        if exists(f"{path}.new"):
+            os.remove(f"{path}.new")
 
 
 def save(folder, model, tokenizer, state, chat=False):
@@ -332,13 +332,13 @@ def save(folder, model, tokenizer, state, chat=False):
 
     paths = paths_of(folder)
     try:
-        write_safetensors(paths[0] + ".new", weights, metadata)
-        write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
+        write_safetensors(f"{paths[0]}.new", weights, metadata)
+        write_safetensors(f"{paths[1]}.new", moments, {**metadata, "state": json.dumps(state)})
     except OSError:
         repair(folder)                  # which gives the space back
         raise
     for path in paths:
-        os.replace(path + ".new", path)
+        os.replace(f"{path}.new", path)
     # Last: where there is a config.json there is a checkpoint, even if the first save of a run was killed.
     write_file(f"{folder}/config.json", config)
 
@@ -358,7 +358,7 @@ def read_weights(folder):
     """-> ({name: array}, metadata) of model.safetensors.  Where there is none, an index names the files that
     share the tensors."""
     path = f"{folder}/{WEIGHTS}"
-    index = path + ".index.json"
+    index = f"{path}.index.json"
     if exists(path) or not exists(index):
         return read_safetensors(path)
     tensors = {}
@@ -394,7 +394,7 @@ def load(folder, engine, options=None, context=None):
     sentence, for what is missing, damaged, or not computed here."""
     path = f"{folder}/{WEIGHTS}"
     for needed in f"{folder}/config.json", f"{folder}/tokenizer.json", path:
-        require(exists(needed) or exists(needed + ".index.json"),
+        require(exists(needed) or exists(f"{needed}.index.json"),
                 f"{folder} holds no checkpoint: there is no {needed}.")
     config = read_config(folder, context)
     tokenizer = read_tokenizer(folder)
@@ -425,7 +425,7 @@ def load(folder, engine, options=None, context=None):
 def load_state(folder, model=None):
     """The dict that save() was given.  model: one that load() made, whose moments are filled too."""
     weights_path, path = paths_of(folder)
-    if exists(path + ".new") and not exists(weights_path + ".new"):
+    if exists(f"{path}.new") and not exists(f"{weights_path}.new"):
         path += ".new"                          # killed between the two renames; the next save repairs it
     require(exists(path), f"{folder} holds no training state: there is no {path}.")
     tensors, metadata = read_safetensors(path)

@@ -675,18 +675,15 @@ constexpr int ROWS = 4;
 // await_last for the end of the kernel ahead. A prefetch returns no value, so it need not wait. On earlier
 // GPUs the three do nothing, and each kernel starts at the end of the one ahead.
 #if __CUDA_ARCH__ >= 900
-__device__ void start_next() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ void await_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ void prefetch(Reals from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
+#define FROM_HOPPER(...) asm volatile(__VA_ARGS__)
 #else
-__device__ void start_next() {}
-
-__device__ void await_last() {}
-
-__device__ void prefetch(Reals from) {}
+#define FROM_HOPPER(...)
 #endif
+__device__ void start_next() { FROM_HOPPER("griddepcontrol.launch_dependents;"); }
+
+__device__ void await_last() { FROM_HOPPER("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ void prefetch(Reals from) { FROM_HOPPER("prefetch.global.L2 [%0];" :: "l"(from)); }
 
 // The core of two_products below: the products of each row of this group of x (n,I), N rows or fewer, with
 // w_a and w_b, which are rows of a matrix. One lane of the warp hands each pair to take(row, a, b). If the
