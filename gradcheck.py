@@ -302,9 +302,9 @@ def backward_order(config):
     return ["heads", "norm", *layers, "embed"]
 
 
-def print_within(text, width=79):
+def print_within(text):
     """A line that is too long for a terminal goes on in the next."""
-    print(textwrap.fill(text, width, subsequent_indent=8 * " ", break_on_hyphens=False), flush=True)
+    print(textwrap.fill(text, 79, subsequent_indent=8 * " ", break_on_hyphens=False), flush=True)
 
 
 def is_caught(replacements, limit=40):
@@ -442,10 +442,9 @@ def main(argv):
     require(args.exercise not in (None, "all") or not args.hint, "--hint goes with --exercise NAME.")
 
     if args.list:
-        for name, (*_, story) in BUGS.items():
-            print(f"{name:20} {story}")
-        for name, (*_, story) in exercises.EXERCISE_BUGS.items():
-            print(f"{name:20} {story}  (In the exercise alone.)")
+        for name, (*_, story) in (BUGS | exercises.EXERCISE_BUGS).items():
+            note = "" if name in BUGS else "  (In the exercise alone.)"
+            print(f"{name:20} {story}{note}")
         return 0
     if args.exercise:
         good = exercises.run_exercise(args.exercise, args.hint)
