@@ -200,7 +200,7 @@ class Gpu:
         try:
             code, module = compiled("kernels.cu", f"-DBF16={int(precision == 'bf16')}",
                                     f"-DROW_THREADS={row_threads(config.dim)}")
-            for name in re.findall(r'"C" __global__ void (?:__launch_bounds__.*\s)?(\w+)\(', code):
+            for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code):
                 self.kernels[name] = module.get_function(name)
             _, module = compiled("flash_attn.cu", *options)
             self.flash = flash_kernels(precision, config.head_dim)

@@ -635,6 +635,14 @@ def test_settings_that_cannot_be(name, value):
         dataclasses.replace(settings(), **{name: value})
 
 
+def test_clip_inf_clips_nothing_and_a_run_with_it_resumes(tiny, folder):
+    tiny(*TINY, "--clip", "inf", "--steps", "2")
+    assert train.read_run("out/small", "train.py")[0].clip == np.inf
+    tiny("--resume", "--steps", "3")
+    with pytest.raises(SystemExit):
+        tiny(*TINY, "--clip", "nan")
+
+
 def test_damaged_tokens_are_named(tiny, folder):
     """Ids are read by name, from a file that was made before: what was altered since must not be learned."""
     tiny(*TINY)
