@@ -332,6 +332,8 @@ def main(argv):
     if args.lens is not None:
         print_lens(model, tokenizer, args.lens, args.plot)
         return
+    if args.speculation and model.config.predict == 1:
+        print("note: this model has one head, none to draft: --speculation changes nothing.", file=sys.stderr)
     session = Session(model, tokenizer, args)
     if args.prompt is not None:
         session.answer(args.prompt)

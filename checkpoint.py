@@ -36,7 +36,7 @@ import os
 import re
 import sys
 import zlib
-from os.path import exists, join
+from os.path import exists
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
@@ -202,7 +202,7 @@ def llama_config(config, eos):
 def read_config(folder, context=None):
     """-> Config from the config.json of any Llama.  context: takes the place of the one that stands there.
     ValueError, with the key and its value, for a model that computes otherwise than model_cpu.py."""
-    path = join(folder, "config.json")
+    path = f"{folder}/config.json"
     found = read_json(path)
     with refusing(f"{path} cannot be used"):
         said = {key: value for key, value in found.items() if value is not None}
@@ -234,6 +234,11 @@ def read_config(folder, context=None):
     return config
 
 
+def read_settings(path):
+    """The JSON in a file; {} where there is no such file."""
+    return read_json(path) if exists(path) else {}
+
+
 def check_settings(folder, settings, tokenizer):
     """ValueError for a tokenizer_config.json, added_tokens.json or special_tokens_map.json with which
     transformers would give a text other ids than tokenizer.json alone."""
@@ -244,14 +249,12 @@ def check_settings(folder, settings, tokenizer):
         kind = settings.get("tokenizer_class")
         require(kind in known, f"tokenizer_class {kind!r:.80} is not known here")
         require(not settings.get("add_prefix_space"), "add_prefix_space is true")
-        path = join(folder, "added_tokens.json")
-        added = read_json(path) if exists(path) else {}
+        added = read_settings(f"{folder}/added_tokens.json")
         listed = settings.get("added_tokens_decoder", {})
         added.update(special_ids([{**token, "id": int(i)} for i, token in listed.items()]))
         alone = added.items() - tokenizer.special.items()
         require(not alone, f"tokenizer.json lacks their added tokens {dict(alone)!r:.200}")
-        path = join(folder, "special_tokens_map.json")
-        named = {**settings, **(read_json(path) if exists(path) else {})}
+        named = {**settings, **read_settings(f"{folder}/special_tokens_map.json")}
         names = [named.get(f"{role}_token") for role in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
         names += named.get("additional_special_tokens") or []
         for name in names:
@@ -262,13 +265,13 @@ def check_settings(folder, settings, tokenizer):
 def read_tokenizer(folder):
     """-> the Tokenizer of a folder.  It has a chat template if the model was fine-tuned to answer, in a form
     that is known here."""
-    tokenizer = Tokenizer.load(join(folder, "tokenizer.json"))
-    path = join(folder, "tokenizer_config.json")
-    settings = read_json(path) if exists(path) else {}
+    tokenizer = Tokenizer.load(f"{folder}/tokenizer.json")
+    path = f"{folder}/tokenizer_config.json"
+    settings = read_settings(path)
     require(isinstance(settings, dict), f"{path} is damaged: it holds no settings.")
     check_settings(folder, settings, tokenizer)
     template = settings.get("chat_template") or ""
-    jinja = join(folder, "chat_template.jinja")
+    jinja = f"{folder}/chat_template.jinja"
     if exists(jinja):                                           # as in transformers this one counts
         path = jinja
         template = read_chunk(path).decode("utf-8", "replace")
@@ -284,7 +287,7 @@ def read_tokenizer(folder):
 # ------------------------------------------------------------------------------------------------------------
 def paths_of(folder):
     """-> (path of the weights, path of the training state)."""
-    return join(folder, WEIGHTS), join(folder, STATE)
+    return f"{folder}/{WEIGHTS}", f"{folder}/{STATE}"
 
 
 def repair(folder):
@@ -295,11 +298,11 @@ def repair(folder):
     leaves the new state alone as .new: the second rename is made now.  Only save() may call this.  A reader
     that did, such as chat.py, could remove the files of a run that is saving at this moment."""
     weights, state = paths_of(folder)
-    if exists(state + ".new") and not exists(weights + ".new"):
-        os.replace(state + ".new", state)
+    if exists(f"{state}.new") and not exists(f"{weights}.new"):
+        os.replace(f"{state}.new", state)
     for path in (state, weights):   # in this order: killed in between, it leaves no .new of the state alone
-        if exists(path + ".new"):
-            os.remove(path + ".new")
+        if exists(f"{path}.new"):
+            os.remove(f"{path}.new")
 
 
 def save(folder, model, tokenizer, state, chat=False):
@@ -310,14 +313,14 @@ def save(folder, model, tokenizer, state, chat=False):
     step."""
     os.makedirs(folder, exist_ok=True)
     repair(folder)
-    tokenizer_path = join(folder, "tokenizer.json")
+    tokenizer_path = f"{folder}/tokenizer.json"
     tokenizer.save(tokenizer_path)
     end = tokenizer.end_of_turn if chat else tokenizer.special_id(*TEXT_ENDS)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
                 "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode()}
     if chat:
         settings["chat_template"] = tokenizer.template or CHAT_TEMPLATE
-    write_file(join(folder, "tokenizer_config.json"), json.dumps(settings, indent=2).encode())
+    write_file(f"{folder}/tokenizer_config.json", json.dumps(settings, indent=2).encode())
 
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
     # the checksum of the weights also covers these, and with them all that a resumed run reads
@@ -329,15 +332,15 @@ def save(folder, model, tokenizer, state, chat=False):
 
     paths = paths_of(folder)
     try:
-        write_safetensors(paths[0] + ".new", weights, metadata)
-        write_safetensors(paths[1] + ".new", moments, {**metadata, "state": json.dumps(state)})
+        write_safetensors(f"{paths[0]}.new", weights, metadata)
+        write_safetensors(f"{paths[1]}.new", moments, {**metadata, "state": json.dumps(state)})
     except OSError:
         repair(folder)                  # which gives the space back
         raise
     for path in paths:
-        os.replace(path + ".new", path)
+        os.replace(f"{path}.new", path)
     # Last: where there is a config.json there is a checkpoint, even if the first save of a run was killed.
-    write_file(join(folder, "config.json"), config)
+    write_file(f"{folder}/config.json", config)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -354,8 +357,8 @@ def require_tensors(path, tensors, shapes):
 def read_weights(folder):
     """-> ({name: array}, metadata) of model.safetensors.  Where there is none, an index names the files that
     share the tensors."""
-    path = join(folder, WEIGHTS)
-    index = path + ".index.json"
+    path = f"{folder}/{WEIGHTS}"
+    index = f"{path}.index.json"
     if exists(path) or not exists(index):
         return read_safetensors(path)
     tensors = {}
@@ -363,7 +366,7 @@ def read_weights(folder):
         wanted = read_json(index)["weight_map"]
         for file in sorted(set(wanted.values())):
             require(os.path.basename(file) == file, f"it names {file}")
-            shard, _ = read_safetensors(join(folder, file))
+            shard, _ = read_safetensors(f"{folder}/{file}")
             for name in shard:
                 require(wanted.get(name) == file, f"{name} is in {file}, not in {wanted.get(name)}")
             tensors.update(shard)
@@ -389,20 +392,19 @@ def load(folder, engine, options=None, context=None):
     engine: the module whose Model to make, model_cpu or model_gpu; options: dict of further arguments of that
     Model (dtype, threads, training, precision); context: takes the place of the folder's.  ValueError, in one
     sentence, for what is missing, damaged, or not computed here."""
-    config_path = join(folder, "config.json")
-    tokenizer_path = join(folder, "tokenizer.json")
-    path = join(folder, WEIGHTS)
-    for needed in config_path, tokenizer_path, path:
-        require(exists(needed) or exists(needed + ".index.json"),
+    path = f"{folder}/{WEIGHTS}"
+    for needed in f"{folder}/config.json", f"{folder}/tokenizer.json", path:
+        require(exists(needed) or exists(f"{needed}.index.json"),
                 f"{folder} holds no checkpoint: there is no {needed}.")
     config = read_config(folder, context)
     tokenizer = read_tokenizer(folder)
     require(tokenizer.vocab_size <= config.vocab, f"{folder}: tokenizer.json is not this model's: it has "
             f"{tokenizer.vocab_size} tokens, config.json says {config.vocab}.")
     tensors, metadata = read_weights(folder)
-    for key, saved_path in ("tokenizer", tokenizer_path), ("config", config_path):
-        require(metadata.get(key) in (None, checksum(saved_path)),
-                f"{saved_path} is not as it was saved with this model.")
+    for key in "tokenizer", "config":
+        saved = f"{folder}/{key}.json"
+        require(metadata.get(key) in (None, checksum(saved)),
+                f"{saved} is not as it was saved with this model.")
     step = metadata.get("step") if metadata else "0"
     require(str(step).isdecimal(), f"{path} does not say of which step it is.")
     drop_copies(tensors, config)
@@ -423,7 +425,7 @@ def load(folder, engine, options=None, context=None):
 def load_state(folder, model=None):
     """The dict that save() was given.  model: one that load() made, whose moments are filled too."""
     weights_path, path = paths_of(folder)
-    if exists(path + ".new") and not exists(weights_path + ".new"):
+    if exists(f"{path}.new") and not exists(f"{weights_path}.new"):
         path += ".new"                          # killed between the two renames; the next save repairs it
     require(exists(path), f"{folder} holds no training state: there is no {path}.")
     tensors, metadata = read_safetensors(path)
@@ -445,7 +447,7 @@ def lock_folder(out):
     lock is a file beside the folder, because the folder may be renamed meanwhile."""
     os.makedirs(out, exist_ok=True)
     parent, name = os.path.split(os.path.realpath(out))
-    path = join(parent, f".{name}.lock")
+    path = f"{parent}/.{name}.lock"
     try:
         with naming(path):
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)             # never closed
@@ -482,7 +484,7 @@ class Log:
     each step once.  The file is only cut there and never written anew: killed at any moment, no history is
     lost."""
     def __init__(self, folder, step):
-        self.path = join(folder, "log.jsonl")
+        self.path = f"{folder}/log.jsonl"
         kept = last = 0
         if exists(self.path):
             for line, record in read_log(self.path):
@@ -504,8 +506,8 @@ class Log:
 
 def plot(folder):
     """Draw the losses in folder/log.jsonl to folder/loss.png."""
-    path = join(folder, "log.jsonl")
-    picture = join(folder, "loss.png")
+    path = f"{folder}/log.jsonl"
+    picture = f"{folder}/loss.png"
     require(exists(path), f"there is no {path} to draw.")
     pyplot = load_pyplot()
     records = [record for _, record in read_log(path)]
@@ -554,7 +556,7 @@ def main(argv):
     print(f"tokenizer {tokenizer.vocab_size} tokens, {len(tokenizer.special)} of them special")
     for name in sorted(os.listdir(folder)):
         if name.endswith(".safetensors"):
-            print_tensors(join(folder, name))
+            print_tensors(f"{folder}/{name}")
 
 
 if __name__ == "__main__":

@@ -163,12 +163,12 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 #define FLASH_KERNELS(suffix, version, Real)                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
     flash_forward##suffix(Real* out, float* lse, const Real* qkv, int T, int H, int G) {                     \
-        version::forward(out, lse, qkv, T, H, G);                                                            \
+        version::forward(out, lse, qkv, query_head(T, H, G));                                                \
     }                                                                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS, version::DQ_BLOCKS)                                \
     flash_backward_dq##suffix(Real* dqkv, float* delta, const Real* dout, const Real* out, const float* lse, \
                               const Real* qkv, const float* cos, const float* sin, int T, int H, int G) {    \
-        version::backward_dq(dqkv, delta, dout, out, lse, qkv, {cos, sin}, T, H, G);                         \
+        version::backward_dq(dqkv, delta, dout, out, lse, qkv, {cos, sin}, query_head(T, H, G));             \
     }                                                                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
     flash_backward_dkdv##suffix(Real* dqkv, const float* delta, const Real* dout, const float* lse,          \
@@ -255,11 +255,10 @@ __device__ void load_tiles(Tile& x, Matrix<const float> from_x,
     __syncthreads();  // the tiles are complete
 }
 
-__device__ void forward(float* out, float* lse, const float* qkv, int T, int H, int G) {
+__device__ void forward(float* out, float* lse, const float* qkv, Place at) {
     constexpr int STEP = 8;  // keys for which m, l and O are brought up to date at once
     __shared__ Tile K, V;
-    Place at = query_head(T, H, G);
-    int i = (T - 1) / ROWS - blockIdx.z;  // the last queries see the most keys: the longest work starts first
+    int i = (at.T - 1) / ROWS - blockIdx.z;  // the last queries see the most keys: the longest work first
     int query = i * ROWS + own_row();
     int last = query | (WARP_ROWS - 1);   // of this warp's queries
     float scale = rsqrtf(D);
@@ -269,7 +268,7 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
     Row O[2] = {};
     float m[2] = {MASKED, MASKED};
     float l[2] = {};
-    for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
+    for (int first = 0; first < min((i + 1) * ROWS, at.T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j += STEP) {
             float S[STEP][2];
@@ -300,14 +299,13 @@ __device__ void forward(float* out, float* lse, const float* qkv, int T, int H, 
     }
     EACH(r, 2) {
         store(head_of(out, at), query + r, 1.0f / l[r], O[r]);
-        if (query + r < T) lse[numbers_at(at) + query + r] = m[r] + logf(l[r]);
+        if (query + r < at.T) lse[numbers_at(at) + query + r] = m[r] + logf(l[r]);
     }
 }
 
 __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const float* out, const float* lse,
-                            const float* qkv, Rope rope, int T, int H, int G) {
+                            const float* qkv, Rope rope, Place at) {
     __shared__ Tile K, V;
-    Place at = query_head(T, H, G);
     int i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row();
     int last = query | (WARP_ROWS - 1);
@@ -318,14 +316,14 @@ __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const 
     Row dQ[2] = {};
     float L[2], Delta[2];
     EACH(r, 2) {
-        int t = min(query + r, T - 1);
+        int t = min(query + r, at.T - 1);
         q[r] = load(in.q, t);
         dO[r] = load(head_of(dout, at), t);
         L[r] = lse[numbers_at(at) + t];
         Delta[r] = dot(dO[r], load(head_of(out, at), t));  // delta_i = dO_i . O_i
         delta[numbers_at(at) + t] = Delta[r];
     }
-    for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
+    for (int first = 0; first < min((i + 1) * ROWS, at.T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j++) {
             Row k = load(K.rows[j]);
@@ -774,12 +772,11 @@ struct Kernels {
         }
     }
 
-    static __device__ void forward(Real* out, float* lse, const Real* qkv, int T, int H, int G) {
+    static __device__ void forward(Real* out, float* lse, const Real* qkv, Place at) {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         char* Q_tile = (char*)shared_memory;
         char* stages = Q_tile + M * BYTES;     // two of K and V
-        Place at = query_head(T, H, G);
-        int i = (T - 1) / ROWS - blockIdx.z;   // the longest work first, as above
+        int i = (at.T - 1) / ROWS - blockIdx.z;   // the longest work first, as above
         int lane = threadIdx.x % 32;
         int row = 16 * warp_number();          // the warp's first row of the tile
         int first = i * ROWS + row;            // the query that it is
@@ -833,7 +830,7 @@ struct Kernels {
             l += __shfl_xor_sync(0xFFFFFFFF, l, 1);
             l += __shfl_xor_sync(0xFFFFFFFF, l, 2);
             int query = first + 64 * m + 8 * half + lane / 4;
-            if (lane % 4 == 0 && query < T)
+            if (lane % 4 == 0 && query < at.T)
                 lse[numbers_at(at) + query] = maximum[m][half] * scale + logf(l);
             EACH(n, D / 8) EACH(e, 2) O[m][n][2 * half + e] *= 1.0f / l;
         }
@@ -843,13 +840,12 @@ struct Kernels {
     // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
 
     static __device__ void backward_dq(Real* dqkv, float* delta, const Real* dout, const Real* out,
-                                       const float* lse, const Real* qkv, Rope rope, int T, int H, int G) {
+                                       const float* lse, const Real* qkv, Rope rope, Place at) {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         constexpr int QUARTER = CHUNKS / 4;
         char* Q_tile = (char*)shared_memory;
         char* dO_tile = Q_tile + M * BYTES;
         char* stages = dO_tile + M * BYTES;  // two of K and V
-        Place at = query_head(T, H, G);
         int i = gridDim.z - 1 - blockIdx.z;
         int lane = threadIdx.x % 32;
         int row = 16 * warp_number();
@@ -864,9 +860,9 @@ struct Kernels {
         // This lane's chunks of O, asked for before the wait, so that all copies are under way at once.
         uint4 O[M][2][QUARTER];
         EACH(m, M) EACH(half, 2) {
-            int query = min(first + 64 * m + 8 * half + lane / 4, T - 1);
+            int query = min(first + 64 * m + 8 * half + lane / 4, at.T - 1);
             lse2[m][half] = lse[numbers_at(at) + query] * LOG2_E;
-            const Real* from = head_of(out, at).rows + (long long)query * H * D + lane % 4 * CHUNK;
+            const Real* from = head_of(out, at).rows + (long long)query * at.H * D + lane % 4 * CHUNK;
             EACH(n, QUARTER) O[m][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
         }
         arrive();
@@ -881,7 +877,7 @@ struct Kernels {
                 sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
                 sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
                 Delta[m][half] = sum;
-                if (lane % 4 == 0 && first + r < T) delta[numbers_at(at) + first + r] = sum;
+                if (lane % 4 == 0 && first + r < at.T) delta[numbers_at(at) + first + r] = sum;
             }
         });
 

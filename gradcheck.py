@@ -61,7 +61,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, slope
-from script import Parser, run_script
+from script import Parser, require, run_script
 
 TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=16, predict=3, mtp_weight=0.7)
 TIED = dataclasses.replace(TINY, layers=1, predict=1, hidden=24, tied=True)     # as other people's models are
@@ -302,9 +302,9 @@ def backward_order(config):
     return ["heads", "norm", *layers, "embed"]
 
 
-def print_within(text, width=79):
+def print_within(text):
     """A line that is too long for a terminal goes on in the next."""
-    print(textwrap.fill(text, width, subsequent_indent=8 * " ", break_on_hyphens=False), flush=True)
+    print(textwrap.fill(text, 79, subsequent_indent=8 * " ", break_on_hyphens=False), flush=True)
 
 
 def is_caught(replacements, limit=40):
@@ -367,16 +367,10 @@ def whole_step(model, tokens, targets):
     return losses, model.read(model.flat_grads)
 
 
-def add_to_path(folder):
-    """A folder of this repository whose files can be imported from now on."""
-    sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), folder))
-
-
 def peer_error(reference, tokens, targets, precision):
     """The same gradient by PyTorch's autograd in this precision: its relative L2 from the reference,
     whole."""
-    add_to_path("tests/peers")
-    import torch_twin
+    import torch_twin           # here, since it needs PyTorch
     return distance(torch_twin.gradient(reference, tokens, targets, precision), reference.flat_grads)
 
 
@@ -427,7 +421,8 @@ def run_gpu(peer):
 
 
 def main(argv):
-    add_to_path("tests")
+    tests = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests")
+    sys.path[:0] = tests, f"{tests}/peers"      # first: there may be a folder exercises here
     import exercises            # here, since it imports this file
     parser = Parser(description="Check model_cpu.py's gradients against finite differences: every entry of a "
                     f"tiny model, to {TINY_BAR:.0e}. Exit code 1: an error above the bar, a bug not caught.")
@@ -443,16 +438,13 @@ def main(argv):
     parser.add_argument("--peer", action="store_true", help="with --gpu: PyTorch's error beside ours")
     parser.add_argument("--hint", action="store_true", help="with --exercise NAME: the derivation")
     args = parser.parse_args(argv)
-    if args.peer and not args.gpu:
-        parser.error("--peer goes with --gpu")
-    if args.hint and args.exercise in (None, "all"):
-        parser.error("--hint goes with --exercise NAME")
+    require(args.gpu or not args.peer, "--peer goes with --gpu.")
+    require(args.exercise not in (None, "all") or not args.hint, "--hint goes with --exercise NAME.")
 
     if args.list:
-        for name, (*_, story) in BUGS.items():
-            print(f"{name:20} {story}")
-        for name, (*_, story) in exercises.EXERCISE_BUGS.items():
-            print(f"{name:20} {story}  (In the exercise alone.)")
+        for name, (*_, story) in (BUGS | exercises.EXERCISE_BUGS).items():
+            note = "" if name in BUGS else "  (In the exercise alone.)"
+            print(f"{name:20} {story}{note}")
         return 0
     if args.exercise:
         good = exercises.run_exercise(args.exercise, args.hint)

@@ -30,8 +30,9 @@
 //         out[at] = x[at] * rsqrtf(sum / C + eps) * gain[threadIdx.x];        // rsqrtf(y) is 1 / sqrt(y)
 //     }
 //
-//   * A kernel (`__global__`) is a function that many threads run at once. Each asks who it is (threadIdx.x
-//     in its block, blockIdx.x in the grid) and computes its own share. No thread loops over the row.
+//   * A kernel (`__global__`; below, KERNEL) is a function that many threads run at once. Each asks who it is
+//     (threadIdx.x in its block, blockIdx.x in the grid) and computes its own share. No thread loops over the
+//     row.
 //   * The grid is all blocks of a launch. Blocks run in any order and do not wait for each other.
 //   * The threads of a block can wait for each other (`__syncthreads`, a barrier) and have some fast memory
 //     in common, the shared memory (`__shared__`). A thread's own variables are registers.
@@ -65,6 +66,9 @@
 // Python's `for i in range(count)` and `for i in range(first, end, stride)`.
 #define FOR(i, count) for (int i = 0; i < count; i++)
 #define FOR_STRIDED(i, first, end, stride) for (int i = first; i < end; i += stride)
+
+// extern "C": model_gpu.py finds the kernel by this name.
+#define KERNEL extern "C" __global__ void
 
 typedef long long Index;      // a place in an array that may have more than 2^31 entries
 typedef const float* Floats;  // arrays that a function only reads; float* and real* are written
@@ -189,7 +193,7 @@ constexpr float MASKED = -1e30f;  // stands for minus infinity, and MASKED - MAS
 // -----------------------------------------------------------------------------------------------------------
 // Covers embedding_forward: out[n] = embed[tokens[n]].
 // Grid (N); C/8 threads, rounded up to whole warps.
-extern "C" __global__ void embedding_forward(real* out, Ints tokens, Reals embed, int C) {
+KERNEL embedding_forward(real* out, Ints tokens, Reals embed, int C) {
     int column = 8 * threadIdx.x;
     Reals row = embed + Index(tokens[blockIdx.x]) * C;
     if (column < C) store8(out + Index(blockIdx.x) * C + column, load8(row + column));
@@ -202,7 +206,7 @@ extern "C" __global__ void embedding_forward(real* out, Ints tokens, Reals embed
 // columns of one row of dembed. Its eight warps take the positions in turn, and their eight sums are added in
 // order.
 // Grid (V, ceil(C/256)); 256 threads.
-extern "C" __global__ void embedding_backward(float* dembed, Reals dout, Ints order, Ints starts, int C) {
+KERNEL embedding_backward(float* dembed, Reals dout, Ints order, Ints starts, int C) {
     __shared__ Eight parts[8][32];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     int column = 256 * blockIdx.y + 8 * lane;
@@ -231,9 +235,9 @@ extern "C" __global__ void embedding_backward(float* dembed, Reals dout, Ints or
 // and its use. The norm reads x as it is stored (in bf16: rounded), because the backward will read that.
 // Where there is no increment, x is before and is not written.
 // Grid (N); C/8 threads, rounded up to whole warps.
-extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x,
-                                           Reals before, Reals increment, Floats gain,
-                                           int C, float eps) {
+KERNEL rmsnorm_forward(real* out, float* rstd, real* x,
+                       Reals before, Reals increment, Floats gain,
+                       int C, float eps) {
     __shared__ float slots[32];
     int column = 8 * threadIdx.x;
     Index at = Index(blockIdx.x) * C + column;
@@ -264,7 +268,7 @@ extern "C" __global__ void rmsnorm_forward(real* out, float* rstd, real* x,
 // barrier, at which memory would stand idle: so the next row is loaded before it. Each round gives block_sum
 // the other half of `slots`, and so one barrier a row is enough.
 // Grid (at most N blocks: the rows of partial); C/8 threads, rounded up to whole warps.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+KERNEL __launch_bounds__(ROW_THREADS)
 rmsnorm_backward(real* dx, Reals dout, float* partial,
                  Reals x, Floats rstd, Floats gain,
                  int N, int C, int add) {
@@ -304,7 +308,7 @@ rmsnorm_backward(real* dx, Reals dout, float* partial,
 
 // The second stage of dgain: out[c] += sum over rows of partial (rows, C).
 // Grid (ceil(C/32)); 1024 threads: 32 columns x 32 parts of the rows.
-extern "C" __global__ void column_sum(float* out, Floats partial, int rows, int C) {
+KERNEL column_sum(float* out, Floats partial, int rows, int C) {
     __shared__ float parts[32][33];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     int column = 32 * blockIdx.x + lane;
@@ -330,8 +334,8 @@ extern "C" __global__ void column_sum(float* out, Floats partial, int rows, int 
 // cos, sin (context, D/2); heads = H + G, the heads that turn. A thread turns eight pairs: D is a multiple of
 // 16.
 // Grid (ceil(N * heads * D/16 / 256)); 256 threads.
-extern "C" __global__ void rope(real* qkv, Floats cos, Floats sin,
-                                int N, int T, int heads, int D, int width) {
+KERNEL rope(real* qkv, Floats cos, Floats sin,
+            int N, int T, int heads, int D, int width) {
     int vectors = D / 16;  // of eight pairs, in a head
     int index = 256 * blockIdx.x + threadIdx.x;
     int n = index / (heads * vectors);
@@ -358,7 +362,7 @@ __device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // Covers swiglu_forward: out = g sigmoid(g) u, gate_up (N,2F) = [g | u].
 // Grid (N, ceil(F/2048)); 256 threads.
-extern "C" __global__ void swiglu_forward(real* out, Reals gate_up, int F) {
+KERNEL swiglu_forward(real* out, Reals gate_up, int F) {
     int column = own_eight(blockIdx.y);
     if (column >= F) return;
     Reals g_at = gate_up + Index(blockIdx.x) * 2 * F + column;
@@ -373,7 +377,7 @@ extern "C" __global__ void swiglu_forward(real* out, Reals gate_up, int F) {
 //
 // In place: gate_up becomes [dg | du].
 // Grid (N, ceil(F/2048)); 256 threads.
-extern "C" __global__ void swiglu_backward(real* gate_up, Reals dh, int F) {
+KERNEL swiglu_backward(real* gate_up, Reals dh, int F) {
     int column = own_eight(blockIdx.y);
     if (column >= F) return;
     real* g_at = gate_up + Index(blockIdx.x) * 2 * F + column;
@@ -404,9 +408,9 @@ extern "C" __global__ void swiglu_backward(real* gate_up, Reals dh, int F) {
 // The first pass keeps for each thread a running maximum m and the sum of exp(z - m), which it rescales when
 // m grows (the online softmax of flash_attn.cu). The second pass reads the row again, now from the cache.
 // Grid (N*K); 128 threads.
-extern "C" __global__ void cross_entropy(real* logits, float* nll,
-                                         Ints targets, Floats head_weights, Floats weights,
-                                         int T, int K, int V) {
+KERNEL cross_entropy(real* logits, float* nll,
+                     Ints targets, Floats head_weights, Floats weights,
+                     int T, int K, int V) {
     __shared__ float slots[2][32];
     int n = blockIdx.x / K, k = blockIdx.x % K;
     int b = n / T, t = n % T;
@@ -438,8 +442,7 @@ extern "C" __global__ void cross_entropy(real* logits, float* nll,
 
 // Covers the sum of cross_entropy_forward: losses[k] = sum_n weights[b] nll[n][k] / divisor[k], n = b T + t.
 // Grid (K); 1024 threads.
-extern "C" __global__ void cross_entropy_sum(float* losses, Floats nll, Floats divisor, Floats weights,
-                                             int T, int N, int K) {
+KERNEL cross_entropy_sum(float* losses, Floats nll, Floats divisor, Floats weights, int T, int N, int K) {
     __shared__ float slots[32];
     float sum = 0.0f;
     FOR_STRIDED(n, threadIdx.x, N, 1024) sum += weights[n / T] * nll[Index(n) * K + blockIdx.x];
@@ -450,7 +453,7 @@ extern "C" __global__ void cross_entropy_sum(float* losses, Floats nll, Floats d
 // sum_of_squares and gradient_norm cover the norm and the clipping of Model.update, in two stages. The first:
 // partial[block] = sum of squares of the block's share of grad (n numbers, a multiple of 4).
 // Grid (any number of blocks); 256 threads.
-extern "C" __global__ void sum_of_squares(float* partial, Floats grad, Index n) {
+KERNEL sum_of_squares(float* partial, Floats grad, Index n) {
     __shared__ float slots[32];
     float sum = 0.0f;
     for (Index i = 4 * (256LL * blockIdx.x + threadIdx.x); i < n; i += 1024LL * gridDim.x) {
@@ -467,7 +470,7 @@ extern "C" __global__ void sum_of_squares(float* partial, Floats grad, Index n) 
 //                 `clipped` blocks have summed
 //     state[2]    1 from the first norm on that is not finite; it stops every later update too
 // Grid (1); 1024 threads.
-extern "C" __global__ void gradient_norm(float* state, Floats partial, int clipped, int blocks, float clip) {
+KERNEL gradient_norm(float* state, Floats partial, int clipped, int blocks, float clip) {
     __shared__ float slots[2][32];
     float sum = 0.0f, rest = 0.0f;
     FOR_STRIDED(i, threadIdx.x, clipped, 1024) sum += partial[i];
@@ -488,10 +491,10 @@ extern "C" __global__ void gradient_norm(float* state, Floats partial, int clipp
 // Then grad = 0, and in bf16 also copy = param, the weights that the products read. correction = 1 / (1 -
 // beta^t).
 // Grid (ceil(n/2048)); 256 threads.
-extern "C" __global__ void adamw(float* param, real* copy, float* grad, float* m, float* v,
-                                 Floats state, Index n,
-                                 float lr, float beta1, float beta2, float eps, float decay,
-                                 float correction1, float correction2) {
+KERNEL adamw(float* param, real* copy, float* grad, float* m, float* v,
+             Floats state, Index n,
+             float lr, float beta1, float beta2, float eps, float decay,
+             float correction1, float correction2) {
     Index i = 8 * (256LL * blockIdx.x + threadIdx.x);
     if (i >= n || state[2]) return;
     float keep = 1.0f - lr * decay;
@@ -523,9 +526,9 @@ __device__ Eight running_mean(Eight m, Eight g, float momentum) {
 
 // m = momentum m + (1 - momentum) grad; squares (layers, blocks): sums of the squares of u.
 // Grid (blocks, layers); 256 threads.
-extern "C" __global__ void muon_momentum(float* squares, float* m,
-                                         Floats grad, Floats state,
-                                         Index stride, int size, float momentum) {
+KERNEL muon_momentum(float* squares, float* m,
+                     Floats grad, Floats state,
+                     Index stride, int size, float momentum) {
     __shared__ float slots[32];
     Index layer = blockIdx.y * stride;
     float sum = 0.0f;
@@ -542,9 +545,9 @@ extern "C" __global__ void muon_momentum(float* squares, float* m,
 
 // X = u / (|u| + 1e-7), and grad = 0.
 // Grid (blocks, layers), the same as of muon_momentum; 256 threads.
-extern "C" __global__ void muon_input(real* X, float* grad,
-                                      Floats m, Floats squares, Floats state,
-                                      Index stride, int size, float momentum) {
+KERNEL muon_input(real* X, float* grad,
+                  Floats m, Floats squares, Floats state,
+                  Index stride, int size, float momentum) {
     if (state[2]) return;
     X += Index(blockIdx.y) * size;
     Index layer = blockIdx.y * stride;
@@ -561,7 +564,7 @@ extern "C" __global__ void muon_input(real* X, float* grad,
 
 // Covers the polynomial of newton_schulz: B (side, side) holds A^2, and becomes a I + b A + c A^2.
 // Grid (ceil(side^2 / 2048), matrices); 256 threads.
-extern "C" __global__ void muon_polynomial(real* B, Reals A, int side, float a, float b, float c) {
+KERNEL muon_polynomial(real* B, Reals A, int side, float a, float b, float c) {
     int i = own_eight(blockIdx.x);
     int row = i / side, column = i % side;
     if (row >= side) return;
@@ -574,9 +577,9 @@ extern "C" __global__ void muon_polynomial(real* B, Reals A, int side, float a, 
 
 // param = keep param - rate X, and in bf16 also copy = param.
 // Grid (ceil(size/2048), layers); 256 threads.
-extern "C" __global__ void muon_apply(float* param, real* copy,
-                                      Reals X, Floats state,
-                                      Index stride, int size, float keep, float rate) {
+KERNEL muon_apply(float* param, real* copy,
+                  Reals X, Floats state,
+                  Index stride, int size, float keep, float rate) {
     int i = own_eight(blockIdx.x);
     if (i >= size || state[2]) return;
     Index at = blockIdx.y * stride + i;
@@ -589,7 +592,7 @@ extern "C" __global__ void muon_apply(float* param, real* copy,
 
 // Covers Model.refresh: copy = param, in bf16; n is a multiple of 8.
 // Grid (ceil(n/2048)); 256 threads.
-extern "C" __global__ void copy_weights(real* copy, Floats param, Index n) {
+KERNEL copy_weights(real* copy, Floats param, Index n) {
     Index i = 8 * (256LL * blockIdx.x + threadIdx.x);
     if (i < n) store8(copy + i, load8(param + i));
 }
@@ -611,7 +614,7 @@ extern "C" __global__ void copy_weights(real* copy, Floats param, Index n) {
 // Grid (ceil(N/64), ceil(M/64)); 256 threads.
 constexpr int TILE = 64, DEPTH = 16;
 
-extern "C" __global__ void __launch_bounds__(256)
+KERNEL __launch_bounds__(256)
 matmul(void* out, Reals a, Reals b,
        int M, int N, int I,
        int a_row, int a_column, int b_row, int b_column, int out_row,
@@ -673,18 +676,15 @@ constexpr int ROWS = 4;
 // await_last for the end of the kernel ahead. A prefetch returns no value, so it need not wait. On earlier
 // GPUs the three do nothing, and each kernel starts at the end of the one ahead.
 #if __CUDA_ARCH__ >= 900
-__device__ void start_next() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ void await_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ void prefetch(Reals from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
+#define FROM_HOPPER(...) asm volatile(__VA_ARGS__)
 #else
-__device__ void start_next() {}
-
-__device__ void await_last() {}
-
-__device__ void prefetch(Reals from) {}
+#define FROM_HOPPER(...)
 #endif
+__device__ void start_next() { FROM_HOPPER("griddepcontrol.launch_dependents;"); }
+
+__device__ void await_last() { FROM_HOPPER("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ void prefetch(Reals from) { FROM_HOPPER("prefetch.global.L2 [%0];" :: "l"(from)); }
 
 // The core of two_products below: the products of each row of this group of x (n,I), N rows or fewer, with
 // w_a and w_b, which are rows of a matrix. One lane of the warp hands each pair to take(row, a, b). If the
@@ -764,7 +764,7 @@ __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
 // A warp owns a pair (i, i + D/2) of a head. The first `turned` = H + G heads turn. qkv (context, heads * D)
 // is the KV cache of this layer: it keeps q beside k and v.
 // Grid (heads * D/2 / 4, ceil(n/4)); 128 threads.
-extern "C" __global__ void __launch_bounds__(128)
+KERNEL __launch_bounds__(128)
 decode_qkv(real* qkv, Reals x, Floats gain, Reals w,
            Floats cos, Floats sin, Ints place,
            int n, int C, int heads, int turned, int D, float eps) {
@@ -788,7 +788,7 @@ decode_qkv(real* qkv, Reals x, Floats gain, Reals w,
 //
 // O is small and I may be large: so the four warps of a block share the columns of two outputs.
 // Grid (O/2, ceil(n/4)); 128 threads.
-extern "C" __global__ void __launch_bounds__(128)
+KERNEL __launch_bounds__(128)
 decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
     __shared__ float2 parts[ROWS][4];
     int o = 2 * blockIdx.x;
@@ -810,7 +810,7 @@ decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
 //
 // A warp owns a column of h.
 // Grid (ceil(F/4), ceil(n/4)); 128 threads.
-extern "C" __global__ void __launch_bounds__(128)
+KERNEL __launch_bounds__(128)
 decode_swiglu(real* h, Reals x, Floats gain, Reals w, int n, int C, int F, float eps) {
     int o = own_pair();
     if (o >= F) return;
@@ -822,7 +822,7 @@ decode_swiglu(real* h, Reals x, Floats gain, Reals w, int n, int C, int F, float
 // Covers the last rmsnorm_forward and the heads' linear_forward: out (n,O), logits, = rmsnorm(x) @ w.T, of
 // the first O rows of w, which are those of the heads that are asked for.
 // Grid (ceil(O/8), ceil(n/4)); 128 threads.
-extern "C" __global__ void __launch_bounds__(128)
+KERNEL __launch_bounds__(128)
 decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, float eps) {
     int o = 2 * own_pair();
     if (o >= O) return;
@@ -843,7 +843,7 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
 // Grid (H, n); 512 threads.
 constexpr int WARPS = 16, WIDEST = 128;  // of a block; the largest D
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+KERNEL __launch_bounds__(32 * WARPS)
 decode_attention(real* y, Reals qkv, Ints place, int H, int G, int D) {
     __shared__ float part_y[WARPS][WIDEST];
     __shared__ float2 part_ml[WARPS];
@@ -967,8 +967,8 @@ __device__ double gumbel(Key seed, int t, int id) {
 // place: see section 8. drawing: the temperature, which is above 0 here, and top_p. Where the host has
 // temperature 0, it asks for the largest logit by top_k = 1.
 // Grid (n, heads); 1024 threads.
-extern "C" __global__ void draw(int* ids, float* p, Floats logits,
-                                Ints place, const double* drawing, const Key* seed, int V) {
+KERNEL draw(int* ids, float* p, Floats logits,
+            Ints place, const double* drawing, const Key* seed, int V) {
     __shared__ Key keys[2][32];
     __shared__ float slots[2][32];
     int row = blockIdx.x, head = blockIdx.y;

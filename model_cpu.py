@@ -456,8 +456,8 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
 # times w = head_weight_k / divisor_k; a masked row has gradient 0.  A row's own weight is one more factor of w: that
 # is all that preferences and rewards need (rl.py).
 def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
-    """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits.  head_weights: (K,),
-    or (N,K) with the weights of the rows."""
+    """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits.
+    head_weights: (K,), or (N,K) with the weights of the rows."""
     weight = np.where(targets >= 0, head_weights / divisor, 0.0).astype(e.dtype)        # (N,K)
     e *= (weight / exp_sum)[..., None]              # w * p
     n, k = np.nonzero(targets >= 0)

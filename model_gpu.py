@@ -200,7 +200,7 @@ class Gpu:
         try:
             code, module = compiled("kernels.cu", f"-DBF16={int(precision == 'bf16')}",
                                     f"-DROW_THREADS={row_threads(config.dim)}")
-            for name in re.findall(r'"C" __global__ void (?:__launch_bounds__.*\s)?(\w+)\(', code):
+            for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code):
                 self.kernels[name] = module.get_function(name)
             _, module = compiled("flash_attn.cu", *options)
             self.flash = flash_kernels(precision, config.head_dim)
@@ -1161,7 +1161,10 @@ class Nccl:
         self.part = ranks.part
         self.ranks = ranks
         address = ranks.all_gather(nccl.get_unique_id())[0]
-        self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
+        try:
+            self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
+        except nccl.NcclError as error:             # "invalid usage", where two processes have one GPU
+            raise ValueError(f"NCCL cannot connect the processes: each needs a GPU of its own ({error}).") from None
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.event = cupy.cuda.Event(disable_timing=True)
 

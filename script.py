@@ -35,6 +35,7 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from multiprocessing import get_context, parent_process
@@ -122,19 +123,18 @@ def write_file(path, data):
         file.write(data)
 
 
-def show_progress(what, unit="MB", size=1e6):
-    """-> a function progress(done, total), in bytes, or in something else of which `size` make a unit.  On a
-    terminal it prints a line that rewrites itself.  Elsewhere it prints one line at the end, if there was at
-    least one unit to do."""
+def show_progress(what):
+    """-> a function progress(done, total), in bytes.  On a terminal it prints a line that rewrites itself.
+    Elsewhere it prints one line at the end, if there was at least one megabyte to do."""
     start = time.monotonic()
 
     def progress(done, total):
         seconds = max(time.monotonic() - start, 1e-9)
-        line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
+        line = f"{what} {done / 1e6:,.0f} MB, {done / 1e6 / seconds:,.1f} MB/s"
         if sys.stdout.isatty():
             line += f", {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left"
             print(f"\r{line} \033[K", end="\n" if done >= total else "", flush=True)
-        elif done >= total >= size:
+        elif done >= total >= 1e6:
             print(f"{line}, {seconds:.1f} s", flush=True)
     return progress
 
@@ -178,6 +178,7 @@ def whole_number(least, most=10**9):
 
 
 positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
+positive_or_inf = number_type(float, lambda x: x > 0, "a number above 0, or inf")
 not_negative = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
 below_1 = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
 
@@ -312,6 +313,7 @@ def load_pyplot():
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
     pyplot.switch_backend("Agg")
+    warnings.filterwarnings("ignore", "Glyph")              # a character that the font does not have
     return pyplot
 
 

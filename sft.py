@@ -264,33 +264,33 @@ Examples = collections.namedtuple("Examples", "train lengths held_out questions 
 
 
 def hold_out(beginnings, seed):
-    """The beginnings that are held out, as `opening` gives them: a tenth of the different ones, in the order of
-    their hashes."""
-    def order(beginning):
-        return hashlib.sha256(f"{seed} {as_text(beginning)}".encode("utf-8", "surrogatepass")).digest()
+    """beginnings: as `opening` gives them -> a dict of those that are held out, by their texts: a tenth of the
+    different texts, in the order of their hashes."""
+    def order(prompt):
+        return hashlib.sha256(f"{seed} {prompt}".encode("utf-8", "surrogatepass")).digest()
 
-    prompts = sorted(dict.fromkeys(beginnings), key=order)
+    by_text = {as_text(beginning): beginning for beginning in beginnings}
+    prompts = sorted(by_text, key=order)
     require(len(prompts) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
-    return prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]
+    return {prompt: by_text[prompt] for prompt in prompts[:max(1, min(MOST_HELD_OUT, len(prompts) // 10))]}
 
 
 def make_examples(tokenizer, conversations, T, seed):
     """Conversations -> Examples."""
     unseen = hold_out(map(opening, conversations), seed)
-    unseen_set = set(unseen)
     to_train = []
     held_out = []
     cuts = 0
     digest = hashlib.sha256()
     for turns in conversations:
         ids, mask, cut = make_example(tokenizer, turns, T)
-        is_held_out = opening(turns) in unseen_set
+        is_held_out = as_text(opening(turns)) in unseen
         examples = held_out if is_held_out else to_train
         examples.append((ids, mask))
         cuts += cut
         digest.update(ids.tobytes() + mask.tobytes() + bytes([is_held_out]))
-    return Examples(to_train, padded_lengths(to_train, T), held_out, unseen[:QUESTIONS], cuts,
-                    digest.hexdigest()[:12])
+    questions = list(unseen.values())[:QUESTIONS]
+    return Examples(to_train, padded_lengths(to_train, T), held_out, questions, cuts, digest.hexdigest()[:12])
 
 
 # ------------------------------------------------------------------------------------------------------------

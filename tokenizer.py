@@ -799,7 +799,7 @@ def train_command(files, vocab_size, out):
 
 def show_command(text, with_ids, path):
     instead = "give --tokenizer the file that `python tokenizer.py train FILE` wrote"
-    tokenizer = Tokenizer.load(path or os.path.join(newest_checkpoint(instead), "tokenizer.json"))
+    tokenizer = Tokenizer.load(path or f"{newest_checkpoint(instead)}/tokenizer.json")
     text = sys.stdin.buffer.read() if text == "-" else os.fsencode(text)
     if with_ids:
         print(*tokenizer.encode(text))

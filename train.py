@@ -35,8 +35,8 @@ optimizer's moments are not read: the run begins with a warmup, at step 0, and a
 """
 # first: from here on Ctrl-C is one word on the screen
 from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_plain, check_text, explain,
-                    file_hash, memory_size, not_negative, positive, print_step, printable, read_chunk,
-                    refusing, require, run_script, set_threads, show_progress, start_under_mpiexec,
+                    file_hash, memory_size, not_negative, positive, positive_or_inf, print_step, printable,
+                    read_chunk, refusing, require, run_script, set_threads, show_progress, start_under_mpiexec,
                     whole_number, write_python_corpus)
 
 import argparse
@@ -111,7 +111,7 @@ class Settings:
     # slices of a batch, a core each; another number of them sums in another order
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all)", 1)
     decay: float = setting(below_1, "weight decay, on matrices (default 0.1)", 0.1)
-    clip: float = setting(positive, "largest gradient norm for AdamW (default 1)", 1.0)
+    clip: float = setting(positive_or_inf, "largest gradient norm for AdamW; inf: any (default 1)", 1.0)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU", "cpu")
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")

@@ -1,5 +1,6 @@
 """chat.py: what it prints by pipe and on a terminal, what it keeps between lines, what it says of bad input."""
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -14,6 +15,7 @@ import sys
 import time
 import types
 import unicodedata
+import warnings
 
 import numpy as np
 import pytest
@@ -350,6 +352,15 @@ def test_what_is_asked_of_the_model(models, monkeypatch):
         assert (set(found["stop"]), found["most"], found["speculate"]) == (set(SPECIAL.values()), most, speculate)
 
 
+@pytest.mark.parametrize("options, heads, notes", [([], 1, 0), (["--speculation"], 1, 1), (["--speculation"], 2, 0)])
+def test_speculation_without_heads_to_draft_is_a_note(models, monkeypatch, options, heads, notes):
+    model, tokenizer = chat.load_model(str(models / "out" / "random"), "cpu")
+    model.config = dataclasses.replace(model.config, predict=heads)
+    monkeypatch.setattr(chat, "load_model", lambda *_: (model, tokenizer))
+    _, _, err = run(models, "--model", "m", "--prompt", "x", *options, generate=lambda *_: iter(()))
+    assert err.count("note: this model has one head, none to draft: --speculation changes nothing.\n") == notes
+
+
 def test_tokens_come_as_they_are_made(models):
     """Each is there to be read before the next is computed, and the line end before the next line is waited for."""
     seen = []
@@ -518,6 +529,10 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
     arguments = "--model", "out/random", "--lens", "The king", "--plot", "lens.png"
     code, out, _ = run(models, *arguments)
     assert code == 0 and out.endswith(b"Wrote lens.png.\n") and (models / "lens.png").read_bytes().startswith(b"\x89PNG")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")          # as PYTHONWARNINGS=error does
+        monkeypatch.setattr(chat, "visible", lambda token: "\u4e00")           # which the font does not have
+        chat.plot_lens(s.model, s.tokenizer, ids, tmp_path / "lens.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = run(models, *arguments)
     assert (code, err) == (2, "error: --plot needs matplotlib: pip install matplotlib.\n")

@@ -233,10 +233,13 @@ def test_runs_of_the_command_line(monkeypatch, capsys, good):
     called.clear()
     assert gradcheck.main(["--small"]) == (0 if good else 1)
     assert called == [(1053824, 70, 1e-3, 1e-7, 4)]
-    for arguments in (["--break", "nonsense"], ["--small", "--list"], ["--peer"]):
+    for arguments in (["--break", "nonsense"], ["--small", "--list"]):
         with pytest.raises(SystemExit) as error:
             gradcheck.main(arguments)
         assert error.value.code == 2
+    for arguments in (["--peer"], ["--hint"], ["--exercise", "all", "--hint"]):
+        with pytest.raises(ValueError, match=f"^{arguments[-1]} goes with --"):
+            gradcheck.main(arguments)
 
 
 def test_the_list_of_bugs(capsys):
@@ -365,24 +368,24 @@ def test_gpu_gradients_beside_those_of_pytorch(twin, capsys, monkeypatch, std, o
     def gradient(reference, tokens, targets, precision):
         assert precision == "bf16" and tokens.shape == (2, 256) and targets.shape == (2, 257)
         return (1 + 1 / 1024) * reference.flat_grads
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "torch_twin", types.SimpleNamespace(gradient=gradient))
     twin.off = {"all": ours / 1024, "losses": 0.0}
     assert bool(gradcheck.run_gpu_gradients(WIDE, ["bf16"], std, True)) == good
     assert f"{1 / 1024:.2e}\n  {'ours / PyTorch' + chr(39) + 's':20}{ours:12.2e}\n" in capsys.readouterr().out
-    assert os.path.exists(os.path.join(sys.path[0], "torch_twin.py"))
 
 
 @pytest.mark.parametrize("best, precisions", [("bf16", ("fp32", "tf32", "bf16")), ("fp32", ("fp32",))])
 def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisions):
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
     monkeypatch.setattr(model_gpu, "default_precision", lambda: best)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     called = []
     monkeypatch.setattr(gradcheck, "run_gpu_gradients",
                         lambda *arguments: called.append(arguments) or len(called) != bad)
     for bad in (None, 1, 2):
         called.clear()
         assert gradcheck.main(["--gpu", "--peer"] if bad else ["--gpu"]) == (1 if bad else 0)
+        assert os.path.exists(f"{sys.path[1]}/torch_twin.py")
         assert [rest for _, *rest in called] == [[precisions, None, bool(bad)], [precisions, 0.06, bool(bad)]]
         assert called[0][0] == called[1][0] == dataclasses.replace(model_cpu.CONFIGS["big"], layers=4)
         verdict = "NOT all within the bars\n" if bad else "all within the bars\n"

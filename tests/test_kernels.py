@@ -177,11 +177,13 @@ def test_cross_entropy(bench):
         divisor = np.maximum(counted, 1)
         nll, losses = bench.empty(N, K, single=True), bench.empty(K, single=True)
         bench.gpu.config = types.SimpleNamespace(vocab=V)
-        model_gpu.cross_entropy_forward(bench.gpu, losses, nll, logits, bench.ints(targets), bench.put((heads / divisor).astype(f32)),
-                                        bench.put(divisor.astype(f32)), T)
-        expected, total = np.zeros(K), np.zeros((N, K))
-        model_cpu.cross_entropy_forward(expected, total, logits64, table, divisor)
-        model_cpu.cross_entropy_backward(logits64, total, table, divisor, heads)
+        weights = bench.rng.standard_normal(B)
+        inputs = {"targets": bench.ints(targets), "head_weights": bench.put((heads / divisor).astype(f32)),
+                  "divisor": bench.put(divisor.astype(f32)), "weights": bench.put(weights.astype(f32))}
+        model_gpu.cross_entropy_forward(bench.gpu, losses, nll, logits, inputs, T)
+        expected, total, of_rows = np.zeros(K), np.zeros((N, K)), np.repeat(weights, T)[:, None]
+        model_cpu.cross_entropy_forward(expected, total, logits64, table, divisor, of_rows)
+        model_cpu.cross_entropy_backward(logits64, total, table, divisor, heads * of_rows)
         # bf16: the quick exponential
         np.testing.assert_allclose(losses, expected, rtol=2e-5 if bench.bf16 else 2e-6, atol=-1e-7 * shift)
         bench.close(logits, logits64, None if bench.bf16 else 2e-6 * max(spread, -shift))    # z - log total cancels

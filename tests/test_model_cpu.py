@@ -198,9 +198,15 @@ def test_losses_are_summed_in_float64():
 def test_targets_and_divisors_by_hand():
     targets = np.full((2, 3 + TINY.predict - 1), -1)
     targets[0, :2] = 5, 0                                           # heads 0, 1, 2: two targets, one, none
-    tokens, same, divisor = model_cpu.check_batch(TINY, [[1, 2, 3]] * 2, targets.tolist())
+    tokens, same, divisor, weights = model_cpu.check_batch(TINY, [[1, 2, 3]] * 2, targets.tolist(), None, None)
     assert divisor.tolist() == [2, 1, 1] and np.array_equal(same, targets) and tokens.tolist() == [[1, 2, 3]] * 2
-    assert model_cpu.check_batch(TINY, tokens, targets, [7, 0, 3])[2].tolist() == [7, 1, 3]
+    assert weights.tolist() == [1, 1]
+    assert model_cpu.check_batch(TINY, tokens, targets, [7, 0, 3], None)[2].tolist() == [7, 1, 3]
+    _, _, divisor, weights = model_cpu.check_batch(TINY, tokens, targets, [7, 0, 3], [2, -1])
+    assert divisor.tolist() == [7, np.inf, np.inf] and weights.tolist() == [2, -1]
+    for wrong in ([1], [[1, 2]], [1, np.nan]):
+        with pytest.raises(ValueError, match="weights must be 2 finite numbers, one a row"):
+            model_cpu.check_batch(TINY, tokens, targets, None, wrong)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -320,7 +326,7 @@ def test_what_is_left_in_the_work_arrays_changes_nothing(threads):
             workspace.flat_grads[...] = np.nan
         assert np.array_equal(model.forward(*batch), losses)
         for workspace in model.workspaces:
-            _, _, _, shared = workspace.saved
+            *_, shared = workspace.saved
             for name in set(shared) - kept:
                 shared[name][...] = np.nan
         model.backward()

@@ -362,12 +362,15 @@ def test_a_run_of_one_needs_no_mpi(folder_without_mpi, monkeypatch):
 @pytest.mark.parametrize("size, rows", [(1, 4), (2, 8), (2, 5), (3, 8), (4, 3), (5, 1)])
 def test_each_window_is_of_one_rank(size, rows):
     """In their order, as even as can be; who has none learns nothing from one."""
-    inputs, targets = np.arange(rows * 2).reshape(rows, 2), np.arange(rows * 3).reshape(rows, 3)
-    shares = [Ranks(types.SimpleNamespace(rank=rank, size=size)).share(inputs, targets) for rank in range(size)]
+    whole = np.arange(rows * 2).reshape(rows, 2), np.arange(rows * 3).reshape(rows, 3), np.arange(rows)
+    everyone = [Ranks(types.SimpleNamespace(rank=rank, size=size)) for rank in range(size)]
+    shares = [ranks.share(*whole) for ranks in everyone]
     own = [share for share in shares if (share[1] >= 0).any()]
-    assert all(np.array_equal(np.concatenate(parts), whole) for parts, whole in zip(zip(*own), (inputs, targets)))
-    assert {len(x) for x, _ in own} <= {rows // size, -(-rows // size)} and len(own) == min(rows, size)
-    assert all(x.shape == (1, 2) and y.shape == (1, 3) and (y == -1).all() for x, y in shares if not (y >= 0).any())
+    assert all(np.array_equal(np.concatenate(parts), array) for parts, array in zip(zip(*own), whole))
+    assert {len(x) for x, *_ in own} <= {rows // size, -(-rows // size)} and len(own) == min(rows, size)
+    assert all(x.shape == (1, 2) and y.shape == (1, 3) and (y == -1).all() and w.shape == (1,)
+               for x, y, w in shares if not (y >= 0).any())
+    assert everyone[0].share(*whole[:2], None)[2] is None
 
 
 # -- the GPUs' side, without one ---------------------------------------------------------------------------------------
@@ -434,4 +437,17 @@ def test_several_gpus_without_nccl(monkeypatch):
     for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match="^Several GPUs need NVIDIA's NCCL: run `make gpu` "):
+        model_gpu.Nccl(Ranks())
+
+
+def test_two_processes_on_one_gpu_are_refused_in_a_sentence(monkeypatch):
+    class NcclError(RuntimeError):
+        pass
+
+    def refuse(*_):
+        raise NcclError("NCCL_ERROR_INVALID_USAGE")
+    nccl = types.SimpleNamespace(get_unique_id=lambda: 0, NcclError=NcclError, NcclCommunicator=refuse)
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", types.SimpleNamespace(nccl=nccl))
+    with pytest.raises(ValueError, match="each needs a GPU of its own .NCCL_ERROR_INVALID_USAGE"):
         model_gpu.Nccl(Ranks())

@@ -454,7 +454,7 @@ def test_what_a_run_prints(monkeypatch):
     examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], questions, 0, "key")
     training = training_of(types.SimpleNamespace(config=CONFIG), BYTES, types.SimpleNamespace(steps=9, seed=4, batch_tokens=64))
     job = sft.fine_tuning(training, examples)
-    assert job.bytes_per_token == 1e-9                                  # of what has no text at all
+    assert job.note(1, math.log(2)) == "1000000000.000 bits/byte"       # of what has no text at all
     asked = [f"--- {title}\ufffd\nto q{i}\ufffd\n\ufffd '\n" for i, title in enumerate(["q0", "so\n\nq1", "q2", "q3", "q4"])]
     for step, loss, count, shown in ((0, 3.0, 3, asked[:3]), (4, 2.5, 3, ["           to q0\\x1b\\n\\x07 '\n"]),
                                      (9, 2.0, 5, [*asked, "Held-out loss 3.0000 before, 2.0000 after.\n"])):
@@ -515,9 +515,10 @@ def test_a_job_takes_the_batch_of_its_step():
     plans = [sft.plan_epoch(examples.lengths, 256, 3, epoch) for epoch in range(3)]
     for step, rows in enumerate(itertools.chain(*plans)):
         expected = sft.make_batch([examples.train[i] for i in rows], 128, 4, PAD)
-        assert all(np.array_equal(a, b) for a, b in zip(job.batch(step), expected))
+        *batch, counted, weights = job.batch(step)
+        assert all(map(np.array_equal, batch, expected)) and counted[0] == (expected[1] >= 0).sum() and weights is None
     sizes = [mask.sum() for _, mask in examples.train]                  # each with an end that is no text
-    assert job.bytes_per_token == pytest.approx(1 - len(sizes) / sum(sizes))
+    assert job.note(1, math.log(2)) == f"{1 / (1 - len(sizes) / sum(sizes)):.3f} bits/byte"
 
 
 def test_the_held_out_loss_falls(base):
@@ -677,13 +678,11 @@ def begin(monkeypatch, *arguments):
         raise Begun
     with monkeypatch.context() as patch:
         patch.setattr(sft, "fine_tuning", stop)
-        patch.setattr(train, "connect", lambda training: begun.append(training))
-        patch.setattr(train, "Stop", lambda: None)
         patch.setattr(checkpoint, "lock_folder", lambda out: begun.append(out))
         with contextlib.redirect_stdout(Stream()) as out, pytest.raises(Begun):
             sft.main(list(arguments))
-    locked, connected, (training, examples) = begun
-    assert connected is training and locked == training.out
+    locked, (training, examples) = begun
+    assert locked == training.out
     return training, examples, out.seen()
 
 

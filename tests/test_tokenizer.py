@@ -838,13 +838,13 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
     clock = iter([50.0, 50.0, 54.0, 60.0])
     monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    progress = script.show_progress("seen:", "thousand", 1e3)
-    for done in (0, 2000, 8000):
-        progress(done, 8000)
+    progress = script.show_progress("seen:")
+    for done in (0, 2_000_000, 8_000_000):
+        progress(done, 8_000_000)
     assert capsys.readouterr().out == (
-        "\rseen: 0 thousand, 0.0 thousand/s, 0%, 0 s left \033[K"
-        "\rseen: 2 thousand, 0.5 thousand/s, 25%, 12 s left \033[K"
-        "\rseen: 8 thousand, 0.8 thousand/s, 100%, 0 s left \033[K\n")
+        "\rseen: 0 MB, 0.0 MB/s, 0%, 0 s left \033[K"
+        "\rseen: 2 MB, 0.5 MB/s, 25%, 12 s left \033[K"
+        "\rseen: 8 MB, 0.8 MB/s, 100%, 0 s left \033[K\n")
 
 
 def test_a_file_is_replaced_when_all_is_on_the_disk(monkeypatch):

@@ -45,9 +45,9 @@ def tiny(folder, monkeypatch):
     def go(*options, stop_at=None):
         micro_batches, stop = train.micro_batches, types.SimpleNamespace(signal=None)
 
-        def stopping(training, inputs):
+        def stopping(training, *batch):
             stop.signal = signal.SIGTERM if training.model.step + 1 == stop_at else None
-            return micro_batches(training, inputs)
+            return micro_batches(training, *batch)
         with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
             patch.setattr(train, "micro_batches", stopping)
             patch.setattr(train, "Stop", lambda: stop)
@@ -103,8 +103,9 @@ def test_a_job_takes_the_batch_of_its_step():
     job = train.pretraining(training_of(types.SimpleNamespace(config=CONFIG), tokenizer, s), tokens, {})
     for step in (0, 1, 200):
         expected = train.get_batch(tokens, train.window_starts(7, step, 5, 5000, 8, 2), 8, 2)
-        assert all(np.array_equal(a, b) for a, b in zip(job.batch(step), expected))
-    assert job.bytes_per_token == 1
+        *batch, counted, weights = job.batch(step)
+        assert all(map(np.array_equal, batch, expected)) and counted.tolist() == [40, 40] and weights is None
+    assert job.note(1, math.log(2)) == "1.000 bits/byte"
 
 
 def test_schedule():
@@ -125,8 +126,8 @@ class Recorder:
         self.step, self.calls, self.norms, self.grads, self.params = step, [], list(norms), {}, {}
         self.flat_params, self.flat_grads = np.ones(3), np.ones(3)
 
-    def forward(self, tokens, targets, counted):
-        self.calls.append(("forward", tokens.tolist(), targets.tolist(), counted.tolist()))
+    def forward(self, tokens, targets, counted, weights):
+        self.calls.append(("forward", tokens.tolist(), targets.tolist(), counted.tolist(), weights and weights.tolist()))
         return np.array([len(tokens) / 4, 10.0])
 
     def backward(self, last):
@@ -152,12 +153,12 @@ def test_a_step_is_cut_into_micro_batches_and_loses_no_row(tmp_path, monkeypatch
     s = settings_of(f"--micro-batch {micro_batch} --decay 0.3 --clip 2.5 --steps 1")
     monkeypatch.setattr(train, "learning_rate", lambda step, settings: 0.125)
     monkeypatch.setattr(train, "save_run", lambda training: None)
-    job = train.Job(lambda step: (inputs, targets), lambda step: {}, 1.0)
+    counted = train.count_targets(targets, 4, 2)                                # of the whole step
+    job = train.Job(lambda step: (inputs, targets, counted, None), lambda step: {}, lambda step, loss: "")
     assert train.train(training_of(model, None, s, tmp_path), job, types.SimpleNamespace(signal=None)) == 0
-    counted = [int((targets[:, k:k + 4] >= 0).sum()) for k in range(2)]         # of the whole step
     expected = []
     for a, b in zip(cuts, cuts[1:]):
-        expected += [("forward", inputs[a:b].tolist(), targets[a:b].tolist(), counted), ("backward", b == 7)]
+        expected += [("forward", inputs[a:b].tolist(), targets[a:b].tolist(), counted.tolist(), None), ("backward", b == 7)]
     assert model.calls == [*expected, ("update", 0.125, 0.3, 2.5)]
     record = read_log(tmp_path)[0]
     assert record["grad_norm"] == 0.5 and record["losses"] == [7 / 4, 10.0 * (len(cuts) - 1)] and record["tokens"] == 28
@@ -172,10 +173,10 @@ def loop(tmp_path, monkeypatch):
         def batch(step):
             ask(step)
             asked.append(step)
-            return np.full((4, 8), step), np.zeros((4, 9), int)
+            return np.full((4, 8), step), np.zeros((4, 9), int), np.full(2, 32), None
         monkeypatch.setattr(train, "save_run", lambda training: saved.append(training.model.step))
         training = training_of(model, None, s, tmp_path, tokens=96 * model.step, seconds=50.0 * (model.step > 0))
-        code = train.train(training, train.Job(batch, evaluate, 2.0), stop or types.SimpleNamespace(signal=None))
+        code = train.train(training, train.Job(batch, evaluate, lambda step, loss: f"note {step} {loss}"), stop or types.SimpleNamespace(signal=None))
         return code, asked, saved
     return go
 
@@ -194,7 +195,7 @@ def test_a_run_asks_for_each_batch_and_rate_and_saves_and_evaluates_in_time(tmp_
     printed = capsys.readouterr().out
     # the first step, every tenth, and those before an evaluation or a save
     assert [*map(int, re.findall("^step +([0-9]+)/70", printed, re.MULTILINE))] == [1, 10, 16, 20, 25, 30, 40, 50, 60, 70]
-    assert re.search(rf"^step    10/70  loss  1\.0000  {1 / math.log(2) / 2:.3f} bits/byte  [0-9:]+ left +[0-9,]+ tokens/s"
+    assert re.search(rf"^step    10/70  loss  1\.0000  note 10 1.0  [0-9:]+ left +[0-9,]+ tokens/s"
                      rf"  norm   0\.50  lr {rates[9]:.2e}$", printed, re.MULTILINE)
     assert "Trained" in printed and "70 steps, 2,240 tokens" in printed
 
@@ -223,7 +224,8 @@ def test_a_number_that_is_not_finite_ends_the_run(loop, capsys, norms, step, sav
 
 def test_where_every_gradient_is_finite():
     training = training_of(Recorder(), None, settings_of(""))
-    assert train.first_bad_tensor(training, np.zeros((4, 8), int), np.zeros((4, 9), int)).startswith("every gradient is finite; ")
+    batch = np.zeros((4, 8), int), np.zeros((4, 9), int), np.full(2, 32), None
+    assert train.first_bad_tensor(training, *batch).startswith("every gradient is finite; ")
     assert not training.model.flat_grads.any()
 
 
@@ -274,7 +276,7 @@ def test_time_left(tmp_path, monkeypatch, capsys, seconds, words):
     clock = iter([0.0, seconds])
     monkeypatch.setattr(train.time, "monotonic", lambda: next(clock))
     training = training_of(Recorder(), None, settings_of("--steps 2"), tmp_path)
-    train.Report(training, train.Job(None, None, 1.0))(1, 1e-3, np.ones(2), 0.5, pause=True)
+    train.Report(training, train.Job(None, None, lambda step, loss: ""))(1, 1e-3, np.ones(2), 0.5, pause=True)
     assert f"  {words} left  " in capsys.readouterr().out
 
 
@@ -631,6 +633,14 @@ def test_numbers_that_are_not_finite_stop_a_run_in_a_sentence(folder):
 def test_settings_that_cannot_be(name, value):
     with pytest.raises(ValueError, match=f"the setting {name} cannot be"):
         dataclasses.replace(settings(), **{name: value})
+
+
+def test_clip_inf_clips_nothing_and_a_run_with_it_resumes(tiny, folder):
+    tiny(*TINY, "--clip", "inf", "--steps", "2")
+    assert train.read_run("out/small", "train.py")[0].clip == np.inf
+    tiny("--resume", "--steps", "3")
+    with pytest.raises(SystemExit):
+        tiny(*TINY, "--clip", "nan")
 
 
 def test_damaged_tokens_are_named(tiny, folder):
