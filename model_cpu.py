@@ -266,11 +266,12 @@ def rotated_part(qkv, config):
     return qkv[..., :n * config.head_dim].reshape(*qkv.shape[:2], n, config.head_dim)
 
 
-def attention_forward(out, P, qkv, config):
+def attention_forward(out, P, qkv, config, pads=None):
     """Causal grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023).  qkv (B,T,(H+2G)D), already
     rotated; out (B,T,H*D); P (B,G,R,T,T) keeps the probabilities for the backward.  Where out and P have
     fewer rows than qkv, they are those of its last rows: the rows before are keys and values of earlier calls
-    (Decoder.extend).  Per head, with scale = 1/sqrt(D):
+    (Decoder.extend).  pads (B,1,1,1,T), or None: added to the scores, so that keys which are no text weigh
+    nothing (Decoder.draw_rows).  Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j  for j <= i     P_ij = exp(S_ij) / sum_j' exp(S_ij')     out_i = sum_j P_ij v_j
     """
@@ -280,6 +281,8 @@ def attention_forward(out, P, qkv, config):
     np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
     P += np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)        # causal mask (mask_future)
+    if pads is not None:
+        P += pads
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
     np.exp(P, out=P)
     P /= P.sum(axis=-1, keepdims=True)
@@ -348,18 +351,21 @@ def block_forward(x, w, saved, shared, config, rope, first=0):
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
     w: this layer's weights by name; saved: this layer's arrays, which keep what the backward reads; shared:
-    arrays that all layers share (both: work_tables); rope: rope_table.  first: the position of the first
-    token; if it is not 0, saved["qkv"] begins with the rows of the tokens before it (Decoder.extend)."""
+    arrays that all layers share (both: work_tables); rope: rope_table.  A Decoder has in saved["cache"] (B,
+    context,(H+2G)D) the rows of earlier tokens, too, and first is the position of the first new one."""
     B, T, C = x.shape
     x = x.reshape(B * T, C)
     increment = shared["increment"]                                               # (N,C)
 
     saved["x_in"][...] = x                                                        # (N,C)
     rmsnorm_forward(saved["n1"], saved["rstd1"], x, w["norm1"], config.norm_eps)  # (N,C), (N,)
-    linear_forward(saved["qkv"][first:], saved["n1"], w["qkv"])                   # (N,C) -> (N,(H+2G)D)
-    qkv = saved["qkv"].reshape(B, first + T, -1)                                  # (B,first+T,(H+2G)D)
-    rope_forward(rotated_part(qkv[:, first:], config), *rope[:, first:first + T])     # cos, sin (T,1,D)
-    attention_forward(saved["y"].reshape(B, T, C), saved["P"], qkv, config)
+    linear_forward(saved["qkv"], saved["n1"], w["qkv"])                           # (N,C) -> (N,(H+2G)D)
+    qkv = saved["qkv"].reshape(B, T, -1)                                          # (B,T,(H+2G)D)
+    rope_forward(rotated_part(qkv, config), *rope[:, first:first + T])            # cos, sin (T,1,D)
+    if "cache" in saved:
+        saved["cache"][:, first:first + T] = qkv
+        qkv = saved["cache"][:, :first + T]                                       # (B,first+T,(H+2G)D)
+    attention_forward(saved["y"].reshape(B, T, C), saved["P"], qkv, config, saved.get("pads"))
     linear_forward(increment, saved["y"], w["out"])                               # (N,C) -> (N,C)
     x += increment                                                                # Euler substep 1
 
@@ -644,6 +650,10 @@ class Model:
         """-> a function that returns these arrays; on the GPU it first waits until they are computed."""
         return lambda: arrays
 
+    def new_decoder(self, rows):
+        """A Decoder of so many texts at once."""
+        return Decoder(self, rows)
+
     def _trunk(self, tokens, layers, shared, first=0):
         """tokens (B,T) -> shared["final"] (N,C): rmsnorm(x) after the last layer.  layers, shared:
         the buffers to compute in, which then hold what the backward needs; first: see block_forward."""
@@ -776,18 +786,25 @@ class Sampling:
     seed: int = 0               # of the noise
     vocab: int = None           # only ids below it are drawn; None: all
 
+    def __post_init__(self):
+        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:      # also for a NaN
+            raise ValueError(f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}: it must be "
+                             ">= 0, >= 0, in (0, 1].")
+
 
 class Decoder:
-    """Continues one text with a KV cache: keys and values of the tokens before are kept, not computed again.
+    """Continues a text with a KV cache: keys and values of the tokens before are kept, not computed again.
 
-    tokens: the list of ids whose keys and values the cache holds."""
+    rows: the number of texts, each with a cache of its own; more than one are drawn by draw_rows alone.
+    tokens: the list of ids whose keys and values the cache holds, those of the first text."""
 
-    def __init__(self, model):
+    def __init__(self, model, rows=1):
         c = model.config
         self.model = model
         self.tokens = []
         # q, k, v of each token in every layer; memory that no token has reached is not taken yet
-        self.cache = np.zeros((c.layers, c.context, c.qkv_width), model.dtype)
+        self.cache = np.zeros((c.layers, rows, c.context, c.qkv_width), model.dtype)
+        self.pads = None                            # see attention_forward
         # without a backward all layers compute in the arrays of one
         self.workspace = Workspace(dataclasses.replace(c, layers=1), model.dtype, training=False)
 
@@ -818,12 +835,19 @@ class Decoder:
         end = self.position + n
         require(end <= c.context, f"{n} tokens at {self.position} do not fit the context of {c.context}.")
         check_tokens(c, tokens)
-        (layer,), shared = self.workspace.buffers(1, n)
-        P = np.empty((1, c.kv_heads, c.heads // c.kv_heads, n, end), model.dtype)
-        layers = [{**layer, "qkv": qkv, "P": P} for qkv in self.cache[:, :end]]
-        final = model._trunk(tokens[None], layers, shared, self.position)
-        self.tokens += tokens.tolist()
-        return model._head_logits(final[-(last or n):])
+        return model._head_logits(self._read(tokens[None])[-(last or n):])
+
+    def _read(self, tokens):
+        """Append tokens (B,n) -> rmsnorm(x) (B*n,C) after the last layer."""
+        c = self.model.config
+        B, n = tokens.shape
+        first = self.position
+        (layer,), shared = self.workspace.buffers(B, n)
+        P = np.empty((B, c.kv_heads, c.heads // c.kv_heads, n, first + n), self.model.dtype)
+        pads = None if self.pads is None else self.pads[..., :first + n]
+        layers = [{**layer, "cache": cache, "P": P, "pads": pads} for cache in self.cache]
+        self.tokens += tokens[0].tolist()
+        return self.model._trunk(tokens, layers, shared, first)
 
     def draw(self, tokens, rows, heads, t, sampling):
         """Append tokens, and draw after each of the last `rows` of them.  Returns ids (rows, heads), of which
@@ -836,6 +860,29 @@ class Decoder:
         z = logits[:, 0]                                                                # (rows, V) of head 0
         z -= np.take_along_axis(z, ids[:, :1], axis=1)
         return ids, 1 / np.exp(z).sum(axis=1)
+
+    def draw_rows(self, windows, t, sampling):
+        """Draw the next token of each of B texts, B rows in one matmul -> ids (B,), for positions t (B,) of the
+        texts.  windows: the B lists of ids to be read.  If each is longer by one than at the last call, its last
+        id is read; else all are read anew.
+
+        The texts end together, at the same place of the cache.  Shorter ones have pads before them, whose scores
+        are so low that exp gives 0 (finite, because a pad reads pads).  That all positions of a text are then too
+        high changes nothing: attention sees only distances (rope_forward)."""
+        sizes = np.array([len(window) for window in windows])
+        T = sizes.max()
+        if self.pads is None or not np.array_equal(self.sizes + 1, sizes):
+            self.forget()
+            slots = np.arange(self.model.config.context)
+            self.pads = np.where(slots < (T - sizes)[:, None], -1e30, 0.0)[:, None, None, None]
+            tokens = [[0] * (T - len(window)) + window for window in windows]
+        else:
+            tokens = [window[-1:] for window in windows]
+        self.sizes = sizes
+        heads = self.model.params["heads"]
+        final = self._read(np.array(tokens)).reshape(len(sizes), -1, heads.shape[1])[:, -1]     # (B,C)
+        logits = final @ heads[:sampling.vocab or self.model.config.vocab].T                    # (B,V)
+        return sample(logits, sampling.seed, t, sampling.temperature, sampling.top_k, sampling.top_p)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -877,6 +924,9 @@ def sample(logits, seed, t, temperature=1.0, top_k=0, top_p=1.0):
     set of largest probabilities that reaches p (nucleus sampling, Holtzman et al. 2020; 1: all)."""
     if temperature == 0:
         return logits.argmax(axis=1)
+    if not top_k and top_p == 1:                    # the same, without sorting
+        z = (logits - logits.max(axis=1, keepdims=True)) / temperature
+        return np.argmax(z + gumbel(seed, t, np.arange(z.shape[1])), axis=1)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k or None]           # (n,V or top_k)
     z = np.take_along_axis(logits, order, axis=1).astype(np.float64)
     log_p = (z - z[:, :1]) / temperature            # up to a constant
@@ -907,9 +957,6 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     number of drafts that were read along with it; the probability that the model gave it."""
     if not tokens:
         raise ValueError("generate needs at least one token to continue.")
-    if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:         # also for a NaN
-        raise ValueError(
-            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: it must be >= 0, >= 0, in (0, 1].")
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
@@ -942,6 +989,25 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             text.append(token)
             yield token
         drafts = ids[accepted, 1:].tolist()
+
+
+def generate_batch(model, prompts, sampling, stop=(), most=80):
+    """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each is what generate
+    draws for its prompt, `most` ids or up to the first in `stop`, which is kept here; but for the rounding of
+    products of another shape.  sampling.seed: (B,), one a prompt."""
+    require(all(prompts), "each prompt needs at least one token to continue.")
+    decoder = model.new_decoder(len(prompts))
+    texts = list(map(list, prompts))
+    ended = np.zeros(len(prompts), bool)
+    while not ended.all() and len(texts[0]) < len(prompts[0]) + most:
+        windows = [text[window_start(len(text), model.config.context):] for text in texts]
+        drawn = decoder.draw_rows(windows, np.array(list(map(len, texts))), sampling)
+        for text, token in zip(texts, drawn.tolist()):
+            text.append(token)
+        ended |= np.isin(drawn, list(stop))
+    answers = [text[len(prompt):] for prompt, text in zip(prompts, texts)]
+    ends = [next((i + 1 for i, token in enumerate(answer) if token in stop), None) for answer in answers]
+    return [answer[:end] for answer, end in zip(answers, ends)]
 
 
 def layer_logits(model, inputs):

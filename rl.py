@@ -34,7 +34,6 @@ import json
 import os
 import re
 import runpy
-import zlib
 
 if __name__ == "__main__":
     set_threads()           # before NumPy loads
@@ -44,7 +43,7 @@ import checkpoint
 import model_cpu
 import numpy as np
 import sft
-from model_cpu import generate_batch
+from model_cpu import Sampling, generate_batch
 
 GROUP = 16                  # answers to one prompt
 ANSWER_TOKENS = 40          # of an answer that is drawn, at most; and at most a quarter of the context
@@ -158,9 +157,9 @@ def draw_answers(training, openings, seed, temperature=1.0):
     T = training.model.config.context
     prompts = [sft.cut_prompt(tokenizer, opening, T) for opening in openings]
     seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))
-    answers = generate_batch(training.model, prompts, seeds, temperature=temperature,
-                             vocab=tokenizer.vocab_size, stop=set(tokenizer.special.values()),
-                             most=min(ANSWER_TOKENS, T // 4))
+    sampling = Sampling(temperature, seed=seeds, vocab=tokenizer.vocab_size)
+    answers = generate_batch(training.model, prompts, sampling, set(tokenizer.special.values()),
+                             min(ANSWER_TOKENS, T // 4))
     return list(map(make_row, prompts, answers))
 
 
@@ -187,7 +186,6 @@ def make_step(training, rows, divisor, weights):
 
 def tell(training, step, record, questions):
     """Print what an evaluation has found, and answers to some questions -> the record for log.jsonl."""
-    record = {name: float(value) for name, value in record.items()}
     print("           " + ", ".join(f"{name} {value:.3f}" for name, value in record.items()), flush=True)
     if training.ranks.rank == 0:
         record["samples"] = [sft.answer(training, question) for question in questions]
@@ -200,8 +198,8 @@ def check_key(training, key):
     """ValueError if a resumed run does not find what it began with, of which key is a fingerprint."""
     settings = training.settings
     settings.tokens_key = settings.tokens_key or key
-    require(settings.tokens_key == key,
-            f"{', '.join(settings.data)} or {settings.reward}: not what {training.out} began with.")
+    require(settings.tokens_key == key, f"{', '.join(settings.data)}, the reward or the base: not what "
+            f"{training.out} began with.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -215,12 +213,12 @@ def reinforcing(training):
     reward, code = find_reward(settings.reward)
     conversations = sft.read_conversations(settings.data)
     examples = sft.make_examples(training.tokenizer, conversations, T, settings.seed)
-    check_key(training, examples.key + code)
+    base, _ = checkpoint.load(training.state["base"], model_cpu, dict(dtype=np.float32, training=False), T)
+    check_key(training, f"{examples.key} {code} {train.weights_checksum(base)}")
     openings = dict.fromkeys(map(sft.opening, conversations))
     unseen = sft.hold_out(openings, settings.seed)
-    to_learn = [opening for opening in openings if opening not in set(unseen)]
-    asked = unseen[:HELD_OUT]
-    base = base_weights(training)
+    to_learn = [opening for opening in openings if sft.as_text(opening) not in unseen]
+    asked = list(unseen.values())[:HELD_OUT]
     means = {}                                      # of the rewards of each step
 
     def answer(openings, seed, temperature=1.0):
@@ -243,7 +241,7 @@ def reinforcing(training):
         _, greedy = answer(asked, settings.seed, temperature=0)
         log_probs = log_probs_of(training, rows)
         weights = model.read(model.flat_params).copy()
-        model.write(model.flat_params, base)        # the base takes the model's place for a moment
+        model.write(model.flat_params, base.flat_params)        # the base takes the model's place for a moment
         kl = (log_probs - log_probs_of(training, rows)).sum() / learned(rows)
         model.write(model.flat_params, weights)
         record = tell(training, step, {
@@ -264,18 +262,6 @@ def reinforcing(training):
 def learned(rows):
     """How many tokens the masks of these rows count."""
     return sum(mask.sum() for _, mask in rows)
-
-
-def base_weights(training):
-    """The flat weights of the model before step 0; ValueError if the base has others by now."""
-    model = training.model
-    folder = training.state["base"]
-    if model.step:
-        model, _ = checkpoint.load(folder, model_cpu, dict(dtype=np.float32, training=False), model.config.context)
-    weights = model.read(model.flat_params).copy()
-    crc = zlib.crc32(weights)
-    require(training.state.setdefault("base_crc", crc) == crc, f"{folder} is not what {training.out} began with.")
-    return weights
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -347,14 +333,13 @@ def preferring(training):
     pairs = read_pairs(settings.data)
     check_key(training, train.short_hash(str(pairs)))
     unseen = sft.hold_out([opening for opening, _ in pairs], settings.seed)
-    held_out = pair_batches(training, [pair for pair in pairs if pair[0] in set(unseen)])
-    batches = pair_batches(training, [pair for pair in pairs if pair[0] not in set(unseen)])
+    held_out = pair_batches(training, [pair for pair in pairs if sft.as_text(pair[0]) in unseen])
+    batches = pair_batches(training, [pair for pair in pairs if sft.as_text(pair[0]) not in unseen])
     if settings.steps == BY_DATA:
         settings.steps = EPOCHS * len(batches)
     if "reference" not in training.state:           # the model is still the base
         training.state["reference"] = [log_probs_of(training, rows).tolist() for rows in batches + held_out]
     reference = list(map(np.array, training.state["reference"]))
-    require(list(map(len, reference)) == list(map(len, batches + held_out)), "...")
     losses = {}                                     # of each step
 
     def batch(step):
@@ -373,7 +358,7 @@ def preferring(training):
             "margin": z.mean(),
             "chosen": log_probs[::2].mean(),        # both may fall, which the margin does not tell
             "rejected": log_probs[1::2].mean()},
-            unseen[:3])
+            list(unseen.values())[:3])
 
     return train.Job(batch, evaluate, lambda step, loss: f"dpo {losses[step]:.4f}")
 
@@ -391,7 +376,7 @@ def own_pairs(training):
     with replace_file(path) as file:
         for (opening, [chosen]), row in zip(true, rows):
             words, _ = words_of(training.tokenizer, row)
-            pair = {"prompt": sft.as_text(opening), "chosen": chosen, "rejected": "".join(words) or " "}
+            pair = {"prompt": sft.as_text(opening), "chosen": chosen, "rejected": "".join(words)}
             file.write(json.dumps(pair).encode() + b"\n")
     return path
 
