@@ -28,7 +28,8 @@ What it does not do: no value network, no ratio and no clipping (PPO), no divisi
 no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.
 """
 # first: from here on Ctrl-C is one word on the screen
-from script import Parser, file_hash, positive, replace_file, require, run_script, set_threads, whole_number
+from script import (Parser, file_hash, json_values, positive, replace_file, require, run_script, set_threads,
+                    whole_number)
 
 import json
 import os
@@ -269,7 +270,7 @@ def learned(rows):
 # ------------------------------------------------------------------------------------------------------------
 def has_pairs(paths):
     """Whether these files hold pairs."""
-    return all(path.lower().endswith((".json", ".jsonl")) and "chosen" in str(sft.json_values(path)[:1])
+    return all(path.lower().endswith((".json", ".jsonl")) and "chosen" in str(json_values(path)[:1])
                for path in paths)
 
 

@@ -100,6 +100,28 @@ def read_json(path):
         return json.loads(data.decode("utf-8"))
 
 
+def json_values(path):
+    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
+    that is not UTF-8, or not JSON."""
+    data = read_chunk(path)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + data.count(b"\n", 0, error.start)
+        raise ValueError(f"{path}, line {line}, is not UTF-8.") from None
+    is_list = text.lstrip().startswith("[")
+    values = []
+    for number, part in enumerate([text] if is_list else text.split("\n")):
+        try:
+            if part.strip():
+                values.append(json.loads(part))
+        except (ValueError, RecursionError) as error:
+            line = number + getattr(error, "lineno", 1)
+            raise ValueError(f"{path}, line {line}, is not JSON ({getattr(error, 'msg', error)}); the file "
+                             "must hold one list of records, or one record a line.") from None
+    return values[0] if is_list else values
+
+
 @contextmanager
 def replace_file(path):
     """Open a binary file for writing.  It takes the place of `path` when all is written, and not before."""

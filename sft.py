@@ -35,7 +35,7 @@ What it does not do: no rewards or preferences (the other steps: RLHF, DPO); no 
 are trained; no packing of several conversations into one row.
 """
 # first: from here on Ctrl-C is one word on the screen
-from script import (Parser, check_text, printable, python_docstrings, read_chunk, require, run_script,
+from script import (Parser, check_text, json_values, printable, python_docstrings, read_chunk, require, run_script,
                     set_threads, whole_number)
 
 import collections
@@ -43,7 +43,6 @@ import functools
 import glob
 import hashlib
 import itertools
-import json
 import os
 import re
 
@@ -94,28 +93,6 @@ def read_conversations(paths):
         else:
             conversations += play_pairs(path)
     return conversations
-
-
-def json_values(path):
-    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
-    that is not UTF-8, or not JSON."""
-    data = read_chunk(path)
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = 1 + data.count(b"\n", 0, error.start)
-        raise ValueError(f"{path}, line {line}, is not UTF-8.") from None
-    is_list = text.lstrip().startswith("[")
-    values = []
-    for number, part in enumerate([text] if is_list else text.split("\n")):
-        try:
-            if part.strip():
-                values.append(json.loads(part))
-        except (ValueError, RecursionError) as error:
-            line = number + getattr(error, "lineno", 1)
-            raise ValueError(f"{path}, line {line}, is not JSON ({getattr(error, 'msg', error)}); the file "
-                             "must hold one list of records, or one record a line.") from None
-    return values[0] if is_list else values
 
 
 def read_records(path, make=None):
