@@ -701,15 +701,24 @@ class Model:
         logits = shared["logits"]                                                       # (N,K,V)
         linear_forward(logits.reshape(len(logits), -1), final, self.params["heads"])
         losses = np.zeros(K)
-        nll = cross_entropy_forward(losses, shared["exp_sum"], logits, targets, self.divisor, weights)
+        cross_entropy_forward(losses, shared["exp_sum"], logits, targets, self.divisor, weights)
         workspace.saved = tokens, targets, weights, layers, shared
-        workspace.log_probs = -nll[:, 0].reshape(-1, T).sum(axis=1, dtype=np.float64)   # (B,)
         return losses
 
     def log_probs(self, tokens, targets):
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
-        self.forward(tokens, targets, np.ones(self.config.predict))     # whether it has targets or not
-        return np.concatenate([workspace.log_probs for workspace in self.active])
+        tokens, targets, *_ = check_batch(self.config, tokens, targets, [1], None)
+        self.active = []                            # overwritten now
+        shares = self.workspaces[:len(tokens)]
+        parts = [np.array_split(array, len(shares)) for array in (tokens, targets)]
+        return np.concatenate(list(self.map(self._log_probs_share, shares, *parts)))
+
+    def _log_probs_share(self, workspace, tokens, targets):
+        final = self._trunk(tokens, *workspace.buffers(*tokens.shape))                  # (N,C)
+        logits = final @ self.params["heads"][:self.config.vocab].T                     # (N,V)
+        targets = head_targets(targets, tokens.shape[1], 1)                             # (N,1)
+        nll = cross_entropy_forward(np.zeros(1), np.empty(targets.shape), logits[:, None], targets, 1)
+        return -nll.reshape(tokens.shape).sum(axis=1, dtype=np.float64)
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.

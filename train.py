@@ -532,11 +532,11 @@ def compare_pairs(model, tokenizer, first, path):
         sentences += [[first, *tokenizer.encode(text)] for text in fields[:2]]
     require(sentences, f"{path} holds no pairs.")
     scores = np.zeros(len(sentences))
-    order = np.argsort([len(ids) for ids in sentences], kind="stable")
+    order = np.argsort([-len(ids) for ids in sentences], kind="stable")
     progress = show_progress(f"{path}:")
     for part in slices_of(len(order), 512):
         rows = [np.array(sentences[i]) for i in order[part]]
-        T = len(rows[-1]) - 1                       # the longest comes last
+        T = len(rows[0]) - 1                        # the longest comes first
         inputs = np.zeros((len(rows), T), int)
         targets = np.full((len(rows), T + model.config.predict - 1), -1)
         for row, ids in enumerate(rows):
