@@ -658,11 +658,12 @@ matmul(void* out, Reals a, Reals b,
 // -----------------------------------------------------------------------------------------------------------
 // One new token can pass through a whole model in the time that it takes to read the weights, if nothing else
 // takes longer. So a layer is five kernels, each made for few rows, and all steps are the same launches. What
-// differs from step to step, such as `place`, lies in the GPU's memory, and so a CUDA graph can replay the
+// differs from step to step, such as `lengths`, lies in the GPU's memory, and so a CUDA graph can replay the
 // launches.
 //
-//     place (4): the position of the first new token in the cache; the position in the text of the first
-//     token to be drawn; top_k; vocab (section 9)
+//     lengths (n): for each new token how many tokens of its text are in the cache before it
+//     stride: the cache of row r begins at qkv + r * stride; 0 where all rows are of one text
+//     times (n): the position in its text of what is drawn after each row; limits (2): top_k, vocab (section 9)
 //
 // n is the number of new tokens, one row of x each. The arithmetic of a row does not depend on n, so
 // verifying several drafted tokens at once gives the same bits as decoding them one by one. Rows come in
@@ -671,7 +672,7 @@ constexpr int ROWS = 4;
 
 // From Hopper on a kernel may start before the one ahead of it has ended (Gpu.launch_early): when all blocks
 // of that kernel have called start_next, blocks of this one enter where there is room. They may read weights
-// at once, because no kernel writes these. They may read `place` and the like at once, because a step's first
+// at once, because no kernel writes these. They may read `lengths` and the like at once, because a step's first
 // kernel starts as usual, after these have been copied. Before they touch anything else, they wait with
 // await_last for the end of the kernel ahead. A prefetch returns no value, so it need not wait. On earlier
 // GPUs the three do nothing, and each kernel starts at the end of the one ahead.
@@ -759,24 +760,24 @@ __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
 
 // Covers rmsnorm_forward, linear_forward and rope_forward, the first three calls of block_forward:
 //
-//     qkv[position + r] = rope(rmsnorm(x_r) @ w.T)
+//     qkv[lengths[r]] = rope(rmsnorm(x_r) @ w.T)
 //
 // A warp owns a pair (i, i + D/2) of a head. The first `turned` = H + G heads turn. qkv (context, heads * D)
 // is the KV cache of this layer: it keeps q beside k and v.
 // Grid (heads * D/2 / 4, ceil(n/4)); 128 threads.
 KERNEL __launch_bounds__(128)
 decode_qkv(real* qkv, Reals x, Floats gain, Reals w,
-           Floats cos, Floats sin, Ints place,
+           Floats cos, Floats sin, Ints lengths, Index stride,
            int n, int C, int heads, int turned, int D, float eps) {
     int head = own_pair() / (D / 2);
     int i = own_pair() % (D / 2);
     int row = head * D + i;
     two_products(x, gain, eps, w, row, row + D / 2, n, C, 1, [&](int r, float a, float b) {
-        int t = place[0] + r;
+        int t = lengths[r];
         int angle = t * (D / 2) + i;
         float c = head < turned ? cos[angle] : 1.0f;
         float s = head < turned ? sin[angle] : 0.0f;
-        real* to = qkv + Index(t) * heads * D + row;
+        real* to = qkv + r * stride + Index(t) * heads * D + row;
         store(to, a * c - b * s);
         store(to + D / 2, b * c + a * s);
     });
@@ -844,16 +845,17 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
 constexpr int WARPS = 16, WIDEST = 128;  // of a block; the largest D
 
 KERNEL __launch_bounds__(32 * WARPS)
-decode_attention(real* y, Reals qkv, Ints place, int H, int G, int D) {
+decode_attention(real* y, Reals qkv, Ints lengths, Index stride, int H, int G, int D) {
     __shared__ float part_y[WARPS][WIDEST];
     __shared__ float2 part_ml[WARPS];
     int h = blockIdx.x, row = blockIdx.y;
-    int length = place[0] + row + 1;
+    int length = lengths[row] + 1;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int column = threadIdx.x;
     Index width = (H + 2 * G) * D;
-    Reals q = qkv + (length - 1) * width + h * D;
-    Reals keys = qkv + (H + h / (H / G)) * D;
+    Reals text = qkv + row * stride;
+    Reals q = text + (length - 1) * width + h * D;
+    Reals keys = text + (H + h / (H / G)) * D;
     Reals values = keys + G * D;
     start_next();
     Index first = min(32 * warp + lane, length - 1) * width;
@@ -964,17 +966,17 @@ __device__ double gumbel(Key seed, int t, int id) {
 
 // Covers sample as Decoder.draw calls it. ids (n,heads): what each head draws after each row of logits
 // (n,heads,V). p (n): the probability that head 0's logits give its id, at temperature 1 and among all ids.
-// place: see section 8. drawing: the temperature, which is above 0 here, and top_p. Where the host has
+// times, limits: see section 8. seeds: of the noise of each row. drawing: the temperature, which is above 0 here, and top_p. Where the host has
 // temperature 0, it asks for the largest logit by top_k = 1.
 // Grid (n, heads); 1024 threads.
 KERNEL draw(int* ids, float* p, Floats logits,
-            Ints place, const double* drawing, const Key* seed, int V) {
+            Ints times, Ints limits, const double* drawing, const Key* seeds, int V) {
     __shared__ Key keys[2][32];
     __shared__ float slots[2][32];
     int row = blockIdx.x, head = blockIdx.y;
-    int top_k = place[2], vocab = place[3];
+    int top_k = limits[0], vocab = limits[1];
     int index = row * gridDim.y + head;
-    int t = place[1] + row + head;
+    int t = times[row] + head;
     Floats z = logits + Index(index) * V;
     Key largest = 0, best = 0, floor = 0;
     await_last();
@@ -993,7 +995,7 @@ KERNEL draw(int* ids, float* p, Floats logits,
     FOR_STRIDED(id, threadIdx.x, vocab, 1024) {
         sum += expf(z[id] - top);
         if (order_key(z[id], id) >= floor)
-            best = max(best, order_key(float((z[id] - top) / drawing[0] + gumbel(*seed, t, id)), id));
+            best = max(best, order_key(float((z[id] - top) / drawing[0] + gumbel(seeds[row], t, id)), id));
     }
     best = block_max(best, keys[1]);
     sum = block_sum(sum, slots[0]);

@@ -650,8 +650,8 @@ class Model:
         """-> a function that returns these arrays; on the GPU it first waits until they are computed."""
         return lambda: arrays
 
-    def new_decoder(self, rows):
-        """A Decoder of so many texts at once."""
+    def new_decoder(self, rows, length):
+        """A Decoder of so many texts at once, each of at most `length` tokens."""
         return Decoder(self, rows)
 
     def _trunk(self, tokens, layers, shared, first=0):
@@ -1005,11 +1005,12 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
     draws for its prompt, `most` ids or up to the first in `stop`, which is kept here; but for the rounding of
     products of another shape.  sampling.seed: (B,), one a prompt."""
     require(all(prompts), "each prompt needs at least one token to continue.")
-    decoder = model.new_decoder(len(prompts))
+    context = model.config.context
+    decoder = model.new_decoder(len(prompts), min(context, max(map(len, prompts)) + most))
     texts = list(map(list, prompts))
     ended = np.zeros(len(prompts), bool)
     while not ended.all() and len(texts[0]) < len(prompts[0]) + most:
-        windows = [text[window_start(len(text), model.config.context):] for text in texts]
+        windows = [text[window_start(len(text), context):] for text in texts]
         drawn = decoder.draw_rows(windows, np.array(list(map(len, texts))), sampling)
         for text, token in zip(texts, drawn.tolist()):
             text.append(token)

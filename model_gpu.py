@@ -48,7 +48,7 @@ import weakref
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from numpy import float32, int32, int64, uint8, uint16, uint64
-from model_cpu import (CONFIGS, NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch,
+from model_cpu import (CONFIGS, NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch, check_tokens,
                        init_params, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, rope_table, table_bytes, update_table)
 from script import GpuError, Parser, require, run_script
@@ -481,19 +481,22 @@ def block_backward(gpu, w, dw, saved, shared, dx, add):
     rmsnorm_backward(gpu, dx, dw["norm1"], dn, saved["x_in"], saved["rstd1"], w["norm1"], dgain, add=True)
 
 
-def decode_block(gpu, w, x, qkv, shared):
+def decode_block(gpu, w, x, qkv, shared, stride):
     """block_forward for a few new tokens, in place on x (n,C).  The layer's KV cache qkv (context,(H+2G)D) is
-    the only other array that is read again."""
+    the only other array that is read again.  stride: from the cache of a row to that of the next; 0 where all are
+    of one text."""
     c = gpu.config
     n, C = x.shape
     groups = ceil_div(n, GROUP_ROWS)
     heads = c.heads + c.kv_heads
     y = shared["y"]
     h = shared["h"]
-    place = shared["place"]
+    lengths = shared["lengths"]
+    stride = int64(stride)
     gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w["norm1"], w["qkv"],
-                     gpu.cos, gpu.sin, place, n, C, heads + c.kv_heads, heads, c.head_dim, gpu.eps)
-    gpu.launch_early("decode_attention", (c.heads, n), 512, y, qkv, place, c.heads, c.kv_heads, c.head_dim)
+                     gpu.cos, gpu.sin, lengths, stride, n, C, heads + c.kv_heads, heads, c.head_dim, gpu.eps)
+    gpu.launch_early("decode_attention", (c.heads, n), 512, y, qkv, lengths, stride, c.heads, c.kv_heads,
+                     c.head_dim)
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, y, w["out"], n, C, C)
     gpu.launch_early("decode_swiglu", (ceil_div(c.hidden, 4), groups), 128, h, x, w["norm2"], w["gate_up"],
                      n, C, c.hidden, gpu.eps)
@@ -785,6 +788,10 @@ class Model:
             self.buffers_by_shape[B, T] = layers, arrays
         return self.buffers_by_shape[B, T]
 
+    def new_decoder(self, rows, length):
+        """A Decoder of so many texts at once, each of at most `length` tokens."""
+        return Decoder(self.gpu, self.weights, rows, length)
+
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a NumPy array of float32 on the host."""
         c = self.config
@@ -897,13 +904,19 @@ class Decoder(model_cpu.Decoder):
 
     The logits stay on the GPU: it draws, and the host reads ids.  Up to max(K, FEW_ROWS) tokens have kernels
     of their own, whose arithmetic for a row does not depend on how many rows there are: reading drafted
-    tokens together gives the bits of decoding them one by one.  A longer prompt goes through cuBLAS."""
+    tokens together gives the bits of decoding them one by one.  A longer prompt goes through cuBLAS.
 
-    def __init__(self, gpu, weights):
+    texts: so many, each with a cache of its own for `length` tokens; more than one are drawn by draw_rows alone,
+    by the same kernels."""
+
+    def __init__(self, gpu, weights, texts=1, length=None):
         self.gpu = gpu
         self.weights = weights
         self.tokens = []
-        both, alone = decode_tables(gpu.config, gpu.precision)
+        length = length or gpu.config.context
+        self.stride = length * gpu.config.qkv_width if texts > 1 else 0
+        self.ends = None                            # of the last windows of draw_rows
+        both, alone = decode_tables(gpu.config, gpu.precision, texts, length)
         _, self.buffers = allocate(cupy.empty, both + alone)
         self.pinned, self.host = allocate(cupyx.zeros_pinned, both)     # 0: a token that there is
         self.replays = collections.defaultdict(Replay)
@@ -923,20 +936,47 @@ class Decoder(model_cpu.Decoder):
         """Append tokens, and draw after each of the last `rows` of them, which is 1 after more than max(K, 8)
         tokens: see model_cpu."""
         c = self.gpu.config
-        d = self.buffers
-        host = self.host
         tokens = as_batch(c, [tokens])[0]
         n = len(tokens)
         require(self.position + n <= c.context,
                 f"{n} tokens at {self.position} do not fit the context of {c.context}.")
-        few = n <= len(host["p"])
-        drawn = n if few else 1
+        drawn = n if n <= len(self.host["p"]) else 1
+        each = np.arange(drawn)
+        ids, p = self._draw(tokens, self.position + each, t + rows - drawn + each, heads, sampling)
+        self.tokens += tokens.tolist()
+        return ids[-rows:], p[-rows:]
+
+    def draw_rows(self, windows, t, sampling):
+        """Draw the next token of each of B texts -> ids (B,): see model_cpu.  Where they are read anew, it is token
+        by token, each row at its own pace; one that has been read waits."""
+        ends = np.array([len(window) - 1 for window in windows])
+        last = ends.max()
+        goes_on = self.ends is not None and np.array_equal(self.ends + 1, ends)
+        for position in range(last if goes_on else 0, last + 1):
+            lengths = np.minimum(position, ends)
+            tokens = np.array([window[i] for window, i in zip(windows, lengths)])
+            check_tokens(self.gpu.config, tokens)
+            ids, _ = self._draw(tokens, lengths, t, 1, sampling)
+        self.ends = ends
+        return ids[:, 0]
+
+    def _draw(self, tokens, lengths, times, heads, sampling):
+        """Read tokens (n,), each after so many (n,) of its text, and draw after each for the positions `times` of
+        its text -> ids (n,heads), p (n,).  Of more than max(K, 8) tokens of one text only after the last."""
+        c = self.gpu.config
+        d = self.buffers
+        host = self.host
+        n = len(tokens)
+        drawn = len(times)
+        few = n == drawn
         # temperature 0: the largest logit alone
         top_k = min(sampling.top_k, c.vocab) if sampling.temperature else 1
         host["tokens"][:n] = tokens
-        host["place"][:] = self.position, t + rows - drawn, top_k, sampling.vocab or c.vocab
+        host["lengths"][:drawn] = lengths
+        host["times"][:drawn] = times
+        host["limits"][:] = top_k, sampling.vocab or c.vocab
         host["drawing"][:] = sampling.temperature or 1.0, max(sampling.top_p, 1e-30)    # above 0 in fp32, too
-        host["seed"][0] = sampling.seed
+        host["seeds"][:drawn] = sampling.seed
 
         def launch():
             # all that both have: it begins with the tokens.  CuPy's own copies cannot be recorded in a graph
@@ -945,8 +985,8 @@ class Decoder(model_cpu.Decoder):
             read = self._read_few if few else self._read_many
             read(n, heads * c.vocab)
             answers = [uint64(host[name].ctypes.data) for name in ("ids", "p")]
-            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["place"],
-                                  d["drawing"], d["seed"], c.vocab)
+            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["times"], d["limits"],
+                                  d["drawing"], d["seeds"], c.vocab)
 
         if len(self.replays) > SHAPES:
             self.replays.clear()
@@ -954,10 +994,8 @@ class Decoder(model_cpu.Decoder):
             self.replays[n, heads](self.gpu, launch)         # the same launches at every position
         else:
             launch()
-        self.tokens += tokens.tolist()
         current_stream().synchronize()
-        ids = host["ids"][:drawn * heads].reshape(drawn, heads)
-        return ids[-rows:].copy(), host["p"][drawn - rows:drawn].copy()
+        return host["ids"][:drawn * heads].reshape(drawn, heads).copy(), host["p"][:drawn].copy()
 
     def _read_few(self, n, outputs):
         """The first `outputs` logits of n tokens, by kernels made for few rows."""
@@ -967,7 +1005,7 @@ class Decoder(model_cpu.Decoder):
         x = d["x"][:n]
         embedding_forward(gpu, x, d["tokens"], w["embed"])
         for i, qkv in enumerate(d["qkv"]):
-            decode_block(gpu, layer_views(w, i), x, qkv, d)
+            decode_block(gpu, layer_views(w, i), x, qkv, d, self.stride)
         gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, d["logits"],
                          x, w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
 
@@ -1084,22 +1122,25 @@ def muon_tables(config, precision):
     return tables
 
 
-def decode_tables(config, precision):
+def decode_tables(config, precision, texts=1, length=None):
     """What the Decoder computes in, as two tables: what host and GPU both have, and what the GPU alone has.
-    A prompt of up to context tokens takes most of it; a few tokens take tokens, x, y, h and logits."""
-    rows = max(FEW_ROWS, config.predict)
+    A prompt of up to context tokens takes most of it; a few tokens take tokens, x, y, h and logits.  texts,
+    length: see Decoder."""
+    rows = max(FEW_ROWS, config.predict, texts)
+    most = max(config.context, rows)
     both = typed(int32,
-                 tokens=(config.context,),
-                 place=(4,),                        # position of the first token, t of the first draw,
-                                                    # top_k, vocab
+                 tokens=(most,),
+                 lengths=(rows,),                   # see kernels.cu, section 8
+                 times=(rows,),
+                 limits=(2,),                       # top_k, vocab
                  ids=(rows * config.predict,))      # the answer: what was drawn
     both += typed(np.float64, drawing=(2,))         # temperature, top_p
-    both += typed(uint64, seed=(1,))                # of the noise
+    both += typed(uint64, seeds=(rows,))            # of the noise
     both += typed(float32, p=(rows,))               # the answer: the probabilities of what head 0 drew
-    layer, shared, *_ = work_tables(config, 1, config.context, precision)
+    layer, shared, *_ = work_tables(config, 1, most, precision)
     alone = [row for row in layer + shared if row[0] not in ("qkv", "space")]
     real = uint16 if precision == "bf16" else float32
-    alone += typed(real, qkv=(config.layers, config.context, config.qkv_width))     # the KV cache
+    alone += typed(real, qkv=(config.layers, texts * (length or config.context), config.qkv_width))   # KV cache
     alone += typed(float32, logits=(rows, config.predict * config.vocab))
     return both, alone
 
