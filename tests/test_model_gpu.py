@@ -645,7 +645,30 @@ def test_what_is_drawn_equals_the_cpu(made, monkeypatch):
     for (ids, p), (expected, expected_p) in answers:
         assert p.shape == expected_p.shape and np.array_equal(ids, expected)
         np.testing.assert_allclose(p, expected_p, rtol=1e-4)
-    assert {*model.decoder.host} == {"tokens", "place", "drawing", "seed", "ids", "p"}      # what crosses for it: no logits
+    # what crosses for it: no logits
+    assert {*model.decoder.host} == {"tokens", "lengths", "times", "limits", "drawing", "seeds", "ids", "p"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_many_answers_at_once_have_the_bits_of_one(made, precision):
+    """Prompts of several lengths, of few tokens, through full windows, from graphs; in fp32 the ids are also the CPU's."""
+    reference = model_cpu.Model(TINY)
+    model = model_gpu.Model(TINY, precision=precision, matmul="ours")
+    widen(model, reference)
+    rng = np.random.default_rng(5)
+    context = TINY.context
+    prompts = [rng.integers(0, TINY.vocab, n).tolist() for n in (1, 8, 3, context - 2, 5, 7, 2, 6, 4)]
+    seeds = rng.integers(0, 1 << 63, len(prompts))
+    sampling = Sampling(1.1, 9, 0.95, seeds, 45)
+    answers = model_cpu.generate_batch(model, prompts, sampling, {7}, 6)
+    if precision == "fp32":
+        assert answers == model_cpu.generate_batch(reference, prompts, sampling, {7}, 6)
+    for prompt, seed, answer in zip(prompts, seeds.tolist(), answers):
+        if len(prompt) > 8:                                             # a longer one is read by other kernels
+            continue
+        alone = model_cpu.generate(model, prompt, 1.1, 9, 0.95, seed, 45, {7}, 6, speculate=False)
+        assert answer[:len(answer) - (answer[-1] == 7)] == list(alone)
+    check_guards(*made)
 
 
 def test_what_is_drawn_is_read_once_the_gpu_has_drawn_it(made, monkeypatch):
