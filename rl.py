@@ -48,7 +48,9 @@ from model_cpu import Sampling, generate_batch
 
 GROUP = 16                  # answers to one prompt
 ANSWER_TOKENS = 40          # of an answer that is drawn, at most; and at most a quarter of the context
+AT_ONCE = 512               # so many are drawn together
 HELD_OUT = 32               # held-out prompts that an evaluation answers, GROUP times each
+OWN_ANSWERS = 8             # DPO without pairs: answers that the base draws to each prompt
 FAR = 0.5                   # nats a token: a model so far from its base has mostly learned to please the rule
 BY_DATA = 1 << 62           # steps: until DPO has read the pairs EPOCHS times
 EPOCHS = 3
@@ -158,9 +160,11 @@ def draw_answers(training, openings, seed, temperature=1.0):
     T = training.model.config.context
     prompts = [sft.cut_prompt(tokenizer, opening, T) for opening in openings]
     seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))
-    sampling = Sampling(temperature, seed=seeds, vocab=tokenizer.vocab_size)
-    answers = generate_batch(training.model, prompts, sampling, set(tokenizer.special.values()),
-                             min(ANSWER_TOKENS, T // 4))
+    stop = set(tokenizer.special.values())
+    answers = []
+    for part in train.slices_of(len(prompts), AT_ONCE):
+        sampling = Sampling(temperature, seed=seeds[part], vocab=tokenizer.vocab_size)
+        answers += generate_batch(training.model, prompts[part], sampling, stop, min(ANSWER_TOKENS, T // 4))
     return list(map(make_row, prompts, answers))
 
 
@@ -372,7 +376,7 @@ def dpo_loss(z):
 def own_pairs(training):
     """Pairs where there are none: the true answer and one that the base draws.  -> their file, in the run's folder."""
     path = f"{training.out}/pairs.jsonl"
-    true = read_pairs(training.settings.data)
+    true = OWN_ANSWERS * read_pairs(training.settings.data)
     rows = draw_answers(training, [opening for opening, _ in true], training.settings.seed)
     with replace_file(path) as file:
         for (opening, [chosen]), row in zip(true, rows):

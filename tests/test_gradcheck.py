@@ -426,6 +426,7 @@ def test_the_tests_on_a_gpu_pass_with_its_kernels_on_the_cpu(monkeypatch):
     test_on_gpu.test_cached_logits([100, 4, 4, 148])
     test_on_gpu.test_muon("fp32")
     test_on_gpu.test_rows_read_together("bf16")
+    test_on_gpu.test_many_answers_at_once("bf16", 3, 2)
     monkeypatch.setattr(test_on_gpu, "LENGTHS", (1, 6))
     test_on_gpu.test_attention("bf16", 32, 2)
     # no less than bf16's rounding, as where something is compared with itself

@@ -184,6 +184,32 @@ def test_generation(precision, how):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+def test_many_answers_at_once(precision, count=70, most=64):
+    """Each has the ids of its own single run."""
+    reference, tokens, _ = make_problem(GPU_CONFIG, std=0.06)
+    model = on_gpu(reference, precision=precision, training=False)
+    prompts = [tokens[i % 2, i:2 * i % 7 + i + 1].tolist() for i in range(count)]
+    seeds = np.arange(count) + 1
+    answers = model_cpu.generate_batch(model, prompts, model_cpu.Sampling(0.9, seed=seeds), most=most)
+    for prompt, seed, answer in zip(prompts, seeds.tolist(), answers):
+        assert answer == list(model_cpu.generate(model, prompt, 0.9, seed=seed, most=len(answer), speculate=False))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_of_rows_and_log_probs(precision):
+    reference, tokens, targets = make_problem(GPU_CONFIG, std=0.06)
+    model = on_gpu(reference, precision=precision)
+    counted = np.full(GPU_CONFIG.predict, 9)
+    for engine in (reference, model):
+        engine.forward(tokens, targets, counted, [0.7, -1.3])
+        engine.backward()
+    error = distance(model.flat_grads.get(), reference.flat_grads)
+    within(error, GPU_BARS[precision][0], f"weighted gradients, {precision}")
+    expected = reference.log_probs(tokens, targets)
+    within(np.abs(model.log_probs(tokens, targets) / expected - 1).max(), ATTENTION_BARS[precision], "log-probabilities")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_rows_read_together(precision):
     """The bits of a row's logits are the same, whatever rows are read with it."""
     reference, tokens, _ = make_problem(GPU_CONFIG, std=0.06)
