@@ -661,8 +661,9 @@ matmul(void* out, Reals a, Reals b,
 // differs from step to step, such as `lengths`, lies in the GPU's memory, and so a CUDA graph can replay the
 // launches.
 //
-//     lengths (n): for each new token how many tokens of its text are in the cache before it
 //     stride: the cache of row r begins at qkv + r * stride; 0 where all rows are of one text
+//     lengths (n): for each new token how many tokens of its text are in the cache before it; where all rows are
+//     of one text, of the first row alone (length_of)
 //     times (n): the position in its text of what is drawn after each row; limits (2): top_k, vocab (section 9)
 //
 // n is the number of new tokens, one row of x each. The arithmetic of a row does not depend on n, so
@@ -755,6 +756,10 @@ __device__ void two_products(Reals x, Floats gain, float eps,
     else products_of_rows<ROWS>(x, gain, eps, w_a, w_b, n, I, warps, take);
 }
 
+__device__ int length_of(Ints lengths, Index stride, int row) {
+    return stride ? lengths[row] : lengths[0] + row;
+}
+
 // The number of the pair of outputs that this warp owns; a block has four warps.
 __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
 
@@ -773,7 +778,7 @@ decode_qkv(real* qkv, Reals x, Floats gain, Reals w,
     int i = own_pair() % (D / 2);
     int row = head * D + i;
     two_products(x, gain, eps, w, row, row + D / 2, n, C, 1, [&](int r, float a, float b) {
-        int t = lengths[r];
+        int t = length_of(lengths, stride, r);
         int angle = t * (D / 2) + i;
         float c = head < turned ? cos[angle] : 1.0f;
         float s = head < turned ? sin[angle] : 0.0f;
@@ -849,7 +854,7 @@ decode_attention(real* y, Reals qkv, Ints lengths, Index stride, int H, int G, i
     __shared__ float part_y[WARPS][WIDEST];
     __shared__ float2 part_ml[WARPS];
     int h = blockIdx.x, row = blockIdx.y;
-    int length = lengths[row] + 1;
+    int length = length_of(lengths, stride, row) + 1;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int column = threadIdx.x;
     Index width = (H + 2 * G) * D;

@@ -941,8 +941,8 @@ class Decoder(model_cpu.Decoder):
         require(self.position + n <= c.context,
                 f"{n} tokens at {self.position} do not fit the context of {c.context}.")
         drawn = n if n <= len(self.host["p"]) else 1
-        each = np.arange(drawn)
-        ids, p = self._draw(tokens, self.position + each, t + rows - drawn + each, heads, sampling)
+        times = range(t + rows - drawn, t + rows)
+        ids, p = self._draw(tokens, self.position, times, heads, sampling)
         self.tokens += tokens.tolist()
         return ids[-rows:], p[-rows:]
 
@@ -961,8 +961,9 @@ class Decoder(model_cpu.Decoder):
         return ids[:, 0]
 
     def _draw(self, tokens, lengths, times, heads, sampling):
-        """Read tokens (n,), each after so many (n,) of its text, and draw after each for the positions `times` of
-        its text -> ids (n,heads), p (n,).  Of more than max(K, 8) tokens of one text only after the last."""
+        """Read tokens (n,), each after so many (n,) of its text, or of one text after so many; draw after each for the
+        positions `times` of its text -> ids (n,heads), p (n,).  After more than max(K, 8) tokens of one text only the
+        last has a draw."""
         c = self.gpu.config
         d = self.buffers
         host = self.host
