@@ -31,8 +31,8 @@ import conftest         # before NumPy loads: it sets the number of BLAS's threa
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-QUICK = ["--data", "corpus.txt", "--dim", "32", "--heads", "2", "--kv-heads", "1", "--layers", "2", "--batch-tokens", "256",
-         "--steps", "12", "--eval-every", "4", "--save-every", "4", "--threads", "2"]
+QUICK = """--data corpus.txt --dim 32 --heads 2 --kv-heads 1 --layers 2 --batch-tokens 256 --steps 12
+    --eval-every 4 --save-every 4 --threads 2""".split()
 PATIENCE = 600                                  # seconds after which a run counts as hanging
 
 
@@ -40,12 +40,12 @@ PATIENCE = 600                                  # seconds after which a run coun
 # Runs
 # ---------------------------------------------------------------------------------------------------------------------
 def command(script, *arguments):
-    return [sys.executable, os.path.join(ROOT, script), *arguments]
+    return [sys.executable, f"{ROOT}/{script}", *arguments]
 
 
 def call(script, arguments, folder):
     """Run a script in a fork of this process, which spares the imports -> (exit code, standard error)."""
-    said = os.path.join(folder, "said.txt")
+    said = f"{folder}/said.txt"
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -84,21 +84,21 @@ def write_corpus(path):
 
 def result(folder):
     """What a finished run leaves: the log without its seconds, and the weights and moments."""
-    with open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as file:
+    with open(f"{folder}/log.jsonl", encoding="utf-8") as file:
         log = [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in file]
-    raw = [open(os.path.join(folder, name), "rb").read() for name in ("model.safetensors", "train_state.safetensors")]
+    raw = [open(f"{folder}/{name}", "rb").read() for name in ("model.safetensors", "train_state.safetensors")]
     return log, [data[8 + struct.unpack("<Q", data[:8])[0]:] for data in raw]
 
 
 def prepare(folder):
     """In `folder`: corpus.txt, the finished run out/whole, and the same run stopped in its middle, out/half -> what
     out/whole left."""
-    write_corpus(os.path.join(folder, "corpus.txt"))
+    write_corpus(f"{folder}/corpus.txt")
     done = subprocess.run(command("train.py", *QUICK, "--out", "out/whole"), cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     code, said = interrupt(folder, "train.py", QUICK, "out/half", 4, lambda process: process.terminate())
     assert code == 128 + signal.SIGTERM, said
-    return result(os.path.join(folder, "out/whole"))
+    return result(f"{folder}/out/whole")
 
 
 # Runs a script of which every training step waits, from one on, until a file says that it may go on.
@@ -163,7 +163,7 @@ def edit_bytes(path, rng):
     with open(path, "rb") as file:
         raw = bytearray(file.read())
     place = rng.choice([rng.randrange(len(raw)), rng.randrange(min(len(raw), 600))])
-    what = rng.choice(["cut", "longer", "bit", "id"])
+    what = rng.choice("cut longer bit id".split())
     if what == "cut":
         del raw[rng.choice([0, 1, len(raw) - 1, place]):]
     elif what == "longer":
@@ -180,7 +180,7 @@ def edit_bytes(path, rng):
 def replace_special(path, rng):
     """Something else in place of the file."""
     os.remove(path)
-    what = rng.choice(["pipe", "zero", "folder", "nothing", "dangling"])
+    what = rng.choice("pipe zero folder nothing dangling".split())
     if what == "pipe":
         os.mkfifo(path)
     elif what == "folder":
@@ -241,7 +241,7 @@ def edit_header(path, rng):
                               [0.5, 1.5], None],
              "shape": [[1 << 40, 1 << 40], [-8, -16], [0], [], "x", None, [1.0], [*entry["shape"], 0]],
              "dtype": ["F64", "F16", "I32", "X", None, 7]}
-    what = rng.choice([*wrong, "step", "nan", "nested", "lost", "extra", "state"])
+    what = rng.choice([*wrong, *"step nan nested lost extra state".split()])
     if what in wrong:
         entry[what] = rng.choice(wrong[what])
     elif what == "nan":
@@ -300,22 +300,22 @@ def attack_checkpoint(folder, expected, seed):
     alter = rng.choice(ALTERATIONS[name])
     place = tempfile.mkdtemp(prefix="altered-", dir=folder)
     try:
-        for part in ("data", "out/half"):
-            shutil.copytree(os.path.join(folder, part), os.path.join(place, part))
-        shutil.copy(os.path.join(folder, "corpus.txt"), place)
-        path = os.path.join(place, "out/half", name)
+        for part in "data", "out/half":
+            shutil.copytree(f"{folder}/{part}", f"{place}/{part}")
+        shutil.copy(f"{folder}/corpus.txt", place)
+        path = f"{place}/out/half/{name}"
         if name.endswith(".bin"):
-            path = rng.choice(sorted(glob.glob(os.path.join(place, "data", name))))
+            path = rng.choice(sorted(glob.glob(f"{place}/data/{name}")))
         did = f"{name}, {alter.__name__}: {alter(path, rng)}"
-        for script, arguments in [("chat.py", ["--model", "out/half", "--prompt", "a", "--temperature", "0", "--max-tokens", "5",
-                                               "--device", "cpu"]), ("train.py", ["--resume", "--out", "out/half"])]:
+        for script, arguments in [("chat.py", """--model out/half --prompt a --temperature 0 --max-tokens 5
+                                              --device cpu""".split()), ("train.py", "--resume --out out/half".split())]:
             code, said = call(script, arguments, place)
             if code == 2 and is_one_sentence(said):
                 continue
             if code != 0 or "Traceback" in said or "error: " in said:
                 return did, f"{script} left with {code} and said: {said[-600:]}"
             if script == "train.py":
-                log, tensors = result(os.path.join(place, "out/half"))
+                log, tensors = result(f"{place}/out/half")
                 # of an altered log, of which nothing but the steps is read, only what was written since must be right
                 since = [record for record in log if record in expected[0]] if name == "log.jsonl" else log
                 if tensors != expected[1] or since != expected[0][-len(since):]:
@@ -343,7 +343,7 @@ def finish(folder, out, expected, what):
     """Resume the run -> 1, and a complaint, unless it ends as the one that nobody touched did."""
     done = subprocess.run(command("train.py", "--resume", "--out", out), cwd=folder, capture_output=True, text=True,
                           timeout=PATIENCE)
-    good = done.returncode == 0 and result(os.path.join(folder, out)) == expected
+    good = done.returncode == 0 and result(f"{folder}/{out}") == expected
     print(f"{what}: {'as if never touched' if good else 'ANOTHER RESULT ' + done.stderr}", flush=True)
     return not good
 
@@ -355,11 +355,11 @@ def kill_again_and_again(folder, script, arguments, out, count, seed):
     while killed < count:
         process = subprocess.Popen(command(script, *arguments), cwd=folder, stdout=subprocess.DEVNULL,
                                    stderr=subprocess.DEVNULL)
-        wait_for_steps(process, os.path.join(folder, out, "log.jsonl"), 1)
+        wait_for_steps(process, f"{folder}/{out}/log.jsonl", 1)
         time.sleep(rng.uniform(0, 0.05))
         process.kill()
         if process.wait() == 0:                         # it had come to its end: again from the start
-            shutil.rmtree(os.path.join(folder, out))
+            shutil.rmtree(f"{folder}/{out}")
             arguments = new
         else:
             killed, arguments = killed + 1, ["--resume", "--out", out]
@@ -386,7 +386,7 @@ def ask_to_stop(folder, expected, number):
 
 def interrupt_both(folder, expected):
     """Ctrl-C at `train.py | tee log.txt`: the signal reaches both, and tee dies first."""
-    out, tee = "out/tee", subprocess.Popen(["tee", os.path.join(folder, "log.txt")], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    out, tee = "out/tee", subprocess.Popen(["tee", f"{folder}/log.txt"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
     def blow(process):
         tee.stdin.close()                               # of this process, so that tee is the only reader
@@ -405,7 +405,7 @@ def leave(folder, expected):
     out = "out/head"
     line = f"set -o pipefail; {' '.join(command('train.py', *FAR, '--out', out))} | head -1"
     done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
-    good = done.returncode == 0 and not done.stderr and result(os.path.join(folder, out)) == expected
+    good = done.returncode == 0 and not done.stderr and result(f"{folder}/{out}") == expected
     print(f"| head -1: {'as if read to the end' if good else f'left with {done.returncode} and said {done.stderr}'}")
     return not good
 
@@ -422,7 +422,7 @@ def signals(folder, count, seed):
 # ---------------------------------------------------------------------------------------------------------------------
 def pair(folder, expected, i):
     """Two new runs in one folder: one gets it, and the other one says so, or comes after it."""
-    out = os.path.join(folder, f"out/pair{i}")
+    out = f"{folder}/out/pair{i}"
     both = [subprocess.Popen(command("train.py", *QUICK, "--out", out), cwd=folder, text=True, stdout=subprocess.DEVNULL,
                              stderr=subprocess.PIPE) for _ in range(2)]
     said = [process.communicate(timeout=PATIENCE)[1] for process in both]
@@ -443,7 +443,7 @@ def disk(folder, expected, size):
     """No file grows beyond `size` bytes: what does not fit is one sentence, and the rest goes on later."""
     out = f"out/disk{size}"
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
-    shutil.copytree(os.path.join(folder, "out/half"), os.path.join(folder, out))
+    shutil.copytree(f"{folder}/out/half", f"{folder}/{out}")
     done = subprocess.run(command("train.py", "--resume", "--out", out), cwd=folder, capture_output=True, text=True,
                           timeout=PATIENCE, preexec_fn=limit)
     if (done.returncode, is_one_sentence(done.stderr) and out in done.stderr) not in ((0, False), (2, True)):
@@ -454,7 +454,7 @@ def disk(folder, expected, size):
 
 def disks(folder, count, seed):
     expected = prepare(folder)
-    model, state, log = (os.path.getsize(os.path.join(folder, "out/half", name))
+    model, state, log = (os.path.getsize(f"{folder}/out/half/{name}")
                          for name in ("model.safetensors", "train_state.safetensors", "log.jsonl"))
     sizes = [1, log + 1, log + 500, 20_000, model // 2, model - 1, model + 1000, state - 1]
     return sum(disk(folder, expected, size) for size in sizes)

@@ -57,7 +57,7 @@ class KernelError(RuntimeError):
 
 
 def source_path(name):
-    return os.path.join(os.path.dirname(TESTS), name)
+    return f"{os.path.dirname(TESTS)}/{name}"
 
 
 def run_compiler(command, text):
@@ -75,21 +75,21 @@ class CpuModule:
     def __init__(self, name, options=(), bounds=True):
         with open(source_path(name)) as file:
             source = file.read()
-        with open(os.path.join(TESTS, "cuda_on_cpu.h")) as file:
+        with open(f"{TESTS}/cuda_on_cpu.h") as file:
             header = file.read()
-        self.order = ("forward", 0)
+        self.order = "forward", 0
         source = DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)cuda_on_cpu::dynamic_shared();", source)
         source = STATIC_SHARED.sub(lambda match: " ".join(
             f"GUARDED_SHARED({match[1]}, {array.partition('[')[0]}, {array})" for array in match[2].split(", ")), source)
         # In an unnamed namespace a template's static shared memory stays out of COMDAT sections, which the header could
         # not poison.
         text = f'#include "cuda_on_cpu.h"\nnamespace {{\n#line 1 "{name}"\n{source}\n}}\n'
-        command = ["g++", "-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-I", TESTS,
+        command = [*"g++ -std=c++17 -O2 -fPIC -fno-strict-aliasing -U_FORTIFY_SOURCE -w -I".split(), TESTS,
                    *(["-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"] if bounds else []), *options,
                    "-x", "c++", "-"]
         digest = hashlib.sha256("\0".join([text, header, *command]).encode()).hexdigest()[:24]
-        folder = os.path.join(tempfile.gettempdir(), f"cuda_on_cpu-{os.getuid()}")
-        library = os.path.join(folder, f"{digest}.so")
+        folder = f"{tempfile.gettempdir()}/cuda_on_cpu-{os.getuid()}"
+        library = f"{folder}/{digest}.so"
         if not os.path.exists(library):
             os.makedirs(folder, exist_ok=True)
             fresh = f"{library}.{os.getpid()}"
@@ -185,7 +185,7 @@ def find_nvrtc():
     """Path of libnvrtc of the Python package nvidia-cuda-nvrtc-cu12, or None."""
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations if spec else []:
-        found = sorted(glob.glob(os.path.join(folder, "cuda_nvrtc", "lib", "libnvrtc.so.1[0-9]")))
+        found = sorted(glob.glob(f"{folder}/cuda_nvrtc/lib/libnvrtc.so.1[0-9]"))
         if found:
             return found[0]
     return None
@@ -193,7 +193,7 @@ def find_nvrtc():
 
 def gpu_compiler():
     """("nvrtc", path), ("nvcc", path) or None."""
-    for kind, path in (("nvrtc", find_nvrtc()), ("nvcc", shutil.which("nvcc"))):
+    for kind, path in ("nvrtc", find_nvrtc()), ("nvcc", shutil.which("nvcc")):
         if path:
             return kind, path
     return None
@@ -229,7 +229,7 @@ def compile_for_gpu(name, arch, options=()):
     else:
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run([path, f"-arch={arch}", "-std=c++14", "-cubin", "-Xptxas", "-v", *options,
-                                   source_path(name), "-o", os.path.join(folder, "out.cubin")],
+                                   source_path(name), "-o", f"{folder}/out.cubin"],
                                   capture_output=True, text=True)
         log = done.stdout + done.stderr
         if done.returncode:

@@ -43,17 +43,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "equivalent.txt"
 ENOUGH = 95                 # percent
-NOT_COPIED = (".git", ".venv", "data", "out", "__pycache__", ".pytest_cache")
+NOT_COPIED = ".git", ".venv", "data", "out", "__pycache__", ".pytest_cache"
 SUITES = {                  # what judges a file: arguments of Python
-    "script.py": ["tests/test_scripts.py", "tests/test_tokenizer.py", "tests/test_train_parts.py", "tests/test_chat.py"],
+    "script.py": """tests/test_scripts.py tests/test_tokenizer.py tests/test_train_parts.py
+                 tests/test_chat.py""".split(),
     "tokenizer.py": ["tests/test_tokenizer.py", "tests/test_scripts.py"],
-    "model_cpu.py": ["tests/test_model_cpu.py", "tests/test_scripts.py", "tests/test_gradcheck.py",
-                     "gradcheck.py"],
-    "checkpoint.py": ["tests/test_checkpoint.py", "tests/test_shelf.py", "tests/test_train_parts.py",
-                      "tests/test_train.py"],
+    "model_cpu.py": """tests/test_model_cpu.py tests/test_scripts.py tests/test_gradcheck.py gradcheck.py""".split(),
+    "checkpoint.py": """tests/test_checkpoint.py tests/test_shelf.py tests/test_train_parts.py
+                     tests/test_train.py""".split(),
     "model_gpu.py": ["tests/test_model_gpu.py", "tests/test_kernels.py"],
-    "train.py": ["tests/test_train_parts.py", "tests/test_train.py", "tests/test_scripts.py", "tests/test_attack.py",
-                 "tests/test_ranks.py"],
+    "train.py": """tests/test_train_parts.py tests/test_train.py tests/test_scripts.py tests/test_attack.py
+                tests/test_ranks.py""".split(),
     "sft.py": ["tests/test_sft.py", "tests/test_ranks.py"],
     "chat.py": ["tests/test_chat.py"],
     "gradcheck.py": ["tests/test_gradcheck.py", "tests/test_exercises.py", "gradcheck.py"],
@@ -170,13 +170,44 @@ BARRIER = re.compile(r"\b(?:__syncthreads\(\)|__syncwarp\([^()]*\)|cp_async_wait
 NOT_CODE = re.compile(r"""//[^\n]* | /\*.*?\*/ | ^\#if[^\n]*CUDA_ON_CPU.*?^\#endif | ^[ ]*\#[^\n]* | "[^"\n]*"
                           | template[ ]<[^<>]*> | __launch_bounds__\([^()]*\) | static_assert\([^;]*;""",
                       re.DOTALL | re.MULTILINE | re.VERBOSE)
-OPERATORS = {"+": "- *", "-": "+", "*": "+ /", "/": "* %", "%": "/ *", "<": "<= >", "<=": "< >", ">": ">= <",
-             ">=": "> <", "==": "!= <= >=", "!=": "==", "&&": "||", "||": "&&", "&": "| ^", "|": "& ^", "^": "| & +",
-             "<<": ">>", ">>": "<<", "+=": "-= =", "-=": "+= =", "*=": "/= += =", "/=": "*= -=", "|=": "&= =",
-             "^=": "|= &="}
-NAMES = {"fmaxf": "fminf", "fminf": "fmaxf", "min": "max", "max": "min", "true": "false", "false": "true",
-         "expf": "__expf", "__expf": "expf", "blockIdx.x": "blockIdx.y", "blockIdx.y": "blockIdx.x",
-         "threadIdx.x": "blockIdx.x"}
+# An operator, and what may stand there instead; the same of names.
+OPERATORS = dict(line.split(maxsplit=1) for line in """\
++  - *
+-  +
+*  + /
+/  * %
+%  / *
+<  <= >
+<= < >
+>  >= <
+>= > <
+== != <= >=
+!= ==
+&& ||
+|| &&
+&  | ^
+|  & ^
+^  | & +
+<< >>
+>> <<
++= -= =
+-= += =
+*= /= += =
+/= *= -=
+|= &= =
+^= |= &=""".splitlines())
+NAMES = dict(line.split() for line in """\
+fmaxf       fminf
+fminf       fmaxf
+min         max
+max         min
+true        false
+false       true
+expf        __expf
+__expf      expf
+blockIdx.x  blockIdx.y
+blockIdx.y  blockIdx.x
+threadIdx.x blockIdx.x""".splitlines())
 DECLARED = re.compile(r"\b(?!return|else)[A-Za-z_]\w* +\(?&?\w+\)?\[[^;={}()]*")     # arrays, with their sizes
 FACTOR = r"[\w.:]+(?:\[[^\[\]]*\]|\([^()]*\))*"
 
@@ -294,7 +325,7 @@ class Copy:
     def suite(self, file, timeout=None, function=""):
         """-> None if the file's tests pass, else what notices."""
         tests = [name for name in SUITES[file] if name.startswith("tests/")]
-        code, output = self.run(["-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow",
+        code, output = self.run([*"-m pytest -x -q --no-header -p no:cacheprovider -m".split(), "not slow",
                                  "-k", SKIPPED_TESTS, *tests], timeout, function)
         if code is None:
             return "a hang"
@@ -320,7 +351,7 @@ RUNNING = set()
 
 def limit_resources():
     """A mistake must not fill the memory or the disk: 6 GB of addresses, 1 GB a file."""
-    for limit, most in ((resource.RLIMIT_AS, 6 << 30), (resource.RLIMIT_FSIZE, 1 << 30)):
+    for limit, most in (resource.RLIMIT_AS, 6 << 30), (resource.RLIMIT_FSIZE, 1 << 30):
         with contextlib.suppress(ValueError):                       # less than that is allowed anyway
             resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
 

@@ -11,6 +11,7 @@ import types
 import bench
 import numpy as np
 import pytest
+from cases import value_error, write
 
 import checkpoint
 import model_cpu
@@ -38,7 +39,7 @@ def test_counts_by_hand():
     losses = bench.count_losses([0, 1, 2], [2, 2, 0], 4)
     assert losses["trigram"] == losses["unigram"] == pytest.approx(-math.log((1 + 3 / 4) / 6))
     for parts in ([0, 1], [0, 1, 2]), ([0, 1, 2], [0, 1]):
-        with pytest.raises(ValueError, match="too short to count in"):
+        with value_error("too short to count in"):
             bench.count_losses(*parts, 4)
 
 
@@ -46,8 +47,8 @@ def test_counts_by_hand():
 def tiny(tmp_path, monkeypatch):
     """A text, and a model in out/tiny that has begun to learn it."""
     monkeypatch.chdir(tmp_path)
-    open("tiny.txt", "w").write("the cat sat on the mat and the dog lay on the rug. " * 40)
-    for module, name in ((train, "set_threads"), (checkpoint, "lock_folder")):
+    write("tiny.txt", "the cat sat on the mat and the dog lay on the rug. " * 40)
+    for module, name in (train, "set_threads"), (checkpoint, "lock_folder"):
         monkeypatch.setattr(module, name, lambda *rest: None)
     with contextlib.redirect_stdout(io.StringIO()):
         train.main("--data tiny.txt --out out/tiny --dim 16 --heads 2 --layers 2 --context 16 --vocab 272 "
@@ -67,7 +68,7 @@ def test_counts_of_a_text(tiny):
     *_, last = [record for _, record in checkpoint.read_log("out/tiny/log.jsonl") if "val_loss" in record]
     assert said.endswith(f"  out/tiny   {last['val_loss']:.4f}   after 40 steps\n\n")          # as train.py has measured it
     assert run("counts", "tiny.txt", "--vocab", "272") == "".join(said.splitlines(keepends=True)[:-2]) + "\n"
-    open("other.txt", "w").write("another text, of other words, in another order. " * 40)
+    write("other.txt", "another text, of other words, in another order. " * 40)
     assert run("counts", "other.txt", "--model", "out/tiny").endswith(
         "  out/tiny has not learned from this text, so it is not measured\n\n")
     os.rename("out/tiny", "out/small")                  # what is there by default
@@ -99,7 +100,7 @@ def test_the_tokenizer_needs_nothing_but_a_text(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "DATA", tmp_path / "nowhere")
     monkeypatch.setattr(bench, "available_cores", lambda: 2)
     os.mkdir("data")
-    open("data/tiny.txt", "w").write("the cat sat on the mat and the dog lay on the rug. " * 40)
+    write("data/tiny.txt", "the cat sat on the mat and the dog lay on the rug. " * 40)
     for name in "tokenizers", "tiktoken":
         monkeypatch.setitem(sys.modules, name, None)
     said = run("tokenizer", "--rounds", "1", "--gpt2", "nowhere")

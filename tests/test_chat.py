@@ -17,6 +17,7 @@ import unicodedata
 
 import numpy as np
 import pytest
+from cases import parametrize, write
 
 import chat
 import checkpoint
@@ -58,12 +59,12 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     sizes = model_cpu.Config(dim=32, heads=4, kv_heads=2, layers=2, context=32, vocab=320, predict=2)
     model = model_cpu.Model(sizes, seed=3, dtype=np.float32)
-    checkpoint.save(str(folder / "out/random"), model, Tokenizer.train([MULTILINGUAL], 320), {})
-    save_chain_model(str(folder / "out/loop"), [LOOP_IDS, [*b"ends.", SPECIAL["<|endoftext|>"], *b"ends"]])
-    save_chain_model(str(folder / "out/sft"), [[ASSISTANT, *b"Hi", END]], chat_form=True)
-    save_chain_model(str(folder / "out/half"), [[ASSISTANT, 0xc3]], chat_form=True)
+    checkpoint.save(f"{folder}/out/random", model, Tokenizer.train([MULTILINGUAL], 320), {})
+    save_chain_model(f"{folder}/out/loop", [LOOP_IDS, [*b"ends.", SPECIAL["<|endoftext|>"], *b"ends"]])
+    save_chain_model(f"{folder}/out/sft", [[ASSISTANT, *b"Hi", END]], chat_form=True)
+    save_chain_model(f"{folder}/out/half", [[ASSISTANT, 0xc3]], chat_form=True)
     shutil.copytree(folder / "out/loop", folder / "damaged")
-    (folder / "damaged/config.json").write_text("{")
+    write(folder / "damaged/config.json", "{")
     return folder
 
 
@@ -92,7 +93,7 @@ def speaking(source, original=model_cpu.generate):
 
     def generate(*arguments, **options):
         asked = signature.bind(*arguments, **options).arguments
-        stop, most, *_ = [asked.pop(name) for name in ("stop", "most", "speculate", "trace")]
+        stop, most, *_ = [asked.pop(name) for name in "stop most speculate trace".split()]
         said = itertools.islice(source(*asked.values()), most)
         return itertools.takewhile(lambda token: token not in stop, said)
     return generate
@@ -107,7 +108,7 @@ def run(models, *arguments, input=b"", terminals=(False, False), generate=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(models)
         patch.setattr(sys, "argv", ["chat.py", *map(os.fsdecode, arguments)])
-        for name, stream in (("stdin", stdin), ("stdout", out), ("stderr", err)):
+        for name, stream in ("stdin", stdin), ("stdout", out), ("stderr", err):
             patch.setattr(sys, name, stream)
         if generate:
             patch.setattr(model_cpu, "generate", speaking(functools.partial(generate, out)))
@@ -135,7 +136,7 @@ def test_an_answer_that_ends_inside_a_character_shows_no_broken_one(models, caps
 # ----------------------------------------------------------------------------------------------------------------------
 # Lines from a pipe
 
-@pytest.mark.parametrize("name, most, lines, said", [
+@parametrize("name, most, lines, said", [
     ("loop", 200, b"e\n\n", "ends.\nends.\n"),            # the end of a text; an empty line begins a new one
     ("loop", 11, f"{LOOP[0]}\n\n/e\r\nж".encode(), f"{LOOP}é\n世🙂жé\n/ends.\nж{LOOP}\n"),      # or writes on
     ("loop", 4, b"\xc3\n", "é世\n"),                      # half a character is completed,
@@ -163,7 +164,7 @@ class Terminal:
         if self.pid == 0:
             os.chdir(folder)
             environment = {**os.environ, "TERM": "dumb", "INPUTRC": "/dev/null", "LC_ALL": "C.UTF-8"}
-            os.execve(sys.executable, [sys.executable, os.path.join(ROOT, "chat.py"), *arguments], environment)
+            os.execve(sys.executable, [sys.executable, f"{ROOT}/chat.py", *arguments], environment)
         self.seen = b""
 
     def wait_for(self, text, seconds=120):
@@ -253,15 +254,15 @@ def test_tokens_have_the_colour_of_their_probability(models, monkeypatch, capsys
 
 
 def test_a_terminal_shows_control_characters_instead_of_obeying(tmp_path):
-    save_chain_model(str(tmp_path / "m"), [[*b"a\x1b[2J\x07\x9b", SPECIAL["<|endoftext|>"]]])
-    arguments = ("--model", "m", "--temperature", "0", "--prompt", "a")
+    save_chain_model(f"{tmp_path}/m", [[*b"a\x1b[2J\x07\x9b", SPECIAL["<|endoftext|>"]]])
+    arguments = "--model", "m", "--temperature", "0", "--prompt", "a"
     assert run(tmp_path, *arguments, terminals=TERMINAL)[1].decode() == "a\ufffd[2J\ufffd\ufffd\n"
     assert run(tmp_path, *arguments)[1].decode() == "a\x1b[2J\x07\ufffd\n"      # a file gets what was said
     for char in map(chr, range(0x300)):
         assert (printable(char) != char) == (unicodedata.category(char) == "Cc" and char not in "\t\n")
 
 
-TERMINAL = (True, True)
+TERMINAL = True, True
 
 
 def test_a_session_on_a_terminal(models):
@@ -275,7 +276,7 @@ def test_a_session_on_a_terminal(models):
             f"{begin}; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n{said}".encode(), "")
         assert run.shown[0].endswith(b"more.\n> ") and run.shown[-1] == run.shown[0] + said[2:-1].encode()
     # not a terminal unless both are one
-    for terminals in ((True, False), (False, True)):
+    for terminals in (True, False), (False, True):
         assert run(models, "--model", "out/loop", "--temperature=0", input=b"e\n/e\n", terminals=terminals) == (
             0, b"ends.\n/ends.\n", "")
 
@@ -316,7 +317,7 @@ def test_help_fits_a_terminal(models):
     assert str(2**63) in out and "/system none" in out and max(map(len, out.splitlines())) < 80
 
 
-@pytest.mark.parametrize("line", [b"/quit", b"/exit", b"/ quit ", b"/quit now", b"/exit\r"])
+@parametrize("line", [b"/quit", b"/exit", b"/ quit ", b"/quit now", b"/exit\r"])
 def test_leaving(models, line):
     """What comes after it is not read any more."""
     out = run(models, "--model", "out/loop", "--temperature=0", terminals=TERMINAL, input=b"e\n" + line + b"\ne\n")[1]
@@ -367,7 +368,7 @@ def test_tokens_come_as_they_are_made(models):
         assert out.seen() == b"Hi\n"            # flushed
 
 
-@pytest.mark.parametrize("terminals, code, said, calls", [
+@parametrize("terminals, code, said, calls", [
     ((True, True), 0, b"> a1\n> 1\n> \n", [(b"a", 5), (b"a1", 6)]), ((False, False), 130, b"a1", [(b"a", 5)])])
 def test_ctrl_c_while_the_model_writes(models, terminals, code, said, calls):
     """On a terminal the next line goes on, with a seed of its own; elsewhere it is the end."""
@@ -382,7 +383,7 @@ def test_ctrl_c_while_the_model_writes(models, terminals, code, said, calls):
     assert (found[0], found[1].rpartition(b"more.\n")[2], asked) == (code, said, calls)
 
 
-@pytest.mark.parametrize("special", SPECIAL.values())
+@parametrize("special", SPECIAL.values())
 def test_any_special_token_ends_an_answer(models, monkeypatch, special):
     """In chat form the turn is closed as by <|end|>; in plain form the text is at its end."""
     monkeypatch.setattr(model_cpu, "generate", speaking(lambda *_: iter([ord("a"), special, ord("b")])))
@@ -403,7 +404,7 @@ def session(models, name="sft", **settings):
 def test_chat_form(models):
     """The answer stops at <|end|>; the template is made of ids; turns are kept."""
     s = session(models, temperature=0)
-    for line in ("A", "", "<|end|>"):           # an empty line after a finished answer is nothing
+    for line in "A", "", "<|end|>":           # an empty line after a finished answer is nothing
         s.answer(line)
     assert s.turns == [turn(b"A", *b"Hi", END), turn(b"<|end|>", *b"Hi", END)] and bytes(s.said) == b"Hi"
     assert chat.run_command("/reset", s) and s.turns == []
@@ -418,7 +419,7 @@ def test_chat_form_closes_an_interrupted_answer(models):
     assert s.turns[1] == turn(b"B", *b"Hi")
 
 
-@pytest.mark.parametrize("most, said, closed", [(1, b"", [END]), (1, b"a", []), (2, b"a", [END]), (2, b"ab", [])])
+@parametrize("most, said, closed", [(1, b"", [END]), (1, b"a", []), (2, b"a", [END]), (2, b"ab", [])])
 def test_a_turn_is_closed_where_the_model_ended_it(models, monkeypatch, most, said, closed):
     """And left open where the number of tokens did, even if it would have ended there."""
     monkeypatch.setattr(model_cpu, "generate", speaking(lambda *rest: iter([*said, END])))
@@ -463,7 +464,7 @@ def test_chat_form_has_a_window_to_the_token(models, capsys):
         s.add_turn(text)
         assert s.turns == [*kept, turn(text)]
     text = bytes(range(100))
-    for context, room in ((1, 1), (5, 1), (6, 2), (32, 21)):            # at least one token of what was typed
+    for context, room in (1, 1), (5, 1), (6, 2), (32, 21):            # at least one token of what was typed
         s.model = types.SimpleNamespace(config=types.SimpleNamespace(context=context))
         for size, note in (room, ""), (room + 1, f"note: the prompt has {room + 1} tokens; the last {room} are used.\n"):
             s.turns = []
@@ -487,7 +488,7 @@ HEAD = "stop after      loss   |f(x)|/|x|   most likely after the end of the tex
 
 def test_lens(tmp_path):
     """Ids that the tokenizer does not have are left out: the model has four more."""
-    save_chain_model(str(tmp_path / "m"), [b"ab", b"bA", [ord("b"), 260], [ord("b"), 261]])
+    save_chain_model(f"{tmp_path}/m", [b"ab", b"bA", [ord("b"), 260], [ord("b"), 261]])
     assert run(tmp_path, "--model", "m", "--lens", "abA") == (
         0, b"2 tokens read, the next of each predicted; loss in nats a token\n" + HEAD.encode() +
         b'embedding     0.5493                "A"\nlayer 0       0.5493        0.000   "A"\n', "")
@@ -554,7 +555,7 @@ def test_the_newest_checkpoint_is_taken(models):
         assert run(models, "--prompt", "e", "--temperature", "0")[1] == said
 
 
-@pytest.mark.parametrize("option, low, high, step", [
+@parametrize("option, low, high, step", [
     ("max-tokens", 1, 10**9, 1), ("temperature", 0, 100, 1e-9), ("top-k", 0, 10**9, 1), ("top-p", 0.001, 1, 1e-9),
     ("seed", 0, 2**63, 1), ("context", 1, 10**9, 1)])
 def test_the_bounds_of_a_number(option, low, high, step):
@@ -566,7 +567,7 @@ def test_the_bounds_of_a_number(option, low, high, step):
             chat.parse_arguments([f"--{option}={value}"])
 
 
-@pytest.mark.parametrize("context, default", [
+@parametrize("context, default", [
     (160, ""), (200, '{%if loop.first and messages[0]["role"]!="system"%}{{"<|im_start|>system\\nBe kind.<|im_end|>\\n"}}{%endif%}')])
 def test_the_system_text_of_a_template_stays(capsys, context, default):
     """While whole turns between are forgotten: ChatML, whose template brings one, or a plain one, whose turns begin with the
@@ -574,7 +575,7 @@ def test_the_system_text_of_a_template_stays(capsys, context, default):
     tokenizer = Tokenizer(range(256), [], [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
     tokenizer.template = known_template(default.join(CHATML_PARTS))
     s = chat.Session(types.SimpleNamespace(config=types.SimpleNamespace(context=context)), tokenizer, None)
-    for text in (b"first", b"second", b"third", b"fourth", b"fifth"):
+    for text in b"first", b"second", b"third", b"fourth", b"fifth":
         s.add_turn(text)
         s.turns[-1] += [*b"Yes", s.stop]
     said = tokenizer.decode(sum(s.turns, []))
@@ -585,13 +586,13 @@ def test_the_system_text_of_a_template_stays(capsys, context, default):
     assert tokenizer.decode(*s.turns).startswith(begin + "xxx") and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("arguments, message", [
+@parametrize("arguments, message", [
     (["--temperature", "-1"], "argument --temperature: must be a number from 0 to 100, not '-1'"),
-    (["--prompt", "a", "--lens", "a"], "not allowed with argument"),
+    ("--prompt a --lens a".split(), "not allowed with argument"),
     (["--plot", "a.png"], "--plot goes with --lens TEXT"),
     (["--model", "nowhere"], "nowhere holds no checkpoint"),
-    (["--model", "out/loop", "--lens", "a"], "--lens needs a text of at least 2 tokens; 'a' has 1."),
-    (["--model", "damaged", "--prompt", "a"], "damaged/config.json is damaged")])
+    ("--model out/loop --lens a".split(), "--lens needs a text of at least 2 tokens; 'a' has 1."),
+    ("--model damaged --prompt a".split(), "damaged/config.json is damaged")])
 def test_bad_options(models, arguments, message):
     code, out, err = run(models, *arguments)
     assert (code, out, err.count("\n")) == (2, b"", 1) and err.startswith("error: ") and message in err

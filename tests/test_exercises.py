@@ -12,13 +12,14 @@ import sys
 
 import numpy as np
 import pytest
+from cases import parametrize
 
 import exercises
 import gradcheck
 
 ROOT = os.path.dirname(os.path.abspath(gradcheck.__file__))
 OWN = [name for name in exercises.EXERCISES if name not in exercises.MARKS]
-LIBRARY = ("array", "collections", "functools", "heapq", "itertools")
+LIBRARY = "array", "collections", "functools", "heapq", "itertools"
 BEGUN = "    # Your lines here.\n"
 
 
@@ -54,7 +55,7 @@ def verdict(name, calls, lines, there="", instead=""):
 
 
 def run(*arguments):
-    command = [sys.executable, os.path.join(ROOT, "gradcheck.py"), *arguments]
+    command = [sys.executable, f"{ROOT}/gradcheck.py", *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
     assert "Traceback" not in result.stderr
     return result.returncode, result.stdout, result.stderr
@@ -80,12 +81,12 @@ def test_from_the_first_run_to_the_verdict():
     assert code == 1 and out.startswith("linear         right in 36 calls\nembedding      not begun\n")
     assert out.count("\n") == len(exercises.EXERCISES)
     assert ", ".join(exercises.EXERCISES) in " ".join(run("--help")[1].split())
-    for arguments in (["--exercise", "nosuch"], ["--hint"], ["--exercise", "all", "--hint"]):
+    for arguments in ["--exercise", "nosuch"], ["--hint"], "--exercise all --hint".split():
         code, out, error = run(*arguments)
         assert code == 2 and out == "" and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", exercises.EXERCISES)
+@parametrize("name", exercises.EXERCISES)
 def test_a_file_runs_by_itself_and_holds_no_solution(name, capsys):
     text = exercises.exercise_text(name)
     names = {}
@@ -113,7 +114,7 @@ def test_what_is_recorded(calls):
     assert len({str(exercises.settings(call)) for call in calls["sample"]}) == 5
 
 
-@pytest.mark.parametrize("name", OWN)
+@parametrize("name", OWN)
 def test_the_original_is_right_and_adds_where_the_table_says(name, calls):
     """What was larger by 1 before the call, and is so after it, is added to."""
     assert verdict(name, calls, body(name)) == []
@@ -145,7 +146,7 @@ NAMED = {bug: name for bug, edits in ALL_BUGS.items() for name, function in exer
 del NAMED["no_scale"]                   # in the backward it is backward_scale
 
 
-@pytest.mark.parametrize("bug, name", NAMED.items())
+@parametrize("bug, name", NAMED.items())
 def test_every_planted_bug_is_named(bug, name, calls):
     assert len(NAMED) == 15 + len(exercises.EXERCISE_BUGS)
     lines = body(name)
@@ -158,7 +159,7 @@ def test_every_planted_bug_is_named(bug, name, calls):
     assert said[-1] == f"Just so behaves the bug {bug}: {ALL_BUGS[bug][-1]}" and len(said) >= 2
 
 
-@pytest.mark.parametrize("name, there, instead, sentences", [
+@parametrize("name, there, instead, sentences", [
     ("linear", "dw += dout.T @ x", "dw -= dout.T @ x",
      ["dw: 768 of 768 entries are off (36 of 36 calls); at", "Each of these is -1 times what it should be."]),
     ("linear", "dw += ", "dw[...] = ",
@@ -199,7 +200,7 @@ def test_the_settings_that_fail_are_named(calls):
         "Wrong with seed 1, temperature 1, top_k 5, top_p 0.8"]
 
 
-@pytest.mark.parametrize("before, got, want, said", [
+@parametrize("before, got, want, said", [
     # the worst of what is off is shown, not of what is right, however small the error is
     (None, [2.0, 0.25, 3.0], [2.0, 0.125, 3.0],
      ["1 of 3 entries are off, in [1:2] (1 of 4 calls); at [1] stands 0.25, where 0.125 belongs."]),
@@ -218,7 +219,7 @@ def test_working_arrays_are_free(calls):
     assert verdict("linear", calls, "    pass\n")[0].startswith("Nothing is written in exercises/linear.py")
 
 
-@pytest.mark.parametrize("lines, said", [
+@parametrize("lines, said", [
     ("    dx[...] = dout @ w.T\n", r"exercises/linear.py, line (\d+): ValueError: matmul: .*"),
     ("    dx[...] = dout @\n", r"exercises/linear.py, line (\d+): SyntaxError: invalid syntax"),
     ("    raise SystemExit(3)\n", r"exercises/linear.py, line (\d+): SystemExit: 3"),

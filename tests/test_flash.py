@@ -8,6 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
+from cases import parametrize
 
 import model_cpu
 import model_gpu
@@ -119,19 +120,19 @@ def check(version, D, shape, order, spread=1.0, loose=1.0):
     qkv, dout, out, lse, dqkv = problem(version, B, T, H, G, D, spread)
     got_out, got_lse, got_dqkv = run(version, qkv, dout, H, G, order)
     errors = {"out": norm(got_out - out) / norm(out), "lse": norm(got_lse - lse) / norm(lse)}
-    for name, heads in (("dq", slice(0, H)), ("dk", slice(H, H + G)), ("dv", slice(H + G, None))):
+    for name, heads in ("dq", slice(0, H)), ("dk", slice(H, H + G)), ("dv", slice(H + G, None)):
         # relative to the whole gradient: that of q is 0 at T = 1, and small where T is
         errors[name] = norm((got_dqkv - dqkv)[:, :, heads]) / norm(dqkv)
     assert max(errors.values()) < loose * BOUNDS[version], errors      # NaN fails too: it is not smaller
 
 
-@pytest.mark.parametrize("version,D", VERSIONS)
+@parametrize("version,D", VERSIONS)
 def test_flash_attention(version, D):
     for shape, order in zip(SHAPES, itertools.cycle(ORDERS)):           # that the order changes no bit: below
         check(version, D, shape, order)
 
 
-@pytest.mark.parametrize("version,D", VERSIONS)
+@parametrize("version,D", VERSIONS)
 def test_wide_scores(version, D):
     """Scores of some +-100: exp of them overflows fp32 unless the maximum is subtracted, also when it grows late."""
     check(version, D, (1, 150, 2, 1), ("forward", 0), spread=5.0, loose=4.0)
@@ -142,7 +143,7 @@ def to_tf32(x):
     return ((np.ascontiguousarray(x, np.float32).view(np.uint32) + 0x1000) & ~np.uint32(0x1FFF)).view(np.float32)
 
 
-@pytest.mark.parametrize("version,D", [pair for pair in VERSIONS if pair[0] != "fp32"])
+@parametrize("version,D", [pair for pair in VERSIONS if pair[0] != "fp32"])
 def test_rounds_where_it_should_and_nowhere_else(version, D):
     """The fast version against float64 that rounds the operands of its products as it does. Only where the rounding of
     a number hangs on its last bit do they differ, and so little that an operand cut off would show. T = 64: one step of
@@ -179,7 +180,7 @@ def test_rounds_where_it_should_and_nowhere_else(version, D):
     assert max(errors) < 2e-5, errors
 
 
-@pytest.mark.parametrize("version,D", VERSIONS)
+@parametrize("version,D", VERSIONS)
 def test_scores_of_any_size(version, D):
     """Scores down to -50,000, in no order: each query takes the value of the one key that beats the others, and nothing
     but finite numbers comes out."""
@@ -199,7 +200,7 @@ def test_scores_of_any_size(version, D):
     assert not dqkv[0, :, :3].any()
 
 
-@pytest.mark.parametrize("version,D", VERSIONS)
+@parametrize("version,D", VERSIONS)
 def test_order_of_threads_changes_no_bit(version, D):
     qkv, dout, *_ = problem(version, 1, 137, 4, 2, D)
     first, *others = [run(version, qkv, dout, 4, 2, order) for order in ORDERS]
@@ -207,8 +208,8 @@ def test_order_of_threads_changes_no_bit(version, D):
         assert all(np.array_equal(x, y) for x, y in zip(first, other))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-@pytest.mark.parametrize("D", [32, 64, 128])
+@parametrize("precision", ["fp32", "tf32", "bf16"])
+@parametrize("D", [32, 64, 128])
 def test_model_gpu_launches_them_so(precision, D):
     version = precision if (precision, D) in VERSIONS else "fp32"      # tf32 with D = 128: the readable version
     assert model_gpu.flash_kernels(precision, D) == geometry(version, D)
@@ -216,7 +217,7 @@ def test_model_gpu_launches_them_so(precision, D):
 
 # one architecture of each family for the big model's D; the others, and the other D once each for the readable and the fast
 # kernels, in `make check-peers`
-@pytest.mark.parametrize("arch,D", [
+@parametrize("arch,D", [
     ("sm_70", 64), ("sm_80", 64), ("sm_90a", 64), ("sm_120", 64), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("sm_75", 64), ("sm_89", 64), ("sm_100", 64), ("sm_70", 32), ("sm_80", 32), ("sm_70", 128), ("sm_80", 128)))])
 def test_compiles_for_gpu(arch, D, capsys):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from cases import parametrize, write
 from packaging.specifiers import SpecifierSet
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -18,8 +19,8 @@ def folder(tmp_path):
     """The Makefile and an environment that is already there; its Python writes down what it is called with."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "tests" / "peers").mkdir(parents=True)
-    for name in ("requirements.txt", "tests/requirements.txt", "tests/peers/requirements.txt"):
-        (tmp_path / name).write_text("")
+    for name in "requirements.txt", "tests/requirements.txt", "tests/peers/requirements.txt":
+        write(tmp_path / name, "")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     script(tmp_path / ".venv" / "bin" / "python", 'if [ "$1" = -c ]; then echo runs; else echo "$@" >>called; fi')
     (tmp_path / ".venv" / "packages").touch()
@@ -62,7 +63,7 @@ def test_a_run_that_has_begun_is_resumed_and_nothing_fetched(folder):
     assert make(folder)[3] == ["train.py small --resume"]
 
 
-@pytest.mark.parametrize("target, expected", [
+@parametrize("target, expected", [
     ("check", ["gradcheck.py", '-m pytest .*-m not slow .*--ignore=tests/peers .*tests']),
     ("check-gpu", ["gradcheck.py --gpu", "-m pytest .* tests/test_on_gpu.py"]),
     ("check-peers", ["-m pytest .* tests/peers", "-m pytest .* -m slow tests/test_flash.py tests/test_kernels.py"])])
@@ -90,7 +91,7 @@ def test_changed_requirements_are_installed(folder):
     assert installed == ["requirements.txt", "tests/requirements.txt"]     # each once, though make ran twice
 
 
-@pytest.mark.parametrize("python, message", [
+@parametrize("python, message", [
     ("exit 1", "error: no Python of 3.10 or later was found (./python); install one"),
     ('case "$2" in *ensurepip*) exit 1;; esac', "error: ./python cannot make environments, its modules venv and")])
 def test_what_is_missing_is_said_in_one_sentence(folder, python, message):
@@ -102,10 +103,10 @@ def test_what_is_missing_is_said_in_one_sentence(folder, python, message):
     assert ours.startswith(message) and makes.startswith("make: ***")
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "tests/peers/requirements.txt"])
+@parametrize("name", ["requirements.txt", "tests/peers/requirements.txt"])
 def test_the_numpy_that_multiplies_wrongly_is_refused(name):
     line, = re.findall("^numpy([^ ]*)", (ROOT / name).read_text(), re.MULTILINE)
-    assert list(SpecifierSet(line).filter(["1.25", "1.26", "2.5.0", "2.5.1"])) == ["1.26", "2.5.1"]
+    assert list(SpecifierSet(line).filter("1.25 1.26 2.5.0 2.5.1".split())) == ["1.26", "2.5.1"]
 
 
 def test_a_broken_environment_is_made_anew(folder):
@@ -121,7 +122,7 @@ def test_gpu_without_a_gpu_installs_nothing(folder):
     assert code == 2 and not called and err.startswith("error: no NVIDIA GPU with its driver was found")
 
 
-@pytest.mark.parametrize("gpus, size, nccl", [(1, "0.8 GB", False), (4, "1.2 GB", True)])
+@parametrize("gpus, size, nccl", [(1, "0.8 GB", False), (4, "1.2 GB", True)])
 def test_gpu_says_how_much_it_downloads(folder, gpus, size, nccl):
     script(folder / "nvidia-smi", "\n".join(f"echo 'GPU {i}: a card'" for i in range(gpus)))
     code, out, _, called = make(folder, "gpu", PATH=f"{folder}:{os.environ['PATH']}")
@@ -133,7 +134,7 @@ def test_gpu_says_how_much_it_downloads(folder, gpus, size, nccl):
 def test_clean_keeps_texts_and_models(folder):
     (folder / "out" / "small").mkdir(parents=True)
     (folder / "data").mkdir()
-    for name in ("tiny.txt", "python-3.11.txt", "train-00.bin", "tokenizer-512-00.json", "tiny.txt.part"):
+    for name in "tiny.txt python-3.11.txt train-00.bin tokenizer-512-00.json tiny.txt.part".split():
         (folder / "data" / name).touch()
     assert make(folder, "clean")[0] == 0
     assert not (folder / ".venv").exists() and (folder / "out" / "small").exists()

@@ -11,7 +11,8 @@ import types
 
 import numpy as np
 import pytest
-from runs import read_log, settings, training_of
+from cases import parametrize, refusal, value_error, write
+from runs import read_log, settings, shell_words, training_of
 
 import checkpoint
 import model_cpu
@@ -33,7 +34,7 @@ def no_gpu(monkeypatch):
 
 
 def given(*options):
-    return train.given_options(train.parse_arguments(list(options)))
+    return train.given_options(train.parse_arguments(shell_words(options)))
 
 
 # -- corpus ------------------------------------------------------------------------------------------------------------
@@ -62,8 +63,8 @@ def test_docstrings_of_the_library(tmp_path, monkeypatch):
              **{f"{name}/x.py": '"""skipped"""' for name in "test tests idle_test site-packages pkg/tests".split()}}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_bytes(text.encode("latin-1"))
-    monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
+        write(tmp_path / name, text.encode("latin-1"))
+    monkeypatch.setattr(os, "__file__", f"{tmp_path}/os.py")
     expected = [[("a", "Module a."), ("a.C", "Class C."), ("a.C.f", "Method f."), ("a.C.f.g", "inner"), ("a.k", "async k")],
                 [("c.d", "d")], [("pkg", "Package.")], []]
     walk = os.walk
@@ -83,12 +84,12 @@ def test_prose_of_the_python_corpus(tmp_path, monkeypatch):
     others = [prose[0][:-1], "x" * 45 + "1" * 5, f">>> {prose[1]}"]         # too short; just 0.9 of it are letters; an example
     monkeypatch.setattr(pydoc_data.topics, "topics", {"b": "\n \n".join([prose[1], *others]), "a": prose[0]})
     monkeypatch.setattr(script, "python_docstrings", lambda: [[("m", prose[2]), ("m.f", prose[0])], [("n", "short")], [("o", prose[3])]])
-    script.write_python_corpus(str(tmp_path / "new/text.txt"), "<|endoftext|>")
+    script.write_python_corpus(f"{tmp_path}/new/text.txt", "<|endoftext|>")
     prose[2] = "A third one, with lines that are joined and spaces squeezed: fine"
     assert (tmp_path / "new/text.txt").read_text() == "\n\n<|endoftext|>\n\n".join(prose)
 
 
-@pytest.mark.parametrize("size, held_out", [(500, 50), (1_100_000, 100_000), (10_100_000, 101_000), (401_000_000, 4_000_000)])
+@parametrize("size, held_out", [(500, 50), (1_100_000, 100_000), (10_100_000, 101_000), (401_000_000, 4_000_000)])
 def test_how_much_is_held_out(tmp_path, size, held_out):
     """Of a file with holes, which reads as zeros."""
     with open(tmp_path / "zeros", "wb") as file:
@@ -98,7 +99,7 @@ def test_how_much_is_held_out(tmp_path, size, held_out):
 
 def test_a_cut_moves_by_a_tenth_or_32_megabytes_at_most(tmp_path):
     with open(tmp_path / "holes", "wb") as file:
-        for place in (360_000_000, 367_900_000, 368_100_000):          # separators, in 400 MB
+        for place in 360_000_000, 367_900_000, 368_100_000:          # separators, in 400 MB
             file.seek(place)
             file.write(b"\n<|endoftext|>\n")
         file.truncate(400_000_000)
@@ -108,7 +109,7 @@ def test_a_cut_moves_by_a_tenth_or_32_megabytes_at_most(tmp_path):
 # -- tokens ------------------------------------------------------------------------------------------------------------
 def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    open("books.txt", "w").write("\n\n<|endoftext|>\n\n".join(f"document {i} of some words and more " * 800 for i in range(50)))
+    write("books.txt", "\n\n<|endoftext|>\n\n".join(f"document {i} of some words and more " * 800 for i in range(50)))
     _, tokens, _, key = train.prepare(["books.txt"], 300)
     said = capsys.readouterr().out
     assert "Training a tokenizer of 300 tokens on books.txt.\nwords counted: 1 MB" in said and "\ntrain tokens: 1 MB" in said
@@ -123,25 +124,25 @@ def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monke
     assert len({*keys, key}) == 4 and len([name for name in os.listdir("data") if name.startswith("val-7")]) == 1
 
 
-@pytest.mark.parametrize("moment", ["make_tokenizer", "make_tokens"])
+@parametrize("moment", ["make_tokenizer", "make_tokens"])
 def test_a_corpus_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeypatch, moment):
     """Also one that keeps its size and time: its text would stand under another one's name."""
     monkeypatch.chdir(tmp_path)
     old, new = "some words and more of them\n" * 400, "other words, as many of them\n"[:28] * 400
-    open("a.txt", "w").write(old)
+    write("a.txt", old)
     real, before = getattr(train, moment), os.stat("a.txt")
 
     def changing(*arguments):
-        open("a.txt", "w").write(new)
+        write("a.txt", new)
         os.utime("a.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
         return real(*arguments)
     with monkeypatch.context() as patch:
         patch.setattr(train, moment, changing)
-        with pytest.raises(ValueError, match="^a.txt: changed while it was read. Start again when it is complete.$"):
+        with value_error("^a.txt: changed while it was read. Start again when it is complete.$"):
             train.prepare(["a.txt"], 280)
     assert os.listdir("data") == ["prepare.lock"]
     for text in old, new:
-        open("a.txt", "w").write(text)
+        write("a.txt", text)
         tokenizer, tokens, val, _ = train.prepare(["a.txt"], 280)
         assert tokenizer.decode([*tokens[:-1], *val["a"][:-1]]) == text
 
@@ -169,7 +170,7 @@ def held_out(val, micro_batch, most, ranks=None):
 
 def test_evaluation_is_a_weighted_mean_of_windows_spread_evenly():
     val = np.arange(100, dtype="<u2")
-    for most, micro_batch, rows in [(math.inf, 4, [[0, 10, 20, 30], [40, 50, 60, 70], [80]]), (59, 2, [[0, 19], [38, 57], [76]]), (3, 5, [[0]])]:
+    for most, micro_batch, rows in (math.inf, 4, [[0, 10, 20, 30], [40, 50, 60, 70], [80]]), (59, 2, [[0, 19], [38, 57], [76]]), (3, 5, [[0]]):
         asked, (nats, counted, size) = held_out(val, micro_batch, most)
         starts = sum(rows, [])
         assert asked == rows and (counted, size) == (10 * len(starts), 20 * len(starts)) and abs(nats - sum(starts) / 10) < 1e-9
@@ -206,7 +207,7 @@ def test_samples():
 
 def test_what_a_run_evaluates(monkeypatch, capsys):
     calls, found = [], {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
-    s = settings("--seed", "5", config=MINI, batch_tokens=20, steps=40)
+    s = settings("--seed 5", config=MINI, batch_tokens=20, steps=40)
     monkeypatch.setattr(train, "validate", lambda training, val, most: calls.append(most) or {**found})
     monkeypatch.setattr(train, "sample_text", lambda model, tokenizer, ids, seed: f"{ids[-1]}\n{seed}\n" + "some words " * 9)
     training = training_of(types.SimpleNamespace(config=MINI), Tokenizer.train(["abab"], 264), s)
@@ -230,7 +231,7 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
 def test_a_dry_run_prints_the_plan(capsys):
     """Of a GPU; there is none here: the limit counts."""
     plan = model_gpu.memory_plan(SMALL, 40, 128, "bf16", "muon", 3)
-    s = dataclasses.replace(settings("--micro-batch", "16"), device="gpu", precision="bf16", memory_limit=sum(plan.values()))
+    s = dataclasses.replace(settings("--micro-batch 16"), device="gpu", precision="bf16", memory_limit=sum(plan.values()))
     train.dry_run(SMALL, s, types.SimpleNamespace(size=3))
     first, *rows, largest = capsys.readouterr().out.splitlines()
     assert largest == "The largest micro-batch that fits: 40."
@@ -245,8 +246,8 @@ def test_dry_runs_need_no_gpu(whole, capsys):
     for options, device in ("big", "gpu bf16"), ("", "cpu fp32"), ("big --device cpu", "cpu fp32"):
         assert train.main(["--dry-run", *options.split()]) == 0 and whole == []
         assert f"1 x {device}" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="^the GPU engine takes heads 32, 64 or 128 wide, not 16: "):
-        train.main(["--device", "gpu", "--heads", "8", "--dry-run"])
+    with value_error("^the GPU engine takes heads 32, 64 or 128 wide, not 16: "):
+        train.main("--device gpu --heads 8 --dry-run".split())
 
 
 def test_devices(monkeypatch):
@@ -254,14 +255,14 @@ def test_devices(monkeypatch):
     assert train.choose_device(None, "small", 0) == "cpu" == train.choose_device("cpu", "big", 0)
     for asked, words in (None, ("medium takes many hours or days on a CPU: train small, or say --device cpu to do so. "
                                 f"On a GPU it takes minutes; but: {NO_GPU}")), ("gpu", NO_GPU):
-        with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        with value_error(f"^{re.escape(words)}$"):
             train.choose_device(asked, "medium", 0)
     taken = []
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
     monkeypatch.setattr(model_gpu, "take_gpu", taken.append)
     assert [train.choose_device(None, name, local=3) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
     assert train.choose_device("gpu", "small", 0) == "gpu" and taken == [3, 3, 0]
-    s = settings("--threads", "3", "--optimizer", "adamw")
+    s = settings("--threads 3 --optimizer adamw")
     assert train.model_options(s) == dict(dtype=np.float32, threads=3, optimizer="adamw")
     other = dict(precision="tf32", memory_limit=7, matmul="ours", micro_batch=5)
     assert train.model_options(dataclasses.replace(s, device="gpu", **other)) == dict(optimizer="adamw", **other)
@@ -296,9 +297,9 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
 
 def test_sizes_in_place_of_the_presets():
     """And what follows from dim."""
-    assert train.choose_sizes(given("--dim", "256", "--mtp-weight", "0.9"), "small") == dataclasses.replace(SMALL, dim=256, hidden=688, mtp_weight=0.9)
-    with pytest.raises(ValueError, match=r"^dim \(128\) must be a multiple of 2 x heads \(2 x 5\): heads must divide 64."):
-        train.choose_sizes(given("--heads", "5"), "small")
+    assert train.choose_sizes(given("--dim 256 --mtp-weight 0.9"), "small") == dataclasses.replace(SMALL, dim=256, hidden=688, mtp_weight=0.9)
+    with value_error(r"^dim \(128\) must be a multiple of 2 x heads \(2 x 5\): heads must divide 64."):
+        train.choose_sizes(given("--heads 5"), "small")
 
 
 def test_default_tokens_a_step_are_whole_windows():
@@ -310,14 +311,12 @@ def test_default_tokens_a_step_are_whole_windows():
 def test_settings_that_do_not_fit():
     for options, words in [("--batch-tokens 129", "--batch-tokens 129 is not a multiple of the context, 128."),
                            ("--matmul ours --memory-limit 1GB", "--matmul --memory-limit is for the GPU engine; add --device gpu.")]:
-        with pytest.raises(ValueError) as error:
-            settings(*options.split())
-        assert str(error.value) == words
+        assert refusal(settings, *options.split()) == words
 
 
 # -- what a run has recorded -------------------------------------------------------------------------------------------
 def test_the_record_of_a_run(monkeypatch):
-    s = settings("--data", "a.txt")
+    s = settings("--data a.txt")
     recorded = dataclasses.asdict(s)
     good = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": recorded, "more": None}
     monkeypatch.setattr(checkpoint, "load_state", lambda folder: state)
@@ -330,16 +329,16 @@ def test_the_record_of_a_run(monkeypatch):
             ("settings", {"preset": "small"}, "missing"), ("settings", {**recorded, "steps": 0}, "the setting steps cannot be 0."),
             ("settings", {**recorded, "speed": 1}, "unexpected keyword argument 'speed'")]:
         state = {**good, name: value}
-        with pytest.raises(ValueError, match=f"^f was not written by train.py: how the run was made is not recorded .*{why}.*.$"):
+        with value_error(f"^f was not written by train.py: how the run was made is not recorded .*{why}.*.$"):
             train.read_run("f", "train.py")
     del state["settings"]
-    with pytest.raises(ValueError, match=r"recorded \('settings'\)\.$"):
+    with value_error(r"recorded \('settings'\)\.$"):
         train.read_run("f", "train.py")
 
 
 def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
     """Before its weights are read: no checkpoint, another script's; then: other settings."""
-    s = settings("--data", "a.txt", "--steps", "9", "--threads", "2")
+    s = settings("--data a.txt --steps 9 --threads 2")
     state = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": dataclasses.asdict(s)}
     loaded, out = [], str(tmp_path)
     model = types.SimpleNamespace(config=SMALL, step=4)
@@ -351,12 +350,10 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
         return train.resume(given("--resume", *options.split()), out, script, Ranks())
 
     def refused(words, *arguments):
-        with pytest.raises(ValueError) as error:
-            resume(*arguments)
-        assert str(error.value) == words
+        assert refusal(resume, *arguments) == words
     refused(f"there is nothing to resume in {out}.", "")
     assert loaded == []
-    (tmp_path / "config.json").write_text("")
+    write(tmp_path / "config.json", "")
     refused(f"the run in {out} is one of train.py: resume it with that.", "", "sft.py")
     assert loaded == [out]
     for options, words in [
@@ -412,12 +409,12 @@ def test_plot(tmp_path, monkeypatch, capsys):
     assert ("set_ylim", (), {"top": 6000 - 51}) in axes.calls             # the loss after a hundredth of the steps
     for line in '{"step": 1, "loss": "x"}', '{"step": 1, "val_loss": 1, "val": {"a": []}}':
         log.write_text(line + "\n")
-        with pytest.raises(ValueError, match="log.jsonl holds records that cannot be drawn"):
+        with value_error("log.jsonl holds records that cannot be drawn"):
             checkpoint.plot(folder)
-    with pytest.raises(ValueError, match="/log.jsonl to draw.$"):
+    with value_error("/log.jsonl to draw.$"):
         checkpoint.plot(f"{folder}/no")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="^--plot needs matplotlib: pip install matplotlib.$"):
+    with value_error("^--plot needs matplotlib: pip install matplotlib.$"):
         script.load_pyplot()
 
 
@@ -439,7 +436,7 @@ def whole(tmp_path, monkeypatch):
 
 
 def test_a_new_run(whole, capsys):
-    assert train.main(["--data", "text.txt", "--threads", "2", "--seed", "4"]) == 7
+    assert train.main("--data text.txt --threads 2 --seed 4".split()) == 7
     _, s, *rest = whole.pop()
     assert whole == [("prepare", ["text.txt"], 512), ("lock", "out/small"), ("aside", "out/small"),
                      ("save", "out/small", {"script": "train.py", "tokens": 0, "seconds": 0.0, "ranks": 1, "base": None})]
@@ -454,7 +451,7 @@ def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
     _, s, *rest = whole[-1]
     assert rest == ["y", dataclasses.replace(CONFIGS["medium"], layers=1), "stop"] and s.data == ["medium.txt"]
     whole.clear()
-    with pytest.raises(ValueError, match="^medium takes many hours or days"):
+    with value_error("^medium takes many hours or days"):
         train.main(["medium"])
     assert whole == []
     tokenizer = Tokenizer.train(["abab"], 264)
@@ -463,7 +460,7 @@ def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
         train.main(["--layers", "1"])
         assert ("The corpus is too short for a validation part: there will be no validation loss.\n" in capsys.readouterr().out) == said
     size = 131
-    with pytest.raises(ValueError, match="too short: 131 tokens to train on, and a window has 132"):
+    with value_error("too short: 131 tokens to train on, and a window has 132"):
         train.main([])
 
 
@@ -499,14 +496,14 @@ def test_the_rate_of_each_optimizer(whole, tmp_path):
 
 def test_what_a_base_is(tmp_path):
     """Ours says its preset and its files; of another's the preset is the widest that is no wider, or small."""
-    s = settings("--data", "a.txt", "b.txt", preset="medium")
+    s = settings("--data a.txt b.txt", preset="medium")
     save_base(tmp_path, MINI, state={"script": "sft.py", "tokens": 0, "seconds": 0.0, "settings": dataclasses.asdict(s)})
     assert train.describe(str(tmp_path)) == ("medium", ["a.txt", "b.txt"])
     os.remove(tmp_path / checkpoint.STATE)
     for dim, preset in (32, "small"), (256, "medium"), (736, "medium"), (768, "big"):
-        (tmp_path / "config.json").write_text(json.dumps(checkpoint.llama_config(dataclasses.replace(SMALL, dim=dim, hidden=None), 0)))
+        write(tmp_path / "config.json", json.dumps(checkpoint.llama_config(dataclasses.replace(SMALL, dim=dim, hidden=None), 0)))
         assert train.describe(str(tmp_path)) == (preset, None)
-    with pytest.raises(ValueError, match="^there is no model in out/none: `python train.py big` trains one, --base names another.$"):
+    with value_error("^there is no model in out/none: `python train.py big` trains one, --base names another.$"):
         train.describe("out/none", "big")
 
 
@@ -518,9 +515,9 @@ def test_sizes_of_a_base(tmp_path):
     def sizes(*options):
         return train.choose_sizes(given("--base", str(tmp_path), *options), "big")
     assert sizes() == config
-    assert sizes("--context", "16", "--mtp-weight", "0.9") == dataclasses.replace(config, context=16, positions=32, mtp_weight=0.9)
-    with pytest.raises(ValueError, match=f"^the model in {tmp_path} has its sizes: leave out --dim --vocab.$"):
-        sizes("--vocab", "272", "--dim", "64", "--context", "8")
+    assert sizes("--context 16 --mtp-weight 0.9") == dataclasses.replace(config, context=16, positions=32, mtp_weight=0.9)
+    with value_error(f"^the model in {tmp_path} has its sizes: leave out --dim --vocab.$"):
+        sizes("--vocab 272 --dim 64 --context 8")
 
 
 def test_a_run_from_a_base(tmp_path, monkeypatch, capsys):
@@ -539,18 +536,18 @@ def test_a_run_from_a_base(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "save_run", save_run)
     base, tokenizer = save_base(tmp_path / "hub/theirs", Config(dim=32, heads=2, kv_heads=1, layers=1, context=32, vocab=272, predict=2),
                                 "other words than those of the text")
-    open("text.txt", "w").write("".join(f"line {i} of {i * i}\n" for i in range(400)))
+    write("text.txt", "".join(f"line {i} of {i * i}\n" for i in range(400)))
 
     def run(*options):
-        return train.run(train.parse_arguments(list(options)), Ranks())
+        return train.run(train.parse_arguments(shell_words(options)), Ranks())
     quick = "--data text.txt --steps 4 --batch-tokens 128 --save-every 2 --eval-every 2 --threads 1 --lr 0.01".split()
-    assert run("--base", "hub/theirs/", *quick) == 0
+    assert run("--base hub/theirs/", *quick) == 0
     said, out = capsys.readouterr().out, "out/theirs-more"
     assert said.startswith("hub/theirs: ") and "Training a tokenizer" not in said and os.listdir("hub") == ["theirs"]
     assert [step for step, _ in saved] == [0, 2, 4] and np.array_equal(saved[0][1], base.flat_params)
     assert checkpoint.read_tokenizer(out).tokens == tokenizer.tokens and checkpoint.read_config(out) == base.config
     shutil.rmtree("hub")
     shutil.rmtree("data")
-    assert run("--resume", "--base", "hub/theirs", "--out", "half") == 0
+    assert run("--resume --base hub/theirs --out half") == 0
     assert np.array_equal(saved[3][1], saved[2][1])
     assert read_log(out) == read_log("half") and len(read_log(out)) > 4

@@ -1,6 +1,6 @@
 """Muon against judges that others wrote: float64 PyTorch, with singular values by LAPACK, and torch.optim.Muon."""
 import numpy as np
-import pytest
+from cases import parametrize
 import torch
 
 import model_cpu
@@ -75,12 +75,12 @@ def run(steps=20, threads=1):
     return worst
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@parametrize("threads", [1, 2])
 def test_twenty_steps_equal_pytorch_in_float64(threads):
     assert run(threads=threads) < 1e-9
 
 
-@pytest.mark.parametrize("shape", [(48, 16), (16, 48), (64, 64)])
+@parametrize("shape", [(48, 16), (16, 48), (64, 64)])
 def test_torch_optim_muon(shape):
     """PyTorch's own Muon, whose products are in bf16: as far as that goes."""
     rng = np.random.default_rng(2)

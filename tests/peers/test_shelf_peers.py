@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # tr
 
 import numpy as np
 import pytest
+from cases import parametrize
 import test_model_peers as peers
 import test_shelf as shelf
 import tokenizers
@@ -80,7 +81,7 @@ def write_llama(folder, sizes, dtype="fp32", shard="1GB", width=1.0):
     llama.load_state_dict(weights, assign=True, strict=not config.tie_word_embeddings)
     llama.tie_weights()
     llama.save_pretrained(folder, max_shard_size=shard)
-    make_tokenizer().save(os.path.join(folder, "tokenizer.json"))
+    make_tokenizer().save(f"{folder}/tokenizer.json")
     shelf.write_json(folder, "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": SMOL_TEMPLATE})
 
@@ -100,7 +101,7 @@ def make_tokenizer(alphabet=True):
 
 @pytest.fixture
 def folder(tmp_path):
-    return str(tmp_path / "foreign")
+    return f"{tmp_path}/foreign"
 
 
 def both_logits(folder, model, tokens):
@@ -112,7 +113,7 @@ def both_logits(folder, model, tokens):
 # ------------------------------------------------------------------------------------------------------------
 # What they compute
 # ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", CASES)
+@parametrize("case", CASES)
 def test_logits_and_greedy_texts_are_those_of_transformers(folder, case):
     """The text token by token with the cache; and in one forward, in which each position's best is the next."""
     sizes, dtype, shard, width = CASES[case]
@@ -132,10 +133,10 @@ def test_logits_and_greedy_texts_are_those_of_transformers(folder, case):
         assert list(model_cpu.generate(model, PROMPT, temperature=0, most=NEW)) == text
         assert model.logits(np.array([PROMPT + text[:-1]]))[0, 2:, 0].argmax(axis=-1).tolist() == text
     for name in os.listdir(folder):                 # hundreds of megabytes
-        os.remove(os.path.join(folder, name))
+        os.remove(f"{folder}/{name}")
 
 
-@pytest.mark.parametrize("sizes", [SMALL, UNTIED], ids=["tied", "untied"])
+@parametrize("sizes", [SMALL, UNTIED], ids=["tied", "untied"])
 def test_every_gradient_is_autograds(folder, monkeypatch, sizes):
     monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", peers.Norm64)
     monkeypatch.setattr(modeling_llama, "LlamaRotaryEmbedding", peers.Rotary64)
@@ -163,13 +164,13 @@ def test_every_gradient_is_autograds(folder, monkeypatch, sizes):
         assert np.abs(model.grads[name] - grad.numpy()).max() < 1e-10 * grad.abs().max(), name
 
 
-@pytest.mark.parametrize("sizes, dtype, chat", [(SMALL, "fp16", False), (UNTIED, "bf16", True)])
+@parametrize("sizes, dtype, chat", [(SMALL, "fp16", False), (UNTIED, "bf16", True)])
 def test_transformers_loads_what_we_save(folder, tmp_path, sizes, dtype, chat):
     """As it was loaded, and after a step of training on it; with the ids of its texts, and if it was fine-tuned
     with its chat template, so that transformers asks it as sft.py did, and stops where it does."""
     write_llama(folder, sizes, dtype, "100KB")
     model, tokenizer = checkpoint.load(folder, model_cpu, {"dtype": np.float32}, context=64)
-    rng, out = np.random.default_rng(4), str(tmp_path / "out")
+    rng, out = np.random.default_rng(4), f"{tmp_path}/out"
     tokens = rng.integers(0, 512, (2, 60))
     _, before = both_logits(folder, model, tokens)
     for step in range(2):
@@ -198,8 +199,8 @@ def test_transformers_loads_what_we_save(folder, tmp_path, sizes, dtype, chat):
         assert llama.config.eos_token_id == again.end_of_turn == 2
 
 
-@pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])
-@pytest.mark.parametrize("template, default", [(SMOL_TEMPLATE, True), (CHATML, False)])
+@parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])
+@parametrize("template, default", [(SMOL_TEMPLATE, True), (CHATML, False)])
 def test_prompts_are_those_of_the_chat_template(tmp_path, where, template, default):
     """Of both places where transformers keeps it: the second is where it writes it today."""
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), eos_token="<|im_end|>")
@@ -208,7 +209,7 @@ def test_prompts_are_those_of_the_chat_template(tmp_path, where, template, defau
         theirs.save_pretrained(tmp_path)
     else:
         shelf.put_template(tmp_path, where, template)
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    make_tokenizer().save(f"{tmp_path}/tokenizer.json")
     shelf.write_json(tmp_path, "config.json", {"model_type": "llama"})
     assert (tmp_path / where).exists()
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -254,10 +255,10 @@ KEYS = {"rope_scaling": ROPES, "rope_parameters": ROPES, "rope_theta": [GONE, 50
         "mtp_weight": [0.1, "x"], "model_type": ["mistral", "qwen2"], "architectures": [GONE, ["LlamaModel"]],
         "dtype": ["float16"], "num_hidden_layers": [1, 4], "vocab_size": [280], "is_causal": [True, False],
         "is_decoder": [False], "attention_chunk_size": [4], "rope_type": ["linear"],
-        **{name: [0.5] for name in ("logits_scaling", "embedding_multiplier", "residual_multiplier", "clip_qkv", "theta",
-                                    "attention_multiplier", "final_logit_softcapping", "logit_scale", "norm_eps", "factor")},
-        **{name: [True] for name in ("qkv_bias", "rope_interleaved", "is_encoder_decoder", "use_bidirectional_attention",
-                                     "tie_encoder_decoder", "add_cross_attention")}}
+        **{name: [0.5] for name in """logits_scaling embedding_multiplier residual_multiplier clip_qkv theta
+            attention_multiplier final_logit_softcapping logit_scale norm_eps factor""".split()},
+        **{name: [True] for name in """qkv_bias rope_interleaved is_encoder_decoder
+            use_bidirectional_attention tie_encoder_decoder add_cross_attention""".split()}}
 
 
 def random_folder(folder, rng):
@@ -270,7 +271,7 @@ def random_folder(folder, rng):
     tensors = shelf.weights({**base, **sizes}, kind, rng.randrange(1000))
     name = rng.choice([name for name in tensors if name.endswith("proj.weight")])
     extra = "F32", np.ones(sizes["hidden_size"], np.float32)
-    odd = rng.choice([*8 * [None], "head", "mixed", "transposed", "missing", "prefix", "stale index",
+    odd = rng.choice([*8 * [None], *"head mixed transposed missing prefix".split(), "stale index",
                       "layers.0.self_attn.rotary_emb.inv_freq", "layers.0.self_attn.q_proj.bias", "layers.7.norm.weight"])
     if odd == "head":
         tensors["lm_head.weight"] = rng.choice([tensors["model.embed_tokens.weight"], shelf.weights(
@@ -294,7 +295,7 @@ def random_folder(folder, rng):
     return sizes, changes, odd, kind, shards
 
 
-@pytest.mark.parametrize("seed", CHANCE)
+@parametrize("seed", CHANCE)
 def test_a_folder_by_chance_gives_the_same_or_is_refused(folder, seed):
     print(random_folder(folder, random.Random(seed)))
     try:
@@ -320,7 +321,7 @@ FLAGS = {"pre_tokenizer": [None, LEVEL, {**LEVEL, "use_regex": False}, {**LEVEL,
          "type": [None, "WordPiece"], "special": [False], "normalized": [True], "id": [7, 500]}
 
 
-@pytest.mark.parametrize("seed", CHANCE)
+@parametrize("seed", CHANCE)
 def test_a_tokenizer_by_chance_gives_the_same_ids_or_is_refused(tmp_path, seed):
     rng = random.Random(seed)
     found = json.loads(make_tokenizer(rng.random() < 0.8).to_str())

@@ -10,6 +10,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from cases import parametrize, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
@@ -79,7 +80,7 @@ def test_gpt2_ids_equal_tiktoken():
 
 
 def test_tokenizers_and_transformers_read_our_file(trained, tmp_path):
-    ours, path = trained, str(tmp_path / "tokenizer.json")
+    ours, path = trained, f"{tmp_path}/tokenizer.json"
     ours.save(path)
     texts = all_texts()
     mine = [ours.encode(text) for text in texts]
@@ -105,9 +106,9 @@ def test_tokenizers_and_transformers_read_our_file(trained, tmp_path):
 # Tokenizers that the library trained.  SmolLM2's 17 special tokens have the ids 0 to 16; where there is no initial
 # alphabet, the bytes are those that were seen, in any order.
 
-SMOLLM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>", "<gh_stars>",
-          "<issue_start>", "<issue_comment>", "<issue_closed>", "<jupyter_start>", "<jupyter_text>", "<jupyter_code>",
-          "<jupyter_output>", "<jupyter_script>", "<empty_output>"]
+SMOLLM = """<|endoftext|> <|im_start|> <|im_end|> <repo_name> <reponame> <file_sep> <filename> <gh_stars>
+    <issue_start> <issue_comment> <issue_closed> <jupyter_start> <jupyter_text> <jupyter_code>
+    <jupyter_output> <jupyter_script> <empty_output>""".split()
 
 
 def foreign(digits, alphabet, special, texts, vocab=1500):
@@ -140,7 +141,7 @@ def other_texts():
 
 
 def test_we_read_tokenizers_that_others_trained(peer, tmp_path):
-    path = str(tmp_path / "tokenizer.json")
+    path = f"{tmp_path}/tokenizer.json"
     peer.save(path)
     ours, texts = Tokenizer.load(path), other_texts()
     theirs = [encoding.ids for encoding in peer.encode_batch(texts, add_special_tokens=False)]
@@ -157,7 +158,7 @@ def test_we_read_tokenizers_that_others_trained(peer, tmp_path):
 
 def test_merges_in_any_order_and_two_that_make_one_token(tmp_path):
     """Tables that no training gives: a part that a later merge makes, ids in another order, two ways to one token."""
-    path, rng = str(tmp_path / "tokenizer.json"), random.Random(10)
+    path, rng = f"{tmp_path}/tokenizer.json", random.Random(10)
     peer = foreign(False, False, [], ["abcd"])
     for _ in range(200):
         names, merges = [*"abcd"], {}
@@ -174,14 +175,14 @@ def test_merges_in_any_order_and_two_that_make_one_token(tmp_path):
 
 
 # not SmolLM's: transformers 5 forgets the digits of a GPT2Tokenizer, which is how its folder names it
-@pytest.mark.parametrize("settings, equal", [
+@parametrize("settings, equal", [
     ("{}", True), ('{"tokenizer_class": "GPT2Tokenizer"}', True), ('{"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": true}', False),
     ('{"tokenizer_class": "Qwen2Tokenizer"}', False), ('{"tokenizer_class": "PreTrainedTokenizerFast"}', True),
     ('{"added_tokens_decoder": {"400": {"content": "cat", "special": false}}}', False)])
 def test_settings_give_equal_ids_or_are_refused(settings, equal, tmp_path):
-    foreign(False, True, SMOLLM, TEXTS).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "tokenizer_config.json").write_text(settings)
+    foreign(False, True, SMOLLM, TEXTS).save(f"{tmp_path}/tokenizer.json")
+    write(tmp_path / "config.json", '{"model_type": "llama"}')
+    write(tmp_path / "tokenizer_config.json", settings)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     given = [theirs.encode(text, add_special_tokens=False) for text in (*TEXTS, "a cat  12")]
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
@@ -201,14 +202,14 @@ QUOTED = WITH_DEFAULT.replace("You are a helpful", "You\\'re \\\\ a \U0001f44d\u
 TURNS = [("Hi", "Hello!"), ("  two spaces", "yes"), ("\n\nlines\n", "no "), ("", "empty"), ("1 2\t3", "\u4e2d\u6587"), ("'s \n x ", "ok")]
 
 
-@pytest.mark.parametrize("template", [PLAIN, PLAIN.replace("\\n", "\n"), WITH_DEFAULT, QUOTED, CHAT_TEMPLATE],
+@parametrize("template", [PLAIN, PLAIN.replace("\\n", "\n"), WITH_DEFAULT, QUOTED, CHAT_TEMPLATE],
                          ids=["plain", "line ends", "default", "quoted", "ours"])
 def test_conversations_equal_apply_chat_template(template, tmp_path):
     special = [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"]
     peer = foreign(True, True, special, [(ROOT / "tokenizer.py").read_text(encoding="utf-8")])
-    peer.save(str(tmp_path / "tokenizer.json"))
+    peer.save(f"{tmp_path}/tokenizer.json")
     ours = Tokenizer.load(tmp_path / "tokenizer.json")
-    auto = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    auto = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/tokenizer.json")
     ours.template = known_template(template)
     rng = random.Random(11)
     for system in None, "Be brief.", " \n x\n", "":
