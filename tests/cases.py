@@ -35,3 +35,9 @@ def rows(table):
     [('--steps 0', 'steps must be'), ('--lr x', 'lr must be')]
     """
     return [tuple(cell.strip() for cell in line.split(" | ")) for line in table.strip().splitlines()]
+
+
+def put(monkeypatch, where, **values):
+    """These values in place of those that a module or a class has, until the test ends."""
+    for name, value in values.items():
+        monkeypatch.setattr(where, name, value)

@@ -11,7 +11,7 @@ import types
 import bench
 import numpy as np
 import pytest
-from cases import value_error, write
+from cases import put, value_error, write
 
 import checkpoint
 import model_cpu
@@ -97,8 +97,7 @@ def test_solvers(tiny):
 def test_the_tokenizer_needs_nothing_but_a_text(tmp_path, monkeypatch):
     """No file that a clone has not; without the peers and GPT-2's files it says what would bring them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "DATA", tmp_path / "nowhere")
-    monkeypatch.setattr(bench, "available_cores", lambda: 2)
+    put(monkeypatch, bench, DATA=tmp_path / "nowhere", available_cores=lambda: 2)
     os.mkdir("data")
     write("data/tiny.txt", "the cat sat on the mat and the dog lay on the rug. " * 40)
     for name in "tokenizers", "tiktoken":

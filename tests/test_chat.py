@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-import types
+from types import SimpleNamespace
 import unicodedata
 
 import numpy as np
 import pytest
-from cases import parametrize, write
+from cases import parametrize, rows, write
 
 import chat
 import checkpoint
@@ -99,6 +99,11 @@ def speaking(source, original=model_cpu.generate):
     return generate
 
 
+def options_of(arguments):
+    """An option and what follows it may stand in one text."""
+    return [word for text in arguments for word in (text.split() if text.startswith("--") else [text])]
+
+
 def run(models, *arguments, input=b"", terminals=(False, False), generate=None):
     """chat.py in the folder of the models, in this process -> (exit code, standard output as bytes, standard error as
     str).  terminals: whether input and output are one; generate: the source of what a model says; it is told
@@ -107,7 +112,7 @@ def run(models, *arguments, input=b"", terminals=(False, False), generate=None):
     stdin = Stream(input, terminals[0], out)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(models)
-        patch.setattr(sys, "argv", ["chat.py", *map(os.fsdecode, arguments)])
+        patch.setattr(sys, "argv", ["chat.py", *options_of(map(os.fsdecode, arguments))])
         for name, stream in ("stdin", stdin), ("stdout", out), ("stderr", err):
             patch.setattr(sys, name, stream)
         if generate:
@@ -145,12 +150,12 @@ def test_an_answer_that_ends_inside_a_character_shows_no_broken_one(models, caps
     ("half", 1, b"A\nB\n", "\n\n"), ("sft", 200, b"A\n\nB\n", "Hi\nHi\n")])
 def test_lines_from_a_pipe(models, name, most, lines, said):
     """No prompts and no escape codes; a line that begins with a slash is text."""
-    assert run(models, f"--model=out/{name}", "--temperature=0", f"--max-tokens={most}", input=lines) == (0, said.encode(), "")
+    assert run(models, f"--model=out/{name} --temperature=0 --max-tokens={most}", input=lines) == (0, said.encode(), "")
 
 
 def test_prompts(models):
     for prompt, note in ("", ""), ("x" * 100 + "en", "note: the prompt has 102 tokens; the last 32 are used.\n"):
-        assert run(models, "--model", "out/loop", "--prompt", prompt, "--temperature", "0") == (
+        assert run(models, "--model out/loop --prompt", prompt, "--temperature 0") == (
             0, f"{prompt.removesuffix('en')}ends.\n".encode(), note)
 
 
@@ -217,9 +222,9 @@ def test_terminal(models):
 def test_lines_that_go_on(models):
     """On a terminal; from a pipe a backslash is a backslash."""
     calls = []
-    out = run(models, "--model", "out/loop", input=b"a\\\nb\\\n\nc\\\\\n/d\n", terminals=TERMINAL, generate=record_calls(calls))[1]
+    out = run(models, "--model out/loop", input=b"a\\\nb\\\n\nc\\\\\n/d\n", terminals=TERMINAL, generate=record_calls(calls))[1]
     assert out.partition(b"more.\n")[2] == b"> ... ... a\nb\n\n> ... c\\\n/d\n> \n"
-    run(models, "--model", "out/loop", input=b"a\\\n", generate=record_calls(calls))
+    run(models, "--model out/loop", input=b"a\\\n", generate=record_calls(calls))
     assert [bytes(ids) for ids, *_ in calls] == [b"a\nb\n", b"c\\\n/d", b"a\\"]
 
 
@@ -228,7 +233,7 @@ def test_stats(models, monkeypatch, capsys):
     monkeypatch.setattr(chat.time, "perf_counter", itertools.count(0.25, 0.5).__next__)
     s = session(models, temperature=0)
     s.answer("Hello")
-    s.model = types.SimpleNamespace(config=types.SimpleNamespace(predict=4))
+    s.model = SimpleNamespace(config=SimpleNamespace(predict=4))
     s.trace = [(head, drafts, 1.0) for head, drafts in [(0, 0), (0, 3), (1, 3), (2, 3), (0, 3), (1, 3), (0, 3), (0, 0)]]
     chat.run_command("/stats", s)
     s.trace = [(0, 0, 1.0)] * 2
@@ -255,9 +260,9 @@ def test_tokens_have_the_colour_of_their_probability(models, monkeypatch, capsys
 
 def test_a_terminal_shows_control_characters_instead_of_obeying(tmp_path):
     save_chain_model(f"{tmp_path}/m", [[*b"a\x1b[2J\x07\x9b", SPECIAL["<|endoftext|>"]]])
-    arguments = "--model", "m", "--temperature", "0", "--prompt", "a"
-    assert run(tmp_path, *arguments, terminals=TERMINAL)[1].decode() == "a\ufffd[2J\ufffd\ufffd\n"
-    assert run(tmp_path, *arguments)[1].decode() == "a\x1b[2J\x07\ufffd\n"      # a file gets what was said
+    arguments = "--model m --temperature 0 --prompt a"
+    assert run(tmp_path, arguments, terminals=TERMINAL)[1].decode() == "a\ufffd[2J\ufffd\ufffd\n"
+    assert run(tmp_path, arguments)[1].decode() == "a\x1b[2J\x07\ufffd\n"      # a file gets what was said
     for char in map(chr, range(0x300)):
         assert (printable(char) != char) == (unicodedata.category(char) == "Cc" and char not in "\t\n")
 
@@ -271,22 +276,22 @@ def test_a_session_on_a_terminal(models):
             ("loop", "Begin a text", b"e\n/reset\n\n /e\n", "> ends.\n> > ends.\n>  /ends.\n> \n"),
             ("sft", "Ask", b"\nHello\n\n", "> > Hi\n> > \n")]:
         count = session(models, name).model.flat_params.size
-        assert run(models, "--model", f"out/{name}", "--temperature=0", input=lines, terminals=TERMINAL) == (
+        assert run(models, f"--model out/{name} --temperature=0", input=lines, terminals=TERMINAL) == (
             0, f"out/{name}: {count:,} parameters, step 0.\n"
             f"{begin}; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n{said}".encode(), "")
         assert run.shown[0].endswith(b"more.\n> ") and run.shown[-1] == run.shown[0] + said[2:-1].encode()
     # not a terminal unless both are one
     for terminals in (True, False), (False, True):
-        assert run(models, "--model", "out/loop", "--temperature=0", input=b"e\n/e\n", terminals=terminals) == (
+        assert run(models, "--model out/loop --temperature=0", input=b"e\n/e\n", terminals=terminals) == (
             0, b"ends.\n/ends.\n", "")
 
 
 def test_commands(models):
     """Settings are shown, changed and confirmed; what cannot be is refused in the words of the options."""
-    code, out, err = run(models, "--model", "out/loop", "--temperature", "0", terminals=TERMINAL, input=b"\n".join([
-        b"/stats", b"/tokens", b"/max-tokens 3", b"e", b"/temperature  hot ", b"/max-tokens", b"/nothing", b"/", b"/  max-tokens   2 ", b"/top-p 2", b"e",
-        b"/help", b"/temperature 0.5", b"/temperature", b"/seed", b"/seed  7", b"/seed ", b"/seed none",
-        b"/seed no", b"/top-k none", b"/top-k", b"/quit now", b"/quits", b""]))
+    code, out, err = run(models, "--model out/loop --temperature 0", terminals=TERMINAL, input=(
+        b"/stats\n/tokens\n/max-tokens 3\ne\n/temperature  hot \n/max-tokens\n/nothing\n/\n"
+        b"/  max-tokens   2 \n/top-p 2\ne\n/help\n/temperature 0.5\n/temperature\n/seed\n/seed  7\n"
+        b"/seed \n/seed none\n/seed no\n/top-k none\n/top-k\n/quit now\n/quits\n"))
     assert (code, err) == (0, "")
     assert out.decode().partition("more.\n")[2] == (
         "> /stats is about the last answer, and there is none.\n> /tokens is about the last answer, and there is none.\n"
@@ -313,14 +318,14 @@ def test_commands(models):
 def test_help_fits_a_terminal(models):
     """Its lines end at words, however long the values are."""
     options = "--temperature=0.12345678901234568", "--top-p=0.12345678901234568", f"--seed={2**63}"
-    out = run(models, "--model", "out/sft", *options, terminals=TERMINAL, input=b"/help\n")[1].decode()
+    out = run(models, "--model out/sft", *options, terminals=TERMINAL, input=b"/help\n")[1].decode()
     assert str(2**63) in out and "/system none" in out and max(map(len, out.splitlines())) < 80
 
 
 @parametrize("line", [b"/quit", b"/exit", b"/ quit ", b"/quit now", b"/exit\r"])
 def test_leaving(models, line):
     """What comes after it is not read any more."""
-    out = run(models, "--model", "out/loop", "--temperature=0", terminals=TERMINAL, input=b"e\n" + line + b"\ne\n")[1]
+    out = run(models, "--model out/loop --temperature=0", terminals=TERMINAL, input=b"e\n" + line + b"\ne\n")[1]
     assert out.partition(b"more.\n")[2] == b"> ends.\n> "
 
 
@@ -336,8 +341,8 @@ def record_calls(calls):
 def test_what_is_asked_of_the_model(models, monkeypatch):
     """Every setting reaches it; each answer of a session has a seed of its own, which only a command sets anew."""
     calls = []
-    run(models, "--model", "out/loop", input=b"a\n", generate=record_calls(calls))
-    run(models, "--model", "out/loop", "--seed", "5", "--temperature", "0.25", "--top-k", "7", "--top-p", "0.5",
+    run(models, "--model out/loop", input=b"a\n", generate=record_calls(calls))
+    run(models, "--model out/loop --seed 5 --temperature 0.25 --top-k 7 --top-p 0.5",
         input=b"b\n/seed\nc\n/reset\n/seed x\nd\n/top-k 8\ne\n/seed 20\nf\n/seed none\ng\n", terminals=TERMINAL,
         generate=record_calls(calls))
     assert calls == [([ord("a")], 0.8, 50, 1.0, None, 260), *[([ord(c)], 0.25, k, 0.5, seed, 260) for c, k, seed in [
@@ -346,7 +351,7 @@ def test_what_is_asked_of_the_model(models, monkeypatch):
     monkeypatch.setattr(model_cpu, "generate", lambda *_, **options: asked.append(options) or iter(()))
     for name, options, most, speculate in [("loop", [], 200, None), ("sft", ["--max-tokens=7", "--speculation"], 7, True),
                                            ("sft", ["--no-speculation"], 200, False)]:
-        run(models, "--model", f"out/{name}", "--prompt", "x", *options)
+        run(models, f"--model out/{name} --prompt x", *options)
         found = asked.pop()
         assert (set(found["stop"]), found["most"], found["speculate"]) == (set(SPECIAL.values()), most, speculate)
 
@@ -359,9 +364,9 @@ def test_tokens_come_as_they_are_made(models):
         for token in b"abc":
             seen.append(out.seen())
             yield token
-    run(models, "--model", "out/loop", "--max-tokens", "2", "--prompt", "x", generate=generate)
+    run(models, "--model out/loop --max-tokens 2 --prompt x", generate=generate)
     assert seen == [b"x", b"xa"]                # nothing is computed that is not shown
-    run(models, "--model", "out/loop", input=b"y\n", terminals=TERMINAL, generate=generate)
+    run(models, "--model out/loop", input=b"y\n", terminals=TERMINAL, generate=generate)
     assert run.shown[-1].endswith(b"> yabc\n> ")
     with contextlib.redirect_stdout(Stream()) as out:
         session(models, **{"max-tokens": 2}).answer("A")
@@ -379,7 +384,7 @@ def test_ctrl_c_while_the_model_writes(models, terminals, code, said, calls):
         yield ord("1")
         if len(asked) == 1:
             raise KeyboardInterrupt
-    found = run(models, "--model", "out/loop", "--seed", "5", input=b"a\n\n", terminals=terminals, generate=generate)
+    found = run(models, "--model out/loop --seed 5", input=b"a\n\n", terminals=terminals, generate=generate)
     assert (found[0], found[1].rpartition(b"more.\n")[2], asked) == (code, said, calls)
 
 
@@ -465,7 +470,7 @@ def test_chat_form_has_a_window_to_the_token(models, capsys):
         assert s.turns == [*kept, turn(text)]
     text = bytes(range(100))
     for context, room in (1, 1), (5, 1), (6, 2), (32, 21):            # at least one token of what was typed
-        s.model = types.SimpleNamespace(config=types.SimpleNamespace(context=context))
+        s.model = SimpleNamespace(config=SimpleNamespace(context=context))
         for size, note in (room, ""), (room + 1, f"note: the prompt has {room + 1} tokens; the last {room} are used.\n"):
             s.turns = []
             s.add_turn(text[:size])
@@ -489,7 +494,7 @@ HEAD = "stop after      loss   |f(x)|/|x|   most likely after the end of the tex
 def test_lens(tmp_path):
     """Ids that the tokenizer does not have are left out: the model has four more."""
     save_chain_model(f"{tmp_path}/m", [b"ab", b"bA", [ord("b"), 260], [ord("b"), 261]])
-    assert run(tmp_path, "--model", "m", "--lens", "abA") == (
+    assert run(tmp_path, "--model m --lens abA") == (
         0, b"2 tokens read, the next of each predicted; loss in nats a token\n" + HEAD.encode() +
         b'embedding     0.5493                "A"\nlayer 0       0.5493        0.000   "A"\n', "")
 
@@ -544,7 +549,7 @@ def test_engine(monkeypatch):
             ([], ("m", "auto", {"training": False}, None)),
             (["--device=gpu", "--context=9"], ("m", "gpu", {"training": False}, 9)),
             (["--device=gpu", "--lens="], ("m", model_cpu, {"training": False, "dtype": np.float32}, None))]:
-        assert run(".", "--model", "m", *arguments) == (2, b"", f"error: {expected}\n")
+        assert run(".", "--model m", *arguments) == (2, b"", f"error: {expected}\n")
 
 
 def test_the_newest_checkpoint_is_taken(models):
@@ -552,7 +557,7 @@ def test_the_newest_checkpoint_is_taken(models):
         for name in "random", "loop", "sft":
             seconds = 2e9 + (name == newest)
             os.utime(models / "out" / name / "model.safetensors", (seconds, seconds))
-        assert run(models, "--prompt", "e", "--temperature", "0")[1] == said
+        assert run(models, "--prompt e --temperature 0")[1] == said
 
 
 @parametrize("option, low, high, step", [
@@ -574,7 +579,7 @@ def test_the_system_text_of_a_template_stays(capsys, context, default):
     end of the one before."""
     tokenizer = Tokenizer(range(256), [], [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
     tokenizer.template = known_template(default.join(CHATML_PARTS))
-    s = chat.Session(types.SimpleNamespace(config=types.SimpleNamespace(context=context)), tokenizer, None)
+    s = chat.Session(SimpleNamespace(config=SimpleNamespace(context=context)), tokenizer, None)
     for text in b"first", b"second", b"third", b"fourth", b"fifth":
         s.add_turn(text)
         s.turns[-1] += [*b"Yes", s.stop]
@@ -586,15 +591,15 @@ def test_the_system_text_of_a_template_stays(capsys, context, default):
     assert tokenizer.decode(*s.turns).startswith(begin + "xxx") and capsys.readouterr().err == ""
 
 
-@parametrize("arguments, message", [
-    (["--temperature", "-1"], "argument --temperature: must be a number from 0 to 100, not '-1'"),
-    ("--prompt a --lens a".split(), "not allowed with argument"),
-    (["--plot", "a.png"], "--plot goes with --lens TEXT"),
-    (["--model", "nowhere"], "nowhere holds no checkpoint"),
-    ("--model out/loop --lens a".split(), "--lens needs a text of at least 2 tokens; 'a' has 1."),
-    ("--model damaged --prompt a".split(), "damaged/config.json is damaged")])
+@parametrize("arguments, message", rows("""
+    --temperature -1          | argument --temperature: must be a number from 0 to 100, not '-1'
+    --prompt a --lens a       | not allowed with argument
+    --plot a.png              | --plot goes with --lens TEXT
+    --model nowhere           | nowhere holds no checkpoint
+    --model out/loop --lens a | --lens needs a text of at least 2 tokens; 'a' has 1.
+    --model damaged --prompt a | damaged/config.json is damaged"""))
 def test_bad_options(models, arguments, message):
-    code, out, err = run(models, *arguments)
+    code, out, err = run(models, arguments)
     assert (code, out, err.count("\n")) == (2, b"", 1) and err.startswith("error: ") and message in err
 
 
@@ -606,5 +611,5 @@ def test_as_a_script(models):
 
 
 def test_no_checkpoint_at_all(tmp_path):
-    assert run(tmp_path, "--prompt", "a") == (2, b"", ("error: there is no trained model in out/: run `make` or "
+    assert run(tmp_path, "--prompt a") == (2, b"", ("error: there is no trained model in out/: run `make` or "
                                               "`python train.py`, or name the folder of one with --model DIR.\n"))

@@ -16,7 +16,7 @@ import zlib
 
 import numpy as np
 import pytest
-from cases import parametrize, write
+from cases import parametrize, put, write
 
 import attack
 import checkpoint
@@ -323,8 +323,7 @@ def test_each_file_is_on_the_disk_before_it_takes_its_name(folder, monkeypatch):
         assert (status.st_ino, status.st_size) in synced, source
         replace(source, target)
         replaced.add(os.path.basename(target))
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
+    put(monkeypatch, os, fsync=noted_fsync, replace=noted_replace)
     # tied: its last tensor is so small that it waits in Python's buffer
     save(folder, make(config=dataclasses.replace(TINY, predict=1, tied=True)), TOKENIZER, RECORD)
     assert replaced == set(os.listdir(folder))

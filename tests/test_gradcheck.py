@@ -9,7 +9,7 @@ import unittest.mock
 
 import numpy as np
 import pytest
-from cases import parametrize, value_error
+from cases import parametrize, put, value_error
 
 import cuda_helpers
 import exercises
@@ -125,8 +125,7 @@ def test_a_tensors_error_is_relative_to_its_largest_entry(monkeypatch):
     def slope(loss, weight, index, h):
         assert h == 0.125 and loss() == pytest.approx(2.0 + 0.7 * 12.0)    # the further heads' mean, weighted
         return weight[index]
-    monkeypatch.setattr(gradcheck, "gradients", lambda *problem: by_hand)
-    monkeypatch.setattr(gradcheck, "slope", slope)
+    put(monkeypatch, gradcheck, gradients=lambda *problem: by_hand, slope=slope)
     a, b, c = gradcheck.check_entries(model, None, None, 0.125)
     assert a == ("a", (3,), 3, 0.125, (2,))
     assert b[:3] == ("b", (2,), 2) and b[3] > 1e290 and b[4] == (1,)
@@ -147,8 +146,8 @@ def test_the_loss_error_is_that_of_the_worst_head(monkeypatch, plain, error):
 def stubbed(monkeypatch, error, rows):
     """The check with this error of the losses and these rows; -> what check_entries was called with."""
     called = []
-    monkeypatch.setattr(gradcheck, "loss_error", lambda *problem: error)
-    monkeypatch.setattr(gradcheck, "check_entries", lambda *arguments: called.append(arguments) or iter(rows))
+    put(monkeypatch, gradcheck, loss_error=lambda *problem: error,
+        check_entries=lambda *arguments: called.append(arguments) or iter(rows))
     return called
 
 
@@ -376,8 +375,7 @@ def test_gpu_gradients_beside_those_of_pytorch(twin, capsys, monkeypatch, std, o
 
 @parametrize("best, precisions", [("bf16", ("fp32", "tf32", "bf16")), ("fp32", ("fp32",))])
 def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisions):
-    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(model_gpu, "default_precision", lambda: best)
+    put(monkeypatch, model_gpu, why_no_gpu=lambda: None, default_precision=lambda: best)
     called = []
     monkeypatch.setattr(gradcheck, "run_gpu_gradients",
                         lambda *arguments: called.append(arguments) or len(called) != bad)
@@ -398,8 +396,7 @@ def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisio
 # ------------------------------------------------------------------------------------------------------------
 @parametrize("reason", [None, "There is none."])
 def test_where_the_tests_on_a_gpu_run(monkeypatch, reason):
-    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: reason)
-    monkeypatch.setattr(model_gpu, "default_precision", lambda: "bf16")
+    put(monkeypatch, model_gpu, why_no_gpu=lambda: reason, default_precision=lambda: "bf16")
     assert runpy.run_path(test_on_gpu.__file__)["pytestmark"][0].args == (bool(reason),)
 
 
@@ -414,8 +411,7 @@ def test_the_tests_on_a_gpu_pass_with_its_kernels_on_the_cpu(monkeypatch):
     """On a small model, without cuBLAS."""
     fake, made = test_model_gpu.fake_cupy()
     own = model_gpu.Gpu
-    monkeypatch.setattr(model_gpu, "cupy", fake)
-    monkeypatch.setattr(model_gpu, "Gpu", lambda config, precision, matmul: own(config, precision, "ours"))
+    put(monkeypatch, model_gpu, cupy=fake, Gpu=lambda config, precision, matmul: own(config, precision, "ours"))
     monkeypatch.setattr(test_model_gpu.Array, "get", np.ndarray.copy, raising=False)
     config = model_cpu.Config(dim=64, heads=2, kv_heads=1, layers=1, context=256, vocab=16, predict=2)
     monkeypatch.setattr(test_on_gpu, "GPU_CONFIG", config)

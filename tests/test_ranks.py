@@ -2,16 +2,15 @@
 
 CPU ranks stand in for GPUs.  Each process is a real one, of trap.py below, which plants what is to happen, in which rank
 and at which call: no verdict here depends on how fast the machine is."""
-import contextlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import types
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,12 +166,10 @@ def test_more_ranks_than_cores_and_than_windows(folder, ranks):
 
 @needs_mpi
 def test_gpus_starts_the_script_under_mpiexec_with_the_same_bits(folder):
-    done = run(folder, *TINY, "--out again --gpus 2", ranks=1)
-    assert done.returncode == 0, done.stderr
-    assert_same(folder, "again")
-    done = run(folder, *TINY, "--out alone --gpus 1", ranks=1)
-    assert done.returncode == 0, done.stderr
-    assert_same(folder, "alone", "one")
+    for out, gpus, reference in ("again", 2, "two"), ("alone", 1, "one"):
+        done = run(folder, *TINY, f"--out {out} --gpus {gpus}", ranks=1)
+        assert done.returncode == 0, done.stderr
+        assert_same(folder, out, reference)
 
 
 @needs_mpi
@@ -225,26 +222,9 @@ def test_a_rank_that_is_killed_ends_all(folder, where, dead):
 
 
 @needs_mpi
-@pytest.mark.slow
-def test_kills_at_random_moments(folder):
-    """All ended within 5 seconds of the kill, however the moment falls."""
-    rng = random.Random(5)
-    for i in range(6):
-        process = start(folder, MPIEXEC, "-n", 2, *script_of(folder), *TINY, "--out", f"kill{i}",
-                        trap="open(f'pid{rank}', 'w').write(str(os.getpid()))")
-        time.sleep(1.0 + rng.random())
-        pids = [int((folder / f"pid{rank}").read_text()) for rank in range(2)]
-        began = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):       # it may have ended by itself
-            os.kill(rng.choice(pids), signal.SIGKILL)
-        finish(process)
-        assert time.monotonic() - began < 5 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-
-@needs_mpi
 @parametrize("asked, number", [("rank == 0", signal.SIGTERM), ("rank == 1", signal.SIGINT), ("True", signal.SIGINT)])
 def test_a_signal_to_any_rank_ends_all_with_one_save(folder, number, asked):
-    out = f"signal{int(number)}{asked}"
+    out = f"signal{int(number)}{asked[-1]}"
     done = run(folder, *TINY, "--out", out, trap=f"if {asked}: at(train, 'learning_rate', 9, send({int(number)}))")
     assert done.returncode not in (0, 2) and "error" not in done.stderr
     assert done.stderr.count("Saved ") == 1
@@ -363,7 +343,7 @@ def test_a_run_of_one_needs_no_mpi(folder_without_mpi, monkeypatch):
 def test_each_window_is_of_one_rank(size, rows):
     """In their order, as even as can be; who has none learns nothing from one."""
     inputs, targets = np.arange(rows * 2).reshape(rows, 2), np.arange(rows * 3).reshape(rows, 3)
-    shares = [Ranks(types.SimpleNamespace(rank=rank, size=size)).share(inputs, targets) for rank in range(size)]
+    shares = [Ranks(SimpleNamespace(rank=rank, size=size)).share(inputs, targets) for rank in range(size)]
     own = [share for share in shares if (share[1] >= 0).any()]
     assert all(np.array_equal(np.concatenate(parts), whole) for parts, whole in zip(zip(*own), (inputs, targets)))
     assert {len(x) for x, _ in own} <= {rows // size, -(-rows // size)} and len(own) == min(rows, size)
@@ -394,34 +374,35 @@ def test_nccl_is_asked_in_order(monkeypatch):
             done.append(("record", self.at))
 
     current = Stream(True, 1)
-    nccl = types.ModuleType("cupy.cuda.nccl")
-    nccl.NCCL_FLOAT32, nccl.NCCL_SUM, nccl.NCCL_CHAR, nccl.get_unique_id = 7, 0, 3, lambda: (-3, 0)
-    nccl.groupStart, nccl.groupEnd = (lambda: done.append("start")), (lambda: done.append("end"))
-    communicator = types.SimpleNamespace(allReduce=lambda *call: done.append(call), bcast=lambda *call: done.append(call))
-    nccl.NcclCommunicator = lambda *arguments: done.append(arguments) or communicator
-    cuda, cupy = types.ModuleType("cupy.cuda"), types.ModuleType("cupy")
-    cuda.nccl, cuda.Stream, cuda.Event, cuda.get_current_stream, cupy.cuda = nccl, Stream, Event, lambda: current, cuda
+
+    def note(*call):
+        done.append(call)
+    communicator = SimpleNamespace(allReduce=note, bcast=note)
+    nccl = SimpleNamespace(NCCL_FLOAT32=7, NCCL_SUM=0, NCCL_CHAR=3, get_unique_id=lambda: (-3, 0), groupStart=partial(note, "start"),
+                           groupEnd=partial(note, "end"), NcclCommunicator=lambda *call: note(*call) or communicator)
+    cuda = SimpleNamespace(nccl=nccl, Stream=Stream, Event=Event, get_current_stream=lambda: current)
+    cupy = SimpleNamespace(cuda=cuda)
     for name, module in ("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(model_gpu, "cupy", cupy)
-    ranks = Ranks(types.SimpleNamespace(rank=1, size=4))
+    ranks = Ranks(SimpleNamespace(rank=1, size=4))
     ranks.all_gather = lambda said: [(9, -9), said == (-3, 0) or pytest.fail()]
     sums = model_gpu.Nccl(ranks)
     assert done == [(4, (9, -9), 1)]
     done.clear()
-    sums.all_reduce(types.SimpleNamespace(data=types.SimpleNamespace(ptr=4096), size=33, dtype=np.float32))
+    sums.all_reduce(SimpleNamespace(data=SimpleNamespace(ptr=4096), size=33, dtype=np.float32))
     sums.wait()
     assert done == [("record", 1), ("waits", 5, 1), (4096, 4096, 33, 7, 0, 5), ("record", 5), ("waits", 1, 5)]
     done.clear()
     sums.all_gather(Rows(4096, 6))                              # 1, 2, 1, 2 rows of 10 bytes, in the kernels' own stream
-    assert done == ["start", (4096, 10, 3, 0, 1), (4106, 20, 3, 1, 1), (4126, 10, 3, 2, 1), (4136, 20, 3, 3, 1), "end"]
+    assert done == [("start",), (4096, 10, 3, 0, 1), (4106, 20, 3, 1, 1), (4126, 10, 3, 2, 1), (4136, 20, 3, 3, 1), ("end",)]
     assert sums.part(6) == slice(1, 3)
 
 
 class Rows:
     """An array on a GPU of rows of 10 bytes, for what a sum by NCCL asks of one."""
     def __init__(self, ptr, rows):
-        self.data, self.nbytes = types.SimpleNamespace(ptr=ptr), 10 * rows
+        self.data, self.nbytes = SimpleNamespace(ptr=ptr), 10 * rows
 
     def __len__(self):
         return self.nbytes // 10

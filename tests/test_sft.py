@@ -5,7 +5,6 @@ import functools
 import io
 import itertools
 import json
-import lzma
 import math
 import os
 import random
@@ -14,12 +13,12 @@ import shutil
 import signal
 import string
 import subprocess
-import types
+from types import SimpleNamespace
 
 import attack
 import numpy as np
 import pytest
-from cases import parametrize, value_error, write, refusal
+from cases import parametrize, put, refusal, rows, value_error, write
 import runs
 from runs import read_log, settings, shell_words, training_of
 
@@ -60,15 +59,7 @@ def invented_words(rng, count):
 
 @pytest.fixture(scope="module")
 def records():
-    """Each fortieth of shared/data's records, or as many invented ones as make a test."""
-    found = []
-    for name in "alpaca_data.json.xz", "instructions_extra.json.xz":
-        if os.path.exists(f"{DATA}/{name}"):
-            with lzma.open(f"{DATA}/{name}", "rt", encoding="utf-8") as file:
-                found += json.load(file)[::40]
-    if found:
-        return found
-    print("shared/data holds no instructions: these are invented")
+    """Invented ones, of all lengths."""
     rng = random.Random(0)
     words = [*invented_words(rng, 500), *"é 猫 🙂 <|end|> <|assistant|>".split(), "\n", "\n\n", "  "]
 
@@ -86,25 +77,14 @@ def tokenizer(records):
 
 @pytest.fixture(scope="module")
 def examples(records, tokenizer):
-    """dict of T -> the examples of all records; whole ones under None."""
+    """dict of T -> the examples of all records."""
     turns = [sft.make_turns(record) for record in records]
-    return {T: [sft.make_example(tokenizer, turn, T or 1 << 30) for turn in turns] for T in (None, 128, 512)}
+    return {T: [sft.make_example(tokenizer, turn, T) for turn in turns] for T in (128, 512)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The mask
 # ---------------------------------------------------------------------------------------------------------------------
-def test_learned_is_the_response_with_its_end_in_every_record(records, tokenizer, examples):
-    """Made anew from the text alone: the template as one string of bytes, in which each token has its place."""
-    size = np.array([len(token) for token in tokenizer.tokens])
-    for record, (ids, mask, cut) in zip(records, examples[None], strict=True):
-        question = record["instruction"] + ("\n\n" + record["input"] if record["input"] else "")
-        before = b"<|user|>" + question.encode() + b"<|end|><|assistant|>"
-        assert b"".join([tokenizer.tokens[i] for i in ids]) == before + record["output"].encode() + b"<|end|>"
-        begins = np.cumsum(size[ids]) - size[ids]
-        assert (mask == (begins >= len(before))).all() and not cut
-
-
 @parametrize("T", [16, 31])
 def test_an_example_to_the_token(T):
     """Of a prompt that is too long its last tokens, three quarters of the window, and as much of the response as fits; chat.py
@@ -117,7 +97,7 @@ def test_an_example_to_the_token(T):
         ids, mask, cut = sft.make_example(BYTES, [(letters[:size], letters[:T])], T)
         assert ids.tolist() == [USER, *question, END, ASSISTANT, *learned] and cut
         assert mask.tolist() == [False] * kept + [True] * len(learned)
-        session = chat.Session(types.SimpleNamespace(config=types.SimpleNamespace(context=T)), BYTES, None)
+        session = chat.Session(SimpleNamespace(config=SimpleNamespace(context=T)), BYTES, None)
         session.chat_form = True
         session.add_turn(letters[:size])
         assert session.turns == [ids[~mask].tolist()]
@@ -397,16 +377,16 @@ def test_evaluation_of_a_model():
             targets[0, :], targets[0, t] = -1, ids[t + 1]               # one target at a time
             nats, tokens = nats + model.forward(ids[None, :-1], targets)[0], tokens + 1
     size = sum(3 * (i % 3 + 1) for i in range(9))
-    training = training_of(model, BYTES, types.SimpleNamespace(micro_batch=1))
+    training = training_of(model, BYTES, SimpleNamespace(micro_batch=1))
     loss, bpb = sft.evaluate(training, examples)
     assert loss == pytest.approx(nats / tokens, rel=1e-10) and bpb == pytest.approx(nats / size / math.log(2), rel=1e-10)
     seen = []
     for rank in range(3):                                               # the ranks share the batches
-        ranks = types.SimpleNamespace(rank=rank, size=3, all_reduce=seen.append)
+        ranks = SimpleNamespace(rank=rank, size=3, all_reduce=seen.append)
         sft.evaluate(dataclasses.replace(training, ranks=ranks), examples)
     assert sum(seen).tolist() == pytest.approx([nats, tokens, size]) and all(part[1] for part in seen)
     # a tokenizer of others may lack what fills up rows here
-    assert sft.batch_sizes(training_of(model, types.SimpleNamespace(special={}))) == (64, 2, 0)
+    assert sft.batch_sizes(training_of(model, SimpleNamespace(special={}))) == (64, 2, 0)
 
 
 @parametrize("stop", [None, PAD, END])
@@ -417,9 +397,9 @@ def test_an_answer(stop):
                                    ("b" * 7, "0123456789abcdefghijkl", b"bbbbbbb\n\nabcdefghijkl"),
                                    ("b" * 8, "0123456789abcdefghijkl", b"123456789abcdefghijkl")):
         said, asked = itertools.cycle(b"a") if stop is None else iter([*b"No", stop, *b"more"]), []
-        decoder = types.SimpleNamespace(tokens=[], position=0, draw=lambda *rest: asked.append(rest) or (np.array([[next(said)]]), np.ones(1)))
-        model = types.SimpleNamespace(config=types.SimpleNamespace(context=32, predict=4), draft_heads=0, decoder=decoder)
-        training = training_of(model, BYTES, types.SimpleNamespace(seed=9))
+        decoder = SimpleNamespace(tokens=[], position=0, draw=lambda *rest: asked.append(rest) or (np.array([[next(said)]]), np.ones(1)))
+        model = SimpleNamespace(config=SimpleNamespace(context=32, predict=4), draft_heads=0, decoder=decoder)
+        training = training_of(model, BYTES, SimpleNamespace(seed=9))
         assert sft.answer(training, (system, question)) == ("No" if stop else "a" * 150)
         assert [USER, *read, END, ASSISTANT] == np.ravel(asked[0][0]).tolist()
 
@@ -442,11 +422,11 @@ def flushed(function, *arguments):
 
 def test_what_a_run_prints(monkeypatch):
     """At its beginning, on the way and at its end, and what it notes."""
-    monkeypatch.setattr(sft, "evaluate", lambda *arguments: (loss, 1.5))
-    monkeypatch.setattr(sft, "answer", lambda training, question: f"to {question[1]}\n\x07 '")
+    put(monkeypatch, sft, evaluate=lambda *arguments: (loss, 1.5),
+        answer=lambda training, question: f"to {question[1]}\n\x07 '")
     questions = [("so" if i == 1 else None, f"q{i}\x1b") for i in range(5)]
     examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], questions, 0, "key")
-    training = training_of(types.SimpleNamespace(config=CONFIG), BYTES, types.SimpleNamespace(steps=9, seed=4, batch_tokens=64))
+    training = training_of(SimpleNamespace(config=CONFIG), BYTES, SimpleNamespace(steps=9, seed=4, batch_tokens=64))
     job = sft.fine_tuning(training, examples)
     assert job.bytes_per_token == 1e-9                                  # of what has no text at all
     asked = [f"--- {title}\ufffd\nto q{i}\ufffd\n\ufffd '\n" for i, title in enumerate(["q0", "so\n\nq1", "q2", "q3", "q4"])]
@@ -505,7 +485,7 @@ def test_a_job_takes_the_batch_of_its_step():
     """Epoch by epoch, each in an order of its own."""
     examples = sft.make_examples(BYTES, [[(f"say {i}", "x" * (i % 50 + 1))] for i in range(300)], 128, 0)
     s = settings("--batch-tokens 256 --seed 3")
-    job = sft.fine_tuning(training_of(types.SimpleNamespace(config=CONFIG), BYTES, s), examples)
+    job = sft.fine_tuning(training_of(SimpleNamespace(config=CONFIG), BYTES, s), examples)
     plans = [sft.plan_epoch(examples.lengths, 256, 3, epoch) for epoch in range(3)]
     for step, rows in enumerate(itertools.chain(*plans)):
         expected = sft.make_batch([examples.train[i] for i in rows], 128, 4, PAD)
@@ -549,10 +529,10 @@ def test_ctrl_c_saves_and_resumes(base):
 
 def test_the_weight_of_further_heads_is_that_of_the_option(base):
     """0: they learn nothing, and their weights only decay."""
-    folder, quick = base[0], "--base out/play --data some.jsonl --epochs 1 --batch-tokens 256 --threads 1".split()
+    folder, quick = base[0], "--base out/play --data some.jsonl --epochs 1 --batch-tokens 256 --threads 1"
     ours = checkpoint.load(f"{folder}/out/play", model_cpu)[0].params["heads"][520:]
     for weight, learned in ("0", False), ("2.5", True):
-        assert run(folder, *quick, "--out out/mtp --mtp-weight", weight).returncode == 0
+        assert run(folder, quick, "--out out/mtp --mtp-weight", weight).returncode == 0
         model, _ = checkpoint.load(f"{folder}/out/mtp", model_cpu)
         assert model.config.mtp_weight == float(weight)
         ratio = model.params["heads"][520:] / ours
@@ -562,8 +542,8 @@ def test_the_weight_of_further_heads_is_that_of_the_option(base):
 def test_resume_refuses(base):
     folder, data = base[0], base[0] / "other.jsonl"
     shutil.copy(folder / "some.jsonl", data)
-    quick = "--data other.jsonl --base out/play --batch-tokens 512".split()
-    assert run(folder, *quick, "--out out/some --epochs 2").returncode == 0
+    quick = "--data other.jsonl --base out/play --batch-tokens 512"
+    assert run(folder, quick, "--out out/some --epochs 2").returncode == 0
     # what is fine-tuned can be fine-tuned again, without --data on the same
     done = run(folder, "--base out/some --out out/again --batch-tokens 512 --epochs 1")
     assert "out/some is fine-tuned into out/again on other.jsonl: " in done.stdout
@@ -616,11 +596,11 @@ def test_a_base_of_others_takes_the_form_that_it_has_the_tokens_for(base):
     theirs = Tokenizer(ours.tokens[:516], ours.merges, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     checkpoint.save(f"{folder}/hub/theirs", model_cpu.Model(CONFIG, 0, np.float32), theirs, {})
     os.remove(folder / "hub/theirs" / checkpoint.STATE)
-    quick = "--base hub/theirs --data play.txt --context 32".split()
-    shown = run(folder, *quick, "--show 9", NO_COLOR="1").stdout
+    quick = "--base hub/theirs --data play.txt --context 32"
+    shown = run(folder, quick, "--show 9", NO_COLOR="1").stdout
     form = r"(--- example .*\n<\|im_start\|>user\n[^<]*<\|im_end\|>\n<\|im_start\|>assistant\n\[[^<]*(<\|im_end\|>)?\]\n){9}"
     assert re.fullmatch(form, shown) and "of 33 tokens are learned, cut\n" in shown, shown
-    done = run(folder, *quick, *QUICK[:2], "--epochs 1 --threads 1")
+    done = run(folder, quick, *QUICK[:2], "--epochs 1 --threads 1")
     assert done.returncode == 0 and "\nEpochs: 1, each of " in done.stdout and os.listdir(folder / "hub") == ["theirs"], done.stderr
     made = checkpoint.read_tokenizer(folder / "out/theirs-sft")
     assert made.template == CHATML and made.end_of_turn == theirs.special["<|im_end|>"]
@@ -646,14 +626,16 @@ def test_bad_input_is_one_sentence(base):
     good = b'{"instruction": "a", "output": "b"}\n'
     for name, text in ("empty.json", b""), ("broken.jsonl", 2 * good + b'{"instruction": "a",\n'), ("one.jsonl", 9 * good):
         write(folder / name, text)
-    here = ["--base", "out/play"]
-    cases = [([], "there is no model in out/small: `python train.py small` trains one"), (["medium"], "python train.py medium"),
-             (["medium", *here], "the model in out/play goes by the defaults of small: leave out medium."), ("--resume --out out/nowhere".split(), "nothing to resume"),
-             *[([*here, "--data", name], words) for name, words in [
-                 ("missing.json", "missing.json"), ("empty.json", "empty.json is empty"), ("broken.jsonl", "line 3, is not JSON"),
-                 ("one.jsonl", "one prompt only")]]]
+    cases = [("", "there is no model in out/small: `python train.py small` trains one"), *rows("""
+        medium                                | python train.py medium
+        medium --base out/play                | the model in out/play goes by the defaults of small: leave out medium.
+        --resume --out out/nowhere            | nothing to resume
+        --base out/play --data missing.json   | missing.json
+        --base out/play --data empty.json     | empty.json is empty
+        --base out/play --data broken.jsonl   | line 3, is not JSON
+        --base out/play --data one.jsonl      | one prompt only""")]
     for arguments, words in cases:
-        done = run(folder, *arguments)
+        done = run(folder, arguments)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (arguments, done.stderr)
     assert read_log(folder, "out/play-sft") == log                  # nothing was touched
 
@@ -671,8 +653,7 @@ def begin(monkeypatch, *arguments):
         raise Begun
     with monkeypatch.context() as patch:
         patch.setattr(sft, "fine_tuning", stop)
-        patch.setattr(train, "connect", lambda training: begun.append(training))
-        patch.setattr(train, "Stop", lambda: None)
+        put(patch, train, connect=lambda training: begun.append(training), Stop=lambda: None)
         patch.setattr(checkpoint, "lock_folder", lambda out: begun.append(out))
         with contextlib.redirect_stdout(Stream()) as out, pytest.raises(Begun):
             sft.main(list(arguments))

@@ -13,6 +13,10 @@ from cases import parametrize, value_error, write
 from attack import read_header as read_tensor_file
 from cuda_helpers import to_bf16
 
+from test_tokenizer import DEFAULT as CHATML_WITH_DEFAULT
+from test_tokenizer import PLAIN, pieces
+from test_tokenizer import SYSTEM as DEFAULT
+
 import checkpoint
 import model_cpu
 from tokenizer import byte_chars
@@ -23,12 +27,8 @@ SMOL_SPECIAL = """<|endoftext|> <|im_start|> <|im_end|> <repo_name> <reponame> <
 
 # ChatML as SmolLM's folders have it, with line ends for what other folders write as \n; and with SmolLM2's
 # default.
-DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-CHATML = ("{% for message in messages %}"
-          "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-SMOL_TEMPLATE = CHATML.replace("%}", "%}{% if loop.first and messages[0]['role'] != 'system' %}"
-                               "{{ '<|im_start|>system\n" + DEFAULT + "<|im_end|>\n' }}{% endif %}", 1)
+CHATML = PLAIN.replace("\\n", "\n")
+SMOL_TEMPLATE = CHATML_WITH_DEFAULT.replace("\\n", "\n")
 
 # C, F, L, H, G, D, V: D = C/H
 C, F, L, H, G, D, V = 16, 24, 2, 4, 2, 4, 288
@@ -505,14 +505,6 @@ def put_template(folder, where, template):
         write_json(folder, where, {"tokenizer_class": "GPT2Tokenizer", "chat_template": template})
 
 
-def turn(tokenizer, *parts):
-    """ids: of texts, and those of special tokens by their names."""
-    ids = []
-    for part in parts:
-        ids += [tokenizer.special[part]] if part in tokenizer.special else tokenizer.encode(part)
-    return ids
-
-
 @parametrize("where, template, default", [
     ("tokenizer_config.json", CHATML, ""), ("chat_template.jinja", SMOL_TEMPLATE, DEFAULT),
     ("tokenizer_config.json", SMOL_TEMPLATE.replace(DEFAULT, "Be kind."), "Be kind."),
@@ -525,10 +517,10 @@ def test_known_templates(folder, where, template, default):
     asked = [start, "user\nhello", end, "\n", start, "assistant\n"]
     system = [start, f"system\n{default}", end, "\n"] if default else []
     assert tokenizer.template and tokenizer.end_of_turn == 2
-    assert tokenizer.prompt("hello") == turn(tokenizer, *system, *asked)
-    assert tokenizer.prompt("hello", system=b"Be brief.") == turn(
+    assert tokenizer.prompt("hello") == pieces(tokenizer, *system, *asked)
+    assert tokenizer.prompt("hello", system=b"Be brief.") == pieces(
         tokenizer, start, "system\nBe brief.", end, "\n", *asked)
-    assert tokenizer.prompt("hello", first=False) == turn(tokenizer, "\n", *asked)
+    assert tokenizer.prompt("hello", first=False) == pieces(tokenizer, "\n", *asked)
 
 
 def test_of_two_templates_the_file_of_its_own_counts(folder):
@@ -537,7 +529,7 @@ def test_of_two_templates_the_file_of_its_own_counts(folder):
     put_template(folder, "tokenizer_config.json", SMOL_TEMPLATE)
     put_template(folder, "chat_template.jinja", CHATML)
     tokenizer = checkpoint.read_tokenizer(folder)
-    assert tokenizer.prompt("hello")[:4] == turn(tokenizer, "<|im_start|>", "user\nhello")[:4]
+    assert tokenizer.prompt("hello")[:4] == pieces(tokenizer, "<|im_start|>", "user\nhello")[:4]
 
 
 @parametrize("where, template, known", [

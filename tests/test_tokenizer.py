@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cases import parametrize, refusal, rows, value_error, write
+from cases import parametrize, put, refusal, rows, value_error, write
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -193,8 +193,7 @@ def test_special_tokens_come_last_and_are_never_produced():
 def test_rare_words_are_dropped_when_there_are_too_many(monkeypatch):
     """After each chunk: the more frequent half stays, of equal counts those that came first."""
     counted = []
-    monkeypatch.setattr(tk, "MAX_WORDS", 4)
-    monkeypatch.setattr(tk, "learn_merges", lambda words, wanted: counted.append((words, wanted)) or [])
+    put(monkeypatch, tk, MAX_WORDS=4, learn_merges=lambda words, wanted: counted.append((words, wanted)) or [])
     for name, text in ("a", "w x y z"), ("b", " x y"), ("c", " z q"):
         write(name, text)
     for names, expected in ("abc", {" x": 2, " y": 2}), ("ca", {" z": 2, " q": 1}):
@@ -348,8 +347,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(tk, "CHUNK", 300)
-    monkeypatch.setattr(tk, "CUT_WINDOW", 120)
+    put(monkeypatch, tk, CHUNK=300, CUT_WINDOW=120)
 
 
 @parametrize("text, documents", [       # X: the separator
@@ -404,8 +402,7 @@ def test_chunks_by_hand(monkeypatch):
         write("word", b"a" * (100 + before) + b" " + b"a" * 70000)
         end = 100 + 65536 + 1
         assert tk.find_chunks(("word", 0, end), size=100) == [("word", 0, 100 + cut), ("word", 100 + cut, end)]
-    monkeypatch.setattr(tk, "CUT_WINDOW", 10)
-    monkeypatch.setattr(tk, "CHUNK", 10)
+    put(monkeypatch, tk, CUT_WINDOW=10, CHUNK=10)
     write("text", "ab " * 40)
     for row in "4 35 65 95", "4 35 74", "4 35 65 75", "0 32 62 92 120", "7 7":
         cuts = [*map(int, row.split())]
@@ -862,8 +859,8 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
 
 def test_a_file_is_replaced_when_all_is_on_the_disk(monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.fstat(fd).st_size) or fsync(fd))
-    monkeypatch.setattr(os, "replace", lambda *paths: calls.append(paths) or replace(*paths))
+    put(monkeypatch, os, fsync=lambda fd: calls.append(os.fstat(fd).st_size) or fsync(fd),
+        replace=lambda *paths: calls.append(paths) or replace(*paths))
     write("file", "old")
     for error in KeyboardInterrupt(), OSError(28, "No space left on device"):
         with pytest.raises(type(error)) as caught, script.replace_file("file") as file:
@@ -889,24 +886,6 @@ def test_an_error_of_the_gpu_is_a_sentence_and_a_mistake_of_ours_is_not(monkeypa
     with pytest.raises(SystemExit if words else RuntimeError) as error:
         script.run_script(main)
     assert not words or (error.value.code, capsys.readouterr().err) == (2, words)
-
-
-def test_the_library_is_read_in_one_order(monkeypatch):
-    """Not in the file system's."""
-    names = "b c a.y a.z d.x".split()
-    for name in names:
-        path = Path("lib", name.replace(".", "/") + ".py")
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text("'a module'")
-
-    def walk(top, walk=os.walk):
-        for folder, *entries in walk(top):
-            for entry in entries:
-                entry.sort(reverse=True)
-            yield folder, *entries
-    monkeypatch.setattr(os, "walk", walk)
-    monkeypatch.setattr(os, "__file__", "lib/os.py")
-    assert [name for [(name, _)] in script.python_docstrings()] == names
 
 
 # The command line

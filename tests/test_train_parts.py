@@ -7,11 +7,12 @@ import re
 import shutil
 import signal
 import sys
-import types
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import parametrize, refusal, value_error, write
+from cases import parametrize, put, refusal, value_error, write
 from runs import read_log, settings, shell_words, training_of
 
 import checkpoint
@@ -163,7 +164,7 @@ class Uniform:
 
 def held_out(val, micro_batch, most, ranks=None):
     """-> (first tokens of the windows of each batch, [nats, tokens, bytes]); each token has two bytes."""
-    training = training_of(Uniform(), types.SimpleNamespace(special={}, tokens=264 * [b"ab"]))
+    training = training_of(Uniform(), SimpleNamespace(special={}, tokens=264 * [b"ab"]))
     windows = train.even_windows(val, 10, 3, micro_batch, most, ranks or Ranks())
     return training.model.rows, train.held_out_sums(training, windows).tolist()
 
@@ -177,16 +178,16 @@ def test_evaluation_is_a_weighted_mean_of_windows_spread_evenly():
     for length, counted in (4, 1), (3, 0), (0, 0):                      # too short for a whole window
         assert held_out(val[:length], 4, math.inf) == ([[0]] * (counted > 0), [0, counted, 2 * counted])
     for rank, rows in enumerate([[[0, 10], [60, 70]], [[20, 30], [80]], [[40, 50]]]):           # shared out
-        assert held_out(val, 2, math.inf, types.SimpleNamespace(rank=rank, size=3))[0] == rows
+        assert held_out(val, 2, math.inf, SimpleNamespace(rank=rank, size=3))[0] == rows
 
 
 def test_validation_in_words(monkeypatch):
     """Each kind by itself, and all together by their tokens and bytes."""
     sums = {500: (30.0, 10, 20), 60: (20.0, 10, 40), 3: (0.0, 0, 0)}
     asked = []
-    monkeypatch.setattr(train, "even_windows", lambda tokens, *rest: asked.append((len(tokens), *rest[:-1])) or tokens)
-    monkeypatch.setattr(train, "held_out_sums", lambda training, batches: np.array(sums[len(batches)]))
-    training = training_of(types.SimpleNamespace(config=MINI), None, types.SimpleNamespace(micro_batch=7))
+    put(monkeypatch, train, even_windows=lambda tokens, *rest: asked.append((len(tokens), *rest[:-1])) or tokens,
+        held_out_sums=lambda training, batches: np.array(sums[len(batches)]))
+    training = training_of(SimpleNamespace(config=MINI), None, SimpleNamespace(micro_batch=7))
     result = train.validate(training, {"books": range(500), "web": range(60), "none": range(3)}, 99)
     assert asked == [(size, 10, 3, 7, 99) for size in sums] and result["val_loss"] == 2.5
     assert train.in_words(result) == "2.5000, 1.2022 bits/byte (books 3.0000, 2.1640; web 2.0000, 0.7213)"
@@ -198,7 +199,7 @@ def test_validation_in_words(monkeypatch):
 def test_samples():
     """80 tokens; a seed decides; a text of which the tokenizer has no bytes begins with the end of one."""
     tokenizer = Tokenizer.train(["abab"], 264)
-    model = model_cpu.Model(dataclasses.replace(MINI, context=32), 0, np.float32)
+    model = model_cpu.Model(replace(MINI, context=32), 0, np.float32)
     for prompt, ids in ([*b"Hi"], [*b"Hi"]), ([], [tokenizer.special["<|endoftext|>"]]):
         texts = [train.sample_text(model, tokenizer, prompt, seed) for seed in (5, 6)]
         drawn = model_cpu.generate(model, ids, 0.8, 50, seed=5, vocab=tokenizer.vocab_size, most=80, stop={*tokenizer.special.values()})
@@ -208,9 +209,9 @@ def test_samples():
 def test_what_a_run_evaluates(monkeypatch, capsys):
     calls, found = [], {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
     s = settings("--seed 5", config=MINI, batch_tokens=20, steps=40)
-    monkeypatch.setattr(train, "validate", lambda training, val, most: calls.append(most) or {**found})
-    monkeypatch.setattr(train, "sample_text", lambda model, tokenizer, ids, seed: f"{ids[-1]}\n{seed}\n" + "some words " * 9)
-    training = training_of(types.SimpleNamespace(config=MINI), Tokenizer.train(["abab"], 264), s)
+    put(monkeypatch, train, validate=lambda training, val, most: calls.append(most) or {**found},
+        sample_text=lambda model, tokenizer, ids, seed: f"{ids[-1]}\n{seed}\n" + "some words " * 9)
+    training = training_of(SimpleNamespace(config=MINI), Tokenizer.train(["abab"], 264), s)
     for size, at_end in (65536 + 10, False), (65536 + 11, True):
         calls.clear()
         job = train.pretraining(training, np.zeros(99, "<u2"), {"a": np.zeros(5), "x": np.zeros(size)})
@@ -231,8 +232,8 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
 def test_a_dry_run_prints_the_plan(capsys):
     """Of a GPU; there is none here: the limit counts."""
     plan = model_gpu.memory_plan(SMALL, 40, 128, "bf16", "muon", 3)
-    s = dataclasses.replace(settings("--micro-batch 16"), device="gpu", precision="bf16", memory_limit=sum(plan.values()))
-    train.dry_run(SMALL, s, types.SimpleNamespace(size=3))
+    s = replace(settings("--micro-batch 16"), device="gpu", precision="bf16", memory_limit=sum(plan.values()))
+    train.dry_run(SMALL, s, SimpleNamespace(size=3))
     first, *rows, largest = capsys.readouterr().out.splitlines()
     assert largest == "The largest micro-batch that fits: 40."
     assert first == ("1,053,824 parameters, 800 steps of 2,048 tokens in micro-batches of 16 x 128, 3 x gpu bf16, muon, learning rate 0.004.  "
@@ -258,14 +259,13 @@ def test_devices(monkeypatch):
         with value_error(f"^{re.escape(words)}$"):
             train.choose_device(asked, "medium", 0)
     taken = []
-    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(model_gpu, "take_gpu", taken.append)
+    put(monkeypatch, model_gpu, why_no_gpu=lambda: None, take_gpu=taken.append)
     assert [train.choose_device(None, name, local=3) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
     assert train.choose_device("gpu", "small", 0) == "gpu" and taken == [3, 3, 0]
     s = settings("--threads 3 --optimizer adamw")
     assert train.model_options(s) == dict(dtype=np.float32, threads=3, optimizer="adamw")
     other = dict(precision="tf32", memory_limit=7, matmul="ours", micro_batch=5)
-    assert train.model_options(dataclasses.replace(s, device="gpu", **other)) == dict(optimizer="adamw", **other)
+    assert train.model_options(replace(s, device="gpu", **other)) == dict(optimizer="adamw", **other)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
         assert settings(*options.split()).micro_batch == rows               # of 100, 10, 16 and 16 windows
     five = sum(model_gpu.memory_plan(CONFIGS["big"], 5, 512, "bf16", optimizer="muon").values())
     # ranks of other memory take what fits all of them, and NCCL takes some
-    two = types.SimpleNamespace(rank=1, size=2, all_gather=lambda mine: [3, mine, 9])
+    two = SimpleNamespace(rank=1, size=2, all_gather=lambda mine: [3, mine, 9])
     for ranks, limit, rows in [(None, 1 << 50, 63), (None, five, 5), (None, five - 1, 4), (None, 1, 1),
                                (two, five + model_gpu.NCCL_BYTES, 3), (two, five, 1)]:
         s = settings("--memory-limit", str(limit), preset="big", device="gpu", batch_tokens=512 * 1000, ranks=ranks)
@@ -290,14 +290,14 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     some = sum(model_gpu.memory_plan(CONFIGS["big"], 46, 512, "bf16", optimizer="muon").values())
     assert settings("--memory-limit", str(some), preset="big", device="gpu").micro_batch == 32         # not 46 + 18
     monkeypatch.setattr(train, "available_cores", lambda: 6)
-    seven = types.SimpleNamespace(rank=1, size=7, all_gather=lambda x: [x])         # more than cores
+    seven = SimpleNamespace(rank=1, size=7, all_gather=lambda x: [x])         # more than cores
     assert [settings(*options.split(), ranks=ranks).threads for options, ranks in [
         ("", None), ("--micro-batch 4", None), ("--threads 5", None), ("", seven)]] == [6, 4, 5, 1]
 
 
 def test_sizes_in_place_of_the_presets():
     """And what follows from dim."""
-    assert train.choose_sizes(given("--dim 256 --mtp-weight 0.9"), "small") == dataclasses.replace(SMALL, dim=256, hidden=688, mtp_weight=0.9)
+    assert train.choose_sizes(given("--dim 256 --mtp-weight 0.9"), "small") == replace(SMALL, dim=256, hidden=688, mtp_weight=0.9)
     with value_error(r"^dim \(128\) must be a multiple of 2 x heads \(2 x 5\): heads must divide 64."):
         train.choose_sizes(given("--heads 5"), "small")
 
@@ -305,7 +305,7 @@ def test_sizes_in_place_of_the_presets():
 def test_default_tokens_a_step_are_whole_windows():
     """Rounded down to them, but at least one; what was asked for is not rounded."""
     for context, tokens in (100, 2000), (2049, 2049):
-        assert settings(config=dataclasses.replace(SMALL, context=context)).batch_tokens == tokens
+        assert settings(config=replace(SMALL, context=context)).batch_tokens == tokens
 
 
 def test_settings_that_do_not_fit():
@@ -320,9 +320,12 @@ def test_the_record_of_a_run(monkeypatch):
     recorded = dataclasses.asdict(s)
     good = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": recorded, "more": None}
     monkeypatch.setattr(checkpoint, "load_state", lambda folder: state)
-    # also of an earlier version
-    for state in good, {**good, "seconds": 7}, {**good, "settings": {**recorded, "attention": "naive"}}:
+    for state in good, {**good, "seconds": 7}:
         assert train.read_run("f", "sft.py") == (s, state)
+    # of the first version, which named the kind of attention, and had AdamW alone
+    state = {**good, "settings": {**recorded, "attention": "naive"}}
+    del state["settings"]["optimizer"]
+    assert train.read_run("f", "sft.py") == (replace(s, optimizer="adamw"), state)
     cannot = "its script, tokens or seconds cannot be"
     for name, value, why in [
             ("script", 3, cannot), ("tokens", True, cannot), ("seconds", "1", cannot), ("settings", 7, "not a mapping"),
@@ -341,10 +344,10 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
     s = settings("--data a.txt --steps 9 --threads 2")
     state = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": dataclasses.asdict(s)}
     loaded, out = [], str(tmp_path)
-    model = types.SimpleNamespace(config=SMALL, step=4)
-    monkeypatch.setattr(checkpoint, "lock_folder", loaded.append)
-    monkeypatch.setattr(checkpoint, "load_state", lambda folder, model=None: {**state, "model": model})
-    monkeypatch.setattr(checkpoint, "load", lambda *rest: loaded.append(rest) or (model, "tokenizer"))
+    model = SimpleNamespace(config=SMALL, step=4)
+    put(monkeypatch, checkpoint, lock_folder=loaded.append,
+        load_state=lambda folder, model=None: {**state, "model": model},
+        load=lambda *rest: loaded.append(rest) or (model, "tokenizer"))
 
     def resume(options, script="train.py"):
         return train.resume(given("--resume", *options.split()), out, script, Ranks())
@@ -395,7 +398,7 @@ class Calls:
 
 def test_plot(tmp_path, monkeypatch, capsys):
     axes, figure = Calls(), Calls()
-    pyplot = types.SimpleNamespace(subplots=lambda figsize: (figure, axes))
+    pyplot = SimpleNamespace(subplots=lambda figsize: (figure, axes))
     monkeypatch.setattr(checkpoint, "load_pyplot", lambda: pyplot)
     log, folder = tmp_path / "log.jsonl", str(tmp_path)
     log.write_text("".join(f'{{"step": {i}, "loss": {6000 - i}}}\n' for i in range(1, 5050))
@@ -449,7 +452,7 @@ def test_a_new_run(whole, capsys):
 def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
     train.main("medium --device cpu --layers 1 --out ./x/../y".split())
     _, s, *rest = whole[-1]
-    assert rest == ["y", dataclasses.replace(CONFIGS["medium"], layers=1), "stop"] and s.data == ["medium.txt"]
+    assert rest == ["y", replace(CONFIGS["medium"], layers=1), "stop"] and s.data == ["medium.txt"]
     whole.clear()
     with value_error("^medium takes many hours or days"):
         train.main(["medium"])
@@ -488,7 +491,7 @@ def save_base(folder, config, texts=("abab",), state=None):
 
 def test_the_rate_of_each_optimizer(whole, tmp_path):
     """From a base it is half of that."""
-    save_base(tmp_path / "theirs", dataclasses.replace(SMALL, layers=1))
+    save_base(tmp_path / "theirs", replace(SMALL, layers=1))
     for options, lr in ("", 4e-3), ("--optimizer adamw", 2e-3), ("--base theirs --optimizer adamw", 1e-3), ("--lr 0.125", 0.125):
         train.main(["--threads", "1", *options.split()])
         assert whole[-1][1].lr == lr and (whole[-1][1].optimizer == "adamw") == ("adamw" in options)
@@ -501,7 +504,7 @@ def test_what_a_base_is(tmp_path):
     assert train.describe(str(tmp_path)) == ("medium", ["a.txt", "b.txt"])
     os.remove(tmp_path / checkpoint.STATE)
     for dim, preset in (32, "small"), (256, "medium"), (736, "medium"), (768, "big"):
-        write(tmp_path / "config.json", json.dumps(checkpoint.llama_config(dataclasses.replace(SMALL, dim=dim, hidden=None), 0)))
+        write(tmp_path / "config.json", json.dumps(checkpoint.llama_config(replace(SMALL, dim=dim, hidden=None), 0)))
         assert train.describe(str(tmp_path)) == (preset, None)
     with value_error("^there is no model in out/none: `python train.py big` trains one, --base names another.$"):
         train.describe("out/none", "big")
@@ -509,13 +512,13 @@ def test_what_a_base_is(tmp_path):
 
 def test_sizes_of_a_base(tmp_path):
     """They are its own, but for the context and the weight of its further heads."""
-    config = dataclasses.replace(MINI, context=32)
+    config = replace(MINI, context=32)
     save_base(tmp_path, config)
 
     def sizes(*options):
         return train.choose_sizes(given("--base", str(tmp_path), *options), "big")
     assert sizes() == config
-    assert sizes("--context 16 --mtp-weight 0.9") == dataclasses.replace(config, context=16, positions=32, mtp_weight=0.9)
+    assert sizes("--context 16 --mtp-weight 0.9") == replace(config, context=16, positions=32, mtp_weight=0.9)
     with value_error(f"^the model in {tmp_path} has its sizes: leave out --dim --vocab.$"):
         sizes("--vocab 272 --dim 64 --context 8")
 
@@ -524,7 +527,7 @@ def test_a_run_from_a_base(tmp_path, monkeypatch, capsys):
     """It begins with the base's weights and tokenizer, and is written into out/, not beside a base that lies elsewhere.
     Resumed, without base or data/, it makes the same bits."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "Stop", lambda: types.SimpleNamespace(signal=None))
+    monkeypatch.setattr(train, "Stop", lambda: SimpleNamespace(signal=None))
     monkeypatch.setattr(checkpoint, "lock_folder", lambda out: os.makedirs(out, exist_ok=True))     # this process has both runs
     real, saved = train.save_run, []
 

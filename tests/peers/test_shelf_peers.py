@@ -13,7 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # tr
 
 import numpy as np
 import pytest
-from cases import parametrize
+from cases import parametrize, put
 import test_model_peers as peers
 import test_shelf as shelf
 import tokenizers
@@ -138,8 +138,7 @@ def test_logits_and_greedy_texts_are_those_of_transformers(folder, case):
 
 @parametrize("sizes", [SMALL, UNTIED], ids=["tied", "untied"])
 def test_every_gradient_is_autograds(folder, monkeypatch, sizes):
-    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", peers.Norm64)
-    monkeypatch.setattr(modeling_llama, "LlamaRotaryEmbedding", peers.Rotary64)
+    put(monkeypatch, modeling_llama, LlamaRMSNorm=peers.Norm64, LlamaRotaryEmbedding=peers.Rotary64)
     write_llama(folder, {**sizes, "theta": 700.0, "rms_norm_eps": 1e-3}, "bf16", "100KB")
     model, _ = checkpoint.load(folder, model_cpu, {"dtype": np.float64, "threads": 2})
     llama = peers.load_llama(folder, torch.float64)
@@ -184,13 +183,8 @@ def test_transformers_loads_what_we_save(folder, tmp_path, sizes, dtype, chat):
         model.forward(tokens, rng.integers(0, 512, (2, 60)))
         model.backward()
         model.update(lr=1e-3)
-    again = checkpoint.read_tokenizer(out)
-    for place in folder, out:
-        theirs = transformers.AutoTokenizer.from_pretrained(place)
-        assert len(theirs) == tokenizer.vocab_size
-        for text in peers.TEXTS.values():
-            ids = theirs(text, add_special_tokens=False)["input_ids"]
-            assert list(tokenizer.encode(text)) == list(again.encode(text)) == ids, text
+    again, theirs = checkpoint.read_tokenizer(out), transformers.AutoTokenizer.from_pretrained(out)
+    assert len(theirs) == tokenizer.vocab_size
     assert again.template == (tokenizer.template if chat else "")
     if chat:
         asked = theirs.apply_chat_template([{"role": "user", "content": "What?"}], add_generation_prompt=True,
@@ -224,11 +218,8 @@ def test_prompts_are_those_of_the_chat_template(tmp_path, where, template, defau
     for text in peers.TEXTS.values():
         user = "user", text
         _, first = asked(user)
-        assert tokenizer.prompt(text) == first
+        assert tokenizer.prompt(text) == first                  # tests/peers/test_tokenizer_peers.py has more of them
         assert default == (tokenizer.tokens[first[1]] != tokenizer.tokens[tokenizer.encode("user\n")[0]])
-        assert tokenizer.prompt(text, system=b"Be brief.") == asked(("system", "Be brief."), user)[1]
-        assert tokenizer.prompt("What?") + answer + tokenizer.prompt(text, first=False) == asked(
-            ("user", "What?"), ("assistant", "An animal."), user)[1]
         for system in [], [("system", "Be brief.\n")]:
             said, whole = asked(*system, user, ("assistant", "An animal."), ("user", "Why?"),
                                 ("assistant", text + "!"))
@@ -269,19 +260,12 @@ def random_folder(folder, rng):
              "num_hidden_layers": rng.choice([1, 3]), "tie_word_embeddings": rng.random() < 0.5}
     base, kind = rng.choice([shelf.OLD, shelf.NEW]), rng.choice(["BF16", "F16", "F32"])
     tensors = shelf.weights({**base, **sizes}, kind, rng.randrange(1000))
-    name = rng.choice([name for name in tensors if name.endswith("proj.weight")])
     extra = "F32", np.ones(sizes["hidden_size"], np.float32)
-    odd = rng.choice([*8 * [None], *"head mixed transposed missing prefix".split(), "stale index",
+    odd = rng.choice([*8 * [None], "head", "prefix", "stale index",
                       "layers.0.self_attn.rotary_emb.inv_freq", "layers.0.self_attn.q_proj.bias", "layers.7.norm.weight"])
     if odd == "head":
         tensors["lm_head.weight"] = rng.choice([tensors["model.embed_tokens.weight"], shelf.weights(
             {**base, **sizes}, kind, 7)["model.embed_tokens.weight"]])
-    elif odd == "mixed":
-        tensors[name] = "F32", shelf.value(tensors[name]).astype(np.float32)
-    elif odd == "transposed":
-        tensors[name] = tensors[name][0], tensors[name][1].T
-    elif odd == "missing":
-        del tensors[name]
     elif odd == "prefix":
         tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     elif odd == "stale index":                      # of other weights, beside the whole

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cases import parametrize, write
+from test_tokenizer import DEFAULT, PLAIN
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
@@ -193,16 +194,11 @@ def test_settings_give_equal_ids_or_are_refused(settings, equal, tmp_path):
 
 # Conversations
 
-PLAIN = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-DEFAULT = ("{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI assistant named "
-           "SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}")
-WITH_DEFAULT = PLAIN.replace("{{'<|im_start|>'", DEFAULT + "{{'<|im_start|>'", 1)
-QUOTED = WITH_DEFAULT.replace("You are a helpful", "You\\'re \\\\ a \U0001f44d\u00e9 \\u00e9 \"helpful\"")
+QUOTED = DEFAULT.replace("You are a helpful", "You\\'re \\\\ a \U0001f44d\u00e9 \\u00e9 \"helpful\"")
 TURNS = [("Hi", "Hello!"), ("  two spaces", "yes"), ("\n\nlines\n", "no "), ("", "empty"), ("1 2\t3", "\u4e2d\u6587"), ("'s \n x ", "ok")]
 
 
-@parametrize("template", [PLAIN, PLAIN.replace("\\n", "\n"), WITH_DEFAULT, QUOTED, CHAT_TEMPLATE],
+@parametrize("template", [PLAIN, PLAIN.replace("\\n", "\n"), DEFAULT, QUOTED, CHAT_TEMPLATE],
                          ids=["plain", "line ends", "default", "quoted", "ours"])
 def test_conversations_equal_apply_chat_template(template, tmp_path):
     special = [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"]
