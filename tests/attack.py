@@ -26,6 +26,7 @@ import tempfile
 import time
 import traceback
 import zlib
+from pathlib import Path
 
 import conftest         # before NumPy loads: it sets the number of BLAS's threads
 
@@ -70,23 +71,21 @@ def call(script, arguments, folder):
             sys.stderr.flush()
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with open(said, encoding="utf-8", errors="replace") as file:
-        return code, file.read()
+    return code, Path(said).read_text(errors="replace")
 
 
 def write_corpus(path):
     """Invented documents, about 200 kB."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(1, 7))) for _ in range(300)]
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(" ".join(rng.choices([*words, *3 * ["\n\n<|endoftext|>\n\n"]], k=40_000)))
+    Path(path).write_text(" ".join(rng.choices([*words, *3 * ["\n\n<|endoftext|>\n\n"]], k=40_000)))
 
 
 def result(folder):
     """What a finished run leaves: the log without its seconds, and the weights and moments."""
     with open(f"{folder}/log.jsonl", encoding="utf-8") as file:
         log = [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in file]
-    raw = [open(f"{folder}/{name}", "rb").read() for name in ("model.safetensors", "train_state.safetensors")]
+    raw = [Path(folder, name).read_bytes() for name in ("model.safetensors", "train_state.safetensors")]
     return log, [data[8 + struct.unpack("<Q", data[:8])[0]:] for data in raw]
 
 
@@ -138,8 +137,8 @@ def interrupt(folder, script, arguments, out, step, blow, **options):
 
 
 def lines(path):
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        return file.read().count(b"\n")
+    with contextlib.suppress(FileNotFoundError):
+        return Path(path).read_bytes().count(b"\n")
     return 0
 
 
@@ -160,8 +159,7 @@ def is_one_sentence(said):
 # ---------------------------------------------------------------------------------------------------------------------
 def edit_bytes(path, rng):
     """Cut, lengthened, one bit flipped, or a token id changed."""
-    with open(path, "rb") as file:
-        raw = bytearray(file.read())
+    raw = bytearray(Path(path).read_bytes())
     place = rng.choice([rng.randrange(len(raw)), rng.randrange(min(len(raw), 600))])
     what = rng.choice("cut longer bit id".split())
     if what == "cut":
@@ -172,8 +170,7 @@ def edit_bytes(path, rng):
         raw[place] ^= 1 << rng.randrange(8)
     else:
         raw[place // 2 * 2:place // 2 * 2 + 2] = rng.choice([b"\xff\xff", b"\0\2", b"\1\0", b"aa"])
-    with open(path, "wb") as file:
-        file.write(raw)
+    Path(path).write_bytes(raw)
     return f"{what} at {place}"
 
 
@@ -195,8 +192,7 @@ WRONG = [None, True, -1, 0, 10**9, 3_000_000, 1 << 70, float("nan"), "x", "", []
 
 def edit_json(path, rng):
     """One value of a JSON file changed, or left out."""
-    with open(path, encoding="utf-8") as file:
-        value = json.load(file)
+    value = json.loads(Path(path).read_text())
     at, key = value, rng.choice(list(value))
     while isinstance(at[key], dict) and at[key] and rng.random() < 0.8:
         at, key = at[key], rng.choice(list(at[key]))
@@ -206,14 +202,12 @@ def edit_json(path, rng):
     text = json.dumps(value)
     if rng.random() < 0.15:
         text = rng.choice(["[" * 100_000, '{"a":' * 100_000, "7", "null", "[]", '"x"', "{}", "1" * 5000, "\ufeff{}"])
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+    Path(path).write_text(text)
     return f"{key}: {str(old)[:30]}, now {text[:20]} ..."
 
 
 def read_header(path):
-    with open(path, "rb") as file:
-        raw = file.read()
+    raw = Path(path).read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
     return json.loads(raw[8:8 + size]), raw[8 + size:]
 
@@ -226,8 +220,7 @@ def sign(path, header, data):
     text = header.encode("utf-8", "surrogatepass")
     length = struct.pack("<Q", len(text))
     crc = f"{zlib.crc32(data, zlib.crc32(length + text)):08x}"
-    with open(path, "wb") as file:
-        file.write(length + text.replace(b'"crc32":"00000000"', f'"crc32":"{crc}"'.encode(), 1) + data)
+    Path(path).write_bytes(length + text.replace(b'"crc32":"00000000"', f'"crc32":"{crc}"'.encode(), 1) + data)
 
 
 def edit_header(path, rng):
@@ -276,13 +269,11 @@ def edit_state(state, rng):
 
 
 def edit_log(path, rng):
-    with open(path, "rb") as file:
-        kept = file.readlines()
+    kept = Path(path).read_bytes().splitlines(keepends=True)
     place = rng.randrange(len(kept))
     kept[place] = rng.choice([b"5\n", b"{}\n", b"\n", b"null\n", b"[" * 100_000 + b"\n", b"\0\0\0\n", b'{"step": "x"}\n',
                               b'{"step": null}\n', b"\xff\xfe\n", b'{"step": 1e400}\n', b"1" * 5000 + b"\n"])
-    with open(path, "wb") as file:
-        file.writelines(kept)
+    Path(path).write_bytes(b"".join(kept))
     return f"line {place + 1} is now {kept[place][:20]!r}"
 
 

@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 parametrize = pytest.mark.parametrize
+once_a_module = pytest.fixture(scope="module")
 
 
 def value_error(words):
@@ -19,6 +20,11 @@ def refusal(function, *arguments):
     with pytest.raises(ValueError) as error:
         function(*arguments)
     return str(error.value)
+
+
+def read(path):
+    """The bytes of a file."""
+    return pathlib.Path(path).read_bytes()
 
 
 def write(path, content):

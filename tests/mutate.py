@@ -41,25 +41,23 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EQUIVALENT = ROOT / "tests" / "equivalent.txt"
+EQUIVALENT = ROOT / "tests/equivalent.txt"
 ENOUGH = 95                 # percent
 NOT_COPIED = ".git", ".venv", "data", "out", "__pycache__", ".pytest_cache"
-SUITES = {                  # what judges a file: arguments of Python
-    "script.py": """tests/test_scripts.py tests/test_tokenizer.py tests/test_train_parts.py
-                 tests/test_chat.py""".split(),
-    "tokenizer.py": ["tests/test_tokenizer.py", "tests/test_scripts.py"],
-    "model_cpu.py": """tests/test_model_cpu.py tests/test_scripts.py tests/test_gradcheck.py gradcheck.py""".split(),
-    "checkpoint.py": """tests/test_checkpoint.py tests/test_shelf.py tests/test_train_parts.py
-                     tests/test_train.py""".split(),
-    "model_gpu.py": ["tests/test_model_gpu.py", "tests/test_kernels.py"],
-    "train.py": """tests/test_train_parts.py tests/test_train.py tests/test_scripts.py tests/test_attack.py
-                tests/test_ranks.py""".split(),
-    "sft.py": ["tests/test_sft.py", "tests/test_ranks.py"],
-    "chat.py": ["tests/test_chat.py"],
-    "gradcheck.py": ["tests/test_gradcheck.py", "tests/test_exercises.py", "gradcheck.py"],
-    "tests/exercises.py": ["tests/test_exercises.py"],
-    "kernels.cu": ["tests/test_kernels.py", "tests/test_model_gpu.py"],
-    "flash_attn.cu": ["tests/test_flash.py"]}
+# What judges a file: arguments of Python.
+SUITES = {file: judges for file, *judges in map(str.split, """\
+script.py tests/test_scripts.py tests/test_tokenizer.py tests/test_train_parts.py tests/test_chat.py
+tokenizer.py tests/test_tokenizer.py tests/test_scripts.py
+model_cpu.py tests/test_model_cpu.py tests/test_scripts.py tests/test_gradcheck.py gradcheck.py
+checkpoint.py tests/test_checkpoint.py tests/test_shelf.py tests/test_train_parts.py tests/test_train.py
+model_gpu.py tests/test_model_gpu.py tests/test_kernels.py
+train.py tests/test_train_parts.py tests/test_train.py tests/test_scripts.py tests/test_attack.py tests/test_ranks.py
+sft.py tests/test_sft.py tests/test_ranks.py
+chat.py tests/test_chat.py
+gradcheck.py tests/test_gradcheck.py tests/test_exercises.py gradcheck.py
+tests/exercises.py tests/test_exercises.py
+kernels.cu tests/test_kernels.py tests/test_model_gpu.py
+flash_attn.cu tests/test_flash.py""".splitlines())}
 OPTIONS = {"kernels.cu": [f"-DBF16={bf16} -DROW_THREADS=96" for bf16 in (0, 1)],
            "flash_attn.cu": [f"-DHEAD_DIM={D} -DHOPPER={hopper}" for D, hopper in ((32, 0), (64, 0), (128, 0), (64, 1))]}
 REFUSED = "the compiler"

@@ -56,10 +56,19 @@ def run(folder, *arguments, script="train.py", **environment):
     return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(found[1]), *said)
 
 
+def assert_refused(done, words):
+    """A script left with exit code 2 and one line, in which these words stand."""
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (done.args, done.stderr)
+
+
 def read_log(*folder):
     """The log without the seconds, which no run repeats."""
     with open(os.path.join(*folder, "log.jsonl"), encoding="utf-8") as file:
         return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in file]
+
+
+def steps_of(log):
+    return [record for record in log if "loss" in record]
 
 
 def settings(*options, preset="small", config=None, ranks=None, device="cpu", **defaults):

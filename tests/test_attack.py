@@ -2,13 +2,12 @@
 import os
 import signal
 
-import pytest
-from cases import parametrize
+from cases import once_a_module, parametrize
 
 import attack
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def place(tmp_path_factory):
     """(folder, what the run that nobody touches left)."""
     folder = str(tmp_path_factory.mktemp("attack"))

@@ -137,14 +137,14 @@ def test_decode_on_the_cpu(tiny, small_presets):
     assert "generation, out/small, dim 16, " in run(*command)
 
 
-def test_decode_beside_pytorch(small_presets, tmp_path, monkeypatch, capsys):
+def test_decode_beside_pytorch(small_presets, tmp_path, monkeypatch, err_text):
     monkeypatch.chdir(tmp_path)
     command = "decode --device cpu --rounds 1 --tokens 3 --peer".split()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch", None)
         with pytest.raises(SystemExit):
             run(*command)
-    assert capsys.readouterr().err == "error: torch is missing: pip install -r tests/peers/requirements.txt.\n"
+    assert err_text() == "error: torch is missing: pip install -r tests/peers/requirements.txt.\n"
     torch = pytest.importorskip("torch", reason=f"PyTorch is not installed ({bench.PEERS_HINT})")
     before = torch.get_num_threads()
     monkeypatch.setattr(bench, "available_cores", lambda: 2)
@@ -173,10 +173,10 @@ def test_seconds_a_token(monkeypatch):
     assert best == {"a": 2, "b": 5}
 
 
-def test_the_gpu_that_is_asked_for(capsys, monkeypatch):
+def test_the_gpu_that_is_asked_for(err_text, monkeypatch):
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: "There is none.")
     for hopper, command in enumerate(["train", "decode --device gpu"]):
         monkeypatch.setattr(model_gpu, "HOPPER", not hopper)
         with pytest.raises(SystemExit):
             run(*command.split(), "--hopper", str(hopper))
-        assert capsys.readouterr().err == "error: There is none.\n" and model_gpu.HOPPER == hopper
+        assert err_text() == "error: There is none.\n" and model_gpu.HOPPER == hopper

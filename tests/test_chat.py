@@ -17,7 +17,7 @@ import unicodedata
 
 import numpy as np
 import pytest
-from cases import parametrize, rows, write
+from cases import once_a_module, parametrize, put, rows, write
 
 import chat
 import checkpoint
@@ -52,7 +52,7 @@ USER, ASSISTANT, END = (SPECIAL[name] for name in ("<|user|>", "<|assistant|>", 
 LOOP_IDS = [*LOOP.encode(), LOOP.encode()[0]]
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def models(tmp_path_factory):
     """Folders: out/random; out/loop writes LOOP for ever after any of its bytes, and "ends." once after "e"; out/sft
     answers "Hi" in chat form, out/half the first byte of a character."""
@@ -113,8 +113,7 @@ def run(models, *arguments, input=b"", terminals=(False, False), generate=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(models)
         patch.setattr(sys, "argv", ["chat.py", *options_of(map(os.fsdecode, arguments))])
-        for name, stream in ("stdin", stdin), ("stdout", out), ("stderr", err):
-            patch.setattr(sys, name, stream)
+        put(patch, sys, stdin=stdin, stdout=out, stderr=err)
         if generate:
             patch.setattr(model_cpu, "generate", speaking(functools.partial(generate, out)))
         with pytest.raises(SystemExit) as left:
@@ -128,13 +127,13 @@ def run(models, *arguments, input=b"", terminals=(False, False), generate=None):
 # ----------------------------------------------------------------------------------------------------------------------
 # One answer
 
-def test_an_answer_that_ends_inside_a_character_shows_no_broken_one(models, capsys):
+def test_an_answer_that_ends_inside_a_character_shows_no_broken_one(models, out_text):
     """Each piece is whole UTF-8 by itself, though every token of this model is a piece of a character."""
     s = session(models, "loop")
     shown = ""
     for i, byte in enumerate(LOOP.encode(), 1):
         s.show(bytes([byte]))
-        shown += capsys.readouterr().out
+        shown += out_text()
         assert shown == LOOP.encode()[:i].decode("utf-8", "ignore")
 
 
@@ -228,7 +227,7 @@ def test_lines_that_go_on(models):
     assert [bytes(ids) for ids, *_ in calls] == [b"a\nb\n", b"c\\\n/d", b"a\\"]
 
 
-def test_stats(models, monkeypatch, capsys):
+def test_stats(models, monkeypatch, out_text):
     """The seconds are those from the question to the last token."""
     monkeypatch.setattr(chat.time, "perf_counter", itertools.count(0.25, 0.5).__next__)
     s = session(models, temperature=0)
@@ -239,22 +238,22 @@ def test_stats(models, monkeypatch, capsys):
     s.trace = [(0, 0, 1.0)] * 2
     s.print_stats()
     none = "no drafts (--speculation)\n"
-    assert capsys.readouterr().out == (
+    assert out_text() == (
         "Hi\n2 tokens in 1.00 s, 2.0 tokens/s, 1.60 tokens a verification\n"
         "  head 1: 2 of 3 drafts right, 67%\n  head 2: 1 of 3 drafts right, 33%\n  head 3: 0 of 3 drafts right, 0%\n"
         "2 tokens in 1.00 s, 2.0 tokens/s, 1.00 tokens a verification\n"
         f"  head 1: {none}  head 2: {none}  head 3: {none}")
 
 
-def test_tokens_have_the_colour_of_their_probability(models, monkeypatch, capsys):
+def test_tokens_have_the_colour_of_their_probability(models, monkeypatch, out_text):
     s = session(models)
     s.said, s.trace = [*b"ab\nc\xc3"], [(0, 0, p) for p in (0.5, 0.499, 0.1, 0.01, 0.009)]
     monkeypatch.setenv("NO_COLOR", "1")
     s.print_tokens()
-    assert capsys.readouterr().out == "a[50%]b[50%]\\n[10%]\nc[1%]\\xc3[1%]\n"
+    assert out_text() == "a[50%]b[50%]\\n[10%]\nc[1%]\\xc3[1%]\n"
     monkeypatch.setenv("NO_COLOR", "")
     chat.run_command("/tokens", s)
-    assert capsys.readouterr().out.replace("\x1b[", "^").replace("^0m", "$") == (
+    assert out_text().replace("\x1b[", "^").replace("^0m", "$") == (
         "^32ma$^36mb$^36m\\n$\n^33mc$^31m\\xc3$\n^32mfrom 50%$  ^36mfrom 10%$  ^33mfrom 1%$  ^31mfrom 0%$\n")
 
 
@@ -293,26 +292,42 @@ def test_commands(models):
         b"/  max-tokens   2 \n/top-p 2\ne\n/help\n/temperature 0.5\n/temperature\n/seed\n/seed  7\n"
         b"/seed \n/seed none\n/seed no\n/top-k none\n/top-k\n/quit now\n/quits\n"))
     assert (code, err) == (0, "")
-    assert out.decode().partition("more.\n")[2] == (
-        "> /stats is about the last answer, and there is none.\n> /tokens is about the last answer, and there is none.\n"
-        "> max-tokens is 3\n> ends\n> /temperature must be a number from 0 to 100, not 'hot'.\n"
-        "> max-tokens is 3\n"
-        "> There is no command /nothing; /help lists them. A space in front makes it a prompt.\n"
-        "> There is no command /; /help lists them. A space in front makes it a prompt.\n"
-        "> max-tokens is 2\n> /top-p must be a number from 0.001 to 1, not '2'.\n"
-        "> end\n"
-        "> /reset forgets, /quit leaves. An empty line lets the model write on;\n"
-        "a line that ends with \\ is continued on the next.\n"
-        "/stats: how fast the last answer came; /tokens: how likely each token was.\nThe settings now:\n"
-        "  /max-tokens 2\n      length of an answer, in tokens, at most\n"
-        "  /temperature 0.0\n      0: the likeliest token; 1: as the model learned; more: wilder\n"
-        "  /top-k 50\n      draw among the k likeliest tokens; 0: among all\n"
-        "  /top-p 1.0\n      draw among the likeliest tokens of this probability together; 1: all\n"
-        "  /seed none\n      the same seed gives the same text; none: another text every time\n"
-        "> temperature is 0.5\n> temperature is 0.5\n"
-        "> seed is none\n> seed is 7\n> seed is 7\n> seed is none\n"
-        "> /seed must be a whole number of at least 0 and at most 9,223,372,036,854,775,808, not 'no'.\n"
-        "> /top-k must be a whole number of at least 0 and at most 1,000,000,000, not 'none'.\n> top-k is 50\n> ")
+    assert out.decode().partition("more.\n")[2] == """\
+> /stats is about the last answer, and there is none.
+> /tokens is about the last answer, and there is none.
+> max-tokens is 3
+> ends
+> /temperature must be a number from 0 to 100, not 'hot'.
+> max-tokens is 3
+> There is no command /nothing; /help lists them. A space in front makes it a prompt.
+> There is no command /; /help lists them. A space in front makes it a prompt.
+> max-tokens is 2
+> /top-p must be a number from 0.001 to 1, not '2'.
+> end
+> /reset forgets, /quit leaves. An empty line lets the model write on;
+a line that ends with \\ is continued on the next.
+/stats: how fast the last answer came; /tokens: how likely each token was.
+The settings now:
+  /max-tokens 2
+      length of an answer, in tokens, at most
+  /temperature 0.0
+      0: the likeliest token; 1: as the model learned; more: wilder
+  /top-k 50
+      draw among the k likeliest tokens; 0: among all
+  /top-p 1.0
+      draw among the likeliest tokens of this probability together; 1: all
+  /seed none
+      the same seed gives the same text; none: another text every time
+> temperature is 0.5
+> temperature is 0.5
+> seed is none
+> seed is 7
+> seed is 7
+> seed is none
+> /seed must be a whole number of at least 0 and at most 9,223,372,036,854,775,808, not 'no'.
+> /top-k must be a whole number of at least 0 and at most 1,000,000,000, not 'none'.
+> top-k is 50
+> """
 
 
 def test_help_fits_a_terminal(models):
@@ -460,7 +475,7 @@ def turn(text, *answer):
     return [USER, *text, END, ASSISTANT, *answer]
 
 
-def test_chat_form_has_a_window_to_the_token(models, capsys):
+def test_chat_form_has_a_window_to_the_token(models, err_text):
     """Of a window of 32, 24 are for what was said, the turn's three special tokens included."""
     s = session(models)
     one, two = turn(b"1", *b"abc", END), turn(b"2", *b"abc", END)
@@ -474,15 +489,15 @@ def test_chat_form_has_a_window_to_the_token(models, capsys):
         for size, note in (room, ""), (room + 1, f"note: the prompt has {room + 1} tokens; the last {room} are used.\n"):
             s.turns = []
             s.add_turn(text[:size])
-            assert s.turns == [turn(text[:size][-room:])] and capsys.readouterr().err == note
+            assert s.turns == [turn(text[:size][-room:])] and err_text() == note
 
 
-def test_plain_form_has_a_window_to_the_token(models, capsys):
+def test_plain_form_has_a_window_to_the_token(models, err_text):
     s = session(models, "loop")
     for size, note in (32, ""), (33, "note: the prompt has 33 tokens; the last 32 are used.\n"):
         text = "".join(map(chr, range(80, 80 + size)))
         s.add_text(text)
-        assert s.turns == [list(text.encode()[-32:])] and capsys.readouterr().err == note
+        assert s.turns == [list(text.encode()[-32:])] and err_text() == note
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -529,14 +544,14 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
     assert (code, err) == (2, "error: --plot needs matplotlib: pip install matplotlib.\n")
 
 
-def test_lens_of_a_long_text(models, monkeypatch, capsys):
+def test_lens_of_a_long_text(models, monkeypatch, err_text):
     """Of a window of 32 the last 33 tokens, which make 32 predictions."""
     s, asked = session(models, "loop"), []
     monkeypatch.setattr(model_cpu, "print_euler_table", lambda model, tokenizer, ids: asked.append(ids))
     for size, note in (2, ""), (33, ""), (34, "note: the text has 34 tokens; the last 33 are used.\n"):
         text = "".join(map(chr, range(50, 50 + size)))
         chat.print_lens(s.model, s.tokenizer, text, None)
-        assert bytes(*asked.pop().tolist()) == text.encode()[-33:] and capsys.readouterr().err == note
+        assert bytes(*asked.pop().tolist()) == text.encode()[-33:] and err_text() == note
 
 
 def test_engine(monkeypatch):
@@ -574,7 +589,7 @@ def test_the_bounds_of_a_number(option, low, high, step):
 
 @parametrize("context, default", [
     (160, ""), (200, '{%if loop.first and messages[0]["role"]!="system"%}{{"<|im_start|>system\\nBe kind.<|im_end|>\\n"}}{%endif%}')])
-def test_the_system_text_of_a_template_stays(capsys, context, default):
+def test_the_system_text_of_a_template_stays(err_text, context, default):
     """While whole turns between are forgotten: ChatML, whose template brings one, or a plain one, whose turns begin with the
     end of the one before."""
     tokenizer = Tokenizer(range(256), [], [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
@@ -588,7 +603,7 @@ def test_the_system_text_of_a_template_stays(capsys, context, default):
     assert said.startswith(f"{begin}first<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>user\n")
     assert "fifth" in said and "second" not in said
     s.add_turn(b"x" * 90)                                   # too long to stay beside the first: it is the first then
-    assert tokenizer.decode(*s.turns).startswith(begin + "xxx") and capsys.readouterr().err == ""
+    assert tokenizer.decode(*s.turns).startswith(begin + "xxx") and err_text() == ""
 
 
 @parametrize("arguments, message", rows("""

@@ -16,7 +16,7 @@ import zlib
 
 import numpy as np
 import pytest
-from cases import parametrize, put, write
+from cases import once_a_module, parametrize, put, read, write
 
 import attack
 import checkpoint
@@ -48,7 +48,7 @@ def trained(model):
     return model
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def saved(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("saved") / "run")
     save(path, make(), TOKENIZER, RECORD)
@@ -113,10 +113,8 @@ def edit_metadata(folder, name, key, value):
 
 def edit_config(folder, **changes):
     path = f"{folder}/config.json"
-    with open(path) as file:
-        config = {**json.load(file), **changes}
-    with open(path, "w") as file:
-        json.dump(config, file, indent=2)
+    config = {**json.load(open(path)), **changes}
+    write(path, json.dumps(config, indent=2))
     return f"{zlib.crc32(open(path, 'rb').read()):08x}"
 
 
@@ -212,7 +210,7 @@ def test_a_file_of_tensors_by_hand(tmp_path):
     path = f"{tmp_path}/x"
     a, b = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), np.array([5.0])
     checkpoint.write_safetensors(path, {"a": a.T.copy(), "b": b, "none": np.zeros((0, 3))}, {"step": "1"})
-    raw = open(path, "rb").read()
+    raw = read(path)
     header, data = attack.read_header(path)
     assert data == a.T.tobytes() + b.tobytes() and raw[8:9] == b"{"
     crc = header["__metadata__"].pop("crc32")
@@ -234,7 +232,7 @@ def test_tensors_start_at_a_multiple_of_eight(tmp_path):
     path, spaces = f"{tmp_path}/x", []
     for letters in range(1, 9):
         checkpoint.write_safetensors(path, {letters * "a": np.ones(1)}, {})
-        raw = open(path, "rb").read()
+        raw = read(path)
         size = int.from_bytes(raw[:8], "little")
         spaces.append(raw.count(b" ", 8, 8 + size))
         assert size % 8 == 0
@@ -246,13 +244,14 @@ class Killed(BaseException):
     """Stands for SIGKILL."""
 
 
-def kill_at(monkeypatch, stage):
+@contextlib.contextmanager
+def killed_at(stage):
     """Let the process "die" at its stage-th call that changes the disk; a file about to be synced is cut in
     half, as if it had not been written to its end.  After its death nothing changes the disk, whatever
     handlers still run."""
     calls = itertools.count()
 
-    def wrap(name, original):
+    def dying(name, original):
         def call(*arguments, **options):
             number = next(calls)
             if number == stage and name == "fsync":
@@ -260,12 +259,14 @@ def kill_at(monkeypatch, stage):
             if number >= stage:
                 raise Killed
             return original(*arguments, **options)
-        monkeypatch.setattr(os, name, call)
-    for name in "replace", "remove", "fsync":
-        wrap(name, getattr(os, name))
+        return call
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        for name in "replace", "remove", "fsync":
+            patch.setattr(os, name, dying(name, getattr(os, name)))
+        yield
 
 
-def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder, tmp_path, monkeypatch):
+def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder, tmp_path):
     old, _ = reload(folder)
     new = trained(reload(folder)[0])
     expected = {7: buffers(old), 8: buffers(new)}
@@ -275,11 +276,9 @@ def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder, tmp_path,
         stage = len(found)
         copy = f"{tmp_path}/killed{stage}"
         shutil.copytree(folder, copy)
-        with monkeypatch.context() as patch:
-            kill_at(patch, stage)
-            with contextlib.suppress(Killed):
-                save(copy, new, TOKENIZER, {"after": 2})
-                finished = True
+        with killed_at(stage):
+            save(copy, new, TOKENIZER, {"after": 2})
+            finished = True
         files = {name: os.path.getmtime(f"{copy}/{name}") for name in os.listdir(copy)}
         loaded, state = reload(copy)
         # a reader touches nothing: the files may be those of a run that is saving at this moment
@@ -294,15 +293,13 @@ def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder, tmp_path,
     assert found.count(8) >= 2                              # one of them between the two renames
 
 
-def test_a_first_save_killed_at_any_moment_leaves_no_config_or_a_checkpoint(tmp_path, monkeypatch):
+def test_a_first_save_killed_at_any_moment_leaves_no_config_or_a_checkpoint(tmp_path):
     """By config.json the Makefile tells whether there is a run to go on with."""
     for stage in itertools.count():
         folder = f"{tmp_path}/killed{stage}"
-        with monkeypatch.context() as patch:
-            kill_at(patch, stage)
-            with contextlib.suppress(Killed):
-                save(folder, make(), TOKENIZER, RECORD)
-                break
+        with killed_at(stage):
+            save(folder, make(), TOKENIZER, RECORD)
+            break
         if os.path.exists(f"{folder}/config.json"):
             reload(folder)
     assert stage > 6 and reload(folder)[1] == RECORD
@@ -333,23 +330,21 @@ def test_each_file_is_on_the_disk_before_it_takes_its_name(folder, monkeypatch):
 # file), and whether the new model has been renamed already.
 @parametrize("new_model, new_state, renamed", [
     (0.5, None, False), (1, None, False), (1, 0.5, False), (1, 1, False), (None, 1, True)])
-def test_the_repair_itself_may_be_killed(folder, tmp_path, monkeypatch, new_model, new_state, renamed):
+def test_the_repair_itself_may_be_killed(folder, tmp_path, new_model, new_state, renamed):
     after = f"{tmp_path}/after"
     new = trained(reload(folder)[0])
     save(after, new, TOKENIZER, {"after": 2})
     for name, part in (WEIGHTS, new_model), (STATE, new_state):
         if part is not None:
-            raw = open(f"{after}/{name}", "rb").read()
+            raw = read(f"{after}/{name}")
             write(os.path.join(folder, name + ".new"), raw[:int(part * len(raw))])
     if renamed:
         shutil.copy(f"{after}/{WEIGHTS}", folder)
     for stage in range(4):
         copy = f"{tmp_path}/killed{stage}"
         shutil.copytree(folder, copy)
-        with monkeypatch.context() as patch:
-            kill_at(patch, stage)
-            with contextlib.suppress(Killed):
-                checkpoint.repair(copy)
+        with killed_at(stage):
+            checkpoint.repair(copy)
         assert reload(copy)[0].step == (8 if renamed else 7), stage
 
 
@@ -397,7 +392,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(folder):
 @parametrize("name", [WEIGHTS, STATE])
 def test_a_file_cut_at_any_place_is_refused(folder, name):
     path = f"{folder}/{name}"
-    raw = open(path, "rb").read()
+    raw = read(path)
     header = 8 + int.from_bytes(raw[:8], "little")
     for end in 0, 7, 8, header // 2, header, header + 1, len(raw) - 4:
         write(path, raw[:end])
@@ -409,7 +404,7 @@ def test_a_file_cut_at_any_place_is_refused(folder, name):
 @parametrize("name", [WEIGHTS, STATE])
 def test_a_flipped_byte_is_refused(folder, name):
     path = f"{folder}/{name}"
-    raw = open(path, "rb").read()
+    raw = read(path)
     size, rng = int.from_bytes(raw[:8], "little"), np.random.default_rng(0)
     # the length of the header: every other value
     places = [(i, x) for i in range(8) for x in range(1, 256)]
@@ -503,16 +498,12 @@ def test_another_tokenizer_is_refused(folder):
     refused(folder, "is not a tokenizer that tokenizer.py reads", "tokenizer.json")
 
 
-@parametrize("step", [None, "-1", "1.5", "missing"])
-def test_a_checkpoint_of_no_step(folder, step):
-    edit_metadata(folder, WEIGHTS, "step", step)
-    refused(folder, "model.safetensors does not say of which step it is")
-
-
-@parametrize("state", ["missing", None, "x", "[]", "null", "[" * 100_000])
-def test_a_state_that_is_none(folder, state):
-    edit_metadata(folder, STATE, "state", state)
-    refused(folder, "train_state.safetensors holds no record of a run")
+@parametrize("name, key, value, words", [
+    *[(WEIGHTS, "step", step, "does not say of which step it is") for step in (None, "-1", "1.5", "missing")],
+    *[(STATE, "state", state, "holds no record of a run") for state in ("missing", None, "x", "[]", "null", "[" * 100_000)]])
+def test_a_checkpoint_of_no_step_and_a_state_that_is_none(folder, name, key, value, words):
+    edit_metadata(folder, name, key, value)
+    refused(folder, f"{name} {words}")
 
 
 @parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS, STATE])
@@ -536,9 +527,9 @@ def test_a_tokenizer_config_that_is_none(folder, text):
 
 
 # -- the printer ---------------------------------------------------------------------------------------------
-def test_what_is_in_a_folder_is_printed(folder, capsys):
+def test_what_is_in_a_folder_is_printed(folder, out_text):
     checkpoint.main([folder])
-    out = capsys.readouterr().out
+    out = out_text()
     lines = out.splitlines()
     assert out.startswith(
         f"{folder}: step 7, {make().flat_params.size:,} parameters, continues texts\n"
@@ -555,7 +546,7 @@ def test_what_is_in_a_folder_is_printed(folder, capsys):
     assert len(lines) == 29
     save(folder, make(), TOKENIZER, RECORD, chat=True)
     checkpoint.main([folder])
-    assert capsys.readouterr().out.startswith(lines[0].replace("continues texts", "answers"))
+    assert out_text().startswith(lines[0].replace("continues texts", "answers"))
 
 
 def test_the_printer_refuses_in_one_sentence(tmp_path):

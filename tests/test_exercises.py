@@ -11,8 +11,9 @@ import subprocess
 import sys
 
 import numpy as np
+from numpy.testing import assert_allclose
 import pytest
-from cases import parametrize
+from cases import once_a_module, parametrize
 
 import exercises
 import gradcheck
@@ -23,7 +24,7 @@ LIBRARY = "array", "collections", "functools", "heapq", "itertools"
 BEGUN = "    # Your lines here.\n"
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def calls():
     return exercises.record()
 
@@ -87,7 +88,7 @@ def test_from_the_first_run_to_the_verdict():
 
 
 @parametrize("name", exercises.EXERCISES)
-def test_a_file_runs_by_itself_and_holds_no_solution(name, capsys):
+def test_a_file_runs_by_itself_and_holds_no_solution(name, out_text):
     text = exercises.exercise_text(name)
     names = {}
     exec(compile(text, name, "exec"), names)
@@ -98,7 +99,7 @@ def test_a_file_runs_by_itself_and_holds_no_solution(name, capsys):
         assert text.count(f"def {other.__name__}(") == (other is function)
     assert max(map(len, text.splitlines())) <= 110
     assert exercises.run_exercise(name, hint=True)                  # every one has a derivation
-    hint = capsys.readouterr().out
+    hint = out_text()
     assert hint.count("\n") >= 2 and "---" not in hint and "#" not in hint
     assert os.listdir("exercises") == []
 
@@ -127,14 +128,14 @@ def test_the_original_is_right_and_adds_where_the_table_says(name, calls):
             assert np.allclose(raised - want[argument], 1) == (argument in exercises.ADDED)
 
 
-def test_all_are_right_if_each_is(calls, monkeypatch, capsys):
+def test_all_are_right_if_each_is(calls, monkeypatch, out_text):
     monkeypatch.setattr(exercises, "record", lambda: calls)
     two = {name: exercises.EXERCISES[name] for name in ("rope", "linear")}
     monkeypatch.setattr(exercises, "EXERCISES", two)
     write("linear", body("linear"))
     write("rope", "    rope_forward(dx, cos, sin)\n")
     assert exercises.run_exercise("all", False) is exercises.run_exercise("rope", False) is False
-    assert [line[15:30] for line in capsys.readouterr().out.splitlines()] == [
+    assert [line[15:30] for line in out_text().splitlines()] == [
         "dx: 144 of 168 ", "right in 36 cal", "dx: 144 of 168 ", "Just so behaves"]
     write("rope", body("rope"))
     assert exercises.run_exercise("all", False) is True
@@ -245,8 +246,8 @@ def test_marks_are_judged_by_the_slope(calls):
     assert said[1] == "Each of these is -1 times what it should be."
     call = calls["layernorm"][0]
     got = exercises.outcome(lambda *given: exercises.measured(exercises.layernorm_backward, *given), call)
-    np.testing.assert_allclose(got["dbias"] - call["dbias"], call["dout"].sum(axis=0), rtol=1e-9)
-    np.testing.assert_allclose(got["dx"].sum(axis=1), 0, atol=1e-9)    # a constant added to x changes nothing
+    assert_allclose(got["dbias"] - call["dbias"], call["dout"].sum(axis=0), rtol=1e-9)
+    assert_allclose(got["dx"].sum(axis=1), 0, atol=1e-9)    # a constant added to x changes nothing
 
 
 def test_forwards_for_marks_are_what_they_say():
@@ -254,11 +255,11 @@ def test_forwards_for_marks_are_what_they_say():
     gain, bias = np.array([[2.0, 4.0], [0.5, 7.0]])
     exercises.layernorm_forward(out, np.array([[1.0, 3.0], [0.0, 2e-3]]), gain, bias)
     rstd = np.array([[1 / math.sqrt(1 + 1e-5)], [1e-3 / math.sqrt(1e-6 + 1e-5)]])
-    np.testing.assert_allclose(out, np.hstack([0.5 - 2 * rstd, 7 + 4 * rstd]), rtol=1e-12)
+    assert_allclose(out, np.hstack([0.5 - 2 * rstd, 7 + 4 * rstd]), rtol=1e-12)
     out = np.empty((2, 1))
     exercises.geglu_forward(out, np.array([[1.0, 2.0], [-2.0, 1.0]]))
-    np.testing.assert_allclose(out, [[2 * 0.84119199], [-0.04540231]], rtol=1e-7)      # as in other libraries
+    assert_allclose(out, [[2 * 0.84119199], [-0.04540231]], rtol=1e-7)      # as in other libraries
 
     out = np.empty(4)
     exercises.softcap_forward(out, np.array([-1e4, 1e-4, 1.5, 1e4]), 3.0)
-    np.testing.assert_allclose(out, [-3, 1e-4, 3 * (math.e - 1) / (math.e + 1), 3], rtol=1e-8)
+    assert_allclose(out, [-3, 1e-4, 3 * (math.e - 1) / (math.e + 1), 3], rtol=1e-8)

@@ -4,10 +4,11 @@ import os
 import re
 import runpy
 import sys
-import types
 import unittest.mock
+from types import SimpleNamespace
 
 import numpy as np
+from numpy.testing import assert_allclose
 import pytest
 from cases import parametrize, put, value_error
 
@@ -85,7 +86,7 @@ def test_losses_where_targets_are_few():
     one = np.full((2, 3), -1)
     one[0, 0] = one[1, 1] = 1                               # one for head 0, one for head 1, none for head 2
     plain = gradcheck.plain_losses(model.params, TINY, tokens[:, :1], one)
-    np.testing.assert_allclose(plain, model.forward(tokens[:, :1], one), rtol=1e-13)
+    assert_allclose(plain, model.forward(tokens[:, :1], one), rtol=1e-13)
     assert plain[0] > 0 < plain[1] and plain[2] == 0
 
 
@@ -113,13 +114,13 @@ def test_gradients_take_each_row_alone_with_the_count_of_all():
     model.forward(tokens, targets)
     model.backward()
     for name, gradient in model.grads.items():
-        np.testing.assert_allclose(rows[name], gradient, atol=1e-13)
+        assert_allclose(rows[name], gradient, atol=1e-13)
 
 
 def test_a_tensors_error_is_relative_to_its_largest_entry(monkeypatch):
     by_hand = {"a": np.array([1.0, -4.0, 2.0]), "b": np.zeros(2), "c": np.array([3.0, 1.0])}
     numeric = {"a": np.array([1.0, -4.0, 2.5]), "b": np.array([0.0, 1e-6]), "c": np.array([np.nan, 1.0])}
-    model = types.SimpleNamespace(params=numeric, config=TINY,
+    model = SimpleNamespace(params=numeric, config=TINY,
                                   forward=lambda *batch: np.array([2.0, 8.0, 16.0]))
 
     def slope(loss, weight, index, h):
@@ -135,7 +136,7 @@ def test_a_tensors_error_is_relative_to_its_largest_entry(monkeypatch):
 @parametrize("plain, error", [
     ([2.0, 1.25, 4.0], 0.2), ([2.0, 1.0, 3.2], 0.25), ([2.0, np.nan, 4.0], np.inf)])
 def test_the_loss_error_is_that_of_the_worst_head(monkeypatch, plain, error):
-    model = types.SimpleNamespace(params=None, config=None, forward=lambda *batch: np.array([2.0, 1.0, 4.0]))
+    model = SimpleNamespace(params=None, config=None, forward=lambda *batch: np.array([2.0, 1.0, 4.0]))
     monkeypatch.setattr(gradcheck, "plain_losses", lambda *arguments: np.array(plain))
     assert gradcheck.loss_error(model, None, None) == pytest.approx(error)
 
@@ -151,13 +152,13 @@ def stubbed(monkeypatch, error, rows):
     return called
 
 
-def test_the_table_of_a_check(monkeypatch, capsys):
+def test_the_table_of_a_check(monkeypatch, out_text):
     rows = [("embed", (16, 8), 12, 2.5e-9, (3, 1)), ("norm", (8,), 4, 3e-8, (7,))]
     called = stubbed(monkeypatch, 2e-13, rows)
     problem = gradcheck.make_tiny(TINY)
     assert gradcheck.run_check(*problem, 0.5, 1e-8, 12) is False
     assert called == [(*problem, 0.5, 12)]
-    assert capsys.readouterr().out == """\
+    assert out_text() == """\
 tensor                    shape  checked  worst error   at
 embed                    16 x 8       12      2.5e-09   [3, 1]
 norm                          8        4      3.0e-08   [7]   <-- above the bar
@@ -169,13 +170,13 @@ FAILED
 
 @parametrize("error, worst, good", [
     (1e-12, 1e-8, True), (1.01e-12, 1e-8, False), (1e-12, 1.01e-8, False)])
-def test_the_bars_of_a_check_and_of_a_bug(monkeypatch, capsys, error, worst, good):
+def test_the_bars_of_a_check_and_of_a_bug(monkeypatch, out_text, error, worst, good):
     rows = [(name, (8,), 4, worst if name == "norm" else 0.0, (7,)) for name in HEADS_FIRST]
     called = stubbed(monkeypatch, error, rows)
     assert gradcheck.run_check(*gradcheck.make_tiny(TINY), 2e-4, 1e-8) is good
     assert gradcheck.is_caught({}) is not good
     assert called[1][3:] == (2e-4, 40)
-    assert ("    the losses: " in capsys.readouterr().out) == (error > 1e-12)
+    assert ("    the losses: " in out_text()) == (error > 1e-12)
 
 
 @pytest.fixture
@@ -191,11 +192,11 @@ ELSEWHERE = {"norm_gain": [name for name in HEADS_FIRST if "norm" not in name],
              "gradient_overwritten": [name for name in HEADS_FIRST if "norm" in name or name == "embed"]}
 
 
-def test_every_planted_bug_is_caught_and_spoils_what_it_should(capsys, few_entries):
+def test_every_planted_bug_is_caught_and_spoils_what_it_should(out_text, few_entries):
     before = dict(vars(model_cpu))
     assert gradcheck.main(["--break", "all"]) == 0
     assert vars(model_cpu) == before                                # all are gone afterwards
-    out = capsys.readouterr().out
+    out = out_text()
     assert max(map(len, out.splitlines())) < 80
     *bugs, last = re.split(r"^(?=\w)", out, flags=re.MULTILINE)[1:]
     assert last == "caught 21 of 21\n"
@@ -211,13 +212,13 @@ def test_every_planted_bug_is_caught_and_spoils_what_it_should(capsys, few_entri
         assert ("the losses: " in story) == (wrong == "" or name == "norm_eps")
 
 
-def test_breaks_that_fail(capsys, monkeypatch, few_entries):
+def test_breaks_that_fail(out_text, monkeypatch, few_entries):
     monkeypatch.setitem(gradcheck.BUGS, "rope_sign", ("rope_backward: cos -> cos", "It changes nothing."))
     assert gradcheck.main(["--break", "rope_sign"]) == 1
-    assert capsys.readouterr().out == "rope_sign: It changes nothing.\n    NOT CAUGHT\ncaught 0 of 1\n"
+    assert out_text() == "rope_sign: It changes nothing.\n    NOT CAUGHT\ncaught 0 of 1\n"
     with replaced(gradcheck.plant(gradcheck.BUGS["norm_gain"])):
         assert gradcheck.main(["--break", "all"]) == 1              # "caught" would mean nothing
-    assert capsys.readouterr().out.endswith("the check fails with no bug planted; run python gradcheck.py\n")
+    assert out_text().endswith("the check fails with no bug planted; run python gradcheck.py\n")
 
 
 @parametrize("good", [True, False])
@@ -239,9 +240,9 @@ def test_runs_of_the_command_line(monkeypatch, capsys, good):
         assert error.value.code == 2
 
 
-def test_the_list_of_bugs(capsys):
+def test_the_list_of_bugs(out_text):
     assert gradcheck.main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = out_text().splitlines()
     assert [line.split()[0] for line in lines] == [*gradcheck.BUGS, *exercises.EXERCISE_BUGS]
     assert lines[1].startswith("group_not_summed     The query heads of a group write their gradient of ")
     assert [line.endswith("  (In the exercise alone.)") for line in lines] == 21 * [False] + 6 * [True]
@@ -275,12 +276,12 @@ def attention_in_loops(qkv, dout, forward=2 ** -0.5, backward=2 ** -0.5, future=
 def test_bugs_of_attention(name, numbers):
     qkv, dout = RNG.standard_normal((1, 3, 8)), RNG.standard_normal((1, 3, 4))
     out, dqkv, P = np.zeros((1, 3, 4)), np.zeros((1, 3, 8)), np.zeros((1, 1, 2, 3, 3))
-    config = types.SimpleNamespace(dim=4, head_dim=2, kv_heads=1)
+    config = SimpleNamespace(dim=4, head_dim=2, kv_heads=1)
     with replaced(gradcheck.plant(gradcheck.BUGS[name])):
         model_cpu.attention_forward(out, P, qkv, config)
         model_cpu.attention_backward(dqkv, dout, out, P, qkv, config, np.empty_like(P))
     for ours, plain in zip((P, out, dqkv), attention_in_loops(qkv, dout, **numbers)):
-        np.testing.assert_allclose(ours, plain, atol=1e-12)
+        assert_allclose(ours, plain, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -328,16 +329,15 @@ BARS = {"fp32": (2e-6, 1e-6), "tf32": (2e-3, 1e-4), "bf16": (2e-2, 1e-3)}
 @pytest.fixture
 def twin(monkeypatch):
     monkeypatch.setattr(model_gpu, "Model", Twin)
-    for name, value in ("off", {}), ("options", []), ("calls", 0):
-        monkeypatch.setattr(Twin, name, value)
+    put(monkeypatch, Twin, off={}, options=[], calls=0)
     return Twin
 
 
-def test_gpu_gradients_are_printed_in_columns(twin, capsys):
+def test_gpu_gradients_are_printed_in_columns(twin, out_text):
     twin.off = {"norm": 1e-6}
     assert gradcheck.run_gpu_gradients(WIDE, ["fp32", "bf16"], None, False)
     assert twin.options == [{"precision": "fp32"}, {"precision": "bf16"}]
-    first, *rows, end = capsys.readouterr().out.split("\n")[:-1]
+    first, *rows, end = out_text().split("\n")[:-1]
     assert first == ("initial weights, 1 layers of width 16, B 2 x T 256; relative L2 from float64; "
                      "bars fp32 2e-06, bf16 2e-02")
     names = [name for name, _ in model_cpu.param_table(WIDE)]
@@ -353,28 +353,28 @@ def test_gpu_gradients_are_printed_in_columns(twin, capsys):
     ("norm", 0, 1.95, None, True), ("norm", 0, 2.05, None, False), ("losses", 1, 0.95, None, True),
     ("losses", 1, 1.05, None, False), ("losses", 1, -1.05, None, False), ("losses", 1, 1.05, 0.1, True),
     ("second", 1, 1.0, 0.1, False)])
-def test_gpu_gradients_have_their_bars(twin, capsys, precision, name, bar, times, std, good):
+def test_gpu_gradients_have_their_bars(twin, out_text, precision, name, bar, times, std, good):
     twin.off = {"losses": 0.0, name: times * BARS[precision][bar]}
     assert bool(gradcheck.run_gpu_gradients(WIDE, [precision], std, False)) == good
-    assert capsys.readouterr().out.startswith("initial weights" if std is None else "wide (0.1) weights")
+    assert out_text().startswith("initial weights" if std is None else "wide (0.1) weights")
 
 
 @parametrize("std, ours, good", [(0.1, 1.45, True), (0.1, 1.55, False), (None, 1.55, True)])
-def test_gpu_gradients_beside_those_of_pytorch(twin, capsys, monkeypatch, std, ours, good):
+def test_gpu_gradients_beside_those_of_pytorch(twin, out_text, monkeypatch, std, ours, good):
     """PyTorch's is off by 1/1024 here."""
     def gradient(reference, tokens, targets, precision):
         assert precision == "bf16" and tokens.shape == (2, 256) and targets.shape == (2, 257)
         return (1 + 1 / 1024) * reference.flat_grads
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "torch_twin", types.SimpleNamespace(gradient=gradient))
+    monkeypatch.setitem(sys.modules, "torch_twin", SimpleNamespace(gradient=gradient))
     twin.off = {"all": ours / 1024, "losses": 0.0}
     assert bool(gradcheck.run_gpu_gradients(WIDE, ["bf16"], std, True)) == good
-    assert f"{1 / 1024:.2e}\n  {'ours / PyTorch' + chr(39) + 's':20}{ours:12.2e}\n" in capsys.readouterr().out
+    assert f"{1 / 1024:.2e}\n  {'ours / PyTorch' + chr(39) + 's':20}{ours:12.2e}\n" in out_text()
     assert os.path.exists(f"{sys.path[0]}/torch_twin.py")
 
 
 @parametrize("best, precisions", [("bf16", ("fp32", "tf32", "bf16")), ("fp32", ("fp32",))])
-def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisions):
+def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, out_text, best, precisions):
     put(monkeypatch, model_gpu, why_no_gpu=lambda: None, default_precision=lambda: best)
     called = []
     monkeypatch.setattr(gradcheck, "run_gpu_gradients",
@@ -385,7 +385,7 @@ def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisio
         assert [rest for _, *rest in called] == [[precisions, None, bool(bad)], [precisions, 0.06, bool(bad)]]
         assert called[0][0] == called[1][0] == dataclasses.replace(model_cpu.CONFIGS["big"], layers=4)
         verdict = "NOT all within the bars\n" if bad else "all within the bars\n"
-        assert capsys.readouterr().out.startswith(verdict)
+        assert out_text().startswith(verdict)
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: "There is none.")
     with value_error("There is none."):
         gradcheck.main(["--gpu"])

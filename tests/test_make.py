@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="make is missin
 def folder(tmp_path):
     """The Makefile and an environment that is already there; its Python writes down what it is called with."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "tests" / "peers").mkdir(parents=True)
+    (tmp_path / "tests/peers").mkdir(parents=True)
     for name in "requirements.txt", "tests/requirements.txt", "tests/peers/requirements.txt":
         write(tmp_path / name, "")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    script(tmp_path / ".venv" / "bin" / "python", 'if [ "$1" = -c ]; then echo runs; else echo "$@" >>called; fi')
-    (tmp_path / ".venv" / "packages").touch()
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    script(tmp_path / ".venv/bin/python", 'if [ "$1" = -c ]; then echo runs; else echo "$@" >>called; fi')
+    (tmp_path / ".venv/packages").touch()
     script(tmp_path / "fetch_data.sh", 'echo "fetch $@ in $FETCH_TIMEOUT s" >>called; echo error: offline >&2; exit 2')
     return tmp_path
 
@@ -58,8 +58,8 @@ def test_offline_it_says_so_and_trains_all_the_same(folder):
 
 
 def test_a_run_that_has_begun_is_resumed_and_nothing_fetched(folder):
-    (folder / "out" / "small").mkdir(parents=True)
-    (folder / "out" / "small" / "config.json").touch()
+    (folder / "out/small").mkdir(parents=True)
+    (folder / "out/small/config.json").touch()
     assert make(folder)[3] == ["train.py small --resume"]
 
 
@@ -75,17 +75,17 @@ def test_what_a_check_runs(folder, target, expected):
 
 
 def test_a_failing_gradient_check_fails_the_check(folder):
-    (folder / ".venv" / "packages-tests").touch()
-    script(folder / ".venv" / "bin" / "python", 'if [ "$1" = -c ]; then echo runs; else echo "$@" >>called; exit 1; fi')
+    (folder / ".venv/packages-tests").touch()
+    script(folder / ".venv/bin/python", 'if [ "$1" = -c ]; then echo runs; else echo "$@" >>called; exit 1; fi')
     code, _, _, called = make(folder, "check")
     assert code == 2 and called == ["gradcheck.py"]
 
 
 def test_changed_requirements_are_installed(folder):
     script(folder / "python", 'test "$1" != -m || { rm -r .venv; mkdir -p .venv/bin; cp stand-in .venv/bin/python; }')
-    shutil.copy(folder / ".venv" / "bin" / "python", folder / "stand-in")
-    os.utime(folder / ".venv" / "packages", (1e9, 1e9))     # older than the file that it was made from
-    (folder / ".venv" / "packages-tests").touch()           # must go with the old environment
+    shutil.copy(folder / ".venv/bin/python", folder / "stand-in")
+    os.utime(folder / ".venv/packages", (1e9, 1e9))     # older than the file that it was made from
+    (folder / ".venv/packages-tests").touch()           # must go with the old environment
     assert make(folder, "check", "PYTHON=./python")[0] == 0
     installed = [line.split("-r ")[1] for line in make(folder, "check", "PYTHON=./python")[3] if "pip install" in line]
     assert installed == ["requirements.txt", "tests/requirements.txt"]     # each once, though make ran twice
@@ -110,8 +110,8 @@ def test_the_numpy_that_multiplies_wrongly_is_refused(name):
 
 
 def test_a_broken_environment_is_made_anew(folder):
-    (folder / ".venv" / "bin" / "python").unlink()
-    (folder / ".venv" / "bin" / "python").symlink_to("/nonexistent/python3")
+    (folder / ".venv/bin/python").unlink()
+    (folder / ".venv/bin/python").symlink_to("/nonexistent/python3")
     script(folder / "python", "exit 1")
     assert "no Python of 3.10 or later was found" in make(folder, "PYTHON=./python")[2]
 
@@ -132,10 +132,10 @@ def test_gpu_says_how_much_it_downloads(folder, gpus, size, nccl):
 
 
 def test_clean_keeps_texts_and_models(folder):
-    (folder / "out" / "small").mkdir(parents=True)
+    (folder / "out/small").mkdir(parents=True)
     (folder / "data").mkdir()
     for name in "tiny.txt python-3.11.txt train-00.bin tokenizer-512-00.json tiny.txt.part".split():
         (folder / "data" / name).touch()
     assert make(folder, "clean")[0] == 0
-    assert not (folder / ".venv").exists() and (folder / "out" / "small").exists()
+    assert not (folder / ".venv").exists() and (folder / "out/small").exists()
     assert sorted(os.listdir(folder / "data")) == ["python-3.11.txt", "tiny.txt"]

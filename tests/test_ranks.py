@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import parametrize, value_error, write
+from cases import once_a_module, parametrize, value_error, write
 from runs import read_log, shell_words
 
 import checkpoint
@@ -100,6 +100,11 @@ def run(folder, *arguments, ranks=2, **options):
     return finish(start(folder, *command, *shell_words(arguments), **options))
 
 
+def well(done):
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def said_once(err, *words):
     """One sentence of ours, with these words, and no traceback."""
     assert err.count("error:") == 1 and "Traceback" not in err and all(word in err for word in words), err
@@ -129,7 +134,7 @@ def assert_close(folder, out, reference="one", bar=1e-6):
         assert np.abs(np.subtract(*both)).max() < bar
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def folder(tmp_path_factory):
     """With a text, and the runs of one process, "one", and of two, "two", that nothing disturbed."""
     above = tmp_path_factory.mktemp("ranks")
@@ -159,16 +164,14 @@ def test_two_ranks_give_the_losses_of_one_and_rank_0_alone_speaks(folder):
 @parametrize("ranks", [3, 6])
 def test_more_ranks_than_cores_and_than_windows(folder, ranks):
     """Six ranks have five windows: one learns nothing, and gives nothing."""
-    done = run(folder, *TINY, f"--out of{ranks}", ranks=ranks)
-    assert done.returncode == 0, done.stderr
+    well(run(folder, *TINY, f"--out of{ranks}", ranks=ranks))
     assert_close(folder, f"of{ranks}")
 
 
 @needs_mpi
 def test_gpus_starts_the_script_under_mpiexec_with_the_same_bits(folder):
     for out, gpus, reference in ("again", 2, "two"), ("alone", 1, "one"):
-        done = run(folder, *TINY, f"--out {out} --gpus {gpus}", ranks=1)
-        assert done.returncode == 0, done.stderr
+        well(run(folder, *TINY, f"--out {out} --gpus {gpus}", ranks=1))
         assert_same(folder, out, reference)
 
 
@@ -189,8 +192,7 @@ def test_fine_tuning_with_two_ranks(folder):
         for i in range(30):
             file.write(json.dumps({"instruction": f"abc {i}", "output": "fed" * (1 + i % 5)}) + "\n")
     for out, ranks in ("sft-1", 1), ("sft-2", 2):
-        done = run(folder, "--base one --data pairs.jsonl --epochs 3 --out", out, "--threads 1 --batch-tokens 48 --micro-batch 1", ranks=ranks, SCRIPT="sft")
-        assert done.returncode == 0, done.stderr
+        well(run(folder, "--base one --data pairs.jsonl --epochs 3 --out", out, "--threads 1 --batch-tokens 48 --micro-batch 1", ranks=ranks, SCRIPT="sft"))
     assert_close(folder, "sft-2", "sft-1")
 
 
@@ -217,7 +219,7 @@ def test_a_rank_that_is_killed_ends_all(folder, where, dead):
     assert ended.returncode != 0 and "Traceback" not in ended.stderr
     if os.path.exists(folder / out / "config.json"):
         weights_of(folder, out)
-        assert run(folder, "--resume --out", out).returncode == 0
+        well(run(folder, "--resume --out", out))
         assert_same(folder, out)
 
 
@@ -230,7 +232,7 @@ def test_a_signal_to_any_rank_ends_all_with_one_save(folder, number, asked):
     assert done.stderr.count("Saved ") == 1
     step, _ = weights_of(folder, out)
     assert step in (9, 10, 11) and [record["step"] for record in read_log(folder, out) if "losses" in record] == [*range(1, step + 1)]
-    assert run(folder, "--resume --out", out).returncode == 0
+    well(run(folder, "--resume --out", out))
     assert_same(folder, out)
 
 
@@ -261,14 +263,6 @@ def test_ranks_that_differ_are_named_before_the_first_step(folder, others, trap,
 
 
 @needs_mpi
-def test_an_error_of_one_rank_is_one_sentence_and_ends_all(folder):
-    done = run(folder, *TINY, "--out error", trap="if rank: at(train, 'learning_rate', 6, fail)")
-    assert done.returncode == 2
-    said_once(done.stderr, "error: rank 1: planted here")
-    assert weights_of(folder, "error")[0] == 4
-
-
-@needs_mpi
 def test_an_error_of_all_ranks_is_said_once(folder):
     done = run(folder, *TINY[:1], "--data missing.txt --out nothing")
     assert done.returncode == 2
@@ -288,19 +282,17 @@ def test_a_mistake_of_ours_shows_where_it_was_made(folder):
 
 
 @needs_mpi
-def test_a_number_that_is_not_finite_ends_all_and_is_named_once(folder):
-    done = run(folder, *TINY, "--out nan --lr 1e30 --optimizer adamw")
-    assert done.returncode == 1
-    said_once(done.stderr, "is not finite", "nan keeps its last save")
-
-
-@needs_mpi
-def test_weights_that_part_are_not_saved(folder):
-    trap = "if rank: at(train, 'evaluation_is_due', 3, lambda: setattr(train, 'weights_checksum', lambda model: 5))"
-    done = run(folder, *TINY, "--out part", trap=trap)
-    assert done.returncode == 2
-    said_once(done.stderr, "rank 1 has other weights than rank 0.")
-    assert weights_of(folder, "part")[0] == 0
+@parametrize("out, options, trap, code, words, step", [
+    ("error", "", "if rank: at(train, 'learning_rate', 6, fail)", 2, "error: rank 1: planted here", 4),
+    ("nan", "--lr 1e30 --optimizer adamw", "", 1, "nan keeps its last save", 0),
+    ("part", "", "if rank: at(train, 'evaluation_is_due', 3, lambda: setattr(train, 'weights_checksum', lambda model: 5))", 2,
+     "rank 1 has other weights than rank 0.", 0)])
+def test_what_goes_wrong_in_one_rank_is_one_sentence_and_ends_all(folder, out, options, trap, code, words, step):
+    """An error, a number that is not finite, and weights that part, which are not saved."""
+    done = run(folder, *TINY, "--out", out, options, trap=trap)
+    assert done.returncode == code
+    said_once(done.stderr, words)
+    assert weights_of(folder, out)[0] == step
 
 
 def test_what_a_launcher_says_and_what_is_missing(folder_without_mpi, monkeypatch):

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import attack
 import numpy as np
 import pytest
-from cases import parametrize, put, refusal, rows, value_error, write
+from cases import once_a_module, parametrize, put, refusal, rows, value_error, write
 import runs
-from runs import read_log, settings, shell_words, training_of
+from runs import assert_refused, read_log, settings, shell_words, steps_of, training_of
 
 import chat
 import checkpoint
@@ -30,8 +30,6 @@ import sft
 import train
 from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, SPECIAL_TOKENS, Tokenizer, known_template
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-DATA = f"{os.path.dirname(ROOT)}/shared/data"
 QUICK = "--batch-tokens 256 --epochs 2 --eval-every 10 --save-every 1 --threads 2 --lr 0.01".split()
 CHATML = "".join(CHATML_PARTS)
 # a tokenizer whose tokens are bytes; the special ones come behind
@@ -57,7 +55,7 @@ def invented_words(rng, count):
     return ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(1, 7))) for _ in range(count)]
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def records():
     """Invented ones, of all lengths."""
     rng = random.Random(0)
@@ -68,14 +66,14 @@ def records():
     return [{"instruction": text(30), "input": text(300) * (i % 3 == 0), "output": "x" + text(600)} for i in range(1000)]
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def tokenizer(records):
     made = Tokenizer.train([record["output"] for record in records], 1500)
     made.encode = functools.cache(made.encode)      # the same texts are asked for at every context
     return made
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def examples(records, tokenizer):
     """dict of T -> the examples of all records."""
     turns = [sft.make_turns(record) for record in records]
@@ -271,15 +269,15 @@ def test_json(tmp_path, text, found):
     assert "UTF-8" in found or said.endswith("); the file must hold one list of records, or one record a line.")
 
 
-def test_records(tmp_path, capsys):
+def test_records(tmp_path, out_text):
     good, path = {"instruction": "a", "output": "b"}, f"{tmp_path}/x.json"
 
     def read(records):
         write(tmp_path / "x.json", json.dumps(records))
         return sft.read_conversations([path])
-    assert read([good, {"instruction": "c", "output": "d"}]) == [[("a", "b")], [("c", "d")]] and capsys.readouterr().out == ""
+    assert read([good, {"instruction": "c", "output": "d"}]) == [[("a", "b")], [("c", "d")]] and out_text() == ""
     assert len(read([good] * 2 + [7] + [{"instruction": "a", "output": " "}] * 1001)) == 2
-    assert capsys.readouterr().out == (f"{path}: 2 of 1,004 records can be used; 1 with no named fields (first: record 3); 1,001 with "
+    assert out_text() == (f"{path}: 2 of 1,004 records can be used; 1 with no named fields (first: record 3); 1,001 with "
                                        "an empty response (first: record 4).\n")
     for records, words in ([], "0 of 0 records can be used"), ([7, {}], "0 of 2 records can be used; 1 with no named fields (first: record 1); 1 with a "):
         with value_error(re.escape(f"{path}: {words}")):
@@ -351,8 +349,14 @@ def test_which_files_are_read(tmp_path, monkeypatch):
         sft.find_data("small", None)
     for kind in "read_records", "python_pairs", "play_pairs":
         monkeypatch.setattr(sft, kind, lambda path, kind=kind: [f"{kind} {path}"])
-    kinds = {"a.json": "read_records", "b.JSONL": "read_records", "data/python-3.12.txt": "python_pairs", "a.json.txt": "play_pairs",
-             "python-3.txt": "play_pairs", "python-3.12.txt.old": "play_pairs", "my-python-3.12.txt": "play_pairs"}
+    kinds = dict(rows("""
+        a.json                 | read_records
+        b.JSONL                | read_records
+        data/python-3.12.txt   | python_pairs
+        a.json.txt             | play_pairs
+        python-3.txt           | play_pairs
+        python-3.12.txt.old    | play_pairs
+        my-python-3.12.txt     | play_pairs"""))
     for name in kinds:
         write(tmp_path / name, "text")
     assert sft.read_conversations(list(kinds)) == [f"{kind} {name}" for name, kind in kinds.items()]
@@ -460,7 +464,7 @@ CONFIG = model_cpu.Config(dim=32, heads=2, kv_heads=1, layers=1, context=128, vo
 
 def save_base(folder, out, config=CONFIG, **changes):
     """A checkpoint as train.py leaves one, of a small model that has learned nothing yet."""
-    tokenizer = Tokenizer.train([(folder / "play.txt").read_text(encoding="utf-8")], 520)
+    tokenizer = Tokenizer.train([(folder / "play.txt").read_text()], 520)
     s = settings("--data play.txt --micro-batch 4 --threads 1", config=config)
     state = {"script": "train.py", "tokens": 0, "seconds": 0.0, "settings": {**dataclasses.asdict(s), **changes}}
     model = model_cpu.Model(config, 0, np.float32)
@@ -468,7 +472,7 @@ def save_base(folder, out, config=CONFIG, **changes):
     checkpoint.save(f"{folder}/{out}", model, tokenizer, state)
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def base(tmp_path_factory):
     """A folder with a play, a base, and a fine-tuned model: (folder, log, what was printed)."""
     folder = tmp_path_factory.mktemp("sft")
@@ -550,8 +554,7 @@ def test_resume_refuses(base):
     end = ": a resumed run keeps its settings. Leave the option out, or start a new run with --out.\n"
     for script, arguments, words in [("sft.py", ["--epochs", "1"], "has --epochs 2, not 1" + end), ("train.py", [], "is one of sft.py"),
                                      ("sft.py", ["--base", "out/again"], "--base out/play, not out/again")]:
-        done = run(folder, "--resume --out out/some", *arguments, script=script)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert_refused(run(folder, "--resume --out out/some", *arguments, script=script), words)
     data.write_text(data.read_text().replace("It is 7.", "It is seven."))
     for out, words in ("out/some", "other.jsonl: not what out/some began with."), ("out/play", "train.py"):
         assert words in run(folder, "--resume --out", out).stderr
@@ -569,7 +572,7 @@ def test_a_finished_run_is_given_more_epochs(base):
     s = train.Settings(**checkpoint.load_state(folder / "out/longer")["settings"])
     assert s.steps == 3 * steps // 2 and f"was finished after {steps} steps; it goes on to {s.steps}." in done.stdout
     log = read_log(folder, "out/longer")
-    losses = [record for record in log if "loss" in record]
+    losses = steps_of(log)
     assert log[:len(whole)] == whole and [record["step"] for record in losses] == [*range(1, s.steps + 1)]
     assert [record["lr"] for record in losses[steps:]] == [train.learning_rate(step, s) for step in range(steps, s.steps)]
     assert f"Held-out loss {log[0]['val_loss']:.4f} before, {log[-1]['val_loss']:.4f} after." in done.stdout
@@ -616,8 +619,7 @@ def test_the_base_is_safe(base):
     (folder / "out/link").symlink_to("play")
     write(folder / "out/file", "keep")
     for out, words in ("./out/play/", "--out out/play is the base itself"), ("out/link", "is the base itself"), ("out/file/x", "Not a directory"):
-        done = run(folder, "--base out/play --out", out, *QUICK)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert_refused(run(folder, "--base out/play --out", out, *QUICK), words)
     assert [(path, path.read_bytes()) for path in sorted((folder / "out/play").iterdir())] == before
 
 
@@ -635,8 +637,7 @@ def test_bad_input_is_one_sentence(base):
         --base out/play --data broken.jsonl   | line 3, is not JSON
         --base out/play --data one.jsonl      | one prompt only""")]
     for arguments, words in cases:
-        done = run(folder, arguments)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (arguments, done.stderr)
+        assert_refused(run(folder, arguments), words)
     assert read_log(folder, "out/play-sft") == log                  # nothing was touched
 
 

@@ -8,6 +8,7 @@ import os
 import struct
 
 import numpy as np
+from numpy.random import default_rng
 import pytest
 from cases import parametrize, value_error, write
 from attack import read_header as read_tensor_file
@@ -92,7 +93,7 @@ def shapes(config):
 
 def weights(config, kind="BF16", seed=0):
     """-> tensors with random values, for write_tensor_file."""
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     return {name: (kind, pack(0.3 * rng.standard_normal(shape, np.float32) + (len(shape) == 1), kind))
             for name, shape in shapes(config).items()}
 
@@ -123,7 +124,7 @@ def tokenizer_json(extra=0):
 
 
 def write_json(folder, name, what):
-    with open(f"{folder}/{name}", "w", encoding="utf-8") as file:
+    with open(f"{folder}/{name}", "w") as file:
         json.dump(what, file, indent=2)
 
 
@@ -200,7 +201,7 @@ def refused(folder, *words, **more):
 # -- what loads ----------------------------------------------------------------------------------------------
 @parametrize("base, tied, kind", [(OLD, True, "BF16"), (NEW, False, "F16"), (OLD, False, "F32"),
                                               (NEW, True, "BF16")])
-def test_every_bit_arrives_in_either_spelling(folder, capsys, base, tied, kind):
+def test_every_bit_arrives_in_either_spelling(folder, out_text, base, tied, kind):
     changes = {"tie_word_embeddings": tied}
     tensors = write_folder(folder, base, weights({**base, **changes}, kind), shards=2, **changes)
     model, tokenizer = checkpoint.load(folder, model_cpu, {"dtype": np.float32, "training": False})
@@ -210,7 +211,7 @@ def test_every_bit_arrives_in_either_spelling(folder, capsys, base, tied, kind):
     tokens = [tokenizer.tokens[token] for token in tokenizer.encode("the c 12")]
     assert tokens == [b"the", b" c", b" ", b"1", b"2"]
     checkpoint.main([folder])
-    lines = capsys.readouterr().out.splitlines()
+    lines = out_text().splitlines()
     name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[kind]
     assert sum(f" {name}  root mean square " in line for line in lines) == len(tensors) == len(lines) - 5
     assert sum(line.endswith(" bytes, CRC32 none") for line in lines) == 2
@@ -298,7 +299,7 @@ def test_a_tied_file_may_hold_the_head_too(folder):
 def test_a_shorter_context(folder):
     write_folder(folder)
     model = load(folder)
-    tokens = np.random.default_rng(0).integers(0, V, (2, 20))
+    tokens = default_rng(0).integers(0, V, (2, 20))
     short = load(folder, context=20)
     assert (short.config.context, short.config.positions) == (20, 48)
     assert np.array_equal(short.logits(tokens), model.logits(tokens))
@@ -334,7 +335,7 @@ def test_saved_and_loaded_again(folder, tmp_path):
 
 # -- models that are not ours to compute ---------------------------------------------------------------------
 @parametrize("key, bad", [
-    ("rope_type", "linear"), ("rope_type", "llama3"), ("attention_bias", True), ("mlp_bias", True),
+    ("rope_type", "linear"), ("rope_type", "llama3"), ("rope_type", "yarn"), ("attention_bias", True), ("mlp_bias", True),
     ("hidden_act", "gelu"), ("sliding_window", 16), ("use_qk_norm", True), ("is_causal", False),
     ("partial_rotary_factor", 0.5), ("model_type", "mistral"), ("head_dim", 8), ("rms_norm_eps", -1),
     ("vocab_size", 65_544)])
@@ -537,10 +538,10 @@ def test_of_two_templates_the_file_of_its_own_counts(folder):
     ("chat_template.jinja", "{{ messages[0].content }}", False),
     ("chat_template.jinja", CHATML + "{{ 'Sure,' }}", False), ("tokenizer_config.json", ["x"], False),
     ("tokenizer_config.json", CHATML.replace("<|im_end|>", "</s>"), False)])
-def test_no_template_and_an_unknown_one(folder, capsys, where, template, known):
+def test_no_template_and_an_unknown_one(folder, err_text, where, template, known):
     write_folder(folder)
     put_template(folder, where, template)
     assert checkpoint.read_tokenizer(folder).template == ""
     path = f"{folder}/{where}"
     note = f"note: {path}: an unknown chat template, which is not used.\n"
-    assert capsys.readouterr().err == ("" if known else note)
+    assert err_text() == ("" if known else note)

@@ -4,12 +4,10 @@ import array
 import concurrent.futures
 import contextlib
 import importlib
-import io
 import itertools
 import json
 import multiprocessing
 import os
-import random
 import re
 import signal
 import subprocess
@@ -18,16 +16,16 @@ import time
 import unicodedata
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
-from cases import parametrize, put, refusal, rows, value_error, write
+from cases import once_a_module, parametrize, put, refusal, rows, value_error, write
+
+import script
+import tokenizer as tk
+from tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, Tokenizer, known_template
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import script  # noqa: E402
-import tokenizer as tk  # noqa: E402
-from tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, Tokenizer, known_template  # noqa: E402
 
 EOT = "<|endoftext|>"
 BYTES = [bytes([byte]) for byte in range(256)]
@@ -60,7 +58,7 @@ def random_text(rng, length):
 
 
 def many_texts(seed, count, length=80):
-    rng = random.Random(seed)
+    rng = Random(seed)
     return SAMPLES + [random_text(rng, rng.randrange(1, length)) for _ in range(count)]
 
 
@@ -112,7 +110,7 @@ def both_ways(tokenizer, word):
     return short
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def tokenizer():
     return Tokenizer.train([TEXT], 400)
 
@@ -160,9 +158,9 @@ def test_merges_by_hand(words, merges):
 
 def test_the_plain_and_the_fast_way_learn_the_same():
     """Words as `count_words` gives them, and any others: ties, runs of one byte, pairs that run out, byte 0."""
-    words = tk.count_words([TEXT, random_text(random.Random(7), 3000)])
+    words = tk.count_words([TEXT, random_text(Random(7), 3000)])
     assert tk.learn_merges(words, 300) == tk.learn_merges_plain(words, 300)
-    rng, ran_out = random.Random(0), 0
+    rng, ran_out = Random(0), 0
     for alphabet in ["a", "ab", "abc", "aab", " ab", "é中a", "\0\1"] * 20:
         texts = ["".join(rng.choices(alphabet, k=rng.randrange(1, 30))) for _ in range(rng.randrange(1, 12))]
         words = Counter(rng.choices(texts, k=15))
@@ -217,16 +215,21 @@ def test_encoding_equals_replaying_the_merges(tokenizer):
         assert tokenizer.decode_bytes(ids) == data
 
 
+def random_merges(rng, letters):
+    """-> (the names of all tokens, their merges in any order)"""
+    names, merges = [*letters], {}
+    for _ in range(rng.randrange(1, 12)):
+        pair = tuple(rng.choices(names, k=2))
+        merges[pair] = None
+        names = [*dict.fromkeys([*names, "".join(pair)])]
+    return names, rng.sample([*merges], len(merges))
+
+
 def test_ids_and_ranks_of_any_order():
     """A part may be made by a later merge, two merges may make one token, ids need not follow ranks, bytes may be missing."""
-    rng = random.Random(13)
+    rng = Random(13)
     for _ in range(200):
-        names, merges = [*"abcd"[:rng.randrange(1, 5)]], {}
-        for _ in range(rng.randrange(1, 12)):
-            pair = tuple(rng.choices(names, k=2))
-            merges[pair] = None
-            names = [*dict.fromkeys([*names, "".join(pair)])]
-        merges = rng.sample([*merges], len(merges))
+        names, merges = random_merges(rng, "abcd"[:rng.randrange(1, 5)])
         vocab = dict(zip(names, rng.sample(range(60), len(names))))                 # with ids that no token has
         odd = Tokenizer.from_vocab(vocab, merges, [])
         assert list(odd.merges.items()) == [((vocab[a], vocab[b]), vocab[a + b]) for a, b in merges]
@@ -238,7 +241,7 @@ def test_ids_and_ranks_of_any_order():
 
 
 def test_every_byte_string_comes_back(tokenizer):
-    rng = random.Random(6)
+    rng = Random(6)
     odd = [bytes(range(256)), b"\xff\xfe\x00", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\x80 \xe3\x80 \xe3\x80\x80"]
     for data in odd + [rng.randbytes(rng.randrange(60)) for _ in range(500)]:
         ids = tokenizer.encode(data)
@@ -363,7 +366,7 @@ def test_documents(tokenizer, text, documents):
 def test_chunks_do_not_change_ids(digits, small_chunks):
     """Many small chunks, cut in all kinds of text and separators, give the ids of whole documents."""
     tokenizer = Tokenizer(BYTES, Tokenizer.train([TEXT, "12 34 2024\n" * 50], 400).merges, SPECIAL_TOKENS, digits)
-    rng, cut = random.Random(8), 0
+    rng, cut = Random(8), 0
     corpora = [["abc123" * 400], ["1 2  3\n\n4" * 200], ["the,cat,中文。" * 150], ["<b>low</b>'s<i>x</i>" * 150]]
     for _ in range(100):
         corpora.append([random_text(rng, rng.randrange(1, 400)).strip("\r\n") or "x" for _ in range(rng.randrange(1, 9))])
@@ -382,7 +385,7 @@ def test_one_word_and_a_binary_file_come_back(tokenizer, small_chunks):
         chunks = tk.find_chunks("corpus", size=300)
         assert len(chunks) > 5 and all(0 < len(script.read_chunk(*chunk).decode("utf-8")) < 800 for chunk in chunks)
         assert tokenizer.decode(encode_to_ids(tokenizer, "corpus")) == text + EOT
-    data = random.Random(9).randbytes(20_000)
+    data = Random(9).randbytes(20_000)
     write("corpus", data)
     assert encode_to_ids(tokenizer, "corpus") == expected_ids(tokenizer, [data])
 
@@ -451,11 +454,11 @@ def test_what_ends_a_text_for_others(special, end):
 
 # Several processes
 
-@pytest.fixture(scope="module")
+@once_a_module
 def large(tmp_path_factory):
     """4.5 MB in which documents, emoji and bytes that are not UTF-8 fall across the borders of chunks."""
     path = tmp_path_factory.mktemp("large") / "large.txt"
-    rng, words = random.Random(10), TEXT.split()
+    rng, words = Random(10), TEXT.split()
     texts = [" ".join(rng.choices(words, k=2000)) + rng.choice([" 👍", "\n", " \udcff", ""]) for _ in range(400)]
     path.write_bytes(f"\n\n{EOT}\n\n".join(texts).encode("utf-8", "surrogateescape"))
     return str(path)
@@ -504,9 +507,7 @@ class Pool:
 def test_as_many_processes_as_pay_and_bounded_work(monkeypatch, count, asked, seen):
     """As many as asked for or as there are cores, but each has enough to do.  Where a fork is safe, they are forked."""
     assert script.START_METHOD == {"linux": "fork"}.get(sys.platform)
-    for name, value in [("ProcessPoolExecutor", Pool), ("available_cores", lambda: 3), ("WORTH_A_PROCESS", 100),
-                        ("START_METHOD", "spawn")]:
-        monkeypatch.setattr(script, name, value)
+    put(monkeypatch, script, ProcessPoolExecutor=Pool, available_cores=lambda: 3, WORTH_A_PROCESS=100, START_METHOD="spawn")
     Pool.seen.clear()
     chunks = [("x", i * 50, i * 50 + 50) for i in range(count)]
     assert [*script.run_chunks(lambda *chunk: chunk, chunks, asked, None)] == chunks
@@ -611,14 +612,14 @@ def test_cores(monkeypatch):
 def altered(tokenizer, key, value):
     """Write a tokenizer.json in which the last entry of this name has another value, in JSON."""
     tokenizer.save("tokenizer.json")
-    before, _, after = Path("tokenizer.json").read_text(encoding="utf-8").rpartition(f'"{key}":')
+    before, _, after = Path("tokenizer.json").read_text().rpartition(f'"{key}":')
     write("tokenizer.json", f'{before}"{key}": {value}, "another name":{after}')
 
 
 def test_the_saved_file_is_all_that_the_format_asks_for():
     """What `tokenizers` reads, key by key."""
     Tokenizer.train([" é é"], 262).save("tokenizer.json")
-    text = Path("tokenizer.json").read_text(encoding="utf-8")
+    text = Path("tokenizer.json").read_text()
     names = [*tk.byte_chars(), "ĠÃ", "ĠÃ©", *SPECIAL_TOKENS]
     shown = "".join(names[:256])
     assert "ĀāĂă" in shown and 'Ġ!"' in shown and "~ġĢģ" in shown and "ł¡¢" in shown and "¬Ń®" in shown
@@ -641,7 +642,7 @@ def test_the_saved_file_is_all_that_the_format_asks_for():
 def test_damaged_files_are_refused_in_one_sentence(tokenizer):
     tokenizer.save("tokenizer.json")
     whole = Path("tokenizer.json").read_bytes()
-    rng = random.Random(11)
+    rng = Random(11)
     for place in [0, len(whole) - 1, *rng.sample(range(len(whole)), 150)]:
         flipped = bytes([whole[place] ^ 1 << rng.randrange(8)])
         for after in b"", flipped + whole[place + 1:]:              # this may be another tokenizer
@@ -725,7 +726,7 @@ def test_other_peoples_files():
     Path("other.json").write_text("""{
         "added_tokens": [{"id": 12, "content": "<|im_end|>"}, {"id": 9, "content": "<|im_start|>"}],
         "decoder": {"type": "ByteLevel"}, "pre_tokenizer": %s, "model": {%s}, "merges": ["ab a", ["a", "ba"], "b a", "a b"]}}"""
-                                  % (STEPS, vocab), encoding="utf-8")
+                                  % (STEPS, vocab))
     for _ in range(2):                                      # and once more, as we save it
         other = Tokenizer.load("other.json")
         assert b",".join(other.tokens) == b"<|im_start|>,b,a,1, ,aba,ba,ab,,,,,<|im_end|>"
@@ -734,7 +735,7 @@ def test_other_peoples_files():
         assert other.encode("aba ab 11acba<|im_end|>") == [5, 4, 7, 4, 3, 3, 5]     # "acba" is "aba", and "<|im_end|>" nothing
         assert other.decode([0, 5, 8, 12]) == "<|im_start|>aba<|im_end|>"
         other.save("other.json")
-    saved = json.loads(Path("other.json").read_text(encoding="utf-8"))
+    saved = json.loads(Path("other.json").read_text())
     assert saved["pre_tokenizer"] == json.loads(STEPS)
     assert vocab + ', "<|im_end|>": 12}' in json.dumps(saved["model"], ensure_ascii=False)
 
@@ -844,14 +845,14 @@ def test_of_a_long_text_the_end_is_kept_in_a_whole_frame(chatml, template, syste
 
 # What every script shares, where tests/test_scripts.py does not look
 
-def test_progress_on_a_terminal(monkeypatch, capsys):
+def test_progress_on_a_terminal(monkeypatch, out_text):
     clock = iter([50.0, 50.0, 54.0, 60.0])
     monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     progress = script.show_progress("seen:", "thousand", 1e3)
     for done in 0, 2000, 8000:
         progress(done, 8000)
-    assert capsys.readouterr().out == (
+    assert out_text() == (
         "\rseen: 0 thousand, 0.0 thousand/s, 0%, 0 s left \033[K"
         "\rseen: 2 thousand, 0.5 thousand/s, 25%, 12 s left \033[K"
         "\rseen: 8 thousand, 0.8 thousand/s, 100%, 0 s left \033[K\n")
@@ -870,22 +871,6 @@ def test_a_file_is_replaced_when_all_is_on_the_disk(monkeypatch):
     assert caught.value.filename == "file.new" and calls == []
     script.write_file("file", b"new")
     assert Path("file").read_text() == "new" and calls == [3, ("file.new", "file")]
-
-
-@parametrize("kind, words", [
-    (script.GpuError, "error: The GPU: it is lost\n"), (RuntimeError, None),
-    (type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api.runtime"}),
-     "error: The GPU: it is lost\n")])
-def test_an_error_of_the_gpu_is_a_sentence_and_a_mistake_of_ours_is_not(monkeypatch, capsys, kind, words):
-    def main(arguments):
-        assert sys.stdin.read() == ""                   # which was closed
-        raise kind("it is lost")
-    monkeypatch.setattr(os, "_exit", sys.exit)          # which does not give back what a broken GPU would refuse
-    for name, value in ("stdin", None), ("stdout", io.TextIOWrapper(io.BytesIO())), ("stderr", sys.stderr):
-        monkeypatch.setattr(sys, name, value)
-    with pytest.raises(SystemExit if words else RuntimeError) as error:
-        script.run_script(main)
-    assert not words or (error.value.code, capsys.readouterr().err) == (2, words)
 
 
 # The command line
@@ -910,25 +895,26 @@ def test_tokens_are_shown_with_bars():
 
 def test_the_commands(capfdbinary):
     """What each command prints, to the letter."""
-    def called(*arguments):
-        tk.main(arguments)
+    def called(line, *text):
+        tk.main([*line.split(), *text])
         sys.stdout.flush()
         return b"".join(capfdbinary.readouterr()).decode()
 
     write("text.txt", "ab ab ab\n")
-    assert called("train", "text.txt") == "tokenizer.json: 262 of 4096 tokens learned\n"
+    assert called("train text.txt") == "tokenizer.json: 262 of 4096 tokens learned\n"
     assert called("train", "text.txt", "text.txt", "--vocab", "261", "--out", "x.json") == "x.json: 261 of 261 tokens learned\n"
-    assert called("show", "ab ab", "--tokenizer", "tokenizer.json") == "ab| ab\n2 tokens for 5 bytes, 2.50 bytes a token\n"
+    assert called("show --tokenizer tokenizer.json", "ab ab") == "ab| ab\n2 tokens for 5 bytes, 2.50 bytes a token\n"
     for name, when in ("old", 1), ("new", 2), ("other", 1):
-        os.makedirs(f"out/{name}")
-        Path(f"out/{name}/model.safetensors").touch()
-        os.utime(f"out/{name}/model.safetensors", (when, when))
+        weights = Path(f"out/{name}/model.safetensors")
+        weights.parent.mkdir(parents=True)
+        weights.touch()
+        os.utime(weights, (when, when))
     os.replace("x.json", "out/new/tokenizer.json")
-    assert called("show", "ab ab", "--ids") == "256 32 256\n"       # the newest model's, though a tokenizer.json lies here
+    assert called("show --ids", "ab ab") == "256 32 256\n"       # the newest model's, though a tokenizer.json lies here
     ids = run("show", "-", "--ids", stdin=bytes(reversed(range(256)))).stdout.split()
     assert [*map(int, ids)] == [*reversed(range(256))]
     with value_error("^Cannot write no/such.json; "):      # before the text is read
-        called("train", "missing.txt", "--out", "no/such.json")
+        called("train missing.txt --out no/such.json")
 
 
 def test_a_terminal_gets_only_what_it_can_show():

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import parametrize, put, refusal, value_error, write
+from cases import parametrize, put, refusal, rows, value_error, write
 from runs import read_log, settings, shell_words, training_of
 
 import checkpoint
@@ -39,13 +39,13 @@ def given(*options):
 
 
 # -- corpus ------------------------------------------------------------------------------------------------------------
-def test_which_files_are_the_corpus(tmp_path, monkeypatch, capsys):
+def test_which_files_are_the_corpus(tmp_path, monkeypatch, out_text):
     monkeypatch.chdir(tmp_path)
     python = "data/python-{}.{}.txt".format(*sys.version_info)
     monkeypatch.setattr(train, "write_python_corpus", lambda path, separator: os.mkdir("data") or open(path, "w").close())
     assert train.find_corpus("big") == [python]
-    assert capsys.readouterr().out == "No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.\n"
-    assert train.find_corpus("small") == [python] and not capsys.readouterr().out       # it is there already
+    assert out_text() == "No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.\n"
+    assert train.find_corpus("small") == [python] and not out_text()       # it is there already
     large = "data/books.txt data/web_a.txt data/web_b.txt".split()
     for path in [*large[::-1], "data/webs.md", "data/my_books.txt", "data/tiny.txt"]:
         assert train.find_corpus("small") == [python]
@@ -108,14 +108,14 @@ def test_a_cut_moves_by_a_tenth_or_32_megabytes_at_most(tmp_path):
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
-def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monkeypatch, capsys):
+def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monkeypatch, out_text):
     monkeypatch.chdir(tmp_path)
     write("books.txt", "\n\n<|endoftext|>\n\n".join(f"document {i} of some words and more " * 800 for i in range(50)))
     _, tokens, _, key = train.prepare(["books.txt"], 300)
-    said = capsys.readouterr().out
+    said = out_text()
     assert "Training a tokenizer of 300 tokens on books.txt.\nwords counted: 1 MB" in said and "\ntrain tokens: 1 MB" in said
     again = train.prepare(["books.txt"], 300)
-    assert not capsys.readouterr().out and again[3] == key and np.array_equal(again[1], tokens)
+    assert not out_text() and again[3] == key and np.array_equal(again[1], tokens)
     os.truncate("books.txt", 40_000)
     keys = {key, train.prepare(["books.txt"], 300)[3], train.prepare(["books.txt"], 304)[3]}
     os.rename("books.txt", "7[*].txt")              # whose kind is "7[*]"
@@ -206,7 +206,7 @@ def test_samples():
         assert texts[0] == tokenizer.decode([*drawn]) != texts[1]
 
 
-def test_what_a_run_evaluates(monkeypatch, capsys):
+def test_what_a_run_evaluates(monkeypatch, out_text):
     calls, found = [], {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
     s = settings("--seed 5", config=MINI, batch_tokens=20, steps=40)
     put(monkeypatch, train, validate=lambda training, val, most: calls.append(most) or {**found},
@@ -218,23 +218,23 @@ def test_what_a_run_evaluates(monkeypatch, capsys):
         result = job.evaluate(20)
         assert [text[:-99] for text in result.pop("samples")] == ["\n10\n5\n", "The101\n6\n", "What is115\n7\n"] and result == found
         # on the way a line of the first sample, which ends with a word
-        assert capsys.readouterr().out == ("           validation loss 2.0000, 1.0000 bits/byte\n"
+        assert out_text() == ("           validation loss 2.0000, 1.0000 bits/byte\n"
                                            "           \\n10\\n5\\nsome words some words some words some words some words some\n")
         assert ("all" in job.evaluate(40)) == at_end and calls == [65536, 65536, math.inf][:2 + at_end]
-        said = capsys.readouterr().out
+        said = out_text()
         assert ("\n           on all that is held out 2.0000, 1.0000 bits/byte\n" in said) == at_end
         assert "\n--- 'The'\nThe101\n6\n" in said
     monkeypatch.setattr(train, "validate", lambda *rest: {})
-    assert list(job.evaluate(20)) == ["samples"] and "validation" not in capsys.readouterr().out
+    assert list(job.evaluate(20)) == ["samples"] and "validation" not in out_text()
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
-def test_a_dry_run_prints_the_plan(capsys):
+def test_a_dry_run_prints_the_plan(out_text):
     """Of a GPU; there is none here: the limit counts."""
     plan = model_gpu.memory_plan(SMALL, 40, 128, "bf16", "muon", 3)
     s = replace(settings("--micro-batch 16"), device="gpu", precision="bf16", memory_limit=sum(plan.values()))
     train.dry_run(SMALL, s, SimpleNamespace(size=3))
-    first, *rows, largest = capsys.readouterr().out.splitlines()
+    first, *rows, largest = out_text().splitlines()
     assert largest == "The largest micro-batch that fits: 40."
     assert first == ("1,053,824 parameters, 800 steps of 2,048 tokens in micro-batches of 16 x 128, 3 x gpu bf16, muon, learning rate 0.004.  "
                      "A new run without --steps takes fewer where these would read the corpus more than 8 times.")
@@ -242,11 +242,11 @@ def test_a_dry_run_prints_the_plan(capsys):
     assert names == (*plan, "together") and sum(map(float, sizes[:-1])) == pytest.approx(float(sizes[-1]), abs=1)
 
 
-def test_dry_runs_need_no_gpu(whole, capsys):
+def test_dry_runs_need_no_gpu(whole, out_text):
     """But heads that a GPU takes."""
     for options, device in ("big", "gpu bf16"), ("", "cpu fp32"), ("big --device cpu", "cpu fp32"):
         assert train.main(["--dry-run", *options.split()]) == 0 and whole == []
-        assert f"1 x {device}" in capsys.readouterr().out
+        assert f"1 x {device}" in out_text()
     with value_error("^the GPU engine takes heads 32, 64 or 128 wide, not 16: "):
         train.main("--device gpu --heads 8 --dry-run".split())
 
@@ -279,7 +279,7 @@ def test_sizes_of_memory():
 
 def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(monkeypatch):
     for options, rows in ("--batch-tokens 12800", 32), ("--batch-tokens 1280", 10), ("--micro-batch 999", 16), ("--micro-batch 5", 5):
-        assert settings(*options.split()).micro_batch == rows               # of 100, 10, 16 and 16 windows
+        assert settings(options).micro_batch == rows               # of 100, 10, 16 and 16 windows
     five = sum(model_gpu.memory_plan(CONFIGS["big"], 5, 512, "bf16", optimizer="muon").values())
     # ranks of other memory take what fits all of them, and NCCL takes some
     two = SimpleNamespace(rank=1, size=2, all_gather=lambda mine: [3, mine, 9])
@@ -291,7 +291,7 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     assert settings("--memory-limit", str(some), preset="big", device="gpu").micro_batch == 32         # not 46 + 18
     monkeypatch.setattr(train, "available_cores", lambda: 6)
     seven = SimpleNamespace(rank=1, size=7, all_gather=lambda x: [x])         # more than cores
-    assert [settings(*options.split(), ranks=ranks).threads for options, ranks in [
+    assert [settings(options, ranks=ranks).threads for options, ranks in [
         ("", None), ("--micro-batch 4", None), ("--threads 5", None), ("", seven)]] == [6, 4, 5, 1]
 
 
@@ -311,7 +311,7 @@ def test_default_tokens_a_step_are_whole_windows():
 def test_settings_that_do_not_fit():
     for options, words in [("--batch-tokens 129", "--batch-tokens 129 is not a multiple of the context, 128."),
                            ("--matmul ours --memory-limit 1GB", "--matmul --memory-limit is for the GPU engine; add --device gpu.")]:
-        assert refusal(settings, *options.split()) == words
+        assert refusal(settings, options) == words
 
 
 # -- what a run has recorded -------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
         load=lambda *rest: loaded.append(rest) or (model, "tokenizer"))
 
     def resume(options, script="train.py"):
-        return train.resume(given("--resume", *options.split()), out, script, Ranks())
+        return train.resume(given("--resume", options), out, script, Ranks())
 
     def refused(words, *arguments):
         assert refusal(resume, *arguments) == words
@@ -359,10 +359,11 @@ def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
     write(tmp_path / "config.json", "")
     refused(f"the run in {out} is one of train.py: resume it with that.", "", "sft.py")
     assert loaded == [out]
-    for options, words in [
-            ("big", "the preset small, not big"), ("--data ./b.txt ../c.txt", "--data 'a.txt', not 'b.txt', '../c.txt'"),
-            ("--memory-limit 5", "--memory-limit None, not 5"),
-            ("--base out/x/", "--base None, not out/x")]:
+    for options, words in rows("""
+            big                      | the preset small, not big
+            --data ./b.txt ../c.txt  | --data 'a.txt', not 'b.txt', '../c.txt'
+            --memory-limit 5         | --memory-limit None, not 5
+            --base out/x/            | --base None, not out/x"""):
         refused(f"the run in {out} has {words}: a resumed run keeps its settings. Leave the option out, or start a new run with --out.", options)
     same = resume("small --steps 9 --data ./a.txt --device auto --seed 0 --dim 128 --vocab 512")
     assert loaded[-1] == (out, model_cpu, {"dtype": np.float32, "threads": 2, "optimizer": "muon"})
@@ -396,7 +397,7 @@ class Calls:
         return lambda *arguments, **options: self.calls.append((name, arguments, options))
 
 
-def test_plot(tmp_path, monkeypatch, capsys):
+def test_plot(tmp_path, monkeypatch, out_text):
     axes, figure = Calls(), Calls()
     pyplot = SimpleNamespace(subplots=lambda figsize: (figure, axes))
     monkeypatch.setattr(checkpoint, "load_pyplot", lambda: pyplot)
@@ -404,7 +405,7 @@ def test_plot(tmp_path, monkeypatch, capsys):
     log.write_text("".join(f'{{"step": {i}, "loss": {6000 - i}}}\n' for i in range(1, 5050))
                    + '{"step": 1, "val_loss": 4, "val": {"a": [4, 1], "b": [5, 1]}}\n'
                    '{"step": 2, "val_loss": 3, "val": {"b": [2, 1]}}\n{"step": 5050, "lo')
-    assert train.main(["--plot", folder]) is None and capsys.readouterr().out == f"Wrote {folder}/loss.png.\n"
+    assert train.main(["--plot", folder]) is None and out_text() == f"Wrote {folder}/loss.png.\n"
     assert figure.calls[0][:2] == ("savefig", (f"{folder}/loss.png",))
     plots = [(*arguments[:2], options["label"]) for name, arguments, options in axes.calls if name == "plot"]
     # the kinds are those of the last evaluation, each drawn through all
@@ -428,28 +429,29 @@ def whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done, tokenizer = [], Tokenizer.train(["abab"], 264)
     tokens = np.zeros(200_000, "<u2")
-    for where, name, value in [
-            (train, "prepare", lambda data, vocab, base=None: done.append(("prepare", data, vocab)) or (tokenizer, tokens, {"text": tokens[:900]}, "key")),
-            (checkpoint, "lock_folder", lambda out: done.append(("lock", out))), (checkpoint, "set_aside", lambda out: done.append(("aside", out))),
-            (train, "save_run", lambda training: done.append(("save", training.out, dict(training.state)))), (train, "Stop", lambda: "stop"),
-            (train, "train", lambda t, job, stop: done.append(("train", t.settings, t.out, t.model.config, stop)) or 7),
-            (train, "find_corpus", lambda preset: [f"{preset}.txt"])]:
-        monkeypatch.setattr(where, name, value)
+
+    def prepare(data, vocab, base=None):
+        done.append(("prepare", data, vocab))
+        return tokenizer, tokens, {"text": tokens[:900]}, "key"
+    put(monkeypatch, train, prepare=prepare, Stop=lambda: "stop", find_corpus=lambda preset: [f"{preset}.txt"],
+        save_run=lambda training: done.append(("save", training.out, dict(training.state))),
+        train=lambda t, job, stop: done.append(("train", t.settings, t.out, t.model.config, stop)) or 7)
+    put(monkeypatch, checkpoint, lock_folder=lambda out: done.append(("lock", out)), set_aside=lambda out: done.append(("aside", out)))
     return done
 
 
-def test_a_new_run(whole, capsys):
+def test_a_new_run(whole, out_text):
     assert train.main("--data text.txt --threads 2 --seed 4".split()) == 7
     _, s, *rest = whole.pop()
     assert whole == [("prepare", ["text.txt"], 512), ("lock", "out/small"), ("aside", "out/small"),
                      ("save", "out/small", {"script": "train.py", "tokens": 0, "seconds": 0.0, "ranks": 1, "base": None})]
     assert (s.tokens_key, s.steps, s.seed, *rest) == ("key", 781, 4, "out/small", SMALL, "stop")
-    assert capsys.readouterr().out == (
+    assert out_text() == (
         "200,000 tokens are few for 800 steps: taking 781, which read them 8 times (--steps takes another number).\n"
         "small: 1,053,824 parameters, 781 steps of 2,048 tokens, 2 threads; corpus text.txt: 200,000 tokens to train on, 900 to validate.\n")
 
 
-def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
+def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, out_text):
     train.main("medium --device cpu --layers 1 --out ./x/../y".split())
     _, s, *rest = whole[-1]
     assert rest == ["y", replace(CONFIGS["medium"], layers=1), "stop"] and s.data == ["medium.txt"]
@@ -461,21 +463,21 @@ def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
     monkeypatch.setattr(train, "prepare", lambda data, vocab, base=None: (tokenizer, np.zeros(size, "<u2"), {"a": np.zeros(held_out)}, "key"))
     for size, held_out, said in (2048 * 500, 5, False), (132, 4, True):
         train.main(["--layers", "1"])
-        assert ("The corpus is too short for a validation part: there will be no validation loss.\n" in capsys.readouterr().out) == said
+        assert ("The corpus is too short for a validation part: there will be no validation loss.\n" in out_text()) == said
     size = 131
     with value_error("too short: 131 tokens to train on, and a window has 132"):
         train.main([])
 
 
-def test_a_short_text_is_read_so_many_times_at_most(capsys):
+def test_a_short_text_is_read_so_many_times_at_most(out_text):
     for options, preset, tokens, steps, warmup in [
             ("", "small", 8 * 2048 * 125, 800, 40), ("", "small", 200_000, 781, 40), ("", "small", 200, 1, 0), ("--warmup 99", "small", 40 * 2048, 320, 99),
             ("", "big", 1_000_000, 122, 12), ("--steps 4000", "big", 1_000_000, 4000, 300)]:
-        s = settings(*options.split(), preset=preset)
+        s = settings(options, preset=preset)
         before = s.steps
-        train.cap_steps(given(*options.split()), s, tokens)
+        train.cap_steps(given(options), s, tokens)
         assert (s.steps, s.warmup) == (steps, warmup)
-        assert (f"{tokens:,} tokens are few" in capsys.readouterr().out) == (steps < before)
+        assert (f"{tokens:,} tokens are few" in out_text()) == (steps < before)
 
 
 # -- a base ------------------------------------------------------------------------------------------------------------
@@ -523,7 +525,7 @@ def test_sizes_of_a_base(tmp_path):
         sizes("--vocab 272 --dim 64 --context 8")
 
 
-def test_a_run_from_a_base(tmp_path, monkeypatch, capsys):
+def test_a_run_from_a_base(tmp_path, monkeypatch, out_text):
     """It begins with the base's weights and tokenizer, and is written into out/, not beside a base that lies elsewhere.
     Resumed, without base or data/, it makes the same bits."""
     monkeypatch.chdir(tmp_path)
@@ -545,7 +547,7 @@ def test_a_run_from_a_base(tmp_path, monkeypatch, capsys):
         return train.run(train.parse_arguments(shell_words(options)), Ranks())
     quick = "--data text.txt --steps 4 --batch-tokens 128 --save-every 2 --eval-every 2 --threads 1 --lr 0.01".split()
     assert run("--base hub/theirs/", *quick) == 0
-    said, out = capsys.readouterr().out, "out/theirs-more"
+    said, out = out_text(), "out/theirs-more"
     assert said.startswith("hub/theirs: ") and "Training a tokenizer" not in said and os.listdir("hub") == ["theirs"]
     assert [step for step, _ in saved] == [0, 2, 4] and np.array_equal(saved[0][1], base.flat_params)
     assert checkpoint.read_tokenizer(out).tokens == tokenizer.tokens and checkpoint.read_config(out) == base.config

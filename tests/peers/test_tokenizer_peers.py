@@ -4,17 +4,16 @@ tokenizers and templates of other people.
 Strings are drawn from the code points that this interpreter's unicodedata assigns: a peer's Unicode may be newer.
 """
 import contextlib
-import random
 import sys
 import unicodedata
 from pathlib import Path
+from random import Random
 
 import pytest
-from cases import parametrize, write
-from test_tokenizer import DEFAULT, PLAIN
+from cases import once_a_module, parametrize, write
+from test_tokenizer import DEFAULT, PLAIN, random_merges
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
 from tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, Tokenizer, known_template  # noqa: E402
@@ -24,7 +23,7 @@ tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks  # noqa: E402
 
-DATA = ROOT.parent / "shared" / "data"
+DATA = ROOT.parent / "shared/data"
 needs_gpt2 = pytest.mark.skipif(not (DATA / "gpt2").is_dir(), reason="the real texts that this test reads are no part of the repository")
 
 ASSIGNED = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
@@ -45,13 +44,13 @@ TEXTS = [
 
 
 def random_texts(alphabet, seed, count=10_000):
-    rng = random.Random(seed)
+    rng = Random(seed)
     return ["".join(rng.choices(alphabet, k=rng.randrange(1, 40))) for _ in range(count)]
 
 
 def all_texts():
     """Fixed texts, 10,000 strings of any assigned code points, 10,000 of controls and white space, 10,000 of a mix."""
-    mix = random.Random(0).choices(ASSIGNED, k=300) + CONTROLS[:40] * 3 + list("aabcdestmrelv'''  \n\n\t0123.,!-") * 12
+    mix = Random(0).choices(ASSIGNED, k=300) + CONTROLS[:40] * 3 + list("aabcdestmrelv'''  \n\n\t0123.,!-") * 12
     return (TEXTS + random_texts(ASSIGNED, 1) + random_texts(CONTROLS, 2) + random_texts(mix, 3)
             + [f"a{char}1 {char}b {char} 'S{char}\n{char}" for char in ASSIGNED[::3]])
 
@@ -60,10 +59,10 @@ def first_difference(ours, theirs, texts):
     return [ascii(text)[:200] for a, b, text in zip(ours, theirs, texts, strict=True) if a != b][:5]
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def trained():
     """Trained on every script in TEXTS, so that its merges meet the random strings."""
-    files = [path.read_text(encoding="utf-8") for path in (Path(__file__), ROOT / "tokenizer.py")]
+    files = [path.read_text() for path in (Path(__file__), ROOT / "tokenizer.py")]
     return Tokenizer.train(["\n".join(TEXTS) * 3, *files, *random_texts(CONTROLS, 4, 1000)], 3000)
 
 
@@ -127,14 +126,14 @@ def foreign(digits, alphabet, special, texts, vocab=1500):
 @pytest.fixture(scope="module", params=[(False, True, SMOLLM), (True, False, []), (True, True, []), (False, False, SMOLLM)])
 def peer(request):
     digits, alphabet, special = request.param
-    ours = (ROOT / "tokenizer.py").read_text(encoding="utf-8")
+    ours = (ROOT / "tokenizer.py").read_text()
     seen = [ours, *TEXTS] if alphabet else [ours, *TEXTS[3:5], *TEXTS[16:17]]       # few bytes are in these
     return foreign(digits, alphabet, special, seen)
 
 
 def other_texts():
     """Also numbers of all scripts, and words of more than 1,000 bytes, of one kind of character and of many."""
-    rng = random.Random(5)
+    rng = Random(5)
     numbers = [char for char in ASSIGNED if unicodedata.category(char)[0] == "N"]
     long = ["".join(rng.choices(kind, k=rng.randrange(300, 3000))) for kind in ("ab", "abcdefghij", "中文字", "a١é", "=-") * 5]
     spaced = random_texts(numbers[::40] + list("  \n\tab'.-,") * 3, 6, 3000)
@@ -159,16 +158,12 @@ def test_we_read_tokenizers_that_others_trained(peer, tmp_path):
 
 def test_merges_in_any_order_and_two_that_make_one_token(tmp_path):
     """Tables that no training gives: a part that a later merge makes, ids in another order, two ways to one token."""
-    path, rng = f"{tmp_path}/tokenizer.json", random.Random(10)
+    path, rng = f"{tmp_path}/tokenizer.json", Random(10)
     peer = foreign(False, False, [], ["abcd"])
     for _ in range(200):
-        names, merges = [*"abcd"], {}
-        for _ in range(rng.randrange(1, 12)):
-            pair = tuple(rng.choices(names, k=2))
-            merges[pair] = None
-            names = [*dict.fromkeys([*names, "".join(pair)])]
+        names, merges = random_merges(rng, "abcd")
         vocab = dict(zip(names, rng.sample(range(40), len(names))))
-        peer.model = tokenizers.models.BPE(vocab, rng.sample([*merges], len(merges)))
+        peer.model = tokenizers.models.BPE(vocab, merges)
         peer.save(path)
         texts = ["".join(rng.choices("abcde", k=rng.choice([3, 10, 40, 400]))) for _ in range(20)]
         theirs = [encoding.ids for encoding in peer.encode_batch(texts)]
@@ -202,12 +197,12 @@ TURNS = [("Hi", "Hello!"), ("  two spaces", "yes"), ("\n\nlines\n", "no "), ("",
                          ids=["plain", "line ends", "default", "quoted", "ours"])
 def test_conversations_equal_apply_chat_template(template, tmp_path):
     special = [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"]
-    peer = foreign(True, True, special, [(ROOT / "tokenizer.py").read_text(encoding="utf-8")])
+    peer = foreign(True, True, special, [(ROOT / "tokenizer.py").read_text()])
     peer.save(f"{tmp_path}/tokenizer.json")
     ours = Tokenizer.load(tmp_path / "tokenizer.json")
     auto = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/tokenizer.json")
     ours.template = known_template(template)
-    rng = random.Random(11)
+    rng = Random(11)
     for system in None, "Be brief.", " \n x\n", "":
         for _ in range(20):
             messages = [] if system is None else [{"role": "system", "content": system}]
