@@ -223,18 +223,18 @@ def other_numbers(text, suffix):
 # references and templates' brackets never.
 CUDA_KINDS = [
     ("barrier", BARRIER, lambda m: [";"]),
-    ("operator", re.compile(r"(?<=\s)(?:<<|>>|[-+*/%<>=!|^]=|&&|\|\||[-+*/%<>&|^])(?=\s)"),
+    ("operator", r"(?<=\s)(?:<<|>>|[-+*/%<>=!|^]=|&&|\|\||[-+*/%<>&|^])(?=\s)",
      lambda m: OPERATORS[m[0]].split()),
-    ("number", re.compile(r"(?<![\w.])(0x[0-9A-Fa-f]+|\d+\.?\d*(?:e[-+]?\d+)?)([uLf]*)(?![\w.])"),
+    ("number", r"(?<![\w.])(0x[0-9A-Fa-f]+|\d+\.?\d*(?:e[-+]?\d+)?)([uLf]*)(?![\w.])",
      lambda m: other_numbers(m[1], m[2])),
-    ("index", re.compile(r"(?<=[\w\])])\[(?=[^\[\]&])(?!\d+\])[^\[\]]*\]"),
+    ("index", r"(?<=[\w\])])\[(?=[^\[\]&])(?!\d+\])[^\[\]]*\]",
      lambda m: [f"{m[0][:-1]} + 1]", f"{m[0][:-1]} - 1]"]),
-    ("term", re.compile(rf" [-+] {FACTOR}(?: [*/%] {FACTOR})*(?=[;,)\]]| [-+<>=!?:&|])"), lambda m: [""]),
-    ("condition", re.compile(r"\bif \(((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*)\)"),
+    ("term", rf" [-+] {FACTOR}(?: [*/%] {FACTOR})*(?=[;,)\]]| [-+<>=!?:&|])", lambda m: [""]),
+    ("condition", r"\bif \(((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*)\)",
      lambda m: [f"if (!({m[1]}))"]),
-    ("name", re.compile(rf"\b(?:{'|'.join(map(re.escape, NAMES))})\b"), lambda m: [NAMES[m[0]]]),
-    ("call", re.compile(r"\b(?!if\b|for\b|while\b|return\b|sizeof\b)[A-Za-z_][\w:]*(?=\()"), lambda m: [""]),
-    ("statement", re.compile(r"(?<=[ )])(?!return [^;]|typedef|constexpr)[A-Za-z*(_][^;{}\n?]*;(?=\s*$)", re.MULTILINE),
+    ("name", rf"\b(?:{'|'.join(map(re.escape, NAMES))})\b", lambda m: [NAMES[m[0]]]),
+    ("call", r"\b(?!if\b|for\b|while\b|return\b|sizeof\b)[A-Za-z_][\w:]*(?=\()", lambda m: [""]),
+    ("statement", r"(?m)(?<=[ )])(?!return [^;]|typedef|constexpr)[A-Za-z*(_][^;{}\n?]*;(?=\s*$)",
      lambda m: [";"])]
 
 
@@ -243,7 +243,7 @@ def cuda_places(source, barriers=False):
     sizes = [match.span() for match in DECLARED.finditer(code)]
     places = collections.defaultdict(list)
     for kind, pattern, others in CUDA_KINDS[:1] if barriers else CUDA_KINDS:
-        for match in pattern.finditer(code):
+        for match in re.finditer(pattern, code):
             line = source.count("\n", 0, match.start()) + 1
             a_size = any(start <= match.start() < end for start, end in sizes)
             if kind == "statement" and BARRIER.match(match[0]) or kind == "index" and a_size:
