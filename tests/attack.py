@@ -26,13 +26,14 @@ import tempfile
 import time
 import traceback
 import zlib
+from pathlib import Path
 
 import conftest         # before NumPy loads: it sets the number of BLAS's threads
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-QUICK = ["--data", "corpus.txt", "--dim", "32", "--heads", "2", "--kv-heads", "1", "--layers", "2", "--batch-tokens", "256",
-         "--steps", "12", "--eval-every", "4", "--save-every", "4", "--threads", "2"]
+QUICK = """--data corpus.txt --dim 32 --heads 2 --kv-heads 1 --layers 2 --batch-tokens 256 --steps 12
+    --eval-every 4 --save-every 4 --threads 2""".split()
 PATIENCE = 600                                  # seconds after which a run counts as hanging
 
 
@@ -40,12 +41,12 @@ PATIENCE = 600                                  # seconds after which a run coun
 # Runs
 # ---------------------------------------------------------------------------------------------------------------------
 def command(script, *arguments):
-    return [sys.executable, os.path.join(ROOT, script), *arguments]
+    return [sys.executable, f"{ROOT}/{script}", *arguments]
 
 
 def call(script, arguments, folder):
     """Run a script in a fork of this process, which spares the imports -> (exit code, standard error)."""
-    said = os.path.join(folder, "said.txt")
+    said = f"{folder}/said.txt"
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -70,35 +71,33 @@ def call(script, arguments, folder):
             sys.stderr.flush()
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with open(said, encoding="utf-8", errors="replace") as file:
-        return code, file.read()
+    return code, Path(said).read_text(errors="replace")
 
 
 def write_corpus(path):
     """Invented documents, about 200 kB."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(1, 7))) for _ in range(300)]
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(" ".join(rng.choices([*words, *3 * ["\n\n<|endoftext|>\n\n"]], k=40_000)))
+    Path(path).write_text(" ".join(rng.choices([*words, *3 * ["\n\n<|endoftext|>\n\n"]], k=40_000)))
 
 
 def result(folder):
     """What a finished run leaves: the log without its seconds, and the weights and moments."""
-    with open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as file:
+    with open(f"{folder}/log.jsonl", encoding="utf-8") as file:
         log = [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in file]
-    raw = [open(os.path.join(folder, name), "rb").read() for name in ("model.safetensors", "train_state.safetensors")]
+    raw = [Path(folder, name).read_bytes() for name in ("model.safetensors", "train_state.safetensors")]
     return log, [data[8 + struct.unpack("<Q", data[:8])[0]:] for data in raw]
 
 
 def prepare(folder):
     """In `folder`: corpus.txt, the finished run out/whole, and the same run stopped in its middle, out/half -> what
     out/whole left."""
-    write_corpus(os.path.join(folder, "corpus.txt"))
+    write_corpus(f"{folder}/corpus.txt")
     done = subprocess.run(command("train.py", *QUICK, "--out", "out/whole"), cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     code, said = interrupt(folder, "train.py", QUICK, "out/half", 4, lambda process: process.terminate())
     assert code == 128 + signal.SIGTERM, said
-    return result(os.path.join(folder, "out/whole"))
+    return result(f"{folder}/out/whole")
 
 
 # Runs a script of which every training step waits, from one on, until a file says that it may go on.
@@ -138,8 +137,8 @@ def interrupt(folder, script, arguments, out, step, blow, **options):
 
 
 def lines(path):
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        return file.read().count(b"\n")
+    with contextlib.suppress(FileNotFoundError):
+        return Path(path).read_bytes().count(b"\n")
     return 0
 
 
@@ -160,10 +159,9 @@ def is_one_sentence(said):
 # ---------------------------------------------------------------------------------------------------------------------
 def edit_bytes(path, rng):
     """Cut, lengthened, one bit flipped, or a token id changed."""
-    with open(path, "rb") as file:
-        raw = bytearray(file.read())
+    raw = bytearray(Path(path).read_bytes())
     place = rng.choice([rng.randrange(len(raw)), rng.randrange(min(len(raw), 600))])
-    what = rng.choice(["cut", "longer", "bit", "id"])
+    what = rng.choice("cut longer bit id".split())
     if what == "cut":
         del raw[rng.choice([0, 1, len(raw) - 1, place]):]
     elif what == "longer":
@@ -172,15 +170,14 @@ def edit_bytes(path, rng):
         raw[place] ^= 1 << rng.randrange(8)
     else:
         raw[place // 2 * 2:place // 2 * 2 + 2] = rng.choice([b"\xff\xff", b"\0\2", b"\1\0", b"aa"])
-    with open(path, "wb") as file:
-        file.write(raw)
+    Path(path).write_bytes(raw)
     return f"{what} at {place}"
 
 
 def replace_special(path, rng):
     """Something else in place of the file."""
     os.remove(path)
-    what = rng.choice(["pipe", "zero", "folder", "nothing", "dangling"])
+    what = rng.choice("pipe zero folder nothing dangling".split())
     if what == "pipe":
         os.mkfifo(path)
     elif what == "folder":
@@ -195,8 +192,7 @@ WRONG = [None, True, -1, 0, 10**9, 3_000_000, 1 << 70, float("nan"), "x", "", []
 
 def edit_json(path, rng):
     """One value of a JSON file changed, or left out."""
-    with open(path, encoding="utf-8") as file:
-        value = json.load(file)
+    value = json.loads(Path(path).read_text())
     at, key = value, rng.choice(list(value))
     while isinstance(at[key], dict) and at[key] and rng.random() < 0.8:
         at, key = at[key], rng.choice(list(at[key]))
@@ -206,14 +202,12 @@ def edit_json(path, rng):
     text = json.dumps(value)
     if rng.random() < 0.15:
         text = rng.choice(["[" * 100_000, '{"a":' * 100_000, "7", "null", "[]", '"x"', "{}", "1" * 5000, "\ufeff{}"])
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+    Path(path).write_text(text)
     return f"{key}: {str(old)[:30]}, now {text[:20]} ..."
 
 
 def read_header(path):
-    with open(path, "rb") as file:
-        raw = file.read()
+    raw = Path(path).read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
     return json.loads(raw[8:8 + size]), raw[8 + size:]
 
@@ -226,8 +220,7 @@ def sign(path, header, data):
     text = header.encode("utf-8", "surrogatepass")
     length = struct.pack("<Q", len(text))
     crc = f"{zlib.crc32(data, zlib.crc32(length + text)):08x}"
-    with open(path, "wb") as file:
-        file.write(length + text.replace(b'"crc32":"00000000"', f'"crc32":"{crc}"'.encode(), 1) + data)
+    Path(path).write_bytes(length + text.replace(b'"crc32":"00000000"', f'"crc32":"{crc}"'.encode(), 1) + data)
 
 
 def edit_header(path, rng):
@@ -241,7 +234,7 @@ def edit_header(path, rng):
                               [0.5, 1.5], None],
              "shape": [[1 << 40, 1 << 40], [-8, -16], [0], [], "x", None, [1.0], [*entry["shape"], 0]],
              "dtype": ["F64", "F16", "I32", "X", None, 7]}
-    what = rng.choice([*wrong, "step", "nan", "nested", "lost", "extra", "state"])
+    what = rng.choice([*wrong, *"step nan nested lost extra state".split()])
     if what in wrong:
         entry[what] = rng.choice(wrong[what])
     elif what == "nan":
@@ -276,13 +269,11 @@ def edit_state(state, rng):
 
 
 def edit_log(path, rng):
-    with open(path, "rb") as file:
-        kept = file.readlines()
+    kept = Path(path).read_bytes().splitlines(keepends=True)
     place = rng.randrange(len(kept))
     kept[place] = rng.choice([b"5\n", b"{}\n", b"\n", b"null\n", b"[" * 100_000 + b"\n", b"\0\0\0\n", b'{"step": "x"}\n',
                               b'{"step": null}\n', b"\xff\xfe\n", b'{"step": 1e400}\n', b"1" * 5000 + b"\n"])
-    with open(path, "wb") as file:
-        file.writelines(kept)
+    Path(path).write_bytes(b"".join(kept))
     return f"line {place + 1} is now {kept[place][:20]!r}"
 
 
@@ -300,22 +291,22 @@ def attack_checkpoint(folder, expected, seed):
     alter = rng.choice(ALTERATIONS[name])
     place = tempfile.mkdtemp(prefix="altered-", dir=folder)
     try:
-        for part in ("data", "out/half"):
-            shutil.copytree(os.path.join(folder, part), os.path.join(place, part))
-        shutil.copy(os.path.join(folder, "corpus.txt"), place)
-        path = os.path.join(place, "out/half", name)
+        for part in "data", "out/half":
+            shutil.copytree(f"{folder}/{part}", f"{place}/{part}")
+        shutil.copy(f"{folder}/corpus.txt", place)
+        path = f"{place}/out/half/{name}"
         if name.endswith(".bin"):
-            path = rng.choice(sorted(glob.glob(os.path.join(place, "data", name))))
+            path = rng.choice(sorted(glob.glob(f"{place}/data/{name}")))
         did = f"{name}, {alter.__name__}: {alter(path, rng)}"
-        for script, arguments in [("chat.py", ["--model", "out/half", "--prompt", "a", "--temperature", "0", "--max-tokens", "5",
-                                               "--device", "cpu"]), ("train.py", ["--resume", "--out", "out/half"])]:
+        for script, arguments in [("chat.py", """--model out/half --prompt a --temperature 0 --max-tokens 5
+                                              --device cpu""".split()), ("train.py", "--resume --out out/half".split())]:
             code, said = call(script, arguments, place)
             if code == 2 and is_one_sentence(said):
                 continue
             if code != 0 or "Traceback" in said or "error: " in said:
                 return did, f"{script} left with {code} and said: {said[-600:]}"
             if script == "train.py":
-                log, tensors = result(os.path.join(place, "out/half"))
+                log, tensors = result(f"{place}/out/half")
                 # of an altered log, of which nothing but the steps is read, only what was written since must be right
                 since = [record for record in log if record in expected[0]] if name == "log.jsonl" else log
                 if tensors != expected[1] or since != expected[0][-len(since):]:
@@ -343,7 +334,7 @@ def finish(folder, out, expected, what):
     """Resume the run -> 1, and a complaint, unless it ends as the one that nobody touched did."""
     done = subprocess.run(command("train.py", "--resume", "--out", out), cwd=folder, capture_output=True, text=True,
                           timeout=PATIENCE)
-    good = done.returncode == 0 and result(os.path.join(folder, out)) == expected
+    good = done.returncode == 0 and result(f"{folder}/{out}") == expected
     print(f"{what}: {'as if never touched' if good else 'ANOTHER RESULT ' + done.stderr}", flush=True)
     return not good
 
@@ -355,11 +346,11 @@ def kill_again_and_again(folder, script, arguments, out, count, seed):
     while killed < count:
         process = subprocess.Popen(command(script, *arguments), cwd=folder, stdout=subprocess.DEVNULL,
                                    stderr=subprocess.DEVNULL)
-        wait_for_steps(process, os.path.join(folder, out, "log.jsonl"), 1)
+        wait_for_steps(process, f"{folder}/{out}/log.jsonl", 1)
         time.sleep(rng.uniform(0, 0.05))
         process.kill()
         if process.wait() == 0:                         # it had come to its end: again from the start
-            shutil.rmtree(os.path.join(folder, out))
+            shutil.rmtree(f"{folder}/{out}")
             arguments = new
         else:
             killed, arguments = killed + 1, ["--resume", "--out", out]
@@ -386,7 +377,7 @@ def ask_to_stop(folder, expected, number):
 
 def interrupt_both(folder, expected):
     """Ctrl-C at `train.py | tee log.txt`: the signal reaches both, and tee dies first."""
-    out, tee = "out/tee", subprocess.Popen(["tee", os.path.join(folder, "log.txt")], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    out, tee = "out/tee", subprocess.Popen(["tee", f"{folder}/log.txt"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
     def blow(process):
         tee.stdin.close()                               # of this process, so that tee is the only reader
@@ -405,7 +396,7 @@ def leave(folder, expected):
     out = "out/head"
     line = f"set -o pipefail; {' '.join(command('train.py', *FAR, '--out', out))} | head -1"
     done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
-    good = done.returncode == 0 and not done.stderr and result(os.path.join(folder, out)) == expected
+    good = done.returncode == 0 and not done.stderr and result(f"{folder}/{out}") == expected
     print(f"| head -1: {'as if read to the end' if good else f'left with {done.returncode} and said {done.stderr}'}")
     return not good
 
@@ -422,7 +413,7 @@ def signals(folder, count, seed):
 # ---------------------------------------------------------------------------------------------------------------------
 def pair(folder, expected, i):
     """Two new runs in one folder: one gets it, and the other one says so, or comes after it."""
-    out = os.path.join(folder, f"out/pair{i}")
+    out = f"{folder}/out/pair{i}"
     both = [subprocess.Popen(command("train.py", *QUICK, "--out", out), cwd=folder, text=True, stdout=subprocess.DEVNULL,
                              stderr=subprocess.PIPE) for _ in range(2)]
     said = [process.communicate(timeout=PATIENCE)[1] for process in both]
@@ -443,7 +434,7 @@ def disk(folder, expected, size):
     """No file grows beyond `size` bytes: what does not fit is one sentence, and the rest goes on later."""
     out = f"out/disk{size}"
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
-    shutil.copytree(os.path.join(folder, "out/half"), os.path.join(folder, out))
+    shutil.copytree(f"{folder}/out/half", f"{folder}/{out}")
     done = subprocess.run(command("train.py", "--resume", "--out", out), cwd=folder, capture_output=True, text=True,
                           timeout=PATIENCE, preexec_fn=limit)
     if (done.returncode, is_one_sentence(done.stderr) and out in done.stderr) not in ((0, False), (2, True)):
@@ -454,7 +445,7 @@ def disk(folder, expected, size):
 
 def disks(folder, count, seed):
     expected = prepare(folder)
-    model, state, log = (os.path.getsize(os.path.join(folder, "out/half", name))
+    model, state, log = (os.path.getsize(f"{folder}/out/half/{name}")
                          for name in ("model.safetensors", "train_state.safetensors", "log.jsonl"))
     sizes = [1, log + 1, log + 500, 20_000, model // 2, model - 1, model + 1000, state - 1]
     return sum(disk(folder, expected, size) for size in sizes)

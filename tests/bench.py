@@ -45,10 +45,11 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-sys.path.append(str(ROOT / "tests" / "peers"))  # torch_twin, which PyTorch's part of a command imports
+sys.path.append(str(ROOT / "tests/peers"))  # torch_twin, which PyTorch's part of a command imports
 if sys.argv[1:2] in ([], ["cpu"], ["counts"]):
     os.environ["OPENBLAS_NUM_THREADS"] = "1"        # as train.py has it; read when NumPy loads
 import numpy as np
+from numpy.random import default_rng
 
 import checkpoint
 import model_cpu
@@ -60,7 +61,7 @@ from model_gpu import gpu_name, pick
 from script import available_cores
 from tokenizer import Tokenizer
 
-DATA = ROOT.parent / "shared" / "data"          # texts beside the repository, where somebody has put them
+DATA = ROOT.parent / "shared/data"          # texts beside the repository, where somebody has put them
 PEERS_HINT = "pip install -r tests/peers/requirements.txt"
 HOW = {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.8, "top_k": 50}}
 
@@ -103,7 +104,7 @@ def print_steps(times, tokens, notes=None):
 
 def random_batch(config, B, T):
     """-> tokens (B,T), targets (B,T+K-1)."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     return [rng.integers(0, config.vocab, (B, width)) for width in (T, T + config.predict - 1)]
 
 
@@ -384,7 +385,7 @@ def first_token(model, prompt):
 def own_text(model, tokenizer, size):
     """A prompt of a trained model: what it writes itself.  Of an untrained one, whose tokenizer is None: any ids."""
     if tokenizer is None:
-        return np.random.default_rng(0).integers(0, model.config.vocab, size).tolist()
+        return default_rng(0).integers(0, model.config.vocab, size).tolist()
     start = [tokenizer.special["<|endoftext|>"]]
     return start + list(generate(model, start, seed=0, vocab=tokenizer.vocab_size, most=size - 1, **HOW["sampled"]))
 
@@ -598,7 +599,7 @@ def flops_per_token(config):
 def ceilings(gpu):
     """(FLOP/s of an 8192-cube product in the model's precision, bytes/s of a copy), the best of three rounds."""
     cupy, size = model_gpu.cupy, 8192
-    random = np.random.default_rng(0).standard_normal((size, size), np.float32)     # zeros would run faster
+    random = default_rng(0).standard_normal((size, size), np.float32)     # zeros would run faster
     a, b, out = [on_gpu(random, gpu.precision) for _ in range(3)]
     product = gpu_seconds(lambda: model_gpu.gemm(gpu, out, a, b, transpose_b=True), 10, 3)
     x = cupy.zeros(1 << 28, np.float32)
@@ -792,7 +793,7 @@ def bench_attention(precision="bf16", lengths=(512, 1024, 4096), rounds=5):
           f"{rounds} x 20")
     for T in lengths:
         B, config = 32768 // T, replace(CONFIGS["big"], context=T)
-        gpu, rng = model_gpu.Gpu(config, precision, "cublas"), np.random.default_rng(0)
+        gpu, rng = model_gpu.Gpu(config, precision, "cublas"), default_rng(0)
         qkv, dout = [on_gpu(rng.standard_normal((B * T, width), np.float32), precision)
                      for width in (config.qkv_width, config.dim)]
         out, dqkv = cupy.empty_like(dout), cupy.empty_like(qkv)

@@ -2,6 +2,8 @@
 import os
 import signal
 
+import pytest
+
 # Before NumPy loads, which reads them: the bits of a product depend on the number of its threads, so a run within this
 # process and one that train.py starts, which sets them too, would differ; and the tests run side by side anyway.
 os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"))
@@ -15,3 +17,15 @@ def pytest_configure():
                             (signal.SIGHUP, lambda *_: None)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.fixture
+def out_text(capsys):
+    """-> function: what was printed since it was last asked."""
+    return lambda: capsys.readouterr().out
+
+
+@pytest.fixture
+def err_text(capsys):
+    """-> function: the same of standard error."""
+    return lambda: capsys.readouterr().err

@@ -22,7 +22,7 @@ dynamic shared memory declared as `extern __shared__ T name[];`, aligned or not;
 cuda_on_cpu.h.
 
 compile_for_gpu(name, arch, options) compiles for a GPU architecture such as "sm_80" with NVRTC (the Python package
-nvidia-cuda-nvrtc-cu12, the compiler that CuPy uses) or, without it, nvcc, and returns {kernel: Resources}.
+nvidia-cuda-nvrtc-cu12, the compiler that CuPy uses), and returns {kernel: Resources}.
 """
 
 import collections
@@ -33,7 +33,6 @@ import importlib.util
 import mmap
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import types
@@ -57,7 +56,7 @@ class KernelError(RuntimeError):
 
 
 def source_path(name):
-    return os.path.join(os.path.dirname(TESTS), name)
+    return f"{os.path.dirname(TESTS)}/{name}"
 
 
 def run_compiler(command, text):
@@ -75,21 +74,21 @@ class CpuModule:
     def __init__(self, name, options=(), bounds=True):
         with open(source_path(name)) as file:
             source = file.read()
-        with open(os.path.join(TESTS, "cuda_on_cpu.h")) as file:
+        with open(f"{TESTS}/cuda_on_cpu.h") as file:
             header = file.read()
-        self.order = ("forward", 0)
+        self.order = "forward", 0
         source = DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)cuda_on_cpu::dynamic_shared();", source)
         source = STATIC_SHARED.sub(lambda match: " ".join(
             f"GUARDED_SHARED({match[1]}, {array.partition('[')[0]}, {array})" for array in match[2].split(", ")), source)
         # In an unnamed namespace a template's static shared memory stays out of COMDAT sections, which the header could
         # not poison.
         text = f'#include "cuda_on_cpu.h"\nnamespace {{\n#line 1 "{name}"\n{source}\n}}\n'
-        command = ["g++", "-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-I", TESTS,
+        command = [*"g++ -std=c++17 -O2 -fPIC -fno-strict-aliasing -U_FORTIFY_SOURCE -w -I".split(), TESTS,
                    *(["-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"] if bounds else []), *options,
                    "-x", "c++", "-"]
         digest = hashlib.sha256("\0".join([text, header, *command]).encode()).hexdigest()[:24]
-        folder = os.path.join(tempfile.gettempdir(), f"cuda_on_cpu-{os.getuid()}")
-        library = os.path.join(folder, f"{digest}.so")
+        folder = f"{tempfile.gettempdir()}/cuda_on_cpu-{os.getuid()}"
+        library = f"{folder}/{digest}.so"
         if not os.path.exists(library):
             os.makedirs(folder, exist_ok=True)
             fresh = f"{library}.{os.getpid()}"
@@ -185,55 +184,34 @@ def find_nvrtc():
     """Path of libnvrtc of the Python package nvidia-cuda-nvrtc-cu12, or None."""
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations if spec else []:
-        found = sorted(glob.glob(os.path.join(folder, "cuda_nvrtc", "lib", "libnvrtc.so.1[0-9]")))
+        found = sorted(glob.glob(f"{folder}/cuda_nvrtc/lib/libnvrtc.so.1[0-9]"))
         if found:
             return found[0]
-    return None
-
-
-def gpu_compiler():
-    """("nvrtc", path), ("nvcc", path) or None."""
-    for kind, path in (("nvrtc", find_nvrtc()), ("nvcc", shutil.which("nvcc"))):
-        if path:
-            return kind, path
     return None
 
 
 def skip_unless_known(arch):
     """Skips the test, with the reason, where there is no compiler for GPUs or it does not know this architecture: CUDA 13
     has dropped sm_70, CUDA before 12.8 does not have sm_100 and sm_120 yet."""
-    if gpu_compiler() is None:
-        pytest.skip("neither nvidia-cuda-nvrtc-cu12 (pip) nor nvcc is installed")
-    kind, path = gpu_compiler()
-    if kind == "nvcc":
-        known = run_compiler([path, "--list-gpu-code"], "").split()
-    else:
-        nvrtc, count = ctypes.CDLL(path), ctypes.c_int()
-        nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
-        numbers = (ctypes.c_int * count.value)()
-        nvrtc.nvrtcGetSupportedArchs(numbers)
-        known = [f"sm_{number}" for number in numbers]
+    path = find_nvrtc()
+    if path is None:
+        pytest.skip("nvidia-cuda-nvrtc-cu12 (pip) is not installed")
+    nvrtc, count = ctypes.CDLL(path), ctypes.c_int()
+    nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    numbers = (ctypes.c_int * count.value)()
+    nvrtc.nvrtcGetSupportedArchs(numbers)
+    known = [f"sm_{number}" for number in numbers]
     if arch.removesuffix("a") not in known:             # sm_90a: all of sm_90, and what it alone has
-        pytest.skip(f"the {kind} here does not know {arch}, only {', '.join(known)}")
+        pytest.skip(f"the NVRTC here does not know {arch}, only {', '.join(known)}")
 
 
 def compile_for_gpu(name, arch, options=()):
     """Compiles a .cu file for `arch` and returns {kernel: Resources}; ValueError with the log if that fails, or if ptxas had
     to make a product of Hopper's wait (its remarks C75xx)."""
-    kind, path = gpu_compiler()
     with open(source_path(name)) as file:
         source = file.read()
-    if kind == "nvrtc":
-        log = run_nvrtc(path, source, name,
-                        [f"--gpu-architecture={arch}", "--std=c++14", "--ptxas-options=-v", *options])
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run([path, f"-arch={arch}", "-std=c++14", "-cubin", "-Xptxas", "-v", *options,
-                                   source_path(name), "-o", os.path.join(folder, "out.cubin")],
-                                  capture_output=True, text=True)
-        log = done.stdout + done.stderr
-        if done.returncode:
-            raise ValueError(f"nvcc does not compile {name} for {arch}:\n{log}")
+    log = run_nvrtc(find_nvrtc(), source, name,
+                    [f"--gpu-architecture={arch}", "--std=c++14", "--ptxas-options=-v", *options])
     if "(C75" in log:
         raise ValueError(f"{name} for {arch}:\n{log}")
     kernels = {}

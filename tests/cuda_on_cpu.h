@@ -73,15 +73,17 @@ CUDA_VECTOR4(uint4, unsigned)
 // ---------------------------------------------------------------------------------------------------------------
 
 extern "C" {
-extern char __start_cuda_shared[] __attribute__((weak, visibility("hidden")));
-extern char __stop_cuda_shared[] __attribute__((weak, visibility("hidden")));
-extern char* __start_cuda_guards[] __attribute__((weak, visibility("hidden")));
-extern char* __stop_cuda_guards[] __attribute__((weak, visibility("hidden")));
+#define HIDDEN __attribute__((weak, visibility("hidden")))
+extern HIDDEN char __start_cuda_shared[], __stop_cuda_shared[];
+extern HIDDEN char *__start_cuda_guards[], *__stop_cuda_guards[];
 }
 
 namespace cuda_on_cpu {
 
 const size_t SHARED_GUARD = 128;
+
+// A loop over the numbers of the lanes whose bits are set.
+#define FOR_EACH_LANE(lanes) for (int lane = 0; lane < 32; lane++) if (lanes >> lane & 1)
 
 // What the lanes of a warp do together once all have arrived (nullptr: nothing, they only wait for each other).
 typedef void (*Operation)(void** operands, unsigned lanes);
@@ -173,16 +175,14 @@ static void finish_meeting_if_complete(int w, unsigned mask) {
     unsigned lanes = mask & warp.alive;
     if (!lanes || (warp.waiting & lanes) != lanes) return;
     Operation operation = fibers[32 * w + __builtin_ctz(lanes)].operation;
-    for (int lane = 0; lane < 32; lane++)
-        if (lanes >> lane & 1) {
-            Fiber& fiber = fibers[32 * w + lane];
-            if (fiber.mask != mask || fiber.operation != operation)
-                fail("lanes of warp %d meet at different operations or with different masks", w);
-        }
+    FOR_EACH_LANE(lanes) {
+        Fiber& fiber = fibers[32 * w + lane];
+        if (fiber.mask != mask || fiber.operation != operation)
+            fail("lanes of warp %d meet at different operations or with different masks", w);
+    }
     if (operation) operation(warp.operands, lanes);
     warp.waiting &= ~lanes;
-    for (int lane = 0; lane < 32; lane++)
-        if (lanes >> lane & 1) set_ready(32 * w + lane);
+    FOR_EACH_LANE(lanes) set_ready(32 * w + lane);
 }
 
 // All lanes of `mask` arrive here, then `operation` runs once over what they brought, then all may go on.
@@ -360,12 +360,11 @@ struct Shuffle {
 
 template <class T>
 static void shuffle_all(void** operands, unsigned lanes) {
-    for (int lane = 0; lane < 32; lane++)
-        if (lanes >> lane & 1) {
-            Shuffle<T>& s = *(Shuffle<T>*)operands[lane];
-            if (lanes >> s.source & 1) s.result = ((Shuffle<T>*)operands[s.source])->value;
-            else memset((void*)&s.result, 0xFF, sizeof(T));  // the source lane takes no part: undefined in CUDA
-        }
+    FOR_EACH_LANE(lanes) {
+        Shuffle<T>& s = *(Shuffle<T>*)operands[lane];
+        if (lanes >> s.source & 1) s.result = ((Shuffle<T>*)operands[s.source])->value;
+        else memset((void*)&s.result, 0xFF, sizeof(T));  // the source lane takes no part: undefined in CUDA
+    }
 }
 
 template <class T>
@@ -377,10 +376,8 @@ static T shuffle(unsigned mask, T value, int source) {
 
 static void vote_all(void** operands, unsigned lanes) {
     unsigned votes = 0;
-    for (int lane = 0; lane < 32; lane++)
-        if (lanes >> lane & 1 && *(unsigned*)operands[lane]) votes |= 1u << lane;
-    for (int lane = 0; lane < 32; lane++)
-        if (lanes >> lane & 1) *(unsigned*)operands[lane] = votes;
+    FOR_EACH_LANE(lanes) votes |= unsigned(*(unsigned*)operands[lane] != 0) << lane;
+    FOR_EACH_LANE(lanes) *(unsigned*)operands[lane] = votes;
 }
 static inline int lane() { return self_number() % 32; }
 }  // namespace cuda_on_cpu

@@ -117,9 +117,9 @@ EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for fu
     model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.muon_update,
     model_cpu.newton_schulz, model_cpu.head_targets, model_cpu.sample, learn_merges,
     layernorm_backward, geglu_backward, softcap_backward)}
-MARKS = ("layernorm", "geglu", "softcap")       # without a solution here: section 1
-FREE = ("work", "shared", "grad")       # arguments to compute in: what is left in them is not compared
-ADDED = ("dw", "dembed", "dgain", "dbias")      # gradients of weights, which every micro-batch adds to
+MARKS = "layernorm", "geglu", "softcap"       # without a solution here: section 1
+FREE = "work", "shared", "grad"       # arguments to compute in: what is left in them is not compared
+ADDED = "dw", "dembed", "dgain", "dbias"      # gradients of weights, which every micro-batch adds to
 
 # An optimizer has no slope to measure: --break could not see these; they are planted in the exercises alone.
 EXERCISE_BUGS = {
@@ -193,9 +193,9 @@ def record():
         model.update(lr=0.1, eps=1e-3)
         with_muon.flat_grads[...] = model.flat_params       # any numbers will do
         with_muon.update(lr=0.1, eps=1e-3)
-    for how in ((0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)):         # temperature, k, p
+    for how in (0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8):         # temperature, k, p
         list(model_cpu.generate(model, [1, 2, 3], *how, seed=1, most=30))
-    for vocab_size in (300, 500):               # the second time the pairs run out
+    for vocab_size in 300, 500:               # the second time the pairs run out
         Tokenizer.train([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"], vocab_size)
     sys.setprofile(None)
     rng = np.random.default_rng(2)
@@ -255,7 +255,7 @@ def complaint(label, cases, calls):
             (g, b, f"Nothing was written to it: write `{write}...`; `{label} = ...` only names a new array."),
             (g, w - b, "`+=` is the contract, and this looks like `=`: what was there before is lost."),
             (g, w + b, "`=` is the contract, and this looks like `+=`: what was there before is in it.")]
-    for x, y, what in ((g, w, "what it should be"), (g - b, w - b, "what should be added")):
+    for x, y, what in (g, w, "what it should be"), (g - b, w - b, "what should be added"):
         if x.size > 1:
             ratio = x @ y / max(y @ y, sys.float_info.min)
             ways.append((x, ratio * y, f"Each of these is {ratio:.6g} times {what}."))

@@ -41,25 +41,23 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EQUIVALENT = ROOT / "tests" / "equivalent.txt"
+EQUIVALENT = ROOT / "tests/equivalent.txt"
 ENOUGH = 95                 # percent
-NOT_COPIED = (".git", ".venv", "data", "out", "__pycache__", ".pytest_cache")
-SUITES = {                  # what judges a file: arguments of Python
-    "script.py": ["tests/test_scripts.py", "tests/test_tokenizer.py", "tests/test_train_parts.py", "tests/test_chat.py"],
-    "tokenizer.py": ["tests/test_tokenizer.py", "tests/test_scripts.py"],
-    "model_cpu.py": ["tests/test_model_cpu.py", "tests/test_scripts.py", "tests/test_gradcheck.py",
-                     "gradcheck.py"],
-    "checkpoint.py": ["tests/test_checkpoint.py", "tests/test_shelf.py", "tests/test_train_parts.py",
-                      "tests/test_train.py"],
-    "model_gpu.py": ["tests/test_model_gpu.py", "tests/test_kernels.py"],
-    "train.py": ["tests/test_train_parts.py", "tests/test_train.py", "tests/test_scripts.py", "tests/test_attack.py",
-                 "tests/test_ranks.py"],
-    "sft.py": ["tests/test_sft.py", "tests/test_ranks.py"],
-    "chat.py": ["tests/test_chat.py"],
-    "gradcheck.py": ["tests/test_gradcheck.py", "tests/test_exercises.py", "gradcheck.py"],
-    "tests/exercises.py": ["tests/test_exercises.py"],
-    "kernels.cu": ["tests/test_kernels.py", "tests/test_model_gpu.py"],
-    "flash_attn.cu": ["tests/test_flash.py"]}
+NOT_COPIED = ".git", ".venv", "data", "out", "__pycache__", ".pytest_cache"
+# What judges a file: arguments of Python.
+SUITES = {file: judges for file, *judges in map(str.split, """\
+script.py tests/test_scripts.py tests/test_tokenizer.py tests/test_train_parts.py tests/test_chat.py
+tokenizer.py tests/test_tokenizer.py tests/test_scripts.py
+model_cpu.py tests/test_model_cpu.py tests/test_scripts.py tests/test_gradcheck.py gradcheck.py
+checkpoint.py tests/test_checkpoint.py tests/test_shelf.py tests/test_train_parts.py tests/test_train.py
+model_gpu.py tests/test_model_gpu.py tests/test_kernels.py
+train.py tests/test_train_parts.py tests/test_train.py tests/test_scripts.py tests/test_attack.py tests/test_ranks.py
+sft.py tests/test_sft.py tests/test_ranks.py
+chat.py tests/test_chat.py
+gradcheck.py tests/test_gradcheck.py tests/test_exercises.py gradcheck.py
+tests/exercises.py tests/test_exercises.py
+kernels.cu tests/test_kernels.py tests/test_model_gpu.py
+flash_attn.cu tests/test_flash.py""".splitlines())}
 OPTIONS = {"kernels.cu": [f"-DBF16={bf16} -DROW_THREADS=96" for bf16 in (0, 1)],
            "flash_attn.cu": [f"-DHEAD_DIM={D} -DHOPPER={hopper}" for D, hopper in ((32, 0), (64, 0), (128, 0), (64, 1))]}
 REFUSED = "the compiler"
@@ -170,13 +168,44 @@ BARRIER = re.compile(r"\b(?:__syncthreads\(\)|__syncwarp\([^()]*\)|cp_async_wait
 NOT_CODE = re.compile(r"""//[^\n]* | /\*.*?\*/ | ^\#if[^\n]*CUDA_ON_CPU.*?^\#endif | ^[ ]*\#[^\n]* | "[^"\n]*"
                           | template[ ]<[^<>]*> | __launch_bounds__\([^()]*\) | static_assert\([^;]*;""",
                       re.DOTALL | re.MULTILINE | re.VERBOSE)
-OPERATORS = {"+": "- *", "-": "+", "*": "+ /", "/": "* %", "%": "/ *", "<": "<= >", "<=": "< >", ">": ">= <",
-             ">=": "> <", "==": "!= <= >=", "!=": "==", "&&": "||", "||": "&&", "&": "| ^", "|": "& ^", "^": "| & +",
-             "<<": ">>", ">>": "<<", "+=": "-= =", "-=": "+= =", "*=": "/= += =", "/=": "*= -=", "|=": "&= =",
-             "^=": "|= &="}
-NAMES = {"fmaxf": "fminf", "fminf": "fmaxf", "min": "max", "max": "min", "true": "false", "false": "true",
-         "expf": "__expf", "__expf": "expf", "blockIdx.x": "blockIdx.y", "blockIdx.y": "blockIdx.x",
-         "threadIdx.x": "blockIdx.x"}
+# An operator, and what may stand there instead; the same of names.
+OPERATORS = dict(line.split(maxsplit=1) for line in """\
++  - *
+-  +
+*  + /
+/  * %
+%  / *
+<  <= >
+<= < >
+>  >= <
+>= > <
+== != <= >=
+!= ==
+&& ||
+|| &&
+&  | ^
+|  & ^
+^  | & +
+<< >>
+>> <<
++= -= =
+-= += =
+*= /= += =
+/= *= -=
+|= &= =
+^= |= &=""".splitlines())
+NAMES = dict(line.split() for line in """\
+fmaxf       fminf
+fminf       fmaxf
+min         max
+max         min
+true        false
+false       true
+expf        __expf
+__expf      expf
+blockIdx.x  blockIdx.y
+blockIdx.y  blockIdx.x
+threadIdx.x blockIdx.x""".splitlines())
 DECLARED = re.compile(r"\b(?!return|else)[A-Za-z_]\w* +\(?&?\w+\)?\[[^;={}()]*")     # arrays, with their sizes
 FACTOR = r"[\w.:]+(?:\[[^\[\]]*\]|\([^()]*\))*"
 
@@ -194,18 +223,18 @@ def other_numbers(text, suffix):
 # references and templates' brackets never.
 CUDA_KINDS = [
     ("barrier", BARRIER, lambda m: [";"]),
-    ("operator", re.compile(r"(?<=\s)(?:<<|>>|[-+*/%<>=!|^]=|&&|\|\||[-+*/%<>&|^])(?=\s)"),
+    ("operator", r"(?<=\s)(?:<<|>>|[-+*/%<>=!|^]=|&&|\|\||[-+*/%<>&|^])(?=\s)",
      lambda m: OPERATORS[m[0]].split()),
-    ("number", re.compile(r"(?<![\w.])(0x[0-9A-Fa-f]+|\d+\.?\d*(?:e[-+]?\d+)?)([uLf]*)(?![\w.])"),
+    ("number", r"(?<![\w.])(0x[0-9A-Fa-f]+|\d+\.?\d*(?:e[-+]?\d+)?)([uLf]*)(?![\w.])",
      lambda m: other_numbers(m[1], m[2])),
-    ("index", re.compile(r"(?<=[\w\])])\[(?=[^\[\]&])(?!\d+\])[^\[\]]*\]"),
+    ("index", r"(?<=[\w\])])\[(?=[^\[\]&])(?!\d+\])[^\[\]]*\]",
      lambda m: [f"{m[0][:-1]} + 1]", f"{m[0][:-1]} - 1]"]),
-    ("term", re.compile(rf" [-+] {FACTOR}(?: [*/%] {FACTOR})*(?=[;,)\]]| [-+<>=!?:&|])"), lambda m: [""]),
-    ("condition", re.compile(r"\bif \(((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*)\)"),
+    ("term", rf" [-+] {FACTOR}(?: [*/%] {FACTOR})*(?=[;,)\]]| [-+<>=!?:&|])", lambda m: [""]),
+    ("condition", r"\bif \(((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*)\)",
      lambda m: [f"if (!({m[1]}))"]),
-    ("name", re.compile(rf"\b(?:{'|'.join(map(re.escape, NAMES))})\b"), lambda m: [NAMES[m[0]]]),
-    ("call", re.compile(r"\b(?!if\b|for\b|while\b|return\b|sizeof\b)[A-Za-z_][\w:]*(?=\()"), lambda m: [""]),
-    ("statement", re.compile(r"(?<=[ )])(?!return [^;]|typedef|constexpr)[A-Za-z*(_][^;{}\n?]*;(?=\s*$)", re.MULTILINE),
+    ("name", rf"\b(?:{'|'.join(map(re.escape, NAMES))})\b", lambda m: [NAMES[m[0]]]),
+    ("call", r"\b(?!if\b|for\b|while\b|return\b|sizeof\b)[A-Za-z_][\w:]*(?=\()", lambda m: [""]),
+    ("statement", r"(?m)(?<=[ )])(?!return [^;]|typedef|constexpr)[A-Za-z*(_][^;{}\n?]*;(?=\s*$)",
      lambda m: [";"])]
 
 
@@ -214,7 +243,7 @@ def cuda_places(source, barriers=False):
     sizes = [match.span() for match in DECLARED.finditer(code)]
     places = collections.defaultdict(list)
     for kind, pattern, others in CUDA_KINDS[:1] if barriers else CUDA_KINDS:
-        for match in pattern.finditer(code):
+        for match in re.finditer(pattern, code):
             line = source.count("\n", 0, match.start()) + 1
             a_size = any(start <= match.start() < end for start, end in sizes)
             if kind == "statement" and BARRIER.match(match[0]) or kind == "index" and a_size:
@@ -294,7 +323,7 @@ class Copy:
     def suite(self, file, timeout=None, function=""):
         """-> None if the file's tests pass, else what notices."""
         tests = [name for name in SUITES[file] if name.startswith("tests/")]
-        code, output = self.run(["-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow",
+        code, output = self.run([*"-m pytest -x -q --no-header -p no:cacheprovider -m".split(), "not slow",
                                  "-k", SKIPPED_TESTS, *tests], timeout, function)
         if code is None:
             return "a hang"
@@ -320,7 +349,7 @@ RUNNING = set()
 
 def limit_resources():
     """A mistake must not fill the memory or the disk: 6 GB of addresses, 1 GB a file."""
-    for limit, most in ((resource.RLIMIT_AS, 6 << 30), (resource.RLIMIT_FSIZE, 1 << 30)):
+    for limit, most in (resource.RLIMIT_AS, 6 << 30), (resource.RLIMIT_FSIZE, 1 << 30):
         with contextlib.suppress(ValueError):                       # less than that is allowed anyway
             resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
 

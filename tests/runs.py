@@ -15,6 +15,11 @@ import train
 from script import run_script
 
 
+def shell_words(options):
+    """As a shell has them: an option and its value may stand in one text."""
+    return " ".join(options).split()
+
+
 def run(folder, *arguments, script="train.py", **environment):
     """The script in a fork of this process, which spares the imports -> its CompletedProcess."""
     files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
@@ -27,7 +32,7 @@ def run(folder, *arguments, script="train.py", **environment):
             for number, file in enumerate(files, 1):
                 os.dup2(file.fileno(), number)
             sys.stdin, sys.stdout, sys.stderr = open(os.devnull), os.fdopen(1, "w"), os.fdopen(2, "w")
-            sys.argv = [script, *arguments]
+            sys.argv = [script, *shell_words(arguments)]
             run_script(__import__(script.removesuffix(".py")).main, to_the_end=script != "chat.py")
         except SystemExit as left:
             code = left.code or 0
@@ -51,15 +56,24 @@ def run(folder, *arguments, script="train.py", **environment):
     return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(found[1]), *said)
 
 
+def assert_refused(done, words):
+    """A script left with exit code 2 and one line, in which these words stand."""
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (done.args, done.stderr)
+
+
 def read_log(*folder):
     """The log without the seconds, which no run repeats."""
     with open(os.path.join(*folder, "log.jsonl"), encoding="utf-8") as file:
         return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in file]
 
 
+def steps_of(log):
+    return [record for record in log if "loss" in record]
+
+
 def settings(*options, preset="small", config=None, ranks=None, device="cpu", **defaults):
     """The Settings of a new run of train.py."""
-    given = train.given_options(train.parse_arguments(["--device", device, *options]))
+    given = train.given_options(train.parse_arguments(shell_words(["--device", device, *options])))
     return train.make_settings(given, preset, config or train.CONFIGS[preset], {**train.DEFAULTS[preset], **defaults},
                                ranks or train.Ranks())
 

@@ -2,19 +2,19 @@
 import os
 import signal
 
-import pytest
+from cases import once_a_module, parametrize
 
 import attack
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def place(tmp_path_factory):
     """(folder, what the run that nobody touches left)."""
     folder = str(tmp_path_factory.mktemp("attack"))
     return folder, attack.prepare(folder)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@parametrize("seed", range(24))
 def test_an_altered_file_is_refused_in_one_sentence_or_without_effect(place, seed):
     did, complaint = attack.attack_checkpoint(*place, seed)
     assert complaint is None, f"{did}\n{complaint}"
@@ -32,7 +32,7 @@ def test_kills(place):
     assert not attack.kills(*place, count=3, seed=0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+@parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_costs_no_step(place, number):
     assert not attack.ask_to_stop(*place, number)
 
@@ -49,7 +49,7 @@ def test_two_runs_at_once_in_one_folder(place):
     assert not any(attack.pair(*place, i) for i in range(2))
 
 
-@pytest.mark.parametrize("size", [1, 20_000])
+@parametrize("size", [1, 20_000])
 def test_a_full_disk(place, size):
-    log = os.path.getsize(os.path.join(place[0], "out/half/log.jsonl"))
+    log = os.path.getsize(f"{place[0]}/out/half/log.jsonl")
     assert not attack.disk(*place, size if size > log else log + size)

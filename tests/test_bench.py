@@ -11,6 +11,7 @@ import types
 import bench
 import numpy as np
 import pytest
+from cases import put, value_error, write
 
 import checkpoint
 import model_cpu
@@ -38,7 +39,7 @@ def test_counts_by_hand():
     losses = bench.count_losses([0, 1, 2], [2, 2, 0], 4)
     assert losses["trigram"] == losses["unigram"] == pytest.approx(-math.log((1 + 3 / 4) / 6))
     for parts in ([0, 1], [0, 1, 2]), ([0, 1, 2], [0, 1]):
-        with pytest.raises(ValueError, match="too short to count in"):
+        with value_error("too short to count in"):
             bench.count_losses(*parts, 4)
 
 
@@ -46,8 +47,8 @@ def test_counts_by_hand():
 def tiny(tmp_path, monkeypatch):
     """A text, and a model in out/tiny that has begun to learn it."""
     monkeypatch.chdir(tmp_path)
-    open("tiny.txt", "w").write("the cat sat on the mat and the dog lay on the rug. " * 40)
-    for module, name in ((train, "set_threads"), (checkpoint, "lock_folder")):
+    write("tiny.txt", "the cat sat on the mat and the dog lay on the rug. " * 40)
+    for module, name in (train, "set_threads"), (checkpoint, "lock_folder"):
         monkeypatch.setattr(module, name, lambda *rest: None)
     with contextlib.redirect_stdout(io.StringIO()):
         train.main("--data tiny.txt --out out/tiny --dim 16 --heads 2 --layers 2 --context 16 --vocab 272 "
@@ -67,7 +68,7 @@ def test_counts_of_a_text(tiny):
     *_, last = [record for _, record in checkpoint.read_log("out/tiny/log.jsonl") if "val_loss" in record]
     assert said.endswith(f"  out/tiny   {last['val_loss']:.4f}   after 40 steps\n\n")          # as train.py has measured it
     assert run("counts", "tiny.txt", "--vocab", "272") == "".join(said.splitlines(keepends=True)[:-2]) + "\n"
-    open("other.txt", "w").write("another text, of other words, in another order. " * 40)
+    write("other.txt", "another text, of other words, in another order. " * 40)
     assert run("counts", "other.txt", "--model", "out/tiny").endswith(
         "  out/tiny has not learned from this text, so it is not measured\n\n")
     os.rename("out/tiny", "out/small")                  # what is there by default
@@ -96,10 +97,9 @@ def test_solvers(tiny):
 def test_the_tokenizer_needs_nothing_but_a_text(tmp_path, monkeypatch):
     """No file that a clone has not; without the peers and GPT-2's files it says what would bring them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "DATA", tmp_path / "nowhere")
-    monkeypatch.setattr(bench, "available_cores", lambda: 2)
+    put(monkeypatch, bench, DATA=tmp_path / "nowhere", available_cores=lambda: 2)
     os.mkdir("data")
-    open("data/tiny.txt", "w").write("the cat sat on the mat and the dog lay on the rug. " * 40)
+    write("data/tiny.txt", "the cat sat on the mat and the dog lay on the rug. " * 40)
     for name in "tokenizers", "tiktoken":
         monkeypatch.setitem(sys.modules, name, None)
     said = run("tokenizer", "--rounds", "1", "--gpt2", "nowhere")
@@ -137,14 +137,14 @@ def test_decode_on_the_cpu(tiny, small_presets):
     assert "generation, out/small, dim 16, " in run(*command)
 
 
-def test_decode_beside_pytorch(small_presets, tmp_path, monkeypatch, capsys):
+def test_decode_beside_pytorch(small_presets, tmp_path, monkeypatch, err_text):
     monkeypatch.chdir(tmp_path)
     command = "decode --device cpu --rounds 1 --tokens 3 --peer".split()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch", None)
         with pytest.raises(SystemExit):
             run(*command)
-    assert capsys.readouterr().err == "error: torch is missing: pip install -r tests/peers/requirements.txt.\n"
+    assert err_text() == "error: torch is missing: pip install -r tests/peers/requirements.txt.\n"
     torch = pytest.importorskip("torch", reason=f"PyTorch is not installed ({bench.PEERS_HINT})")
     before = torch.get_num_threads()
     monkeypatch.setattr(bench, "available_cores", lambda: 2)
@@ -173,10 +173,10 @@ def test_seconds_a_token(monkeypatch):
     assert best == {"a": 2, "b": 5}
 
 
-def test_the_gpu_that_is_asked_for(capsys, monkeypatch):
+def test_the_gpu_that_is_asked_for(err_text, monkeypatch):
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: "There is none.")
     for hopper, command in enumerate(["train", "decode --device gpu"]):
         monkeypatch.setattr(model_gpu, "HOPPER", not hopper)
         with pytest.raises(SystemExit):
             run(*command.split(), "--hopper", str(hopper))
-        assert capsys.readouterr().err == "error: There is none.\n" and model_gpu.HOPPER == hopper
+        assert err_text() == "error: There is none.\n" and model_gpu.HOPPER == hopper

@@ -13,12 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-import types
+from types import SimpleNamespace
 import unicodedata
 import warnings
 
 import numpy as np
 import pytest
+from cases import once_a_module, parametrize, put, rows, write
 
 import chat
 import checkpoint
@@ -53,19 +54,19 @@ USER, ASSISTANT, END = (SPECIAL[name] for name in ("<|user|>", "<|assistant|>", 
 LOOP_IDS = [*LOOP.encode(), LOOP.encode()[0]]
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def models(tmp_path_factory):
     """Folders: out/random; out/loop writes LOOP for ever after any of its bytes, and "ends." once after "e"; out/sft
     answers "Hi" in chat form, out/half the first byte of a character."""
     folder = tmp_path_factory.mktemp("chat")
     sizes = model_cpu.Config(dim=32, heads=4, kv_heads=2, layers=2, context=32, vocab=320, predict=2)
     model = model_cpu.Model(sizes, seed=3, dtype=np.float32)
-    checkpoint.save(str(folder / "out/random"), model, Tokenizer.train([MULTILINGUAL], 320), {})
-    save_chain_model(str(folder / "out/loop"), [LOOP_IDS, [*b"ends.", SPECIAL["<|endoftext|>"], *b"ends"]])
-    save_chain_model(str(folder / "out/sft"), [[ASSISTANT, *b"Hi", END]], chat_form=True)
-    save_chain_model(str(folder / "out/half"), [[ASSISTANT, 0xc3]], chat_form=True)
+    checkpoint.save(f"{folder}/out/random", model, Tokenizer.train([MULTILINGUAL], 320), {})
+    save_chain_model(f"{folder}/out/loop", [LOOP_IDS, [*b"ends.", SPECIAL["<|endoftext|>"], *b"ends"]])
+    save_chain_model(f"{folder}/out/sft", [[ASSISTANT, *b"Hi", END]], chat_form=True)
+    save_chain_model(f"{folder}/out/half", [[ASSISTANT, 0xc3]], chat_form=True)
     shutil.copytree(folder / "out/loop", folder / "damaged")
-    (folder / "damaged/config.json").write_text("{")
+    write(folder / "damaged/config.json", "{")
     return folder
 
 
@@ -94,10 +95,15 @@ def speaking(source, original=model_cpu.generate):
 
     def generate(*arguments, **options):
         asked = signature.bind(*arguments, **options).arguments
-        stop, most, *_ = [asked.pop(name) for name in ("stop", "most", "speculate", "trace")]
+        stop, most, *_ = [asked.pop(name) for name in "stop most speculate trace".split()]
         said = itertools.islice(source(*asked.values()), most)
         return itertools.takewhile(lambda token: token not in stop, said)
     return generate
+
+
+def options_of(arguments):
+    """An option and what follows it may stand in one text."""
+    return [word for text in arguments for word in (text.split() if text.startswith("--") else [text])]
 
 
 def run(models, *arguments, input=b"", terminals=(False, False), generate=None):
@@ -108,9 +114,8 @@ def run(models, *arguments, input=b"", terminals=(False, False), generate=None):
     stdin = Stream(input, terminals[0], out)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(models)
-        patch.setattr(sys, "argv", ["chat.py", *map(os.fsdecode, arguments)])
-        for name, stream in (("stdin", stdin), ("stdout", out), ("stderr", err)):
-            patch.setattr(sys, name, stream)
+        patch.setattr(sys, "argv", ["chat.py", *options_of(map(os.fsdecode, arguments))])
+        put(patch, sys, stdin=stdin, stdout=out, stderr=err)
         if generate:
             patch.setattr(model_cpu, "generate", speaking(functools.partial(generate, out)))
         with pytest.raises(SystemExit) as left:
@@ -124,20 +129,20 @@ def run(models, *arguments, input=b"", terminals=(False, False), generate=None):
 # ----------------------------------------------------------------------------------------------------------------------
 # One answer
 
-def test_an_answer_that_ends_inside_a_character_shows_no_broken_one(models, capsys):
+def test_an_answer_that_ends_inside_a_character_shows_no_broken_one(models, out_text):
     """Each piece is whole UTF-8 by itself, though every token of this model is a piece of a character."""
     s = session(models, "loop")
     shown = ""
     for i, byte in enumerate(LOOP.encode(), 1):
         s.show(bytes([byte]))
-        shown += capsys.readouterr().out
+        shown += out_text()
         assert shown == LOOP.encode()[:i].decode("utf-8", "ignore")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Lines from a pipe
 
-@pytest.mark.parametrize("name, most, lines, said", [
+@parametrize("name, most, lines, said", [
     ("loop", 200, b"e\n\n", "ends.\nends.\n"),            # the end of a text; an empty line begins a new one
     ("loop", 11, f"{LOOP[0]}\n\n/e\r\nж".encode(), f"{LOOP}é\n世🙂жé\n/ends.\nж{LOOP}\n"),      # or writes on
     ("loop", 4, b"\xc3\n", "é世\n"),                      # half a character is completed,
@@ -146,12 +151,12 @@ def test_an_answer_that_ends_inside_a_character_shows_no_broken_one(models, caps
     ("half", 1, b"A\nB\n", "\n\n"), ("sft", 200, b"A\n\nB\n", "Hi\nHi\n")])
 def test_lines_from_a_pipe(models, name, most, lines, said):
     """No prompts and no escape codes; a line that begins with a slash is text."""
-    assert run(models, f"--model=out/{name}", "--temperature=0", f"--max-tokens={most}", input=lines) == (0, said.encode(), "")
+    assert run(models, f"--model=out/{name} --temperature=0 --max-tokens={most}", input=lines) == (0, said.encode(), "")
 
 
 def test_prompts(models):
     for prompt, note in ("", ""), ("x" * 100 + "en", "note: the prompt has 102 tokens; the last 32 are used.\n"):
-        assert run(models, "--model", "out/loop", "--prompt", prompt, "--temperature", "0") == (
+        assert run(models, "--model out/loop --prompt", prompt, "--temperature 0") == (
             0, f"{prompt.removesuffix('en')}ends.\n".encode(), note)
 
 
@@ -165,7 +170,7 @@ class Terminal:
         if self.pid == 0:
             os.chdir(folder)
             environment = {**os.environ, "TERM": "dumb", "INPUTRC": "/dev/null", "LC_ALL": "C.UTF-8"}
-            os.execve(sys.executable, [sys.executable, os.path.join(ROOT, "chat.py"), *arguments], environment)
+            os.execve(sys.executable, [sys.executable, f"{ROOT}/chat.py", *arguments], environment)
         self.seen = b""
 
     def wait_for(self, text, seconds=120):
@@ -218,52 +223,52 @@ def test_terminal(models):
 def test_lines_that_go_on(models):
     """On a terminal; from a pipe a backslash is a backslash."""
     calls = []
-    out = run(models, "--model", "out/loop", input=b"a\\\nb\\\n\nc\\\\\n/d\n", terminals=TERMINAL, generate=record_calls(calls))[1]
+    out = run(models, "--model out/loop", input=b"a\\\nb\\\n\nc\\\\\n/d\n", terminals=TERMINAL, generate=record_calls(calls))[1]
     assert out.partition(b"more.\n")[2] == b"> ... ... a\nb\n\n> ... c\\\n/d\n> \n"
-    run(models, "--model", "out/loop", input=b"a\\\n", generate=record_calls(calls))
+    run(models, "--model out/loop", input=b"a\\\n", generate=record_calls(calls))
     assert [bytes(ids) for ids, *_ in calls] == [b"a\nb\n", b"c\\\n/d", b"a\\"]
 
 
-def test_stats(models, monkeypatch, capsys):
+def test_stats(models, monkeypatch, out_text):
     """The seconds are those from the question to the last token."""
     monkeypatch.setattr(chat.time, "perf_counter", itertools.count(0.25, 0.5).__next__)
     s = session(models, temperature=0)
     s.answer("Hello")
-    s.model = types.SimpleNamespace(config=types.SimpleNamespace(predict=4))
+    s.model = SimpleNamespace(config=SimpleNamespace(predict=4))
     s.trace = [(head, drafts, 1.0) for head, drafts in [(0, 0), (0, 3), (1, 3), (2, 3), (0, 3), (1, 3), (0, 3), (0, 0)]]
     chat.run_command("/stats", s)
     s.trace = [(0, 0, 1.0)] * 2
     s.print_stats()
     none = "no drafts (--speculation)\n"
-    assert capsys.readouterr().out == (
+    assert out_text() == (
         "Hi\n2 tokens in 1.00 s, 2.0 tokens/s, 1.60 tokens a verification\n"
         "  head 1: 2 of 3 drafts right, 67%\n  head 2: 1 of 3 drafts right, 33%\n  head 3: 0 of 3 drafts right, 0%\n"
         "2 tokens in 1.00 s, 2.0 tokens/s, 1.00 tokens a verification\n"
         f"  head 1: {none}  head 2: {none}  head 3: {none}")
 
 
-def test_tokens_have_the_colour_of_their_probability(models, monkeypatch, capsys):
+def test_tokens_have_the_colour_of_their_probability(models, monkeypatch, out_text):
     s = session(models)
     s.said, s.trace = [*b"ab\nc\xc3"], [(0, 0, p) for p in (0.5, 0.499, 0.1, 0.01, 0.009)]
     monkeypatch.setenv("NO_COLOR", "1")
     s.print_tokens()
-    assert capsys.readouterr().out == "a[50%]b[50%]\\n[10%]\nc[1%]\\xc3[1%]\n"
+    assert out_text() == "a[50%]b[50%]\\n[10%]\nc[1%]\\xc3[1%]\n"
     monkeypatch.setenv("NO_COLOR", "")
     chat.run_command("/tokens", s)
-    assert capsys.readouterr().out.replace("\x1b[", "^").replace("^0m", "$") == (
+    assert out_text().replace("\x1b[", "^").replace("^0m", "$") == (
         "^32ma$^36mb$^36m\\n$\n^33mc$^31m\\xc3$\n^32mfrom 50%$  ^36mfrom 10%$  ^33mfrom 1%$  ^31mfrom 0%$\n")
 
 
 def test_a_terminal_shows_control_characters_instead_of_obeying(tmp_path):
-    save_chain_model(str(tmp_path / "m"), [[*b"a\x1b[2J\x07\x9b", SPECIAL["<|endoftext|>"]]])
-    arguments = ("--model", "m", "--temperature", "0", "--prompt", "a")
-    assert run(tmp_path, *arguments, terminals=TERMINAL)[1].decode() == "a\ufffd[2J\ufffd\ufffd\n"
-    assert run(tmp_path, *arguments)[1].decode() == "a\x1b[2J\x07\ufffd\n"      # a file gets what was said
+    save_chain_model(f"{tmp_path}/m", [[*b"a\x1b[2J\x07\x9b", SPECIAL["<|endoftext|>"]]])
+    arguments = "--model m --temperature 0 --prompt a"
+    assert run(tmp_path, arguments, terminals=TERMINAL)[1].decode() == "a\ufffd[2J\ufffd\ufffd\n"
+    assert run(tmp_path, arguments)[1].decode() == "a\x1b[2J\x07\ufffd\n"      # a file gets what was said
     for char in map(chr, range(0x300)):
         assert (printable(char) != char) == (unicodedata.category(char) == "Cc" and char not in "\t\n")
 
 
-TERMINAL = (True, True)
+TERMINAL = True, True
 
 
 def test_a_session_on_a_terminal(models):
@@ -272,56 +277,72 @@ def test_a_session_on_a_terminal(models):
             ("loop", "Begin a text", b"e\n/reset\n\n /e\n", "> ends.\n> > ends.\n>  /ends.\n> \n"),
             ("sft", "Ask", b"\nHello\n\n", "> > Hi\n> > \n")]:
         count = session(models, name).model.flat_params.size
-        assert run(models, "--model", f"out/{name}", "--temperature=0", input=lines, terminals=TERMINAL) == (
+        assert run(models, f"--model out/{name} --temperature=0", input=lines, terminals=TERMINAL) == (
             0, f"out/{name}: {count:,} parameters, step 0.\n"
             f"{begin}; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.\n{said}".encode(), "")
         assert run.shown[0].endswith(b"more.\n> ") and run.shown[-1] == run.shown[0] + said[2:-1].encode()
     # not a terminal unless both are one
-    for terminals in ((True, False), (False, True)):
-        assert run(models, "--model", "out/loop", "--temperature=0", input=b"e\n/e\n", terminals=terminals) == (
+    for terminals in (True, False), (False, True):
+        assert run(models, "--model out/loop --temperature=0", input=b"e\n/e\n", terminals=terminals) == (
             0, b"ends.\n/ends.\n", "")
 
 
 def test_commands(models):
     """Settings are shown, changed and confirmed; what cannot be is refused in the words of the options."""
-    code, out, err = run(models, "--model", "out/loop", "--temperature", "0", terminals=TERMINAL, input=b"\n".join([
-        b"/stats", b"/tokens", b"/max-tokens 3", b"e", b"/temperature  hot ", b"/max-tokens", b"/nothing", b"/", b"/  max-tokens   2 ", b"/top-p 2", b"e",
-        b"/help", b"/temperature 0.5", b"/temperature", b"/seed", b"/seed  7", b"/seed ", b"/seed none",
-        b"/seed no", b"/top-k none", b"/top-k", b"/quit now", b"/quits", b""]))
+    code, out, err = run(models, "--model out/loop --temperature 0", terminals=TERMINAL, input=(
+        b"/stats\n/tokens\n/max-tokens 3\ne\n/temperature  hot \n/max-tokens\n/nothing\n/\n"
+        b"/  max-tokens   2 \n/top-p 2\ne\n/help\n/temperature 0.5\n/temperature\n/seed\n/seed  7\n"
+        b"/seed \n/seed none\n/seed no\n/top-k none\n/top-k\n/quit now\n/quits\n"))
     assert (code, err) == (0, "")
-    assert out.decode().partition("more.\n")[2] == (
-        "> /stats is about the last answer, and there is none.\n> /tokens is about the last answer, and there is none.\n"
-        "> max-tokens is 3\n> ends\n> /temperature must be a number from 0 to 100, not 'hot'.\n"
-        "> max-tokens is 3\n"
-        "> There is no command /nothing; /help lists them. A space in front makes it a prompt.\n"
-        "> There is no command /; /help lists them. A space in front makes it a prompt.\n"
-        "> max-tokens is 2\n> /top-p must be a number from 0.001 to 1, not '2'.\n"
-        "> end\n"
-        "> /reset forgets, /quit leaves. An empty line lets the model write on;\n"
-        "a line that ends with \\ is continued on the next.\n"
-        "/stats: how fast the last answer came; /tokens: how likely each token was.\nThe settings now:\n"
-        "  /max-tokens 2\n      length of an answer, in tokens, at most\n"
-        "  /temperature 0.0\n      0: the likeliest token; 1: as the model learned; more: wilder\n"
-        "  /top-k 50\n      draw among the k likeliest tokens; 0: among all\n"
-        "  /top-p 1.0\n      draw among the likeliest tokens of this probability together; 1: all\n"
-        "  /seed none\n      the same seed gives the same text; none: another text every time\n"
-        "> temperature is 0.5\n> temperature is 0.5\n"
-        "> seed is none\n> seed is 7\n> seed is 7\n> seed is none\n"
-        "> /seed must be a whole number of at least 0 and at most 9,223,372,036,854,775,808, not 'no'.\n"
-        "> /top-k must be a whole number of at least 0 and at most 1,000,000,000, not 'none'.\n> top-k is 50\n> ")
+    assert out.decode().partition("more.\n")[2] == """\
+> /stats is about the last answer, and there is none.
+> /tokens is about the last answer, and there is none.
+> max-tokens is 3
+> ends
+> /temperature must be a number from 0 to 100, not 'hot'.
+> max-tokens is 3
+> There is no command /nothing; /help lists them. A space in front makes it a prompt.
+> There is no command /; /help lists them. A space in front makes it a prompt.
+> max-tokens is 2
+> /top-p must be a number from 0.001 to 1, not '2'.
+> end
+> /reset forgets, /quit leaves. An empty line lets the model write on;
+a line that ends with \\ is continued on the next.
+/stats: how fast the last answer came; /tokens: how likely each token was.
+The settings now:
+  /max-tokens 2
+      length of an answer, in tokens, at most
+  /temperature 0.0
+      0: the likeliest token; 1: as the model learned; more: wilder
+  /top-k 50
+      draw among the k likeliest tokens; 0: among all
+  /top-p 1.0
+      draw among the likeliest tokens of this probability together; 1: all
+  /seed none
+      the same seed gives the same text; none: another text every time
+> temperature is 0.5
+> temperature is 0.5
+> seed is none
+> seed is 7
+> seed is 7
+> seed is none
+> /seed must be a whole number of at least 0 and at most 9,223,372,036,854,775,808, not 'no'.
+> /top-k must be a whole number of at least 0 and at most 1,000,000,000, not 'none'.
+> top-k is 50
+> """
 
 
 def test_help_fits_a_terminal(models):
     """Its lines end at words, however long the values are."""
     options = "--temperature=0.12345678901234568", "--top-p=0.12345678901234568", f"--seed={2**63}"
-    out = run(models, "--model", "out/sft", *options, terminals=TERMINAL, input=b"/help\n")[1].decode()
+    out = run(models, "--model out/sft", *options, terminals=TERMINAL, input=b"/help\n")[1].decode()
     assert str(2**63) in out and "/system none" in out and max(map(len, out.splitlines())) < 80
 
 
-@pytest.mark.parametrize("line", [b"/quit", b"/exit", b"/ quit ", b"/quit now", b"/exit\r"])
+@parametrize("line", [b"/quit", b"/exit", b"/ quit ", b"/quit now", b"/exit\r"])
 def test_leaving(models, line):
     """What comes after it is not read any more."""
-    out = run(models, "--model", "out/loop", "--temperature=0", terminals=TERMINAL, input=b"e\n" + line + b"\ne\n")[1]
+    out = run(models, "--model out/loop --temperature=0", terminals=TERMINAL, input=b"e\n" + line + b"\ne\n")[1]
     assert out.partition(b"more.\n")[2] == b"> ends.\n> "
 
 
@@ -337,8 +358,8 @@ def record_calls(calls):
 def test_what_is_asked_of_the_model(models, monkeypatch):
     """Every setting reaches it; each answer of a session has a seed of its own, which only a command sets anew."""
     calls = []
-    run(models, "--model", "out/loop", input=b"a\n", generate=record_calls(calls))
-    run(models, "--model", "out/loop", "--seed", "5", "--temperature", "0.25", "--top-k", "7", "--top-p", "0.5",
+    run(models, "--model out/loop", input=b"a\n", generate=record_calls(calls))
+    run(models, "--model out/loop --seed 5 --temperature 0.25 --top-k 7 --top-p 0.5",
         input=b"b\n/seed\nc\n/reset\n/seed x\nd\n/top-k 8\ne\n/seed 20\nf\n/seed none\ng\n", terminals=TERMINAL,
         generate=record_calls(calls))
     assert calls == [([ord("a")], 0.8, 50, 1.0, None, 260), *[([ord(c)], 0.25, k, 0.5, seed, 260) for c, k, seed in [
@@ -347,7 +368,7 @@ def test_what_is_asked_of_the_model(models, monkeypatch):
     monkeypatch.setattr(model_cpu, "generate", lambda *_, **options: asked.append(options) or iter(()))
     for name, options, most, speculate in [("loop", [], 200, None), ("sft", ["--max-tokens=7", "--speculation"], 7, True),
                                            ("sft", ["--no-speculation"], 200, False)]:
-        run(models, "--model", f"out/{name}", "--prompt", "x", *options)
+        run(models, f"--model out/{name} --prompt x", *options)
         found = asked.pop()
         assert (set(found["stop"]), found["most"], found["speculate"]) == (set(SPECIAL.values()), most, speculate)
 
@@ -369,16 +390,16 @@ def test_tokens_come_as_they_are_made(models):
         for token in b"abc":
             seen.append(out.seen())
             yield token
-    run(models, "--model", "out/loop", "--max-tokens", "2", "--prompt", "x", generate=generate)
+    run(models, "--model out/loop --max-tokens 2 --prompt x", generate=generate)
     assert seen == [b"x", b"xa"]                # nothing is computed that is not shown
-    run(models, "--model", "out/loop", input=b"y\n", terminals=TERMINAL, generate=generate)
+    run(models, "--model out/loop", input=b"y\n", terminals=TERMINAL, generate=generate)
     assert run.shown[-1].endswith(b"> yabc\n> ")
     with contextlib.redirect_stdout(Stream()) as out:
         session(models, **{"max-tokens": 2}).answer("A")
         assert out.seen() == b"Hi\n"            # flushed
 
 
-@pytest.mark.parametrize("terminals, code, said, calls", [
+@parametrize("terminals, code, said, calls", [
     ((True, True), 0, b"> a1\n> 1\n> \n", [(b"a", 5), (b"a1", 6)]), ((False, False), 130, b"a1", [(b"a", 5)])])
 def test_ctrl_c_while_the_model_writes(models, terminals, code, said, calls):
     """On a terminal the next line goes on, with a seed of its own; elsewhere it is the end."""
@@ -389,11 +410,11 @@ def test_ctrl_c_while_the_model_writes(models, terminals, code, said, calls):
         yield ord("1")
         if len(asked) == 1:
             raise KeyboardInterrupt
-    found = run(models, "--model", "out/loop", "--seed", "5", input=b"a\n\n", terminals=terminals, generate=generate)
+    found = run(models, "--model out/loop --seed 5", input=b"a\n\n", terminals=terminals, generate=generate)
     assert (found[0], found[1].rpartition(b"more.\n")[2], asked) == (code, said, calls)
 
 
-@pytest.mark.parametrize("special", SPECIAL.values())
+@parametrize("special", SPECIAL.values())
 def test_any_special_token_ends_an_answer(models, monkeypatch, special):
     """In chat form the turn is closed as by <|end|>; in plain form the text is at its end."""
     monkeypatch.setattr(model_cpu, "generate", speaking(lambda *_: iter([ord("a"), special, ord("b")])))
@@ -414,7 +435,7 @@ def session(models, name="sft", **settings):
 def test_chat_form(models):
     """The answer stops at <|end|>; the template is made of ids; turns are kept."""
     s = session(models, temperature=0)
-    for line in ("A", "", "<|end|>"):           # an empty line after a finished answer is nothing
+    for line in "A", "", "<|end|>":           # an empty line after a finished answer is nothing
         s.answer(line)
     assert s.turns == [turn(b"A", *b"Hi", END), turn(b"<|end|>", *b"Hi", END)] and bytes(s.said) == b"Hi"
     assert chat.run_command("/reset", s) and s.turns == []
@@ -429,7 +450,7 @@ def test_chat_form_closes_an_interrupted_answer(models):
     assert s.turns[1] == turn(b"B", *b"Hi")
 
 
-@pytest.mark.parametrize("most, said, closed", [(1, b"", [END]), (1, b"a", []), (2, b"a", [END]), (2, b"ab", [])])
+@parametrize("most, said, closed", [(1, b"", [END]), (1, b"a", []), (2, b"a", [END]), (2, b"ab", [])])
 def test_a_turn_is_closed_where_the_model_ended_it(models, monkeypatch, most, said, closed):
     """And left open where the number of tokens did, even if it would have ended there."""
     monkeypatch.setattr(model_cpu, "generate", speaking(lambda *rest: iter([*said, END])))
@@ -465,7 +486,7 @@ def turn(text, *answer):
     return [USER, *text, END, ASSISTANT, *answer]
 
 
-def test_chat_form_has_a_window_to_the_token(models, capsys):
+def test_chat_form_has_a_window_to_the_token(models, err_text):
     """Of a window of 32, 24 are for what was said, the turn's three special tokens included."""
     s = session(models)
     one, two = turn(b"1", *b"abc", END), turn(b"2", *b"abc", END)
@@ -474,20 +495,20 @@ def test_chat_form_has_a_window_to_the_token(models, capsys):
         s.add_turn(text)
         assert s.turns == [*kept, turn(text)]
     text = bytes(range(100))
-    for context, room in ((1, 1), (5, 1), (6, 2), (32, 21)):            # at least one token of what was typed
-        s.model = types.SimpleNamespace(config=types.SimpleNamespace(context=context))
+    for context, room in (1, 1), (5, 1), (6, 2), (32, 21):            # at least one token of what was typed
+        s.model = SimpleNamespace(config=SimpleNamespace(context=context))
         for size, note in (room, ""), (room + 1, f"note: the prompt has {room + 1} tokens; the last {room} are used.\n"):
             s.turns = []
             s.add_turn(text[:size])
-            assert s.turns == [turn(text[:size][-room:])] and capsys.readouterr().err == note
+            assert s.turns == [turn(text[:size][-room:])] and err_text() == note
 
 
-def test_plain_form_has_a_window_to_the_token(models, capsys):
+def test_plain_form_has_a_window_to_the_token(models, err_text):
     s = session(models, "loop")
     for size, note in (32, ""), (33, "note: the prompt has 33 tokens; the last 32 are used.\n"):
         text = "".join(map(chr, range(80, 80 + size)))
         s.add_text(text)
-        assert s.turns == [list(text.encode()[-32:])] and capsys.readouterr().err == note
+        assert s.turns == [list(text.encode()[-32:])] and err_text() == note
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -498,8 +519,8 @@ HEAD = "stop after      loss   |f(x)|/|x|   most likely after the end of the tex
 
 def test_lens(tmp_path):
     """Ids that the tokenizer does not have are left out: the model has four more."""
-    save_chain_model(str(tmp_path / "m"), [b"ab", b"bA", [ord("b"), 260], [ord("b"), 261]])
-    assert run(tmp_path, "--model", "m", "--lens", "abA") == (
+    save_chain_model(f"{tmp_path}/m", [b"ab", b"bA", [ord("b"), 260], [ord("b"), 261]])
+    assert run(tmp_path, "--model m --lens abA") == (
         0, b"2 tokens read, the next of each predicted; loss in nats a token\n" + HEAD.encode() +
         b'embedding     0.5493                "A"\nlayer 0       0.5493        0.000   "A"\n', "")
 
@@ -538,14 +559,14 @@ def test_plot_of_the_lens(models, monkeypatch, tmp_path):
     assert (code, err) == (2, "error: --plot needs matplotlib: pip install matplotlib.\n")
 
 
-def test_lens_of_a_long_text(models, monkeypatch, capsys):
+def test_lens_of_a_long_text(models, monkeypatch, err_text):
     """Of a window of 32 the last 33 tokens, which make 32 predictions."""
     s, asked = session(models, "loop"), []
     monkeypatch.setattr(model_cpu, "print_euler_table", lambda model, tokenizer, ids: asked.append(ids))
     for size, note in (2, ""), (33, ""), (34, "note: the text has 34 tokens; the last 33 are used.\n"):
         text = "".join(map(chr, range(50, 50 + size)))
         chat.print_lens(s.model, s.tokenizer, text, None)
-        assert bytes(*asked.pop().tolist()) == text.encode()[-33:] and capsys.readouterr().err == note
+        assert bytes(*asked.pop().tolist()) == text.encode()[-33:] and err_text() == note
 
 
 def test_engine(monkeypatch):
@@ -558,7 +579,7 @@ def test_engine(monkeypatch):
             ([], ("m", "auto", {"training": False}, None)),
             (["--device=gpu", "--context=9"], ("m", "gpu", {"training": False}, 9)),
             (["--device=gpu", "--lens="], ("m", model_cpu, {"training": False, "dtype": np.float32}, None))]:
-        assert run(".", "--model", "m", *arguments) == (2, b"", f"error: {expected}\n")
+        assert run(".", "--model m", *arguments) == (2, b"", f"error: {expected}\n")
 
 
 def test_the_newest_checkpoint_is_taken(models):
@@ -566,10 +587,10 @@ def test_the_newest_checkpoint_is_taken(models):
         for name in "random", "loop", "sft":
             seconds = 2e9 + (name == newest)
             os.utime(models / "out" / name / "model.safetensors", (seconds, seconds))
-        assert run(models, "--prompt", "e", "--temperature", "0")[1] == said
+        assert run(models, "--prompt e --temperature 0")[1] == said
 
 
-@pytest.mark.parametrize("option, low, high, step", [
+@parametrize("option, low, high, step", [
     ("max-tokens", 1, 10**9, 1), ("temperature", 0, 100, 1e-9), ("top-k", 0, 10**9, 1), ("top-p", 0.001, 1, 1e-9),
     ("seed", 0, 2**63, 1), ("context", 1, 10**9, 1)])
 def test_the_bounds_of_a_number(option, low, high, step):
@@ -581,15 +602,15 @@ def test_the_bounds_of_a_number(option, low, high, step):
             chat.parse_arguments([f"--{option}={value}"])
 
 
-@pytest.mark.parametrize("context, default", [
+@parametrize("context, default", [
     (160, ""), (200, '{%if loop.first and messages[0]["role"]!="system"%}{{"<|im_start|>system\\nBe kind.<|im_end|>\\n"}}{%endif%}')])
-def test_the_system_text_of_a_template_stays(capsys, context, default):
+def test_the_system_text_of_a_template_stays(err_text, context, default):
     """While whole turns between are forgotten: ChatML, whose template brings one, or a plain one, whose turns begin with the
     end of the one before."""
     tokenizer = Tokenizer(range(256), [], [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
     tokenizer.template = known_template(default.join(CHATML_PARTS))
-    s = chat.Session(types.SimpleNamespace(config=types.SimpleNamespace(context=context)), tokenizer, None)
-    for text in (b"first", b"second", b"third", b"fourth", b"fifth"):
+    s = chat.Session(SimpleNamespace(config=SimpleNamespace(context=context)), tokenizer, None)
+    for text in b"first", b"second", b"third", b"fourth", b"fifth":
         s.add_turn(text)
         s.turns[-1] += [*b"Yes", s.stop]
     said = tokenizer.decode(sum(s.turns, []))
@@ -597,18 +618,18 @@ def test_the_system_text_of_a_template_stays(capsys, context, default):
     assert said.startswith(f"{begin}first<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>user\n")
     assert "fifth" in said and "second" not in said
     s.add_turn(b"x" * 90)                                   # too long to stay beside the first: it is the first then
-    assert tokenizer.decode(*s.turns).startswith(begin + "xxx") and capsys.readouterr().err == ""
+    assert tokenizer.decode(*s.turns).startswith(begin + "xxx") and err_text() == ""
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--temperature", "-1"], "argument --temperature: must be a number from 0 to 100, not '-1'"),
-    (["--prompt", "a", "--lens", "a"], "not allowed with argument"),
-    (["--plot", "a.png"], "--plot goes with --lens TEXT"),
-    (["--model", "nowhere"], "nowhere holds no checkpoint"),
-    (["--model", "out/loop", "--lens", "a"], "--lens needs a text of at least 2 tokens; 'a' has 1."),
-    (["--model", "damaged", "--prompt", "a"], "damaged/config.json is damaged")])
+@parametrize("arguments, message", rows("""
+    --temperature -1          | argument --temperature: must be a number from 0 to 100, not '-1'
+    --prompt a --lens a       | not allowed with argument
+    --plot a.png              | --plot goes with --lens TEXT
+    --model nowhere           | nowhere holds no checkpoint
+    --model out/loop --lens a | --lens needs a text of at least 2 tokens; 'a' has 1.
+    --model damaged --prompt a | damaged/config.json is damaged"""))
 def test_bad_options(models, arguments, message):
-    code, out, err = run(models, *arguments)
+    code, out, err = run(models, arguments)
     assert (code, out, err.count("\n")) == (2, b"", 1) and err.startswith("error: ") and message in err
 
 
@@ -620,5 +641,5 @@ def test_as_a_script(models):
 
 
 def test_no_checkpoint_at_all(tmp_path):
-    assert run(tmp_path, "--prompt", "a") == (2, b"", ("error: there is no trained model in out/: run `make` or "
+    assert run(tmp_path, "--prompt a") == (2, b"", ("error: there is no trained model in out/: run `make` or "
                                               "`python train.py`, or name the folder of one with --model DIR.\n"))

@@ -16,6 +16,7 @@ import zlib
 
 import numpy as np
 import pytest
+from cases import once_a_module, parametrize, put, read, write
 
 import attack
 import checkpoint
@@ -33,7 +34,7 @@ def make(seed=0, config=TINY, dtype=np.float32):
     """A model of step 7 with other numbers in everything that is saved."""
     model, rng = Model(config, seed, dtype), np.random.default_rng(seed)
     model.step = 7
-    for array in (model.flat_params, model.m, model.v):
+    for array in model.flat_params, model.m, model.v:
         model.write(array, rng.standard_normal(array.size, np.float32))
     model.v[...] = np.abs(model.v)                  # a mean of squares
     return model
@@ -47,7 +48,7 @@ def trained(model):
     return model
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def saved(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("saved") / "run")
     save(path, make(), TOKENIZER, RECORD)
@@ -59,7 +60,7 @@ def folder(tmp_path, saved):
     """A checkpoint of step 7."""
     shutil.copytree(saved, tmp_path / "run")
     signal.alarm(600)                               # a read from a pipe would never end
-    yield str(tmp_path / "run")
+    yield f"{tmp_path}/run"
     signal.alarm(0)
 
 
@@ -75,7 +76,7 @@ def refused(folder, words, name=""):
     with pytest.raises(ValueError) as error:
         reload(folder)
     text = str(error.value)
-    assert os.path.join(folder, name).rstrip("/") in text and words in text
+    assert f"{folder}/{name}".rstrip("/") in text and words in text
     assert "\n" not in text and text.endswith("."), text
 
 
@@ -95,7 +96,7 @@ def same(a, b):
 
 def edit(folder, name, change):
     """Change a file's header under a right checksum: change(header, data) -> None or new data."""
-    path = os.path.join(folder, name)
+    path = f"{folder}/{name}"
     header, data = attack.read_header(path)
     data = change(header, data) or data
     attack.sign(path, header, data)
@@ -111,11 +112,9 @@ def edit_metadata(folder, name, key, value):
 
 
 def edit_config(folder, **changes):
-    path = os.path.join(folder, "config.json")
-    with open(path) as file:
-        config = {**json.load(file), **changes}
-    with open(path, "w") as file:
-        json.dump(config, file, indent=2)
+    path = f"{folder}/config.json"
+    config = {**json.load(open(path)), **changes}
+    write(path, json.dumps(config, indent=2))
     return f"{zlib.crc32(open(path, 'rb').read()):08x}"
 
 
@@ -132,15 +131,15 @@ def test_save_and_load_give_back_every_bit(folder):
     assert loaded.config == model.config and loaded.step == 7 and state == RECORD == load_state(folder)
     assert same(buffers(loaded), buffers(model)) and np.any(loaded.m) and np.any(loaded.v)
     assert same(buffers(trained(loaded)), buffers(trained(model)))
-    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "tokenizer.json",
-                                          "tokenizer_config.json", "train_state.safetensors"]
-    tensors, _ = read_tensors(os.path.join(folder, WEIGHTS))
+    assert sorted(os.listdir(folder)) == """config.json model.safetensors tokenizer.json
+                                         tokenizer_config.json train_state.safetensors""".split()
+    tensors, _ = read_tensors(f"{folder}/{WEIGHTS}")
     heads = make().params["heads"]                          # head 0 is Llama's
     assert np.array_equal(tensors["lm_head.weight"], heads[:264]) and len(tensors) == 22
     assert np.array_equal(tensors["mtp_heads.weight"], heads[264:])
 
 
-@pytest.mark.parametrize("change", [dict(predict=1, kv_heads=4), dict(layers=1, context=3, mtp_weight=0),
+@parametrize("change", [dict(predict=1, kv_heads=4), dict(layers=1, context=3, mtp_weight=0),
                                     dict(hidden=8, norm_eps=0.25, rope_theta=77.0)])
 def test_float64_and_other_sizes_round_trip(tmp_path, change):
     model = make(config=dataclasses.replace(TINY, **change), dtype=np.float64)
@@ -151,7 +150,7 @@ def test_float64_and_other_sizes_round_trip(tmp_path, change):
     assert load_state(str(tmp_path), loaded) == {} and same(buffers(loaded), buffers(model))
 
 
-@pytest.mark.parametrize("chat, end", [(True, "<|end|>"), (False, "<|endoftext|>")])
+@parametrize("chat, end", [(True, "<|end|>"), (False, "<|endoftext|>")])
 def test_the_json_files(tmp_path, chat, end):
     save(str(tmp_path), make(), TOKENIZER, {}, chat=chat)
     template = {"chat_template": CHAT_TEMPLATE} if chat else {}
@@ -177,12 +176,12 @@ def test_a_folder_of_the_first_version_loads(folder):
     """It has no checksum of config.json."""
     for name in WEIGHTS, STATE:
         edit_metadata(folder, name, "config", "missing")
-    path = os.path.join(folder, "config.json")
-    open(path, "w").write(FIRST_CONFIG)
+    path = f"{folder}/config.json"
+    write(path, FIRST_CONFIG)
     model, state = reload(folder)
     assert state == RECORD and same(buffers(model), buffers(make())) and model.config == TINY
     save(folder, model, TOKENIZER, state)
-    assert attack.read_header(os.path.join(folder, WEIGHTS))[0]["__metadata__"]["config"] == (
+    assert attack.read_header(f"{folder}/{WEIGHTS}")[0]["__metadata__"]["config"] == (
         f"{zlib.crc32(open(path, 'rb').read()):08x}")
 
 
@@ -194,7 +193,7 @@ def test_loading_draws_no_random_numbers(folder, monkeypatch):
 
 
 def test_tensors_are_neither_read_nor_written_through_copies(tmp_path):
-    path, rng = str(tmp_path / WEIGHTS), np.random.default_rng(0)
+    path, rng = f"{tmp_path}/{WEIGHTS}", np.random.default_rng(0)
     tensors = {f"tensor {i}": rng.random((128, 2048), np.float32) for i in range(8)}
     tracemalloc.start()
     try:
@@ -208,10 +207,10 @@ def test_tensors_are_neither_read_nor_written_through_copies(tmp_path):
 
 def test_a_file_of_tensors_by_hand(tmp_path):
     """Byte by byte, as the format has it."""
-    path = str(tmp_path / "x")
+    path = f"{tmp_path}/x"
     a, b = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), np.array([5.0])
     checkpoint.write_safetensors(path, {"a": a.T.copy(), "b": b, "none": np.zeros((0, 3))}, {"step": "1"})
-    raw = open(path, "rb").read()
+    raw = read(path)
     header, data = attack.read_header(path)
     assert data == a.T.tobytes() + b.tobytes() and raw[8:9] == b"{"
     crc = header["__metadata__"].pop("crc32")
@@ -230,10 +229,10 @@ def test_a_file_of_tensors_by_hand(tmp_path):
 
 def test_tensors_start_at_a_multiple_of_eight(tmp_path):
     """However long the header is; up to seven spaces see to it."""
-    path, spaces = str(tmp_path / "x"), []
+    path, spaces = f"{tmp_path}/x", []
     for letters in range(1, 9):
         checkpoint.write_safetensors(path, {letters * "a": np.ones(1)}, {})
-        raw = open(path, "rb").read()
+        raw = read(path)
         size = int.from_bytes(raw[:8], "little")
         spaces.append(raw.count(b" ", 8, 8 + size))
         assert size % 8 == 0
@@ -245,13 +244,14 @@ class Killed(BaseException):
     """Stands for SIGKILL."""
 
 
-def kill_at(monkeypatch, stage):
+@contextlib.contextmanager
+def killed_at(stage):
     """Let the process "die" at its stage-th call that changes the disk; a file about to be synced is cut in
     half, as if it had not been written to its end.  After its death nothing changes the disk, whatever
     handlers still run."""
     calls = itertools.count()
 
-    def wrap(name, original):
+    def dying(name, original):
         def call(*arguments, **options):
             number = next(calls)
             if number == stage and name == "fsync":
@@ -259,12 +259,14 @@ def kill_at(monkeypatch, stage):
             if number >= stage:
                 raise Killed
             return original(*arguments, **options)
-        monkeypatch.setattr(os, name, call)
-    for name in ("replace", "remove", "fsync"):
-        wrap(name, getattr(os, name))
+        return call
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        for name in "replace", "remove", "fsync":
+            patch.setattr(os, name, dying(name, getattr(os, name)))
+        yield
 
 
-def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder, tmp_path, monkeypatch):
+def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder, tmp_path):
     old, _ = reload(folder)
     new = trained(reload(folder)[0])
     expected = {7: buffers(old), 8: buffers(new)}
@@ -272,17 +274,15 @@ def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder, tmp_path,
     finished = False
     while not finished:
         stage = len(found)
-        copy = str(tmp_path / f"killed{stage}")
+        copy = f"{tmp_path}/killed{stage}"
         shutil.copytree(folder, copy)
-        with monkeypatch.context() as patch:
-            kill_at(patch, stage)
-            with contextlib.suppress(Killed):
-                save(copy, new, TOKENIZER, {"after": 2})
-                finished = True
-        files = {name: os.path.getmtime(os.path.join(copy, name)) for name in os.listdir(copy)}
+        with killed_at(stage):
+            save(copy, new, TOKENIZER, {"after": 2})
+            finished = True
+        files = {name: os.path.getmtime(f"{copy}/{name}") for name in os.listdir(copy)}
         loaded, state = reload(copy)
         # a reader touches nothing: the files may be those of a run that is saving at this moment
-        assert files == {name: os.path.getmtime(os.path.join(copy, name)) for name in os.listdir(copy)}
+        assert files == {name: os.path.getmtime(f"{copy}/{name}") for name in os.listdir(copy)}
         found.append(loaded.step)
         assert same(buffers(loaded), expected[loaded.step]), stage
         assert state == (RECORD if loaded.step == 7 else {"after": 2})
@@ -293,16 +293,14 @@ def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder, tmp_path,
     assert found.count(8) >= 2                              # one of them between the two renames
 
 
-def test_a_first_save_killed_at_any_moment_leaves_no_config_or_a_checkpoint(tmp_path, monkeypatch):
+def test_a_first_save_killed_at_any_moment_leaves_no_config_or_a_checkpoint(tmp_path):
     """By config.json the Makefile tells whether there is a run to go on with."""
     for stage in itertools.count():
-        folder = str(tmp_path / f"killed{stage}")
-        with monkeypatch.context() as patch:
-            kill_at(patch, stage)
-            with contextlib.suppress(Killed):
-                save(folder, make(), TOKENIZER, RECORD)
-                break
-        if os.path.exists(os.path.join(folder, "config.json")):
+        folder = f"{tmp_path}/killed{stage}"
+        with killed_at(stage):
+            save(folder, make(), TOKENIZER, RECORD)
+            break
+        if os.path.exists(f"{folder}/config.json"):
             reload(folder)
     assert stage > 6 and reload(folder)[1] == RECORD
 
@@ -322,8 +320,7 @@ def test_each_file_is_on_the_disk_before_it_takes_its_name(folder, monkeypatch):
         assert (status.st_ino, status.st_size) in synced, source
         replace(source, target)
         replaced.add(os.path.basename(target))
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
+    put(monkeypatch, os, fsync=noted_fsync, replace=noted_replace)
     # tied: its last tensor is so small that it waits in Python's buffer
     save(folder, make(config=dataclasses.replace(TINY, predict=1, tied=True)), TOKENIZER, RECORD)
     assert replaced == set(os.listdir(folder))
@@ -331,26 +328,23 @@ def test_each_file_is_on_the_disk_before_it_takes_its_name(folder, monkeypatch):
 
 # What a killed save can leave: how much of the model's and of the state's .new file there is (None: no such
 # file), and whether the new model has been renamed already.
-@pytest.mark.parametrize("new_model, new_state, renamed", [
+@parametrize("new_model, new_state, renamed", [
     (0.5, None, False), (1, None, False), (1, 0.5, False), (1, 1, False), (None, 1, True)])
-def test_the_repair_itself_may_be_killed(folder, tmp_path, monkeypatch, new_model, new_state, renamed):
-    after = str(tmp_path / "after")
+def test_the_repair_itself_may_be_killed(folder, tmp_path, new_model, new_state, renamed):
+    after = f"{tmp_path}/after"
     new = trained(reload(folder)[0])
     save(after, new, TOKENIZER, {"after": 2})
     for name, part in (WEIGHTS, new_model), (STATE, new_state):
         if part is not None:
-            raw = open(os.path.join(after, name), "rb").read()
-            with open(os.path.join(folder, name + ".new"), "wb") as file:
-                file.write(raw[:int(part * len(raw))])
+            raw = read(f"{after}/{name}")
+            write(os.path.join(folder, name + ".new"), raw[:int(part * len(raw))])
     if renamed:
-        shutil.copy(os.path.join(after, WEIGHTS), folder)
+        shutil.copy(f"{after}/{WEIGHTS}", folder)
     for stage in range(4):
-        copy = str(tmp_path / f"killed{stage}")
+        copy = f"{tmp_path}/killed{stage}"
         shutil.copytree(folder, copy)
-        with monkeypatch.context() as patch:
-            kill_at(patch, stage)
-            with contextlib.suppress(Killed):
-                checkpoint.repair(copy)
+        with killed_at(stage):
+            checkpoint.repair(copy)
         assert reload(copy)[0].step == (8 if renamed else 7), stage
 
 
@@ -379,7 +373,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(folder):
     """Writes fail at a limit on the size of a file: in tokenizer.json, in the model, in the state."""
     old, _ = reload(folder)
     new = trained(reload(folder)[0])
-    sizes = [os.path.getsize(os.path.join(folder, name)) - 1000 for name in (WEIGHTS, STATE)]
+    sizes = [os.path.getsize(f"{folder}/{name}") - 1000 for name in (WEIGHTS, STATE)]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit in 100, *sizes:
         try:
@@ -395,24 +389,22 @@ def test_a_full_disk_keeps_the_last_checkpoint(folder):
 
 
 # -- altered, damaged, missing -------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [WEIGHTS, STATE])
+@parametrize("name", [WEIGHTS, STATE])
 def test_a_file_cut_at_any_place_is_refused(folder, name):
-    path = os.path.join(folder, name)
-    raw = open(path, "rb").read()
+    path = f"{folder}/{name}"
+    raw = read(path)
     header = 8 + int.from_bytes(raw[:8], "little")
     for end in 0, 7, 8, header // 2, header, header + 1, len(raw) - 4:
-        with open(path, "wb") as file:
-            file.write(raw[:end])
+        write(path, raw[:end])
         refused(folder, "is damaged (truncated or altered)", name)
-    with open(path, "wb") as file:
-        file.write(raw + b"\0")
+    write(path, raw + b"\0")
     refused(folder, "is damaged", name)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, STATE])
+@parametrize("name", [WEIGHTS, STATE])
 def test_a_flipped_byte_is_refused(folder, name):
-    path = os.path.join(folder, name)
-    raw = open(path, "rb").read()
+    path = f"{folder}/{name}"
+    raw = read(path)
     size, rng = int.from_bytes(raw[:8], "little"), np.random.default_rng(0)
     # the length of the header: every other value
     places = [(i, x) for i in range(8) for x in range(1, 256)]
@@ -433,7 +425,7 @@ def test_a_flipped_byte_is_refused(folder, name):
 
 
 def test_missing_extra_and_misshapen_tensors_are_refused(folder):
-    path = os.path.join(folder, WEIGHTS)
+    path = f"{folder}/{WEIGHTS}"
     tensors, metadata = read_tensors(path)
     name = "model.layers.1.self_attn.k_proj.weight"
     for change, words in [
@@ -447,7 +439,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused(folder):
 
 
 def test_foreign_training_states_are_refused(folder):
-    path = os.path.join(folder, STATE)
+    path = f"{folder}/{STATE}"
     tensors, _ = read_tensors(path)
     m, v = tensors["m"], tensors["v"]
     for changed, words in [
@@ -462,7 +454,7 @@ def test_foreign_training_states_are_refused(folder):
     refused(folder, "holds no training state", STATE)
 
 
-@pytest.mark.parametrize("name, tensor", [(WEIGHTS, "mtp_heads.weight"), (STATE, "m"), (STATE, "v")])
+@parametrize("name, tensor", [(WEIGHTS, "mtp_heads.weight"), (STATE, "m"), (STATE, "v")])
 def test_numbers_that_are_not_finite_are_named(folder, name, tensor):
     def change(header, data):
         place = header[tensor]["data_offsets"][1] - 4
@@ -471,7 +463,7 @@ def test_numbers_that_are_not_finite_are_named(folder, name, tensor):
     refused(folder, f"{name}: the tensor {tensor} holds numbers that are not finite")
 
 
-@pytest.mark.parametrize("change, words", [
+@parametrize("change, words", [
     (dict(mtp_weight=0.25), "config.json is not as it was saved"),
     (dict(max_position_embeddings=8), "config.json is not as it was saved"),
     (dict(mtp_heads=None), "config.json is not as it was saved"), (dict(mtp_heads="x"), "cannot be used"),
@@ -483,7 +475,7 @@ def test_an_altered_config_is_refused(folder, change, words):
     refused(folder, words, "config.json")
 
 
-@pytest.mark.parametrize("changes, words", [
+@parametrize("changes, words", [
     ({"num_hidden_layers": 3_000_000}, "layers must be a whole number"),
     ({"num_hidden_layers": 1_000_000}, "tensors are missing"),
     ({"num_hidden_layers": 3}, "the tensor model.layers.2.self_attn.q_proj.weight is missing"),
@@ -499,29 +491,25 @@ def test_sizes_that_are_not_those_of_the_weights(folder, changes, words):
 
 
 def test_another_tokenizer_is_refused(folder):
-    path = os.path.join(folder, "tokenizer.json")
+    path = f"{folder}/tokenizer.json"
     Tokenizer.train(["the cat sat on the mat and the dog sat on the cat"], 264).save(path)
     refused(folder, "tokenizer.json is not as it was saved")
-    open(path, "w").write("{}")
+    write(path, "{}")
     refused(folder, "is not a tokenizer that tokenizer.py reads", "tokenizer.json")
 
 
-@pytest.mark.parametrize("step", [None, "-1", "1.5", "missing"])
-def test_a_checkpoint_of_no_step(folder, step):
-    edit_metadata(folder, WEIGHTS, "step", step)
-    refused(folder, "model.safetensors does not say of which step it is")
+@parametrize("name, key, value, words", [
+    *[(WEIGHTS, "step", step, "does not say of which step it is") for step in (None, "-1", "1.5", "missing")],
+    *[(STATE, "state", state, "holds no record of a run") for state in ("missing", None, "x", "[]", "null", "[" * 100_000)]])
+def test_a_checkpoint_of_no_step_and_a_state_that_is_none(folder, name, key, value, words):
+    edit_metadata(folder, name, key, value)
+    refused(folder, f"{name} {words}")
 
 
-@pytest.mark.parametrize("state", ["missing", None, "x", "[]", "null", "[" * 100_000])
-def test_a_state_that_is_none(folder, state):
-    edit_metadata(folder, STATE, "state", state)
-    refused(folder, "train_state.safetensors holds no record of a run")
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS, STATE])
-@pytest.mark.parametrize("what", ["pipe", "zero", "folder"])
+@parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS, STATE])
+@parametrize("what", ["pipe", "zero", "folder"])
 def test_something_else_in_place_of_a_file(folder, name, what):
-    path = os.path.join(folder, name)
+    path = f"{folder}/{name}"
     os.remove(path)
     if what == "pipe":
         os.mkfifo(path)
@@ -532,16 +520,16 @@ def test_something_else_in_place_of_a_file(folder, name, what):
     refused(folder, f"{name} is not a plain file, so it is not read")
 
 
-@pytest.mark.parametrize("text", ["7", "[]", "{"])
+@parametrize("text", ["7", "[]", "{"])
 def test_a_tokenizer_config_that_is_none(folder, text):
-    open(os.path.join(folder, "tokenizer_config.json"), "w").write(text)
+    write(f"{folder}/tokenizer_config.json", text)
     refused(folder, "tokenizer_config.json is damaged: it ")
 
 
 # -- the printer ---------------------------------------------------------------------------------------------
-def test_what_is_in_a_folder_is_printed(folder, capsys):
+def test_what_is_in_a_folder_is_printed(folder, out_text):
     checkpoint.main([folder])
-    out = capsys.readouterr().out
+    out = out_text()
     lines = out.splitlines()
     assert out.startswith(
         f"{folder}: step 7, {make().flat_params.size:,} parameters, continues texts\n"
@@ -549,7 +537,7 @@ def test_what_is_in_a_folder_is_printed(folder, capsys):
         "hidden 48, norm_eps 1e-05, rope_theta 10000.0, tied False, positions None\n"
         "tokenizer 262 tokens, 4 of them special\n")
     for name, at, number in (WEIGHTS, 3, 22), (STATE, 26, 2):
-        path = os.path.join(folder, name)
+        path = f"{folder}/{name}"
         crc = attack.read_header(path)[0]["__metadata__"]["crc32"]
         assert lines[at] == f"{path}: {number} tensors, {os.path.getsize(path):,} bytes, CRC32 {crc}"
         for line, (tensor, array) in zip(lines[at + 1:], read_tensors(path)[0].items()):
@@ -558,7 +546,7 @@ def test_what_is_in_a_folder_is_printed(folder, capsys):
     assert len(lines) == 29
     save(folder, make(), TOKENIZER, RECORD, chat=True)
     checkpoint.main([folder])
-    assert capsys.readouterr().out.startswith(lines[0].replace("continues texts", "answers"))
+    assert out_text().startswith(lines[0].replace("continues texts", "answers"))
 
 
 def test_the_printer_refuses_in_one_sentence(tmp_path):

@@ -11,18 +11,20 @@ import subprocess
 import sys
 
 import numpy as np
+from numpy.testing import assert_allclose
 import pytest
+from cases import once_a_module, parametrize
 
 import exercises
 import gradcheck
 
 ROOT = os.path.dirname(os.path.abspath(gradcheck.__file__))
 OWN = [name for name in exercises.EXERCISES if name not in exercises.MARKS]
-LIBRARY = ("array", "collections", "functools", "heapq", "itertools")
+LIBRARY = "array", "collections", "functools", "heapq", "itertools"
 BEGUN = "    # Your lines here.\n"
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def calls():
     return exercises.record()
 
@@ -54,7 +56,7 @@ def verdict(name, calls, lines, there="", instead=""):
 
 
 def run(*arguments):
-    command = [sys.executable, os.path.join(ROOT, "gradcheck.py"), *arguments]
+    command = [sys.executable, f"{ROOT}/gradcheck.py", *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
     assert "Traceback" not in result.stderr
     return result.returncode, result.stdout, result.stderr
@@ -80,13 +82,13 @@ def test_from_the_first_run_to_the_verdict():
     assert code == 1 and out.startswith("linear         right in 36 calls\nembedding      not begun\n")
     assert out.count("\n") == len(exercises.EXERCISES)
     assert ", ".join(exercises.EXERCISES) in " ".join(run("--help")[1].split())
-    for arguments in (["--exercise", "nosuch"], ["--hint"], ["--exercise", "all", "--hint"]):
+    for arguments in ["--exercise", "nosuch"], ["--hint"], "--exercise all --hint".split():
         code, out, error = run(*arguments)
         assert code == 2 and out == "" and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", exercises.EXERCISES)
-def test_a_file_runs_by_itself_and_holds_no_solution(name, capsys):
+@parametrize("name", exercises.EXERCISES)
+def test_a_file_runs_by_itself_and_holds_no_solution(name, out_text):
     text = exercises.exercise_text(name)
     names = {}
     exec(compile(text, name, "exec"), names)
@@ -97,7 +99,7 @@ def test_a_file_runs_by_itself_and_holds_no_solution(name, capsys):
         assert text.count(f"def {other.__name__}(") == (other is function)
     assert max(map(len, text.splitlines())) <= 110
     assert exercises.run_exercise(name, hint=True)                  # every one has a derivation
-    hint = capsys.readouterr().out
+    hint = out_text()
     assert hint.count("\n") >= 2 and "---" not in hint and "#" not in hint
     assert os.listdir("exercises") == []
 
@@ -113,7 +115,7 @@ def test_what_is_recorded(calls):
     assert len({str(exercises.settings(call)) for call in calls["sample"]}) == 5
 
 
-@pytest.mark.parametrize("name", OWN)
+@parametrize("name", OWN)
 def test_the_original_is_right_and_adds_where_the_table_says(name, calls):
     """What was larger by 1 before the call, and is so after it, is added to."""
     assert verdict(name, calls, body(name)) == []
@@ -126,14 +128,14 @@ def test_the_original_is_right_and_adds_where_the_table_says(name, calls):
             assert np.allclose(raised - want[argument], 1) == (argument in exercises.ADDED)
 
 
-def test_all_are_right_if_each_is(calls, monkeypatch, capsys):
+def test_all_are_right_if_each_is(calls, monkeypatch, out_text):
     monkeypatch.setattr(exercises, "record", lambda: calls)
     two = {name: exercises.EXERCISES[name] for name in ("rope", "linear")}
     monkeypatch.setattr(exercises, "EXERCISES", two)
     write("linear", body("linear"))
     write("rope", "    rope_forward(dx, cos, sin)\n")
     assert exercises.run_exercise("all", False) is exercises.run_exercise("rope", False) is False
-    assert [line[15:30] for line in capsys.readouterr().out.splitlines()] == [
+    assert [line[15:30] for line in out_text().splitlines()] == [
         "dx: 144 of 168 ", "right in 36 cal", "dx: 144 of 168 ", "Just so behaves"]
     write("rope", body("rope"))
     assert exercises.run_exercise("all", False) is True
@@ -145,7 +147,7 @@ NAMED = {bug: name for bug, edits in ALL_BUGS.items() for name, function in exer
 del NAMED["no_scale"]                   # in the backward it is backward_scale
 
 
-@pytest.mark.parametrize("bug, name", NAMED.items())
+@parametrize("bug, name", NAMED.items())
 def test_every_planted_bug_is_named(bug, name, calls):
     assert len(NAMED) == 15 + len(exercises.EXERCISE_BUGS)
     lines = body(name)
@@ -158,7 +160,7 @@ def test_every_planted_bug_is_named(bug, name, calls):
     assert said[-1] == f"Just so behaves the bug {bug}: {ALL_BUGS[bug][-1]}" and len(said) >= 2
 
 
-@pytest.mark.parametrize("name, there, instead, sentences", [
+@parametrize("name, there, instead, sentences", [
     ("linear", "dw += dout.T @ x", "dw -= dout.T @ x",
      ["dw: 768 of 768 entries are off (36 of 36 calls); at", "Each of these is -1 times what it should be."]),
     ("linear", "dw += ", "dw[...] = ",
@@ -199,7 +201,7 @@ def test_the_settings_that_fail_are_named(calls):
         "Wrong with seed 1, temperature 1, top_k 5, top_p 0.8"]
 
 
-@pytest.mark.parametrize("before, got, want, said", [
+@parametrize("before, got, want, said", [
     # the worst of what is off is shown, not of what is right, however small the error is
     (None, [2.0, 0.25, 3.0], [2.0, 0.125, 3.0],
      ["1 of 3 entries are off, in [1:2] (1 of 4 calls); at [1] stands 0.25, where 0.125 belongs."]),
@@ -218,7 +220,7 @@ def test_working_arrays_are_free(calls):
     assert verdict("linear", calls, "    pass\n")[0].startswith("Nothing is written in exercises/linear.py")
 
 
-@pytest.mark.parametrize("lines, said", [
+@parametrize("lines, said", [
     ("    dx[...] = dout @ w.T\n", r"exercises/linear.py, line (\d+): ValueError: matmul: .*"),
     ("    dx[...] = dout @\n", r"exercises/linear.py, line (\d+): SyntaxError: invalid syntax"),
     ("    raise SystemExit(3)\n", r"exercises/linear.py, line (\d+): SystemExit: 3"),
@@ -244,8 +246,8 @@ def test_marks_are_judged_by_the_slope(calls):
     assert said[1] == "Each of these is -1 times what it should be."
     call = calls["layernorm"][0]
     got = exercises.outcome(lambda *given: exercises.measured(exercises.layernorm_backward, *given), call)
-    np.testing.assert_allclose(got["dbias"] - call["dbias"], call["dout"].sum(axis=0), rtol=1e-9)
-    np.testing.assert_allclose(got["dx"].sum(axis=1), 0, atol=1e-9)    # a constant added to x changes nothing
+    assert_allclose(got["dbias"] - call["dbias"], call["dout"].sum(axis=0), rtol=1e-9)
+    assert_allclose(got["dx"].sum(axis=1), 0, atol=1e-9)    # a constant added to x changes nothing
 
 
 def test_forwards_for_marks_are_what_they_say():
@@ -253,11 +255,11 @@ def test_forwards_for_marks_are_what_they_say():
     gain, bias = np.array([[2.0, 4.0], [0.5, 7.0]])
     exercises.layernorm_forward(out, np.array([[1.0, 3.0], [0.0, 2e-3]]), gain, bias)
     rstd = np.array([[1 / math.sqrt(1 + 1e-5)], [1e-3 / math.sqrt(1e-6 + 1e-5)]])
-    np.testing.assert_allclose(out, np.hstack([0.5 - 2 * rstd, 7 + 4 * rstd]), rtol=1e-12)
+    assert_allclose(out, np.hstack([0.5 - 2 * rstd, 7 + 4 * rstd]), rtol=1e-12)
     out = np.empty((2, 1))
     exercises.geglu_forward(out, np.array([[1.0, 2.0], [-2.0, 1.0]]))
-    np.testing.assert_allclose(out, [[2 * 0.84119199], [-0.04540231]], rtol=1e-7)      # as in other libraries
+    assert_allclose(out, [[2 * 0.84119199], [-0.04540231]], rtol=1e-7)      # as in other libraries
 
     out = np.empty(4)
     exercises.softcap_forward(out, np.array([-1e4, 1e-4, 1.5, 1e4]), 3.0)
-    np.testing.assert_allclose(out, [-3, 1e-4, 3 * (math.e - 1) / (math.e + 1), 3], rtol=1e-8)
+    assert_allclose(out, [-3, 1e-4, 3 * (math.e - 1) / (math.e + 1), 3], rtol=1e-8)

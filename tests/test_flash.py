@@ -7,7 +7,10 @@ import functools
 import itertools
 
 import numpy as np
+from numpy.testing import assert_allclose
+from numpy.random import default_rng
 import pytest
+from cases import parametrize
 
 import model_cpu
 import model_gpu
@@ -19,6 +22,7 @@ norm = np.linalg.norm
 # four times what was seen.
 VERSIONS = [("fp32", 32), ("fp32", 64), ("fp32", 128), ("bf16", 32), ("bf16", 64), ("bf16", 128), ("tf32", 32),
             ("tf32", 64), ("hopper", 64)]
+every_version = parametrize("version,D", VERSIONS)
 BOUNDS = {"fp32": 2e-6, "tf32": 1.5e-3, "bf16": 8e-3, "hopper": 8e-3}
 
 # B, T, H, G. Tiles have 32, 64 or 128 rows: shapes at, just below and just above, and several tiles.
@@ -48,7 +52,7 @@ def module(D, hopper):
 def problem(version, B, T, H, G, D, spread=1.0):
     """qkv and dout as the kernels get them, and out, lse and dqkv (of q and k before RoPE) by the definition in
     float64."""
-    rng = np.random.default_rng(T)
+    rng = default_rng(T)
     qkv = (spread * rng.standard_normal((B, T, H + 2 * G, D))).astype(np.float32)
     dout = rng.standard_normal((B, T, H, D)).astype(np.float32)
     if version in ("bf16", "hopper"):
@@ -75,24 +79,19 @@ def turn_back(dx):
 
 def attention(qkv, dout, H, G):
     """Causal grouped-query attention and its gradient, as they are defined. qkv (B,T,H+2G,D), dout (B,T,H,D)."""
-    (B, T, _, D), (out, dqkv) = qkv.shape, (np.zeros_like(dout), np.zeros_like(qkv))
-    lse = np.zeros((B, H, T))
-    future = np.triu(np.ones((T, T), bool), 1)
-    for b in range(B):
-        for h in range(H):
-            k, v = H + h // (H // G), H + G + h // (H // G)
-            Q, K, V, dO = qkv[b, :, h], qkv[b, :, k], qkv[b, :, v], dout[b, :, h]
-            S = np.where(future, -np.inf, Q @ K.T / np.sqrt(D))
-            top = S.max(1, keepdims=True)
-            lse[b, h] = (np.log(np.exp(S - top).sum(1, keepdims=True)) + top)[:, 0]
-            P = np.exp(S - lse[b, h][:, None])
-            out[b, :, h] = P @ V
-            dP = dO @ V.T
-            dS = P * (dP - (P * dP).sum(1, keepdims=True)) / np.sqrt(D)
-            dqkv[b, :, h] = dS @ K
-            dqkv[b, :, k] += dS.T @ Q
-            dqkv[b, :, v] += P.T @ dO
-    return out, lse, dqkv
+    B, T, _, D = qkv.shape
+    heads, dO = qkv.swapaxes(1, 2), dout.swapaxes(1, 2)                                     # (B,H+2G,T,D), (B,H,T,D)
+    Q, K, V = heads[:, :H], heads[:, H:H + G].repeat(H // G, 1), heads[:, H + G:].repeat(H // G, 1)
+    S = np.where(np.tri(T, dtype=bool), Q @ K.swapaxes(2, 3) / np.sqrt(D), -np.inf)         # (B,H,T,T)
+    top = S.max(3, keepdims=True)
+    lse = np.log(np.exp(S - top).sum(3, keepdims=True)) + top
+    P = np.exp(S - lse)
+    dP = dO @ V.swapaxes(2, 3)
+    dS = P * (dP - (P * dP).sum(3, keepdims=True)) / np.sqrt(D)
+    # the query heads of a group add up
+    dK, dV = [(x.swapaxes(2, 3) @ y).reshape(B, G, -1, T, D).sum(2) for x, y in ((dS, Q), (P, dO))]
+    dqkv = np.concatenate([dS @ K, dK, dV], axis=1)
+    return (P @ V).swapaxes(1, 2), lse[..., 0], dqkv.swapaxes(1, 2)
 
 
 def run(version, qkv, dout, H, G, order):
@@ -104,7 +103,7 @@ def run(version, qkv, dout, H, G, order):
     qkv, dout = guarded(pack(qkv)), guarded(pack(dout))
     empty = np.full(qkv.shape, np.nan, np.float32)         # an entry that is not written stays NaN
     out, dqkv = guarded(pack(empty[:, :, :H])), guarded(pack(empty))
-    lse, delta = guarded(np.full((B, H, T), np.nan, np.float32)), guarded(np.full((B, H, T), np.nan, np.float32))
+    lse, delta = [guarded(np.full((B, H, T), np.nan, np.float32)) for _ in range(2)]
     sizes, rope = (i32(T), i32(H), i32(G)), [guarded(table.astype(np.float32)) for table in rope_tables(T, D)]
     launches = [(H, (out, lse, qkv)), (H, (dqkv, delta, dout, out, lse, qkv, *rope)),
                 (G, (dqkv, delta, dout, lse, qkv, *rope))]
@@ -119,19 +118,19 @@ def check(version, D, shape, order, spread=1.0, loose=1.0):
     qkv, dout, out, lse, dqkv = problem(version, B, T, H, G, D, spread)
     got_out, got_lse, got_dqkv = run(version, qkv, dout, H, G, order)
     errors = {"out": norm(got_out - out) / norm(out), "lse": norm(got_lse - lse) / norm(lse)}
-    for name, heads in (("dq", slice(0, H)), ("dk", slice(H, H + G)), ("dv", slice(H + G, None))):
+    for name, heads in ("dq", slice(0, H)), ("dk", slice(H, H + G)), ("dv", slice(H + G, None)):
         # relative to the whole gradient: that of q is 0 at T = 1, and small where T is
         errors[name] = norm((got_dqkv - dqkv)[:, :, heads]) / norm(dqkv)
     assert max(errors.values()) < loose * BOUNDS[version], errors      # NaN fails too: it is not smaller
 
 
-@pytest.mark.parametrize("version,D", VERSIONS)
+@every_version
 def test_flash_attention(version, D):
     for shape, order in zip(SHAPES, itertools.cycle(ORDERS)):           # that the order changes no bit: below
         check(version, D, shape, order)
 
 
-@pytest.mark.parametrize("version,D", VERSIONS)
+@every_version
 def test_wide_scores(version, D):
     """Scores of some +-100: exp of them overflows fp32 unless the maximum is subtracted, also when it grows late."""
     check(version, D, (1, 150, 2, 1), ("forward", 0), spread=5.0, loose=4.0)
@@ -142,7 +141,7 @@ def to_tf32(x):
     return ((np.ascontiguousarray(x, np.float32).view(np.uint32) + 0x1000) & ~np.uint32(0x1FFF)).view(np.float32)
 
 
-@pytest.mark.parametrize("version,D", [pair for pair in VERSIONS if pair[0] != "fp32"])
+@parametrize("version,D", [pair for pair in VERSIONS if pair[0] != "fp32"])
 def test_rounds_where_it_should_and_nowhere_else(version, D):
     """The fast version against float64 that rounds the operands of its products as it does. Only where the rounding of
     a number hangs on its last bit do they differ, and so little that an operand cut off would show. T = 64: one step of
@@ -179,12 +178,12 @@ def test_rounds_where_it_should_and_nowhere_else(version, D):
     assert max(errors) < 2e-5, errors
 
 
-@pytest.mark.parametrize("version,D", VERSIONS)
+@every_version
 def test_scores_of_any_size(version, D):
     """Scores down to -50,000, in no order: each query takes the value of the one key that beats the others, and nothing
     but finite numbers comes out."""
     T, H, G = 150, 2, 1
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     qkv, dout = np.zeros((1, T, H + 2 * G, D), np.float32), rng.integers(-8, 8, (1, T, H, D)).astype(np.float32)
     qkv[..., 2, 0] = 2 * (rng.permutation(T) - T + 5)           # almost all below 0
     qkv[..., 3, :] = rng.integers(-8, 8, (1, T, D))
@@ -192,14 +191,14 @@ def test_scores_of_any_size(version, D):
     best = [max(range(i + 1), key=lambda j: qkv[0, j, 2, 0]) for i in range(T)]
     out, lse, dqkv = run(version, qkv, dout, H, G, ("forward", 0))
     assert np.array_equal(out, qkv[:, best, 3:].repeat(H, axis=2))
-    np.testing.assert_allclose(lse[0, 0], qkv[0, best, 2, 0] * 1024 / np.sqrt(D), rtol=1e-6)
+    assert_allclose(lse[0, 0], qkv[0, best, 2, 0] * 1024 / np.sqrt(D), rtol=1e-6)
     dv = np.zeros((T, D), np.float32)
     np.add.at(dv, best, dout[0].sum(axis=1))
-    np.testing.assert_allclose(dqkv[0, :, 3], dv, rtol=1e-6 if version == "fp32" else 8e-3)
+    assert_allclose(dqkv[0, :, 3], dv, rtol=1e-6 if version == "fp32" else 8e-3)
     assert not dqkv[0, :, :3].any()
 
 
-@pytest.mark.parametrize("version,D", VERSIONS)
+@every_version
 def test_order_of_threads_changes_no_bit(version, D):
     qkv, dout, *_ = problem(version, 1, 137, 4, 2, D)
     first, *others = [run(version, qkv, dout, 4, 2, order) for order in ORDERS]
@@ -207,8 +206,8 @@ def test_order_of_threads_changes_no_bit(version, D):
         assert all(np.array_equal(x, y) for x, y in zip(first, other))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-@pytest.mark.parametrize("D", [32, 64, 128])
+@parametrize("precision", ["fp32", "tf32", "bf16"])
+@parametrize("D", [32, 64, 128])
 def test_model_gpu_launches_them_so(precision, D):
     version = precision if (precision, D) in VERSIONS else "fp32"      # tf32 with D = 128: the readable version
     assert model_gpu.flash_kernels(precision, D) == geometry(version, D)
@@ -216,7 +215,7 @@ def test_model_gpu_launches_them_so(precision, D):
 
 # one architecture of each family for the big model's D; the others, and the other D once each for the readable and the fast
 # kernels, in `make check-peers`
-@pytest.mark.parametrize("arch,D", [
+@parametrize("arch,D", [
     ("sm_70", 64), ("sm_80", 64), ("sm_90a", 64), ("sm_120", 64), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("sm_75", 64), ("sm_89", 64), ("sm_100", 64), ("sm_70", 32), ("sm_80", 32), ("sm_70", 128), ("sm_80", 128)))])
 def test_compiles_for_gpu(arch, D, capsys):

@@ -4,11 +4,13 @@ import os
 import re
 import runpy
 import sys
-import types
 import unittest.mock
+from types import SimpleNamespace
 
 import numpy as np
+from numpy.testing import assert_allclose
 import pytest
+from cases import parametrize, put, value_error
 
 import cuda_helpers
 import exercises
@@ -51,7 +53,7 @@ def test_the_tied_problem_is_tied():
     assert np.shares_memory(params["heads"], params["embed"])
 
 
-@pytest.mark.parametrize("std, deviation", [(None, 0.02), (0.5, 0.5)])
+@parametrize("std, deviation", [(None, 0.02), (0.5, 0.5)])
 def test_problems_of_any_size(std, deviation):
     model, tokens, targets = gradcheck.make_problem(WIDE, std)
     assert tokens.shape == (2, 256) and targets.shape == (2, 257)
@@ -67,7 +69,7 @@ def test_problems_of_any_size(std, deviation):
 # ------------------------------------------------------------------------------------------------------------
 # Slopes and loops
 # ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("change", [
+@parametrize("change", [
     dict(), dict(heads=2, kv_heads=2, predict=1), dict(kv_heads=1, hidden=24),
     dict(norm_eps=0.5, rope_theta=3.0), dict(predict=1, tied=True)])
 def test_losses_and_slopes_agree(change):
@@ -84,7 +86,7 @@ def test_losses_where_targets_are_few():
     one = np.full((2, 3), -1)
     one[0, 0] = one[1, 1] = 1                               # one for head 0, one for head 1, none for head 2
     plain = gradcheck.plain_losses(model.params, TINY, tokens[:, :1], one)
-    np.testing.assert_allclose(plain, model.forward(tokens[:, :1], one), rtol=1e-13)
+    assert_allclose(plain, model.forward(tokens[:, :1], one), rtol=1e-13)
     assert plain[0] > 0 < plain[1] and plain[2] == 0
 
 
@@ -97,7 +99,7 @@ def test_five_points_are_exact_to_the_fourth_power():
 
 def test_entries_are_all_or_the_largest_and_a_sample():
     gradient = np.array([[1.0, -7.0, 2.0], [3.0, 0.0, 5.0]])
-    for limit in (None, 6, 7):
+    for limit in None, 6, 7:
         assert gradcheck.choose_entries(gradient, limit) == list(np.ndindex(2, 3))
     for limit in range(1, 6):
         largest, *others = gradcheck.choose_entries(gradient, limit)
@@ -112,30 +114,29 @@ def test_gradients_take_each_row_alone_with_the_count_of_all():
     model.forward(tokens, targets)
     model.backward()
     for name, gradient in model.grads.items():
-        np.testing.assert_allclose(rows[name], gradient, atol=1e-13)
+        assert_allclose(rows[name], gradient, atol=1e-13)
 
 
 def test_a_tensors_error_is_relative_to_its_largest_entry(monkeypatch):
     by_hand = {"a": np.array([1.0, -4.0, 2.0]), "b": np.zeros(2), "c": np.array([3.0, 1.0])}
     numeric = {"a": np.array([1.0, -4.0, 2.5]), "b": np.array([0.0, 1e-6]), "c": np.array([np.nan, 1.0])}
-    model = types.SimpleNamespace(params=numeric, config=TINY,
+    model = SimpleNamespace(params=numeric, config=TINY,
                                   forward=lambda *batch: np.array([2.0, 8.0, 16.0]))
 
     def slope(loss, weight, index, h):
         assert h == 0.125 and loss() == pytest.approx(2.0 + 0.7 * 12.0)    # the further heads' mean, weighted
         return weight[index]
-    monkeypatch.setattr(gradcheck, "gradients", lambda *problem: by_hand)
-    monkeypatch.setattr(gradcheck, "slope", slope)
+    put(monkeypatch, gradcheck, gradients=lambda *problem: by_hand, slope=slope)
     a, b, c = gradcheck.check_entries(model, None, None, 0.125)
     assert a == ("a", (3,), 3, 0.125, (2,))
     assert b[:3] == ("b", (2,), 2) and b[3] > 1e290 and b[4] == (1,)
     assert c == ("c", (2,), 2, np.inf, (0,))
 
 
-@pytest.mark.parametrize("plain, error", [
+@parametrize("plain, error", [
     ([2.0, 1.25, 4.0], 0.2), ([2.0, 1.0, 3.2], 0.25), ([2.0, np.nan, 4.0], np.inf)])
 def test_the_loss_error_is_that_of_the_worst_head(monkeypatch, plain, error):
-    model = types.SimpleNamespace(params=None, config=None, forward=lambda *batch: np.array([2.0, 1.0, 4.0]))
+    model = SimpleNamespace(params=None, config=None, forward=lambda *batch: np.array([2.0, 1.0, 4.0]))
     monkeypatch.setattr(gradcheck, "plain_losses", lambda *arguments: np.array(plain))
     assert gradcheck.loss_error(model, None, None) == pytest.approx(error)
 
@@ -146,18 +147,18 @@ def test_the_loss_error_is_that_of_the_worst_head(monkeypatch, plain, error):
 def stubbed(monkeypatch, error, rows):
     """The check with this error of the losses and these rows; -> what check_entries was called with."""
     called = []
-    monkeypatch.setattr(gradcheck, "loss_error", lambda *problem: error)
-    monkeypatch.setattr(gradcheck, "check_entries", lambda *arguments: called.append(arguments) or iter(rows))
+    put(monkeypatch, gradcheck, loss_error=lambda *problem: error,
+        check_entries=lambda *arguments: called.append(arguments) or iter(rows))
     return called
 
 
-def test_the_table_of_a_check(monkeypatch, capsys):
+def test_the_table_of_a_check(monkeypatch, out_text):
     rows = [("embed", (16, 8), 12, 2.5e-9, (3, 1)), ("norm", (8,), 4, 3e-8, (7,))]
     called = stubbed(monkeypatch, 2e-13, rows)
     problem = gradcheck.make_tiny(TINY)
     assert gradcheck.run_check(*problem, 0.5, 1e-8, 12) is False
     assert called == [(*problem, 0.5, 12)]
-    assert capsys.readouterr().out == """\
+    assert out_text() == """\
 tensor                    shape  checked  worst error   at
 embed                    16 x 8       12      2.5e-09   [3, 1]
 norm                          8        4      3.0e-08   [7]   <-- above the bar
@@ -167,15 +168,15 @@ FAILED
 """
 
 
-@pytest.mark.parametrize("error, worst, good", [
+@parametrize("error, worst, good", [
     (1e-12, 1e-8, True), (1.01e-12, 1e-8, False), (1e-12, 1.01e-8, False)])
-def test_the_bars_of_a_check_and_of_a_bug(monkeypatch, capsys, error, worst, good):
+def test_the_bars_of_a_check_and_of_a_bug(monkeypatch, out_text, error, worst, good):
     rows = [(name, (8,), 4, worst if name == "norm" else 0.0, (7,)) for name in HEADS_FIRST]
     called = stubbed(monkeypatch, error, rows)
     assert gradcheck.run_check(*gradcheck.make_tiny(TINY), 2e-4, 1e-8) is good
     assert gradcheck.is_caught({}) is not good
     assert called[1][3:] == (2e-4, 40)
-    assert ("    the losses: " in capsys.readouterr().out) == (error > 1e-12)
+    assert ("    the losses: " in out_text()) == (error > 1e-12)
 
 
 @pytest.fixture
@@ -191,11 +192,11 @@ ELSEWHERE = {"norm_gain": [name for name in HEADS_FIRST if "norm" not in name],
              "gradient_overwritten": [name for name in HEADS_FIRST if "norm" in name or name == "embed"]}
 
 
-def test_every_planted_bug_is_caught_and_spoils_what_it_should(capsys, few_entries):
+def test_every_planted_bug_is_caught_and_spoils_what_it_should(out_text, few_entries):
     before = dict(vars(model_cpu))
     assert gradcheck.main(["--break", "all"]) == 0
     assert vars(model_cpu) == before                                # all are gone afterwards
-    out = capsys.readouterr().out
+    out = out_text()
     assert max(map(len, out.splitlines())) < 80
     *bugs, last = re.split(r"^(?=\w)", out, flags=re.MULTILINE)[1:]
     assert last == "caught 21 of 21\n"
@@ -211,16 +212,16 @@ def test_every_planted_bug_is_caught_and_spoils_what_it_should(capsys, few_entri
         assert ("the losses: " in story) == (wrong == "" or name == "norm_eps")
 
 
-def test_breaks_that_fail(capsys, monkeypatch, few_entries):
+def test_breaks_that_fail(out_text, monkeypatch, few_entries):
     monkeypatch.setitem(gradcheck.BUGS, "rope_sign", ("rope_backward: cos -> cos", "It changes nothing."))
     assert gradcheck.main(["--break", "rope_sign"]) == 1
-    assert capsys.readouterr().out == "rope_sign: It changes nothing.\n    NOT CAUGHT\ncaught 0 of 1\n"
+    assert out_text() == "rope_sign: It changes nothing.\n    NOT CAUGHT\ncaught 0 of 1\n"
     with replaced(gradcheck.plant(gradcheck.BUGS["norm_gain"])):
         assert gradcheck.main(["--break", "all"]) == 1              # "caught" would mean nothing
-    assert capsys.readouterr().out.endswith("the check fails with no bug planted; run python gradcheck.py\n")
+    assert out_text().endswith("the check fails with no bug planted; run python gradcheck.py\n")
 
 
-@pytest.mark.parametrize("good", [True, False])
+@parametrize("good", [True, False])
 def test_runs_of_the_command_line(monkeypatch, capsys, good):
     called = []
 
@@ -242,9 +243,9 @@ def test_runs_of_the_command_line(monkeypatch, capsys, good):
             gradcheck.main(arguments)
 
 
-def test_the_list_of_bugs(capsys):
+def test_the_list_of_bugs(out_text):
     assert gradcheck.main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = out_text().splitlines()
     assert [line.split()[0] for line in lines] == [*gradcheck.BUGS, *exercises.EXERCISE_BUGS]
     assert lines[1].startswith("group_not_summed     The query heads of a group write their gradient of ")
     assert [line.endswith("  (In the exercise alone.)") for line in lines] == 21 * [False] + 6 * [True]
@@ -271,19 +272,19 @@ def attention_in_loops(qkv, dout, forward=2 ** -0.5, backward=2 ** -0.5, future=
     return np.array(P)[None, None], np.hstack(out)[None], np.hstack([*dq, dk, dv])[None]
 
 
-@pytest.mark.parametrize("name, numbers", [
+@parametrize("name, numbers", [
     ("backward_scale", {"backward": 1.0}), ("softmax_delta", {"delta": 0.0}),
     ("no_scale", {"forward": 1.0, "backward": 1.0}), ("mask_off_by_one", {"future": 1}),
     ("group_not_summed", {"last": True})])
 def test_bugs_of_attention(name, numbers):
     qkv, dout = RNG.standard_normal((1, 3, 8)), RNG.standard_normal((1, 3, 4))
     out, dqkv, P = np.zeros((1, 3, 4)), np.zeros((1, 3, 8)), np.zeros((1, 1, 2, 3, 3))
-    config = types.SimpleNamespace(dim=4, head_dim=2, kv_heads=1)
+    config = SimpleNamespace(dim=4, head_dim=2, kv_heads=1)
     with replaced(gradcheck.plant(gradcheck.BUGS[name])):
         model_cpu.attention_forward(out, P, qkv, config)
         model_cpu.attention_backward(dqkv, dout, out, P, qkv, config, np.empty_like(P))
     for ours, plain in zip((P, out, dqkv), attention_in_loops(qkv, dout, **numbers)):
-        np.testing.assert_allclose(ours, plain, atol=1e-12)
+        assert_allclose(ours, plain, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -331,16 +332,15 @@ BARS = {"fp32": (2e-6, 1e-6), "tf32": (2e-3, 1e-4), "bf16": (2e-2, 1e-3)}
 @pytest.fixture
 def twin(monkeypatch):
     monkeypatch.setattr(model_gpu, "Model", Twin)
-    for name, value in (("off", {}), ("options", []), ("calls", 0)):
-        monkeypatch.setattr(Twin, name, value)
+    put(monkeypatch, Twin, off={}, options=[], calls=0)
     return Twin
 
 
-def test_gpu_gradients_are_printed_in_columns(twin, capsys):
+def test_gpu_gradients_are_printed_in_columns(twin, out_text):
     twin.off = {"norm": 1e-6}
     assert gradcheck.run_gpu_gradients(WIDE, ["fp32", "bf16"], None, False)
     assert twin.options == [{"precision": "fp32"}, {"precision": "bf16"}]
-    first, *rows, end = capsys.readouterr().out.split("\n")[:-1]
+    first, *rows, end = out_text().split("\n")[:-1]
     assert first == ("initial weights, 1 layers of width 16, B 2 x T 256; relative L2 from float64; "
                      "bars fp32 2e-06, bf16 2e-02")
     names = [name for name, _ in model_cpu.param_table(WIDE)]
@@ -350,20 +350,20 @@ def test_gpu_gradients_are_printed_in_columns(twin, capsys):
     assert rows[-1][22:] == "        True        True"
 
 
-@pytest.mark.parametrize("precision", BARS)
-@pytest.mark.parametrize("name, bar, times, std, good", [
+@parametrize("precision", BARS)
+@parametrize("name, bar, times, std, good", [
     ("all", 0, 0.95, None, True), ("all", 0, 1.05, None, False), ("all", 0, 1.05, 0.1, True),
     ("norm", 0, 1.95, None, True), ("norm", 0, 2.05, None, False), ("losses", 1, 0.95, None, True),
     ("losses", 1, 1.05, None, False), ("losses", 1, -1.05, None, False), ("losses", 1, 1.05, 0.1, True),
     ("second", 1, 1.0, 0.1, False)])
-def test_gpu_gradients_have_their_bars(twin, capsys, precision, name, bar, times, std, good):
+def test_gpu_gradients_have_their_bars(twin, out_text, precision, name, bar, times, std, good):
     twin.off = {"losses": 0.0, name: times * BARS[precision][bar]}
     assert bool(gradcheck.run_gpu_gradients(WIDE, [precision], std, False)) == good
-    assert capsys.readouterr().out.startswith("initial weights" if std is None else "wide (0.1) weights")
+    assert out_text().startswith("initial weights" if std is None else "wide (0.1) weights")
 
 
-@pytest.mark.parametrize("std, ours, good", [(0.1, 1.45, True), (0.1, 1.55, False), (None, 1.55, True)])
-def test_gpu_gradients_beside_those_of_pytorch(twin, capsys, monkeypatch, std, ours, good):
+@parametrize("std, ours, good", [(0.1, 1.45, True), (0.1, 1.55, False), (None, 1.55, True)])
+def test_gpu_gradients_beside_those_of_pytorch(twin, out_text, monkeypatch, std, ours, good):
     """PyTorch's is off by 1/1024 here."""
     def gradient(reference, tokens, targets, precision):
         assert precision == "bf16" and tokens.shape == (2, 256) and targets.shape == (2, 257)
@@ -382,30 +382,29 @@ def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisio
     called = []
     monkeypatch.setattr(gradcheck, "run_gpu_gradients",
                         lambda *arguments: called.append(arguments) or len(called) != bad)
-    for bad in (None, 1, 2):
+    for bad in None, 1, 2:
         called.clear()
         assert gradcheck.main(["--gpu", "--peer"] if bad else ["--gpu"]) == (1 if bad else 0)
         assert os.path.exists(f"{sys.path[1]}/torch_twin.py")
         assert [rest for _, *rest in called] == [[precisions, None, bool(bad)], [precisions, 0.06, bool(bad)]]
         assert called[0][0] == called[1][0] == dataclasses.replace(model_cpu.CONFIGS["big"], layers=4)
         verdict = "NOT all within the bars\n" if bad else "all within the bars\n"
-        assert capsys.readouterr().out.startswith(verdict)
+        assert out_text().startswith(verdict)
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: "There is none.")
-    with pytest.raises(ValueError, match="There is none."):
+    with value_error("There is none."):
         gradcheck.main(["--gpu"])
 
 
 # ------------------------------------------------------------------------------------------------------------
 # tests/test_on_gpu.py, where there is no GPU
 # ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("reason", [None, "There is none."])
+@parametrize("reason", [None, "There is none."])
 def test_where_the_tests_on_a_gpu_run(monkeypatch, reason):
-    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: reason)
-    monkeypatch.setattr(model_gpu, "default_precision", lambda: "bf16")
+    put(monkeypatch, model_gpu, why_no_gpu=lambda: reason, default_precision=lambda: "bf16")
     assert runpy.run_path(test_on_gpu.__file__)["pytestmark"][0].args == (bool(reason),)
 
 
-@pytest.mark.parametrize("error", [1.01e-6, np.nan])
+@parametrize("error", [1.01e-6, np.nan])
 def test_what_is_above_its_bar_fails(error):
     test_on_gpu.within(0.99e-6, 1e-6, "an error")
     with pytest.raises(AssertionError):
@@ -416,8 +415,7 @@ def test_the_tests_on_a_gpu_pass_with_its_kernels_on_the_cpu(monkeypatch):
     """On a small model, without cuBLAS."""
     fake, made = test_model_gpu.fake_cupy()
     own = model_gpu.Gpu
-    monkeypatch.setattr(model_gpu, "cupy", fake)
-    monkeypatch.setattr(model_gpu, "Gpu", lambda config, precision, matmul: own(config, precision, "ours"))
+    put(monkeypatch, model_gpu, cupy=fake, Gpu=lambda config, precision, matmul: own(config, precision, "ours"))
     monkeypatch.setattr(test_model_gpu.Array, "get", np.ndarray.copy, raising=False)
     config = model_cpu.Config(dim=64, heads=2, kv_heads=1, layers=1, context=256, vocab=16, predict=2)
     monkeypatch.setattr(test_on_gpu, "GPU_CONFIG", config)

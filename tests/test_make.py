@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from cases import parametrize, write
 from packaging.specifiers import SpecifierSet
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -17,12 +18,12 @@ pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="make is missin
 def folder(tmp_path):
     """The Makefile and an environment that is already there; its Python writes down what it is called with."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "tests" / "peers").mkdir(parents=True)
-    for name in ("requirements.txt", "tests/requirements.txt", "tests/peers/requirements.txt"):
-        (tmp_path / name).write_text("")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    script(tmp_path / ".venv" / "bin" / "python", 'if [ "$1" = -c ]; then echo runs; else echo "$@" >>called; fi')
-    (tmp_path / ".venv" / "packages").touch()
+    (tmp_path / "tests/peers").mkdir(parents=True)
+    for name in "requirements.txt", "tests/requirements.txt", "tests/peers/requirements.txt":
+        write(tmp_path / name, "")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    script(tmp_path / ".venv/bin/python", 'if [ "$1" = -c ]; then echo runs; else echo "$@" >>called; fi')
+    (tmp_path / ".venv/packages").touch()
     script(tmp_path / "fetch_data.sh", 'echo "fetch $@ in $FETCH_TIMEOUT s" >>called; echo error: offline >&2; exit 2')
     return tmp_path
 
@@ -57,12 +58,12 @@ def test_offline_it_says_so_and_trains_all_the_same(folder):
 
 
 def test_a_run_that_has_begun_is_resumed_and_nothing_fetched(folder):
-    (folder / "out" / "small").mkdir(parents=True)
-    (folder / "out" / "small" / "config.json").touch()
+    (folder / "out/small").mkdir(parents=True)
+    (folder / "out/small/config.json").touch()
     assert make(folder)[3] == ["train.py small --resume"]
 
 
-@pytest.mark.parametrize("target, expected", [
+@parametrize("target, expected", [
     ("check", ["gradcheck.py", '-m pytest .*-m not slow .*--ignore=tests/peers .*tests']),
     ("check-gpu", ["gradcheck.py --gpu", "-m pytest .* tests/test_on_gpu.py"]),
     ("check-peers", ["-m pytest .* tests/peers", "-m pytest .* -m slow tests/test_flash.py tests/test_kernels.py"])])
@@ -74,23 +75,23 @@ def test_what_a_check_runs(folder, target, expected):
 
 
 def test_a_failing_gradient_check_fails_the_check(folder):
-    (folder / ".venv" / "packages-tests").touch()
-    script(folder / ".venv" / "bin" / "python", 'if [ "$1" = -c ]; then echo runs; else echo "$@" >>called; exit 1; fi')
+    (folder / ".venv/packages-tests").touch()
+    script(folder / ".venv/bin/python", 'if [ "$1" = -c ]; then echo runs; else echo "$@" >>called; exit 1; fi')
     code, _, _, called = make(folder, "check")
     assert code == 2 and called == ["gradcheck.py"]
 
 
 def test_changed_requirements_are_installed(folder):
     script(folder / "python", 'test "$1" != -m || { rm -r .venv; mkdir -p .venv/bin; cp stand-in .venv/bin/python; }')
-    shutil.copy(folder / ".venv" / "bin" / "python", folder / "stand-in")
-    os.utime(folder / ".venv" / "packages", (1e9, 1e9))     # older than the file that it was made from
-    (folder / ".venv" / "packages-tests").touch()           # must go with the old environment
+    shutil.copy(folder / ".venv/bin/python", folder / "stand-in")
+    os.utime(folder / ".venv/packages", (1e9, 1e9))     # older than the file that it was made from
+    (folder / ".venv/packages-tests").touch()           # must go with the old environment
     assert make(folder, "check", "PYTHON=./python")[0] == 0
     installed = [line.split("-r ")[1] for line in make(folder, "check", "PYTHON=./python")[3] if "pip install" in line]
     assert installed == ["requirements.txt", "tests/requirements.txt"]     # each once, though make ran twice
 
 
-@pytest.mark.parametrize("python, message", [
+@parametrize("python, message", [
     ("exit 1", "error: no Python of 3.10 or later was found (./python); install one"),
     ('case "$2" in *ensurepip*) exit 1;; esac', "error: ./python cannot make environments, its modules venv and")])
 def test_what_is_missing_is_said_in_one_sentence(folder, python, message):
@@ -102,15 +103,15 @@ def test_what_is_missing_is_said_in_one_sentence(folder, python, message):
     assert ours.startswith(message) and makes.startswith("make: ***")
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "tests/peers/requirements.txt"])
+@parametrize("name", ["requirements.txt", "tests/peers/requirements.txt"])
 def test_the_numpy_that_multiplies_wrongly_is_refused(name):
     line, = re.findall("^numpy([^ ]*)", (ROOT / name).read_text(), re.MULTILINE)
-    assert list(SpecifierSet(line).filter(["1.25", "1.26", "2.5.0", "2.5.1"])) == ["1.26", "2.5.1"]
+    assert list(SpecifierSet(line).filter("1.25 1.26 2.5.0 2.5.1".split())) == ["1.26", "2.5.1"]
 
 
 def test_a_broken_environment_is_made_anew(folder):
-    (folder / ".venv" / "bin" / "python").unlink()
-    (folder / ".venv" / "bin" / "python").symlink_to("/nonexistent/python3")
+    (folder / ".venv/bin/python").unlink()
+    (folder / ".venv/bin/python").symlink_to("/nonexistent/python3")
     script(folder / "python", "exit 1")
     assert "no Python of 3.10 or later was found" in make(folder, "PYTHON=./python")[2]
 
@@ -121,7 +122,7 @@ def test_gpu_without_a_gpu_installs_nothing(folder):
     assert code == 2 and not called and err.startswith("error: no NVIDIA GPU with its driver was found")
 
 
-@pytest.mark.parametrize("gpus, size, nccl", [(1, "0.8 GB", False), (4, "1.2 GB", True)])
+@parametrize("gpus, size, nccl", [(1, "0.8 GB", False), (4, "1.2 GB", True)])
 def test_gpu_says_how_much_it_downloads(folder, gpus, size, nccl):
     script(folder / "nvidia-smi", "\n".join(f"echo 'GPU {i}: a card'" for i in range(gpus)))
     code, out, _, called = make(folder, "gpu", PATH=f"{folder}:{os.environ['PATH']}")
@@ -131,10 +132,10 @@ def test_gpu_says_how_much_it_downloads(folder, gpus, size, nccl):
 
 
 def test_clean_keeps_texts_and_models(folder):
-    (folder / "out" / "small").mkdir(parents=True)
+    (folder / "out/small").mkdir(parents=True)
     (folder / "data").mkdir()
-    for name in ("tiny.txt", "python-3.11.txt", "train-00.bin", "tokenizer-512-00.json", "tiny.txt.part"):
+    for name in "tiny.txt python-3.11.txt train-00.bin tokenizer-512-00.json tiny.txt.part".split():
         (folder / "data" / name).touch()
     assert make(folder, "clean")[0] == 0
-    assert not (folder / ".venv").exists() and (folder / "out" / "small").exists()
+    assert not (folder / ".venv").exists() and (folder / "out/small").exists()
     assert sorted(os.listdir(folder / "data")) == ["python-3.11.txt", "tiny.txt"]

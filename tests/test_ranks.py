@@ -2,20 +2,20 @@
 
 CPU ranks stand in for GPUs.  Each process is a real one, of trap.py below, which plants what is to happen, in which rank
 and at which call: no verdict here depends on how fast the machine is."""
-import contextlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import types
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from runs import read_log
+from cases import once_a_module, parametrize, value_error, write
+from runs import read_log, shell_words
 
 import checkpoint
 import model_gpu
@@ -81,7 +81,7 @@ def start(folder, *command, trap="", **environment):
 
 
 def script_of(folder):
-    return [sys.executable, os.path.join(folder, "..", "trap.py")]
+    return [sys.executable, f"{folder}/../trap.py"]
 
 
 def finish(process):
@@ -97,7 +97,12 @@ def finish(process):
 
 def run(folder, *arguments, ranks=2, **options):
     command = script_of(folder) if ranks == 1 else [MPIEXEC, "-n", ranks, *script_of(folder)]
-    return finish(start(folder, *command, *arguments, **options))
+    return finish(start(folder, *command, *shell_words(arguments), **options))
+
+
+def well(done):
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def said_once(err, *words):
@@ -107,7 +112,7 @@ def said_once(err, *words):
 
 def weights_of(folder, out):
     """(step, weights) of a whole checkpoint; its step and state are of one moment."""
-    weights, state = checkpoint.paths_of(os.path.join(folder, out))
+    weights, state = checkpoint.paths_of(f"{folder}/{out}")
     tensors, metadata = checkpoint.read_safetensors(weights)
     between = os.path.exists(state + ".new") and not os.path.exists(weights + ".new")       # killed between the two renames
     moments, of_state = checkpoint.read_safetensors(state + ".new" if between else state)
@@ -129,20 +134,20 @@ def assert_close(folder, out, reference="one", bar=1e-6):
         assert np.abs(np.subtract(*both)).max() < bar
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def folder(tmp_path_factory):
     """With a text, and the runs of one process, "one", and of two, "two", that nothing disturbed."""
     above = tmp_path_factory.mktemp("ranks")
-    (above / "trap.py").write_text(TRAP)
+    write(above / "trap.py", TRAP)
     folder = above / "here"
     folder.mkdir()
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdefghijklmnop"), rng.integers(1, 8))) for _ in range(60)]
-    (folder / "text.txt").write_text(" ".join(rng.choice(words, 1500)))
+    write(folder / "text.txt", " ".join(rng.choice(words, 1500)))
     for out, ranks in ("one", 1), ("two", 2):
         done = run(folder, *TINY, "--out", out, ranks=ranks)
         assert done.returncode == 0 and done.stderr == "", done.stderr
-        (folder / f"{out}.txt").write_text(done.stdout)
+        write(folder / f"{out}.txt", done.stdout)
     return folder
 
 
@@ -156,22 +161,18 @@ def test_two_ranks_give_the_losses_of_one_and_rank_0_alone_speaks(folder):
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [3, 6])
+@parametrize("ranks", [3, 6])
 def test_more_ranks_than_cores_and_than_windows(folder, ranks):
     """Six ranks have five windows: one learns nothing, and gives nothing."""
-    done = run(folder, *TINY, "--out", f"of{ranks}", ranks=ranks)
-    assert done.returncode == 0, done.stderr
+    well(run(folder, *TINY, f"--out of{ranks}", ranks=ranks))
     assert_close(folder, f"of{ranks}")
 
 
 @needs_mpi
 def test_gpus_starts_the_script_under_mpiexec_with_the_same_bits(folder):
-    done = run(folder, *TINY, "--out", "again", "--gpus", 2, ranks=1)
-    assert done.returncode == 0, done.stderr
-    assert_same(folder, "again")
-    done = run(folder, *TINY, "--out", "alone", "--gpus", 1, ranks=1)
-    assert done.returncode == 0, done.stderr
-    assert_same(folder, "alone", "one")
+    for out, gpus, reference in ("again", 2, "two"), ("alone", 1, "one"):
+        well(run(folder, *TINY, f"--out {out} --gpus {gpus}", ranks=1))
+        assert_same(folder, out, reference)
 
 
 @needs_mpi
@@ -179,7 +180,7 @@ def test_a_run_goes_on_with_as_many_ranks_bit_for_bit_and_with_others_but_for_ro
     for out, ranks in ("same", 2), ("other", 1):
         stopped = run(folder, *TINY, "--out", out, trap="at(train, 'learning_rate', 7, send(signal.SIGTERM))")
         assert stopped.returncode not in (0, 2) and f"Saved {out} at step" in stopped.stderr
-        done = run(folder, "--resume", "--out", out, ranks=ranks)
+        done = run(folder, "--resume --out", out, ranks=ranks)
         assert done.returncode == 0 and ("goes on with 1" in done.stdout) == (ranks == 1), done.stderr
     assert_same(folder, "same")
     assert_close(folder, "other")
@@ -191,9 +192,7 @@ def test_fine_tuning_with_two_ranks(folder):
         for i in range(30):
             file.write(json.dumps({"instruction": f"abc {i}", "output": "fed" * (1 + i % 5)}) + "\n")
     for out, ranks in ("sft-1", 1), ("sft-2", 2):
-        done = run(folder, "--base", "one", "--data", "pairs.jsonl", "--epochs", 3, "--out", out, "--threads", 1,
-                   "--batch-tokens", 48, "--micro-batch", 1, ranks=ranks, SCRIPT="sft")
-        assert done.returncode == 0, done.stderr
+        well(run(folder, "--base one --data pairs.jsonl --epochs 3 --out", out, "--threads 1 --batch-tokens 48 --micro-batch 1", ranks=ranks, SCRIPT="sft"))
     assert_close(folder, "sft-2", "sft-1")
 
 
@@ -202,14 +201,14 @@ def test_rank_0_makes_the_corpus_and_the_tokens_and_the_others_find_them(folder)
     fresh = folder.parent / "fresh"
     fresh.mkdir()
     trap = "train.write_python_corpus = lambda path, separator: open(path, 'w').write(open('../here/text.txt').read())"
-    done = run(fresh, "small", *SIZES, "--steps", 1, "--batch-tokens", 80, "--out", "x", trap="os.makedirs('data', exist_ok=True); " + trap)
+    done = run(fresh, "small", *SIZES, "--steps 1 --batch-tokens 80 --out x", trap="os.makedirs('data', exist_ok=True); " + trap)
     assert done.returncode == 0 and done.stdout.count("taking the English of Python") == 1, done.stderr
     assert done.stdout.count("Training a tokenizer") == 1
 
 
 # -- what ends them all ------------------------------------------------------------------------------------------------
 @needs_mpi
-@pytest.mark.parametrize("dead, where", [(0, "train, 'learning_rate', 3"), (0, "checkpoint, 'write_safetensors', 4"),
+@parametrize("dead, where", [(0, "train, 'learning_rate', 3"), (0, "checkpoint, 'write_safetensors', 4"),
                                          (1, "train.Ranks, 'all_reduce', 9"), (1, "train, 'prepare', 1")])
 def test_a_rank_that_is_killed_ends_all(folder, where, dead):
     """Nothing is left running, what is on disk is whole, and resumed it has the bits of a run never touched."""
@@ -220,37 +219,20 @@ def test_a_rank_that_is_killed_ends_all(folder, where, dead):
     assert ended.returncode != 0 and "Traceback" not in ended.stderr
     if os.path.exists(folder / out / "config.json"):
         weights_of(folder, out)
-        assert run(folder, "--resume", "--out", out).returncode == 0
+        well(run(folder, "--resume --out", out))
         assert_same(folder, out)
 
 
 @needs_mpi
-@pytest.mark.slow
-def test_kills_at_random_moments(folder):
-    """All ended within 5 seconds of the kill, however the moment falls."""
-    rng = random.Random(5)
-    for i in range(6):
-        process = start(folder, MPIEXEC, "-n", 2, *script_of(folder), *TINY, "--out", f"kill{i}",
-                        trap="open(f'pid{rank}', 'w').write(str(os.getpid()))")
-        time.sleep(1.0 + rng.random())
-        pids = [int((folder / f"pid{rank}").read_text()) for rank in range(2)]
-        began = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):       # it may have ended by itself
-            os.kill(rng.choice(pids), signal.SIGKILL)
-        finish(process)
-        assert time.monotonic() - began < 5 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-
-@needs_mpi
-@pytest.mark.parametrize("asked, number", [("rank == 0", signal.SIGTERM), ("rank == 1", signal.SIGINT), ("True", signal.SIGINT)])
+@parametrize("asked, number", [("rank == 0", signal.SIGTERM), ("rank == 1", signal.SIGINT), ("True", signal.SIGINT)])
 def test_a_signal_to_any_rank_ends_all_with_one_save(folder, number, asked):
-    out = f"signal{int(number)}{asked}"
+    out = f"signal{int(number)}{asked[-1]}"
     done = run(folder, *TINY, "--out", out, trap=f"if {asked}: at(train, 'learning_rate', 9, send({int(number)}))")
     assert done.returncode not in (0, 2) and "error" not in done.stderr
     assert done.stderr.count("Saved ") == 1
     step, _ = weights_of(folder, out)
     assert step in (9, 10, 11) and [record["step"] for record in read_log(folder, out) if "losses" in record] == [*range(1, step + 1)]
-    assert run(folder, "--resume", "--out", out).returncode == 0
+    well(run(folder, "--resume --out", out))
     assert_same(folder, out)
 
 
@@ -268,12 +250,12 @@ def test_a_signal_to_mpiexec_reaches_all_ranks_once(folder):
 
 
 @needs_mpi
-@pytest.mark.parametrize("others, trap, words", [
+@parametrize("others, trap, words", [
     (["--seed", 5], "", "seed and weights"), (["--lr", "0.1"], "", "lr"),
     ([], "if rank: train.file_hash = lambda path: 'x'", "code"), ([], "if rank: train.np.__version__ = '0'", "versions"),
     (["--data", "other.txt"], "", "data")])
 def test_ranks_that_differ_are_named_before_the_first_step(folder, others, trap, words):
-    (folder / "other.txt").write_text((folder / "text.txt").read_text().upper())
+    write(folder / "other.txt", (folder / "text.txt").read_text().upper())
     common = [*script_of(folder), *TINY, "--out", "differ"]
     done = finish(start(folder, MPIEXEC, "-n", 1, *common, ":", "-n", 1, *common, *others, trap=trap))
     assert done.returncode != 0
@@ -281,46 +263,36 @@ def test_ranks_that_differ_are_named_before_the_first_step(folder, others, trap,
 
 
 @needs_mpi
-def test_an_error_of_one_rank_is_one_sentence_and_ends_all(folder):
-    done = run(folder, *TINY, "--out", "error", trap="if rank: at(train, 'learning_rate', 6, fail)")
-    assert done.returncode == 2
-    said_once(done.stderr, "error: rank 1: planted here")
-    assert weights_of(folder, "error")[0] == 4
-
-
-@needs_mpi
 def test_an_error_of_all_ranks_is_said_once(folder):
-    done = run(folder, *TINY[:1], "--data", "missing.txt", "--out", "nothing")
+    done = run(folder, *TINY[:1], "--data missing.txt --out nothing")
     assert done.returncode == 2
     said_once(done.stderr, "rank 0: Cannot use missing.txt")
 
 
 @needs_mpi
 def test_ctrl_c_before_the_loop_is_one_word(folder):
-    done = run(folder, *TINY, "--out", "early", trap="at(train, 'prepare', 1, send(signal.SIGINT))")
+    done = run(folder, *TINY, "--out early", trap="at(train, 'prepare', 1, send(signal.SIGINT))")
     assert done.returncode == 130 and done.stderr.count("Stopped.") == 1 and "Traceback" not in done.stderr
 
 
 @needs_mpi
 def test_a_mistake_of_ours_shows_where_it_was_made(folder):
-    done = run(folder, *TINY, "--out", "mistake", trap="if rank: at(train, 'learning_rate', 6, lambda: 1 / 0)")
+    done = run(folder, *TINY, "--out mistake", trap="if rank: at(train, 'learning_rate', 6, lambda: 1 / 0)")
     assert done.returncode == 2 and done.stderr.count("ZeroDivisionError") == 1
 
 
 @needs_mpi
-def test_a_number_that_is_not_finite_ends_all_and_is_named_once(folder):
-    done = run(folder, *TINY, "--out", "nan", "--lr", "1e30", "--optimizer", "adamw")
-    assert done.returncode == 1
-    said_once(done.stderr, "is not finite", "nan keeps its last save")
-
-
-@needs_mpi
-def test_weights_that_part_are_not_saved(folder):
-    trap = "if rank: at(train, 'evaluation_is_due', 3, lambda: setattr(train, 'weights_checksum', lambda model: 5))"
-    done = run(folder, *TINY, "--out", "part", trap=trap)
-    assert done.returncode == 2
-    said_once(done.stderr, "rank 1 has other weights than rank 0.")
-    assert weights_of(folder, "part")[0] == 0
+@parametrize("out, options, trap, code, words, step", [
+    ("error", "", "if rank: at(train, 'learning_rate', 6, fail)", 2, "error: rank 1: planted here", 4),
+    ("nan", "--lr 1e30 --optimizer adamw", "", 1, "nan keeps its last save", 0),
+    ("part", "", "if rank: at(train, 'evaluation_is_due', 3, lambda: setattr(train, 'weights_checksum', lambda model: 5))", 2,
+     "rank 1 has other weights than rank 0.", 0)])
+def test_what_goes_wrong_in_one_rank_is_one_sentence_and_ends_all(folder, out, options, trap, code, words, step):
+    """An error, a number that is not finite, and weights that part, which are not saved."""
+    done = run(folder, *TINY, "--out", out, options, trap=trap)
+    assert done.returncode == code
+    said_once(done.stderr, words)
+    assert weights_of(folder, out)[0] == step
 
 
 def test_what_a_launcher_says_and_what_is_missing(folder_without_mpi, monkeypatch):
@@ -335,7 +307,7 @@ def test_what_a_launcher_says_and_what_is_missing(folder_without_mpi, monkeypatc
             patch.setenv("PATH", "")
             patch.setattr(sys, "executable", "/nowhere/python")
             patch.setitem(sys.modules, "mpi4py", None)
-            with pytest.raises(ValueError, match=words):
+            with value_error(words):
                 train.find_ranks(gpus)
 
 
@@ -347,7 +319,7 @@ def folder_without_mpi(monkeypatch):
 
 def test_a_run_of_one_needs_no_mpi(folder_without_mpi, monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    for value in (None, 1):
+    for value in None, 1:
         ranks = train.find_ranks(value)
         assert (ranks.rank, ranks.size, ranks.world) == (0, 1, None)
     monkeypatch.setenv("PMI_SIZE", "1")
@@ -359,7 +331,7 @@ def test_a_run_of_one_needs_no_mpi(folder_without_mpi, monkeypatch):
     assert ranks.all_gather("x") == ["x"] and ranks.in_turn(lambda: 5) == 5 and array.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("size, rows", [(1, 4), (2, 8), (2, 5), (3, 8), (4, 3), (5, 1)])
+@parametrize("size, rows", [(1, 4), (2, 8), (2, 5), (3, 8), (4, 3), (5, 1)])
 def test_each_window_is_of_one_rank(size, rows):
     """In their order, as even as can be; who has none learns nothing from one."""
     whole = np.arange(rows * 2).reshape(rows, 2), np.arange(rows * 3).reshape(rows, 3), np.arange(rows)
@@ -397,34 +369,35 @@ def test_nccl_is_asked_in_order(monkeypatch):
             done.append(("record", self.at))
 
     current = Stream(True, 1)
-    nccl = types.ModuleType("cupy.cuda.nccl")
-    nccl.NCCL_FLOAT32, nccl.NCCL_SUM, nccl.NCCL_CHAR, nccl.get_unique_id = 7, 0, 3, lambda: (-3, 0)
-    nccl.groupStart, nccl.groupEnd = (lambda: done.append("start")), (lambda: done.append("end"))
-    communicator = types.SimpleNamespace(allReduce=lambda *call: done.append(call), bcast=lambda *call: done.append(call))
-    nccl.NcclCommunicator = lambda *arguments: done.append(arguments) or communicator
-    cuda, cupy = types.ModuleType("cupy.cuda"), types.ModuleType("cupy")
-    cuda.nccl, cuda.Stream, cuda.Event, cuda.get_current_stream, cupy.cuda = nccl, Stream, Event, lambda: current, cuda
+
+    def note(*call):
+        done.append(call)
+    communicator = SimpleNamespace(allReduce=note, bcast=note)
+    nccl = SimpleNamespace(NCCL_FLOAT32=7, NCCL_SUM=0, NCCL_CHAR=3, get_unique_id=lambda: (-3, 0), groupStart=partial(note, "start"),
+                           groupEnd=partial(note, "end"), NcclCommunicator=lambda *call: note(*call) or communicator)
+    cuda = SimpleNamespace(nccl=nccl, Stream=Stream, Event=Event, get_current_stream=lambda: current)
+    cupy = SimpleNamespace(cuda=cuda)
     for name, module in ("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(model_gpu, "cupy", cupy)
-    ranks = Ranks(types.SimpleNamespace(rank=1, size=4))
+    ranks = Ranks(SimpleNamespace(rank=1, size=4))
     ranks.all_gather = lambda said: [(9, -9), said == (-3, 0) or pytest.fail()]
     sums = model_gpu.Nccl(ranks)
     assert done == [(4, (9, -9), 1)]
     done.clear()
-    sums.all_reduce(types.SimpleNamespace(data=types.SimpleNamespace(ptr=4096), size=33, dtype=np.float32))
+    sums.all_reduce(SimpleNamespace(data=SimpleNamespace(ptr=4096), size=33, dtype=np.float32))
     sums.wait()
     assert done == [("record", 1), ("waits", 5, 1), (4096, 4096, 33, 7, 0, 5), ("record", 5), ("waits", 1, 5)]
     done.clear()
     sums.all_gather(Rows(4096, 6))                              # 1, 2, 1, 2 rows of 10 bytes, in the kernels' own stream
-    assert done == ["start", (4096, 10, 3, 0, 1), (4106, 20, 3, 1, 1), (4126, 10, 3, 2, 1), (4136, 20, 3, 3, 1), "end"]
+    assert done == [("start",), (4096, 10, 3, 0, 1), (4106, 20, 3, 1, 1), (4126, 10, 3, 2, 1), (4136, 20, 3, 3, 1), ("end",)]
     assert sums.part(6) == slice(1, 3)
 
 
 class Rows:
     """An array on a GPU of rows of 10 bytes, for what a sum by NCCL asks of one."""
     def __init__(self, ptr, rows):
-        self.data, self.nbytes = types.SimpleNamespace(ptr=ptr), 10 * rows
+        self.data, self.nbytes = SimpleNamespace(ptr=ptr), 10 * rows
 
     def __len__(self):
         return self.nbytes // 10
@@ -434,9 +407,9 @@ class Rows:
 
 
 def test_several_gpus_without_nccl(monkeypatch):
-    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
+    for name in "cupy", "cupy.cuda", "cupy.cuda.nccl":
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match="^Several GPUs need NVIDIA's NCCL: run `make gpu` "):
+    with value_error("^Several GPUs need NVIDIA's NCCL: run `make gpu` "):
         model_gpu.Nccl(Ranks())
 
 

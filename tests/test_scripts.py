@@ -10,21 +10,21 @@ import subprocess
 import sys
 
 import pytest
+from cases import parametrize, put, rows, value_error, write
 
 import script
 import tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SCRIPTS = ["tokenizer.py", "model_cpu.py", "model_gpu.py", "checkpoint.py", "train.py", "sft.py", "chat.py",
-           "gradcheck.py"]
+SCRIPTS = """tokenizer.py model_cpu.py model_gpu.py checkpoint.py train.py sft.py chat.py gradcheck.py""".split()
 
 
 def run(folder, script, *arguments, **options):
-    return subprocess.run([sys.executable, os.path.join(ROOT, script), *map(str, arguments)], cwd=folder, text=True,
+    return subprocess.run([sys.executable, f"{ROOT}/{script}", *map(str, arguments)], cwd=folder, text=True,
                           **{"capture_output": True, "timeout": 600, **options})
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@parametrize("script", SCRIPTS)
 def test_a_wrong_option_is_one_sentence(tmp_path, script):
     needed = {"checkpoint.py": ["out/small"], "tokenizer.py": ["show", "x"]}.get(script, [])
     done = run(tmp_path, script, "--nonsense", *needed)
@@ -33,94 +33,106 @@ def test_a_wrong_option_is_one_sentence(tmp_path, script):
     assert run(tmp_path, script, "--help").returncode == 0 and os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("script, option, value, words", [
-    *[("train.py", option, "9" * 400, option) for option in ("--steps", "--warmup", "--memory-limit", "--seed", "--threads",
-                                                             "--batch-tokens", "--micro-batch", "--eval-every", "--lr")],
-    ("train.py", "--batch-tokens", 128_000_000_000, "at most 16,777,216"), ("train.py", "--steps", 0, "at least 1"),
-    ("train.py", "--steps", 10**9 + 1, "at most 1,000,000,000"), ("train.py", "--warmup", -1, "at least 0"),
-    ("train.py", "--lr", "inf", "above 0"), ("train.py", "--lr", 0, "above 0"), ("train.py", "--decay", 1, "below 1"),
-    ("train.py", "--decay", "nan", "at least 0"), ("train.py", "--clip", 0, "above 0"), ("train.py", "--mtp-weight", -1, "at least 0"),
-    ("train.py", "--mtp-weight", "inf", "at least 0"), ("train.py", "--memory-limit", ".", "12GB"),
-    ("train.py", "--memory-limit", "0", "12GB"), ("train.py", "--memory-limit", "12 apples", "12GB"),
-    *[("train.py", option, value, words)
-      for option, least in (("--dim", 1), ("--heads", 1), ("--kv-heads", 1), ("--layers", 1), ("--context", 1), ("--vocab", 264))
-      for value, words in ((least - 1, f"at least {least}"), ((1 << 20) + 1, "at most 1,048,576"), ("9" * 400, option))],
-    ("sft.py", "--epochs", "9" * 400, "--epochs"), ("sft.py", "--show", 0, "at least 1"),
-    ("chat.py", "--max-tokens", "9" * 400, "--max-tokens"), ("chat.py", "--temperature", "nan", "from 0 to 100"),
-    ("chat.py", "--top-p", 1.5, "from 0.001 to 1"), ("chat.py", "--seed", 2**63 + 1, "a whole number of at least 0")])
-def test_numbers_out_of_bounds(capsys, script, option, value, words):
+@parametrize("script, option, value, words", rows("""
+    train | --lr           | inf       | above 0
+    train | --lr           | 0         | above 0
+    train | --decay        | 1         | below 1
+    train | --decay        | nan       | at least 0
+    train | --clip         | 0         | above 0
+    train | --mtp-weight   | -1        | at least 0
+    train | --mtp-weight   | inf       | at least 0
+    train | --memory-limit | .         | 12GB
+    train | --memory-limit | 0         | 12GB
+    train | --memory-limit | 12 apples | 12GB
+    train | --lr           | 9^400     | --lr
+    train | --memory-limit | 9^400     | --memory-limit
+    train | --seed         | 9^400     | --seed
+    train | --seed         | 2.0       | at least 0
+    train | --seed         | x         | at least 0
+    sft   | --epochs       | 9^400     | --epochs
+    chat  | --max-tokens   | 9^400     | --max-tokens"""))
+def test_numbers_out_of_bounds(err_text, script, option, value, words):
+    """9^400: a number of 400 digits."""
     with pytest.raises(SystemExit) as left:
-        importlib.import_module(script.removesuffix(".py")).main([option, str(value)])
-    said = capsys.readouterr().err
+        importlib.import_module(script).main([option, value.replace("9^400", "9" * 400)])
+    said = err_text()
     assert left.value.code == 2 and said.startswith("error: ") and words in said and said.count("\n") == 1 and len(said) < 400
 
 
-@pytest.mark.parametrize("script, options", [("train", (
-    ("--batch-tokens", 1, 1 << 24), ("--micro-batch", 1, 65535), ("--warmup", 0, 10**9), ("--seed", 0, 1 << 63), ("--eval-every", 1, 10**9),
-    ("--save-every", 1, 10**9), ("--threads", 1, 1024), ("--gpus", 1, 1024), ("--dim", 1, 1 << 20),
-    ("--heads", 1, 1 << 20), ("--kv-heads", 1, 1 << 20), ("--layers", 1, 1 << 20), ("--context", 1, 1 << 20), ("--vocab", 264, 1 << 20))),
-    ("sft", (("--epochs", 1, 10**9), ("--show", 1, 10**9), ("--threads", 1, 1024), ("--context", 1, 1 << 20)))])
-def test_the_bounds_of_whole_numbers(capsys, script, options):
-    module = importlib.import_module(script)
-    for option, least, most in options:
-        for good in (least, most):
-            assert getattr(module.parse_arguments([option, str(good)]), option[2:].replace("-", "_")) == good
-        for bad in (least - 1, most + 1):
-            with pytest.raises(SystemExit):
-                module.parse_arguments([option, str(bad)])
-            assert f"argument {option}: must be a whole number of at least {least} and at most {most:,}, not '{bad}'" in capsys.readouterr().err
-
-
-def test_bounds_are_inclusive():
-    parse = script.whole_number(2, 5)
-    assert [parse(str(x)) for x in range(2, 6)] == [2, 3, 4, 5]
-    for text in ("1", "6", "2.0", "x", "", "9" * 5000):
-        with pytest.raises(Exception, match="must be a whole number of at least 2 and at most 5, not") as error:
-            parse(text)
-        assert len(str(error.value)) < 120
+@parametrize("script, option, least, most", rows("""
+    train | --steps        | 1   | 1000000000
+    train | --batch-tokens | 1   | 16777216
+    train | --micro-batch  | 1   | 65535
+    train | --warmup       | 0   | 1000000000
+    train | --seed         | 0   | 9223372036854775808
+    train | --eval-every   | 1   | 1000000000
+    train | --save-every   | 1   | 1000000000
+    train | --threads      | 1   | 1024
+    train | --gpus         | 1   | 1024
+    train | --dim          | 1   | 1048576
+    train | --heads        | 1   | 1048576
+    train | --kv-heads     | 1   | 1048576
+    train | --layers       | 1   | 1048576
+    train | --context      | 1   | 1048576
+    train | --vocab        | 264 | 1048576
+    sft   | --epochs       | 1   | 1000000000
+    sft   | --show         | 1   | 1000000000
+    sft   | --threads      | 1   | 1024
+    sft   | --context      | 1   | 1048576"""))
+def test_the_bounds_of_whole_numbers(err_text, script, option, least, most):
+    parse = importlib.import_module(script).parse_arguments
+    for good in least, most:
+        assert getattr(parse([option, good]), option[2:].replace("-", "_")) == int(good)
+    for bad in int(least) - 1, int(most) + 1:
+        with pytest.raises(SystemExit):
+            parse([option, str(bad)])
+        assert f"argument {option}: must be a whole number of at least {least} and at most {int(most):,}, not '{bad}'" in err_text()
 
 
 def test_errors_as_sentences():
     full = OSError(errno.ENOSPC, "No space left on device")
     assert script.explain(full) == "Input or output failed: No space left on device."
-    for function in (lambda: open("/no/such/file"), lambda: script.read_chunk("/no/such/file")):
+    for function in open, script.read_chunk:
         with pytest.raises(OSError) as error:
-            function()
+            function("/no/such/file")
         assert script.explain(error.value) == "Cannot use /no/such/file: No such file or directory."
-    with pytest.raises(OSError) as error, script.naming("here"):
-        raise full
-    assert script.explain(error.value) == "Cannot use here: No space left on device."
-    with pytest.raises(OSError) as error, script.naming("here"):
-        raise OSError(errno.EIO, "Input/output error", "there")         # it has a name already
-    assert script.explain(error.value) == "Cannot use there: Input/output error."
-    with pytest.raises(OSError) as error, script.naming("here"):
-        raise OSError("A sentence of ours.")
-    assert script.explain(error.value) == "A sentence of ours."
+    for cause, words in [(full, "Cannot use here: No space left on device."),
+                         (OSError(errno.EIO, "Input/output error", "there"), "Cannot use there: Input/output error."),
+                         (OSError("A sentence of ours."), "A sentence of ours.")]:
+        with pytest.raises(OSError) as error, script.naming("here"):
+            raise cause
+        assert script.explain(error.value) == words
     assert script.explain(ValueError("a name\nof \x1b[1mothers\x07.")) == "a name of \ufffd[1mothers\ufffd."
     assert script.explain(MemoryError()) == "There is not enough memory."
     assert script.explain(MemoryError("Unable to allocate 7 GiB")) == "There is not enough memory (Unable to allocate 7 GiB)."
     assert script.explain(ValueError("One sentence.")) == "One sentence."
 
 
-@pytest.mark.parametrize("error, code, words", [
+OF_THE_GPU = type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api.runtime"})
+
+
+@parametrize("error, code, words", [
     (ValueError("It is so."), 2, "error: It is so.\n"), (MemoryError(), 2, "error: There is not enough memory.\n"),
-    (FileNotFoundError(2, "No such file", "x"), 2, "error: Cannot use x: No such file.\n"), (KeyboardInterrupt(), 130, "Stopped.\n")])
-def test_a_script_ends_with_one_sentence(monkeypatch, capsys, error, code, words):
+    (FileNotFoundError(2, "No such file", "x"), 2, "error: Cannot use x: No such file.\n"), (KeyboardInterrupt(), 130, "Stopped.\n"),
+    (script.GpuError("it is lost"), 2, "error: The GPU: it is lost\n"), (OF_THE_GPU("it is lost"), 2, "error: The GPU: it is lost\n"),
+    (RuntimeError("a mistake of ours"), None, "")])
+def test_a_script_ends_with_one_sentence(monkeypatch, err_text, error, code, words):
     def main(arguments):
+        assert sys.stdin.read() == ""                   # which was closed
         raise error
-    for name in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, name, getattr(sys, name))              # run_script wraps them
-    with pytest.raises(SystemExit) as left:
+    monkeypatch.setattr(os, "_exit", sys.exit)          # which does not give back what a broken GPU would refuse
+    put(monkeypatch, sys, stdin=None, stdout=io.TextIOWrapper(io.BytesIO()), stderr=sys.stderr)     # run_script wraps them
+    with pytest.raises(SystemExit if code else RuntimeError) as left:
         script.run_script(main)
-    assert left.value.code == code and capsys.readouterr().err == words
+    assert code is None or (left.value.code, err_text()) == (code, words)
 
 
-@pytest.mark.parametrize("name, body, code, words", [
+@parametrize("name, body, code, words", [
     ("numpy", "raise ImportError", 2, "NumPy is missing: run `make`, then `. .venv/bin/activate` (or `pip install -r requirements.txt`).\n"),
     ("numpy", "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", 130, "Stopped.\n"),
     ("cupy", "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", 130, "Stopped.\n")])
 def test_without_numpy_and_ctrl_c_while_a_script_imports(tmp_path, name, body, code, words):
-    (tmp_path / f"{name}.py").write_text(body)
+    write(tmp_path / f"{name}.py", body)
     for script in SCRIPTS[1:]:
         if name == "numpy" or script in ("model_gpu.py", "train.py", "sft.py"):
             done = run(tmp_path, script, env={**os.environ, "PYTHONPATH": str(tmp_path)})
@@ -137,7 +149,7 @@ def test_what_is_text(tmp_path):
         if words is None:
             script.check_text(path)
         else:
-            with pytest.raises(ValueError, match=words):
+            with value_error(words):
                 script.check_text(path)
 
 
@@ -145,16 +157,14 @@ def test_what_is_no_plain_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     os.symlink("/dev/zero", tmp_path / "zero")
     signal.alarm(600)                               # a read would never end
-    for name in ("pipe", "zero", "."):
-        for read in (script.read_chunk, script.read_json, script.check_plain, tokenizer.Tokenizer.load):
-            with pytest.raises(ValueError, match="is not a plain file, so it is not read"):
-                read(os.path.join(tmp_path, name))
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    (tmp_path / "latin.json").write_bytes(b'"\xe9"')
-    (tmp_path / "long.json").write_text("1" * 5000)
-    for name in ("deep.json", "latin.json", "long.json"):
-        with pytest.raises(ValueError, match=f"{name} is damaged: it is no JSON"):
-            script.read_json(str(tmp_path / name))
+    for name in "pipe", "zero", ".":
+        for read in script.read_chunk, script.read_json, script.check_plain, tokenizer.Tokenizer.load:
+            with value_error("is not a plain file, so it is not read"):
+                read(f"{tmp_path}/{name}")
+    for data in b"[" * 100_000, b'"\xe9"', b"1" * 5000:
+        write(tmp_path / "x.json", data)
+        with value_error("x.json is damaged: it is no JSON"):
+            script.read_json(f"{tmp_path}/x.json")
     os.mkfifo(tmp_path / "new.json.new")            # of no run of ours: it is replaced, not waited for
     with script.replace_file(tmp_path / "new.json") as file:
         file.write(b"7")
@@ -173,14 +183,14 @@ class Broken(io.StringIO):
     flush = fileno = None
 
 
-@pytest.mark.parametrize("number, survives", [(errno.EPIPE, True), (errno.EIO, True), (errno.ENOSPC, False), (errno.EBADF, False)])
+@parametrize("number, survives", [(errno.EPIPE, True), (errno.EIO, True), (errno.ENOSPC, False), (errno.EBADF, False)])
 def test_output_outlives_its_reader_but_not_its_disk(number, survives):
     fd = os.dup(1)
     stream = Broken(number, fd)
     stream.fileno = lambda: fd
     stream.flush = lambda: stream.write("")
     out = script.Outliving(stream)
-    for action in (lambda: print("x", file=out), out.flush):
+    for action in lambda: print("x", file=out), out.flush:
         if survives:
             action()
             assert os.fstat(fd).st_rdev == os.stat(os.devnull).st_rdev      # what is still buffered goes nowhere
@@ -200,38 +210,25 @@ def test_gradcheck_reaches_its_verdict_without_a_reader(tmp_path):
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
-@pytest.mark.parametrize("arguments", [["tokenizer.py", "show", "some words", "--tokenizer", "tokenizer.json"], ["train.py", "big", "--dry-run", "--memory-limit", "12GB"],
+@parametrize("arguments", [["tokenizer.py", "show", "some words", "--tokenizer", "tokenizer.json"], "train.py big --dry-run --memory-limit 12GB".split(),
                                        ["model_cpu.py"], ["gradcheck.py", "--list"]])
 def test_closed_standard_streams(tmp_path, arguments):
     """Whoever starts a script, cron say, may have closed all three."""
     tokenizer.Tokenizer.train(["some words"], 260).save(tmp_path / "tokenizer.json")
-    done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "-", sys.executable, os.path.join(ROOT, arguments[0]), *arguments[1:]],
+    done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "-", sys.executable, f"{ROOT}/{arguments[0]}", *arguments[1:]],
                           cwd=tmp_path, timeout=600)
     assert done.returncode == 0
 
 
-def test_show_takes_the_tokenizer_of_the_newest_model(tmp_path):
-    def save(folder, text, time):
-        os.makedirs(tmp_path / folder)
-        tokenizer.Tokenizer.train([text * 9], 262).save(tmp_path / folder / "tokenizer.json")
-        (tmp_path / folder / "model.safetensors").write_bytes(b"")
-        os.utime(tmp_path / folder / "model.safetensors", (time, time))
-    done = run(tmp_path, "tokenizer.py", "show", "abab")
-    assert done.returncode == 2 and "python tokenizer.py train FILE" in done.stderr and "`make`" in done.stderr
-    save("out/old", "xyz ", 1e9)
-    save("out/new", "abab ", 2e9)
-    save("out/other", "xyz ", 1.5e9)
-    assert run(tmp_path, "tokenizer.py", "show", "abab").stdout.startswith("abab\n1 tokens")
-    assert run(tmp_path, "tokenizer.py", "show", "abab", "--tokenizer", "out/old/tokenizer.json").stdout.startswith("a|b|a|b\n")
-    tokenizer.Tokenizer.train(["xyz " * 9], 262).save(tmp_path / "tokenizer.json")      # of no model: it is not taken
-    assert run(tmp_path, "tokenizer.py", "show", "abab").stdout.startswith("abab\n1 tokens")
-
-
 def test_the_tour_prints_its_shapes_and_numbers_that_agree(tmp_path):
     shown = run(tmp_path, "model_cpu.py").stdout
-    for name, shape in (("layer 0: x_in", "(64, 128)"), ("layer 0: qkv", "(64, 256)"),
-                        ("layer 0: P", "(1, 2, 2, 64, 64)"), ("layer 0: gate_up", "(64, 688)"),
-                        ("final = rmsnorm(x)", "(64, 128)"), ("logits (B,T,K,V)", "(1, 64, 4, 304)")):
+    for name, shape in rows("""
+            layer 0: x_in      | (64, 128)
+            layer 0: qkv       | (64, 256)
+            layer 0: P         | (1, 2, 2, 64, 64)
+            layer 0: gate_up   | (64, 688)
+            final = rmsnorm(x) | (64, 128)
+            logits (B,T,K,V)   | (1, 64, 4, 304)"""):
         line = rf"^   {re.escape(name)} +{re.escape(shape)} +root mean square [0-9.]+$"
         assert re.search(line, shown, re.MULTILINE), shown
     def numbers(words):

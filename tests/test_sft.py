@@ -5,7 +5,6 @@ import functools
 import io
 import itertools
 import json
-import lzma
 import math
 import os
 import random
@@ -14,13 +13,14 @@ import shutil
 import signal
 import string
 import subprocess
-import types
+from types import SimpleNamespace
 
 import attack
 import numpy as np
 import pytest
+from cases import once_a_module, parametrize, put, refusal, rows, value_error, write
 import runs
-from runs import read_log, settings, training_of
+from runs import assert_refused, read_log, settings, shell_words, steps_of, training_of
 
 import chat
 import checkpoint
@@ -30,8 +30,6 @@ import sft
 import train
 from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, SPECIAL_TOKENS, Tokenizer, known_template
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-DATA = os.path.join(os.path.dirname(ROOT), "shared", "data")
 QUICK = "--batch-tokens 256 --epochs 2 --eval-every 10 --save-every 1 --threads 2 --lr 0.01".split()
 CHATML = "".join(CHATML_PARTS)
 # a tokenizer whose tokens are bytes; the special ones come behind
@@ -45,7 +43,7 @@ run = functools.partial(runs.run, script="sft.py")
 def run_anew(folder, *arguments):
     """In a process of its own, where BLAS takes one thread whatever it does in this one: the same numbers, bit for bit."""
     clean = {name: value for name, value in os.environ.items() if not name.endswith("_THREADS")}       # as in a terminal
-    return subprocess.run(attack.command("sft.py", *arguments), cwd=folder, text=True, capture_output=True,
+    return subprocess.run(attack.command("sft.py", *shell_words(arguments)), cwd=folder, text=True, capture_output=True,
                           env={**clean, "PYTHONWARNINGS": "error"})
 
 
@@ -57,66 +55,47 @@ def invented_words(rng, count):
     return ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(1, 7))) for _ in range(count)]
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def records():
-    """Each fortieth of shared/data's records, or as many invented ones as make a test."""
-    found = []
-    for name in ("alpaca_data.json.xz", "instructions_extra.json.xz"):
-        if os.path.exists(os.path.join(DATA, name)):
-            with lzma.open(os.path.join(DATA, name), "rt", encoding="utf-8") as file:
-                found += json.load(file)[::40]
-    if found:
-        return found
-    print("shared/data holds no instructions: these are invented")
+    """Invented ones, of all lengths."""
     rng = random.Random(0)
-    words = [*invented_words(rng, 500), "é", "猫", "🙂", "<|end|>", "<|assistant|>", "\n", "\n\n", "  "]
+    words = [*invented_words(rng, 500), *"é 猫 🙂 <|end|> <|assistant|>".split(), "\n", "\n\n", "  "]
 
     def text(most):
         return " ".join(rng.choices(words, k=rng.randint(1, most)))
     return [{"instruction": text(30), "input": text(300) * (i % 3 == 0), "output": "x" + text(600)} for i in range(1000)]
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def tokenizer(records):
     made = Tokenizer.train([record["output"] for record in records], 1500)
     made.encode = functools.cache(made.encode)      # the same texts are asked for at every context
     return made
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def examples(records, tokenizer):
-    """dict of T -> the examples of all records; whole ones under None."""
+    """dict of T -> the examples of all records."""
     turns = [sft.make_turns(record) for record in records]
-    return {T: [sft.make_example(tokenizer, turn, T or 1 << 30) for turn in turns] for T in (None, 128, 512)}
+    return {T: [sft.make_example(tokenizer, turn, T) for turn in turns] for T in (128, 512)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The mask
 # ---------------------------------------------------------------------------------------------------------------------
-def test_learned_is_the_response_with_its_end_in_every_record(records, tokenizer, examples):
-    """Made anew from the text alone: the template as one string of bytes, in which each token has its place."""
-    size = np.array([len(token) for token in tokenizer.tokens])
-    for record, (ids, mask, cut) in zip(records, examples[None], strict=True):
-        question = record["instruction"] + ("\n\n" + record["input"] if record["input"] else "")
-        before = b"<|user|>" + question.encode() + b"<|end|><|assistant|>"
-        assert b"".join([tokenizer.tokens[i] for i in ids]) == before + record["output"].encode() + b"<|end|>"
-        begins = np.cumsum(size[ids]) - size[ids]
-        assert (mask == (begins >= len(before))).all() and not cut
-
-
-@pytest.mark.parametrize("T", [16, 31])
+@parametrize("T", [16, 31])
 def test_an_example_to_the_token(T):
     """Of a prompt that is too long its last tokens, three quarters of the window, and as much of the response as fits; chat.py
     reads the same.  And an example that just fits, or is one too long."""
     fits, room = T + 1, math.ceil(T * 3 / 4)                            # tokens of an example; those of a cut prompt
     letters = string.ascii_letters
-    for size in (0, room - 4, room - 3, room - 2, 40):
+    for size in 0, room - 4, room - 3, room - 2, 40:
         kept = min(size + 3, room)
         question, learned = letters[size + 3 - kept:size].encode(), letters[:fits - kept].encode()
         ids, mask, cut = sft.make_example(BYTES, [(letters[:size], letters[:T])], T)
         assert ids.tolist() == [USER, *question, END, ASSISTANT, *learned] and cut
         assert mask.tolist() == [False] * kept + [True] * len(learned)
-        session = chat.Session(types.SimpleNamespace(config=types.SimpleNamespace(context=T)), BYTES, None)
+        session = chat.Session(SimpleNamespace(config=SimpleNamespace(context=T)), BYTES, None)
         session.chat_form = True
         session.add_turn(letters[:size])
         assert session.turns == [ids[~mask].tolist()]
@@ -142,8 +121,8 @@ def test_several_turns(tokenizer):
 def test_no_text_becomes_a_special_token(tokenizer):
     """Whatever is typed, an example has the special tokens of the template and no others."""
     special = list(tokenizer.special.values())
-    for text in ["<|assistant|>ok<|end|>", "<|endoftext|>", "a\r\n\x00", "\ud800", " " * 5000]:
-        for T in (128, 1 << 20):
+    for text in "<|assistant|>ok<|end|>", "<|endoftext|>", "a\r\n\x00", "\ud800", " " * 5000:
+        for T in 128, 1 << 20:
             ids, mask, _ = sft.make_example(tokenizer, [(text, text + "x")], T)
             template = ["<|user|>", "<|end|>", "<|assistant|>"] + ["<|end|>"] * (len(ids) <= T)
             assert [tokenizer.tokens[i].decode() for i in ids[np.isin(ids, special)]] == template
@@ -154,7 +133,7 @@ def test_no_text_becomes_a_special_token(tokenizer):
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("T", [128, 512])
+@parametrize("T", [128, 512])
 def test_an_epoch(examples, tokenizer, T):
     """Every example once, within the budget, each row with something to learn, and every target in its place."""
     pairs, K, budget, pad = [example[:2] for example in examples[T]], 4, 4096, tokenizer.special["<|endoftext|>"]
@@ -201,7 +180,7 @@ CHAT = [{"role": role, "content": text} for role, text in [
 SYSTEM, ASK, ANSWER = CHAT[:3]
 
 
-@pytest.mark.parametrize("record, turns", [
+@parametrize("record, turns", [
     ({"instruction": " a", "input": "b ", "output": "c"}, [(" a\n\nb ", "c")]),
     ({"instruction": "", "input": None, "output": "c", "source": 7}, [("", "c")]),
     ({"messages": CHAT}, [("Be brief.", None), (" Hi\n", "Yo "), ("Why?", "<|end|>")]),
@@ -217,12 +196,10 @@ def test_turns(record, turns):
     if isinstance(turns, list):
         assert sft.make_turns(record) == turns
     else:
-        with pytest.raises(ValueError) as error:
-            sft.make_turns(record)
-        assert str(error.value) == turns
+        assert refusal(sft.make_turns, record) == turns
 
 
-@pytest.mark.parametrize("template, parts", [
+@parametrize("template, parts", [
     (CHAT_TEMPLATE, ("<|user|>Be brief.\n\n Hi\n<|end|><|assistant|>", "Yo <|end|>", "<|user|>Why?<|end|><|assistant|>", "<|end|><|end|>")),
     (CHATML, ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi\n<|im_end|>\n<|im_start|>assistant\n",
               "Yo <|im_end|>", "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n", "<|end|><|im_end|>"))])
@@ -235,7 +212,7 @@ def test_a_system_text_stands_where_the_template_has_it(template, parts):
     ids, mask, cut = sft.make_example(TALKER, [turns[0], ("x" * 300, "y" * 300)], 400)
     assert cut and ids.tolist()[:300] == TALKER.prompt("x" * 300, 300, "Be brief.") and "Be brief." in TALKER.decode(ids)
     frame = len(TALKER.prompt(""))      # a system text that takes more than half of it does not push the question out
-    for size in (75 - frame - 20, 75 - frame + 20, 500):
+    for size in 75 - frame - 20, 75 - frame + 20, 500:
         ids, mask, cut = sft.make_example(TALKER, [("s" * size, None), ("the question", "y" * 300)], 100)
         assert cut and "the question" in TALKER.decode(ids[~mask]) and mask.sum() >= 26, size
     # two that read alike are both held out, or none
@@ -268,14 +245,14 @@ def test_prompts_are_in_one_part_only():
     keys = [sft.make_examples(BYTES, talks, 24, seed).key for talks, seed in (      # a fingerprint of all of it
         (conversations, 1), (conversations, 2), (conversations[:-1] + [[("q1", "?")]], 1))]
     assert keys[0] == found.key and len({*keys}) == 3
-    for prompts, count in ((2, 1), (19, 1), (10_020, 1000)):
+    for prompts, count in (2, 1), (19, 1), (10_020, 1000):
         found = sft.make_examples(BYTES, [[(str(i), "")] for i in range(prompts)], 64, 0)
         assert (len(found.held_out), len(found.train), found.cut) == (count, prompts - count, 0)
-    with pytest.raises(ValueError, match="^the data has one prompt only; it needs two, to learn one and hold one out.$"):
+    with value_error("^the data has one prompt only; it needs two, to learn one and hold one out.$"):
         sft.make_examples(BYTES, [[("a", "b")]] * 5, 64, 0)
 
 
-@pytest.mark.parametrize("text, found", [
+@parametrize("text, found", [
     (b' \n[[2]]\n', [[2]]), (b"\n \n", []),
     (b'\xef\xbb\xbf1\n\n 2 \n"\xe7\x8c\xab"\n', [1, 2, "猫"]), (b'{"a": 1}\r\n{}\n', [{"a": 1}, {}]),
     (b"[1]\n[2]", "line 2, is not JSON (Extra data)"), (b"[1,\n2,\nx]", "line 3, is not JSON (Expecting value)"),
@@ -287,24 +264,23 @@ def test_json(tmp_path, text, found):
     if isinstance(found, list):
         assert sft.json_values(str(path)) == found
         return
-    with pytest.raises(ValueError) as error:
-        sft.json_values(str(path))
-    assert str(error.value).startswith(f"{path}, {found}")
-    assert "UTF-8" in found or str(error.value).endswith("); the file must hold one list of records, or one record a line.")
+    said = refusal(sft.json_values, str(path))
+    assert said.startswith(f"{path}, {found}")
+    assert "UTF-8" in found or said.endswith("); the file must hold one list of records, or one record a line.")
 
 
-def test_records(tmp_path, capsys):
-    good, path = {"instruction": "a", "output": "b"}, str(tmp_path / "x.json")
+def test_records(tmp_path, out_text):
+    good, path = {"instruction": "a", "output": "b"}, f"{tmp_path}/x.json"
 
     def read(records):
-        (tmp_path / "x.json").write_text(json.dumps(records))
+        write(tmp_path / "x.json", json.dumps(records))
         return sft.read_conversations([path])
-    assert read([good, {"instruction": "c", "output": "d"}]) == [[("a", "b")], [("c", "d")]] and capsys.readouterr().out == ""
+    assert read([good, {"instruction": "c", "output": "d"}]) == [[("a", "b")], [("c", "d")]] and out_text() == ""
     assert len(read([good] * 2 + [7] + [{"instruction": "a", "output": " "}] * 1001)) == 2
-    assert capsys.readouterr().out == (f"{path}: 2 of 1,004 records can be used; 1 with no named fields (first: record 3); 1,001 with "
+    assert out_text() == (f"{path}: 2 of 1,004 records can be used; 1 with no named fields (first: record 3); 1,001 with "
                                        "an empty response (first: record 4).\n")
     for records, words in ([], "0 of 0 records can be used"), ([7, {}], "0 of 2 records can be used; 1 with no named fields (first: record 1); 1 with a "):
-        with pytest.raises(ValueError, match=re.escape(f"{path}: {words}")):
+        with value_error(re.escape(f"{path}: {words}")):
             read(records)
 
 
@@ -322,9 +298,7 @@ def test_pairs_of_python(tmp_path, monkeypatch):
     assert sft.read_conversations([str(path)]) == [[("m", "A module of its own.")], [("m.h", "Behind the cut.")],
                                                    [("m.f", "Something else.")], [("n.b", "is knowN")]]
     found[:] = [[("m.f", "What is known."), ("m.g", "Oneword")]]
-    with pytest.raises(ValueError) as error:
-        sft.python_pairs(str(path))
-    assert str(error.value) == f"{path} holds all of the library's documentation, so nothing is held out; {NAME_SOME}"
+    assert refusal(sft.python_pairs, str(path)) == f"{path} holds all of the library's documentation, so nothing is held out; {NAME_SOME}"
 
 
 def write_play(path, speeches=1200):
@@ -336,7 +310,7 @@ def write_play(path, speeches=1200):
         said[rng.randrange(1, len(said))] += "\n"
         last = rng.choice(words)
         paragraphs.append(f"{rng.choice(['ANNA', 'First Boy', 'A. B.'])}:\n{' '.join(said)} {last}")
-    path.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+    write(path, "\n\n".join(paragraphs) + "\n")
 
 
 def test_pairs_of_a_play_to_the_letter(tmp_path, monkeypatch):
@@ -350,18 +324,16 @@ def test_pairs_of_a_play_to_the_letter(tmp_path, monkeypatch):
         [("How are you?", "Well:\n fine. ")], [("Well: fine.", "Yes.")]]
     assert pairs("A:\r\nHow\r\nare?\r\n\r\nB:\r\nYes\r\nno.\r\n\r\nC:\r\nSo.") == [[("How are?", "Yes\nno.")], [("Yes no.", "So.")]]
     assert pairs("A:\nHow\udcff?\n\nB:\n\udcc3.\n\nC:\nSo.") == [[("How\ufffd?", "\ufffd.")], [("\ufffd.", "So.")]]
-    for name, good in (("x" * 40, True), ("x" * 41, False), ("", False), ("a:b", False), ("a\nb", False), ("é 1.", True)):
+    for name, good in ("x" * 40, True), ("x" * 41, False), ("", False), ("a:b", False), ("a\nb", False), ("é 1.", True):
         found = pairs("\n\n".join(["A:\none", f"{name}:\ntwo", "B:\nthree", "C:\nfour", "D:\nfive", "E:\nsix", "F:\nseven"]))
         assert len(found) == (6 if good else 4)
     # more than half of the paragraphs must give one
-    for speeches, others, good in ((2, 0, False), (6, 3, True), (6, 4, False), (0, 3, False)):
+    for speeches, others, good in (2, 0, False), (6, 3, True), (6, 4, False), (0, 3, False):
         text = "\n\n".join([f"A:\nsay {i}" for i in range(speeches)] + ["A stage direction."] * others)
         if good:
             assert len(pairs(text)) == speeches - 1
         else:
-            with pytest.raises(ValueError) as error:
-                pairs(text)
-            assert str(error.value) == (f"{tmp_path}/some.txt is neither a play nor the text inside Python, so it gives no "
+            assert refusal(pairs, text) == (f"{tmp_path}/some.txt is neither a play nor the text inside Python, so it gives no "
                                         f"questions; {NAME_SOME}")
 
 
@@ -369,20 +341,26 @@ def test_which_files_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert sft.find_data("big", ["corpus.txt"]) == ["corpus.txt"]               # there is no data/
     os.mkdir("data")
-    for name in ("instructions_b.json", "instructions.jsonl", "instructions_a.json", "instructions.txt", "my-instructions.json"):
-        (tmp_path / "data" / name).write_text("")
+    for name in "instructions_b.json instructions.jsonl instructions_a.json instructions.txt my-instructions.json".split():
+        write(tmp_path / "data" / name, "")
     assert sft.find_data("medium", ["corpus.txt"]) == ["data/instructions.jsonl", "data/instructions_a.json", "data/instructions_b.json"]
     assert sft.find_data("small", ["corpus.txt"]) == ["corpus.txt"]
-    with pytest.raises(ValueError, match=f"^there are no instructions in data/: {re.escape(NAME_SOME)}$"):
+    with value_error(f"^there are no instructions in data/: {re.escape(NAME_SOME)}$"):
         sft.find_data("small", None)
-    for kind in ("read_records", "python_pairs", "play_pairs"):
+    for kind in "read_records", "python_pairs", "play_pairs":
         monkeypatch.setattr(sft, kind, lambda path, kind=kind: [f"{kind} {path}"])
-    kinds = {"a.json": "read_records", "b.JSONL": "read_records", "data/python-3.12.txt": "python_pairs", "a.json.txt": "play_pairs",
-             "python-3.txt": "play_pairs", "python-3.12.txt.old": "play_pairs", "my-python-3.12.txt": "play_pairs"}
+    kinds = dict(rows("""
+        a.json                 | read_records
+        b.JSONL                | read_records
+        data/python-3.12.txt   | python_pairs
+        a.json.txt             | play_pairs
+        python-3.txt           | play_pairs
+        python-3.12.txt.old    | play_pairs
+        my-python-3.12.txt     | play_pairs"""))
     for name in kinds:
-        (tmp_path / name).write_text("text")
+        write(tmp_path / name, "text")
     assert sft.read_conversations(list(kinds)) == [f"{kind} {name}" for name, kind in kinds.items()]
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 99)
+    write(tmp_path / "latin.txt", b"caf\xe9 " * 99)
     for name, words in ("data", "data is not a plain file"), ("none.json", "none.json"), ("latin.txt", "it seems to be Latin-1"):
         with pytest.raises((ValueError, OSError), match=words):
             sft.read_conversations(["a.json", name])
@@ -403,19 +381,19 @@ def test_evaluation_of_a_model():
             targets[0, :], targets[0, t] = -1, ids[t + 1]               # one target at a time
             nats, tokens = nats + model.forward(ids[None, :-1], targets)[0], tokens + 1
     size = sum(3 * (i % 3 + 1) for i in range(9))
-    training = training_of(model, BYTES, types.SimpleNamespace(micro_batch=1))
+    training = training_of(model, BYTES, SimpleNamespace(micro_batch=1))
     loss, bpb = sft.evaluate(training, examples)
     assert loss == pytest.approx(nats / tokens, rel=1e-10) and bpb == pytest.approx(nats / size / math.log(2), rel=1e-10)
     seen = []
     for rank in range(3):                                               # the ranks share the batches
-        ranks = types.SimpleNamespace(rank=rank, size=3, all_reduce=seen.append)
+        ranks = SimpleNamespace(rank=rank, size=3, all_reduce=seen.append)
         sft.evaluate(dataclasses.replace(training, ranks=ranks), examples)
     assert sum(seen).tolist() == pytest.approx([nats, tokens, size]) and all(part[1] for part in seen)
     # a tokenizer of others may lack what fills up rows here
-    assert sft.batch_sizes(training_of(model, types.SimpleNamespace(special={}))) == (64, 2, 0)
+    assert sft.batch_sizes(training_of(model, SimpleNamespace(special={}))) == (64, 2, 0)
 
 
-@pytest.mark.parametrize("stop", [None, PAD, END])
+@parametrize("stop", [None, PAD, END])
 def test_an_answer(stop):
     """Any special token ends it; of a model that says what it is told to say.  A system text stays whole, if with what
     surrounds it it takes half of the room, which is 24, or less."""
@@ -423,9 +401,9 @@ def test_an_answer(stop):
                                    ("b" * 7, "0123456789abcdefghijkl", b"bbbbbbb\n\nabcdefghijkl"),
                                    ("b" * 8, "0123456789abcdefghijkl", b"123456789abcdefghijkl")):
         said, asked = itertools.cycle(b"a") if stop is None else iter([*b"No", stop, *b"more"]), []
-        decoder = types.SimpleNamespace(tokens=[], position=0, draw=lambda *rest: asked.append(rest) or (np.array([[next(said)]]), np.ones(1)))
-        model = types.SimpleNamespace(config=types.SimpleNamespace(context=32, predict=4), draft_heads=0, decoder=decoder)
-        training = training_of(model, BYTES, types.SimpleNamespace(seed=9))
+        decoder = SimpleNamespace(tokens=[], position=0, draw=lambda *rest: asked.append(rest) or (np.array([[next(said)]]), np.ones(1)))
+        model = SimpleNamespace(config=SimpleNamespace(context=32, predict=4), draft_heads=0, decoder=decoder)
+        training = training_of(model, BYTES, SimpleNamespace(seed=9))
         assert sft.answer(training, (system, question)) == ("No" if stop else "a" * 150)
         assert [USER, *read, END, ASSISTANT] == np.ravel(asked[0][0]).tolist()
 
@@ -448,11 +426,11 @@ def flushed(function, *arguments):
 
 def test_what_a_run_prints(monkeypatch):
     """At its beginning, on the way and at its end, and what it notes."""
-    monkeypatch.setattr(sft, "evaluate", lambda *arguments: (loss, 1.5))
-    monkeypatch.setattr(sft, "answer", lambda training, question: f"to {question[1]}\n\x07 '")
+    put(monkeypatch, sft, evaluate=lambda *arguments: (loss, 1.5),
+        answer=lambda training, question: f"to {question[1]}\n\x07 '")
     questions = [("so" if i == 1 else None, f"q{i}\x1b") for i in range(5)]
     examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], questions, 0, "key")
-    training = training_of(types.SimpleNamespace(config=CONFIG), BYTES, types.SimpleNamespace(steps=9, seed=4, batch_tokens=64))
+    training = training_of(SimpleNamespace(config=CONFIG), BYTES, SimpleNamespace(steps=9, seed=4, batch_tokens=64))
     job = sft.fine_tuning(training, examples)
     assert job.note(1, math.log(2)) == "1000000000.000 bits/byte"       # of what has no text at all
     asked = [f"--- {title}\ufffd\nto q{i}\ufffd\n\ufffd '\n" for i, title in enumerate(["q0", "so\n\nq1", "q2", "q3", "q4"])]
@@ -463,7 +441,7 @@ def test_what_a_run_prints(monkeypatch):
         assert said == f"           held-out loss {loss:.4f}, 1.5000 bits/byte\n" + "".join(shown) and training.state["before"] == 3.0
 
 
-@pytest.mark.parametrize("no_color", [None, "", "1"])
+@parametrize("no_color", [None, "", "1"])
 def test_show(monkeypatch, no_color):
     monkeypatch.delenv("NO_COLOR", raising=False)
     if no_color is not None:
@@ -486,23 +464,23 @@ CONFIG = model_cpu.Config(dim=32, heads=2, kv_heads=1, layers=1, context=128, vo
 
 def save_base(folder, out, config=CONFIG, **changes):
     """A checkpoint as train.py leaves one, of a small model that has learned nothing yet."""
-    tokenizer = Tokenizer.train([(folder / "play.txt").read_text(encoding="utf-8")], 520)
-    s = settings("--data", "play.txt", "--micro-batch", "4", "--threads", "1", config=config)
+    tokenizer = Tokenizer.train([(folder / "play.txt").read_text()], 520)
+    s = settings("--data play.txt --micro-batch 4 --threads 1", config=config)
     state = {"script": "train.py", "tokens": 0, "seconds": 0.0, "settings": {**dataclasses.asdict(s), **changes}}
     model = model_cpu.Model(config, 0, np.float32)
     model.step = 7
-    checkpoint.save(str(folder / out), model, tokenizer, state)
+    checkpoint.save(f"{folder}/{out}", model, tokenizer, state)
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def base(tmp_path_factory):
     """A folder with a play, a base, and a fine-tuned model: (folder, log, what was printed)."""
     folder = tmp_path_factory.mktemp("sft")
     write_play(folder / "play.txt")
     save_base(folder, "out/play")
-    (folder / "out/play/log.jsonl").write_text("")
-    (folder / "some.jsonl").write_text("".join(json.dumps({"instruction": str(i), "output": f"It is {i}."}) + "\n" for i in range(40)))
-    done = run_anew(folder, "--base", "out/play", *QUICK)
+    write(folder / "out/play/log.jsonl", "")
+    write(folder / "some.jsonl", "".join(json.dumps({"instruction": str(i), "output": f"It is {i}."}) + "\n" for i in range(40)))
+    done = run_anew(folder, "--base out/play", *QUICK)
     assert (done.returncode, done.stderr) == (0, "")
     return folder, read_log(folder, "out/play-sft"), done.stdout
 
@@ -510,8 +488,8 @@ def base(tmp_path_factory):
 def test_a_job_takes_the_batch_of_its_step():
     """Epoch by epoch, each in an order of its own."""
     examples = sft.make_examples(BYTES, [[(f"say {i}", "x" * (i % 50 + 1))] for i in range(300)], 128, 0)
-    s = settings("--batch-tokens", "256", "--seed", "3")
-    job = sft.fine_tuning(training_of(types.SimpleNamespace(config=CONFIG), BYTES, s), examples)
+    s = settings("--batch-tokens 256 --seed 3")
+    job = sft.fine_tuning(training_of(SimpleNamespace(config=CONFIG), BYTES, s), examples)
     plans = [sft.plan_epoch(examples.lengths, 256, 3, epoch) for epoch in range(3)]
     for step, rows in enumerate(itertools.chain(*plans)):
         expected = sft.make_batch([examples.train[i] for i in rows], 128, 4, PAD)
@@ -528,14 +506,14 @@ def test_the_held_out_loss_falls(base):
     assert f"Held-out loss {held_out[0]:.4f} before, {held_out[-1]:.4f} after." in printed
     found = json.loads((folder / "out/play-sft/tokenizer_config.json").read_text())
     assert found["chat_template"] == CHAT_TEMPLATE and found["eos_token"] == "<|end|>"
-    done = run(folder, "--model", "out/play-sft", "--prompt", "so", "--max-tokens", "30", script="chat.py")
+    done = run(folder, "--model out/play-sft --prompt so --max-tokens 30", script="chat.py")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_killed_and_resumed_is_exact(base):
     folder, whole, _ = base
     attack.kill_again_and_again(folder, "sft.py", ["--base", "out/play", *QUICK], "out/killed", 3, seed=1)
-    done = run_anew(folder, "--resume", "--out", "out/killed")
+    done = run_anew(folder, "--resume --out out/killed")
     assert done.returncode == 0, done.stderr
     assert read_log(folder, "out/killed") == whole
 
@@ -556,11 +534,11 @@ def test_ctrl_c_saves_and_resumes(base):
 
 def test_the_weight_of_further_heads_is_that_of_the_option(base):
     """0: they learn nothing, and their weights only decay."""
-    folder, quick = base[0], ["--base", "out/play", "--data", "some.jsonl", "--epochs", "1", "--batch-tokens", "256", "--threads", "1"]
-    ours = checkpoint.load(str(folder / "out/play"), model_cpu)[0].params["heads"][520:]
+    folder, quick = base[0], "--base out/play --data some.jsonl --epochs 1 --batch-tokens 256 --threads 1"
+    ours = checkpoint.load(f"{folder}/out/play", model_cpu)[0].params["heads"][520:]
     for weight, learned in ("0", False), ("2.5", True):
-        assert run(folder, *quick, "--out", "out/mtp", "--mtp-weight", weight).returncode == 0
-        model, _ = checkpoint.load(str(folder / "out/mtp"), model_cpu)
+        assert run(folder, quick, "--out out/mtp --mtp-weight", weight).returncode == 0
+        model, _ = checkpoint.load(f"{folder}/out/mtp", model_cpu)
         assert model.config.mtp_weight == float(weight)
         ratio = model.params["heads"][520:] / ours
         assert (np.ptp(ratio) > 1e-3) == learned and ratio.mean() < 1
@@ -569,19 +547,18 @@ def test_the_weight_of_further_heads_is_that_of_the_option(base):
 def test_resume_refuses(base):
     folder, data = base[0], base[0] / "other.jsonl"
     shutil.copy(folder / "some.jsonl", data)
-    quick = ["--data", "other.jsonl", "--base", "out/play", "--batch-tokens", "512"]
-    assert run(folder, *quick, "--out", "out/some", "--epochs", "2").returncode == 0
+    quick = "--data other.jsonl --base out/play --batch-tokens 512"
+    assert run(folder, quick, "--out out/some --epochs 2").returncode == 0
     # what is fine-tuned can be fine-tuned again, without --data on the same
-    done = run(folder, "--base", "out/some", "--out", "out/again", "--batch-tokens", "512", "--epochs", "1")
+    done = run(folder, "--base out/some --out out/again --batch-tokens 512 --epochs 1")
     assert "out/some is fine-tuned into out/again on other.jsonl: " in done.stdout
     end = ": a resumed run keeps its settings. Leave the option out, or start a new run with --out.\n"
     for script, arguments, words in [("sft.py", ["--epochs", "1"], "has --epochs 2, not 1" + end), ("train.py", [], "is one of sft.py"),
                                      ("sft.py", ["--base", "out/again"], "--base out/play, not out/again")]:
-        done = run(folder, "--resume", "--out", "out/some", *arguments, script=script)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert_refused(run(folder, "--resume --out out/some", *arguments, script=script), words)
     data.write_text(data.read_text().replace("It is 7.", "It is seven."))
     for out, words in ("out/some", "other.jsonl: not what out/some began with."), ("out/play", "train.py"):
-        assert words in run(folder, "--resume", "--out", out).stderr
+        assert words in run(folder, "--resume --out", out).stderr
 
 
 def test_a_finished_run_is_given_more_epochs(base):
@@ -589,14 +566,14 @@ def test_a_finished_run_is_given_more_epochs(base):
     folder, whole, _ = base
     shutil.copytree(folder / "out/play-sft", folder / "out/longer")
     steps = whole[-1]["step"]
-    assert run(folder, "--resume", "--out", "out/longer", "--epochs", "2").stdout == (      # as many as it has
+    assert run(folder, "--resume --out out/longer --epochs 2").stdout == (      # as many as it has
         f"The run in out/longer is finished: {steps} steps (--epochs takes more).\n")
-    done = run(folder, "--resume", "--out", "out/longer", "--epochs", "3")
+    done = run(folder, "--resume --out out/longer --epochs 3")
     assert done.returncode == 0, done.stderr
     s = train.Settings(**checkpoint.load_state(folder / "out/longer")["settings"])
     assert s.steps == 3 * steps // 2 and f"was finished after {steps} steps; it goes on to {s.steps}." in done.stdout
     log = read_log(folder, "out/longer")
-    losses = [record for record in log if "loss" in record]
+    losses = steps_of(log)
     assert log[:len(whole)] == whole and [record["step"] for record in losses] == [*range(1, s.steps + 1)]
     assert [record["lr"] for record in losses[steps:]] == [train.learning_rate(step, s) for step in range(steps, s.steps)]
     assert f"Held-out loss {log[0]['val_loss']:.4f} before, {log[-1]['val_loss']:.4f} after." in done.stdout
@@ -606,7 +583,7 @@ def test_a_finished_run_is_given_more_epochs(base):
 def test_a_reader_that_leaves(base):
     """Of --show it has seen enough; a run goes on to its end."""
     folder, whole, _ = base
-    for arguments in ["--data", "play.txt", "--show", "100"], ["--out", "out/unread", *QUICK]:
+    for arguments in "--data play.txt --show 100".split(), ["--out", "out/unread", *QUICK]:
         process = subprocess.Popen(attack.command("sft.py", "--base", "out/play", *arguments), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         process.stdout.close()
         said = process.stderr.read()
@@ -621,18 +598,18 @@ def test_a_base_of_others_takes_the_form_that_it_has_the_tokens_for(base):
     folder = base[0]
     ours = Tokenizer.load(folder / "out/play/tokenizer.json")
     theirs = Tokenizer(ours.tokens[:516], ours.merges, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    checkpoint.save(str(folder / "hub/theirs"), model_cpu.Model(CONFIG, 0, np.float32), theirs, {})
+    checkpoint.save(f"{folder}/hub/theirs", model_cpu.Model(CONFIG, 0, np.float32), theirs, {})
     os.remove(folder / "hub/theirs" / checkpoint.STATE)
-    quick = ["--base", "hub/theirs", "--data", "play.txt", "--context", "32"]
-    shown = run(folder, *quick, "--show", "9", NO_COLOR="1").stdout
+    quick = "--base hub/theirs --data play.txt --context 32"
+    shown = run(folder, quick, "--show 9", NO_COLOR="1").stdout
     form = r"(--- example .*\n<\|im_start\|>user\n[^<]*<\|im_end\|>\n<\|im_start\|>assistant\n\[[^<]*(<\|im_end\|>)?\]\n){9}"
     assert re.fullmatch(form, shown) and "of 33 tokens are learned, cut\n" in shown, shown
-    done = run(folder, *quick, *QUICK[:2], "--epochs", "1", "--threads", "1")
+    done = run(folder, quick, *QUICK[:2], "--epochs 1 --threads 1")
     assert done.returncode == 0 and "\nEpochs: 1, each of " in done.stdout and os.listdir(folder / "hub") == ["theirs"], done.stderr
     made = checkpoint.read_tokenizer(folder / "out/theirs-sft")
     assert made.template == CHATML and made.end_of_turn == theirs.special["<|im_end|>"]
-    assert checkpoint.read_config(str(folder / "out/theirs-sft")) == dataclasses.replace(CONFIG, context=32, positions=128)
-    done = run(folder, "--resume", "--base", "hub/theirs", "--context", "128")
+    assert checkpoint.read_config(f"{folder}/out/theirs-sft") == dataclasses.replace(CONFIG, context=32, positions=128)
+    done = run(folder, "--resume --base hub/theirs --context 128")
     assert done.returncode == 2 and "the run in out/theirs-sft has --context 32, not 128" in done.stderr
 
 
@@ -641,27 +618,27 @@ def test_the_base_is_safe(base):
     folder = base[0]
     before = [(path, path.read_bytes()) for path in sorted((folder / "out/play").iterdir())]
     (folder / "out/link").symlink_to("play")
-    (folder / "out/file").write_text("keep")
+    write(folder / "out/file", "keep")
     for out, words in ("./out/play/", "--out out/play is the base itself"), ("out/link", "is the base itself"), ("out/file/x", "Not a directory"):
-        done = run(folder, "--base", "out/play", "--out", out, *QUICK)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert_refused(run(folder, "--base out/play --out", out, *QUICK), words)
     assert [(path, path.read_bytes()) for path in sorted((folder / "out/play").iterdir())] == before
 
 
 def test_bad_input_is_one_sentence(base):
     folder, log, _ = base
     good = b'{"instruction": "a", "output": "b"}\n'
-    for name, text in [("empty.json", b""), ("broken.jsonl", 2 * good + b'{"instruction": "a",\n'), ("one.jsonl", 9 * good)]:
-        (folder / name).write_bytes(text)
-    here = ["--base", "out/play"]
-    cases = [([], "there is no model in out/small: `python train.py small` trains one"), (["medium"], "python train.py medium"),
-             (["medium", *here], "the model in out/play goes by the defaults of small: leave out medium."), (["--resume", "--out", "out/nowhere"], "nothing to resume"),
-             *[([*here, "--data", name], words) for name, words in [
-                 ("missing.json", "missing.json"), ("empty.json", "empty.json is empty"), ("broken.jsonl", "line 3, is not JSON"),
-                 ("one.jsonl", "one prompt only")]]]
+    for name, text in ("empty.json", b""), ("broken.jsonl", 2 * good + b'{"instruction": "a",\n'), ("one.jsonl", 9 * good):
+        write(folder / name, text)
+    cases = [("", "there is no model in out/small: `python train.py small` trains one"), *rows("""
+        medium                                | python train.py medium
+        medium --base out/play                | the model in out/play goes by the defaults of small: leave out medium.
+        --resume --out out/nowhere            | nothing to resume
+        --base out/play --data missing.json   | missing.json
+        --base out/play --data empty.json     | empty.json is empty
+        --base out/play --data broken.jsonl   | line 3, is not JSON
+        --base out/play --data one.jsonl      | one prompt only""")]
     for arguments, words in cases:
-        done = run(folder, *arguments)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (arguments, done.stderr)
+        assert_refused(run(folder, arguments), words)
     assert read_log(folder, "out/play-sft") == log                  # nothing was touched
 
 
@@ -721,15 +698,15 @@ def test_the_engine_and_the_data_of_a_new_run(base, monkeypatch):
     monkeypatch.chdir(base[0])
     save_base(base[0], "out/medium", preset="medium")
     monkeypatch.setattr(model_gpu, "cupy", None)
-    with pytest.raises(ValueError, match="^medium takes many hours or days on a CPU: train small, "):
+    with value_error("^medium takes many hours or days on a CPU: train small, "):
         sft.main(["medium", "--device", "auto"])
-    with pytest.raises(ValueError, match="^The GPU needs CuPy"):
-        sft.main(["--base", "out/play", "--device", "gpu"])
+    with value_error("^The GPU needs CuPy"):
+        sft.main("--base out/play --device gpu".split())
 
     def stop(paths):
         raise ValueError(f"read {paths}")
     monkeypatch.setattr(sft, "read_conversations", stop)
-    for data, paths in (["--data", "./a.json", "b//c.json"], ["a.json", "b/c.json"]), ([], ["play.txt"]):
+    for data, paths in ("--data ./a.json b//c.json".split(), ["a.json", "b/c.json"]), ([], ["play.txt"]):
         for show in [], ["--show", "2"]:
-            with pytest.raises(ValueError, match=f"^{re.escape(f'read {paths}')}$"):
+            with value_error(f"^{re.escape(f'read {paths}')}$"):
                 sft.main(["medium", "--device", "cpu", *show, *data])

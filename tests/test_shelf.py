@@ -8,27 +8,28 @@ import os
 import struct
 
 import numpy as np
+from numpy.random import default_rng
 import pytest
+from cases import parametrize, value_error, write
 from attack import read_header as read_tensor_file
 from cuda_helpers import to_bf16
+
+from test_tokenizer import DEFAULT as CHATML_WITH_DEFAULT
+from test_tokenizer import PLAIN, pieces
+from test_tokenizer import SYSTEM as DEFAULT
 
 import checkpoint
 import model_cpu
 from tokenizer import byte_chars
 
-SMOL_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>",
-                "<filename>", "<gh_stars>", "<issue_start>", "<issue_comment>", "<issue_closed>",
-                "<jupyter_start>", "<jupyter_text>", "<jupyter_code>", "<jupyter_output>", "<jupyter_script>",
-                "<empty_output>"]
+SMOL_SPECIAL = """<|endoftext|> <|im_start|> <|im_end|> <repo_name> <reponame> <file_sep> <filename> <gh_stars>
+    <issue_start> <issue_comment> <issue_closed> <jupyter_start> <jupyter_text> <jupyter_code>
+    <jupyter_output> <jupyter_script> <empty_output>""".split()
 
 # ChatML as SmolLM's folders have it, with line ends for what other folders write as \n; and with SmolLM2's
 # default.
-DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-CHATML = ("{% for message in messages %}"
-          "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-SMOL_TEMPLATE = CHATML.replace("%}", "%}{% if loop.first and messages[0]['role'] != 'system' %}"
-                               "{{ '<|im_start|>system\n" + DEFAULT + "<|im_end|>\n' }}{% endif %}", 1)
+CHATML = PLAIN.replace("\\n", "\n")
+SMOL_TEMPLATE = CHATML_WITH_DEFAULT.replace("\\n", "\n")
 
 # C, F, L, H, G, D, V: D = C/H
 C, F, L, H, G, D, V = 16, 24, 2, 4, 2, 4, 288
@@ -56,8 +57,7 @@ def pack(values, kind):
 
 def write_raw(path, text, data=b"", more=0):
     """A header of any text; more: by how much its length is wrong."""
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text) + more) + text + data)
+    write(path, struct.pack("<Q", len(text) + more) + text + data)
 
 
 def write_tensor_file(path, tensors, metadata=None):
@@ -87,13 +87,13 @@ def shapes(config):
         found.update({f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()})
     found["model.norm.weight"] = (width,)
     if not config.get("tie_word_embeddings", False):
-        found["lm_head.weight"] = (config["vocab_size"], width)
+        found["lm_head.weight"] = config["vocab_size"], width
     return found
 
 
 def weights(config, kind="BF16", seed=0):
     """-> tensors with random values, for write_tensor_file."""
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     return {name: (kind, pack(0.3 * rng.standard_normal(shape, np.float32) + (len(shape) == 1), kind))
             for name, shape in shapes(config).items()}
 
@@ -124,7 +124,7 @@ def tokenizer_json(extra=0):
 
 
 def write_json(folder, name, what):
-    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+    with open(f"{folder}/{name}", "w") as file:
         json.dump(what, file, indent=2)
 
 
@@ -137,7 +137,7 @@ def write_folder(folder, base=NEW, tensors=None, shards=1, tokenizer=None, metad
     write_json(folder, "tokenizer.json", tokenizer or tokenizer_json())
     write_json(folder, "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
     if shards == 1:
-        write_tensor_file(os.path.join(folder, "model.safetensors"), tensors, metadata)
+        write_tensor_file(f"{folder}/model.safetensors", tensors, metadata)
         return tensors
     index, names = {}, list(tensors)
     for i in range(shards):
@@ -152,12 +152,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def shard(folder, i=2, of=3):
-    return os.path.join(folder, f"model-{i:05}-of-{of:05}.safetensors")
+    return f"{folder}/model-{i:05}-of-{of:05}.safetensors"
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return str(tmp_path / "foreign")
+    return f"{tmp_path}/foreign"
 
 
 def load(folder, **more):
@@ -199,9 +199,9 @@ def refused(folder, *words, **more):
 
 
 # -- what loads ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("base, tied, kind", [(OLD, True, "BF16"), (NEW, False, "F16"), (OLD, False, "F32"),
+@parametrize("base, tied, kind", [(OLD, True, "BF16"), (NEW, False, "F16"), (OLD, False, "F32"),
                                               (NEW, True, "BF16")])
-def test_every_bit_arrives_in_either_spelling(folder, capsys, base, tied, kind):
+def test_every_bit_arrives_in_either_spelling(folder, out_text, base, tied, kind):
     changes = {"tie_word_embeddings": tied}
     tensors = write_folder(folder, base, weights({**base, **changes}, kind), shards=2, **changes)
     model, tokenizer = checkpoint.load(folder, model_cpu, {"dtype": np.float32, "training": False})
@@ -211,18 +211,18 @@ def test_every_bit_arrives_in_either_spelling(folder, capsys, base, tied, kind):
     tokens = [tokenizer.tokens[token] for token in tokenizer.encode("the c 12")]
     assert tokens == [b"the", b" c", b" ", b"1", b"2"]
     checkpoint.main([folder])
-    lines = capsys.readouterr().out.splitlines()
+    lines = out_text().splitlines()
     name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[kind]
     assert sum(f" {name}  root mean square " in line for line in lines) == len(tensors) == len(lines) - 5
     assert sum(line.endswith(" bytes, CRC32 none") for line in lines) == 2
 
 
-@pytest.mark.parametrize("spelled", [{}, {"rope_parameters": {"rope_type": "default"}},
+@parametrize("spelled", [{}, {"rope_parameters": {"rope_type": "default"}},
                                      {"rope_scaling": None}])
 def test_what_config_does_not_say(folder, spelled):
     """The defaults of LlamaConfig: as many key/value heads as heads, 1e-6, 10000, 2048, an own head, silu."""
     tensors = write_folder(folder, {"model_type": "llama", **SIZES, **spelled})
-    os.remove(os.path.join(folder, "tokenizer_config.json"))
+    os.remove(f"{folder}/tokenizer_config.json")
     model = load(folder)
     arrived(model, tensors)
     c = model.config
@@ -231,7 +231,7 @@ def test_what_config_does_not_say(folder, spelled):
 
 # as in transformers: rope_parameters are asked only where rope_scaling is empty, and config.json itself where
 # the one asked has none
-@pytest.mark.parametrize("base, changes, theta", [
+@parametrize("base, changes, theta", [
     (OLD, {"rope_scaling": GONE}, 1e5), (OLD, {"rope_scaling": {"rope_theta": 500.0}}, 500),
     (NEW, {"rope_scaling": {"rope_type": "default", "rope_theta": 500.0}}, 500),
     (NEW, {"rope_scaling": {"type": "default"}}, 1e4),
@@ -242,7 +242,7 @@ def test_of_several_thetas_that_of_transformers_counts(folder, base, changes, th
     assert load(folder).config.rope_theta == theta
 
 
-@pytest.mark.parametrize("changes", [
+@parametrize("changes", [
     {"sliding_window": None, "head_dim": GONE, "mlp_bias": GONE, "attention_bias": GONE, "hidden_act": GONE},
     {"sliding_window": 0, "use_qk_norm": False, "partial_rotary_factor": 1.0, "is_causal": True},
     {"head_dim": None, "eos_token_id": [2, 0], "quite_unknown": [1], "dtype": GONE, "architectures": GONE}])
@@ -251,7 +251,7 @@ def test_what_changes_nothing_loads(folder, changes):
     arrived(load(folder), tensors)
 
 
-@pytest.mark.parametrize("kind, exponent", [("BF16", 0x7F80), ("F16", 0x7C00)])
+@parametrize("kind, exponent", [("BF16", 0x7F80), ("F16", 0x7C00)])
 def test_every_finite_number_of_sixteen_bits_arrives(folder, kind, exponent):
     """Zeros of both signs, numbers too small to be normal, the largest."""
     tensors = weights({**NEW, "vocab_size": 4096}, kind)
@@ -262,7 +262,7 @@ def test_every_finite_number_of_sixteen_bits_arrives(folder, kind, exponent):
     arrived(load(folder), tensors)
 
 
-@pytest.mark.parametrize("metadata", [
+@parametrize("metadata", [
     None, {}, {"step": "x", "config": "{}", "tokenizer": "gpt2", "state": "[]", "crc32": "own"}])
 def test_headers_that_differ_load(folder, metadata):
     """With any metadata or none, ours by name too: the format asks for none.  And beside shards of others."""
@@ -299,7 +299,7 @@ def test_a_tied_file_may_hold_the_head_too(folder):
 def test_a_shorter_context(folder):
     write_folder(folder)
     model = load(folder)
-    tokens = np.random.default_rng(0).integers(0, V, (2, 20))
+    tokens = default_rng(0).integers(0, V, (2, 20))
     short = load(folder, context=20)
     assert (short.config.context, short.config.positions) == (20, 48)
     assert np.array_equal(short.logits(tokens), model.logits(tokens))
@@ -321,12 +321,12 @@ def test_a_model_of_ours_that_transformers_saved_has_one_head(folder, capsys):
 
 def test_saved_and_loaded_again(folder, tmp_path):
     """What a fine-tuned foreign model is: a folder of ours, tied as before, with all its positions."""
-    tensors, out = write_folder(folder, shards=2), str(tmp_path / "out")
+    tensors, out = write_folder(folder, shards=2), f"{tmp_path}/out"
     model, tokenizer = checkpoint.load(folder, model_cpu, {"dtype": np.float32}, context=32)
     checkpoint.save(out, model, tokenizer, {"a": 1})
-    written = json.load(open(os.path.join(out, "config.json")))
+    written = json.load(open(f"{out}/config.json"))
     assert written["tie_word_embeddings"] is True and written["max_position_embeddings"] == 48
-    assert set(read_tensor_file(os.path.join(out, "model.safetensors"))[0]) == {*shapes(NEW), "__metadata__"}
+    assert set(read_tensor_file(f"{out}/model.safetensors")[0]) == {*shapes(NEW), "__metadata__"}
     again, same = checkpoint.load(out, model_cpu, {"dtype": np.float32})
     arrived(again, tensors)
     assert checkpoint.load_state(out, again) == {"a": 1} and again.config == model.config
@@ -334,8 +334,8 @@ def test_saved_and_loaded_again(folder, tmp_path):
 
 
 # -- models that are not ours to compute ---------------------------------------------------------------------
-@pytest.mark.parametrize("key, bad", [
-    ("rope_type", "linear"), ("rope_type", "llama3"), ("attention_bias", True), ("mlp_bias", True),
+@parametrize("key, bad", [
+    ("rope_type", "linear"), ("rope_type", "llama3"), ("rope_type", "yarn"), ("attention_bias", True), ("mlp_bias", True),
     ("hidden_act", "gelu"), ("sliding_window", 16), ("use_qk_norm", True), ("is_causal", False),
     ("partial_rotary_factor", 0.5), ("model_type", "mistral"), ("head_dim", 8), ("rms_norm_eps", -1),
     ("vocab_size", 65_544)])
@@ -345,7 +345,7 @@ def test_other_models_are_refused_by_name(folder, key, bad):
     refused(folder, "config.json", key.removeprefix("rms_"), bad)
 
 
-@pytest.mark.parametrize("key", SIZES)
+@parametrize("key", SIZES)
 def test_a_size_that_is_missing_or_none(folder, key):
     """Every config.json of a Llama says these, so there is nothing to guess."""
     write_folder(folder, tensors={}, **{key: GONE})
@@ -369,8 +369,8 @@ def ones(shape, kind="BF16"):
 LACK = object()
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("name, tensor, words", [
+@parametrize("shards", [1, 3])
+@parametrize("name, tensor, words", [
     ("model.layers.1.self_attn.q_norm.weight", ones(D), "none of that name"),
     ("model.layers.1.self_attn.q_proj.bias", ones(C), "none of that name"),
     (f"model.layers.{L}.input_layernorm.weight", ones(C), "none of that name"),
@@ -387,12 +387,12 @@ def test_a_tensor_that_does_not_fit_is_named(folder, name, tensor, words, shards
     refused(folder, name, words)
 
 
-@pytest.mark.parametrize("name", ["../other.safetensors", "..", "", 7, None, [INDEX]])
+@parametrize("name", ["../other.safetensors", "..", "", 7, None, [INDEX]])
 def test_an_index_that_leaves_the_folder(folder, tmp_path, name):
     """Though there is such a file, with all that it should have."""
     tensors = write_folder(folder, shards=3)
-    write_tensor_file(str(tmp_path / "other.safetensors"), tensors)
-    index = json.load(open(os.path.join(folder, INDEX)))
+    write_tensor_file(f"{tmp_path}/other.safetensors", tensors)
+    index = json.load(open(f"{folder}/{INDEX}"))
     for wrong in ["model.norm.weight"], index["weight_map"]:
         index["weight_map"].update(dict.fromkeys(wrong, name))
         write_json(folder, INDEX, index)
@@ -401,7 +401,7 @@ def test_an_index_that_leaves_the_folder(folder, tmp_path, name):
 
 def test_an_index_of_a_tensor_that_its_shard_has_not(folder):
     write_folder(folder, shards=3)
-    index, name = json.load(open(os.path.join(folder, INDEX))), "model.layers.1.mlp.up_proj.weight"
+    index, name = json.load(open(f"{folder}/{INDEX}")), "model.layers.1.mlp.up_proj.weight"
     right = index["weight_map"][name]
     wrong = next(file for file in index["weight_map"].values() if file != right)
     index["weight_map"][name] = wrong
@@ -412,12 +412,11 @@ def test_an_index_of_a_tensor_that_its_shard_has_not(folder):
     refused(folder, name)
 
 
-@pytest.mark.parametrize("name", ["config.json", INDEX, "tokenizer.json"])
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"weight_map": []}'])
+@parametrize("name", ["config.json", INDEX, "tokenizer.json"])
+@parametrize("text", [b"", b"{", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"weight_map": []}'])
 def test_a_json_file_that_is_none(folder, name, text):
     write_folder(folder, shards=2)
-    with open(os.path.join(folder, name), "wb") as file:
-        file.write(text)
+    write(f"{folder}/{name}", text)
     refused(folder, name)
 
 
@@ -425,19 +424,18 @@ def test_files_that_are_cut(folder):
     write_folder(folder, shards=3)
     raw = open(shard(folder), "rb").read()
     for wrong in b"", raw[:8], raw[:40], raw[:-1], raw + b"\0":
-        with open(shard(folder), "wb") as file:
-            file.write(wrong)
+        write(shard(folder), wrong)
         refused(folder, f"{shard(folder)} is damaged (truncated or altered)")
 
 
-@pytest.mark.parametrize("change", [
+@parametrize("change", [
     {"data_offsets": [0, 512]}, {"data_offsets": [-512, 0]}, {"data_offsets": [0, 1 << 62]},
     {"data_offsets": None}, {"shape": [C, C + 1]}, {"shape": [-C, -C]}, {"shape": [1 << 40, 1 << 40]},
     {"dtype": "F32"}, {"dtype": None}])
 def test_headers_that_contradict_the_file(folder, change):
     """A file without a checksum has its header alone to be believed."""
     write_folder(folder)
-    path = os.path.join(folder, "model.safetensors")
+    path = f"{folder}/model.safetensors"
     header, data = read_tensor_file(path)
     assert header[NAME]["data_offsets"][0] > 512
     header[NAME].update(change)
@@ -445,19 +443,19 @@ def test_headers_that_contradict_the_file(folder, change):
     refused(folder, "model.safetensors is damaged (truncated or altered)")
 
 
-@pytest.mark.parametrize("text, more", [
+@parametrize("text, more", [
     (b"{}", 1), (b"{}", 1 << 40), (b"", 0), (b"[]", 0), (b"{", 0), (b"\xff\xfe", 0), (b"1" * 5000, 0),
     (b"[" * 100_000, 0), (b'{"a":' * 50_000, 0), (b'{"a":1}', 0), (b'{"__metadata__":7}', 0)])
 def test_headers_that_are_none(folder, text, more):
     write_folder(folder)
-    write_raw(os.path.join(folder, "model.safetensors"), text, more=more)
+    write_raw(f"{folder}/model.safetensors", text, more=more)
     refused(folder, "model.safetensors is damaged (truncated or altered)")
 
 
 ADDED = {"content": "<im_end>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
 
 
-@pytest.mark.parametrize("name, content, words", [
+@parametrize("name, content, words", [
     ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space"),
     ("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}, "Qwen2Tokenizer"),
     ("tokenizer_config.json", {"added_tokens_decoder": {"276": ADDED}}, "<im_end>"),
@@ -471,7 +469,7 @@ ADDED = {"content": "<im_end>", "lstrip": False, "rstrip": False, "single_word":
 def test_settings_that_would_give_other_ids(folder, name, content, words):
     write_folder(folder)
     write_json(folder, name, content)
-    with pytest.raises(ValueError, match=f"the tokenizer's settings cannot be used .*{words}"):
+    with value_error(f"the tokenizer's settings cannot be used .*{words}"):
         checkpoint.read_tokenizer(folder)
 
 
@@ -491,11 +489,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model(folder):
     refused(folder, "tokenizer.json", V + 1, V)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+@parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_missing_file(folder, name):
     write_folder(folder)
-    os.remove(os.path.join(folder, name))
-    with open(os.path.join(folder, "pytorch_model.bin"), "wb") as file:     # a pickle: never read
+    os.remove(f"{folder}/{name}")
+    with open(f"{folder}/pytorch_model.bin", "wb") as file:     # a pickle: never read
         file.write(b"\x80\x02.")
     refused(folder, f"{folder} holds no checkpoint: there is no {os.path.join(folder, name)}")
 
@@ -503,21 +501,12 @@ def test_a_missing_file(folder, name):
 # -- chat templates ------------------------------------------------------------------------------------------
 def put_template(folder, where, template):
     if where == "chat_template.jinja":
-        with open(os.path.join(folder, where), "w", encoding="utf-8", newline="") as file:
-            file.write(template)
+        write(f"{folder}/{where}", template)
     else:
         write_json(folder, where, {"tokenizer_class": "GPT2Tokenizer", "chat_template": template})
 
 
-def turn(tokenizer, *parts):
-    """ids: of texts, and those of special tokens by their names."""
-    ids = []
-    for part in parts:
-        ids += [tokenizer.special[part]] if part in tokenizer.special else tokenizer.encode(part)
-    return ids
-
-
-@pytest.mark.parametrize("where, template, default", [
+@parametrize("where, template, default", [
     ("tokenizer_config.json", CHATML, ""), ("chat_template.jinja", SMOL_TEMPLATE, DEFAULT),
     ("tokenizer_config.json", SMOL_TEMPLATE.replace(DEFAULT, "Be kind."), "Be kind."),
     ("chat_template.jinja", CHATML.replace("\n", "\\n"), "")])       # the same to Jinja
@@ -529,10 +518,10 @@ def test_known_templates(folder, where, template, default):
     asked = [start, "user\nhello", end, "\n", start, "assistant\n"]
     system = [start, f"system\n{default}", end, "\n"] if default else []
     assert tokenizer.template and tokenizer.end_of_turn == 2
-    assert tokenizer.prompt("hello") == turn(tokenizer, *system, *asked)
-    assert tokenizer.prompt("hello", system=b"Be brief.") == turn(
+    assert tokenizer.prompt("hello") == pieces(tokenizer, *system, *asked)
+    assert tokenizer.prompt("hello", system=b"Be brief.") == pieces(
         tokenizer, start, "system\nBe brief.", end, "\n", *asked)
-    assert tokenizer.prompt("hello", first=False) == turn(tokenizer, "\n", *asked)
+    assert tokenizer.prompt("hello", first=False) == pieces(tokenizer, "\n", *asked)
 
 
 def test_of_two_templates_the_file_of_its_own_counts(folder):
@@ -541,18 +530,18 @@ def test_of_two_templates_the_file_of_its_own_counts(folder):
     put_template(folder, "tokenizer_config.json", SMOL_TEMPLATE)
     put_template(folder, "chat_template.jinja", CHATML)
     tokenizer = checkpoint.read_tokenizer(folder)
-    assert tokenizer.prompt("hello")[:4] == turn(tokenizer, "<|im_start|>", "user\nhello")[:4]
+    assert tokenizer.prompt("hello")[:4] == pieces(tokenizer, "<|im_start|>", "user\nhello")[:4]
 
 
-@pytest.mark.parametrize("where, template, known", [
+@parametrize("where, template, known", [
     ("chat_template.jinja", "", True), ("tokenizer_config.json", None, True),
     ("chat_template.jinja", "{{ messages[0].content }}", False),
     ("chat_template.jinja", CHATML + "{{ 'Sure,' }}", False), ("tokenizer_config.json", ["x"], False),
     ("tokenizer_config.json", CHATML.replace("<|im_end|>", "</s>"), False)])
-def test_no_template_and_an_unknown_one(folder, capsys, where, template, known):
+def test_no_template_and_an_unknown_one(folder, err_text, where, template, known):
     write_folder(folder)
     put_template(folder, where, template)
     assert checkpoint.read_tokenizer(folder).template == ""
-    path = os.path.join(folder, where)
+    path = f"{folder}/{where}"
     note = f"note: {path}: an unknown chat template, which is not used.\n"
-    assert capsys.readouterr().err == ("" if known else note)
+    assert err_text() == ("" if known else note)

@@ -4,12 +4,10 @@ import array
 import concurrent.futures
 import contextlib
 import importlib
-import io
 import itertools
 import json
 import multiprocessing
 import os
-import random
 import re
 import signal
 import subprocess
@@ -18,15 +16,16 @@ import time
 import unicodedata
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
+from cases import once_a_module, parametrize, put, refusal, rows, value_error, write
+
+import script
+import tokenizer as tk
+from tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, Tokenizer, known_template
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import script  # noqa: E402
-import tokenizer as tk  # noqa: E402
-from tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, Tokenizer, known_template  # noqa: E402
 
 EOT = "<|endoftext|>"
 BYTES = [bytes([byte]) for byte in range(256)]
@@ -59,7 +58,7 @@ def random_text(rng, length):
 
 
 def many_texts(seed, count, length=80):
-    rng = random.Random(seed)
+    rng = Random(seed)
     return SAMPLES + [random_text(rng, rng.randrange(1, length)) for _ in range(count)]
 
 
@@ -111,14 +110,14 @@ def both_ways(tokenizer, word):
     return short
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def tokenizer():
     return Tokenizer.train([TEXT], 400)
 
 
 # Words
 
-@pytest.mark.parametrize("digits, slow, example", [(False, slow_words, "I_'d_ say_ _ 42_!_\u2003_ x_²"),
+@parametrize("digits, slow, example", [(False, slow_words, "I_'d_ say_ _ 42_!_\u2003_ x_²"),
                                                    (True, slow_digits, "I_'d_ say_  _4_2_!_\u2003_ x_²")])
 def test_words_equal_a_character_by_character_reading(digits, slow, example):
     for text in map(tk.to_str, many_texts(0, 2000)):
@@ -126,7 +125,7 @@ def test_words_equal_a_character_by_character_reading(digits, slow, example):
     assert "_".join(tk.split_words("I'd say  42!\u2003 x²", digits)) == example
 
 
-@pytest.mark.parametrize("limit", [tk.ASCII, tk.BMP, tk.ALL])
+@parametrize("limit", [tk.ASCII, tk.BMP, tk.ALL])
 def test_every_code_point_has_its_class(limit):
     chars = [chr(code) for code in range(limit + 1)]
     for char_class, category in zip(tk.char_classes(limit), "LN"):
@@ -146,7 +145,7 @@ def test_cut_text_never_cuts_a_word():
 
 # Training
 
-@pytest.mark.parametrize("words, merges", [
+@parametrize("words, merges", [
     ({"aaa": 1}, "[(97, 97)]"), ({"ab": 1}, "[]"),                                  # "aa" counts twice, merges once
     ({" zb": 2, " ya": 2, " xc": 2}, "[(32, 120), (32, 121), (32, 122), (256, 99), (257, 97), (258, 98)]"),     # ties
     # the words of Sennrich, Haddow and Birch
@@ -159,9 +158,9 @@ def test_merges_by_hand(words, merges):
 
 def test_the_plain_and_the_fast_way_learn_the_same():
     """Words as `count_words` gives them, and any others: ties, runs of one byte, pairs that run out, byte 0."""
-    words = tk.count_words([TEXT, random_text(random.Random(7), 3000)])
+    words = tk.count_words([TEXT, random_text(Random(7), 3000)])
     assert tk.learn_merges(words, 300) == tk.learn_merges_plain(words, 300)
-    rng, ran_out = random.Random(0), 0
+    rng, ran_out = Random(0), 0
     for alphabet in ["a", "ab", "abc", "aab", " ab", "é中a", "\0\1"] * 20:
         texts = ["".join(rng.choices(alphabet, k=rng.randrange(1, 30))) for _ in range(rng.randrange(1, 12))]
         words = Counter(rng.choices(texts, k=15))
@@ -178,7 +177,7 @@ def test_words_are_counted_in_texts_of_any_kind(tokenizer):
     lines = TEXT.splitlines(keepends=True)
     for same in TEXT, reversed(lines), (line.encode() for line in lines):       # a text by itself is one document
         assert list(Tokenizer.train(same, 400).merges) == tk.learn_merges_plain(tk.count_words([TEXT]), 140)
-    with pytest.raises(ValueError, match="259 tokens is too small.*260"):
+    with value_error("259 tokens is too small.*260"):
         Tokenizer.train(["aa aa"], 259)
 
 
@@ -192,17 +191,16 @@ def test_special_tokens_come_last_and_are_never_produced():
 def test_rare_words_are_dropped_when_there_are_too_many(monkeypatch):
     """After each chunk: the more frequent half stays, of equal counts those that came first."""
     counted = []
-    monkeypatch.setattr(tk, "MAX_WORDS", 4)
-    monkeypatch.setattr(tk, "learn_merges", lambda words, wanted: counted.append((words, wanted)) or [])
-    for name, text in [("a", "w x y z"), ("b", " x y"), ("c", " z q")]:
-        Path(name).write_text(text)
-    for names, expected in [("abc", {" x": 2, " y": 2}), ("ca", {" z": 2, " q": 1})]:
+    put(monkeypatch, tk, MAX_WORDS=4, learn_merges=lambda words, wanted: counted.append((words, wanted)) or [])
+    for name, text in ("a", "w x y z"), ("b", " x y"), ("c", " z q"):
+        write(name, text)
+    for names, expected in ("abc", {" x": 2, " y": 2}), ("ca", {" z": 2, " q": 1}):
         Tokenizer.train_files(names, 300)
         assert counted.pop() == (expected, 40)
 
 
 def test_training_files(tokenizer):
-    Path("a.txt").write_text(TEXT + f"\n\n{EOT}\n\n" * 30 + TEXT)
+    write("a.txt", TEXT + f"\n\n{EOT}\n\n" * 30 + TEXT)
     assert not any(b"endoftext" in token for token in Tokenizer.train_files(["a.txt"], 300).tokens[:-4])
     assert Tokenizer.train_files([("a.txt", 0, len(TEXT.encode()))], 400).merges == tokenizer.merges
 
@@ -217,16 +215,21 @@ def test_encoding_equals_replaying_the_merges(tokenizer):
         assert tokenizer.decode_bytes(ids) == data
 
 
+def random_merges(rng, letters):
+    """-> (the names of all tokens, their merges in any order)"""
+    names, merges = [*letters], {}
+    for _ in range(rng.randrange(1, 12)):
+        pair = tuple(rng.choices(names, k=2))
+        merges[pair] = None
+        names = [*dict.fromkeys([*names, "".join(pair)])]
+    return names, rng.sample([*merges], len(merges))
+
+
 def test_ids_and_ranks_of_any_order():
     """A part may be made by a later merge, two merges may make one token, ids need not follow ranks, bytes may be missing."""
-    rng = random.Random(13)
+    rng = Random(13)
     for _ in range(200):
-        names, merges = [*"abcd"[:rng.randrange(1, 5)]], {}
-        for _ in range(rng.randrange(1, 12)):
-            pair = tuple(rng.choices(names, k=2))
-            merges[pair] = None
-            names = [*dict.fromkeys([*names, "".join(pair)])]
-        merges = rng.sample([*merges], len(merges))
+        names, merges = random_merges(rng, "abcd"[:rng.randrange(1, 5)])
         vocab = dict(zip(names, rng.sample(range(60), len(names))))                 # with ids that no token has
         odd = Tokenizer.from_vocab(vocab, merges, [])
         assert list(odd.merges.items()) == [((vocab[a], vocab[b]), vocab[a + b]) for a, b in merges]
@@ -238,7 +241,7 @@ def test_ids_and_ranks_of_any_order():
 
 
 def test_every_byte_string_comes_back(tokenizer):
-    rng = random.Random(6)
+    rng = Random(6)
     odd = [bytes(range(256)), b"\xff\xfe\x00", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\x80 \xe3\x80 \xe3\x80\x80"]
     for data in odd + [rng.randbytes(rng.randrange(60)) for _ in range(500)]:
         ids = tokenizer.encode(data)
@@ -264,17 +267,17 @@ def test_ids_take_16_bits_where_they_fit():
     for count, code in (65279, "H"), (65280, "I"):
         large = Tokenizer(range(256), pairs[:count], [EOT])
         last = bytes(pairs[count - 1])
-        Path("text").write_bytes(last)
+        write("text", last)
         assert large.encode(last) == [count + 255] and large.decode([count + 256]) == EOT and large.encoder.typecode == code
         if code == "H":
             assert encode_to_ids(large, "text") == [65534, 65535]
-    with pytest.raises(ValueError, match="^65537 tokens are too many: at most 65536.$"):
+    with value_error("^65537 tokens are too many: at most 65536.$"):
         encode_to_ids(large, "text")
 
 
 def test_ids_out_of_range_are_named(tokenizer):
     for bad in -1, 400, 10**30:
-        with pytest.raises(ValueError, match=f"Token id {bad} .*V = {tokenizer.vocab_size}"):
+        with value_error(f"Token id {bad} .*V = {tokenizer.vocab_size}"):
             tokenizer.decode([5, bad])
     assert tokenizer.decode([]) == "" and tokenizer.decode(array.array("H", [72, 105])) == "Hi"
 
@@ -295,8 +298,8 @@ def test_long_words_are_not_quadratic(tokenizer, monkeypatch):
 
 def test_gpt2_files_that_are_none():
     Path("v.bpe").write_text("#version: 0.2\na b\n")
-    Path("e.json").write_text('{"a": 0}')
-    with pytest.raises(ValueError, match="v.bpe, e.json: not GPT-2's tokenizer files "):
+    write("e.json", '{"a": 0}')
+    with value_error("v.bpe, e.json: not GPT-2's tokenizer files "):
         Tokenizer.from_gpt2("v.bpe", "e.json")
 
 
@@ -311,7 +314,7 @@ def test_a_vocabulary_and_its_merges():
     assert Tokenizer.from_vocab({"a": (1 << 20) - 1}, [], []).vocab_size == 1 << 20
 
 
-@pytest.mark.parametrize("change, merges, special, words", [
+@parametrize("change, merges, special, words", [
     ({"more": 258}, [], EOT, ALIKE), ({"é": 300, "Ã©": 301}, [], "é1 é", ALIKE),
     *[({"a": i}, [], EOT, f"its token a has no id below 1048576, but {i}") for i in (-1, 1 << 20, 97.5)],
     ({"a b": 300}, [], EOT, "' '"), ({}, [], "a", "a special token is a single character"),
@@ -347,31 +350,30 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(tk, "CHUNK", 300)
-    monkeypatch.setattr(tk, "CUT_WINDOW", 120)
+    put(monkeypatch, tk, CHUNK=300, CUT_WINDOW=120)
 
 
-@pytest.mark.parametrize("text, documents", [       # X: the separator
+@parametrize("text, documents", [       # X: the separator
     ("", []), ("\n\none\n", ["\n\none\n"]), ("X\nX\n\nX\n", []), ("one\nX\ntwo\n", ["one", "two\n"]),
     ("X\n\none\n\n\nX\n\n\nX\n\n\n two\n\nX", ["one", " two"]), ("one\r\n\r\nX\r\n\r\ntwo\r\n", ["one", "two\r\n"]),
     ("one X\nX two\n xX", ["one X\nX two\n xX"]), ("one\n X\ntwo", ["one\n X\ntwo"])])
 def test_documents(tokenizer, text, documents):
-    Path("corpus").write_bytes(text.replace("X", EOT).encode())
+    write("corpus", text.replace("X", EOT).encode())
     assert encode_to_ids(tokenizer, "corpus") == expected_ids(tokenizer, [text.replace("X", EOT) for text in documents])
 
 
-@pytest.mark.parametrize("digits", [False, True])
+@parametrize("digits", [False, True])
 def test_chunks_do_not_change_ids(digits, small_chunks):
     """Many small chunks, cut in all kinds of text and separators, give the ids of whole documents."""
     tokenizer = Tokenizer(BYTES, Tokenizer.train([TEXT, "12 34 2024\n" * 50], 400).merges, SPECIAL_TOKENS, digits)
-    rng, cut = random.Random(8), 0
+    rng, cut = Random(8), 0
     corpora = [["abc123" * 400], ["1 2  3\n\n4" * 200], ["the,cat,中文。" * 150], ["<b>low</b>'s<i>x</i>" * 150]]
     for _ in range(100):
         corpora.append([random_text(rng, rng.randrange(1, 400)).strip("\r\n") or "x" for _ in range(rng.randrange(1, 9))])
     for documents in corpora:
         line_end = rng.choice(["\n", "\r\n"])
         separators = (line_end * rng.randrange(1, 4) + EOT) * rng.choice([1, 1, 1, 90]) + line_end * rng.randrange(1, 4)
-        Path("corpus").write_bytes(separators.join(documents).encode("utf-8", "surrogatepass"))
+        write("corpus", separators.join(documents).encode("utf-8", "surrogatepass"))
         cut += len(tk.find_chunks("corpus", size=300)) - 1
         assert encode_to_ids(tokenizer, "corpus") == expected_ids(tokenizer, documents), ascii(documents)
     assert cut > 500
@@ -379,16 +381,16 @@ def test_chunks_do_not_change_ids(digits, small_chunks):
 
 def test_one_word_and_a_binary_file_come_back(tokenizer, small_chunks):
     for text in "a" * 5000, "中" * 3000, " " * 5000, "👍" * 2000:       # one word, cut between two characters
-        Path("corpus").write_text(text, encoding="utf-8")
+        write("corpus", text)
         chunks = tk.find_chunks("corpus", size=300)
         assert len(chunks) > 5 and all(0 < len(script.read_chunk(*chunk).decode("utf-8")) < 800 for chunk in chunks)
         assert tokenizer.decode(encode_to_ids(tokenizer, "corpus")) == text + EOT
-    data = random.Random(9).randbytes(20_000)
-    Path("corpus").write_bytes(data)
+    data = Random(9).randbytes(20_000)
+    write("corpus", data)
     assert encode_to_ids(tokenizer, "corpus") == expected_ids(tokenizer, [data])
 
 
-@pytest.mark.parametrize("window, cut", [
+@parametrize("window, cut", [
     (b"  ab\tcd", 4), (b"!> +> *", 3), (b"a> b> cd e", 1),                  # before white space that follows something
     (b"\x80" * 3 + b"ab cd", 5), (b"\x80" * 4 + b"b cd", 5), (b"abc123", 3),                           # after letters or digits
     (b"abc<x1.", 5), (b"12<3|4.a.", 6), (b"abc\xe4", 2), (b"123\xe4", 2),
@@ -400,12 +402,11 @@ def test_cuts_by_hand(window, cut):
 
 def test_chunks_by_hand(monkeypatch):
     for before, cut in (65535, 65535), (65536, 32768):      # the space is the last of the 64 KiB; it lies behind them
-        Path("word").write_bytes(b"a" * (100 + before) + b" " + b"a" * 70000)
+        write("word", b"a" * (100 + before) + b" " + b"a" * 70000)
         end = 100 + 65536 + 1
         assert tk.find_chunks(("word", 0, end), size=100) == [("word", 0, 100 + cut), ("word", 100 + cut, end)]
-    monkeypatch.setattr(tk, "CUT_WINDOW", 10)
-    monkeypatch.setattr(tk, "CHUNK", 10)
-    Path("text").write_text("ab " * 40)
+    put(monkeypatch, tk, CUT_WINDOW=10, CHUNK=10)
+    write("text", "ab " * 40)
     for row in "4 35 65 95", "4 35 74", "4 35 65 75", "0 32 62 92 120", "7 7":
         cuts = [*map(int, row.split())]
         assert tk.find_chunks(("text", cuts[0], cuts[-1]), size=30) == [("text", a, b) for a, b in itertools.pairwise(cuts)]
@@ -416,12 +417,12 @@ def test_chunks_by_hand(monkeypatch):
     assert seen[3:] == [place + (2, 1, 3)[place % 3] for place in range(10, 110, 10)] + [120]          # after the next b
 
 
-@pytest.mark.parametrize("text", ["c", "\x01", "ab", "\x02\x01", "c\n"])
+@parametrize("text", ["c", "\x01", "ab", "\x02\x01", "c\n"])
 def test_a_document_ends_with_one_separator_whatever_its_last_id(text):
     """The separator's id, 257, has the bytes 1, 1: as bytes, those of "c" are greater, those of 0 less."""
     tokenizer = Tokenizer(range(256), [(97, 98)], SPECIAL_TOKENS)
-    Path("a").write_text(text)
-    Path("zero").write_text("\0")
+    write("a", text)
+    write("zero", "\0")
     ids = tokenizer.encode(text)
     assert encode_to_ids(tokenizer, "a", "a", "zero") == [*ids, 257, *ids, 257, 0, 257]
 
@@ -430,34 +431,34 @@ def test_several_files_and_parts_of_one(tokenizer, small_chunks):
     """Each file's last document ends with the end-of-text id, whether or not the file ends with a separator."""
     texts = [f"{i} " * 150 + f"\n\n{EOT}\n\n" + "end" for i in range(4)]
     for i, end in enumerate([f"\n\n{EOT}\n", "", f"\n{EOT}", f"\n{EOT}\n\n{EOT}"]):
-        Path(f"{i}").write_text(texts[i] + end)
+        write(f"{i}", texts[i] + end)
     Path("none").touch()
-    files = ["none", "0", "1", "none", "2", "3", ("1", 2, 5), ("1", 3, 3)]
+    files = [*"none 0 1 none 2 3".split(), ("1", 2, 5), ("1", 3, 3)]
     documents = [part for text in texts for part in text.split(f"\n\n{EOT}\n\n")]
     assert encode_to_ids(tokenizer, *files) == expected_ids(tokenizer, [*documents, "1 1"])
 
 
-@pytest.mark.parametrize("special, end", [
+@parametrize("special, end", [
     (["</s>", EOT], EOT), (["<s>", "</s>"], "</s>"), (["<|im_start|>", "<|im_end|>"], "<|im_end|>"), (["<s>"], None)])
 def test_what_ends_a_text_for_others(special, end):
     """The first of those names; a line of <|endoftext|> in a corpus becomes it."""
     other = Tokenizer(BYTES, [], special)
-    Path("text").write_text(f"a\n{EOT}\nc")
+    write("text", f"a\n{EOT}\nc")
     if end:
         assert encode_to_ids(other, "text") == [97, other.special[end], 99, other.special[end]]
     else:
-        with pytest.raises(ValueError, match=r"^The tokenizer has no special token <\|endoftext\|>\.$"):
+        with value_error(r"^The tokenizer has no special token <\|endoftext\|>\.$"):
             other.encode_file("text", "ids.bin")
         assert os.listdir() == ["text"]
 
 
 # Several processes
 
-@pytest.fixture(scope="module")
+@once_a_module
 def large(tmp_path_factory):
     """4.5 MB in which documents, emoji and bytes that are not UTF-8 fall across the borders of chunks."""
     path = tmp_path_factory.mktemp("large") / "large.txt"
-    rng, words = random.Random(10), TEXT.split()
+    rng, words = Random(10), TEXT.split()
     texts = [" ".join(rng.choices(words, k=2000)) + rng.choice([" 👍", "\n", " \udcff", ""]) for _ in range(400)]
     path.write_bytes(f"\n\n{EOT}\n\n".join(texts).encode("utf-8", "surrogateescape"))
     return str(path)
@@ -501,14 +502,12 @@ class Pool:
         self.seen.append("end")
 
 
-@pytest.mark.parametrize("count, asked, seen", [
+@parametrize("count, asked, seen", [
     (9, None, "3 9 end"), (9, 2, "2 9 end"), (4, 9, "2 4 end"), (9, 1, ""), (1, 9, ""), (300, 2, "2 128 128 44 end")])
 def test_as_many_processes_as_pay_and_bounded_work(monkeypatch, count, asked, seen):
     """As many as asked for or as there are cores, but each has enough to do.  Where a fork is safe, they are forked."""
     assert script.START_METHOD == {"linux": "fork"}.get(sys.platform)
-    for name, value in [("ProcessPoolExecutor", Pool), ("available_cores", lambda: 3), ("WORTH_A_PROCESS", 100),
-                        ("START_METHOD", "spawn")]:
-        monkeypatch.setattr(script, name, value)
+    put(monkeypatch, script, ProcessPoolExecutor=Pool, available_cores=lambda: 3, WORTH_A_PROCESS=100, START_METHOD="spawn")
     Pool.seen.clear()
     chunks = [("x", i * 50, i * 50 + 50) for i in range(count)]
     assert [*script.run_chunks(lambda *chunk: chunk, chunks, asked, None)] == chunks
@@ -517,7 +516,7 @@ def test_as_many_processes_as_pay_and_bounded_work(monkeypatch, count, asked, se
 
 def test_a_file_that_goes_away_is_one_sentence(monkeypatch):
     monkeypatch.setattr(script, "WORTH_A_PROCESS", 1)
-    Path("text").write_text("ab")
+    write("text", "ab")
     for processes in 1, 2:
         results = script.run_chunks(tk.read_documents, [("text", 0, 2), ("gone", 0, 2)], processes, None)
         assert next(results) == [b"ab"]
@@ -538,7 +537,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(tokenizer, large, method):
 
 def test_a_worker_that_dies_is_one_sentence(monkeypatch, method):
     """Its function is found by its name, as a worker that is spawned must find it."""
-    Path("deadly.py").write_text("import os\ndef die(*chunk):\n    os._exit(3)\n")
+    write("deadly.py", "import os\ndef die(*chunk):\n    os._exit(3)\n")
     monkeypatch.syspath_prepend(os.getcwd())
     monkeypatch.setattr(script, "WORTH_A_PROCESS", 1)
     with pytest.raises(concurrent.futures.BrokenExecutor) as died:
@@ -571,14 +570,14 @@ if __name__ == "__main__":
 
 def test_an_interrupt_while_processes_start_ends_them(large, method):
     """At the worst moment: one has started, and nobody yet would stop it."""
-    Path("parent.py").write_text(PARENT)
+    write("parent.py", PARENT)
     done = subprocess.run([sys.executable, "parent.py", large, method, "interrupted"], capture_output=True, text=True,
                           timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
 
 
 def test_workers_end_with_their_parent_and_ctrl_c_does_not_reach_them(large, method):
-    Path("parent.py").write_text(PARENT)
+    write("parent.py", PARENT)
     parent = subprocess.Popen([sys.executable, "parent.py", large, method, "stay"], stdout=subprocess.PIPE,
                               stderr=subprocess.DEVNULL, text=True)
     workers = list(map(int, parent.stdout.readline().split()))
@@ -613,14 +612,14 @@ def test_cores(monkeypatch):
 def altered(tokenizer, key, value):
     """Write a tokenizer.json in which the last entry of this name has another value, in JSON."""
     tokenizer.save("tokenizer.json")
-    before, _, after = Path("tokenizer.json").read_text(encoding="utf-8").rpartition(f'"{key}":')
-    Path("tokenizer.json").write_text(f'{before}"{key}": {value}, "another name":{after}', encoding="utf-8")
+    before, _, after = Path("tokenizer.json").read_text().rpartition(f'"{key}":')
+    write("tokenizer.json", f'{before}"{key}": {value}, "another name":{after}')
 
 
 def test_the_saved_file_is_all_that_the_format_asks_for():
     """What `tokenizers` reads, key by key."""
     Tokenizer.train([" é é"], 262).save("tokenizer.json")
-    text = Path("tokenizer.json").read_text(encoding="utf-8")
+    text = Path("tokenizer.json").read_text()
     names = [*tk.byte_chars(), "ĠÃ", "ĠÃ©", *SPECIAL_TOKENS]
     shown = "".join(names[:256])
     assert "ĀāĂă" in shown and 'Ġ!"' in shown and "~ġĢģ" in shown and "ł¡¢" in shown and "¬Ń®" in shown
@@ -643,28 +642,33 @@ def test_the_saved_file_is_all_that_the_format_asks_for():
 def test_damaged_files_are_refused_in_one_sentence(tokenizer):
     tokenizer.save("tokenizer.json")
     whole = Path("tokenizer.json").read_bytes()
-    rng = random.Random(11)
+    rng = Random(11)
     for place in [0, len(whole) - 1, *rng.sample(range(len(whole)), 150)]:
         flipped = bytes([whole[place] ^ 1 << rng.randrange(8)])
         for after in b"", flipped + whole[place + 1:]:              # this may be another tokenizer
-            Path("tokenizer.json").write_bytes(whole[:place] + after)
+            write("tokenizer.json", whole[:place] + after)
             try:
                 assert Tokenizer.load("tokenizer.json").encode(TEXT) and after
             except ValueError as error:
                 assert re.match("tokenizer.json is (damaged: it is no JSON|not a tokenizer)[^\n]+$", str(error))
 
 
-@pytest.mark.parametrize("key, value", [
-    ("normalizer", '{"type": "NFC"}'), ("decoder", "null"), ("decoder", '{"type": "Fuse"}'),
-    ("post_processor", '{"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}]}'),
-    ("type", '"Unigram"'), ("dropout", "0.1"), ("byte_fallback", "true"), ("ignore_merges", "true"),
-    ("continuing_subword_prefix", '"##"'), ("end_of_word_suffix", '"</w>"'), ("unk_token", '"<unk>"')])
+@parametrize("key, value", rows("""
+    normalizer                | {"type": "NFC"}
+    decoder                   | null
+    decoder                   | {"type": "Fuse"}
+    post_processor            | {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}]}
+    type                      | "Unigram"
+    dropout                   | 0.1
+    continuing_subword_prefix | "##"
+    end_of_word_suffix        | "</w>"
+    unk_token                 | "<unk>"
+    byte_fallback             | true
+    ignore_merges             | true"""))
 def test_a_refusal_names_the_key_and_its_value(key, value):
     """A tokenizer without byte "b", where an unknown token would matter."""
     altered(Tokenizer.from_vocab({"a": 0, "aa": 1, "<unk>": 2}, ["a a"], ["<unk>"]), key, value)
-    with pytest.raises(ValueError) as error:
-        Tokenizer.load("tokenizer.json")
-    assert str(error.value) == ("tokenizer.json is not a tokenizer that tokenizer.py reads "
+    assert refusal(Tokenizer.load, "tokenizer.json") == ("tokenizer.json is not a tokenizer that tokenizer.py reads "
                                 f'("{key}": {value} is not known here).')
 
 
@@ -672,39 +676,46 @@ BYTE_LEVEL = '{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": t
 STEPS = '{"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": true}, ' + BYTE_LEVEL + "]}"
 
 
-@pytest.mark.parametrize("value", [
+@parametrize("value", [
     "null", '{"type": "Whitespace"}', '{"type": "Digits", "individual_digits": true}', BYTE_LEVEL.replace("false", "true"),
     BYTE_LEVEL.replace("true}", "false}"), STEPS.replace("true", "false", 1), STEPS.replace("[", f"[{BYTE_LEVEL}, "),
     STEPS.replace("false", "true"), STEPS.replace("Digits", "Split"), '{"type": "Split", "pattern": {"Regex": "x"}}'])
 def test_other_words_are_refused_without_their_pattern(tokenizer, value):
     altered(tokenizer, "pre_tokenizer", value)
-    with pytest.raises(ValueError) as error:
-        Tokenizer.load("tokenizer.json")
-    assert str(error.value) == ("tokenizer.json is not a tokenizer that tokenizer.py reads (its pre_tokenizer divides "
+    assert refusal(Tokenizer.load, "tokenizer.json") == ("tokenizer.json is not a tokenizer that tokenizer.py reads (its pre_tokenizer divides "
                                 "text into other words than GPT-2's and SmolLM's do).")
 
 
-@pytest.mark.parametrize("key, value, words", [
-    ("model", "[]", ""), ("vocab", "[]", ""), ("merges", "[7]", ""), ("added_tokens", "null", ""),
-    ("added_tokens", '[{"id": "x", "content": "<x>"}]', "no id below"),
-    *[(flag, value, "its added token .*<.end.>.* is not known here")
-      for flag, value in (("special", "false"), ("lstrip", "true"), ("rstrip", "true"), ("single_word", "true"))]])
+@parametrize("key, value, words", rows("""
+    model        | []                             | .
+    vocab        | []                             | .
+    merges       | [7]                            | .
+    added_tokens | null                           | .
+    added_tokens | [{"id": "x", "content": "<x>"}] | no id below
+    special      | false                          | its added token .*<.end.>.* is not known here
+    lstrip       | true                           | its added token .*<.end.>.* is not known here
+    rstrip       | true                           | its added token .*<.end.>.* is not known here
+    single_word  | true                           | its added token .*<.end.>.* is not known here"""))
 def test_foreign_files_are_refused(tokenizer, key, value, words):
     altered(tokenizer, key, value)
-    with pytest.raises(ValueError, match=f"^tokenizer.json is not a tokenizer that tokenizer.py reads .*{words}.*$"):
+    with value_error(f"^tokenizer.json is not a tokenizer that tokenizer.py reads .*{words}.*$"):
         Tokenizer.load("tokenizer.json")
 
 
-@pytest.mark.parametrize("key, value", [
-    ("normalized", "true"), ("pre_tokenizer", '{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false}'),
-    ("unk_token", '"<|endoftext|>"'), ("fuse_unk", "true"), ("dropout", "0.0"), ("end_of_word_suffix", '""'),
+@parametrize("key, value", [
     ("pre_tokenizer", '{"type": "Sequence", "pretokenizers": [' + BYTE_LEVEL + "]}"),
-    ("post_processor", BYTE_LEVEL.replace("false", "true")),
-    ("post_processor", '{"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}], "pair": []}')])
+    ("post_processor", BYTE_LEVEL.replace("false", "true")), *rows("""
+    normalized         | true
+    pre_tokenizer      | {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false}
+    unk_token          | "<|endoftext|>"
+    fuse_unk           | true
+    dropout            | 0.0
+    end_of_word_suffix | ""
+    post_processor     | {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}], "pair": []}""")])
 def test_what_makes_no_difference_is_accepted(tokenizer, key, value):
     altered(tokenizer, key, value)
     again = Tokenizer.load("tokenizer.json")
-    for name in "merges", "special", "tokens", "digits":
+    for name in "merges special tokens digits".split():
         assert getattr(again, name) == getattr(tokenizer, name)
 
 
@@ -715,7 +726,7 @@ def test_other_peoples_files():
     Path("other.json").write_text("""{
         "added_tokens": [{"id": 12, "content": "<|im_end|>"}, {"id": 9, "content": "<|im_start|>"}],
         "decoder": {"type": "ByteLevel"}, "pre_tokenizer": %s, "model": {%s}, "merges": ["ab a", ["a", "ba"], "b a", "a b"]}}"""
-                                  % (STEPS, vocab), encoding="utf-8")
+                                  % (STEPS, vocab))
     for _ in range(2):                                      # and once more, as we save it
         other = Tokenizer.load("other.json")
         assert b",".join(other.tokens) == b"<|im_start|>,b,a,1, ,aba,ba,ab,,,,,<|im_end|>"
@@ -724,7 +735,7 @@ def test_other_peoples_files():
         assert other.encode("aba ab 11acba<|im_end|>") == [5, 4, 7, 4, 3, 3, 5]     # "acba" is "aba", and "<|im_end|>" nothing
         assert other.decode([0, 5, 8, 12]) == "<|im_start|>aba<|im_end|>"
         other.save("other.json")
-    saved = json.loads(Path("other.json").read_text(encoding="utf-8"))
+    saved = json.loads(Path("other.json").read_text())
     assert saved["pre_tokenizer"] == json.loads(STEPS)
     assert vocab + ', "<|im_end|>": 12}' in json.dumps(saved["model"], ensure_ascii=False)
 
@@ -741,7 +752,7 @@ def test_the_chat_template_gives_the_prompt():
                            ([system, ask, answer], "<|user|>sy\n\nus<|end|><|assistant|>as<|end|>")]:
         assert template.render(messages=messages, add_generation_prompt=True) == text + "<|assistant|>"
     for wrong in [ask, ask], [ask, system], [system, answer]:
-        with pytest.raises(ValueError, match="the roles must be user and assistant in turn"):
+        with value_error("the roles must be user and assistant in turn"):
             template.render(messages=wrong)
 
 
@@ -767,14 +778,14 @@ def test_templates_are_known_however_they_are_written():
     for old, new in [("}}{%", "}}\n{%"), ("%}{{", "%} {{"), (" + '\\n'}}", "}}"), ("assistant", "bot"),
                      ("{% endfor %}", OPENING + "{% endfor %}"), ("\\n", "\\x"), (PLAIN, "\n" + PLAIN), (PLAIN, PLAIN + "x"), (PLAIN, OPENING + PLAIN), (PLAIN, "x")]:
         assert known_template(PLAIN.replace(old, new)) is None, new
-    for old, new in [(OPENING, OPENING * 2), (SYSTEM, ""), ("loop.first and ", ""), (SYSTEM, "a' + messages[0]['role'] + 'b")]:
+    for old, new in (OPENING, OPENING * 2), (SYSTEM, ""), ("loop.first and ", ""), (SYSTEM, "a' + messages[0]['role'] + 'b"):
         assert known_template(DEFAULT.replace(old, new)) is None, new
     assert known_template(None) is known_template([PLAIN]) is known_template(CHAT_TEMPLATE.replace("user", "human")) is None
 
 
-@pytest.mark.parametrize("part", [" ", "\n\t", "{%", "%}\n ", "- ", " -}}", "'", '"', "\\", '"\\"',
+@parametrize("part", [" ", "\n\t", "{%", "%}\n ", "- ", " -}}", "'", '"', "\\", '"\\"',
                                   "{%- for message in messages -%}   "])
-@pytest.mark.parametrize("begin", ["", "'{{", PLAIN])
+@parametrize("begin", ["", "'{{", PLAIN])
 def test_a_long_template_takes_time_in_proportion_to_its_length(part, begin):
     """400 kB; were the time quadratic, it would be minutes."""
     template = begin + part * (400_000 // len(part))
@@ -802,7 +813,7 @@ def test_prompts_have_the_form_of_the_template(chatml):
             assert chatml.prompt(text) == chatml.prompt(text.encode(), system=b"be brief", first=False) == expected
         asked = pieces(chatml, "<|user|>", "be brief\n\nHi", "<|end|>", "<|assistant|>")
         assert chatml.prompt("Hi", system="be brief") == asked
-    turn = (start, "user\nHi", end, "\n", start, "assistant\n")
+    turn = start, "user\nHi", end, "\n", start, "assistant\n"
     quoted = DEFAULT.replace(SYSTEM, r"it\'s\t\u00e9 \"\\")
     for template, default in (PLAIN, None), (DEFAULT, SYSTEM), (quoted, "it's\té \"\\"):
         chatml.template = known_template(template)
@@ -814,12 +825,12 @@ def test_prompts_have_the_form_of_the_template(chatml):
         for text in b"\n Hi", f"{end} x".encode(), b"\xff\xc3":
             assert chatml.prompt(text, system="sys", first=False) == [
                 *pieces(chatml, "\n", start), *chatml.encode(b"user\n" + text), *pieces(chatml, *turn[2:])]
-    with pytest.raises(ValueError, match="^The tokenizer has no special token <.user.>.$"):
+    with value_error("^The tokenizer has no special token <.user.>.$"):
         Tokenizer(range(256), [], [EOT]).prompt("Hi")
 
 
-@pytest.mark.parametrize("template", ["", PLAIN, DEFAULT])
-@pytest.mark.parametrize("system, first", [("", True), ("be brief", True), ("be brief", False)])
+@parametrize("template", ["", PLAIN, DEFAULT])
+@parametrize("system, first", [("", True), ("be brief", True), ("be brief", False)])
 def test_of_a_long_text_the_end_is_kept_in_a_whole_frame(chatml, template, system, first):
     chatml.template = known_template(template)
     text = "  x\n\n y"
@@ -834,7 +845,7 @@ def test_of_a_long_text_the_end_is_kept_in_a_whole_frame(chatml, template, syste
 
 # What every script shares, where tests/test_scripts.py does not look
 
-def test_progress_on_a_terminal(monkeypatch, capsys):
+def test_progress_on_a_terminal(monkeypatch, out_text):
     clock = iter([50.0, 50.0, 54.0, 60.0])
     monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -849,9 +860,9 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
 
 def test_a_file_is_replaced_when_all_is_on_the_disk(monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.fstat(fd).st_size) or fsync(fd))
-    monkeypatch.setattr(os, "replace", lambda *paths: calls.append(paths) or replace(*paths))
-    Path("file").write_text("old")
+    put(monkeypatch, os, fsync=lambda fd: calls.append(os.fstat(fd).st_size) or fsync(fd),
+        replace=lambda *paths: calls.append(paths) or replace(*paths))
+    write("file", "old")
     for error in KeyboardInterrupt(), OSError(28, "No space left on device"):
         with pytest.raises(type(error)) as caught, script.replace_file("file") as file:
             file.write(b"half")
@@ -862,48 +873,14 @@ def test_a_file_is_replaced_when_all_is_on_the_disk(monkeypatch):
     assert Path("file").read_text() == "new" and calls == [3, ("file.new", "file")]
 
 
-@pytest.mark.parametrize("kind, words", [
-    (script.GpuError, "error: The GPU: it is lost\n"), (RuntimeError, None),
-    (type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api.runtime"}),
-     "error: The GPU: it is lost\n")])
-def test_an_error_of_the_gpu_is_a_sentence_and_a_mistake_of_ours_is_not(monkeypatch, capsys, kind, words):
-    def main(arguments):
-        assert sys.stdin.read() == ""                   # which was closed
-        raise kind("it is lost")
-    monkeypatch.setattr(os, "_exit", sys.exit)          # which does not give back what a broken GPU would refuse
-    for name, value in [("stdin", None), ("stdout", io.TextIOWrapper(io.BytesIO())), ("stderr", sys.stderr)]:
-        monkeypatch.setattr(sys, name, value)
-    with pytest.raises(SystemExit if words else RuntimeError) as error:
-        script.run_script(main)
-    assert not words or (error.value.code, capsys.readouterr().err) == (2, words)
-
-
-def test_the_library_is_read_in_one_order(monkeypatch):
-    """Not in the file system's."""
-    names = ["b", "c", "a.y", "a.z", "d.x"]
-    for name in names:
-        path = Path("lib", name.replace(".", "/") + ".py")
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text("'a module'")
-
-    def walk(top, walk=os.walk):
-        for folder, *entries in walk(top):
-            for entry in entries:
-                entry.sort(reverse=True)
-            yield folder, *entries
-    monkeypatch.setattr(os, "walk", walk)
-    monkeypatch.setattr(os, "__file__", "lib/os.py")
-    assert [name for [(name, _)] in script.python_docstrings()] == names
-
-
 # The command line
 
 def run(*arguments, stdin=b"", **options):
-    return subprocess.run([sys.executable, str(ROOT / "tokenizer.py"), *arguments], input=stdin, capture_output=True,
+    return subprocess.run([sys.executable, f"{ROOT}/tokenizer.py", *arguments], input=stdin, capture_output=True,
                           timeout=600, **options)
 
 
-@pytest.mark.parametrize("data, shown", [
+@parametrize("data, shown", [
     (b"a \xc3\xa9", "a é"), (b"\n\t\0\x7f", r"\n\t\x00\x7f"), (b"\\n", r"\\n"), (b"\x80\xff\xe4", r"\x80\xff\xe4"),
     (b"\xe3\x80\x80\xc2\xad'\"", r"\xe3\x80\x80\xc2\xad'" + '"')])
 def test_bytes_are_shown_as_printable_text(data, shown):
@@ -918,25 +895,26 @@ def test_tokens_are_shown_with_bars():
 
 def test_the_commands(capfdbinary):
     """What each command prints, to the letter."""
-    def called(*arguments):
-        tk.main(arguments)
+    def called(line, *text):
+        tk.main([*line.split(), *text])
         sys.stdout.flush()
         return b"".join(capfdbinary.readouterr()).decode()
 
-    Path("text.txt").write_text("ab ab ab\n")
-    assert called("train", "text.txt") == "tokenizer.json: 262 of 4096 tokens learned\n"
+    write("text.txt", "ab ab ab\n")
+    assert called("train text.txt") == "tokenizer.json: 262 of 4096 tokens learned\n"
     assert called("train", "text.txt", "text.txt", "--vocab", "261", "--out", "x.json") == "x.json: 261 of 261 tokens learned\n"
-    assert called("show", "ab ab", "--tokenizer", "tokenizer.json") == "ab| ab\n2 tokens for 5 bytes, 2.50 bytes a token\n"
+    assert called("show --tokenizer tokenizer.json", "ab ab") == "ab| ab\n2 tokens for 5 bytes, 2.50 bytes a token\n"
     for name, when in ("old", 1), ("new", 2), ("other", 1):
-        os.makedirs(f"out/{name}")
-        Path(f"out/{name}/model.safetensors").touch()
-        os.utime(f"out/{name}/model.safetensors", (when, when))
+        weights = Path(f"out/{name}/model.safetensors")
+        weights.parent.mkdir(parents=True)
+        weights.touch()
+        os.utime(weights, (when, when))
     os.replace("x.json", "out/new/tokenizer.json")
-    assert called("show", "ab ab", "--ids") == "256 32 256\n"       # the newest model's, though a tokenizer.json lies here
+    assert called("show --ids", "ab ab") == "256 32 256\n"       # the newest model's, though a tokenizer.json lies here
     ids = run("show", "-", "--ids", stdin=bytes(reversed(range(256)))).stdout.split()
     assert [*map(int, ids)] == [*reversed(range(256))]
-    with pytest.raises(ValueError, match="^Cannot write no/such.json; "):      # before the text is read
-        called("train", "missing.txt", "--out", "no/such.json")
+    with value_error("^Cannot write no/such.json; "):      # before the text is read
+        called("train missing.txt --out no/such.json")
 
 
 def test_a_terminal_gets_only_what_it_can_show():
@@ -945,13 +923,17 @@ def test_a_terminal_gets_only_what_it_can_show():
     assert (done.returncode, done.stdout) == (0, b"\\u4e2d\n1 tokens for 3 bytes, 3.00 bytes a token\n")
 
 
-@pytest.mark.parametrize("arguments, words", [
-    ("", "command"), ("train missing.txt", "missing.txt"), ("train empty.txt", "no text in"), ("train .", "not a plain file"),
-    ("train text.txt --vocab 259", "at least 260"), ("show x", "tokenizer.py train"),
-    ("show x --tokenizer text.txt", "text.txt is damaged: it is no JSON"), ("show x --unknown", "unrecognized")])
+@parametrize("arguments, words", [("", "command"), *rows("""
+    train missing.txt           | missing.txt
+    train empty.txt             | no text in
+    train .                     | not a plain file
+    train text.txt --vocab 259  | at least 260
+    show x                      | there is no trained model in out/: run `make` or `python train.py`, or give --tokenizer the file that `python tokenizer.py train FILE` wrote
+    show x --tokenizer text.txt | text.txt is damaged: it is no JSON
+    show x --unknown            | unrecognized""")])
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments, words):
-    Path("text.txt").write_text(TEXT, encoding="utf-8")
-    Path("empty.txt").touch()
+    write("text.txt", TEXT)
+    write("empty.txt", "")
     done = run(*arguments.split())
     assert re.fullmatch(f"error: .*{re.escape(words)}.*\n", done.stderr.decode())
     assert (done.returncode, done.stdout) == (2, b"")

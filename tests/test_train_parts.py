@@ -7,11 +7,13 @@ import re
 import shutil
 import signal
 import sys
-import types
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from runs import read_log, settings, training_of
+from cases import parametrize, put, refusal, rows, value_error, write
+from runs import read_log, settings, shell_words, training_of
 
 import checkpoint
 import model_cpu
@@ -33,17 +35,17 @@ def no_gpu(monkeypatch):
 
 
 def given(*options):
-    return train.given_options(train.parse_arguments(list(options)))
+    return train.given_options(train.parse_arguments(shell_words(options)))
 
 
 # -- corpus ------------------------------------------------------------------------------------------------------------
-def test_which_files_are_the_corpus(tmp_path, monkeypatch, capsys):
+def test_which_files_are_the_corpus(tmp_path, monkeypatch, out_text):
     monkeypatch.chdir(tmp_path)
     python = "data/python-{}.{}.txt".format(*sys.version_info)
     monkeypatch.setattr(train, "write_python_corpus", lambda path, separator: os.mkdir("data") or open(path, "w").close())
     assert train.find_corpus("big") == [python]
-    assert capsys.readouterr().out == "No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.\n"
-    assert train.find_corpus("small") == [python] and not capsys.readouterr().out       # it is there already
+    assert out_text() == "No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.\n"
+    assert train.find_corpus("small") == [python] and not out_text()       # it is there already
     large = "data/books.txt data/web_a.txt data/web_b.txt".split()
     for path in [*large[::-1], "data/webs.md", "data/my_books.txt", "data/tiny.txt"]:
         assert train.find_corpus("small") == [python]
@@ -62,8 +64,8 @@ def test_docstrings_of_the_library(tmp_path, monkeypatch):
              **{f"{name}/x.py": '"""skipped"""' for name in "test tests idle_test site-packages pkg/tests".split()}}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_bytes(text.encode("latin-1"))
-    monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
+        write(tmp_path / name, text.encode("latin-1"))
+    monkeypatch.setattr(os, "__file__", f"{tmp_path}/os.py")
     expected = [[("a", "Module a."), ("a.C", "Class C."), ("a.C.f", "Method f."), ("a.C.f.g", "inner"), ("a.k", "async k")],
                 [("c.d", "d")], [("pkg", "Package.")], []]
     walk = os.walk
@@ -83,12 +85,12 @@ def test_prose_of_the_python_corpus(tmp_path, monkeypatch):
     others = [prose[0][:-1], "x" * 45 + "1" * 5, f">>> {prose[1]}"]         # too short; just 0.9 of it are letters; an example
     monkeypatch.setattr(pydoc_data.topics, "topics", {"b": "\n \n".join([prose[1], *others]), "a": prose[0]})
     monkeypatch.setattr(script, "python_docstrings", lambda: [[("m", prose[2]), ("m.f", prose[0])], [("n", "short")], [("o", prose[3])]])
-    script.write_python_corpus(str(tmp_path / "new/text.txt"), "<|endoftext|>")
+    script.write_python_corpus(f"{tmp_path}/new/text.txt", "<|endoftext|>")
     prose[2] = "A third one, with lines that are joined and spaces squeezed: fine"
     assert (tmp_path / "new/text.txt").read_text() == "\n\n<|endoftext|>\n\n".join(prose)
 
 
-@pytest.mark.parametrize("size, held_out", [(500, 50), (1_100_000, 100_000), (10_100_000, 101_000), (401_000_000, 4_000_000)])
+@parametrize("size, held_out", [(500, 50), (1_100_000, 100_000), (10_100_000, 101_000), (401_000_000, 4_000_000)])
 def test_how_much_is_held_out(tmp_path, size, held_out):
     """Of a file with holes, which reads as zeros."""
     with open(tmp_path / "zeros", "wb") as file:
@@ -98,7 +100,7 @@ def test_how_much_is_held_out(tmp_path, size, held_out):
 
 def test_a_cut_moves_by_a_tenth_or_32_megabytes_at_most(tmp_path):
     with open(tmp_path / "holes", "wb") as file:
-        for place in (360_000_000, 367_900_000, 368_100_000):          # separators, in 400 MB
+        for place in 360_000_000, 367_900_000, 368_100_000:          # separators, in 400 MB
             file.seek(place)
             file.write(b"\n<|endoftext|>\n")
         file.truncate(400_000_000)
@@ -106,14 +108,14 @@ def test_a_cut_moves_by_a_tenth_or_32_megabytes_at_most(tmp_path):
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
-def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monkeypatch, capsys):
+def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monkeypatch, out_text):
     monkeypatch.chdir(tmp_path)
-    open("books.txt", "w").write("\n\n<|endoftext|>\n\n".join(f"document {i} of some words and more " * 800 for i in range(50)))
+    write("books.txt", "\n\n<|endoftext|>\n\n".join(f"document {i} of some words and more " * 800 for i in range(50)))
     _, tokens, _, key = train.prepare(["books.txt"], 300)
-    said = capsys.readouterr().out
+    said = out_text()
     assert "Training a tokenizer of 300 tokens on books.txt.\nwords counted: 1 MB" in said and "\ntrain tokens: 1 MB" in said
     again = train.prepare(["books.txt"], 300)
-    assert not capsys.readouterr().out and again[3] == key and np.array_equal(again[1], tokens)
+    assert not out_text() and again[3] == key and np.array_equal(again[1], tokens)
     os.truncate("books.txt", 40_000)
     keys = {key, train.prepare(["books.txt"], 300)[3], train.prepare(["books.txt"], 304)[3]}
     os.rename("books.txt", "7[*].txt")              # whose kind is "7[*]"
@@ -123,25 +125,25 @@ def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monke
     assert len({*keys, key}) == 4 and len([name for name in os.listdir("data") if name.startswith("val-7")]) == 1
 
 
-@pytest.mark.parametrize("moment", ["make_tokenizer", "make_tokens"])
+@parametrize("moment", ["make_tokenizer", "make_tokens"])
 def test_a_corpus_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeypatch, moment):
     """Also one that keeps its size and time: its text would stand under another one's name."""
     monkeypatch.chdir(tmp_path)
     old, new = "some words and more of them\n" * 400, "other words, as many of them\n"[:28] * 400
-    open("a.txt", "w").write(old)
+    write("a.txt", old)
     real, before = getattr(train, moment), os.stat("a.txt")
 
     def changing(*arguments):
-        open("a.txt", "w").write(new)
+        write("a.txt", new)
         os.utime("a.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
         return real(*arguments)
     with monkeypatch.context() as patch:
         patch.setattr(train, moment, changing)
-        with pytest.raises(ValueError, match="^a.txt: changed while it was read. Start again when it is complete.$"):
+        with value_error("^a.txt: changed while it was read. Start again when it is complete.$"):
             train.prepare(["a.txt"], 280)
     assert os.listdir("data") == ["prepare.lock"]
     for text in old, new:
-        open("a.txt", "w").write(text)
+        write("a.txt", text)
         tokenizer, tokens, val, _ = train.prepare(["a.txt"], 280)
         assert tokenizer.decode([*tokens[:-1], *val["a"][:-1]]) == text
 
@@ -162,30 +164,30 @@ class Uniform:
 
 def held_out(val, micro_batch, most, ranks=None):
     """-> (first tokens of the windows of each batch, [nats, tokens, bytes]); each token has two bytes."""
-    training = training_of(Uniform(), types.SimpleNamespace(special={}, tokens=264 * [b"ab"]))
+    training = training_of(Uniform(), SimpleNamespace(special={}, tokens=264 * [b"ab"]))
     windows = train.even_windows(val, 10, 3, micro_batch, most, ranks or Ranks())
     return training.model.rows, train.held_out_sums(training, windows).tolist()
 
 
 def test_evaluation_is_a_weighted_mean_of_windows_spread_evenly():
     val = np.arange(100, dtype="<u2")
-    for most, micro_batch, rows in [(math.inf, 4, [[0, 10, 20, 30], [40, 50, 60, 70], [80]]), (59, 2, [[0, 19], [38, 57], [76]]), (3, 5, [[0]])]:
+    for most, micro_batch, rows in (math.inf, 4, [[0, 10, 20, 30], [40, 50, 60, 70], [80]]), (59, 2, [[0, 19], [38, 57], [76]]), (3, 5, [[0]]):
         asked, (nats, counted, size) = held_out(val, micro_batch, most)
         starts = sum(rows, [])
         assert asked == rows and (counted, size) == (10 * len(starts), 20 * len(starts)) and abs(nats - sum(starts) / 10) < 1e-9
     for length, counted in (4, 1), (3, 0), (0, 0):                      # too short for a whole window
         assert held_out(val[:length], 4, math.inf) == ([[0]] * (counted > 0), [0, counted, 2 * counted])
     for rank, rows in enumerate([[[0, 10], [60, 70]], [[20, 30], [80]], [[40, 50]]]):           # shared out
-        assert held_out(val, 2, math.inf, types.SimpleNamespace(rank=rank, size=3))[0] == rows
+        assert held_out(val, 2, math.inf, SimpleNamespace(rank=rank, size=3))[0] == rows
 
 
 def test_validation_in_words(monkeypatch):
     """Each kind by itself, and all together by their tokens and bytes."""
     sums = {500: (30.0, 10, 20), 60: (20.0, 10, 40), 3: (0.0, 0, 0)}
     asked = []
-    monkeypatch.setattr(train, "even_windows", lambda tokens, *rest: asked.append((len(tokens), *rest[:-1])) or tokens)
-    monkeypatch.setattr(train, "held_out_sums", lambda training, batches: np.array(sums[len(batches)]))
-    training = training_of(types.SimpleNamespace(config=MINI), None, types.SimpleNamespace(micro_batch=7))
+    put(monkeypatch, train, even_windows=lambda tokens, *rest: asked.append((len(tokens), *rest[:-1])) or tokens,
+        held_out_sums=lambda training, batches: np.array(sums[len(batches)]))
+    training = training_of(SimpleNamespace(config=MINI), None, SimpleNamespace(micro_batch=7))
     result = train.validate(training, {"books": range(500), "web": range(60), "none": range(3)}, 99)
     assert asked == [(size, 10, 3, 7, 99) for size in sums] and result["val_loss"] == 2.5
     assert train.in_words(result) == "2.5000, 1.2022 bits/byte (books 3.0000, 2.1640; web 2.0000, 0.7213)"
@@ -197,42 +199,42 @@ def test_validation_in_words(monkeypatch):
 def test_samples():
     """80 tokens; a seed decides; a text of which the tokenizer has no bytes begins with the end of one."""
     tokenizer = Tokenizer.train(["abab"], 264)
-    model = model_cpu.Model(dataclasses.replace(MINI, context=32), 0, np.float32)
+    model = model_cpu.Model(replace(MINI, context=32), 0, np.float32)
     for prompt, ids in ([*b"Hi"], [*b"Hi"]), ([], [tokenizer.special["<|endoftext|>"]]):
         texts = [train.sample_text(model, tokenizer, prompt, seed) for seed in (5, 6)]
         drawn = model_cpu.generate(model, ids, 0.8, 50, seed=5, vocab=tokenizer.vocab_size, most=80, stop={*tokenizer.special.values()})
         assert texts[0] == tokenizer.decode([*drawn]) != texts[1]
 
 
-def test_what_a_run_evaluates(monkeypatch, capsys):
+def test_what_a_run_evaluates(monkeypatch, out_text):
     calls, found = [], {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
-    s = settings("--seed", "5", config=MINI, batch_tokens=20, steps=40)
-    monkeypatch.setattr(train, "validate", lambda training, val, most: calls.append(most) or {**found})
-    monkeypatch.setattr(train, "sample_text", lambda model, tokenizer, ids, seed: f"{ids[-1]}\n{seed}\n" + "some words " * 9)
-    training = training_of(types.SimpleNamespace(config=MINI), Tokenizer.train(["abab"], 264), s)
+    s = settings("--seed 5", config=MINI, batch_tokens=20, steps=40)
+    put(monkeypatch, train, validate=lambda training, val, most: calls.append(most) or {**found},
+        sample_text=lambda model, tokenizer, ids, seed: f"{ids[-1]}\n{seed}\n" + "some words " * 9)
+    training = training_of(SimpleNamespace(config=MINI), Tokenizer.train(["abab"], 264), s)
     for size, at_end in (65536 + 10, False), (65536 + 11, True):
         calls.clear()
         job = train.pretraining(training, np.zeros(99, "<u2"), {"a": np.zeros(5), "x": np.zeros(size)})
         result = job.evaluate(20)
         assert [text[:-99] for text in result.pop("samples")] == ["\n10\n5\n", "The101\n6\n", "What is115\n7\n"] and result == found
         # on the way a line of the first sample, which ends with a word
-        assert capsys.readouterr().out == ("           validation loss 2.0000, 1.0000 bits/byte\n"
+        assert out_text() == ("           validation loss 2.0000, 1.0000 bits/byte\n"
                                            "           \\n10\\n5\\nsome words some words some words some words some words some\n")
         assert ("all" in job.evaluate(40)) == at_end and calls == [65536, 65536, math.inf][:2 + at_end]
-        said = capsys.readouterr().out
+        said = out_text()
         assert ("\n           on all that is held out 2.0000, 1.0000 bits/byte\n" in said) == at_end
         assert "\n--- 'The'\nThe101\n6\n" in said
     monkeypatch.setattr(train, "validate", lambda *rest: {})
-    assert list(job.evaluate(20)) == ["samples"] and "validation" not in capsys.readouterr().out
+    assert list(job.evaluate(20)) == ["samples"] and "validation" not in out_text()
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
-def test_a_dry_run_prints_the_plan(capsys):
+def test_a_dry_run_prints_the_plan(out_text):
     """Of a GPU; there is none here: the limit counts."""
     plan = model_gpu.memory_plan(SMALL, 40, 128, "bf16", "muon", 3)
-    s = dataclasses.replace(settings("--micro-batch", "16"), device="gpu", precision="bf16", memory_limit=sum(plan.values()))
-    train.dry_run(SMALL, s, types.SimpleNamespace(size=3))
-    first, *rows, largest = capsys.readouterr().out.splitlines()
+    s = replace(settings("--micro-batch 16"), device="gpu", precision="bf16", memory_limit=sum(plan.values()))
+    train.dry_run(SMALL, s, SimpleNamespace(size=3))
+    first, *rows, largest = out_text().splitlines()
     assert largest == "The largest micro-batch that fits: 40."
     assert first == ("1,053,824 parameters, 800 steps of 2,048 tokens in micro-batches of 16 x 128, 3 x gpu bf16, muon, learning rate 0.004.  "
                      "A new run without --steps takes fewer where these would read the corpus more than 8 times.")
@@ -240,13 +242,13 @@ def test_a_dry_run_prints_the_plan(capsys):
     assert names == (*plan, "together") and sum(map(float, sizes[:-1])) == pytest.approx(float(sizes[-1]), abs=1)
 
 
-def test_dry_runs_need_no_gpu(whole, capsys):
+def test_dry_runs_need_no_gpu(whole, out_text):
     """But heads that a GPU takes."""
     for options, device in ("big", "gpu bf16"), ("", "cpu fp32"), ("big --device cpu", "cpu fp32"):
         assert train.main(["--dry-run", *options.split()]) == 0 and whole == []
-        assert f"1 x {device}" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="^the GPU engine takes heads 32, 64 or 128 wide, not 16: "):
-        train.main(["--device", "gpu", "--heads", "8", "--dry-run"])
+        assert f"1 x {device}" in out_text()
+    with value_error("^the GPU engine takes heads 32, 64 or 128 wide, not 16: "):
+        train.main("--device gpu --heads 8 --dry-run".split())
 
 
 def test_devices(monkeypatch):
@@ -254,17 +256,16 @@ def test_devices(monkeypatch):
     assert train.choose_device(None, "small", 0) == "cpu" == train.choose_device("cpu", "big", 0)
     for asked, words in (None, ("medium takes many hours or days on a CPU: train small, or say --device cpu to do so. "
                                 f"On a GPU it takes minutes; but: {NO_GPU}")), ("gpu", NO_GPU):
-        with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        with value_error(f"^{re.escape(words)}$"):
             train.choose_device(asked, "medium", 0)
     taken = []
-    monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(model_gpu, "take_gpu", taken.append)
+    put(monkeypatch, model_gpu, why_no_gpu=lambda: None, take_gpu=taken.append)
     assert [train.choose_device(None, name, local=3) for name in CONFIGS] == ["cpu", "gpu", "gpu"]
     assert train.choose_device("gpu", "small", 0) == "gpu" and taken == [3, 3, 0]
-    s = settings("--threads", "3", "--optimizer", "adamw")
+    s = settings("--threads 3 --optimizer adamw")
     assert train.model_options(s) == dict(dtype=np.float32, threads=3, optimizer="adamw")
     other = dict(precision="tf32", memory_limit=7, matmul="ours", micro_batch=5)
-    assert train.model_options(dataclasses.replace(s, device="gpu", **other)) == dict(optimizer="adamw", **other)
+    assert train.model_options(replace(s, device="gpu", **other)) == dict(optimizer="adamw", **other)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -278,10 +279,10 @@ def test_sizes_of_memory():
 
 def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(monkeypatch):
     for options, rows in ("--batch-tokens 12800", 32), ("--batch-tokens 1280", 10), ("--micro-batch 999", 16), ("--micro-batch 5", 5):
-        assert settings(*options.split()).micro_batch == rows               # of 100, 10, 16 and 16 windows
+        assert settings(options).micro_batch == rows               # of 100, 10, 16 and 16 windows
     five = sum(model_gpu.memory_plan(CONFIGS["big"], 5, 512, "bf16", optimizer="muon").values())
     # ranks of other memory take what fits all of them, and NCCL takes some
-    two = types.SimpleNamespace(rank=1, size=2, all_gather=lambda mine: [3, mine, 9])
+    two = SimpleNamespace(rank=1, size=2, all_gather=lambda mine: [3, mine, 9])
     for ranks, limit, rows in [(None, 1 << 50, 63), (None, five, 5), (None, five - 1, 4), (None, 1, 1),
                                (two, five + model_gpu.NCCL_BYTES, 3), (two, five, 1)]:
         s = settings("--memory-limit", str(limit), preset="big", device="gpu", batch_tokens=512 * 1000, ranks=ranks)
@@ -289,80 +290,80 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     some = sum(model_gpu.memory_plan(CONFIGS["big"], 46, 512, "bf16", optimizer="muon").values())
     assert settings("--memory-limit", str(some), preset="big", device="gpu").micro_batch == 32         # not 46 + 18
     monkeypatch.setattr(train, "available_cores", lambda: 6)
-    seven = types.SimpleNamespace(rank=1, size=7, all_gather=lambda x: [x])         # more than cores
-    assert [settings(*options.split(), ranks=ranks).threads for options, ranks in [
+    seven = SimpleNamespace(rank=1, size=7, all_gather=lambda x: [x])         # more than cores
+    assert [settings(options, ranks=ranks).threads for options, ranks in [
         ("", None), ("--micro-batch 4", None), ("--threads 5", None), ("", seven)]] == [6, 4, 5, 1]
 
 
 def test_sizes_in_place_of_the_presets():
     """And what follows from dim."""
-    assert train.choose_sizes(given("--dim", "256", "--mtp-weight", "0.9"), "small") == dataclasses.replace(SMALL, dim=256, hidden=688, mtp_weight=0.9)
-    with pytest.raises(ValueError, match=r"^dim \(128\) must be a multiple of 2 x heads \(2 x 5\): heads must divide 64."):
-        train.choose_sizes(given("--heads", "5"), "small")
+    assert train.choose_sizes(given("--dim 256 --mtp-weight 0.9"), "small") == replace(SMALL, dim=256, hidden=688, mtp_weight=0.9)
+    with value_error(r"^dim \(128\) must be a multiple of 2 x heads \(2 x 5\): heads must divide 64."):
+        train.choose_sizes(given("--heads 5"), "small")
 
 
 def test_default_tokens_a_step_are_whole_windows():
     """Rounded down to them, but at least one; what was asked for is not rounded."""
     for context, tokens in (100, 2000), (2049, 2049):
-        assert settings(config=dataclasses.replace(SMALL, context=context)).batch_tokens == tokens
+        assert settings(config=replace(SMALL, context=context)).batch_tokens == tokens
 
 
 def test_settings_that_do_not_fit():
     for options, words in [("--batch-tokens 129", "--batch-tokens 129 is not a multiple of the context, 128."),
                            ("--matmul ours --memory-limit 1GB", "--matmul --memory-limit is for the GPU engine; add --device gpu.")]:
-        with pytest.raises(ValueError) as error:
-            settings(*options.split())
-        assert str(error.value) == words
+        assert refusal(settings, options) == words
 
 
 # -- what a run has recorded -------------------------------------------------------------------------------------------
 def test_the_record_of_a_run(monkeypatch):
-    s = settings("--data", "a.txt")
+    s = settings("--data a.txt")
     recorded = dataclasses.asdict(s)
     good = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": recorded, "more": None}
     monkeypatch.setattr(checkpoint, "load_state", lambda folder: state)
-    # also of an earlier version
-    for state in good, {**good, "seconds": 7}, {**good, "settings": {**recorded, "attention": "naive"}}:
+    for state in good, {**good, "seconds": 7}:
         assert train.read_run("f", "sft.py") == (s, state)
+    # of the first version, which named the kind of attention, and had AdamW alone
+    state = {**good, "settings": {**recorded, "attention": "naive"}}
+    del state["settings"]["optimizer"]
+    assert train.read_run("f", "sft.py") == (replace(s, optimizer="adamw"), state)
     cannot = "its script, tokens or seconds cannot be"
     for name, value, why in [
             ("script", 3, cannot), ("tokens", True, cannot), ("seconds", "1", cannot), ("settings", 7, "not a mapping"),
             ("settings", {"preset": "small"}, "missing"), ("settings", {**recorded, "steps": 0}, "the setting steps cannot be 0."),
             ("settings", {**recorded, "speed": 1}, "unexpected keyword argument 'speed'")]:
         state = {**good, name: value}
-        with pytest.raises(ValueError, match=f"^f was not written by train.py: how the run was made is not recorded .*{why}.*.$"):
+        with value_error(f"^f was not written by train.py: how the run was made is not recorded .*{why}.*.$"):
             train.read_run("f", "train.py")
     del state["settings"]
-    with pytest.raises(ValueError, match=r"recorded \('settings'\)\.$"):
+    with value_error(r"recorded \('settings'\)\.$"):
         train.read_run("f", "train.py")
 
 
 def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
     """Before its weights are read: no checkpoint, another script's; then: other settings."""
-    s = settings("--data", "a.txt", "--steps", "9", "--threads", "2")
+    s = settings("--data a.txt --steps 9 --threads 2")
     state = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": dataclasses.asdict(s)}
     loaded, out = [], str(tmp_path)
-    model = types.SimpleNamespace(config=SMALL, step=4)
-    monkeypatch.setattr(checkpoint, "lock_folder", loaded.append)
-    monkeypatch.setattr(checkpoint, "load_state", lambda folder, model=None: {**state, "model": model})
-    monkeypatch.setattr(checkpoint, "load", lambda *rest: loaded.append(rest) or (model, "tokenizer"))
+    model = SimpleNamespace(config=SMALL, step=4)
+    put(monkeypatch, checkpoint, lock_folder=loaded.append,
+        load_state=lambda folder, model=None: {**state, "model": model},
+        load=lambda *rest: loaded.append(rest) or (model, "tokenizer"))
 
     def resume(options, script="train.py"):
-        return train.resume(given("--resume", *options.split()), out, script, Ranks())
+        return train.resume(given("--resume", options), out, script, Ranks())
 
     def refused(words, *arguments):
-        with pytest.raises(ValueError) as error:
-            resume(*arguments)
-        assert str(error.value) == words
+        assert refusal(resume, *arguments) == words
     refused(f"there is nothing to resume in {out}.", "")
     assert loaded == []
-    (tmp_path / "config.json").write_text("")
+    write(tmp_path / "config.json", "")
     refused(f"the run in {out} is one of train.py: resume it with that.", "", "sft.py")
     assert loaded == [out]
-    for options, words in [
-            ("big", "the preset small, not big"), ("--data ./b.txt ../c.txt", "--data 'a.txt', not 'b.txt', '../c.txt'"),
-            ("--memory-limit 5", "--memory-limit None, not 5"),
-            ("--base out/x/", "--base None, not out/x")]:
+    for options, words in rows("""
+            big                      | the preset small, not big
+            --data ./b.txt ../c.txt  | --data 'a.txt', not 'b.txt', '../c.txt'
+            --memory-limit 5         | --memory-limit None, not 5
+            --base out/x/            | --base None, not out/x"""):
         refused(f"the run in {out} has {words}: a resumed run keeps its settings. Leave the option out, or start a new run with --out.", options)
     same = resume("small --steps 9 --data ./a.txt --device auto --seed 0 --dim 128 --vocab 512")
     assert loaded[-1] == (out, model_cpu, {"dtype": np.float32, "threads": 2, "optimizer": "muon"})
@@ -396,15 +397,15 @@ class Calls:
         return lambda *arguments, **options: self.calls.append((name, arguments, options))
 
 
-def test_plot(tmp_path, monkeypatch, capsys):
+def test_plot(tmp_path, monkeypatch, out_text):
     axes, figure = Calls(), Calls()
-    pyplot = types.SimpleNamespace(subplots=lambda figsize: (figure, axes))
+    pyplot = SimpleNamespace(subplots=lambda figsize: (figure, axes))
     monkeypatch.setattr(checkpoint, "load_pyplot", lambda: pyplot)
     log, folder = tmp_path / "log.jsonl", str(tmp_path)
     log.write_text("".join(f'{{"step": {i}, "loss": {6000 - i}}}\n' for i in range(1, 5050))
                    + '{"step": 1, "val_loss": 4, "val": {"a": [4, 1], "b": [5, 1]}}\n'
                    '{"step": 2, "val_loss": 3, "val": {"b": [2, 1]}}\n{"step": 5050, "lo')
-    assert train.main(["--plot", folder]) is None and capsys.readouterr().out == f"Wrote {folder}/loss.png.\n"
+    assert train.main(["--plot", folder]) is None and out_text() == f"Wrote {folder}/loss.png.\n"
     assert figure.calls[0][:2] == ("savefig", (f"{folder}/loss.png",))
     plots = [(*arguments[:2], options["label"]) for name, arguments, options in axes.calls if name == "plot"]
     # the kinds are those of the last evaluation, each drawn through all
@@ -412,12 +413,12 @@ def test_plot(tmp_path, monkeypatch, capsys):
     assert ("set_ylim", (), {"top": 6000 - 51}) in axes.calls             # the loss after a hundredth of the steps
     for line in '{"step": 1, "loss": "x"}', '{"step": 1, "val_loss": 1, "val": {"a": []}}':
         log.write_text(line + "\n")
-        with pytest.raises(ValueError, match="log.jsonl holds records that cannot be drawn"):
+        with value_error("log.jsonl holds records that cannot be drawn"):
             checkpoint.plot(folder)
-    with pytest.raises(ValueError, match="/log.jsonl to draw.$"):
+    with value_error("/log.jsonl to draw.$"):
         checkpoint.plot(f"{folder}/no")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="^--plot needs matplotlib: pip install matplotlib.$"):
+    with value_error("^--plot needs matplotlib: pip install matplotlib.$"):
         script.load_pyplot()
 
 
@@ -428,54 +429,55 @@ def whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done, tokenizer = [], Tokenizer.train(["abab"], 264)
     tokens = np.zeros(200_000, "<u2")
-    for where, name, value in [
-            (train, "prepare", lambda data, vocab, base=None: done.append(("prepare", data, vocab)) or (tokenizer, tokens, {"text": tokens[:900]}, "key")),
-            (checkpoint, "lock_folder", lambda out: done.append(("lock", out))), (checkpoint, "set_aside", lambda out: done.append(("aside", out))),
-            (train, "save_run", lambda training: done.append(("save", training.out, dict(training.state)))), (train, "Stop", lambda: "stop"),
-            (train, "train", lambda t, job, stop: done.append(("train", t.settings, t.out, t.model.config, stop)) or 7),
-            (train, "find_corpus", lambda preset: [f"{preset}.txt"])]:
-        monkeypatch.setattr(where, name, value)
+
+    def prepare(data, vocab, base=None):
+        done.append(("prepare", data, vocab))
+        return tokenizer, tokens, {"text": tokens[:900]}, "key"
+    put(monkeypatch, train, prepare=prepare, Stop=lambda: "stop", find_corpus=lambda preset: [f"{preset}.txt"],
+        save_run=lambda training: done.append(("save", training.out, dict(training.state))),
+        train=lambda t, job, stop: done.append(("train", t.settings, t.out, t.model.config, stop)) or 7)
+    put(monkeypatch, checkpoint, lock_folder=lambda out: done.append(("lock", out)), set_aside=lambda out: done.append(("aside", out)))
     return done
 
 
-def test_a_new_run(whole, capsys):
-    assert train.main(["--data", "text.txt", "--threads", "2", "--seed", "4"]) == 7
+def test_a_new_run(whole, out_text):
+    assert train.main("--data text.txt --threads 2 --seed 4".split()) == 7
     _, s, *rest = whole.pop()
     assert whole == [("prepare", ["text.txt"], 512), ("lock", "out/small"), ("aside", "out/small"),
                      ("save", "out/small", {"script": "train.py", "tokens": 0, "seconds": 0.0, "ranks": 1, "base": None})]
     assert (s.tokens_key, s.steps, s.seed, *rest) == ("key", 781, 4, "out/small", SMALL, "stop")
-    assert capsys.readouterr().out == (
+    assert out_text() == (
         "200,000 tokens are few for 800 steps: taking 781, which read them 8 times (--steps takes another number).\n"
         "small: 1,053,824 parameters, 781 steps of 2,048 tokens, 2 threads; corpus text.txt: 200,000 tokens to train on, 900 to validate.\n")
 
 
-def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, capsys):
+def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, out_text):
     train.main("medium --device cpu --layers 1 --out ./x/../y".split())
     _, s, *rest = whole[-1]
-    assert rest == ["y", dataclasses.replace(CONFIGS["medium"], layers=1), "stop"] and s.data == ["medium.txt"]
+    assert rest == ["y", replace(CONFIGS["medium"], layers=1), "stop"] and s.data == ["medium.txt"]
     whole.clear()
-    with pytest.raises(ValueError, match="^medium takes many hours or days"):
+    with value_error("^medium takes many hours or days"):
         train.main(["medium"])
     assert whole == []
     tokenizer = Tokenizer.train(["abab"], 264)
     monkeypatch.setattr(train, "prepare", lambda data, vocab, base=None: (tokenizer, np.zeros(size, "<u2"), {"a": np.zeros(held_out)}, "key"))
     for size, held_out, said in (2048 * 500, 5, False), (132, 4, True):
         train.main(["--layers", "1"])
-        assert ("The corpus is too short for a validation part: there will be no validation loss.\n" in capsys.readouterr().out) == said
+        assert ("The corpus is too short for a validation part: there will be no validation loss.\n" in out_text()) == said
     size = 131
-    with pytest.raises(ValueError, match="too short: 131 tokens to train on, and a window has 132"):
+    with value_error("too short: 131 tokens to train on, and a window has 132"):
         train.main([])
 
 
-def test_a_short_text_is_read_so_many_times_at_most(capsys):
+def test_a_short_text_is_read_so_many_times_at_most(out_text):
     for options, preset, tokens, steps, warmup in [
             ("", "small", 8 * 2048 * 125, 800, 40), ("", "small", 200_000, 781, 40), ("", "small", 200, 1, 0), ("--warmup 99", "small", 40 * 2048, 320, 99),
             ("", "big", 1_000_000, 122, 12), ("--steps 4000", "big", 1_000_000, 4000, 300)]:
-        s = settings(*options.split(), preset=preset)
+        s = settings(options, preset=preset)
         before = s.steps
-        train.cap_steps(given(*options.split()), s, tokens)
+        train.cap_steps(given(options), s, tokens)
         assert (s.steps, s.warmup) == (steps, warmup)
-        assert (f"{tokens:,} tokens are few" in capsys.readouterr().out) == (steps < before)
+        assert (f"{tokens:,} tokens are few" in out_text()) == (steps < before)
 
 
 # -- a base ------------------------------------------------------------------------------------------------------------
@@ -491,7 +493,7 @@ def save_base(folder, config, texts=("abab",), state=None):
 
 def test_the_rate_of_each_optimizer(whole, tmp_path):
     """From a base it is half of that."""
-    save_base(tmp_path / "theirs", dataclasses.replace(SMALL, layers=1))
+    save_base(tmp_path / "theirs", replace(SMALL, layers=1))
     for options, lr in ("", 4e-3), ("--optimizer adamw", 2e-3), ("--base theirs --optimizer adamw", 1e-3), ("--lr 0.125", 0.125):
         train.main(["--threads", "1", *options.split()])
         assert whole[-1][1].lr == lr and (whole[-1][1].optimizer == "adamw") == ("adamw" in options)
@@ -499,35 +501,35 @@ def test_the_rate_of_each_optimizer(whole, tmp_path):
 
 def test_what_a_base_is(tmp_path):
     """Ours says its preset and its files; of another's the preset is the widest that is no wider, or small."""
-    s = settings("--data", "a.txt", "b.txt", preset="medium")
+    s = settings("--data a.txt b.txt", preset="medium")
     save_base(tmp_path, MINI, state={"script": "sft.py", "tokens": 0, "seconds": 0.0, "settings": dataclasses.asdict(s)})
     assert train.describe(str(tmp_path)) == ("medium", ["a.txt", "b.txt"])
     os.remove(tmp_path / checkpoint.STATE)
     for dim, preset in (32, "small"), (256, "medium"), (736, "medium"), (768, "big"):
-        (tmp_path / "config.json").write_text(json.dumps(checkpoint.llama_config(dataclasses.replace(SMALL, dim=dim, hidden=None), 0)))
+        write(tmp_path / "config.json", json.dumps(checkpoint.llama_config(replace(SMALL, dim=dim, hidden=None), 0)))
         assert train.describe(str(tmp_path)) == (preset, None)
-    with pytest.raises(ValueError, match="^there is no model in out/none: `python train.py big` trains one, --base names another.$"):
+    with value_error("^there is no model in out/none: `python train.py big` trains one, --base names another.$"):
         train.describe("out/none", "big")
 
 
 def test_sizes_of_a_base(tmp_path):
     """They are its own, but for the context and the weight of its further heads."""
-    config = dataclasses.replace(MINI, context=32)
+    config = replace(MINI, context=32)
     save_base(tmp_path, config)
 
     def sizes(*options):
         return train.choose_sizes(given("--base", str(tmp_path), *options), "big")
     assert sizes() == config
-    assert sizes("--context", "16", "--mtp-weight", "0.9") == dataclasses.replace(config, context=16, positions=32, mtp_weight=0.9)
-    with pytest.raises(ValueError, match=f"^the model in {tmp_path} has its sizes: leave out --dim --vocab.$"):
-        sizes("--vocab", "272", "--dim", "64", "--context", "8")
+    assert sizes("--context 16 --mtp-weight 0.9") == replace(config, context=16, positions=32, mtp_weight=0.9)
+    with value_error(f"^the model in {tmp_path} has its sizes: leave out --dim --vocab.$"):
+        sizes("--vocab 272 --dim 64 --context 8")
 
 
-def test_a_run_from_a_base(tmp_path, monkeypatch, capsys):
+def test_a_run_from_a_base(tmp_path, monkeypatch, out_text):
     """It begins with the base's weights and tokenizer, and is written into out/, not beside a base that lies elsewhere.
     Resumed, without base or data/, it makes the same bits."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "Stop", lambda: types.SimpleNamespace(signal=None))
+    monkeypatch.setattr(train, "Stop", lambda: SimpleNamespace(signal=None))
     monkeypatch.setattr(checkpoint, "lock_folder", lambda out: os.makedirs(out, exist_ok=True))     # this process has both runs
     real, saved = train.save_run, []
 
@@ -539,18 +541,18 @@ def test_a_run_from_a_base(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "save_run", save_run)
     base, tokenizer = save_base(tmp_path / "hub/theirs", Config(dim=32, heads=2, kv_heads=1, layers=1, context=32, vocab=272, predict=2),
                                 "other words than those of the text")
-    open("text.txt", "w").write("".join(f"line {i} of {i * i}\n" for i in range(400)))
+    write("text.txt", "".join(f"line {i} of {i * i}\n" for i in range(400)))
 
     def run(*options):
-        return train.run(train.parse_arguments(list(options)), Ranks())
+        return train.run(train.parse_arguments(shell_words(options)), Ranks())
     quick = "--data text.txt --steps 4 --batch-tokens 128 --save-every 2 --eval-every 2 --threads 1 --lr 0.01".split()
-    assert run("--base", "hub/theirs/", *quick) == 0
-    said, out = capsys.readouterr().out, "out/theirs-more"
+    assert run("--base hub/theirs/", *quick) == 0
+    said, out = out_text(), "out/theirs-more"
     assert said.startswith("hub/theirs: ") and "Training a tokenizer" not in said and os.listdir("hub") == ["theirs"]
     assert [step for step, _ in saved] == [0, 2, 4] and np.array_equal(saved[0][1], base.flat_params)
     assert checkpoint.read_tokenizer(out).tokens == tokenizer.tokens and checkpoint.read_config(out) == base.config
     shutil.rmtree("hub")
     shutil.rmtree("data")
-    assert run("--resume", "--base", "hub/theirs", "--out", "half") == 0
+    assert run("--resume --base hub/theirs --out half") == 0
     assert np.array_equal(saved[3][1], saved[2][1])
     assert read_log(out) == read_log("half") and len(read_log(out)) > 4

@@ -1,6 +1,4 @@
-"""sft.py and train.py against judges that others wrote: PyTorch's cross-entropy, autograd and AdamW on the same batches,
-and transformers' apply_chat_template."""
-import dataclasses
+"""sft.py and train.py against judges that others wrote: a twin in PyTorch on the same batches, and transformers' apply_chat_template."""
 import os
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # read by transformers when it is imported
@@ -8,7 +6,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # re
 import random
 
 import numpy as np
-import pytest
+from cases import once_a_module
 import test_model_peers as peers
 import torch
 import torch_twin
@@ -20,44 +18,14 @@ import sft
 import train
 from tokenizer import Tokenizer
 
-STEPS, B, T = 300, 8, 128
+STEPS, T = 300, 128
 TEXTS = [*peers.TEXTS.values(), "What is a cat?", "An animal.", " leading", "trailing ", "\nlines\n\n", "{{ x }} {% if %}"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss of a fine-tuning batch
-# ---------------------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def batch():
-    """-> a model in float64 and a batch of conversations of different length, some cut, from all scripts of TEXTS."""
-    tokenizer, rng = Tokenizer.train(TEXTS, 320), random.Random(0)
-    config = model_cpu.Config(dim=64, heads=8, kv_heads=2, layers=3, context=96, vocab=328, predict=4, mtp_weight=0.3)
-    model, generator = model_cpu.Model(config), np.random.default_rng(0)
-    for weight in model.params.values():
-        weight[...] = 0.15 * generator.standard_normal(weight.shape) + (weight.ndim == 1)
-    turns = [[(rng.choice(TEXTS), rng.choice(TEXTS)[:40]) for _ in range(2)] for _ in range(12)]
-    examples = [sft.make_example(tokenizer, turn, 96)[:2] for turn in turns]
-    return model, *sft.make_batch(examples, 96, 4, tokenizer.special["<|endoftext|>"])
-
-
-def test_every_gradient_equals_autograd(batch, monkeypatch):
-    model, inputs, targets = batch
-    monkeypatch.setattr(peers, "CONFIG", model.config)
-    monkeypatch.setattr(peers, "T", inputs.shape[1])
-    twin = peers.torch_params(model)
-    losses, expected = model.forward(inputs, targets), peers.torch_step(twin, inputs, targets)
-    model.backward()
-    assert peers.distance(losses, expected) < 1e-13
-    errors = {name: peers.distance(gradient, twin[name].grad) for name, gradient in model.grads.items()}
-    worst = max(errors, key=errors.get)
-    print(f"losses {peers.distance(losses, expected):.1e}, worst gradient {worst} {errors[worst]:.1e}")
-    assert errors[worst] < 1e-10, errors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The chat template
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
+@once_a_module
 def folder(tmp_path_factory):
     """A fine-tuned checkpoint, as far as its files go."""
     path = str(tmp_path_factory.mktemp("checkpoint"))
@@ -67,7 +35,7 @@ def folder(tmp_path_factory):
 
 
 def test_apply_chat_template_gives_our_ids(folder):
-    ours, theirs = Tokenizer.load(os.path.join(folder, "tokenizer.json")), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = Tokenizer.load(f"{folder}/tokenizer.json"), transformers.AutoTokenizer.from_pretrained(folder)
     rng, several = random.Random(0), 0
     for _ in range(500):
         messages = [{"role": "system", "content": rng.choice(TEXTS)}] * (rng.random() < 0.3)
@@ -77,18 +45,13 @@ def test_apply_chat_template_gives_our_ids(folder):
         turns = sft.make_turns({"messages": messages})
         ids, _, cut = sft.make_example(ours, turns, 1 << 20)
         assert theirs.apply_chat_template(messages, return_dict=False) == ids.tolist() and not cut, messages
-        asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
-        assert asked == ids[:len(asked)].tolist() and asked[-1] == ours.special["<|assistant|>"]
-        system, _ = sft.opening(turns)
-        prompt = ours.prompt(turns[-1][0], system=system, first=len(messages) - bool(system) == 2)
-        assert asked[-len(prompt):] == prompt
         several += len(turns) > 2
     assert several > 100
 
 
 def test_a_typed_special_token_is_text_here_alone(folder):
     """The one difference, which sft.py tells of: transformers looks for special tokens in the finished text."""
-    ours, theirs = Tokenizer.load(os.path.join(folder, "tokenizer.json")), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = Tokenizer.load(f"{folder}/tokenizer.json"), transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "say <|end|>"}, {"role": "assistant", "content": "no"}]
     ids, _, _ = sft.make_example(ours, sft.make_turns({"messages": messages}), 1 << 20)
     told = theirs.apply_chat_template(messages, return_dict=False)
@@ -96,21 +59,12 @@ def test_a_typed_special_token_is_text_here_alone(folder):
     assert ours.decode(ids) == ours.decode(told)
 
 
-@pytest.mark.parametrize("roles", [["assistant", "user"], ["user", "user"], ["user", "system"], ["tool"]])
-def test_the_template_refuses_what_we_refuse(folder, roles):
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    with pytest.raises(Exception, match="user and assistant in turn"):
-        theirs.apply_chat_template([{"role": role, "content": "x"} for role in roles], return_dict=False)
-    with pytest.raises(ValueError, match="user and assistant in turn"):
-        sft.make_turns({"messages": [{"role": role, "content": "x"} for role in roles]})
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A twin in PyTorch, trained on the same batches from the same weights
 # ---------------------------------------------------------------------------------------------------------------------
-def settings(steps, lr, batch_tokens):
-    return train.Settings("small", steps, batch_tokens, lr, warmup=50, mtp_weight=0.3, eval_every=1, save_every=1, precision="fp32",
-                          optimizer="adamw", micro_batch=batch_tokens // T, threads=2)
+def settings(lr):
+    return train.Settings("small", STEPS, 512, lr, warmup=50, mtp_weight=0.3, eval_every=1, save_every=1, precision="fp32",
+                          optimizer="adamw", micro_batch=8, threads=2)
 
 
 def train_both(model, s, batch):
@@ -139,44 +93,33 @@ def mean_loss(losses, batches):
     return nats / counted
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def trained(tmp_path_factory):
-    """The small model after 300 steps of pretraining on the English inside Python, in float32, with its tokenizer, the file,
-    and the validation losses (before, ours, the twin's)."""
+    """The small model after 300 steps of pretraining on the English inside Python, in float32, with its tokenizer and the
+    file."""
     threads, here = torch.get_num_threads(), os.getcwd()
     torch.set_num_threads(2)
     os.chdir(tmp_path_factory.mktemp("trained"))
     try:
         path = os.path.abspath("python-3.0.txt")
         train.write_python_corpus(path, '<|endoftext|>')
-        tokenizer, tokens, val, _ = train.prepare([path], 512)
-        model, K = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32, threads=2), 4
-
-        def batch(step):
-            return train.get_batch(tokens, train.window_starts(0, step, B, len(tokens), T, K), T, K)
-
-        held_out, = val.values()
-        starts = range(0, len(held_out) - T - K, T)
-        batches = [train.get_batch(held_out, starts[i:i + 32], T, K) for i in range(0, len(starts), 32)]
-        before = mean_loss(model.forward, batches)
-        twin = train_both(model, settings(STEPS, 2e-3, B * T), batch)
-        yield model, tokenizer, path, (before, mean_loss(model.forward, batches), mean_loss(twin, batches))
+        tokenizer, tokens, *_ = train.prepare([path], 512)
+        model = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32, threads=2)
+        for step in range(STEPS):
+            model.forward(*train.get_batch(tokens, train.window_starts(0, step, 8, len(tokens), T, 4), T, 4))
+            model.backward()
+            model.update(train.learning_rate(step, settings(2e-3)))
+        yield model, tokenizer, path
     finally:
         os.chdir(here)
         torch.set_num_threads(threads)
 
 
-def test_a_twin_pretrained_on_the_same_batches_is_as_good(trained):
-    before, ours, theirs = trained[3]
-    print(f"validation loss {before:.4f}; after {STEPS} steps ours {ours:.5f}, PyTorch's {theirs:.5f}")
-    assert ours < before - 2 and abs(ours - theirs) < 0.01
-
-
 def test_a_twin_fine_tuned_on_the_same_batches_is_as_good(trained):
-    model, tokenizer, path, _ = trained
+    model, tokenizer, path = trained
     examples = sft.make_examples(tokenizer, sft.read_conversations([path]), T, seed=0)
-    s, pad = settings(STEPS, 7e-4, 512), tokenizer.special["<|endoftext|>"]
-    training = train.Training(model, tokenizer, dataclasses.replace(s, micro_batch=8), {}, "out", train.Ranks())
+    s, pad = settings(7e-4), tokenizer.special["<|endoftext|>"]
+    training = train.Training(model, tokenizer, s, {}, "out", train.Ranks())
     job = sft.fine_tuning(training, examples)
     model.step, model.m[...], model.v[...] = 0, 0, 0                # what loading a base does
     batches = [sft.make_batch(examples.held_out[i:i + 32], T, 4, pad) for i in range(0, len(examples.held_out), 32)]

@@ -4,15 +4,16 @@ tokenizers and templates of other people.
 Strings are drawn from the code points that this interpreter's unicodedata assigns: a peer's Unicode may be newer.
 """
 import contextlib
-import random
 import sys
 import unicodedata
 from pathlib import Path
+from random import Random
 
 import pytest
+from cases import once_a_module, parametrize, write
+from test_tokenizer import DEFAULT, PLAIN, random_merges
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
 from tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, Tokenizer, known_template  # noqa: E402
@@ -22,7 +23,7 @@ tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks  # noqa: E402
 
-DATA = ROOT.parent / "shared" / "data"
+DATA = ROOT.parent / "shared/data"
 needs_gpt2 = pytest.mark.skipif(not (DATA / "gpt2").is_dir(), reason="the real texts that this test reads are no part of the repository")
 
 ASSIGNED = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
@@ -43,13 +44,13 @@ TEXTS = [
 
 
 def random_texts(alphabet, seed, count=10_000):
-    rng = random.Random(seed)
+    rng = Random(seed)
     return ["".join(rng.choices(alphabet, k=rng.randrange(1, 40))) for _ in range(count)]
 
 
 def all_texts():
     """Fixed texts, 10,000 strings of any assigned code points, 10,000 of controls and white space, 10,000 of a mix."""
-    mix = random.Random(0).choices(ASSIGNED, k=300) + CONTROLS[:40] * 3 + list("aabcdestmrelv'''  \n\n\t0123.,!-") * 12
+    mix = Random(0).choices(ASSIGNED, k=300) + CONTROLS[:40] * 3 + list("aabcdestmrelv'''  \n\n\t0123.,!-") * 12
     return (TEXTS + random_texts(ASSIGNED, 1) + random_texts(CONTROLS, 2) + random_texts(mix, 3)
             + [f"a{char}1 {char}b {char} 'S{char}\n{char}" for char in ASSIGNED[::3]])
 
@@ -58,10 +59,10 @@ def first_difference(ours, theirs, texts):
     return [ascii(text)[:200] for a, b, text in zip(ours, theirs, texts, strict=True) if a != b][:5]
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def trained():
     """Trained on every script in TEXTS, so that its merges meet the random strings."""
-    files = [path.read_text(encoding="utf-8") for path in (Path(__file__), ROOT / "tokenizer.py")]
+    files = [path.read_text() for path in (Path(__file__), ROOT / "tokenizer.py")]
     return Tokenizer.train(["\n".join(TEXTS) * 3, *files, *random_texts(CONTROLS, 4, 1000)], 3000)
 
 
@@ -79,7 +80,7 @@ def test_gpt2_ids_equal_tiktoken():
 
 
 def test_tokenizers_and_transformers_read_our_file(trained, tmp_path):
-    ours, path = trained, str(tmp_path / "tokenizer.json")
+    ours, path = trained, f"{tmp_path}/tokenizer.json"
     ours.save(path)
     texts = all_texts()
     mine = [ours.encode(text) for text in texts]
@@ -105,9 +106,9 @@ def test_tokenizers_and_transformers_read_our_file(trained, tmp_path):
 # Tokenizers that the library trained.  SmolLM2's 17 special tokens have the ids 0 to 16; where there is no initial
 # alphabet, the bytes are those that were seen, in any order.
 
-SMOLLM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>", "<gh_stars>",
-          "<issue_start>", "<issue_comment>", "<issue_closed>", "<jupyter_start>", "<jupyter_text>", "<jupyter_code>",
-          "<jupyter_output>", "<jupyter_script>", "<empty_output>"]
+SMOLLM = """<|endoftext|> <|im_start|> <|im_end|> <repo_name> <reponame> <file_sep> <filename> <gh_stars>
+    <issue_start> <issue_comment> <issue_closed> <jupyter_start> <jupyter_text> <jupyter_code>
+    <jupyter_output> <jupyter_script> <empty_output>""".split()
 
 
 def foreign(digits, alphabet, special, texts, vocab=1500):
@@ -125,14 +126,14 @@ def foreign(digits, alphabet, special, texts, vocab=1500):
 @pytest.fixture(scope="module", params=[(False, True, SMOLLM), (True, False, []), (True, True, []), (False, False, SMOLLM)])
 def peer(request):
     digits, alphabet, special = request.param
-    ours = (ROOT / "tokenizer.py").read_text(encoding="utf-8")
+    ours = (ROOT / "tokenizer.py").read_text()
     seen = [ours, *TEXTS] if alphabet else [ours, *TEXTS[3:5], *TEXTS[16:17]]       # few bytes are in these
     return foreign(digits, alphabet, special, seen)
 
 
 def other_texts():
     """Also numbers of all scripts, and words of more than 1,000 bytes, of one kind of character and of many."""
-    rng = random.Random(5)
+    rng = Random(5)
     numbers = [char for char in ASSIGNED if unicodedata.category(char)[0] == "N"]
     long = ["".join(rng.choices(kind, k=rng.randrange(300, 3000))) for kind in ("ab", "abcdefghij", "中文字", "a١é", "=-") * 5]
     spaced = random_texts(numbers[::40] + list("  \n\tab'.-,") * 3, 6, 3000)
@@ -140,7 +141,7 @@ def other_texts():
 
 
 def test_we_read_tokenizers_that_others_trained(peer, tmp_path):
-    path = str(tmp_path / "tokenizer.json")
+    path = f"{tmp_path}/tokenizer.json"
     peer.save(path)
     ours, texts = Tokenizer.load(path), other_texts()
     theirs = [encoding.ids for encoding in peer.encode_batch(texts, add_special_tokens=False)]
@@ -157,16 +158,12 @@ def test_we_read_tokenizers_that_others_trained(peer, tmp_path):
 
 def test_merges_in_any_order_and_two_that_make_one_token(tmp_path):
     """Tables that no training gives: a part that a later merge makes, ids in another order, two ways to one token."""
-    path, rng = str(tmp_path / "tokenizer.json"), random.Random(10)
+    path, rng = f"{tmp_path}/tokenizer.json", Random(10)
     peer = foreign(False, False, [], ["abcd"])
     for _ in range(200):
-        names, merges = [*"abcd"], {}
-        for _ in range(rng.randrange(1, 12)):
-            pair = tuple(rng.choices(names, k=2))
-            merges[pair] = None
-            names = [*dict.fromkeys([*names, "".join(pair)])]
+        names, merges = random_merges(rng, "abcd")
         vocab = dict(zip(names, rng.sample(range(40), len(names))))
-        peer.model = tokenizers.models.BPE(vocab, rng.sample([*merges], len(merges)))
+        peer.model = tokenizers.models.BPE(vocab, merges)
         peer.save(path)
         texts = ["".join(rng.choices("abcde", k=rng.choice([3, 10, 40, 400]))) for _ in range(20)]
         theirs = [encoding.ids for encoding in peer.encode_batch(texts)]
@@ -174,14 +171,14 @@ def test_merges_in_any_order_and_two_that_make_one_token(tmp_path):
 
 
 # not SmolLM's: transformers 5 forgets the digits of a GPT2Tokenizer, which is how its folder names it
-@pytest.mark.parametrize("settings, equal", [
+@parametrize("settings, equal", [
     ("{}", True), ('{"tokenizer_class": "GPT2Tokenizer"}', True), ('{"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": true}', False),
     ('{"tokenizer_class": "Qwen2Tokenizer"}', False), ('{"tokenizer_class": "PreTrainedTokenizerFast"}', True),
     ('{"added_tokens_decoder": {"400": {"content": "cat", "special": false}}}', False)])
 def test_settings_give_equal_ids_or_are_refused(settings, equal, tmp_path):
-    foreign(False, True, SMOLLM, TEXTS).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "tokenizer_config.json").write_text(settings)
+    foreign(False, True, SMOLLM, TEXTS).save(f"{tmp_path}/tokenizer.json")
+    write(tmp_path / "config.json", '{"model_type": "llama"}')
+    write(tmp_path / "tokenizer_config.json", settings)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     given = [theirs.encode(text, add_special_tokens=False) for text in (*TEXTS, "a cat  12")]
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
@@ -192,25 +189,20 @@ def test_settings_give_equal_ids_or_are_refused(settings, equal, tmp_path):
 
 # Conversations
 
-PLAIN = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-DEFAULT = ("{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI assistant named "
-           "SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}")
-WITH_DEFAULT = PLAIN.replace("{{'<|im_start|>'", DEFAULT + "{{'<|im_start|>'", 1)
-QUOTED = WITH_DEFAULT.replace("You are a helpful", "You\\'re \\\\ a \U0001f44d\u00e9 \\u00e9 \"helpful\"")
+QUOTED = DEFAULT.replace("You are a helpful", "You\\'re \\\\ a \U0001f44d\u00e9 \\u00e9 \"helpful\"")
 TURNS = [("Hi", "Hello!"), ("  two spaces", "yes"), ("\n\nlines\n", "no "), ("", "empty"), ("1 2\t3", "\u4e2d\u6587"), ("'s \n x ", "ok")]
 
 
-@pytest.mark.parametrize("template", [PLAIN, PLAIN.replace("\\n", "\n"), WITH_DEFAULT, QUOTED, CHAT_TEMPLATE],
+@parametrize("template", [PLAIN, PLAIN.replace("\\n", "\n"), DEFAULT, QUOTED, CHAT_TEMPLATE],
                          ids=["plain", "line ends", "default", "quoted", "ours"])
 def test_conversations_equal_apply_chat_template(template, tmp_path):
     special = [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"]
-    peer = foreign(True, True, special, [(ROOT / "tokenizer.py").read_text(encoding="utf-8")])
-    peer.save(str(tmp_path / "tokenizer.json"))
+    peer = foreign(True, True, special, [(ROOT / "tokenizer.py").read_text()])
+    peer.save(f"{tmp_path}/tokenizer.json")
     ours = Tokenizer.load(tmp_path / "tokenizer.json")
-    auto = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    auto = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/tokenizer.json")
     ours.template = known_template(template)
-    rng = random.Random(11)
+    rng = Random(11)
     for system in None, "Be brief.", " \n x\n", "":
         for _ in range(20):
             messages = [] if system is None else [{"role": "system", "content": system}]
