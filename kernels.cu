@@ -662,9 +662,11 @@ matmul(void* out, Reals a, Reals b,
 // launches.
 //
 //     stride: the cache of row r begins at qkv + r * stride; 0 where all rows are of one text
-//     lengths (n): for each new token how many tokens of its text are in the cache before it; where all rows are
-//     of one text, of the first row alone (length_of)
-//     times (n): the position in its text of what is drawn after each row; limits (2): top_k, vocab (section 9)
+//     lengths (n): for each new token how many tokens of its text are in the cache before it
+//     times (n): the position in its text of what is drawn after each row
+//     limits (2): top_k, vocab (section 9)
+//
+// Of one text only the first entries of lengths and times are read: the rows follow each other (of_row).
 //
 // n is the number of new tokens, one row of x each. The arithmetic of a row does not depend on n, so
 // verifying several drafted tokens at once gives the same bits as decoding them one by one. Rows come in
@@ -756,9 +758,7 @@ __device__ void two_products(Reals x, Floats gain, float eps,
     else products_of_rows<ROWS>(x, gain, eps, w_a, w_b, n, I, warps, take);
 }
 
-__device__ int length_of(Ints lengths, Index stride, int row) {
-    return stride ? lengths[row] : lengths[0] + row;
-}
+__device__ int of_row(Ints values, Index stride, int row) { return stride ? values[row] : values[0] + row; }
 
 // The number of the pair of outputs that this warp owns; a block has four warps.
 __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
@@ -778,7 +778,7 @@ decode_qkv(real* qkv, Reals x, Floats gain, Reals w,
     int i = own_pair() % (D / 2);
     int row = head * D + i;
     two_products(x, gain, eps, w, row, row + D / 2, n, C, 1, [&](int r, float a, float b) {
-        int t = length_of(lengths, stride, r);
+        int t = of_row(lengths, stride, r);
         int angle = t * (D / 2) + i;
         float c = head < turned ? cos[angle] : 1.0f;
         float s = head < turned ? sin[angle] : 0.0f;
@@ -854,7 +854,7 @@ decode_attention(real* y, Reals qkv, Ints lengths, Index stride, int H, int G, i
     __shared__ float part_y[WARPS][WIDEST];
     __shared__ float2 part_ml[WARPS];
     int h = blockIdx.x, row = blockIdx.y;
-    int length = length_of(lengths, stride, row) + 1;
+    int length = of_row(lengths, stride, row) + 1;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int column = threadIdx.x;
     Index width = (H + 2 * G) * D;
@@ -975,13 +975,13 @@ __device__ double gumbel(Key seed, int t, int id) {
 // temperature 0, it asks for the largest logit by top_k = 1.
 // Grid (n, heads); 1024 threads.
 KERNEL draw(int* ids, float* p, Floats logits,
-            Ints times, Ints limits, const double* drawing, const Key* seeds, int V) {
+            Ints times, Index stride, Ints limits, const double* drawing, const Key* seeds, int V) {
     __shared__ Key keys[2][32];
     __shared__ float slots[2][32];
     int row = blockIdx.x, head = blockIdx.y;
     int top_k = limits[0], vocab = limits[1];
     int index = row * gridDim.y + head;
-    int t = times[row] + head;
+    int t = of_row(times, stride, row) + head;
     Floats z = logits + Index(index) * V;
     Key largest = 0, best = 0, floor = 0;
     await_last();

@@ -941,8 +941,7 @@ class Decoder(model_cpu.Decoder):
         require(self.position + n <= c.context,
                 f"{n} tokens at {self.position} do not fit the context of {c.context}.")
         drawn = n if n <= len(self.host["p"]) else 1
-        times = range(t + rows - drawn, t + rows)
-        ids, p = self._draw(tokens, self.position, times, heads, sampling)
+        ids, p = self._draw(tokens, self.position, t + rows - drawn, heads, sampling)
         self.tokens += tokens.tolist()
         return ids[-rows:], p[-rows:]
 
@@ -961,15 +960,15 @@ class Decoder(model_cpu.Decoder):
         return ids[:, 0]
 
     def _draw(self, tokens, lengths, times, heads, sampling):
-        """Read tokens (n,), each after so many (n,) of its text, or of one text after so many; draw after each for the
-        positions `times` of its text -> ids (n,heads), p (n,).  After more than max(K, 8) tokens of one text only the
-        last has a draw."""
+        """Read tokens (n,), each after so many (n,) of its text, and draw after each for the position `times` (n,) of
+        it -> ids (n,heads), p (n,).  Of one text both are numbers, those of the first row, and of more than max(K, 8)
+        tokens only the last has a draw."""
         c = self.gpu.config
         d = self.buffers
         host = self.host
         n = len(tokens)
-        drawn = len(times)
-        few = n == drawn
+        few = n <= len(host["p"])
+        drawn = n if few else 1
         # temperature 0: the largest logit alone
         top_k = min(sampling.top_k, c.vocab) if sampling.temperature else 1
         host["tokens"][:n] = tokens
@@ -986,8 +985,8 @@ class Decoder(model_cpu.Decoder):
             read = self._read_few if few else self._read_many
             read(n, heads * c.vocab)
             answers = [uint64(host[name].ctypes.data) for name in ("ids", "p")]
-            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["times"], d["limits"],
-                                  d["drawing"], d["seeds"], c.vocab)
+            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["times"], int64(self.stride),
+                                  d["limits"], d["drawing"], d["seeds"], c.vocab)
 
         if len(self.replays) > SHAPES:
             self.replays.clear()

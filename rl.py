@@ -53,7 +53,7 @@ HELD_OUT = 32               # held-out prompts that an evaluation answers, GROUP
 OWN_ANSWERS = 8             # DPO without pairs: answers that the base draws to each prompt
 FAR = 0.5                   # nats a token: a model so far from its base has mostly learned to please the rule
 BY_DATA = 1 << 62           # steps: until DPO has read the pairs EPOCHS times
-EPOCHS = 3
+EPOCHS = 1
 
 
 def defaults(steps, batch_tokens, lr, every):
@@ -65,11 +65,11 @@ def defaults(steps, batch_tokens, lr, every):
 # Chosen by short runs; docs/rl.md says what else was tried.
 DEFAULTS = {
     "reinforce": {          # batch_tokens / context answers a step
-        "small": defaults(12, 32768, 6e-5, 4),
+        "small": defaults(12, 32768, 8e-5, 4),
         "medium": defaults(30, 65536, 2e-5, 10),
         "big": defaults(60, 262144, 5e-6, 10)},
     "dpo": {
-        "small": defaults(BY_DATA, 2048, 1e-4, 20),
+        "small": defaults(BY_DATA, 16384, 6e-4, 20),
         "medium": defaults(BY_DATA, 8192, 4e-5, 20),
         "big": defaults(BY_DATA, 32768, 1e-5, 10)}}
 

@@ -486,27 +486,26 @@ def print_samples(titles, samples, whole):
         print(f"--- {printable(title)}\n{printable(sample)}", flush=True)
 
 
-def evaluate_files(folder, paths, device, context):
-    """Print what any model, ours or foreign, makes of each of these files: of the pairs in a .jsonl how often it
-    prefers the good one; of a text, read whole, its loss."""
-    require(paths, "--evaluate needs --data: texts, or pairs in a .jsonl.")
-    engine = model_gpu.pick(device or "auto")
+def evaluate_files(args):
+    """Print what any model, ours or foreign, makes of each file: of the pairs in a .jsonl how often it prefers the good
+    one; of a text, read whole, its loss."""
+    require(args.data, "--evaluate needs --data: texts, or pairs in a .jsonl.")
+    engine = model_gpu.pick(args.device or "auto")
     options = {"training": False}
     if engine is model_cpu:
         options.update(dtype=np.float32, threads=available_cores())
-    model, tokenizer = checkpoint.load(folder, engine, options, context)
-    np.seterr(all="ignore")
-    for path in paths:
+    model, tokenizer = checkpoint.load(args.evaluate, engine, options, args.context)
+    c = model.config
+    for path in args.data:
         check_text(path)
         if path.lower().endswith(".jsonl"):
-            compare_pairs(model, tokenizer, first_token(folder, tokenizer), path)
+            compare_pairs(model, tokenizer, first_token(args.evaluate, tokenizer), path)
             continue
-        with tempfile.TemporaryDirectory() as room:
-            tokenizer.encode_file(path, f"{room}/ids")
-            ids = map_tokens(f"{room}/ids")
-            T = model.config.context
-            batches = even_windows(ids, T, model.config.predict, max(1, 4096 // T), math.inf, Ranks())
-            sums = held_out_sums(Training(model, tokenizer, None, {}, folder, Ranks()), batches)
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.encode_file(path, f"{folder}/ids")
+            ids = np.array(map_tokens(f"{folder}/ids"))
+        batches = even_windows(ids, c.context, c.predict, max(1, 4096 // c.context), math.inf, Ranks())
+        sums = held_out_sums(Training(model, tokenizer, None, {}, "", Ranks()), batches)
         require(sums[1], f"{path} is too short: it has {len(ids)} tokens.")
         loss, bpb = in_units(sums)
         print(f"{path}: {loss:.4f} nats a token, {bpb:.4f} bits/byte", flush=True)
@@ -524,12 +523,11 @@ def compare_pairs(model, tokenizer, first, path):
     one half: for each name, and on average over the names."""
     sentences = []
     names = {}                                      # name -> the numbers of its pairs
-    for number, record in enumerate(json_values(path)):
-        fields = [record.get(name) for name in ("good", "bad", "name")] if isinstance(record, dict) else [None]
-        require(all(isinstance(field, str) and field for field in fields),
-                f"{path}, record {number + 1}: a pair has the texts good, bad and name.")
-        names.setdefault(fields[2], []).append(number)
-        sentences += [[first, *tokenizer.encode(text)] for text in fields[:2]]
+    records = json_values(path)
+    with refusing(f"{path} must hold pairs, the texts good, bad and name in each record"):
+        for number, record in enumerate(records):
+            names.setdefault(record["name"], []).append(number)
+            sentences += [[first, *tokenizer.encode(record[side])] for side in ("good", "bad")]
     require(sentences, f"{path} holds no pairs.")
     scores = np.zeros(len(sentences))
     order = np.argsort([-len(ids) for ids in sentences], kind="stable")
@@ -1166,7 +1164,7 @@ def main(argv):
     if args.plot:
         return checkpoint.plot(args.plot)
     if args.evaluate:
-        return evaluate_files(args.evaluate, args.data, args.device, args.context)
+        return evaluate_files(args)
     return run_ranks(run, args)
 
 

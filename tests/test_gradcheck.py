@@ -368,14 +368,14 @@ def test_gpu_gradients_beside_those_of_pytorch(twin, out_text, monkeypatch, std,
     def gradient(reference, tokens, targets, precision):
         assert precision == "bf16" and tokens.shape == (2, 256) and targets.shape == (2, 257)
         return (1 + 1 / 1024) * reference.flat_grads
-    monkeypatch.setitem(sys.modules, "torch_twin", types.SimpleNamespace(gradient=gradient))
+    monkeypatch.setitem(sys.modules, "torch_twin", SimpleNamespace(gradient=gradient))
     twin.off = {"all": ours / 1024, "losses": 0.0}
     assert bool(gradcheck.run_gpu_gradients(WIDE, ["bf16"], std, True)) == good
-    assert f"{1 / 1024:.2e}\n  {'ours / PyTorch' + chr(39) + 's':20}{ours:12.2e}\n" in capsys.readouterr().out
+    assert f"{1 / 1024:.2e}\n  {'ours / PyTorch' + chr(39) + 's':20}{ours:12.2e}\n" in out_text()
 
 
-@pytest.mark.parametrize("best, precisions", [("bf16", ("fp32", "tf32", "bf16")), ("fp32", ("fp32",))])
-def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, capsys, best, precisions):
+@parametrize("best, precisions", [("bf16", ("fp32", "tf32", "bf16")), ("fp32", ("fp32",))])
+def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, out_text, best, precisions):
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: None)
     monkeypatch.setattr(model_gpu, "default_precision", lambda: best)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -335,7 +335,7 @@ def test_a_run_of_one_needs_no_mpi(folder_without_mpi, monkeypatch):
 def test_each_window_is_of_one_rank(size, rows):
     """In their order, as even as can be; who has none learns nothing from one."""
     whole = np.arange(rows * 2).reshape(rows, 2), np.arange(rows * 3).reshape(rows, 3), np.arange(rows)
-    everyone = [Ranks(types.SimpleNamespace(rank=rank, size=size)) for rank in range(size)]
+    everyone = [Ranks(SimpleNamespace(rank=rank, size=size)) for rank in range(size)]
     shares = [ranks.share(*whole) for ranks in everyone]
     own = [share for share in shares if (share[1] >= 0).any()]
     assert all(np.array_equal(np.concatenate(parts), array) for parts, array in zip(zip(*own), whole))
@@ -419,8 +419,8 @@ def test_two_processes_on_one_gpu_are_refused_in_a_sentence(monkeypatch):
 
     def refuse(*_):
         raise NcclError("NCCL_ERROR_INVALID_USAGE")
-    nccl = types.SimpleNamespace(get_unique_id=lambda: 0, NcclError=NcclError, NcclCommunicator=refuse)
-    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
-    monkeypatch.setitem(sys.modules, "cupy.cuda", types.SimpleNamespace(nccl=nccl))
+    nccl = SimpleNamespace(get_unique_id=lambda: 0, NcclError=NcclError, NcclCommunicator=refuse)
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=nccl))
     with pytest.raises(ValueError, match="each needs a GPU of its own .NCCL_ERROR_INVALID_USAGE"):
         model_gpu.Nccl(Ranks())

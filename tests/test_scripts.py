@@ -244,12 +244,12 @@ def test_the_tour_prints_its_shapes_and_numbers_that_agree(tmp_path):
     assert len(table) == 5 and table[-1] == after and "\n64 tokens read, the next of each predicted" in shown
 
 
-def test_how_fast_something_goes(monkeypatch, capsys):
+def test_how_fast_something_goes(monkeypatch, out_text):
     """Progress elsewhere than on a terminal: nothing until the end."""
     clock = iter([5.0, 5.5, 9.0])
     monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
     progress = script.show_progress("counted:")
     progress(1_999_999, 2_000_000)
-    assert capsys.readouterr().out == ""
+    assert out_text() == ""
     progress(2_000_000, 2_000_000)
-    assert capsys.readouterr().out == "counted: 2 MB, 0.5 MB/s, 4.0 s\n"
+    assert out_text() == "counted: 2 MB, 0.5 MB/s, 4.0 s\n"

@@ -852,7 +852,7 @@ def test_progress_on_a_terminal(monkeypatch, out_text):
     progress = script.show_progress("seen:")
     for done in (0, 2_000_000, 8_000_000):
         progress(done, 8_000_000)
-    assert capsys.readouterr().out == (
+    assert out_text() == (
         "\rseen: 0 MB, 0.0 MB/s, 0%, 0 s left \033[K"
         "\rseen: 2 MB, 0.5 MB/s, 25%, 12 s left \033[K"
         "\rseen: 8 MB, 0.8 MB/s, 100%, 0 s left \033[K\n")

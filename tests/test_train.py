@@ -156,7 +156,7 @@ def test_a_step_is_cut_into_micro_batches_and_loses_no_row(tmp_path, monkeypatch
     monkeypatch.setattr(train, "save_run", lambda training: None)
     counted = train.count_targets(targets, 4, 2)                                # of the whole step
     job = train.Job(lambda step: (inputs, targets, counted, None), lambda step: {}, lambda step, loss: "")
-    assert train.train(training_of(model, None, s, tmp_path), job, types.SimpleNamespace(signal=None)) == 0
+    assert train.train(training_of(model, None, s, tmp_path), job, SimpleNamespace(signal=None)) == 0
     expected = []
     for a, b in zip(cuts, cuts[1:]):
         expected += [("forward", inputs[a:b].tolist(), targets[a:b].tolist(), counted.tolist(), None), ("backward", b == 7)]
@@ -177,7 +177,7 @@ def loop(tmp_path, monkeypatch):
             return np.full((4, 8), step), np.zeros((4, 9), int), np.full(2, 32), None
         monkeypatch.setattr(train, "save_run", lambda training: saved.append(training.model.step))
         training = training_of(model, None, s, tmp_path, tokens=96 * model.step, seconds=50.0 * (model.step > 0))
-        code = train.train(training, train.Job(batch, evaluate, lambda step, loss: f"note {step} {loss}"), stop or types.SimpleNamespace(signal=None))
+        code = train.train(training, train.Job(batch, evaluate, lambda step, loss: f"note {step} {loss}"), stop or SimpleNamespace(signal=None))
         return code, asked, saved
     return go
 
@@ -278,7 +278,7 @@ def test_time_left(tmp_path, monkeypatch, out_text, seconds, words):
     monkeypatch.setattr(train.time, "monotonic", lambda: next(clock))
     training = training_of(Recorder(), None, settings_of("--steps 2"), tmp_path)
     train.Report(training, train.Job(None, None, lambda step, loss: ""))(1, 1e-3, np.ones(2), 0.5, pause=True)
-    assert f"  {words} left  " in capsys.readouterr().out
+    assert f"  {words} left  " in out_text()
 
 
 @parametrize("device", ["cpu", "gpu"])
