@@ -7,7 +7,6 @@
     python train.py --dim 192 --layers 6     sizes of your own: a preset is only where they start
     python train.py --base out/theirs        go on from the weights of a model, ours or any plain Llama
     python train.py --plot out/small         draw the loss curves
-    python train.py --evaluate DIR --data FILE       any model: its loss on a text; which of two sentences it prefers
     mpiexec -n 4 python train.py big         on several GPUs; the same as --gpus 4, or under srun
 
 Read before it: tokenizer.py, model_cpu.py.  The parts come in the order in which a run needs them:
@@ -17,7 +16,7 @@ Read before it: tokenizer.py, model_cpu.py.  The parts come in the order in whic
     3. tokens       files -> a tokenizer -> data/*.bin, uint16, memory-mapped
     4. batches      a pure function of (seed, step): no reader state, so a resumed run sees the same data
     5. schedule     warmup and cosine
-    6. evaluation   validation loss in nats a token and bits a byte; samples; other models and other texts
+    6. evaluation   validation loss in nats a token and bits a byte; samples
     7. a training   from options to something that can be trained: begun, or resumed
     8. the loop     batch, forward, backward, update, report
     9. processes    data parallel training by MPI, and NCCL between GPUs (optional reading)
@@ -36,8 +35,8 @@ optimizer's moments are not read: the run begins with a warmup, at step 0, and a
 """
 # first: from here on Ctrl-C is one word on the screen
 from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_plain, check_text, explain,
-                    file_hash, json_values, memory_size, not_negative, positive, positive_or_inf, print_step,
-                    printable, read_chunk, read_json, refusing, require, run_script, set_threads, show_progress,
+                    file_hash, memory_size, not_negative, positive, positive_or_inf, print_step,
+                    printable, read_chunk, refusing, require, run_script, set_threads, show_progress,
                     start_under_mpiexec, whole_number, write_python_corpus)
 
 import argparse
@@ -54,7 +53,6 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
 import textwrap
 import time
 import traceback
@@ -194,9 +192,6 @@ def parse_arguments(argv):
                         help="updates; with --resume a larger number extends a finished run")
     parser.add_argument("--dry-run", action="store_true", help="print settings and memory, then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
-    parser.add_argument("--evaluate", metavar="DIR", type=os.path.normpath,
-                        help="the loss of this model on the texts of --data, or how often it prefers the good sentence "
-                        "of each pair in a .jsonl, then stop")
     return parse_run_options(parser, argv, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
                              "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
 
@@ -484,69 +479,6 @@ def print_samples(titles, samples, whole):
         return
     for title, sample in zip(titles, samples):
         print(f"--- {printable(title)}\n{printable(sample)}", flush=True)
-
-
-def evaluate_files(args):
-    """Print what any model, ours or foreign, makes of each file: of the pairs in a .jsonl how often it prefers the good
-    one; of a text, read whole, its loss."""
-    require(args.data, "--evaluate needs --data: texts, or pairs in a .jsonl.")
-    engine = model_gpu.pick(args.device or "auto")
-    options = {"training": False}
-    if engine is model_cpu:
-        options.update(dtype=np.float32, threads=available_cores())
-    model, tokenizer = checkpoint.load(args.evaluate, engine, options, args.context)
-    c = model.config
-    for path in args.data:
-        check_text(path)
-        if path.lower().endswith(".jsonl"):
-            compare_pairs(model, tokenizer, first_token(args.evaluate, tokenizer), path)
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.encode_file(path, f"{folder}/ids")
-            ids = np.array(map_tokens(f"{folder}/ids"))
-        batches = even_windows(ids, c.context, c.predict, max(1, 4096 // c.context), math.inf, Ranks())
-        sums = held_out_sums(Training(model, tokenizer, None, {}, "", Ranks()), batches)
-        require(sums[1], f"{path} is too short: it has {len(ids)} tokens.")
-        loss, bpb = in_units(sums)
-        print(f"{path}: {loss:.4f} nats a token, {bpb:.4f} bits/byte", flush=True)
-
-
-def first_token(folder, tokenizer):
-    """The id that a text begins with: a foreign model's bos, ours <|endoftext|>, else a foreign model's eos."""
-    config = read_json(f"{folder}/config.json")
-    ids = [config.get("bos_token_id"), tokenizer.special.get(END_OF_TEXT), config.get("eos_token_id")]
-    return next((i for i in ids if type(i) is int), 0)
-
-
-def compare_pairs(model, tokenizer, first, path):
-    """Print how often the good sentence of {"good", "bad", "name"} is more probable than the bad one, a tie counting
-    one half: for each name, and on average over the names."""
-    sentences = []
-    names = {}                                      # name -> the numbers of its pairs
-    records = json_values(path)
-    with refusing(f"{path} must hold pairs, the texts good, bad and name in each record"):
-        for number, record in enumerate(records):
-            names.setdefault(record["name"], []).append(number)
-            sentences += [[first, *tokenizer.encode(record[side])] for side in ("good", "bad")]
-    require(sentences, f"{path} holds no pairs.")
-    scores = np.zeros(len(sentences))
-    order = np.argsort([-len(ids) for ids in sentences], kind="stable")
-    progress = show_progress(f"{path}:")
-    for part in slices_of(len(order), 512):
-        rows = [np.array(sentences[i]) for i in order[part]]
-        T = len(rows[0]) - 1                        # the longest comes first
-        inputs = np.zeros((len(rows), T), int)
-        targets = np.full((len(rows), T + model.config.predict - 1), -1)
-        for row, ids in enumerate(rows):
-            inputs[row, :len(ids) - 1] = ids[:-1]
-            targets[row, :len(ids) - 1] = ids[1:]
-        scores[order[part]] = model.log_probs(inputs, targets)
-        progress(part.stop, len(order))
-    better = 0.5 + 0.5 * np.sign(scores[::2] - scores[1::2])
-    means = {name: better[pairs].mean() for name, pairs in names.items()}
-    for name, mean in means.items():
-        print(f"{name} {mean:.3f}")
-    print(f"average {np.mean(list(means.values())):.3f}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1163,8 +1095,6 @@ def main(argv):
     args = parse_arguments(argv)
     if args.plot:
         return checkpoint.plot(args.plot)
-    if args.evaluate:
-        return evaluate_files(args)
     return run_ranks(run, args)
 
 
