@@ -29,6 +29,7 @@ TINY_URL=${TINY_URL:-https://raw.githubusercontent.com/karpathy/char-rnn/master/
 ALPACA_URL=${ALPACA_URL:-https://raw.githubusercontent.com/tatsu-lab/stanford_alpaca/main/alpaca_data.json}
 GUTENBERG_URL=${GUTENBERG_URL:-https://www.gutenberg.org/cache/epub}
 FINEWEB_URL=${FINEWEB_URL:-https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT}
+DATASETS_URL=${DATASETS_URL:-hf://datasets}     # DuckDB's name for the data sets on huggingface.co
 SMOLLM2_URL=${SMOLLM2_URL:-https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct/resolve/main}
 AGENT="NanoEuler-fetch_data.sh/1.0 (a language model for teaching; fetches a few public text files)"
 
@@ -50,9 +51,10 @@ usage="usage: ./fetch_data.sh WORD...
   tiny          Tiny Shakespeare: scenes from the plays, 1.1 MB -> data/tiny.txt (public domain)
   books         169 classics, 110 MB in 10 minutes -> data/books.txt
                 (Project Gutenberg; public domain in the USA, elsewhere see the law of your country)
-  web           FineWeb-Edu's sample-10BT, WEB_MB megabytes -> data/web_000.txt, web_001.txt, ...
-                (ODC-By 1.0, and Common Crawl's terms of use)
+  web           FineWeb-Edu's sample-10BT, WEB_MB MB -> data/web_000.txt, ... (ODC-By 1.0, and Common Crawl's terms of use)
   instructions  Alpaca's 52,002 instructions, 23 MB -> data/instructions.json (CC BY-NC 4.0: not commercial)
+  preferences   UltraFeedback: 61,000 prompts, a better and a worse answer -> data/preferences.jsonl (MIT)
+  blimp         BLiMP: 67,000 pairs of a good and a bad sentence, 10 MB -> data/blimp.jsonl (CC BY 4.0)
   smollm2       SmolLM2-135M-Instruct, a model to talk to, 270 MB -> out/smollm2/ (Apache 2.0)
   all           books, web and instructions
 Into data/ and out/ of the current folder.  Run again, it goes on, and fetches only what is missing.
@@ -60,7 +62,7 @@ Environment, with the values of now:
   WEB_MB=$WEB_MB WEB_SCORE=$WEB_SCORE WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE: so much web text, of pages with these scores at least
   BOOK_IDS='1342 2701': these books instead of the list
   FETCH_TIMEOUT=$FETCH_TIMEOUT FETCH_PAUSE=$FETCH_PAUSE: seconds that a file may take, and between two books
-  TINY_URL GUTENBERG_URL FINEWEB_URL ALPACA_URL SMOLLM2_URL: mirrors; FINEWEB_URL may be a folder, too"
+  TINY_URL GUTENBERG_URL FINEWEB_URL ALPACA_URL DATASETS_URL SMOLLM2_URL: mirrors; FINEWEB_URL, DATASETS_URL: or folders"
 
 fail() { echo "error: $*" >&2; exit 2; }
 
@@ -346,7 +348,7 @@ books() {
 SLICES=20
 
 # find_duckdb: set $duckdb to its command line, in $venv or on the system; where there is none, install it.
-duckdb=''
+duckdb='' remote=''
 find_duckdb() {
     for duckdb in "$venv/bin/duckdb" duckdb; do "$duckdb" --version >/dev/null 2>&1 && return; done
     echo "Installing DuckDB's command line into $venv (the package duckdb-cli, about 20 MB) ..."
@@ -355,35 +357,40 @@ find_duckdb() {
         fail "DuckDB cannot be installed; run make first, or see why: $venv/bin/python -m pip install duckdb-cli."
 }
 
-# write_slice NUMBER SHARD: the rows of one slice that pass, as documents with their separator between them.
-# NUL characters are dropped, and lines that would pass for a separator.
-write_slice() {
-    local slice=$(($1 % SLICES)) shard=$2 parquet remote=''
+# query PARQUET FILE SQL [FORMAT EMPTY]: make FILE of what SQL finds in PARQUET, getvariable('files') there.  SQL ends
+# in a COPY (SELECT ...).  EMPTY is said if it finds nothing.
+query() {
+    [ ! -s "$2" ] || { echo "$2 is there ($(size "$2") bytes); nothing to fetch."; return; }
     [ -n "$duckdb" ] || find_duckdb
-    parquet=$FINEWEB_URL/$(printf '%03d_00000.parquet' $(($1 / SLICES)))
     # To read over the network takes DuckDB's extension httpfs, installed once from DuckDB's own server.
-    [[ $parquet != http*://* ]] || remote="INSTALL httpfs; LOAD httpfs;
+    [[ $1 != *://* ]] || remote="INSTALL httpfs; LOAD httpfs;
         CREATE SECRET (TYPE http, EXTRA_HTTP_HEADERS MAP {'User-Agent': '$AGENT'});"
-    rm -f "$shard.part"                         # the DuckDB of a killed run may still be writing to it
-    # One thread, so that there is one connection, and rows in the file's order.  COPY writes each row as it
-    # is, and a newline after it.  The settings that a user may have in ~/.duckdbrc are not read.
-    quietly "$duckdb" -init /dev/null -bail -c '.output /dev/null' -c "
-        SET enable_progress_bar = false; SET threads = 1; $remote
-        SET VARIABLE pages = (SELECT num_rows FROM parquet_file_metadata(\$\$$parquet\$\$));
+    rm -f "$2.part"                             # the DuckDB of a killed run may still be writing to it
+    # One thread, so that there is one connection, and rows in the file's order.  The settings that a user may have
+    # in ~/.duckdbrc are not read.
+    quietly "$duckdb" -init /dev/null -bail -c '.output /dev/null' -c "SET enable_progress_bar = false;
+        SET threads = 1; SET VARIABLE files = \$\$$1\$\$; $remote $3 TO '$2.part' (${4:-FORMAT json}, USE_TMP_FILE false)" ||
+        fail "$2 cannot be made from $1 (${message:-no word why}); run this again to go on."
+    [ -s "$2.part" ] || fail "${5:-$1 holds no rows.}"
+    mv "$2.part" "$2"
+    echo "$2: $(size "$2") bytes from ${1##*/}."
+}
+
+# write_slice NUMBER SHARD: the rows of one slice that pass, as documents with their separator between them.
+# NUL characters are dropped, and lines that would pass for a separator.  COPY writes each row as it is, and a
+# newline after it.
+write_slice() {
+    query "$FINEWEB_URL/$(printf '%03d_00000.parquet' $(($1 / SLICES)))" "$2" "
+        SET VARIABLE pages = (SELECT num_rows FROM parquet_file_metadata(getvariable('files')));
         COPY (SELECT CASE WHEN row_number() OVER () = 1 THEN '' ELSE E'\n<|endoftext|>\n\n' END || text FROM (
                 SELECT trim(regexp_replace(regexp_replace(replace(text, chr(0), ''), '\r\n?', E'\n', 'g'),
                     '(?m)^[ \t]*<\|endoftext\|>[ \t]*\$\n?', '', 'g'), E' \t\n') AS text
-                FROM read_parquet(\$\$$parquet\$\$, file_row_number = true)
-                WHERE file_row_number >= getvariable('pages') * $slice // $SLICES
-                  AND file_row_number < getvariable('pages') * ($slice + 1) // $SLICES
+                FROM read_parquet(getvariable('files'), file_row_number = true)
+                WHERE file_row_number >= getvariable('pages') * ($1 % $SLICES) // $SLICES
+                  AND file_row_number < getvariable('pages') * ($1 % $SLICES + 1) // $SLICES
                   AND language = 'en' AND language_score >= $WEB_LANGUAGE_SCORE AND score >= $WEB_SCORE)
-            WHERE text <> '')
-        TO '$shard.part' (FORMAT csv, HEADER false, QUOTE '', ESCAPE '', DELIMITER E'\x01', USE_TMP_FILE false)" ||
-        fail "$shard cannot be made from $parquet (${message:-no word why}); run this again to go on."
-    [ -s "$shard.part" ] ||
-        fail "no page of $shard has WEB_SCORE=$WEB_SCORE, WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE; lower them."
-    mv "$shard.part" "$shard"
-    echo "$shard: $(size "$shard") bytes, part $((slice + 1)) of $SLICES of ${parquet##*/}."
+            WHERE text <> '')" "FORMAT csv, HEADER false, QUOTE '', ESCAPE '', DELIMITER E'\x01'" \
+        "no page of $2 has WEB_SCORE=$WEB_SCORE, WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE; lower them."
 }
 
 web() {
@@ -406,11 +413,24 @@ web() {
 # 6. Words
 # ------------------------------------------------------------------------------------------------------------
 # A new word takes a function, its name in this list, and a line of the usage.
-words="tiny, books, web, instructions, smollm2, all"
+words="tiny, books, web, instructions, preferences, blimp, smollm2, all"
 
 tiny() { get "$TINY_URL" data/tiny.txt 500000 20000000 text || fail "$problem"; }
 
 instructions() { get "$ALPACA_URL" data/instructions.json 1000 200000000 instructions || fail "$problem"; }
+
+# records WORD PARQUET COLUMNS: data/WORD.jsonl, an object of these columns for each row of a data set's files.
+#
+# The names of files and columns are those that Hugging Face's pages of the two data sets give; tried with folders of
+# such files (tests/test_fetch.py), not with huggingface.co.
+records() { query "$DATASETS_URL/$2" "data/$1.jsonl" "COPY (SELECT $3 FROM read_parquet(getvariable('files')))"; }
+
+# Pairs for train.py --evaluate.  BLiMP has a Parquet file for each of its 67 sets.
+blimp() { records blimp 'nyu-mll/blimp@~parquet/**/*.parquet' 'sentence_good good, sentence_bad bad, UID AS name'; }
+
+# The last message of each of two conversations is the answer that was preferred, or was not.
+preferences() { records preferences 'HuggingFaceH4/ultrafeedback_binarized/data/train_prefs-*.parquet' \
+    'prompt, chosen[-1].content AS chosen, rejected[-1].content AS rejected'; }
 
 # The tensors come last, so a folder that has them is complete, and nobody asks again whether there is a
 # template.  A model has it either in this file or, as the older form was, in tokenizer_config.json.

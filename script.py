@@ -145,18 +145,19 @@ def write_file(path, data):
         file.write(data)
 
 
-def show_progress(what):
-    """-> a function progress(done, total), in bytes.  On a terminal it prints a line that rewrites itself.
-    Elsewhere it prints one line at the end, if there was at least one megabyte to do."""
+def show_progress(what, unit="MB", size=1e6):
+    """-> a function progress(done, total), in bytes, or in something else of which `size` make a unit.  On a
+    terminal it prints a line that rewrites itself.  Elsewhere it prints one line at the end, if there was at
+    least one unit to do."""
     start = time.monotonic()
 
     def progress(done, total):
         seconds = max(time.monotonic() - start, 1e-9)
-        line = f"{what} {done / 1e6:,.0f} MB, {done / 1e6 / seconds:,.1f} MB/s"
+        line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
         if sys.stdout.isatty():
             line += f", {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left"
             print(f"\r{line} \033[K", end="\n" if done >= total else "", flush=True)
-        elif done >= total >= 1e6:
+        elif done >= total >= size:
             print(f"{line}, {seconds:.1f} s", flush=True)
     return progress
 

@@ -7,6 +7,7 @@
     python train.py --dim 192 --layers 6     sizes of your own: a preset is only where they start
     python train.py --base out/theirs        go on from the weights of a model, ours or any plain Llama
     python train.py --plot out/small         draw the loss curves
+    python train.py --evaluate out/small --data data/blimp.jsonl    how good is it, in numbers that others know
     mpiexec -n 4 python train.py big         on several GPUs; the same as --gpus 4, or under srun
 
 Read before it: tokenizer.py, model_cpu.py.  The parts come in the order in which a run needs them:
@@ -16,7 +17,7 @@ Read before it: tokenizer.py, model_cpu.py.  The parts come in the order in whic
     3. tokens       files -> a tokenizer -> data/*.bin, uint16, memory-mapped
     4. batches      a pure function of (seed, step): no reader state, so a resumed run sees the same data
     5. schedule     warmup and cosine
-    6. evaluation   validation loss in nats a token and bits a byte; samples
+    6. evaluation   validation loss in nats a token and bits a byte; samples; pairs of sentences
     7. a training   from options to something that can be trained: begun, or resumed
     8. the loop     batch, forward, backward, update, report
     9. processes    data parallel training by MPI, and NCCL between GPUs (optional reading)
@@ -35,8 +36,8 @@ optimizer's moments are not read: the run begins with a warmup, at step 0, and a
 """
 # first: from here on Ctrl-C is one word on the screen
 from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_plain, check_text, explain,
-                    file_hash, memory_size, not_negative, positive, positive_or_inf, print_step,
-                    printable, read_chunk, refusing, require, run_script, set_threads, show_progress,
+                    file_hash, json_values, memory_size, not_negative, positive, positive_or_inf, print_step,
+                    printable, read_chunk, read_json, refusing, require, run_script, set_threads, show_progress,
                     start_under_mpiexec, whole_number, write_python_corpus)
 
 import argparse
@@ -53,6 +54,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
@@ -192,6 +194,8 @@ def parse_arguments(argv):
                         help="updates; with --resume a larger number extends a finished run")
     parser.add_argument("--dry-run", action="store_true", help="print settings and memory, then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
+    parser.add_argument("--evaluate", metavar="DIR", help="measure the model in DIR, ours or any plain Llama, on "
+                        "--data: a text's loss, or how often it prefers the good sentences of a .jsonl of pairs")
     return parse_run_options(parser, argv, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
                              "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
 
@@ -479,6 +483,85 @@ def print_samples(titles, samples, whole):
         return
     for title, sample in zip(titles, samples):
         print(f"--- {printable(title)}\n{printable(sample)}", flush=True)
+
+
+# Pairs of sentences, of which one is good English and the other is not, though they hardly differ:
+#
+#     {"good": "The cats annoy Tim.", "bad": "The cats annoys Tim.", "name": "agreement"}
+#
+# A model that knows the rule finds the good one more probable.  BLiMP (Warstadt et al. 2020) asks this about
+# 67 rules of English grammar, 1,000 times each.  A sentence is read as the beginning of a text:
+#
+#     log p(sentence) = sum over t of  log p(id_t | the token that begins a text, id_1 .. id_(t-1))
+#
+# Longer sentences are less probable, but the two of a pair are about as long, so nothing is divided by a length.
+def text_start(folder, tokenizer):
+    """The id of the token that begins a text: in our models <|endoftext|>, which stands between the documents
+    that they learn from; in other people's the bos token of config.json, or else the eos token."""
+    found = read_json(f"{folder}/config.json")
+    start = found.get("bos_token_id")
+    if start is None:
+        start = found.get("eos_token_id")
+    if "mtp_heads" in found:
+        start = tokenizer.special_id(END_OF_TEXT)
+    require(start in tokenizer.special.values(), f"{folder}/config.json names no special token as bos or eos.")
+    return start
+
+
+def evaluate_pairs(training, path):
+    """Print how often the good sentence is the more probable one: for each name, and the mean over the names.
+    ValueError for a record that is no such pair, or has a sentence that the context cannot take."""
+    T = training.model.config.context
+    tokenizer = training.tokenizer
+    start = text_start(training.out, tokenizer)
+    sentences = {}                              # text -> ids; each once, so equal ones are a tie to the last bit
+    right = {}
+    pairs = json_values(path)
+    for number, pair in enumerate(pairs, 1):
+        with refusing(f"{path}, record {number}, cannot be used"):
+            right[printable(pair["name"])] = []
+            for text in pair["good"], pair["bad"]:
+                sentences[text] = [start, *tokenizer.encode(text)]
+                require(1 < len(sentences[text]) <= T + 1, f"a sentence must have 1 to {T} tokens, the context")
+    require(pairs, f"{path} is empty: there are no pairs in it.")
+    scores = sentence_scores(training, sentences)
+    for pair in pairs:
+        sign = np.sign(scores[pair["good"]] - scores[pair["bad"]])          # -1, 0 or 1
+        right[printable(pair["name"])].append((1 + sign) / 2)
+    means = {name: np.mean(found) for name, found in right.items()}
+    means["average"] = np.mean([*means.values()])
+    for name, mean in means.items():
+        print(f"{name} {mean:.3f}")
+
+
+def sentence_scores(training, sentences):
+    """{sentence: ids} -> {sentence: log p of all its ids but the first}.  The sentences of a batch are about as
+    long, so little of it is padding.  The longest come first, so memory is allocated once."""
+    model = training.model
+    c = model.config
+    progress = show_progress("scored:", "thousand sentences", 1000)
+    scores = {}
+    left = sorted(sentences, key=lambda text: len(sentences[text]))
+    while left:
+        T = len(sentences[left[-1]]) - 1
+        width = T + c.predict
+        batch = left[-(training.settings.micro_batch * c.context // T):]
+        del left[-len(batch):]
+        windows = np.array([(sentences[text] + [-1] * width)[:width] for text in batch])    # (B,T+K)
+        found = model.log_probs(windows[:, :T].clip(0), windows[:, 1:])                     # (B,)
+        scores.update(zip(batch, model.read(found)))
+        progress(len(scores), len(sentences))
+    return scores
+
+
+def evaluate_text(training, path):
+    """Print the loss on a text, read whole, as validate reads what is held out."""
+    check_text(path)
+    with tempfile.TemporaryDirectory() as folder:
+        training.tokenizer.encode_files([path], f"{folder}/ids")
+        result = validate(training, {path: map_tokens(f"{folder}/ids")}, math.inf)
+    require(result, f"{path} is too short: it has no more tokens than the model has heads.")
+    print(f"{path}: loss {in_words(result)}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1091,10 +1174,29 @@ def begin_run(given, out, ranks):
     return training, tokens, val
 
 
+def evaluate_folder(given):
+    """Print what the model in a folder reaches on the files of --data."""
+    require("data" in given, "--evaluate needs --data: texts, or pairs of sentences (./fetch_data.sh blimp).")
+    engine = model_gpu.pick(given.get("device", "auto"))
+    given["device"] = "gpu" if engine is model_gpu else "cpu"
+    out = given["evaluate"]
+    config = checkpoint.read_config(out, given.get("context"))
+    settings = make_settings(given, "big", config, DEFAULTS["big"], Ranks())    # the batch, threads, precision
+    loaded = checkpoint.load(out, engine, {**model_options(settings), "training": False}, config.context)
+    training = Training(*loaded, settings, {}, out, Ranks())
+    for path in given["data"]:
+        if path.endswith(".jsonl"):
+            evaluate_pairs(training, path)
+        else:
+            evaluate_text(training, path)
+
+
 def main(argv):
     args = parse_arguments(argv)
     if args.plot:
         return checkpoint.plot(args.plot)
+    if args.evaluate:
+        return evaluate_folder(given_options(args))
     return run_ranks(run, args)
 
 

@@ -393,7 +393,7 @@ def test_usage(place):
 
 def test_a_wrong_word_or_setting(place):
     for word, name, value, meaning in [
-            ("novels", "WORD", "novels", "one of tiny, books, web, instructions, smollm2, all"),
+            ("novels", "WORD", "novels", "one of tiny, books, web, instructions, preferences, blimp, smollm2, all"),
             ("tiny", "FETCH_TIMEOUT", "soon", "a whole number of seconds"),
             ("books", "FETCH_PAUSE", "-1", "a whole number"), ("books", "BOOK_IDS", "Emma", "Project Gutenberg's numbers"),
             ("books", "BOOK_IDS", " ", "Project Gutenberg's"), ("web", "WEB_MB", "0", "a whole number of megabytes, at least 1"),
@@ -780,6 +780,32 @@ def test_web_installs_duckdb_into_the_environment(place, duckdb, parquet):
     place.stand_in("python", f"case $2 in pip) echo \"$*\" >pip-called; cp '{place.folder}/duckdb/duckdb' '{bin}';; esac", bin)
     assert f"Installing DuckDB's command line into {bin.parent}" in place.makes("web", WEB_MB="1")
     assert (place.folder / "pip-called").read_text().split()[-1] == "duckdb-cli"
+
+
+@pytest.mark.parametrize("word, name, rows, records", [
+    ("blimp", "nyu-mll/blimp@~parquet/{}/train/0000.parquet",
+     [{"sentence_good": f"Good {i}.", "sentence_bad": "Bad.", "field": "syntax", "UID": f"set_{i}"} for i in range(2)],
+     [{"good": f"Good {i}.", "bad": "Bad.", "name": f"set_{i}"} for i in range(2)]),
+    ("preferences", "HuggingFaceH4/ultrafeedback_binarized/data/train_prefs-0000{}-of-00002.parquet",
+     [{"prompt": "Hi\n", "chosen": [{"content": "Hi\n", "role": "user"}, {"content": f'"{i}"', "role": "assistant"}],
+       "rejected": [{"content": "No.", "role": "assistant"}], "score_chosen": 9.5} for i in range(2)],
+     [{"prompt": "Hi\n", "chosen": f'"{i}"', "rejected": "No."} for i in range(2)])])
+def test_pairs(place, duckdb, word, name, rows, records):
+    """From a folder of Parquet files as the data set has them, one row each."""
+    mirror = {"DATASETS_URL": f"{place.folder}/sets"}
+    place.fails(f"data/{word}.jsonl cannot be made from {place.folder}/sets/", word, **mirror)
+    for i, row in enumerate(rows):
+        path = place.folder / "sets" / name.format(i)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (place.folder / "row.json").write_text(json.dumps(row))
+        subprocess.run([duckdb, "-c", f"COPY (FROM read_json('row.json')) TO '{path}' (FORMAT parquet)"], cwd=place.folder,
+                       check=True, timeout=DEADLINE)
+    place.makes(word, **mirror)
+    made = (place.data / f"{word}.jsonl").read_text().splitlines()
+    assert sorted(map(json.loads, made), key=str) == records and "nothing to fetch" in place.makes(word, **mirror)
+    when(place, duckdb, "LOAD httpfs", "exit 1")        # by default over the network
+    (place.data / f"{word}.jsonl").unlink()
+    place.fails(f"from hf://datasets/{name.split('/')[0]}/", word)
 
 
 def test_all_is_books_web_and_instructions(place):
