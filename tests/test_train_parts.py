@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_shelf as shelf
 from cases import parametrize, put, refusal, rows, value_error, write
 from runs import read_log, settings, shell_words, training_of
 
@@ -489,6 +490,76 @@ def save_base(folder, config, texts=("abab",), state=None):
     if state is None:
         os.remove(folder / checkpoint.STATE)
     return model, tokenizer
+
+
+# -- evaluation of a folder --------------------------------------------------------------------------------------------
+def evaluate(folder, name, *records):
+    path = folder / name
+    path.write_text("\n".join(text if isinstance(text, str) else json.dumps(dict(zip(("good", "bad", "name"), text)))
+                              for text in records))
+    return train.main(["--evaluate", str(folder), "--data", str(path)])
+
+
+def test_pairs_of_sentences(tmp_path, capsys):
+    """All ids are as probable: of two sentences it is the one with fewer, however often it was read before."""
+    model, tokenizer = save_base(tmp_path, MINI)
+    model.params["heads"][...] = 0.0
+    checkpoint.save(str(tmp_path), model, tokenizer, {})
+    assert evaluate(tmp_path, "x.jsonl", ("x", "xyz", "b"), "", ("xyz", "x", "a"), ("qr", "rq", "b"), ("x" * 9, "x" * 10, "b"),
+                    ("x", "x", "c\x1b")) is None
+    assert capsys.readouterr().out == "b 0.833\na 0.000\nc\ufffd 0.500\naverage 0.444\n"
+
+
+def test_the_score_of_a_sentence():
+    """Whatever stands beside it in a batch: the log-probability of each id after those before it."""
+    model = model_cpu.Model(MINI, 1)
+    rng = np.random.default_rng(0)
+    sentences = {str(n): rng.integers(0, 264, n).tolist() for n in (4, 2, 11, 3, 5, 2)}
+    scores = train.sentence_scores(training_of(model, settings=SimpleNamespace(micro_batch=1)), sentences)
+    for text, ids in sentences.items():
+        logits = model.logits([ids[:-1]])[0, :, 0]
+        log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        assert abs(scores[text] - sum(log_p[t, y] for t, y in enumerate(ids[1:]))) < 1e-12
+
+
+def test_the_loss_of_a_text_is_that_of_validation(tmp_path, capsys):
+    model, tokenizer = save_base(tmp_path, MINI)
+    text = "To be, abab\n\n<|endoftext|>\n\nor not to be. " * 9
+    evaluate(tmp_path, "x.txt", text)
+    ids = [tokenizer.special_id("<|endoftext|>") if i % 2 else tokenizer.encode(part)
+           for i, part in enumerate(re.split("\n\n(<.*>)\n\n", text))]
+    tokens = np.array([*np.hstack(ids), ids[1]])
+    training = training_of(model, tokenizer, SimpleNamespace(micro_batch=3))
+    result = train.validate(training, {"x": tokens}, math.inf)
+    assert capsys.readouterr().out == f"{tmp_path}/x.txt: loss {train.in_words(result)}\n"
+
+
+@pytest.mark.parametrize("changes, start", [({"bos_token_id": 1}, 1), ({}, 2), ({"mtp_heads": 3, "bos_token_id": None}, 0),
+                                            ({"bos_token_id": 17}, None), ({"eos_token_id": [2]}, None)])
+def test_what_begins_a_sentence(tmp_path, changes, start):
+    shelf.write_folder(tmp_path, **changes)
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    if start is None:
+        with pytest.raises(ValueError, match="config.json names no special token as bos or eos.$"):
+            train.text_start(tmp_path, tokenizer)
+    else:
+        assert train.text_start(tmp_path, tokenizer) == start
+
+
+def test_what_cannot_be_evaluated(tmp_path):
+    save_base(tmp_path, MINI)
+    for name, text, message in [
+            ("a.jsonl", "", "a.jsonl is empty: there are no pairs in it."), ("a.txt", "", "a.txt is empty: there is"),
+            ("a.txt", "a", "a.txt is too short: it has"), ("a.jsonl", '{"good": "a"', "line 1, is not JSON"),
+            *(("a.jsonl", record, "a.jsonl, record 1, cannot be used (") for record in
+              ["5", ("a", 5, "x"), ("a", "b"), ("a", "b", ["x"]), ("", "b", "x"), ("a", "x" * 11, "x")])]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            evaluate(tmp_path, name, text)
+    with pytest.raises(ValueError, match="^--evaluate needs --data"):
+        train.main(["--evaluate", str(tmp_path)])
+    os.remove(tmp_path / "config.json")
+    with pytest.raises(FileNotFoundError):
+        evaluate(tmp_path, "a.txt", "a")
 
 
 def test_the_rate_of_each_optimizer(whole, tmp_path):
