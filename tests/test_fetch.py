@@ -787,9 +787,8 @@ def test_web_installs_duckdb_into_the_environment(place, duckdb, parquet):
      [{"sentence_good": f"Good {i}.", "sentence_bad": "Bad.", "field": "syntax", "UID": f"set_{i}"} for i in range(2)],
      [{"good": f"Good {i}.", "bad": "Bad.", "name": f"set_{i}"} for i in range(2)]),
     ("preferences", "HuggingFaceH4/ultrafeedback_binarized/data/train_prefs-0000{}-of-00002.parquet",
-     [{"prompt": "Hi\n", "chosen": [{"content": "Hi\n", "role": "user"}, {"content": f'"{i}"', "role": "assistant"}],
-       "rejected": [{"content": "No.", "role": "assistant"}], "score_chosen": 9.5} for i in range(2)],
-     [{"prompt": "Hi\n", "chosen": f'"{i}"', "rejected": "No."} for i in range(2)])])
+     [{"prompt": "Hi\n", "chosen": [{"content": "Hi\n"}, {"content": f'"{i}"'}], "rejected": [{"content": "No."}], "score": 9}
+      for i in range(2)], [{"prompt": "Hi\n", "chosen": f'"{i}"', "rejected": "No."} for i in range(2)])])
 def test_pairs(place, duckdb, word, name, rows, records):
     """From a folder of Parquet files as the data set has them, one row each."""
     mirror = {"DATASETS_URL": f"{place.folder}/sets"}
@@ -803,9 +802,6 @@ def test_pairs(place, duckdb, word, name, rows, records):
     place.makes(word, **mirror)
     made = (place.data / f"{word}.jsonl").read_text().splitlines()
     assert sorted(map(json.loads, made), key=str) == records and "nothing to fetch" in place.makes(word, **mirror)
-    when(place, duckdb, "LOAD httpfs", "exit 1")        # by default over the network
-    (place.data / f"{word}.jsonl").unlink()
-    place.fails(f"from hf://datasets/{name.split('/')[0]}/", word)
 
 
 def test_all_is_books_web_and_instructions(place):

@@ -29,6 +29,8 @@ import checkpoint
 import model_cpu
 import model_gpu
 import sft
+import train
+from tokenizer import Tokenizer
 
 PROMPT, NEW = [5, 17, 40], 50
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -132,6 +134,31 @@ def test_logits_and_greedy_texts_are_those_of_transformers(folder, case):
         assert model.logits(np.array([PROMPT + text[:-1]]))[0, 2:, 0].argmax(axis=-1).tolist() == text
     for name in os.listdir(folder):                 # hundreds of megabytes
         os.remove(f"{folder}/{name}")
+
+
+@parametrize("ours", [False, True])
+def test_the_scores_of_sentences(folder, tmp_path, monkeypatch, ours):
+    """Those of transformers, which has one sentence at a time."""
+    if ours:
+        model = model_cpu.Model(model_cpu.CONFIGS["small"], 1, np.float32)
+        model.flat_params *= 2
+        checkpoint.save(folder, model, Tokenizer.train(peers.TEXTS.values(), 400), {}, chat=True)
+    else:
+        write_llama(folder, SMALL, width=1.5)
+    texts = [text[:n] for text in peers.TEXTS.values() for n in (3, 12, 25) if text]
+    pairs = [json.dumps({"good": good, "bad": bad, "name": "x"}) for good, bad in zip(texts, texts[1:])]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(pairs))
+    scored, score = {}, train.sentence_scores
+    monkeypatch.setattr(train, "sentence_scores", lambda *both: scored.update(score(*both)) or scored)
+    train.main(["--evaluate", folder, "--data", f"{tmp_path}/pairs.jsonl", "--device", "cpu", "--context", "128"])
+    llama, theirs = peers.load_llama(folder, torch.float32), transformers.AutoTokenizer.from_pretrained(folder)
+    start = theirs.convert_tokens_to_ids("<|endoftext|>") if ours else llama.config.bos_token_id
+    assert set(scored) == set(texts)
+    for text in texts:
+        ids = torch.tensor([start, *theirs(text, add_special_tokens=False).input_ids])
+        with torch.no_grad():
+            log_p = llama(ids[None]).logits[0, :-1].log_softmax(-1)
+        assert abs(scored[text] - log_p.gather(1, ids[1:, None]).sum().item()) < 1e-4
 
 
 @parametrize("sizes", [SMALL, UNTIED], ids=["tied", "untied"])

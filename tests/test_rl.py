@@ -1,0 +1,137 @@
+"""rl.py: the two weights, rewards, pairs, runs from end to end, exact resume, bad input."""
+import functools
+import json
+import math
+import random
+import shutil
+from types import SimpleNamespace
+
+import attack
+import numpy as np
+import pytest
+import runs
+from cases import once_a_module, parametrize, write
+from runs import assert_refused, read_log
+from test_sft import BYTES, QUICK, run_anew, save_base, write_play
+
+import rl
+import sft
+
+run = functools.partial(runs.run, script="rl.py")
+FEW = "--batch-tokens 256 --steps 3 --eval-every 3 --save-every 1 --threads 2 --lr 0.001".split()
+PAIRS = [{"prompt": f"say {i}", "chosen": f"It is {i}.", "rejected": f"no {i} " * (i % 40 + 1)} for i in range(30)]
+
+
+@once_a_module
+def folder(tmp_path_factory):
+    """With a fine-tuned model, and a file of pairs."""
+    folder = tmp_path_factory.mktemp("rl")
+    write_play(folder / "play.txt")
+    save_base(folder, "out/play")
+    write(folder / "out/play/log.jsonl", "")
+    done = run_anew(folder, "--base out/play", *QUICK)
+    assert done.returncode == 0, done.stderr
+    write(folder / "pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    return folder
+
+
+def test_the_weights_are_the_derivatives_of_the_losses():
+    rng = np.random.default_rng(0)
+    log_probs, reference = rng.standard_normal((2, 8))
+
+    def loss(log_probs):
+        return 4 * rl.dpo_loss(rl.dpo_weights(log_probs, reference, 0.3)[0])        # of the four pairs together
+    _, weights = rl.dpo_weights(log_probs, reference, 0.3)
+    slopes = [(loss(log_probs + step) - loss(log_probs - step)) / 2e-5 for step in 1e-5 * np.eye(8)]
+    np.testing.assert_allclose(-weights, slopes, atol=1e-9)
+    z, weights = rl.dpo_weights(reference, reference, 0.3)
+    assert not z.any() and rl.dpo_loss(z) == math.log(2) and weights.tolist() == 4 * [0.15, -0.15]
+    rewards = rng.standard_normal(2 * rl.GROUP)
+    weights = rl.reinforce_weights(rewards)
+    assert abs(weights.reshape(2, -1).sum(axis=1)).max() < 1e-12
+    assert weights[-1] == rewards[-1] - rewards[rl.GROUP:].mean()
+
+
+@parametrize("name, prompt, answer, ended, value", [
+    ("sentence", "", "The cat sat here .", True, 1), ("sentence", "", "The cat sat here .", False, 0),
+    ("sentence", "", "The cat sat .", True, 0), ("sentence", "", "a " * 24 + "!", True, 0), ("sentence", "", "a " * 23 + "?", True, 1),
+    ("sentence", "", "The cat . sat here .", True, 0), ("sentence", "", "The cat sat here now", True, 0),
+    ("echo", "Which planet?", "PLANETS do", False, 1), ("echo", "Which one?", "one of them", True, 0),
+    ("short", "", "yes", True, 1 - 1 / 40), ("short", "", "yes", False, 0), ("short", "", "", True, 0)])
+def test_rewards(name, prompt, answer, ended, value):
+    assert rl.REWARDS[name](prompt, answer.split(), ended) == value
+
+
+def test_the_prompt_of_a_pair_is_cut_once_for_the_longer_answer():
+    pair = rl.make_pair({"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "x" * 200}],
+                         "chosen": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}], "rejected": "n" * 90})
+    chosen, rejected = rl.pair_rows(BYTES, pair, 64)
+    length = int((~chosen[1]).sum())
+    assert length == 48 and np.array_equal(chosen[0][:length], rejected[0][:length]) and len(rejected[0]) == 65
+    assert BYTES.decode(chosen[0][chosen[1]].tolist()) == "yes<|end|>" and rejected[1].sum() == 17
+    for wrong, words in ((5, "no named fields"), ({"prompt": "a", "chosen": "b"}, "no rejected, a text or a list of messages"),
+                         ({"prompt": "a", "chosen": "", "rejected": "b"}, "an empty response"),
+                         ({"prompt": [*[{"role": r, "content": "x"} for r in ("user", "assistant")], {"role": "user", "content": "y"}],
+                           "chosen": "a", "rejected": "b"}, "more than one question")):
+        with pytest.raises(ValueError, match=words):
+            rl.make_pair(wrong)
+
+
+@parametrize("arguments, keys, start", [
+    ([], "reward greedy kl length alike forgotten", {"kl": 0}),
+    (["--data pairs.jsonl"], "dpo accuracy margin chosen rejected", {"dpo": math.log(2), "accuracy": 0.5, "margin": 0}),
+    (["--method dpo"], "dpo accuracy margin chosen rejected", {"accuracy": 0.5})])
+def test_a_run_killed_at_random_moments_has_the_bits_of_one_never_touched(folder, arguments, keys, start):
+    words = [*["--base", "out/play-sft"], *" ".join(arguments).split(), *FEW]
+    shutil.rmtree(folder / "out/whole", ignore_errors=True)
+    shutil.rmtree(folder / "out/killed", ignore_errors=True)
+    done = run(folder, *words, "--out out/whole")
+    assert done.returncode == 0, done.stderr
+    log = read_log(folder, "out/whole")
+    told = {record["step"]: record for record in log if "loss" not in record}
+    assert set(told) == {0, 3} and all(set(record) == {"step", "samples", *keys.split()} for record in told.values())
+    assert all(told[0][name] == value for name, value in start.items())
+    attack.kill_again_and_again(folder, "rl.py", words, "out/killed", 2, seed=3)
+    assert run(folder, "--resume --out out/killed").returncode == 0
+    assert read_log(folder, "out/killed") == log
+    assert (folder / "out/killed/model.safetensors").read_bytes() == (folder / "out/whole/model.safetensors").read_bytes()
+
+
+def test_what_a_resumed_run_does_not_find_again(folder):
+    """Another base, other pairs, another reward."""
+    shutil.rmtree(folder / "out/half", ignore_errors=True)
+    write(folder / "mine.py", "def even(prompt, answer, ended):\n    return len(answer) % 2\n")
+    assert run(folder, "--base out/play-sft --reward mine.py:even --out out/half", *FEW).returncode == 0
+    for words in "--reward short", "--beta 0.2", "--method dpo":
+        assert_refused(run(folder, "--resume --steps 4 --out out/half", words), "a resumed run keeps its settings")
+    write(folder / "mine.py", "def even(prompt, answer, ended):\n    return float('nan')\n")
+    assert_refused(run(folder, "--resume --steps 4 --out out/half"), "not what out/half began with")
+    shutil.rmtree(folder / "out/half")
+    assert_refused(run(folder, "--base out/play-sft --reward mine.py:even --out out/half", *FEW), "gave a number that is not finite")
+    for name, words in ("mine.py:odd", "mine.py has no function odd"), ("long", "the reward must be sentence, echo, short or FILE.py:NAME"):
+        assert_refused(run(folder, "--base out/play-sft --reward", name), words)
+
+
+def test_altered_pairs_get_one_sentence_or_are_left_out(folder):
+    raw = (folder / "pairs.jsonl").read_bytes()
+    rng = random.Random(4)
+    for _ in range(50):
+        data = bytearray(raw)
+        for _ in range(rng.choice([1, 400])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        (folder / "altered.jsonl").write_bytes(data[:rng.choice([len(data), rng.randrange(len(data))])])
+        done = run(folder, "--base out/play-sft --data altered.jsonl --method dpo --show 1")
+        assert "Traceback" not in done.stderr and done.returncode in (0, 2), done.stderr
+        assert done.stderr.count("\n") == (done.returncode == 2)
+
+
+def test_held_out_prompts_are_not_learned_and_equal_answers_not_at_all(folder, capsys):
+    training = SimpleNamespace(settings=SimpleNamespace(batch_tokens=512, seed=0), tokenizer=BYTES,
+                               model=SimpleNamespace(config=SimpleNamespace(context=64)))
+    pairs = [rl.make_pair(pair) for pair in PAIRS]
+    same = ((None, "a"), ["b", "b"])
+    batches = rl.pair_batches(training, [*pairs, same])
+    assert "30 pairs; 1 more with equal answers" in capsys.readouterr().out
+    assert sum(map(len, batches)) == 60 and all(len(rows) % 2 == 0 for rows in batches)
+    unseen = sft.hold_out([opening for opening, _ in pairs], 0)
+    assert len(unseen) == 3 and set(unseen) < {pair["prompt"] for pair in PAIRS}
