@@ -56,7 +56,7 @@ class KernelError(RuntimeError):
 
 
 def source_path(name):
-    return f"{os.path.dirname(TESTS)}/{name}"
+    return os.path.join(os.path.dirname(TESTS), name)
 
 
 def run_compiler(command, text):
