@@ -31,7 +31,7 @@ So the model learns to answer and not to ask, and it learns to stop, because the
 its tokens (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", the
 first of their steps).
 
-What it does not do: no rewards or preferences (the other steps: RLHF, DPO); no adapters (LoRA), all weights
+What it does not do: no rewards or preferences (rl.py); no adapters (LoRA), all weights
 are trained; no packing of several conversations into one row.
 """
 # first: from here on Ctrl-C is one word on the screen

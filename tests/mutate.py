@@ -53,6 +53,7 @@ checkpoint.py tests/test_checkpoint.py tests/test_shelf.py tests/test_train_part
 model_gpu.py tests/test_model_gpu.py tests/test_kernels.py
 train.py tests/test_train_parts.py tests/test_train.py tests/test_scripts.py tests/test_attack.py tests/test_ranks.py
 sft.py tests/test_sft.py tests/test_ranks.py
+rl.py tests/test_rl.py
 chat.py tests/test_chat.py
 gradcheck.py tests/test_gradcheck.py tests/test_exercises.py gradcheck.py
 tests/exercises.py tests/test_exercises.py

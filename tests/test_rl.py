@@ -14,6 +14,7 @@ from cases import once_a_module, parametrize, write
 from runs import assert_refused, read_log
 from test_sft import BYTES, QUICK, run_anew, save_base, write_play
 
+import model_cpu
 import rl
 import sft
 
@@ -50,6 +51,57 @@ def test_the_weights_are_the_derivatives_of_the_losses():
     weights = rl.reinforce_weights(rewards)
     assert abs(weights.reshape(2, -1).sum(axis=1)).max() < 1e-12
     assert weights[-1] == rewards[-1] - rewards[rl.GROUP:].mean()
+
+
+def weighted_problem(seed=0):
+    """-> (model in float64, tokens (4,7), targets (4,8)) of a tiny model; prompts are masked."""
+    config = model_cpu.Config(dim=8, heads=2, kv_heads=1, layers=1, context=8, vocab=16, predict=2)
+    rng = np.random.default_rng(seed)
+    model = model_cpu.Model(config, threads=2)
+    model.write(model.flat_params, 0.3 * rng.standard_normal(model.flat_params.size) + (model.flat_params == 1))
+    tokens, targets = rng.integers(0, 16, (4, 7)), rng.integers(0, 16, (4, 8))
+    targets[:, :3] = targets[1, 5:] = -1
+    return model, tokens, targets
+
+
+def plain_log_probs(model, tokens, targets):
+    """Of head 0's logits, once more."""
+    z = model.logits(tokens)[:, :, 0]
+    log_p = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+    picked = np.take_along_axis(log_p, targets[:, :7, None], axis=-1)[..., 0]
+    return np.where(targets[:, :7] >= 0, picked, 0.0).sum(axis=1)
+
+
+def gradient_of(model, tokens, targets, counted, weights):
+    """In two micro-batches."""
+    model.flat_grads[...] = 0.0
+    for rows in slice(3), slice(3, 4):
+        model.forward(tokens[rows], targets[rows], np.full(2, counted), weights[rows])
+        model.backward()
+    return model.flat_grads.copy()
+
+
+@parametrize("method", ["dpo", "reinforce"])
+def test_every_entry_of_the_gradient_by_finite_differences(monkeypatch, method):
+    """Of the true loss: DPO's -log sigmoid(z), REINFORCE's -(r - b) log pi."""
+    monkeypatch.setattr(rl, "GROUP", 2)
+    model, tokens, targets = weighted_problem()
+    reference, rewards = np.array([-9.0, -8.5, -10.0, -9.5]), np.array([1.0, 0.0, 0.25, 0.75])
+    counted, loss = {
+        "dpo": (2, lambda: rl.dpo_loss(rl.dpo_weights(plain_log_probs(model, tokens, targets), reference, 0.5)[0])),
+        "reinforce": (15, lambda: -(np.array([0.5, -0.5, -0.25, 0.25]) @ plain_log_probs(model, tokens, targets)) / 15)}[method]
+    np.testing.assert_allclose(model.log_probs(tokens, targets), plain_log_probs(model, tokens, targets), rtol=1e-12)
+    weights = rl.reinforce_weights(rewards)
+    if method == "dpo":
+        _, weights = rl.dpo_weights(model.log_probs(tokens, targets), reference, 0.5)
+    gradient = gradient_of(model, tokens, targets, counted, weights)
+    numeric = [model_cpu.slope(loss, model.flat_params, i, 2e-4) for i in range(gradient.size)]
+    parts = model_cpu.param_views(np.arange(gradient.size), model.config)
+    for name, place in parts.items():
+        error = np.abs(gradient - numeric)[place.ravel()].max() / np.abs(gradient[place.ravel()]).max()
+        assert error < 1e-9, (name, error)
+    for wrong in (np.ones(4), np.abs(weights), 2 * weights, weights[::-1]):         # as if a bug were there
+        assert np.abs(gradient_of(model, tokens, targets, counted, wrong) - numeric).max() > 1e-4
 
 
 @parametrize("name, prompt, answer, ended, value", [
