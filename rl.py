@@ -325,6 +325,7 @@ def pair_batches(training, pairs):
     rows = [pair_rows(training.tokenizer, pair, T) for pair in pairs]
     rows = [pair for pair in rows if not np.array_equal(pair[0][0], pair[1][0])]
     print(f"{len(rows):,} pairs; {len(pairs) - len(rows):,} more with equal answers are left out.")
+    require(rows, "each pair needs two answers that differ within the context.")
     lengths = 2 * np.max([sft.padded_lengths(side, T) for side in zip(*rows)], axis=0)
     plan = sft.plan_epoch(lengths, settings.batch_tokens, settings.seed, 0)
     return [[row for i in batch for row in rows[i]] for batch in plan]

@@ -118,7 +118,7 @@ class Settings:
     device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU", "cpu")
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     memory_limit: int = setting(memory_size, "of the GPU, such as 12GB: stay within it", None)      # bytes
-    method: str = setting(("", "reinforce", "dpo"), default="")     # of rl.py; "": another script
+    method: str = ""        # of rl.py: reinforce or dpo
     beta: float = setting(positive, default=0.1)                    # of DPO
     reward: str = ""        # the name of REINFORCE's reward
     data: list = None       # the corpus files
@@ -168,9 +168,10 @@ def parse_run_options(parser, argv, sizes, data):
     are options, too; data: what the files of --data are."""
     parser.add_argument("preset", nargs="?", help=f"the model's size: {', '.join(CONFIGS)} (default small)")
     parser.add_argument("--base", type=os.path.normpath, metavar="DIR",
-                        help="the model to begin with, ours or any plain Llama (sft.py: default out/PRESET)")
+                        help="the model to begin with, ours or any plain Llama (sft.py: default out/PRESET; rl.py: "
+                        "out/PRESET-sft)")
     parser.add_argument("--data", nargs="+", type=os.path.normpath, metavar="FILE", help=data)
-    parser.add_argument("--out", metavar="DIR", help="to write: default PRESET, BASE-more or BASE-sft in out/")
+    parser.add_argument("--out", metavar="DIR", help="to write: default PRESET or BASE-more, -sft, -rl in out/")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     group = parser.add_argument_group("sizes in place of the preset's; in place of a base's the context alone")
     for name in sizes:
@@ -673,7 +674,7 @@ def save_run(training):
     """The checkpoint, with all that a resumed run needs to know."""
     state = {**training.state, "settings": dataclasses.asdict(training.settings)}
     checkpoint.save(training.out, training.model, training.tokenizer, state,
-                    chat=state["script"] == "sft.py")
+                    chat=state["script"] != "train.py")
 
 
 def new_training(script, out, config, tokenizer, settings, ranks, base=None):

@@ -14,6 +14,7 @@ from cases import once_a_module, parametrize, write
 from runs import assert_refused, read_log
 from test_sft import BYTES, QUICK, run_anew, save_base, write_play
 
+import checkpoint
 import model_cpu
 import rl
 import sft
@@ -143,6 +144,7 @@ def test_a_run_killed_at_random_moments_has_the_bits_of_one_never_touched(folder
     told = {record["step"]: record for record in log if "loss" not in record}
     assert set(told) == {0, 3} and all(set(record) == {"step", "samples", *keys.split()} for record in told.values())
     assert all(told[0][name] == value for name, value in start.items())
+    assert checkpoint.read_tokenizer(f"{folder}/out/whole").template         # chat.py talks to it
     attack.kill_again_and_again(folder, "rl.py", words, "out/killed", 2, seed=3)
     assert run(folder, "--resume --out out/killed").returncode == 0
     assert read_log(folder, "out/killed") == log
