@@ -173,7 +173,8 @@ def words_of(tokenizer, row):
     ids, mask = row
     answer = ids[mask].tolist()
     special = tokenizer.special.values()
-    return [tokenizer.decode([i]) for i in answer if i not in special], answer[-1] == tokenizer.end_of_turn
+    words = [tokenizer.decode([i]) for i in answer if i not in special]
+    return words, answer[-1] == tokenizer.end_of_turn
 
 
 def log_probs_of(training, rows):
@@ -218,7 +219,8 @@ def reinforcing(training):
     reward, code = find_reward(settings.reward)
     conversations = sft.read_conversations(settings.data)
     examples = sft.make_examples(training.tokenizer, conversations, T, settings.seed)
-    base, _ = checkpoint.load(training.state["base"], model_cpu, dict(dtype=np.float32, training=False), T)
+    options = {"dtype": np.float32, "training": False}
+    base, _ = checkpoint.load(training.state["base"], model_cpu, options, T)
     check_key(training, f"{examples.key} {code} {train.weights_checksum(base)}")
     openings = dict.fromkeys(map(sft.opening, conversations))
     unseen = sft.hold_out(openings, settings.seed)
