@@ -72,7 +72,8 @@ def train_both(model, s, batch):
     twin = torch_twin.Twin(model.config, model.params)
     step, forward = torch_twin.make_step(twin, compiled=False), torch_twin.make_losses(twin, compiled=False)
     for i in range(s.steps):
-        (inputs, targets), lr = batch(i), train.learning_rate(i, s)
+        inputs, targets, *_ = batch(i)
+        lr = train.learning_rate(i, s)
         model.forward(inputs, targets)
         model.backward()
         model.update(lr, decay=s.decay, clip=s.clip)
