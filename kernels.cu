@@ -528,7 +528,7 @@ __device__ Eight running_mean(Eight m, Eight g, float momentum) {
 // Grid (blocks, layers); 256 threads.
 KERNEL muon_momentum(float* squares, float* m,
                      Floats grad, Floats state,
-                     Index stride, int size, float momentum) {
+                     int stride, int size, float momentum) {
     __shared__ float slots[32];
     Index layer = blockIdx.y * stride;
     float sum = 0.0f;
@@ -547,7 +547,7 @@ KERNEL muon_momentum(float* squares, float* m,
 // Grid (blocks, layers), the same as of muon_momentum; 256 threads.
 KERNEL muon_input(real* X, float* grad,
                   Floats m, Floats squares, Floats state,
-                  Index stride, int size, float momentum) {
+                  int stride, int size, float momentum) {
     if (state[2]) return;
     X += Index(blockIdx.y) * size;
     Index layer = blockIdx.y * stride;
@@ -579,7 +579,7 @@ KERNEL muon_polynomial(real* B, Reals A, int side, float a, float b, float c) {
 // Grid (ceil(size/2048), layers); 256 threads.
 KERNEL muon_apply(float* param, real* copy,
                   Reals X, Floats state,
-                  Index stride, int size, float keep, float rate) {
+                  int stride, int size, float keep, float rate) {
     int i = own_eight(blockIdx.x);
     if (i >= size || state[2]) return;
     Index at = blockIdx.y * stride + i;
@@ -661,7 +661,7 @@ matmul(void* out, Reals a, Reals b,
 // differs from step to step, such as `lengths`, lies in the GPU's memory, and so a CUDA graph can replay the
 // launches.
 //
-//     stride: the cache of row r begins at qkv + r * stride; 0 where all rows are of one text
+//     stride: the cache of row r begins with token r * stride of qkv; 0 where all rows are of one text
 //     lengths (n): for each new token how many tokens of its text are in the cache before it
 //     times (n): the position in its text of what is drawn after each row
 //     limits (2): top_k, vocab (section 9)
@@ -758,7 +758,7 @@ __device__ void two_products(Reals x, Floats gain, float eps,
     else products_of_rows<ROWS>(x, gain, eps, w_a, w_b, n, I, warps, take);
 }
 
-__device__ int of_row(Ints values, Index stride, int row) { return stride ? values[row] : values[0] + row; }
+__device__ int of_row(Ints values, int stride, int row) { return stride ? values[row] : values[0] + row; }
 
 // The number of the pair of outputs that this warp owns; a block has four warps.
 __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
@@ -772,7 +772,7 @@ __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
 // Grid (heads * D/2 / 4, ceil(n/4)); 128 threads.
 KERNEL __launch_bounds__(128)
 decode_qkv(real* qkv, Reals x, Floats gain, Reals w,
-           Floats cos, Floats sin, Ints lengths, Index stride,
+           Floats cos, Floats sin, Ints lengths, int stride,
            int n, int C, int heads, int turned, int D, float eps) {
     int head = own_pair() / (D / 2);
     int i = own_pair() % (D / 2);
@@ -782,7 +782,7 @@ decode_qkv(real* qkv, Reals x, Floats gain, Reals w,
         int angle = t * (D / 2) + i;
         float c = head < turned ? cos[angle] : 1.0f;
         float s = head < turned ? sin[angle] : 0.0f;
-        real* to = qkv + r * stride + Index(t) * heads * D + row;
+        real* to = qkv + (Index(r) * stride + t) * heads * D + row;
         store(to, a * c - b * s);
         store(to + D / 2, b * c + a * s);
     });
@@ -850,7 +850,7 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
 constexpr int WARPS = 16, WIDEST = 128;  // of a block; the largest D
 
 KERNEL __launch_bounds__(32 * WARPS)
-decode_attention(real* y, Reals qkv, Ints lengths, Index stride, int H, int G, int D) {
+decode_attention(real* y, Reals qkv, Ints lengths, int stride, int H, int G, int D) {
     __shared__ float part_y[WARPS][WIDEST];
     __shared__ float2 part_ml[WARPS];
     int h = blockIdx.x, row = blockIdx.y;
@@ -858,9 +858,9 @@ decode_attention(real* y, Reals qkv, Ints lengths, Index stride, int H, int G, i
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int column = threadIdx.x;
     Index width = (H + 2 * G) * D;
-    Reals text = qkv + row * stride;
-    Reals q = text + (length - 1) * width + h * D;
-    Reals keys = text + (H + h / (H / G)) * D;
+    qkv += row * stride * int(width);  // as an Index it takes registers that sm_89 has not (Decoder checks it)
+    Reals q = qkv + (length - 1) * width + h * D;
+    Reals keys = qkv + (H + h / (H / G)) * D;
     Reals values = keys + G * D;
     start_next();
     Index first = min(32 * warp + lane, length - 1) * width;
@@ -975,7 +975,7 @@ __device__ double gumbel(Key seed, int t, int id) {
 // temperature 0, it asks for the largest logit by top_k = 1.
 // Grid (n, heads); 1024 threads.
 KERNEL draw(int* ids, float* p, Floats logits,
-            Ints times, Index stride, Ints limits, const double* drawing, const Key* seeds, int V) {
+            Ints times, int stride, Ints limits, const double* drawing, const Key* seeds, int V) {
     __shared__ Key keys[2][32];
     __shared__ float slots[2][32];
     int row = blockIdx.x, head = blockIdx.y;

@@ -483,8 +483,8 @@ def block_backward(gpu, w, dw, saved, shared, dx, add):
 
 def decode_block(gpu, w, x, qkv, shared, stride):
     """block_forward for a few new tokens, in place on x (n,C).  The layer's KV cache qkv (context,(H+2G)D) is
-    the only other array that is read again.  stride: from the cache of a row to that of the next; 0 where all are
-    of one text."""
+    the only other array that is read again.  stride: tokens from the cache of a row to that of the next; 0 where
+    all are of one text."""
     c = gpu.config
     n, C = x.shape
     groups = ceil_div(n, GROUP_ROWS)
@@ -492,7 +492,6 @@ def decode_block(gpu, w, x, qkv, shared, stride):
     y = shared["y"]
     h = shared["h"]
     lengths = shared["lengths"]
-    stride = int64(stride)
     gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w["norm1"], w["qkv"],
                      gpu.cos, gpu.sin, lengths, stride, n, C, heads + c.kv_heads, heads, c.head_dim, gpu.eps)
     gpu.launch_early("decode_attention", (c.heads, n), 512, y, qkv, lengths, stride, c.heads, c.kv_heads,
@@ -914,7 +913,9 @@ class Decoder(model_cpu.Decoder):
         self.weights = weights
         self.tokens = []
         length = length or gpu.config.context
-        self.stride = length * gpu.config.qkv_width if texts > 1 else 0
+        self.stride = length if texts > 1 else 0
+        require(texts * self.stride * gpu.config.qkv_width < 1 << 31,
+                f"{texts} texts of {length} tokens at once are too many for the GPU engine.")
         self.ends = None                            # of the last windows of draw_rows
         both, alone = decode_tables(gpu.config, gpu.precision, texts, length)
         _, self.buffers = allocate(cupy.empty, both + alone)
@@ -985,7 +986,7 @@ class Decoder(model_cpu.Decoder):
             read = self._read_few if few else self._read_many
             read(n, heads * c.vocab)
             answers = [uint64(host[name].ctypes.data) for name in ("ids", "p")]
-            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["times"], int64(self.stride),
+            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["times"], self.stride,
                                   d["limits"], d["drawing"], d["seeds"], c.vocab)
 
         if len(self.replays) > SHAPES:
