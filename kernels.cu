@@ -528,7 +528,7 @@ __device__ Eight running_mean(Eight m, Eight g, float momentum) {
 // Grid (blocks, layers); 256 threads.
 KERNEL muon_momentum(float* squares, float* m,
                      Floats grad, Floats state,
-                     int stride, int size, float momentum) {
+                     Index stride, int size, float momentum) {
     __shared__ float slots[32];
     Index layer = blockIdx.y * stride;
     float sum = 0.0f;
@@ -547,7 +547,7 @@ KERNEL muon_momentum(float* squares, float* m,
 // Grid (blocks, layers), the same as of muon_momentum; 256 threads.
 KERNEL muon_input(real* X, float* grad,
                   Floats m, Floats squares, Floats state,
-                  int stride, int size, float momentum) {
+                  Index stride, int size, float momentum) {
     if (state[2]) return;
     X += Index(blockIdx.y) * size;
     Index layer = blockIdx.y * stride;
@@ -579,7 +579,7 @@ KERNEL muon_polynomial(real* B, Reals A, int side, float a, float b, float c) {
 // Grid (ceil(size/2048), layers); 256 threads.
 KERNEL muon_apply(float* param, real* copy,
                   Reals X, Floats state,
-                  int stride, int size, float keep, float rate) {
+                  Index stride, int size, float keep, float rate) {
     int i = own_eight(blockIdx.x);
     if (i >= size || state[2]) return;
     Index at = blockIdx.y * stride + i;
