@@ -172,7 +172,7 @@ def print_step(step, parts, last):
         return
     while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
         parts.pop()
-    print("\r" + "  ".join(parts) + "\033[K", end="\n" if last else "", flush=True)
+    print(f"\r{'  '.join(parts)}\033[K", end="\n" if last else "", flush=True)
 
 
 class Parser(argparse.ArgumentParser):
@@ -432,10 +432,9 @@ def python_docstrings():
     first, then those of its classes and functions as they stand in the file."""
     library = os.path.dirname(os.__file__)
     others = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"}
-    for folder, folders, names in os.walk(library):
+    for folder, folders, _ in os.walk(library):
         folders[:] = sorted(set(folders) - others)
-        for name in sorted(name for name in names if name.endswith(".py")):
-            path = f"{folder}/{name}"
+        for path in sorted(glob.glob(f"{glob.escape(folder)}/*.py")):
             module = os.path.relpath(path, library)[:-3].replace(os.sep, ".").removesuffix(".__init__")
             with suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
                 yield list(docstrings_below(ast.parse(file.read()), module))
