@@ -5,7 +5,8 @@
     python chat.py --model DIR --context 1024         any Llama folder; only this much of its window is used
     python chat.py --lens "To be, or not to be"       the layers, seen as steps of an ODE solver
     python chat.py --lens TEXT --plot lens.png        what each layer would say next, at each position
-    python chat.py < prompts.txt                      one continuation for each line
+    python chat.py < prompts.txt                      a conversation, a line after the other
+    python chat.py --prompts FILE                     one continuation of each line by itself, all at once
 
 Read before it: tokenizer.py; generate and euler_table in model_cpu.py; checkpoint.py.
 
@@ -26,6 +27,7 @@ import argparse
 import codecs
 import contextlib
 import os
+import secrets
 import sys
 import time
 
@@ -33,7 +35,8 @@ import model_cpu
 import checkpoint
 import model_gpu
 import numpy as np
-from script import (Parser, load_pyplot, newest_checkpoint, number_type, printable, require, run_script,
+from model_cpu import Sampling
+from script import (Parser, load_pyplot, newest_checkpoint, number_type, printable, read_chunk, require, run_script,
                     whole_number)
 from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, to_bytes, visible
 
@@ -160,6 +163,24 @@ class Session:
         if len(self.said) < asked.max_tokens:
             turn.append(self.stop)
         print(flush=True)
+
+    def answer_file(self, path):
+        """Print a continuation of each line by itself.  They are drawn together."""
+        asked = self.settings
+        tokenizer = self.tokenizer
+        lines = read_chunk(path).decode("utf-8", "replace").splitlines()
+        require(lines, f"{path} is empty: there is no prompt in it.")
+        room = self.model.config.context * 3 // 4
+        prompts = [tokenizer.prompt(line, room) if self.chat_form else tokenizer.encode(line)[-room:] or [self.stop]
+                   for line in lines]
+        first = secrets.randbits(63) if asked.seed is None else asked.seed
+        seeds = [first + i for i in range(len(lines))]
+        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seeds, tokenizer.vocab_size)
+        special = tokenizer.special.values()
+        answers = model_cpu.generate_batch(self.model, prompts, sampling, special, asked.max_tokens)
+        for line, answer in zip(lines, answers):
+            text = tokenizer.decode(token for token in answer if token not in special)
+            print(f"--- {printable(line)}\n{printable(text)}")
 
     def print_stats(self):
         """How fast the last answer came, and how many drafts of each further head were right."""
@@ -308,6 +329,7 @@ def parse_arguments(argv):
     parser.add_argument("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue (or answer) this text, then stop")
+    once.add_argument("--prompts", metavar="FILE", help="continue (or answer) each line by itself, then stop")
     once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, then stop")
     for name, (kind, default, meaning) in SETTINGS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N",
@@ -335,7 +357,9 @@ def main(argv):
     if args.speculation and model.config.predict == 1:
         print("note: this model has one head, none to draft: --speculation changes nothing.", file=sys.stderr)
     session = Session(model, tokenizer, args)
-    if args.prompt is not None:
+    if args.prompts:
+        session.answer_file(args.prompts)
+    elif args.prompt is not None:
         session.answer(args.prompt)
     elif sys.stdin.isatty() and sys.stdout.isatty():
         run_session(session, folder)

@@ -48,6 +48,7 @@ both would hide, only judges that others wrote can find: PyTorch and Hugging Fac
 Nor does the check of the CPU look at the optimizer, at cached decoding, or at float32: see
 tests/test_model_cpu.py; and tests/test_on_gpu.py for what --gpu leaves out.
 """
+import collections
 import dataclasses
 import inspect
 import math
@@ -65,6 +66,7 @@ from script import Parser, require, run_script
 
 TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=16, predict=3, mtp_weight=0.7)
 TIED = dataclasses.replace(TINY, layers=1, predict=1, hidden=24, tied=True)     # as other people's models are
+WEIGHTS = [1.5, -0.5]   # of the two rows, as rl.py has them
 TINY_STEP = 2e-4
 TINY_BAR = 1e-8
 SMALL_STEP = 1e-3
@@ -113,14 +115,15 @@ def make_problem(config, std=None, T=256):
     return model, tokens, targets
 
 
-def gradients(model, tokens, targets):
+def gradients(model, tokens, targets, weights=None):
     """dict name -> gradient by hand.  Each row of the batch is a micro-batch of its own, so that accumulation
     and the divisor common to the whole step are checked as well; the finite differences take the whole batch
-    at once."""
+    at once.  weights (2,): of the rows, as rl.py has them."""
     counted = model_cpu.count_targets(targets, tokens.shape[1], model.config.predict)
     model.flat_grads[...] = 0.0
     for b in range(len(tokens)):
-        model.forward(tokens[b:b + 1], targets[b:b + 1], counted)
+        row = slice(b, b + 1)
+        model.forward(tokens[row], targets[row], counted, weights and weights[row])
         model.backward()
     return {name: model.grads[name].copy() for name, _ in model_cpu.param_table(model.config)}
 
@@ -134,13 +137,13 @@ def choose_entries(gradient, limit):
     return [np.unravel_index(i, gradient.shape) for i in chosen]
 
 
-def check_entries(model, tokens, targets, h, limit=None):
+def check_entries(model, tokens, targets, h, limit=None, weights=None):
     """Yields (name, shape, entries checked, worst relative error, index of the worst) for every tensor in
     turn."""
     def loss():
-        return model.forward(tokens, targets) @ model.config.head_weights
+        return model.forward(tokens, targets, weights=weights) @ model.config.head_weights
 
-    for name, gradient in gradients(model, tokens, targets).items():
+    for name, gradient in gradients(model, tokens, targets, weights).items():
         entries = choose_entries(gradient, limit)
         numeric = np.array([slope(loss, model.params[name], index, h) for index in entries])
         by_hand = np.array([gradient[index] for index in entries])
@@ -231,6 +234,8 @@ BUGS = {
         "A micro-batch divides its loss by the count of its own targets, not of the whole step's."),
     "masked_pulled": ("cross_entropy_backward: >= 0 -> >= -1",
         "A masked target is left in the backward, where index -1 silently is the vocabulary's last token."),
+    "row_weights": ("cross_entropy_backward: head_weights / divisor -> abs(head_weights) / divisor",
+        "The sign of a row's weight is lost: what was rejected is imitated like what was chosen."),
     "head_weight": ("cross_entropy_backward: head_weights / divisor -> 1 / divisor",
         "The backward forgets that the extra heads count for less than head 0."),
     # Now those that change the forward.  Where the backward fits it, the slopes agree, and only plain_losses
@@ -259,29 +264,30 @@ BUGS = {
 }
 
 
-def plant(bug):
-    """bug: a row of BUGS.  -> dict of the functions of model_cpu that it alters, by name: their source,
-    edited and compiled."""
+def plant(bug, scope=None):
+    """bug: a row of BUGS.  -> dict of the functions that it alters, by name: their source, edited and compiled.
+    scope: where they are, by default in model_cpu."""
+    scope = scope or vars(model_cpu)
     sources = {}
     planted = {}
     for edit in bug[:-1]:
         name, there, instead = re.fullmatch("(.*?): (.*) -> (.*)", edit, re.DOTALL).groups()
-        source = sources.setdefault(name, inspect.getsource(getattr(model_cpu, name)))
+        source = sources.setdefault(name, inspect.getsource(scope[name]))
         sources[name] = source.replace(there, instead)
-        exec(sources[name], vars(model_cpu), planted)
+        exec(sources[name], scope, planted)
     return planted
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The runs on the CPU, each -> True if all is well
 # ------------------------------------------------------------------------------------------------------------
-def run_check(model, tokens, targets, h, bar, limit=None):
+def run_check(model, tokens, targets, h, bar, limit=None, weights=None):
     """Print a row per tensor, then the overall figures."""
     from_loops = loss_error(model, tokens, targets)
     worst = 0.0
     checked = 0
     print(f"{'tensor':18} {'shape':>12} {'checked':>8} {'worst error':>12}   at")
-    for name, shape, count, error, index in check_entries(model, tokens, targets, h, limit):
+    for name, shape, count, error, index in check_entries(model, tokens, targets, h, limit, weights):
         size = " x ".join(map(str, shape))
         mark = "   <-- above the bar" if error > bar else ""
         print(f"{name:18} {size:>12} {count:8} {error:12.1e}   {list(index)}{mark}", flush=True)
@@ -312,8 +318,10 @@ def is_caught(replacements, limit=40):
     with unittest.mock.patch.dict(vars(model_cpu), replacements):       # for as long as this lasts
         problem = make_tiny(TINY)
         error = loss_error(*problem)
-        rows = check_entries(*problem, TINY_STEP, limit)
-        errors = {name: worst for name, _, _, worst, _ in rows}
+        rows = [*check_entries(*problem, TINY_STEP, limit), *check_entries(*problem, TINY_STEP, 3, WEIGHTS)]
+        errors = collections.defaultdict(float)
+        for name, _, _, worst, _ in rows:
+            errors[name] = max(errors[name], worst)
     names = backward_order(TINY)
     wrong = [f"{name}={errors[name]:.1e}" for name in names if errors[name] > TINY_BAR]
     right = [name for name in names if errors[name] <= TINY_BAR]
@@ -455,7 +463,8 @@ def main(argv):
     elif args.small:
         good = run_check(*make_problem(CONFIGS["small"], T=70), SMALL_STEP, SMALL_BAR, 4)
     else:
-        results = [run_check(*make_tiny(config), TINY_STEP, TINY_BAR) for config in (TINY, TIED)]
+        results = [run_check(*make_tiny(config), TINY_STEP, TINY_BAR, weights=weights)
+                   for config, weights in ((TINY, None), (TIED, None), (TIED, WEIGHTS))]
         good = all(results)
     return 0 if good else 1
 

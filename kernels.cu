@@ -661,12 +661,13 @@ matmul(void* out, Reals a, Reals b,
 // differs from step to step, such as `lengths`, lies in the GPU's memory, and so a CUDA graph can replay the
 // launches.
 //
-//     stride: the cache of row r begins with token r * stride of qkv; 0 where all rows are of one text
 //     lengths (n): for each new token how many tokens of its text are in the cache before it
 //     times (n): the position in its text of what is drawn after each row
 //     limits (2): top_k, vocab (section 9)
+//     stride: each row is of another text, and the cache of row r begins with token r * stride of qkv; or 0
 //
-// Of one text only the first entries of lengths and times are read: the rows follow each other (of_row).
+// With stride 0 the rows are of one text and follow each other.  Of several texts only attention and the draw
+// are done here: where there are many rows, cuBLAS is faster.
 //
 // n is the number of new tokens, one row of x each. The arithmetic of a row does not depend on n, so
 // verifying several drafted tokens at once gives the same bits as decoding them one by one. Rows come in
@@ -758,34 +759,50 @@ __device__ void two_products(Reals x, Floats gain, float eps,
     else products_of_rows<ROWS>(x, gain, eps, w_a, w_b, n, I, warps, take);
 }
 
-__device__ int of_row(Ints values, int stride, int row) { return stride ? values[row] : values[0] + row; }
-
 // The number of the pair of outputs that this warp owns; a block has four warps.
 __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
+
+// The pair (a, b) of the entries i and i + D/2 of a head, turned by the angle of position t if this is one of
+// the first `turned` = H + G heads, to its place in the KV cache.
+__device__ void store_turned(real* to, float a, float b, Floats cos, Floats sin,
+                             int t, int i, int D, bool turned) {
+    int angle = t * (D / 2) + i;
+    float c = turned ? cos[angle] : 1.0f;
+    float s = turned ? sin[angle] : 0.0f;
+    store(to, a * c - b * s);
+    store(to + D / 2, b * c + a * s);
+}
 
 // Covers rmsnorm_forward, linear_forward and rope_forward, the first three calls of block_forward:
 //
 //     qkv[lengths[r]] = rope(rmsnorm(x_r) @ w.T)
 //
-// A warp owns a pair (i, i + D/2) of a head. The first `turned` = H + G heads turn. qkv (context, heads * D)
-// is the KV cache of this layer: it keeps q beside k and v.
+// A warp owns a pair (i, i + D/2) of a head. qkv (context, heads * D) is the KV cache of this layer: it keeps
+// q beside k and v.
 // Grid (heads * D/2 / 4, ceil(n/4)); 128 threads.
 KERNEL __launch_bounds__(128)
 decode_qkv(real* qkv, Reals x, Floats gain, Reals w,
-           Floats cos, Floats sin, Ints lengths, int stride,
+           Floats cos, Floats sin, Ints lengths,
            int n, int C, int heads, int turned, int D, float eps) {
     int head = own_pair() / (D / 2);
     int i = own_pair() % (D / 2);
     int row = head * D + i;
     two_products(x, gain, eps, w, row, row + D / 2, n, C, 1, [&](int r, float a, float b) {
-        int t = of_row(lengths, stride, r);
-        int angle = t * (D / 2) + i;
-        float c = head < turned ? cos[angle] : 1.0f;
-        float s = head < turned ? sin[angle] : 0.0f;
-        real* to = qkv + (Index(r) * stride + t) * heads * D + row;
-        store(to, a * c - b * s);
-        store(to + D / 2, b * c + a * s);
+        int t = lengths[r];
+        store_turned(qkv + Index(t) * heads * D + row, a, b, cos, sin, t, i, D, head < turned);
     });
+}
+
+// Covers rope_forward for one new token of each of several texts: qkv (n, heads * D) goes to the KV cache.
+// Grid (n, heads); D/2 threads.
+KERNEL decode_place(real* cache, Reals qkv, Floats cos, Floats sin, Ints lengths, int stride, int turned) {
+    int row = blockIdx.x, head = blockIdx.y, i = threadIdx.x;
+    int D = 2 * blockDim.x;
+    int t = lengths[row];
+    int width = gridDim.y * D;
+    Reals from = qkv + Index(row) * width + head * D + i;
+    real* to = cache + (Index(row) * stride + t) * width + head * D + i;
+    store_turned(to, to_float(from[0]), to_float(from[D / 2]), cos, sin, t, i, D, head < turned);
 }
 
 // Covers linear_forward and `x += increment`, the end of each substep of block_forward:
@@ -854,7 +871,7 @@ decode_attention(real* y, Reals qkv, Ints lengths, int stride, int H, int G, int
     __shared__ float part_y[WARPS][WIDEST];
     __shared__ float2 part_ml[WARPS];
     int h = blockIdx.x, row = blockIdx.y;
-    int length = of_row(lengths, stride, row) + 1;
+    int length = lengths[row] + 1;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int column = threadIdx.x;
     Index width = (H + 2 * G) * D;
@@ -971,17 +988,17 @@ __device__ double gumbel(Key seed, int t, int id) {
 
 // Covers sample as Decoder.draw calls it. ids (n,heads): what each head draws after each row of logits
 // (n,heads,V). p (n): the probability that head 0's logits give its id, at temperature 1 and among all ids.
-// times, limits: see section 8. seeds: of the noise of each row. drawing: the temperature, which is above 0 here, and top_p. Where the host has
-// temperature 0, it asks for the largest logit by top_k = 1.
+// times, limits: see section 8. seeds: of the noise of each row. drawing: the temperature, which is above 0 here,
+// and top_p. Where the host has temperature 0, it asks for the largest logit by top_k = 1.
 // Grid (n, heads); 1024 threads.
 KERNEL draw(int* ids, float* p, Floats logits,
-            Ints times, int stride, Ints limits, const double* drawing, const Key* seeds, int V) {
+            Ints times, Ints limits, const double* drawing, const Key* seeds, int V) {
     __shared__ Key keys[2][32];
     __shared__ float slots[2][32];
     int row = blockIdx.x, head = blockIdx.y;
     int top_k = limits[0], vocab = limits[1];
     int index = row * gridDim.y + head;
-    int t = of_row(times, stride, row) + head;
+    int t = times[row] + head;
     Floats z = logits + Index(index) * V;
     Key largest = 0, best = 0, floor = 0;
     await_last();

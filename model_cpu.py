@@ -701,24 +701,16 @@ class Model:
         logits = shared["logits"]                                                       # (N,K,V)
         linear_forward(logits.reshape(len(logits), -1), final, self.params["heads"])
         losses = np.zeros(K)
-        cross_entropy_forward(losses, shared["exp_sum"], logits, targets, self.divisor, weights)
+        workspace.nll = cross_entropy_forward(losses, shared["exp_sum"], logits, targets, self.divisor, weights)
         workspace.saved = tokens, targets, weights, layers, shared
         return losses
 
     def log_probs(self, tokens, targets):
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
-        tokens, targets, *_ = check_batch(self.config, tokens, targets, [1], None)
-        self.active = []                            # overwritten now
-        shares = self.workspaces[:len(tokens)]
-        parts = [np.array_split(array, len(shares)) for array in (tokens, targets)]
-        return np.concatenate(list(self.map(self._log_probs_share, shares, *parts)))
-
-    def _log_probs_share(self, workspace, tokens, targets):
-        final = self._trunk(tokens, *workspace.buffers(*tokens.shape))                  # (N,C)
-        logits = final @ self.params["heads"][:self.config.vocab].T                     # (N,V)
-        targets = head_targets(targets, tokens.shape[1], 1)                             # (N,1)
-        nll = cross_entropy_forward(np.zeros(1), np.empty(targets.shape), logits[:, None], targets, 1)
-        return -nll.reshape(tokens.shape).sum(axis=1, dtype=np.float64)
+        self.forward(tokens, targets, np.ones(self.config.predict))
+        nll = np.concatenate([workspace.nll[:, 0] for workspace in self.active])        # (B*T,)
+        self.active = []                            # with these divisors backward would make no sense
+        return -nll.reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
@@ -814,6 +806,7 @@ class Decoder:
         # q, k, v of each token in every layer; memory that no token has reached is not taken yet
         self.cache = np.zeros((c.layers, rows, c.context, c.qkv_width), model.dtype)
         self.pads = None                            # see attention_forward
+        self.sizes = []                             # of the windows that draw_rows has seen last
         # without a backward all layers compute in the arrays of one
         self.workspace = Workspace(dataclasses.replace(c, layers=1), model.dtype, training=False)
 
@@ -870,26 +863,29 @@ class Decoder:
         z -= np.take_along_axis(z, ids[:, :1], axis=1)
         return ids, 1 / np.exp(z).sum(axis=1)
 
+    def goes_on(self, windows):
+        """Whether each window is longer by one token than at the last call."""
+        before = self.sizes
+        self.sizes = list(map(len, windows))
+        return self.sizes == [size + 1 for size in before]
+
     def draw_rows(self, windows, t, sampling):
         """Draw the next token of each of B texts, B rows in one matmul -> ids (B,), for positions t (B,) of the
-        texts.  windows: the B lists of ids to be read.  If each is longer by one than at the last call, its last
-        id is read; else all are read anew.
+        texts.  windows: the B lists of ids to be read.  Where all go on, their last ids are read; else all are read
+        anew.
 
         The texts end together, at the same place of the cache.  Shorter ones have pads before them, whose scores
         are so low that exp gives 0 (finite, because a pad reads pads).  That all positions of a text are then too
         high changes nothing: attention sees only distances (rope_forward)."""
-        sizes = np.array([len(window) for window in windows])
-        T = sizes.max()
-        if self.pads is None or not np.array_equal(self.sizes + 1, sizes):
+        tokens = [window[-1:] for window in windows]
+        if not self.goes_on(windows):
             self.forget()
+            pads = max(self.sizes) - np.array(self.sizes)                                   # (B,) before each text
             slots = np.arange(self.model.config.context)
-            self.pads = np.where(slots < (T - sizes)[:, None], -1e30, 0.0)[:, None, None, None]
-            tokens = [[0] * (T - len(window)) + window for window in windows]
-        else:
-            tokens = [window[-1:] for window in windows]
-        self.sizes = sizes
+            self.pads = np.where(slots < pads[:, None], -1e30, 0.0)[:, None, None, None]
+            tokens = [[0] * count + window for count, window in zip(pads, windows)]
         heads = self.model.params["heads"]
-        final = self._read(np.array(tokens)).reshape(len(sizes), -1, heads.shape[1])[:, -1]     # (B,C)
+        final = self._read(np.array(tokens)).reshape(len(tokens), -1, heads.shape[1])[:, -1]    # (B,C)
         logits = final @ heads[:sampling.vocab or self.model.config.vocab].T                    # (B,V)
         return sample(logits, sampling.seed, t, sampling.temperature, sampling.top_k, sampling.top_p)
 
@@ -1008,16 +1004,19 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
     context = model.config.context
     decoder = model.new_decoder(len(prompts), min(context, max(map(len, prompts)) + most))
     texts = list(map(list, prompts))
-    ended = np.zeros(len(prompts), bool)
-    while not ended.all() and len(texts[0]) < len(prompts[0]) + most:
+    answers = [[] for _ in prompts]
+    going = list(range(len(prompts)))               # rows whose answers have not ended; all are drawn
+    for _ in range(most):
         windows = [text[window_start(len(text), context):] for text in texts]
-        drawn = decoder.draw_rows(windows, np.array(list(map(len, texts))), sampling)
-        for text, token in zip(texts, drawn.tolist()):
+        drawn = decoder.draw_rows(windows, np.array(list(map(len, texts))), sampling).tolist()
+        for text, token in zip(texts, drawn):
             text.append(token)
-        ended |= np.isin(drawn, list(stop))
-    answers = [text[len(prompt):] for prompt, text in zip(prompts, texts)]
-    ends = [next((i + 1 for i, token in enumerate(answer) if token in stop), None) for answer in answers]
-    return [answer[:end] for answer, end in zip(answers, ends)]
+        for row in going:
+            answers[row].append(drawn[row])
+        going = [row for row in going if drawn[row] not in stop]
+        if not going:
+            break
+    return answers
 
 
 def layer_logits(model, inputs):

@@ -32,7 +32,6 @@ and then says what is missing in one sentence.
 """
 import bisect
 import collections
-import contextlib
 import ctypes
 import functools
 import itertools
@@ -50,7 +49,7 @@ import numpy as np
 from numpy import float32, int32, int64, uint8, uint16, uint64
 from model_cpu import (CONFIGS, NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch, check_tokens,
                        init_params, layer_views, matrix_table, moment_count, muon_part,
-                       param_count, param_views, rope_table, table_bytes, update_table)
+                       param_count, param_views, rope_table, slices_of, table_bytes, update_table)
 from script import GpuError, Parser, require, run_script
 
 try:
@@ -429,14 +428,18 @@ def block_forward(gpu, w, saved, shared, before, increment):
     The norm that reads x does the sum at the end of a substep.  So x comes as two terms, before + increment
     (increment None: there is only one), and is returned as two.  w: this layer's weights by name; saved: this
     layer's arrays; shared: those of all layers, with "B" and "T".  shared["first"]: so many of the T rows of
-    qkv and y are there from earlier calls (extend), so N = B*T - first rows are computed."""
+    qkv and y are there from earlier calls (extend), so N = B*T - first rows are computed.  saved["cache"]: see
+    decode_rows."""
     T = shared["T"]
     first = shared["first"]
     qkv = saved["qkv"]
     rmsnorm_forward(gpu, saved["n1"], saved["rstd1"], saved["x_in"], w["norm1"], before, increment)  # (N,C)
     linear_forward(gpu, qkv[first:], saved["n1"], w["qkv"])                         # (N,C) -> (N,(H+2G)D)
-    rope_forward(gpu, qkv[first:], T, first)
-    attention_forward(gpu, saved["y"], saved["lse"], qkv, shared["B"], T, first)    # (N,(H+2G)D) -> (N,C)
+    if "cache" in saved:
+        decode_rows(gpu, saved["y"], saved["cache"], qkv, shared["lengths"], T)     # (N,(H+2G)D) -> (N,C)
+    else:
+        rope_forward(gpu, qkv[first:], T, first)
+        attention_forward(gpu, saved["y"], saved["lse"], qkv, shared["B"], T, first)
     increment = shared["increment"]
     linear_forward(gpu, increment, saved["y"][first:], w["out"])                    # (N,C)
 
@@ -481,10 +484,26 @@ def block_backward(gpu, w, dw, saved, shared, dx, add):
     rmsnorm_backward(gpu, dx, dw["norm1"], dn, saved["x_in"], saved["rstd1"], w["norm1"], dgain, add=True)
 
 
-def decode_block(gpu, w, x, qkv, shared, stride):
+def decode_attention(gpu, y, cache, lengths, stride):
+    """attention_forward of n new tokens, whose q, k and v are in the KV cache: y (n,C).  stride: tokens from the
+    cache of a row to that of the next; 0 where all are of one text."""
+    c = gpu.config
+    gpu.launch_early("decode_attention", (c.heads, len(y)), 512, y, cache, lengths, stride, c.heads, c.kv_heads,
+                     c.head_dim)
+
+
+def decode_rows(gpu, y, cache, qkv, lengths, T):
+    """rope_forward and attention_forward of a new token of each of n texts: y (n,C) of qkv (n,(H+2G)D).  cache (n*T,
+    (H+2G)D): T places of each text; lengths (n,): how many of them are taken."""
+    c = gpu.config
+    gpu.launch("decode_place", (len(y), c.qkv_width // c.head_dim), c.head_dim // 2, cache, qkv, gpu.cos, gpu.sin,
+               lengths, T, c.heads + c.kv_heads)
+    decode_attention(gpu, y, cache, lengths, T)
+
+
+def decode_block(gpu, w, x, qkv, shared):
     """block_forward for a few new tokens, in place on x (n,C).  The layer's KV cache qkv (context,(H+2G)D) is
-    the only other array that is read again.  stride: tokens from the cache of a row to that of the next; 0 where
-    all are of one text."""
+    the only other array that is read again."""
     c = gpu.config
     n, C = x.shape
     groups = ceil_div(n, GROUP_ROWS)
@@ -493,9 +512,8 @@ def decode_block(gpu, w, x, qkv, shared, stride):
     h = shared["h"]
     lengths = shared["lengths"]
     gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w["norm1"], w["qkv"],
-                     gpu.cos, gpu.sin, lengths, stride, n, C, heads + c.kv_heads, heads, c.head_dim, gpu.eps)
-    gpu.launch_early("decode_attention", (c.heads, n), 512, y, qkv, lengths, stride, c.heads, c.kv_heads,
-                     c.head_dim)
+                     gpu.cos, gpu.sin, lengths, n, C, heads + c.kv_heads, heads, c.head_dim, gpu.eps)
+    decode_attention(gpu, y[:n], qkv, lengths, 0)
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, y, w["out"], n, C, C)
     gpu.launch_early("decode_swiglu", (ceil_div(c.hidden, 4), groups), 128, h, x, w["norm2"], w["gate_up"],
                      n, C, c.hidden, gpu.eps)
@@ -666,7 +684,6 @@ class Model:
         precision = precision or default_precision()
         require(precision in PRECISIONS,
                 f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
-        require(matmul in ("cublas", "ours"), f"matmul must be one of cublas, ours, not {matmul!r}.")
         needed = 70 if precision == "fp32" else 80
         require(capability() >= needed, f"{precision} needs a GPU of compute capability {needed / 10} or "
                 f"later, this one has {capability() / 10}; --precision fp32 needs 7.0.")
@@ -675,7 +692,6 @@ class Model:
         self.precision = precision
         self.optimizer = optimizer
         self.pool = cupy.get_default_memory_pool()
-        self.memory_limit = memory_limit
         if memory_limit:
             self.pool.set_limit(size=max(1, memory_limit - CUBLAS_BYTES - CONTEXT_BYTES))
             weakref.finalize(self, self.pool.set_limit, size=0)         # 0: none
@@ -689,20 +705,23 @@ class Model:
         self.communicator = None                    # an Nccl, where there are several GPUs (train.connect)
         self.rows = 0                               # of config.context tokens, for which there is work memory
         size = param_count(config)
-        with self._room_for(micro_batch or 1, config.context):
-            self.flat_params = cupy.zeros(size, float32)
-            self.flat_grads, self.m, self.v = [cupy.zeros(n, float32) if training else None
-                                               for n in (size, size, moment_count(config, optimizer) - size)]
-            # what the matmuls read: a bf16 copy, or the parameters themselves
-            self.flat_weights = cupy.zeros(size, uint16) if precision == "bf16" else self.flat_params
-            self.losses = cupy.zeros(config.predict, float32)
-            self.state = cupy.zeros(3, float32)                      # see gradient_norm
-            self.partial = cupy.empty(3 * SUM_BLOCKS, float32)
-            self.params = param_views(self.flat_params, config)
-            self.grads = param_views(self.flat_grads, config) if training else {}
-            self.weights = {name: view if view.ndim == 2 else self.params[name]     # gains are read in fp32
-                            for name, view in param_views(self.flat_weights, config).items()}
-            self.decoder = Decoder(self.gpu, self.weights)
+        self.flat_params = cupy.zeros(size, float32)
+        self.flat_grads = self.m = self.v = None
+        self.grads = {}
+        if training:
+            self.flat_grads = cupy.zeros(size, float32)
+            self.grads = param_views(self.flat_grads, config)
+            self.m = cupy.zeros(size, float32)
+            self.v = cupy.zeros(moment_count(config, optimizer) - size, float32)
+        # what the matmuls read: a bf16 copy, or the parameters themselves
+        self.flat_weights = cupy.zeros(size, uint16) if precision == "bf16" else self.flat_params
+        self.losses = cupy.zeros(config.predict, float32)
+        self.state = cupy.zeros(3, float32)         # see gradient_norm
+        self.partial = cupy.empty(3 * SUM_BLOCKS, float32)
+        self.params = param_views(self.flat_params, config)
+        self.weights = {name: view if view.ndim == 2 else self.params[name]     # gains are read in fp32
+                        for name, view in param_views(self.flat_weights, config).items()}
+        self.decoder = Decoder(self.gpu, self.weights)
         if training or micro_batch:                 # Muon works in this memory, too
             self._reserve(micro_batch or 1)
         if seed is not None:
@@ -741,18 +760,6 @@ class Model:
             return pinned
         return read
 
-    @contextlib.contextmanager
-    def _room_for(self, B, T):
-        """-> the memory_plan of micro-batches (B,T).  Where memory is too little inside, a ValueError says
-        so."""
-        plan = memory_plan(self.config, B, T, self.precision, optimizer=self.optimizer)
-        try:
-            yield plan
-        except cupy.cuda.memory.OutOfMemoryError as error:
-            raise ValueError(f"A micro-batch of {B} x {T} tokens needs {sum(plan.values()) / 2**30:.2f} GiB "
-                             f"of GPU memory, {free_memory(self.memory_limit) / 2**30:.2f} GiB can be had: "
-                             "use a smaller --micro-batch, a smaller model or --device cpu.") from error
-
     def _reserve(self, rows):
         """Make the work memory anew, for so many rows of config.context tokens."""
         c = self.config
@@ -760,9 +767,9 @@ class Model:
         self.saved = self.inputs = self.work = None     # give back first, then ask for more
         self.rows = 0
         self.pool.free_all_blocks()
-        with self._room_for(rows, c.context) as plan:
-            self.work = cupy.empty(plan["activations"] + plan["logits and scratch"], uint8)
-            self.inputs = Inputs(input_table(c, rows, c.context))
+        plan = memory_plan(c, rows, c.context, self.precision, self.optimizer)
+        self.work = cupy.empty(plan["activations"] + plan["logits and scratch"], uint8)
+        self.inputs = Inputs(input_table(c, rows, c.context))
         self.rows = rows
 
     def _buffers(self, B, T):
@@ -799,8 +806,7 @@ class Model:
         self.saved = None                               # overwritten now
         self.inputs.send({"tokens": tokens})
         final = trunk(self.gpu, self.weights, layers, shared)
-        with self._room_for(*tokens.shape):
-            logits = head_logits(self.gpu, final, self.weights["heads"])
+        logits = head_logits(self.gpu, final, self.weights["heads"])
         return logits.reshape(*tokens.shape, c.predict, c.vocab)
 
     def forward(self, tokens, targets, counted=None, weights=None):
@@ -905,18 +911,17 @@ class Decoder(model_cpu.Decoder):
     of their own, whose arithmetic for a row does not depend on how many rows there are: reading drafted
     tokens together gives the bits of decoding them one by one.  A longer prompt goes through cuBLAS.
 
-    texts: so many, each with a cache of its own for `length` tokens; more than one are drawn by draw_rows alone,
-    by the same kernels."""
+    length: where it is given, there are so many `texts`, each with a cache of its own for `length` tokens, and
+    draw_rows alone serves: cuBLAS makes the matmuls of many rows."""
 
     def __init__(self, gpu, weights, texts=1, length=None):
         self.gpu = gpu
         self.weights = weights
         self.tokens = []
-        length = length or gpu.config.context
-        self.stride = length if texts > 1 else 0
+        self.stride = length or 0
         require(texts * self.stride * gpu.config.qkv_width < 1 << 31,
                 f"{texts} texts of {length} tokens at once are too many for the GPU engine.")
-        self.ends = None                            # of the last windows of draw_rows
+        self.sizes = []                             # of the windows that draw_rows has seen last
         both, alone = decode_tables(gpu.config, gpu.precision, texts, length)
         _, self.buffers = allocate(cupy.empty, both + alone)
         self.pinned, self.host = allocate(cupyx.zeros_pinned, both)     # 0: a token that there is
@@ -941,35 +946,43 @@ class Decoder(model_cpu.Decoder):
         n = len(tokens)
         require(self.position + n <= c.context,
                 f"{n} tokens at {self.position} do not fit the context of {c.context}.")
-        drawn = n if n <= len(self.host["p"]) else 1
-        ids, p = self._draw(tokens, self.position, t + rows - drawn, heads, sampling)
+        drawn = np.arange(n if n <= len(self.host["p"]) else 1)         # rows after which something is drawn
+        ids, p = self._draw(tokens, self.position + drawn, t + rows - len(drawn) + drawn, heads, sampling)
         self.tokens += tokens.tolist()
         return ids[-rows:], p[-rows:]
 
     def draw_rows(self, windows, t, sampling):
-        """Draw the next token of each of B texts -> ids (B,): see model_cpu.  Where they are read anew, it is token
-        by token, each row at its own pace; one that has been read waits."""
-        ends = np.array([len(window) - 1 for window in windows])
-        last = ends.max()
-        goes_on = self.ends is not None and np.array_equal(self.ends + 1, ends)
-        for position in range(last if goes_on else 0, last + 1):
-            lengths = np.minimum(position, ends)
-            tokens = np.array([window[i] for window, i in zip(windows, lengths)])
-            check_tokens(self.gpu.config, tokens)
-            ids, _ = self._draw(tokens, lengths, t, 1, sampling)
-        self.ends = ends
+        """Draw the next token of each of B texts -> ids (B,): see model_cpu."""
+        if not self.goes_on(windows):
+            self._read_windows(windows)
+        last = np.array([window[-1] for window in windows])
+        ids, _ = self._draw(last, np.array(self.sizes) - 1, t, 1, sampling)
         return ids[:, 0]
+
+    def _read_windows(self, windows):
+        """Each window into the cache of its text, as in training; after its end come zeros, which nobody reads."""
+        T = self.stride
+        tokens = np.array([(window + T * [0])[:T] for window in windows], int32)            # (B,T)
+        check_tokens(self.gpu.config, tokens)
+        for rows in slices_of(len(tokens), max(1, len(self.buffers["x"]) // T)):
+            part = tokens[rows]
+            self.buffers["tokens"][:part.size].set(part.ravel())
+            caches = [{"qkv": qkv[T * rows.start:T * rows.stop]} for qkv in self.buffers["qkv"]]
+            self._trunk(part.size, caches, B=len(part), T=T, first=0)
+
+    def _trunk(self, n, caches, **more):
+        """trunk for n tokens in the Decoder's buffers; caches: what each layer has besides them."""
+        shared = {name: array[:n] for name, array in self.buffers.items()} | more
+        trunk(self.gpu, self.weights, [shared | cache for cache in caches], shared)
 
     def _draw(self, tokens, lengths, times, heads, sampling):
         """Read tokens (n,), each after so many (n,) of its text, and draw after each for the position `times` (n,) of
-        it -> ids (n,heads), p (n,).  Of one text both are numbers, those of the first row, and of more than max(K, 8)
-        tokens only the last has a draw."""
+        it -> ids (n,heads), p (n,).  Of more than max(K, 8) tokens only the last has a draw, lengths and times (1,)."""
         c = self.gpu.config
         d = self.buffers
         host = self.host
         n = len(tokens)
-        few = n <= len(host["p"])
-        drawn = n if few else 1
+        drawn = len(times)
         # temperature 0: the largest logit alone
         top_k = min(sampling.top_k, c.vocab) if sampling.temperature else 1
         host["tokens"][:n] = tokens
@@ -979,19 +992,22 @@ class Decoder(model_cpu.Decoder):
         host["drawing"][:] = sampling.temperature or 1.0, max(sampling.top_p, 1e-30)    # above 0 in fp32, too
         host["seeds"][:drawn] = sampling.seed
 
+        read = self._read_few if n == drawn else self._read_many
+        if self.stride:
+            read = self._read_rows
+
         def launch():
             # all that both have: it begins with the tokens.  CuPy's own copies cannot be recorded in a graph
             cupy.cuda.runtime.memcpyAsync(d["tokens"].data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
                                           current_stream().ptr)
-            read = self._read_few if few else self._read_many
             read(n, heads * c.vocab)
             answers = [uint64(host[name].ctypes.data) for name in ("ids", "p")]
-            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["times"], self.stride,
+            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["times"],
                                   d["limits"], d["drawing"], d["seeds"], c.vocab)
 
         if len(self.replays) > SHAPES:
             self.replays.clear()
-        if few:
+        if n == drawn:
             self.replays[n, heads](self.gpu, launch)         # the same launches at every position
         else:
             launch()
@@ -1006,7 +1022,7 @@ class Decoder(model_cpu.Decoder):
         x = d["x"][:n]
         embedding_forward(gpu, x, d["tokens"], w["embed"])
         for i, qkv in enumerate(d["qkv"]):
-            decode_block(gpu, layer_views(w, i), x, qkv, d, self.stride)
+            decode_block(gpu, layer_views(w, i), x, qkv, d)
         gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, d["logits"],
                          x, w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
 
@@ -1020,12 +1036,18 @@ class Decoder(model_cpu.Decoder):
         end = first + rows
 
         def launch():
-            shared = {name: array[:rows] for name, array in d.items()}
-            shared.update(y=d["y"][:end], B=1, T=end, first=first)
-            trunk(self.gpu, self.weights, [{**shared, "qkv": qkv[:end]} for qkv in d["qkv"]], shared)
+            caches = [{"qkv": qkv[:end]} for qkv in d["qkv"]]
+            self._trunk(rows, caches, y=d["y"][:end], B=1, T=end, first=first)
 
         self.replays["prompt", rows, first](self.gpu, launch)
         linear_forward(self.gpu, d["logits"][:1, :outputs], d["n"][n - 1:n], self.weights["heads"][:outputs])
+
+    def _read_rows(self, n, outputs):
+        """The first `outputs` logits of a token of each of n texts: as in training, but for attention."""
+        d = self.buffers
+        self._trunk(n, [{"qkv": d["new_qkv"][:n], "cache": qkv} for qkv in d["qkv"]], T=self.stride, first=0)
+        logits = d["logits"].ravel()[:n * outputs].reshape(n, outputs)
+        linear_forward(self.gpu, logits, d["n"][:n], self.weights["heads"][:outputs])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1128,7 +1150,7 @@ def decode_tables(config, precision, texts=1, length=None):
     A prompt of up to context tokens takes most of it; a few tokens take tokens, x, y, h and logits.  texts,
     length: see Decoder."""
     rows = max(FEW_ROWS, config.predict, texts)
-    most = max(config.context, rows)
+    most = max(config.context, 16 * texts)          # tokens that are read at once
     both = typed(int32,
                  tokens=(most,),
                  lengths=(rows,),                   # see kernels.cu, section 8
@@ -1141,6 +1163,7 @@ def decode_tables(config, precision, texts=1, length=None):
     layer, shared, *_ = work_tables(config, 1, most, precision)
     alone = [row for row in layer + shared if row[0] not in ("qkv", "space")]
     real = uint16 if precision == "bf16" else float32
+    alone += typed(real, new_qkv=(rows, config.qkv_width))                      # of a token of each text
     alone += typed(real, qkv=(config.layers, texts * (length or config.context), config.qkv_width))   # KV cache
     alone += typed(float32, logits=(rows, config.predict * config.vocab))
     return both, alone

@@ -48,35 +48,23 @@ from model_cpu import Sampling, generate_batch
 
 GROUP = 16                  # answers to one prompt
 ANSWER_TOKENS = 40          # of an answer that is drawn, at most; and at most a quarter of the context
-AT_ONCE = 512               # so many are drawn together
+AT_ONCE = 512               # answers that own_pairs draws together
 HELD_OUT = 32               # held-out prompts that an evaluation answers, GROUP times each
 OWN_ANSWERS = 8             # DPO without pairs: answers that the base draws to each prompt
 FAR = 0.5                   # nats a token: a model so far from its base has mostly learned to please the rule
-BY_DATA = 1 << 62           # steps: until DPO has read the pairs EPOCHS times
-EPOCHS = 1
+BY_DATA = 1 << 62           # steps: until DPO has read all pairs once
 
-
-def defaults(steps, batch_tokens, lr, every):
-    """The defaults of a run: AdamW without decay; evaluation and save come every so many steps."""
-    return dict(steps=steps, batch_tokens=batch_tokens, lr=lr, warmup=0, optimizer="adamw", decay=0.0,
-                eval_every=every, save_every=every)
-
-
-# Chosen by short runs; docs/rl.md says what else was tried.
+# Steps, tokens a step, learning rate, steps from one evaluation and save to the next.  REINFORCE takes tokens /
+# context answers a step.  Chosen by short runs; docs/rl.md says what else was tried.
 DEFAULTS = {
-    "reinforce": {          # batch_tokens / context answers a step
-        "small": defaults(12, 32768, 8e-5, 4),
-        "medium": defaults(30, 65536, 2e-5, 10),
-        "big": defaults(60, 262144, 5e-6, 10)},
-    "dpo": {
-        "small": defaults(BY_DATA, 16384, 6e-4, 20),
-        "medium": defaults(BY_DATA, 8192, 4e-5, 20),
-        "big": defaults(BY_DATA, 32768, 1e-5, 10)}}
+    "reinforce": {"small": (12, 32768, 8e-5, 4), "medium": (30, 65536, 2e-5, 10), "big": (60, 262144, 5e-6, 10)},
+    "dpo": {"small": (BY_DATA, 16384, 6e-4, 20), "medium": (BY_DATA, 8192, 4e-5, 20), "big": (BY_DATA, 8192, 2e-5, 20)}}
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. The two weights
 # ------------------------------------------------------------------------------------------------------------
+
 # REINFORCE (Williams 1992).  An answer a is drawn with the probability pi(a), a product over its tokens, and
 # earns the reward r(a).  We want more of the mean reward J = sum_a pi(a) r(a).  Since d pi = pi d log pi,
 #     dJ = sum_a pi(a) r(a) d log pi(a) = the mean over drawn answers of r d log pi.
@@ -103,11 +91,21 @@ def reinforce_weights(rewards):
 #     w_c = beta sigmoid(-z)        w_r = -beta sigmoid(-z)
 # A pair that the model already gets right (z large) hardly pushes any more.
 def dpo_weights(log_probs, reference, beta):
-    """log_probs, reference (2n,), of chosen and rejected by turns -> (z (n,), weights (2n,))."""
-    ratio = (log_probs - reference).reshape(-1, 2)
-    z = beta * (ratio[:, 0] - ratio[:, 1])
+    """log_probs, reference (2n,), of chosen and rejected by turns -> their weights (2n,)."""
+    z = dpo_margins(log_probs, reference, beta)
     push = beta / (1 + np.exp(z))                                           # beta sigmoid(-z)
-    return z, np.stack([push, -push], axis=1).ravel()
+    return np.stack([push, -push], axis=1).ravel()
+
+
+def dpo_margins(log_probs, reference, beta):
+    """log_probs, reference (2n,), of chosen and rejected by turns -> z (n,)."""
+    ratio = (log_probs - reference).reshape(-1, 2)
+    return beta * (ratio[:, 0] - ratio[:, 1])
+
+
+def dpo_loss(z):
+    """The mean of -log sigmoid(z)."""
+    return np.logaddexp(0, -z).mean()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -160,11 +158,9 @@ def draw_answers(training, openings, seed, temperature=1.0):
     T = training.model.config.context
     prompts = [sft.cut_prompt(tokenizer, opening, T) for opening in openings]
     seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))
-    stop = set(tokenizer.special.values())
-    answers = []
-    for part in train.slices_of(len(prompts), AT_ONCE):
-        sampling = Sampling(temperature, seed=seeds[part], vocab=tokenizer.vocab_size)
-        answers += generate_batch(training.model, prompts[part], sampling, stop, min(ANSWER_TOKENS, T // 4))
+    sampling = Sampling(temperature, seed=seeds, vocab=tokenizer.vocab_size)
+    special = set(tokenizer.special.values())
+    answers = generate_batch(training.model, prompts, sampling, special, min(ANSWER_TOKENS, T // 4))
     return list(map(make_row, prompts, answers))
 
 
@@ -193,11 +189,8 @@ def make_step(training, rows, divisor, weights):
 def tell(training, step, record, questions):
     """Print what an evaluation has found, and answers to some questions -> the record for log.jsonl."""
     print("           " + ", ".join(f"{name} {value:.3f}" for name, value in record.items()), flush=True)
-    if training.ranks.rank == 0:
-        record["samples"] = [sft.answer(training, question) for question in questions]
-        whole = step in (0, training.settings.steps)
-        train.print_samples(map(sft.as_text, questions), record["samples"], whole)
-    return record
+    whole = step in (0, training.settings.steps)
+    return {**record, "samples": sft.answer(training, questions, whole)}
 
 
 def check_key(training, key):
@@ -222,10 +215,10 @@ def reinforcing(training):
     options = {"dtype": np.float32, "training": False}
     base, _ = checkpoint.load(training.state["base"], model_cpu, options, T)
     check_key(training, f"{examples.key} {code} {train.weights_checksum(base)}")
+    unseen = set(map(sft.as_text, examples.questions))
+    asked = examples.questions[:HELD_OUT]
     openings = dict.fromkeys(map(sft.opening, conversations))
-    unseen = sft.hold_out(openings, settings.seed)
     to_learn = [opening for opening in openings if sft.as_text(opening) not in unseen]
-    asked = list(unseen.values())[:HELD_OUT]
     means = {}                                      # of the rewards of each step
 
     def answer(openings, seed, temperature=1.0):
@@ -258,7 +251,7 @@ def reinforcing(training):
             "length": learned(rows) / len(rows),                                # with the end token
             "alike": (np.ptp(rewards.reshape(-1, GROUP), axis=1) == 0).mean(),  # groups that teach nothing
             "forgotten": sft.evaluate(training, examples.held_out)[0]},         # held-out loss, true answers
-            asked[:3])
+            asked)
         if kl > FAR:
             print(f"note: {kl:.2f} nats a token from the base: look whether the text is still good.")
         return record
@@ -292,19 +285,15 @@ def make_pair(record):
     what is wrong with it."""
     def messages(name, role):
         found = record.get(name)
-        if isinstance(found, str):
-            return [{"role": role, "content": found}]
-        require(isinstance(found, list), f"no {name}, a text or a list of messages")
-        return found
+        return found if isinstance(found, list) else [{"role": role, "content": found}]
 
     require(isinstance(record, dict), "no named fields")
     texts = []
     for name in ("chosen", "rejected"):
         turns = sft.make_turns({"messages": messages("prompt", "user") + messages(name, "assistant")[-1:]})
-        question, text = turns[-1]
-        texts.append(text)
+        texts.append(turns[-1][1])
     opening = sft.opening(turns)
-    require(question == opening[1], "more than one question")
+    require(turns[-1][0] == opening[1], "more than one question")
     return opening, texts
 
 
@@ -344,7 +333,7 @@ def preferring(training):
     held_out = pair_batches(training, [pair for pair in pairs if sft.as_text(pair[0]) in unseen])
     batches = pair_batches(training, [pair for pair in pairs if sft.as_text(pair[0]) not in unseen])
     if settings.steps == BY_DATA:
-        settings.steps = EPOCHS * len(batches)
+        settings.steps = len(batches)
     if "reference" not in training.state:           # the model is still the base
         training.state["reference"] = [log_probs_of(training, rows).tolist() for rows in batches + held_out]
     reference = list(map(np.array, training.state["reference"]))
@@ -353,39 +342,36 @@ def preferring(training):
     def batch(step):
         [number] = train.window_starts(settings.seed, step, 1, len(batches), 1, 0)
         rows = batches[number]
-        z, weights = dpo_weights(log_probs_of(training, rows), reference[number], settings.beta)
-        losses[step + 1] = dpo_loss(z)
-        return make_step(training, rows, len(z), weights)
+        now = log_probs_of(training, rows), reference[number], settings.beta
+        losses[step + 1] = dpo_loss(dpo_margins(*now))
+        return make_step(training, rows, len(rows) // 2, dpo_weights(*now))
 
     def evaluate(step):
         log_probs = np.concatenate([log_probs_of(training, rows) for rows in held_out])
-        z, _ = dpo_weights(log_probs, np.concatenate(reference[len(batches):]), settings.beta)
+        z = dpo_margins(log_probs, np.concatenate(reference[len(batches):]), settings.beta)
         return tell(training, step, {
             "dpo": dpo_loss(z),
             "accuracy": ((z > 0) + 0.5 * (z == 0)).mean(),
             "margin": z.mean(),
             "chosen": log_probs[::2].mean(),        # both may fall, which the margin does not tell
             "rejected": log_probs[1::2].mean()},
-            list(unseen.values())[:3])
+            list(unseen.values()))
 
     return train.Job(batch, evaluate, lambda step, loss: f"dpo {losses[step]:.4f}")
-
-
-def dpo_loss(z):
-    """The mean of -log sigmoid(z)."""
-    return np.logaddexp(0, -z).mean()
 
 
 def own_pairs(training):
     """Pairs where there are none: the true answer and one that the base draws.  -> their file, in the run's folder."""
     path = f"{training.out}/pairs.jsonl"
     true = OWN_ANSWERS * read_pairs(training.settings.data)
-    rows = draw_answers(training, [opening for opening, _ in true], training.settings.seed)
     with replace_file(path) as file:
-        for (opening, [chosen]), row in zip(true, rows):
-            words, _ = words_of(training.tokenizer, row)
-            pair = {"prompt": sft.as_text(opening), "chosen": chosen, "rejected": "".join(words)}
-            file.write(json.dumps(pair).encode() + b"\n")
+        for part in train.slices_of(len(true), AT_ONCE):
+            openings = [opening for opening, _ in true[part]]
+            rows = draw_answers(training, openings, [training.settings.seed, part.start])
+            for (opening, [chosen]), row in zip(true[part], rows):
+                words, _ = words_of(training.tokenizer, row)
+                pair = {"prompt": sft.as_text(opening), "chosen": chosen, "rejected": "".join(words)}
+                file.write(json.dumps(pair).encode() + b"\n")
     return path
 
 
@@ -409,10 +395,12 @@ def begin_run(given, out, ranks):
     base, preset, corpus, config, tokenizer = sft.read_base(given)
     pairs = "data" in given and has_pairs(given["data"])
     method = given.setdefault("method", "dpo" if pairs else "reinforce")
-    given.setdefault("reward", "sentence")
-    find_reward(given["reward"])
+    find_reward(given.setdefault("reward", "sentence"))
     given["device"] = train.choose_device(given.get("device"), preset, ranks.local)
-    settings = train.make_settings(given, preset, config, DEFAULTS[method][preset], ranks)
+    steps, batch_tokens, lr, every = DEFAULTS[method][preset]
+    usual = dict(steps=steps, batch_tokens=batch_tokens, lr=lr, warmup=0, optimizer="adamw", decay=0.0,
+                 eval_every=every, save_every=every)
+    settings = train.make_settings(given, preset, config, usual, ranks)
     settings.data = settings.data or corpus or sft.find_data(preset, None)
     print(f"{base} learns by {method} into {out}, from {', '.join(settings.data)}.", flush=True)
     return train.new_training("rl.py", out, config, tokenizer, settings, ranks, base)

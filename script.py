@@ -238,7 +238,9 @@ def explain(error):
     """An error as one sentence.  Control characters are replaced, so that a file's content cannot command the
     terminal.  None for a mistake of ours: its traceback should show."""
     if is_of_gpu(error):
-        return f"The GPU: {printable(' '.join(str(error).splitlines()))}"
+        short = "OutOfMemory" in type(error).__name__
+        advice = "  Use a smaller --micro-batch, a smaller model or --device cpu." if short else ""
+        return f"The GPU: {printable(' '.join(str(error).splitlines()))}{advice}"
     if isinstance(error, OSError) and error.strerror:
         where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
         return f"{where}: {error.strerror}."

@@ -64,7 +64,6 @@ DEFAULTS = {        # the steps are set once the batches are counted
 EPOCHS = {"small": 4, "medium": 3, "big": 3}
 MOST_HELD_OUT = 1000            # prompts
 PAD_TO = 8                      # lengths are rounded up to a multiple of this
-QUESTIONS = 10    # held-out prompts that are answered at the end; before and on the way 3 of them
 ANSWER_TOKENS = 150
 NAME_SOME = "name instructions with --data (./fetch_data.sh instructions brings some)."
 
@@ -235,7 +234,7 @@ def make_example(tokenizer, turns, T):
 
 
 # train: a list of (ids, mask); lengths: their padded_lengths; held_out: a list like train, of conversations
-# that begin otherwise than those in train; questions: some of these beginnings, as `opening` gives them; cut:
+# that begin otherwise than those in train; questions: these beginnings, as `opening` gives them; cut:
 # how many examples were too long; key: a fingerprint of all this
 Examples = collections.namedtuple("Examples", "train lengths held_out questions cut key")
 
@@ -266,8 +265,8 @@ def make_examples(tokenizer, conversations, T, seed):
         examples.append((ids, mask))
         cuts += cut
         digest.update(ids.tobytes() + mask.tobytes() + bytes([is_held_out]))
-    questions = list(unseen.values())[:QUESTIONS]
-    return Examples(to_train, padded_lengths(to_train, T), held_out, questions, cuts, digest.hexdigest()[:12])
+    return Examples(to_train, padded_lengths(to_train, T), held_out, list(unseen.values()), cuts,
+                    digest.hexdigest()[:12])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -345,11 +344,14 @@ def batch_sizes(training):
     return config.context, config.predict, training.tokenizer.special.get(END_OF_TEXT, 0)
 
 
-def answer(training, question):
-    """What the model answers to a (system text, user text), as text."""
-    model = training.model
-    prompt = cut_prompt(training.tokenizer, question, model.config.context)
-    return train.sample_text(model, training.tokenizer, prompt, training.settings.seed, ANSWER_TOKENS)
+def answer(training, questions, whole):
+    """Print what the model answers to the first of these (system text, user text) -> list of texts.  whole: see
+    train.print_samples."""
+    questions = questions[:training.settings.num_samples]
+    prompts = [cut_prompt(training.tokenizer, question, training.model.config.context) for question in questions]
+    answers = train.draw_samples(training, prompts, ANSWER_TOKENS)
+    train.print_samples(map(as_text, questions), answers, whole)
+    return answers
 
 
 def fine_tuning(training, examples):
@@ -374,10 +376,7 @@ def fine_tuning(training, examples):
         print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
         record = {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}}
         last = step == settings.steps
-        if training.ranks.rank == 0:
-            questions = examples.questions if last else examples.questions[:3]
-            record["samples"] = [answer(training, question) for question in questions]
-            train.print_samples(map(as_text, questions), record["samples"], last or step == 0)
+        record["samples"] = answer(training, examples.questions, last or step == 0)
         if last:
             print(f"Held-out loss {before:.4f} before, {loss:.4f} after.", flush=True)
         return record

@@ -67,13 +67,14 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
-from model_cpu import CONFIGS, OPTIMIZERS, count_targets, generate, slices_of
+from model_cpu import CONFIGS, OPTIMIZERS, Sampling, count_targets, generate_batch, slices_of
 from tokenizer import END_OF_TEXT, SEPARATOR, TEXT_ENDS, Tokenizer
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. Settings
 # ------------------------------------------------------------------------------------------------------------
+NUM_SAMPLES = 3
 MOST_BATCH = 1 << 24    # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
 SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
 
@@ -118,6 +119,7 @@ class Settings:
     device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU", "cpu")
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     memory_limit: int = setting(memory_size, "of the GPU, such as 12GB: stay within it", None)      # bytes
+    num_samples: int = setting(whole_number(1), f"samples of an evaluation (default {NUM_SAMPLES})", NUM_SAMPLES)
     method: str = ""        # of rl.py: reinforce or dpo
     beta: float = setting(positive, default=0.1)                    # of DPO
     reward: str = ""        # the name of REINFORCE's reward
@@ -467,13 +469,14 @@ def in_words(result):
     return f"{words} ({kinds})"
 
 
-def sample_text(model, tokenizer, ids, seed, most=SAMPLE_TOKENS):
-    """How the model goes on after these ids, up to a special token, as text."""
-    ids = ids or [tokenizer.special_id(*TEXT_ENDS)]        # a tokenizer may lack all bytes of a prompt
-    stop = set(tokenizer.special.values())
-    drawn = generate(model, ids, temperature=0.8, top_k=50, seed=seed, vocab=tokenizer.vocab_size, stop=stop,
-                     most=most)
-    return tokenizer.decode(list(drawn))
+def draw_samples(training, prompts, most):
+    """How the model goes on after each of these prompts, lists of ids, up to a special token -> list of texts."""
+    tokenizer = training.tokenizer
+    special = set(tokenizer.special.values())
+    seeds = [training.settings.seed + i for i in range(len(prompts))]
+    sampling = Sampling(temperature=0.8, top_k=50, seed=seeds, vocab=tokenizer.vocab_size)
+    answers = generate_batch(training.model, prompts, sampling, special, most)
+    return [tokenizer.decode([i for i in answer if i not in special]) for answer in answers]
 
 
 def print_samples(titles, samples, whole):
@@ -513,23 +516,20 @@ def evaluate_pairs(training, path):
     """Print how often the good sentence is the more probable one: for each name, and the mean over the names.
     ValueError for a record that is no such pair, or has a sentence that the context cannot take."""
     T = training.model.config.context
-    tokenizer = training.tokenizer
-    start = text_start(training.out, tokenizer)
+    start = text_start(training.out, training.tokenizer)
     sentences = {}                              # text -> ids; each once, so equal ones are a tie to the last bit
-    right = {}
-    pairs = json_values(path)
-    for number, pair in enumerate(pairs, 1):
+    pairs = collections.defaultdict(list)
+    for number, pair in enumerate(json_values(path), 1):
         with refusing(f"{path}, record {number}, cannot be used"):
-            right[printable(pair["name"])] = []
-            for text in pair["good"], pair["bad"]:
-                sentences[text] = [start, *tokenizer.encode(text)]
+            both = pair["good"], pair["bad"]
+            pairs[printable(pair["name"])].append(both)
+            for text in both:
+                sentences[text] = [start, *training.tokenizer.encode(text)]
                 require(1 < len(sentences[text]) <= T + 1, f"a sentence must have 1 to {T} tokens, the context")
     require(pairs, f"{path} is empty: there are no pairs in it.")
     scores = sentence_scores(training, sentences)
-    for pair in pairs:
-        sign = np.sign(scores[pair["good"]] - scores[pair["bad"]])          # -1, 0 or 1
-        right[printable(pair["name"])].append((1 + sign) / 2)
-    means = {name: np.mean(found) for name, found in right.items()}
+    means = {name: np.mean([1 + np.sign(scores[good] - scores[bad]) for good, bad in found]) / 2
+             for name, found in pairs.items()}
     means["average"] = np.mean([*means.values()])
     for name, mean in means.items():
         print(f"{name} {mean:.3f}")
@@ -549,8 +549,7 @@ def sentence_scores(training, sentences):
         batch = left[-(training.settings.micro_batch * c.context // T):]
         del left[-len(batch):]
         windows = np.array([(sentences[text] + [-1] * width)[:width] for text in batch])    # (B,T+K)
-        found = model.log_probs(windows[:, :T].clip(0), windows[:, 1:])                     # (B,)
-        scores.update(zip(batch, model.read(found)))
+        scores.update(zip(batch, model.log_probs(windows[:, :T].clip(0), windows[:, 1:])))
         progress(len(scores), len(sentences))
     return scores
 
@@ -789,12 +788,12 @@ def train(training, job, stop):
     report = Report(training, job)
     for step in range(model.step + 1, settings.steps + 1):
         # One step: batch, forward, backward, update, report.
-        inputs, targets, counted, weights = job.batch(step - 1)                         # (B,T), (B,T+K-1), (K,)
-        report.tokens += inputs.size
+        batch = job.batch(step - 1)                         # inputs (B,T), targets (B,T+K-1), counted (K,), weights
+        report.tokens += batch[0].size
         losses = 0.0
-        for part in micro_batches(training, inputs, targets, weights):
-            losses = losses + model.forward(part.inputs, part.targets, counted, part.weights)       # (K,)
-            model.backward(part.last)
+        for part, last in micro_batches(training, *batch):
+            losses = losses + model.forward(*part)                                      # (K,)
+            model.backward(last)
         losses = sum_over_ranks(training, losses, stop)
         lr = learning_rate(step - 1, settings)
         norm = model.update(lr, decay=settings.decay, clip=settings.clip)
@@ -822,16 +821,13 @@ def train(training, job, stop):
     return 0
 
 
-MicroBatch = collections.namedtuple("MicroBatch", "inputs targets weights last")
-
-
-def micro_batches(training, inputs, targets, weights):
-    """Yield this rank's rows of a step in micro-batches.  A micro-batch is bounded by its tokens, so of shorter
-    windows it takes more."""
+def micro_batches(training, inputs, targets, counted, weights):
+    """Yield this rank's rows of a step in micro-batches: (what Model.forward takes, whether it is the last).  A
+    micro-batch is bounded by its tokens, so of shorter windows it takes more."""
     inputs, targets, weights = training.ranks.share(inputs, targets, weights)
     for rows in row_slices(training, inputs):
-        yield MicroBatch(inputs[rows], targets[rows], None if weights is None else weights[rows],
-                         rows.stop == len(inputs))
+        part = None if weights is None else weights[rows]
+        yield (inputs[rows], targets[rows], counted, part), rows.stop == len(inputs)
 
 
 def row_slices(training, inputs):
@@ -909,7 +905,7 @@ class Report:
             self.asked = losses.pop()
         weights = model.read(model.flat_params) if pause else 0.0
         if not (np.isfinite([*losses, norm]).all() and np.isfinite(weights).all()):
-            bad = first_bad_tensor(self.training, *self.job.batch(step - 1))
+            bad = first_bad_tensor(self.training, self.job.batch(step - 1))
             print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): {bad}. "
                   f"{self.training.out} keeps its last save. Try a lower --lr.", file=sys.stderr)
             return False
@@ -930,15 +926,15 @@ class Report:
         return True
 
 
-def first_bad_tensor(training, inputs, targets, counted, weights):
+def first_bad_tensor(training, batch):
     """Names the first tensor that is not finite, in the order of the parameter table.  A bad norm changed no
     weight, so the gradient of that step can be computed again.  Parameters come first: a bad one makes all
     gradients bad.  np.isfinite serves NumPy's arrays and CuPy's."""
     model = training.model
     model.flat_grads[...] = 0.0
-    for part in micro_batches(training, inputs, targets, weights):
-        model.forward(part.inputs, part.targets, counted, part.weights)
-        model.backward(part.last)
+    for part, last in micro_batches(training, *batch):
+        model.forward(*part)
+        model.backward(last)
     for what, views in (("parameter", model.params), ("gradient", model.grads)):
         for name, view in views.items():
             if not bool(np.isfinite(view).all()):
@@ -1054,12 +1050,13 @@ def run_ranks(run, args):
         return run(args, ranks)
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr, flush=True)
+        time.sleep(0.3)                             # until mpiexec has passed the word on
         ranks.world.Abort(130)
     except BaseException as error:
         time.sleep(min(ranks.rank, 1))
         sentence = explain(error) or "".join(traceback.format_exception(error))
         print(f"error: rank {ranks.rank}: {sentence}", file=stderr, flush=True)
-        time.sleep(0.3)                             # until mpiexec has passed the words on
+        time.sleep(0.3)                             # as above
         ranks.world.Abort(2)
 
 
@@ -1085,7 +1082,6 @@ def weights_checksum(model):
 def pretraining(training, tokens, val):
     """-> the Job of a run on these tokens."""
     settings = training.settings
-    ranks = training.ranks
     tokenizer = training.tokenizer
     T = training.model.config.context
     K = training.model.config.predict
@@ -1103,10 +1099,12 @@ def pretraining(training, tokens, val):
         if last and any(len(ids) > EVAL_TOKENS + T for ids in val.values()):
             result["all"] = validate(training, val, math.inf)
             print(f"           on all that is held out {in_words(result['all'])}")
-        if ranks.rank == 0:
-            result["samples"] = [text + sample_text(training.model, tokenizer, tokenizer.encode(text),
-                                                    settings.seed + i) for i, text in enumerate(PROMPTS)]
-            print_samples(map(repr, PROMPTS), result["samples"], last)
+        texts = [PROMPTS[i % len(PROMPTS)] for i in range(settings.num_samples)]
+        # a tokenizer may lack all bytes of a text
+        prompts = [tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in texts]
+        drawn = draw_samples(training, prompts, SAMPLE_TOKENS)
+        result["samples"] = [text + sample for text, sample in zip(texts, drawn)]
+        print_samples(map(repr, texts), result["samples"], last)
         return result
 
     return Job(batch, evaluate, bits_a_byte(tokenizer, tokens[:1 << 20]))

@@ -27,6 +27,7 @@ import traceback
 
 import model_cpu
 import numpy as np
+import rl
 from gradcheck import BUGS, TINY, TINY_BAR, gradients, make_tiny, plant
 from model_cpu import slope
 from script import write_file
@@ -111,17 +112,18 @@ def measured(backward, *arguments):
 # ------------------------------------------------------------------------------------------------------------
 # 2. The exercises, and mistakes of their own
 # ------------------------------------------------------------------------------------------------------------
-EXERCISES = {re.sub("_backward|_update", "", function.__name__): function for function in (
+EXERCISES = {re.sub("_backward|_update|_weights", "", function.__name__): function for function in (
     model_cpu.linear_backward, model_cpu.embedding_backward, model_cpu.swiglu_backward,
     model_cpu.cross_entropy_backward, model_cpu.rmsnorm_backward, model_cpu.rope_backward,
     model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.muon_update,
     model_cpu.newton_schulz, model_cpu.head_targets, model_cpu.sample, learn_merges,
-    layernorm_backward, geglu_backward, softcap_backward)}
+    rl.reinforce_weights, rl.dpo_weights, layernorm_backward, geglu_backward, softcap_backward)}
 MARKS = "layernorm", "geglu", "softcap"       # without a solution here: section 1
 FREE = "work", "shared", "grad"       # arguments to compute in: what is left in them is not compared
 ADDED = "dw", "dembed", "dgain", "dbias"      # gradients of weights, which every micro-batch adds to
 
-# An optimizer has no slope to measure: --break could not see these; they are planted in the exercises alone.
+# An optimizer has no slope to measure, and model_cpu does not know what a weight is for: --break could not see
+# these; they are planted in the exercises alone.
 EXERCISE_BUGS = {
     "no_correction": ("adamw_update: / (1 - beta2 ** step) -> ", "adamw_update: / (1 - beta1 ** step) -> ",
         "No bias correction: m and v start at 0 and are too small in the first steps, v more than m."),
@@ -136,6 +138,16 @@ EXERCISE_BUGS = {
         "The root of the shorter side: where a matrix is not square, its step is too short."),
     "spectral_start": ("newton_schulz: np.linalg.norm(X) -> np.linalg.norm(X, 2)",
         "M divided by its largest singular value, where the Frobenius norm belongs."),
+    "no_baseline": ("reinforce_weights: - by_group.mean(axis=1, keepdims=True) -> ",
+        "The baseline left out: the direction is right, and the noise many times as large."),
+    "one_baseline": ("reinforce_weights: axis=1, keepdims=True -> ",
+        "The mean of all groups as baseline: an answer counts for the luck of having an easy prompt."),
+    "rejected_pulled": ("dpo_weights: -push -> push",
+        "The sign of the rejected answer: both become more probable."),
+    "no_reference": ("dpo_margins: log_probs - reference -> log_probs",
+        "No reference: the model is compared with nothing, and z is not 0 when it is still the base."),
+    "no_beta": ("dpo_weights: beta / -> 1 /",
+        "beta left out of the weights, as if the loss did not contain it."),
 }
 
 
@@ -157,7 +169,7 @@ def exercise_text(name):
         # a helper stands in the file; constants, other forwards and what is an exercise itself are imported
         solution = inspect.isfunction(f) and (f in EXERCISES.values() or key.endswith("_forward"))
         if key.isupper() or solution and f is not forward:
-            imports += f"from model_cpu import {key}\n"
+            imports += f"from {function.__module__} import {key}\n"
         elif inspect.isfunction(f):
             sources += f"\n\n{inspect.getsource(f)}"
     return f'''"""Exercise {name}: write the body of {function.__name__}, at the end.
@@ -203,6 +215,10 @@ def record():
     for name in 2 * MARKS:
         calls[name].append({key: rng.standard_normal(shapes.get(key.removeprefix("d"), (5, 8)))
                             for key in inspect.signature(EXERCISES[name]).parameters})
+    first = calls["cross_entropy"][0]
+    calls["cross_entropy"].append({**first, "head_weights": -first["head_weights"]})        # as of what was rejected
+    calls["reinforce"] = [{"rewards": rng.standard_normal(2 * rl.GROUP)}]
+    calls["dpo"] = [{**dict(zip(("log_probs", "reference"), rng.standard_normal((2, 8)))), "beta": 0.3}]
     # so large that the tiny number beside its norm, which keeps a matrix of zeros from 0 / 0, does not show
     calls["newton_schulz"] = [{"M": 100 * rng.standard_normal(shape)} for shape in ((5, 8), (8, 5), (6, 6))]
     return calls
@@ -303,7 +319,7 @@ def compare(name, calls, got):
     if "the result" in got[0].keys() - want[0].keys():
         lines.append("Something is returned, and nobody takes it: results belong in the caller's arrays.")
     for bug, row in (BUGS | EXERCISE_BUGS).items():
-        planted = plant(row).get(function.__name__)
+        planted = plant(row, vars(rl) | vars(model_cpu)).get(function.__name__)
         if planted and not differing(before, got, [outcome(planted, call) for call in calls]):
             return [*lines, f"Just so behaves the bug {bug}: {row[-1]}"]
     return lines

@@ -160,6 +160,20 @@ def test_prompts(models):
             0, f"{prompt.removesuffix('en')}ends.\n".encode(), note)
 
 
+def test_a_file_of_prompts(models):
+    """Each by itself, in the order of the lines, with the text of a run of its own."""
+    write(models / "prompts.txt", "e\né\n\nxe\n")
+    for name, said in ("loop", ["nds.", LOOP[1:5] + LOOP[:1], "", "nds."]), ("sft", 4 * ["Hi"]):
+        code, out, err = run(models, f"--model=out/{name} --prompts prompts.txt --temperature 0 --max-tokens 11")
+        assert (code, err) == (0, "")
+        titles, answers = zip(*[part.split("\n", 1) for part in out.decode().removeprefix("--- ").split("\n--- ")])
+        assert titles == ("e", "é", "", "xe") and [answer.rstrip("\n") for answer in answers] == said
+    sampled = [run(models, f"--model=out/random --prompts prompts.txt --seed {seed} --max-tokens 5")[1] for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    write(models / "prompts.txt", "")
+    assert run(models, "--model=out/loop --prompts prompts.txt") == (2, b"", "error: prompts.txt is empty: there is no prompt in it.\n")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A terminal
 

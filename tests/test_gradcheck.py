@@ -121,7 +121,7 @@ def test_a_tensors_error_is_relative_to_its_largest_entry(monkeypatch):
     by_hand = {"a": np.array([1.0, -4.0, 2.0]), "b": np.zeros(2), "c": np.array([3.0, 1.0])}
     numeric = {"a": np.array([1.0, -4.0, 2.5]), "b": np.array([0.0, 1e-6]), "c": np.array([np.nan, 1.0])}
     model = SimpleNamespace(params=numeric, config=TINY,
-                                  forward=lambda *batch: np.array([2.0, 8.0, 16.0]))
+                                  forward=lambda *batch, weights: np.array([2.0, 8.0, 16.0]))
 
     def slope(loss, weight, index, h):
         assert h == 0.125 and loss() == pytest.approx(2.0 + 0.7 * 12.0)    # the further heads' mean, weighted
@@ -157,7 +157,7 @@ def test_the_table_of_a_check(monkeypatch, out_text):
     called = stubbed(monkeypatch, 2e-13, rows)
     problem = gradcheck.make_tiny(TINY)
     assert gradcheck.run_check(*problem, 0.5, 1e-8, 12) is False
-    assert called == [(*problem, 0.5, 12)]
+    assert called == [(*problem, 0.5, 12, None)]
     assert out_text() == """\
 tensor                    shape  checked  worst error   at
 embed                    16 x 8       12      2.5e-09   [3, 1]
@@ -189,7 +189,8 @@ STAY_RIGHT = dict(rope_sign=6, group_not_summed=6, backward_scale=6, softmax_del
                   norm_projection=2, swiglu_slope=3, embedding_repeat=14, micro_divisor=0, masked_pulled=0,
                   head_weight=0, norm_eps=2)
 ELSEWHERE = {"norm_gain": [name for name in HEADS_FIRST if "norm" not in name],
-             "gradient_overwritten": [name for name in HEADS_FIRST if "norm" in name or name == "embed"]}
+             "gradient_overwritten": [name for name in HEADS_FIRST if "norm" in name or name == "embed"],
+             "row_weights": ["embed"]}
 
 
 def test_every_planted_bug_is_caught_and_spoils_what_it_should(out_text, few_entries):
@@ -199,7 +200,7 @@ def test_every_planted_bug_is_caught_and_spoils_what_it_should(out_text, few_ent
     out = out_text()
     assert max(map(len, out.splitlines())) < 80
     *bugs, last = re.split(r"^(?=\w)", out, flags=re.MULTILINE)[1:]
-    assert last == "caught 21 of 21\n"
+    assert last == "caught 22 of 22\n"
     for bug in bugs:
         name, _, said = " ".join(bug.split()).partition(": ")
         said, _, right = said.partition(" right: ")
@@ -225,15 +226,15 @@ def test_breaks_that_fail(out_text, monkeypatch, few_entries):
 def test_runs_of_the_command_line(monkeypatch, capsys, good):
     called = []
 
-    def run_check(model, tokens, targets, *rest):
-        called.append((model_cpu.param_count(model.config), tokens.shape[1], *rest))
+    def run_check(model, tokens, targets, *rest, weights=None):
+        called.append((model_cpu.param_count(model.config), tokens.shape[1], *rest, weights))
         return good or called[0] is not called[-1]                  # the first that fails is enough
     monkeypatch.setattr(gradcheck, "run_check", run_check)
     assert gradcheck.main([]) == (0 if good else 1)
-    assert called == [(7248, 7, 2e-4, 1e-8), (2224, 7, 2e-4, 1e-8)]
+    assert called == [(7248, 7, 2e-4, 1e-8, None), (2224, 7, 2e-4, 1e-8, None), (2224, 7, 2e-4, 1e-8, gradcheck.WEIGHTS)]
     called.clear()
     assert gradcheck.main(["--small"]) == (0 if good else 1)
-    assert called == [(1053824, 70, 1e-3, 1e-7, 4)]
+    assert called == [(1053824, 70, 1e-3, 1e-7, 4, None)]
     for arguments in (["--break", "nonsense"], ["--small", "--list"]):
         with pytest.raises(SystemExit) as error:
             gradcheck.main(arguments)
@@ -248,7 +249,7 @@ def test_the_list_of_bugs(out_text):
     lines = out_text().splitlines()
     assert [line.split()[0] for line in lines] == [*gradcheck.BUGS, *exercises.EXERCISE_BUGS]
     assert lines[1].startswith("group_not_summed     The query heads of a group write their gradient of ")
-    assert [line.endswith("  (In the exercise alone.)") for line in lines] == 21 * [False] + 6 * [True]
+    assert [line.endswith("  (In the exercise alone.)") for line in lines] == 22 * [False] + 11 * [True]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ def test_decode_qkv(bench):
 
         def project(qkv, x, n, position):
             bench.launch("decode_qkv", (-(-width // 8), -(-n // 4)), 128, qkv, x, gain, w, cos32, sin32,
-                         bench.ints(position + np.arange(n)), i32(0), *map(i32, (n, C, H + 2 * G, H + G, D)), f32(0.25))
+                         bench.ints(position + np.arange(n)), *map(i32, (n, C, H + 2 * G, H + G, D)), f32(0.25))
         project(qkv, x, n, position)
         bench.close(qkv[position:position + n], expected)
         assert np.isnan(np.delete(bench.value(qkv), np.s_[position:position + n], axis=0)).all()
@@ -361,7 +361,7 @@ def drawn(bench, logits, vocab, seed, t, temperature=1.0, top_k=0, top_p=1.0):
     n, heads, V = logits.shape
     ids, p = bench.ints(np.full((n, heads), -1)), bench.empty(n, single=True)
     greedy = temperature == 0
-    bench.launch("draw", (n, heads), 1024, ids, p, bench.put(logits), bench.ints(t + np.arange(n)), i32(1),
+    bench.launch("draw", (n, heads), 1024, ids, p, bench.put(logits), bench.ints(t + np.arange(n)),
                  bench.ints([1 if greedy else top_k, vocab]), bench.put(np.array([temperature or 1.0, top_p])),
                  bench.put(np.full(n, seed, np.uint64)), i32(V))
     z = logits[..., :vocab].astype(np.float64)

@@ -42,11 +42,11 @@ def test_the_weights_are_the_derivatives_of_the_losses():
     log_probs, reference = rng.standard_normal((2, 8))
 
     def loss(log_probs):
-        return 4 * rl.dpo_loss(rl.dpo_weights(log_probs, reference, 0.3)[0])        # of the four pairs together
-    _, weights = rl.dpo_weights(log_probs, reference, 0.3)
+        return 4 * rl.dpo_loss(rl.dpo_margins(log_probs, reference, 0.3))           # of the four pairs together
+    weights = rl.dpo_weights(log_probs, reference, 0.3)
     slopes = [(loss(log_probs + step) - loss(log_probs - step)) / 2e-5 for step in 1e-5 * np.eye(8)]
     np.testing.assert_allclose(-weights, slopes, atol=1e-9)
-    z, weights = rl.dpo_weights(reference, reference, 0.3)
+    z, weights = rl.dpo_margins(reference, reference, 0.3), rl.dpo_weights(reference, reference, 0.3)
     assert not z.any() and rl.dpo_loss(z) == math.log(2) and weights.tolist() == 4 * [0.15, -0.15]
     rewards = rng.standard_normal(2 * rl.GROUP)
     weights = rl.reinforce_weights(rewards)
@@ -89,12 +89,12 @@ def test_every_entry_of_the_gradient_by_finite_differences(monkeypatch, method):
     model, tokens, targets = weighted_problem()
     reference, rewards = np.array([-9.0, -8.5, -10.0, -9.5]), np.array([1.0, 0.0, 0.25, 0.75])
     counted, loss = {
-        "dpo": (2, lambda: rl.dpo_loss(rl.dpo_weights(plain_log_probs(model, tokens, targets), reference, 0.5)[0])),
+        "dpo": (2, lambda: rl.dpo_loss(rl.dpo_margins(plain_log_probs(model, tokens, targets), reference, 0.5))),
         "reinforce": (15, lambda: -(np.array([0.5, -0.5, -0.25, 0.25]) @ plain_log_probs(model, tokens, targets)) / 15)}[method]
     np.testing.assert_allclose(model.log_probs(tokens, targets), plain_log_probs(model, tokens, targets), rtol=1e-12)
     weights = rl.reinforce_weights(rewards)
     if method == "dpo":
-        _, weights = rl.dpo_weights(model.log_probs(tokens, targets), reference, 0.5)
+        weights = rl.dpo_weights(model.log_probs(tokens, targets), reference, 0.5)
     gradient = gradient_of(model, tokens, targets, counted, weights)
     numeric = [model_cpu.slope(loss, model.flat_params, i, 2e-4) for i in range(gradient.size)]
     parts = model_cpu.param_views(np.arange(gradient.size), model.config)
@@ -122,7 +122,7 @@ def test_the_prompt_of_a_pair_is_cut_once_for_the_longer_answer():
     length = int((~chosen[1]).sum())
     assert length == 48 and np.array_equal(chosen[0][:length], rejected[0][:length]) and len(rejected[0]) == 65
     assert BYTES.decode(chosen[0][chosen[1]].tolist()) == "yes<|end|>" and rejected[1].sum() == 17
-    for wrong, words in ((5, "no named fields"), ({"prompt": "a", "chosen": "b"}, "no rejected, a text or a list of messages"),
+    for wrong, words in ((5, "no named fields"), ({"prompt": "a", "chosen": "b"}, "a field that is no text"),
                          ({"prompt": "a", "chosen": "", "rejected": "b"}, "an empty response"),
                          ({"prompt": [*[{"role": r, "content": "x"} for r in ("user", "assistant")], {"role": "user", "content": "y"}],
                            "chosen": "a", "rejected": "b"}, "more than one question")):

@@ -240,7 +240,7 @@ def test_prompts_are_in_one_part_only():
     trained, held_out = ([BYTES.decode(ids).split("<|end|>")[0] for ids, _ in part] for part in (found.train, found.held_out))
     assert len(trained) + len(held_out) == 600 and not {*trained} & {*held_out} and len({*held_out}) == 20
     asked = {BYTES.decode(BYTES.prompt(text)).split("<|end|>")[0] for _, text in found.questions}
-    assert len(found.questions) == len(asked) == 10 and asked <= {*held_out}
+    assert len(found.questions) == len(asked) == 20 and asked <= {*held_out}
     assert found.cut == sum(sft.make_example(BYTES, turns, 24)[2] for turns in conversations) > 0
     keys = [sft.make_examples(BYTES, talks, 24, seed).key for talks, seed in (      # a fingerprint of all of it
         (conversations, 1), (conversations, 2), (conversations[:-1] + [[("q1", "?")]], 1))]
@@ -401,11 +401,11 @@ def test_an_answer(stop):
                                    ("b" * 7, "0123456789abcdefghijkl", b"bbbbbbb\n\nabcdefghijkl"),
                                    ("b" * 8, "0123456789abcdefghijkl", b"123456789abcdefghijkl")):
         said, asked = itertools.cycle(b"a") if stop is None else iter([*b"No", stop, *b"more"]), []
-        decoder = SimpleNamespace(tokens=[], position=0, draw=lambda *rest: asked.append(rest) or (np.array([[next(said)]]), np.ones(1)))
-        model = SimpleNamespace(config=SimpleNamespace(context=32, predict=4), draft_heads=0, decoder=decoder)
-        training = training_of(model, BYTES, SimpleNamespace(seed=9))
-        assert sft.answer(training, (system, question)) == ("No" if stop else "a" * 150)
-        assert [USER, *read, END, ASSISTANT] == np.ravel(asked[0][0]).tolist()
+        decoder = SimpleNamespace(draw_rows=lambda windows, *rest: asked.append(windows) or np.full(2, next(said)))
+        model = SimpleNamespace(config=SimpleNamespace(context=32, predict=4), new_decoder=lambda *sizes: decoder)
+        training = training_of(model, BYTES, SimpleNamespace(seed=9, num_samples=2))
+        assert sft.answer(training, 3 * [(system, question)], False) == 2 * ["No" if stop else "a" * 150]
+        assert asked[0] == 2 * [[USER, *read, END, ASSISTANT]]
 
 
 class Stream(io.TextIOWrapper):
@@ -427,15 +427,16 @@ def flushed(function, *arguments):
 def test_what_a_run_prints(monkeypatch):
     """At its beginning, on the way and at its end, and what it notes."""
     put(monkeypatch, sft, evaluate=lambda *arguments: (loss, 1.5),
-        answer=lambda training, question: f"to {question[1]}\n\x07 '")
+        cut_prompt=lambda tokenizer, question, T: question)
+    monkeypatch.setattr(sft.train, "draw_samples", lambda training, prompts, most: [f"to {prompt[1]}\n\x07 '" for prompt in prompts])
     questions = [("so" if i == 1 else None, f"q{i}\x1b") for i in range(5)]
     examples = sft.Examples([example("a", "")], np.array([8]), [example("b", "")], questions, 0, "key")
-    training = training_of(SimpleNamespace(config=CONFIG), BYTES, SimpleNamespace(steps=9, seed=4, batch_tokens=64))
+    training = training_of(SimpleNamespace(config=CONFIG), BYTES, SimpleNamespace(steps=9, seed=4, batch_tokens=64, num_samples=4))
     job = sft.fine_tuning(training, examples)
     assert job.note(1, math.log(2)) == "1000000000.000 bits/byte"       # of what has no text at all
     asked = [f"--- {title}\ufffd\nto q{i}\ufffd\n\ufffd '\n" for i, title in enumerate(["q0", "so\n\nq1", "q2", "q3", "q4"])]
-    for step, loss, count, shown in ((0, 3.0, 3, asked[:3]), (4, 2.5, 3, ["           to q0\\x1b\\n\\x07 '\n"]),
-                                     (9, 2.0, 5, [*asked, "Held-out loss 3.0000 before, 2.0000 after.\n"])):
+    for step, loss, count, shown in ((0, 3.0, 4, asked[:4]), (4, 2.5, 4, ["           to q0\\x1b\\n\\x07 '\n"]),
+                                     (9, 2.0, 4, [*asked[:4], "Held-out loss 3.0000 before, 2.0000 after.\n"])):
         result, said = flushed(job.evaluate, step)
         assert result == {"val_loss": loss, "val_bpb": 1.5, "val": {"responses": [loss, 1.5]}, "samples": [f"to q{i}\x1b\n\x07 '" for i in range(count)]}
         assert said == f"           held-out loss {loss:.4f}, 1.5000 bits/byte\n" + "".join(shown) and training.state["before"] == 3.0

@@ -226,7 +226,7 @@ def test_a_number_that_is_not_finite_ends_the_run(loop, err_text, norms, step, s
 def test_where_every_gradient_is_finite():
     training = training_of(Recorder(), None, settings_of(""))
     batch = np.zeros((4, 8), int), np.zeros((4, 9), int), np.full(2, 32), None
-    assert train.first_bad_tensor(training, *batch).startswith("every gradient is finite; ")
+    assert train.first_bad_tensor(training, batch).startswith("every gradient is finite; ")
     assert not training.model.flat_grads.any()
 
 

@@ -198,33 +198,34 @@ def test_validation_in_words(monkeypatch):
 
 
 def test_samples():
-    """80 tokens; a seed decides; a text of which the tokenizer has no bytes begins with the end of one."""
+    """Each has a seed of its own."""
     tokenizer = Tokenizer.train(["abab"], 264)
     model = model_cpu.Model(replace(MINI, context=32), 0, np.float32)
-    for prompt, ids in ([*b"Hi"], [*b"Hi"]), ([], [tokenizer.special["<|endoftext|>"]]):
-        texts = [train.sample_text(model, tokenizer, prompt, seed) for seed in (5, 6)]
+    for ids in [*b"Hi"], [tokenizer.special["<|endoftext|>"]]:
+        training = training_of(model, tokenizer, SimpleNamespace(seed=5))
+        texts = train.draw_samples(training, [ids, ids], 80)
         drawn = model_cpu.generate(model, ids, 0.8, 50, seed=5, vocab=tokenizer.vocab_size, most=80, stop={*tokenizer.special.values()})
         assert texts[0] == tokenizer.decode([*drawn]) != texts[1]
 
 
 def test_what_a_run_evaluates(monkeypatch, out_text):
     calls, found = [], {"val_loss": 2.0, "val_bpb": 1.0, "val": {"x": [2.0, 1.0]}}
-    s = settings("--seed 5", config=MINI, batch_tokens=20, steps=40)
+    s = settings("--num-samples 4", config=MINI, batch_tokens=20, steps=40)
     put(monkeypatch, train, validate=lambda training, val, most: calls.append(most) or {**found},
-        sample_text=lambda model, tokenizer, ids, seed: f"{ids[-1]}\n{seed}\n" + "some words " * 9)
+        draw_samples=lambda training, prompts, most: [f"{ids[-1]}\n{most}\n" + "some words " * 9 for ids in prompts])
     training = training_of(SimpleNamespace(config=MINI), Tokenizer.train(["abab"], 264), s)
     for size, at_end in (65536 + 10, False), (65536 + 11, True):
         calls.clear()
         job = train.pretraining(training, np.zeros(99, "<u2"), {"a": np.zeros(5), "x": np.zeros(size)})
         result = job.evaluate(20)
-        assert [text[:-99] for text in result.pop("samples")] == ["\n10\n5\n", "The101\n6\n", "What is115\n7\n"] and result == found
+        assert [text[:-99] for text in result.pop("samples")] == ["\n10\n80\n", "The101\n80\n", "What is115\n80\n", "\n10\n80\n"] and result == found
         # on the way a line of the first sample, which ends with a word
         assert out_text() == ("           validation loss 2.0000, 1.0000 bits/byte\n"
-                                           "           \\n10\\n5\\nsome words some words some words some words some words some\n")
+                                           "           \\n10\\n80\\nsome words some words some words some words some words some\n")
         assert ("all" in job.evaluate(40)) == at_end and calls == [65536, 65536, math.inf][:2 + at_end]
         said = out_text()
         assert ("\n           on all that is held out 2.0000, 1.0000 bits/byte\n" in said) == at_end
-        assert "\n--- 'The'\nThe101\n6\n" in said
+        assert "\n--- 'The'\nThe101\n80\n" in said
     monkeypatch.setattr(train, "validate", lambda *rest: {})
     assert list(job.evaluate(20)) == ["samples"] and "validation" not in out_text()
 

@@ -30,7 +30,7 @@ def test_the_gradient_is_autograds(heads, T, method):
     if method == "dpo":
         ratio = (log_probs - torch.from_numpy(reference)).reshape(-1, 2)
         loss = -torch.nn.functional.logsigmoid(0.3 * (ratio[:, 0] - ratio[:, 1])).mean()
-        counted, weights = B // 2, rl.dpo_weights(model.log_probs(tokens, targets), reference, 0.3)[1]
+        counted, weights = B // 2, rl.dpo_weights(model.log_probs(tokens, targets), reference, 0.3)
     else:
         groups = torch.from_numpy(rewards).reshape(-1, rl.GROUP)
         counted, weights = int((y >= 0).sum()), rl.reinforce_weights(rewards)
