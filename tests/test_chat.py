@@ -163,7 +163,7 @@ def test_prompts(models):
 def test_a_file_of_prompts(models):
     """Each by itself, in the order of the lines, with the text of a run of its own."""
     write(models / "prompts.txt", "e\né\n\nxe\n")
-    for name, said in ("loop", ["nds.", LOOP[1:5] + LOOP[:1], "", "nds."]), ("sft", 4 * ["Hi"]):
+    for name, said in ("loop", ["nds.", LOOP[1:] + LOOP[0], "ends.", "nds."]), ("sft", 4 * ["Hi"]):
         code, out, err = run(models, f"--model=out/{name} --prompts prompts.txt --temperature 0 --max-tokens 11")
         assert (code, err) == (0, "")
         titles, answers = zip(*[part.split("\n", 1) for part in out.decode().removeprefix("--- ").split("\n--- ")])
