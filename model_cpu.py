@@ -344,7 +344,7 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
     np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
 
 
-def block_forward(x, w, saved, shared, config, rope, first=0):
+def block_forward(x, w, saved, shared, config, rope, first):
     """One layer, one unit of time, in two forward-Euler substeps of dx/dt = f(x,t) (operator splitting:
     attention, then the feed-forward network), in place on x (B,T,C):
 

@@ -296,7 +296,7 @@ def bench_euler(model="out/small"):
         w = {**w, "out": size * w["out"], "down": size * w["down"]}
         layers, shared = model.workspaces[0].buffers(*x.shape[:2])
         x = x.copy()
-        model_cpu.block_forward(x, w, layers[i], shared, c, model.rope)
+        model_cpu.block_forward(x, w, layers[i], shared, c, model.rope, 0)
         return x
 
     solvers = {"one step a layer, as trained": lambda step, x: step(x, 1),

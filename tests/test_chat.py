@@ -487,9 +487,9 @@ def test_a_system_text_stands_before_the_first_question(models, capsys):
     assert s.turns == long and capsys.readouterr().err == ""
     s.answer("q" * 11)
     assert s.turns == long and capsys.readouterr().err == "note: the prompt has 11 tokens; the last 10 are used.\n"
-    for command in "/system", "/system none", "/system":
+    for command in "/system", "/system zero", "/system none", "/system":
         chat.run_command(command, s)
-    assert capsys.readouterr().out == "system is Be  good.\nsystem is none\nsystem is none\n" and s.turns == []
+    assert capsys.readouterr().out == "system is Be  good.\nsystem is zero\nsystem is none\nsystem is none\n" and s.turns == []
     s.answer("a")
     assert s.turns == [turn(b"a", *b"Hi", END)]
     chat.run_command("/system x", session(models, "loop"))

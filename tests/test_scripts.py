@@ -204,6 +204,28 @@ def test_output_outlives_its_reader_but_not_its_disk(number, survives):
     assert not nowhere.isatty()
 
 
+@parametrize("to_the_end", [False, True])
+def test_a_script_goes_on_without_a_reader_if_its_work_is_more_than_its_output(monkeypatch, to_the_end):
+    read, write = os.pipe()
+    os.close(read)
+    reached = []
+
+    def main(argv):
+        print("x", flush=True)
+        reached.append("the end")
+    with open(write, "w") as nobody, pytest.raises(SystemExit) as left:
+        put(monkeypatch, sys, stdout=nobody, stderr=sys.stderr)
+        script.run_script(main, **{"to_the_end": True} if to_the_end else {})
+    assert left.value.code in (0, None) and bool(reached) == to_the_end
+
+
+def test_steps_that_have_a_line(out_text):
+    """Where the output is no terminal: the first, every tenth and the last."""
+    for step in range(1, 24):
+        script.print_step(step, [f"{step}", "a"], step == 23)
+    assert out_text() == "1  a\n10  a\n20  a\n23  a\n"
+
+
 def test_gradcheck_reaches_its_verdict_without_a_reader(tmp_path):
     line = f"set -o pipefail; {sys.executable} {os.path.join(ROOT, 'gradcheck.py')} --break rope_sign | head -1"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=600)
