@@ -1000,7 +1000,8 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each is what generate
     draws for its prompt, `most` ids or up to the first in `stop`, which is kept here; but for the rounding of
     products of another shape.  sampling.seed: (B,), one a prompt."""
-    require(all(prompts), "each prompt needs at least one token to continue.")
+    if not all(prompts):
+        raise ValueError("each prompt needs at least one token to continue.")
     context = model.config.context
     decoder = model.new_decoder(len(prompts), min(context, max(map(len, prompts)) + most))
     texts = list(map(list, prompts))

@@ -277,6 +277,7 @@ def prepare(paths, vocab, base=None):
     for a file that is no text, or is written to meanwhile.
 
     What is made is kept in data/, named by a fingerprint of the contents, and made only once."""
+    kinds = [kind_of(path) for path in paths]
     for path in paths:
         check_text(path)
 
@@ -290,7 +291,6 @@ def prepare(paths, vocab, base=None):
         to_train = [(path, 0, cut) for path, cut, _ in cuts]
         tokenizer_path = make_tokenizer(to_train, vocab, corpus_key, base)
         tokenizer = Tokenizer.load(tokenizer_path)
-        kinds = [kind_of(path) for path in paths]
         key = short_hash(corpus_key, file_hash(tokenizer_path), *kinds)
         tokens = make_tokens(tokenizer, f"train-{key}", to_train)
         val = {}
@@ -329,8 +329,8 @@ def make_tokens(tokenizer, name, parts):
         os.replace(f"{start}.new", f"{start}-{crc:08x}.bin")
     path = glob.glob(f"{glob.escape(start)}-*.bin")[0]
     ids = map_tokens(path)
-    require(path.endswith(f"-{zlib.crc32(ids):08x}.bin"),
-            f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
+    if not path.endswith(f"-{zlib.crc32(ids):08x}.bin"):
+        raise ValueError(f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
     return ids
 
 
