@@ -13,9 +13,9 @@
 //               that these kernels write are those of q and k before the rotation. No dropout, no mask but
 //               the causal one, no decoding of a few tokens (kernels.cu).
 //
-// model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128 and -DHOPPER=0 or 1, and launches the kernels
-// as the comment above FLASH_KERNELS says. Method and letters: Dao et al., FlashAttention (2022) and
-// FlashAttention-2 (2023).
+// model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128, -DHOPPER=0 or 1 and -DPARTS=1 or 2 (see M), and
+// launches the kernels as the comment above FLASH_KERNELS says. Method and letters: Dao et al., FlashAttention
+// (2022) and FlashAttention-2 (2023).
 //
 // Letters   B batch, T time, H query heads, G key/value heads, D head width. Query head h reads key head
 //           h / (H/G). i counts queries and tiles of Br queries, j keys and tiles of Bc keys.
@@ -70,6 +70,10 @@
 //   faster to 6% slower, in tf32 11 to 16% slower); blocks of two warps (3% faster at T 512, 7% slower at
 //   4096). Others, measured beside the last line with 12/4 heads: PyTorch 2.11's flash attention
 //   0.90 | 1.19 | 3.09, its cuDNN 0.54 | 0.72 | 1.87.
+
+#ifndef PARTS
+#define PARTS 2
+#endif
 
 constexpr int D = HEAD_DIM;
 constexpr int THREADS = 128;      // of a block
@@ -144,7 +148,7 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 
 // How the kernels are launched. `rows` is how many queries, or keys in dkdv, a block owns:
 //     readable      rows = 4096 / D                   128 threads
-//     _bf16         rows = 128, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
+//     _bf16         rows = 64 * PARTS, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
 //     _tf32         rows = 64, only for D <= 64       128 threads    tile = rows * D * 4 bytes
 //     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse. A smaller third: the last rows
 //     flash_backward_dq      grid (H, B, ceil(T / rows))    the first H*D columns of dqkv, and delta
@@ -551,10 +555,11 @@ struct Kernels {
     static constexpr bool WARPGROUP = HOPPER && BF16 && D == 64;  // the products are Hopper's
 
     // A block's own tile has M parts of 64 rows. A warp has a piece of 16 rows of each part, and takes them
-    // in turn. The other side comes in tiles of 64 rows. Two parts make two uses of a tile; one is what the
-    // registers allow for wide rows.
-    static constexpr int M = BF16 && D <= 64 ? 2 : 1;
-    static constexpr int DQ_BLOCKS = WARPGROUP ? 3 : 2;  // that are to fit a multiprocessor at once
+    // in turn. The other side comes in tiles of 64 rows. Two parts make two uses of a tile. One is what the
+    // registers allow for wide rows; and on a card with 100 KB of shared memory a multiprocessor (8.6, 8.9,
+    // 12.0) two blocks fit with one part, at 48 KB each, where with two parts it is one block.
+    static constexpr int M = BF16 && D <= 64 ? PARTS : 1;
+    static constexpr int DQ_BLOCKS = WARPGROUP ? 3 : 2;  // for so many at once there are registers
 
     // f(m) for each part m. EACH(m, M) would compute the same; this compiles to what the ladder measured.
     template <class F>

@@ -193,7 +193,9 @@ class Gpu:
             "Compiling the CUDA kernels for this GPU (kept for the next run).", file=sys.stderr))
         notice.start()    # speaks only if this takes time: compiled kernels load at once
         hopper = HOPPER and capability() == 90
-        options = [f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}"]
+        shared = cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"]
+        parts = 2 if HOPPER and shared >= 128 << 10 else 1          # of 64 rows in a block of attention
+        options = [f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}"]
         if hopper:                              # sm_90a alone has Hopper's own matmul instructions
             options.append("-arch=sm_90a")
         try:
@@ -202,7 +204,7 @@ class Gpu:
             for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code):
                 self.kernels[name] = module.get_function(name)
             _, module = compiled("flash_attn.cu", *options)
-            self.flash = flash_kernels(precision, config.head_dim)
+            self.flash = flash_kernels(precision, config.head_dim, parts)
             for name, _, _, shared in self.flash:
                 self.kernels[name] = module.get_function(name)
                 self.kernels[name].max_dynamic_shared_size_bytes = shared
@@ -371,14 +373,14 @@ def rope_forward(gpu, qkv, T, first):
                gpu.sin[first:], N, T, heads, c.head_dim, c.qkv_width)
 
 
-def flash_kernels(precision, D):
+def flash_kernels(precision, D, parts):
     """(name, rows of queries or keys a block takes, threads, bytes of shared memory) of the forward and of
     the two kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores
     else."""
     names = "flash_forward", "flash_backward_dq", "flash_backward_dkdv"
     if precision == "fp32" or precision == "tf32" and D > 64:
         return [(name, 4096 // D, 128, 0) for name in names]
-    rows = 128 if precision == "bf16" and D <= 64 else 64
+    rows = 64 * parts if precision == "bf16" and D <= 64 else 64
     row = D * (2 if precision == "bf16" else 4)     # bytes
     own = rows * row                                # the block's own tile
     stages = 4 * 64 * row                           # two stages of two of the others'

@@ -18,12 +18,13 @@ from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, from_
 
 norm = np.linalg.norm
 
-# (version, D): what there is; hopper: bf16 by the products that only Hopper has. The bounds on relative L2 errors are three to
+# (version, D): what there is; hopper: bf16 by the products that only Hopper has; narrow: bf16 with PARTS 1. The bounds on relative L2 errors are three to
 # four times what was seen.
 VERSIONS = [("fp32", 32), ("fp32", 64), ("fp32", 128), ("bf16", 32), ("bf16", 64), ("bf16", 128), ("tf32", 32),
-            ("tf32", 64), ("hopper", 64)]
+            ("tf32", 64), ("hopper", 64), ("narrow", 32), ("narrow", 64)]
 every_version = parametrize("version,D", VERSIONS)
-BOUNDS = {"fp32": 2e-6, "tf32": 1.5e-3, "bf16": 8e-3, "hopper": 8e-3}
+BOUNDS = {"fp32": 2e-6, "tf32": 1.5e-3, "bf16": 8e-3, "hopper": 8e-3, "narrow": 8e-3}
+HALF = "bf16", "hopper", "narrow"
 
 # B, T, H, G. Tiles have 32, 64 or 128 rows: shapes at, just below and just above, and several tiles.
 SHAPES = [(2, 1, 2, 1), (1, 2, 3, 1), (1, 17, 4, 1), (1, 63, 4, 2), (2, 64, 2, 1), (1, 65, 3, 3), (1, 127, 2, 2),
@@ -35,8 +36,8 @@ def geometry(version, D):
     names = ["flash_forward", "flash_backward_dq", "flash_backward_dkdv"]
     if version == "fp32":
         return [(name, 4096 // D, 128, 0) for name in names]
-    half = version in ("bf16", "hopper")
-    rows = 128 if half and D <= 64 else 64
+    half = version in HALF
+    rows = 128 if half and D <= 64 and version != "narrow" else 64
     own, stages = [n * D * (2 if half else 4) for n in (rows, 4 * 64)]
     suffix = "bf16" if half else version
     return [(f"{names[0]}_{suffix}", rows, 128, own + stages), (f"{names[1]}_{suffix}", rows, 128, 2 * own + stages),
@@ -44,8 +45,9 @@ def geometry(version, D):
 
 
 @functools.cache
-def module(D, hopper):
-    return CpuModule("flash_attn.cu", [f"-DHEAD_DIM={D}", f"-DHOPPER={int(hopper)}"], bounds=D == 32)   # the same lines for every D
+def module(D, version):
+    options = [f"-DHEAD_DIM={D}", f"-DHOPPER={int(version == 'hopper')}", *["-DPARTS=1"] * (version == "narrow")]
+    return CpuModule("flash_attn.cu", options, bounds=D == 32)         # the same lines for every D
 
 
 @functools.cache
@@ -55,7 +57,7 @@ def problem(version, B, T, H, G, D, spread=1.0):
     rng = default_rng(T)
     qkv = (spread * rng.standard_normal((B, T, H + 2 * G, D))).astype(np.float32)
     dout = rng.standard_normal((B, T, H, D)).astype(np.float32)
-    if version in ("bf16", "hopper"):
+    if version in HALF:
         qkv, dout = from_bf16(to_bf16(qkv)), from_bf16(to_bf16(dout))
     out, lse, dqkv = attention(qkv.astype(np.float64), dout.astype(np.float64), H, G)
     turn_back(dqkv[:, :, :H + G])
@@ -97,8 +99,8 @@ def attention(qkv, dout, H, G):
 def run(version, qkv, dout, H, G, order):
     """Forward and backward by the kernels: out, lse, dqkv as float32."""
     (B, T, _, D), i32 = qkv.shape, np.int32
-    pack, unpack = (to_bf16, from_bf16) if version in ("bf16", "hopper") else (np.asarray, np.asarray)
-    kernels = module(D, version == "hopper")
+    pack, unpack = (to_bf16, from_bf16) if version in HALF else (np.asarray, np.asarray)
+    kernels = module(D, version)
     kernels.order = order
     qkv, dout = guarded(pack(qkv)), guarded(pack(dout))
     empty = np.full(qkv.shape, np.nan, np.float32)         # an entry that is not written stays NaN
@@ -210,7 +212,9 @@ def test_order_of_threads_changes_no_bit(version, D):
 @parametrize("D", [32, 64, 128])
 def test_model_gpu_launches_them_so(precision, D):
     version = precision if (precision, D) in VERSIONS else "fp32"      # tf32 with D = 128: the readable version
-    assert model_gpu.flash_kernels(precision, D) == geometry(version, D)
+    assert model_gpu.flash_kernels(precision, D, 2) == geometry(version, D)
+    if precision == "bf16" and D < 128:
+        assert model_gpu.flash_kernels(precision, D, 1) == geometry("narrow", D)
 
 
 # one architecture of each family for the big model's D; the others, and the other D once each for the readable and the fast
@@ -220,7 +224,8 @@ def test_model_gpu_launches_them_so(precision, D):
         ("sm_75", 64), ("sm_89", 64), ("sm_100", 64), ("sm_70", 32), ("sm_80", 32), ("sm_70", 128), ("sm_80", 128)))])
 def test_compiles_for_gpu(arch, D, capsys):
     skip_unless_known(arch)
-    kernels = compile_for_gpu("flash_attn.cu", arch, [f"-DHEAD_DIM={D}", f"-DHOPPER={int(arch == 'sm_90a')}"])
+    parts = 1 if arch in ("sm_89", "sm_120") else 2
+    kernels = compile_for_gpu("flash_attn.cu", arch, [f"-DHEAD_DIM={D}", f"-DHOPPER={int(arch == 'sm_90a')}", f"-DPARTS={parts}"])
     with capsys.disabled():
         for name, use in kernels.items():
             print(f"\n  {arch} D {D:3d} {name:28s} {use.registers:3d} registers, {use.spill_bytes} bytes spilled",

@@ -31,6 +31,12 @@ class OutOfMemoryError(MemoryError):
     pass
 
 
+def card(capability, **more):
+    """A GPU.  Those of 8.9 have 100 KB of shared memory a multiprocessor, a Hopper has 228."""
+    shared = {"MaxSharedMemoryPerMultiprocessor": (100 if capability == "89" else 228) << 10}
+    return types.SimpleNamespace(compute_capability=capability, attributes=shared, **more)
+
+
 class Event:
     def __init__(self, disable_timing=False):
         pass
@@ -129,7 +135,7 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
     cuda = types.SimpleNamespace(
         is_available=lambda: True, runtime=runtime, Event=Event, Stream=Stream, alloc_pinned_memory=alloc_pinned_memory,
         get_current_stream=lambda: stream,
-        Device=lambda: types.SimpleNamespace(compute_capability=capability),
+        Device=lambda: card(capability),
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError))
     if not hasattr(model_gpu, "cupyx"):                                 # no CuPy here
         model_gpu.cupyx = PINNED
@@ -469,7 +475,7 @@ def test_a_step_by_kernel(cublas, monkeypatch, capsys):
     cupy.cuda.runtime.runtimeGetVersion, cupy.__version__ = lambda: 12090, "14.2"
     cupy.ndarray, cupy.cuda.get_elapsed_time = Array, lambda start, end: 2.0
     cupy.cuda.runtime.getDeviceProperties = lambda device: {"name": b"Card 1"}
-    cupy.cuda.Device = lambda: types.SimpleNamespace(id=0, synchronize=lambda: at.append(model.step), compute_capability="90")
+    cupy.cuda.Device = lambda: card("90", id=0, synchronize=lambda: at.append(model.step))
     cupy.get_default_memory_pool().used_bytes = lambda: 5 << 30
     bench.bench_train(model="small", batch=2, context=9, precision="tf32", rounds=2, steps=4)
     said = capsys.readouterr().out
@@ -498,7 +504,7 @@ def test_what_hopper_has(cublas, monkeypatch, capability, precision, transposes,
     launches are early where the driver can record them."""
     driver, load = types.SimpleNamespace(cuLaunchKernelEx=object()), ctypes.CDLL
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else load(name))
-    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability=capability))
+    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: card(capability))
     monkeypatch.setattr(model_gpu.cupy.cuda.runtime, "driverGetVersion", lambda: version)
     model = model_gpu.Model(TINY, precision=precision)
     early = int(capability) >= 90 and version >= 12030
@@ -512,8 +518,9 @@ def test_what_hopper_has(cublas, monkeypatch, capability, precision, transposes,
     hopper = capability == "90"
     kernels, attention = model_gpu.cupy.get_default_memory_pool().options[:2]
     assert kernels == (f"-DBF16={int(precision == 'bf16')}", "-DROW_THREADS=32")
-    assert attention == ("-DHEAD_DIM=32", f"-DHOPPER={int(hopper)}", *["-arch=sm_90a"] * hopper)
-    for name, _, _, shared in model_gpu.flash_kernels(precision, 32):
+    parts = 1 if capability == "89" else 2
+    assert attention == ("-DHEAD_DIM=32", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}", *["-arch=sm_90a"] * hopper)
+    for name, _, _, shared in model_gpu.flash_kernels(precision, 32, parts):
         assert model.gpu.kernels[name].max_dynamic_shared_size_bytes == shared
 
 
@@ -851,7 +858,7 @@ def test_an_early_launch_tells_the_driver_all(made, monkeypatch):
 @pytest.mark.parametrize("capability, version, early", [("90", 12030, True), ("90", 12020, False), ("89", 13000, False)])
 def test_launches_are_early_where_the_gpu_and_its_driver_can(made, monkeypatch, capability, version, early):
     monkeypatch.setattr(model_gpu.cupy.cuda.runtime, "driverGetVersion", lambda: version)
-    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: types.SimpleNamespace(compute_capability=capability))
+    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: card(capability))
     driver, load = types.SimpleNamespace(cuLaunchKernelEx=object()), ctypes.CDLL
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else load(name))
     assert model_gpu.Gpu(TINY, "bf16", "ours").launch_kernel is (driver.cuLaunchKernelEx if early else None)
