@@ -18,6 +18,7 @@ import checkpoint
 import model_cpu
 import rl
 import sft
+import train
 
 run = functools.partial(runs.run, script="rl.py")
 FEW = "--batch-tokens 256 --steps 3 --eval-every 3 --save-every 1 --threads 2 --lr 0.001".split()
@@ -189,3 +190,53 @@ def test_held_out_prompts_are_not_learned_and_equal_answers_not_at_all(folder, c
     assert sum(map(len, batches)) == 60 and all(len(rows) % 2 == 0 for rows in batches)
     unseen = sft.hold_out([opening for opening, _ in pairs], 0)
     assert len(unseen) == 3 and set(unseen) < {pair["prompt"] for pair in PAIRS}
+
+
+def begun(folder, monkeypatch, **given):
+    """-> the Training of a new run in this process."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(checkpoint, "lock_folder", lambda out: None)        # which this process would keep
+    shutil.rmtree("out/here", ignore_errors=True)
+    return rl.begin_run({"base": "out/play-sft", "device": "cpu", "batch_tokens": 2048, **given}, "out/here", train.Ranks())
+
+
+def test_what_reinforce_draws(folder, monkeypatch):
+    """A step: groups for as many answers as its tokens hold, at temperature 1, of prompts that no evaluation asks."""
+    training, drawn = begun(folder, monkeypatch), []
+    monkeypatch.setattr(rl, "HELD_OUT", 2)
+    monkeypatch.setattr(rl, "generate_batch", lambda model, prompts, sampling, stop, most: drawn.append((prompts, sampling)) or [[97] for _ in prompts])
+    job = rl.reinforcing(training)
+    T = training.model.config.context
+    inputs, _, counted, weights = job.batch(0)
+    prompts, sampling = drawn.pop()
+    assert len(prompts) == len(inputs) == len(weights) == 2048 // T // rl.GROUP * rl.GROUP and sampling.temperature == 1
+    assert not weights.any() and counted.tolist() == [len(prompts)] * len(counted) and len({*sampling.seed.tolist()}) == len(prompts)
+    assert all(len({*map(tuple, prompts[i:i + rl.GROUP])}) == 1 for i in range(0, len(prompts), rl.GROUP))
+    assert job.note(1, 0.0) == "reward 0.000"
+    asked = {*map(tuple, prompts)}
+    for step in range(1, 6):
+        job.batch(step)
+        asked |= {*map(tuple, drawn.pop()[0])}
+    record = job.evaluate(1)
+    (sampled, hot), (greedy, cold) = drawn
+    assert (hot.temperature, cold.temperature) == (1, 0) and len(sampled) == rl.GROUP * len(greedy) and 1 <= len(greedy) <= 2
+    assert asked.isdisjoint(map(tuple, sampled)) and record["length"] == 1 and record["alike"] == 1 and abs(record["kl"]) < 1e-6
+
+
+def test_the_pairs_of_a_run(folder, monkeypatch):
+    """Those of a tenth of the prompts are held out, all others are learned, each once."""
+    seen, pair_batches = [], rl.pair_batches
+    monkeypatch.setattr(rl, "pair_batches", lambda training, pairs: seen.append(pairs) or pair_batches(training, pairs))
+    training = begun(folder, monkeypatch, data=["pairs.jsonl"])
+    rl.preferring(training)
+    held_out, learned = [{opening for opening, _ in pairs} for pairs in seen]
+    assert len(held_out) == 3 and len(learned) == 27 and held_out.isdisjoint(learned)
+    assert training.settings.steps == len(pair_batches(training, seen[1])) > 1
+    done = run(folder, "--base out/play-sft --data pairs.jsonl --show 2")
+    assert done.returncode == 0 and done.stdout.count("--- reward ") == 4 and "It is 1." in done.stdout
+
+
+def test_a_pair_that_fits_to_the_token_is_not_cut():
+    for size, prompt in (11, 53), (12, 48):
+        chosen, _ = rl.pair_rows(BYTES, ((None, "q" * 50), ["x" * size, "y"]), 64)
+        assert int((~chosen[1]).sum()) == prompt

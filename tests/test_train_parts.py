@@ -206,6 +206,7 @@ def test_samples():
         texts = train.draw_samples(training, [ids, ids], 80)
         drawn = model_cpu.generate(model, ids, 0.8, 50, seed=5, vocab=tokenizer.vocab_size, most=80, stop={*tokenizer.special.values()})
         assert texts[0] == tokenizer.decode([*drawn]) != texts[1]
+    assert not train.token_bytes(tokenizer)[[*tokenizer.special.values()]].any()
 
 
 def test_what_a_run_evaluates(monkeypatch, out_text):
