@@ -102,24 +102,18 @@ def read_json(path):
 
 def json_values(path):
     """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
-    that is not UTF-8, or not JSON."""
-    data = read_chunk(path)
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = 1 + data.count(b"\n", 0, error.start)
-        raise ValueError(f"{path}, line {line}, is not UTF-8.") from None
-    is_list = text.lstrip().startswith("[")
+    that is not JSON, or not UTF-8."""
+    data = read_chunk(path).removeprefix(b"\xef\xbb\xbf")      # some editors mark UTF-8 with these bytes
+    what = "is not JSON; the file must hold one list of records, or one record a line"
+    if data.lstrip().startswith(b"["):
+        with refusing(f"{path} {what}"):
+            return json.loads(data.decode())
     values = []
-    for number, part in enumerate([text] if is_list else text.split("\n")):
-        try:
-            if part.strip():
-                values.append(json.loads(part))
-        except (ValueError, RecursionError) as error:
-            line = number + getattr(error, "lineno", 1)
-            raise ValueError(f"{path}, line {line}, is not JSON ({getattr(error, 'msg', error)}); the file "
-                             "must hold one list of records, or one record a line.") from None
-    return values[0] if is_list else values
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            with refusing(f"{path}, line {number}, {what}"):
+                values.append(json.loads(line.decode()))
+    return values
 
 
 @contextmanager
@@ -166,13 +160,12 @@ def print_step(step, parts, last):
     """The progress line.  A terminal's is rewritten in place, and without its last parts where they do not
     fit, or every step would leave a line.  Elsewhere the first step and every tenth have lines of their own.
     """
-    if not sys.stdout.isatty():
-        if last or step == 1 or step % 10 == 0:
-            print("  ".join(parts), flush=True)
-        return
-    while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
-        parts.pop()
-    print(f"\r{'  '.join(parts)}\033[K", end="\n" if last else "", flush=True)
+    if sys.stdout.isatty():
+        while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
+            parts.pop()
+        print(f"\r{'  '.join(parts)}\033[K", end="\n" if last else "", flush=True)
+    elif last or step == 1 or step % 10 == 0:
+        print("  ".join(parts), flush=True)
 
 
 class Parser(argparse.ArgumentParser):

@@ -398,10 +398,9 @@ def find_chunks(file, size):
     Where it is cut depends on the file alone, not on the number of processes, and each cut reads 64 KiB only.
     """
     path, start, end = file if isinstance(file, tuple) else (file, 0, os.path.getsize(file))
-    cuts = [start]
-    for place in range(start + size, end - CUT_WINDOW, size):
-        cuts.append(place + find_cut(read_chunk(path, place, place + CUT_WINDOW)))
-    return [(path, a, b) for a, b in pairwise([*cuts, end])]
+    places = range(start + size, end - CUT_WINDOW, size)
+    cuts = [place + find_cut(read_chunk(path, place, place + CUT_WINDOW)) for place in places]
+    return [(path, a, b) for a, b in pairwise([start, *cuts, end])]
 
 
 def count_chunk(path, start, end):
@@ -462,7 +461,7 @@ class Tokenizer:
 
     def __init__(self, tokens, merges, special, digits=False):
         self.tokens = [bytes([token]) if isinstance(token, int) else token for token in tokens]
-        ids = {token: i for i, token in enumerate(self.tokens)}
+        ids = dict(zip(self.tokens, count()))
 
         def find(token):
             if token not in ids:
@@ -524,7 +523,7 @@ class Tokenizer:
     def from_vocab(cls, vocab, merges, special, digits=False):
         """vocab: {token in printable stand-ins, or name: id}; merges: "left right" or [left, right] each;
         special: names.  ValueError or KeyError for what does not fit together."""
-        byte_of = {char: byte for byte, char in enumerate(byte_chars())}
+        byte_of = dict(zip(byte_chars(), count()))
         ordinary = vocab.keys() - {*special}
         tokens = {}
         for name, i in vocab.items():

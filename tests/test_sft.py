@@ -255,9 +255,9 @@ def test_prompts_are_in_one_part_only():
 @parametrize("text, found", [
     (b' \n[[2]]\n', [[2]]), (b"\n \n", []),
     (b'\xef\xbb\xbf1\n\n 2 \n"\xe7\x8c\xab"\n', [1, 2, "猫"]), (b'{"a": 1}\r\n{}\n', [{"a": 1}, {}]),
-    (b"[1]\n[2]", "line 2, is not JSON (Extra data)"), (b"[1,\n2,\nx]", "line 3, is not JSON (Expecting value)"),
-    (b"1\n2\nx\n", "line 3, is not JSON (Expecting value)"), (b"1\n\n" + b'{"a":' * 100_000, "line 3, is not JSON (maximum recursion"),
-    (b'1\n2\n"\xe9"\n4', "line 3, is not UTF-8.")])
+    (b"[1]\n[2]", " (Extra data: line 2"), (b"[1,\n2,\nx]", " (Expecting value: line 3"),
+    (b"1\n2\nx\n", ", line 3, (Expecting value"), (b"1\n\n" + b'{"a":' * 100_000, ", line 3, (maximum recursion"),
+    (b'1\n2\n"\xe9"\n4', ", line 3, ('utf-8' codec can't decode byte 0xe9")])
 def test_json(tmp_path, text, found):
     path = tmp_path / "x.json"
     path.write_bytes(text)
@@ -265,8 +265,7 @@ def test_json(tmp_path, text, found):
         assert sft.json_values(str(path)) == found
         return
     said = refusal(sft.json_values, str(path))
-    assert said.startswith(f"{path}, {found}")
-    assert "UTF-8" in found or said.endswith("); the file must hold one list of records, or one record a line.")
+    assert said.replace(" is not JSON; the file must hold one list of records, or one record a line", "").startswith(f"{path}{found}")
 
 
 def test_records(tmp_path, out_text):
