@@ -40,8 +40,8 @@ from os.path import exists
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
-from script import (Parser, check_plain, load_pyplot, naming, read_chunk, read_json, refusing, require,
-                    run_script, write_file)
+from script import (Parser, check_plain, load_pyplot, naming, read_chunk, read_json, refusing, replace_file,
+                    require, run_script, write_file)
 from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, Tokenizer, known_template, special_ids
 
 WEIGHTS = "model.safetensors"
@@ -78,11 +78,9 @@ def write_safetensors(path, tensors, metadata):
     crc = zlib.crc32(top)
     for array in tensors.values():
         crc = zlib.crc32(array, crc)
-    with naming(path), open(path, "wb") as file:
+    with replace_file(path) as file:
         file.write(top.replace(NO_CRC, b'"crc32":"%08x"' % crc, 1))
         file.writelines(tensors.values())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_safetensors(path):
@@ -143,28 +141,27 @@ def write_tensor(model, view, name, tensor):
 # ------------------------------------------------------------------------------------------------------------
 def llama_names(config):
     """Yields (Hugging Face's name, our name, rows): which rows of our matrix each tensor of a Llama is."""
-    c = config
-    q = c.heads * c.head_dim                # qkv has q rows of queries, then as many of keys as of values
-    k = q + c.kv_heads * c.head_dim
+    q = config.heads * config.head_dim      # qkv has q rows of queries, then as many of keys as of values
+    k = q + config.kv_heads * config.head_dim
     every = slice(None)                     # row
     layer = [("self_attn.q_proj", "qkv", slice(q)),
              ("self_attn.k_proj", "qkv", slice(q, k)),
              ("self_attn.v_proj", "qkv", slice(k, None)),
              ("self_attn.o_proj", "out", every),
-             ("mlp.gate_proj", "gate_up", slice(c.hidden)),
-             ("mlp.up_proj", "gate_up", slice(c.hidden, None)),
+             ("mlp.gate_proj", "gate_up", slice(config.hidden)),
+             ("mlp.up_proj", "gate_up", slice(config.hidden, None)),
              ("mlp.down_proj", "down", every),
              ("input_layernorm", "norm1", every),
              ("post_attention_layernorm", "norm2", every)]
     yield "model.embed_tokens.weight", "embed", every
-    for i in range(c.layers):
+    for i in range(config.layers):
         for theirs, ours, rows in layer:
             yield f"model.layers.{i}.{theirs}.weight", f"layers.{i}.{ours}", rows
     yield "model.norm.weight", "norm", every
-    if not c.tied:
-        yield "lm_head.weight", "heads", slice(c.vocab)            # head 0 is Llama's head
-    if c.predict > 1:
-        yield "mtp_heads.weight", "heads", slice(c.vocab, None)
+    if not config.tied:
+        yield "lm_head.weight", "heads", slice(config.vocab)             # head 0 is Llama's head
+    if config.predict > 1:
+        yield "mtp_heads.weight", "heads", slice(config.vocab, None)
 
 
 # {LlamaConfig's name of a size: our name}
@@ -212,8 +209,7 @@ def read_config(folder, context=None):
         found.update(found.get("rope_scaling") or found.get("rope_parameters", {}))
         found.setdefault("rope_type", found.get("type", "default"))
         sizes = {ours: found[theirs] for theirs, ours in LLAMA_SIZES.items()}
-        if context is None:
-            context = found.get("context", sizes["positions"])
+        context = context or found.get("context", sizes["positions"])
         if context == sizes["positions"]:
             sizes["positions"] = None
         config = model_cpu.Config(**sizes, context=context, predict=found.get("mtp_heads", 0) + 1,
@@ -291,7 +287,8 @@ def repair(folder):
 
     save() writes both files as .new, then renames the weights, then the state.  Killed before the first
     rename, it leaves the old pair whole: the .new files are removed.  Killed between the two renames, it
-    leaves the new state alone as .new: the second rename is made now.  Only save() may call this.  A reader
+    leaves the new state alone as .new: the second rename is made now.  (A .new file is whole: what is not
+    stands in .new.new, where the next save begins it anew.)  Only save() may call this.  A reader
     that did, such as chat.py, could remove the files of a run that is saving at this moment."""
     weights, state = paths_of(folder)
     if exists(f"{state}.new") and not exists(f"{weights}.new"):

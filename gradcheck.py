@@ -126,12 +126,12 @@ def gradients(model, tokens, targets):
 
 
 def choose_entries(gradient, limit):
-    """Indices to check: all of them, or the largest gradient and limit-1 others drawn at random."""
+    """Indices into the flat gradient to check: all of them, or the largest and limit-1 others drawn at
+    random."""
     if limit is None or limit >= gradient.size:
-        return list(np.ndindex(gradient.shape))
+        return range(gradient.size)
     drawn = np.random.default_rng(0).choice(gradient.size, limit - 1, replace=False)
-    chosen = [np.argmax(np.abs(gradient)), *drawn]
-    return [np.unravel_index(i, gradient.shape) for i in chosen]
+    return [np.argmax(np.abs(gradient)), *drawn]
 
 
 def check_entries(model, tokens, targets, h, limit=None):
@@ -142,13 +142,15 @@ def check_entries(model, tokens, targets, h, limit=None):
 
     for name, gradient in gradients(model, tokens, targets).items():
         entries = choose_entries(gradient, limit)
-        numeric = np.array([slope(loss, model.params[name], index, h) for index in entries])
-        by_hand = np.array([gradient[index] for index in entries])
+        weights = model.params[name].reshape(-1)                # a view
+        numeric = np.array([slope(loss, weights, i, h) for i in entries])
+        by_hand = gradient.reshape(-1)[entries]
         # the tiny number: a gradient that is 0 throughout, where none should be, is an error, and no 0 / 0
         errors = np.abs(by_hand - numeric) / (np.abs(gradient).max() + sys.float_info.min)
         errors[np.isnan(errors)] = np.inf
         worst = np.argmax(errors)
-        yield name, gradient.shape, len(entries), errors[worst], tuple(map(int, entries[worst]))
+        index = np.unravel_index(entries[worst], gradient.shape)
+        yield name, gradient.shape, len(entries), errors[worst], tuple(map(int, index))
 
 
 # ------------------------------------------------------------------------------------------------------------
