@@ -88,7 +88,7 @@ class Session:
         self.settings = settings
         self.chat_form = bool(tokenizer.template)
         self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(*TEXT_ENDS)
-        self.system = b""
+        self.system = None          # or bytes
         self.turns = []
         self.answers = 0            # how many there were since the seed was set
         self.said = []              # the ids of the last answer; answer() keeps its trace and seconds, too
@@ -115,8 +115,8 @@ class Session:
         while turns and sum(map(len, turns)) + len(new) > room:
             del turns[1 if has_system and len(turns) > 1 else 0]
         if not turns:                                       # beside others a turn is whole
-            new = tokenizer.prompt(text, room, self.system or None)
-            frame = len(tokenizer.prompt(b"", system=self.system or None))
+            new = tokenizer.prompt(text, room, self.system)
+            frame = len(tokenizer.prompt(b"", system=self.system))
             last_ids(tokenizer.encode(text), room - frame, "prompt")        # only to tell the user
         turns.append(new)
         self.utf8.reset()
@@ -274,9 +274,9 @@ def run_command(line, session):
             session.print_tokens()
     elif name == "system" and session.chat_form:
         if value:
-            session.system = b"" if value == "none" else to_bytes(value)
+            session.system = None if value == "none" else to_bytes(value)
             session.turns = []
-        print(f"system is {session.system.decode('utf-8', 'replace') or 'none'}")
+        print(f"system is {(session.system or b'none').decode('utf-8', 'replace')}")
     elif name in SETTINGS:
         kind, default, _ = SETTINGS[name]
         try:

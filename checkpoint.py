@@ -103,15 +103,15 @@ def read_safetensors(path):
         header = json.loads(top[8:])
         metadata = {**header.pop("__metadata__", {})}           # only a dict unpacks so
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            start, stop = entry["data_offsets"]
             shape = tuple(entry["shape"])
             kind = entry["dtype"]
             require(kind in DTYPES, f"{name!r} is of {kind!r:.40}, not one of {', '.join(DTYPES)}")
             dtype = np.dtype(DTYPES[kind])
-            require(start == end <= stop <= size, f"{name!r} has no such place")
-            require(stop - start == math.prod(shape) * dtype.itemsize, f"{name!r} has another size")
+            start = end
+            end += math.prod(shape) * dtype.itemsize
+            require(entry["data_offsets"] == [start, end] and start <= end <= size,
+                    f"{name!r} has another size or place")
             tensors[name] = np.memmap(path, dtype, "r", begin + start, shape)
-            end = stop
         require(end == size, "its tensors end elsewhere than the file")
         # ours holds two checksums, so that it is known even where the name or the value of one is damaged
         if not re.search(rb'"(crc32|tokenizer)":"[0-9a-f]{8}"', top):
@@ -143,28 +143,27 @@ def write_tensor(model, view, name, tensor):
 # ------------------------------------------------------------------------------------------------------------
 def llama_names(config):
     """Yields (Hugging Face's name, our name, rows): which rows of our matrix each tensor of a Llama is."""
-    c = config
-    q = c.heads * c.head_dim                # qkv has q rows of queries, then as many of keys as of values
-    k = q + c.kv_heads * c.head_dim
-    every = np.s_[:]                        # row
-    layer = [("self_attn.q_proj", "qkv", np.s_[:q]),
-             ("self_attn.k_proj", "qkv", np.s_[q:k]),
-             ("self_attn.v_proj", "qkv", np.s_[k:]),
+    q = config.heads * config.head_dim      # qkv has q rows of queries, then as many of keys as of values
+    k = q + config.kv_heads * config.head_dim
+    every = slice(None)                     # row
+    layer = [("self_attn.q_proj", "qkv", slice(q)),
+             ("self_attn.k_proj", "qkv", slice(q, k)),
+             ("self_attn.v_proj", "qkv", slice(k, None)),
              ("self_attn.o_proj", "out", every),
-             ("mlp.gate_proj", "gate_up", np.s_[:c.hidden]),
-             ("mlp.up_proj", "gate_up", np.s_[c.hidden:]),
+             ("mlp.gate_proj", "gate_up", slice(config.hidden)),
+             ("mlp.up_proj", "gate_up", slice(config.hidden, None)),
              ("mlp.down_proj", "down", every),
              ("input_layernorm", "norm1", every),
              ("post_attention_layernorm", "norm2", every)]
     yield "model.embed_tokens.weight", "embed", every
-    for i in range(c.layers):
+    for i in range(config.layers):
         for theirs, ours, rows in layer:
             yield f"model.layers.{i}.{theirs}.weight", f"layers.{i}.{ours}", rows
     yield "model.norm.weight", "norm", every
-    if not c.tied:
-        yield "lm_head.weight", "heads", np.s_[:c.vocab]            # head 0 is Llama's head
-    if c.predict > 1:
-        yield "mtp_heads.weight", "heads", np.s_[c.vocab:]
+    if not config.tied:
+        yield "lm_head.weight", "heads", slice(config.vocab)             # head 0 is Llama's head
+    if config.predict > 1:
+        yield "mtp_heads.weight", "heads", slice(config.vocab, None)
 
 
 # {LlamaConfig's name of a size: our name}
@@ -187,13 +186,12 @@ LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_t
 
 def llama_config(config, eos):
     """What config.json holds: the keys of Hugging Face's LlamaConfig, then two or three of our own."""
-    found = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    for theirs, ours in LLAMA_SIZES.items():
-        found[theirs] = getattr(config, ours)
-    found["max_position_embeddings"] = config.positions or config.context
-    found.update(head_dim=config.head_dim, hidden_act="silu", attention_bias=False, mlp_bias=False,
-                 torch_dtype="float32", bos_token_id=None, eos_token_id=eos,
-                 mtp_heads=config.predict - 1, mtp_weight=config.mtp_weight)
+    sizes = {theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()}
+    sizes["max_position_embeddings"] = config.positions or config.context
+    found = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, "head_dim": config.head_dim,
+             "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "torch_dtype": "float32",
+             "bos_token_id": None, "eos_token_id": eos,
+             "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight}
     if config.positions:
         found["context"] = config.context
     return found
@@ -213,8 +211,7 @@ def read_config(folder, context=None):
         found.update(found.get("rope_scaling") or found.get("rope_parameters", {}))
         found.setdefault("rope_type", found.get("type", "default"))
         sizes = {ours: found[theirs] for theirs, ours in LLAMA_SIZES.items()}
-        if context is None:
-            context = found.get("context", sizes["positions"])
+        context = context or found.get("context", sizes["positions"])
         if context == sizes["positions"]:
             sizes["positions"] = None
         config = model_cpu.Config(**sizes, context=context, predict=found.get("mtp_heads", 0) + 1,
@@ -266,18 +263,15 @@ def read_tokenizer(folder):
     """-> the Tokenizer of a folder.  It has a chat template if the model was fine-tuned to answer, in a form
     that is known here."""
     tokenizer = Tokenizer.load(f"{folder}/tokenizer.json")
-    path = f"{folder}/tokenizer_config.json"
-    settings = read_settings(path)
-    require(isinstance(settings, dict), f"{path} is damaged: it holds no settings.")
+    settings = read_settings(f"{folder}/tokenizer_config.json")
     check_settings(folder, settings, tokenizer)
     template = settings.get("chat_template") or ""
     jinja = f"{folder}/chat_template.jinja"
     if exists(jinja):                                           # as in transformers this one counts
-        path = jinja
-        template = read_chunk(path).decode("utf-8", "replace")
+        template = read_chunk(jinja).decode("utf-8", "replace")
     known = known_template(template)
     if known is None:
-        print(f"note: {path}: an unknown chat template, which is not used.", file=sys.stderr)
+        print(f"note: {folder} has an unknown chat template, which is not used.", file=sys.stderr)
     tokenizer.template = known or ""
     return tokenizer
 
@@ -393,9 +387,7 @@ def load(folder, engine, options=None, context=None):
     Model (dtype, threads, training, precision); context: takes the place of the folder's.  ValueError, in one
     sentence, for what is missing, damaged, or not computed here."""
     path = f"{folder}/{WEIGHTS}"
-    for needed in f"{folder}/config.json", f"{folder}/tokenizer.json", path:
-        require(exists(needed) or exists(f"{needed}.index.json"),
-                f"{folder} holds no checkpoint: there is no {needed}.")
+    require(exists(f"{folder}/config.json"), f"{folder} holds no checkpoint: there is no {folder}/config.json.")
     config = read_config(folder, context)
     tokenizer = read_tokenizer(folder)
     require(tokenizer.vocab_size <= config.vocab, f"{folder}: tokenizer.json is not this model's: it has "
@@ -508,7 +500,6 @@ def plot(folder):
     """Draw the losses in folder/log.jsonl to folder/loss.png."""
     path = f"{folder}/log.jsonl"
     picture = f"{folder}/loss.png"
-    require(exists(path), f"there is no {path} to draw.")
     pyplot = load_pyplot()
     records = [record for _, record in read_log(path)]
     steps = [record for record in records if "loss" in record]

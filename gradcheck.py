@@ -129,12 +129,12 @@ def gradients(model, tokens, targets, weights=None):
 
 
 def choose_entries(gradient, limit):
-    """Indices to check: all of them, or the largest gradient and limit-1 others drawn at random."""
+    """Indices into the flat gradient to check: all of them, or the largest and limit-1 others drawn at
+    random."""
     if limit is None or limit >= gradient.size:
-        return list(np.ndindex(gradient.shape))
+        return range(gradient.size)
     drawn = np.random.default_rng(0).choice(gradient.size, limit - 1, replace=False)
-    chosen = [np.argmax(np.abs(gradient)), *drawn]
-    return [np.unravel_index(i, gradient.shape) for i in chosen]
+    return [np.argmax(np.abs(gradient)), *drawn]
 
 
 def check_entries(model, tokens, targets, h, limit=None, weights=None):
@@ -145,20 +145,22 @@ def check_entries(model, tokens, targets, h, limit=None, weights=None):
 
     for name, gradient in gradients(model, tokens, targets, weights).items():
         entries = choose_entries(gradient, limit)
-        numeric = np.array([slope(loss, model.params[name], index, h) for index in entries])
-        by_hand = np.array([gradient[index] for index in entries])
+        flat = model.params[name].reshape(-1)                   # a view
+        numeric = np.array([slope(loss, flat, i, h) for i in entries])
+        by_hand = gradient.reshape(-1)[entries]
         # the tiny number: a gradient that is 0 throughout, where none should be, is an error, and no 0 / 0
         errors = np.abs(by_hand - numeric) / (np.abs(gradient).max() + sys.float_info.min)
         errors[np.isnan(errors)] = np.inf
         worst = np.argmax(errors)
-        yield name, gradient.shape, len(entries), errors[worst], tuple(map(int, entries[worst]))
+        index = np.unravel_index(entries[worst], gradient.shape)
+        yield name, gradient.shape, len(entries), errors[worst], tuple(map(int, index))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The loss once more: the equations of the model in loops, sharing nothing with model_cpu but the weights
 # ------------------------------------------------------------------------------------------------------------
 def plain_losses(w, config, tokens, targets):
-    """(K,) losses.  Token by token, head by head: a token reads the lists of keys and values so far, so there
+    """(K,) losses.  Token by token, head by head: a token reads the list of keys and values so far, so there
     is no mask and no batch to go wrong."""
     D = config.dim // config.heads
     R = config.heads // config.kv_heads
@@ -168,10 +170,9 @@ def plain_losses(w, config, tokens, targets):
     def norm(x, name):
         return x / math.sqrt(x @ x / len(x) + config.norm_eps) * w[name]
 
-    for b in range(len(tokens)):
-        keys = [[] for _ in range(config.layers)]
-        values = [[] for _ in range(config.layers)]
-        for t, token in enumerate(tokens[b]):
+    for row, wanted in zip(tokens, targets):
+        read = [[] for _ in range(config.layers)]       # by layer: (keys (G,D/2), values (G,D)) of each token
+        for t, token in enumerate(row):
             x = w["embed"][token]
             turn = np.exp(1j * t * frequency)
             for i in range(config.layers):
@@ -180,17 +181,16 @@ def plain_losses(w, config, tokens, targets):
                 # t theta^(-2i/D); q . k is then the real part of the sum of q conj(k)
                 real, imaginary = np.split(parts[:-config.kv_heads], 2, axis=1)
                 turned = (real + 1j * imaginary) * turn
-                keys[i].append(turned[config.heads:])
-                values[i].append(parts[-config.kv_heads:])
+                read[i].append((turned[config.heads:], parts[-config.kv_heads:]))
                 y = []
                 for h in range(config.heads):
-                    p = [math.exp(np.vdot(k[h // R], turned[h]).real / math.sqrt(D)) for k in keys[i]]
-                    y.append(sum(p_s * v[h // R] for p_s, v in zip(p, values[i])) / sum(p))
+                    p = [math.exp(np.vdot(k[h // R], turned[h]).real / math.sqrt(D)) for k, _ in read[i]]
+                    y.append(sum(p_s * v[h // R] for p_s, (_, v) in zip(p, read[i])) / sum(p))
                 x = x + w[f"layers.{i}.out"] @ np.concatenate(y)
                 gate, up = (w[f"layers.{i}.gate_up"] @ norm(x, f"layers.{i}.norm2")).reshape(2, -1)
                 x = x + w[f"layers.{i}.down"] @ (gate / (1 + np.exp(-gate)) * up)
             logits = (w["heads"] @ norm(x, "norm")).reshape(config.predict, config.vocab)
-            for k, target in enumerate(targets[b][t:t + config.predict]):
+            for k, target in enumerate(wanted[t:t + config.predict]):
                 if target >= 0:
                     nlls[k].append(math.log(sum(np.exp(logits[k]))) - logits[k][target])
     return np.array([sum(nll) / max(len(nll), 1) for nll in nlls])
@@ -301,10 +301,10 @@ def run_check(model, tokens, targets, h, bar, limit=None, weights=None):
     return good
 
 
-def backward_order(config):
-    """The names of the tensors, as the backward reaches them: the heads first, the embedding last."""
+def backward_order():
+    """The names of TINY's tensors, as the backward reaches them: the heads first, the embedding last."""
     layer = ["down", "gate_up", "norm2", "out", "qkv", "norm1"]
-    layers = [f"layers.{i}.{name}" for i in reversed(range(config.layers)) for name in layer]
+    layers = [f"layers.{i}.{name}" for i in reversed(range(TINY.layers)) for name in layer]
     return ["heads", "norm", *layers, "embed"]
 
 
@@ -322,7 +322,7 @@ def is_caught(replacements, limit=40):
         errors = collections.defaultdict(float)
         for name, _, _, worst, _ in rows:
             errors[name] = max(errors[name], worst)
-    names = backward_order(TINY)
+    names = backward_order()
     wrong = [f"{name}={errors[name]:.1e}" for name in names if errors[name] > TINY_BAR]
     right = [name for name in names if errors[name] <= TINY_BAR]
     if error > LOSS_BAR:
@@ -375,15 +375,9 @@ def whole_step(model, tokens, targets):
     return losses, model.read(model.flat_grads)
 
 
-def peer_error(reference, tokens, targets, precision):
-    """The same gradient by PyTorch's autograd in this precision: its relative L2 from the reference,
-    whole."""
-    import torch_twin           # here, since it needs PyTorch
-    return distance(torch_twin.gradient(reference, tokens, targets, precision), reference.flat_grads)
-
-
 def run_gpu_gradients(config, precisions, std, peer):
-    """A row per tensor, a column per precision; then the whole gradient, losses, and the same step twice."""
+    """A row per tensor, a column per precision; then the whole gradient, losses, and the same step twice.
+    peer: and the whole gradient by PyTorch's autograd."""
     reference, tokens, targets = make_problem(config, std)
     losses, gradient = whole_step(reference, tokens, targets)
     columns = []
@@ -403,7 +397,8 @@ def run_gpu_gradients(config, precisions, std, peer):
         good &= same and (std is not None or worst <= 2 * bar and whole <= bar and losses_off <= loss_bar)
         column.update({"whole gradient": whole, "losses": losses_off, "twice the same bits": str(same)})
         if peer:
-            theirs = peer_error(reference, tokens, targets, precision)
+            import torch_twin           # here, since it needs PyTorch
+            theirs = distance(torch_twin.gradient(reference, tokens, targets, precision), gradient)
             column.update({"PyTorch's whole": theirs, "ours / PyTorch's": whole / theirs})
             good &= std is None or whole <= 1.5 * theirs
         columns.append(column)
@@ -429,7 +424,7 @@ def run_gpu(peer):
 
 
 def main(argv):
-    tests = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests")
+    tests = f"{os.path.dirname(__file__)}/tests"
     sys.path[:0] = tests, f"{tests}/peers"      # first: there may be a folder exercises here
     import exercises            # here, since it imports this file
     parser = Parser(description="Check model_cpu.py's gradients against finite differences: every entry of a "

@@ -86,7 +86,7 @@ def read_conversations(paths):
     for path in paths:
         check_text(path)
         if path.lower().endswith((".json", ".jsonl")):
-            conversations += read_records(path)
+            conversations += read_records(path, make_turns)
         elif re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)):
             conversations += python_pairs(path)
         else:
@@ -94,11 +94,10 @@ def read_conversations(paths):
     return conversations
 
 
-def read_records(path, make=None):
-    """What `make`, by default make_turns, makes of each record in a file of JSON.  Records that cannot be used are
+def read_records(path, make):
+    """What `make`, such as make_turns, makes of each record in a file of JSON.  Records that cannot be used are
     left out, which is said."""
     records = json_values(path)
-    make = make or make_turns
     conversations = []
     wrong = {}                                      # what is wrong -> the numbers of the records
     for number, record in enumerate(records, 1):
@@ -123,18 +122,18 @@ def make_turns(record):
     if messages is None:
         given = [record.get("instruction"), record.get("input") or "", record.get("output")]
         check_texts(given)
-        messages = [("user", as_text(given[:2])), ("assistant", given[2])]
+        roles = ["user", "assistant"]
+        texts = [as_text(given[:2]), given[2]]
     else:
         require(isinstance(messages, list) and all(isinstance(message, dict) for message in messages),
                 "messages that are no list of objects")
-        messages = [(message.get("role"), message.get("content")) for message in messages]
-        check_texts([text for _, text in messages])
+        roles = [message.get("role") for message in messages]
+        texts = [message.get("content") for message in messages]
+        check_texts(texts)
     system = []
-    if messages and messages[0][0] == "system":
-        system = [(messages[0][1], None)]
-        messages = messages[1:]
-    roles = [role for role, _ in messages]
-    texts = [text for _, text in messages]
+    if roles[:1] == ["system"]:
+        del roles[0]
+        system = [(texts.pop(0), None)]
     require(roles and roles == ["user", "assistant"] * (len(roles) // 2), "no user and assistant in turn")
     # from an empty one a model would learn to be silent
     require(all(response.strip() for response in texts[1::2]), "an empty response")
@@ -289,11 +288,10 @@ def plan_epoch(lengths, batch_tokens, seed, epoch):
     order = rng.permutation(len(lengths))
     order = order[np.argsort(-lengths[order], kind="stable")]
     batches = []
-    start = 0
-    while start < len(order):
-        rows = max(1, batch_tokens // lengths[order[start]])            # the longest row comes first
-        batches.append(order[start:start + rows])
-        start += rows
+    while len(order):
+        rows = max(1, batch_tokens // lengths[order[0]])                # the longest row comes first
+        batches.append(order[:rows])
+        order = order[rows:]
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
@@ -388,14 +386,6 @@ def fine_tuning(training, examples):
 # ------------------------------------------------------------------------------------------------------------
 # 5. Looking at it
 # ------------------------------------------------------------------------------------------------------------
-def show(tokenizer, conversations, T, count):
-    """Print the first `count` examples as the model reads them."""
-    for number, turns in enumerate(conversations[:count], 1):
-        ids, mask, cut = make_example(tokenizer, turns, T)
-        note = ", cut" if cut else ""
-        print_row(tokenizer, f"example {number}: {mask.sum()} of {len(ids)} tokens are learned{note}", ids, mask)
-
-
 def print_row(tokenizer, title, ids, mask):
     """Print ids as text, what is learned in green, or in brackets where the environment has NO_COLOR."""
     start, stop = "\x1b[32m", "\x1b[0m"
@@ -422,11 +412,10 @@ def parse_arguments(argv):
 
 def read_base(given):
     """-> (folder, preset, corpus, Config, Tokenizer) of the base: see train.describe."""
-    wanted = given.get("preset", "small")
     folder = base_of(given)
-    preset, corpus = train.describe(folder, wanted)
+    preset, corpus = train.describe(folder, given.get("preset", "small"))
     require(given.get("preset", preset) == preset,
-            f"the model in {folder} goes by the defaults of {preset}: leave out {wanted}.")
+            f"the model in {folder} goes by the defaults of {preset}: leave out {given.get('preset')}.")
     tokenizer = checkpoint.read_tokenizer(folder)
     if not tokenizer.template:                      # it takes that for which it has the tokens
         tokenizer.template = CHAT_TEMPLATE if END_OF_TURN in tokenizer.special else "".join(CHATML_PARTS)
@@ -434,7 +423,7 @@ def read_base(given):
 
 
 def base_of(given):
-    return os.path.normpath(given.get("base") or f"out/{given.get('preset', 'small')}")
+    return given.get("base", f"out/{given.get('preset', 'small')}")
 
 
 def read_examples(tokenizer, settings, T):
@@ -511,7 +500,10 @@ def main(argv):
         return train.run_ranks(run, args)
     _, preset, corpus, config, tokenizer = read_base(train.given_options(args))
     conversations = read_conversations(args.data or find_data(preset, corpus))
-    show(tokenizer, conversations, config.context, args.show)
+    for number, turns in enumerate(conversations[:args.show], 1):
+        ids, mask, cut = make_example(tokenizer, turns, config.context)
+        note = ", cut" if cut else ""
+        print_row(tokenizer, f"example {number}: {mask.sum()} of {len(ids)} tokens are learned{note}", ids, mask)
 
 
 if __name__ == "__main__":

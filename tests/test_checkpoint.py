@@ -523,7 +523,7 @@ def test_something_else_in_place_of_a_file(folder, name, what):
 @parametrize("text", ["7", "[]", "{"])
 def test_a_tokenizer_config_that_is_none(folder, text):
     write(f"{folder}/tokenizer_config.json", text)
-    refused(folder, "tokenizer_config.json is damaged: it ")
+    refused(folder, "tokenizer_config.json is damaged: it is no JSON" if text == "{" else "settings cannot be used")
 
 
 # -- the printer ---------------------------------------------------------------------------------------------

@@ -100,10 +100,10 @@ def test_five_points_are_exact_to_the_fourth_power():
 def test_entries_are_all_or_the_largest_and_a_sample():
     gradient = np.array([[1.0, -7.0, 2.0], [3.0, 0.0, 5.0]])
     for limit in None, 6, 7:
-        assert gradcheck.choose_entries(gradient, limit) == list(np.ndindex(2, 3))
+        assert gradcheck.choose_entries(gradient, limit) == range(6)
     for limit in range(1, 6):
         largest, *others = gradcheck.choose_entries(gradient, limit)
-        assert gradient[largest] == -7.0 and len(set(others)) == limit - 1
+        assert gradient.flat[largest] == -7.0 and len(set(others)) == limit - 1
 
 
 def test_gradients_take_each_row_alone_with_the_count_of_all():

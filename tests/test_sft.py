@@ -347,7 +347,7 @@ def test_which_files_are_read(tmp_path, monkeypatch):
     with value_error(f"^there are no instructions in data/: {re.escape(NAME_SOME)}$"):
         sft.find_data("small", None)
     for kind in "read_records", "python_pairs", "play_pairs":
-        monkeypatch.setattr(sft, kind, lambda path, kind=kind: [f"{kind} {path}"])
+        monkeypatch.setattr(sft, kind, lambda path, make=None, kind=kind: [f"{kind} {path}"])
     kinds = dict(rows("""
         a.json                 | read_records
         b.JSONL                | read_records
@@ -447,7 +447,9 @@ def test_show(monkeypatch, no_color):
     if no_color is not None:
         monkeypatch.setenv("NO_COLOR", no_color)
     conversations = [[("Hi\x1b[32m", "Yo\x1b"), ("Why", "<|end|>")], [("a" * 20, "b" * 20)], [("not", "shown")]]
-    _, said = flushed(sft.show, BYTES, conversations, 30, 2)
+    put(monkeypatch, sft, read_conversations=lambda paths: conversations,
+        read_base=lambda given: (None, "small", [], SimpleNamespace(context=30), BYTES))
+    _, said = flushed(sft.main, ["--data", "x", "--show", "2"])
     text = ("--- example 1: 12 of 28 tokens are learned\n"
             "<|user|>Hi\ufffd[32m<|end|><|assistant|>{Yo\ufffd<|end|>}<|user|>Why<|end|><|assistant|>{<|end|><|end|>}\n"
             "--- example 2: 8 of 31 tokens are learned, cut\n"

@@ -495,7 +495,11 @@ def test_a_missing_file(folder, name):
     os.remove(f"{folder}/{name}")
     with open(f"{folder}/pytorch_model.bin", "wb") as file:     # a pickle: never read
         file.write(b"\x80\x02.")
-    refused(folder, f"{folder} holds no checkpoint: there is no {os.path.join(folder, name)}")
+    if name == "config.json":
+        refused(folder, f"{folder} holds no checkpoint: there is no {os.path.join(folder, name)}")
+    else:
+        with pytest.raises(FileNotFoundError, match=f"{folder}/{name}"):
+            load(folder)
 
 
 # -- chat templates ------------------------------------------------------------------------------------------
@@ -542,6 +546,5 @@ def test_no_template_and_an_unknown_one(folder, err_text, where, template, known
     write_folder(folder)
     put_template(folder, where, template)
     assert checkpoint.read_tokenizer(folder).template == ""
-    path = f"{folder}/{where}"
-    note = f"note: {path}: an unknown chat template, which is not used.\n"
+    note = f"note: {folder} has an unknown chat template, which is not used.\n"
     assert err_text() == ("" if known else note)
