@@ -5,7 +5,7 @@
     python chat.py --model DIR --context 1024         any Llama folder; only this much of its window is used
     python chat.py --lens "To be, or not to be"       the layers, seen as steps of an ODE solver
     python chat.py --lens TEXT --plot lens.png        what each layer would say next, at each position
-    python chat.py < prompts.txt                      a conversation, a line after the other
+    python chat.py < prompts.txt                      a line after the other, as if they were typed
     python chat.py --prompts FILE                     one continuation of each line by itself, all at once
 
 Read before it: tokenizer.py; generate and euler_table in model_cpu.py; checkpoint.py.
@@ -171,15 +171,15 @@ class Session:
         lines = read_chunk(path).decode("utf-8", "replace").splitlines()
         require(lines, f"{path} is empty: there is no prompt in it.")
         room = self.model.config.context * 3 // 4
-        prompts = [tokenizer.prompt(line, room) if self.chat_form else tokenizer.encode(line)[-room:] or [self.stop]
-                   for line in lines]
+        if self.chat_form:
+            prompts = [tokenizer.prompt(line, room) for line in lines]
+        else:
+            prompts = [tokenizer.encode(line)[-room:] or [self.stop] for line in lines]
         first = secrets.randbits(63) if asked.seed is None else asked.seed
         seeds = [first + i for i in range(len(lines))]
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seeds, tokenizer.vocab_size)
-        special = tokenizer.special.values()
-        answers = model_cpu.generate_batch(self.model, prompts, sampling, special, asked.max_tokens)
-        for line, answer in zip(lines, answers):
-            text = tokenizer.decode(token for token in answer if token not in special)
+        texts = model_cpu.generate_texts(self.model, tokenizer, prompts, sampling, asked.max_tokens)
+        for line, text in zip(lines, texts):
             print(f"--- {printable(line)}\n{printable(text)}")
 
     def print_stats(self):

@@ -147,9 +147,9 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 }
 
 // How the kernels are launched. `rows` is how many queries, or keys in dkdv, a block owns:
-//     readable      rows = 4096 / D                   128 threads
+//     readable      rows = 4096 / D                          128 threads
 //     _bf16         rows = 64 * PARTS, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
-//     _tf32         rows = 64, only for D <= 64       128 threads    tile = rows * D * 4 bytes
+//     _tf32         rows = 64, only for D <= 64              128 threads    tile = rows * D * 4 bytes
 //     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse. A smaller third: the last rows
 //     flash_backward_dq      grid (H, B, ceil(T / rows))    the first H*D columns of dqkv, and delta
 //     flash_backward_dkdv    grid (G, B, ceil(T / rows))    the other columns; reads delta: comes after dq

@@ -1020,6 +1020,13 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
     return answers
 
 
+def generate_texts(model, tokenizer, prompts, sampling, most):
+    """generate_batch up to a special token, whichever -> list of texts, without it."""
+    special = set(tokenizer.special.values())
+    answers = generate_batch(model, prompts, sampling, special, most)
+    return [tokenizer.decode(token for token in answer if token not in special) for answer in answers]
+
+
 def layer_logits(model, inputs):
     """The "logit lens" (nostalgebraist 2020) of inputs (B,T).  Yields, after the embedding and each layer, the
     residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""

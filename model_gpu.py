@@ -674,7 +674,7 @@ class Model:
     memory now for so many rows of config.context tokens, which serves other rows of as many tokens, too;
     without it the memory grows with the calls.  memory_limit: bytes that this process may take while the
     model lives.  matmul: "cublas", or "ours".  training, seed, optimizer: as on the CPU.  ValueError, in one
-    sentence, where there is no GPU, it is too old or its memory is too small.
+    sentence, where there is no GPU or it is too old; CuPy's OutOfMemoryError where its memory is too small.
 
     params, grads: dict name -> view of the flat fp32 buffers.  Call refresh() after writing params by
     hand."""
@@ -836,6 +836,7 @@ class Model:
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets; NumPy's."""
         self.forward(tokens, targets, np.ones(self.config.predict))
         nll = cupy.asnumpy(self.saved[1]["nll"][:, 0])
+        self.saved = None                               # with these divisors backward would make no sense
         return -nll.reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
 
     def backward(self, last=True):

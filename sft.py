@@ -344,7 +344,9 @@ def batch_sizes(training):
 
 def answer(training, questions, whole):
     """Print what the model answers to the first of these (system text, user text) -> list of texts.  whole: see
-    train.print_samples."""
+    train.print_samples.  Rank 0 alone answers."""
+    if training.ranks.rank:
+        return []
     questions = questions[:training.settings.num_samples]
     prompts = [cut_prompt(training.tokenizer, question, training.model.config.context) for question in questions]
     answers = train.draw_samples(training, prompts, ANSWER_TOKENS)

@@ -67,7 +67,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import checkpoint
 import model_gpu
 import numpy as np
-from model_cpu import CONFIGS, OPTIMIZERS, Sampling, count_targets, generate_batch, slices_of
+from model_cpu import CONFIGS, OPTIMIZERS, Sampling, count_targets, generate_texts, slices_of
 from tokenizer import END_OF_TEXT, SEPARATOR, TEXT_ENDS, Tokenizer
 
 
@@ -471,12 +471,9 @@ def in_words(result):
 
 def draw_samples(training, prompts, most):
     """How the model goes on after each of these prompts, lists of ids, up to a special token -> list of texts."""
-    tokenizer = training.tokenizer
-    special = set(tokenizer.special.values())
     seeds = [training.settings.seed + i for i in range(len(prompts))]
-    sampling = Sampling(temperature=0.8, top_k=50, seed=seeds, vocab=tokenizer.vocab_size)
-    answers = generate_batch(training.model, prompts, sampling, special, most)
-    return [tokenizer.decode([i for i in answer if i not in special]) for answer in answers]
+    sampling = Sampling(temperature=0.8, top_k=50, seed=seeds, vocab=training.tokenizer.vocab_size)
+    return generate_texts(training.model, training.tokenizer, prompts, sampling, most)
 
 
 def print_samples(titles, samples, whole):
@@ -1099,12 +1096,13 @@ def pretraining(training, tokens, val):
         if last and any(len(ids) > EVAL_TOKENS + T for ids in val.values()):
             result["all"] = validate(training, val, math.inf)
             print(f"           on all that is held out {in_words(result['all'])}")
-        texts = [PROMPTS[i % len(PROMPTS)] for i in range(settings.num_samples)]
-        # a tokenizer may lack all bytes of a text
-        prompts = [tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in texts]
-        drawn = draw_samples(training, prompts, SAMPLE_TOKENS)
-        result["samples"] = [text + sample for text, sample in zip(texts, drawn)]
-        print_samples(map(repr, texts), result["samples"], last)
+        if training.ranks.rank == 0:
+            texts = [PROMPTS[i % len(PROMPTS)] for i in range(settings.num_samples)]
+            # a tokenizer may lack all bytes of a text
+            prompts = [tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in texts]
+            drawn = draw_samples(training, prompts, SAMPLE_TOKENS)
+            result["samples"] = [text + sample for text, sample in zip(texts, drawn)]
+            print_samples(map(repr, texts), result["samples"], last)
         return result
 
     return Job(batch, evaluate, bits_a_byte(tokenizer, tokens[:1 << 20]))

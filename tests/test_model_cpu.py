@@ -278,7 +278,7 @@ def test_backward_needs_a_forward_of_its_own(threads):
     model, (tokens, targets) = wide_model(threads=threads), make_batch()
     _, expected = step_gradient(model, tokens, targets)
     for between in (model.backward, lambda: model.logits(tokens), lambda: list(model_cpu.euler_table(model, tokens)),
-                    lambda: model.update(0.0), model.refresh):
+                    lambda: model.log_probs(tokens, targets), lambda: model.update(0.0), model.refresh):
         model.forward(tokens, targets)
         between()
         with pytest.raises(ValueError, match=ALONE):

@@ -364,7 +364,8 @@ def test_graphs_are_kept_of_so_many_shapes(cublas, monkeypatch):
 def test_backward_needs_a_forward_of_its_own(made):
     """As on the CPU."""
     model, (tokens, targets) = model_gpu.Model(TINY, precision="fp32", matmul="ours"), batch(TINY, 2, 9)
-    for between in model.backward, lambda: model.logits(tokens[:1]), lambda: model.update(0.0), model.refresh:
+    for between in (model.backward, lambda: model.logits(tokens[:1]), lambda: model.log_probs(tokens, targets),
+                    lambda: model.update(0.0), model.refresh):
         model.forward(tokens, targets)
         between()
         with pytest.raises(ValueError, match="^backward needs a forward of its own, and between them neither logits nor update.$"):
