@@ -79,6 +79,8 @@ constexpr int D = HEAD_DIM;
 constexpr int THREADS = 128;      // of a block
 constexpr float MASKED = -1e30f;  // for minus infinity: exp(MASKED - m) is 0, and MASKED - MASKED is not NaN
 
+typedef const float* Floats;      // an array that a function only reads
+
 // EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it): an
 // array stays in registers only if all indices into it are known when it compiles.
 #define EACH(n, count) _Pragma("unroll") for (int n = 0; n < count; n++)
@@ -133,7 +135,7 @@ __device__ Heads<Real> heads_of(Real* qkv, Place at) {
 __device__ long long numbers_at(Place at) { return (1LL * at.b * at.H + at.h) * at.T; }
 
 struct Rope {
-    const float *cos, *sin;
+    Floats cos, sin;
 };
 
 // Covers rope_backward, of two pairs side by side: x1 are two columns of a row of a gradient, x2 those D/2
@@ -170,13 +172,13 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
         version::forward(out, lse, qkv, query_head(T, H, G));                                                \
     }                                                                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS, version::DQ_BLOCKS)                                \
-    flash_backward_dq##suffix(Real* dqkv, float* delta, const Real* dout, const Real* out, const float* lse, \
-                              const Real* qkv, const float* cos, const float* sin, int T, int H, int G) {    \
+    flash_backward_dq##suffix(Real* dqkv, float* delta, const Real* dout, const Real* out, Floats lse,       \
+                              const Real* qkv, Floats cos, Floats sin, int T, int H, int G) {                \
         version::backward_dq(dqkv, delta, dout, out, lse, qkv, {cos, sin}, query_head(T, H, G));             \
     }                                                                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
-    flash_backward_dkdv##suffix(Real* dqkv, const float* delta, const Real* dout, const float* lse,          \
-                                const Real* qkv, const float* cos, const float* sin, int T, int H, int G) {  \
+    flash_backward_dkdv##suffix(Real* dqkv, Floats delta, const Real* dout, Floats lse,                      \
+                                const Real* qkv, Floats cos, Floats sin, int T, int H, int G) {              \
         version::backward_dkdv(dqkv, delta, dout, lse, qkv, {cos, sin}, T, H, G);                            \
     }
 
@@ -214,7 +216,7 @@ __device__ int own_row() { return threadIdx.x / 32 * WARP_ROWS + threadIdx.x % G
 __device__ int own_column(int n) { return 4 * (n / 4 * LANES + threadIdx.x % 32 / GROUPS) + n % 4; }
 
 // A row of a head or of a tile.
-__device__ Row load(const float* from) {
+__device__ Row load(Floats from) {
     Row row;
     for (int n = 0; n < 16; n += 4) *(float4*)(row.x + n) = *(const float4*)(from + own_column(n));
     return row;
@@ -259,7 +261,7 @@ __device__ void load_tiles(Tile& x, Matrix<const float> from_x,
     __syncthreads();  // the tiles are complete
 }
 
-__device__ void forward(float* out, float* lse, const float* qkv, Place at) {
+__device__ void forward(float* out, float* lse, Floats qkv, Place at) {
     constexpr int STEP = 8;  // keys for which m, l and O are brought up to date at once
     __shared__ Tile K, V;
     int i = (at.T - 1) / ROWS - blockIdx.z;  // the last queries see the most keys: the longest work first
@@ -307,8 +309,8 @@ __device__ void forward(float* out, float* lse, const float* qkv, Place at) {
     }
 }
 
-__device__ void backward_dq(float* dqkv, float* delta, const float* dout, const float* out, const float* lse,
-                            const float* qkv, Rope rope, Place at) {
+__device__ void backward_dq(float* dqkv, float* delta, Floats dout, Floats out, Floats lse,
+                            Floats qkv, Rope rope, Place at) {
     __shared__ Tile K, V;
     int i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row();
@@ -343,8 +345,8 @@ __device__ void backward_dq(float* dqkv, float* delta, const float* dout, const 
     EACH(r, 2) store(heads_of(dqkv, at).q, query + r, scale, dQ[r], rope);
 }
 
-__device__ void backward_dkdv(float* dqkv, const float* delta, const float* dout, const float* lse,
-                              const float* qkv, Rope rope, int T, int H, int G) {
+__device__ void backward_dkdv(float* dqkv, Floats delta, Floats dout, Floats lse,
+                              Floats qkv, Rope rope, int T, int H, int G) {
     __shared__ Tile Q, dO;
     int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
     int key = j * ROWS + own_row();
@@ -551,6 +553,7 @@ __device__ void mask_future(Scores& S, int query, int key) {
 // Real: unsigned short, the bits of a bf16; or float, for tf32.
 template <class Real>
 struct Kernels {
+    typedef const Real* Reals;
     static constexpr bool BF16 = sizeof(Real) == 2;
     static constexpr bool WARPGROUP = HOPPER && BF16 && D == 64;  // the products are Hopper's
 
@@ -590,7 +593,7 @@ struct Kernels {
         int row = threadIdx.x / CHUNKS;
         int chunk = threadIdx.x % CHUNKS;
         int left = from.T - first - row;
-        const Real* at = from.row(first + row) + chunk * CHUNK;
+        Reals at = from.row(first + row) + chunk * CHUNK;
         tile += offset(row, chunk);
         EACH(n, COUNT / PASS) {
             cp_async<16>(tile + n * PASS * ROW, at, n * PASS < left);
@@ -683,7 +686,7 @@ struct Kernels {
     //
     // a[0] and a[2] are of row l / 4 of P, a[1] and a[3] of row l / 4 + 8; b[0] and b[1] of column l / 4 of B.
     static __device__ unsigned left_operand(const Scores& P, int n, int i) {
-        const float* pair = P[n + i / 2] + i % 2 * 2;
+        Floats pair = P[n + i / 2] + i % 2 * 2;
         if (BF16) return pack_bf16(pair[0], pair[1]);
         return round_tf32(__float_as_uint(P[n][i % 2 * 2 + i / 2]));
     }
@@ -777,7 +780,7 @@ struct Kernels {
         }
     }
 
-    static __device__ void forward(Real* out, float* lse, const Real* qkv, Place at) {
+    static __device__ void forward(Real* out, float* lse, Reals qkv, Place at) {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         char* Q_tile = (char*)shared_memory;
         char* stages = Q_tile + M * BYTES;     // two of K and V
@@ -844,8 +847,8 @@ struct Kernels {
 
     // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
 
-    static __device__ void backward_dq(Real* dqkv, float* delta, const Real* dout, const Real* out,
-                                       const float* lse, const Real* qkv, Rope rope, Place at) {
+    static __device__ void backward_dq(Real* dqkv, float* delta, Reals dout, Reals out,
+                                       Floats lse, Reals qkv, Rope rope, Place at) {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         constexpr int QUARTER = CHUNKS / 4;
         char* Q_tile = (char*)shared_memory;
@@ -867,7 +870,7 @@ struct Kernels {
         EACH(m, M) EACH(half, 2) {
             int query = min(first + 64 * m + 8 * half + lane / 4, at.T - 1);
             lse2[m][half] = lse[numbers_at(at) + query] * LOG2_E;
-            const Real* from = head_of(out, at).rows + (long long)query * at.H * D + lane % 4 * CHUNK;
+            Reals from = head_of(out, at).rows + (long long)query * at.H * D + lane % 4 * CHUNK;
             EACH(n, QUARTER) O[m][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
         }
         arrive();
@@ -922,8 +925,8 @@ struct Kernels {
     //     4       use  head 1, 192   load head 1, 256   all seen              diagonal: masked
     //     5                          use  head 1, 256   all seen              all seen
 
-    static __device__ void backward_dkdv(Real* dqkv, const float* delta, const Real* dout, const float* lse,
-                                         const Real* qkv, Rope rope, int T, int H, int G) {
+    static __device__ void backward_dkdv(Real* dqkv, Floats delta, Reals dout, Floats lse,
+                                         Reals qkv, Rope rope, int T, int H, int G) {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         char* K_tile = (char*)shared_memory;
         char* V_tile = K_tile + M * BYTES;
@@ -940,7 +943,7 @@ struct Kernels {
         auto load_queries = [&](int n, int query) {
             load_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
             int t = query + threadIdx.x % 64;
-            const float* from = (threadIdx.x < 64 ? lse : delta) + numbers_at(at);
+            Floats from = (threadIdx.x < 64 ? lse : delta) + numbers_at(at);
             cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < T);
         };
         auto in = heads_of(qkv, at);
@@ -953,7 +956,7 @@ struct Kernels {
         // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
         for (int n = 0; at.h < (g + 1) * (H / G); n++) {
             const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
-            const float* lse_tile = numbers + n % 2 * THREADS;
+            Floats lse_tile = numbers + n % 2 * THREADS;
             int now = query;  // the first query of this stage
             query += 64;
             if (query >= T) at.h++;  // the next head, from the block's first key on
@@ -969,7 +972,7 @@ struct Kernels {
                 int key = first + 64 * m;
                 if (now < key + 15) mask_future<true>(St, now, key);
                 EACH(i, 8) {
-                    const float* from = lse_tile + 8 * i + lane % 4 * 2;  // this lane's columns: two queries
+                    Floats from = lse_tile + 8 * i + lane % 4 * 2;  // this lane's columns: two queries
                     float2 L = *(const float2*)from;
                     float2 Delta = *(const float2*)(from + 64);
                     EACH(e, 4) {  // P^T and dS^T

@@ -691,14 +691,20 @@ __device__ void await_last() { FROM_HOPPER("griddepcontrol.wait;" ::: "memory");
 
 __device__ void prefetch(Reals from) { FROM_HOPPER("prefetch.global.L2 [%0];" :: "l"(from)); }
 
-// The core of two_products below: the products of each row of this group of x (n,I), N rows or fewer, with
-// w_a and w_b, which are rows of a matrix. One lane of the warp hands each pair to take(row, a, b). If the
-// group has fewer than N rows, the last one is computed again, so that a row has the same arithmetic for
-// every N.
+// x (n,I) @ w.T. Where there is a gain, x is normed (rmsnorm_forward).
+struct Product {
+    Reals x;
+    Floats gain;
+    float eps;
+    Reals w;
+    int n, I;
+};
+
+// The core of two_products below: the products of each row of this group of x, N rows or fewer, with w_a and
+// w_b, which are rows of w. One lane of the warp hands each pair to take(row, a, b). If the group has fewer
+// than N rows, the last one is computed again, so that a row has the same arithmetic for every N.
 template <int N, class Take>
-__device__ void products_of_rows(Reals x, Floats gain, float eps,
-                                 Reals w_a, Reals w_b,
-                                 int n, int I, int warps, Take take) {
+__device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Take take) {
     constexpr int AHEAD = N == 1 ? 3 : 2;  // loads of each row of w that are under way at once
     float sum_a[N] = {}, sum_b[N] = {}, squares[N] = {};
     int first = ROWS * blockIdx.y;
@@ -707,7 +713,7 @@ __device__ void products_of_rows(Reals x, Floats gain, float eps,
     do {
         Packed a[AHEAD], b[AHEAD];
         FOR(c, AHEAD)
-            if (i + c * step < I) {
+            if (i + c * step < of.I) {
                 a[c] = load_packed(w_a + i + c * step);
                 b[c] = load_packed(w_b + i + c * step);
             }
@@ -715,15 +721,15 @@ __device__ void products_of_rows(Reals x, Floats gain, float eps,
 #pragma unroll
         FOR(c, AHEAD) {
             int column = i + c * step;
-            if (column >= I) break;
+            if (column >= of.I) break;
             Eight a8 = unpack8(a[c]);
             Eight b8 = unpack8(b[c]);
             Eight g = {};
-            if (gain) g = load8(gain + column);
+            if (of.gain) g = load8(of.gain + column);
 #pragma unroll
             FOR(r, N) {
-                Eight v = load8(x + Index(min(first + r, n - 1)) * I + column);
-                if (gain) {
+                Eight v = load8(of.x + Index(min(first + r, of.n - 1)) * of.I + column);
+                if (of.gain) {
                     squares[r] += dot8(v, v);
                     FOR(j, 8) v.x[j] *= g.x[j];
                 }
@@ -732,31 +738,29 @@ __device__ void products_of_rows(Reals x, Floats gain, float eps,
             }
         }
         i += AHEAD * step;
-    } while (i < I);
+    } while (i < of.I);
     FOR(r, N) {
-        float factor = gain ? rsqrtf(warp_sum(squares[r]) / I + eps) : 1.0f;
+        float factor = of.gain ? rsqrtf(warp_sum(squares[r]) / of.I + of.eps) : 1.0f;
         float total_a = factor * warp_sum(sum_a[r]);
         float total_b = factor * warp_sum(sum_b[r]);
-        if (threadIdx.x % 32 == 0 && first + r < n) take(first + r, total_a, total_b);
+        if (threadIdx.x % 32 == 0 && first + r < of.n) take(first + r, total_a, total_b);
     }
 }
 
-// Two columns, row_a and row_b, of x @ w.T, for the rows of x in this group: take(row, a, b) receives them.
+// Two columns, row_a and row_b, of a product, for the rows of x in this group: take(row, a, b) receives them.
 // Reading w is all the time that it takes. So a warp reads the two rows of w once, 16 bytes a lane, for all
-// rows of its group. Where there is a gain, x is normed (rmsnorm_forward): the factor rstd is common to all
-// terms of a row's sum, so it may come at the end, and nothing waits for it. warps: the number of warps that
-// share the columns of w; what each hands to take is only its part of the sum.
+// rows of its group. The factor rstd of the norm is common to all terms of a row's sum, so it may come at the
+// end, and nothing waits for it. warps: the number of warps that share the columns of w; what each hands to
+// take is only its part of the sum.
 template <class Take>
-__device__ void two_products(Reals x, Floats gain, float eps,
-                             Reals w, int row_a, int row_b,
-                             int n, int I, int warps, Take take) {
-    Reals w_a = w + Index(row_a) * I;
-    Reals w_b = w + Index(row_b) * I;
-    int rows = n - ROWS * blockIdx.y;  // of this group, or more
+__device__ void two_products(Product of, int row_a, int row_b, int warps, Take take) {
+    Reals w_a = of.w + Index(row_a) * of.I;
+    Reals w_b = of.w + Index(row_b) * of.I;
+    int rows = of.n - ROWS * blockIdx.y;  // of this group, or more
     start_next();
-    if (rows == 1) products_of_rows<1>(x, gain, eps, w_a, w_b, n, I, warps, take);
-    else if (rows == 2) products_of_rows<2>(x, gain, eps, w_a, w_b, n, I, warps, take);
-    else products_of_rows<ROWS>(x, gain, eps, w_a, w_b, n, I, warps, take);
+    if (rows == 1) products_of_rows<1>(of, w_a, w_b, warps, take);
+    else if (rows == 2) products_of_rows<2>(of, w_a, w_b, warps, take);
+    else products_of_rows<ROWS>(of, w_a, w_b, warps, take);
 }
 
 // The number of the pair of outputs that this warp owns; a block has four warps.
@@ -787,7 +791,7 @@ decode_qkv(real* qkv, Reals x, Floats gain, Reals w,
     int head = own_pair() / (D / 2);
     int i = own_pair() % (D / 2);
     int row = head * D + i;
-    two_products(x, gain, eps, w, row, row + D / 2, n, C, 1, [&](int r, float a, float b) {
+    two_products({x, gain, eps, w, n, C}, row, row + D / 2, 1, [&](int r, float a, float b) {
         int t = lengths[r];
         store_turned(qkv + Index(t) * heads * D + row, a, b, cos, sin, t, i, D, head < turned);
     });
@@ -816,7 +820,7 @@ decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
     __shared__ float2 parts[ROWS][4];
     int o = 2 * blockIdx.x;
     int row = ROWS * blockIdx.y + threadIdx.x;
-    two_products(y, nullptr, 0.0f, w, o, o + 1, n, I, 4, [&](int r, float a, float b) {
+    two_products({y, nullptr, 0.0f, w, n, I}, o, o + 1, 4, [&](int r, float a, float b) {
         parts[r % ROWS][threadIdx.x / 32] = {a, b};
     });
     __syncthreads();
@@ -837,7 +841,7 @@ KERNEL __launch_bounds__(128)
 decode_swiglu(real* h, Reals x, Floats gain, Reals w, int n, int C, int F, float eps) {
     int o = own_pair();
     if (o >= F) return;
-    two_products(x, gain, eps, w, o, o + F, n, C, 1, [&](int r, float a, float b) {
+    two_products({x, gain, eps, w, n, C}, o, o + F, 1, [&](int r, float a, float b) {
         store(h + Index(r) * F + o, a * sigmoid(a) * b);
     });
 }
@@ -849,7 +853,7 @@ KERNEL __launch_bounds__(128)
 decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, float eps) {
     int o = 2 * own_pair();
     if (o >= O) return;
-    two_products(x, gain, eps, w, o, o + 1, n, C, 1, [&](int r, float a, float b) {
+    two_products({x, gain, eps, w, n, C}, o, o + 1, 1, [&](int r, float a, float b) {
         out[Index(r) * O + o] = a;
         out[Index(r) * O + o + 1] = b;
     });
@@ -949,31 +953,6 @@ __device__ Key order_key(float x, int id) {
 
 __device__ int id_of(Key key) { return ~key & 0xFFFF; }
 
-// The sum of the weights of all ids whose keys are at least `least`. An id weighs exp(scale (z - top)), or 1
-// where scale is 0.
-__device__ float weight_from(Key least, float scale, float top,
-                             Floats z, int vocab, float* slots) {
-    float sum = 0.0f;
-    FOR_STRIDED(id, threadIdx.x, vocab, 1024)
-        if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
-    return block_sum(sum, slots);
-}
-
-// A key such that the ids from it on weigh `mass`, and the ids from any larger id's key on weigh less. It is
-// found bit by bit, from the highest bit down.
-__device__ Key key_where(float mass, float scale, float top,
-                         Floats z, int vocab, float (*slots)[32]) {
-    Key found = 0;
-    for (int bit = 47; bit >= 0; bit--) {
-        Key tried = found | 1ull << bit;
-        float sum = weight_from(tried, scale, top, z, vocab, slots[bit % 2]);
-        if (sum >= mass) found = tried;
-        if (sum == mass) break;
-    }
-    __syncthreads();  // slots are free again
-    return found;
-}
-
 // Covers gumbel, in its letters.
 __device__ double gumbel(Key seed, int t, int id) {
     Key z = seed;
@@ -1007,11 +986,33 @@ KERNEL draw(int* ids, float* p, Floats logits,
     float top = z[id_of(largest)];
     float scale = float(1.0 / drawing[0]);
     float sum = 0.0f;
+
+    // The sum of the weights of all ids whose keys are at least `least`. An id weighs exp(scale (z - top)), or
+    // 1 where scale is 0.
+    auto weight_from = [&](Key least, float scale, int slot) {
+        float sum = 0.0f;
+        FOR_STRIDED(id, threadIdx.x, vocab, 1024)
+            if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
+        return block_sum(sum, slots[slot]);
+    };
+    // A key such that the ids from it on weigh `mass`, and the ids from any larger id's key on weigh less. It
+    // is found bit by bit, from the highest bit down.
+    auto key_where = [&](float mass, float scale) {
+        Key found = 0;
+        for (int bit = 47; bit >= 0; bit--) {
+            Key tried = found | 1ull << bit;
+            float sum = weight_from(tried, scale, bit % 2);
+            if (sum >= mass) found = tried;
+            if (sum == mass) break;
+        }
+        __syncthreads();  // slots are free again
+        return found;
+    };
     if (top_k == 1) floor = largest;
-    else if (top_k > 0 && top_k < vocab) floor = key_where(top_k, 0.0f, top, z, vocab, slots);
+    else if (top_k > 0 && top_k < vocab) floor = key_where(top_k, 0.0f);
     if (top_k != 1 && drawing[1] < 1.0) {
-        float mass = float(drawing[1]) * weight_from(floor, scale, top, z, vocab, slots[0]);
-        floor = max(floor, key_where(mass, scale, top, z, vocab, slots));  // which uses slots[1] first
+        float mass = float(drawing[1]) * weight_from(floor, scale, 0);
+        floor = max(floor, key_where(mass, scale));  // which uses slots[1] first
     }
 #pragma unroll 4
     FOR_STRIDED(id, threadIdx.x, vocab, 1024) {
