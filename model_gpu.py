@@ -13,7 +13,6 @@ there alone.  Top to bottom:
                                   loss and the optimizers
     4. Model, Decoder             the same face as in model_cpu
     5. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts; Nccl
-    6. main                       both engines side by side: python model_gpu.py
 
 Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores
 round the inputs of matmuls to 10 bits of mantissa.  bf16: activations, and a copy of the weights that the
@@ -41,16 +40,15 @@ import re
 import struct
 import sys
 import threading
-import time
 import weakref
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from numpy import float32, int32, int64, uint8, uint16, uint64
-from model_cpu import (CONFIGS, NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch, check_tokens,
+from model_cpu import (NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch, check_tokens,
                        init_params, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, rope_table, slices_of, table_bytes, update_table)
-from script import GpuError, Parser, require, run_script
+from script import GpuError, require
 
 try:
     import cupy
@@ -1257,34 +1255,3 @@ class Nccl:
             part = array[self.part(len(array), rank)]
             self.communicator.bcast(part.data.ptr, part.nbytes, self.nccl.NCCL_CHAR, rank, stream)
         self.nccl.groupEnd()
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 6. Both engines side by side
-# ------------------------------------------------------------------------------------------------------------
-def main(argv):
-    """Three steps of the small model on the CPU and, in each precision, on the GPU."""
-    Parser(description="Three steps of the small model on the CPU and on the GPU.").parse_args(argv)
-    pick("gpu")                                     # ValueError where there is none
-    c = CONFIGS["small"]
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, c.vocab, (16, c.context))
-    targets = rng.integers(0, c.vocab, (16, c.context + c.predict - 1))
-    print(f"Small on random tokens, {gpu_name()}: loss of head 0 (ln V = {math.log(c.vocab):.4f}) and time "
-          "of three steps.")
-    models = {"CPU float64": model_cpu.Model(c)}
-    for precision in ["fp32"] if default_precision() == "fp32" else reversed(PRECISIONS):
-        models[f"GPU {precision}"] = Model(c, precision=precision)
-    for label, model in models.items():
-        line = f"{label:12}"
-        for _ in range(3):
-            start = time.perf_counter()
-            loss = float(model.forward(tokens, targets)[0])
-            model.backward()
-            float(model.update(lr=1e-3))            # waits for the GPU
-            line += f" {loss:9.5f} {1e3 * (time.perf_counter() - start):9.2f} ms"
-        print(line)
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -231,7 +231,7 @@ def reinforcing(training):
 
     def batch(step):
         prompts = max(1, settings.batch_tokens // T // GROUP)
-        chosen = train.window_starts(settings.seed, step, prompts, len(to_learn), 1, 0)
+        chosen = train.window_starts(settings.seed, step * prompts, prompts, len(to_learn), 1, 0)
         rows, rewards = answer([to_learn[i] for i in np.repeat(chosen, GROUP)], [settings.seed, step])
         means[step + 1] = rewards.mean()
         return make_step(training, rows, learned(rows), reinforce_weights(rewards))

@@ -82,7 +82,7 @@ SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of 
 DEFAULTS = {
     "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
     "medium": dict(steps=4000, batch_tokens=8192, lr=3e-3, warmup=200, eval_every=500, save_every=500),
-    "big": dict(steps=48000, batch_tokens=32768, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000),
+    "big": dict(steps=48000, batch_tokens=32768, growth=0.25, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000),
 }
 # A fifth epoch over 290 MB did not help big, nor a ninth epoch over 0.3 MB small.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
@@ -120,6 +120,7 @@ class Settings:
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     memory_limit: int = setting(memory_size, "of the GPU, such as 12GB: stay within it", None)      # bytes
     num_samples: int = setting(whole_number(1), f"samples of an evaluation (default {NUM_SAMPLES})", NUM_SAMPLES)
+    growth: float = setting(below_1, default=0.0)   # share of the steps at each smaller batch: windows_before
     method: str = ""        # of rl.py: reinforce or dpo
     beta: float = setting(positive, default=0.1)                    # of DPO
     reward: str = ""        # the name of REINFORCE's reward
@@ -363,14 +364,29 @@ def epoch_order(seed, epoch, size, T, K):
     return shift + T * rng.permutation(count)
 
 
-def window_starts(seed, step, windows, size, T, K):
-    """Step s (from 0) takes windows s*W to (s+1)*W-1 of the epochs' orders laid end to end."""
+def window_starts(seed, first, windows, size, T, K):
+    """Where so many windows start, from number `first` on, of the epochs' orders laid end to end."""
     count = window_count(size, T, K)
     starts = []
-    for i in range(step * windows, (step + 1) * windows):
+    for i in range(first, first + windows):
         order = epoch_order(seed, i // count, size, T, K)
         starts.append(int(order[i % count]))
     return starts
+
+
+# A batch that grows.  Early in a run all batches say much the same: the gradient is large beside its noise, and a
+# small batch shows the way as well as a large one, for fewer tokens.  Later the noise is what remains, and a large
+# batch averages it away (McCandlish et al. 2018; Smith et al. 2018).  With settings.growth = 0.25:
+#
+#     steps                  first quarter   second   third   last
+#     batch, in windows           W/8          W/4     W/2      W
+def windows_before(step, settings, T):
+    """How many windows the steps before this one take: step s takes windows_before(s) to windows_before(s + 1) - 1."""
+    stages = np.arange(4)
+    long = round(settings.growth * settings.steps)                          # steps of each stage but the last
+    steps = np.clip(step - long * stages, 0, [long, long, long, step])      # of each stage
+    windows = settings.batch_tokens // T >> stages[::-1]
+    return int(steps @ windows.clip(1))
 
 
 def get_batch(tokens, starts, T, K):
@@ -612,6 +628,8 @@ def make_settings(given, preset, config, defaults, ranks):
              "precision": model_gpu.default_precision() if on_gpu else "fp32"}
     usual.update((name, value) for name, value in given.items() if name in Settings.__annotations__)
     settings = Settings(**usual)
+    if "batch_tokens" in given:                         # one size, all along
+        settings.growth = 0.0
     require(settings.batch_tokens % T == 0,
             f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     windows = model_gpu.ceil_div(settings.batch_tokens // T, ranks.size)
@@ -638,10 +656,18 @@ def model_options(settings):
                 memory_limit=settings.memory_limit, optimizer=settings.optimizer)
 
 
+def batch_in_words(settings):
+    """How many tokens a step takes."""
+    words = f"{settings.batch_tokens:,} tokens"
+    if not settings.growth:
+        return words
+    return f"{words} (for {round(settings.growth * settings.steps)} an eighth, for as many a quarter, for as many a half)"
+
+
 def dry_run(config, settings, ranks):
     """Print what a run would take."""
-    print(f"{model_cpu.param_count(config):,} parameters, {settings.steps} steps of {settings.batch_tokens:,} "
-          f"tokens in micro-batches of {settings.micro_batch} x {config.context}, {ranks.size} x "
+    print(f"{model_cpu.param_count(config):,} parameters, {settings.steps} steps of {batch_in_words(settings)} "
+          f"in micro-batches of {settings.micro_batch} x {config.context}, {ranks.size} x "
           f"{settings.device} {settings.precision}, {settings.optimizer}, learning rate {settings.lr}.  A new run "
           f"without --steps takes fewer where these would read the corpus more than "
           f"{MOST_EPOCHS[settings.preset]} times.")
@@ -657,7 +683,8 @@ def dry_run(config, settings, ranks):
 def cap_steps(given, settings, tokens):
     """Unless --steps was given: read the corpus at most MOST_EPOCHS times."""
     epochs = MOST_EPOCHS[settings.preset]
-    most = max(1, epochs * tokens // settings.batch_tokens)
+    planned = windows_before(settings.steps, settings, 1)       # windows of one token
+    most = max(1, epochs * tokens * settings.steps // planned)
     if "steps" not in given and most < settings.steps:
         print(f"{tokens:,} tokens are few for {settings.steps} steps: taking {most}, which read them "
               f"{epochs} times (--steps takes another number).")
@@ -760,6 +787,7 @@ def add_steps(settings, steps, out):
     """Give a finished run more steps."""
     before = settings.steps
     rate = learning_rate(before - 1, settings)
+    settings.growth *= before / steps                   # the batch does not shrink again
     settings.steps = steps
     print(f"The run in {out} was finished after {before} steps; it goes on to {steps}.  The learning rate "
           f"rises from {rate:.2e} to {learning_rate(before, settings):.2e}, by a new schedule.", flush=True)
@@ -914,7 +942,8 @@ class Report:
         steps = self.training.settings.steps
         working = state["seconds"] - self.pauses
         throughput = (tokens - self.tokens_before) / working
-        seconds_left = int(working / (step - self.first) * (steps - step))
+        first, now, end = [windows_before(at, self.training.settings, 1) for at in (self.first, step, steps)]
+        seconds_left = int(working * (end - now) / (now - first))
         left = str(datetime.timedelta(seconds=seconds_left)).removeprefix("0:")        # 02:14, or 1:02:14
         parts = [f"step {step:5d}/{steps}", f"loss {losses[0]:7.4f}",
                  self.job.note(step, losses[0]), f"{left} left",
@@ -1084,7 +1113,9 @@ def pretraining(training, tokens, val):
     K = training.model.config.predict
 
     def batch(step):
-        starts = window_starts(settings.seed, step, settings.batch_tokens // T, len(tokens), T, K)
+        first = windows_before(step, settings, T)
+        windows = windows_before(step + 1, settings, T) - first
+        starts = window_starts(settings.seed, first, windows, len(tokens), T, K)
         inputs, targets = get_batch(tokens, starts, T, K)
         return inputs, targets, count_targets(targets, T, K), None
 
@@ -1166,7 +1197,7 @@ def begin_run(given, out, ranks):
     if ranks.size > 1:
         engine = f"{ranks.size} x {engine}"
     print(f"{base or preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
-          f"{settings.batch_tokens:,} tokens, {engine}; corpus {', '.join(settings.data)}: "
+          f"{batch_in_words(settings)}, {engine}; corpus {', '.join(settings.data)}: "
           f"{len(tokens):,} tokens to train on, {held_out:,} to validate.", flush=True)
     return training, tokens, val
 

@@ -830,17 +830,18 @@ def torch_attention(torch, best, backend, B, T, config, precision):
 # ----------------------------------------------------------------------------------------------------------------------
 # 5. Losses
 # ----------------------------------------------------------------------------------------------------------------------
-RUN = re.compile(r"(muon|adamw|twin)(?:/(fp32|tf32|bf16))?(?::(\d+))?(?:@([0-9.e-]+))?")
+RUN = re.compile(r"(muon|adamw|twin)(?:/(fp32|tf32|bf16))?(?::(\d+))?(?:@([0-9.e-]+))?(?:\+([0-9.]+))?")
 
 
 def curve(step, losses, wait, tokens, val, settings, config, B, seed):
-    """Train for settings.steps by step(inputs, targets, lr) -> [[step, seconds, {kind: nats a token}], ...]; evaluating
+    """Train for settings.steps by step(inputs, targets, lr) -> [[tokens, seconds, {kind: nats a token}], ...]; evaluating
     takes no seconds.  losses(inputs, targets) -> those of the heads, without a gradient."""
     T, K, points, seconds = config.context, config.predict, [], 0.0
     wait()
     started = time.perf_counter()
     for i in range(settings.steps):
-        starts = train.window_starts(seed, i, B, len(tokens), T, K)
+        first, end = (train.windows_before(at, settings, T) for at in (i, i + 1))
+        starts = train.window_starts(seed, first, end - first, len(tokens), T, K)
         step(*train.get_batch(tokens, starts, T, K), train.learning_rate(i, settings))
         if (i + 1) % max(1, settings.steps // 16) and i + 1 < settings.steps:
             continue
@@ -851,7 +852,7 @@ def curve(step, losses, wait, tokens, val, settings, config, B, seed):
             sums = [(len(inputs), float(losses(inputs, targets)[0]))
                     for inputs, targets in train.even_windows(ids, T, K, B, 1 << 17, train.Ranks())]
             held_out[kind] = sum(n * loss for n, loss in sums) / sum(n for n, _ in sums)
-        points.append([i + 1, seconds, held_out])
+        points.append([end * T, seconds, held_out])
         started = time.perf_counter()
     return points
 
@@ -885,23 +886,23 @@ def run_of_the_twin(_, precision, *rest):
 def bench_curves(tokens, val, model="big", runs=("muon", "adamw", "twin"), steps=1024, lr=1.2e-3, seeds=(0,), batch=64,
                  results="", plot=""):
     """Held-out losses on the GPU by tokens and by seconds: runs from one start on the same batches, each with a schedule of its
-    own length, NAME[/PRECISION][:STEPS][@LR], NAME an optimizer of ours or "twin", PyTorch compiled, with AdamW.  --tokens: a
-    data/train-*.bin of the model's vocabulary; --val: its data/val-*.bin.  Results gather in the file --results, a line a run,
-    and all of them are compared; --plot FILE draws them."""
+    own length, NAME[/PRECISION][:STEPS][@LR][+GROWTH], NAME an optimizer of ours or "twin", PyTorch compiled, with AdamW, and
+    GROWTH as in train.windows_before.  --tokens: a data/train-*.bin of the model's vocabulary; --val: its data/val-*.bin.
+    Results gather in the file --results, a line a run, and all of them are compared; --plot FILE draws them."""
     config, made = CONFIGS[model], []
     ids = np.fromfile(tokens, "<u2")
     held_out = {re.sub(r"val-(.*)-\w+-\w+\.bin", r"\1", os.path.basename(path)): np.fromfile(path, "<u2") for path in val}
     for seed in seeds:
         for text in runs:
-            name, precision, own_steps, own_lr = RUN.fullmatch(text).groups()
+            name, precision, own_steps, own_lr, growth = RUN.fullmatch(text).groups()
             precision, count = precision or "bf16", int(own_steps or steps)
-            run = argparse.Namespace(steps=count, warmup=count // 10, lr=float(own_lr or lr))
+            run = argparse.Namespace(steps=count, warmup=count // 10, lr=float(own_lr or lr), growth=float(growth or 0),
+                                     batch_tokens=batch * config.context)
             train_it = run_of_the_twin if name == "twin" else run_of_ours
             points = train_it(name, precision, ids, held_out, run, config, batch, seed)
-            _, seconds, losses = points[-1]
-            made.append({"run": text, "name": name, "lr": run.lr, "seed": seed, "batch": batch * config.context,
-                         "points": points})
-            print(f"{text:20} seed {seed}  lr {run.lr:.1e}  {count * batch * config.context / 1e6:6.1f}M tokens  "
+            read, seconds, losses = points[-1]
+            made.append({"run": text, "name": name, "lr": run.lr, "seed": seed, "batch": run.batch_tokens, "points": points})
+            print(f"{text:20} seed {seed}  lr {run.lr:.1e}  {read / 1e6:6.1f}M tokens  "
                   f"{seconds:7.1f} s  {1e3 * seconds / count:6.2f} ms a step  "
                   + "  ".join(f"{kind} {loss:.4f}" for kind, loss in losses.items()), flush=True)
             if results:
@@ -917,14 +918,14 @@ def bench_curves(tokens, val, model="big", runs=("muon", "adamw", "twin"), steps
 def compare_curves(results):
     """What share of the twin's tokens and seconds our runs of the same seed take to its final losses, all of them."""
     for twin in [result for result in results if result["name"] == "twin"]:
-        steps, seconds, losses = twin["points"][-1]
+        tokens, seconds, losses = twin["points"][-1]
         for ours in results:
             if ours["name"] == "twin" or ours["seed"] != twin["seed"] or ours["batch"] != twin["batch"]:
                 continue
             reached = [point for point in ours["points"] if all(point[2][kind] <= losses[kind] for kind in losses)]
             if reached:
-                print(f"{ours['run']:16} reaches {twin['run']}'s losses after {steps} steps, seed {twin['seed']}, with "
-                      f"{reached[0][0] / steps:.2f} of the tokens and {reached[0][1] / seconds:.2f} of the seconds")
+                print(f"{ours['run']:20} reaches {twin['run']}'s losses after {tokens / 1e6:.1f}M tokens, seed {twin['seed']}, "
+                      f"with {reached[0][0] / tokens:.2f} of the tokens and {reached[0][1] / seconds:.2f} of the seconds")
 
 
 def plot_curves(results, path):
@@ -934,10 +935,10 @@ def plot_curves(results, path):
     from matplotlib import pyplot
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for result in results:
-        steps, seconds, losses = zip(*result["points"])
+        tokens, seconds, losses = zip(*result["points"])
         loss = [np.mean(list(kinds.values())) for kinds in losses]
         colour = {"muon": "C0", "adamw": "C1", "twin": "C2"}[result["name"]]
-        left.plot(np.multiply(steps, result["batch"] / 1e6), loss, colour, label=result["run"])
+        left.plot(np.divide(tokens, 1e6), loss, colour, label=result["run"])
         right.plot(seconds, loss, colour)
     left.set(xlabel="million tokens", ylabel="held-out loss, nats a token", ylim=(None, 4.5))
     right.set(xlabel="seconds")

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import gc
 import inspect
-import itertools
 import math
 import re
 import sys
@@ -930,22 +929,6 @@ def test_models_that_a_gpu_does_not_take(made, monkeypatch):
         model_gpu.Model(TINY, precision="fp32", matmul="ours")
     assert str(error.value) == (
         "The GPU engine does not start; a CUDA library seems to be missing or does not fit the driver: run `make gpu` (no nvrtc).")
-
-
-def test_first_steps_of_both_engines_side_by_side(made, monkeypatch, capsys):
-    """What `python model_gpu.py` prints, of a smaller model."""
-    small = Config(dim=64, heads=2, kv_heads=1, layers=1, context=12, vocab=304, predict=2)
-    monkeypatch.setattr(model_gpu, "CONFIGS", {"small": small})
-    monkeypatch.setattr(model_gpu.Model.__init__, "__defaults__", (0, None, None, None, "ours", True, "adamw"))
-    clock = itertools.accumulate(itertools.repeat(0.0125))
-    monkeypatch.setattr(model_gpu, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(model_gpu, "gpu_name", lambda: "Card 1")
-    model_gpu.main([])
-    title, *lines = capsys.readouterr().out.splitlines()
-    assert title == "Small on random tokens, Card 1: loss of head 0 (ln V = 5.7170) and time of three steps."
-    assert [line[:12].strip() for line in lines] == ["CPU float64", "GPU fp32", "GPU tf32", "GPU bf16"]
-    losses = np.array([line[12:].replace("12.50 ms", "").split() for line in lines], float)
-    assert losses.shape == (4, 3) and abs(losses / losses[0] - 1).max() < 1e-2 and losses[0, 0] > losses[0, 1] > losses[0, 2] > 5
 
 
 def test_the_gpu_of_a_process(made, monkeypatch):

@@ -71,7 +71,7 @@ def test_every_window_once_an_epoch(size, T, K):
 
 def test_batches_depend_on_seed_and_step_alone():
     def steps(seed, order):
-        return {step: train.window_starts(seed, step, 5, 3000, 16, 4) for step in order}
+        return {step: train.window_starts(seed, 5 * step, 5, 3000, 16, 4) for step in order}
     forward = steps(3, range(80))
     train.epoch_order.cache_clear()
     assert forward == steps(3, reversed(range(80))) != steps(4, range(80))
@@ -103,10 +103,30 @@ def test_a_job_takes_the_batch_of_its_step():
     s = settings("--seed 7", config=CONFIG, batch_tokens=5 * 8)
     job = train.pretraining(training_of(SimpleNamespace(config=CONFIG), tokenizer, s), tokens, {})
     for step in 0, 1, 200:
-        expected = train.get_batch(tokens, train.window_starts(7, step, 5, 5000, 8, 2), 8, 2)
+        expected = train.get_batch(tokens, train.window_starts(7, 5 * step, 5, 5000, 8, 2), 8, 2)
         *batch, counted, weights = job.batch(step)
         assert all(map(np.array_equal, batch, expected)) and counted.tolist() == [40, 40] and weights is None
     assert job.note(1, math.log(2)) == "1.000 bits/byte"
+
+
+def test_a_batch_that_grows():
+    """An eighth, a quarter, a half and all of it, each window of the epochs once, laid end to end."""
+    tokens = default_rng(0).integers(0, 256, 50000).astype("<u2")
+    tokenizer = Tokenizer.train(["some text"], 264)
+    for windows, sizes in (16, [2, 4, 8, 16]), (4, [1, 1, 2, 4]), (9, [1, 2, 4, 9]):
+        s = settings("--steps 21", config=CONFIG, batch_tokens=windows * 8)
+        s.growth = 0.24
+        job = train.pretraining(training_of(SimpleNamespace(config=CONFIG), tokenizer, s), tokens, {})
+        batches = [job.batch(step)[0] for step in range(21)]
+        wanted = np.repeat(sizes, [5, 5, 5, 6])
+        assert [len(batch) for batch in batches] == wanted.tolist()
+        starts = train.window_starts(s.seed, 0, sum(wanted), 50000, 8, 2)
+        assert np.array_equal(np.concatenate(batches), train.get_batch(tokens, starts, 8, 2)[0])
+        assert np.array_equal(job.batch(7)[0], batches[7])
+        # more steps: it goes on with the whole batch, where it had come
+        train.add_steps(s, 50, "out")
+        assert [len(job.batch(step)[0]) for step in (0, 5, 20, 21, 49)] == [sizes[0], sizes[1]] + 3 * sizes[-1:]
+        assert np.array_equal(job.batch(20)[0], batches[20])
 
 
 def test_schedule():

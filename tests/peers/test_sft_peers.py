@@ -107,7 +107,7 @@ def trained(tmp_path_factory):
         tokenizer, tokens, *_ = train.prepare([path], 512)
         model = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32, threads=2)
         for step in range(STEPS):
-            model.forward(*train.get_batch(tokens, train.window_starts(0, step, 8, len(tokens), T, 4), T, 4))
+            model.forward(*train.get_batch(tokens, train.window_starts(0, 8 * step, 8, len(tokens), T, 4), T, 4))
             model.backward()
             model.update(train.learning_rate(step, settings(2e-3)))
         yield model, tokenizer, path
