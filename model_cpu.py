@@ -747,7 +747,7 @@ class Model:
         # x = embed[tokens]
         embedding_backward(grads["embed"], dx, tokens.reshape(-1))
 
-    def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
+    def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
         """One step of the optimizer by update_table; then the gradient is zero.  The norm of all gradients
         that AdamW takes is clipped to `clip` before.  Returns the norm of the whole gradient before clipping.
         A norm that is not finite changes nothing and leaves the gradient to look at: the caller must stop."""
@@ -766,7 +766,7 @@ class Model:
             arrays = [self.flat_params[part], grads[part], self.m[part]]
             if rule == "muon":
                 matrices = zip(*[layer_matrices(array, c) for array in arrays])
-                jobs += [(muon_update, *each, lr, decay) for each in matrices]
+                jobs += [(muon_update, *each, lr, decay, momentum) for each in matrices]
             else:
                 grads[part] *= min(1.0, clip / (math.sqrt(squares) + 1e-6))
                 arrays.append(self.v[in_v])

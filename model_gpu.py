@@ -880,7 +880,7 @@ class Model:
         embedding_backward(gpu, grads["embed"], dx, shared["order"], shared["starts"])
         yield 0
 
-    def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
+    def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
         """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
         clipped to `clip`; zero the gradient.  Returns the norm of the whole before clipping, on the GPU.  A
         norm that is not finite changes nothing, now and in all later updates, and leaves the gradient to look
@@ -898,7 +898,7 @@ class Model:
             if rule == "muon":
                 for starts, table in muon_tables(c, self.precision):
                     muon_update(self.gpu, flats, starts, carve(self.work, table), self.state, lr, decay,
-                                self.communicator)
+                                self.communicator, momentum)
             else:
                 adamw_update(self.gpu, *flats, self.v[part_of_v], self.state, self.step, lr, beta1, beta2,
                              eps, decay if decayed else 0.0)

@@ -82,7 +82,7 @@ SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of 
 DEFAULTS = {
     "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
     "medium": dict(steps=4000, batch_tokens=8192, lr=3e-3, warmup=200, eval_every=500, save_every=500),
-    "big": dict(steps=48000, batch_tokens=32768, growth=0.25, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000),
+    "big": dict(steps=48000, batch_tokens=32768, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000),
 }
 # A fifth epoch over 290 MB did not help big, nor a ninth epoch over 0.3 MB small.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
@@ -114,6 +114,7 @@ class Settings:
     # slices of a batch, a core each; another number of them sums in another order
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all)", 1)
     decay: float = setting(below_1, "weight decay, on matrices (default 0.1)", 0.1)
+    momentum: float = setting(below_1, "of Muon (default 0.95)", 0.95)
     clip: float = setting(positive_or_inf, "largest gradient norm for AdamW; inf: any (default 1)", 1.0)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU", "cpu")
@@ -196,6 +197,8 @@ def parse_arguments(argv):
     parser = Parser(description="Pretrain a model.  The defaults depend on the preset: --dry-run prints the main ones.")
     parser.add_argument("--steps", type=whole_number(1), metavar="N",
                         help="updates; with --resume a larger number extends a finished run")
+    parser.add_argument("--growth", type=below_1, metavar="X", help="a batch that grows: this share of the steps takes an "
+                        "eighth of it, as many a quarter, as many a half; 0.25 pays (default 0)")
     parser.add_argument("--dry-run", action="store_true", help="print settings and memory, then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
     parser.add_argument("--evaluate", metavar="DIR", help="measure the model in DIR, ours or any plain Llama, on "
@@ -400,11 +403,14 @@ def get_batch(tokens, starts, T, K):
 # ------------------------------------------------------------------------------------------------------------
 def learning_rate(step, settings):
     """Linear warmup to settings.lr, then a cosine down to a tenth of it (Loshchilov & Hutter 2017).  step
-    counts from 0."""
+    counts from 0.  A batch of which only a share is taken as yet is noisier; the square root of the share makes up
+    for that (Malladi et al. 2022)."""
+    tokens = windows_before(step + 1, settings, 1) - windows_before(step, settings, 1)
+    peak = settings.lr * math.sqrt(tokens / settings.batch_tokens)
     if step < settings.warmup:
-        return settings.lr * (step + 1) / settings.warmup
+        return peak * (step + 1) / settings.warmup
     progress = (step - settings.warmup) / max(1, settings.steps - 1 - settings.warmup)
-    return settings.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -628,8 +634,6 @@ def make_settings(given, preset, config, defaults, ranks):
              "precision": model_gpu.default_precision() if on_gpu else "fp32"}
     usual.update((name, value) for name, value in given.items() if name in Settings.__annotations__)
     settings = Settings(**usual)
-    if "batch_tokens" in given:                         # one size, all along
-        settings.growth = 0.0
     require(settings.batch_tokens % T == 0,
             f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     windows = model_gpu.ceil_div(settings.batch_tokens // T, ranks.size)
@@ -821,7 +825,7 @@ def train(training, job, stop):
             model.backward(last)
         losses = sum_over_ranks(training, losses, stop)
         lr = learning_rate(step - 1, settings)
-        norm = model.update(lr, decay=settings.decay, clip=settings.clip)
+        norm = model.update(lr, decay=settings.decay, clip=settings.clip, momentum=settings.momentum)
         evaluating = evaluation_is_due(step, settings)
         stopping = report.asked if ranks.size > 1 else stop.signal      # asked: known with the losses
         saving = stopping or step % settings.save_every == 0 or step == settings.steps

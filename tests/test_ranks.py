@@ -27,8 +27,8 @@ BESIDE = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH"
 MPIEXEC = shutil.which("mpiexec", path=BESIDE)
 LIMIT = 100         # seconds in which a run of seconds must have ended
 SIZES = "--dim 32 --heads 1 --kv-heads 1 --layers 1 --context 16 --vocab 264".split()
-# five windows a step: 2 and 3 of two ranks, 1, 2 and 2 of three
-TINY = ["small", *SIZES, *("--data text.txt --batch-tokens 80 --micro-batch 1 --threads 1 --steps 20 --save-every 4 --eval-every 6 "
+# in the end five windows a step: 2 and 3 of two ranks, 1, 2 and 2 of three; at first one or two
+TINY = ["small", *SIZES, *("--data text.txt --batch-tokens 80 --micro-batch 1 --threads 1 --growth 0.25 --steps 20 --save-every 4 --eval-every 6 "
                            "--device cpu").split()]
 
 # What the processes run.  The environment's TRAP is code, which sees at(), die and the rank.

@@ -154,9 +154,9 @@ class Recorder:
     def backward(self, last):
         self.calls.append(("backward", last))
 
-    def update(self, lr, decay, clip):
+    def update(self, lr, decay, clip, momentum):
         self.step += 1
-        self.calls.append(("update", lr, decay, clip))
+        self.calls.append(("update", lr, decay, clip, momentum))
         return self.norms.pop(0) if self.norms else 0.5
 
     later, read = model_cpu.Model.later, model_cpu.Model.read
@@ -180,7 +180,7 @@ def test_a_step_is_cut_into_micro_batches_and_loses_no_row(tmp_path, monkeypatch
     expected = []
     for a, b in zip(cuts, cuts[1:]):
         expected += [("forward", inputs[a:b].tolist(), targets[a:b].tolist(), counted.tolist(), None), ("backward", b == 7)]
-    assert model.calls == [*expected, ("update", 0.125, 0.3, 2.5)]
+    assert model.calls == [*expected, ("update", 0.125, 0.3, 2.5, 0.95)]
     record = read_log(tmp_path)[0]
     assert record["grad_norm"] == 0.5 and record["losses"] == [7 / 4, 10.0 * (len(cuts) - 1)] and record["tokens"] == 28
 
