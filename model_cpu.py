@@ -559,8 +559,7 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
     the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
     matrices do, norm gains do not."""
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    require(optimizer in OPTIMIZERS, f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
     embedding = config.vocab * config.dim
     matrices = config.layers * matrix_table(config)[-1][1].stop
     heads = 0 if config.tied else config.predict * embedding
@@ -618,13 +617,12 @@ class Model:
         if seed is not None:
             init_params(self.flat_params, config, seed)
         self.workspaces = [Workspace(config, self.dtype, training) for _ in range(threads)]
-        self.active = []                            # those in which forward has left what backward reads
+        self.saved = []                             # the workspaces in which forward has left what backward reads
         self.flat_grads = self.workspaces[0].flat_grads
         self.grads = self.workspaces[0].grads
-        moments = moment_count(config, optimizer)
         self.m = self.v = None
         if training:
-            self.m, self.v = np.split(np.zeros(moments, self.dtype), [size])
+            self.m, self.v = np.split(np.zeros(moment_count(config, optimizer), self.dtype), [size])
         self.rope = rope_table(config, self.dtype)
         # NumPy's warnings are set per thread.  The pool's threads are silent; the caller checks the loss.
         pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
@@ -635,7 +633,7 @@ class Model:
         """Call this after writing params: what other weights have left, in the KV cache and for backward, is
         forgotten."""
         self.decoder.forget()
-        self.active = []
+        self.saved = []
 
     def read(self, array):
         """An array of this model's, flat_params say, as a NumPy array on the host."""
@@ -672,7 +670,7 @@ class Model:
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a new array."""
         tokens = as_batch(self.config, tokens)
-        self.active = []                            # overwritten now
+        self.saved = []                             # overwritten now
         final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
         return self._head_logits(final).reshape(*tokens.shape, self.config.predict, -1)
 
@@ -686,9 +684,11 @@ class Model:
         weights (B,): of each row in head 0's loss, which is then the sum of w_b (-log p) / counted[0], whatever
         the caller counts there.  The further heads count for nothing, and their losses are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
-        self.active = self.workspaces[:len(tokens)]
-        parts = [np.array_split(array, len(self.active)) for array in (tokens, targets, weights)]
-        return sum(self.map(self._forward_share, self.active, *parts))
+        self.saved = self.workspaces[:len(tokens)]
+        parts = [np.array_split(array, len(self.saved)) for array in (tokens, targets, weights)]
+        losses = sum(self.map(self._forward_share, self.saved, *parts))
+        self.nll = np.concatenate([workspace.nll for workspace in self.saved])
+        return losses
 
     def _forward_share(self, workspace, tokens, targets, weights):
         """One thread's part of forward.  The workspace keeps what the backward needs."""
@@ -708,20 +708,20 @@ class Model:
     def log_probs(self, tokens, targets):
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
         self.forward(tokens, targets, np.ones(self.config.predict))
-        nll = np.concatenate([workspace.nll[:, 0] for workspace in self.active])        # (B*T,)
-        self.active = []                            # with these divisors backward would make no sense
-        return -nll.reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
+        self.saved = []                             # with these divisors backward would make no sense
+        log_p = -self.read(self.nll)[:, 0]          # (B*T,)
+        return log_p.reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
         Once a forward, whose arrays are used up.  last: this is the step's last micro-batch, after which the
         gradients of several processes are added up."""
         require(self.grads, "this model was made with training=False: it has no gradients.")
-        require(self.active, "backward needs a forward of its own, and between them neither logits nor update.")
-        list(self.map(self._backward_share, self.active))
-        for workspace in self.active[1:]:           # in order, so that the sum is the same in every run
+        require(self.saved, "backward needs a forward of its own, and between them neither logits nor update.")
+        list(self.map(self._backward_share, self.saved))
+        for workspace in self.saved[1:]:            # in order, so that the sum is the same in every run
             self.flat_grads += workspace.flat_grads
-        self.active = []
+        self.saved = []
         if last and self.communicator:
             self.communicator.all_reduce(self.flat_grads)
 
@@ -960,8 +960,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
     trace: a list to which each token drawn adds (head, drafts, p): the head that drafted it, 0 for none; the
     number of drafts that were read along with it; the probability that the model gave it."""
-    if not tokens:
-        raise ValueError("generate needs at least one token to continue.")
+    require(tokens, "generate needs at least one token to continue.")
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
@@ -1000,8 +999,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each is what generate
     draws for its prompt, `most` ids or up to the first in `stop`, which is kept here; but for the rounding of
     products of another shape.  sampling.seed: (B,), one a prompt."""
-    if not all(prompts):
-        raise ValueError("each prompt needs at least one token to continue.")
+    require(all(prompts), "each prompt needs at least one token to continue.")
     context = model.config.context
     decoder = model.new_decoder(len(prompts), min(context, max(map(len, prompts)) + most))
     texts = list(map(list, prompts))
@@ -1030,7 +1028,7 @@ def generate_texts(model, tokenizer, prompts, sampling, most):
 def layer_logits(model, inputs):
     """The "logit lens" (nostalgebraist 2020) of inputs (B,T).  Yields, after the embedding and each layer, the
     residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
-    model.active = []                               # as in logits
+    model.saved = []                                # as in logits
     layers, shared = model.workspaces[0].buffers(*inputs.shape)
     final = model._trunk(inputs, layers, shared)
     for x in [*(saved["x_in"] for saved in layers), shared["x"]]:
@@ -1138,13 +1136,13 @@ def check_batch(config, tokens, targets, counted, weights):
     if counted is None:
         counted = count_targets(targets, T, config.predict)
     require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
-    divisor = np.maximum(counted, 1)                # a head without a target: the sum 0, and so the loss 0
+    divisor = np.maximum(counted, 1.0)              # a head without a target: the sum 0, and so the loss 0
     if weights is None:
         return tokens, targets, divisor, np.ones(B)
     weights = np.asarray(weights, np.float64)
     require(weights.shape == (B,) and np.isfinite(weights).all(), f"weights must be {B} finite numbers, one a row.")
-    further = np.arange(config.predict) > 0
-    return tokens, targets, np.where(further, np.inf, divisor), weights     # 1/inf: they count for nothing
+    divisor[1:] = np.inf                            # 1/inf: the further heads count for nothing
+    return tokens, targets, divisor, weights
 
 
 def work_tables(config, B, T, dtype):

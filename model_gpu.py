@@ -109,11 +109,6 @@ def take_gpu(number):
     cupy.cuda.Device(number % count).use()
 
 
-def gpu_name():
-    """As its vendor calls it."""
-    return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-
-
 def capability():
     """The compute capability of this process's GPU, times ten: 90 is a Hopper."""
     return int(cupy.cuda.Device().compute_capability)
@@ -605,12 +600,12 @@ def trunk(gpu, w, layers, shared):
     return shared["n"]
 
 
-def head_logits(gpu, final, heads):
-    """final (N,C) -> the logits (N,K,V) of all heads, a NumPy array."""
+def head_logits(gpu, final, heads, *shape):
+    """final (N,C) -> the logits of all heads, a NumPy array of this shape and (K,V)."""
     c = gpu.config
     logits = cupy.empty((len(final), c.predict * c.vocab), float32)
     linear_forward(gpu, logits, final, heads)
-    return cupy.asnumpy(logits).reshape(-1, c.predict, c.vocab)
+    return cupy.asnumpy(logits).reshape(*shape, c.predict, c.vocab)
 
 
 def allocate(empty, table):
@@ -800,14 +795,12 @@ class Model:
 
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a NumPy array of float32 on the host."""
-        c = self.config
-        tokens = as_batch(c, tokens)
+        tokens = as_batch(self.config, tokens)
         layers, shared = self._buffers(*tokens.shape)
         self.saved = None                               # overwritten now
         self.inputs.send({"tokens": tokens})
         final = trunk(self.gpu, self.weights, layers, shared)
-        logits = head_logits(self.gpu, final, self.weights["heads"])
-        return logits.reshape(*tokens.shape, c.predict, c.vocab)
+        return head_logits(self.gpu, final, self.weights["heads"], *tokens.shape)
 
     def forward(self, tokens, targets, counted=None, weights=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see
@@ -828,14 +821,10 @@ class Model:
 
         shared["replays"]["forward"](self.gpu, launch)
         self.saved = layers, shared
+        self.nll = shared["nll"]
         return self.losses.copy()
 
-    def log_probs(self, tokens, targets):
-        """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets; NumPy's."""
-        self.forward(tokens, targets, np.ones(self.config.predict))
-        nll = cupy.asnumpy(self.saved[1]["nll"][:, 0])
-        self.saved = None                               # with these divisors backward would make no sense
-        return -nll.reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
+    log_probs = model_cpu.Model.log_probs
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
@@ -934,10 +923,11 @@ class Decoder(model_cpu.Decoder):
         c = self.gpu.config
         n = len(tokens)
         self.draw(tokens, 1, c.predict, 0, Sampling(temperature=0))
-        logits = self.buffers["logits"]
-        if n > len(logits):                             # there are only those of the last
-            logits = head_logits(self.gpu, self.buffers["n"][:n], self.weights["heads"])
-        return cupy.asnumpy(logits[:n]).reshape(n, c.predict, c.vocab)[-(last or n):]
+        if n > len(self.buffers["logits"]):             # there are only those of the last
+            logits = head_logits(self.gpu, self.buffers["n"][:n], self.weights["heads"], n)
+        else:
+            logits = cupy.asnumpy(self.buffers["logits"][:n]).reshape(n, c.predict, c.vocab)
+        return logits[-(last or n):]
 
     def draw(self, tokens, rows, heads, t, sampling):
         """Append tokens, and draw after each of the last `rows` of them, which is 1 after more than max(K, 8)

@@ -663,9 +663,9 @@ def model_options(settings):
 def batch_in_words(settings):
     """How many tokens a step takes."""
     words = f"{settings.batch_tokens:,} tokens"
-    if not settings.growth:
-        return words
-    return f"{words} (for {round(settings.growth * settings.steps)} an eighth, for as many a quarter, for as many a half)"
+    if settings.growth:
+        words += f" ({round(settings.growth * settings.steps)} take an eighth, as many a quarter, as many a half)"
+    return words
 
 
 def dry_run(config, settings, ranks):

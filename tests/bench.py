@@ -57,7 +57,7 @@ import model_gpu
 import sft
 import train
 from model_cpu import CONFIGS, generate
-from model_gpu import gpu_name, pick
+from model_gpu import pick
 from script import available_cores
 from tokenizer import Tokenizer
 
@@ -69,6 +69,10 @@ HOW = {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.8, "top_k": 50
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Shared by the commands
 # ----------------------------------------------------------------------------------------------------------------------
+def gpu_name():
+    return model_gpu.cupy.cuda.runtime.getDeviceProperties(model_gpu.cupy.cuda.Device().id)["name"].decode()
+
+
 def seconds_a_call(function, calls=1, wait=lambda: None):
     """The mean of so many calls in a row; wait() returns when all that they have started is done."""
     started = time.perf_counter()
