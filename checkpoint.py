@@ -308,8 +308,7 @@ def save(folder, model, tokenizer, state, chat=False):
     step."""
     os.makedirs(folder, exist_ok=True)
     repair(folder)
-    tokenizer_path = f"{folder}/tokenizer.json"
-    tokenizer.save(tokenizer_path)
+    tokenizer.save(f"{folder}/tokenizer.json")
     end = tokenizer.end_of_turn if chat else tokenizer.special_id(*TEXT_ENDS)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
                 "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode()}
@@ -320,7 +319,7 @@ def save(folder, model, tokenizer, state, chat=False):
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
     # the checksum of the weights also covers these, and with them all that a resumed run reads
     metadata = {"format": "pt", "step": str(model.step), "config": f"{zlib.crc32(config):08x}",
-                "tokenizer": checksum(tokenizer_path)}
+                "tokenizer": checksum(f"{folder}/tokenizer.json")}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)
     weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}
     moments = {"m": model.read(model.m), "v": model.read(model.v)}
