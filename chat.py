@@ -176,7 +176,7 @@ class Session:
         else:
             prompts = [tokenizer.encode(line)[-room:] or [self.stop] for line in lines]
         first = secrets.randbits(63) if asked.seed is None else asked.seed
-        seeds = [first + i for i in range(len(lines))]
+        seeds = range(first, first + len(lines))
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seeds, tokenizer.vocab_size)
         texts = model_cpu.generate_texts(self.model, tokenizer, prompts, sampling, asked.max_tokens)
         for line, text in zip(lines, texts):

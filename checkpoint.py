@@ -33,6 +33,7 @@ import fcntl
 import json
 import math
 import os
+import pathlib
 import re
 import sys
 import zlib
@@ -252,7 +253,7 @@ def check_settings(folder, settings, tokenizer):
         alone = added.items() - tokenizer.special.items()
         require(not alone, f"tokenizer.json lacks their added tokens {dict(alone)!r:.200}")
         named = {**settings, **read_settings(f"{folder}/special_tokens_map.json")}
-        names = [named.get(f"{role}_token") for role in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
+        names = [named.get(f"{role}_token") for role in "bos eos unk pad sep cls mask".split()]
         names += named.get("additional_special_tokens") or []
         for name in names:
             name = name["content"] if isinstance(name, dict) else name
@@ -307,8 +308,7 @@ def save(folder, model, tokenizer, state, chat=False):
     step."""
     os.makedirs(folder, exist_ok=True)
     repair(folder)
-    tokenizer_path = f"{folder}/tokenizer.json"
-    tokenizer.save(tokenizer_path)
+    tokenizer.save(f"{folder}/tokenizer.json")
     end = tokenizer.end_of_turn if chat else tokenizer.special_id(*TEXT_ENDS)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
                 "model_max_length": model.config.context, "eos_token": tokenizer.tokens[end].decode()}
@@ -319,7 +319,7 @@ def save(folder, model, tokenizer, state, chat=False):
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
     # the checksum of the weights also covers these, and with them all that a resumed run reads
     metadata = {"format": "pt", "step": str(model.step), "config": f"{zlib.crc32(config):08x}",
-                "tokenizer": checksum(tokenizer_path)}
+                "tokenizer": checksum(f"{folder}/tokenizer.json")}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)
     weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}
     moments = {"m": model.read(model.m), "v": model.read(model.v)}
@@ -376,8 +376,8 @@ def drop_copies(tensors, config):
     if config.tied and "lm_head.weight" in tensors:
         head = tensors.pop("lm_head.weight")
         embed = tensors.setdefault("model.embed_tokens.weight", head)       # a file may hold the head alone
-        require(np.array_equal(floats(head), floats(embed)), f"{head.filename}: lm_head.weight is not the "
-                "embedding, though tie_word_embeddings is true.")
+        require(np.array_equal(floats(head), floats(embed)),
+                f"{head.filename}: lm_head.weight is not the embedding, though tie_word_embeddings is true.")
 
 
 def load(folder, engine, options=None, context=None):
@@ -401,8 +401,8 @@ def load(folder, engine, options=None, context=None):
     require(str(step).isdecimal(), f"{path} does not say of which step it is.")
     drop_copies(tensors, config)
     # asked first, because the table of a million layers alone would fill the memory
-    require(config.layers <= len(tensors), f"{path}: tensors are missing: it has {len(tensors)}, "
-            f"config.json asks for {config.layers} layers.")
+    require(config.layers <= len(tensors),
+            f"{path}: tensors are missing: it has {len(tensors)}, config.json asks for {config.layers} layers.")
     shapes = dict(model_cpu.param_table(config))
     wanted = {name: np.broadcast_to(False, shapes[ours])[rows].shape        # takes no memory
               for name, ours, rows in llama_names(config)}
@@ -421,7 +421,7 @@ def load_state(folder, model=None):
         path += ".new"                          # killed between the two renames; the next save repairs it
     require(exists(path), f"{folder} holds no training state: there is no {path}.")
     tensors, metadata = read_safetensors(path)
-    if model is not None:
+    if model:
         require_tensors(path, tensors, {"m": model.m.shape, "v": model.v.shape})
         require(metadata.get("step") == str(model.step),
                 f"{path} is of step {metadata.get('step')}, {WEIGHTS} of step {model.step}.")
@@ -524,30 +524,17 @@ def plot(folder):
 # ------------------------------------------------------------------------------------------------------------
 # 6. What is in a folder
 # ------------------------------------------------------------------------------------------------------------
-def print_tensors(path):
-    """The tensors of a file, one a line."""
-    tensors, metadata = read_safetensors(path)
-    print(f"{path}: {len(tensors)} tensors, {os.path.getsize(path):,} bytes, "
-          f"CRC32 {metadata.get('crc32', 'none')}")
-    for name, tensor in tensors.items():
-        size = np.sqrt(np.mean(np.square(floats(tensor), dtype=np.float64)))
-        kind = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype
-        print(f"  {name:44} {str(tensor.shape):15} {kind}  root mean square {size:.3g}")
-
-
 def main(argv):
-    parser = Parser(description="Print what a checkpoint folder holds.  Checksums are verified where there are "
-                    "any.")
-    parser.add_argument("folder", metavar="DIR", help="such as out/small")
-    folder = parser.parse_args(argv).folder
-    model, tokenizer = load(folder, model_cpu, {"dtype": np.float32, "training": False})
-    print(f"{folder}: step {model.step:,}, {model.flat_params.size:,} parameters, "
-          f"{'answers' if tokenizer.template else 'continues texts'}")
-    print("config    " + ", ".join(f"{name} {value}" for name, value in vars(model.config).items()))
-    print(f"tokenizer {tokenizer.vocab_size} tokens, {len(tokenizer.special)} of them special")
-    for name in sorted(os.listdir(folder)):
-        if name.endswith(".safetensors"):
-            print_tensors(f"{folder}/{name}")
+    parser = Parser(description="Print what a checkpoint folder holds.  Checksums are verified where there are any.")
+    parser.add_argument("DIR", help="such as out/small")
+    folder = parser.parse_args(argv).DIR
+    model, _ = load(folder, model_cpu, {"dtype": np.float32, "training": False})
+    print(f"{folder}: step {model.step:,}, {model.config}")
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        tensors, metadata = read_safetensors(path)
+        print(f"{path}: {len(tensors)} tensors, CRC32 {metadata.get('crc32', 'none')}")
+        for name, tensor in tensors.items():
+            print(f"  {name:44} {tensor.shape!s:15} {tensor.dtype}")       # of bf16: uint16
 
 
 if __name__ == "__main__":

@@ -301,11 +301,9 @@ def run_check(model, tokens, targets, h, bar, limit=None, weights=None):
     return good
 
 
-def backward_order():
-    """The names of TINY's tensors, as the backward reaches them: the heads first, the embedding last."""
-    layer = ["down", "gate_up", "norm2", "out", "qkv", "norm1"]
-    layers = [f"layers.{i}.{name}" for i in reversed(range(TINY.layers)) for name in layer]
-    return ["heads", "norm", *layers, "embed"]
+# TINY's tensors as the backward reaches them: the heads first, the embedding last
+LAYER_BACKWARD = ["down", "gate_up", "norm2", "out", "qkv", "norm1"]
+BACKWARD = ["heads", "norm", *(f"layers.{i}.{name}" for i in (1, 0) for name in LAYER_BACKWARD), "embed"]
 
 
 def print_within(text):
@@ -322,13 +320,12 @@ def is_caught(replacements, limit=40):
         errors = collections.defaultdict(float)
         for name, _, _, worst, _ in rows:
             errors[name] = max(errors[name], worst)
-    names = backward_order()
-    wrong = [f"{name}={errors[name]:.1e}" for name in names if errors[name] > TINY_BAR]
-    right = [name for name in names if errors[name] <= TINY_BAR]
+    wrong = [f"{name}={errors[name]:.1e}" for name in BACKWARD if errors[name] > TINY_BAR]
+    right = [name for name in BACKWARD if errors[name] <= TINY_BAR]
     if error > LOSS_BAR:
         print(f"    the losses: {error:.1e} from the loops'")
     if wrong:
-        print_within(f"    wrong, {len(wrong)} of {len(names)} tensors: {', '.join(wrong)}")
+        print_within(f"    wrong, {len(wrong)} of {len(BACKWARD)} tensors: {', '.join(wrong)}")
     if wrong or error > LOSS_BAR:
         print_within(f"    right: {', '.join(right) or 'none'}")
         return True

@@ -529,24 +529,15 @@ def test_a_tokenizer_config_that_is_none(folder, text):
 # -- the printer ---------------------------------------------------------------------------------------------
 def test_what_is_in_a_folder_is_printed(folder, out_text):
     checkpoint.main([folder])
-    out = out_text()
-    lines = out.splitlines()
-    assert out.startswith(
-        f"{folder}: step 7, {make().flat_params.size:,} parameters, continues texts\n"
-        "config    dim 16, heads 4, kv_heads 2, layers 2, context 16, vocab 264, predict 3, mtp_weight 0.5, "
-        "hidden 48, norm_eps 1e-05, rope_theta 10000.0, tied False, positions None\n"
-        "tokenizer 262 tokens, 4 of them special\n")
-    for name, at, number in (WEIGHTS, 3, 22), (STATE, 26, 2):
+    lines = out_text().splitlines()
+    assert lines[0] == f"{folder}: step 7, {TINY}"
+    for name, at, number in (WEIGHTS, 1, 22), (STATE, 24, 2):
         path = f"{folder}/{name}"
         crc = attack.read_header(path)[0]["__metadata__"]["crc32"]
-        assert lines[at] == f"{path}: {number} tensors, {os.path.getsize(path):,} bytes, CRC32 {crc}"
+        assert lines[at] == f"{path}: {number} tensors, CRC32 {crc}"
         for line, (tensor, array) in zip(lines[at + 1:], read_tensors(path)[0].items()):
-            size = np.linalg.norm(array.astype(np.float64)) / np.sqrt(array.size)
-            assert line == f"  {tensor:44} {str(array.shape):15} float32  root mean square {size:.3g}"
-    assert len(lines) == 29
-    save(folder, make(), TOKENIZER, RECORD, chat=True)
-    checkpoint.main([folder])
-    assert out_text().startswith(lines[0].replace("continues texts", "answers"))
+            assert line == f"  {tensor:44} {str(array.shape):15} float32"
+    assert len(lines) == 27
 
 
 def test_the_printer_refuses_in_one_sentence(tmp_path):
