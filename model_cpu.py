@@ -620,9 +620,10 @@ class Model:
         self.saved = []                             # the workspaces in which forward has left what backward reads
         self.flat_grads = self.workspaces[0].flat_grads
         self.grads = self.workspaces[0].grads
+        moments = moment_count(config, optimizer)
         self.m = self.v = None
         if training:
-            self.m, self.v = np.split(np.zeros(moment_count(config, optimizer), self.dtype), [size])
+            self.m, self.v = np.split(np.zeros(moments, self.dtype), [size])
         self.rope = rope_table(config, self.dtype)
         # NumPy's warnings are set per thread.  The pool's threads are silent; the caller checks the loss.
         pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
