@@ -198,8 +198,7 @@ def parse_arguments(argv):
     parser.add_argument("--steps", type=whole_number(1), metavar="N",
                         help="updates; with --resume a larger number extends a finished run")
     parser.add_argument("--growth", type=below_1, metavar="X",
-                        help="a batch that grows: this share of the steps takes an eighth of it, as many a quarter, as many "
-                        "a half (default 0)")
+                        help="a batch that grows: this share of the steps takes an eighth, then a quarter, then half")
     parser.add_argument("--dry-run", action="store_true", help="print settings and memory, then stop")
     parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
     parser.add_argument("--evaluate", metavar="DIR", help="measure the model in DIR, ours or any plain Llama, on "

@@ -16,7 +16,7 @@ import script
 import tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SCRIPTS = """tokenizer.py model_cpu.py model_gpu.py checkpoint.py train.py sft.py chat.py gradcheck.py""".split()
+SCRIPTS = """tokenizer.py model_cpu.py checkpoint.py train.py sft.py rl.py chat.py gradcheck.py""".split()
 
 
 def run(folder, script, *arguments, **options):
@@ -134,7 +134,7 @@ def test_a_script_ends_with_one_sentence(monkeypatch, err_text, error, code, wor
 def test_without_numpy_and_ctrl_c_while_a_script_imports(tmp_path, name, body, code, words):
     write(tmp_path / f"{name}.py", body)
     for script in SCRIPTS[1:]:
-        if name == "numpy" or script in ("model_gpu.py", "train.py", "sft.py"):
+        if name == "numpy" or script in ("train.py", "sft.py", "rl.py"):
             done = run(tmp_path, script, env={**os.environ, "PYTHONPATH": str(tmp_path)})
             assert (done.returncode, done.stdout, done.stderr) == (code, "", words), script
 
