@@ -12,7 +12,7 @@ there alone.  Top to bottom:
     3. x_forward / x_backward     every layer as a pair: a matmul by cuBLAS, or a kernel of kernels.cu; the
                                   loss and the optimizers
     4. Model, Decoder             the same face as in model_cpu
-    5. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts; Nccl
+    5. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
 
 Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores
 round the inputs of matmuls to 10 bits of mantissa.  bf16: activations, and a copy of the weights that the
@@ -25,9 +25,9 @@ waits for a result, and what a step computes in was allocated before.  What one 
 one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where one kernel
 covers several functions of model_cpu, it says so there.
 
-What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.  Nccl sums the gradient
-over several GPUs; train.py starts their processes.  The file can be imported where there is no CuPy or no GPU,
-and then says what is missing in one sentence.
+What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; no sums over several GPUs
+(script.Nccl).  The file can be imported where there is no CuPy or no GPU, and then says what is missing in one
+sentence.
 """
 import bisect
 import collections
@@ -697,7 +697,7 @@ class Model:
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
         self.step = 0
         self.added = False                          # whether grads may hold a sum already
-        self.communicator = None                    # an Nccl, where there are several GPUs (train.connect)
+        self.communicator = None                    # a script.Nccl, where there are several GPUs
         self.rows = 0                               # of config.context tokens, for which there is work memory
         size = param_count(config)
         self.flat_params = cupy.zeros(size, float32)
@@ -1203,45 +1203,3 @@ def largest_micro_batch(config, precision, optimizer, gpus, limit=None):
     def size(rows):
         return sum(memory_plan(config, rows, config.context, precision, optimizer, gpus).values())
     return bisect.bisect_right(range(1, 1 << 20), free, key=size)
-
-
-class Nccl:
-    """Sums arrays over the GPUs of a run by NVIDIA's NCCL, while other kernels work on.  It has a stream of
-    its own.  Events make it wait for our kernels' stream, and that for it."""
-    def __init__(self, ranks):
-        try:
-            from cupy.cuda import nccl              # here, and not above: who has one GPU needs no NCCL
-        except ImportError as error:
-            raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
-        self.nccl = nccl
-        self.part = ranks.part
-        self.ranks = ranks
-        address = ranks.all_gather(nccl.get_unique_id())[0]
-        try:
-            self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
-        except nccl.NcclError as error:             # "invalid usage", where two processes have one GPU
-            raise ValueError(f"NCCL cannot connect the processes: each needs a GPU of its own ({error}).") from None
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.event = cupy.cuda.Event(disable_timing=True)
-
-    def all_reduce(self, array):
-        """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
-        self.event.record()
-        self.stream.wait_event(self.event)
-        self.communicator.allReduce(array.data.ptr, array.data.ptr, array.size, self.nccl.NCCL_FLOAT32,
-                                    self.nccl.NCCL_SUM, self.stream.ptr)
-
-    def wait(self):
-        """Queue: whatever comes next waits for the sums."""
-        self.event.record(self.stream)
-        current_stream().wait_event(self.event)
-
-    def all_gather(self, array):
-        """Queue, among our kernels, which have to wait for it anyway: of array's first axis each GPU's part
-        reaches all others."""
-        stream = current_stream().ptr
-        self.nccl.groupStart()
-        for rank in range(self.ranks.size):
-            part = array[self.part(len(array), rank)]
-            self.communicator.bcast(part.data.ptr, part.nbytes, self.nccl.NCCL_CHAR, rank, stream)
-        self.nccl.groupEnd()

@@ -35,7 +35,7 @@ the model learns them from); no fine-tuning.  With --base the sizes and the toke
 optimizer's moments are not read: the run begins with a warmup, at step 0, and at half the learning rate.
 """
 # first: from here on Ctrl-C is one word on the screen
-from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_plain, check_text, explain,
+from script import (MPI_IS_MISSING, Nccl, Parser, Stop, available_cores, below_1, check_plain, check_text, explain,
                     file_hash, json_values, memory_size, not_negative, positive, positive_or_inf, print_step,
                     printable, read_chunk, read_json, refusing, require, run_script, set_threads, show_progress,
                     start_under_mpiexec, whole_number, write_python_corpus)
@@ -1099,7 +1099,7 @@ def connect(training):
         ranks.agree(code=code, versions=(sys.version, np.__version__), **dataclasses.asdict(training.settings),
                     weights=weights_checksum(training.model))
         on_gpu = training.settings.device == "gpu"
-        training.model.communicator = model_gpu.Nccl(ranks) if on_gpu else ranks
+        training.model.communicator = Nccl(ranks) if on_gpu else ranks
 
 
 def weights_checksum(model):

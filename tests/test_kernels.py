@@ -447,7 +447,7 @@ def test_every_kernel_that_starts_early_waits_before_it_reads():
     """No CPU can tell: without await_last a kernel would read what the one before it has yet to write."""
     launches, kernels = [(pathlib.Path(model_gpu.__file__).parent / name).read_text() for name in ("model_gpu.py", "kernels.cu")]
     early = set(re.findall(r'launch_early\("(\w+)"', launches))
-    reads = {**dict.fromkeys(early, "two_products("), "products_of_rows": "load8(x ", "decode_attention": "load_packed(", "draw": "order_key("}
+    reads = {**dict.fromkeys(early, "two_products("), "products_of_rows": "load8(of.x ", "decode_attention": "load_packed(", "draw": "order_key("}
     assert len(early) == 6
     for name, first in reads.items():
         before, found, _ = re.search(rf"\b{name}\([^;{{}}]*\) {{\n(.*?)\n}}\n", kernels, re.DOTALL)[1].partition(first)

@@ -18,8 +18,8 @@ from cases import once_a_module, parametrize, value_error, write
 from runs import read_log, shell_words
 
 import checkpoint
-import model_gpu
 import train
+from script import Nccl
 from train import Ranks
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -379,10 +379,9 @@ def test_nccl_is_asked_in_order(monkeypatch):
     cupy = SimpleNamespace(cuda=cuda)
     for name, module in ("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(model_gpu, "cupy", cupy)
     ranks = Ranks(SimpleNamespace(rank=1, size=4))
     ranks.all_gather = lambda said: [(9, -9), said == (-3, 0) or pytest.fail()]
-    sums = model_gpu.Nccl(ranks)
+    sums = Nccl(ranks)
     assert done == [(4, (9, -9), 1)]
     done.clear()
     sums.all_reduce(SimpleNamespace(data=SimpleNamespace(ptr=4096), size=33, dtype=np.float32))
@@ -410,7 +409,7 @@ def test_several_gpus_without_nccl(monkeypatch):
     for name in "cupy", "cupy.cuda", "cupy.cuda.nccl":
         monkeypatch.setitem(sys.modules, name, None)
     with value_error("^Several GPUs need NVIDIA's NCCL: run `make gpu` "):
-        model_gpu.Nccl(Ranks())
+        Nccl(Ranks())
 
 
 def test_two_processes_on_one_gpu_are_refused_in_a_sentence(monkeypatch):
@@ -423,4 +422,4 @@ def test_two_processes_on_one_gpu_are_refused_in_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=nccl))
     with pytest.raises(ValueError, match="each needs a GPU of its own .NCCL_ERROR_INVALID_USAGE"):
-        model_gpu.Nccl(Ranks())
+        Nccl(Ranks())
