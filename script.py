@@ -98,7 +98,7 @@ def read_json(path):
     """The value in a JSON file.  ValueError, in one sentence, if the file holds none."""
     data = read_chunk(path)
     with refusing(f"{path} is damaged: it is no JSON"):
-        return json.loads(data.decode("utf-8"))
+        return json.loads(data.decode())
 
 
 def json_values(path):
@@ -190,8 +190,7 @@ def number_type(kind, good, what):
 
 def whole_number(least, most=10**9):
     """An argparse type: an int within these bounds."""
-    what = f"a whole number of at least {least} and at most {most:,}"
-    return number_type(int, lambda x: least <= x <= most, what)
+    return number_type(int, lambda x: least <= x <= most, f"a whole number of at least {least} and at most {most:,}")
 
 
 positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
@@ -471,9 +470,9 @@ def python_docstrings():
     """Yield [(qualified name, docstring), ...] of each module of the standard library: the module's own
     first, then those of its classes and functions as they stand in the file."""
     library = os.path.dirname(os.__file__)
-    others = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"}
+    others = "test tests idle_test site-packages dist-packages lib2to3".split()
     for folder, folders, _ in os.walk(library):
-        folders[:] = sorted(set(folders) - others)
+        folders[:] = sorted(set(folders).difference(others))
         for path in sorted(glob.glob(f"{glob.escape(folder)}/*.py")):
             module = os.path.relpath(path, library)[:-3].replace(os.sep, ".").removesuffix(".__init__")
             with suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:

@@ -141,7 +141,7 @@ def cut_text(text, size=1 << 12):
     White space that follows something else always begins a new word, so a text can be cut there and each part
     split into words by itself.
     """
-    return (part[0] for part in re.finditer(f"(?s).{{{size}}}.*?[^{SPACE}](?=[{SPACE}])|.+", text))
+    return re.findall(f"(?s).{{{size}}}.*?[^{SPACE}](?=[{SPACE}])|.+", text)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -403,14 +403,14 @@ def find_chunks(file, size):
     return [(path, a, b) for a, b in pairwise([start, *cuts, end])]
 
 
-def count_chunk(path, start, end):
-    """The words of a part of a corpus -> Counter."""
-    return count_words(read_documents(path, start, end))
+def count_chunk(*chunk):
+    """The words of a part of a corpus, (path, start, end) -> Counter."""
+    return count_words(read_documents(*chunk))
 
 
-def encode_chunk(encoder, separator, path, start, end):
+def encode_chunk(encoder, separator, *chunk):
     """A part of a corpus -> packed ids, with those of `separator` between the documents."""
-    return separator.join(map(encoder.pack, read_documents(path, start, end)))
+    return separator.join(map(encoder.pack, read_documents(*chunk)))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -516,7 +516,7 @@ class Tokenizer:
     def from_gpt2(cls, vocab_bpe, encoder_json):
         """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
         with refusing(f"{vocab_bpe}, {encoder_json}: not GPT-2's tokenizer files"):
-            merges = read_chunk(vocab_bpe).decode("utf-8").split("\n")[1:-1]   # the first line is the version
+            merges = read_chunk(vocab_bpe).decode().split("\n")[1:-1]   # the first line is the version
             return cls.from_vocab(read_json(encoder_json), merges, [END_OF_TEXT])
 
     @classmethod
@@ -639,9 +639,9 @@ class Tokenizer:
         encode = partial(encode_chunk, self.encoder, boundary)
         parts = [find_chunks(file, CHUNK) for file in files]
         results = run_chunks(encode, [*chain(*parts)], processes, progress)
-        last = boundary
         with replace_file(out) as file, closing(results):
             for part in parts:
+                last = boundary
                 for _, ids in zip(part, results):       # in this order: zip takes no result too many
                     if last == boundary:                # no document is empty
                         ids = ids.removeprefix(boundary)
@@ -649,7 +649,6 @@ class Tokenizer:
                     last = ids[-2:] or last
                 if last != boundary:
                     file.write(boundary)
-                    last = boundary
             return file.tell() // 2
 
     def save(self, path):
@@ -694,8 +693,8 @@ class Tokenizer:
                 "decoder": decoder["type"] == "ByteLevel",
                 # the token of an unknown byte is never used where all bytes are known
                 "unk_token": not model.get("unk_token") or vocab.keys() >= {*byte_chars()}}
-            for key in ("normalizer", "dropout", "continuing_subword_prefix", "end_of_word_suffix",
-                        "byte_fallback", "ignore_merges"):
+            unused = "normalizer dropout continuing_subword_prefix end_of_word_suffix byte_fallback ignore_merges"
+            for key in unused.split():
                 known[key] = not found.get(key)
             for key, good in known.items():
                 require(good, f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
