@@ -34,6 +34,7 @@ import math
 import os
 import platform
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -1031,12 +1032,55 @@ def llama_steps(base, config, gpu, precision):
     return step_of(False), step_of(gpu)
 
 
+# The record of docs/race.md: a commit, and the options of train.py.
+RECORD = "b84dee9", "--steps 1600"
+
+
+def welch(a, b):
+    """The chance of means that differ so much, a's below b's, if both came from one mean: Welch's test, one-sided."""
+    parts = [np.var(x, ddof=1) / len(x) for x in (a, b)]
+    freedom = sum(parts) ** 2 / sum(part ** 2 / (len(x) - 1) for part, x in zip(parts, (a, b)))
+    t = (np.mean(b) - np.mean(a)) / math.sqrt(sum(parts))
+    # the area of Student's distribution beyond t, with x = tan(angle) sqrt(freedom)
+    least = math.atan(t / math.sqrt(freedom))
+    angles = np.linspace(least, math.pi / 2, 100_001)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    return scale * (math.pi / 2 - least) * np.mean(np.cos(angles) ** (freedom - 1))
+
+
+def bench_race(options="", record=RECORD[0], seeds=(0, 1, 2, 3)):
+    """The race of docs/race.md: small on Python's English, the record and this folder's code by turns, on this machine.  --record:
+    a commit or a folder with its code; --options: of this folder's train.py, where they are other than the record's."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not os.path.isdir(record):
+            code = subprocess.run(["git", "-C", ROOT, "archive", record], capture_output=True, check=True).stdout
+            record = f"{folder}/record"
+            os.mkdir(record)
+            subprocess.run(["tar", "-x", "-C", record], input=code, check=True)
+        results = {"record": [], "candidate": []}
+        for seed in seeds:
+            for name, code, how in ("record", record, RECORD[1]), ("candidate", ROOT, options or RECORD[1]):
+                out = f"out/{name}-{seed}"
+                done = subprocess.run([sys.executable, f"{code}/train.py", "small", "--seed", str(seed), "--out", out, *how.split()],
+                                      cwd=folder, capture_output=True, text=True)
+                if done.returncode:
+                    raise ValueError(f"{name}: {done.stderr.strip()}")
+                log = [json.loads(line) for line in open(f"{folder}/{out}/log.jsonl")]
+                results[name].append([log[-1]["val_bpb"], max(line.get("seconds", 0) for line in log)])
+                print(f"{name:10} seed {seed}  {results[name][-1][0]:.4f} bits/byte  {results[name][-1][1]:6.1f} s", flush=True)
+    theirs, ours = (np.array(results[name]).T for name in results)
+    chance = welch(ours[0], theirs[0])
+    won = chance < 0.01 and ours[1].mean() <= 1.01 * theirs[1].mean()
+    print(f"| {options or 'this code'} | {ours[0].mean():.4f} | {theirs[0].mean():.4f} | {ours[1].mean() / theirs[1].mean():.2f} of its "
+          f"seconds | p = {chance:.2g} | {'a new record' if won else 'no record'} |")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # 6. The command line
 # ----------------------------------------------------------------------------------------------------------------------
 COMMANDS = {run.__name__[len("bench_"):]: run for run in (
     bench_tokenizer, bench_cpu, bench_decode, bench_drafts, bench_euler, bench_counts, bench_train, bench_scale,
-    bench_attention, bench_curves, bench_finetune)}
+    bench_attention, bench_curves, bench_finetune, bench_race)}
 
 # What argparse has to know of an option, where that is more than its default says.
 OPTIONS = {"data": {"nargs": "+"}, "device": {"choices": ("auto", "gpu", "cpu")}, "matmul": {"choices": ("cublas", "ours")},

@@ -180,3 +180,20 @@ def test_the_gpu_that_is_asked_for(err_text, monkeypatch):
         with pytest.raises(SystemExit):
             run(*command.split(), "--hopper", str(hopper))
         assert err_text() == "error: There is none.\n" and model_gpu.HOPPER == hopper
+
+
+def test_the_race(tmp_path, monkeypatch):
+    # from a table of Student's distribution: beyond 2.776 lies 0.025, with 4 degrees of freedom
+    a, b = np.array([-1.0, 0, 1]), np.array([-1.0, 0, 1]) + 2.776 * math.sqrt(2 / 3)
+    assert bench.welch(a, b) == pytest.approx(0.025, abs=5e-5) and bench.welch(b, a) == pytest.approx(0.975, abs=5e-5)
+    tiny = "--dim 16 --heads 2 --layers 1 --context 16 --vocab 264 --batch-tokens 64 --threads 1 --eval-every 9 --steps"
+    monkeypatch.setattr(bench, "RECORD", ("", f"{tiny} 2"))
+    monkeypatch.setattr(bench.tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext(str(tmp_path)))
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data/tiny.txt", "the cat sat on the mat and the dog lay on the rug. " * 60)
+    *runs, line = run("race", "--record", str(bench.ROOT), "--options", f"{tiny} 20 --lr 0.03", "--seeds", "0", "1").split("\n")[:5]
+    assert [run.split()[:3] for run in runs] == [[name, "seed", seed] for seed in "01" for name in ("record", "candidate")]
+    bits = [float(run.split()[3]) for run in runs]
+    assert max(bits[1::2]) < min(bits[::2]) and " p = " in line
+    with pytest.raises(SystemExit, match="2"):
+        run("race", "--record", str(bench.ROOT), "--options", "--wrong", "--seeds", "0")
