@@ -217,8 +217,11 @@ def test_what_reinforce_draws(folder, monkeypatch):
     for step in range(1, 6):
         job.batch(step)
         asked |= {*map(tuple, drawn.pop()[0])}
-    record = job.evaluate(1)
+    # rewards that differ between groups and not within one
+    monkeypatch.setitem(rl.REWARDS, "sentence", lambda prompt, answer, ended: len(prompt))
+    record = rl.reinforcing(training).evaluate(1)
     (sampled, hot), (greedy, cold) = drawn
+    assert len(greedy) == 2 and record["reward"] % 1
     assert (hot.temperature, cold.temperature) == (1, 0) and len(sampled) == rl.GROUP * len(greedy) and 1 <= len(greedy) <= 2
     assert asked.isdisjoint(map(tuple, sampled)) and record["length"] == 1 and record["alike"] == 1 and abs(record["kl"]) < 1e-6
 
@@ -234,6 +237,8 @@ def test_the_pairs_of_a_run(folder, monkeypatch):
     assert training.settings.steps == len(pair_batches(training, seen[1])) > 1
     done = run(folder, "--base out/play-sft --data pairs.jsonl --show 2")
     assert done.returncode == 0 and done.stdout.count("--- reward ") == 4 and "It is 1." in done.stdout
+    done = run(folder, "--base out/play-sft --show 1")                     # of what the base was fine-tuned on
+    assert done.returncode == 0 and done.stdout.count("--- reward ") == 1
 
 
 def test_a_pair_that_fits_to_the_token_is_not_cut():

@@ -475,7 +475,7 @@ def test_what_a_new_run_refuses_and_notes(whole, monkeypatch, out_text):
 def test_a_short_text_is_read_so_many_times_at_most(out_text):
     for options, preset, tokens, steps, warmup in [
             ("", "small", 8 * 2048 * 125, 800, 40), ("", "small", 200_000, 781, 40), ("", "small", 200, 1, 0), ("--warmup 99", "small", 40 * 2048, 320, 99),
-            ("", "big", 1_000_000, 122, 12), ("--steps 4000", "big", 1_000_000, 4000, 300)]:
+            ("", "medium", 100_000, 48, 4), ("", "big", 1_000_000, 122, 12), ("--steps 4000", "big", 1_000_000, 4000, 300)]:
         s = settings(options, preset=preset)
         before = s.steps
         train.cap_steps(given(options), s, tokens)
