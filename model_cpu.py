@@ -801,7 +801,7 @@ class Decoder:
     tokens: the list of ids whose keys and values the cache holds, those of the first text."""
 
     def __init__(self, model, rows=1):
-        c = model.config
+        c = self.config = model.config
         self.model = model
         self.tokens = []
         # q, k, v of each token in every layer; memory that no token has reached is not taken yet
@@ -826,23 +826,25 @@ class Decoder:
         """Empty the cache."""
         self.position = 0
 
+    def checked(self, tokens):
+        """n tokens as an array; ValueError if they cannot follow those in the cache."""
+        tokens = as_batch(self.config, [tokens])[0]
+        end = self.position + len(tokens)
+        require(end <= self.config.context,
+                f"{len(tokens)} tokens at {self.position} do not fit the context of {self.config.context}.")
+        return tokens
+
     def extend(self, tokens, last=None):
         """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone.
 
         This is the forward of training, but the rows of q, k and v go to their place in the cache, and P has
         a row for each new token and a column for each token so far."""
-        model = self.model
-        c = model.config
-        tokens = np.asarray(tokens, np.int64)
-        n = len(tokens)
-        end = self.position + n
-        require(end <= c.context, f"{n} tokens at {self.position} do not fit the context of {c.context}.")
-        check_tokens(c, tokens)
-        return model._head_logits(self._read(tokens[None])[-(last or n):])
+        tokens = self.checked(tokens)
+        return self.model._head_logits(self._read(tokens[None])[-(last or len(tokens)):])
 
     def _read(self, tokens):
         """Append tokens (B,n) -> rmsnorm(x) (B*n,C) after the last layer."""
-        c = self.model.config
+        c = self.config
         B, n = tokens.shape
         first = self.position
         (layer,), shared = self.workspace.buffers(B, n)
@@ -882,12 +884,12 @@ class Decoder:
         if not self.goes_on(windows):
             self.forget()
             pads = max(self.sizes) - np.array(self.sizes)                                   # (B,) before each text
-            slots = np.arange(self.model.config.context)
+            slots = np.arange(self.config.context)
             self.pads = np.where(slots < pads[:, None], -1e30, 0.0)[:, None, None, None]
             tokens = [[0] * count + window for count, window in zip(pads, windows)]
         heads = self.model.params["heads"]
         final = self._read(np.array(tokens)).reshape(len(tokens), -1, heads.shape[1])[:, -1]    # (B,C)
-        logits = final @ heads[:sampling.vocab or self.model.config.vocab].T                    # (B,V)
+        logits = final @ heads[:sampling.vocab or self.config.vocab].T                    # (B,V)
         return sample(logits, sampling.seed, t, sampling.temperature, sampling.top_k, sampling.top_p)
 
 

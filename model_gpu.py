@@ -906,6 +906,7 @@ class Decoder(model_cpu.Decoder):
 
     def __init__(self, gpu, weights, texts=1, length=None):
         self.gpu = gpu
+        self.config = gpu.config
         self.weights = weights
         self.tokens = []
         self.stride = length or 0
@@ -920,7 +921,7 @@ class Decoder(model_cpu.Decoder):
     def extend(self, tokens, last=None):
         """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone, a
         NumPy array."""
-        c = self.gpu.config
+        c = self.config
         n = len(tokens)
         self.draw(tokens, 1, c.predict, 0, Sampling(temperature=0))
         if n > len(self.buffers["logits"]):             # there are only those of the last
@@ -932,11 +933,8 @@ class Decoder(model_cpu.Decoder):
     def draw(self, tokens, rows, heads, t, sampling):
         """Append tokens, and draw after each of the last `rows` of them, which is 1 after more than max(K, 8)
         tokens: see model_cpu."""
-        c = self.gpu.config
-        tokens = as_batch(c, [tokens])[0]
+        tokens = self.checked(tokens)
         n = len(tokens)
-        require(self.position + n <= c.context,
-                f"{n} tokens at {self.position} do not fit the context of {c.context}.")
         drawn = np.arange(n if n <= len(self.host["p"]) else 1)         # rows after which something is drawn
         ids, p = self._draw(tokens, self.position + drawn, t + rows - len(drawn) + drawn, heads, sampling)
         self.tokens += tokens.tolist()
@@ -954,7 +952,7 @@ class Decoder(model_cpu.Decoder):
         """Each window into the cache of its text, as in training; after its end come zeros, which nobody reads."""
         T = self.stride
         tokens = np.array([(window + T * [0])[:T] for window in windows], int32)            # (B,T)
-        check_tokens(self.gpu.config, tokens)
+        check_tokens(self.config, tokens)
         for rows in slices_of(len(tokens), max(1, len(self.buffers["x"]) // T)):
             part = tokens[rows]
             self.buffers["tokens"][:part.size].set(part.ravel())
@@ -969,7 +967,7 @@ class Decoder(model_cpu.Decoder):
     def _draw(self, tokens, lengths, times, heads, sampling):
         """Read tokens (n,), each after so many (n,) of its text, and draw after each for the position `times` (n,) of
         it -> ids (n,heads), p (n,).  Of more than max(K, 8) tokens only the last has a draw, lengths and times (1,)."""
-        c = self.gpu.config
+        c = self.config
         d = self.buffers
         host = self.host
         n = len(tokens)
@@ -1023,7 +1021,7 @@ class Decoder(model_cpu.Decoder):
         them."""
         d = self.buffers
         first = self.position
-        rows = min(PROMPT_ROWS * ceil_div(n, PROMPT_ROWS), self.gpu.config.context - first)
+        rows = min(PROMPT_ROWS * ceil_div(n, PROMPT_ROWS), self.config.context - first)
         end = first + rows
 
         def launch():

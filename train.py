@@ -333,8 +333,8 @@ def make_tokens(tokenizer, name, parts):
         os.replace(f"{start}.new", f"{start}-{crc:08x}.bin")
     path = glob.glob(f"{glob.escape(start)}-*.bin")[0]
     ids = map_tokens(path)
-    if not path.endswith(f"-{zlib.crc32(ids):08x}.bin"):
-        raise ValueError(f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
+    require(path.endswith(f"-{zlib.crc32(ids):08x}.bin"),
+            f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
     return ids
 
 
@@ -353,8 +353,7 @@ def map_tokens(path):
 def window_count(size, T, K):
     """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
     grid that may be shifted by up to T-1 tokens."""
-    if size < T + K:
-        raise ValueError(f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
+    require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
     return max(1, (size - K - T + 1) // T)
 
 
@@ -612,8 +611,7 @@ def choose_sizes(given, preset):
     if "base" in given:
         base = given["base"]
         wrong = [option_of(name) for name in sizes if name not in ("context", "mtp_weight")]
-        if wrong:
-            raise ValueError(f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
+        require(not wrong, f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
         return dataclasses.replace(checkpoint.read_config(base, given.get("context")), **sizes)
     if "dim" in sizes:
         sizes["hidden"] = None
@@ -1022,8 +1020,7 @@ class Ranks:
         said = self.all_gather(facts)
         for rank, other in enumerate(said):
             wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
-            if wrong:
-                raise ValueError(f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
+            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
 
     def in_turn(self, function):
         """-> function() of each rank.  Rank 0 calls it first; the others wait, and then find its files."""
