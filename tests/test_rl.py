@@ -141,6 +141,7 @@ def test_a_run_killed_at_random_moments_has_the_bits_of_one_never_touched(folder
     shutil.rmtree(folder / "out/killed", ignore_errors=True)
     done = run(folder, *words, "--out out/whole")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n--- ") == 2 * len(read_log(folder, "out/whole")[0]["samples"])     # at first and at last
     log = read_log(folder, "out/whole")
     told = {record["step"]: record for record in log if "loss" not in record}
     assert set(told) == {0, 3} and all(set(record) == {"step", "samples", *keys.split()} for record in told.values())

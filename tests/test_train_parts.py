@@ -407,12 +407,13 @@ def test_plot(tmp_path, monkeypatch, out_text):
     log, folder = tmp_path / "log.jsonl", str(tmp_path)
     log.write_text("".join(f'{{"step": {i}, "loss": {6000 - i}}}\n' for i in range(1, 5050))
                    + '{"step": 1, "val_loss": 4, "val": {"a": [4, 1], "b": [5, 1]}}\n'
-                   '{"step": 2, "val_loss": 3, "val": {"b": [2, 1]}}\n{"step": 5050, "lo')
+                   '{"step": 2, "val_loss": 3, "val": {"a": [3, 1], "b": [2, 1]}}\n{"step": 3, "val_loss": 1, "val": {"b": [1, 1]}}\n'
+                   '{"step": 5050, "lo')
     assert train.main(["--plot", folder]) is None and out_text() == f"Wrote {folder}/loss.png.\n"
     assert figure.calls[0][:2] == ("savefig", (f"{folder}/loss.png",))
     plots = [(*arguments[:2], options["label"]) for name, arguments, options in axes.calls if name == "plot"]
     # the kinds are those of the last evaluation, each drawn through all
-    assert plots == [([*range(1, 5050)], [6000.0 - i for i in range(1, 5050)], "training"), ([1, 2], [5.0, 2.0], "held out: b")]
+    assert plots == [([*range(1, 5050)], [6000.0 - i for i in range(1, 5050)], "training"), ([1, 2, 3], [5.0, 2.0, 1.0], "held out: b")]
     assert ("set_ylim", (), {"top": 6000 - 51}) in axes.calls             # the loss after a hundredth of the steps
     for line in '{"step": 1, "loss": "x"}', '{"step": 1, "val_loss": 1, "val": {"a": []}}':
         log.write_text(line + "\n")
