@@ -703,6 +703,19 @@ def test_generation_is_determined_by_its_seed():
     assert found == first[17:]
 
 
+def test_many_answers_at_once_are_those_of_one_by_one():
+    """Prompts of several lengths, up to beyond the window, and through full windows."""
+    model, _, _ = gradcheck.make_tiny(TINY)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, TINY.vocab, n).tolist() for n in (1, 8, 3, TINY.context + 5, 12)]
+    seeds = rng.integers(0, 1 << 63, len(prompts))
+    for how in (0.7, 0, 1.0), (1.1, 9, 0.95), (0.0, 0, 1.0):
+        answers = model_cpu.generate_batch(model, prompts, model_cpu.Sampling(*how, seeds, 260), {7, 9, 50}, 30)
+        for prompt, seed, answer in zip(prompts, seeds.tolist(), answers):
+            alone = list(generate(model, prompt, *how, seed, 260, {7, 9, 50}, 30))
+            assert answer[:len(alone)] == alone and answer[len(alone):] in ([[7], [9], [50]] if len(alone) < 30 else [[]])
+
+
 def test_generation_ends(monkeypatch):
     """Before a token of `stop`, which is not yielded, and after `most`; no token more is drawn than that takes."""
     model = wide_model()
