@@ -513,9 +513,12 @@ def test_pairs_of_sentences(tmp_path, capsys):
     assert capsys.readouterr().out == "b 0.833\na 0.000\nc\ufffd 0.500\naverage 0.444\n"
 
 
-def test_the_score_of_a_sentence():
-    """Whatever stands beside it in a batch: the log-probability of each id after those before it."""
-    model = model_cpu.Model(MINI, 1)
+def test_the_score_of_a_sentence(monkeypatch):
+    """Whatever stands beside it in a batch: the log-probability of each id after those before it.  A batch has as many tokens as
+    a micro-batch."""
+    model, sizes = model_cpu.Model(MINI, 1), []
+    log_probs = model.log_probs
+    monkeypatch.setattr(model, "log_probs", lambda tokens, targets: sizes.append(tokens.size) or log_probs(tokens, targets))
     rng = np.random.default_rng(0)
     sentences = {str(n): rng.integers(0, 264, n).tolist() for n in (4, 2, 11, 3, 5, 2)}
     scores = train.sentence_scores(training_of(model, settings=SimpleNamespace(micro_batch=1)), sentences)
@@ -523,6 +526,7 @@ def test_the_score_of_a_sentence():
         logits = model.logits([ids[:-1]])[0, :, 0]
         log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         assert abs(scores[text] - sum(log_p[t, y] for t, y in enumerate(ids[1:]))) < 1e-12
+    assert len(sizes) > 1 and max(sizes) <= MINI.context
 
 
 def test_the_loss_of_a_text_is_that_of_validation(tmp_path, capsys):
