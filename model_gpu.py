@@ -26,7 +26,7 @@ one reads is the traffic that costs time, so neighbouring functions are fused (k
 covers several functions of model_cpu, it says so there.
 
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; no sums over several GPUs
-(script.Nccl).  The file can be imported where there is no CuPy or no GPU, and then says what is missing in one
+(train.Nccl).  The file can be imported where there is no CuPy or no GPU, and then says what is missing in one
 sentence.
 """
 import bisect
@@ -697,7 +697,7 @@ class Model:
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
         self.step = 0
         self.added = False                          # whether grads may hold a sum already
-        self.communicator = None                    # a script.Nccl, where there are several GPUs
+        self.communicator = None                    # a train.Nccl, where there are several GPUs
         self.rows = 0                               # of config.context tokens, for which there is work memory
         size = param_count(config)
         self.flat_params = cupy.zeros(size, float32)

@@ -274,10 +274,11 @@ def has_pairs(paths):
 
 
 def read_pairs(paths):
-    """-> the pairs in these files; of a conversation the true answer alone."""
+    """-> the pairs in these files; of a conversation the true answer to its first question alone."""
     if has_pairs(paths):
         return [pair for path in paths for pair in sft.read_records(path, make_pair)]
-    return [(sft.opening(turns), [turns[-1][1]]) for turns in sft.read_conversations(paths)]
+    conversations = sft.read_conversations(paths)
+    return [(sft.opening(turns), [next(answer for _, answer in turns if answer)]) for turns in conversations]
 
 
 def make_pair(record):
@@ -292,9 +293,8 @@ def make_pair(record):
     for name in ("chosen", "rejected"):
         turns = sft.make_turns({"messages": messages("prompt", "user") + messages(name, "assistant")[-1:]})
         texts.append(turns[-1][1])
-    opening = sft.opening(turns)
-    require(turns[-1][0] == opening[1], "more than one question")
-    return opening, texts
+    require(sum(answer is not None for _, answer in turns) == 1, "more than one question")
+    return sft.opening(turns), texts
 
 
 def pair_rows(tokenizer, pair, T):

@@ -1,9 +1,8 @@
 """What every script shares and nobody comes to read: errors as sentences, options, files, progress, signals,
-how a script starts under MPI and sums over GPUs, work in several processes, and the English inside Python (the
-last section).
+how a script starts under MPI, work in several processes, and the English inside Python (the last section).
 
 Read before it: nothing.  Nothing here is about language models: skip it, and come back when one of its names
-puzzles you.  It needs the standard library alone, and CuPy for Nccl.
+puzzles you.  It needs the standard library alone.
 
 What it does not do: it computes nothing of a model.
 """
@@ -344,50 +343,6 @@ def start_under_mpiexec(gpus):
     mpiexec = shutil.which("mpiexec", path=f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}")
     require(mpiexec, f"{MPI_IS_MISSING} (there is no mpiexec).")
     os.execv(mpiexec, [mpiexec, "-n", str(gpus), sys.executable, *sys.argv])
-
-
-class Nccl:
-    """Sums arrays over the GPUs of a run by NVIDIA's NCCL, while other kernels work on.  It has a stream of
-    its own.  Events make it wait for our kernels' stream, and that for it."""
-    def __init__(self, ranks):
-        try:
-            from cupy import cuda                   # here, and not above: who has one GPU needs no NCCL
-            from cupy.cuda import nccl
-        except ImportError as error:
-            raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
-        self.cuda = cuda
-        self.nccl = nccl
-        self.part = ranks.part
-        self.ranks = ranks
-        address = ranks.all_gather(nccl.get_unique_id())[0]
-        try:
-            self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
-        except nccl.NcclError as error:             # "invalid usage", where two processes have one GPU
-            raise ValueError(f"NCCL cannot connect the processes: each needs a GPU of its own ({error}).") from None
-        self.stream = cuda.Stream(non_blocking=True)
-        self.event = cuda.Event(disable_timing=True)
-
-    def all_reduce(self, array):
-        """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
-        self.event.record()
-        self.stream.wait_event(self.event)
-        self.communicator.allReduce(array.data.ptr, array.data.ptr, array.size, self.nccl.NCCL_FLOAT32,
-                                    self.nccl.NCCL_SUM, self.stream.ptr)
-
-    def wait(self):
-        """Queue: whatever comes next waits for the sums."""
-        self.event.record(self.stream)
-        self.cuda.get_current_stream().wait_event(self.event)
-
-    def all_gather(self, array):
-        """Queue, among our kernels, which have to wait for it anyway: of array's first axis each GPU's part
-        reaches all others."""
-        stream = self.cuda.get_current_stream().ptr
-        self.nccl.groupStart()
-        for rank in range(self.ranks.size):
-            part = array[self.part(len(array), rank)]
-            self.communicator.bcast(part.data.ptr, part.nbytes, self.nccl.NCCL_CHAR, rank, stream)
-        self.nccl.groupEnd()
 
 
 def set_threads():

@@ -35,7 +35,7 @@ the model learns them from); no fine-tuning.  With --base the sizes and the toke
 optimizer's moments are not read: the run begins with a warmup, at step 0, and at half the learning rate.
 """
 # first: from here on Ctrl-C is one word on the screen
-from script import (MPI_IS_MISSING, Nccl, Parser, Stop, available_cores, below_1, check_plain, check_text, explain,
+from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_plain, check_text, explain,
                     file_hash, json_values, memory_size, not_negative, positive, positive_or_inf, print_step,
                     printable, read_chunk, read_json, refusing, require, run_script, set_threads, show_progress,
                     start_under_mpiexec, whole_number, write_python_corpus)
@@ -333,8 +333,8 @@ def make_tokens(tokenizer, name, parts):
         os.replace(f"{start}.new", f"{start}-{crc:08x}.bin")
     path = glob.glob(f"{glob.escape(start)}-*.bin")[0]
     ids = map_tokens(path)
-    require(path.endswith(f"-{zlib.crc32(ids):08x}.bin"),
-            f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
+    if not path.endswith(f"-{zlib.crc32(ids):08x}.bin"):
+        raise ValueError(f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
     return ids
 
 
@@ -353,7 +353,8 @@ def map_tokens(path):
 def window_count(size, T, K):
     """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
     grid that may be shifted by up to T-1 tokens."""
-    require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
+    if size < T + K:
+        raise ValueError(f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
     return max(1, (size - K - T + 1) // T)
 
 
@@ -611,7 +612,8 @@ def choose_sizes(given, preset):
     if "base" in given:
         base = given["base"]
         wrong = [option_of(name) for name in sizes if name not in ("context", "mtp_weight")]
-        require(not wrong, f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
+        if wrong:
+            raise ValueError(f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
         return dataclasses.replace(checkpoint.read_config(base, given.get("context")), **sizes)
     if "dim" in sizes:
         sizes["hidden"] = None
@@ -1020,7 +1022,8 @@ class Ranks:
         said = self.all_gather(facts)
         for rank, other in enumerate(said):
             wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
-            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
+            if wrong:
+                raise ValueError(f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
 
     def in_turn(self, function):
         """-> function() of each rank.  Rank 0 calls it first; the others wait, and then find its files."""
@@ -1043,6 +1046,50 @@ class Ranks:
             rows = slice(1)
             targets = np.full_like(targets, -1)
         return inputs[rows], targets[rows], None if weights is None else weights[rows]
+
+
+class Nccl:
+    """Sums arrays over the GPUs of a run by NVIDIA's NCCL, while other kernels work on.  It has a stream of
+    its own.  Events make it wait for our kernels' stream, and that for it."""
+    def __init__(self, ranks):
+        try:
+            from cupy import cuda                   # here, and not above: who has one GPU needs no NCCL
+            from cupy.cuda import nccl
+        except ImportError as error:
+            raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
+        self.cuda = cuda
+        self.nccl = nccl
+        self.part = ranks.part
+        self.ranks = ranks
+        address = ranks.all_gather(nccl.get_unique_id())[0]
+        try:
+            self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
+        except nccl.NcclError as error:             # "invalid usage", where two processes have one GPU
+            raise ValueError(f"NCCL cannot connect the processes: each needs a GPU of its own ({error}).") from None
+        self.stream = cuda.Stream(non_blocking=True)
+        self.event = cuda.Event(disable_timing=True)
+
+    def all_reduce(self, array):
+        """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
+        self.event.record()
+        self.stream.wait_event(self.event)
+        self.communicator.allReduce(array.data.ptr, array.data.ptr, array.size, self.nccl.NCCL_FLOAT32,
+                                    self.nccl.NCCL_SUM, self.stream.ptr)
+
+    def wait(self):
+        """Queue: whatever comes next waits for the sums."""
+        self.event.record(self.stream)
+        self.cuda.get_current_stream().wait_event(self.event)
+
+    def all_gather(self, array):
+        """Queue, among our kernels, which have to wait for it anyway: of array's first axis each GPU's part
+        reaches all others."""
+        stream = self.cuda.get_current_stream().ptr
+        self.nccl.groupStart()
+        for rank in range(self.ranks.size):
+            part = array[self.part(len(array), rank)]
+            self.communicator.bcast(part.data.ptr, part.nbytes, self.nccl.NCCL_CHAR, rank, stream)
+        self.nccl.groupEnd()
 
 
 def find_ranks(gpus):

@@ -59,7 +59,7 @@ import sft
 import train
 from model_cpu import CONFIGS, generate
 from model_gpu import pick
-from script import Nccl, available_cores
+from script import available_cores
 from tokenizer import Tokenizer
 
 DATA = ROOT.parent / "shared/data"          # texts beside the repository, where somebody has put them
@@ -751,7 +751,7 @@ def bench_scale(gpus=0, batch=64, optimizer="adamw", peer=False, rounds=5):
         config = CONFIGS["big"]
         T = config.context
         model = model_gpu.Model(config, precision="bf16", micro_batch=batch, optimizer=optimizer)
-        nccl = Nccl(ranks)
+        nccl = train.Nccl(ranks)
 
         def slowest(step):
             """Seconds of ten steps a round, the best, on the slowest rank."""

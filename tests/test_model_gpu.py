@@ -377,7 +377,7 @@ def test_backward_needs_a_forward_of_its_own(made):
 
 
 class Parts:
-    """In script.Nccl's place, for one rank alone: notes what is gathered; what all have then comes from `whole`, a list."""
+    """In train.Nccl's place, for one rank alone: notes what is gathered; what all have then comes from `whole`, a list."""
     def __init__(self, size=1, rank=0, whole=()):
         self.size, self.rank, self.whole, self.asked = size, rank, list(whole), []
 

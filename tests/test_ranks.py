@@ -19,8 +19,7 @@ from runs import read_log, shell_words
 
 import checkpoint
 import train
-from script import Nccl
-from train import Ranks
+from train import Nccl, Ranks
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BESIDE = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])

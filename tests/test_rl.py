@@ -125,8 +125,8 @@ def test_the_prompt_of_a_pair_is_cut_once_for_the_longer_answer():
     assert BYTES.decode(chosen[0][chosen[1]].tolist()) == "yes<|end|>" and rejected[1].sum() == 17
     for wrong, words in ((5, "no named fields"), ({"prompt": "a", "chosen": "b"}, "a field that is no text"),
                          ({"prompt": "a", "chosen": "", "rejected": "b"}, "an empty response"),
-                         ({"prompt": [*[{"role": r, "content": "x"} for r in ("user", "assistant")], {"role": "user", "content": "y"}],
-                           "chosen": "a", "rejected": "b"}, "more than one question")):
+                         *[({"prompt": [*[{"role": r, "content": "x"} for r in ("user", "assistant")], {"role": "user", "content": y}],
+                             "chosen": "a", "rejected": "b"}, "more than one question") for y in "xy"]):
         with pytest.raises(ValueError, match=words):
             rl.make_pair(wrong)
 
@@ -151,6 +151,12 @@ def test_a_run_killed_at_random_moments_has_the_bits_of_one_never_touched(folder
     assert run(folder, "--resume --out out/killed").returncode == 0
     assert read_log(folder, "out/killed") == log
     assert (folder / "out/killed/model.safetensors").read_bytes() == (folder / "out/whole/model.safetensors").read_bytes()
+
+
+def test_of_a_conversation_the_first_answer_counts(tmp_path):
+    said = [{"role": role, "content": text} for role, text in zip(["system", *2 * ["user", "assistant"]], "sabcd")]
+    write(tmp_path / "talks.jsonl", "".join(json.dumps({"messages": messages}) + "\n" for messages in (said, said[1:])))
+    assert rl.read_pairs([str(tmp_path / "talks.jsonl")]) == [(("s", "a"), ["b"]), ((None, "a"), ["b"])]
 
 
 def test_what_a_resumed_run_does_not_find_again(folder):
