@@ -351,7 +351,7 @@ def preferring(training):
         z = dpo_margins(log_probs, np.concatenate(reference[len(batches):]), settings.beta)
         return tell(training, step, {
             "dpo": dpo_loss(z),
-            "accuracy": ((z > 0) + 0.5 * (z == 0)).mean(),
+            "accuracy": np.heaviside(z, 0.5).mean(),
             "margin": z.mean(),
             "chosen": log_probs[::2].mean(),        # both may fall, which the margin does not tell
             "rejected": log_probs[1::2].mean()},

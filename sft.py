@@ -55,12 +55,18 @@ import numpy as np
 from model_cpu import count_targets
 from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, END_OF_TEXT, END_OF_TURN
 
+
+def defaults(batch_tokens, lr, warmup, every):
+    """The defaults of a run; evaluation and save come every so many steps.  Its own steps are set once the batches
+    are counted."""
+    return dict(steps=1, batch_tokens=batch_tokens, lr=lr, warmup=warmup, eval_every=every, save_every=every)
+
+
 # Chosen by short runs; docs/notes.md says what else was tried.
-DEFAULTS = {        # the steps are set once the batches are counted
-    "small": dict(steps=1, batch_tokens=1024, lr=7e-4, warmup=20, eval_every=100, save_every=100),
-    "medium": dict(steps=1, batch_tokens=8192, lr=5e-4, warmup=50, eval_every=200, save_every=200),
-    "big": dict(steps=1, batch_tokens=32768, lr=2e-4, warmup=50, eval_every=200, save_every=200),
-}
+DEFAULTS = {
+    "small": defaults(1024, 7e-4, 20, 100),
+    "medium": defaults(8192, 5e-4, 50, 200),
+    "big": defaults(32768, 2e-4, 50, 200)}
 EPOCHS = {"small": 4, "medium": 3, "big": 3}
 MOST_HELD_OUT = 1000            # prompts
 PAD_TO = 8                      # lengths are rounded up to a multiple of this
@@ -73,10 +79,10 @@ NAME_SOME = "name instructions with --data (./fetch_data.sh instructions brings 
 def find_data(preset, corpus):
     """The files to learn from when none are named: for the larger models what `fetch_data.sh instructions`
     has brought; else the files that the model was pretrained on."""
-    found = sorted(glob.glob("data/instructions*.json") + glob.glob("data/instructions*.jsonl"))
-    found = found if found and preset != "small" else corpus
-    require(found, f"there are no instructions in data/: {NAME_SOME}")
-    return found
+    if preset != "small":
+        corpus = sorted(glob.glob("data/instructions*.json") + glob.glob("data/instructions*.jsonl")) or corpus
+    require(corpus, f"there are no instructions in data/: {NAME_SOME}")
+    return corpus
 
 
 def read_conversations(paths):
@@ -120,16 +126,17 @@ def make_turns(record):
     require(isinstance(record, dict), "no named fields")
     messages = record.get("messages")
     if messages is None:
-        given = [record.get("instruction"), record.get("input") or "", record.get("output")]
-        check_texts(given)
         roles = ["user", "assistant"]
-        texts = [as_text(given[:2]), given[2]]
+        texts = [record.get("instruction"), record.get("input") or "", record.get("output")]
     else:
         require(isinstance(messages, list) and all(isinstance(message, dict) for message in messages),
                 "messages that are no list of objects")
         roles = [message.get("role") for message in messages]
         texts = [message.get("content") for message in messages]
-        check_texts(texts)
+    require(all(isinstance(text, str) for text in texts),
+            "a field that is no text (instruction, input, output or content)")
+    if messages is None:
+        texts[:2] = [as_text(texts[:2])]            # the user says both
     system = []
     if roles[:1] == ["system"]:
         del roles[0]
@@ -138,11 +145,6 @@ def make_turns(record):
     # from an empty one a model would learn to be silent
     require(all(response.strip() for response in texts[1::2]), "an empty response")
     return system + list(zip(texts[::2], texts[1::2]))
-
-
-def check_texts(texts):
-    require(all(isinstance(text, str) for text in texts),
-            "a field that is no text (instruction, input, output or content)")
 
 
 def as_text(parts):
@@ -189,9 +191,8 @@ def play_pairs(path):
     "NAME:\\nspeech".  The names are left out: they are the user and the assistant here.  The speech is put on one
     line, as one types it in chat.py.  Each reply is also the question of the next pair, which may lie on the
     other side of the split; the mask keeps it from being learned there."""
-    held_out = read_chunk(path, train.split_point(path))
-    held_out = held_out.decode("utf-8", "replace").replace("\r\n", "\n")
-    paragraphs = re.split(r"\n\n+", held_out.strip())
+    held_out = read_chunk(path, train.split_point(path)).decode("utf-8", "replace")
+    paragraphs = re.split(r"\n\n+", held_out.replace("\r\n", "\n").strip())
     speeches = [re.fullmatch(r"[^\n:]{1,40}:\n(.+)", paragraph, re.DOTALL) for paragraph in paragraphs]
     pairs = []
     for speech, reply in itertools.pairwise(speeches):
@@ -318,8 +319,9 @@ def make_batch(examples, T, K, pad):
     inputs = np.full((len(examples), P), pad)
     targets = np.full((len(examples), P + K - 1), -1)
     for row, (ids, mask) in enumerate(examples):
-        inputs[row, :len(ids) - 1] = ids[:-1]
-        targets[row, :len(ids) - 1] = np.where(mask[1:], ids[1:], -1)
+        n = len(ids) - 1
+        inputs[row, :n] = ids[:-1]
+        targets[row, :n] = np.where(mask[1:], ids[1:], -1)
     return inputs, targets
 
 
@@ -438,10 +440,15 @@ def run(args, ranks):
     """-> exit code."""
     given = train.given_options(args)
     out = os.path.normpath(args.out or f"out/{os.path.basename(base_of(given))}-sft")
-    begun = continue_run(given, out, ranks) if args.resume else begin_run(given, out, ranks)
-    if begun is None:
+    begin = continue_run if args.resume else begin_run
+    training, examples = begin(given, out, ranks)
+    step = training.model.step
+    steps = training.settings.steps
+    if step >= steps:
+        print(f"The run in {out} is finished: {step} steps (--epochs takes more).")
         return 0
-    training, examples = begun
+    if args.resume:
+        print(f"Resuming {out} at step {step} of {steps}.", flush=True)
     return start(training, fine_tuning(training, examples))
 
 
@@ -457,23 +464,18 @@ def start(training, job):
 
 
 def continue_run(given, out, ranks):
-    """-> (Training, Examples), or None where there is nothing left to do."""
+    """-> (Training, Examples)."""
     training = train.resume(given, out, "sft.py", ranks)
     settings = training.settings
-    step = training.model.step
     examples, batches = read_examples(training.tokenizer, settings, training.model.config.context)
     require(examples.key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
     before = settings.steps // batches
     epochs = given.get("epochs", before)
-    if epochs > before and step >= settings.steps:
+    if epochs > before and training.model.step >= settings.steps:
         train.add_steps(settings, epochs * batches, out)
     else:
         require(epochs == before, f"the run in {out} has --epochs {before}, not {epochs}: a resumed run keeps "
                 "its settings. Leave the option out, or start a new run with --out.")
-    if step >= settings.steps:
-        print(f"The run in {out} is finished: {step} steps (--epochs takes more).")
-        return None
-    print(f"Resuming {out} at step {step} of {settings.steps}.", flush=True)
     return training, examples
 
 
