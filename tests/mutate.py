@@ -136,7 +136,7 @@ def python_places(source):
     operators = [(name, kind()) for name, kind in kinds.items() if not kind.arguments() and not synonyms.search(name)]
     lines = source.splitlines(keepends=True)
     offsets = [0, *itertools.accumulate(map(len, lines))]
-    watched, *_ = source.rpartition("\nif __name__")         # only the script's start runs what follows the last
+    watched = source[:source.rfind("\nif __name__")]         # only a script's start runs what follows the last
     places, occurrences = collections.defaultdict(list), collections.Counter()
 
     class Collector(cosmic_ray.ast.Visitor):
