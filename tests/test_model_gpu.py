@@ -804,6 +804,7 @@ def test_what_this_gpu_has(monkeypatch):
         assert model_gpu.default_precision() == precision
     module, _ = fake_cupy(total_bytes=1000)
     module.get_default_memory_pool().total_bytes = lambda: 70
+    module.cuda.runtime.memGetInfo = lambda: (1000, 5000)    # free, in all
     monkeypatch.setattr(model_gpu, "cupy", module)
     context = model_gpu.CONTEXT_BYTES                        # which this process has already
     assert [model_gpu.free_memory(limit) for limit in (None, 1 << 40, 600)] == [1070 + context, 1070 + context, 600]
