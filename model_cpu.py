@@ -890,7 +890,7 @@ class Decoder:
             tokens = [[0] * count + window for count, window in zip(pads, windows)]
         heads = self.model.params["heads"]
         final = self._read(np.array(tokens)).reshape(len(tokens), -1, heads.shape[1])[:, -1]    # (B,C)
-        logits = final @ heads[:sampling.vocab or self.config.vocab].T                    # (B,V)
+        logits = final @ heads[:sampling.vocab or self.config.vocab].T                          # (B,V)
         return sample(logits, sampling.seed, t, sampling.temperature, sampling.top_k, sampling.top_p)
 
 
