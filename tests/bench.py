@@ -113,11 +113,11 @@ def random_batch(config, B, T):
     return [rng.integers(0, config.vocab, (B, width)) for width in (T, T + config.predict - 1)]
 
 
-def train_step(model, tokens, targets, lr=3e-4):
+def train_step(model, tokens, targets, lr=3e-4, momentum=0.95):
     """-> the losses of the heads."""
     losses = model.forward(tokens, targets)
     model.backward()
-    model.update(lr)
+    model.update(lr, momentum=momentum)
     return losses
 
 
@@ -864,9 +864,9 @@ def curve(step, losses, wait, tokens, val, settings, config, B, seed):
 
 def run_of_ours(optimizer, precision, *rest):
     """rest: curve's arguments from `tokens` on -> its points, on our engine."""
-    *_, config, B, seed = rest
+    *_, settings, config, B, seed = rest
     model = model_gpu.Model(config, seed, precision=precision, micro_batch=B, optimizer=optimizer)
-    return curve(partial(train_step, model), model.forward, wait_for_gpu, *rest)
+    return curve(partial(train_step, model, momentum=settings.momentum), model.forward, wait_for_gpu, *rest)
 
 
 def run_of_the_twin(_, precision, *rest):
@@ -888,12 +888,12 @@ def run_of_the_twin(_, precision, *rest):
     return points
 
 
-def bench_curves(tokens, val, model="big", runs=("muon", "adamw", "twin"), steps=1024, lr=1.2e-3, seeds=(0,), batch=64,
-                 results="", plot=""):
+def bench_curves(tokens, val, model="big", runs=("muon", "adamw", "twin"), steps=1024, lr=1.2e-3, momentum=0.95, seeds=(0,),
+                 batch=64, results="", plot=""):
     """Held-out losses on the GPU by tokens and by seconds: runs from one start on the same batches, each with a schedule of its
     own length, NAME[/PRECISION][:STEPS][@LR][+GROWTH], NAME an optimizer of ours or "twin", PyTorch compiled, with AdamW, and
-    GROWTH as in train.windows_before.  --tokens: a data/train-*.bin of the model's vocabulary; --val: its data/val-*.bin.
-    Results gather in the file --results, a line a run, and all of them are compared; --plot FILE draws them."""
+    GROWTH as in train.windows_before; --momentum: of Muon.  --tokens: a data/train-*.bin of the model's vocabulary; --val: its
+    data/val-*.bin.  Results gather in the file --results, a line a run, and all of them are compared; --plot FILE draws them."""
     config, made = CONFIGS[model], []
     ids = np.fromfile(tokens, "<u2")
     held_out = {re.sub(r"val-(.*)-\w+-\w+\.bin", r"\1", os.path.basename(path)): np.fromfile(path, "<u2") for path in val}
@@ -902,7 +902,7 @@ def bench_curves(tokens, val, model="big", runs=("muon", "adamw", "twin"), steps
             name, precision, own_steps, own_lr, growth = RUN.fullmatch(text).groups()
             precision, count = precision or "bf16", int(own_steps or steps)
             run = argparse.Namespace(steps=count, warmup=count // 10, lr=float(own_lr or lr), growth=float(growth or 0),
-                                     batch_tokens=batch * config.context)
+                                     momentum=momentum, batch_tokens=batch * config.context)
             train_it = run_of_the_twin if name == "twin" else run_of_ours
             points = train_it(name, precision, ids, held_out, run, config, batch, seed)
             read, seconds, losses = points[-1]
