@@ -162,7 +162,7 @@ class Session:
             self.show(self.tokenizer.tokens[token])
         if len(self.said) < asked.max_tokens:
             turn.append(self.stop)
-        print(flush=True)
+        print()
 
     def answer_file(self, path):
         """Print a continuation of each line by itself.  They are drawn together."""
@@ -326,20 +326,21 @@ def run_session(session, folder):
 
 def parse_arguments(argv):
     parser = Parser(description="Type, and a trained model continues (or answers, if it was fine-tuned to).")
-    parser.add_argument("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue (or answer) this text, then stop")
     once.add_argument("--prompts", metavar="FILE", help="continue (or answer) each line by itself, then stop")
     once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, then stop")
     for name, (kind, default, meaning) in SETTINGS.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N",
-                            help=f"{meaning} (default {default})")
-    parser.add_argument("--plot", metavar="FILE", help=f"with --lens: draw it, last {PLOTTED} ids")
-    parser.add_argument("--speculation", action=argparse.BooleanOptionalAction,
-                        help="let all heads draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)")
-    parser.add_argument("--context", type=whole_number(1), metavar="N",
-                        help="the longest text that it remembers, in tokens (default: what the model can)")
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPU, if any")
+        add(f"--{name}", type=kind, default=default,
+            help=f"{meaning} (default {default})")
+    add("--plot", metavar="FILE", help=f"with --lens: draw it, last {PLOTTED} ids")
+    add("--speculation", action=argparse.BooleanOptionalAction,
+        help="let all heads draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)")
+    add("--context", type=whole_number(1),
+        help="the longest text that it remembers, in tokens (default: what the model can)")
+    add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPU, if any")
     return parser.parse_args(argv)
 
 

@@ -488,7 +488,7 @@ class Log:
         atexit.register(self.file.close)
         self.file.truncate(kept)
         if last < step:
-            print(f"note: {self.path} has no record of the steps {last + 1} to {step}.", flush=True)
+            print(f"note: {self.path} has no record of the steps {last + 1} to {step}.")
 
     def write(self, **record):
         with naming(self.path):

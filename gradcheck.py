@@ -290,7 +290,7 @@ def run_check(model, tokens, targets, h, bar, limit=None, weights=None):
     for name, shape, count, error, index in check_entries(model, tokens, targets, h, limit, weights):
         size = " x ".join(map(str, shape))
         mark = "   <-- above the bar" if error > bar else ""
-        print(f"{name:18} {size:>12} {count:8} {error:12.1e}   {list(index)}{mark}", flush=True)
+        print(f"{name:18} {size:>12} {count:8} {error:12.1e}   {list(index)}{mark}")
         worst = max(worst, error)
         checked += count
     print(f"losses against the loops: worst relative error {from_loops:.1e} (bar {LOSS_BAR:.0e})")
@@ -308,7 +308,7 @@ BACKWARD = ["heads", "norm", *(f"layers.{i}.{name}" for i in (1, 0) for name in 
 
 def print_within(text):
     """A line that is too long for a terminal goes on in the next."""
-    print(textwrap.fill(text, 79, subsequent_indent=8 * " ", break_on_hyphens=False), flush=True)
+    print(textwrap.fill(text, 79, subsequent_indent=8 * " ", break_on_hyphens=False))
 
 
 def is_caught(replacements, limit=40):
@@ -405,7 +405,7 @@ def run_gpu_gradients(config, precisions, std, peer):
     for row in column:
         cells = [column[row] for column in columns]
         print(f"  {row:20}" + "".join(f"{x:>12}" if isinstance(x, str) else f"{x:12.2e}" for x in cells))
-    print("", flush=True)
+    print()
     return good
 
 
@@ -427,14 +427,15 @@ def main(argv):
     parser = Parser(description="Check model_cpu.py's gradients against finite differences: every entry of a "
                     f"tiny model, to {TINY_BAR:.0e}. Exit code 1: an error above the bar, a bug not caught.")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--small", action="store_true", help=f"entries of the small model, to {SMALL_BAR:.0e}")
-    which.add_argument("--break", dest="bug", choices=["all", *BUGS], metavar="NAME",
-                       help="plant this bug (all: one after the other) and see that it is caught")
-    which.add_argument("--list", action="store_true", help="the names of the bugs, with their stories")
-    which.add_argument("--exercise", choices=["all", *exercises.EXERCISES], metavar="NAME",
-                       help="write the file to complete; again: is it right? (all: a table)  NAME: "
-                       + ", ".join(exercises.EXERCISES))
-    which.add_argument("--gpu", action="store_true", help="the GPU engine's gradients against model_cpu's")
+    add = which.add_argument
+    add("--small", action="store_true", help=f"entries of the small model, to {SMALL_BAR:.0e}")
+    add("--break", dest="bug", choices=["all", *BUGS], metavar="NAME",
+        help="plant this bug (all: one after the other) and see that it is caught")
+    add("--list", action="store_true", help="the names of the bugs, with their stories")
+    add("--exercise", choices=["all", *exercises.EXERCISES], metavar="NAME",
+        help="write the file to complete; again: is it right? (all: a table)  NAME: "
+        + ", ".join(exercises.EXERCISES))
+    add("--gpu", action="store_true", help="the GPU engine's gradients against model_cpu's")
     parser.add_argument("--peer", action="store_true", help="with --gpu: PyTorch's error beside ours")
     parser.add_argument("--hint", action="store_true", help="with --exercise NAME: the derivation")
     args = parser.parse_args(argv)

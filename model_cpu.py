@@ -39,6 +39,7 @@ import math
 import os
 import secrets
 import sys
+import types
 
 try:
     import numpy as np
@@ -129,10 +130,16 @@ def param_views(flat, config):
     return views
 
 
+class Arrays(types.SimpleNamespace):
+    """Arrays by name, such as w.norm1 or saved.qkv.  cache, pads: see block_forward."""
+    cache = None
+    pads = None
+
+
 def layer_views(views, i):
-    """The entries "layers.i.NAME" of a dict of views, as a dict by NAME."""
-    return {name.removeprefix(f"layers.{i}."): view
-            for name, view in views.items() if name.startswith(f"layers.{i}.")}
+    """The entries "layers.i.NAME" of a dict of views, as Arrays by NAME."""
+    return Arrays(**{name.removeprefix(f"layers.{i}."): view
+                     for name, view in views.items() if name.startswith(f"layers.{i}.")})
 
 
 def init_params(flat, config, seed):
@@ -280,7 +287,8 @@ def attention_forward(out, P, qkv, config, pads=None):
     first = P.shape[-1] - P.shape[-2]               # row of qkv that is asked for
     np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
-    P += np.triu(np.full(P.shape[-2:], -np.inf, P.dtype), first + 1)        # causal mask (mask_future)
+    future = np.full(P.shape[-2:], -np.inf, P.dtype)
+    P += np.triu(future, first + 1)                 # causal mask (mask_future)
     if pads is not None:
         P += pads
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
@@ -351,29 +359,29 @@ def block_forward(x, w, saved, shared, config, rope, first):
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
     w: this layer's weights by name; saved: this layer's arrays, which keep what the backward reads; shared:
-    arrays that all layers share (both: work_tables); rope: rope_table.  A Decoder has in saved["cache"] (B,
+    arrays that all layers share (both: work_tables); rope: rope_table.  A Decoder has in saved.cache (B,
     context,(H+2G)D) the rows of earlier tokens, too, and first is the position of the first new one."""
     B, T, C = x.shape
     x = x.reshape(B * T, C)
-    increment = shared["increment"]                                               # (N,C)
+    increment = shared.increment                                                  # (N,C)
 
-    saved["x_in"][...] = x                                                        # (N,C)
-    rmsnorm_forward(saved["n1"], saved["rstd1"], x, w["norm1"], config.norm_eps)  # (N,C), (N,)
-    linear_forward(saved["qkv"], saved["n1"], w["qkv"])                           # (N,C) -> (N,(H+2G)D)
-    qkv = saved["qkv"].reshape(B, T, -1)                                          # (B,T,(H+2G)D)
+    saved.x_in[...] = x                                                           # (N,C)
+    rmsnorm_forward(saved.n1, saved.rstd1, x, w.norm1, config.norm_eps)           # (N,C), (N,)
+    linear_forward(saved.qkv, saved.n1, w.qkv)                                    # (N,C) -> (N,(H+2G)D)
+    qkv = saved.qkv.reshape(B, T, -1)                                             # (B,T,(H+2G)D)
     rope_forward(rotated_part(qkv, config), *rope[:, first:first + T])            # cos, sin (T,1,D)
-    if "cache" in saved:
-        saved["cache"][:, first:first + T] = qkv
-        qkv = saved["cache"][:, :first + T]                                       # (B,first+T,(H+2G)D)
-    attention_forward(saved["y"].reshape(B, T, C), saved["P"], qkv, config, saved.get("pads"))
-    linear_forward(increment, saved["y"], w["out"])                               # (N,C) -> (N,C)
+    if saved.cache is not None:
+        saved.cache[:, first:first + T] = qkv
+        qkv = saved.cache[:, :first + T]                                          # (B,first+T,(H+2G)D)
+    attention_forward(saved.y.reshape(B, T, C), saved.P, qkv, config, saved.pads)
+    linear_forward(increment, saved.y, w.out)                                     # (N,C) -> (N,C)
     x += increment                                                                # Euler substep 1
 
-    saved["x_mid"][...] = x                                                       # (N,C)
-    rmsnorm_forward(saved["n2"], saved["rstd2"], x, w["norm2"], config.norm_eps)  # (N,C), (N,)
-    linear_forward(saved["gate_up"], saved["n2"], w["gate_up"])                   # (N,C) -> (N,2F)
-    swiglu_forward(saved["h"], saved["sigmoid"], saved["gate_up"])                # (N,2F) -> (N,F)
-    linear_forward(increment, saved["h"], w["down"])                              # (N,F) -> (N,C)
+    saved.x_mid[...] = x                                                          # (N,C)
+    rmsnorm_forward(saved.n2, saved.rstd2, x, w.norm2, config.norm_eps)           # (N,C), (N,)
+    linear_forward(saved.gate_up, saved.n2, w.gate_up)                            # (N,C) -> (N,2F)
+    swiglu_forward(saved.h, saved.sigmoid, saved.gate_up)                         # (N,2F) -> (N,F)
+    linear_forward(increment, saved.h, w.down)                                    # (N,F) -> (N,C)
     x += increment                                                                # Euler substep 2
 
 
@@ -385,33 +393,33 @@ def block_backward(dx, w, dw, saved, shared, config, rope):
     """w, dw: this layer's weights and their gradients by name; saved, shared: arrays as in the forward."""
     B, T, C = dx.shape
     dx = dx.reshape(B * T, C)
-    dn = shared["dn"]
-    back = shared["increment"]                                                    # what comes back through f
+    dn = shared.dn
+    back = shared.increment                                                       # what comes back through f
 
     # x = x + h @ down.T
-    linear_backward(shared["dh"], dw["down"], dx, saved["h"], w["down"])          # (N,C) -> (N,F)
+    linear_backward(shared.dh, dw.down, dx, saved.h, w.down)                      # (N,C) -> (N,F)
     # h = silu(gate) * up
-    swiglu_backward(shared["dgate_up"], shared["dh"], saved["sigmoid"], saved["gate_up"])       # -> (N,2F)
+    swiglu_backward(shared.dgate_up, shared.dh, saved.sigmoid, saved.gate_up)                   # -> (N,2F)
     # gate_up = n2 @ gate_up.T
-    linear_backward(dn, dw["gate_up"], shared["dgate_up"], saved["n2"], w["gate_up"])           # -> (N,C)
+    linear_backward(dn, dw.gate_up, shared.dgate_up, saved.n2, w.gate_up)                       # -> (N,C)
     # n2 = rmsnorm(x_mid)
-    rmsnorm_backward(back, dw["norm2"], dn, saved["x_mid"], saved["rstd2"], w["norm2"])
+    rmsnorm_backward(back, dw.norm2, dn, saved.x_mid, saved.rstd2, w.norm2)
     dx += back
 
     # x = x + y @ out.T
-    linear_backward(shared["dy"], dw["out"], dx, saved["y"], w["out"])            # (N,C) -> (N,C)
+    linear_backward(shared.dy, dw.out, dx, saved.y, w.out)                        # (N,C) -> (N,C)
     # y = attention(qkv)
-    dy = shared["dy"].reshape(B, T, C)
-    y = saved["y"].reshape(B, T, C)
-    qkv = saved["qkv"].reshape(B, T, -1)
-    dqkv = shared["dqkv"].reshape(B, T, -1)
-    attention_backward(dqkv, dy, y, saved["P"], qkv, config, work=shared["dS"])
+    dy = shared.dy.reshape(B, T, C)
+    y = saved.y.reshape(B, T, C)
+    qkv = saved.qkv.reshape(B, T, -1)
+    dqkv = shared.dqkv.reshape(B, T, -1)
+    attention_backward(dqkv, dy, y, saved.P, qkv, config, work=shared.dS)
     # q, k = rope(q, k)
     rope_backward(rotated_part(dqkv, config), *rope[:, :T])
     # qkv = n1 @ qkv.T
-    linear_backward(dn, dw["qkv"], shared["dqkv"], saved["n1"], w["qkv"])         # (N,(H+2G)D) -> (N,C)
+    linear_backward(dn, dw.qkv, shared.dqkv, saved.n1, w.qkv)                     # (N,(H+2G)D) -> (N,C)
     # n1 = rmsnorm(x_in)
-    rmsnorm_backward(back, dw["norm1"], dn, saved["x_in"], saved["rstd1"], w["norm1"])
+    rmsnorm_backward(back, dw.norm1, dn, saved.x_in, saved.rstd1, w.norm1)
     dx += back
 
 
@@ -540,12 +548,18 @@ OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; 
 
 
 def matrix_table(config):
-    """[(shape, place), ...] of the matrices of one layer as Muon takes them, each by itself: q, k, v, out,
-    gate, up, down.  place: the slice of the layer's part of a flat buffer in which a matrix lies."""
+    """[(shape, place), ...] of the matrices of one layer as Muon takes them, each by itself.  place: the slice of
+    the layer's part of a flat buffer in which a matrix lies."""
     C = config.dim
     F = config.hidden
     kv = config.kv_heads * config.head_dim
-    shapes = [(C, C), (kv, C), (kv, C), (C, C), (F, C), (F, C), (C, F)]
+    shapes = [(C, C),                               # q
+              (kv, C),                              # k
+              (kv, C),                              # v
+              (C, C),                               # out
+              (F, C),                               # gate
+              (F, C),                               # up
+              (C, F)]                               # down
     return list(zip(shapes, places(map(math.prod, shapes))))
 
 
@@ -655,15 +669,15 @@ class Model:
         return Decoder(self, rows)
 
     def _trunk(self, tokens, layers, shared, first=0):
-        """tokens (B,T) -> shared["final"] (N,C): rmsnorm(x) after the last layer.  layers, shared:
+        """tokens (B,T) -> shared.final (N,C): rmsnorm(x) after the last layer.  layers, shared:
         the buffers to compute in, which then hold what the backward needs; first: see block_forward."""
-        x = shared["x"]
+        x = shared.x
         embedding_forward(x, tokens.reshape(-1), self.params["embed"])
         for i, saved in enumerate(layers):
             block_forward(x.reshape(*tokens.shape, -1), layer_views(self.params, i), saved, shared,
                           self.config, self.rope, first)
-        rmsnorm_forward(shared["final"], shared["rstd"], x, self.params["norm"], self.config.norm_eps)
-        return shared["final"]
+        rmsnorm_forward(shared.final, shared.rstd, x, self.params["norm"], self.config.norm_eps)
+        return shared.final
 
     def _head_logits(self, final):
         """final (n,C) -> the logits (n,K,V), all heads in one product."""
@@ -700,10 +714,10 @@ class Model:
         targets = head_targets(targets, T, K)                                           # (N,K)
         weights = np.repeat(weights, T)[:, None]                                        # (N,1)
         final = self._trunk(tokens, layers, shared)                                     # (N,C)
-        logits = shared["logits"]                                                       # (N,K,V)
+        logits = shared.logits                                                          # (N,K,V)
         linear_forward(logits.reshape(len(logits), -1), final, self.params["heads"])
         losses = np.zeros(K)
-        workspace.nll = cross_entropy_forward(losses, shared["exp_sum"], logits, targets, self.divisor, weights)
+        workspace.nll = cross_entropy_forward(losses, shared.exp_sum, logits, targets, self.divisor, weights)
         workspace.saved = tokens, targets, weights, layers, shared
         return losses
 
@@ -731,18 +745,18 @@ class Model:
         tokens, targets, weights, layers, shared = workspace.saved
         params = self.params
         grads = workspace.grads
-        dx = shared["dx"]
-        dn = shared["dn"]
+        dx = shared.dx
+        dn = shared.dn
         if workspace is not self.workspaces[0]:     # whose gradient adds up over the micro-batches
             workspace.flat_grads[...] = 0.0
-        dlogits = shared["logits"]                                                      # (N,K,V)
-        cross_entropy_backward(dlogits, shared["exp_sum"], targets, self.divisor,
+        dlogits = shared.logits                                                         # (N,K,V)
+        cross_entropy_backward(dlogits, shared.exp_sum, targets, self.divisor,
                                self.config.head_weights * weights)
         # logits = final @ heads.T
         dlogits = dlogits.reshape(len(dlogits), -1)                                     # (N,K*V)
-        linear_backward(dn, grads["heads"], dlogits, shared["final"], params["heads"])
+        linear_backward(dn, grads["heads"], dlogits, shared.final, params["heads"])
         # final = rmsnorm(x)
-        rmsnorm_backward(dx, grads["norm"], dn, shared["x"], shared["rstd"], params["norm"])
+        rmsnorm_backward(dx, grads["norm"], dn, shared.x, shared.rstd, params["norm"])
         for i in reversed(range(self.config.layers)):
             block_backward(dx.reshape(*tokens.shape, -1), layer_views(params, i), layer_views(grads, i),
                            layers[i], shared, self.config, self.rope)
@@ -788,11 +802,6 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0               # of the noise
     vocab: int = None           # only ids below it are drawn; None: all
-
-    def __post_init__(self):
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:      # also for a NaN
-            raise ValueError(f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}: it must be "
-                             ">= 0, >= 0, in (0, 1].")
 
 
 class Decoder:
@@ -851,7 +860,7 @@ class Decoder:
         (layer,), shared = self.workspace.buffers(B, n)
         P = np.empty((B, c.kv_heads, c.heads // c.kv_heads, n, first + n), self.model.dtype)
         pads = None if self.pads is None else self.pads[..., :first + n]
-        layers = [{**layer, "cache": cache, "P": P, "pads": pads} for cache in self.cache]
+        layers = [Arrays(**vars(layer) | {"cache": cache, "P": P, "pads": pads}) for cache in self.cache]
         self.tokens += tokens[0].tolist()
         return self.model._trunk(tokens, layers, shared, first)
 
@@ -861,8 +870,7 @@ class Decoder:
         head 0 gave to its ids."""
         logits = self.extend(tokens, rows)[:, :heads, :sampling.vocab].astype(np.float64)
         positions = t + np.add.outer(np.arange(rows), np.arange(heads)).ravel()
-        ids = sample(logits.reshape(len(positions), -1), sampling.seed, positions, sampling.temperature,
-                     sampling.top_k, sampling.top_p).reshape(rows, heads)
+        ids = sample(logits.reshape(len(positions), -1), positions, sampling).reshape(rows, heads)
         z = logits[:, 0]                                                                # (rows, V) of head 0
         z -= np.take_along_axis(z, ids[:, :1], axis=1)
         return ids, 1 / np.exp(z).sum(axis=1)
@@ -889,9 +897,10 @@ class Decoder:
             self.pads = np.where(slots < pads[:, None], -1e30, 0.0)[:, None, None, None]
             tokens = [[0] * count + window for count, window in zip(pads, windows)]
         heads = self.model.params["heads"]
-        final = self._read(np.array(tokens)).reshape(len(tokens), -1, heads.shape[1])[:, -1]    # (B,C)
-        logits = final @ heads[:sampling.vocab or self.config.vocab].T                          # (B,V)
-        return sample(logits, sampling.seed, t, sampling.temperature, sampling.top_k, sampling.top_p)
+        final = self._read(np.array(tokens))                                                # (B*n,C)
+        last = final.reshape(len(tokens), -1, heads.shape[1])[:, -1]                        # (B,C)
+        logits = last @ heads[:sampling.vocab or self.config.vocab].T                       # (B,V)
+        return sample(logits, t, sampling)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -927,22 +936,25 @@ def gumbel(seed, t, ids):
 #     P(E_i > x) = P(u_i < e^-x) = e^-x, so P(E_i / p_i > x) = e^(-p_i x), with the density p_i e^(-p_i x);
 #     P(i is the smallest) = integral of p_i e^(-p_i x) prod_(j != i) e^(-p_j x) dx = p_i / sum_j p_j.
 # A factor common to all p cancels: what is kept of p need not be normalised.
-def sample(logits, seed, t, temperature=1.0, top_k=0, top_p=1.0):
-    """Draw ids (n,) from logits (n,V), for positions t (n,) of the text: argmax(log p + gumbel).  temperature
-    0: the largest logit, the first of equals.  top_k keeps the k largest (0: all), top_p then the smallest
-    set of largest probabilities that reaches p (nucleus sampling, Holtzman et al. 2020; 1: all)."""
-    if temperature == 0:
+def sample(logits, t, how):
+    """Draw ids (n,) from logits (n,V), for positions t (n,) of the text, as `how` says, a Sampling:
+    argmax(log p + gumbel).  temperature 0: the largest logit, the first of equals.  top_k keeps the k largest
+    (0: all), top_p then the smallest set of largest probabilities that reaches p (nucleus sampling, Holtzman
+    et al. 2020; 1: all)."""
+    if how.temperature == 0:
         return logits.argmax(axis=1)
-    if not top_k and top_p == 1:                    # the same, without sorting
-        z = (logits - logits.max(axis=1, keepdims=True)) / temperature
-        return np.argmax(z + gumbel(seed, t, np.arange(z.shape[1])), axis=1)
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k or None]           # (n,V or top_k)
+    if not how.top_k and how.top_p == 1:            # the same, without sorting
+        z = (logits - logits.max(axis=1, keepdims=True)) / how.temperature
+        noise = gumbel(how.seed, t, np.arange(z.shape[1]))
+        return np.argmax(z + noise, axis=1)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :how.top_k or None]       # (n,V or top_k)
     z = np.take_along_axis(logits, order, axis=1).astype(np.float64)
-    log_p = (z - z[:, :1]) / temperature            # up to a constant
+    log_p = (z - z[:, :1]) / how.temperature        # up to a constant
     reached = np.cumsum(np.exp(log_p), axis=1)
     # an id goes if those before it have reached top_p; the first stays
-    log_p[:, 1:][reached[:, :-1] >= top_p * reached[:, -1:]] = -np.inf
-    best = np.argmax(log_p + gumbel(seed, t, order), axis=1)
+    before = reached[:, :-1]
+    log_p[:, 1:][before >= how.top_p * reached[:, -1:]] = -np.inf
+    best = np.argmax(log_p + gumbel(how.seed, t, order), axis=1)
     return order[np.arange(len(order)), best]
 
 
@@ -1036,8 +1048,8 @@ def layer_logits(model, inputs):
     model.saved = []                                # as in logits
     layers, shared = model.workspaces[0].buffers(*inputs.shape)
     final = model._trunk(inputs, layers, shared)
-    for x in [*(saved["x_in"] for saved in layers), shared["x"]]:
-        rmsnorm_forward(final, shared["rstd"], x, model.params["norm"], model.config.norm_eps)
+    for x in [*(saved.x_in for saved in layers), shared.x]:
+        rmsnorm_forward(final, shared.rstd, x, model.params["norm"], model.config.norm_eps)
         yield x, final @ model.params["heads"][:model.config.vocab].T
 
 
@@ -1192,17 +1204,18 @@ ALIGN = 256                 # arrays start at multiples of this many bytes
 
 def table_bytes(table):
     """Bytes of a table's arrays, each rounded up to whole multiples of ALIGN."""
-    return sum(-(-math.prod(shape) * np.dtype(dtype).itemsize // ALIGN) * ALIGN for _, shape, dtype in table)
+    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in table]
+    return sum(-(-size // ALIGN) * ALIGN for size in sizes)
 
 
 def carve(memory, table, start=0):
-    """dict name -> array for a table, cut out of an array of bytes from `start` on."""
+    """Arrays for a table, cut out of an array of bytes from `start` on."""
     arrays = {}
     for row in table:
         name, shape, dtype = row
         arrays[name] = memory[start:].view(dtype)[:math.prod(shape)].reshape(shape)
         start += table_bytes([row])
-    return arrays
+    return Arrays(**arrays)
 
 
 class Workspace:
@@ -1217,7 +1230,7 @@ class Workspace:
         self.buffers_by_shape = {}
 
     def buffers(self, B, T):
-        """-> (for each layer a dict of its arrays, dict of those that all share).  The memory is kept: a step
+        """-> (for each layer its Arrays, the Arrays that all share).  The memory is kept: a step
         that allocates its tens of megabytes anew spends its time in page faults."""
         if (B, T) not in self.buffers_by_shape:
             layer, shared = work_tables(self.config, B, T, self.dtype)
@@ -1245,7 +1258,10 @@ def slope(loss, weight, index, h):
     factor 0.  gradcheck.py, which does this for every weight there is, says why five."""
     centre = weight[index]
     total = 0.0
-    for shift, factor in ((-2, 1 / 12), (-1, -8 / 12), (1, 8 / 12), (2, -1 / 12)):
+    for shift, factor in ((-2, 1 / 12),
+                          (-1, -8 / 12),
+                          (1, 8 / 12),
+                          (2, -1 / 12)):
         weight[index] = centre + shift * h
         total += factor * loss()
     weight[index] = centre
@@ -1271,8 +1287,8 @@ def main(argv):
     layers, shared = model.workspaces[0].buffers(1, T)
     print(f"\n2. Shapes: B=1 T={T} C={config.dim} H={config.heads} G={config.kv_heads} D={config.head_dim} "
           f"F={config.hidden} K={config.predict} V={config.vocab} L={config.layers} N=B*T={T}")
-    arrays = {f"layer 0: {name}": array for name, array in layers[0].items()}
-    arrays |= {"final = rmsnorm(x)": shared["final"], "logits (B,T,K,V)": logits}
+    arrays = {f"layer 0: {name}": array for name, array in vars(layers[0]).items()}
+    arrays |= {"final = rmsnorm(x)": shared.final, "logits (B,T,K,V)": logits}
     for name, array in arrays.items():
         print(f"   {name:22} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
     print(f"\n3. The first loss of head 0: {losses[0]:.4f}.  An untrained model guesses: ln V = "

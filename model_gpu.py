@@ -45,7 +45,7 @@ import weakref
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from numpy import float32, int32, int64, uint8, uint16, uint64
-from model_cpu import (NEWTON_SCHULZ, Sampling, as_batch, carve, check_batch, check_tokens,
+from model_cpu import (NEWTON_SCHULZ, Arrays, Sampling, as_batch, carve, check_batch, check_tokens,
                        init_params, layer_views, matrix_table, moment_count, muon_part,
                        param_count, param_views, rope_table, slices_of, table_bytes, update_table)
 from script import GpuError, require
@@ -215,8 +215,9 @@ class Gpu:
             self.launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
     def launch(self, name, grid, threads, *args, shared=0):
-        """Queue a kernel; args: see as_argument."""
-        self.kernels[name](grid, (threads,), tuple(map(as_argument, args)), shared_mem=shared)
+        """Queue a kernel.  grid: the number of its blocks, or two or three of them; args: see as_argument."""
+        blocks = grid if isinstance(grid, tuple) else (grid,)
+        self.kernels[name](blocks, (threads,), tuple(map(as_argument, args)), shared_mem=shared)
 
     def launch_early(self, name, grid, threads, *args):
         """launch, with a grid of two numbers; but from Hopper on the kernel starts beside the end of the one
@@ -297,7 +298,7 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
 def embedding_forward(gpu, out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
     N, C = out.shape
-    gpu.launch("embedding_forward", (N,), row_threads(C), out, tokens, embed, C)
+    gpu.launch("embedding_forward", N, row_threads(C), out, tokens, embed, C)
 
 
 def embedding_backward(gpu, dembed, dout, order, starts):
@@ -310,7 +311,7 @@ def embedding_backward(gpu, dembed, dout, order, starts):
 def rmsnorm_forward(gpu, out, rstd, x, gain, before, increment=None):
     """x (N,C) = before + increment, out (N,C) its norm, rstd (N,).  Without an increment x is before."""
     N, C = x.shape
-    gpu.launch("rmsnorm_forward", (N,), row_threads(C), out, rstd, x, before, increment, gain, C, gpu.eps)
+    gpu.launch("rmsnorm_forward", N, row_threads(C), out, rstd, x, before, increment, gain, C, gpu.eps)
 
 
 def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
@@ -318,8 +319,8 @@ def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
     (NORM_BLOCKS,C): space for the first stage of dgain's sum."""
     N, C = x.shape
     blocks = min(N, NORM_BLOCKS)
-    gpu.launch("rmsnorm_backward", (blocks,), row_threads(C), dx, dout, partial, x, rstd, gain, N, C, add)
-    gpu.launch("column_sum", (ceil_div(C, 32),), 1024, dgain, partial, blocks, C)
+    gpu.launch("rmsnorm_backward", blocks, row_threads(C), dx, dout, partial, x, rstd, gain, N, C, add)
+    gpu.launch("column_sum", ceil_div(C, 32), 1024, dgain, partial, blocks, C)
 
 
 def linear_forward(gpu, out, x, w):
@@ -362,7 +363,7 @@ def rope_forward(gpu, qkv, T, first):
     c = gpu.config
     N = len(qkv)
     heads = c.heads + c.kv_heads
-    gpu.launch("rope", (ceil_div(N * heads * c.head_dim // 16, 256),), 256, qkv, gpu.cos[first:],
+    gpu.launch("rope", ceil_div(N * heads * c.head_dim // 16, 256), 256, qkv, gpu.cos[first:],
                gpu.sin[first:], N, T, heads, c.head_dim, c.qkv_width)
 
 
@@ -422,61 +423,64 @@ def block_forward(gpu, w, saved, shared, before, increment):
 
     The norm that reads x does the sum at the end of a substep.  So x comes as two terms, before + increment
     (increment None: there is only one), and is returned as two.  w: this layer's weights by name; saved: this
-    layer's arrays; shared: those of all layers, with "B" and "T".  shared["first"]: so many of the T rows of
-    qkv and y are there from earlier calls (extend), so N = B*T - first rows are computed.  saved["cache"]: see
+    layer's arrays; shared: those of all layers, with "B" and "T".  shared.first: so many of the T rows of
+    qkv and y are there from earlier calls (extend), so N = B*T - first rows are computed.  saved.cache: see
     decode_rows."""
-    T = shared["T"]
-    first = shared["first"]
-    qkv = saved["qkv"]
-    rmsnorm_forward(gpu, saved["n1"], saved["rstd1"], saved["x_in"], w["norm1"], before, increment)  # (N,C)
-    linear_forward(gpu, qkv[first:], saved["n1"], w["qkv"])                         # (N,C) -> (N,(H+2G)D)
-    if "cache" in saved:
-        decode_rows(gpu, saved["y"], saved["cache"], qkv, shared["lengths"], T)     # (N,(H+2G)D) -> (N,C)
+    T = shared.T
+    first = shared.first
+    qkv = saved.qkv
+    rmsnorm_forward(gpu, saved.n1, saved.rstd1, saved.x_in, w.norm1, before, increment)              # (N,C)
+    linear_forward(gpu, qkv[first:], saved.n1, w.qkv)                               # (N,C) -> (N,(H+2G)D)
+    if saved.cache is not None:
+        decode_rows(gpu, saved.y, saved.cache, qkv, shared.lengths, T)              # (N,(H+2G)D) -> (N,C)
     else:
         rope_forward(gpu, qkv[first:], T, first)
-        attention_forward(gpu, saved["y"], saved["lse"], qkv, shared["B"], T, first)
-    increment = shared["increment"]
-    linear_forward(gpu, increment, saved["y"][first:], w["out"])                    # (N,C)
+        attention_forward(gpu, saved.y, saved.lse, qkv, shared.B, T, first)
+    increment = shared.increment
+    linear_forward(gpu, increment, saved.y[first:], w.out)                          # (N,C)
 
     # Euler substep 1
-    rmsnorm_forward(gpu, saved["n2"], saved["rstd2"], saved["x_mid"], w["norm2"], saved["x_in"], increment)
-    linear_forward(gpu, saved["gate_up"], saved["n2"], w["gate_up"])                # (N,C) -> (N,2F)
-    swiglu_forward(gpu, saved["h"], saved["gate_up"])                               # (N,2F) -> (N,F)
+    rmsnorm_forward(gpu, saved.n2, saved.rstd2, saved.x_mid, w.norm2, saved.x_in, increment)
+    linear_forward(gpu, saved.gate_up, saved.n2, w.gate_up)                         # (N,C) -> (N,2F)
+    swiglu_forward(gpu, saved.h, saved.gate_up)                                     # (N,2F) -> (N,F)
     # (Taking these three in pieces of rows, so that gate_up is still in the cache when it is read, won
     # nothing at 32,768 tokens on an H200, and cost 1 to 2 ms a step with 8 or 16 pieces: small matmuls lose
     # more than the cache wins.)
-    linear_forward(gpu, increment, saved["h"], w["down"])                           # (N,F) -> (N,C)
-    return saved["x_mid"], increment                                                # Euler substep 2
+    linear_forward(gpu, increment, saved.h, w.down)                                 # (N,F) -> (N,C)
+    return saved.x_mid, increment                                                   # Euler substep 2
 
 
 def block_backward(gpu, w, dw, saved, shared, dx, add):
     """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  The layer's gate_up is
     used up.  add: see linear_backward."""
-    dn, dh, dqkv, dgain = (shared[name] for name in ("n", "dh", "dqkv", "dgain"))
+    dn = shared.n
+    dh = shared.dh
+    dqkv = shared.dqkv
+    dgain = shared.dgain
 
     def linear(dx, name, dout, x):
-        linear_backward(gpu, dx, dw[name], dout, x, w[name], shared["space"], add)
+        linear_backward(gpu, dx, getattr(dw, name), dout, x, getattr(w, name), shared.space, add)
 
     # x = x + h @ down.T
-    linear(dh, "down", dx, saved["h"])                                              # (N,C) -> (N,F)
+    linear(dh, "down", dx, saved.h)                                                 # (N,C) -> (N,F)
     # h = silu(gate) * up
-    dgate_up = saved["gate_up"]                                                     # the same memory
+    dgate_up = saved.gate_up                                                        # the same memory
     swiglu_backward(gpu, dgate_up, dh)                                              # (N,F) -> (N,2F)
     # gate_up = n @ gate_up.T
-    linear(dn, "gate_up", dgate_up, saved["n2"])                                    # (N,2F) -> (N,C)
+    linear(dn, "gate_up", dgate_up, saved.n2)                                       # (N,2F) -> (N,C)
     # n = rmsnorm(x_mid)
-    rmsnorm_backward(gpu, dx, dw["norm2"], dn, saved["x_mid"], saved["rstd2"], w["norm2"], dgain, add=True)
+    rmsnorm_backward(gpu, dx, dw.norm2, dn, saved.x_mid, saved.rstd2, w.norm2, dgain, add=True)
 
     # x = x + y @ out.T
     dy = dn                                                                         # the same memory
-    linear(dy, "out", dx, saved["y"])                                               # (N,C)
+    linear(dy, "out", dx, saved.y)                                                  # (N,C)
     # q, k = rope(q, k);  y = attention(q, k, v)
-    attention_backward(gpu, dqkv, dy, saved["y"], saved["lse"], saved["qkv"],
-                       shared["delta"])                                             # (N,C) -> (N,(H+2G)D)
+    attention_backward(gpu, dqkv, dy, saved.y, saved.lse, saved.qkv,
+                       shared.delta)                                                # (N,C) -> (N,(H+2G)D)
     # qkv = n @ qkv.T
-    linear(dn, "qkv", dqkv, saved["n1"])                                            # (N,(H+2G)D) -> (N,C)
+    linear(dn, "qkv", dqkv, saved.n1)                                               # (N,(H+2G)D) -> (N,C)
     # n = rmsnorm(x_in)
-    rmsnorm_backward(gpu, dx, dw["norm1"], dn, saved["x_in"], saved["rstd1"], w["norm1"], dgain, add=True)
+    rmsnorm_backward(gpu, dx, dw.norm1, dn, saved.x_in, saved.rstd1, w.norm1, dgain, add=True)
 
 
 def decode_attention(gpu, y, cache, lengths, stride):
@@ -503,16 +507,16 @@ def decode_block(gpu, w, x, qkv, shared):
     n, C = x.shape
     groups = ceil_div(n, GROUP_ROWS)
     heads = c.heads + c.kv_heads
-    y = shared["y"]
-    h = shared["h"]
-    lengths = shared["lengths"]
-    gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w["norm1"], w["qkv"],
+    y = shared.y
+    h = shared.h
+    lengths = shared.lengths
+    gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w.norm1, w.qkv,
                      gpu.cos, gpu.sin, lengths, n, C, heads + c.kv_heads, heads, c.head_dim, gpu.eps)
     decode_attention(gpu, y[:n], qkv, lengths, 0)
-    gpu.launch_early("decode_residual", (C // 2, groups), 128, x, y, w["out"], n, C, C)
-    gpu.launch_early("decode_swiglu", (ceil_div(c.hidden, 4), groups), 128, h, x, w["norm2"], w["gate_up"],
+    gpu.launch_early("decode_residual", (C // 2, groups), 128, x, y, w.out, n, C, C)
+    gpu.launch_early("decode_swiglu", (ceil_div(c.hidden, 4), groups), 128, h, x, w.norm2, w.gate_up,
                      n, C, c.hidden, gpu.eps)
-    gpu.launch_early("decode_residual", (C // 2, groups), 128, x, h, w["down"], n, c.hidden, C)
+    gpu.launch_early("decode_residual", (C // 2, groups), 128, x, h, w.down, n, c.hidden, C)
 
 
 def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
@@ -520,10 +524,10 @@ def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
     become their own gradients: cross_entropy_forward and cross_entropy_backward of model_cpu in one pass.
     inputs: the arrays of input_table."""
     N, K = nll.shape
-    weights = inputs["weights"]
-    gpu.launch("cross_entropy", (N * K,), 128, logits, nll, inputs["targets"], inputs["head_weights"], weights,
+    weights = inputs.weights
+    gpu.launch("cross_entropy", N * K, 128, logits, nll, inputs.targets, inputs.head_weights, weights,
                T, K, gpu.config.vocab)
-    gpu.launch("cross_entropy_sum", (K,), 1024, losses, nll, inputs["divisor"], weights, T, N, K)
+    gpu.launch("cross_entropy_sum", K, 1024, losses, nll, inputs.divisor, weights, T, N, K)
 
 
 def gradient_norm(gpu, state, partial, grad, hidden, clip):
@@ -532,15 +536,15 @@ def gradient_norm(gpu, state, partial, grad, hidden, clip):
     scratch."""
     parts = grad[:hidden.start], grad[hidden.stop:], grad[hidden]
     for i, part in enumerate(parts):                # of one that is empty the sum is 0
-        gpu.launch("sum_of_squares", (SUM_BLOCKS,), 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
-    gpu.launch("gradient_norm", (1,), 1024, state, partial, 2 * SUM_BLOCKS, 3 * SUM_BLOCKS, float(clip))
+        gpu.launch("sum_of_squares", SUM_BLOCKS, 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
+    gpu.launch("gradient_norm", 1, 1024, state, partial, 2 * SUM_BLOCKS, 3 * SUM_BLOCKS, float(clip))
 
 
 def adamw_update(gpu, param, weights, grad, m, v, state, step, lr, beta1, beta2, eps, decay):
     """AdamW on flat arrays of one length, with the clipping of gradient_norm; grad = 0, and in bf16
     `weights`, the copy of param, follows."""
     numbers = lr, beta1, beta2, eps, decay, 1 / (1 - beta1 ** step), 1 / (1 - beta2 ** step)
-    gpu.launch("adamw", (ceil_div(param.size, 2048),), 256, param, weights, grad, m, v, state,
+    gpu.launch("adamw", ceil_div(param.size, 2048), 256, param, weights, grad, m, v, state,
                int64(param.size), *map(float, numbers))
 
 
@@ -567,7 +571,7 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, moment
     muon_tables.  communicator: with several GPUs each makes the matmuls, which take nearly all of the time,
     for its part of the matrices."""
     params, weights, grads, m = flats
-    X, Y, A, B, squares = work.values()
+    X, Y, A, B, squares = vars(work).values()
     n, rows, columns = X.shape
     L = n // len(starts)
     size = rows * columns
@@ -590,14 +594,14 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, moment
 # 4. The model
 # ------------------------------------------------------------------------------------------------------------
 def trunk(gpu, w, layers, shared):
-    """tokens (B,T), already sent -> (N,C) rmsnorm(x) after the last layer, in shared["n"].  w: all weights by
+    """tokens (B,T), already sent -> (N,C) rmsnorm(x) after the last layer, in shared.n.  w: all weights by
     name; layers: of each layer its arrays."""
-    terms = layers[0]["x_in"], None                 # whose sum is x: before, increment
-    embedding_forward(gpu, terms[0], shared["tokens"], w["embed"])
+    terms = layers[0].x_in, None                 # whose sum is x: before, increment
+    embedding_forward(gpu, terms[0], shared.tokens, w["embed"])
     for i, saved in enumerate(layers):
         terms = block_forward(gpu, layer_views(w, i), saved, shared, *terms)
-    rmsnorm_forward(gpu, shared["n"], shared["rstd"], shared["x"], w["norm"], *terms)
-    return shared["n"]
+    rmsnorm_forward(gpu, shared.n, shared.rstd, shared.x, w["norm"], *terms)
+    return shared.n
 
 
 def head_logits(gpu, final, heads, *shape):
@@ -626,12 +630,12 @@ class Inputs:
         # this memory may have been given back by others whose copies are still queued: wait for these
         current_stream().synchronize()
 
-    def send(self, values):
-        """values: dict name -> array; a short one fills the front of its place."""
+    def send(self, **values):
+        """values: arrays by name; a short one fills the front of its place."""
         pinned, views, event = next(self.slots)
         event.synchronize()
         for name, value in values.items():
-            views[name][:value.size] = value.ravel()
+            getattr(views, name)[:value.size] = value.ravel()
         self.device.set(pinned)
         event.record()
 
@@ -731,7 +735,7 @@ class Model:
         self.saved = None
         if self.flat_weights is not self.flat_params:
             size = self.flat_params.size
-            self.gpu.launch("copy_weights", (ceil_div(size, 2048),), 256, self.flat_weights, self.flat_params,
+            self.gpu.launch("copy_weights", ceil_div(size, 2048), 256, self.flat_weights, self.flat_params,
                             int64(size))
 
     def read(self, array):
@@ -782,11 +786,11 @@ class Model:
             layer, shared, logits, scratch = work_tables(c, B, T, self.precision)
             size = table_bytes(layer)
             layers = [carve(self.work, layer, i * size) for i in range(c.layers)]
-            arrays = {**self.inputs.arrays, "B": B, "T": T, "first": 0}
+            arrays = vars(self.inputs.arrays) | {
+                "B": B, "T": T, "first": 0, "replays": collections.defaultdict(Replay)}
             for in_turn in (logits, scratch):           # both begin where what is shared ends
-                arrays.update(carve(self.work, shared + in_turn, c.layers * size))
-            arrays["replays"] = collections.defaultdict(Replay)
-            self.buffers_by_shape[B, T] = layers, arrays
+                arrays.update(vars(carve(self.work, shared + in_turn, c.layers * size)))
+            self.buffers_by_shape[B, T] = layers, Arrays(**arrays)
         return self.buffers_by_shape[B, T]
 
     def new_decoder(self, rows, length):
@@ -798,7 +802,7 @@ class Model:
         tokens = as_batch(self.config, tokens)
         layers, shared = self._buffers(*tokens.shape)
         self.saved = None                               # overwritten now
-        self.inputs.send({"tokens": tokens})
+        self.inputs.send(tokens=tokens)
         final = trunk(self.gpu, self.weights, layers, shared)
         return head_logits(self.gpu, final, self.weights["heads"], *tokens.shape)
 
@@ -811,17 +815,17 @@ class Model:
         flat = tokens.astype(uint16).ravel()        # NumPy sorts these five times as fast as longer numbers
         order = np.argsort(flat, kind="stable")
         starts = np.searchsorted(flat[order], np.arange(c.vocab + 1))
-        self.inputs.send({"tokens": tokens, "targets": targets, "order": order, "starts": starts,
-                          "head_weights": c.head_weights / divisor, "divisor": divisor, "weights": weights})
+        self.inputs.send(tokens=tokens, targets=targets, order=order, starts=starts,
+                         head_weights=c.head_weights / divisor, divisor=divisor, weights=weights)
 
         def launch():
             final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)
-            linear_forward(self.gpu, shared["logits"], final, self.weights["heads"])        # (N,C) -> (N,K*V)
-            cross_entropy_forward(self.gpu, self.losses, shared["nll"], shared["logits"], shared, shared["T"])
+            linear_forward(self.gpu, shared.logits, final, self.weights["heads"])           # (N,C) -> (N,K*V)
+            cross_entropy_forward(self.gpu, self.losses, shared.nll, shared.logits, shared, shared.T)
 
-        shared["replays"]["forward"](self.gpu, launch)
+        shared.replays["forward"](self.gpu, launch)
         self.saved = layers, shared
-        self.nll = shared["nll"]
+        self.nll = shared.nll
         return self.losses.copy()
 
     log_probs = model_cpu.Model.log_probs
@@ -839,7 +843,7 @@ class Model:
         self.added = True
         parts = self._launch_backward(layers, shared, add)      # a generator: nothing is launched yet
         if not (last and self.communicator):
-            shared["replays"]["backward", add](self.gpu, lambda: list(parts))
+            shared.replays["backward", add](self.gpu, lambda: list(parts))
             return
         gains = update_table(self.config, self.optimizer)[-1][1]
         end = gains.start                           # the sum of all from here to the gains is queued
@@ -854,19 +858,19 @@ class Model:
         gpu = self.gpu
         w = self.weights
         grads = self.grads
-        dx = shared["increment"]                    # the same memory
-        final = shared["n"]                         # and its gradient
+        dx = shared.increment                       # the same memory
+        final = shared.n                            # and its gradient
         # logits = final @ heads.T
-        linear_backward(gpu, final, grads["heads"], shared["logits"], final, w["heads"], shared["space"],
+        linear_backward(gpu, final, grads["heads"], shared.logits, final, w["heads"], shared.space,
                         add)                                                    # (N,K*V) -> (N,C)
         # final = rmsnorm(x)
-        rmsnorm_backward(gpu, dx, grads["norm"], final, shared["x"], shared["rstd"], w["norm"],
-                         shared["dgain"], add=False)                            # (N,C)
+        rmsnorm_backward(gpu, dx, grads["norm"], final, shared.x, shared.rstd, w["norm"],
+                         shared.dgain, add=False)                               # (N,C)
         for i in reversed(range(len(layers))):
             block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
             yield grads["embed"].size + i * matrix_table(self.config)[-1][1].stop
         # x = embed[tokens]
-        embedding_backward(gpu, grads["embed"], dx, shared["order"], shared["starts"])
+        embedding_backward(gpu, grads["embed"], dx, shared.order, shared.starts)
         yield 0
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
@@ -924,10 +928,10 @@ class Decoder(model_cpu.Decoder):
         c = self.config
         n = len(tokens)
         self.draw(tokens, 1, c.predict, 0, Sampling(temperature=0))
-        if n > len(self.buffers["logits"]):             # there are only those of the last
-            logits = head_logits(self.gpu, self.buffers["n"][:n], self.weights["heads"], n)
+        if n > len(self.buffers.logits):                # there are only those of the last
+            logits = head_logits(self.gpu, self.buffers.n[:n], self.weights["heads"], n)
         else:
-            logits = cupy.asnumpy(self.buffers["logits"][:n]).reshape(n, c.predict, c.vocab)
+            logits = cupy.asnumpy(self.buffers.logits[:n]).reshape(n, c.predict, c.vocab)
         return logits[-(last or n):]
 
     def draw(self, tokens, rows, heads, t, sampling):
@@ -935,7 +939,7 @@ class Decoder(model_cpu.Decoder):
         tokens: see model_cpu."""
         tokens = self.checked(tokens)
         n = len(tokens)
-        drawn = np.arange(n if n <= len(self.host["p"]) else 1)         # rows after which something is drawn
+        drawn = np.arange(n if n <= len(self.host.p) else 1)            # rows after which something is drawn
         ids, p = self._draw(tokens, self.position + drawn, t + rows - len(drawn) + drawn, heads, sampling)
         self.tokens += tokens.tolist()
         return ids[-rows:], p[-rows:]
@@ -953,16 +957,16 @@ class Decoder(model_cpu.Decoder):
         T = self.stride
         tokens = np.array([(window + T * [0])[:T] for window in windows], int32)            # (B,T)
         check_tokens(self.config, tokens)
-        for rows in slices_of(len(tokens), max(1, len(self.buffers["x"]) // T)):
+        for rows in slices_of(len(tokens), max(1, len(self.buffers.x) // T)):
             part = tokens[rows]
-            self.buffers["tokens"][:part.size].set(part.ravel())
-            caches = [{"qkv": qkv[T * rows.start:T * rows.stop]} for qkv in self.buffers["qkv"]]
+            self.buffers.tokens[:part.size].set(part.ravel())
+            caches = [{"qkv": qkv[T * rows.start:T * rows.stop]} for qkv in self.buffers.qkv]
             self._trunk(part.size, caches, B=len(part), T=T, first=0)
 
     def _trunk(self, n, caches, **more):
         """trunk for n tokens in the Decoder's buffers; caches: what each layer has besides them."""
-        shared = {name: array[:n] for name, array in self.buffers.items()} | more
-        trunk(self.gpu, self.weights, [shared | cache for cache in caches], shared)
+        shared = {name: array[:n] for name, array in vars(self.buffers).items()} | more
+        trunk(self.gpu, self.weights, [Arrays(**shared | cache) for cache in caches], Arrays(**shared))
 
     def _draw(self, tokens, lengths, times, heads, sampling):
         """Read tokens (n,), each after so many (n,) of its text, and draw after each for the position `times` (n,) of
@@ -974,12 +978,12 @@ class Decoder(model_cpu.Decoder):
         drawn = len(times)
         # temperature 0: the largest logit alone
         top_k = min(sampling.top_k, c.vocab) if sampling.temperature else 1
-        host["tokens"][:n] = tokens
-        host["lengths"][:drawn] = lengths
-        host["times"][:drawn] = times
-        host["limits"][:] = top_k, sampling.vocab or c.vocab
-        host["drawing"][:] = sampling.temperature or 1.0, max(sampling.top_p, 1e-30)    # above 0 in fp32, too
-        host["seeds"][:drawn] = sampling.seed
+        host.tokens[:n] = tokens
+        host.lengths[:drawn] = lengths
+        host.times[:drawn] = times
+        host.limits[:] = top_k, sampling.vocab or c.vocab
+        host.drawing[:] = sampling.temperature or 1.0, max(sampling.top_p, 1e-30)       # above 0 in fp32, too
+        host.seeds[:drawn] = sampling.seed
 
         read = self._read_few if n == drawn else self._read_many
         if self.stride:
@@ -987,12 +991,12 @@ class Decoder(model_cpu.Decoder):
 
         def launch():
             # all that both have: it begins with the tokens.  CuPy's own copies cannot be recorded in a graph
-            cupy.cuda.runtime.memcpyAsync(d["tokens"].data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
+            cupy.cuda.runtime.memcpyAsync(d.tokens.data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
                                           current_stream().ptr)
             read(n, heads * c.vocab)
-            answers = [uint64(host[name].ctypes.data) for name in ("ids", "p")]
-            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d["logits"], d["times"],
-                                  d["limits"], d["drawing"], d["seeds"], c.vocab)
+            answers = [uint64(array.ctypes.data) for array in (host.ids, host.p)]
+            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d.logits, d.times,
+                                  d.limits, d.drawing, d.seeds, c.vocab)
 
         if len(self.replays) > SHAPES:
             self.replays.clear()
@@ -1001,18 +1005,18 @@ class Decoder(model_cpu.Decoder):
         else:
             launch()
         current_stream().synchronize()
-        return host["ids"][:drawn * heads].reshape(drawn, heads).copy(), host["p"][:drawn].copy()
+        return host.ids[:drawn * heads].reshape(drawn, heads).copy(), host.p[:drawn].copy()
 
     def _read_few(self, n, outputs):
         """The first `outputs` logits of n tokens, by kernels made for few rows."""
         gpu = self.gpu
         w = self.weights
         d = self.buffers
-        x = d["x"][:n]
-        embedding_forward(gpu, x, d["tokens"], w["embed"])
-        for i, qkv in enumerate(d["qkv"]):
+        x = d.x[:n]
+        embedding_forward(gpu, x, d.tokens, w["embed"])
+        for i, qkv in enumerate(d.qkv):
             decode_block(gpu, layer_views(w, i), x, qkv, d)
-        gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, d["logits"],
+        gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, d.logits,
                          x, w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
 
     def _read_many(self, n, outputs):
@@ -1025,18 +1029,18 @@ class Decoder(model_cpu.Decoder):
         end = first + rows
 
         def launch():
-            caches = [{"qkv": qkv[:end]} for qkv in d["qkv"]]
-            self._trunk(rows, caches, y=d["y"][:end], B=1, T=end, first=first)
+            caches = [{"qkv": qkv[:end]} for qkv in d.qkv]
+            self._trunk(rows, caches, y=d.y[:end], B=1, T=end, first=first)
 
         self.replays["prompt", rows, first](self.gpu, launch)
-        linear_forward(self.gpu, d["logits"][:1, :outputs], d["n"][n - 1:n], self.weights["heads"][:outputs])
+        linear_forward(self.gpu, d.logits[:1, :outputs], d.n[n - 1:n], self.weights["heads"][:outputs])
 
     def _read_rows(self, n, outputs):
         """The first `outputs` logits of a token of each of n texts: as in training, but for attention."""
         d = self.buffers
-        self._trunk(n, [{"qkv": d["new_qkv"][:n], "cache": qkv} for qkv in d["qkv"]], T=self.stride, first=0)
-        logits = d["logits"].ravel()[:n * outputs].reshape(n, outputs)
-        linear_forward(self.gpu, logits, d["n"][:n], self.weights["heads"][:outputs])
+        self._trunk(n, [{"qkv": d.new_qkv[:n], "cache": qkv} for qkv in d.qkv], T=self.stride, first=0)
+        logits = d.logits.ravel()[:n * outputs].reshape(n, outputs)
+        linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"][:outputs])
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -57,8 +57,14 @@ BY_DATA = 1 << 62           # steps: until DPO has read all pairs once
 # Steps, tokens a step, learning rate, steps from one evaluation and save to the next.  REINFORCE takes tokens /
 # context answers a step.  Chosen by short runs; docs/rl.md says what else was tried.
 DEFAULTS = {
-    "reinforce": {"small": (12, 32768, 8e-5, 4), "medium": (30, 65536, 2e-5, 10), "big": (60, 262144, 5e-6, 10)},
-    "dpo": {"small": (BY_DATA, 16384, 6e-4, 20), "medium": (BY_DATA, 8192, 4e-5, 20), "big": (BY_DATA, 8192, 2e-5, 20)}}
+    "reinforce": {
+        "small": (12, 32768, 8e-5, 4),
+        "medium": (30, 65536, 2e-5, 10),
+        "big": (60, 262144, 5e-6, 10)},
+    "dpo": {
+        "small": (BY_DATA, 16384, 6e-4, 20),
+        "medium": (BY_DATA, 8192, 4e-5, 20),
+        "big": (BY_DATA, 8192, 2e-5, 20)}}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -176,8 +182,9 @@ def words_of(tokenizer, row):
 def log_probs_of(training, rows):
     """-> (n,) the log-probability of each row's answer."""
     inputs, targets = sft.make_batch(rows, *sft.batch_sizes(training))
-    parts = train.row_slices(training, inputs)
-    return np.concatenate([training.model.log_probs(inputs[part], targets[part]) for part in parts])
+    found = [training.model.log_probs(inputs[part], targets[part])
+             for part in train.row_slices(training, inputs)]
+    return np.concatenate(found)
 
 
 def make_step(training, rows, divisor, weights):
@@ -188,7 +195,7 @@ def make_step(training, rows, divisor, weights):
 
 def tell(training, step, record, questions):
     """Print what an evaluation has found, and answers to some questions -> the record for log.jsonl."""
-    print("           " + ", ".join(f"{name} {value:.3f}" for name, value in record.items()), flush=True)
+    print("           " + ", ".join(f"{name} {value:.3f}" for name, value in record.items()))
     whole = step in (0, training.settings.steps)
     return {**record, "samples": sft.answer(training, questions, whole)}
 
@@ -232,7 +239,8 @@ def reinforcing(training):
     def batch(step):
         prompts = max(1, settings.batch_tokens // T // GROUP)
         chosen = train.window_starts(settings.seed, step * prompts, prompts, len(to_learn), 1, 0)
-        rows, rewards = answer([to_learn[i] for i in np.repeat(chosen, GROUP)], [settings.seed, step])
+        asked = [to_learn[i] for i in np.repeat(chosen, GROUP)]
+        rows, rewards = answer(asked, [settings.seed, step])
         means[step + 1] = rewards.mean()
         return make_step(training, rows, learned(rows), reinforce_weights(rewards))
 
@@ -269,16 +277,22 @@ def learned(rows):
 # ------------------------------------------------------------------------------------------------------------
 def has_pairs(paths):
     """Whether these files hold pairs."""
-    return all(path.lower().endswith((".json", ".jsonl")) and "chosen" in str(json_values(path)[:1])
-               for path in paths)
+    for path in paths:
+        is_json = path.lower().endswith((".json", ".jsonl"))
+        if not is_json or "chosen" not in str(json_values(path)[:1]):
+            return False
+    return True
 
 
 def read_pairs(paths):
     """-> the pairs in these files; of a conversation the true answer to its first question alone."""
     if has_pairs(paths):
         return [pair for path in paths for pair in sft.read_records(path, make_pair)]
-    conversations = sft.read_conversations(paths)
-    return [(sft.opening(turns), [next(answer for _, answer in turns if answer)]) for turns in conversations]
+    pairs = []
+    for turns in sft.read_conversations(paths):
+        first = next(answer for _, answer in turns if answer)
+        pairs.append((sft.opening(turns), [first]))
+    return pairs
 
 
 def make_pair(record):
@@ -291,7 +305,8 @@ def make_pair(record):
     require(isinstance(record, dict), "no named fields")
     texts = []
     for name in ("chosen", "rejected"):
-        turns = sft.make_turns({"messages": messages("prompt", "user") + messages(name, "assistant")[-1:]})
+        answer = messages(name, "assistant")[-1:]
+        turns = sft.make_turns({"messages": messages("prompt", "user") + answer})
         texts.append(turns[-1][1])
     require(sum(answer is not None for _, answer in turns) == 1, "more than one question")
     return sft.opening(turns), texts
@@ -314,10 +329,12 @@ def pair_batches(training, pairs):
     T = training.model.config.context
     settings = training.settings
     rows = [pair_rows(training.tokenizer, pair, T) for pair in pairs]
-    rows = [pair for pair in rows if not np.array_equal(pair[0][0], pair[1][0])]
+    rows = [(chosen, rejected) for chosen, rejected in rows
+            if not np.array_equal(chosen[0], rejected[0])]
     print(f"{len(rows):,} pairs; {len(pairs) - len(rows):,} more with equal answers are left out.")
     require(rows, "each pair needs two answers that differ within the context.")
-    lengths = 2 * np.max([sft.padded_lengths(side, T) for side in zip(*rows)], axis=0)
+    sides = [sft.padded_lengths(side, T) for side in zip(*rows)]
+    lengths = 2 * np.max(sides, axis=0)
     plan = sft.plan_epoch(lengths, settings.batch_tokens, settings.seed, 0)
     return [[row for i in batch for row in rows[i]] for batch in plan]
 
@@ -380,11 +397,12 @@ def own_pairs(training):
 # ------------------------------------------------------------------------------------------------------------
 def parse_arguments(argv):
     parser = Parser(description="Train a model that answers by rewards (REINFORCE) or preferences (DPO).")
-    parser.add_argument("--steps", type=whole_number(1), metavar="N", help="updates")
-    parser.add_argument("--show", type=whole_number(1), metavar="N", help="print N prompts with answers, then stop")
-    parser.add_argument("--method", choices=tuple(DEFAULTS), help="default: dpo for pairs, else reinforce")
-    parser.add_argument("--reward", metavar="NAME", help=f"{', '.join(REWARDS)} or FILE.py:NAME (default sentence)")
-    parser.add_argument("--beta", type=positive, metavar="X", help="of DPO: how far from the base (default 0.1)")
+    add = parser.add_argument
+    add("--steps", type=whole_number(1), help="updates")
+    add("--show", type=whole_number(1), help="print so many prompts with answers, then stop")
+    add("--method", choices=tuple(DEFAULTS), help="default: dpo for pairs, else reinforce")
+    add("--reward", metavar="NAME", help=f"{', '.join(REWARDS)} or FILE.py:NAME (default sentence)")
+    add("--beta", type=positive, help="of DPO: how far from the base (default 0.1)")
     return train.parse_run_options(
         parser, argv, ["context"], "pairs, records of prompt, chosen and rejected; or prompts, in records as of "
         "sft.py (default: what the base was fine-tuned on)")
@@ -396,13 +414,11 @@ def begin_run(given, out, ranks):
     pairs = "data" in given and has_pairs(given["data"])
     method = given.setdefault("method", "dpo" if pairs else "reinforce")
     find_reward(given.setdefault("reward", "sentence"))
-    given["device"] = train.choose_device(given.get("device"), preset, ranks.local)
     steps, batch_tokens, lr, every = DEFAULTS[method][preset]
-    usual = dict(steps=steps, batch_tokens=batch_tokens, lr=lr, warmup=0, optimizer="adamw", decay=0.0,
-                 eval_every=every, save_every=every)
+    usual = sft.defaults(batch_tokens, lr, 0, every) | {"steps": steps, "optimizer": "adamw", "decay": 0.0}
     settings = train.make_settings(given, preset, config, usual, ranks)
     settings.data = settings.data or corpus or sft.find_data(preset, None)
-    print(f"{base} learns by {method} into {out}, from {', '.join(settings.data)}.", flush=True)
+    print(f"{base} learns by {method} into {out}, from {', '.join(settings.data)}.")
     return train.new_training("rl.py", out, config, tokenizer, settings, ranks, base)
 
 
@@ -420,7 +436,7 @@ def show(given):
 def run(args, ranks):
     """-> exit code."""
     given = train.given_options(args)
-    base = os.path.normpath(args.base or f"out/{args.preset or 'small'}-sft")
+    base = sft.base_of(given, "-sft")
     out = os.path.normpath(args.out or f"out/{os.path.basename(base)}-rl")
     if args.show:
         return show({**given, "base": base})
@@ -428,11 +444,9 @@ def run(args, ranks):
         training = train.resume(given, out, "rl.py", ranks)
     else:
         training = begin_run({**given, "base": base}, out, ranks)
-    settings = training.settings
-    if training.model.step >= settings.steps:
-        print(f"The run in {out} is finished: {settings.steps} steps (--steps takes more).")
+    if train.is_finished(training):
         return 0
-    job = preferring if settings.method == "dpo" else reinforcing
+    job = preferring if training.settings.method == "dpo" else reinforcing
     return sft.start(training, job(training))
 
 

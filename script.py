@@ -15,7 +15,7 @@ def stopped(kind, error, trace):
     So the scripts import this file before the large ones."""
     if kind is not KeyboardInterrupt:
         return sys.__excepthook__(kind, error, trace)
-    print("Stopped.", file=sys.stderr, flush=True)
+    print("Stopped.", file=sys.stderr)
     os._exit(130)
 
 
@@ -39,6 +39,7 @@ import warnings
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from multiprocessing import get_context, parent_process
+from os.path import dirname
 
 
 def newest_checkpoint(instead):
@@ -46,7 +47,7 @@ def newest_checkpoint(instead):
     message where there is no such folder."""
     weights = glob.glob("out/*/model.safetensors")
     require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
-    return os.path.dirname(max(weights, key=os.path.getmtime))
+    return dirname(max(weights, key=os.path.getmtime))
 
 
 def require(good, sentence):
@@ -152,7 +153,7 @@ def show_progress(what, unit="MB", size=1e6):
             line += f", {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left"
             print(f"\r{line} \033[K", end="\n" if done >= total else "", flush=True)
         elif done >= total >= size:
-            print(f"{line}, {seconds:.1f} s", flush=True)
+            print(f"{line}, {seconds:.1f} s")
     return progress
 
 
@@ -165,7 +166,7 @@ def print_step(step, parts, last):
             parts.pop()
         print(f"\r{'  '.join(parts)}\033[K", end="\n" if last else "", flush=True)
     elif last or step == 1 or step % 10 == 0:
-        print("  ".join(parts), flush=True)
+        print("  ".join(parts))
 
 
 class Parser(argparse.ArgumentParser):
@@ -182,8 +183,7 @@ def number_type(kind, good, what):
             value = kind(text)
             if good(value):                                 # a NaN fails every comparison
                 return value
-        raise argparse.ArgumentTypeError(
-            f"must be {what}, not {(text if len(text) <= 40 else text[:40] + '...')!r}")
+        raise argparse.ArgumentTypeError(f"must be {what}, not {text!r:.40}")
     return parse
 
 
@@ -256,7 +256,8 @@ def run_script(main, to_the_end=False):
     # a stream is None if it was closed before the script began
     sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="backslashreplace")       # for characters that the terminal lacks
+    # for characters that the terminal lacks; and a line is seen when it is printed, also where that is a file
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     sys.stderr = Outliving(sys.stderr)
     if to_the_end:
         sys.stdout = Outliving(sys.stdout)
@@ -273,7 +274,7 @@ def run_script(main, to_the_end=False):
         sentence = explain(error)
         if sentence is None:
             raise
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        print(f"error: {sentence}", file=sys.stderr)
         if is_of_gpu(error):
             os._exit(2)                                     # a usual exit frees GPU memory, and fails loudly
         code = 2
@@ -340,7 +341,7 @@ MPI_IS_MISSING = "Several processes need MPI: pip install mpi4py mpich"
 def start_under_mpiexec(gpus):
     """The script starts itself anew, as that many processes."""
     # pip puts it beside Python
-    mpiexec = shutil.which("mpiexec", path=f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}")
+    mpiexec = shutil.which("mpiexec", path=f"{dirname(sys.executable)}:{os.environ.get('PATH', '')}")
     require(mpiexec, f"{MPI_IS_MISSING} (there is no mpiexec).")
     os.execv(mpiexec, [mpiexec, "-n", str(gpus), sys.executable, *sys.argv])
 
@@ -424,7 +425,7 @@ def work(chunk):
 def python_docstrings():
     """Yield [(qualified name, docstring), ...] of each module of the standard library: the module's own
     first, then those of its classes and functions as they stand in the file."""
-    library = os.path.dirname(os.__file__)
+    library = dirname(os.__file__)
     others = "test tests idle_test site-packages dist-packages lib2to3".split()
     for folder, folders, _ in os.walk(library):
         folders[:] = sorted(set(folders).difference(others))
@@ -467,5 +468,5 @@ def write_python_corpus(path, separator):
         seen.update(prose)
         if prose:
             kept.append("\n\n".join(prose))
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    os.makedirs(dirname(path), exist_ok=True)
     write_file(path, f"\n\n{separator}\n\n".join(kept).encode())

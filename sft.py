@@ -375,12 +375,12 @@ def fine_tuning(training, examples):
     def evaluate_step(step):
         loss, bpb = evaluate(training, examples.held_out)
         before = training.state.setdefault("before", loss)
-        print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte", flush=True)
+        print(f"           held-out loss {loss:.4f}, {bpb:.4f} bits/byte")
         record = {"val_loss": loss, "val_bpb": bpb, "val": {"responses": [loss, bpb]}}
         last = step == settings.steps
         record["samples"] = answer(training, examples.questions, last or step == 0)
         if last:
-            print(f"Held-out loss {before:.4f} before, {loss:.4f} after.", flush=True)
+            print(f"Held-out loss {before:.4f} before, {loss:.4f} after.")
         return record
 
     learned = np.concatenate([ids[mask] for ids, mask in examples.train])
@@ -399,7 +399,7 @@ def print_row(tokenizer, title, ids, mask):
     for learned, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
         text = printable(tokenizer.decode([token for token, _ in run]))
         print(f"{start}{text}{stop}" if learned else text, end="")
-    print(flush=True)
+    print()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def print_row(tokenizer, title, ids, mask):
 # ------------------------------------------------------------------------------------------------------------
 def parse_arguments(argv):
     parser = Parser(description="Fine-tune a pretrained model to answer.")
-    parser.add_argument("--show", type=whole_number(1), metavar="N", help="print N examples, then stop")
+    parser.add_argument("--show", type=whole_number(1), help="print so many examples, then stop")
     parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
     return train.parse_run_options(
         parser, argv, ["context"], ".json, .jsonl: records of instruction, input, output, or of messages "
@@ -426,8 +426,9 @@ def read_base(given):
     return folder, preset, corpus, checkpoint.read_config(folder, given.get("context")), tokenizer
 
 
-def base_of(given):
-    return given.get("base", f"out/{given.get('preset', 'small')}")
+def base_of(given, kind=""):
+    """The folder of the base; kind: how its name ends where none is given."""
+    return given.get("base", f"out/{given.get('preset', 'small')}{kind}")
 
 
 def read_examples(tokenizer, settings, T):
@@ -442,13 +443,8 @@ def run(args, ranks):
     out = os.path.normpath(args.out or f"out/{os.path.basename(base_of(given))}-sft")
     begin = continue_run if args.resume else begin_run
     training, examples = begin(given, out, ranks)
-    step = training.model.step
-    steps = training.settings.steps
-    if step >= steps:
-        print(f"The run in {out} is finished: {step} steps (--epochs takes more).")
+    if train.is_finished(training):
         return 0
-    if args.resume:
-        print(f"Resuming {out} at step {step} of {steps}.", flush=True)
     return start(training, fine_tuning(training, examples))
 
 
@@ -482,7 +478,6 @@ def continue_run(given, out, ranks):
 def begin_run(given, out, ranks):
     """-> (Training, Examples)."""
     base, preset, corpus, config, tokenizer = read_base(given)
-    given["device"] = train.choose_device(given.get("device"), preset, ranks.local)
     settings = train.make_settings(given, preset, config, DEFAULTS[preset], ranks)
     settings.data = settings.data or find_data(preset, corpus)
     examples, batches = read_examples(tokenizer, settings, config.context)
@@ -494,7 +489,7 @@ def begin_run(given, out, ranks):
     training = train.new_training("sft.py", out, config, tokenizer, settings, ranks, base)
     print(f"{base} is fine-tuned into {out} on {', '.join(settings.data)}: {len(examples.train):,} "
           f"conversations, {len(examples.held_out):,} more held out; {examples.cut:,} cut to fit.")
-    print(f"Epochs: {epochs}, each of {batches} steps of at most {settings.batch_tokens:,} tokens.", flush=True)
+    print(f"Epochs: {epochs}, each of {batches} steps of at most {settings.batch_tokens:,} tokens.")
     return training, examples
 
 

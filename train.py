@@ -12,7 +12,7 @@
 
 Read before it: tokenizer.py, model_cpu.py.  The parts come in the order in which a run needs them:
 
-    1. settings     what a run is; what an option takes is what a checkpoint may hold
+    1. settings     what a run is; most are options, too
     2. corpus       which files; the last part of each is held out for validation
     3. tokens       files -> a tokenizer -> data/*.bin, uint16, memory-mapped
     4. batches      a pure function of (seed, step): no reader state, so a resumed run sees the same data
@@ -40,7 +40,6 @@ from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, chec
                     printable, read_chunk, read_json, refusing, require, run_script, set_threads, show_progress,
                     start_under_mpiexec, whole_number, write_python_corpus)
 
-import argparse
 import collections
 import dataclasses
 import datetime
@@ -59,6 +58,7 @@ import textwrap
 import time
 import traceback
 import zlib
+from os.path import basename, exists, getsize, normpath
 
 if __name__ == "__main__":
     set_threads()           # before NumPy loads
@@ -88,25 +88,25 @@ DEFAULTS = {
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
-def setting(kind, meaning=None, default=dataclasses.MISSING):
-    """A field of Settings.  kind: the argparse type of its option, or a tuple of choices.  meaning: the
-    option's help; None for what is not an option of both train.py and sft.py."""
-    option = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": "N"}
+def setting(kind, meaning, default=dataclasses.MISSING):
+    """A field of Settings that is an option of train.py, sft.py and rl.py.  kind: the option's argparse type, or a
+    tuple of choices; meaning: its help."""
+    option = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
     return dataclasses.field(default=default, metadata={"help": meaning, **option})
 
 
 @dataclasses.dataclass
 class Settings:
     """What a run is: with the same settings, files, code, libraries and number of processes every loss is the
-    same, bit for bit.  ValueError for a value that no option gives, as in a checkpoint that was altered."""
-    preset: str = setting(tuple(CONFIGS))
-    steps: int = setting(whole_number(1, 1 << 63))                  # updates
+    same, bit for bit."""
+    preset: str             # of CONFIGS
+    steps: int              # updates
     batch_tokens: int = setting(whole_number(1, MOST_BATCH), "tokens a step, a multiple of the context")
     lr: float = setting(positive, "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
     mtp_weight: float = setting(not_negative, "weight of the further prediction heads in the loss")
-    eval_every: int = setting(whole_number(1), "evaluate every N steps")
-    save_every: int = setting(whole_number(1), "save every N steps")
+    eval_every: int = setting(whole_number(1), "steps from one evaluation to the next")
+    save_every: int = setting(whole_number(1), "steps from one save to the next")
     precision: str = setting(model_gpu.PRECISIONS, "number format on a GPU (default: bf16 where it has that)")
     optimizer: str = setting(OPTIMIZERS, "muon (the default) for the layers' matrices, or adamw for all", "muon")
     # a CUDA grid is no higher than 65,535
@@ -121,33 +121,12 @@ class Settings:
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     memory_limit: int = setting(memory_size, "of the GPU, such as 12GB: stay within it", None)      # bytes
     num_samples: int = setting(whole_number(1), f"samples of an evaluation (default {NUM_SAMPLES})", NUM_SAMPLES)
-    growth: float = setting(below_1, default=0.0)   # share of the steps at each smaller batch: windows_before
+    growth: float = 0.0     # share of the steps at each smaller batch: windows_before
     method: str = ""        # of rl.py: reinforce or dpo
-    beta: float = setting(positive, default=0.1)                    # of DPO
+    beta: float = 0.1       # of DPO
     reward: str = ""        # the name of REINFORCE's reward
     data: list = None       # the corpus files
     tokens_key: str = ""    # fingerprint of corpus and tokenizer, filled in when the tokens are made
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            require(is_allowed(field, value), f"the setting {field.name} cannot be {value!r:.40}.")
-
-
-def is_allowed(field, value):
-    """Whether the option of a field of Settings could give this value.  A field without an option holds a
-    text or a list of texts."""
-    option = field.metadata
-    if value is None:
-        return field.name in ("memory_limit", "data")
-    if "choices" in option:
-        return value in option["choices"]
-    if "type" not in option:
-        return type(value) is field.type and all(type(part) is str for part in value)
-    try:
-        return option["type"](str(value)) == value
-    except argparse.ArgumentTypeError:
-        return False
 
 
 @dataclasses.dataclass
@@ -170,22 +149,23 @@ def option_of(name):
 def parse_run_options(parser, argv, sizes, data):
     """Parse a command line with the options that pretraining and fine-tuning share.  sizes: those of SIZES that
     are options, too; data: what the files of --data are."""
-    parser.add_argument("preset", nargs="?", help=f"the model's size: {', '.join(CONFIGS)} (default small)")
-    parser.add_argument("--base", type=os.path.normpath, metavar="DIR",
-                        help="the model to begin with, ours or any plain Llama (sft.py: default out/PRESET; rl.py: "
-                        "out/PRESET-sft)")
-    parser.add_argument("--data", nargs="+", type=os.path.normpath, metavar="FILE", help=data)
-    parser.add_argument("--out", metavar="DIR", help="to write: default PRESET or BASE-more, -sft, -rl in out/")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    add = parser.add_argument
+    add("preset", nargs="?", help=f"the model's size: {', '.join(CONFIGS)} (default small)")
+    add("--base", type=normpath, metavar="DIR",
+        help="the model to begin with, ours or any plain Llama (sft.py: default out/PRESET; rl.py: "
+        "out/PRESET-sft)")
+    add("--data", nargs="+", type=normpath, metavar="FILE", help=data)
+    add("--out", metavar="DIR", help="to write: default PRESET or BASE-more, -sft, -rl in out/")
+    add("--resume", action="store_true", help="go on with the run in --out")
     group = parser.add_argument_group("sizes in place of the preset's; in place of a base's the context alone")
     for name in sizes:
         least = 264 if name == "vocab" else 1       # the tokenizer's bytes and special tokens, and the next 8
-        group.add_argument(option_of(name), type=whole_number(least, 1 << 20), metavar="N")
-    parser.add_argument("--gpus", type=whole_number(1, 1024), metavar="N",
-                        help="number of processes, a GPU each (default 1)")
+        group.add_argument(option_of(name), type=whole_number(least, 1 << 20))
+    add("--gpus", type=whole_number(1, 1024),
+        help="number of processes, a GPU each (default 1)")
     for field in dataclasses.fields(Settings):
-        if field.metadata.get("help"):
-            parser.add_argument(option_of(field.name), **field.metadata)
+        if field.metadata:
+            add(option_of(field.name), **field.metadata)
     args = parser.parse_args(argv)
     # not as choices: these would be named first, and an option with a typing error never
     if args.preset not in (None, *CONFIGS):
@@ -195,14 +175,15 @@ def parse_run_options(parser, argv, sizes, data):
 
 def parse_arguments(argv):
     parser = Parser(description="Pretrain a model.  The defaults depend on the preset: --dry-run prints the main ones.")
-    parser.add_argument("--steps", type=whole_number(1), metavar="N",
-                        help="updates; with --resume a larger number extends a finished run")
-    parser.add_argument("--growth", type=below_1, metavar="X",
-                        help="a batch that grows: this share of the steps takes an eighth, then a quarter, then half")
-    parser.add_argument("--dry-run", action="store_true", help="print settings and memory, then stop")
-    parser.add_argument("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
-    parser.add_argument("--evaluate", metavar="DIR", help="measure the model in DIR, ours or any plain Llama, on "
-                        "--data: a text's loss, or how often it prefers the good sentences of a .jsonl of pairs")
+    add = parser.add_argument
+    add("--steps", type=whole_number(1),
+        help="updates; with --resume a larger number extends a finished run")
+    add("--growth", type=below_1,
+        help="a batch that grows: this share of the steps takes an eighth, then a quarter, then half")
+    add("--dry-run", action="store_true", help="print settings and memory, then stop")
+    add("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
+    add("--evaluate", metavar="DIR", help="measure the model in DIR, ours or any plain Llama, on "
+        "--data: a text's loss, or how often it prefers the good sentences of a .jsonl of pairs")
     return parse_run_options(parser, argv, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
                              "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
 
@@ -216,11 +197,11 @@ def find_corpus(preset):
     large = sorted(glob.glob("data/books*.txt") + glob.glob("data/web*.txt"))
     if preset != "small" and large:
         return large
-    if os.path.exists("data/tiny.txt"):
+    if exists("data/tiny.txt"):
         return ["data/tiny.txt"]
     path = "data/python-{}.{}.txt".format(*sys.version_info)
-    if not os.path.exists(path):
-        print("No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.", flush=True)
+    if not exists(path):
+        print("No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.")
         write_python_corpus(path, END_OF_TEXT)
     return [path]
 
@@ -230,7 +211,7 @@ def split_point(path):
     and 4 MB (about 1M tokens).  The cut moves to the nearest document boundary, else to the nearest line.  A
     text without lines is cut where that is, also within a character: tokens are made of bytes.  Text before
     the cut is for training.  Where separators stand near it, no document is in both parts."""
-    size = os.path.getsize(path)
+    size = getsize(path)
     wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut may move from here on
     tail = read_chunk(path, low, size)
@@ -255,7 +236,7 @@ def short_hash(*texts):
 def kind_of(path):
     """What validation is reported by: the letters that a file's name begins with.  So books_00.txt and
     books_01.txt are one kind, and web_wikipedia.txt another."""
-    stem = os.path.splitext(os.path.basename(path))[0]
+    stem = os.path.splitext(basename(path))[0]
     letters = re.match(r"[A-Za-z]*", stem)[0]
     return letters.lower() or stem
 
@@ -291,7 +272,7 @@ def prepare(paths, vocab, base=None):
     with open("data/prepare.lock", "w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)       # a second run waits here, and then finds everything made
         corpus_key = fingerprint()
-        cuts = [(path, split_point(path), os.path.getsize(path)) for path in paths]
+        cuts = [(path, split_point(path), getsize(path)) for path in paths]
         to_train = [(path, 0, cut) for path, cut, _ in cuts]
         tokenizer_path = make_tokenizer(to_train, vocab, corpus_key, base)
         tokenizer = Tokenizer.load(tokenizer_path)
@@ -315,9 +296,9 @@ def make_tokenizer(parts, vocab, corpus_key, base):
         Tokenizer.load(f"{base}/tokenizer.json").save(path)
         return path
     path = f"data/tokenizer-{vocab}-{corpus_key}.json"
-    if not os.path.exists(path):
+    if not exists(path):
         files = ", ".join(file for file, *_ in parts)
-        print(f"Training a tokenizer of {vocab} tokens on {files}.", flush=True)
+        print(f"Training a tokenizer of {vocab} tokens on {files}.")
         sample = tokenizer_sample(parts)
         Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:")).save(path)
     return path
@@ -341,7 +322,7 @@ def make_tokens(tokenizer, name, parts):
 def map_tokens(path):
     """A file of uint16 ids, memory-mapped; an empty one cannot be."""
     check_plain(path)
-    count = os.path.getsize(path) // 2
+    count = getsize(path) // 2
     if count == 0:
         return np.zeros(0, "<u2")
     return np.memmap(path, np.dtype("<u2"), mode="r", shape=(count,))
@@ -502,10 +483,10 @@ def print_samples(titles, samples, whole):
     """What an evaluation has drawn, each below its title; unless whole, a line of the first alone."""
     if not whole:
         line, *_ = textwrap.fill(repr(samples[0])[1:-1], 69).split("\n")
-        print(f"           {line}", flush=True)
+        print(f"           {line}")
         return
     for title, sample in zip(titles, samples):
-        print(f"--- {printable(title)}\n{printable(sample)}", flush=True)
+        print(f"--- {printable(title)}\n{printable(sample)}")
 
 
 # Pairs of sentences, of which one is good English and the other is not, though they hardly differ:
@@ -580,13 +561,13 @@ def evaluate_text(training, path):
         training.tokenizer.encode_files([path], f"{folder}/ids")
         result = validate(training, {path: map_tokens(f"{folder}/ids")}, math.inf)
     require(result, f"{path} is too short: it has no more tokens than the model has heads.")
-    print(f"{path}: loss {in_words(result)}", flush=True)
+    print(f"{path}: loss {in_words(result)}")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 7. A training: begun, or resumed
 # ------------------------------------------------------------------------------------------------------------
-def choose_device(asked, preset, local, planning=False):
+def choose_device(asked, preset, local, planning):
     """-> cpu or gpu.  Unless asked: the CPU for small, for the others the GPU of this local rank.  Where a run
     is only planned, there need be no GPU."""
     device = asked or ("cpu" if preset == "small" else "gpu")
@@ -623,7 +604,8 @@ def choose_sizes(given, preset):
 def make_settings(given, preset, config, defaults, ranks):
     """Settings from these defaults, of the preset, and the options given."""
     T = config.context
-    on_gpu = given.get("device") == "gpu"
+    given["device"] = choose_device(given.get("device"), preset, ranks.local, given.get("dry_run"))
+    on_gpu = given["device"] == "gpu"
     if on_gpu:
         model_gpu.check_sizes(config)
     else:
@@ -719,7 +701,7 @@ def new_training(script, out, config, tokenizer, settings, ranks, base=None):
     state = {"script": script, "tokens": 0, "seconds": 0.0, "ranks": ranks.size, "base": base}
     training = Training(model, tokenizer, settings, state, out, ranks)
     if ranks.rank == 0:
-        is_base = base and os.path.exists(out) and os.path.samefile(base, out)
+        is_base = base and exists(out) and os.path.samefile(base, out)
         require(not is_base, f"--out {out} is the base itself; name another folder for the model made from it.")
         checkpoint.lock_folder(out)
         checkpoint.set_aside(out)
@@ -733,19 +715,16 @@ def read_run(folder, script):
     with refusing(f"{folder} was not written by {script}: how the run was made is not recorded"):
         recorded = {"optimizer": "adamw", **state["settings"]}      # old checkpoints name none: AdamW it was
         recorded.pop("attention", None)                             # old checkpoints name a kind that is gone
-        settings = Settings(**recorded)
-        require(type(state["script"]) is str and type(state["tokens"]) is int
-                and type(state["seconds"]) in (int, float), "its script, tokens or seconds cannot be")
-    return settings, state
+        return Settings(**recorded), state
 
 
 def describe(base, wanted="small"):
     """-> (preset, corpus) of a base; corpus: the files that it learned from.  One of ours says how it was made.
     For other people's model preset is the largest one that is not wider, else small, and corpus is None.
     wanted: the preset that was asked for."""
-    require(os.path.exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py {wanted}` "
+    require(exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py {wanted}` "
             "trains one, --base names another.")
-    if os.path.exists(checkpoint.paths_of(base)[1]):
+    if exists(checkpoint.paths_of(base)[1]):
         made, _ = read_run(base, "train.py or sft.py")
         return made.preset, made.data
     dim = max(checkpoint.read_config(base).dim, CONFIGS["small"].dim)
@@ -756,12 +735,12 @@ def describe(base, wanted="small"):
 def resume(given, out, script, ranks):
     """-> the Training of this script in `out`, from its own weights: a base need not be there any more.
     Options that differ from the run's are an error, but for more --steps than a finished run has made."""
-    require(os.path.exists(f"{out}/config.json"), f"there is nothing to resume in {out}.")
+    require(exists(f"{out}/config.json"), f"there is nothing to resume in {out}.")
     if ranks.rank == 0:
         checkpoint.lock_folder(out)
     settings, state = read_run(out, script)
     require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
-    choose_device(settings.device, settings.preset, ranks.local)
+    choose_device(settings.device, settings.preset, ranks.local, False)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     steps = given.get("steps", 0)
     if steps > settings.steps and model.step >= settings.steps:
@@ -771,7 +750,7 @@ def resume(given, out, script, ranks):
     before = state.get("ranks", 1)
     if before != ranks.size:
         print(f"The run in {out} was one of {before} processes and goes on with {ranks.size}: the same "
-              "batches, and the same losses but for rounding.", flush=True)
+              "batches, and the same losses but for rounding.")
         state["ranks"] = ranks.size
     return Training(model, tokenizer, settings, state, out, ranks)
 
@@ -794,7 +773,16 @@ def add_steps(settings, steps, out):
     settings.growth *= before / steps                   # the batch does not shrink again
     settings.steps = steps
     print(f"The run in {out} was finished after {before} steps; it goes on to {steps}.  The learning rate "
-          f"rises from {rate:.2e} to {learning_rate(before, settings):.2e}, by a new schedule.", flush=True)
+          f"rises from {rate:.2e} to {learning_rate(before, settings):.2e}, by a new schedule.")
+
+
+def is_finished(training):
+    """Whether a run has made all its steps, which is said."""
+    steps = training.settings.steps
+    if training.model.step < steps:
+        return False
+    print(f"The run in {training.out} is finished: {steps} steps (--steps takes more, of sft.py --epochs).")
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -815,6 +803,8 @@ def train(training, job, stop):
     settings = training.settings
     ranks = training.ranks
     report = Report(training, job)
+    if model.step:
+        print(f"Resuming {training.out} at step {model.step} of {settings.steps}.")
     for step in range(model.step + 1, settings.steps + 1):
         # One step: batch, forward, backward, update, report.
         batch = job.batch(step - 1)                         # inputs (B,T), targets (B,T+K-1), counted (K,), weights
@@ -1123,13 +1113,13 @@ def run_ranks(run, args):
     try:
         return run(args, ranks)
     except KeyboardInterrupt:
-        print("Stopped.", file=sys.stderr, flush=True)
+        print("Stopped.", file=sys.stderr)
         time.sleep(0.3)                             # until mpiexec has passed the word on
         ranks.world.Abort(130)
     except BaseException as error:
         time.sleep(min(ranks.rank, 1))
         sentence = explain(error) or "".join(traceback.format_exception(error))
-        print(f"error: rank {ranks.rank}: {sentence}", file=stderr, flush=True)
+        print(f"error: rank {ranks.rank}: {sentence}", file=stderr)
         time.sleep(0.3)                             # as above
         ranks.world.Abort(2)
 
@@ -1190,8 +1180,8 @@ def pretraining(training, tokens, val):
 def run(args, ranks):
     """-> exit code."""
     given = given_options(args)
-    name = f"{os.path.basename(args.base)}-more" if args.base else args.preset or "small"
-    out = os.path.normpath(args.out or f"out/{name}")
+    name = f"{basename(args.base)}-more" if args.base else args.preset or "small"
+    out = normpath(args.out or f"out/{name}")
     begun = continue_run(given, out, ranks) if args.resume else begin_run(given, out, ranks)
     if begun is None:
         return 0
@@ -1204,16 +1194,13 @@ def continue_run(given, out, ranks):
     """-> (Training, tokens, val), or None where there is nothing left to do, or a dry run."""
     training = resume(given, out, "train.py", ranks)
     settings = training.settings
-    step = training.model.step
-    if step >= settings.steps:
-        print(f"The run in {out} is finished: {step} steps (--steps takes more).")
+    if is_finished(training):
         return None
     if given["dry_run"]:
         return dry_run(training.model.config, settings, ranks)
     base = out if training.state.get("base") else None      # the run's own copy of the base's tokenizer
     _, tokens, val, key = ranks.in_turn(lambda: prepare(settings.data, training.model.config.vocab, base))
     require(key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
-    print(f"Resuming {out} at step {step} of {settings.steps}.")
     return training, tokens, val
 
 
@@ -1222,7 +1209,6 @@ def begin_run(given, out, ranks):
     base = given.get("base")
     preset = given.get("preset") or (describe(base)[0] if base else "small")
     config = choose_sizes(given, preset)
-    given["device"] = choose_device(given.get("device"), preset, ranks.local, given["dry_run"])
     defaults = dict(DEFAULTS[preset])
     if given.get("optimizer") == "adamw":
         defaults["lr"] /= 2
@@ -1246,7 +1232,7 @@ def begin_run(given, out, ranks):
         engine = f"{ranks.size} x {engine}"
     print(f"{base or preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
           f"{batch_in_words(settings)}, {engine}; corpus {', '.join(settings.data)}: "
-          f"{len(tokens):,} tokens to train on, {held_out:,} to validate.", flush=True)
+          f"{len(tokens):,} tokens to train on, {held_out:,} to validate.")
     return training, tokens, val
 
 

@@ -248,24 +248,14 @@ def edit_header(path, rng):
         header["more"] = {"dtype": "F32", "shape": [1], "data_offsets": [len(data), len(data) + 4]}
         data += b"\0\0\0\0"
     elif what == "state" and "state" in metadata:
-        metadata["state"] = rng.choice([edit_state(metadata["state"], rng), "[" * 100_000, "", "x"])
+        metadata["state"] = rng.choice(
+            ["[" * 100_000, "", "x", "null", "[]", "5", '"x"', "{}", '{"settings": 7}', '{"settings": {}, "script": "train.py"}'])
     else:
         metadata["step"] = rng.choice([None, "-1", "x", "", 4, "1e3", "٣x", "9" * 5000])
         if rng.random() < 0.4:
             del metadata["step"]
     sign(path, header, data)
     return what
-
-
-def edit_state(state, rng):
-    """One value of what a resumed run reads."""
-    state = json.loads(state)
-    if rng.random() < 0.5:
-        return json.dumps(rng.choice([None, [], 5, "x", {}, {"settings": 7}, {"settings": {}, "script": "train.py"}]))
-    inner = rng.choice([state, state["settings"], state["settings"]])
-    key = rng.choice([key for key in inner if key not in ("memory_limit", "tokens_key")])
-    inner[key] = rng.choice([None, -1, [1], {}])
-    return json.dumps(state)
 
 
 def edit_log(path, rng):

@@ -298,7 +298,8 @@ def bench_euler(model="out/small"):
         """x after one step of that size by layer i.  Both substeps end in a matmul, so scaling that matrix scales the
         step."""
         w = model_cpu.layer_views(model.params, i)
-        w = {**w, "out": size * w["out"], "down": size * w["down"]}
+        w.out = size * w.out
+        w.down = size * w.down
         layers, shared = model.workspaces[0].buffers(*x.shape[:2])
         x = x.copy()
         model_cpu.block_forward(x, w, layers[i], shared, c, model.rope, 0)

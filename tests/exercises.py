@@ -235,10 +235,10 @@ def outcome(function, call):
     if result is not None:
         found["the result"] = np.array(None if isinstance(result, tuple) else result)
     for name, value in arguments.items():
-        parts = value if isinstance(value, dict) else {None: value}
+        parts = vars(value) if isinstance(value, model_cpu.Arrays) else {None: value}
         for key, part in parts.items():
             if name not in FREE and isinstance(part, np.ndarray):
-                found[f'{name}["{key}"]' if key else name] = part
+                found[f"{name}.{key}" if key else name] = part
     return found
 
 
@@ -266,7 +266,7 @@ def complaint(label, cases, calls):
     g = got[mask].astype(float)
     w = want[mask].astype(float)
     b = np.nan * w if before is None else before[mask]
-    write = f"{label} += " if label.split("[")[0] in ADDED else f"{label}[...] = "
+    write = f"{label} += " if label.split(".")[0] in ADDED else f"{label}[...] = "
     ways = [(w, b, "It should be as it was before the call."),
             (g, b, f"Nothing was written to it: write `{write}...`; `{label} = ...` only names a new array."),
             (g, w - b, "`+=` is the contract, and this looks like `=`: what was there before is lost."),
@@ -291,8 +291,9 @@ def differing(before, got, want):
 
 
 def settings(call):
-    """The numbers among a call's arguments, as texts."""
-    return [f"{name} {value:g}" for name, value in call.items() if isinstance(value, (int, float))]
+    """The numbers among a call's arguments, or in its Sampling, as texts."""
+    values = {**call, **(vars(call["how"]) if "how" in call else {})}
+    return [f"{name} {value:g}" for name, value in values.items() if isinstance(value, (int, float))]
 
 
 def failing(calls, wrong):

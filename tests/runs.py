@@ -73,7 +73,7 @@ def steps_of(log):
 
 def settings(*options, preset="small", config=None, ranks=None, device="cpu", **defaults):
     """The Settings of a new run of train.py."""
-    given = train.given_options(train.parse_arguments(shell_words(["--device", device, *options])))
+    given = train.given_options(train.parse_arguments(shell_words(["--device", device, "--dry-run", *options])))
     return train.make_settings(given, preset, config or train.CONFIGS[preset], {**train.DEFAULTS[preset], **defaults},
                                ranks or train.Ranks())
 

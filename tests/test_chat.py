@@ -74,7 +74,7 @@ class Stream(io.TextIOWrapper):
     """A standard stream in memory, which may pretend to be a terminal.  seen: of an output what can be read there at the
     moment, since it was flushed; of an input, all that its `output` showed when a line was asked for."""
     def __init__(self, data=b"", on_terminal=False, output=None):
-        super().__init__(io.BytesIO(data), "utf-8", newline="\n")      # as Python opens its own
+        super().__init__(io.BytesIO(data), "utf-8", newline="\n", line_buffering=True)    # as run_script has it
         self.on_terminal, self.output, self.shown = on_terminal, output, []
 
     def isatty(self):

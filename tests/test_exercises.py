@@ -177,13 +177,13 @@ def test_every_planted_bug_is_named(bug, name, calls):
     ("attention", "math.sqrt(q.shape[-1])", "q.shape[-1]",
      ["dqkv: 152 of 224 entries are off, in [0:1, 0:7, 0:24]",
       "Each of these is 0.5 times what it should be."]),
-    ("block", 'dw["down"]', '1 * dw["down"]', ['Nothing was written to it: write `dw["down"] += ...`;']),
+    ("block", "dw.down", "1 * dw.down", ["Nothing was written to it: write `dw.down += ...`;"]),
     ("head_targets", "return np", "result = np",
      ["the result is nothing, where int64 of the shape (14, 3) belongs."]),
     ("sample", "return order[np", "return 'id', order[np", ["the result is object of the shape (), where"]),
-    ("sample", "if temperature == 0", "if 1 / temperature == 0",
+    ("sample", "if how.temperature == 0", "if 1 / how.temperature == 0",
      ["exercises/sample.py, line ",
-      "The call: logits (1, 16), t (1,), seed 1, temperature 0, top_k 0, top_p 1"]),
+      "The call: logits (1, 16), t (1,), temperature 0, top_k 0, top_p 1, seed 1"]),
     ("learn_merges", "-heap[0][0] > 1", "-heap[0][0] > 0",
      ["the result is int64 of the shape (40, 2), where"])])
 def test_words_for_a_mistake(name, there, instead, sentences, calls):
@@ -194,11 +194,11 @@ def test_words_for_a_mistake(name, there, instead, sentences, calls):
 
 
 def test_the_settings_that_fail_are_named(calls):
-    first, *more = verdict("sample", calls, body("sample"), "top_p * ", "1 * ")
+    first, *more = verdict("sample", calls, body("sample"), "how.top_p * ", "1 * ")
     assert first.startswith("the result: 1 of 1 entries are off")       # and no factor, of one number
     assert [line.partition(" (")[0] for line in more] == [
-        "Wrong with seed 1, temperature 1.5, top_k 0, top_p 0.6",
-        "Wrong with seed 1, temperature 1, top_k 5, top_p 0.8"]
+        "Wrong with temperature 1.5, top_k 0, top_p 0.6, seed 1",
+        "Wrong with temperature 1, top_k 5, top_p 0.8, seed 1"]
 
 
 @parametrize("before, got, want, said", [

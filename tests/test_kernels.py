@@ -54,7 +54,8 @@ class Bench:
         return (from_bf16(array) if array.dtype == np.uint16 else array).astype(np.float64)
 
     def launch(self, name, grid, threads, *args, shared=0):
-        self.module.get_function(name)(grid, (threads,), tuple(map(model_gpu.as_argument, args)), shared_mem=shared)
+        blocks = grid if isinstance(grid, tuple) else (grid,)
+        self.module.get_function(name)(blocks, (threads,), tuple(map(model_gpu.as_argument, args)), shared_mem=shared)
 
     def close(self, array, expected, tolerance=None):
         """Largest error against the largest value expected."""
@@ -178,8 +179,8 @@ def test_cross_entropy(bench):
         nll, losses = bench.empty(N, K, single=True), bench.empty(K, single=True)
         bench.gpu.config = types.SimpleNamespace(vocab=V)
         weights = bench.rng.standard_normal(B)
-        inputs = {"targets": bench.ints(targets), "head_weights": bench.put((heads / divisor).astype(f32)),
-                  "divisor": bench.put(divisor.astype(f32)), "weights": bench.put(weights.astype(f32))}
+        inputs = model_cpu.Arrays(targets=bench.ints(targets), head_weights=bench.put((heads / divisor).astype(f32)),
+                                  divisor=bench.put(divisor.astype(f32)), weights=bench.put(weights.astype(f32)))
         model_gpu.cross_entropy_forward(bench.gpu, losses, nll, logits, inputs, T)
         expected, total, of_rows = np.zeros(K), np.zeros((N, K)), np.repeat(weights, T)[:, None]
         model_cpu.cross_entropy_forward(expected, total, logits64, table, divisor, of_rows)
@@ -200,7 +201,7 @@ def test_muon(bench, monkeypatch):
         grad.reshape(L, stride)[0, size:2 * size] = m.reshape(L, stride)[0, size:2 * size] = 0.0    # of nothing, nothing
         copy, state = bench.empty(L * stride), bench.put(np.array([0.0, 0.0, 1.0], f32))
         X, Y, A, B = [bench.empty(n, *shape) for shape in 2 * [(rows, columns)] + 2 * [2 * (min(rows, columns),)]]
-        work = {"X": X, "Y": Y, "A": A, "B": B, "squares": bench.empty(n, model_gpu.MATRIX_BLOCKS, single=True)}
+        work = model_cpu.Arrays(X=X, Y=Y, A=A, B=B, squares=bench.empty(n, model_gpu.MATRIX_BLOCKS, single=True))
 
         def update():
             model_gpu.muon_update(bench.gpu, [param, copy, grad, m], (0, size), work, state, 0.5, 0.25, None)
@@ -366,7 +367,7 @@ def drawn(bench, logits, vocab, seed, t, temperature=1.0, top_k=0, top_p=1.0):
                  bench.put(np.full(n, seed, np.uint64)), i32(V))
     z = logits[..., :vocab].astype(np.float64)
     at = t + np.add.outer(np.arange(n), np.arange(heads)).reshape(-1)
-    expected = model_cpu.sample(z.reshape(n * heads, -1), seed, at, temperature, top_k, top_p)
+    expected = model_cpu.sample(z.reshape(n * heads, -1), at, model_cpu.Sampling(temperature, top_k, top_p, seed))
     np.testing.assert_array_equal(ids.reshape(-1), expected)
     first = np.exp(z[:, 0] - z[:, 0].max(axis=1, keepdims=True))
     np.testing.assert_allclose(p, first[np.arange(n), ids[:, 0]] / first.sum(axis=1), rtol=1e-5)
@@ -407,7 +408,7 @@ def test_the_nucleus_to_a_thousandth_of_an_id(bench):
 
     def top_p(ids):
         return (1 + ids * weight) / (1 + 39 * weight)
-    t = next(t for t in range(1000) if model_cpu.sample(logits[0], 5, np.array([t]), top_p=top_p(30.5)) == 31)
+    t = next(t for t in range(1000) if model_cpu.sample(logits[0], np.array([t]), model_cpu.Sampling(1.0, 0, top_p(30.5), 5)) == 31)
     assert drawn(bench, logits, 40, 5, t, top_p=top_p(30.001)) == 31 != drawn(bench, logits, 40, 5, t, top_p=top_p(29.999))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import gradcheck
 import model_cpu
-from model_cpu import CONFIGS, Config, Decoder, Model, generate, gumbel, sample, window_start
+from model_cpu import CONFIGS, Config, Decoder, Model, Sampling, generate, gumbel, sample, window_start
 
 TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=16, vocab=264, predict=3, mtp_weight=0.5)
 ALONE = "^backward needs a forward of its own, and between them neither logits nor update.$"
@@ -306,7 +306,7 @@ def test_a_table_is_cut_out_of_memory():
     table = [("a", (63,), np.float32), ("b", (2, 32), np.float32), ("c", (65,), np.float32), ("d", (1,), np.float64)]
     assert model_cpu.table_bytes(table) == 256 + 256 + 512 + 256
     memory = np.zeros(64 + 1280, np.uint8)
-    arrays = model_cpu.carve(memory, table, 64)
+    arrays = vars(model_cpu.carve(memory, table, 64))
     assert [array.ctypes.data - memory.ctypes.data for array in arrays.values()] == [64, 320, 576, 1088]
     assert [(name, array.shape, array.dtype) for name, array in arrays.items()] == table
 
@@ -327,8 +327,8 @@ def test_what_is_left_in_the_work_arrays_changes_nothing(threads):
         assert np.array_equal(model.forward(*batch), losses)
         for workspace in model.workspaces:
             *_, shared = workspace.saved
-            for name in set(shared) - kept:
-                shared[name][...] = np.nan
+            for name in set(vars(shared)) - kept:
+                vars(shared)[name][...] = np.nan
         model.backward()
         assert np.array_equal(model.flat_grads, gradient)
     assert all(workspace.memory is memory for workspace, memory in zip(model.workspaces, memories))     # none made anew
@@ -524,16 +524,16 @@ def test_sample_by_hand(options, expected):
     with the noise of its id, one by one."""
     logits, order, n = np.log(np.array([1.0, 2.0, 4.0, 1.0, 4.0], np.float32)), [2, 4, 1, 0, 3], 300
     t = np.arange(40, 40 + n)
-    drawn = sample(np.tile(logits, (n, 1)), 9, t, **options)
+    drawn = sample(np.tile(logits, (n, 1)), t, Sampling(seed=9, **options))
     noise = gumbel(9, t, np.tile(np.arange(5), (n, 1)))
     kept = order[:len(expected)]
     assert drawn.tolist() == [max(kept, key=lambda i: math.log(expected[order.index(i)]) + row[i]) for row in noise]
-    assert set(drawn.tolist()) == set(kept) and sample(np.empty((0, 5)), 3, np.arange(0), **options).shape == (0,)
+    assert set(drawn.tolist()) == set(kept) and sample(np.empty((0, 5)), np.arange(0), Sampling(seed=3, **options)).shape == (0,)
 
 
 def test_which_of_equals_are_kept_and_large_logits():
     def draws(logits, n, **options):
-        return set(sample(np.tile(logits, (n, 1)), 3, np.arange(n), **options).tolist())
+        return set(sample(np.tile(logits, (n, 1)), np.arange(n), Sampling(seed=3, **options)).tolist())
     for k in (1, 7, 150):
         assert draws(np.tile([0.0, 1.0], 150), 5000, top_k=k) == set(range(1, 2 * k, 2))
     for top_p, kept in [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)]:
@@ -551,7 +551,7 @@ def plain_text(model, tokens, most, stop=(), seed=None, **options):
     text = list(tokens)
     while len(text) < len(tokens) + most:
         logits = model.logits([text[window_start(len(text), model.config.context):]])[0, -1:, 0]
-        token = int(sample(logits, seed, np.array([len(text)]), **options)[0])
+        token = int(sample(logits, np.array([len(text)]), Sampling(seed=seed, **options))[0])
         if token in stop:
             break
         text.append(token)
@@ -751,10 +751,7 @@ def test_the_trace(drafting_model):
     del model.draft_heads
 
 
-@pytest.mark.parametrize("options", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=-1), dict(top_p=0)])
-def test_generate_refuses(options):
-    with pytest.raises(ValueError, match=r"^temperature .*, top_p .*: it must be >= 0, >= 0, in \(0, 1\]\.$"):
-        next(generate(wide_model(), [1], **options))
+def test_generate_needs_a_beginning():
     with pytest.raises(ValueError, match="^generate needs at least one token to continue.$"):
         next(generate(wide_model(), []))
 
@@ -806,7 +803,7 @@ def test_the_tour(capsys):
     tokens = np.array([model_cpu.Tokenizer.train([model_cpu.TEXT], 300).encode(model_cpu.TEXT)])[:, :64]
     logits = model.logits(tokens)
     layers, shared = model.workspaces[0].buffers(1, 64)
-    for name, array in [("layer 0: x_in", model.params["embed"][tokens]), *((f"layer 0: {name}", layers[0][name])
-                        for name in ("n1", "qkv", "P", "h")), ("final = rmsnorm(x)", shared["final"]), ("logits (B,T,K,V)", logits)]:
+    for name, array in [("layer 0: x_in", model.params["embed"][tokens]), *((f"layer 0: {name}", vars(layers[0])[name])
+                        for name in ("n1", "qkv", "P", "h")), ("final = rmsnorm(x)", shared.final), ("logits (B,T,K,V)", logits)]:
         line = next(line for line in lines if line.startswith(f"   {name} "))
         assert line.endswith(f" root mean square {np.sqrt(np.mean(array ** 2)):.4f}"), line

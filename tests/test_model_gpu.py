@@ -654,7 +654,7 @@ def test_what_is_drawn_equals_the_cpu(made, monkeypatch):
         assert p.shape == expected_p.shape and np.array_equal(ids, expected)
         np.testing.assert_allclose(p, expected_p, rtol=1e-4)
     # what crosses for it: no logits
-    assert {*model.decoder.host} == {"tokens", "lengths", "times", "limits", "drawing", "seeds", "ids", "p"}
+    assert {*vars(model.decoder.host)} == {"tokens", "lengths", "times", "limits", "drawing", "seeds", "ids", "p"}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -772,7 +772,7 @@ def test_pinned_memory_is_not_written_while_copies_from_it_are_queued(made, monk
     assert order == ["all that is queued"]
     order.clear()
     for i in range(4):
-        inputs.send({"tokens": np.full(4, i, np.int32)})
+        inputs.send(tokens=np.full(4, i, np.int32))
         assert (inputs.device[:16].view(np.int32) == i).all()
     waits = [event for what, event in order if what == "wait"]
     assert [what for what, _ in order] == 4 * ["wait", "record"] and waits[0] != waits[1] and waits[:2] == waits[2:]

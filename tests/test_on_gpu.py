@@ -193,7 +193,7 @@ def test_many_answers_at_once(precision, count=70, most=64):
     decoder = model.new_decoder(count, 200)
     for _ in range(5):                                  # the last from a CUDA graph
         drawn = decoder.draw_rows(texts, np.array(list(map(len, texts))), sampling)
-        got = decoder.buffers["logits"].ravel()[:count * GPU_CONFIG.vocab].get().reshape(count, -1)
+        got = decoder.buffers.logits.ravel()[:count * GPU_CONFIG.vocab].get().reshape(count, -1)
         expected = np.array([model.logits([text])[0, -1, 0] for text in texts[:9]])
         within(distance(got[:9], expected), 3 * ATTENTION_BARS[precision], f"logits of many answers, {precision}")
         texts = [[*text, token] for text, token in zip(texts, drawn.tolist())]

@@ -410,7 +410,7 @@ def test_an_answer(stop):
 class Stream(io.TextIOWrapper):
     """A standard output in memory; seen: what was flushed, as a reader of a file sees it."""
     def __init__(self):
-        super().__init__(io.BytesIO(), "utf-8")
+        super().__init__(io.BytesIO(), "utf-8", line_buffering=True)
 
     def seen(self):
         return self.buffer.getvalue().decode()
@@ -569,7 +569,7 @@ def test_a_finished_run_is_given_more_epochs(base):
     shutil.copytree(folder / "out/play-sft", folder / "out/longer")
     steps = whole[-1]["step"]
     assert run(folder, "--resume --out out/longer --epochs 2").stdout == (      # as many as it has
-        f"The run in out/longer is finished: {steps} steps (--epochs takes more).\n")
+        f"The run in out/longer is finished: {steps} steps (--steps takes more, of sft.py --epochs).\n")
     done = run(folder, "--resume --out out/longer --epochs 3")
     assert done.returncode == 0, done.stderr
     s = train.Settings(**checkpoint.load_state(folder / "out/longer")["settings"])
