@@ -285,7 +285,7 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
         assert settings(options).micro_batch == rows               # of 100, 10, 16 and 16 windows
     five = sum(model_gpu.memory_plan(CONFIGS["big"], 5, 512, "bf16", optimizer="muon").values())
     # ranks of other memory take what fits all of them, and NCCL takes some
-    two = SimpleNamespace(rank=1, size=2, all_gather=lambda mine: [3, mine, 9])
+    two = SimpleNamespace(rank=1, local=0, size=2, all_gather=lambda mine: [3, mine, 9])
     for ranks, limit, rows in [(None, 1 << 50, 63), (None, five, 5), (None, five - 1, 4), (None, 1, 1),
                                (two, five + model_gpu.NCCL_BYTES, 3), (two, five, 1)]:
         s = settings("--memory-limit", str(limit), preset="big", device="gpu", batch_tokens=512 * 1000, ranks=ranks)
@@ -293,7 +293,7 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     some = sum(model_gpu.memory_plan(CONFIGS["big"], 46, 512, "bf16", optimizer="muon").values())
     assert settings("--memory-limit", str(some), preset="big", device="gpu").micro_batch == 32         # not 46 + 18
     monkeypatch.setattr(train, "available_cores", lambda: 6)
-    seven = SimpleNamespace(rank=1, size=7, all_gather=lambda x: [x])         # more than cores
+    seven = SimpleNamespace(rank=1, local=0, size=7, all_gather=lambda x: [x])         # more than cores
     assert [settings(options, ranks=ranks).threads for options, ranks in [
         ("", None), ("--micro-batch 4", None), ("--threads 5", None), ("", seven)]] == [6, 4, 5, 1]
 
