@@ -858,7 +858,8 @@ class Decoder:
         B, n = tokens.shape
         first = self.position
         (layer,), shared = self.workspace.buffers(B, n)
-        P = np.empty((B, c.kv_heads, c.heads // c.kv_heads, n, first + n), self.model.dtype)
+        scores = B, c.kv_heads, c.heads // c.kv_heads, n, first + n             # (B,G,R,n,first+n)
+        P = np.empty(scores, self.model.dtype)
         pads = None if self.pads is None else self.pads[..., :first + n]
         layers = [Arrays(**vars(layer) | {"cache": cache, "P": P, "pads": pads}) for cache in self.cache]
         self.tokens += tokens[0].tolist()
@@ -1012,9 +1013,9 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
 
 def generate_batch(model, prompts, sampling, stop=(), most=80):
-    """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each is what generate
-    draws for its prompt, `most` ids or up to the first in `stop`, which is kept here; but for the rounding of
-    products of another shape.  sampling.seed: (B,), one a prompt."""
+    """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each is what
+    generate draws for its prompt, `most` ids or up to the first in `stop`, which is kept here; but for the
+    rounding of products of another shape.  sampling.seed: (B,), one a prompt."""
     if not all(prompts):
         raise ValueError("each prompt needs at least one token to continue.")
     context = model.config.context
@@ -1024,7 +1025,8 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
     going = list(range(len(prompts)))               # rows whose answers have not ended; all are drawn
     for _ in range(most):
         windows = [text[window_start(len(text), context):] for text in texts]
-        drawn = decoder.draw_rows(windows, np.array(list(map(len, texts))), sampling).tolist()
+        lengths = np.array([len(text) for text in texts])
+        drawn = decoder.draw_rows(windows, lengths, sampling).tolist()
         for text, token in zip(texts, drawn):
             text.append(token)
         for row in going:
@@ -1069,7 +1071,8 @@ def euler_table(model, tokens):
         best = np.argsort(-logits[-1], kind="stable")[:3].tolist()
         loss = np.zeros(1)
         cross_entropy_forward(loss, np.empty(targets.shape), logits[:, None], targets, inputs.size)
-        length = np.linalg.norm(x - before, axis=1) / np.linalg.norm(before, axis=1)
+        step = np.linalg.norm(x - before, axis=1)
+        length = step / np.linalg.norm(before, axis=1)
         yield loss.item(), float(length.mean()), best
         before = x
 

@@ -225,7 +225,8 @@ class Gpu:
         CuPy cannot do this."""
         if not self.launch_kernel:
             return self.launch(name, grid, threads, *args)
-        values = [np.array(x.data.ptr if isinstance(x, cupy.ndarray) else x) for x in map(as_argument, args)]
+        values = [np.array(x.data.ptr if isinstance(x, cupy.ndarray) else x)
+                  for x in map(as_argument, args)]
         pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
         # CUlaunchConfig: grid, block, shared memory, stream, attributes, how many
         settings = struct.pack("7IPPI4x", *grid, 1, threads, 1, 1, 0, current_stream().ptr, EARLY.ctypes.data,
@@ -1005,7 +1006,8 @@ class Decoder(model_cpu.Decoder):
         else:
             launch()
         current_stream().synchronize()
-        return host.ids[:drawn * heads].reshape(drawn, heads).copy(), host.p[:drawn].copy()
+        ids = host.ids[:drawn * heads].reshape(drawn, heads)
+        return ids.copy(), host.p[:drawn].copy()
 
     def _read_few(self, n, outputs):
         """The first `outputs` logits of n tokens, by kernels made for few rows."""
@@ -1038,7 +1040,8 @@ class Decoder(model_cpu.Decoder):
     def _read_rows(self, n, outputs):
         """The first `outputs` logits of a token of each of n texts: as in training, but for attention."""
         d = self.buffers
-        self._trunk(n, [{"qkv": d.new_qkv[:n], "cache": qkv} for qkv in d.qkv], T=self.stride, first=0)
+        caches = [{"qkv": d.new_qkv[:n], "cache": qkv} for qkv in d.qkv]
+        self._trunk(n, caches, T=self.stride, first=0)
         logits = d.logits.ravel()[:n * outputs].reshape(n, outputs)
         linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"][:outputs])
 

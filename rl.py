@@ -248,6 +248,7 @@ def reinforcing(training):
         rows, rewards = answer([opening for opening in asked for _ in range(GROUP)], settings.seed)
         _, greedy = answer(asked, settings.seed, temperature=0)
         log_probs = log_probs_of(training, rows)
+        spread = np.ptp(rewards.reshape(-1, GROUP), axis=1)     # of each group
         weights = model.read(model.flat_params).copy()
         model.write(model.flat_params, base.flat_params)        # the base takes the model's place for a moment
         kl = (log_probs - log_probs_of(training, rows)).sum() / learned(rows)
@@ -257,7 +258,7 @@ def reinforcing(training):
             "greedy": greedy.mean(),                                            # at temperature 0
             "kl": kl,                                                           # from the base, nats a token
             "length": learned(rows) / len(rows),                                # with the end token
-            "alike": (np.ptp(rewards.reshape(-1, GROUP), axis=1) == 0).mean(),  # groups that teach nothing
+            "alike": (spread == 0).mean(),                                      # groups that teach nothing
             "forgotten": sft.evaluate(training, examples.held_out)[0]},         # held-out loss, true answers
             asked)
         if kl > FAR:

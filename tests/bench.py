@@ -922,15 +922,28 @@ def bench_curves(tokens, val, model="big", runs=("muon", "adamw", "twin"), steps
 
 
 def compare_curves(results):
-    """What share of the twin's tokens and seconds our runs of the same seed take to its final losses, all of them."""
-    for twin in [result for result in results if result["name"] == "twin"]:
-        tokens, seconds, losses = twin["points"][-1]
-        for ours in results:
-            if ours["name"] == "twin" or ours["seed"] != twin["seed"] or ours["batch"] != twin["batch"]:
+    """What share of the twin's tokens and seconds our runs take to its final losses, all of them: means over the seeds that
+    both have, at least one."""
+    runs = {}
+    for result in results:
+        own = runs.setdefault((result["name"] == "twin", result["run"], len(result["points"]), result["points"][-1][0]), {})
+        own[result["seed"]] = result["points"]
+
+    def mean(points):
+        """[[tokens, seconds, {kind: loss}] of each seed] -> the same once."""
+        return (*np.mean([point[:2] for point in points], axis=0),
+                {kind: np.mean([losses[kind] for *_, losses in points]) for kind in points[0][2]})
+
+    for (is_twin, name, *_), twins in runs.items():
+        for (_, run, *_), ours in runs.items() if is_twin else ():
+            seeds = sorted(twins.keys() & ours.keys())
+            if not seeds or ours is twins:
                 continue
-            reached = [point for point in ours["points"] if all(point[2][kind] <= losses[kind] for kind in losses)]
+            tokens, seconds, losses = mean([twins[seed][-1] for seed in seeds])
+            points = map(mean, zip(*[ours[seed] for seed in seeds]))
+            reached = [point for point in points if all(point[2][kind] <= losses[kind] for kind in losses)]
             if reached:
-                print(f"{ours['run']:20} reaches {twin['run']}'s losses after {tokens / 1e6:.1f}M tokens, seed {twin['seed']}, "
+                print(f"{run:24} reaches {name}'s losses after {tokens / 1e6:.1f}M tokens, seeds {', '.join(map(str, seeds))}, "
                       f"with {reached[0][0] / tokens:.2f} of the tokens and {reached[0][1] / seconds:.2f} of the seconds")
 
 
