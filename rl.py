@@ -438,7 +438,7 @@ def run(args, ranks):
     """-> exit code."""
     given = train.given_options(args)
     base = sft.base_of(given, "-sft")
-    out = os.path.normpath(args.out or f"out/{os.path.basename(base)}-rl")
+    out = args.out or f"out/{os.path.basename(base)}-rl"
     if args.show:
         return show({**given, "base": base})
     if args.resume:

@@ -440,7 +440,7 @@ def read_examples(tokenizer, settings, T):
 def run(args, ranks):
     """-> exit code."""
     given = train.given_options(args)
-    out = os.path.normpath(args.out or f"out/{os.path.basename(base_of(given))}-sft")
+    out = args.out or f"out/{os.path.basename(base_of(given))}-sft"
     begin = continue_run if args.resume else begin_run
     training, examples = begin(given, out, ranks)
     if train.is_finished(training):

@@ -155,7 +155,7 @@ def parse_run_options(parser, argv, sizes, data):
         help="the model to begin with, ours or any plain Llama (sft.py: default out/PRESET; rl.py: "
         "out/PRESET-sft)")
     add("--data", nargs="+", type=normpath, metavar="FILE", help=data)
-    add("--out", metavar="DIR", help="to write: default PRESET or BASE-more, -sft, -rl in out/")
+    add("--out", type=normpath, metavar="DIR", help="to write: default PRESET or BASE-more, -sft, -rl in out/")
     add("--resume", action="store_true", help="go on with the run in --out")
     group = parser.add_argument_group("sizes in place of the preset's; in place of a base's the context alone")
     for name in sizes:
@@ -1181,7 +1181,7 @@ def run(args, ranks):
     """-> exit code."""
     given = given_options(args)
     name = f"{basename(args.base)}-more" if args.base else args.preset or "small"
-    out = normpath(args.out or f"out/{name}")
+    out = args.out or f"out/{name}"
     begun = continue_run(given, out, ranks) if args.resume else begin_run(given, out, ranks)
     if begun is None:
         return 0
