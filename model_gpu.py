@@ -424,7 +424,7 @@ def block_forward(gpu, w, saved, shared, before, increment):
 
     The norm that reads x does the sum at the end of a substep.  So x comes as two terms, before + increment
     (increment None: there is only one), and is returned as two.  w: this layer's weights by name; saved: this
-    layer's arrays; shared: those of all layers, with "B" and "T".  shared.first: so many of the T rows of
+    layer's arrays; shared: those of all layers, with B and T.  shared.first: so many of the T rows of
     qkv and y are there from earlier calls (extend), so N = B*T - first rows are computed.  saved.cache: see
     decode_rows."""
     T = shared.T
@@ -597,7 +597,7 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, moment
 def trunk(gpu, w, layers, shared):
     """tokens (B,T), already sent -> (N,C) rmsnorm(x) after the last layer, in shared.n.  w: all weights by
     name; layers: of each layer its arrays."""
-    terms = layers[0].x_in, None                 # whose sum is x: before, increment
+    terms = layers[0].x_in, None                    # whose sum is x: before, increment
     embedding_forward(gpu, terms[0], shared.tokens, w["embed"])
     for i, saved in enumerate(layers):
         terms = block_forward(gpu, layer_views(w, i), saved, shared, *terms)
@@ -614,7 +614,7 @@ def head_logits(gpu, final, heads, *shape):
 
 
 def allocate(empty, table):
-    """-> (memory, dict of the arrays that lie in it) for a table.  empty: makes it, on the GPU or pinned."""
+    """-> (memory, the Arrays that lie in it) for a table.  empty: makes it, on the GPU or pinned."""
     memory = empty(table_bytes(table), uint8)
     return memory, carve(memory, table)
 
@@ -773,7 +773,7 @@ class Model:
         self.rows = rows
 
     def _buffers(self, B, T):
-        """-> (for each layer a dict of its arrays, dict of those that all share) for a micro-batch (B,T).
+        """-> (for each layer its Arrays, the Arrays that all share) for a micro-batch (B,T).
         They lie in the work memory; where that is too small, it is made anew."""
         # a CUDA grid is no higher
         require(B <= 65535, f"the GPU engine takes at most 65,535 rows at once, not {B:,}.")
