@@ -333,8 +333,7 @@ def parse_arguments(argv):
     once.add_argument("--prompts", metavar="FILE", help="continue (or answer) each line by itself, then stop")
     once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, then stop")
     for name, (kind, default, meaning) in SETTINGS.items():
-        add(f"--{name}", type=kind, default=default,
-            help=f"{meaning} (default {default})")
+        add(f"--{name}", type=kind, default=default, help=f"{meaning} (default {default})")
     add("--plot", metavar="FILE", help=f"with --lens: draw it, last {PLOTTED} ids")
     add("--speculation", action=argparse.BooleanOptionalAction,
         help="let all heads draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)")

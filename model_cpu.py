@@ -937,25 +937,24 @@ def gumbel(seed, t, ids):
 #     P(E_i > x) = P(u_i < e^-x) = e^-x, so P(E_i / p_i > x) = e^(-p_i x), with the density p_i e^(-p_i x);
 #     P(i is the smallest) = integral of p_i e^(-p_i x) prod_(j != i) e^(-p_j x) dx = p_i / sum_j p_j.
 # A factor common to all p cancels: what is kept of p need not be normalised.
-def sample(logits, t, how):
-    """Draw ids (n,) from logits (n,V), for positions t (n,) of the text, as `how` says, a Sampling:
-    argmax(log p + gumbel).  temperature 0: the largest logit, the first of equals.  top_k keeps the k largest
-    (0: all), top_p then the smallest set of largest probabilities that reaches p (nucleus sampling, Holtzman
-    et al. 2020; 1: all)."""
-    if how.temperature == 0:
+def sample(logits, t, sampling):
+    """Draw ids (n,) from logits (n,V), for positions t (n,) of the text: argmax(log p + gumbel).  temperature
+    0: the largest logit, the first of equals.  top_k keeps the k largest (0: all), top_p then the smallest
+    set of largest probabilities that reaches p (nucleus sampling, Holtzman et al. 2020; 1: all)."""
+    if sampling.temperature == 0:
         return logits.argmax(axis=1)
-    if not how.top_k and how.top_p == 1:            # the same, without sorting
-        z = (logits - logits.max(axis=1, keepdims=True)) / how.temperature
-        noise = gumbel(how.seed, t, np.arange(z.shape[1]))
+    if not sampling.top_k and sampling.top_p == 1:  # the same, without sorting
+        z = (logits - logits.max(axis=1, keepdims=True)) / sampling.temperature
+        noise = gumbel(sampling.seed, t, np.arange(z.shape[1]))
         return np.argmax(z + noise, axis=1)
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :how.top_k or None]       # (n,V or top_k)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :sampling.top_k or None]  # (n,V or top_k)
     z = np.take_along_axis(logits, order, axis=1).astype(np.float64)
-    log_p = (z - z[:, :1]) / how.temperature        # up to a constant
+    log_p = (z - z[:, :1]) / sampling.temperature   # up to a constant
     reached = np.cumsum(np.exp(log_p), axis=1)
     # an id goes if those before it have reached top_p; the first stays
     before = reached[:, :-1]
-    log_p[:, 1:][before >= how.top_p * reached[:, -1:]] = -np.inf
-    best = np.argmax(log_p + gumbel(how.seed, t, order), axis=1)
+    log_p[:, 1:][before >= sampling.top_p * reached[:, -1:]] = -np.inf
+    best = np.argmax(log_p + gumbel(sampling.seed, t, order), axis=1)
     return order[np.arange(len(order)), best]
 
 

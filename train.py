@@ -161,8 +161,7 @@ def parse_run_options(parser, argv, sizes, data):
     for name in sizes:
         least = 264 if name == "vocab" else 1       # the tokenizer's bytes and special tokens, and the next 8
         group.add_argument(option_of(name), type=whole_number(least, 1 << 20))
-    add("--gpus", type=whole_number(1, 1024),
-        help="number of processes, a GPU each (default 1)")
+    add("--gpus", type=whole_number(1, 1024), help="number of processes, a GPU each (default 1)")
     for field in dataclasses.fields(Settings):
         if field.metadata:
             add(option_of(field.name), **field.metadata)
@@ -176,8 +175,7 @@ def parse_run_options(parser, argv, sizes, data):
 def parse_arguments(argv):
     parser = Parser(description="Pretrain a model.  The defaults depend on the preset: --dry-run prints the main ones.")
     add = parser.add_argument
-    add("--steps", type=whole_number(1),
-        help="updates; with --resume a larger number extends a finished run")
+    add("--steps", type=whole_number(1), help="updates; with --resume a larger number extends a finished run")
     add("--growth", type=below_1,
         help="a batch that grows: this share of the steps takes an eighth, then a quarter, then half")
     add("--dry-run", action="store_true", help="print settings and memory, then stop")
@@ -740,7 +738,7 @@ def resume(given, out, script, ranks):
         checkpoint.lock_folder(out)
     settings, state = read_run(out, script)
     require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
-    choose_device(settings.device, settings.preset, ranks.local, False)
+    choose_device(settings.device, settings.preset, ranks.local, planning=False)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     steps = given.get("steps", 0)
     if steps > settings.steps and model.step >= settings.steps:
@@ -781,7 +779,7 @@ def is_finished(training):
     steps = training.settings.steps
     if training.model.step < steps:
         return False
-    print(f"The run in {training.out} is finished: {steps} steps (--steps takes more, of sft.py --epochs).")
+    print(f"The run in {training.out} is finished: {steps} steps (--steps takes more, in sft.py --epochs).")
     return True
 
 

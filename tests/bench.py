@@ -907,7 +907,8 @@ def bench_curves(tokens, val, model="big", runs=("muon", "adamw", "twin"), steps
             train_it = run_of_the_twin if name == "twin" else run_of_ours
             points = train_it(name, precision, ids, held_out, run, config, batch, seed)
             read, seconds, losses = points[-1]
-            made.append({"run": text, "name": name, "lr": run.lr, "seed": seed, "batch": run.batch_tokens, "points": points})
+            made.append({"run": text, "name": name, "lr": run.lr, "momentum": momentum, "seed": seed, "batch": run.batch_tokens,
+                         "points": points})
             print(f"{text:20} seed {seed}  lr {run.lr:.1e}  {read / 1e6:6.1f}M tokens  "
                   f"{seconds:7.1f} s  {1e3 * seconds / count:6.2f} ms a step  "
                   + "  ".join(f"{kind} {loss:.4f}" for kind, loss in losses.items()), flush=True)
@@ -926,8 +927,9 @@ def compare_curves(results):
     both have, at least one."""
     runs = {}
     for result in results:
-        own = runs.setdefault((result["name"] == "twin", result["run"], len(result["points"]), result["points"][-1][0]), {})
-        own[result["seed"]] = result["points"]
+        # what else tells runs apart that are called alike
+        same = [result.get(name) for name in ("batch", "lr", "momentum")] + [result["points"][-1][0]]
+        runs.setdefault((result["name"] == "twin", result["run"], *same), {})[result["seed"]] = result["points"]
 
     def mean(points):
         """[[tokens, seconds, {kind: loss}] of each seed] -> the same once."""
@@ -935,9 +937,9 @@ def compare_curves(results):
                 {kind: np.mean([losses[kind] for *_, losses in points]) for kind in points[0][2]})
 
     for (is_twin, name, *_), twins in runs.items():
-        for (_, run, *_), ours in runs.items() if is_twin else ():
+        for (of_twin, run, *_), ours in runs.items():
             seeds = sorted(twins.keys() & ours.keys())
-            if not seeds or ours is twins:
+            if of_twin or not is_twin or not seeds:
                 continue
             tokens, seconds, losses = mean([twins[seed][-1] for seed in seeds])
             points = map(mean, zip(*[ours[seed] for seed in seeds]))
@@ -1047,7 +1049,7 @@ def llama_steps(base, config, gpu, precision):
 
 
 # The record of docs/race.md: a commit, and the options of train.py.
-RECORD = "62f1a9f", "--steps 780 --momentum 0.9"
+RECORD = "45c2de4", "--steps 780 --momentum 0.9"
 
 
 def welch(a, b):

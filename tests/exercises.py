@@ -292,7 +292,7 @@ def differing(before, got, want):
 
 def settings(call):
     """The numbers among a call's arguments, or in its Sampling, as texts."""
-    values = {**call, **(vars(call["how"]) if "how" in call else {})}
+    values = {**call, **(vars(call["sampling"]) if "sampling" in call else {})}
     return [f"{name} {value:g}" for name, value in values.items() if isinstance(value, (int, float))]
 
 

@@ -181,7 +181,7 @@ def test_every_planted_bug_is_named(bug, name, calls):
     ("head_targets", "return np", "result = np",
      ["the result is nothing, where int64 of the shape (14, 3) belongs."]),
     ("sample", "return order[np", "return 'id', order[np", ["the result is object of the shape (), where"]),
-    ("sample", "if how.temperature == 0", "if 1 / how.temperature == 0",
+    ("sample", "if sampling.temperature == 0", "if 1 / sampling.temperature == 0",
      ["exercises/sample.py, line ",
       "The call: logits (1, 16), t (1,), temperature 0, top_k 0, top_p 1, seed 1"]),
     ("learn_merges", "-heap[0][0] > 1", "-heap[0][0] > 0",
@@ -194,7 +194,7 @@ def test_words_for_a_mistake(name, there, instead, sentences, calls):
 
 
 def test_the_settings_that_fail_are_named(calls):
-    first, *more = verdict("sample", calls, body("sample"), "how.top_p * ", "1 * ")
+    first, *more = verdict("sample", calls, body("sample"), "sampling.top_p * ", "1 * ")
     assert first.startswith("the result: 1 of 1 entries are off")       # and no factor, of one number
     assert [line.partition(" (")[0] for line in more] == [
         "Wrong with temperature 1.5, top_k 0, top_p 0.6, seed 1",

@@ -569,7 +569,7 @@ def test_a_finished_run_is_given_more_epochs(base):
     shutil.copytree(folder / "out/play-sft", folder / "out/longer")
     steps = whole[-1]["step"]
     assert run(folder, "--resume --out out/longer --epochs 2").stdout == (      # as many as it has
-        f"The run in out/longer is finished: {steps} steps (--steps takes more, of sft.py --epochs).\n")
+        f"The run in out/longer is finished: {steps} steps (--steps takes more, in sft.py --epochs).\n")
     done = run(folder, "--resume --out out/longer --epochs 3")
     assert done.returncode == 0, done.stderr
     s = train.Settings(**checkpoint.load_state(folder / "out/longer")["settings"])

@@ -514,7 +514,7 @@ def test_a_finished_run_is_given_more_steps(tiny):
     tiny(*TINY, "--lr 0.01 --warmup 3 --out out/run")
     done = read_log("out/run")
     for options in [], ["--steps", "12"], ["--dry-run"]:
-        assert tiny("--resume --out out/run", *options) == "The run in out/run is finished: 12 steps (--steps takes more, of sft.py --epochs).\n"
+        assert tiny("--resume --out out/run", *options) == "The run in out/run is finished: 12 steps (--steps takes more, in sft.py --epochs).\n"
     with value_error("^the run in out/run has --steps 12, not 11: a resumed run "):
         tiny("--resume --out out/run --steps 11")
     assert "40 steps" in tiny("--resume --out out/run --steps 40 --dry-run")
