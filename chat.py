@@ -29,23 +29,21 @@ import contextlib
 import os
 import secrets
 import sys
-import time
 
 import model_cpu
 import checkpoint
 import model_gpu
 import numpy as np
 from model_cpu import Sampling
-from script import (Parser, load_pyplot, newest_checkpoint, number_type, printable, read_chunk, require, run_script,
-                    whole_number)
+from script import (Parser, load_pyplot, newest_checkpoint, not_negative, number_type, printable, read_chunk, require,
+                    run_script, whole_number)
 from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, to_bytes, visible
 
 
 # name: (type, default, meaning).  Each is an option, and on a terminal also a command.
 SETTINGS = {
     "max-tokens": (whole_number(1), 200, "length of an answer, in tokens, at most"),
-    "temperature": (number_type(float, lambda x: 0 <= x <= 100, "a number from 0 to 100"), 0.8,
-                    "0: the likeliest token; 1: as the model learned; more: wilder"),
+    "temperature": (not_negative, 0.8, "0: the likeliest token; 1: as the model learned; more: wilder"),
     "top-k": (whole_number(0), 50, "draw among the k likeliest tokens; 0: among all"),
     "top-p": (number_type(float, lambda x: 0.001 <= x <= 1, "a number from 0.001 to 1"), 1.0,
               "draw among the likeliest tokens of this probability together; 1: all"),
@@ -60,7 +58,7 @@ PLOTTED = 64        # the most positions in a picture
 # ------------------------------------------------------------------------------------------------------------
 # 1. The checkpoint
 # ------------------------------------------------------------------------------------------------------------
-def load_model(folder, device="auto", context=None):
+def load_model(folder, device, context):
     """-> (model, tokenizer) on the engine that serves: on the CPU in float32, on a GPU in its best
     precision."""
     engine = model_gpu.pick(device)
@@ -91,7 +89,7 @@ class Session:
         self.system = None          # or bytes
         self.turns = []
         self.answers = 0            # how many there were since the seed was set
-        self.said = []              # the ids of the last answer; answer() keeps its trace and seconds, too
+        self.said = []              # the ids of the last answer; answer() keeps its trace, too
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add_text(self, text):
@@ -116,8 +114,7 @@ class Session:
             del turns[1 if has_system and len(turns) > 1 else 0]
         if not turns:                                       # beside others a turn is whole
             new = tokenizer.prompt(text, room, self.system)
-            frame = len(tokenizer.prompt(b"", system=self.system))
-            last_ids(tokenizer.encode(text), room - frame, "prompt")        # only to tell the user
+            last_ids(tokenizer.prompt(text, None, self.system), room, "prompt")         # only to tell the user
         turns.append(new)
         self.utf8.reset()
 
@@ -148,7 +145,6 @@ class Session:
         self.answers += 1
         self.said = []
         self.trace = []             # what generate tells of each of them
-        begin = time.perf_counter()
         # A poor model may say any special token: each ends the answer.
         stream = model_cpu.generate(
             self.model, sum(self.turns, []), asked.temperature, asked.top_k, asked.top_p, seed,
@@ -157,7 +153,6 @@ class Session:
         turn = self.turns[-1]
         for token in stream:
             turn.append(token)
-            self.seconds = time.perf_counter() - begin
             self.said.append(token)
             self.show(self.tokenizer.tokens[token])
         if len(self.said) < asked.max_tokens:
@@ -181,20 +176,6 @@ class Session:
         texts = model_cpu.generate_texts(self.model, tokenizer, prompts, sampling, asked.max_tokens)
         for line, text in zip(lines, texts):
             print(f"--- {printable(line)}\n{printable(text)}")
-
-    def print_stats(self):
-        """How fast the last answer came, and how many drafts of each further head were right."""
-        heads = [head for head, _, _ in self.trace]
-        count = len(self.said)
-        print(f"{count} tokens in {self.seconds:.2f} s, {count / self.seconds:.1f} tokens/s, "
-              f"{len(heads) / heads.count(0):.2f} tokens a verification")
-        for k in range(1, self.model.config.predict):
-            right = heads.count(k)
-            made = sum(head == 0 and drafts >= k for head, drafts, _ in self.trace)
-            found = "no drafts (--speculation)"
-            if made:
-                found = f"{right} of {made} drafts right, {right / made:.0%}"
-            print(f"  head {k}: {found}")
 
     def print_tokens(self):
         """The last answer, each token in the colour of the probability that the model gave it.  Where the
@@ -265,13 +246,11 @@ def run_command(line, session):
         return False
     if name == "reset":
         session.turns = []
-    elif name in ("stats", "tokens"):
-        if not session.said:
-            print(f"/{name} is about the last answer, and there is none.")
-        elif name == "stats":
-            session.print_stats()
-        else:
+    elif name == "tokens":
+        if session.said:
             session.print_tokens()
+        else:
+            print("/tokens is about the last answer, and there is none.")
     elif name == "system" and session.chat_form:
         if value:
             session.system = None if value == "none" else to_bytes(value)
@@ -289,8 +268,8 @@ def run_command(line, session):
             print(f"/{name} {error}.")
     elif name == "help":
         print("/reset forgets, /quit leaves. An empty line lets the model write on;\n"
-              "a line that ends with \\ is continued on the next.\n/stats: how fast the last answer came; "
-              "/tokens: how likely each token was.\nThe settings now:")
+              "a line that ends with \\ is continued on the next.\n"
+              "/tokens: how likely each token of the last answer was.\nThe settings now:")
         for name, (*_, meaning) in SETTINGS.items():
             print(f"  /{name} {show_setting(session, name)}\n      {meaning}")
         if session.chat_form:

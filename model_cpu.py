@@ -9,7 +9,7 @@ Read it from top to bottom; sections 1 to 4 are the subject.
     3. cross-entropy, AdamW, Muon  the loss and the optimizers
     4. Model, Decoder             string the pairs together: forward, backward, update; the KV cache
     5. generate, euler_table      drawing tokens, speculation; the layers as steps of an ODE solver (optional)
-    6. checks and memory          what is refused; small, medium, big; work_tables, Workspace (optional)
+    6. checks and memory          what is refused; small, medium, big; work_table, Workspace (optional)
     7. main                       the guided tour: python model_cpu.py
 
 Letters, used in every file and in the CUDA code too:
@@ -109,9 +109,14 @@ def param_table(config):
     return [*table, *gains, ("norm", (C,))]
 
 
+def table_size(table):
+    """Number of scalars in a table of (name, shape)."""
+    return sum(math.prod(shape) for _, shape in table)
+
+
 def param_count(config):
-    """Number of scalars in the table."""
-    return sum(math.prod(shape) for _, shape in param_table(config))
+    """Number of parameters."""
+    return table_size(param_table(config))
 
 
 def places(sizes):
@@ -119,12 +124,16 @@ def places(sizes):
     return [slice(*ends) for ends in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
-def param_views(flat, config):
-    """dict name -> view into the contiguous buffer `flat`, shaped as the table says.  With a tied head both
-    names lead to one matrix: the embedding and the head each add their part of its gradient."""
-    table = param_table(config)
+def table_views(flat, table):
+    """dict name -> view into the contiguous buffer `flat`, shaped as the table of (name, shape) says."""
     parts = places(math.prod(shape) for _, shape in table)
-    views = {name: flat[part].reshape(shape) for (name, shape), part in zip(table, parts)}
+    return {name: flat[part].reshape(shape) for (name, shape), part in zip(table, parts)}
+
+
+def param_views(flat, config):
+    """table_views of the parameters, or of a buffer like theirs.  With a tied head both names lead to one
+    matrix: the embedding and the head each add their part of its gradient."""
+    views = table_views(flat, param_table(config))
     if config.tied:
         views["heads"] = views["embed"]
     return views
@@ -359,7 +368,7 @@ def block_forward(x, w, saved, shared, config, rope, first):
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
     w: this layer's weights by name; saved: this layer's arrays, which keep what the backward reads; shared:
-    arrays that all layers share (both: work_tables); rope: rope_table.  A Decoder has in saved.cache (B,
+    arrays that all layers share (both: work_table); rope: rope_table.  A Decoder has in saved.cache (B,
     context,(H+2G)D) the rows of earlier tokens, too, and first is the position of the first new one."""
     B, T, C = x.shape
     x = x.reshape(B * T, C)
@@ -573,8 +582,7 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
     the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
     matrices do, norm gains do not."""
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    require(optimizer in OPTIMIZERS, f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
     embedding = config.vocab * config.dim
     matrices = config.layers * matrix_table(config)[-1][1].stop
     heads = 0 if config.tied else config.predict * embedding
@@ -622,24 +630,23 @@ class Model:
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config = config
-        self.dtype = np.dtype(dtype)
+        self.dtype = dtype
         self.optimizer = optimizer
         self.step = 0                               # updates made so far
         self.communicator = None                    # sums gradients over several processes: train.py
         size = param_count(config)
-        self.flat_params = np.zeros(size, self.dtype)
+        self.flat_params = np.zeros(size, dtype)
         self.params = param_views(self.flat_params, config)
         if seed is not None:
             init_params(self.flat_params, config, seed)
-        self.workspaces = [Workspace(config, self.dtype, training) for _ in range(threads)]
+        self.workspaces = [Workspace(config, dtype, training) for _ in range(threads)]
         self.saved = []                             # the workspaces in which forward has left what backward reads
         self.flat_grads = self.workspaces[0].flat_grads
-        self.grads = self.workspaces[0].grads
-        moments = moment_count(config, optimizer)
+        self.grads = param_views(self.flat_grads, config) if training else {}
         self.m = self.v = None
         if training:
-            self.m, self.v = np.split(np.zeros(moments, self.dtype), [size])
-        self.rope = rope_table(config, self.dtype)
+            self.m, self.v = np.split(np.zeros(moment_count(config, optimizer), dtype), [size])
+        self.rope = rope_table(config, dtype)
         # NumPy's warnings are set per thread.  The pool's threads are silent; the caller checks the loss.
         pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
         self.map = pool.map if threads > 1 else map     # both give the results in order
@@ -679,16 +686,16 @@ class Model:
         rmsnorm_forward(shared.final, shared.rstd, x, self.params["norm"], self.config.norm_eps)
         return shared.final
 
-    def _head_logits(self, final):
-        """final (n,C) -> the logits (n,K,V), all heads in one product."""
-        return (final @ self.params["heads"].T).reshape(len(final), self.config.predict, -1)
+    def _head_logits(self, final, *shape):
+        """final (N,C) -> the logits of all heads in one product, an array of this shape and (K,V)."""
+        return (final @ self.params["heads"].T).reshape(*shape, self.config.predict, self.config.vocab)
 
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a new array."""
         tokens = as_batch(self.config, tokens)
         self.saved = []                             # overwritten now
         final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
-        return self._head_logits(final).reshape(*tokens.shape, self.config.predict, -1)
+        return self._head_logits(final, *tokens.shape)
 
     def forward(self, tokens, targets, counted=None, weights=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, head k's sum /
@@ -737,6 +744,7 @@ class Model:
         list(self.map(self._backward_share, self.saved))
         for workspace in self.saved[1:]:            # in order, so that the sum is the same in every run
             self.flat_grads += workspace.flat_grads
+            workspace.flat_grads[...] = 0.0
         self.saved = []
         if last and self.communicator:
             self.communicator.all_reduce(self.flat_grads)
@@ -744,11 +752,9 @@ class Model:
     def _backward_share(self, workspace):
         tokens, targets, weights, layers, shared = workspace.saved
         params = self.params
-        grads = workspace.grads
+        grads = param_views(workspace.flat_grads, self.config)
         dx = shared.dx
         dn = shared.dn
-        if workspace is not self.workspaces[0]:     # whose gradient adds up over the micro-batches
-            workspace.flat_grads[...] = 0.0
         dlogits = shared.logits                                                         # (N,K,V)
         cross_entropy_backward(dlogits, shared.exp_sum, targets, self.divisor,
                                self.config.head_weights * weights)
@@ -850,7 +856,8 @@ class Decoder:
         This is the forward of training, but the rows of q, k and v go to their place in the cache, and P has
         a row for each new token and a column for each token so far."""
         tokens = self.checked(tokens)
-        return self.model._head_logits(self._read(tokens[None])[-(last or len(tokens)):])
+        final = self._read(tokens[None])            # (n,C)
+        return self.model._head_logits(final[-(last or len(final)):], -1)
 
     def _read(self, tokens):
         """Append tokens (B,n) -> rmsnorm(x) (B*n,C) after the last layer."""
@@ -870,8 +877,8 @@ class Decoder:
         that of head k after row r is for position t + r + k of the text, and the probabilities p (rows,) that
         head 0 gave to its ids."""
         logits = self.extend(tokens, rows)[:, :heads, :sampling.vocab].astype(np.float64)
-        positions = t + np.add.outer(np.arange(rows), np.arange(heads)).ravel()
-        ids = sample(logits.reshape(len(positions), -1), positions, sampling).reshape(rows, heads)
+        positions = np.arange(t, t + rows)[:, None] + np.arange(heads)                  # (rows, heads)
+        ids = sample(logits.reshape(positions.size, -1), positions.ravel(), sampling).reshape(rows, heads)
         z = logits[:, 0]                                                                # (rows, V) of head 0
         z -= np.take_along_axis(z, ids[:, :1], axis=1)
         return ids, 1 / np.exp(z).sum(axis=1)
@@ -899,7 +906,7 @@ class Decoder:
             tokens = [[0] * count + window for count, window in zip(pads, windows)]
         heads = self.model.params["heads"]
         final = self._read(np.array(tokens))                                                # (B*n,C)
-        last = final.reshape(len(tokens), -1, heads.shape[1])[:, -1]                        # (B,C)
+        last = final.reshape(len(tokens), -1, self.config.dim)[:, -1]                       # (B,C)
         logits = last @ heads[:sampling.vocab or self.config.vocab].T                       # (B,V)
         return sample(logits, t, sampling)
 
@@ -912,7 +919,7 @@ def window_start(n, context):
     full, its last half is kept and read anew from position 0.  A pure function of n, so cached decoding and
     recomputation from scratch see the same window."""
     stride = context - context // 2
-    return 0 if n <= context else (n - context + stride - 1) // stride * stride
+    return max(0, n - context + stride - 1) // stride * stride
 
 
 def gumbel(seed, t, ids):
@@ -1015,8 +1022,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each is what
     generate draws for its prompt, `most` ids or up to the first in `stop`, which is kept here; but for the
     rounding of products of another shape.  sampling.seed: (B,), one a prompt."""
-    if not all(prompts):
-        raise ValueError("each prompt needs at least one token to continue.")
+    require(all(prompts), "each prompt needs at least one token to continue.")
     context = model.config.context
     decoder = model.new_decoder(len(prompts), min(context, max(map(len, prompts)) + most))
     texts = list(map(list, prompts))
@@ -1024,7 +1030,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
     going = list(range(len(prompts)))               # rows whose answers have not ended; all are drawn
     for _ in range(most):
         windows = [text[window_start(len(text), context):] for text in texts]
-        lengths = np.array([len(text) for text in texts])
+        lengths = np.array(list(map(len, texts)))
         drawn = decoder.draw_rows(windows, lengths, sampling).tolist()
         for text, token in zip(texts, drawn):
             text.append(token)
@@ -1157,16 +1163,17 @@ def check_batch(config, tokens, targets, counted, weights):
     require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
     divisor = np.maximum(counted, 1.0)              # a head without a target: the sum 0, and so the loss 0
     if weights is None:
-        return tokens, targets, divisor, np.ones(B)
+        weights = np.ones(B)
+    else:
+        divisor[1:] = np.inf                        # 1/inf: the further heads count for nothing
     weights = np.asarray(weights, np.float64)
     require(weights.shape == (B,) and np.isfinite(weights).all(), f"weights must be {B} finite numbers, one a row.")
-    divisor[1:] = np.inf                            # 1/inf: the further heads count for nothing
     return tokens, targets, divisor, weights
 
 
-def work_tables(config, B, T, dtype):
-    """The arrays of a forward and backward at (B,T), as two lists of (name, shape, dtype): what each layer
-    keeps for its backward, and what all layers share."""
+def work_table(config, B, T):
+    """The arrays of a forward and backward at (B,T), a table of (name, shape) like that of the parameters:
+    what each layer keeps for its backward, and what all layers share."""
     N = B * T
     C = config.dim
     F = config.hidden
@@ -1198,52 +1205,32 @@ def work_tables(config, B, T, dtype):
         "dy": (N, C),                                   # of the output of attention
         "dS": scores,                                   # of the scores before the softmax
         "dqkv": (N, config.qkv_width)}                  # of queries, keys and values
-    return [[(name, shape, dtype) for name, shape in table.items()] for table in (kept, shared)]
-
-
-ALIGN = 256                 # arrays start at multiples of this many bytes
-
-
-def table_bytes(table):
-    """Bytes of a table's arrays, each rounded up to whole multiples of ALIGN."""
-    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in table]
-    return sum(-(-size // ALIGN) * ALIGN for size in sizes)
-
-
-def carve(memory, table, start=0):
-    """Arrays for a table, cut out of an array of bytes from `start` on."""
-    arrays = {}
-    for row in table:
-        name, shape, dtype = row
-        arrays[name] = memory[start:].view(dtype)[:math.prod(shape)].reshape(shape)
-        start += table_bytes([row])
-    return Arrays(**arrays)
+    layers = [(f"layers.{i}.{name}", shape) for i in range(config.layers) for name, shape in kept.items()]
+    return [*layers, *shared.items()]
 
 
 class Workspace:
-    """The memory of one thread's share of the batch: the arrays of work_tables, and a gradient of its own."""
+    """The memory of one thread's share of the batch: the arrays of work_table, and a gradient of its own."""
 
     def __init__(self, config, dtype, training):
         self.config = config
         self.dtype = dtype
         self.flat_grads = np.zeros(param_count(config), dtype) if training else None
-        self.grads = param_views(self.flat_grads, config) if training else {}
-        self.memory = np.empty(0, np.uint8)
+        self.memory = np.empty(0, dtype)
         self.buffers_by_shape = {}
 
     def buffers(self, B, T):
         """-> (for each layer its Arrays, the Arrays that all share).  The memory is kept: a step
         that allocates its tens of megabytes anew spends its time in page faults."""
         if (B, T) not in self.buffers_by_shape:
-            layer, shared = work_tables(self.config, B, T, self.dtype)
-            each = table_bytes(layer)
-            all_layers = self.config.layers * each
-            size = all_layers + table_bytes(shared)
+            table = work_table(self.config, B, T)
+            size = table_size(table)
             if size > len(self.memory):
-                self.memory = np.empty(size, np.uint8)
+                self.memory = np.empty(size, self.dtype)
                 self.buffers_by_shape = {}
-            layers = [carve(self.memory, layer, start) for start in range(0, all_layers, each)]
-            self.buffers_by_shape[B, T] = layers, carve(self.memory, shared, all_layers)
+            views = table_views(self.memory, table)
+            layers = [layer_views(views, i) for i in range(self.config.layers)]
+            self.buffers_by_shape[B, T] = layers, Arrays(**views)
         return self.buffers_by_shape[B, T]
 
 

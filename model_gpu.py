@@ -45,9 +45,9 @@ import weakref
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from numpy import float32, int32, int64, uint8, uint16, uint64
-from model_cpu import (NEWTON_SCHULZ, Arrays, Sampling, as_batch, carve, check_batch, check_tokens,
+from model_cpu import (NEWTON_SCHULZ, Arrays, Sampling, as_batch, check_batch, check_tokens,
                        init_params, layer_views, matrix_table, moment_count, muon_part,
-                       param_count, param_views, rope_table, slices_of, table_bytes, update_table)
+                       param_count, param_views, rope_table, slices_of, update_table)
 from script import GpuError, require
 
 try:
@@ -1052,6 +1052,25 @@ class Decoder(model_cpu.Decoder):
 def typed(dtype, **shapes):
     """A table, [(name, shape, dtype), ...], of arrays of one type."""
     return [(name, shape, dtype) for name, shape in shapes.items()]
+
+
+ALIGN = 256                 # arrays start at multiples of this many bytes
+
+
+def table_bytes(table):
+    """Bytes of a table's arrays, each rounded up to whole multiples of ALIGN."""
+    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in table]
+    return sum(ALIGN * ceil_div(size, ALIGN) for size in sizes)
+
+
+def carve(memory, table, start=0):
+    """Arrays for a table, cut out of an array of bytes from `start` on."""
+    arrays = {}
+    for row in table:
+        name, shape, dtype = row
+        arrays[name] = memory[start:].view(dtype)[:math.prod(shape)].reshape(shape)
+        start += table_bytes([row])
+    return Arrays(**arrays)
 
 
 def work_tables(config, B, T, precision):

@@ -28,7 +28,7 @@ What it does not do: no value network, no ratio and no clipping (PPO), no divisi
 no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.
 """
 # first: from here on Ctrl-C is one word on the screen
-from script import (Parser, file_hash, json_values, positive, replace_file, require, run_script, set_threads,
+from script import (Parser, file_hash, positive, read_chunk, replace_file, require, run_script, set_threads,
                     whole_number)
 
 import json
@@ -277,12 +277,8 @@ def learned(rows):
 # 5. DPO: pairs -> log-probabilities -> weights.  A pair is (opening, [text chosen, text rejected])
 # ------------------------------------------------------------------------------------------------------------
 def has_pairs(paths):
-    """Whether these files hold pairs."""
-    for path in paths:
-        is_json = path.lower().endswith((".json", ".jsonl"))
-        if not is_json or "chosen" not in str(json_values(path)[:1]):
-            return False
-    return True
+    """Whether these files hold pairs, by their first megabyte."""
+    return all(b'"chosen"' in read_chunk(path, 0, 1 << 20) for path in paths)
 
 
 def read_pairs(paths):
@@ -439,12 +435,10 @@ def run(args, ranks):
     given = train.given_options(args)
     base = sft.base_of(given, "-sft")
     out = args.out or f"out/{os.path.basename(base)}-rl"
+    from_base = {**given, "base": base}
     if args.show:
-        return show({**given, "base": base})
-    if args.resume:
-        training = train.resume(given, out, "rl.py", ranks)
-    else:
-        training = begin_run({**given, "base": base}, out, ranks)
+        return show(from_base)
+    training = train.resume(given, out, "rl.py", ranks) if args.resume else begin_run(from_base, out, ranks)
     if train.is_finished(training):
         return 0
     job = preferring if training.settings.method == "dpo" else reinforcing

@@ -53,7 +53,7 @@ import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import numpy as np
 from model_cpu import count_targets
-from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, END_OF_TEXT, END_OF_TURN
+from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, END_OF_TURN
 
 
 def defaults(batch_tokens, lr, warmup, every):
@@ -80,7 +80,7 @@ def find_data(preset, corpus):
     """The files to learn from when none are named: for the larger models what `fetch_data.sh instructions`
     has brought; else the files that the model was pretrained on."""
     if preset != "small":
-        corpus = sorted(glob.glob("data/instructions*.json") + glob.glob("data/instructions*.jsonl")) or corpus
+        corpus = sorted(glob.glob("data/instructions*.json")) or corpus
     require(corpus, f"there are no instructions in data/: {NAME_SOME}")
     return corpus
 
@@ -91,7 +91,7 @@ def read_conversations(paths):
     conversations = []
     for path in paths:
         check_text(path)
-        if path.lower().endswith((".json", ".jsonl")):
+        if path.endswith((".json", ".jsonl")):
             conversations += read_records(path, make_turns)
         elif re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)):
             conversations += python_pairs(path)
@@ -339,9 +339,9 @@ def evaluate(training, examples):
 
 
 def batch_sizes(training):
-    """-> T, K and the id that fills rows up."""
+    """-> T, K and the id that fills rows up, which may be any."""
     config = training.model.config
-    return config.context, config.predict, training.tokenizer.special.get(END_OF_TEXT, 0)
+    return config.context, config.predict, 0
 
 
 def answer(training, questions, whole):

@@ -31,9 +31,10 @@ corpus on disk, where a line that holds only <|endoftext|> separates documents (
 Sections: 1 words, 2 learning, 3 encoding, 4 large files, 5 the Tokenizer, 6 forms of conversations (chat
 templates), 7 the command line. Sections 1 to 3 are the subject.
 
-What it does not do: other patterns than GPT-2's and that with digits apart, other models than BPE,
-normalization, padding, truncation, offsets.  It has no table of Unicode: a character that is newer than the
-interpreter's (unicodedata.unidata_version) is no letter and no number, so there a newer Python gives other ids.
+What it does not do: other patterns than GPT-2's and that with digits apart, other models than BPE, more than
+65,536 tokens (an id takes 16 bits), normalization, padding, truncation, offsets.  It has no table of Unicode:
+a character that is newer than the interpreter's (unicodedata.unidata_version) is no letter and no number, so
+there a newer Python gives other ids.
 """
 import json
 import os
@@ -98,25 +99,25 @@ def word_pattern(limit, digits):
                       f"|[{SPACE}]+(?![^{no_word}])|[{SPACE}]+")
 
 
-ASCII = 0x7F            # the last code point that a pattern knows
+# the last code point that a pattern knows
 BMP = 0xFFFF
 ALL = 0x10FFFF
 
 
 def split_words(text, digits=False):
     """The words of a str, in order; joined they are the text. "I'd say 42!" -> ["I", "'d", " say", " 42",
-    "!"], with digits [..., " say", " ", "4", "2", "!"]
+    "!"], with digits [..., " say", " ", "4", "2", "!"].  Yields the list of part after part of the text.
 
     `re` looks characters up to U+FFFF up in a table but tries the ranges beyond one by one, four times as
-    slow. So the full pattern is built (in 0.15 s) and used only for a text that has such characters, as
-    emoji. A long text comes here in small parts.
+    slow. So the full pattern is built (in 0.15 s) and used only where there are such characters, as emoji:
+    each part has 4096 characters, or as many more as it takes to the next white space that follows something
+    else. Such white space always begins a new word.
     """
-    limit = BMP
-    if text.isascii():
-        limit = ASCII
-    elif re.search("[\U00010000-\U0010FFFF]", text):
-        limit = ALL
-    return word_pattern(limit, digits).findall(text)
+    for part in re.findall(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+", text):
+        limit = BMP
+        if not part.isascii() and re.search("[\U00010000-\U0010FFFF]", part):
+            limit = ALL
+        yield word_pattern(limit, digits).findall(part)
 
 
 def to_str(text):
@@ -135,15 +136,6 @@ def to_bytes(word):
     return word.encode("utf-8", "surrogateescape")
 
 
-def cut_text(text, size=1 << 12):
-    """Cut a str into parts of `size` characters, or of as many more as it takes to the next white space.
-
-    White space that follows something else always begins a new word, so a text can be cut there and each part
-    split into words by itself.
-    """
-    return re.findall(f"(?s).{{{size}}}.*?[^{SPACE}](?=[{SPACE}])|.+", text)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # 2. Learning the merges
 
@@ -155,8 +147,8 @@ def count_words(texts):
     """Iterable of str or bytes -> Counter of words."""
     words = Counter()
     for text in texts:
-        for part in cut_text(to_str(text)):
-            words.update(split_words(part))
+        for part in split_words(to_str(text)):
+            words.update(part)
     return words
 
 
@@ -273,13 +265,14 @@ class Encoder(dict):
         """tokens: [bytes of token id], which in other people's tokenizers may lack some of the 256 bytes;
         merges {(left id, right id): made id}, in the order learned; digits: see `word_pattern`."""
         self.byte_ids = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1}
-        self.ranks = dict(zip(merges, count()))
         self.made = [*merges.values()]
-        self.typecode = "H" if len(tokens) <= 1 << 16 else "I"      # of an array of ids: 16 bits, or 32
+        # A merge's rank is its place in the order of learning.  In our own tokenizers rank 0 makes token 256,
+        # but elsewhere ids need not follow ranks, and two merges may make one token.
+        self.ranks = dict(zip(merges, count()))
         self.digits = digits
 
     def __missing__(self, word):
-        packed = array(self.typecode, self.merge(to_bytes(word))).tobytes()
+        packed = array("H", self.merge(to_bytes(word))).tobytes()
         if len(word) <= 64:                 # longer ones hardly come again
             if len(self) >= self.MAX_ENTRIES:
                 self.clear()
@@ -288,18 +281,16 @@ class Encoder(dict):
 
     def pack(self, text):
         """str or bytes -> ids packed in the machine's byte order, little-endian on all that this runs on."""
-        parts = []
-        for part in cut_text(to_str(text)):
-            words = split_words(part, self.digits)
-            parts.append(b"".join(map(self.__getitem__, words)))
-        return b"".join(parts)
+        packed = bytearray()
+        for words in split_words(to_str(text), self.digits):
+            packed += b"".join(map(self.__getitem__, words))
+        return packed
 
+    # "hugs" with the merges of the example above: its bytes are 104 117 103 115.  (117, 103) has rank 0: this
+    # makes 104 256 115.  (104, 256) has rank 1: 257 115.  (257, 115) has rank 3: 259.  That is the end.
     def merge(self, word):
         """The bytes of one word -> its list of ids: the merge learned first, at its leftmost place, until
         none fits.  Bytes without a token are left out, and their neighbours may merge.
-
-        A merge's place in the order of learning is its rank. In our own tokenizers rank 0 makes token 256,
-        but elsewhere ids need not follow ranks, and two merges may make one token.
         """
         known = self.byte_ids
         # -1 at both ends merges with nothing: so each id has two neighbours
@@ -450,30 +441,20 @@ def special_ids(added):
 
 
 class Tokenizer:
-    """tokens: in the order of their ids, the 256 bytes as ints or all tokens as bytes (b"": no token has this
-    id); merges: list of (left id, right id), in the order learned; special: names of the special tokens.
-    What a merge makes, or a special token, that is not among the tokens gets the next id.
+    """tokens: [bytes of token id] (b"": no token has this id); merges: {(left id, right id): id made}, in the
+    order learned; special: {name: id}; digits: whether each digit is a word (`word_pattern`).
 
-    vocab_size V, tokens [bytes of token id], merges {(left id, right id): id made}, special {name: id},
-    digits: whether each digit is a word (`word_pattern`), template: the form of conversations, "" or what
-    `known_template` gives.
+    It also has vocab_size V, and template: the form of conversations, "" or what `known_template` gives.
     """
 
     def __init__(self, tokens, merges, special, digits=False):
-        self.tokens = [bytes([token]) if isinstance(token, int) else token for token in tokens]
-        ids = dict(zip(self.tokens, count()))
-
-        def find(token):
-            if token not in ids:
-                ids[token] = len(self.tokens)
-                self.tokens.append(token)
-            return ids[token]
-        self.merges = {(left, right): find(self.tokens[left] + self.tokens[right]) for left, right in merges}
-        self.special = {name: find(name.encode()) for name in special}
-        self.vocab_size = len(self.tokens)
+        self.vocab_size = len(tokens)
+        self.tokens = tokens
+        self.merges = merges
+        self.special = special
         self.digits = digits
         self.template = ""
-        self.encoder = Encoder(self.tokens, self.merges, digits)
+        self.encoder = Encoder(tokens, merges, digits)
 
     @classmethod
     def train(cls, texts, vocab_size):
@@ -490,8 +471,7 @@ class Tokenizer:
     def train_files(cls, files, vocab_size, processes=None, progress=None):
         """The same from files, on all cores in bounded memory. files, progress: as for `encode_files`.
 
-        Lines that hold only <|endoftext|> separate documents and are not learned from. ValueError if all are
-        empty.
+        Lines that hold only <|endoftext|> separate documents and are not learned from.
         """
         chunks = []
         for file in files:
@@ -502,15 +482,22 @@ class Tokenizer:
                 words.update(counts)
                 if len(words) > MAX_WORDS:
                     words = Counter(dict(words.most_common(MAX_WORDS // 2)))
-        require(words, f"There is no text in {', '.join(str(path) for path, _, _ in chunks)}.")
         return cls.from_words(words, vocab_size)
 
     @classmethod
     def from_words(cls, words, vocab_size):
         """Learn from the counts of words, a Counter as `count_words` gives."""
-        # the 256 bytes and SPECIAL_TOKENS
-        require(vocab_size >= 260, f"{vocab_size} tokens is too small a vocabulary; it takes at least 260.")
-        return cls(range(256), learn_merges(words, vocab_size - 260), SPECIAL_TOKENS)
+        # the 256 bytes and SPECIAL_TOKENS; ids have 16 bits
+        require(260 <= vocab_size <= 65536,
+                f"{vocab_size} tokens is too small or too large a vocabulary; it takes at least 260, at most 65536.")
+        tokens = [bytes([byte]) for byte in range(256)]
+        merges = {}
+        for left, right in learn_merges(words, vocab_size - 260):
+            merges[left, right] = len(tokens)
+            tokens.append(tokens[left] + tokens[right])
+        special = dict(zip(SPECIAL_TOKENS, count(len(tokens))))
+        tokens += map(str.encode, special)
+        return cls(tokens, merges, special)
 
     @classmethod
     def from_gpt2(cls, vocab_bpe, encoder_json):
@@ -527,34 +514,31 @@ class Tokenizer:
         ordinary = vocab.keys() - {*special}
         tokens = {}
         for name, i in vocab.items():
-            # ids beyond this limit, far from all that there are, would make a list that fills the memory
-            require(type(i) is int and 0 <= i < 1 << 20,
-                    f"its token {name} has no id below {1 << 20}, but {i}")
+            require(type(i) is int and 0 <= i < 65536, f"its token {name} has no id below 65536, but {i}")
             tokens[i] = bytes(byte_of[char] for char in name) if name in ordinary else name.encode()
         require(len(vocab) == len({*tokens.values()}), "its tokens, or their ids, do not all differ")
         require(all(name[1:] for name in special), "a special token is a single character")
-        pairs = []
+        made = {}
         for merge in merges:
             left, right = merge.split(" ") if isinstance(merge, str) else merge
             require({left, right, left + right} <= ordinary,
                     f"its merge {left} {right} does not make a token of two others")
-            pairs.append((vocab[left], vocab[right]))
-        require(len(pairs) == len({*pairs}), "one of its merges is there twice")
+            made[vocab[left], vocab[right]] = vocab[left + right]
+        require(len(made) == len(merges), "one of its merges is there twice")
         tokens = [tokens.get(i, b"") for i in range(max(tokens) + 1)]
-        return cls(tokens, pairs, sorted(special, key=vocab.get), digits)
+        return cls(tokens, made, {name: vocab[name] for name in sorted(special, key=vocab.get)}, digits)
 
     def encode(self, text):
         """str or bytes -> list of ids, never a special one; decode_bytes gives the same bytes back, whatever
         they are.
         """
-        return array(self.encoder.typecode, self.encoder.pack(text)).tolist()
+        return array("H", self.encoder.pack(text)).tolist()
 
     def special_id(self, *names):
         """The id of the first of these special tokens that there is."""
-        for name in names:
-            if name in self.special:
-                return self.special[name]
-        raise ValueError(f"The tokenizer has no special token {names[0]}.")
+        found = [self.special[name] for name in names if name in self.special]
+        require(found, f"The tokenizer has no special token {names[0]}.")
+        return found[0]
 
     @property
     def end_of_turn(self):
@@ -610,8 +594,8 @@ class Tokenizer:
         """Iterable of ids -> bytes; a special token gives its name."""
         tokens = []
         for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"Token id {token} is out of range: there are V = {self.vocab_size} tokens.")
+            require(0 <= token < self.vocab_size,
+                    f"Token id {token} is out of range: there are V = {self.vocab_size} tokens.")
             tokens.append(self.tokens[token])
         return b"".join(tokens)
 
@@ -634,7 +618,6 @@ class Tokenizer:
         too. There are no empty documents. Memory is bounded: chunks of 1 MiB (`find_cut` says where), on all
         cores or in `processes`. progress(done bytes, all bytes) is called for each chunk.
         """
-        require(self.vocab_size <= 1 << 16, f"{self.vocab_size} tokens are too many: at most 65536.")
         boundary = array("H", [self.special_id(*TEXT_ENDS)]).tobytes()
         encode = partial(encode_chunk, self.encoder, boundary)
         parts = [find_chunks(file, CHUNK) for file in files]
@@ -678,7 +661,7 @@ class Tokenizer:
         with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
             model = content["model"]
             vocab = model["vocab"]
-            special = special_ids(content.get("added_tokens", []))
+            special = special_ids(content["added_tokens"])
             found = {"type": "BPE", **content, **model}
             # trim_offsets makes no difference to ids, and use_regex may be left out
             pre = content.get("pre_tokenizer") or {"type": None}
@@ -785,21 +768,21 @@ def show(tokenizer, text):
     return f"{shown}\n{len(tokens)} tokens for {size} bytes, {size / max(len(tokens), 1):.2f} bytes a token"
 
 
-def train_command(files, vocab_size, out):
-    folder = os.path.dirname(os.path.abspath(out))
-    require(os.access(folder, os.W_OK), f"Cannot write {out}; give --out a file in a folder that exists and is yours.")
-    for path in files:
+def train_command(args):
+    require(os.access(os.path.dirname(args.out) or ".", os.W_OK),
+            f"Cannot write {args.out}; give --out a file in a folder that exists and is yours.")
+    for path in args.files:
         check_text(path)
-    tokenizer = Tokenizer.train_files(files, vocab_size, progress=show_progress("words counted:"))
-    tokenizer.save(out)
-    print(f"{out}: {tokenizer.vocab_size} of {vocab_size} tokens learned")
+    tokenizer = Tokenizer.train_files(args.files, args.vocab, progress=show_progress("words counted:"))
+    tokenizer.save(args.out)
+    print(f"{args.out}: {tokenizer.vocab_size} of {args.vocab} tokens learned")
 
 
-def show_command(text, with_ids, path):
+def show_command(args):
     instead = "give --tokenizer the file that `python tokenizer.py train FILE` wrote"
-    tokenizer = Tokenizer.load(path or f"{newest_checkpoint(instead)}/tokenizer.json")
-    text = sys.stdin.buffer.read() if text == "-" else os.fsencode(text)
-    if with_ids:
+    tokenizer = Tokenizer.load(args.tokenizer or f"{newest_checkpoint(instead)}/tokenizer.json")
+    text = sys.stdin.buffer.read() if args.text == "-" else os.fsencode(args.text)
+    if args.ids:
         print(*tokenizer.encode(text))
     else:
         print(show(tokenizer, text))
@@ -810,7 +793,8 @@ def main(argv):
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="learn a tokenizer from text files")
     training.add_argument("files", nargs="+", help="text; <|endoftext|> separates documents")
-    training.add_argument("--vocab", type=whole_number(260), default=4096, help="largest number of tokens (4096)")
+    training.add_argument("--vocab", type=whole_number(260, 65536), default=4096,
+                          help="largest number of tokens (4096)")
     training.add_argument("--out", default="tokenizer.json", help="the file to write (%(default)s)")
     showing = commands.add_parser("show", help="print a text with its token boundaries")
     showing.add_argument("text", help="the text, or - for standard input; put -- before a text that begins with -")
@@ -818,9 +802,9 @@ def main(argv):
     showing.add_argument("--tokenizer", help="a tokenizer.json (default: the newest model's)")
     args = parser.parse_args(argv)
     if args.command == "train":
-        train_command(args.files, args.vocab, args.out)
+        train_command(args)
     else:
-        show_command(args.text, args.ids, args.tokenizer)
+        show_command(args)
 
 
 if __name__ == "__main__":

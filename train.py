@@ -35,7 +35,7 @@ the model learns them from); no fine-tuning.  With --base the sizes and the toke
 optimizer's moments are not read: the run begins with a warmup, at step 0, and at half the learning rate.
 """
 # first: from here on Ctrl-C is one word on the screen
-from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_plain, check_text, explain,
+from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_text, explain,
                     file_hash, json_values, memory_size, not_negative, positive, positive_or_inf, print_step,
                     printable, read_chunk, read_json, refusing, require, run_script, set_threads, show_progress,
                     start_under_mpiexec, whole_number, write_python_corpus)
@@ -58,7 +58,7 @@ import textwrap
 import time
 import traceback
 import zlib
-from os.path import basename, exists, getsize, normpath
+from os.path import basename, exists, getsize, normpath, realpath
 
 if __name__ == "__main__":
     set_threads()           # before NumPy loads
@@ -74,8 +74,6 @@ from tokenizer import END_OF_TEXT, SEPARATOR, TEXT_ENDS, Tokenizer
 # ------------------------------------------------------------------------------------------------------------
 # 1. Settings
 # ------------------------------------------------------------------------------------------------------------
-NUM_SAMPLES = 3
-MOST_BATCH = 1 << 24    # tokens a step; the largest batch that anybody has reported (Llama 3) is as large
 SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
 
 # Chosen by short runs; docs/notes.md says what else was tried.  lr is Muon's; AdamW takes half of it.
@@ -101,7 +99,8 @@ class Settings:
     same, bit for bit."""
     preset: str             # of CONFIGS
     steps: int              # updates
-    batch_tokens: int = setting(whole_number(1, MOST_BATCH), "tokens a step, a multiple of the context")
+    # the largest batch that anybody has reported (Llama 3) has as many tokens
+    batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step, a multiple of the context")
     lr: float = setting(positive, "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
     mtp_weight: float = setting(not_negative, "weight of the further prediction heads in the loss")
@@ -120,7 +119,7 @@ class Settings:
     device: str = setting(("auto", "cpu", "gpu"), "auto (the default): the CPU for small, else the GPU", "cpu")
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     memory_limit: int = setting(memory_size, "of the GPU, such as 12GB: stay within it", None)      # bytes
-    num_samples: int = setting(whole_number(1), f"samples of an evaluation (default {NUM_SAMPLES})", NUM_SAMPLES)
+    num_samples: int = setting(whole_number(1), "samples of an evaluation (default 3)", 3)
     growth: float = 0.0     # share of the steps at each smaller batch: windows_before
     method: str = ""        # of rl.py: reinforce or dpo
     beta: float = 0.1       # of DPO
@@ -132,7 +131,7 @@ class Settings:
 @dataclasses.dataclass
 class Training:
     """What a run works on.  state: a dict of the "tokens" and "seconds" spent so far, the "script" that this
-    is, its "base" and number of "ranks"; out: the folder to write."""
+    is and its "base"; out: the folder to write."""
     model: object               # Model of either engine
     tokenizer: Tokenizer
     settings: Settings
@@ -235,22 +234,18 @@ def kind_of(path):
     """What validation is reported by: the letters that a file's name begins with.  So books_00.txt and
     books_01.txt are one kind, and web_wikipedia.txt another."""
     stem = os.path.splitext(basename(path))[0]
-    letters = re.match(r"[A-Za-z]*", stem)[0]
-    return letters.lower() or stem
+    return re.match("[a-z]*", stem.lower())[0] or stem
 
 
-def tokenizer_sample(parts, most=100_000_000):
-    """Of (path, start, end) parts of files, what a tokenizer is trained on: everything, or pieces of 1 MB
-    evenly spread that make up `most` bytes.  Which pairs are frequent is known long before gigabytes are
-    read."""
-    total = sum(end - start for _, start, end in parts)
-    if total <= most:
+def tokenizer_sample(parts):
+    """Of parts of files, (path, 0, end), what a tokenizer is trained on: everything, or of more than 100 MB about
+    a hundred pieces of 1 MB, evenly spread.  Which pairs are frequent is known long before gigabytes are read."""
+    total = sum(end for *_, end in parts)
+    if total <= 100_000_000:
         return parts
-    piece = 1_000_000
-    stride = piece * total // most
     sample = []
     for path, start, end in parts:
-        sample += [(path, place, min(place + piece, end)) for place in range(start, end, stride)]
+        sample += [(path, place, min(place + 1_000_000, end)) for place in range(start, end, total // 100)]
     return sample
 
 
@@ -295,8 +290,7 @@ def make_tokenizer(parts, vocab, corpus_key, base):
         return path
     path = f"data/tokenizer-{vocab}-{corpus_key}.json"
     if not exists(path):
-        files = ", ".join(file for file, *_ in parts)
-        print(f"Training a tokenizer of {vocab} tokens on {files}.")
+        print(f"Training a tokenizer of {vocab} tokens.")
         sample = tokenizer_sample(parts)
         Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:")).save(path)
     return path
@@ -304,26 +298,22 @@ def make_tokenizer(parts, vocab, corpus_key, base):
 
 def make_tokens(tokenizer, name, parts):
     """The ids of these parts of files, from data/NAME-CHECKSUM.bin, which is made where it is missing."""
-    start = f"data/{name}"
-    if not glob.glob(f"{glob.escape(start)}-*.bin"):
-        title = name.rpartition("-")[0]
-        tokenizer.encode_files(parts, f"{start}.new", progress=show_progress(f"{title} tokens:"))
-        crc = zlib.crc32(map_tokens(f"{start}.new"))
-        os.replace(f"{start}.new", f"{start}-{crc:08x}.bin")
-    path = glob.glob(f"{glob.escape(start)}-*.bin")[0]
+    made = f"data/{glob.escape(name)}-*.bin"
+    if not glob.glob(made):
+        new = f"data/{name}.new"
+        tokenizer.encode_files(parts, new, progress=show_progress(f"{name.rpartition('-')[0]} tokens:"))
+        os.replace(new, f"data/{name}-{zlib.crc32(map_tokens(new)):08x}.bin")
+    path = glob.glob(made)[0]
     ids = map_tokens(path)
-    if not path.endswith(f"-{zlib.crc32(ids):08x}.bin"):
-        raise ValueError(f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
+    require(path.endswith(f"-{zlib.crc32(ids):08x}.bin"),
+            f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
     return ids
 
 
 def map_tokens(path):
     """A file of uint16 ids, memory-mapped; an empty one cannot be."""
-    check_plain(path)
     count = getsize(path) // 2
-    if count == 0:
-        return np.zeros(0, "<u2")
-    return np.memmap(path, np.dtype("<u2"), mode="r", shape=(count,))
+    return np.memmap(path, "<u2", "r", shape=(count,)) if count else np.zeros(0, "<u2")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -332,8 +322,7 @@ def map_tokens(path):
 def window_count(size, T, K):
     """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
     grid that may be shifted by up to T-1 tokens."""
-    if size < T + K:
-        raise ValueError(f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
+    require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
     return max(1, (size - K - T + 1) // T)
 
 
@@ -342,7 +331,7 @@ def epoch_order(seed, epoch, size, T, K):
     """-> (count,) where in the tokens each window starts, in the epoch's random order."""
     rng = np.random.default_rng([seed, epoch])
     count = window_count(size, T, K)
-    shift = rng.integers(0, min(T, size - K - count * T + 1))
+    shift = rng.integers(min(T, size - K - count * T + 1))
     return shift + T * rng.permutation(count)
 
 
@@ -352,7 +341,7 @@ def window_starts(seed, first, windows, size, T, K):
     starts = []
     for i in range(first, first + windows):
         order = epoch_order(seed, i // count, size, T, K)
-        starts.append(int(order[i % count]))
+        starts.append(order[i % count])
     return starts
 
 
@@ -402,8 +391,9 @@ PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to t
 
 def token_bytes(tokenizer):
     """(V,) how many bytes of text each id stands for; a special token is no text, 0."""
-    special = set(tokenizer.special.values())
-    return np.array([0 if i in special else len(token) for i, token in enumerate(tokenizer.tokens)])
+    sizes = np.array(list(map(len, tokenizer.tokens)))
+    sizes[list(tokenizer.special.values())] = 0
+    return sizes
 
 
 def bits_a_byte(tokenizer, learned):
@@ -430,7 +420,7 @@ def in_units(sums):
     """Sums as of held_out_sums -> [nats a token, bits a byte].  Bits a byte do not depend on the
     tokenizer: models can be compared by them."""
     nats, counted, size = sums
-    return [nats / max(counted, 1), nats / math.log(2) / max(size, 1)]
+    return [nats / counted, nats / math.log(2) / size]
 
 
 def even_windows(val, T, K, micro_batch, most, ranks):
@@ -441,24 +431,21 @@ def even_windows(val, T, K, micro_batch, most, ranks):
         return
     windows = max(1, min(most, len(val) - K) // T)
     stride = (len(val) - K) // windows
-    starts = [i * stride for i in range(windows)]
+    starts = range(0, windows * stride, stride)
     for i in range(micro_batch * ranks.rank, windows, micro_batch * ranks.size):
         yield get_batch(val, starts[i:i + micro_batch], T, K)
 
 
 def validate(training, val, most):
     """-> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {kind: [both]}} on what is held out, at
-    most `most` tokens of each kind; {} if there is nothing.  The ranks share the work."""
+    most `most` tokens of each kind.  The ranks share the work."""
     c = training.model.config
     sums = {}
     for kind, tokens in val.items():
         batches = even_windows(tokens, c.context, c.predict, training.settings.micro_batch, most, training.ranks)
         sums[kind] = held_out_sums(training, batches)
-    found = {kind: in_units(part) for kind, part in sums.items() if part[1]}
-    if not found:
-        return {}
     loss, bpb = in_units(sum(sums.values()))
-    return {"val_loss": loss, "val_bpb": bpb, "val": found}
+    return {"val_loss": loss, "val_bpb": bpb, "val": {kind: in_units(part) for kind, part in sums.items()}}
 
 
 def in_words(result):
@@ -480,8 +467,7 @@ def draw_samples(training, prompts, most):
 def print_samples(titles, samples, whole):
     """What an evaluation has drawn, each below its title; unless whole, a line of the first alone."""
     if not whole:
-        line, *_ = textwrap.fill(repr(samples[0])[1:-1], 69).split("\n")
-        print(f"           {line}")
+        print("          ", textwrap.shorten(repr(samples[0])[1:-1], 69, placeholder=""))
         return
     for title, sample in zip(titles, samples):
         print(f"--- {printable(title)}\n{printable(sample)}")
@@ -526,7 +512,7 @@ def evaluate_pairs(training, path):
                 require(1 < len(sentences[text]) <= T + 1, f"a sentence must have 1 to {T} tokens, the context")
     require(pairs, f"{path} is empty: there are no pairs in it.")
     scores = sentence_scores(training, sentences)
-    means = {name: np.mean([1 + np.sign(scores[good] - scores[bad]) for good, bad in found]) / 2
+    means = {name: np.mean([np.heaviside(scores[good] - scores[bad], 0.5) for good, bad in found])
              for name, found in pairs.items()}
     means["average"] = np.mean([*means.values()])
     for name, mean in means.items():
@@ -537,18 +523,16 @@ def sentence_scores(training, sentences):
     """{sentence: ids} -> {sentence: log p of all its ids but the first}.  The sentences of a batch are about as
     long, so little of it is padding.  The longest come first, so memory is allocated once."""
     model = training.model
-    c = model.config
     progress = show_progress("scored:", "thousand sentences", 1000)
     scores = {}
-    left = sorted(sentences, key=lambda text: len(sentences[text]))
-    while left:
-        T = len(sentences[left[-1]]) - 1
-        width = T + c.predict
-        batch = left[-(training.settings.micro_batch * c.context // T):]
-        del left[-len(batch):]
+    texts = sorted(sentences, key=lambda text: -len(sentences[text]))
+    for rows in slices_of(len(texts), training.settings.micro_batch):
+        batch = texts[rows]
+        T = len(sentences[batch[0]]) - 1
+        width = T + model.config.predict
         windows = np.array([(sentences[text] + [-1] * width)[:width] for text in batch])    # (B,T+K)
         scores.update(zip(batch, model.log_probs(windows[:, :T].clip(0), windows[:, 1:])))
-        progress(len(scores), len(sentences))
+        progress(rows.stop, len(texts))
     return scores
 
 
@@ -557,9 +541,10 @@ def evaluate_text(training, path):
     check_text(path)
     with tempfile.TemporaryDirectory() as folder:
         training.tokenizer.encode_files([path], f"{folder}/ids")
-        result = validate(training, {path: map_tokens(f"{folder}/ids")}, math.inf)
-    require(result, f"{path} is too short: it has no more tokens than the model has heads.")
-    print(f"{path}: loss {in_words(result)}")
+        ids = map_tokens(f"{folder}/ids")
+        require(len(ids) > training.model.config.predict,
+                f"{path} is too short: it has no more tokens than the model has heads.")
+        print(f"{path}: loss {in_words(validate(training, {path: ids}, math.inf))}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -569,14 +554,12 @@ def choose_device(asked, preset, local, planning):
     """-> cpu or gpu.  Unless asked: the CPU for small, for the others the GPU of this local rank.  Where a run
     is only planned, there need be no GPU."""
     device = asked or ("cpu" if preset == "small" else "gpu")
-    missing = model_gpu.why_no_gpu() if device == "gpu" else None
-    if missing and not planning:
-        if asked == "gpu":
-            raise ValueError(missing)
-        raise ValueError(f"{preset} takes many hours or days on a CPU: train small, or say --device cpu to do "
-                         f"so. On a GPU it takes minutes; but: {missing}")
-    if device == "gpu" and not missing:
-        model_gpu.take_gpu(local)
+    if device == "gpu":
+        missing = model_gpu.why_no_gpu()
+        require(planning or not missing, f"{missing} On a CPU, with --device cpu, small takes minutes, and the larger "
+                "models many hours or days.")
+        if not missing:
+            model_gpu.take_gpu(local)
     return device
 
 
@@ -586,17 +569,13 @@ def given_options(args):
 
 
 def choose_sizes(given, preset):
-    """-> the Config of the base, or of the preset, with the sizes given; with --dim, hidden is computed anew."""
-    sizes = {name: given[name] for name in (*SIZES, "mtp_weight") if name in given}
+    """-> the Config of the base, or of the preset, with the sizes given; hidden is computed from dim."""
+    sizes = {name: given[name] for name in SIZES if name in given}
     if "base" in given:
-        base = given["base"]
-        wrong = [option_of(name) for name in sizes if name not in ("context", "mtp_weight")]
-        if wrong:
-            raise ValueError(f"the model in {base} has its sizes: leave out {' '.join(wrong)}.")
-        return dataclasses.replace(checkpoint.read_config(base, given.get("context")), **sizes)
-    if "dim" in sizes:
-        sizes["hidden"] = None
-    return dataclasses.replace(CONFIGS[preset], **sizes)
+        wrong = [option_of(name) for name in sizes if name != "context"]
+        require(not wrong, f"the model in {given['base']} has its sizes: leave out {' '.join(wrong)}.")
+        return checkpoint.read_config(given["base"], given.get("context"))
+    return dataclasses.replace(CONFIGS[preset], hidden=None, **sizes)
 
 
 def make_settings(given, preset, config, defaults, ranks):
@@ -618,11 +597,11 @@ def make_settings(given, preset, config, defaults, ranks):
             f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     windows = model_gpu.ceil_div(settings.batch_tokens // T, ranks.size)
     if "micro_batch" not in given:      # as large as memory allows, up to where a larger one is no faster
-        rows = (32768 if on_gpu else 4096) // T
+        rows = 4096 // T
         if on_gpu:
             most = model_gpu.largest_micro_batch(config, settings.precision, settings.optimizer, ranks.size,
                                                  settings.memory_limit)
-            passes = model_gpu.ceil_div(windows, max(1, min(rows, most)))
+            passes = model_gpu.ceil_div(windows, max(1, min(32768 // T, most)))
             rows = model_gpu.ceil_div(windows, passes)      # 64 windows with room for 46: 32 + 32, not 46 + 18
         settings.micro_batch = max(1, rows)
     settings.micro_batch = min(ranks.all_gather(min(settings.micro_batch, windows)))
@@ -640,28 +619,20 @@ def model_options(settings):
                 memory_limit=settings.memory_limit, optimizer=settings.optimizer)
 
 
-def batch_in_words(settings):
-    """How many tokens a step takes."""
-    words = f"{settings.batch_tokens:,} tokens"
-    if settings.growth:
-        words += f" ({round(settings.growth * settings.steps)} take an eighth, as many a quarter, as many a half)"
-    return words
-
-
 def dry_run(config, settings, ranks):
     """Print what a run would take."""
-    print(f"{model_cpu.param_count(config):,} parameters, {settings.steps} steps of {batch_in_words(settings)} "
+    print(f"{model_cpu.param_count(config):,} parameters, {settings.steps} steps of {settings.batch_tokens:,} tokens "
           f"in micro-batches of {settings.micro_batch} x {config.context}, {ranks.size} x "
-          f"{settings.device} {settings.precision}, {settings.optimizer}, learning rate {settings.lr}.  A new run "
-          f"without --steps takes fewer where these would read the corpus more than "
+          f"{settings.device} {settings.precision}, {settings.optimizer}, learning rate {settings.lr}, growth "
+          f"{settings.growth}.  A new run without --steps takes fewer where these would read the corpus more than "
           f"{MOST_EPOCHS[settings.preset]} times.")
     if settings.device == "gpu":
         how = settings.precision, settings.optimizer, ranks.size
         plan = model_gpu.memory_plan(config, settings.micro_batch, config.context, *how)
-        for name, size in [*plan.items(), ("together", sum(plan.values()))]:
+        plan["together"] = sum(plan.values())
+        for name, size in plan.items():
             print(f"{name:>20} {size / 2**20:10.1f} MiB")
-        largest = model_gpu.largest_micro_batch(config, *how, settings.memory_limit)
-        print(f"The largest micro-batch that fits: {largest}.")
+        print(f"The largest micro-batch that fits: {model_gpu.largest_micro_batch(config, *how, settings.memory_limit)}.")
 
 
 def cap_steps(given, settings, tokens):
@@ -696,21 +667,21 @@ def new_training(script, out, config, tokenizer, settings, ranks, base=None):
         model.step = 0
     else:
         model = engine.Model(config, settings.seed, **options)
-    state = {"script": script, "tokens": 0, "seconds": 0.0, "ranks": ranks.size, "base": base}
+    state = {"script": script, "tokens": 0, "seconds": 0.0, "base": base}
     training = Training(model, tokenizer, settings, state, out, ranks)
     if ranks.rank == 0:
-        is_base = base and exists(out) and os.path.samefile(base, out)
-        require(not is_base, f"--out {out} is the base itself; name another folder for the model made from it.")
+        require(base is None or realpath(base) != realpath(out),
+                f"--out {out} is the base itself; name another folder for the model made from it.")
         checkpoint.lock_folder(out)
         checkpoint.set_aside(out)
         save_run(training)
     return training
 
 
-def read_run(folder, script):
-    """-> (Settings, state) of the run of this script that wrote a checkpoint; ValueError if none did."""
+def read_run(folder):
+    """-> (Settings, state) of the run that wrote a checkpoint; ValueError if none did."""
     state = checkpoint.load_state(folder)
-    with refusing(f"{folder} was not written by {script}: how the run was made is not recorded"):
+    with refusing(f"{folder} was not written by train.py, sft.py or rl.py: how the run was made is not recorded"):
         recorded = {"optimizer": "adamw", **state["settings"]}      # old checkpoints name none: AdamW it was
         recorded.pop("attention", None)                             # old checkpoints name a kind that is gone
         return Settings(**recorded), state
@@ -723,11 +694,11 @@ def describe(base, wanted="small"):
     require(exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py {wanted}` "
             "trains one, --base names another.")
     if exists(checkpoint.paths_of(base)[1]):
-        made, _ = read_run(base, "train.py or sft.py")
+        made, _ = read_run(base)
         return made.preset, made.data
-    dim = max(checkpoint.read_config(base).dim, CONFIGS["small"].dim)
-    fitting = [(config.dim, name) for name, config in CONFIGS.items() if config.dim <= dim]
-    return max(fitting)[1], None
+    dim = checkpoint.read_config(base).dim
+    no_wider = [preset for preset, config in CONFIGS.items() if preset == "small" or config.dim <= dim]
+    return no_wider[-1], None
 
 
 def resume(given, out, script, ranks):
@@ -736,42 +707,30 @@ def resume(given, out, script, ranks):
     require(exists(f"{out}/config.json"), f"there is nothing to resume in {out}.")
     if ranks.rank == 0:
         checkpoint.lock_folder(out)
-    settings, state = read_run(out, script)
+    settings, state = read_run(out)
     require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
     choose_device(settings.device, settings.preset, ranks.local, planning=False)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     steps = given.get("steps", 0)
     if steps > settings.steps and model.step >= settings.steps:
         add_steps(settings, steps, out)
-    refuse_other_options(given, settings, model.config, state.get("base"), out)
-    state = checkpoint.load_state(out, model)           # this time with the optimizer's m and v, into the model
-    before = state.get("ranks", 1)
-    if before != ranks.size:
-        print(f"The run in {out} was one of {before} processes and goes on with {ranks.size}: the same "
-              "batches, and the same losses but for rounding.")
-        state["ranks"] = ranks.size
-    return Training(model, tokenizer, settings, state, out, ranks)
-
-
-def refuse_other_options(given, settings, config, base, out):
-    """ValueError for an option that a resumed run has otherwise."""
-    recorded = {**vars(config), **vars(settings), "base": base}
+    recorded = {**vars(model.config), **vars(settings), "base": state.get("base")}
     for name, value in given.items():
-        if name in recorded and value != recorded[name]:
-            option = "the preset" if name == "preset" else option_of(name)
-            raise ValueError(f"the run in {out} has {option} {str(recorded[name]).strip('[]')}, not "
-                             f"{str(value).strip('[]')}: a resumed run keeps its settings. Leave the option "
-                             "out, or start a new run with --out.")
+        was = recorded.get(name, value)
+        option = "the preset" if name == "preset" else option_of(name)
+        require(value == was, f"the run in {out} has {option} {str(was).strip('[]')}, not {str(value).strip('[]')}: "
+                "a resumed run keeps its settings. Leave the option out, or start a new run with --out.")
+    state = checkpoint.load_state(out, model)           # this time with the optimizer's m and v, into the model
+    return Training(model, tokenizer, settings, state, out, ranks)
 
 
 def add_steps(settings, steps, out):
     """Give a finished run more steps."""
     before = settings.steps
-    rate = learning_rate(before - 1, settings)
     settings.growth *= before / steps                   # the batch does not shrink again
     settings.steps = steps
-    print(f"The run in {out} was finished after {before} steps; it goes on to {steps}.  The learning rate "
-          f"rises from {rate:.2e} to {learning_rate(before, settings):.2e}, by a new schedule.")
+    print(f"The run in {out} was finished after {before} steps; it goes on to {steps}.  The learning rate rises "
+          f"to {learning_rate(before, settings):.2e}, by a new schedule.")
 
 
 def is_finished(training):
@@ -806,7 +765,7 @@ def train(training, job, stop):
     for step in range(model.step + 1, settings.steps + 1):
         # One step: batch, forward, backward, update, report.
         batch = job.batch(step - 1)                         # inputs (B,T), targets (B,T+K-1), counted (K,), weights
-        report.tokens += batch[0].size
+        training.state["tokens"] += batch[0].size
         losses = 0.0
         for part, last in micro_batches(training, *batch):
             losses = losses + model.forward(*part)                                      # (K,)
@@ -850,7 +809,7 @@ def micro_batches(training, inputs, targets, counted, weights):
 def row_slices(training, inputs):
     """The rows of inputs (B,T) in slices of a micro-batch's tokens."""
     tokens = training.settings.micro_batch * training.model.config.context
-    return slices_of(len(inputs), max(1, tokens // inputs.shape[1]))
+    return slices_of(len(inputs), tokens // inputs.shape[1])
 
 
 def sum_over_ranks(training, losses, stop):
@@ -887,36 +846,30 @@ class Report:
         self.training = training
         self.job = job
         self.first = training.model.step
-        self.tokens = training.state["tokens"]      # read so far
-        self.tokens_before = self.tokens
+        self.tokens_before = training.state["tokens"]
         self.began = time.monotonic() - training.state["seconds"]
         self.pauses = training.state["seconds"]     # what does not count for the throughput
-        self.waiting = None                         # the step that is not reported yet
+        self.waiting = []                           # steps that are not reported yet
         self.asked = 0                              # how many ranks have been asked to stop
-        self.log = None
-        if training.ranks.rank == 0:
-            self.log = checkpoint.Log(training.out, self.first)
+        self.log = checkpoint.Log(training.out, self.first) if training.ranks.rank == 0 else None
 
     def __call__(self, step, lr, losses, norm, pause):
         """Report this step, or on a GPU the one before; both before a pause.  -> whether all numbers are
         finite."""
-        before = self.waiting
-        self.waiting = step, self.tokens, lr, self.training.model.later(losses, norm)
-        if before and not self.write(*before):
-            return False
-        if not pause and self.training.settings.device == "gpu":
-            return True
-        now = self.waiting
-        self.waiting = None
-        return self.write(*now, pause)
+        tokens = self.training.state["tokens"]
+        self.waiting.append((step, tokens, lr, self.training.model.later(losses, norm)))
+        late = 0 if pause or self.training.settings.device == "cpu" else 1
+        while len(self.waiting) > late:
+            if not self.write(*self.waiting.pop(0), pause and not self.waiting):
+                return False
+        return True
 
-    def write(self, step, tokens, lr, read, pause=False):
+    def write(self, step, tokens, lr, read, pause):
         """-> whether loss and norm of this step are finite, and before a pause, in which they may be saved, the
         weights, too.  read: waits for the numbers."""
         model = self.training.model
-        state = self.training.state
         losses, norm = read()
-        losses = [float(loss) for loss in losses]
+        losses = losses.tolist()
         norm = float(norm)
         if self.training.ranks.size > 1:
             self.asked = losses.pop()
@@ -926,13 +879,13 @@ class Report:
             print(f"\nerror: step {step} is not finite (loss {losses[0]}, gradient norm {norm}): {bad}. "
                   f"{self.training.out} keeps its last save. Try a lower --lr.", file=sys.stderr)
             return False
-        state["tokens"] = tokens
-        state["seconds"] = time.monotonic() - self.began
+        seconds = time.monotonic() - self.began
+        self.training.state["seconds"] = seconds
         if self.log:
             self.log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
-                           seconds=round(state["seconds"], 3))
+                           seconds=round(seconds, 3))
         steps = self.training.settings.steps
-        working = state["seconds"] - self.pauses
+        working = seconds - self.pauses
         throughput = (tokens - self.tokens_before) / working
         first, now, end = [windows_before(at, self.training.settings, 1) for at in (self.first, step, steps)]
         seconds_left = int(working * (end - now) / (now - first))
@@ -955,7 +908,7 @@ def first_bad_tensor(training, batch):
         model.backward(last)
     for what, views in (("parameter", model.params), ("gradient", model.grads)):
         for name, view in views.items():
-            if not bool(np.isfinite(view).all()):
+            if not np.isfinite(view).all():
                 return f"the first {what} that is not finite is {name}"
     return "every gradient is finite; the loss, or the sum of the gradient's squares, overflowed"
 
@@ -1009,9 +962,8 @@ class Ranks:
         """ValueError, on all ranks, where these are not the same on all."""
         said = self.all_gather(facts)
         for rank, other in enumerate(said):
-            wrong = [name for name, fact in other.items() if fact != said[0].get(name)]
-            if wrong:
-                raise ValueError(f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
+            wrong = [name for name, fact in other.items() if fact != said[0][name]]
+            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
 
     def in_turn(self, function):
         """-> function() of each rank.  Rank 0 calls it first; the others wait, and then find its files."""
@@ -1048,10 +1000,10 @@ class Nccl:
         self.cuda = cuda
         self.nccl = nccl
         self.part = ranks.part
-        self.ranks = ranks
+        self.size = ranks.size
         address = ranks.all_gather(nccl.get_unique_id())[0]
         try:
-            self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
+            self.communicator = nccl.NcclCommunicator(self.size, address, ranks.rank)
         except nccl.NcclError as error:             # "invalid usage", where two processes have one GPU
             raise ValueError(f"NCCL cannot connect the processes: each needs a GPU of its own ({error}).") from None
         self.stream = cuda.Stream(non_blocking=True)
@@ -1074,7 +1026,7 @@ class Nccl:
         reaches all others."""
         stream = self.cuda.get_current_stream().ptr
         self.nccl.groupStart()
-        for rank in range(self.ranks.size):
+        for rank in range(self.size):
             part = array[self.part(len(array), rank)]
             self.communicator.bcast(part.data.ptr, part.nbytes, self.nccl.NCCL_CHAR, rank, stream)
         self.nccl.groupEnd()
@@ -1082,7 +1034,7 @@ class Nccl:
 
 def find_ranks(gpus):
     """-> the Ranks of this run: those that a launcher has started, or as many as --gpus says (None: one)."""
-    launched = [int(os.environ[name]) for name in LAUNCHERS if os.environ.get(name, "").isdecimal()]
+    launched = [int(os.environ[name]) for name in LAUNCHERS if name in os.environ]
     if not launched and gpus and gpus > 1:
         start_under_mpiexec(gpus)
     size = launched[0] if launched else 1
@@ -1112,26 +1064,24 @@ def run_ranks(run, args):
         return run(args, ranks)
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
-        time.sleep(0.3)                             # until mpiexec has passed the word on
-        ranks.world.Abort(130)
+        code = 130
     except BaseException as error:
         time.sleep(min(ranks.rank, 1))
         sentence = explain(error) or "".join(traceback.format_exception(error))
         print(f"error: rank {ranks.rank}: {sentence}", file=stderr)
-        time.sleep(0.3)                             # as above
-        ranks.world.Abort(2)
+        code = 2
+    time.sleep(0.3)                                 # until mpiexec has passed the word on
+    ranks.world.Abort(code)
 
 
 def connect(training):
     """From here on the model's gradient is the sum over all ranks; ValueError where they are not alike."""
     ranks = training.ranks
     if ranks.size > 1:
-        here = os.path.dirname(os.path.abspath(__file__))
-        code = [file_hash(path) for path in sorted(glob.glob(f"{here}/*.[pc][yu]"))]
-        ranks.agree(code=code, versions=(sys.version, np.__version__), **dataclasses.asdict(training.settings),
+        code = [file_hash(path) for path in sorted(glob.glob(f"{os.path.dirname(__file__)}/*.[pc][yu]"))]
+        ranks.agree(code=code, versions=(sys.version, np.__version__), **vars(training.settings),
                     weights=weights_checksum(training.model))
-        on_gpu = training.settings.device == "gpu"
-        training.model.communicator = Nccl(ranks) if on_gpu else ranks
+        training.model.communicator = Nccl(ranks) if training.settings.device == "gpu" else ranks
 
 
 def weights_checksum(model):
@@ -1157,10 +1107,9 @@ def pretraining(training, tokens, val):
 
     def evaluate(step):
         result = validate(training, val, EVAL_TOKENS)
-        if result:
-            print(f"           validation loss {in_words(result)}")
+        print(f"           validation loss {in_words(result)}")
         last = step == settings.steps
-        if last and any(len(ids) > EVAL_TOKENS + T for ids in val.values()):
+        if last and max(map(len, val.values())) > EVAL_TOKENS + T:
             result["all"] = validate(training, val, math.inf)
             print(f"           on all that is held out {in_words(result['all'])}")
         if training.ranks.rank == 0:
@@ -1217,32 +1166,32 @@ def begin_run(given, out, ranks):
         return dry_run(config, settings, ranks)
     if not settings.data:
         settings.data = ranks.in_turn(lambda: find_corpus(preset))
-    prepared = ranks.in_turn(lambda: prepare(settings.data, config.vocab, base))
-    tokenizer, tokens, val, settings.tokens_key = prepared
+    tokenizer, tokens, val, settings.tokens_key = ranks.in_turn(
+        lambda: prepare(settings.data, config.vocab, base))
     window_count(len(tokens), config.context, config.predict)
+    require(min(map(len, val.values())) > config.predict,
+            f"{', '.join(settings.data)}: the end of a text, which is held out for validation, is too short: it needs "
+            f"more than {config.predict} tokens.")
     cap_steps(given, settings, len(tokens))
-    held_out = sum(map(len, val.values()))
-    if held_out <= config.predict:
-        print("The corpus is too short for a validation part: there will be no validation loss.")
     training = new_training("train.py", out, config, tokenizer, settings, ranks, base)
     engine = f"{settings.threads} threads" if settings.device == "cpu" else f"GPU {settings.precision}"
     if ranks.size > 1:
         engine = f"{ranks.size} x {engine}"
     print(f"{base or preset}: {model_cpu.param_count(config):,} parameters, {settings.steps} steps of "
-          f"{batch_in_words(settings)}, {engine}; corpus {', '.join(settings.data)}: "
-          f"{len(tokens):,} tokens to train on, {held_out:,} to validate.")
+          f"{settings.batch_tokens:,} tokens, {engine}; corpus {', '.join(settings.data)}: "
+          f"{len(tokens):,} tokens to train on, {sum(map(len, val.values())):,} to validate.")
     return training, tokens, val
 
 
 def evaluate_folder(given):
     """Print what the model in a folder reaches on the files of --data."""
     require("data" in given, "--evaluate needs --data: texts, or pairs of sentences (./fetch_data.sh blimp).")
-    engine = model_gpu.pick(given.get("device", "auto"))
-    given["device"] = "gpu" if engine is model_gpu else "cpu"
+    given.setdefault("device", "cpu" if model_gpu.why_no_gpu() else "gpu")
     out = given["evaluate"]
     config = checkpoint.read_config(out, given.get("context"))
     settings = make_settings(given, "big", config, DEFAULTS["big"], Ranks())    # the batch, threads, precision
-    loaded = checkpoint.load(out, engine, {**model_options(settings), "training": False}, config.context)
+    options = {**model_options(settings), "training": False}
+    loaded = checkpoint.load(out, model_gpu.pick(settings.device), options, config.context)
     training = Training(*loaded, settings, {}, out, Ranks())
     for path in given["data"]:
         if path.endswith(".jsonl"):

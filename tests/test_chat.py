@@ -20,6 +20,7 @@ import warnings
 import numpy as np
 import pytest
 from cases import once_a_module, parametrize, put, rows, write
+from test_tokenizer import made as made_tokenizer
 
 import chat
 import checkpoint
@@ -243,24 +244,6 @@ def test_lines_that_go_on(models):
     assert [bytes(ids) for ids, *_ in calls] == [b"a\nb\n", b"c\\\n/d", b"a\\"]
 
 
-def test_stats(models, monkeypatch, out_text):
-    """The seconds are those from the question to the last token."""
-    monkeypatch.setattr(chat.time, "perf_counter", itertools.count(0.25, 0.5).__next__)
-    s = session(models, temperature=0)
-    s.answer("Hello")
-    s.model = SimpleNamespace(config=SimpleNamespace(predict=4))
-    s.trace = [(head, drafts, 1.0) for head, drafts in [(0, 0), (0, 3), (1, 3), (2, 3), (0, 3), (1, 3), (0, 3), (0, 0)]]
-    chat.run_command("/stats", s)
-    s.trace = [(0, 0, 1.0)] * 2
-    s.print_stats()
-    none = "no drafts (--speculation)\n"
-    assert out_text() == (
-        "Hi\n2 tokens in 1.00 s, 2.0 tokens/s, 1.60 tokens a verification\n"
-        "  head 1: 2 of 3 drafts right, 67%\n  head 2: 1 of 3 drafts right, 33%\n  head 3: 0 of 3 drafts right, 0%\n"
-        "2 tokens in 1.00 s, 2.0 tokens/s, 1.00 tokens a verification\n"
-        f"  head 1: {none}  head 2: {none}  head 3: {none}")
-
-
 def test_tokens_have_the_colour_of_their_probability(models, monkeypatch, out_text):
     s = session(models)
     s.said, s.trace = [*b"ab\nc\xc3"], [(0, 0, p) for p in (0.5, 0.499, 0.1, 0.01, 0.009)]
@@ -304,16 +287,15 @@ def test_a_session_on_a_terminal(models):
 def test_commands(models):
     """Settings are shown, changed and confirmed; what cannot be is refused in the words of the options."""
     code, out, err = run(models, "--model out/loop --temperature 0", terminals=TERMINAL, input=(
-        b"/stats\n/tokens\n/max-tokens 3\ne\n/temperature  hot \n/max-tokens\n/nothing\n/\n"
+        b"/tokens\n/max-tokens 3\ne\n/temperature  hot \n/max-tokens\n/nothing\n/\n"
         b"/  max-tokens   2 \n/top-p 2\ne\n/help\n/temperature 0.5\n/temperature\n/seed\n/seed  7\n"
         b"/seed \n/seed none\n/seed no\n/top-k none\n/top-k\n/quit now\n/quits\n"))
     assert (code, err) == (0, "")
     assert out.decode().partition("more.\n")[2] == """\
-> /stats is about the last answer, and there is none.
 > /tokens is about the last answer, and there is none.
 > max-tokens is 3
 > ends
-> /temperature must be a number from 0 to 100, not 'hot'.
+> /temperature must be a number of at least 0, not 'hot'.
 > max-tokens is 3
 > There is no command /nothing; /help lists them. A space in front makes it a prompt.
 > There is no command /; /help lists them. A space in front makes it a prompt.
@@ -322,7 +304,7 @@ def test_commands(models):
 > end
 > /reset forgets, /quit leaves. An empty line lets the model write on;
 a line that ends with \\ is continued on the next.
-/stats: how fast the last answer came; /tokens: how likely each token was.
+/tokens: how likely each token of the last answer was.
 The settings now:
   /max-tokens 2
       length of an answer, in tokens, at most
@@ -389,7 +371,7 @@ def test_what_is_asked_of_the_model(models, monkeypatch):
 
 @pytest.mark.parametrize("options, heads, notes", [([], 1, 0), (["--speculation"], 1, 1), (["--speculation"], 2, 0)])
 def test_speculation_without_heads_to_draft_is_a_note(models, monkeypatch, options, heads, notes):
-    model, tokenizer = chat.load_model(str(models / "out" / "random"), "cpu")
+    model, tokenizer = chat.load_model(str(models / "out" / "random"), "cpu", None)
     model.config = dataclasses.replace(model.config, predict=heads)
     monkeypatch.setattr(chat, "load_model", lambda *_: (model, tokenizer))
     _, _, err = run(models, "--model", "m", "--prompt", "x", *options, generate=lambda *_: iter(()))
@@ -442,7 +424,7 @@ def test_any_special_token_ends_an_answer(models, monkeypatch, special):
 # Chat form
 
 def session(models, name="sft", **settings):
-    model, tokenizer = chat.load_model(str(models / "out" / name))
+    model, tokenizer = chat.load_model(str(models / "out" / name), "auto", None)
     return chat.Session(model, tokenizer, chat.parse_arguments([f"--{k}={v}" for k, v in settings.items()]))
 
 
@@ -486,7 +468,7 @@ def test_a_system_text_stands_before_the_first_question(models, capsys):
     s.answer("q" * 10)                                                  # too long to stay beside the first
     assert s.turns == long and capsys.readouterr().err == ""
     s.answer("q" * 11)
-    assert s.turns == long and capsys.readouterr().err == "note: the prompt has 11 tokens; the last 10 are used.\n"
+    assert s.turns == long and capsys.readouterr().err == "note: the prompt has 25 tokens; the last 24 are used.\n"
     for command in "/system", "/system zero", "/system none", "/system":
         chat.run_command(command, s)
     assert capsys.readouterr().out == "system is Be  good.\nsystem is zero\nsystem is none\nsystem is none\n" and s.turns == []
@@ -511,7 +493,7 @@ def test_chat_form_has_a_window_to_the_token(models, err_text):
     text = bytes(range(100))
     for context, room in (1, 1), (5, 1), (6, 2), (32, 21):            # at least one token of what was typed
         s.model = SimpleNamespace(config=SimpleNamespace(context=context))
-        for size, note in (room, ""), (room + 1, f"note: the prompt has {room + 1} tokens; the last {room} are used.\n"):
+        for size, note in (room, ""), (room + 1, f"note: the prompt has {room + 4} tokens; the last {room + 3} are used.\n"):
             s.turns = []
             s.add_turn(text[:size])
             assert s.turns == [turn(text[:size][-room:])] and err_text() == note
@@ -605,7 +587,7 @@ def test_the_newest_checkpoint_is_taken(models):
 
 
 @parametrize("option, low, high, step", [
-    ("max-tokens", 1, 10**9, 1), ("temperature", 0, 100, 1e-9), ("top-k", 0, 10**9, 1), ("top-p", 0.001, 1, 1e-9),
+    ("max-tokens", 1, 10**9, 1), ("top-k", 0, 10**9, 1), ("top-p", 0.001, 1, 1e-9),
     ("seed", 0, 2**63, 1), ("context", 1, 10**9, 1)])
 def test_the_bounds_of_a_number(option, low, high, step):
     """It may reach them."""
@@ -621,7 +603,7 @@ def test_the_bounds_of_a_number(option, low, high, step):
 def test_the_system_text_of_a_template_stays(err_text, context, default):
     """While whole turns between are forgotten: ChatML, whose template brings one, or a plain one, whose turns begin with the
     end of the one before."""
-    tokenizer = Tokenizer(range(256), [], [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
+    tokenizer = made_tokenizer([], [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
     tokenizer.template = known_template(default.join(CHATML_PARTS))
     s = chat.Session(SimpleNamespace(config=SimpleNamespace(context=context)), tokenizer, None)
     for text in b"first", b"second", b"third", b"fourth", b"fifth":
@@ -636,7 +618,7 @@ def test_the_system_text_of_a_template_stays(err_text, context, default):
 
 
 @parametrize("arguments, message", rows("""
-    --temperature -1          | argument --temperature: must be a number from 0 to 100, not '-1'
+    --temperature -1          | argument --temperature: must be a number of at least 0, not '-1'
     --prompt a --lens a       | not allowed with argument
     --plot a.png              | --plot goes with --lens TEXT
     --model nowhere           | nowhere holds no checkpoint

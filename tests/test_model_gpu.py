@@ -734,6 +734,16 @@ def test_the_memory_plan_is_what_is_allocated(made, precision, optimizer):
     check_guards(*made)
 
 
+def test_a_table_is_cut_out_of_memory():
+    """Arrays start at multiples of 256 bytes, one after the other, and none lies in another."""
+    table = [("a", (63,), np.float32), ("b", (2, 32), np.float32), ("c", (65,), np.float32), ("d", (1,), np.float64)]
+    assert model_gpu.table_bytes(table) == 256 + 256 + 512 + 256
+    memory = np.zeros(64 + 1280, np.uint8)
+    arrays = vars(model_gpu.carve(memory, table, 64))
+    assert [array.ctypes.data - memory.ctypes.data for array in arrays.values()] == [64, 320, 576, 1088]
+    assert [(name, array.shape, array.dtype) for name, array in arrays.items()] == table
+
+
 def test_the_plan_of_the_big_model():
     """What was measured; and with few tokens Muon's work has a floor of its own."""
     c = model_cpu.CONFIGS["big"]

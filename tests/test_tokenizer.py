@@ -92,6 +92,15 @@ def slow_digits(text):
     return [word for i, run in enumerate(runs) for word in (slow_words(run) if i % 2 == 0 else [run])]
 
 
+def made(pairs, special, digits=False):
+    """The tokenizer of the 256 bytes, what these pairs of ids make, and special tokens of these names."""
+    tokens = [*BYTES]
+    for left, right in pairs:
+        tokens.append(tokens[left] + tokens[right])
+    ids = {name: len(tokens) + i for i, name in enumerate(special)}
+    return Tokenizer([*tokens, *map(str.encode, special)], {pair: 256 + i for i, pair in enumerate(pairs)}, ids, digits)
+
+
 def slow_bpe(ids, merges):
     """[id, ...], {(left id, right id): made id} -> [id, ...]: the first merge that fits, at its first place, again and
     again."""
@@ -117,15 +126,19 @@ def tokenizer():
 
 # Words
 
+def words_of(text, digits):
+    return [word for part in tk.split_words(text, digits) for word in part]
+
+
 @parametrize("digits, slow, example", [(False, slow_words, "I_'d_ say_ _ 42_!_\u2003_ x_²"),
                                                    (True, slow_digits, "I_'d_ say_  _4_2_!_\u2003_ x_²")])
 def test_words_equal_a_character_by_character_reading(digits, slow, example):
     for text in map(tk.to_str, many_texts(0, 2000)):
-        assert tk.split_words(text, digits) == slow(text), ascii(text)
-    assert "_".join(tk.split_words("I'd say  42!\u2003 x²", digits)) == example
+        assert words_of(text, digits) == slow(text), ascii(text)
+    assert "_".join(words_of("I'd say  42!\u2003 x²", digits)) == example
 
 
-@parametrize("limit", [tk.ASCII, tk.BMP, tk.ALL])
+@parametrize("limit", [tk.BMP, tk.ALL])
 def test_every_code_point_has_its_class(limit):
     chars = [chr(code) for code in range(limit + 1)]
     for char_class, category in zip(tk.char_classes(limit), "LN"):
@@ -134,13 +147,27 @@ def test_every_code_point_has_its_class(limit):
     assert set(re.findall(f"[{tk.SPACE}]", "".join(chars))) == {char for char in WHITE_SPACE if ord(char) <= limit}
 
 
-def test_cut_text_never_cuts_a_word():
-    for text in many_texts(1, 300, 300):
-        parts = list(tk.cut_text(text, size=7))
-        assert "".join(parts) == text and all(len(part) > 7 for part in parts[:-1])
-        for digits in False, True:
-            assert [word for part in parts for word in tk.split_words(part, digits)] == tk.split_words(text, digits)
-    assert list(map(len, tk.cut_text("ab " * 2_000))) == [4_097, 1_903]
+def test_a_long_text_is_cut_where_a_word_begins(monkeypatch):
+    """Into parts of 4,096 characters or more, each with the pattern that it takes."""
+    pattern, parts = tk.word_pattern, []
+
+    class Pattern:
+        def __init__(self, limit, digits):
+            self.findall = lambda part: parts.append((part, limit)) or pattern(limit, digits).findall(part)
+    monkeypatch.setattr(tk, "word_pattern", Pattern)
+    rng = Random(1)
+    texts = [random_text(rng, 20_000) for _ in range(5)] + ["a b" * 3_000 + "\U0001f44d" + "\u4e2d \n a" * 2_000, "ab " * 2_000]
+    limits = set()
+    for text in texts:
+        for digits, slow in (False, slow_words), (True, slow_digits):
+            parts.clear()
+            assert words_of(text, digits) == slow(text)
+            for part, limit in parts:
+                assert limit == (tk.ALL if max(part) > "\uffff" else tk.BMP)
+                limits.add(limit)
+            sizes = [len(part) for part, _ in parts]
+            assert sum(sizes) == len(text) and min(sizes[:-1]) > 4096
+    assert sizes == [4097, 1903] and limits == {tk.BMP, tk.ALL}
 
 
 # Training
@@ -177,8 +204,10 @@ def test_words_are_counted_in_texts_of_any_kind(tokenizer):
     lines = TEXT.splitlines(keepends=True)
     for same in TEXT, reversed(lines), (line.encode() for line in lines):       # a text by itself is one document
         assert list(Tokenizer.train(same, 400).merges) == tk.learn_merges_plain(tk.count_words([TEXT]), 140)
-    with value_error("259 tokens is too small.*260"):
-        Tokenizer.train(["aa aa"], 259)
+    for size in 259, 65537:
+        with value_error(f"^{size} tokens is too small or too large a vocabulary; it takes at least 260, at most 65536.$"):
+            Tokenizer.train(["aa aa"], size)
+    assert Tokenizer.train(["aa aa"], 65536).vocab_size == 261
 
 
 def test_special_tokens_come_last_and_are_never_produced():
@@ -261,18 +290,12 @@ def test_a_full_cache_changes_nothing(tokenizer, monkeypatch):
     encoder.clear()
 
 
-def test_ids_take_16_bits_where_they_fit():
-    """Up to 65,536 tokens, the last id being 65,535."""
-    pairs = [*itertools.product(range(256), repeat=2)]
-    for count, code in (65279, "H"), (65280, "I"):
-        large = Tokenizer(range(256), pairs[:count], [EOT])
-        last = bytes(pairs[count - 1])
-        write("text", last)
-        assert large.encode(last) == [count + 255] and large.decode([count + 256]) == EOT and large.encoder.typecode == code
-        if code == "H":
-            assert encode_to_ids(large, "text") == [65534, 65535]
-    with value_error("^65537 tokens are too many: at most 65536.$"):
-        encode_to_ids(large, "text")
+def test_ids_take_16_bits():
+    """65,536 tokens, the last id being 65,535."""
+    pairs = [*itertools.product(range(256), repeat=2)][:65279]
+    large, last = made(pairs, [EOT]), bytes(pairs[-1])
+    write("text", last)
+    assert large.encode(last) == [65534] and large.decode([65535]) == EOT and encode_to_ids(large, "text") == [65534, 65535]
 
 
 def test_ids_out_of_range_are_named(tokenizer):
@@ -292,7 +315,7 @@ def test_long_words_are_not_quadratic(tokenizer, monkeypatch):
         steps.clear()
         assert tokenizer.decode(merge(text.encode())) == text
         assert len(steps) <= 2 * len(text.encode())         # a pair for each two neighbours there ever were
-    pairs = Tokenizer(range(256), [(97, 98), (99, 100), (256, 257), (258, 258), (258, 256)], [])
+    pairs = made([(97, 98), (99, 100), (256, 257), (258, 258), (258, 256)], [])
     assert pairs.encode("abcd" * 101 + "ab") == [259] * 50 + [260]      # a pair of pairs: both must know each other
 
 
@@ -311,12 +334,12 @@ def test_a_vocabulary_and_its_merges():
     good = Tokenizer.from_vocab(VOCAB, ["a b", ("ab", "c")], [EOT])
     assert good.tokens == [*BYTES, b"ab", b"abc", EOT.encode()] and good.special == {EOT: 258}
     assert good.encode("abcab") == [257, 256] and not good.digits
-    assert Tokenizer.from_vocab({"a": (1 << 20) - 1}, [], []).vocab_size == 1 << 20
+    assert Tokenizer.from_vocab({"a": 65535}, [], []).encode("aa") == [65535] * 2
 
 
 @parametrize("change, merges, special, words", [
     ({"more": 258}, [], EOT, ALIKE), ({"é": 300, "Ã©": 301}, [], "é1 é", ALIKE),
-    *[({"a": i}, [], EOT, f"its token a has no id below 1048576, but {i}") for i in (-1, 1 << 20, 97.5)],
+    *[({"a": i}, [], EOT, f"its token a has no id below 65536, but {i}") for i in (-1, 65536, 97.5)],
     ({"a b": 300}, [], EOT, "' '"), ({}, [], "a", "a special token is a single character"),
     ({}, ["a bc"], EOT, "its merge a bc does not make a token of two others"),
     ({}, [["", ""]], EOT, "its merge   does not make a token of two others"),
@@ -365,7 +388,7 @@ def test_documents(tokenizer, text, documents):
 @parametrize("digits", [False, True])
 def test_chunks_do_not_change_ids(digits, small_chunks):
     """Many small chunks, cut in all kinds of text and separators, give the ids of whole documents."""
-    tokenizer = Tokenizer(BYTES, Tokenizer.train([TEXT, "12 34 2024\n" * 50], 400).merges, SPECIAL_TOKENS, digits)
+    tokenizer = made(Tokenizer.train([TEXT, "12 34 2024\n" * 50], 400).merges, SPECIAL_TOKENS, digits)
     rng, cut = Random(8), 0
     corpora = [["abc123" * 400], ["1 2  3\n\n4" * 200], ["the,cat,中文。" * 150], ["<b>low</b>'s<i>x</i>" * 150]]
     for _ in range(100):
@@ -420,7 +443,7 @@ def test_chunks_by_hand(monkeypatch):
 @parametrize("text", ["c", "\x01", "ab", "\x02\x01", "c\n"])
 def test_a_document_ends_with_one_separator_whatever_its_last_id(text):
     """The separator's id, 257, has the bytes 1, 1: as bytes, those of "c" are greater, those of 0 less."""
-    tokenizer = Tokenizer(range(256), [(97, 98)], SPECIAL_TOKENS)
+    tokenizer = made([(97, 98)], SPECIAL_TOKENS)
     write("a", text)
     write("zero", "\0")
     ids = tokenizer.encode(text)
@@ -442,7 +465,7 @@ def test_several_files_and_parts_of_one(tokenizer, small_chunks):
     (["</s>", EOT], EOT), (["<s>", "</s>"], "</s>"), (["<|im_start|>", "<|im_end|>"], "<|im_end|>"), (["<s>"], None)])
 def test_what_ends_a_text_for_others(special, end):
     """The first of those names; a line of <|endoftext|> in a corpus becomes it."""
-    other = Tokenizer(BYTES, [], special)
+    other = made([], special)
     write("text", f"a\n{EOT}\nc")
     if end:
         assert encode_to_ids(other, "text") == [97, other.special[end], 99, other.special[end]]
@@ -797,7 +820,7 @@ def test_a_long_template_takes_time_in_proportion_to_its_length(part, begin):
 @pytest.fixture
 def chatml():
     special = ["<|im_start|>", "<|im_end|>", *SPECIAL_TOKENS]
-    return Tokenizer(range(256), [(115, 121), (10, 10), (10, 32)], special)          # "sy", two line ends, line end and space
+    return made([(115, 121), (10, 10), (10, 32)], special)          # "sy", two line ends, line end and space
 
 
 def pieces(tokenizer, *parts):
@@ -826,7 +849,7 @@ def test_prompts_have_the_form_of_the_template(chatml):
             assert chatml.prompt(text, system="sys", first=False) == [
                 *pieces(chatml, "\n", start), *chatml.encode(b"user\n" + text), *pieces(chatml, *turn[2:])]
     with value_error("^The tokenizer has no special token <.user.>.$"):
-        Tokenizer(range(256), [], [EOT]).prompt("Hi")
+        made([], [EOT]).prompt("Hi")
 
 
 @parametrize("template", ["", PLAIN, DEFAULT])
@@ -918,7 +941,7 @@ def test_the_commands(capfdbinary):
 
 
 def test_a_terminal_gets_only_what_it_can_show():
-    Tokenizer(range(256), [(0xe4, 0xb8), (256, 0xad)], SPECIAL_TOKENS).save("t.json")
+    made([(0xe4, 0xb8), (256, 0xad)], SPECIAL_TOKENS).save("t.json")
     done = run("show", "中", "--tokenizer", "t.json", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout) == (0, b"\\u4e2d\n1 tokens for 3 bytes, 3.00 bytes a token\n")
 
@@ -928,6 +951,7 @@ def test_a_terminal_gets_only_what_it_can_show():
     train empty.txt             | no text in
     train .                     | not a plain file
     train text.txt --vocab 259  | at least 260
+    train text.txt --vocab 65537 | at most 65,536
     show x                      | there is no trained model in out/: run `make` or `python train.py`, or give --tokenizer the file that `python tokenizer.py train FILE` wrote
     show x --tokenizer text.txt | text.txt is damaged: it is no JSON
     show x --unknown            | unrecognized""")])
