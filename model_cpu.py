@@ -697,7 +697,7 @@ class Model:
         final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
         return self._head_logits(final, *tokens.shape)
 
-    def forward(self, tokens, targets, counted=None, weights=None):
+    def forward(self, tokens, targets, counted=None, weights=None, weigh=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, head k's sum /
         counted[k].
 
@@ -705,7 +705,12 @@ class Model:
         Raises ValueError where head 0 has none at all: there would be nothing to learn.
 
         weights (B,): of each row in head 0's loss, which is then the sum of w_b (-log p) / counted[0], whatever
-        the caller counts there.  The further heads count for nothing, and their losses are 0."""
+        the caller counts there.  The further heads count for nothing, and their losses are 0.
+
+        weigh: a function (log_probs (B,), weights) -> (B,), for weights that depend on what the model says: it
+        takes log_probs of these rows and gives the weights that count in place of `weights`."""
+        if weigh:                                   # reads the rows twice; model_gpu does so once
+            weights = weigh(self.log_probs(tokens, targets), weights)
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.saved = self.workspaces[:len(tokens)]
         parts = [np.array_split(array, len(self.saved)) for array in (tokens, targets, weights)]
@@ -730,10 +735,13 @@ class Model:
 
     def log_probs(self, tokens, targets):
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
-        self.forward(tokens, targets, np.ones(self.config.predict))
+        self.forward(tokens, targets, np.ones(self.config.predict), np.ones(len(tokens)))
         self.saved = []                             # with these divisors backward would make no sense
+        return self._row_log_probs(len(tokens))
+
+    def _row_log_probs(self, B):
         log_p = -self.read(self.nll)[:, 0]          # (B*T,)
-        return log_p.reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
+        return log_p.reshape(B, -1).sum(axis=1, dtype=np.float64)
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.

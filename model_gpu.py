@@ -32,6 +32,7 @@ sentence.
 import bisect
 import collections
 import ctypes
+import dataclasses
 import functools
 import itertools
 import math
@@ -520,15 +521,14 @@ def decode_block(gpu, w, x, qkv, shared):
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, h, w.down, n, c.hidden, C)
 
 
-def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
+def cross_entropy_forward(gpu, losses, nll, logits, inputs, T, learn):
     """losses (K,) = the weighted sums over rows of nll (N,K), those of each target, / divisor (K,).  logits (N,K*V)
     become their own gradients: cross_entropy_forward and cross_entropy_backward of model_cpu in one pass.
-    inputs: the arrays of input_table."""
+    inputs: the arrays of input_table.  Without learn the logits stay."""
     N, K = nll.shape
-    weights = inputs.weights
-    gpu.launch("cross_entropy", N * K, 128, logits, nll, inputs.targets, inputs.head_weights, weights,
-               T, K, gpu.config.vocab)
-    gpu.launch("cross_entropy_sum", K, 1024, losses, nll, inputs.divisor, weights, T, N, K)
+    gpu.launch("cross_entropy", N * K, 128, logits, nll, inputs.targets, inputs.head_weights, inputs.weights,
+               learn, T, K, gpu.config.vocab)
+    gpu.launch("cross_entropy_sum", K, 1024, losses, nll, inputs.divisor, inputs.weights, T, N, K)
 
 
 def gradient_norm(gpu, state, partial, grad, hidden, clip):
@@ -772,8 +772,8 @@ class Model:
         self.inputs = Inputs(input_table(c, rows, c.context))
         self.rows = rows
 
-    def _buffers(self, B, T):
-        """-> (for each layer its Arrays, the Arrays that all share) for a micro-batch (B,T).
+    def _buffers(self, B, T, K):
+        """-> (for each layer its Arrays, the Arrays that all share) for a micro-batch (B,T) and K heads.
         They lie in the work memory; where that is too small, it is made anew."""
         # a CUDA grid is no higher
         require(B <= 65535, f"the GPU engine takes at most 65,535 rows at once, not {B:,}.")
@@ -783,16 +783,16 @@ class Model:
             self._reserve(rows)
         if len(self.buffers_by_shape) > SHAPES:
             self.buffers_by_shape = {}              # and with them their graphs
-        if (B, T) not in self.buffers_by_shape:
-            layer, shared, logits, scratch = work_tables(c, B, T, self.precision)
+        if (B, T, K) not in self.buffers_by_shape:
+            layer, shared, logits, scratch = work_tables(dataclasses.replace(c, predict=K), B, T, self.precision)
             size = table_bytes(layer)
             layers = [carve(self.work, layer, i * size) for i in range(c.layers)]
             arrays = vars(self.inputs.arrays) | {
                 "B": B, "T": T, "first": 0, "replays": collections.defaultdict(Replay)}
             for in_turn in (logits, scratch):           # both begin where what is shared ends
                 arrays.update(vars(carve(self.work, shared + in_turn, c.layers * size)))
-            self.buffers_by_shape[B, T] = layers, Arrays(**arrays)
-        return self.buffers_by_shape[B, T]
+            self.buffers_by_shape[B, T, K] = layers, Arrays(**arrays)
+        return self.buffers_by_shape[B, T, K]
 
     def new_decoder(self, rows, length):
         """A Decoder of so many texts at once, each of at most `length` tokens."""
@@ -801,35 +801,46 @@ class Model:
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a NumPy array of float32 on the host."""
         tokens = as_batch(self.config, tokens)
-        layers, shared = self._buffers(*tokens.shape)
+        layers, shared = self._buffers(*tokens.shape, self.config.predict)
         self.saved = None                               # overwritten now
         self.inputs.send(tokens=tokens)
         final = trunk(self.gpu, self.weights, layers, shared)
         return head_logits(self.gpu, final, self.weights["heads"], *tokens.shape)
 
-    def forward(self, tokens, targets, counted=None, weights=None):
+    def forward(self, tokens, targets, counted=None, weights=None, weigh=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see
         model_cpu."""
         c = self.config
+        K = c.predict if weights is None else 1     # with weights the further heads count for nothing
         tokens, targets, divisor, weights = check_batch(c, tokens, targets, counted, weights)
-        layers, shared = self._buffers(*tokens.shape)
+        B, T = tokens.shape
+        layers, shared = self._buffers(B, T, K)
         flat = tokens.astype(uint16).ravel()        # NumPy sorts these five times as fast as longer numbers
         order = np.argsort(flat, kind="stable")
         starts = np.searchsorted(flat[order], np.arange(c.vocab + 1))
-        self.inputs.send(tokens=tokens, targets=targets, order=order, starts=starts,
-                         head_weights=c.head_weights / divisor, divisor=divisor, weights=weights)
+        send = functools.partial(self.inputs.send, tokens=tokens, targets=targets[:, :T + K - 1], order=order,
+                                 starts=starts, head_weights=c.head_weights / divisor, divisor=divisor)
+        send(weights=weights)
+
+        def loss(learn):
+            cross_entropy_forward(self.gpu, self.losses, shared.nll, shared.logits, shared, T, learn)
 
         def launch():
             final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)
-            linear_forward(self.gpu, shared.logits, final, self.weights["heads"])           # (N,C) -> (N,K*V)
-            cross_entropy_forward(self.gpu, self.losses, shared.nll, shared.logits, shared, shared.T)
+            linear_forward(self.gpu, shared.logits, final, self.weights["heads"][:K * c.vocab])     # -> (N,K*V)
+            loss(not weigh)
 
-        shared.replays["forward"](self.gpu, launch)
+        shared.replays["forward", not weigh](self.gpu, launch)
         self.saved = layers, shared
         self.nll = shared.nll
+        if weigh:
+            send(weights=weigh(self._row_log_probs(B), weights))
+            loss(True)
+        self.losses[K:] = 0.0
         return self.losses.copy()
 
     log_probs = model_cpu.Model.log_probs
+    _row_log_probs = model_cpu.Model._row_log_probs
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
@@ -862,7 +873,8 @@ class Model:
         dx = shared.increment                       # the same memory
         final = shared.n                            # and its gradient
         # logits = final @ heads.T
-        linear_backward(gpu, final, grads["heads"], shared.logits, final, w["heads"], shared.space,
+        rows = shared.logits.shape[1]
+        linear_backward(gpu, final, grads["heads"][:rows], shared.logits, final, w["heads"][:rows], shared.space,
                         add)                                                    # (N,K*V) -> (N,C)
         # final = rmsnorm(x)
         rmsnorm_backward(gpu, dx, grads["norm"], final, shared.x, shared.rstd, w["norm"],

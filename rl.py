@@ -187,10 +187,11 @@ def log_probs_of(training, rows):
     return np.concatenate(found)
 
 
-def make_step(training, rows, divisor, weights):
-    """-> the batch of a step, as Job asks for it."""
+def make_step(training, rows, divisor, weights, *weigh):
+    """-> the batch of a step, as Job asks for it.  weights: (n,), or (n,2) of pairs."""
     T, K, pad = sft.batch_sizes(training)
-    return *sft.make_batch(rows, T, K, pad), np.full(K, divisor), weights
+    batch = [array.reshape(*weights.shape, -1) for array in sft.make_batch(rows, T, K, pad)]
+    return *batch, np.full(K, divisor), weights, *weigh
 
 
 def tell(training, step, record, questions):
@@ -351,14 +352,17 @@ def preferring(training):
     if "reference" not in training.state:           # the model is still the base
         training.state["reference"] = [log_probs_of(training, rows).tolist() for rows in batches + held_out]
     reference = list(map(np.array, training.state["reference"]))
-    losses = {}                                     # of each step
+    margins = {}                                    # z of the pairs of each step
 
     def batch(step):
         [number] = train.window_starts(settings.seed, step, 1, len(batches), 1, 0)
         rows = batches[number]
-        now = log_probs_of(training, rows), reference[number], settings.beta
-        losses[step + 1] = dpo_loss(dpo_margins(*now))
-        return make_step(training, rows, len(rows) // 2, dpo_weights(*now))
+        margins[step + 1] = []
+        return make_step(training, rows, len(rows) // 2, reference[number].reshape(-1, 2), weigh)
+
+    def weigh(*now):
+        margins[max(margins)] += dpo_margins(*now, settings.beta).tolist()
+        return dpo_weights(*now, settings.beta)
 
     def evaluate(step):
         log_probs = np.concatenate([log_probs_of(training, rows) for rows in held_out])
@@ -371,7 +375,7 @@ def preferring(training):
             "rejected": log_probs[1::2].mean()},
             list(unseen.values()))
 
-    return train.Job(batch, evaluate, lambda step, loss: f"dpo {losses[step]:.4f}")
+    return train.Job(batch, evaluate, lambda step, loss: f"dpo {dpo_loss(np.array(margins[step])):.4f}")
 
 
 def own_pairs(training):

@@ -632,7 +632,8 @@ def dry_run(config, settings, ranks):
         plan["together"] = sum(plan.values())
         for name, size in plan.items():
             print(f"{name:>20} {size / 2**20:10.1f} MiB")
-        print(f"The largest micro-batch that fits: {model_gpu.largest_micro_batch(config, *how, settings.memory_limit)}.")
+        largest = model_gpu.largest_micro_batch(config, *how, settings.memory_limit)
+        print(f"The largest micro-batch that fits: {largest}.")
 
 
 def cap_steps(given, settings, tokens):
@@ -746,8 +747,9 @@ def is_finished(training):
 # 8. The loop
 # ------------------------------------------------------------------------------------------------------------
 # What pretraining, fine-tuning and rl.py do not share; train() is the rest.
-#   batch: step, from 0 -> inputs (B,T), targets (B,T+K-1), counted (K,) and weights (B,), which Model.forward takes.
-#       A pure function of the step and the model's weights, so that a run can be resumed.
+#   batch: step, from 0 -> inputs (B,T), targets (B,T+K-1), counted (K,) and weights (B,), which Model.forward takes;
+#       for pairs of rows, which stay together, (B,2,...) each, and weigh.  A pure function of the step and the model's
+#       weights, so that a run can be resumed.
 #   evaluate: step, from 1 -> dict for log.jsonl; prints what it found.
 #   note: (step, from 1, its loss) -> what the progress line says beside the loss.
 Job = collections.namedtuple("Job", "batch evaluate note")
@@ -797,19 +799,20 @@ def train(training, job, stop):
     return 0
 
 
-def micro_batches(training, inputs, targets, counted, weights):
+def micro_batches(training, inputs, targets, counted, weights, *weigh):
     """Yield this rank's rows of a step in micro-batches: (what Model.forward takes, whether it is the last).  A
     micro-batch is bounded by its tokens, so of shorter windows it takes more."""
     inputs, targets, weights = training.ranks.share(inputs, targets, weights)
     for rows in row_slices(training, inputs):
-        part = None if weights is None else weights[rows]
-        yield (inputs[rows], targets[rows], counted, part), rows.stop == len(inputs)
+        rows_of = [array[rows].reshape(-1, array.shape[-1]) for array in (inputs, targets)]
+        part = None if weights is None else weights[rows].ravel()
+        yield (*rows_of, counted, part, *weigh), rows.stop == len(inputs)
 
 
 def row_slices(training, inputs):
-    """The rows of inputs (B,T) in slices of a micro-batch's tokens."""
+    """The rows of inputs (B,T), or the pairs of rows of (B,2,T), in slices of a micro-batch's tokens."""
     tokens = training.settings.micro_batch * training.model.config.context
-    return slices_of(len(inputs), tokens // inputs.shape[1])
+    return slices_of(len(inputs), max(1, tokens // inputs[0].size))
 
 
 def sum_over_ranks(training, losses, stop):

@@ -14,6 +14,7 @@ from cases import parametrize, put, value_error
 
 import cuda_helpers
 import exercises
+import gpu_gradients
 import gradcheck
 import model_cpu
 import model_gpu
@@ -339,7 +340,7 @@ def twin(monkeypatch):
 
 def test_gpu_gradients_are_printed_in_columns(twin, out_text):
     twin.off = {"norm": 1e-6}
-    assert gradcheck.run_gpu_gradients(WIDE, ["fp32", "bf16"], None, False)
+    assert gpu_gradients.run_gpu_gradients(WIDE, ["fp32", "bf16"], None, False)
     assert twin.options == [{"precision": "fp32"}, {"precision": "bf16"}]
     first, *rows, end = out_text().split("\n")[:-1]
     assert first == ("initial weights, 1 layers of width 16, B 2 x T 256; relative L2 from float64; "
@@ -359,7 +360,7 @@ def test_gpu_gradients_are_printed_in_columns(twin, out_text):
     ("second", 1, 1.0, 0.1, False)])
 def test_gpu_gradients_have_their_bars(twin, out_text, precision, name, bar, times, std, good):
     twin.off = {"losses": 0.0, name: times * BARS[precision][bar]}
-    assert bool(gradcheck.run_gpu_gradients(WIDE, [precision], std, False)) == good
+    assert bool(gpu_gradients.run_gpu_gradients(WIDE, [precision], std, False)) == good
     assert out_text().startswith("initial weights" if std is None else "wide (0.1) weights")
 
 
@@ -371,7 +372,7 @@ def test_gpu_gradients_beside_those_of_pytorch(twin, out_text, monkeypatch, std,
         return (1 + 1 / 1024) * reference.flat_grads
     monkeypatch.setitem(sys.modules, "torch_twin", SimpleNamespace(gradient=gradient))
     twin.off = {"all": ours / 1024, "losses": 0.0}
-    assert bool(gradcheck.run_gpu_gradients(WIDE, ["bf16"], std, True)) == good
+    assert bool(gpu_gradients.run_gpu_gradients(WIDE, ["bf16"], std, True)) == good
     assert f"{1 / 1024:.2e}\n  {'ours / PyTorch' + chr(39) + 's':20}{ours:12.2e}\n" in out_text()
 
 
@@ -381,7 +382,7 @@ def test_a_gpu_is_checked_in_all_that_it_can(monkeypatch, out_text, best, precis
     monkeypatch.setattr(model_gpu, "default_precision", lambda: best)
     monkeypatch.setattr(sys, "path", list(sys.path))
     called = []
-    monkeypatch.setattr(gradcheck, "run_gpu_gradients",
+    monkeypatch.setattr(gpu_gradients, "run_gpu_gradients",
                         lambda *arguments: called.append(arguments) or len(called) != bad)
     for bad in None, 1, 2:
         called.clear()
@@ -425,6 +426,7 @@ def test_the_tests_on_a_gpu_pass_with_its_kernels_on_the_cpu(monkeypatch):
     test_on_gpu.test_cached_logits([100, 4, 4, 148])
     test_on_gpu.test_muon("fp32")
     test_on_gpu.test_rows_read_together("bf16")
+    test_on_gpu.test_weights_of_rows_and_log_probs("fp32")
     test_on_gpu.test_many_answers_at_once("bf16", 3, 2)
     monkeypatch.setattr(test_on_gpu, "LENGTHS", (1, 6))
     test_on_gpu.test_attention("bf16", 32, 2)

@@ -181,7 +181,12 @@ def test_cross_entropy(bench):
         weights = bench.rng.standard_normal(B)
         inputs = model_cpu.Arrays(targets=bench.ints(targets), head_weights=bench.put((heads / divisor).astype(f32)),
                                   divisor=bench.put(divisor.astype(f32)), weights=bench.put(weights.astype(f32)))
-        model_gpu.cross_entropy_forward(bench.gpu, losses, nll, logits, inputs, T)
+        before = bench.value(logits).copy()
+        model_gpu.cross_entropy_forward(bench.gpu, losses, nll, logits, inputs, T, False)
+        assert np.array_equal(bench.value(logits), before)
+        alone = nll.copy()
+        model_gpu.cross_entropy_forward(bench.gpu, losses, nll, logits, inputs, T, True)
+        assert np.array_equal(alone, nll)
         expected, total, of_rows = np.zeros(K), np.zeros((N, K)), np.repeat(weights, T)[:, None]
         model_cpu.cross_entropy_forward(expected, total, logits64, table, divisor, of_rows)
         model_cpu.cross_entropy_backward(logits64, total, table, divisor, heads * of_rows)

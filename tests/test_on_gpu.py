@@ -16,7 +16,8 @@ import pytest
 
 import model_cpu
 import model_gpu
-from gradcheck import GPU_BARS, GPU_CONFIG, distance, make_problem, whole_step
+from gpu_gradients import GPU_BARS, GPU_CONFIG, distance, whole_step
+from gradcheck import make_problem
 
 NO_GPU = model_gpu.why_no_gpu()
 pytestmark = [pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU)), pytest.mark.slow]
@@ -214,6 +215,14 @@ def test_weights_of_rows_and_log_probs(precision):
     error = distance(model.flat_grads.get(), reference.flat_grads)
     within(error, 10 * GPU_BARS[precision][0], f"weighted gradients, {precision}")      # the two rows nearly cancel
     expected = reference.log_probs(tokens, targets)
+    gradient, seen = model.flat_grads.get(), []
+    model.flat_grads[...] = 0.0                                     # as after an update
+    model.added = False
+    losses = model.forward(tokens, targets, counted, [7, 9], lambda *given: seen.append(given) or np.array([0.7, -1.3]))
+    model.backward()
+    assert np.array_equal(model.flat_grads.get(), gradient) and losses[0] and not losses[1:].any()
+    [(log_probs, weights)] = seen
+    assert np.array_equal(log_probs, model.log_probs(tokens, targets)) and np.array_equal(weights, [7, 9])
     within(np.abs(model.log_probs(tokens, targets) / expected - 1).max(), ATTENTION_BARS[precision], "log-probabilities")
 
 

@@ -97,6 +97,11 @@ def test_every_entry_of_the_gradient_by_finite_differences(monkeypatch, method):
     if method == "dpo":
         weights = rl.dpo_weights(model.log_probs(tokens, targets), reference, 0.5)
     gradient = gradient_of(model, tokens, targets, counted, weights)
+    if method == "dpo":                             # the same in one call, where the model's own log p gives the weights
+        model.flat_grads[...] = 0.0
+        model.forward(tokens, targets, np.full(2, counted), reference, lambda *now: rl.dpo_weights(*now, 0.5))
+        model.backward()
+        np.testing.assert_allclose(model.flat_grads, gradient, rtol=1e-9, atol=1e-14)
     numeric = [model_cpu.slope(loss, model.flat_params, i, 2e-4) for i in range(gradient.size)]
     parts = model_cpu.param_views(np.arange(gradient.size), model.config)
     for name, place in parts.items():
@@ -207,7 +212,7 @@ def begun(folder, monkeypatch, **given):
     return rl.begin_run({"base": "out/play-sft", "device": "cpu", "batch_tokens": 2048, **given}, "out/here", train.Ranks())
 
 
-def test_what_reinforce_draws(folder, monkeypatch):
+def test_what_reinforce_draws(folder, monkeypatch, out_text):
     """A step: groups for as many answers as its tokens hold, at temperature 1, of prompts that no evaluation asks."""
     training, drawn = begun(folder, monkeypatch), []
     monkeypatch.setattr(rl, "HELD_OUT", 2)
@@ -231,6 +236,10 @@ def test_what_reinforce_draws(folder, monkeypatch):
     assert len(greedy) == 2 and record["reward"] % 1
     assert (hot.temperature, cold.temperature) == (1, 0) and len(sampled) == rl.GROUP * len(greedy) and 1 <= len(greedy) <= 2
     assert asked.isdisjoint(map(tuple, sampled)) and record["length"] == 1 and record["alike"] == 1 and abs(record["kl"]) < 1e-6
+    assert "from the base: look" not in out_text()
+    monkeypatch.setattr(rl, "FAR", -1.0)            # a model farther from its base than that is told so
+    rl.reinforcing(training).evaluate(1)
+    assert "\nnote: 0.00 nats a token from the base: look whether the text is still good.\n" in out_text().replace("-0.00", "0.00")
 
 
 def test_the_pairs_of_a_run(folder, monkeypatch):

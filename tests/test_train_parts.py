@@ -114,7 +114,7 @@ def test_tokens_are_made_once_and_named_by_what_they_are_made_of(tmp_path, monke
     write("books.txt", "\n\n<|endoftext|>\n\n".join(f"document {i} of some words and more " * 800 for i in range(50)))
     _, tokens, _, key = train.prepare(["books.txt"], 300)
     said = out_text()
-    assert "Training a tokenizer of 300 tokens.\nwords counted: 1 MB" in said and f"\ntrain tokens: 1 MB" in said
+    assert "Training a tokenizer of 300 tokens.\nwords counted: 1 MB" in said and "\ntrain tokens: 1 MB" in said
     again = train.prepare(["books.txt"], 300)
     assert not out_text() and again[3] == key and np.array_equal(again[1], tokens)
     os.truncate("books.txt", 40_000)
@@ -292,6 +292,19 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     seven = SimpleNamespace(rank=1, local=0, size=7, all_gather=lambda x: [x])         # more than cores
     assert [settings(options, ranks=ranks).threads for options, ranks in [
         ("", None), ("--micro-batch 4", None), ("--threads 5", None), ("", seven)]] == [6, 4, 5, 1]
+
+
+def test_pairs_of_rows_stay_together():
+    """In micro-batches of any size; and what weighs them comes along."""
+    inputs, targets = np.arange(5 * 2 * 4).reshape(5, 2, 4), np.arange(5 * 2 * 6).reshape(5, 2, 6)
+    for micro_batch, sizes in (1, [2] * 5), (2, [4, 4, 2]), (3, [6, 4]), (9, [10]):
+        training = training_of(SimpleNamespace(config=SimpleNamespace(context=8)), None, SimpleNamespace(micro_batch=micro_batch))
+        parts = list(train.micro_batches(training, inputs, targets, "counted", np.arange(10).reshape(5, 2), "weigh"))
+        assert [last for _, last in parts] == [False] * (len(sizes) - 1) + [True] and {part[4] for part, _ in parts} == {"weigh"}
+        assert [len(part[0]) for part, _ in parts] == sizes
+        rows = [np.concatenate([part[i] for part, _ in parts]) for i in (0, 1, 3)]
+        assert np.array_equal(rows[0], inputs.reshape(10, 4)) and np.array_equal(rows[1], targets.reshape(10, 6))
+        assert rows[2].tolist() == list(range(10))
 
 
 def test_sizes_in_place_of_the_presets():
