@@ -30,7 +30,7 @@ prompts, no files (checkpoint.py).  Arithmetic is float64 by default, where grad
 digits; training passes dtype=np.float32.
 """
 # first: from here on Ctrl-C is one word on the screen
-from script import Parser, require, run_script
+from script import Parser, check_config, require, run_script
 
 import concurrent.futures
 import dataclasses
@@ -735,13 +735,12 @@ class Model:
 
     def log_probs(self, tokens, targets):
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
-        self.forward(tokens, targets, np.ones(self.config.predict), np.ones(len(tokens)))
-        self.saved = []                             # with these divisors backward would make no sense
+        self.forward(tokens, targets, [1], np.ones(len(tokens)))
+        self.saved = []                             # with this divisor backward would make no sense
         return self._row_log_probs(len(tokens))
 
     def _row_log_probs(self, B):
-        log_p = -self.read(self.nll)[:, 0]          # (B*T,)
-        return log_p.reshape(B, -1).sum(axis=1, dtype=np.float64)
+        return -self.read(self.nll)[:, 0].reshape(B, -1).sum(axis=1, dtype=np.float64)
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
@@ -864,8 +863,7 @@ class Decoder:
         This is the forward of training, but the rows of q, k and v go to their place in the cache, and P has
         a row for each new token and a column for each token so far."""
         tokens = self.checked(tokens)
-        final = self._read(tokens[None])            # (n,C)
-        return self.model._head_logits(final[-(last or len(final)):], -1)
+        return self.model._head_logits(self._read(tokens[None])[-(last or len(tokens)):], -1)
 
     def _read(self, tokens):
         """Append tokens (B,n) -> rmsnorm(x) (B*n,C) after the last layer."""
@@ -912,10 +910,9 @@ class Decoder:
             slots = np.arange(self.config.context)
             self.pads = np.where(slots < pads[:, None], -1e30, 0.0)[:, None, None, None]
             tokens = [[0] * count + window for count, window in zip(pads, windows)]
-        heads = self.model.params["heads"]
         final = self._read(np.array(tokens))                                                # (B*n,C)
         last = final.reshape(len(tokens), -1, self.config.dim)[:, -1]                       # (B,C)
-        logits = last @ heads[:sampling.vocab or self.config.vocab].T                       # (B,V)
+        logits = last @ self.model.params["heads"][:sampling.vocab or self.config.vocab].T  # (B,V)
         return sample(logits, t, sampling)
 
 
@@ -1104,31 +1101,6 @@ def print_euler_table(model, tokenizer, tokens):
 # ------------------------------------------------------------------------------------------------------------
 # 6. Checks, and memory
 # ------------------------------------------------------------------------------------------------------------
-def check_config(c):
-    """ValueError if the sizes of a Config do not fit together."""
-    values = vars(c)
-    sizes = ["dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"]
-    if c.positions is not None:
-        sizes.append("positions")
-    for name in sizes:
-        require(type(values[name]) is int and 1 <= values[name] <= 1 << 20,
-                f"{name} must be a whole number from 1 to {1 << 20:,}, not {values[name]!r:.20}.")
-    for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
-        require(type(values[name]) in (int, float) and least <= values[name] <= 1e308,
-                f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
-    for name in ("dim", "hidden", "vocab"):
-        require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
-    require(c.vocab <= 1 << 16, f"vocab_size ({c.vocab}) is more than {1 << 16:,}: ids are uint16.")
-    require(c.dim % (2 * c.heads) == 0,
-            f"dim ({c.dim}) must be a multiple of 2 x heads (2 x {c.heads}): heads must divide {c.dim // 2}.")
-    require(c.heads % c.kv_heads == 0,
-            f"heads ({c.heads}) must be a multiple of kv_heads: {c.kv_heads} does not divide it.")
-    require(c.context <= (c.positions or c.context),
-            f"the context ({c.context}) cannot be more than the model's positions ({c.positions}).")
-    require(c.tied is False or c.tied is True and c.predict == 1,
-            f"tied must be true or false, and true needs predict 1: it is {c.tied!r:.20}, and predict {c.predict}.")
-
-
 CONFIGS = {
     #                 dim  heads  kv_heads  layers  context  vocab
     "small":  Config(128,      4,        2,      4,     128,   512),

@@ -29,7 +29,7 @@ no KL term in the loss (the distance to the base is measured, not bounded), no l
 """
 # first: from here on Ctrl-C is one word on the screen
 from script import (Parser, file_hash, positive, read_chunk, replace_file, require, run_script, set_threads,
-                    whole_number)
+                    short_hash, whole_number)
 
 import json
 import os
@@ -343,7 +343,7 @@ def preferring(training):
     if not has_pairs(settings.data):
         settings.data = [own_pairs(training)]
     pairs = read_pairs(settings.data)
-    check_key(training, train.short_hash(str(pairs)))
+    check_key(training, short_hash(str(pairs)))
     unseen = sft.hold_out([opening for opening, _ in pairs], settings.seed)
     held_out = pair_batches(training, [pair for pair in pairs if sft.as_text(pair[0]) in unseen])
     batches = pair_batches(training, [pair for pair in pairs if sft.as_text(pair[0]) not in unseen])

@@ -1,7 +1,8 @@
 """What every script shares and nobody comes to read: errors as sentences, options, files, progress, signals,
-how a script starts under MPI, work in several processes, and the English inside Python (the last section).
+how a script starts under MPI, work in several processes, which sizes of a model are refused, and the English inside
+Python (the last section).
 
-Read before it: nothing.  Nothing here is about language models: skip it, and come back when one of its names
+Read before it: nothing.  Nothing here explains a language model: skip it, and come back when one of its names
 puzzles you.  It needs the standard library alone.
 
 What it does not do: it computes nothing of a model.
@@ -320,6 +321,10 @@ def file_hash(path):
         return hashlib.sha256(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).hexdigest()
 
 
+def short_hash(*texts):
+    return hashlib.sha256(os.fsencode(" ".join(texts))).hexdigest()[:12]
+
+
 def available_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -420,6 +425,34 @@ def work(chunk):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# The sizes of a model
+# ------------------------------------------------------------------------------------------------------------
+def check_config(c):
+    """ValueError if the sizes of a Config do not fit together."""
+    values = vars(c)
+    sizes = ["dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"]
+    if c.positions is not None:
+        sizes.append("positions")
+    for name in sizes:
+        require(type(values[name]) is int and 1 <= values[name] <= 1 << 20,
+                f"{name} must be a whole number from 1 to {1 << 20:,}, not {values[name]!r:.20}.")
+    for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
+        require(type(values[name]) in (int, float) and least <= values[name] <= 1e308,
+                f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
+    for name in ("dim", "hidden", "vocab"):
+        require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
+    require(c.vocab <= 1 << 16, f"vocab_size ({c.vocab}) is more than {1 << 16:,}: ids are uint16.")
+    require(c.dim % (2 * c.heads) == 0,
+            f"dim ({c.dim}) must be a multiple of 2 x heads (2 x {c.heads}): heads must divide {c.dim // 2}.")
+    require(c.heads % c.kv_heads == 0,
+            f"heads ({c.heads}) must be a multiple of kv_heads: {c.kv_heads} does not divide it.")
+    require(c.context <= (c.positions or c.context),
+            f"the context ({c.context}) cannot be more than the model's positions ({c.positions}).")
+    require(c.tied is False or c.tied is True and c.predict == 1,
+            f"tied must be true or false, and true needs predict 1: it is {c.tied!r:.20}, and predict {c.predict}.")
+
+
+# ------------------------------------------------------------------------------------------------------------
 # The English inside every Python: what the small model learns from where there is no network
 # ------------------------------------------------------------------------------------------------------------
 def python_docstrings():
@@ -470,3 +503,18 @@ def write_python_corpus(path, separator):
             kept.append("\n\n".join(prose))
     os.makedirs(dirname(path), exist_ok=True)
     write_file(path, f"\n\n{separator}\n\n".join(kept).encode())
+
+
+def find_corpus(preset, separator):
+    """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt;
+    else what `fetch_data.sh tiny` has brought; else the text inside Python."""
+    large = sorted(glob.glob("data/books*.txt") + glob.glob("data/web*.txt"))
+    if preset != "small" and large:
+        return large
+    if os.path.exists("data/tiny.txt"):
+        return ["data/tiny.txt"]
+    path = "data/python-{}.{}.txt".format(*sys.version_info)
+    if not os.path.exists(path):
+        print("No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.")
+        write_python_corpus(path, separator)
+    return [path]

@@ -35,10 +35,10 @@ the model learns them from); no fine-tuning.  With --base the sizes and the toke
 optimizer's moments are not read: the run begins with a warmup, at step 0, and at half the learning rate.
 """
 # first: from here on Ctrl-C is one word on the screen
-from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_text, explain,
-                    file_hash, json_values, memory_size, not_negative, positive, positive_or_inf, print_step,
-                    printable, read_chunk, read_json, refusing, require, run_script, set_threads, show_progress,
-                    start_under_mpiexec, whole_number, write_python_corpus)
+from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_text, explain, file_hash,
+                    find_corpus, json_values, memory_size, not_negative, positive, positive_or_inf, print_step,
+                    printable, read_chunk, read_json, refusing, require, run_script, set_threads, short_hash,
+                    show_progress, start_under_mpiexec, whole_number)
 
 import collections
 import dataclasses
@@ -46,7 +46,6 @@ import datetime
 import fcntl
 import functools
 import glob
-import hashlib
 import math
 import os
 import re
@@ -188,21 +187,6 @@ def parse_arguments(argv):
 # ------------------------------------------------------------------------------------------------------------
 # 2. The corpus
 # ------------------------------------------------------------------------------------------------------------
-def find_corpus(preset):
-    """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt;
-    else what `fetch_data.sh tiny` has brought; else the text inside Python."""
-    large = sorted(glob.glob("data/books*.txt") + glob.glob("data/web*.txt"))
-    if preset != "small" and large:
-        return large
-    if exists("data/tiny.txt"):
-        return ["data/tiny.txt"]
-    path = "data/python-{}.{}.txt".format(*sys.version_info)
-    if not exists(path):
-        print("No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.")
-        write_python_corpus(path, END_OF_TEXT)
-    return [path]
-
-
 def split_point(path):
     """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB, and at most 10%
     and 4 MB (about 1M tokens).  The cut moves to the nearest document boundary, else to the nearest line.  A
@@ -226,10 +210,6 @@ def split_point(path):
 # ------------------------------------------------------------------------------------------------------------
 # 3. Tokens
 # ------------------------------------------------------------------------------------------------------------
-def short_hash(*texts):
-    return hashlib.sha256(os.fsencode(" ".join(texts))).hexdigest()[:12]
-
-
 def kind_of(path):
     """What validation is reported by: the letters that a file's name begins with.  So books_00.txt and
     books_01.txt are one kind, and web_wikipedia.txt another."""
@@ -861,7 +841,7 @@ class Report:
         finite."""
         tokens = self.training.state["tokens"]
         self.waiting.append((step, tokens, lr, self.training.model.later(losses, norm)))
-        late = 0 if pause or self.training.settings.device == "cpu" else 1
+        late = not pause and self.training.settings.device == "gpu"
         while len(self.waiting) > late:
             if not self.write(*self.waiting.pop(0), pause and not self.waiting):
                 return False
@@ -1081,7 +1061,7 @@ def connect(training):
     """From here on the model's gradient is the sum over all ranks; ValueError where they are not alike."""
     ranks = training.ranks
     if ranks.size > 1:
-        code = [file_hash(path) for path in sorted(glob.glob(f"{os.path.dirname(__file__)}/*.[pc][yu]"))]
+        code = list(map(file_hash, sorted(glob.glob(f"{os.path.dirname(__file__)}/*.[pc][yu]"))))
         ranks.agree(code=code, versions=(sys.version, np.__version__), **vars(training.settings),
                     weights=weights_checksum(training.model))
         training.model.communicator = Nccl(ranks) if training.settings.device == "gpu" else ranks
@@ -1168,7 +1148,7 @@ def begin_run(given, out, ranks):
     if given["dry_run"]:
         return dry_run(config, settings, ranks)
     if not settings.data:
-        settings.data = ranks.in_turn(lambda: find_corpus(preset))
+        settings.data = ranks.in_turn(lambda: find_corpus(preset, END_OF_TEXT))
     tokenizer, tokens, val, settings.tokens_key = ranks.in_turn(
         lambda: prepare(settings.data, config.vocab, base))
     window_count(len(tokens), config.context, config.predict)

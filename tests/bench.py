@@ -8,6 +8,7 @@
     python tests/bench.py euler         # of the model in out/small
     python tests/bench.py counts FILE   # what counting reaches on a text, beside the model in out/small
     python tests/bench.py train --peer  # on a GPU, as are all below; its last line can be pasted into an issue
+    python tests/bench.py dpo --peer
     python tests/bench.py scale --gpus 2 --peer
     python tests/bench.py attention     # --hopper 0, also of train and decode: as on a GeForce RTX 30 or 40
     python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY-*.bin
@@ -19,7 +20,7 @@ alike.  In scale, attention and curves, and with --steps, one row is measured af
     1. shared by the commands
     2. on a CPU           tokenizer, cpu, euler, counts
     3. generation         decode, drafts
-    4. on a GPU           train, scale, attention
+    4. on a GPU           train, dpo, scale, attention
     5. losses             curves, finetune
     6. the command line
 """
@@ -55,12 +56,13 @@ from numpy.random import default_rng
 import checkpoint
 import model_cpu
 import model_gpu
+import rl
 import sft
 import train
 from model_cpu import CONFIGS, generate
 from model_gpu import pick
-from script import available_cores
-from tokenizer import Tokenizer
+from script import available_cores, find_corpus
+from tokenizer import END_OF_TEXT, Tokenizer
 
 DATA = ROOT.parent / "shared/data"          # texts beside the repository, where somebody has put them
 PEERS_HINT = "pip install -r tests/peers/requirements.txt"
@@ -236,7 +238,7 @@ def find_text(asked):
     for path in Path("data", "books.txt"), DATA / "books_00.txt.xz":
         if path.exists():
             return path
-    path, = train.find_corpus("small")
+    path, = find_corpus("small", END_OF_TEXT)
     print(f"{path} is a short text; ./fetch_data.sh books brings 110 MB, on which a time means more.")
     return Path(path)
 
@@ -715,6 +717,57 @@ def bench_train(model="big", batch=64, context=512, precision="bf16", matmul="cu
           f"{tokens / times['ours']:,.0f} tokens/s, {memory['ours'] / 2 ** 30:.2f} GiB; {versions()}")
 
 
+def bench_dpo(batch=512, length=64, peer=False, rounds=5):
+    """A step of DPO on the GPU, of big in bf16: pairs of random tokens, of which three quarters are answers, and AdamW; with
+    --peer PyTorch's, eager and compiled.  --batch: rows; --length: their tokens."""
+    pick("gpu")
+    config = CONFIGS["big"]
+    tokens, targets = random_batch(config, batch, length)
+    targets[:, :length // 4] = targets[:, length:] = -1
+    model = model_gpu.Model(config, precision="bf16")
+    reference = model.log_probs(tokens, targets)
+
+    def ours():
+        model.forward(tokens, targets, [batch // 2] * config.predict, reference, lambda *now: rl.dpo_weights(*now, 0.1))
+        model.backward()
+        model.update(1e-6, decay=0.0)
+    functions = {"ours": ours}
+    if peer:
+        data = [tokens, targets[:, :length].copy(), reference.astype(np.float32)]
+        for name in "eager", "compiled":
+            functions[f"peer: PyTorch {name}"] = twin_dpo(model, name == "compiled", *data)
+    for function in functions.values():
+        seconds_a_call(function, 4, wait_for_gpu)
+    times = best_times(functions, rounds, 10, wait_for_gpu)
+    print(f"a step of DPO, big, {batch} rows of {length} tokens, bf16, {gpu_name()}: ten steps a round, best of {rounds}")
+    print_steps(times, batch * length)
+
+
+def twin_dpo(model, compiled, *data, device="cuda"):
+    """-> step() of the twin on these tokens, targets and log-probabilities of the reference."""
+    import torch
+    import torch_twin
+    torch.set_float32_matmul_precision("high")
+    tokens, targets, reference = [torch.from_numpy(array).to(device) for array in data]
+    twin = twin_of(model, device)
+    tables = torch_twin.tables(model.config, tokens.shape[1], device)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def loss():
+        return torch_twin.dpo_loss(twin.log_probs(tokens, targets, *tables), reference, 0.1)
+    forward = torch.compile(loss) if compiled else loss
+
+    def step():
+        with torch.autocast(device, torch.bfloat16):
+            total = forward()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total.detach()
+    return step
+
+
 def versions():
     """Of what computes, in words; and whether what Hopper alone has was left out."""
     runtime = model_gpu.cupy.cuda.runtime
@@ -1095,7 +1148,7 @@ def bench_race(options="", record=RECORD[0], seeds=(0, 1, 2, 3)):
 # 6. The command line
 # ----------------------------------------------------------------------------------------------------------------------
 COMMANDS = {run.__name__[len("bench_"):]: run for run in (
-    bench_tokenizer, bench_cpu, bench_decode, bench_drafts, bench_euler, bench_counts, bench_train, bench_scale,
+    bench_tokenizer, bench_cpu, bench_decode, bench_drafts, bench_euler, bench_counts, bench_train, bench_dpo, bench_scale,
     bench_attention, bench_curves, bench_finetune, bench_race)}
 
 # What argparse has to know of an option, where that is more than its default says.

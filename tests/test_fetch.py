@@ -18,6 +18,7 @@ import threading
 import time
 
 import pytest
+from cases import parametrize
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED = pathlib.Path(ROOT).parent / "shared" / "data"
@@ -255,7 +256,7 @@ def test_a_server_that_cannot_resume(place):
 NOT_THAT = "bytes that are not what data/tiny.txt must be (text, at least 500000 bytes); nothing was kept"
 
 
-@pytest.mark.parametrize("mode, message", [(PAGE, "gave a web page ("), (b"", f"gave 0 {NOT_THAT}"),
+@parametrize("mode, message", [(PAGE, "gave a web page ("), (b"", f"gave 0 {NOT_THAT}"),
                                            (PACKED, f"gave 600004 {NOT_THAT}"),
                                            (bytes(len(PLAY)), f"gave 560000 {NOT_THAT}")], ids=range(4))
 def test_a_wrong_answer_is_refused(place, mode, message):
@@ -264,7 +265,7 @@ def test_a_wrong_answer_is_refused(place, mode, message):
     assert place.names() == set()
 
 
-@pytest.mark.parametrize("code", [304, 203])
+@parametrize("code", [304, 203])
 def test_only_the_answer_200_is_kept(place, code):
     """Not the text that comes with another one, nor half a text that was there before and to which nothing came."""
     place.data.mkdir()
@@ -325,7 +326,7 @@ def test_of_a_long_complaint_one_line_is_shown(place):
     place.fails("input.txt cannot be fetched (SSL: no such issuer); run this again to go on")
 
 
-@pytest.mark.parametrize("missing", ["curl", "python3"])
+@parametrize("missing", ["curl", "python3"])
 def test_a_missing_tool_is_named(place, missing):
     for name in {"bash", "dirname", "curl", "python3"} - {missing}:
         place.stand_in(name, f"exec '{shutil.which(name)}' \"$@\"", folder="few")
@@ -343,7 +344,7 @@ def test_a_full_disk(place):
     place.makes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_at_once_and_what_has_come_stays(place, number):
     place.server.modes = ["held", "whole"]      # held until this test ends: a script that waited for curl would hang
     code, err, rest = place.interrupt(number, place.some_has_come, "tiny")
@@ -782,7 +783,7 @@ def test_web_installs_duckdb_into_the_environment(place, duckdb, parquet):
     assert (place.folder / "pip-called").read_text().split()[-1] == "duckdb-cli"
 
 
-@pytest.mark.parametrize("word, name, rows, records", [
+@parametrize("word, name, rows, records", [
     ("blimp", "nyu-mll/blimp@~parquet/{}/train/0000.parquet",
      [{"sentence_good": f"Good {i}.", "sentence_bad": "Bad.", "field": "syntax", "UID": f"set_{i}"} for i in range(2)],
      [{"good": f"Good {i}.", "bad": "Bad.", "name": f"set_{i}"} for i in range(2)]),

@@ -7,6 +7,8 @@ import types
 
 import numpy as np
 import pytest
+from cases import parametrize
+from numpy.testing import assert_allclose, assert_array_equal
 
 import model_cpu
 import model_gpu
@@ -82,7 +84,7 @@ def test_embedding(bench):
         out, expected = bench.empty(N, C), np.zeros((N, C))
         model_gpu.embedding_forward(bench.gpu, out, bench.ints(tokens), embed)
         model_cpu.embedding_forward(expected, tokens, embed64)
-        np.testing.assert_array_equal(bench.value(out), expected)
+        assert_array_equal(bench.value(out), expected)
 
         dout, dout64 = bench.real(N, C)
         dembed, expected = bench.single(V, C)
@@ -93,7 +95,7 @@ def test_embedding(bench):
         bench.close(dembed, expected)
 
 
-@pytest.mark.parametrize("with_step", [True, False])
+@parametrize("with_step", [True, False])
 def test_rmsnorm_forward(bench, with_step):
     for N, C, scale in [(1, 8, 3.0), (3, 256, 3.0), (7, 264, 3.0), (2, 2056, 1e-3)]:    # eps shows there
         before, x64 = bench.real(N, C, scale=scale)
@@ -106,12 +108,12 @@ def test_rmsnorm_forward(bench, with_step):
             x64 = bench.value(x)                                         # as stored
         expected, expected_rstd = np.zeros((N, C)), np.zeros(N)
         model_cpu.rmsnorm_forward(expected, expected_rstd, x64, gain64, 1e-5)
-        np.testing.assert_array_equal(bench.value(x), x64)
+        assert_array_equal(bench.value(x), x64)
         bench.close(out, expected)
         bench.close(rstd, expected_rstd)
 
 
-@pytest.mark.parametrize("add", [False, True])
+@parametrize("add", [False, True])
 def test_rmsnorm_backward(bench, monkeypatch, add):
     for N, C, blocks in [(1, 8, 4), (9, 264, 4), (70, 72, 33)]:
         monkeypatch.setattr(model_gpu, "NORM_BLOCKS", blocks)
@@ -127,7 +129,7 @@ def test_rmsnorm_backward(bench, monkeypatch, add):
         expected = np.zeros((N, C))
         model_cpu.rmsnorm_backward(expected, dgain64, dout64, x64, rstd64, gain64)
         bench.close(dx, expected + add * dx64)
-        np.testing.assert_array_equal(bench.value(dout), dout64)
+        assert_array_equal(bench.value(dout), dout64)
         bench.close(dgain, dgain64, 4e-6)
 
 
@@ -161,7 +163,7 @@ def test_swiglu(bench):
         model_gpu.swiglu_backward(bench.gpu, gate_up, dout)
         model_cpu.swiglu_backward(dgate_up, dout64, sigmoid, gate_up64)
         bench.close(gate_up, dgate_up)
-        np.testing.assert_array_equal(bench.value(dout), dout64)
+        assert_array_equal(bench.value(dout), dout64)
 
 
 def test_cross_entropy(bench):
@@ -191,7 +193,7 @@ def test_cross_entropy(bench):
         model_cpu.cross_entropy_forward(expected, total, logits64, table, divisor, of_rows)
         model_cpu.cross_entropy_backward(logits64, total, table, divisor, heads * of_rows)
         # bf16: the quick exponential
-        np.testing.assert_allclose(losses, expected, rtol=2e-5 if bench.bf16 else 2e-6, atol=-1e-7 * shift)
+        assert_allclose(losses, expected, rtol=2e-5 if bench.bf16 else 2e-6, atol=-1e-7 * shift)
         bench.close(logits, logits64, None if bench.bf16 else 2e-6 * max(spread, -shift))    # z - log total cancels
         assert not bench.value(logits)[table < 0].any()
 
@@ -219,11 +221,11 @@ def test_muon(bench, monkeypatch):
             for i in range(2):
                 model_cpu.muon_update(*(x[layer, i * size:][:size].reshape(rows, columns) for x in expected), 0.5, 0.25)
         bench.close(m, expected[2].ravel())
-        np.testing.assert_array_equal(grad, expected[1].ravel())
+        assert_array_equal(grad, expected[1].ravel())
         bench.close(param, expected[0].ravel(), 0.05 if bench.bf16 else 1e-5)
         copy, param = copy.reshape(L, stride), param.reshape(L, stride)
         if bench.bf16:
-            np.testing.assert_array_equal(copy[:, :2 * size], to_bf16(param[:, :2 * size]))
+            assert_array_equal(copy[:, :2 * size], to_bf16(param[:, :2 * size]))
         assert np.isnan(bench.value(copy[:, 2 * size:])).all()
 
 
@@ -283,7 +285,7 @@ def test_decode_qkv(bench):
         assert again.tobytes() == qkv.tobytes()
 
 
-@pytest.mark.parametrize("kernel", ["decode_residual", "decode_swiglu", "decode_logits"])
+@parametrize("kernel", ["decode_residual", "decode_swiglu", "decode_logits"])
 def test_decode_products(bench, kernel):
     """Of rows at once and one by one: the same bits."""
     for (n, C), O in zip(WIDTHS, (8, 18, 24, 8, 40)):
@@ -373,9 +375,9 @@ def drawn(bench, logits, vocab, seed, t, temperature=1.0, top_k=0, top_p=1.0):
     z = logits[..., :vocab].astype(np.float64)
     at = t + np.add.outer(np.arange(n), np.arange(heads)).reshape(-1)
     expected = model_cpu.sample(z.reshape(n * heads, -1), at, model_cpu.Sampling(temperature, top_k, top_p, seed))
-    np.testing.assert_array_equal(ids.reshape(-1), expected)
+    assert_array_equal(ids.reshape(-1), expected)
     first = np.exp(z[:, 0] - z[:, 0].max(axis=1, keepdims=True))
-    np.testing.assert_allclose(p, first[np.arange(n), ids[:, 0]] / first.sum(axis=1), rtol=1e-5)
+    assert_allclose(p, first[np.arange(n), ids[:, 0]] / first.sum(axis=1), rtol=1e-5)
     return ids
 
 
@@ -463,7 +465,7 @@ def test_every_kernel_that_starts_early_waits_before_it_reads():
 ROW_KERNELS = "embedding_forward", "rmsnorm_forward", "rmsnorm_backward"
 
 
-@pytest.mark.parametrize("arch, bf16, threads", [
+@parametrize("arch, bf16, threads", [
     ("sm_70", 0, 1024), ("sm_80", 1, 1024), ("sm_90", 1, 96), ("sm_120", 1, 96),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("sm_75", 0, 1024), ("sm_80", 0, 96), ("sm_89", 1, 96), ("sm_90", 0, 1024), ("sm_100", 1, 1024)))])

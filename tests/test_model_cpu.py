@@ -3,11 +3,14 @@
 That every gradient is right is gradcheck.py's part, whose plain_losses is the judge of the forward here; that the model is the
 one the world calls Llama, tests/peers'."""
 import dataclasses
+import functools
 import itertools
 import math
 
 import numpy as np
 import pytest
+from cases import once_a_module, parametrize, refusal, value_error
+from numpy.testing import assert_allclose
 
 import gradcheck
 import model_cpu
@@ -64,7 +67,7 @@ WHOLE = "{} must be a whole number from 1 to 1,048,576, not {!r}."
 FINITE = "{} must be a finite number of at least {}, not {!r}."
 
 
-@pytest.mark.parametrize("change, sentence", [
+@parametrize("change, sentence", [
     *((({name: value}), WHOLE.format(name, value)) for name, value in [
         ("dim", 0), ("heads", -8), ("kv_heads", True), ("layers", 8.0), ("context", "8"), ("vocab", None), ("predict", 1 << 21),
         ("hidden", 0)]),
@@ -78,9 +81,7 @@ FINITE = "{} must be a finite number of at least {}, not {!r}."
     (dict(context=9, positions=8), "the context (9) cannot be more than the model's positions (8)."),
     (dict(tied=True), "tied must be true or false, and true needs predict 1: it is True, and predict 3.")])
 def test_sizes_that_do_not_fit_are_refused(change, sentence):
-    with pytest.raises(ValueError) as error:
-        dataclasses.replace(TINY, **change)
-    assert str(error.value) == sentence
+    assert refusal(functools.partial(dataclasses.replace, TINY, **change)) == sentence
 
 
 def test_the_outermost_sizes_are_taken():
@@ -118,7 +119,7 @@ def test_a_tied_head_is_the_embedding():
     assert np.array_equal(step_gradient(model, tokens, targets)[0], step_gradient(apart, tokens, targets)[0])
     for name, _ in model_cpu.param_table(config):
         expected = apart.grads["embed"] + apart.grads["heads"] if name == "embed" else apart.grads[name]
-        np.testing.assert_allclose(model.grads[name], expected, rtol=1e-12, atol=1e-17)
+        assert_allclose(model.grads[name], expected, rtol=1e-12, atol=1e-17)
     table = model_cpu.update_table(config, "muon")
     assert [(rule, decayed) for rule, _, _, decayed in table] == [("adamw", True), ("muon", True), ("adamw", False)]
 
@@ -126,7 +127,7 @@ def test_a_tied_head_is_the_embedding():
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("change", [dict(), dict(heads=2, kv_heads=2, norm_eps=0.3), dict(kv_heads=1, rope_theta=5.0, hidden=40),
+@parametrize("change", [dict(), dict(heads=2, kv_heads=2, norm_eps=0.3), dict(kv_heads=1, rope_theta=5.0, hidden=40),
                                     dict(predict=1, tied=True)])
 def test_losses_and_logits_by_plain_loops(change):
     """Against token by token, head by head; a head that has no target in the whole step has the loss 0."""
@@ -146,7 +147,7 @@ def test_losses_and_logits_by_plain_loops(change):
     assert np.array_equal(logits, kept) and logits.shape == (4, 16, config.predict, config.vocab)       # a new array
 
 
-@pytest.mark.parametrize("dtype, error", [(np.float32, 1e-7), (np.float64, 1e-12)])
+@parametrize("dtype, error", [(np.float32, 1e-7), (np.float64, 1e-12)])
 def test_rope_table_by_hand(dtype, error):
     config = Config(dim=24, heads=4, kv_heads=1, layers=1, context=600, vocab=8, rope_theta=7)
     cos, sin = model_cpu.rope_table(config, dtype)
@@ -205,11 +206,11 @@ def test_targets_and_divisors_by_hand():
     _, _, divisor, weights = model_cpu.check_batch(TINY, tokens, targets, [7, 0, 3], [2, -1])
     assert divisor.tolist() == [7, np.inf, np.inf] and weights.tolist() == [2, -1]
     for wrong in ([1], [[1, 2]], [1, np.nan]):
-        with pytest.raises(ValueError, match="weights must be 2 finite numbers, one a row"):
+        with value_error("weights must be 2 finite numbers, one a row"):
             model_cpu.check_batch(TINY, tokens, targets, None, wrong)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@parametrize("threads", [1, 2])
 def test_micro_batches_sum_to_the_whole_batch(threads):
     model, (tokens, targets) = wide_model(threads=threads), make_batch(B=5)
     targets[1, 3:] = -1
@@ -222,23 +223,23 @@ def test_micro_batches_sum_to_the_whole_batch(threads):
         model.backward()
     same_step((total, model.flat_grads), expected)
     assert model.forward(tokens[4:], targets[4:], counted).tolist() == [0.0] * TINY.predict
-    with pytest.raises(ValueError, match="^head 0 has no counted target in the whole step: all targets are -1.$"):
+    with value_error("^head 0 has no counted target in the whole step: all targets are -1.$"):
         model.forward(tokens[4:], targets[4:])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@parametrize("threads", [1, 2])
 def test_without_training_there_are_no_gradients(threads):
     tokens, targets = make_batch()
     model, other = wide_model(threads=threads), Model(TINY, seed=None, threads=threads, training=False)
     other.write(other.flat_params, model.flat_params)
     assert np.array_equal(other.forward(tokens, targets), model.forward(tokens, targets))
-    with pytest.raises(ValueError, match=r"^this model was made with training=False: it has no gradients\.$"):
+    with value_error(r"^this model was made with training=False: it has no gradients\.$"):
         other.backward()
     assert other.flat_grads is other.m is other.v is None and other.grads == {}
     assert [workspace.flat_grads for workspace in other.workspaces] == [None] * threads
 
 
-@pytest.mark.parametrize("tokens, targets, words", [
+@parametrize("tokens, targets, words", [
     ([[0, 264]], [[0] * 4], "token id 264 is out of range: the vocabulary has 264 ids, 0 to 263."),
     ([[0, -1]], [[0] * 4], "token id -1 is out of range"),
     ([[0, 1]], [[0, 0, 0, 264]], "target id 264 is out of range"), ([[0, 1]], [[0, 0, 0, -2]], "target id -2 is out of range"),
@@ -249,19 +250,15 @@ def test_without_training_there_are_no_gradients(threads):
     ([[0, 1]], [[0] * 4] * 2, "integers (B, T+K-1) = (1, 4), not int64 of shape (2, 4).")])
 def test_bad_batches_are_refused(tokens, targets, words):
     model = Model(TINY)
-    calls = [lambda: model.forward(np.array(tokens), np.array(targets))]
+    assert words in refusal(model.forward, np.array(tokens), np.array(targets))
     if "token" in words:
-        calls.append(lambda: model.logits(tokens))
-    for call in calls:
-        with pytest.raises(ValueError) as error:
-            call()
-        assert words in str(error.value)
+        assert words in refusal(model.logits, tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Threads, and memory
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("threads", [2, 3])
+@parametrize("threads", [2, 3])
 def test_threads_change_nothing_but_rounding(threads):
     """Neither an idle thread's gradient nor what a larger batch left in the buffers gets into the sum."""
     many, one = wide_model(threads=threads), wide_model()
@@ -272,7 +269,7 @@ def test_threads_change_nothing_but_rounding(threads):
         same_step(step_gradient(many, *batch), step_gradient(one, *batch))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@parametrize("threads", [1, 2])
 def test_backward_needs_a_forward_of_its_own(threads):
     """Whatever overwrites what forward has left makes backward a sentence, and not a wrong gradient."""
     model, (tokens, targets) = wide_model(threads=threads), make_batch()
@@ -281,15 +278,14 @@ def test_backward_needs_a_forward_of_its_own(threads):
                     lambda: model.log_probs(tokens, targets), lambda: model.update(0.0), model.refresh):
         model.forward(tokens, targets)
         between()
-        with pytest.raises(ValueError, match=ALONE):
+        with value_error(ALONE):
             model.backward()
-    with pytest.raises(ValueError, match=ALONE):
+    with value_error(ALONE):
         wide_model(threads=threads).backward()
     model.flat_grads[...] = 0.0
     model.forward(tokens, targets)
     model.decoder.extend([1, 2, 3])                                 # it has arrays of its own
-    with pytest.raises(ValueError):
-        model.forward(tokens, targets + TINY.vocab)                 # refused before anything is overwritten
+    refusal(model.forward, tokens, targets + TINY.vocab)            # before anything is overwritten
     model.backward()
     assert np.array_equal(model.flat_grads, expected)
 
@@ -301,7 +297,7 @@ def test_overflow_in_a_thread_is_silent():
     assert not np.all(np.isfinite(step_gradient(model, tokens, targets)[0]))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@parametrize("threads", [1, 2])
 def test_what_is_left_in_the_work_arrays_changes_nothing(threads):
     """NaN in all of them before each forward, and before each backward in those that no forward writes."""
     model, batches = wide_model(threads=threads), [make_batch(B=3, T=16), make_batch(B=4, T=5)]
@@ -330,7 +326,7 @@ def test_moments_by_hand():
     size, layers = model_cpu.param_count(TINY), 2 * (32 * 16 + 16 * 16 + 96 * 16 + 16 * 48)
     assert model_cpu.moment_count(TINY, "adamw") == 2 * size == model_cpu.moment_count(TINY, "muon") + layers
     assert Model(TINY, optimizer="muon").v.size == size - layers
-    with pytest.raises(ValueError, match=r"^optimizer must be one of muon, adamw, not 'sgd'\.$"):
+    with value_error(r"^optimizer must be one of muon, adamw, not 'sgd'\.$"):
         Model(TINY, optimizer="sgd")
 
 
@@ -353,7 +349,7 @@ def orthogonal(u):
     return (U * s) @ Vt
 
 
-@pytest.mark.parametrize("shape", [(3, 8), (8, 3), (16, 16), (1, 5), (344, 128)])
+@parametrize("shape", [(3, 8), (8, 3), (16, 16), (1, 5), (344, 128)])
 def test_newton_schulz_moves_singular_values_alone(shape):
     """And makes 15 products, of which the squares are of the shorter side: of the longer one they take several times as long."""
     for scale in (1e-4, 1e6):
@@ -365,7 +361,7 @@ def test_newton_schulz_moves_singular_values_alone(shape):
     assert not model_cpu.newton_schulz(np.zeros(shape)).any()
 
 
-@pytest.mark.parametrize("optimizer, threads", [("adamw", 2), ("muon", 1), ("muon", 3)])
+@parametrize("optimizer, threads", [("adamw", 2), ("muon", 1), ("muon", 3)])
 def test_updates_by_named_tensors(optimizer, threads):
     """Steps against the same from named tensors, q, k, v, gate and up cut by hand.  More parameters than two pieces of an
     update; gradients below, about and above eps; norms above the limit and below it."""
@@ -399,8 +395,8 @@ def test_updates_by_named_tensors(optimizer, threads):
         assert not model.flat_grads.any()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("at, value", [(0, np.inf), (264 * 16 + 5, np.nan), (-1, np.inf)])
+@parametrize("optimizer", ["adamw", "muon"])
+@parametrize("at, value", [(0, np.inf), (264 * 16 + 5, np.nan), (-1, np.inf)])
 def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, at, value):
     model = wide_model(optimizer=optimizer)
     model.flat_grads[:] = 1.0
@@ -413,7 +409,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, at, value):
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, after))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@parametrize("threads", [1, 2, 3])
 def test_training_is_bit_identical_from_run_to_run(threads):
     runs = []
     for _ in range(2):
@@ -429,7 +425,7 @@ def test_training_is_bit_identical_from_run_to_run(threads):
 # ---------------------------------------------------------------------------------------------------------------------
 # Cached decoding, the window
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("heads, kv_heads, size", [(4, 2, 1.0), (4, 4, 1.0), (2, 1, 100.0)])
+@parametrize("heads, kv_heads, size", [(4, 2, 1.0), (4, 4, 1.0), (2, 1, 100.0)])
 def test_extend_in_any_cut_equals_logits(heads, kv_heads, size):
     """Also where the scores are in the thousands; and of what is asked for, the last rows alone."""
     model, rng = wide_model(dataclasses.replace(TINY, heads=heads, kv_heads=kv_heads)), np.random.default_rng(0)
@@ -454,17 +450,17 @@ def test_what_the_decoder_refuses():
     decoder = model.decoder
     assert decoder.extend([1] * 10).dtype == decoder.cache.dtype == np.float32
     for tokens, words in (([1] * 7, "7 tokens at 10 do not fit the context of 16."), ([264], "token id 264 is out of range")):
-        with pytest.raises(ValueError, match=words):
+        with value_error(words):
             decoder.extend(tokens)
     for position in (-1, 11):
-        with pytest.raises(ValueError, match=f"^the position must be from 0 to 10, .*, not {position}.$"):
+        with value_error(f"^the position must be from 0 to 10, .*, not {position}.$"):
             decoder.position = position
     assert decoder.position == 10 and len(decoder.extend([1] * 6)) == 6
     decoder.forget()
     assert decoder.tokens == []
 
 
-@pytest.mark.parametrize("context", [1, 2, 3, 7, 8])
+@parametrize("context", [1, 2, 3, 7, 8])
 def test_window_rule(context):
     starts = [window_start(n, context) for n in range(1, 10 * context + 10)]
     assert not any(starts[:context])                                # while the text fits: from the beginning
@@ -501,7 +497,7 @@ def test_noise_is_splitmix64():
             assert found == pytest.approx(-math.log(-math.log((bits + 0.5) / 2**52)), rel=1e-12)
 
 
-@pytest.mark.parametrize("options, expected", [
+@parametrize("options, expected", [
     (dict(), [4 / 12, 4 / 12, 2 / 12, 1 / 12, 1 / 12]), (dict(temperature=0.5), [16 / 38, 16 / 38, 4 / 38, 1 / 38, 1 / 38]),
     (dict(top_k=3), [0.4, 0.4, 0.2]), (dict(top_k=99, top_p=0.9), [4 / 11, 4 / 11, 2 / 11, 1 / 11]),
     (dict(top_p=0.4), [0.5, 0.5]),
@@ -549,7 +545,7 @@ def plain_text(model, tokens, most, stop=(), seed=None, **options):
 DECODING = [dict(temperature=0), dict(temperature=0.3), dict(temperature=1.0, top_k=4), dict(temperature=1.5, top_p=0.2)]
 
 
-@pytest.fixture(scope="module")
+@once_a_module
 def drafting_model():
     """Wide, and its further heads near enough to head 0 after some more tokens that each is right now and then: the
     layers say little, so that what comes next hangs on the last token, and head k is the k-fold step."""
@@ -740,7 +736,7 @@ def test_the_trace(drafting_model):
 
 
 def test_generate_needs_a_beginning():
-    with pytest.raises(ValueError, match="^generate needs at least one token to continue.$"):
+    with value_error("^generate needs at least one token to continue.$"):
         next(generate(wide_model(), []))
 
 

@@ -17,6 +17,8 @@ import weakref
 
 import numpy as np
 import pytest
+from cases import parametrize, refusal, value_error
+from numpy.testing import assert_allclose, assert_array_equal
 
 import bench
 import model_cpu
@@ -162,6 +164,11 @@ def made(monkeypatch):
     return arrays
 
 
+@pytest.fixture
+def pool(made):
+    return model_gpu.cupy.get_default_memory_pool()
+
+
 TINY = Config(dim=64, heads=2, kv_heads=1, layers=2, context=40, vocab=48, predict=3, mtp_weight=0.3)
 
 
@@ -174,14 +181,28 @@ def batch(config, B, T, seed=0):
     return tokens, targets
 
 
-def widen(model, reference):
-    """Weights drawn wide, as a trained model's, into both."""
+def our_model(config=TINY, precision="fp32", matmul="ours", **options):
+    """Without cuBLAS."""
+    return model_gpu.Model(config, precision=precision, matmul=matmul, **options)
+
+
+def wide_models(config=TINY, optimizer="adamw", **options):
+    """-> (of this engine, of the reference), with the same weights, drawn wide, as a trained model's."""
+    models = our_model(config, optimizer=optimizer, **options), model_cpu.Model(config, optimizer=optimizer)
     rng = np.random.default_rng(3)
-    flat = rng.standard_normal(model_cpu.param_count(model.config)).astype(np.float32) * np.float32(0.1)
-    gains = model_cpu.update_table(model.config, "adamw")[-1][1].start
+    flat = rng.standard_normal(model_cpu.param_count(config)).astype(np.float32) * np.float32(0.1)
+    gains = model_cpu.update_table(config, "adamw")[-1][1].start
     flat[gains:] = 1 + flat[gains:]
-    model.write(model.flat_params, flat)
-    reference.write(reference.flat_params, flat)
+    for model in models:
+        model.write(model.flat_params, flat)
+    return models
+
+
+def learn(model, B, T, seed=0):
+    """Forward and backward of a batch -> its losses"""
+    losses = model.forward(*batch(model.config, B, T, seed))
+    model.backward()
+    return losses
 
 
 def relative(x, reference):
@@ -257,18 +278,16 @@ STEPS = [("fp32", "ours", {}, 1e-5), ("bf16", "ours", {}, 4e-2), ("tf32", "cubla
          ("fp32", "cublas", dict(hidden=72, norm_eps=0.25, rope_theta=20.0), 1e-5), ("fp32", "cublas", dict(tied=True, predict=1), 1e-5)]
 
 
-@pytest.mark.parametrize("precision, matmul, change, bar", STEPS)
+@parametrize("precision, matmul, change, bar", STEPS)
 def test_a_whole_step_equals_the_reference(cublas, made, precision, matmul, change, bar):
-    """Forward and backward in two micro-batches: losses, logits, every gradient tensor; then updates from the same gradients,
-    by AdamW and by Muon: the norm, the means, and what each matrix moves by."""
+    """Forward and backward in two micro-batches: losses, logits, every gradient tensor."""
     config = dataclasses.replace(TINY, **change)
-    model, reference = model_gpu.Model(config, precision=precision, matmul=matmul), model_cpu.Model(config)
-    widen(model, reference)
+    model, reference = wide_models(config, precision=precision, matmul=matmul)
     tokens, targets = batch(config, 3, 21)
     counted = model_cpu.count_targets(targets, 21, config.predict)
     for part in (np.s_[:2], np.s_[2:]):
         losses = [m.forward(tokens[part], targets[part], counted) for m in (model, reference)]
-        np.testing.assert_allclose(losses[0], losses[1], rtol=bar)
+        assert_allclose(losses[0], losses[1], rtol=bar)
         model.backward()
         reference.backward()
     for name, grad in model.grads.items():
@@ -279,14 +298,13 @@ def test_a_whole_step_equals_the_reference(cublas, made, precision, matmul, chan
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in matmul")           # of what is left where nothing is to change
-@pytest.mark.parametrize("precision, matmul, optimizer, bar", [
+@parametrize("precision, matmul, optimizer, bar", [
     ("fp32", "ours", "adamw", 1e-4), ("bf16", "cublas", "adamw", 1e-4), ("fp32", "ours", "muon", 1e-4), ("tf32", "cublas", "muon", 1e-4),
     ("bf16", "cublas", "muon", 8e-2)])
 def test_updates_equal_the_reference(cublas, made, precision, matmul, optimizer, bar):
     """From the same gradients of two sizes; each matrix by itself; in bf16 the copy follows.  A norm that is not finite changes
     nothing, then and later."""
-    model, reference = model_gpu.Model(TINY, precision=precision, matmul=matmul, optimizer=optimizer), model_cpu.Model(TINY, optimizer=optimizer)
-    widen(model, reference)
+    model, reference = wide_models(precision=precision, matmul=matmul, optimizer=optimizer)
     rng, hidden = np.random.default_rng(5), model_cpu.muon_part(TINY, "muon")
     for step in range(1, 4):
         flat = 0.01 * rng.standard_normal(reference.flat_grads.size) * np.exp(rng.standard_normal(reference.flat_grads.size))
@@ -300,7 +318,7 @@ def test_updates_equal_the_reference(cublas, made, precision, matmul, optimizer,
         assert max(map(relative, *moved)) < bar and model.step == step
         assert relative(model.read(model.m), reference.m) < 1e-6 and relative(model.read(model.v), reference.v) < 1e-6
         if precision == "bf16":
-            np.testing.assert_array_equal(model.flat_weights, to_bf16(np.array(model.flat_params)))
+            assert_array_equal(model.flat_weights, to_bf16(np.array(model.flat_params)))
     before = [model.read(array) for array in (model.flat_params, model.m, model.v)]
     model.flat_grads[...] = 1.0
     model.flat_grads[9000 if optimizer == "muon" else 0] = np.nan
@@ -311,9 +329,9 @@ def test_updates_equal_the_reference(cublas, made, precision, matmul, optimizer,
     check_guards(*made)
 
 
-def test_a_shape_that_comes_often_is_recorded(cublas, monkeypatch):
+def test_a_shape_that_comes_often_is_recorded(cublas, pool, monkeypatch):
     """The same losses, gradients and weights as launched one by one; each shape has its graphs, new memory new ones."""
-    pool, runs = model_gpu.cupy.get_default_memory_pool(), []
+    runs = []
     for at in (2, 1000):
         monkeypatch.setattr(model_gpu, "RECORD_AT", at)
         model, kept = model_gpu.Model(TINY, precision="fp32", optimizer="muon"), []
@@ -328,31 +346,29 @@ def test_a_shape_that_comes_often_is_recorded(cublas, monkeypatch):
     assert pool.graphs == [1 + 2 * 9 + 2 + 2, 2 + 2 + 2 * 15 + 1] and cublas.streams == [0, 77, 0, 77, 0, 0]
 
 
-def test_an_error_while_a_graph_is_recorded(cublas, monkeypatch):
+def test_an_error_while_a_graph_is_recorded(cublas, pool, monkeypatch):
     """cuBLAS comes back to the stream that there is; and the step is right, recorded or not."""
     model, expected = (model_gpu.Model(TINY, precision="fp32") for _ in range(2))
     monkeypatch.setattr(model_gpu, "RECORD_AT", 1)
     with monkeypatch.context() as patch:
         patch.setattr(model_gpu, "cross_entropy_forward", None)
         with pytest.raises(TypeError):
-            model.forward(*batch(TINY, 2, 9))
+            learn(model, 2, 9)
     assert cublas.streams[-2:] == [77, 0] and cublas.workspace
-    model_gpu.cupy.get_default_memory_pool().recorded = None                # the stream has ended, and its recording
+    pool.recorded = None                                                # the stream has ended, and its recording
     for one in model, expected:
-        one.forward(*batch(TINY, 2, 9))
-        one.backward()
+        learn(one, 2, 9)
     assert np.array_equal(model.flat_grads, expected.flat_grads)
 
 
 def test_graphs_are_kept_of_so_many_shapes(cublas, monkeypatch):
     """A loop over ever new shapes does not fill the memory with what is kept for them."""
     monkeypatch.setattr(model_gpu, "SHAPES", 2)
-    model, most = model_gpu.Model(TINY, precision="fp32"), 0
-    expected = model_gpu.Model(TINY, precision="fp32")
+    model, expected = (model_gpu.Model(TINY, precision="fp32") for _ in range(2))
+    most = 0
     for T in range(3, 8):
         for one in model, expected:
-            one.forward(*batch(TINY, 1, T))
-            one.backward()
+            learn(one, 1, T)
             one.decoder.position = 0
             one.decoder.extend(range(T))
             one.decoder.extend([T])
@@ -362,15 +378,15 @@ def test_graphs_are_kept_of_so_many_shapes(cublas, monkeypatch):
 
 def test_backward_needs_a_forward_of_its_own(made):
     """As on the CPU."""
-    model, (tokens, targets) = model_gpu.Model(TINY, precision="fp32", matmul="ours"), batch(TINY, 2, 9)
+    model, (tokens, targets) = our_model(), batch(TINY, 2, 9)
     for between in (model.backward, lambda: model.logits(tokens[:1]), lambda: model.log_probs(tokens, targets),
                     lambda: model.update(0.0), model.refresh):
         model.forward(tokens, targets)
         between()
-        with pytest.raises(ValueError, match="^backward needs a forward of its own, and between them neither logits nor update.$"):
+        with value_error("^backward needs a forward of its own, and between them neither logits nor update.$"):
             model.backward()
-    with pytest.raises(ValueError, match="^backward needs a forward of its own"):
-        model_gpu.Model(TINY, precision="fp32", matmul="ours").backward()
+    with value_error("^backward needs a forward of its own"):
+        our_model().backward()
     model.forward(tokens, targets)
     model.decoder.extend([1, 2])                                        # it has arrays of its own
     model.backward()
@@ -409,7 +425,7 @@ class Alone(Parts):
         self.asked.append("wait")
 
 
-@pytest.mark.parametrize("bucket, count, optimizer", [(1, 3, "adamw"), (50_000, 2, "muon"), (1 << 24, 1, "muon")])
+@parametrize("bucket, count, optimizer", [(1, 3, "adamw"), (50_000, 2, "muon"), (1 << 24, 1, "muon")])
 def test_the_gradient_is_added_up_while_the_backward_goes_on(cublas, monkeypatch, bucket, count, optimizer):
     """Every number once, when nobody writes to it any more: from the end to the front in parts of a bucket, the gains last;
     only in the last micro-batch, and with the same bits as without other GPUs.  The update waits."""
@@ -432,7 +448,7 @@ def test_the_gradient_is_added_up_while_the_backward_goes_on(cublas, monkeypatch
         assert all(stop - start >= bucket for start, stop, _ in parts[:-1])
         assert len(parts) == count                      # of the largest number: layer 1 with the heads, layer 0, embedding
         for start, stop, snapshot in asked:
-            np.testing.assert_array_equal(snapshot, one.flat_grads[start:stop])
+            assert_array_equal(snapshot, one.flat_grads[start:stop])
         asked.clear()
         alone.flat_grads[:] = 0.5
         norms = [float(model.update(0.01)) for model in (alone, one)]
@@ -441,7 +457,7 @@ def test_the_gradient_is_added_up_while_the_backward_goes_on(cublas, monkeypatch
         asked.clear()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+@parametrize("precision", ["bf16", "tf32"])
 def test_muon_is_shared_out(cublas, precision):
     """Each of several GPUs makes the products of its part of the matrices of a shape, and has all before it moves the weights:
     the weights of one alone, on each.  Of five GPUs some have no part."""
@@ -464,7 +480,7 @@ def test_muon_is_shared_out(cublas, precision):
             assert [np.array_equal(*pair) for pair in zip(array, matrices)] == [i in mine for i in range(len(matrices))]
 
 
-def test_a_step_by_kernel(cublas, monkeypatch, capsys):
+def test_a_step_by_kernel(cublas, pool, monkeypatch, capsys):
     """What bench.py train prints: rounds of ten steps, steps in a row, and then every launch, also of what is a CUDA graph."""
     cupy, at = model_gpu.cupy, []
     model = model_gpu.Model(TINY, precision="tf32")
@@ -476,7 +492,7 @@ def test_a_step_by_kernel(cublas, monkeypatch, capsys):
     cupy.ndarray, cupy.cuda.get_elapsed_time = Array, lambda start, end: 2.0
     cupy.cuda.runtime.getDeviceProperties = lambda device: {"name": b"Card 1"}
     cupy.cuda.Device = lambda: card("90", id=0, synchronize=lambda: at.append(model.step))
-    cupy.get_default_memory_pool().used_bytes = lambda: 5 << 30
+    pool.used_bytes = lambda: 5 << 30
     bench.bench_train(model="small", batch=2, context=9, precision="tf32", rounds=2, steps=4)
     said = capsys.readouterr().out
     assert at == [3, 13, 23, 27, 28] and "B 2 x T 9, tf32, Card 1: ten steps a round, best of 2;" in said
@@ -484,8 +500,7 @@ def test_a_step_by_kernel(cublas, monkeypatch, capsys):
                         r"NumPy [\d.]+, CuPy 14\.2, CUDA 12\.9, driver for 12\.2", said.splitlines()[-1])
 
     def step():
-        model.forward(*batch(TINY, 2, 9))
-        model.backward()
+        learn(model, 2, 9)
         model.update(0.01)
     records = bench.record_launches(cupy, model_gpu, model, step)
     products = [name for name, *_ in records if name.startswith("product")]
@@ -496,9 +511,9 @@ def test_a_step_by_kernel(cublas, monkeypatch, capsys):
     assert moved[:2] == [2 * 4 * 18 * 64, 2 * 4 * 3 * 48 * 64]              # x and the weight of the heads, read and written
 
 
-@pytest.mark.parametrize("capability, precision, transposes, version", [
+@parametrize("capability, precision, transposes, version", [
     ("90", "tf32", True, 12030), ("90", "bf16", False, 12020), ("89", "tf32", False, 13000), ("100", "tf32", False, 13000)])
-def test_what_hopper_has(cublas, monkeypatch, capability, precision, transposes, version):
+def test_what_hopper_has(cublas, pool, monkeypatch, capability, precision, transposes, version):
     """In TF32 no product but a weight's gradient has an operand there that does not lie along the sum, and that has one.
     Attention is compiled for what Hopper alone has; each kernel may use the shared memory that it is given.  From Hopper on
     launches are early where the driver can record them."""
@@ -516,12 +531,14 @@ def test_what_hopper_has(cublas, monkeypatch, capability, precision, transposes,
     assert (cublas.transpositions, cublas.loose) == ((2 * products, products) if transposes else (0, 3 * products))
     assert not model_gpu.Gpu(TINY, precision, "ours").transposes
     hopper = capability == "90"
-    kernels, attention = model_gpu.cupy.get_default_memory_pool().options[:2]
+    kernels, attention = pool.options[:2]
     assert kernels == (f"-DBF16={int(precision == 'bf16')}", "-DROW_THREADS=32")
     parts = 1 if capability == "89" else 2
     assert attention == ("-DHEAD_DIM=32", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}", *["-arch=sm_90a"] * hopper)
     for name, _, _, shared in model_gpu.flash_kernels(precision, 32, parts):
         assert model.gpu.kernels[name].max_dynamic_shared_size_bytes == shared
+    monkeypatch.setattr(model_gpu, "HOPPER", False)
+    assert model_gpu.Gpu(TINY, precision, "ours").launch_kernel is None
 
 
 def test_room_to_transpose_the_smaller_operand(cublas):
@@ -538,8 +555,8 @@ def test_room_to_transpose_the_smaller_operand(cublas):
             space = random(*next(shape for name, shape, _ in shared if name == "space"))
             expected = dw + dout.T @ x
             model_gpu.linear_backward(gpu, dx, dw, dout, x, w, space, True)
-            np.testing.assert_allclose(dw, expected, rtol=1e-3, atol=1e-3)
-            np.testing.assert_allclose(dx, dout @ w, rtol=1e-3, atol=1e-3)
+            assert_allclose(dw, expected, rtol=1e-3, atol=1e-3)
+            assert_allclose(dx, dout @ w, rtol=1e-3, atol=1e-3)
 
 
 def test_products_that_cublas_refuses(cublas, monkeypatch):
@@ -558,9 +575,8 @@ def test_runs_are_bit_identical_whatever_the_order_of_threads(monkeypatch):
     results = []
     for order in (("reverse", 0), ("seeded", 2)):
         monkeypatch.setattr(model_gpu, "cupy", fake_cupy(order=order)[0])
-        model = model_gpu.Model(TINY, precision="bf16", matmul="ours")
-        losses = model.forward(*batch(TINY, 1, 19))
-        model.backward()
+        model = our_model(precision="bf16")
+        losses = learn(model, 1, 19)
         norm = model.update(lr=1e-3)
         results.append((losses.tobytes(), norm.tobytes(), model.read(model.flat_params).tobytes()))
     assert results[0] == results[1]
@@ -572,13 +588,12 @@ def test_the_first_gradient_after_an_update_is_written_not_added(cublas):
     matrices = [name for name, view in model.grads.items() if view.ndim == 2 and name != "embed"]
 
     def gradient():
-        model.forward(*batch(TINY, 2, 9))
-        model.backward()
+        learn(model, 2, 9)
         return {name: model.read(model.grads[name]).copy() for name in matrices}
     once, twice = gradient(), gradient()
     model.update(lr=0.0, decay=0.0)
     for name in matrices:
-        np.testing.assert_allclose(twice[name], 2 * once[name], rtol=1e-5, atol=1e-7)
+        assert_allclose(twice[name], 2 * once[name], rtol=1e-5, atol=1e-7)
         model.grads[name][...] = np.nan
     assert all(map(np.array_equal, once.values(), gradient().values()))
 
@@ -586,15 +601,14 @@ def test_the_first_gradient_after_an_update_is_written_not_added(cublas):
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("precision, matmul, change, bar", [
+@parametrize("precision, matmul, change, bar", [
     ("fp32", "ours", dict(predict=9), 1e-5), ("bf16", "ours", dict(dim=96, heads=3, hidden=2056, layers=1), 3e-2),
     ("tf32", "cublas", {}, 3e-3)])
 def test_the_cache_equals_the_reference(cublas, made, monkeypatch, precision, matmul, change, bar):
     """Prompts and few rows, at any position; up to max(K, 8) rows have kernels of their own: the same bits as row by row."""
     monkeypatch.setattr(model_gpu, "PROMPT_ROWS", 16)
     config = dataclasses.replace(TINY, context=290, **change)
-    model, reference = model_gpu.Model(config, precision=precision, matmul=matmul), model_cpu.Model(config)
-    widen(model, reference)
+    model, reference = wide_models(config, precision=precision, matmul=matmul)
     tokens, decoder, few = batch(config, 1, 290)[0][0], model.decoder, max(8, config.predict)
     expected, launched, launch = reference.logits(tokens[None])[0], [], model.gpu.launch
     model.gpu.launch = lambda name, *rest, **more: launched.append(name) or launch(name, *rest, **more)
@@ -608,22 +622,21 @@ def test_the_cache_equals_the_reference(cublas, made, monkeypatch, precision, ma
             decoder.position = start
             assert np.concatenate([decoder.extend([token]) for token in tokens[start:end]]).tobytes() == found.tobytes()
     assert decoder.extend([1] * 20, 3).shape == (3, config.predict, config.vocab)
-    with pytest.raises(ValueError, match="221 tokens at 70 do not fit the context of 290"):
+    with value_error("221 tokens at 70 do not fit the context of 290"):
         decoder.extend([1] * 221)
     assert decoder.position == 70
     check_guards(*made)
 
 
-@pytest.mark.parametrize("precision, options", [("fp32", dict(temperature=0)), ("fp32", dict(temperature=1.2, top_p=0.9)),
+@parametrize("precision, options", [("fp32", dict(temperature=0)), ("fp32", dict(temperature=1.2, top_p=0.9)),
                                                 ("bf16", dict(temperature=0.8, top_k=6))])
-def test_speculation_changes_nothing(made, precision, options):
+def test_speculation_changes_nothing(pool, precision, options):
     """Through a full window, over two calls, and from graphs once a step came often.  Drafts are the default.  In fp32 the text
     and its probabilities are those of the CPU."""
     config = dataclasses.replace(TINY, predict=2)
-    pool, texts, traces, reference = model_gpu.cupy.get_default_memory_pool(), [], [], model_cpu.Model(config)
+    texts, traces = [], []
     for how in dict(speculate=False), dict(), None:
-        model = model_gpu.Model(config, precision=precision, matmul="ours")
-        widen(model, reference)
+        model, reference = wide_models(config, precision=precision)
         traces.append([])
         text, model = [1, 2, 3] * 10, model if how is not None else reference
         for most in (13, 2):
@@ -632,7 +645,7 @@ def test_speculation_changes_nothing(made, precision, options):
     assert texts[0] == texts[1] and sum(drafts for _, drafts, _ in traces[1]) > 10 and model_gpu.Model.draft_heads == 1
     if precision == "fp32":
         assert texts[2][0] == texts[0][0] and max(texts[0][0]) < 45
-        np.testing.assert_allclose(*[[p for _, _, p in trace] for trace in traces[::2]], rtol=1e-3)
+        assert_allclose(*[[p for _, _, p in trace] for trace in traces[::2]], rtol=1e-3)
     assert pool.graphs == 2 * [2 + 2 * 5 + 2]                           # copy and embedding, layers, logits and draw
 
 
@@ -640,8 +653,7 @@ def test_what_is_drawn_equals_the_cpu(made, monkeypatch):
     """By every head after each of the last rows, of few tokens and of many; also from a graph, of which each number of heads has
     its own; an answer stays when the next comes."""
     monkeypatch.setattr(model_gpu, "RECORD_AT", 2)
-    model, reference, answers = model_gpu.Model(TINY, precision="fp32", matmul="ours"), model_cpu.Model(TINY), []
-    widen(model, reference)
+    (model, reference), answers = wide_models(), []
     tokens = batch(TINY, 1, 40)[0][0].tolist()
     for n, rows, heads in (11, 1, 3), (3, 3, 3), (1, 1, 1), (3, 2, 2), (3, 1, 3), (9, 1, 1):
         part = tokens[model.decoder.position:model.decoder.position + n]
@@ -652,17 +664,15 @@ def test_what_is_drawn_equals_the_cpu(made, monkeypatch):
         reference.decoder.extend(part)
     for (ids, p), (expected, expected_p) in answers:
         assert p.shape == expected_p.shape and np.array_equal(ids, expected)
-        np.testing.assert_allclose(p, expected_p, rtol=1e-4)
+        assert_allclose(p, expected_p, rtol=1e-4)
     # what crosses for it: no logits
     assert {*vars(model.decoder.host)} == {"tokens", "lengths", "times", "limits", "drawing", "seeds", "ids", "p"}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@parametrize("precision", ["fp32", "bf16"])
 def test_many_answers_at_once_have_the_bits_of_one(made, precision):
     """Prompts of several lengths, of few tokens, through full windows, from graphs; in fp32 the ids are also the CPU's."""
-    reference = model_cpu.Model(TINY)
-    model = model_gpu.Model(TINY, precision=precision, matmul="ours")
-    widen(model, reference)
+    model, reference = wide_models(precision=precision)
     rng = np.random.default_rng(5)
     context = TINY.context
     prompts = [rng.integers(0, TINY.vocab, n).tolist() for n in (1, 8, 3, context - 2, 5, 7, 2, 6, 4)]
@@ -681,8 +691,7 @@ def test_many_answers_at_once_have_the_bits_of_one(made, precision):
 
 def test_what_is_drawn_is_read_once_the_gpu_has_drawn_it(made, monkeypatch):
     """Here the kernels run no earlier than when somebody waits for them."""
-    model, reference, queue = model_gpu.Model(TINY, precision="fp32", matmul="ours"), model_cpu.Model(TINY), []
-    widen(model, reference)
+    (model, reference), queue = wide_models(), []
     launch = model.gpu.launch_early
     model.gpu.launch_early = lambda *arguments: queue.append(functools.partial(launch, *arguments))
     stream = types.SimpleNamespace(ptr=0, synchronize=lambda: [queue.pop(0)() for _ in range(len(queue))])
@@ -692,13 +701,11 @@ def test_what_is_drawn_is_read_once_the_gpu_has_drawn_it(made, monkeypatch):
         assert np.array_equal(ids, expected) and abs(p / expected_p - 1) < 1e-4
 
 
-def test_a_prompt_of_another_length_has_the_same_launches(cublas, made, monkeypatch):
+def test_a_prompt_of_another_length_has_the_same_launches(cublas, made, pool, monkeypatch):
     """Up to a multiple of so many rows, at one position: from a graph the third time, and what the rows beyond the prompt hold
     reaches no logits; where a window ends, they end, too."""
     monkeypatch.setattr(model_gpu, "PROMPT_ROWS", 16)
-    pool = model_gpu.cupy.get_default_memory_pool()
-    model, reference = model_gpu.Model(TINY, precision="fp32"), model_cpu.Model(TINY)
-    widen(model, reference)
+    model, reference = wide_models(matmul="cublas")
     tokens = batch(TINY, 1, 40)[0]
     expected = reference.logits(tokens)[0]
     for position, n, graphs in [(0, 40, 0), (0, 11, 0), (0, 9, 0), (0, 16, 1), (0, 13, 1), (29, 11, 1), (29, 10, 1), (29, 9, 2)]:
@@ -711,25 +718,22 @@ def test_a_prompt_of_another_length_has_the_same_launches(cublas, made, monkeypa
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory, launches, and what is refused
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("precision, optimizer", [("fp32", "adamw"), ("bf16", "muon"), ("fp32", "muon")])
-def test_the_memory_plan_is_what_is_allocated(made, precision, optimizer):
+@parametrize("precision, optimizer", [("fp32", "adamw"), ("bf16", "muon"), ("fp32", "muon")])
+def test_the_memory_plan_is_what_is_allocated(made, pool, precision, optimizer):
     """And it serves any rows of as many tokens: no array and no pinned memory is made anew, and the results have the bits of a
     model that has seen no other shape."""
-    pool = model_gpu.cupy.get_default_memory_pool()
-    model = model_gpu.Model(TINY, precision=precision, matmul="ours", micro_batch=2, optimizer=optimizer)
+    model = our_model(precision=precision, micro_batch=2, optimizer=optimizer)
     plan = model_gpu.memory_plan(TINY, 2, TINY.context, precision, optimizer)
     small = sum(array.nbytes for array in (model.losses, model.state, model.partial, model.gpu.cos, model.gpu.sin))
     assert sum(array.nbytes for array in made) == sum(plan.values()) - model_gpu.CUBLAS_BYTES - model_gpu.CONTEXT_BYTES + small
     counts = len(made), len(pool.pinned), len(pool.freed)
     for B, T in (26, 3), (1, 40), (9, 8):
         model.flat_grads[...] = 0
-        losses = model.forward(*batch(TINY, B, T))
-        model.backward()
+        losses = learn(model, B, T)
         model.decoder.extend([1])
         assert (len(made), len(pool.pinned), len(pool.freed)) == counts, (B, T)
-    fresh = model_gpu.Model(TINY, precision=precision, matmul="ours")
-    assert np.array_equal(fresh.forward(*batch(TINY, 9, 8)), losses)
-    fresh.backward()
+    fresh = our_model(precision=precision)
+    assert np.array_equal(learn(fresh, 9, 8), losses)
     assert np.array_equal(fresh.flat_grads, model.flat_grads)
     check_guards(*made)
 
@@ -753,9 +757,8 @@ def test_the_plan_of_the_big_model():
     assert model_gpu.memory_plan(c, 64, 512, "bf16", gpus=2) == {**plan, "NCCL": 860 << 20}
 
 
-def test_buffers_that_grow_give_the_old_memory_back_first(made):
-    pool, sizes = model_gpu.cupy.get_default_memory_pool(), []
-    model = model_gpu.Model(TINY, precision="fp32", matmul="ours")
+def test_buffers_that_grow_give_the_old_memory_back_first(pool):
+    model, sizes = our_model(), []
     for B, T in (1, 8), (2, 30), (3, 20), (8, 11), (2, 40):
         kept = weakref.ref(model.inputs)
         model.forward(*batch(TINY, B, T))
@@ -789,15 +792,14 @@ def test_pinned_memory_is_not_written_while_copies_from_it_are_queued(made, monk
     assert [event for what, event in order if what == "record"] == waits
 
 
-def test_the_pool_is_given_what_cublas_leaves(made):
+def test_the_pool_is_given_what_cublas_leaves(pool):
     """While the model lives; a batch that does not fit is one sentence."""
-    pool, given = model_gpu.cupy.get_default_memory_pool(), []
-    set_limit = pool.set_limit
+    given, set_limit = [], pool.set_limit
     pool.set_limit = lambda size: given.append(size) or set_limit(size)
     with pytest.raises(MemoryError):                                    # 0 would be no limit at all
-        model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=644 << 20)
+        our_model(memory_limit=644 << 20)
     gc.collect()
-    model = model_gpu.Model(TINY, precision="fp32", matmul="ours", memory_limit=(644 << 20) + 12_345_678)
+    model = our_model(memory_limit=(644 << 20) + 12_345_678)
     model.logits([[1, 2, 3]])
     with pytest.raises(MemoryError) as error:
         model.forward(np.zeros((4000, 40), int), np.zeros((4000, 42), int))
@@ -822,24 +824,22 @@ def test_what_this_gpu_has(monkeypatch):
     assert model_gpu.default_precision() == "bf16"
 
 
-@pytest.mark.parametrize("engine", ["cpu", "gpu"])
-def test_both_engines_refuse_the_same_batches(made, engine):
-    model = model_cpu.Model(TINY) if engine == "cpu" else model_gpu.Model(TINY, precision="fp32", matmul="ours")
-    tokens, targets = batch(TINY, 1, 6)
+def test_what_is_refused(made):
+    """The batches that the CPU engine refuses, and what this one cannot do."""
+    model, (tokens, targets) = our_model(), batch(TINY, 1, 6)
     for bad, words in [((tokens, targets.astype(float)), "targets must be integers"), ((tokens[0], targets), "array of integers"),
                        ((tokens, np.full_like(targets, -1)), "head 0 has no counted target")]:
-        with pytest.raises(ValueError, match=words):
+        with value_error(words):
             model.forward(*bad)
-    with pytest.raises(ValueError, match="token id 48 is out of range"):
+    with value_error("token id 48 is out of range"):
         model.decoder.extend([5, 48])
     assert model.decoder.position == 0
-    if engine == "gpu":
-        with pytest.raises(ValueError, match="^the GPU engine takes at most 65,535 rows at once, not 65,536.$"):
-            model.logits(np.zeros((65536, 1), int))
-        only = model_gpu.Model(TINY, precision="fp32", matmul="ours", training=False)
-        assert np.array_equal(only.forward(tokens, targets), model.forward(tokens, targets)) and only.flat_grads is only.m is None
-        with pytest.raises(ValueError, match=r"^this model was made with training=False: it has no gradients\.$"):
-            only.backward()
+    with value_error("^the GPU engine takes at most 65,535 rows at once, not 65,536.$"):
+        model.logits(np.zeros((65536, 1), int))
+    only = our_model(training=False)
+    assert np.array_equal(only.forward(tokens, targets), model.forward(tokens, targets)) and only.flat_grads is only.m is None
+    with value_error(r"^this model was made with training=False: it has no gradients\.$"):
+        only.backward()
 
 
 def test_an_early_launch_tells_the_driver_all(made, monkeypatch):
@@ -864,17 +864,6 @@ def test_an_early_launch_tells_the_driver_all(made, monkeypatch):
         gpu.launch_early("k", (5, 6), 128, x, 3, 0.25, np.int64(1 << 40), None)
     values = [np.uint64(x.ctypes.data), np.int32(3), np.float32(0.25), np.int64(1 << 40), np.uint64(0)]
     assert seen == 2 * [[value.tobytes() for value in values]]
-
-
-@pytest.mark.parametrize("capability, version, early", [("90", 12030, True), ("90", 12020, False), ("89", 13000, False)])
-def test_launches_are_early_where_the_gpu_and_its_driver_can(made, monkeypatch, capability, version, early):
-    monkeypatch.setattr(model_gpu.cupy.cuda.runtime, "driverGetVersion", lambda: version)
-    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: card(capability))
-    driver, load = types.SimpleNamespace(cuLaunchKernelEx=object()), ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else load(name))
-    assert model_gpu.Gpu(TINY, "bf16", "ours").launch_kernel is (driver.cuLaunchKernelEx if early else None)
-    monkeypatch.setattr(model_gpu, "HOPPER", False)
-    assert model_gpu.Gpu(TINY, "bf16", "ours").launch_kernel is None
 
 
 def test_compiling_is_told_if_it_takes_time(made, monkeypatch, capsys):
@@ -904,7 +893,7 @@ def test_which_engine_serves(monkeypatch):
     """What is missing is said in one sentence."""
     monkeypatch.setattr(model_gpu, "cupy", None)
     assert model_gpu.pick("auto") is model_gpu.pick("cpu") is model_cpu
-    with pytest.raises(ValueError, match="needs CuPy"):
+    with value_error("needs CuPy"):
         model_gpu.Model(TINY)
     module, _ = fake_cupy()
     monkeypatch.setattr(model_gpu, "cupy", module)
@@ -914,29 +903,26 @@ def test_which_engine_serves(monkeypatch):
     for driver, words in [(0, "no NVIDIA driver"), (11990, old.format("11[.]99")), (12000, "finds no GPU"), (13010, "finds no GPU")]:
         module.cuda.runtime.driverGetVersion = lambda: driver
         module.cuda.runtime.runtimeGetVersion = lambda: 12090
-        with pytest.raises(ValueError, match=words):
+        with value_error(words):
             model_gpu.pick("gpu")
 
 
 def test_models_that_a_gpu_does_not_take(made, monkeypatch):
-    for options, words in [({"precision": "fp8"}, "precision must be one of")]:
-        with pytest.raises(ValueError, match=words):
-            model_gpu.Model(TINY, **options)
+    with value_error("precision must be one of"):
+        model_gpu.Model(TINY, precision="fp8")
     for sizes, words in [(dict(dim=8320, heads=65), "models up to 8192 wide and contexts up to 16384, not 8320 and 8"),
                          (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: choose heads so that 96 / heads is one of these[.]$")]:
-        with pytest.raises(ValueError, match=words):
-            model_gpu.Model(Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **sizes}), matmul="ours")
+        with value_error(words):
+            our_model(Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **sizes}))
     model_gpu.check_sizes(Config(dim=8192, heads=64, kv_heads=1, layers=1, context=16384, vocab=8))
     for capability, precision, least in ("80", "bf16", None), ("70", "fp32", None), ("79", "tf32", 8.0), ("69", "fp32", 7.0):
         monkeypatch.setattr(model_gpu, "cupy", fake_cupy(capability=capability)[0])
         words = f"^{precision} needs a GPU of compute capability {least} or later, this one has {int(capability) / 10}; --precision fp32 needs"
-        with contextlib.nullcontext() if least is None else pytest.raises(ValueError, match=words):
-            model_gpu.Model(TINY, precision=precision, matmul="ours", training=False, seed=None)
+        with contextlib.nullcontext() if least is None else value_error(words):
+            our_model(precision=precision, training=False, seed=None)
     monkeypatch.setattr(model_gpu.cupy, "RawModule", lambda **_: (_ for _ in ()).throw(RuntimeError("no nvrtc\nmore")))
     monkeypatch.setattr(model_gpu, "capability", lambda: 90)
-    with pytest.raises(ValueError) as error:
-        model_gpu.Model(TINY, precision="fp32", matmul="ours")
-    assert str(error.value) == (
+    assert refusal(our_model) == (
         "The GPU engine does not start; a CUDA library seems to be missing or does not fit the driver: run `make gpu` (no nvrtc).")
 
 
@@ -950,11 +936,11 @@ def test_the_gpu_of_a_process(made, monkeypatch):
     assert used == [0, 1, 3]
     for count, number in (2, 2), (0, 0):
         model_gpu.cupy.cuda.runtime.getDeviceCount = lambda count=count: count
-        with pytest.raises(ValueError, match=f"^this host has {count} GPUs, too few for process {number}.$"):
+        with value_error(f"^this host has {count} GPUs, too few for process {number}.$"):
             model_gpu.take_gpu(number)
 
 
-@pytest.mark.parametrize("version, capability", [(12090, 89), (13000, 90)])
+@parametrize("version, capability", [(12090, 89), (13000, 90)])
 def test_cublas_is_that_of_the_runtime(made, monkeypatch, version, capability):
     """With a workspace of the size that its documentation recommends, one for all models."""
     cuda, functions = model_gpu.cupy.cuda, collections.defaultdict(types.SimpleNamespace)
@@ -976,7 +962,7 @@ def test_cublas_is_that_of_the_runtime(made, monkeypatch, version, capability):
         "cublasSgeam": "piiiippippipi", "cublasSetStream_v2": "pp", "cublasSetWorkspace_v2": "ppq"}
 
 
-@pytest.mark.parametrize("name", ["Model", "Decoder"])
+@parametrize("name", ["Model", "Decoder"])
 def test_the_public_methods_of_both_engines_have_the_same_signatures(name):
     """And there are no others; how an engine is made, by __init__, differs."""
     def face(engine):

@@ -199,7 +199,7 @@ def test_fine_tuning_with_two_ranks(folder):
 def test_rank_0_makes_the_corpus_and_the_tokens_and_the_others_find_them(folder):
     fresh = folder.parent / "fresh"
     fresh.mkdir()
-    trap = "train.write_python_corpus = lambda path, separator: open(path, 'w').write(open('../here/text.txt').read())"
+    trap = "script.write_python_corpus = lambda path, separator: open(path, 'w').write(open('../here/text.txt').read())"
     done = run(fresh, "small", *SIZES, "--steps 1 --batch-tokens 80 --out x", trap="os.makedirs('data', exist_ok=True); " + trap)
     assert done.returncode == 0 and done.stdout.count("taking the English of Python") == 1, done.stderr
     assert done.stdout.count("Training a tokenizer") == 1

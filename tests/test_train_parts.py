@@ -43,18 +43,18 @@ def given(*options):
 def test_which_files_are_the_corpus(tmp_path, monkeypatch, out_text):
     monkeypatch.chdir(tmp_path)
     python = "data/python-{}.{}.txt".format(*sys.version_info)
-    monkeypatch.setattr(train, "write_python_corpus", lambda path, separator: os.mkdir("data") or open(path, "w").close())
-    assert train.find_corpus("big") == [python]
+    monkeypatch.setattr(script, "write_python_corpus", lambda path, separator: os.mkdir("data") or open(path, "w").close())
+    assert script.find_corpus("big", "\n") == [python]
     assert out_text() == "No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.\n"
-    assert train.find_corpus("small") == [python] and not out_text()       # it is there already
+    assert script.find_corpus("small", "\n") == [python] and not out_text()       # it is there already
     large = "data/books.txt data/web_a.txt data/web_b.txt".split()
     for path in [*large[::-1], "data/webs.md", "data/my_books.txt", "data/tiny.txt"]:
-        assert train.find_corpus("small") == [python]
+        assert script.find_corpus("small", "\n") == [python]
         open(path, "w").close()
-    assert train.find_corpus("big") == train.find_corpus("medium") == large
+    assert script.find_corpus("big", "\n") == script.find_corpus("medium", "\n") == large
     for path in large:
         os.remove(path)
-    assert train.find_corpus("big") == train.find_corpus("small") == ["data/tiny.txt"]
+    assert script.find_corpus("big", "\n") == script.find_corpus("small", "\n") == ["data/tiny.txt"]
 
 
 def test_docstrings_of_the_library(tmp_path, monkeypatch):
@@ -444,7 +444,7 @@ def whole(tmp_path, monkeypatch):
     def prepare(data, vocab, base=None):
         done.append(("prepare", data, vocab))
         return tokenizer, tokens, {"text": tokens[:900]}, "key"
-    put(monkeypatch, train, prepare=prepare, Stop=lambda: "stop", find_corpus=lambda preset: [f"{preset}.txt"],
+    put(monkeypatch, train, prepare=prepare, Stop=lambda: "stop", find_corpus=lambda preset, separator: [f"{preset}.txt"],
         save_run=lambda training: done.append(("save", training.out, dict(training.state))),
         train=lambda t, job, stop: done.append(("train", t.settings, t.out, t.model.config, stop)) or 7)
     put(monkeypatch, checkpoint, lock_folder=lambda out: done.append(("lock", out)), set_aside=lambda out: done.append(("aside", out)))

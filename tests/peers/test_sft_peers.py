@@ -14,6 +14,7 @@ import transformers
 
 import checkpoint
 import model_cpu
+import script
 import sft
 import train
 from tokenizer import Tokenizer
@@ -103,7 +104,7 @@ def trained(tmp_path_factory):
     os.chdir(tmp_path_factory.mktemp("trained"))
     try:
         path = os.path.abspath("python-3.0.txt")
-        train.write_python_corpus(path, '<|endoftext|>')
+        script.write_python_corpus(path, '<|endoftext|>')
         tokenizer, tokens, *_ = train.prepare([path], 512)
         model = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32, threads=2)
         for step in range(STEPS):

@@ -34,11 +34,11 @@ class Twin(torch.nn.Module):
             x = x + F.linear(F.silu(gate) * up, w[f"layers_{i}_down"])
         return F.rms_norm(x, (c.dim,), w["norm"], 1e-5)
 
-    def logits(self, tokens, cos, sin):
-        """tokens (B,T) -> (B,T,K*V)."""
+    def logits(self, tokens, cos, sin, rows=None):
+        """tokens (B,T) -> (B,T,K*V), or so many of them."""
         def attend(i, q, k, v):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return F.linear(self.trunk(tokens, cos, sin, attend), self.weights["heads"])
+        return F.linear(self.trunk(tokens, cos, sin, attend), self.weights["heads"][:rows])
 
     def forward(self, tokens, targets, cos, sin):
         """tokens (B,T), targets (B,T,K), -1 = not counted, tables (T,D) -> (K,) losses of the heads."""
@@ -46,6 +46,12 @@ class Twin(torch.nn.Module):
         nll = F.cross_entropy(self.logits(tokens, cos, sin).view(-1, c.vocab).float(), targets.reshape(-1), ignore_index=-1,
                               reduction="none")
         return nll.view(-1, c.predict).sum(dim=0) / (targets >= 0).sum(dim=(0, 1))
+
+    def log_probs(self, tokens, targets, cos, sin):
+        """tokens, targets (B,T), -1 = not counted, tables (T,D) -> (B,): of each row the log-probability of its targets."""
+        logits = self.logits(tokens, cos, sin, self.config.vocab)
+        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        return -nll.view(tokens.shape).sum(1)
 
     def empty_cache(self):
         """[(keys, values), ...] of the layers, each (1,G,context,D)."""
@@ -143,6 +149,12 @@ def gradient(reference, tokens, targets, precision, device="cuda"):
     losses(torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device))[1].backward()
     return np.concatenate([twin.weights[name.replace(".", "_")].grad.double().cpu().numpy().reshape(-1)
                            for name in reference.grads])
+
+
+def dpo_loss(log_probs, reference, beta):
+    """Of rows that are chosen and rejected by turns."""
+    ratio = (log_probs - reference).view(-1, 2)
+    return -F.logsigmoid(beta * (ratio[:, 0] - ratio[:, 1])).mean()
 
 
 def make_step(twin, compiled, autocast=None):
