@@ -49,7 +49,7 @@ def read_on(descriptor):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers each request as the next of `server.modes` says, and as it should when there is none left."""
+    """Answers each request as the next of `place.modes` says, and as it should when there is none left."""
     def log_message(self, *_):
         pass
 
@@ -57,7 +57,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Wait until the test releases this answer, or ends."""
         self.wfile.flush()
         event = threading.Event()
-        self.server.held.append(event)
+        self.server.place.held.append(event)
         event.wait()
 
     def send_anything(self, code, body, **headers):
@@ -72,11 +72,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer()
 
     def answer(self):
-        server = self.server
+        place = self.server.place
         ranged = self.headers.get("Range")
-        server.requests.append((self.path, ranged, self.headers.get("User-Agent")))
-        mode = server.modes.pop(0) if server.modes else "whole"
-        body = mode if isinstance(mode, bytes) else server.files.get(self.path)
+        place.requests.append((self.path, ranged, self.headers.get("User-Agent")))
+        mode = place.modes.pop(0) if place.modes else "whole"
+        body = mode if isinstance(mode, bytes) else place.files.get(self.path)
         start = int(ranged[len("bytes="):-1]) if ranged and mode != "no ranges" else 0
         if isinstance(mode, int):               # this answer, with a text that is as good as the right one
             self.send_anything(mode, PLAY)
@@ -106,7 +106,8 @@ class Place:
     """A folder to fetch into, another one in it with the script, and the server's files: a play, books by number, ..."""
     def __init__(self, folder, server):
         self.folder = folder
-        self.server = server
+        server.place = self
+        vars(self).update(requests=[], modes=[], files={}, held=[])
         self.data = folder / "data"
         self.file = self.data / "tiny.txt"
         self.part = self.data / "tiny.txt.part"
@@ -115,7 +116,7 @@ class Place:
         self.started = []
         self.stand_in("curl", PATIENT_CURL)
         self.stand_in("python3", f"exec '{sys.executable}' \"$@\"")
-        server.files["/input.txt"] = PLAY
+        self.files["/input.txt"] = PLAY
         (folder / "code").mkdir()
         self.script = shutil.copy(os.path.join(ROOT, "fetch_data.sh"), folder / "code")
 
@@ -174,20 +175,20 @@ class Place:
 
     def release(self, number):
         """Let the answer that was held as this one, counted from 0, go on."""
-        until(lambda: len(self.server.held) > number)
-        self.server.held[number].set()
+        until(lambda: len(self.held) > number)
+        self.held[number].set()
 
     def ranges(self):
-        return [ranged for _, ranged, _ in self.server.requests]
+        return [ranged for _, ranged, _ in self.requests]
 
     def paths(self):
-        return [path for path, _, _ in self.server.requests]
+        return [path for path, _, _ in self.requests]
 
     def some_has_come(self):
         return self.part.exists() and self.part.stat().st_size > 0
 
     def add_book(self, number, text, encoding="utf-8"):
-        self.server.files[f"/epub/{number}/pg{number}.txt"] = text.encode(encoding)
+        self.files[f"/epub/{number}/pg{number}.txt"] = text.encode(encoding)
 
     def add_books(self, *numbers):
         for number in numbers:
@@ -205,11 +206,10 @@ class Place:
 def place(tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads, server.block_on_close = True, False      # a stalled answer does not hold up the next test
-    vars(server).update(requests=[], modes=[], files={}, held=[])
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     place = Place(tmp_path, server)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield place
-    for event in server.held:
+    for event in place.held:
         event.set()
     for process in place.started:
         if process.poll() is None:              # the test has failed
@@ -226,13 +226,13 @@ def test_complete_and_only_once(place):
     place.makes()
     assert os.listdir(place.data) == ["tiny.txt"]
     assert "nothing to fetch" in place.makes()
-    (_, ranged, agent), = place.server.requests
+    (_, ranged, agent), = place.requests
     assert ranged is None and "NanoEuler" in agent
     assert os.listdir(place.folder / "code") == ["fetch_data.sh"]       # all into the folder where it was called
 
 
 def test_a_cut_connection_is_resumed(place):
-    place.server.modes = ["cut", "cut", "whole"]
+    place.modes = ["cut", "cut", "whole"]
     for size in 200_000, 400_000:
         place.fails("run this again to go on")
         assert place.part.read_bytes() == PLAY[:size]
@@ -241,13 +241,13 @@ def test_a_cut_connection_is_resumed(place):
 
 
 def test_a_server_that_cannot_resume(place):
-    place.server.modes = ["cut", "no ranges", "no ranges"]
+    place.modes = ["cut", "no ranges", "no ranges"]
     place.fails("run this again to go on")
     place.makes()
     place.file.unlink()
-    place.server.modes = [416, 416]             # to whom has nothing yet this is no reason to start anew, for ever
+    place.modes = [416, 416]             # to whom has nothing yet this is no reason to start anew, for ever
     place.fails("cannot be fetched (The requested URL returned error: 416)")
-    assert place.server.modes.pop()
+    assert place.modes.pop()
     place.part.write_bytes(PLAY)                # killed between the last byte and the rename: nothing is left (416)
     place.makes()
     assert place.names() == {"tiny.txt"}
@@ -260,7 +260,7 @@ NOT_THAT = "bytes that are not what data/tiny.txt must be (text, at least 500000
                                            (PACKED, f"gave 600004 {NOT_THAT}"),
                                            (bytes(len(PLAY)), f"gave 560000 {NOT_THAT}")], ids=range(4))
 def test_a_wrong_answer_is_refused(place, mode, message):
-    place.server.modes = [mode]
+    place.modes = [mode]
     place.fails(message)
     assert place.names() == set()
 
@@ -271,13 +271,13 @@ def test_only_the_answer_200_is_kept(place, code):
     place.data.mkdir()
     for there in b"", PLAY[:550_000]:
         place.part.write_bytes(there)
-        place.server.modes = [code, code]       # twice where curl sees that the first one is not what is left
+        place.modes = [code, code]       # twice where curl sees that the first one is not what is left
         place.fails(f"answered {code} instead of 200; nothing was kept")
         assert place.names() == set()
 
 
 def test_a_redirect_is_followed_and_its_own_text_is_not_kept(place):
-    place.server.modes = ["elsewhere", "cut", "elsewhere", "whole"]
+    place.modes = ["elsewhere", "cut", "elsewhere", "whole"]
     place.fails("run this again to go on")
     assert place.part.read_bytes() == PLAY[:200_000]
     place.makes()
@@ -286,7 +286,7 @@ def test_a_redirect_is_followed_and_its_own_text_is_not_kept(place):
 
 def test_an_address_is_taken_as_it_is(place):
     """To curl braces and brackets are otherwise many addresses."""
-    place.server.files["/{a,b}[1-2].txt"] = PLAY
+    place.files["/{a,b}[1-2].txt"] = PLAY
     place.makes(TINY_URL=f"{place.base}/{{a,b}}[1-2].txt")
     place.file.unlink()
     (place.folder / "[it].txt").write_bytes(PLAY)
@@ -298,7 +298,7 @@ TOO_LARGE = "has more than the {} bytes that data/{} may have; nothing was kept"
 
 def test_an_endless_answer_is_refused(place):
     place.stand_in("curl", PATIENT_CURL + " --max-filesize 9000000000")         # so curl limits nothing
-    place.server.modes = ["endless"]
+    place.modes = ["endless"]
     place.fails(TOO_LARGE.format(20_000_000, "tiny.txt"))
     assert place.names() == set()
 
@@ -309,7 +309,7 @@ def test_no_network_is_one_sentence(place):
 
 
 def test_time_limit(place):
-    place.server.modes = ["held"]               # until this test ends, and the curl is patient: it would hang
+    place.modes = ["held"]               # until this test ends, and the curl is patient: it would hang
     place.fails("run this again to go on when the network is back", FETCH_TIMEOUT="1")
 
 
@@ -346,7 +346,7 @@ def test_a_full_disk(place):
 
 @parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_at_once_and_what_has_come_stays(place, number):
-    place.server.modes = ["held", "whole"]      # held until this test ends: a script that waited for curl would hang
+    place.modes = ["held", "whole"]      # held until this test ends: a script that waited for curl would hang
     code, err, rest = place.interrupt(number, place.some_has_come, "tiny")
     assert (code, err, rest()) == (130, "Interrupted; run this again to go on.\n", b"")
     assert place.names() == {"tiny.txt.part"} and not (place.data / "fetch.lock").exists()
@@ -356,11 +356,11 @@ def test_a_signal_ends_it_at_once_and_what_has_come_stays(place, number):
 
 def test_the_curl_of_a_killed_run_does_no_harm(place):
     """Its rest comes while the next run, which goes on with what it has written, is at work."""
-    place.server.modes = ["held", "held"]
-    *_, rest = place.interrupt(signal.SIGKILL, lambda: place.server.held and place.some_has_come(), "tiny")
+    place.modes = ["held", "held"]
+    *_, rest = place.interrupt(signal.SIGKILL, lambda: place.held and place.some_has_come(), "tiny")
     size = place.part.stat().st_size
     second = place.start("tiny")
-    until(lambda: len(place.server.held) == 2 and place.part.stat().st_size > size)
+    until(lambda: len(place.held) == 2 and place.part.stat().st_size > size)
     place.release(0)
     assert rest() == b"" and PLAY.startswith(place.part.read_bytes())
     place.release(1)
@@ -369,9 +369,9 @@ def test_the_curl_of_a_killed_run_does_no_harm(place):
 
 
 def test_two_runs_at_once(place):
-    place.server.modes = ["held"]
+    place.modes = ["held"]
     first = place.start("tiny")
-    until(lambda: place.server.held)
+    until(lambda: place.held)
     place.fails(f"another run (process {first.pid}) is at work; wait for its end", "all")
     place.release(0)
     assert first.communicate(timeout=DEADLINE)[1] == "" and os.listdir(place.data) == ["tiny.txt"]
@@ -401,7 +401,7 @@ def test_a_wrong_word_or_setting(place):
             ("web", "WEB_LANGUAGE_SCORE", "0.8; DROP", "a number from 0 to 1")]:
         code, _, err = place.run("tiny", word, **{name: value})
         assert code == 2 and err.startswith(f"error: {name} must be {meaning}") and err.endswith(f", not '{value}'.\n")
-    assert not place.server.requests and not place.data.exists()
+    assert not place.requests and not place.data.exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ def test_books_of_every_form(place):
     assert f"Book 3 of {len(expected)}:\nFetching" in out
 
     place.makes("books", BOOK_IDS="100 200")    # another list: another file, nothing fetched
-    assert len(place.books()) == 2 and len(place.server.requests) == len(expected)
+    assert len(place.books()) == 2 and len(place.requests) == len(expected)
 
 
 REAL = 14881, 15122, 20170
@@ -492,7 +492,7 @@ def test_books_of_project_gutenberg(place):
     """Each paragraph of the book is there, with the same letters; nothing else is.  Many are joined."""
     for number in REAL:
         path, = (SHARED / "raw_gutenberg").glob(f"{number}*")
-        place.server.files[f"/epub/{number}/pg{number}.txt"] = path.read_bytes()
+        place.files[f"/epub/{number}/pg{number}.txt"] = path.read_bytes()
         place.makes("books", BOOK_IDS=str(number))
         raw = re.search(BETWEEN, path.read_text("latin-1"))[1]
         expected = [paragraph for paragraph in re.split(r"\n\s*\n", raw) if paragraph.strip()
@@ -508,7 +508,7 @@ def test_books_that_cannot_be_had(place):
     place.add_books(1, 2, 3, 4, 7, 8, 9, 10)
     place.add_book(5, HEAD + BODY + END)                                # no line that says where it starts
     place.add_book(6, HEAD + START + "Stolen." + END + LICENCE)
-    place.server.modes = ["whole", 404, PAGE, "endless"]
+    place.modes = ["whole", 404, PAGE, "endless"]
     code, _, err = place.run("books", BOOK_IDS=ids)
     *warnings, error = err.splitlines()
     no_book = "must be (book, at least 1000 bytes); nothing was kept."
@@ -520,12 +520,12 @@ def test_books_that_cannot_be_had(place):
     assert place.names() == {f"books/{number}.txt" for number in (1, 7, 8, 9, 10)}
 
     place.add_books(5)
-    place.server.requests.clear()
+    place.requests.clear()
     code, _, err = place.run("books", BOOK_IDS=ids)
     assert code == 0 and "warning: 1 of 10 books are missing (6); run this again" in err
     assert place.paths() == [f"/epub/{number}/pg{number}.txt" for number in (2, 3, 4, 5, 6)]
     place.book(10).unlink()
-    place.server.files.clear()
+    place.files.clear()
     assert "error: 2 of 10 books are missing (6 10), too many" in place.run("books", BOOK_IDS=ids)[2]
     assert place.books() == [STRIPPED[:-1]] * 9
 
@@ -534,8 +534,8 @@ def test_five_misses_in_a_row_end_it_and_a_refusal_does_at_once(place):
     code, out, err = place.run("books")
     assert "Book 1 of 169:" in out and code == 2
     assert err.splitlines()[-1].startswith("error: five books in a row could not be had")
-    assert len(place.server.requests) == 5
-    place.server.modes = [503]
+    assert len(place.requests) == 5
+    place.modes = [503]
     place.fails("the server refuses for now", "books")
 
 
@@ -564,8 +564,8 @@ ALPACA = json.dumps(RECORDS, indent=4).encode()    # half a megabyte
 
 
 def test_instructions(place):
-    place.server.files["/alpaca.json"] = ALPACA
-    place.server.modes = ["huge", json.dumps([*RECORDS, {"instruction": "x", "response": "y"}]).encode()]
+    place.files["/alpaca.json"] = ALPACA
+    place.modes = ["huge", json.dumps([*RECORDS, {"instruction": "x", "response": "y"}]).encode()]
     place.fails(TOO_LARGE.format(200_000_000, "instructions.json"), "instructions")
     place.fails("bytes that are not what data/instructions.json must be", "instructions")
     place.makes("instructions")
@@ -595,7 +595,7 @@ def smollm2(place):
     place.data = place.folder / "out" / "smollm2"
     place.part = place.data / "model.safetensors.part"
     for name, body in FILES.items():
-        place.server.files[f"/smollm2/{name}"] = body
+        place.files[f"/smollm2/{name}"] = body
     return place
 
 
@@ -615,21 +615,21 @@ def test_smollm2_complete_and_only_once(smollm2):
 
 def test_smollm2_without_a_chat_template(smollm2):
     """It is not asked for again.  A wrong one stops the run, which goes on where it stopped."""
-    smollm2.server.modes = ["whole", "whole", "whole", PACKED]
+    smollm2.modes = ["whole", "whole", "whole", PACKED]
     assert NOT_THE_FILE.format("chat_template.jinja") in smollm2.run("smollm2")[2]
     assert contents(smollm2) == JSON
-    del smollm2.server.files["/smollm2/chat_template.jinja"]
+    del smollm2.files["/smollm2/chat_template.jinja"]
     for _ in range(2):
         smollm2.makes("smollm2")
-        assert contents(smollm2) == {**JSON, "model.safetensors": MODEL} and len(smollm2.server.requests) == 6
+        assert contents(smollm2) == {**JSON, "model.safetensors": MODEL} and len(smollm2.requests) == 6
 
 
 def test_smollm2_wrong_files(smollm2):
-    smollm2.server.modes = [b'["a", "list"]']
+    smollm2.modes = [b'["a", "list"]']
     smollm2.fails(NOT_THE_FILE.format("config.json"), "smollm2")
-    smollm2.server.modes = ["whole"] * 4
+    smollm2.modes = ["whole"] * 4
     for wrong in MODEL[:-1], MODEL + b"\0", (2**64 - 1).to_bytes(8, "little") + MODEL[8:]:
-        smollm2.server.modes.append(wrong)
+        smollm2.modes.append(wrong)
         assert NOT_THE_FILE.format("model.safetensors") in smollm2.run("smollm2")[2]
         assert smollm2.names() == set(FILES) - {"model.safetensors"}
 
@@ -748,7 +748,7 @@ def test_web_without_a_network(place, duckdb):
     assert "LOAD httpfs" in asked and "'User-Agent': 'NanoEuler" in asked
     (place.folder / "000_00000.parquet").write_bytes(PAGE)
     place.fails("data/web_000.txt cannot be made from ./000_00000.parquet (", "web", FINEWEB_URL=".")
-    assert place.names() == {"web.settings"} and not place.server.requests
+    assert place.names() == {"web.settings"} and not place.requests
 
 
 def test_web_troubles_of_duckdb(place, duckdb, parquet):
@@ -807,7 +807,7 @@ def test_pairs(place, duckdb, word, name, rows, records):
 
 def test_all_is_books_web_and_instructions(place):
     place.add_books(1)
-    place.server.files["/alpaca.json"] = ALPACA
+    place.files["/alpaca.json"] = ALPACA
     place.data.mkdir()
     (place.data / "web_000.txt").write_bytes(PLAY * 2)
     (place.data / "web.settings").write_text("score >= 3, language_score >= 0.8\n")

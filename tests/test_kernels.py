@@ -16,7 +16,7 @@ from cuda_helpers import (
     ORDERS, Array, CpuModule, KernelError, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, to_bf16)
 from model_cpu import Config
 
-i32, i64, f32 = np.int32, np.int64, np.float32
+i32, f32 = np.int32, np.float32
 
 
 class Bench:
@@ -133,15 +133,18 @@ def test_rmsnorm_backward(bench, monkeypatch, add):
         bench.close(dgain, dgain64, 4e-6)
 
 
+def config_of(heads, kv_heads, D, context):
+    return Config(dim=heads * D, heads=heads, kv_heads=kv_heads, layers=1, context=context, vocab=8)
+
+
 def rope_tables(bench, T, D):
-    config = Config(dim=D, heads=1, kv_heads=1, layers=1, context=T, vocab=8)
-    cos, sin = model_cpu.rope_table(config, np.float64)
+    cos, sin = model_cpu.rope_table(config_of(1, 1, D, T), np.float64)
     return cos, sin, *(bench.put(np.ascontiguousarray(x[:, 0, D // 2:].astype(f32))) for x in (cos, sin))
 
 
 def test_rope(bench):
     for B, T, H, G, D, first in [(1, 1, 1, 1, 16, 0), (2, 37, 4, 2, 64, 0), (1, 9, 2, 2, 128, 13), (1, 3, 2, 1, 256, 37)]:
-        bench.gpu.config = c = Config(dim=H * D, heads=H, kv_heads=G, layers=1, context=40, vocab=8)
+        bench.gpu.config = c = config_of(H, G, D, 40)
         cos, sin, bench.gpu.cos, bench.gpu.sin = rope_tables(bench, 40, D)
         qkv, expected = bench.real(B * T, c.qkv_width)
         model_gpu.rope_forward(bench.gpu, qkv, T, first)
@@ -348,13 +351,9 @@ def test_decode_attention(bench):
         qkv, again = bench.empty(length + 512 + 1, width), bench.empty(length + 512 + 1, width)     # of NaN
         qkv[:length], qkv64 = bench.real(length, width)
         y = attend(bench, qkv, position, n, H, G, D)
-        q = qkv64[position:, :H * D].reshape(n, G, H // G, D).transpose(1, 2, 0, 3)         # (G,R,n,D)
-        keys, values = qkv64[:, H * D:].reshape(length, 2, G, D).transpose(1, 2, 0, 3)
-        S = q @ keys[:, None].swapaxes(-1, -2) * D ** -0.5
-        S[..., np.arange(length) > np.arange(position, length)[:, None]] = -np.inf
-        P = np.exp(S - S.max(axis=-1, keepdims=True))
-        expected = P / P.sum(axis=-1, keepdims=True) @ values[:, None]
-        bench.close(y, expected.transpose(2, 0, 1, 3).reshape(n, -1))
+        expected, P = np.empty((1, n, H * D)), np.empty((1, G, H // G, n, length))
+        model_cpu.attention_forward(expected, P, qkv64[None], config_of(H, G, D, length))
+        bench.close(y, expected[0])
         full = bench.empty(length, width)                                # a cache that has no row more
         full[...] = qkv[:length]
         assert attend(bench, full, position, n, H, G, D).tobytes() == y.tobytes()

@@ -700,8 +700,8 @@ def test_many_answers_at_once_are_those_of_one_by_one():
             assert answer[:len(alone)] == alone and answer[len(alone):] in ([[7], [9], [50]] if len(alone) < 30 else [[]])
 
 
-def test_generation_ends(monkeypatch):
-    """Before a token of `stop`, which is not yielded, and after `most`; no token more is drawn than that takes."""
+def test_where_generation_begins_and_ends(monkeypatch):
+    """After a token at least.  Before a token of `stop`, which is not yielded, and after `most`; no token more is drawn than that takes."""
     model = wide_model()
 
     def ids(drawn, **options):
@@ -711,6 +711,8 @@ def test_generation_ends(monkeypatch):
     for most in (0, 1, 3):
         assert ids([7, 8, 9, 5], most=most) == ([7, 8, 9, 5][:most], [7, 8, 9, 5][most:])
     assert ids([7, 8, 9, 5], most=3, stop={8}) == ([7], [9, 5]) and ids([7, 8, 9], most=3, stop={9}) == ([7, 8], [])
+    with value_error("^generate needs at least one token to continue.$"):
+        next(generate(model, []))
 
 
 def test_the_trace(drafting_model):
@@ -733,11 +735,6 @@ def test_the_trace(drafting_model):
         assert list(generate(model, text, seed=1, most=40, trace=trace, vocab=38)) == found
         assert {drafts for _, drafts, _ in trace} == {0, min(most, 3)}
     del model.draft_heads
-
-
-def test_generate_needs_a_beginning():
-    with value_error("^generate needs at least one token to continue.$"):
-        next(generate(wide_model(), []))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

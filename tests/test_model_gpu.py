@@ -17,7 +17,7 @@ import weakref
 
 import numpy as np
 import pytest
-from cases import parametrize, refusal, value_error
+from cases import parametrize, put, refusal, value_error
 from numpy.testing import assert_allclose, assert_array_equal
 
 import bench
@@ -145,23 +145,20 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
 
 
 @pytest.fixture(autouse=True)
-def fewer_blocks(monkeypatch):
-    """Blocks of threads that a GPU needs to be busy and a CPU takes one by one."""
-    monkeypatch.setattr(model_gpu, "SUM_BLOCKS", 8)
-    monkeypatch.setattr(model_gpu, "MATRIX_BLOCKS", 3)
-
-
-@pytest.fixture(autouse=True)
-def no_pinned_memory(monkeypatch):
-    """What pins memory stands for itself, also where there is CuPy."""
+def on_a_cpu(monkeypatch):
+    """Fewer of the blocks of threads that a GPU needs to be busy and a CPU takes one by one."""
+    put(monkeypatch, model_gpu, SUM_BLOCKS=8, MATRIX_BLOCKS=3)
+    # what pins memory stands for itself, also where there is CuPy
     monkeypatch.setattr(model_gpu, "cupyx", PINNED, raising=False)
 
 
 @pytest.fixture
 def made(monkeypatch):
+    """All arrays of the test, before none of which a kernel may write."""
     module, arrays = fake_cupy()
     monkeypatch.setattr(model_gpu, "cupy", module)
-    return arrays
+    yield arrays
+    check_guards(*arrays)
 
 
 @pytest.fixture
@@ -181,14 +178,14 @@ def batch(config, B, T, seed=0):
     return tokens, targets
 
 
-def our_model(config=TINY, precision="fp32", matmul="ours", **options):
-    """Without cuBLAS."""
+def gpu_model(config=TINY, precision="fp32", matmul="ours", **options):
+    """Without cuBLAS, unless it is asked for."""
     return model_gpu.Model(config, precision=precision, matmul=matmul, **options)
 
 
 def wide_models(config=TINY, optimizer="adamw", **options):
     """-> (of this engine, of the reference), with the same weights, drawn wide, as a trained model's."""
-    models = our_model(config, optimizer=optimizer, **options), model_cpu.Model(config, optimizer=optimizer)
+    models = gpu_model(config, optimizer=optimizer, **options), model_cpu.Model(config, optimizer=optimizer)
     rng = np.random.default_rng(3)
     flat = rng.standard_normal(model_cpu.param_count(config)).astype(np.float32) * np.float32(0.1)
     gains = model_cpu.update_table(config, "adamw")[-1][1].start
@@ -209,9 +206,12 @@ def relative(x, reference):
     return np.linalg.norm(np.asarray(x, np.float64) - reference) / np.linalg.norm(reference)
 
 
+SIZE = {0: 4, 14: 2}                                                    # bytes of a number; kind as in CUDA_TYPE
+
+
 def columns_matrix(address, kind, rows, columns, ld):
-    """A matrix by columns at a raw address; kind as in CUDA_TYPE."""
-    size = {0: 4, 14: 2}[kind]
+    """A matrix by columns at a raw address."""
+    size = SIZE[kind]
     assert ld >= rows
     raw = np.frombuffer((ctypes.c_char * (size * (ld * (columns - 1) + rows))).from_address(address), {0: "f4", 14: "u2"}[kind])
     return np.lib.stride_tricks.as_strided(raw, (rows, columns), (size, size * ld))
@@ -256,10 +256,9 @@ class FakeCublas:
 
     def gemmStridedBatchedEx(self, handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, step_a, B, type_b, ldb,
                              step_b, beta, C, type_c, ldc, step_c, count, compute, algorithm):
-        size = {0: 4, 14: 2}
         for i in range(count):
-            self.gemmEx(handle, transpose_a, transpose_b, m, n, k, alpha, A + i * step_a * size[type_a], type_a, lda,
-                        B + i * step_b * size[type_b], type_b, ldb, beta, C + i * step_c * size[type_c], type_c, ldc,
+            self.gemmEx(handle, transpose_a, transpose_b, m, n, k, alpha, A + i * step_a * SIZE[type_a], type_a, lda,
+                        B + i * step_b * SIZE[type_b], type_b, ldb, beta, C + i * step_c * SIZE[type_c], type_c, ldc,
                         compute, algorithm)
 
 
@@ -279,7 +278,7 @@ STEPS = [("fp32", "ours", {}, 1e-5), ("bf16", "ours", {}, 4e-2), ("tf32", "cubla
 
 
 @parametrize("precision, matmul, change, bar", STEPS)
-def test_a_whole_step_equals_the_reference(cublas, made, precision, matmul, change, bar):
+def test_a_whole_step_equals_the_reference(cublas, precision, matmul, change, bar):
     """Forward and backward in two micro-batches: losses, logits, every gradient tensor."""
     config = dataclasses.replace(TINY, **change)
     model, reference = wide_models(config, precision=precision, matmul=matmul)
@@ -294,14 +293,13 @@ def test_a_whole_step_equals_the_reference(cublas, made, precision, matmul, chan
         assert relative(grad, reference.grads[name]) < bar, name
     assert relative(model.logits(tokens), reference.logits(tokens)) < bar
     assert cublas.algorithms == (set() if matmul == "ours" else {77 if precision == "tf32" else 68})
-    check_guards(*made)
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in matmul")           # of what is left where nothing is to change
 @parametrize("precision, matmul, optimizer, bar", [
     ("fp32", "ours", "adamw", 1e-4), ("bf16", "cublas", "adamw", 1e-4), ("fp32", "ours", "muon", 1e-4), ("tf32", "cublas", "muon", 1e-4),
     ("bf16", "cublas", "muon", 8e-2)])
-def test_updates_equal_the_reference(cublas, made, precision, matmul, optimizer, bar):
+def test_updates_equal_the_reference(cublas, precision, matmul, optimizer, bar):
     """From the same gradients of two sizes; each matrix by itself; in bf16 the copy follows.  A norm that is not finite changes
     nothing, then and later."""
     model, reference = wide_models(precision=precision, matmul=matmul, optimizer=optimizer)
@@ -326,7 +324,6 @@ def test_updates_equal_the_reference(cublas, made, precision, matmul, optimizer,
         model.update(0.1)
         assert all(map(np.array_equal, before, (model.flat_params, model.m, model.v))) and model.flat_grads.any()
         model.flat_grads[...] = 1.0
-    check_guards(*made)
 
 
 def test_a_shape_that_comes_often_is_recorded(cublas, pool, monkeypatch):
@@ -334,7 +331,7 @@ def test_a_shape_that_comes_often_is_recorded(cublas, pool, monkeypatch):
     runs = []
     for at in (2, 1000):
         monkeypatch.setattr(model_gpu, "RECORD_AT", at)
-        model, kept = model_gpu.Model(TINY, precision="fp32", optimizer="muon"), []
+        model, kept = gpu_model(matmul="cublas", optimizer="muon"), []
         for step, (B, T) in enumerate([(2, 9), (2, 9), (1, 18), (2, 9), (3, 20), (2, 9)]):
             losses = model.forward(*batch(TINY, B, T, step))
             kept += model.later(losses)()
@@ -348,7 +345,7 @@ def test_a_shape_that_comes_often_is_recorded(cublas, pool, monkeypatch):
 
 def test_an_error_while_a_graph_is_recorded(cublas, pool, monkeypatch):
     """cuBLAS comes back to the stream that there is; and the step is right, recorded or not."""
-    model, expected = (model_gpu.Model(TINY, precision="fp32") for _ in range(2))
+    model, expected = (gpu_model(matmul="cublas") for _ in range(2))
     monkeypatch.setattr(model_gpu, "RECORD_AT", 1)
     with monkeypatch.context() as patch:
         patch.setattr(model_gpu, "cross_entropy_forward", None)
@@ -364,7 +361,7 @@ def test_an_error_while_a_graph_is_recorded(cublas, pool, monkeypatch):
 def test_graphs_are_kept_of_so_many_shapes(cublas, monkeypatch):
     """A loop over ever new shapes does not fill the memory with what is kept for them."""
     monkeypatch.setattr(model_gpu, "SHAPES", 2)
-    model, expected = (model_gpu.Model(TINY, precision="fp32") for _ in range(2))
+    model, expected = (gpu_model(matmul="cublas") for _ in range(2))
     most = 0
     for T in range(3, 8):
         for one in model, expected:
@@ -378,7 +375,7 @@ def test_graphs_are_kept_of_so_many_shapes(cublas, monkeypatch):
 
 def test_backward_needs_a_forward_of_its_own(made):
     """As on the CPU."""
-    model, (tokens, targets) = our_model(), batch(TINY, 2, 9)
+    model, (tokens, targets) = gpu_model(), batch(TINY, 2, 9)
     for between in (model.backward, lambda: model.logits(tokens[:1]), lambda: model.log_probs(tokens, targets),
                     lambda: model.update(0.0), model.refresh):
         model.forward(tokens, targets)
@@ -386,7 +383,7 @@ def test_backward_needs_a_forward_of_its_own(made):
         with value_error("^backward needs a forward of its own, and between them neither logits nor update.$"):
             model.backward()
     with value_error("^backward needs a forward of its own"):
-        our_model().backward()
+        gpu_model().backward()
     model.forward(tokens, targets)
     model.decoder.extend([1, 2])                                        # it has arrays of its own
     model.backward()
@@ -484,8 +481,7 @@ def test_a_step_by_kernel(cublas, pool, monkeypatch, capsys):
     """What bench.py train prints: rounds of ten steps, steps in a row, and then every launch, also of what is a CUDA graph."""
     cupy, at = model_gpu.cupy, []
     model = model_gpu.Model(TINY, precision="tf32")
-    monkeypatch.setattr(model_gpu, "RECORD_AT", 1)
-    monkeypatch.setattr(model_gpu, "Model", lambda *rest, **more: model)
+    put(monkeypatch, model_gpu, RECORD_AT=1, Model=lambda *rest, **more: model)
     monkeypatch.setattr(bench, "ceilings", lambda *rest: (1e12, 1e12))
     monkeypatch.setitem(model_cpu.CONFIGS, "small", TINY)
     cupy.cuda.runtime.runtimeGetVersion, cupy.__version__ = lambda: 12090, "14.2"
@@ -575,7 +571,7 @@ def test_runs_are_bit_identical_whatever_the_order_of_threads(monkeypatch):
     results = []
     for order in (("reverse", 0), ("seeded", 2)):
         monkeypatch.setattr(model_gpu, "cupy", fake_cupy(order=order)[0])
-        model = our_model(precision="bf16")
+        model = gpu_model(precision="bf16")
         losses = learn(model, 1, 19)
         norm = model.update(lr=1e-3)
         results.append((losses.tobytes(), norm.tobytes(), model.read(model.flat_params).tobytes()))
@@ -584,7 +580,7 @@ def test_runs_are_bit_identical_whatever_the_order_of_threads(monkeypatch):
 
 def test_the_first_gradient_after_an_update_is_written_not_added(cublas):
     """Zeros need not be read: no product reads what it writes to, until there is something to add to."""
-    model = model_gpu.Model(TINY, precision="fp32")
+    model = gpu_model(matmul="cublas")
     matrices = [name for name, view in model.grads.items() if view.ndim == 2 and name != "embed"]
 
     def gradient():
@@ -604,7 +600,7 @@ def test_the_first_gradient_after_an_update_is_written_not_added(cublas):
 @parametrize("precision, matmul, change, bar", [
     ("fp32", "ours", dict(predict=9), 1e-5), ("bf16", "ours", dict(dim=96, heads=3, hidden=2056, layers=1), 3e-2),
     ("tf32", "cublas", {}, 3e-3)])
-def test_the_cache_equals_the_reference(cublas, made, monkeypatch, precision, matmul, change, bar):
+def test_the_cache_equals_the_reference(cublas, monkeypatch, precision, matmul, change, bar):
     """Prompts and few rows, at any position; up to max(K, 8) rows have kernels of their own: the same bits as row by row."""
     monkeypatch.setattr(model_gpu, "PROMPT_ROWS", 16)
     config = dataclasses.replace(TINY, context=290, **change)
@@ -625,7 +621,6 @@ def test_the_cache_equals_the_reference(cublas, made, monkeypatch, precision, ma
     with value_error("221 tokens at 70 do not fit the context of 290"):
         decoder.extend([1] * 221)
     assert decoder.position == 70
-    check_guards(*made)
 
 
 @parametrize("precision, options", [("fp32", dict(temperature=0)), ("fp32", dict(temperature=1.2, top_p=0.9)),
@@ -686,7 +681,6 @@ def test_many_answers_at_once_have_the_bits_of_one(made, precision):
             continue
         alone = model_cpu.generate(model, prompt, 1.1, 9, 0.95, seed, 45, {7}, 6, speculate=False)
         assert answer[:len(answer) - (answer[-1] == 7)] == list(alone)
-    check_guards(*made)
 
 
 def test_what_is_drawn_is_read_once_the_gpu_has_drawn_it(made, monkeypatch):
@@ -701,7 +695,7 @@ def test_what_is_drawn_is_read_once_the_gpu_has_drawn_it(made, monkeypatch):
         assert np.array_equal(ids, expected) and abs(p / expected_p - 1) < 1e-4
 
 
-def test_a_prompt_of_another_length_has_the_same_launches(cublas, made, pool, monkeypatch):
+def test_a_prompt_of_another_length_has_the_same_launches(cublas, pool, monkeypatch):
     """Up to a multiple of so many rows, at one position: from a graph the third time, and what the rows beyond the prompt hold
     reaches no logits; where a window ends, they end, too."""
     monkeypatch.setattr(model_gpu, "PROMPT_ROWS", 16)
@@ -712,7 +706,6 @@ def test_a_prompt_of_another_length_has_the_same_launches(cublas, made, pool, mo
         model.decoder.tokens = tokens[0, :position].tolist()            # which the cache has from earlier calls
         logits = model.decoder.extend(tokens[0, position:position + n])
         assert relative(logits, expected[position:position + n]) < 1e-5 and len(pool.graphs) == graphs, (position, n)
-    check_guards(*made)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -722,7 +715,7 @@ def test_a_prompt_of_another_length_has_the_same_launches(cublas, made, pool, mo
 def test_the_memory_plan_is_what_is_allocated(made, pool, precision, optimizer):
     """And it serves any rows of as many tokens: no array and no pinned memory is made anew, and the results have the bits of a
     model that has seen no other shape."""
-    model = our_model(precision=precision, micro_batch=2, optimizer=optimizer)
+    model = gpu_model(precision=precision, micro_batch=2, optimizer=optimizer)
     plan = model_gpu.memory_plan(TINY, 2, TINY.context, precision, optimizer)
     small = sum(array.nbytes for array in (model.losses, model.state, model.partial, model.gpu.cos, model.gpu.sin))
     assert sum(array.nbytes for array in made) == sum(plan.values()) - model_gpu.CUBLAS_BYTES - model_gpu.CONTEXT_BYTES + small
@@ -732,10 +725,9 @@ def test_the_memory_plan_is_what_is_allocated(made, pool, precision, optimizer):
         losses = learn(model, B, T)
         model.decoder.extend([1])
         assert (len(made), len(pool.pinned), len(pool.freed)) == counts, (B, T)
-    fresh = our_model(precision=precision)
+    fresh = gpu_model(precision=precision)
     assert np.array_equal(learn(fresh, 9, 8), losses)
     assert np.array_equal(fresh.flat_grads, model.flat_grads)
-    check_guards(*made)
 
 
 def test_a_table_is_cut_out_of_memory():
@@ -758,7 +750,7 @@ def test_the_plan_of_the_big_model():
 
 
 def test_buffers_that_grow_give_the_old_memory_back_first(pool):
-    model, sizes = our_model(), []
+    model, sizes = gpu_model(), []
     for B, T in (1, 8), (2, 30), (3, 20), (8, 11), (2, 40):
         kept = weakref.ref(model.inputs)
         model.forward(*batch(TINY, B, T))
@@ -777,9 +769,8 @@ def test_pinned_memory_is_not_written_while_copies_from_it_are_queued(made, monk
 
         def synchronize(self):
             order.append(("wait", id(self)))
-    monkeypatch.setattr(model_gpu.cupy.cuda, "Event", Noted)
     stream = types.SimpleNamespace(synchronize=lambda: order.append("all that is queued"))
-    monkeypatch.setattr(model_gpu.cupy.cuda, "get_current_stream", lambda: stream)
+    put(monkeypatch, model_gpu.cupy.cuda, Event=Noted, get_current_stream=lambda: stream)
     table = model_gpu.input_table(TINY, 1, 4)
     inputs = model_gpu.Inputs(table)
     assert order == ["all that is queued"]
@@ -797,9 +788,9 @@ def test_the_pool_is_given_what_cublas_leaves(pool):
     given, set_limit = [], pool.set_limit
     pool.set_limit = lambda size: given.append(size) or set_limit(size)
     with pytest.raises(MemoryError):                                    # 0 would be no limit at all
-        our_model(memory_limit=644 << 20)
+        gpu_model(memory_limit=644 << 20)
     gc.collect()
-    model = our_model(memory_limit=(644 << 20) + 12_345_678)
+    model = gpu_model(memory_limit=(644 << 20) + 12_345_678)
     model.logits([[1, 2, 3]])
     with pytest.raises(MemoryError) as error:
         model.forward(np.zeros((4000, 40), int), np.zeros((4000, 42), int))
@@ -826,7 +817,7 @@ def test_what_this_gpu_has(monkeypatch):
 
 def test_what_is_refused(made):
     """The batches that the CPU engine refuses, and what this one cannot do."""
-    model, (tokens, targets) = our_model(), batch(TINY, 1, 6)
+    model, (tokens, targets) = gpu_model(), batch(TINY, 1, 6)
     for bad, words in [((tokens, targets.astype(float)), "targets must be integers"), ((tokens[0], targets), "array of integers"),
                        ((tokens, np.full_like(targets, -1)), "head 0 has no counted target")]:
         with value_error(words):
@@ -836,7 +827,7 @@ def test_what_is_refused(made):
     assert model.decoder.position == 0
     with value_error("^the GPU engine takes at most 65,535 rows at once, not 65,536.$"):
         model.logits(np.zeros((65536, 1), int))
-    only = our_model(training=False)
+    only = gpu_model(training=False)
     assert np.array_equal(only.forward(tokens, targets), model.forward(tokens, targets)) and only.flat_grads is only.m is None
     with value_error(r"^this model was made with training=False: it has no gradients\.$"):
         only.backward()
@@ -909,33 +900,34 @@ def test_which_engine_serves(monkeypatch):
 
 def test_models_that_a_gpu_does_not_take(made, monkeypatch):
     with value_error("precision must be one of"):
-        model_gpu.Model(TINY, precision="fp8")
+        gpu_model(precision="fp8")
     for sizes, words in [(dict(dim=8320, heads=65), "models up to 8192 wide and contexts up to 16384, not 8320 and 8"),
                          (dict(dim=96, heads=1), "heads 32, 64 or 128 wide, not 96: choose heads so that 96 / heads is one of these[.]$")]:
         with value_error(words):
-            our_model(Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **sizes}))
+            gpu_model(Config(**{**dict(kv_heads=1, layers=1, context=8, vocab=8), **sizes}))
     model_gpu.check_sizes(Config(dim=8192, heads=64, kv_heads=1, layers=1, context=16384, vocab=8))
     for capability, precision, least in ("80", "bf16", None), ("70", "fp32", None), ("79", "tf32", 8.0), ("69", "fp32", 7.0):
         monkeypatch.setattr(model_gpu, "cupy", fake_cupy(capability=capability)[0])
         words = f"^{precision} needs a GPU of compute capability {least} or later, this one has {int(capability) / 10}; --precision fp32 needs"
         with contextlib.nullcontext() if least is None else value_error(words):
-            our_model(precision=precision, training=False, seed=None)
+            gpu_model(precision=precision, training=False, seed=None)
     monkeypatch.setattr(model_gpu.cupy, "RawModule", lambda **_: (_ for _ in ()).throw(RuntimeError("no nvrtc\nmore")))
     monkeypatch.setattr(model_gpu, "capability", lambda: 90)
-    assert refusal(our_model) == (
+    assert refusal(gpu_model) == (
         "The GPU engine does not start; a CUDA library seems to be missing or does not fit the driver: run `make gpu` (no nvrtc).")
 
 
 def test_the_gpu_of_a_process(made, monkeypatch):
     """That of its number on its host, or the only one that it sees; none is a sentence."""
     used = []
-    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda number: types.SimpleNamespace(use=lambda: used.append(number)))
+    cuda = model_gpu.cupy.cuda
+    monkeypatch.setattr(cuda, "Device", lambda number: types.SimpleNamespace(use=lambda: used.append(number)))
     for count, number in (1, 3), (2, 1), (4, 3):
-        model_gpu.cupy.cuda.runtime.getDeviceCount = lambda count=count: count
+        cuda.runtime.getDeviceCount = lambda: count
         model_gpu.take_gpu(number)
     assert used == [0, 1, 3]
     for count, number in (2, 2), (0, 0):
-        model_gpu.cupy.cuda.runtime.getDeviceCount = lambda count=count: count
+        cuda.runtime.getDeviceCount = lambda: count
         with value_error(f"^this host has {count} GPUs, too few for process {number}.$"):
             model_gpu.take_gpu(number)
 

@@ -41,11 +41,22 @@ NAME_SOME = "name instructions with --data (./fetch_data.sh instructions brings 
 run = functools.partial(runs.run, script="sft.py")
 
 
+def succeeded(done):
+    """-> the CompletedProcess of a script that has left with exit code 0"""
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def run_anew(folder, *arguments):
     """In a process of its own, where BLAS takes one thread whatever it does in this one: the same numbers, bit for bit."""
     clean = {name: value for name, value in os.environ.items() if not name.endswith("_THREADS")}       # as in a terminal
     return subprocess.run(attack.command("sft.py", *shell_words(arguments)), cwd=folder, text=True, capture_output=True,
                           env={**clean, "PYTHONWARNINGS": "error"})
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def example(question, answer):
@@ -259,21 +270,21 @@ def test_prompts_are_in_one_part_only():
     (b"[1]\n[2]", " (Extra data: line 2"), (b"[1,\n2,\nx]", " (Expecting value: line 3"),
     (b"1\n2\nx\n", ", line 3, (Expecting value"), (b"1\n\n" + b'{"a":' * 100_000, ", line 3, (maximum recursion"),
     (b'1\n2\n"\xe9"\n4', ", line 3, ('utf-8' codec can't decode byte 0xe9")])
-def test_json(tmp_path, text, found):
-    path = tmp_path / "x.json"
-    path.write_bytes(text)
+def test_json(text, found):
+    path = "./x.json"
+    write(path, text)
     if isinstance(found, list):
-        assert sft.json_values(str(path)) == found
+        assert sft.json_values(path) == found
         return
-    said = refusal(sft.json_values, str(path))
+    said = refusal(sft.json_values, path)
     assert said.replace(" is not JSON; the file must hold one list of records, or one record a line", "").startswith(f"{path}{found}")
 
 
-def test_records(tmp_path, out_text):
-    good, path = {"instruction": "a", "output": "b"}, f"{tmp_path}/x.json"
+def test_records(out_text):
+    good, path = {"instruction": "a", "output": "b"}, "./x.json"
 
     def read(records):
-        write(tmp_path / "x.json", json.dumps(records))
+        write(path, json.dumps(records))
         return sft.read_conversations([path])
     assert read([good, {"instruction": "c", "output": "d"}]) == [[("a", "b")], [("c", "d")]] and out_text() == ""
     assert len(read([good] * 2 + [7] + [{"instruction": "a", "output": " "}] * 1001)) == 2
@@ -287,18 +298,19 @@ def test_records(tmp_path, out_text):
 # ---------------------------------------------------------------------------------------------------------------------
 # Pairs made from the text that the base has read
 # ---------------------------------------------------------------------------------------------------------------------
-def test_pairs_of_python(tmp_path, monkeypatch):
-    path = tmp_path / "python-3.9.txt"
-    path.write_bytes(b"What is known. \xff And more. |Behind the cut." + b" " * 999)
-    monkeypatch.setattr(train, "split_point", lambda found: found == str(path) and path.read_bytes().index(b"|"))
+def test_pairs_of_python(monkeypatch):
+    path = "./python-3.9.txt"
+    text = b"What is known. \xff And more. |Behind the cut." + b" " * 999
+    write(path, text)
+    monkeypatch.setattr(train, "split_point", lambda found: found == path and text.index(b"|"))
     found = [[("m", "\n  A module\n of\tits own.\n  \t\nA second part."), ("m.f", "What is known."), ("m.g", "Oneword"),
               ("m.h", "Behind the cut.")],
              [("m.f", "Something else."), ("m", "The name again."), ("n.a", "is known"), ("n.b", "is knowN")]]
     monkeypatch.setattr(sft, "python_docstrings", lambda: iter(found))
-    assert sft.read_conversations([str(path)]) == [[("m", "A module of its own.")], [("m.h", "Behind the cut.")],
+    assert sft.read_conversations([path]) == [[("m", "A module of its own.")], [("m.h", "Behind the cut.")],
                                                    [("m.f", "Something else.")], [("n.b", "is knowN")]]
     found[:] = [[("m.f", "What is known."), ("m.g", "Oneword")]]
-    assert refusal(sft.python_pairs, str(path)) == f"{path} holds all of the library's documentation, so nothing is held out; {NAME_SOME}"
+    assert refusal(sft.python_pairs, path) == f"{path} holds all of the library's documentation, so nothing is held out; {NAME_SOME}"
 
 
 def write_play(path, speeches=1200):
@@ -313,13 +325,12 @@ def write_play(path, speeches=1200):
     write(path, "\n\n".join(paragraphs) + "\n")
 
 
-def test_pairs_of_a_play_to_the_letter(tmp_path, monkeypatch):
+def test_pairs_of_a_play_to_the_letter(monkeypatch):
     def pairs(text, before=""):
         """Of a play whose validation part is this text."""
-        path = tmp_path / "some.txt"
-        path.write_bytes((before + text).encode("utf-8", "surrogateescape"))
-        monkeypatch.setattr(train, "split_point", lambda found: found == str(path) and len(before.encode()))
-        return sft.play_pairs(str(path))
+        write("./some.txt", (before + text).encode("utf-8", "surrogateescape"))
+        monkeypatch.setattr(train, "split_point", lambda found: found == "./some.txt" and len(before.encode()))
+        return sft.play_pairs("./some.txt")
     assert pairs("A:\nHow\n are  you?\n\nB b:\nWell:\n fine. \n\n\n\nC:\nYes.\n\n", "É:\nOf what is learned.\n\n") == [
         [("How are you?", "Well:\n fine. ")], [("Well: fine.", "Yes.")]]
     assert pairs("A:\r\nHow\r\nare?\r\n\r\nB:\r\nYes\r\nno.\r\n\r\nC:\r\nSo.") == [[("How are?", "Yes\nno.")], [("Yes no.", "So.")]]
@@ -333,16 +344,15 @@ def test_pairs_of_a_play_to_the_letter(tmp_path, monkeypatch):
         if good:
             assert len(pairs(text)) == speeches - 1
         else:
-            assert refusal(pairs, text) == (f"{tmp_path}/some.txt is neither a play nor the text inside Python, so it gives no "
-                                        f"questions; {NAME_SOME}")
+            assert refusal(pairs, text) == ("./some.txt is neither a play nor the text inside Python, so it gives no "
+                                            f"questions; {NAME_SOME}")
 
 
-def test_which_files_are_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_which_files_are_read(monkeypatch):
     assert sft.find_data("big", ["corpus.txt"]) == ["corpus.txt"]               # there is no data/
     os.mkdir("data")
     for name in "instructions_b.json instructions.json instructions_a.json instructions.jsonl instructions.txt my-instructions.json".split():
-        write(tmp_path / "data" / name, "")
+        write(f"data/{name}", "")
     assert sft.find_data("medium", ["corpus.txt"]) == ["data/instructions.json", "data/instructions_a.json", "data/instructions_b.json"]
     assert sft.find_data("small", ["corpus.txt"]) == ["corpus.txt"]
     with value_error(f"^there are no instructions in data/: {re.escape(NAME_SOME)}$"):
@@ -358,9 +368,9 @@ def test_which_files_are_read(tmp_path, monkeypatch):
         python-3.12.txt.old    | play_pairs
         my-python-3.12.txt     | play_pairs"""))
     for name in kinds:
-        write(tmp_path / name, "text")
+        write(name, "text")
     assert sft.read_conversations(list(kinds)) == [f"{kind} {name}" for name, kind in kinds.items()]
-    write(tmp_path / "latin.txt", b"caf\xe9 " * 99)
+    write("latin.txt", b"caf\xe9 " * 99)
     for name, words in ("data", "data is not a plain file"), ("none.json", "none.json"), ("latin.txt", "it seems to be Latin-1"):
         with pytest.raises((ValueError, OSError), match=words):
             sft.read_conversations(["a.json", name])
@@ -514,8 +524,7 @@ def test_the_held_out_loss_falls(base):
 def test_killed_and_resumed_is_exact(base):
     folder, whole, _ = base
     attack.kill_again_and_again(folder, "sft.py", ["--base", "out/play", *QUICK], "out/killed", 3, seed=1)
-    done = run_anew(folder, "--resume --out out/killed")
-    assert done.returncode == 0, done.stderr
+    succeeded(run_anew(folder, "--resume --out out/killed"))
     assert read_log(folder, "out/killed") == whole
 
 
@@ -527,8 +536,7 @@ def test_ctrl_c_saves_and_resumes(base):
     assert code == 130 and "python sft.py small --resume --out out/asked" in said, said
     resume = functools.partial(run, folder, "small", "--resume", "--out", "out/asked")
     assert "has --epochs 2, not 3: a resumed run keeps" in resume("--epochs", "3").stderr
-    done = resume()
-    assert done.returncode == 0, done.stderr
+    done = succeeded(resume())
     assert read_log(folder, "out/asked") == whole
     assert re.search("Held-out loss .* before, .* after.", printed)[0] in done.stdout
 
@@ -538,7 +546,7 @@ def test_the_weight_of_further_heads_is_that_of_the_option(base):
     folder, quick = base[0], "--base out/play --data some.jsonl --epochs 1 --batch-tokens 256 --threads 1"
     ours = checkpoint.load(f"{folder}/out/play", model_cpu)[0].params["heads"][520:]
     for weight, learned in ("0", False), ("2.5", True):
-        assert run(folder, quick, "--out out/mtp --mtp-weight", weight).returncode == 0
+        succeeded(run(folder, quick, "--out out/mtp --mtp-weight", weight))
         model, _ = checkpoint.load(f"{folder}/out/mtp", model_cpu)
         assert model.config.mtp_weight == float(weight)
         ratio = model.params["heads"][520:] / ours
@@ -549,7 +557,7 @@ def test_resume_refuses(base):
     folder, data = base[0], base[0] / "other.jsonl"
     shutil.copy(folder / "some.jsonl", data)
     quick = "--data other.jsonl --base out/play --batch-tokens 512"
-    assert run(folder, quick, "--out out/some --epochs 2").returncode == 0
+    succeeded(run(folder, quick, "--out out/some --epochs 2"))
     # what is fine-tuned can be fine-tuned again, without --data on the same
     done = run(folder, "--base out/some --out out/again --batch-tokens 512 --epochs 1")
     assert "out/some is fine-tuned into out/again on other.jsonl: " in done.stdout
@@ -569,8 +577,7 @@ def test_a_finished_run_is_given_more_epochs(base):
     steps = whole[-1]["step"]
     assert run(folder, "--resume --out out/longer --epochs 2").stdout == (      # as many as it has
         f"The run in out/longer is finished: {steps} steps (--steps takes more, in sft.py --epochs).\n")
-    done = run(folder, "--resume --out out/longer --epochs 3")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(run(folder, "--resume --out out/longer --epochs 3"))
     s = train.Settings(**checkpoint.load_state(folder / "out/longer")["settings"])
     assert s.steps == 3 * steps // 2 and f"was finished after {steps} steps; it goes on to {s.steps}." in done.stdout
     log = read_log(folder, "out/longer")
@@ -605,8 +612,8 @@ def test_a_base_of_others_takes_the_form_that_it_has_the_tokens_for(base):
     shown = run(folder, quick, "--show 9", NO_COLOR="1").stdout
     form = r"(--- example .*\n<\|im_start\|>user\n[^<]*<\|im_end\|>\n<\|im_start\|>assistant\n\[[^<]*(<\|im_end\|>)?\]\n){9}"
     assert re.fullmatch(form, shown) and "of 33 tokens are learned, cut\n" in shown, shown
-    done = run(folder, quick, *QUICK[:2], "--epochs 1 --threads 1")
-    assert done.returncode == 0 and "\nEpochs: 1, each of " in done.stdout and os.listdir(folder / "hub") == ["theirs"], done.stderr
+    done = succeeded(run(folder, quick, *QUICK[:2], "--epochs 1 --threads 1"))
+    assert "\nEpochs: 1, each of " in done.stdout and os.listdir(folder / "hub") == ["theirs"]
     made = checkpoint.read_tokenizer(folder / "out/theirs-sft")
     assert made.template == CHATML and made.end_of_turn == theirs.special["<|im_end|>"]
     assert checkpoint.read_config(f"{folder}/out/theirs-sft") == dataclasses.replace(CONFIG, context=32, positions=128)
@@ -666,12 +673,10 @@ def begin(monkeypatch, *arguments):
 
 def test_a_new_run(tmp_path, monkeypatch):
     """Its settings, its state, its first checkpoint, and all numbers of its first lines."""
-    monkeypatch.chdir(tmp_path)
-    write_play(tmp_path / "play.txt", 40)
+    write_play("play.txt", 40)
     config = dataclasses.replace(CONFIG, mtp_weight=0.7)
-    with open("some.jsonl", "w") as file:
-        for i in range(230):
-            file.write(json.dumps({"instruction": f"say {i} " + "o" * (i % 300), "output": "yes " * (i % 60 + 1)}) + "\n")
+    write("some.jsonl", "\n".join(
+        json.dumps({"instruction": f"say {i} " + "o" * (i % 300), "output": "yes " * (i % 60 + 1)}) for i in range(230)))
     for preset, options, changed in ("small", "", {}), ("big", "--warmup 3 --batch-tokens 256 --seed 3",
                                                                         dict(warmup=3, batch_tokens=256, seed=3)):
         save_base(tmp_path, "out/base", config, preset=preset)

@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from cases import once_a_module, parametrize, put, refusal, rows, value_error, write
+from cases import once_a_module, parametrize, put, read, refusal, rows, value_error, write
 
 import script
 import tokenizer as tk
@@ -117,6 +117,10 @@ def both_ways(tokenizer, word):
     short, long = tokenizer.encoder.merge(word), tokenizer.encoder.merge_long([-1, *ids, -1])
     assert short == long == slow_bpe(ids, tokenizer.merges)
     return short
+
+
+def python(*arguments, **options):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, timeout=600, **options)
 
 
 @once_a_module
@@ -361,7 +365,7 @@ def encode_to_ids(tokenizer, *files, **options):
     with contextlib.suppress(FileExistsError):
         os.mkdir("ids")
     count = tokenizer.encode_files(files, "ids/out", **options)
-    data = Path("ids/out").read_bytes()
+    data = read("ids/out")
     assert len(data) == 2 * count and os.listdir("ids") == ["out"]
     return [low + 256 * high for low, high in zip(data[::2], data[1::2])]
 
@@ -496,7 +500,7 @@ def method(request, monkeypatch):
 
 def test_processes_do_not_change_results(tokenizer, large, method, monkeypatch):
     calls = []
-    documents = [text.rstrip(b"\n") for text in Path(large).read_bytes().split(f"\n\n{EOT}\n\n".encode())]
+    documents = [text.rstrip(b"\n") for text in read(large).split(f"\n\n{EOT}\n\n".encode())]
     ids = encode_to_ids(tokenizer, large, processes=3, progress=lambda *call: calls.append(call))
     assert ids == expected_ids(tokenizer, documents)
     assert len(calls) == 5 and calls[-1] == (os.path.getsize(large),) * 2 and calls == sorted(calls)
@@ -594,9 +598,8 @@ if __name__ == "__main__":
 def test_an_interrupt_while_processes_start_ends_them(large, method):
     """At the worst moment: one has started, and nobody yet would stop it."""
     write("parent.py", PARENT)
-    done = subprocess.run([sys.executable, "parent.py", large, method, "interrupted"], capture_output=True, text=True,
-                          timeout=600)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    done = python("parent.py", large, method, "interrupted")
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")
 
 
 def test_workers_end_with_their_parent_and_ctrl_c_does_not_reach_them(large, method):
@@ -664,7 +667,7 @@ def test_the_saved_file_is_all_that_the_format_asks_for():
 
 def test_damaged_files_are_refused_in_one_sentence(tokenizer):
     tokenizer.save("tokenizer.json")
-    whole = Path("tokenizer.json").read_bytes()
+    whole = read("tokenizer.json")
     rng = Random(11)
     for place in [0, len(whole) - 1, *rng.sample(range(len(whole)), 150)]:
         flipped = bytes([whole[place] ^ 1 << rng.randrange(8)])
@@ -758,7 +761,7 @@ def test_other_peoples_files():
         assert other.encode("aba ab 11acba<|im_end|>") == [5, 4, 7, 4, 3, 3, 5]     # "acba" is "aba", and "<|im_end|>" nothing
         assert other.decode([0, 5, 8, 12]) == "<|im_start|>aba<|im_end|>"
         other.save("other.json")
-    saved = json.loads(Path("other.json").read_text())
+    saved = json.loads(read("other.json"))
     assert saved["pre_tokenizer"] == json.loads(STEPS)
     assert vocab + ', "<|im_end|>": 12}' in json.dumps(saved["model"], ensure_ascii=False)
 
@@ -890,17 +893,16 @@ def test_a_file_is_replaced_when_all_is_on_the_disk(monkeypatch):
         with pytest.raises(type(error)) as caught, script.replace_file("file") as file:
             file.write(b"half")
             raise error
-        assert Path("file").read_text() == "old" and os.listdir() == ["file"]
+        assert read("file") == b"old" and os.listdir() == ["file"]
     assert caught.value.filename == "file.new" and calls == []
     script.write_file("file", b"new")
-    assert Path("file").read_text() == "new" and calls == [3, ("file.new", "file")]
+    assert read("file") == b"new" and calls == [3, ("file.new", "file")]
 
 
 # The command line
 
 def run(*arguments, stdin=b"", **options):
-    return subprocess.run([sys.executable, f"{ROOT}/tokenizer.py", *arguments], input=stdin, capture_output=True,
-                          timeout=600, **options)
+    return python(f"{ROOT}/tokenizer.py", *arguments, input=stdin, **options)
 
 
 @parametrize("data, shown", [
@@ -966,5 +968,5 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, words):
 
 def test_import_does_nothing():
     code = "import tokenizer; print(tokenizer.char_classes.cache_info().currsize)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert (done.stdout, done.stderr) == ("0\n", "")
+    done = python("-c", code, cwd=ROOT)
+    assert (done.stdout, done.stderr) == (b"0\n", b"")
