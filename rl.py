@@ -52,7 +52,7 @@ AT_ONCE = 512               # answers that own_pairs draws together
 HELD_OUT = 32               # held-out prompts that an evaluation answers, GROUP times each
 OWN_ANSWERS = 8             # DPO without pairs: answers that the base draws to each prompt
 FAR = 0.5                   # nats a token: a model so far from its base has mostly learned to please the rule
-BY_DATA = 1 << 62           # steps: until DPO has read all pairs once
+BY_DATA = 0                 # steps: until DPO has read all pairs once
 
 # Steps, tokens a step, learning rate, steps from one evaluation and save to the next.  REINFORCE takes tokens /
 # context answers a step.  Chosen by short runs; docs/rl.md says what else was tried.

@@ -46,7 +46,8 @@ ENOUGH = 95                 # percent
 NOT_COPIED = ".git", ".venv", "data", "out", "__pycache__", ".pytest_cache"
 # What judges a file: arguments of Python.
 SUITES = {file: judges for file, *judges in map(str.split, """\
-script.py tests/test_scripts.py tests/test_tokenizer.py tests/test_train_parts.py tests/test_chat.py tests/test_model_cpu.py
+script.py tests/test_scripts.py tests/test_tokenizer.py tests/test_train_parts.py tests/test_chat.py tests/test_model_cpu.py \
+    tests/test_train.py::test_the_progress_line_fits_the_terminal tests/test_train.py::test_clip_inf_clips_nothing_and_a_run_with_it_resumes
 tokenizer.py tests/test_tokenizer.py tests/test_scripts.py
 model_cpu.py tests/test_model_cpu.py tests/test_scripts.py tests/test_gradcheck.py gradcheck.py
 checkpoint.py tests/test_checkpoint.py tests/test_shelf.py tests/test_train_parts.py tests/test_train.py

@@ -128,6 +128,7 @@ def test_the_prompt_of_a_pair_is_cut_once_for_the_longer_answer():
     length = int((~chosen[1]).sum())
     assert length == 48 and np.array_equal(chosen[0][:length], rejected[0][:length]) and len(rejected[0]) == 65
     assert BYTES.decode(chosen[0][chosen[1]].tolist()) == "yes<|end|>" and rejected[1].sum() == 17
+    assert rl.words_of(BYTES, chosen) == (["y", "e", "s"], True) and rl.words_of(BYTES, rejected) == (["n"] * 17, False)
     for wrong, words in ((5, "no named fields"), ({"prompt": "a", "chosen": "b"}, "a field that is no text"),
                          ({"prompt": "a", "chosen": "", "rejected": "b"}, "an empty response"),
                          *[({"prompt": [*[{"role": r, "content": "x"} for r in ("user", "assistant")], {"role": "user", "content": y}],
@@ -209,7 +210,7 @@ def begun(folder, monkeypatch, **given):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(checkpoint, "lock_folder", lambda out: None)        # which this process would keep
     shutil.rmtree("out/here", ignore_errors=True)
-    return rl.begin_run({"base": "out/play-sft", "device": "cpu", "batch_tokens": 2048, **given}, "out/here", train.Ranks())
+    return rl.begin_run({"base": "out/play-sft", "device": "cpu", "batch_tokens": 6144, **given}, "out/here", train.Ranks())
 
 
 def test_what_reinforce_draws(folder, monkeypatch, out_text):
@@ -221,7 +222,7 @@ def test_what_reinforce_draws(folder, monkeypatch, out_text):
     T = training.model.config.context
     inputs, _, counted, weights = job.batch(0)
     prompts, sampling = drawn.pop()
-    assert len(prompts) == len(inputs) == len(weights) == 2048 // T // rl.GROUP * rl.GROUP and sampling.temperature == 1
+    assert len(prompts) == len(inputs) == len(weights) == 6144 // T // rl.GROUP * rl.GROUP > 2 * rl.GROUP and sampling.temperature == 1
     assert not weights.any() and counted.tolist() == [len(prompts)] * len(counted) and len({*sampling.seed.tolist()}) == len(prompts)
     assert all(len({*map(tuple, prompts[i:i + rl.GROUP])}) == 1 for i in range(0, len(prompts), rl.GROUP))
     assert job.note(1, 0.0) == "reward 0.000"
@@ -251,8 +252,10 @@ def test_the_pairs_of_a_run(folder, monkeypatch):
     held_out, learned = [{opening for opening, _ in pairs} for pairs in seen]
     assert len(held_out) == 3 and len(learned) == 27 and held_out.isdisjoint(learned)
     assert training.settings.steps == len(pair_batches(training, seen[1])) > 1
-    done = run(folder, "--base out/play-sft --data pairs.jsonl --show 2")
+    write(folder / "own.py", "def prompt_is(prompt, answer, ended):\n    print('It is asked:', prompt)\n    return 0.0\n")
+    done = run(folder, "--base out/play-sft --data pairs.jsonl --show 2 --reward own.py:prompt_is")
     assert done.returncode == 0 and done.stdout.count("--- reward ") == 4 and "It is 1." in done.stdout
+    assert done.stdout.count(f"It is asked: {PAIRS[0]['prompt']}\n") == 2
     done = run(folder, "--base out/play-sft --show 1")                     # of what the base was fine-tuned on
     assert done.returncode == 0 and done.stdout.count("--- reward ") == 1
 

@@ -616,8 +616,9 @@ def test_clip_inf_clips_nothing_and_a_run_with_it_resumes(tiny, folder):
     tiny(*TINY, "--clip", "inf", "--steps", "2")
     assert train.read_run("out/small")[0].clip == np.inf
     tiny("--resume", "--steps", "3")
-    with pytest.raises(SystemExit):
-        tiny(*TINY, "--clip", "nan")
+    for wrong in "nan", "-1":
+        with pytest.raises(SystemExit):
+            tiny(*TINY, "--clip", wrong)
 
 
 def test_damaged_tokens_are_named(tiny, folder):
