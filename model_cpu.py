@@ -527,12 +527,13 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 def newton_schulz(M):
     """M (rows, columns) -> U V^T, nearly: its singular values s / |M| after five rounds of the quintic."""
     a, b, c = NEWTON_SCHULZ
-    X = M.T if M.shape[0] > M.shape[1] else M       # X X^T on the shorter side: the same, in fewer products
+    tall = M.shape[0] > M.shape[1]
+    X = M.T if tall else M                          # X X^T on the shorter side: the same, in fewer products
     X = X / (np.linalg.norm(X) + 1e-7)
     for _ in range(5):
         A = X @ X.T
         X = a * X + (b * A + c * A @ A) @ X
-    return X.T if M.shape[0] > M.shape[1] else X
+    return X.T if tall else X
 
 
 # The step.  U V^T (rows, columns) has min(rows, columns) singular values of about 1, so the root mean square
@@ -841,8 +842,10 @@ class Decoder:
 
     @position.setter
     def position(self, position):
-        require(0 <= position <= self.position,
-                f"the position must be from 0 to {self.position}, the tokens in the cache, not {position}.")
+        # not require: this is asked for each token that is generated, and such a sentence takes a microsecond
+        if not 0 <= position <= self.position:
+            raise ValueError(f"the position must be from 0 to {self.position}, the tokens in the cache, "
+                             f"not {position}.")
         del self.tokens[position:]
 
     def forget(self):
@@ -852,9 +855,9 @@ class Decoder:
     def checked(self, tokens):
         """n tokens as an array; ValueError if they cannot follow those in the cache."""
         tokens = as_batch(self.config, [tokens])[0]
-        end = self.position + len(tokens)
-        require(end <= self.config.context,
-                f"{len(tokens)} tokens at {self.position} do not fit the context of {self.config.context}.")
+        if self.position + len(tokens) > self.config.context:
+            raise ValueError(f"{len(tokens)} tokens at {self.position} do not fit the context of "
+                             f"{self.config.context}.")
         return tokens
 
     def extend(self, tokens, last=None):
@@ -1010,7 +1013,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
         ids, p = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
         # compare: drafts count up to the first that differs from what head 0 has drawn there
-        accepted = len(os.path.commonprefix([drafts[:end - len(text) - 1], drawn]))
+        accepted = len(os.path.commonprefix([drafts[:end - len(text) - 1], drawn])) if drafts else 0
         decoder.position = len(window) + accepted   # the drafts that were not accepted are forgotten
         for head, token in enumerate(drawn[:accepted + 1]):
             if trace is not None:
@@ -1118,12 +1121,12 @@ def check_tokens(config, tokens, what="token", low=0):
 def as_batch(config, tokens):
     """tokens as a (B,T) array of ids; ValueError if they are none."""
     tokens = np.asarray(tokens)
-    # not require: this is asked for each token that is generated, and such a sentence takes microseconds
+    # not require, as in Decoder.position
     if tokens.ndim != 2 or tokens.size == 0 or tokens.dtype.kind not in "iu":
         raise ValueError("tokens must be a (B, T) array of integers, not empty, not "
                          f"{tokens.dtype} of {tokens.shape}.")
-    require(tokens.shape[1] <= config.context,
-            f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
+    if tokens.shape[1] > config.context:
+        raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
     check_tokens(config, tokens)
     return tokens
 
