@@ -227,8 +227,11 @@ def test_what_reinforce_draws(folder, monkeypatch, out_text):
     assert all(len({*map(tuple, prompts[i:i + rl.GROUP])}) == 1 for i in range(0, len(prompts), rl.GROUP))
     assert job.note(1, 0.0) == "reward 0.000"
     asked = {*map(tuple, prompts)}
+    groups, starts, places = len(prompts) // rl.GROUP, train.window_starts, []
+    monkeypatch.setattr(train, "window_starts", lambda seed, *place: places.append(place[:2]) or starts(seed, *place))
     for step in range(1, 6):
         job.batch(step)
+        assert places.pop() == (step * groups, groups)                  # one after the other, as in pretraining
         asked |= {*map(tuple, drawn.pop()[0])}
     # rewards that differ between groups and not within one
     monkeypatch.setitem(rl.REWARDS, "sentence", lambda prompt, answer, ended: len(prompt))
