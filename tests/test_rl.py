@@ -235,11 +235,12 @@ def test_what_reinforce_draws(folder, monkeypatch, out_text):
         asked |= {*map(tuple, drawn.pop()[0])}
     # rewards that differ between groups and not within one
     monkeypatch.setitem(rl.REWARDS, "sentence", lambda prompt, answer, ended: len(prompt))
+    monkeypatch.setattr(sft, "evaluate", lambda training, examples: (5.0, 1.5))
     record = rl.reinforcing(training).evaluate(1)
     (sampled, hot), (greedy, cold) = drawn
     assert len(greedy) == 2 and record["reward"] % 1
     assert (hot.temperature, cold.temperature) == (1, 0) and len(sampled) == rl.GROUP * len(greedy) and 1 <= len(greedy) <= 2
-    assert asked.isdisjoint(map(tuple, sampled)) and record["length"] == 1 and record["alike"] == 1 and abs(record["kl"]) < 1e-6
+    assert asked.isdisjoint(map(tuple, sampled)) and record["length"] == 1 and record["alike"] == 1 and record["forgotten"] == 5 and abs(record["kl"]) < 1e-6
     assert "from the base: look" not in out_text()
     monkeypatch.setattr(rl, "FAR", -1.0)            # a model farther from its base than that is told so
     rl.reinforcing(training).evaluate(1)
