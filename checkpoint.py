@@ -43,7 +43,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from script import (Parser, check_plain, load_pyplot, naming, read_chunk, read_json, refusing, require,
                     run_script, write_file)
-from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, Tokenizer, known_template, special_ids
+from tokenizer import CHAT_TEMPLATE, END_OF_TEXT, TEXT_ENDS, Tokenizer, known_template, special_ids
 
 WEIGHTS = "model.safetensors"
 STATE = "train_state.safetensors"
@@ -275,6 +275,19 @@ def read_tokenizer(folder):
         print(f"note: {folder} has an unknown chat template, which is not used.", file=sys.stderr)
     tokenizer.template = known or ""
     return tokenizer
+
+
+def text_start(folder, tokenizer):
+    """The id of the token that begins a text: in our models <|endoftext|>, which stands between the documents
+    that they learn from; in other people's the bos token of config.json, or else the eos token."""
+    found = read_json(f"{folder}/config.json")
+    start = found.get("bos_token_id")
+    if start is None:
+        start = found.get("eos_token_id")
+    if "mtp_heads" in found:
+        start = tokenizer.special_id(END_OF_TEXT)
+    require(start in tokenizer.special.values(), f"{folder}/config.json names no special token as bos or eos.")
+    return start
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ optimizer's moments are not read: the run begins with a warmup, at step 0, and a
 # first: from here on Ctrl-C is one word on the screen
 from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_text, explain, file_hash,
                     find_corpus, json_values, memory_size, not_negative, positive, positive_or_inf, print_step,
-                    printable, read_chunk, read_json, refusing, require, run_script, set_threads, short_hash,
+                    printable, read_chunk, refusing, require, run_script, set_threads, short_hash,
                     show_progress, start_under_mpiexec, whole_number)
 
 import collections
@@ -463,24 +463,11 @@ def print_samples(titles, samples, whole):
 #     log p(sentence) = sum over t of  log p(id_t | the token that begins a text, id_1 .. id_(t-1))
 #
 # Longer sentences are less probable, but the two of a pair are about as long, so nothing is divided by a length.
-def text_start(folder, tokenizer):
-    """The id of the token that begins a text: in our models <|endoftext|>, which stands between the documents
-    that they learn from; in other people's the bos token of config.json, or else the eos token."""
-    found = read_json(f"{folder}/config.json")
-    start = found.get("bos_token_id")
-    if start is None:
-        start = found.get("eos_token_id")
-    if "mtp_heads" in found:
-        start = tokenizer.special_id(END_OF_TEXT)
-    require(start in tokenizer.special.values(), f"{folder}/config.json names no special token as bos or eos.")
-    return start
-
-
 def evaluate_pairs(training, path):
     """Print how often the good sentence is the more probable one: for each name, and the mean over the names.
     ValueError for a record that is no such pair, or has a sentence that the context cannot take."""
     T = training.model.config.context
-    start = text_start(training.out, training.tokenizer)
+    start = checkpoint.text_start(training.out, training.tokenizer)
     sentences = {}                              # text -> ids; each once, so equal ones are a tie to the last bit
     pairs = collections.defaultdict(list)
     for number, pair in enumerate(json_values(path), 1):
@@ -503,16 +490,18 @@ def sentence_scores(training, sentences):
     """{sentence: ids} -> {sentence: log p of all its ids but the first}.  The sentences of a batch are about as
     long, so little of it is padding.  The longest come first, so memory is allocated once."""
     model = training.model
+    c = model.config
     progress = show_progress("scored:", "thousand sentences", 1000)
     scores = {}
-    texts = sorted(sentences, key=lambda text: -len(sentences[text]))
-    for rows in slices_of(len(texts), training.settings.micro_batch):
-        batch = texts[rows]
-        T = len(sentences[batch[0]]) - 1
-        width = T + model.config.predict
+    left = sorted(sentences, key=lambda text: len(sentences[text]))
+    while left:
+        T = len(sentences[left[-1]]) - 1
+        width = T + c.predict
+        batch = left[-(training.settings.micro_batch * c.context // T):]
+        del left[-len(batch):]
         windows = np.array([(sentences[text] + [-1] * width)[:width] for text in batch])    # (B,T+K)
         scores.update(zip(batch, model.log_probs(windows[:, :T].clip(0), windows[:, 1:])))
-        progress(rows.stop, len(texts))
+        progress(len(scores), len(sentences))
     return scores
 
 
@@ -1017,7 +1006,7 @@ class Nccl:
 
 def find_ranks(gpus):
     """-> the Ranks of this run: those that a launcher has started, or as many as --gpus says (None: one)."""
-    launched = [int(os.environ[name]) for name in LAUNCHERS if name in os.environ]
+    launched = [int(os.environ[name]) for name in LAUNCHERS if os.environ.get(name, "").isdecimal()]
     if not launched and gpus and gpus > 1:
         start_under_mpiexec(gpus)
     size = launched[0] if launched else 1

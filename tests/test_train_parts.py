@@ -557,9 +557,9 @@ def test_what_begins_a_sentence(tmp_path, changes, start):
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     if start is None:
         with pytest.raises(ValueError, match="config.json names no special token as bos or eos.$"):
-            train.text_start(tmp_path, tokenizer)
+            checkpoint.text_start(tmp_path, tokenizer)
     else:
-        assert train.text_start(tmp_path, tokenizer) == start
+        assert checkpoint.text_start(tmp_path, tokenizer) == start
 
 
 def test_what_cannot_be_evaluated(tmp_path):
