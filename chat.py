@@ -315,7 +315,7 @@ def parse_arguments(argv):
         add(f"--{name}", type=kind, default=default, help=f"{meaning} (default {default})")
     add("--plot", metavar="FILE", help=f"with --lens: draw it, last {PLOTTED} ids")
     add("--speculation", action=argparse.BooleanOptionalAction,
-        help="let all heads draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)")
+        help="let all heads that a model has draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)")
     add("--context", type=whole_number(1),
         help="the longest text that it remembers, in tokens (default: what the model can)")
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPU, if any")
@@ -333,8 +333,6 @@ def main(argv):
     if args.lens is not None:
         print_lens(model, tokenizer, args.lens, args.plot)
         return
-    if args.speculation and model.config.predict == 1:
-        print("note: this model has one head, none to draft: --speculation changes nothing.", file=sys.stderr)
     session = Session(model, tokenizer, args)
     if args.prompts:
         session.answer_file(args.prompts)

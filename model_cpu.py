@@ -583,7 +583,8 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
     the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
     matrices do, norm gains do not."""
-    require(optimizer in OPTIMIZERS, f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
     embedding = config.vocab * config.dim
     matrices = config.layers * matrix_table(config)[-1][1].stop
     heads = 0 if config.tied else config.predict * embedding
@@ -842,7 +843,7 @@ class Decoder:
 
     @position.setter
     def position(self, position):
-        # not require: this is asked for each token that is generated, and such a sentence takes a microsecond
+        # not require: this is asked for each token that is generated, and its sentence takes a microsecond
         if not 0 <= position <= self.position:
             raise ValueError(f"the position must be from 0 to {self.position}, the tokens in the cache, "
                              f"not {position}.")
@@ -996,6 +997,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
     context = model.config.context
+    as_batch(model.config, [tokens[-context:]])     # checked here, and not at each token
     K = model.config.predict
     heads = min(1 + model.draft_heads, K)
     if speculate is not None:
@@ -1030,7 +1032,8 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each is what
     generate draws for its prompt, `most` ids or up to the first in `stop`, which is kept here; but for the
     rounding of products of another shape.  sampling.seed: (B,), one a prompt."""
-    require(all(prompts), "each prompt needs at least one token to continue.")
+    if not all(prompts):
+        raise ValueError("each prompt needs at least one token to continue.")
     context = model.config.context
     decoder = model.new_decoder(len(prompts), min(context, max(map(len, prompts)) + most))
     texts = list(map(list, prompts))

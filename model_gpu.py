@@ -940,7 +940,7 @@ class Decoder(model_cpu.Decoder):
         NumPy array."""
         c = self.config
         n = len(tokens)
-        self.draw(tokens, 1, c.predict, 0, Sampling(temperature=0))
+        self.draw(self.checked(tokens).tolist(), 1, c.predict, 0, Sampling(temperature=0))
         if n > len(self.buffers.logits):                # there are only those of the last
             logits = head_logits(self.gpu, self.buffers.n[:n], self.weights["heads"], n)
         else:
@@ -948,13 +948,12 @@ class Decoder(model_cpu.Decoder):
         return logits[-(last or n):]
 
     def draw(self, tokens, rows, heads, t, sampling):
-        """Append tokens, and draw after each of the last `rows` of them, which is 1 after more than max(K, 8)
-        tokens: see model_cpu."""
-        tokens = self.checked(tokens)
+        """Append tokens, a list, and draw after each of the last `rows` of them, which is 1 after more than
+        max(K, 8) tokens: see model_cpu.  They are not checked: the GPU would wait for that at each token."""
         n = len(tokens)
         drawn = np.arange(n if n <= len(self.host.p) else 1)            # rows after which something is drawn
         ids, p = self._draw(tokens, self.position + drawn, t + rows - len(drawn) + drawn, heads, sampling)
-        self.tokens += tokens.tolist()
+        self.tokens += tokens
         return ids[-rows:], p[-rows:]
 
     def draw_rows(self, windows, t, sampling):
@@ -1199,14 +1198,15 @@ def decode_tables(config, precision, texts=1, length=None):
 def memory_plan(config, micro_batch, T, precision, optimizer="adamw", gpus=1):
     """Bytes of memory of each GPU by kind (a dict) that training with micro-batches (micro_batch, T) and
     decoding take."""
+    muon = muon_tables(config, precision) if optimizer == "muon" else []
     size = 4 * param_count(config)
+    moments = 4 * moment_count(config, optimizer)
     layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
     activations = config.layers * layer
     work = shared + max(logits, scratch)
-    if optimizer == "muon":                     # what it works in lies in the same memory, at another time
-        largest = max(table_bytes(table) for _, table in muon_tables(config, precision))
-        work = max(work, largest - activations)
-    plan = {"parameters": size, "gradients": size, "moments": 4 * moment_count(config, optimizer),
+    for _, table in muon:                       # what it works in lies in the same memory, at another time
+        work = max(work, table_bytes(table) - activations)
+    plan = {"parameters": size, "gradients": size, "moments": moments,
             "activations": activations, "logits and scratch": work,
             "inputs": table_bytes(input_table(config, micro_batch, T)),
             "decoding": sum(map(table_bytes, decode_tables(config, precision))),

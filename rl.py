@@ -165,8 +165,8 @@ def draw_answers(training, openings, seed, temperature=1.0):
     prompts = [sft.cut_prompt(tokenizer, opening, T) for opening in openings]
     seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))
     sampling = Sampling(temperature, seed=seeds, vocab=tokenizer.vocab_size)
-    special = set(tokenizer.special.values())
-    answers = generate_batch(training.model, prompts, sampling, special, min(ANSWER_TOKENS, T // 4))
+    answers = generate_batch(training.model, prompts, sampling, tokenizer.special.values(),
+                             min(ANSWER_TOKENS, T // 4))
     return list(map(make_row, prompts, answers))
 
 

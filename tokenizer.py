@@ -435,8 +435,8 @@ def special_ids(added):
     or that is not found in a text just as it is written."""
     for token in added:
         # where no text is normalized, "normalized" makes no difference
-        require({**token, **SPECIAL} == {**SPECIAL, **token, "normalized": False},
-                f"its added token {json.dumps(token):.200} is not known here")
+        if {**token, **SPECIAL} != {**SPECIAL, **token, "normalized": False}:
+            raise ValueError(f"its added token {json.dumps(token):.200} is not known here")
     return {token["content"]: token["id"] for token in added}
 
 
@@ -488,8 +488,9 @@ class Tokenizer:
     def from_words(cls, words, vocab_size):
         """Learn from the counts of words, a Counter as `count_words` gives."""
         # the 256 bytes and SPECIAL_TOKENS; ids have 16 bits
-        require(260 <= vocab_size <= 65536,
-                f"{vocab_size} tokens is too small or too large a vocabulary; it takes at least 260, at most 65536.")
+        if not 260 <= vocab_size <= 65536:
+            raise ValueError(f"{vocab_size} tokens is too small or too large a vocabulary; it takes at least 260, at "
+                             "most 65536.")
         tokens = [bytes([byte]) for byte in range(256)]
         merges = {}
         for left, right in learn_merges(words, vocab_size - 260):
@@ -666,8 +667,8 @@ class Tokenizer:
             # trim_offsets makes no difference to ids, and use_regex may be left out
             pre = content.get("pre_tokenizer") or {"type": None}
             steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in pre.get("pretokenizers", [pre])]
-            require(steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]),
-                    "its pre_tokenizer divides text into other words than GPT-2's and SmolLM's do")
+            if steps not in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]):
+                raise ValueError("its pre_tokenizer divides text into other words than GPT-2's and SmolLM's do")
             post = content.get("post_processor") or BYTE_LEVEL
             decoder = content.get("decoder") or {"type": None}
             known = {
@@ -680,7 +681,8 @@ class Tokenizer:
             for key in unused.split():
                 known[key] = not found.get(key)
             for key, good in known.items():
-                require(good, f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
+                if not good:
+                    raise ValueError(f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
             # where both have an id, the vocabulary's counts, as for `tokenizers`
             return cls.from_vocab({**special, **vocab}, model["merges"], special, len(steps) > 1)
 

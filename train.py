@@ -285,8 +285,8 @@ def make_tokens(tokenizer, name, parts):
         os.replace(new, f"data/{name}-{zlib.crc32(map_tokens(new)):08x}.bin")
     path = glob.glob(made)[0]
     ids = map_tokens(path)
-    require(path.endswith(f"-{zlib.crc32(ids):08x}.bin"),
-            f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
+    if not path.endswith(f"-{zlib.crc32(ids):08x}.bin"):
+        raise ValueError(f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
     return ids
 
 
@@ -302,7 +302,8 @@ def map_tokens(path):
 def window_count(size, T, K):
     """Windows an epoch.  A window is T inputs and T+K-1 targets, T+K tokens; windows stand at stride T, on a
     grid that may be shifted by up to T-1 tokens."""
-    require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
+    if size < T + K:
+        raise ValueError(f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
     return max(1, (size - K - T + 1) // T)
 
 
@@ -318,11 +319,7 @@ def epoch_order(seed, epoch, size, T, K):
 def window_starts(seed, first, windows, size, T, K):
     """Where so many windows start, from number `first` on, of the epochs' orders laid end to end."""
     count = window_count(size, T, K)
-    starts = []
-    for i in range(first, first + windows):
-        order = epoch_order(seed, i // count, size, T, K)
-        starts.append(order[i % count])
-    return starts
+    return [epoch_order(seed, i // count, size, T, K)[i % count] for i in range(first, first + windows)]
 
 
 # A batch that grows.  Early in a run all batches say much the same: the gradient is large beside its noise, and a
@@ -542,7 +539,8 @@ def choose_sizes(given, preset):
     sizes = {name: given[name] for name in SIZES if name in given}
     if "base" in given:
         wrong = [option_of(name) for name in sizes if name != "context"]
-        require(not wrong, f"the model in {given['base']} has its sizes: leave out {' '.join(wrong)}.")
+        if wrong:
+            raise ValueError(f"the model in {given['base']} has its sizes: leave out {' '.join(wrong)}.")
         return checkpoint.read_config(given["base"], given.get("context"))
     return dataclasses.replace(CONFIGS[preset], hidden=None, **sizes)
 
@@ -628,8 +626,8 @@ def save_run(training):
 def new_training(script, out, config, tokenizer, settings, ranks, base=None):
     """-> the Training of a run that begins, with a base's weights or random ones.  It is saved as step 0, so
     that there is something to resume from the start."""
-    engine = model_gpu.pick(settings.device)
     options = model_options(settings)
+    engine = model_gpu.pick(settings.device)
     config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
     if base:
         model, _ = checkpoint.load(base, engine, options, config.context)
@@ -640,8 +638,8 @@ def new_training(script, out, config, tokenizer, settings, ranks, base=None):
     state = {"script": script, "tokens": 0, "seconds": 0.0, "base": base}
     training = Training(model, tokenizer, settings, state, out, ranks)
     if ranks.rank == 0:
-        require(base is None or realpath(base) != realpath(out),
-                f"--out {out} is the base itself; name another folder for the model made from it.")
+        if base and realpath(base) == realpath(out):
+            raise ValueError(f"--out {out} is the base itself; name another folder for the model made from it.")
         checkpoint.lock_folder(out)
         checkpoint.set_aside(out)
         save_run(training)
@@ -688,8 +686,10 @@ def resume(given, out, script, ranks):
     for name, value in given.items():
         was = recorded.get(name, value)
         option = "the preset" if name == "preset" else option_of(name)
-        require(value == was, f"the run in {out} has {option} {str(was).strip('[]')}, not {str(value).strip('[]')}: "
-                "a resumed run keeps its settings. Leave the option out, or start a new run with --out.")
+        if value != was:
+            raise ValueError(
+                f"the run in {out} has {option} {str(was).strip('[]')}, not {str(value).strip('[]')}: a resumed run "
+                "keeps its settings. Leave the option out, or start a new run with --out.")
     state = checkpoint.load_state(out, model)           # this time with the optimizer's m and v, into the model
     return Training(model, tokenizer, settings, state, out, ranks)
 
@@ -935,7 +935,8 @@ class Ranks:
         said = self.all_gather(facts)
         for rank, other in enumerate(said):
             wrong = [name for name, fact in other.items() if fact != said[0][name]]
-            require(not wrong, f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
+            if wrong:
+                raise ValueError(f"rank {rank} has other {' and '.join(wrong)} than rank 0.")
 
     def in_turn(self, function):
         """-> function() of each rank.  Rank 0 calls it first; the others wait, and then find its files."""
@@ -1119,7 +1120,8 @@ def continue_run(given, out, ranks):
         return dry_run(training.model.config, settings, ranks)
     base = out if training.state.get("base") else None      # the run's own copy of the base's tokenizer
     _, tokens, val, key = ranks.in_turn(lambda: prepare(settings.data, training.model.config.vocab, base))
-    require(key == settings.tokens_key, f"{', '.join(settings.data)}: not what {out} began with.")
+    if key != settings.tokens_key:
+        raise ValueError(f"{', '.join(settings.data)}: not what {out} began with.")
     return training, tokens, val
 
 

@@ -1,6 +1,5 @@
 """chat.py: what it prints by pipe and on a terminal, what it keeps between lines, what it says of bad input."""
 import contextlib
-import dataclasses
 import functools
 import inspect
 import io
@@ -367,15 +366,6 @@ def test_what_is_asked_of_the_model(models, monkeypatch):
         run(models, f"--model out/{name} --prompt x", *options)
         found = asked.pop()
         assert (set(found["stop"]), found["most"], found["speculate"]) == (set(SPECIAL.values()), most, speculate)
-
-
-@pytest.mark.parametrize("options, heads, notes", [([], 1, 0), (["--speculation"], 1, 1), (["--speculation"], 2, 0)])
-def test_speculation_without_heads_to_draft_is_a_note(models, monkeypatch, options, heads, notes):
-    model, tokenizer = chat.load_model(str(models / "out" / "random"), "cpu", None)
-    model.config = dataclasses.replace(model.config, predict=heads)
-    monkeypatch.setattr(chat, "load_model", lambda *_: (model, tokenizer))
-    _, _, err = run(models, "--model", "m", "--prompt", "x", *options, generate=lambda *_: iter(()))
-    assert err.count("note: this model has one head, none to draft: --speculation changes nothing.\n") == notes
 
 
 def test_tokens_come_as_they_are_made(models):
