@@ -868,7 +868,7 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
 //
 //     m = max_w m_w     l = sum_w exp(m_w - m) l_w     y = sum_w exp(m_w - m) y_w / l
 //
-// Grid (H, n); 512 threads.
+// There is no mask: each row reads the `length` tokens that it may see. Grid (H, n); 512 threads.
 constexpr int WARPS = 16, WIDEST = 128;  // of a block; the largest D
 
 KERNEL __launch_bounds__(32 * WARPS)

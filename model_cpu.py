@@ -29,7 +29,7 @@ What this file does not do: no dropout, no biases, no learning-rate schedule (tr
 prompts, no files (checkpoint.py).  Arithmetic is float64 by default, where gradients can be checked to ten
 digits; training passes dtype=np.float32.
 """
-# first: from here on Ctrl-C is one word on the screen
+# first: with it Ctrl-C prints "Stopped." in place of a traceback, also while the imports below run
 from script import Parser, check_config, require, run_script
 
 import concurrent.futures
@@ -140,7 +140,7 @@ def param_views(flat, config):
 
 
 class Arrays(types.SimpleNamespace):
-    """Arrays by name, such as w.norm1 or saved.qkv.  cache, pads: see block_forward."""
+    """Arrays by name, such as w.norm1 or saved.qkv.  cache: see block_forward; pads: see attention_forward."""
     cache = None
     pads = None
 
@@ -297,7 +297,7 @@ def attention_forward(out, P, qkv, config, pads=None):
     np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
     future = np.full(P.shape[-2:], -np.inf, P.dtype)
-    P += np.triu(future, first + 1)                 # causal mask (mask_future)
+    P += np.triu(future, first + 1)                 # causal mask (in flash_attn.cu: mask_future)
     if pads is not None:
         P += pads
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
@@ -550,10 +550,14 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
     grad[...] = 0.0
 
 
-# Which rule updates which part of the flat buffers.  A new optimizer: its rule beside adamw_update, here and in
-# model_gpu.py; its name below; its parts of the buffers, and whether it needs v, in update_table; its call in
-# Model.update of both engines, where `else` is AdamW; its scratch in memory_plan of model_gpu.py; its learning
-# rate in train.begin_run; the help of --optimizer in train.Settings.
+# Which rule updates which part of the flat buffers.  Where a new optimizer goes:
+#
+#     its rule                beside adamw_update, here and in model_gpu.py, with its kernels in kernels.cu, section 6
+#     its name                OPTIMIZERS; the help of --optimizer in train.Settings
+#     what it updates         update_table, which also says whether it needs v; muon_part, if it needs no clipping
+#     its call                Model.update of both engines, where `else` is AdamW
+#     its scratch             memory_plan of model_gpu.py
+#     its numbers             the rate in train.begin_run; others in train.Settings, and where train() calls update
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
 
@@ -709,8 +713,9 @@ class Model:
         weights (B,): of each row in head 0's loss, which is then the sum of w_b (-log p) / counted[0], whatever
         the caller counts there.  The further heads count for nothing, and their losses are 0.
 
-        weigh: a function (log_probs (B,), weights) -> (B,), for weights that depend on what the model says: it
-        takes log_probs of these rows and gives the weights that count in place of `weights`."""
+        weigh: a function (log_probs (B,), weights) -> (B,), for weights that depend on what the model says.  It
+        gets the log_probs of these rows and returns the weights that count; `weights` is then whatever it
+        needs to know: DPO passes the reference's log-probabilities."""
         if weigh:                                   # reads the rows twice; model_gpu does so once
             weights = weigh(self.log_probs(tokens, targets), weights)
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
@@ -784,8 +789,8 @@ class Model:
         A norm that is not finite changes nothing and leaves the gradient to look at: the caller must stop."""
         c = self.config
         grads = self.flat_grads
-        hidden = muon_part(c, self.optimizer)
-        before, of_muon, after = np.split(grads, [hidden.start, hidden.stop])
+        muon = muon_part(c, self.optimizer)
+        before, of_muon, after = np.split(grads, [muon.start, muon.stop])
         squares = before @ before + after @ after
         norm = math.sqrt(squares + of_muon @ of_muon)
         if not math.isfinite(norm):
@@ -894,7 +899,7 @@ class Decoder:
         return ids, 1 / np.exp(z).sum(axis=1)
 
     def goes_on(self, windows):
-        """Whether each window is longer by one token than at the last call."""
+        """Remember the sizes of the windows -> whether each is one token longer than at the last call."""
         before = self.sizes
         self.sizes = list(map(len, windows))
         return self.sizes == [size + 1 for size in before]
@@ -905,15 +910,16 @@ class Decoder:
         anew.
 
         The texts end together, at the same place of the cache.  Shorter ones have pads before them, whose scores
-        are so low that exp gives 0 (finite, because a pad reads pads).  That all positions of a text are then too
-        high changes nothing: attention sees only distances (rope_forward)."""
+        are so low that exp gives 0.  They are not -inf, because a pad itself reads pads alone, and the softmax of
+        nothing but -inf would be NaN.  That all positions of a text are then too high changes nothing: attention
+        sees only distances (rope_forward)."""
         tokens = [window[-1:] for window in windows]
         if not self.goes_on(windows):
             self.forget()
-            pads = max(self.sizes) - np.array(self.sizes)                                   # (B,) before each text
+            missing = max(self.sizes) - np.array(self.sizes)                        # (B,) before each text
             slots = np.arange(self.config.context)
-            self.pads = np.where(slots < pads[:, None], -1e30, 0.0)[:, None, None, None]
-            tokens = [[0] * count + window for count, window in zip(pads, windows)]
+            self.pads = np.where(slots < missing[:, None], -1e30, 0.0)[:, None, None, None]
+            tokens = [[0] * count + window for count, window in zip(missing, windows)]
         final = self._read(np.array(tokens))                                                # (B*n,C)
         last = final.reshape(len(tokens), -1, self.config.dim)[:, -1]                       # (B,C)
         logits = last @ self.model.params["heads"][:sampling.vocab or self.config.vocab].T  # (B,V)
@@ -990,8 +996,8 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     that head 0 will use at its position: the nearer the p of the two heads, the more often both draw the same
     token.
 
-    trace: a list to which each token drawn adds (head, drafts, p): the head that drafted it, 0 for none; the
-    number of drafts that were read along with it; the probability that the model gave it."""
+    trace: a list to which each token drawn adds (place, drafts, p): the number of accepted drafts before it in
+    its call of decoder.draw; the number of drafts that this call read; the probability that the model gave it."""
     require(tokens, "generate needs at least one token to continue.")
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
@@ -1014,14 +1020,15 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             drafts = []     # so a prompt is read in the same rows with and without speculation
         ids, p = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
-        # compare: drafts count up to the first that differs from what head 0 has drawn there
+        # compare: drafts count up to the first that differs from what head 0 has drawn there; at the end of the
+        # text no more of them than there is room for
         accepted = len(os.path.commonprefix([drafts[:end - len(text) - 1], drawn])) if drafts else 0
         decoder.position = len(window) + accepted   # the drafts that were not accepted are forgotten
-        for head, token in enumerate(drawn[:accepted + 1]):
+        for place, token in enumerate(drawn[:accepted + 1]):
             if trace is not None:
-                trace.append((head, len(drafts), float(p[head])))
+                trace.append((place, len(drafts), float(p[place])))
             if token in stop:
-                decoder.position = len(window) + head
+                decoder.position = len(window) + place
                 return
             text.append(token)
             yield token

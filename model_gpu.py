@@ -25,9 +25,9 @@ waits for a result, and what a step computes in was allocated before.  What one 
 one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where one kernel
 covers several functions of model_cpu, it says so there.
 
-What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; no sums over several GPUs
-(train.Nccl).  The file can be imported where there is no CuPy or no GPU, and then says what is missing in one
-sentence.
+What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; no sums over several GPUs:
+Model.backward says what is summed and when, train.Nccl sums.  The file can be imported where there is no CuPy or
+no GPU, and then says what is missing in one sentence.
 """
 import bisect
 import collections
@@ -531,11 +531,11 @@ def cross_entropy_forward(gpu, losses, nll, logits, inputs, T, learn):
     gpu.launch("cross_entropy_sum", K, 1024, losses, nll, inputs.divisor, inputs.weights, T, N, K)
 
 
-def gradient_norm(gpu, state, partial, grad, hidden, clip):
-    """state (3,): the norm of the flat gradient; the factor that clips the norm of all but its part `hidden`,
+def gradient_norm(gpu, state, partial, grad, muon, clip):
+    """state (3,): the norm of the flat gradient; the factor that clips the norm of all but its part `muon`,
     a slice; and whether a norm was ever not finite (then nothing changes any more).  partial (3 SUM_BLOCKS,):
     scratch."""
-    parts = grad[:hidden.start], grad[hidden.stop:], grad[hidden]
+    parts = grad[:muon.start], grad[muon.stop:], grad[muon]
     for i, part in enumerate(parts):                # of one that is empty the sum is 0
         gpu.launch("sum_of_squares", SUM_BLOCKS, 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
     gpu.launch("gradient_norm", 1, 1024, state, partial, 2 * SUM_BLOCKS, 3 * SUM_BLOCKS, float(clip))
@@ -853,13 +853,13 @@ class Model:
         self.saved = None
         add = self.added
         self.added = True
-        parts = self._launch_backward(layers, shared, add)      # a generator: nothing is launched yet
+        starts = self._launch_backward(layers, shared, add)     # a generator: nothing is launched yet
         if not (last and self.communicator):
-            shared.replays["backward", add](self.gpu, lambda: list(parts))
+            shared.replays["backward", add](self.gpu, lambda: list(starts))
             return
         gains = update_table(self.config, self.optimizer)[-1][1]
         end = gains.start                           # the sum of all from here to the gains is queued
-        for start in parts:
+        for start in starts:
             if end - start >= BUCKET or not start:
                 self.communicator.all_reduce(self.flat_grads[start:end])
                 end = start

@@ -27,7 +27,7 @@ with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
 What it does not do: no value network, no ratio and no clipping (PPO), no division by the deviation of a group (GRPO),
 no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.
 """
-# first: from here on Ctrl-C is one word on the screen
+# first: with it Ctrl-C prints "Stopped." in place of a traceback, also while the imports below run
 from script import (Parser, file_hash, positive, read_chunk, replace_file, require, run_script, set_threads,
                     short_hash, whole_number)
 
@@ -187,11 +187,11 @@ def log_probs_of(training, rows):
     return np.concatenate(found)
 
 
-def make_step(training, rows, divisor, weights, *weigh):
-    """-> the batch of a step, as Job asks for it.  weights: (n,), or (n,2) of pairs."""
+def make_step(training, rows, divisor, weights, weigh=None):
+    """-> the batch of a step, as train.Job asks for it.  weights: (n,), or (n,2) of pairs."""
     T, K, pad = sft.batch_sizes(training)
     batch = [array.reshape(*weights.shape, -1) for array in sft.make_batch(rows, T, K, pad)]
-    return *batch, np.full(K, divisor), weights, *weigh
+    return *batch, np.full(K, divisor), weights, weigh
 
 
 def tell(training, step, record, questions):
@@ -224,7 +224,7 @@ def reinforcing(training):
     base, _ = checkpoint.load(training.state["base"], model_cpu, options, T)
     check_key(training, f"{examples.key} {code} {train.weights_checksum(base)}")
     unseen = set(map(sft.as_text, examples.questions))
-    asked = examples.questions[:HELD_OUT]
+    held_out = examples.questions[:HELD_OUT]
     openings = dict.fromkeys(map(sft.opening, conversations))
     to_learn = [opening for opening in openings if sft.as_text(opening) not in unseen]
     means = {}                                      # of the rewards of each step
@@ -239,6 +239,7 @@ def reinforcing(training):
 
     def batch(step):
         prompts = max(1, settings.batch_tokens // T // GROUP)
+        # as windows of one: so many indices, from the epochs' random orders laid end to end
         chosen = train.window_starts(settings.seed, step * prompts, prompts, len(to_learn), 1, 0)
         asked = [to_learn[i] for i in np.repeat(chosen, GROUP)]
         rows, rewards = answer(asked, [settings.seed, step])
@@ -246,8 +247,8 @@ def reinforcing(training):
         return make_step(training, rows, learned(rows), reinforce_weights(rewards))
 
     def evaluate(step):
-        rows, rewards = answer([opening for opening in asked for _ in range(GROUP)], settings.seed)
-        _, greedy = answer(asked, settings.seed, temperature=0)
+        rows, rewards = answer([opening for opening in held_out for _ in range(GROUP)], settings.seed)
+        _, greedy = answer(held_out, settings.seed, temperature=0)
         log_probs = log_probs_of(training, rows)
         spread = np.ptp(rewards.reshape(-1, GROUP), axis=1)     # of each group
         weights = model.read(model.flat_params).copy()
@@ -261,7 +262,7 @@ def reinforcing(training):
             "length": learned(rows) / len(rows),                                # with the end token
             "alike": (spread == 0).mean(),                                      # groups that teach nothing
             "forgotten": sft.evaluate(training, examples.held_out)[0]},         # held-out loss, true answers
-            asked)
+            held_out)
         if kl > FAR:
             print(f"note: {kl:.2f} nats a token from the base: look whether the text is still good.")
         return record
@@ -358,6 +359,8 @@ def preferring(training):
         [number] = train.window_starts(settings.seed, step, 1, len(batches), 1, 0)
         rows = batches[number]
         margins[step + 1] = []
+        # In place of weights the reference: Model.forward hands it to weigh, beside the model's own
+        # log-probabilities, and weigh returns the weights.
         return make_step(training, rows, len(rows) // 2, reference[number].reshape(-1, 2), weigh)
 
     def weigh(*now):
@@ -443,10 +446,11 @@ def run(args, ranks):
     if args.show:
         return show(from_base)
     training = train.resume(given, out, "rl.py", ranks) if args.resume else begin_run(from_base, out, ranks)
+    make = preferring if training.settings.method == "dpo" else reinforcing
+    job = make(training)                            # first: the pairs say how many steps there are
     if train.is_finished(training):
         return 0
-    job = preferring if training.settings.method == "dpo" else reinforcing
-    return sft.start(training, job(training))
+    return sft.start(training, job)
 
 
 def main(argv):

@@ -34,7 +34,7 @@ first of their steps).
 What it does not do: no rewards or preferences (rl.py); no adapters (LoRA), all weights
 are trained; no packing of several conversations into one row.
 """
-# first: from here on Ctrl-C is one word on the screen
+# first: with it Ctrl-C prints "Stopped." in place of a traceback, also while the imports below run
 from script import (Parser, check_text, json_values, printable, python_docstrings, read_chunk, require, run_script,
                     set_threads, whole_number)
 

@@ -27,14 +27,15 @@ In a hurry, read 4, 5 and 8.
 
 Why a resumed run is exact: a save holds the weights, the optimizer's m and v and the step number, all of the
 same step.  The batch is a pure function of (seed, step), so no reader and no random generator has a state to
-restore.  Threads and micro-batch fix the order of sums, so they are settings of the run and may not change.
+restore.  Threads and micro-batch fix the order of sums, so they are settings of the run and may not change; no
+kernel of the GPU adds in an order that chance decides.  Code, libraries and files must be those of before.
 The log is cut back to the step of the save.  With another number of processes the losses differ by rounding.
 
 What it does not do: no shuffling of documents; no masks at document boundaries (the end-of-text token is what
 the model learns them from); no fine-tuning.  With --base the sizes and the tokenizer are the base's.  Its
 optimizer's moments are not read: the run begins with a warmup, at step 0, and at half the learning rate.
 """
-# first: from here on Ctrl-C is one word on the screen
+# first: with it Ctrl-C prints "Stopped." in place of a traceback, also while the imports below run
 from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_text, explain, file_hash,
                     find_corpus, json_values, memory_size, not_negative, positive, positive_or_inf, print_step,
                     printable, read_chunk, refusing, require, run_script, set_threads, short_hash,
@@ -95,7 +96,10 @@ def setting(kind, meaning, default=dataclasses.MISSING):
 @dataclasses.dataclass
 class Settings:
     """What a run is: with the same settings, files, code, libraries and number of processes every loss is the
-    same, bit for bit."""
+    same, bit for bit.
+
+    An option that is not given is None, and make_settings chooses: "default" in the help means that.  The values
+    that stand last here are for settings that it does not choose."""
     preset: str             # of CONFIGS
     steps: int              # updates
     # the largest batch that anybody has reported (Llama 3) has as many tokens
@@ -124,13 +128,13 @@ class Settings:
     beta: float = 0.1       # of DPO
     reward: str = ""        # the name of REINFORCE's reward
     data: list = None       # the corpus files
-    tokens_key: str = ""    # fingerprint of corpus and tokenizer, filled in when the tokens are made
+    tokens_key: str = ""    # fingerprint of what the run learns from, compared when it is resumed
 
 
 @dataclasses.dataclass
 class Training:
     """What a run works on.  state: a dict of the "tokens" and "seconds" spent so far, the "script" that this
-    is and its "base"; out: the folder to write."""
+    is and its "base"; of sft.py also the loss "before", of rl.py the "reference".  out: the folder to write."""
     model: object               # Model of either engine
     tokenizer: Tokenizer
     settings: Settings
@@ -330,11 +334,10 @@ def window_starts(seed, first, windows, size, T, K):
 #     batch, in windows           W/8          W/4     W/2      W
 def windows_before(step, settings, T):
     """How many windows the steps before this one take: step s takes windows_before(s) to windows_before(s + 1) - 1."""
-    stages = np.arange(4)
+    windows = np.maximum(1, settings.batch_tokens // T // np.array([8, 4, 2, 1]))       # of a step in each stage
     long = round(settings.growth * settings.steps)                          # steps of each stage but the last
-    steps = np.clip(step - long * stages, 0, [long, long, long, step])      # of each stage
-    windows = settings.batch_tokens // T >> stages[::-1]
-    return int(steps @ windows.clip(1))
+    steps = np.clip(step - long * np.arange(4), 0, [long, long, long, step])
+    return int(steps @ windows)
 
 
 def get_batch(tokens, starts, T, K):
@@ -571,7 +574,7 @@ def make_settings(given, preset, config, defaults, ranks):
             passes = model_gpu.ceil_div(windows, max(1, min(32768 // T, most)))
             rows = model_gpu.ceil_div(windows, passes)      # 64 windows with room for 46: 32 + 32, not 46 + 18
         settings.micro_batch = max(1, rows)
-    settings.micro_batch = min(ranks.all_gather(min(settings.micro_batch, windows)))
+    settings.micro_batch = min(ranks.all_gather(min(settings.micro_batch, windows)))    # the smallest of all ranks
     if "threads" not in given and not on_gpu:
         cores = max(1, available_cores() // ranks.size)
         settings.threads = min(cores, settings.micro_batch)
@@ -684,7 +687,7 @@ def resume(given, out, script, ranks):
         add_steps(settings, steps, out)
     recorded = {**vars(model.config), **vars(settings), "base": state.get("base")}
     for name, value in given.items():
-        was = recorded.get(name, value)
+        was = recorded.get(name, value)                 # what is no setting, such as --dry-run, is as given
         option = "the preset" if name == "preset" else option_of(name)
         if value != was:
             raise ValueError(
@@ -716,9 +719,9 @@ def is_finished(training):
 # 8. The loop
 # ------------------------------------------------------------------------------------------------------------
 # What pretraining, fine-tuning and rl.py do not share; train() is the rest.
-#   batch: step, from 0 -> inputs (B,T), targets (B,T+K-1), counted (K,) and weights (B,), which Model.forward takes;
-#       for pairs of rows, which stay together, (B,2,...) each, and weigh.  A pure function of the step and the model's
-#       weights, so that a run can be resumed.
+#   batch: step, from 0 -> what Model.forward takes: inputs (B,T), targets (B,T+K-1), counted (K,), weights (B,) or
+#       None.  In DPO a pair of rows stays in one micro-batch: there these are (B,2,T), (B,2,T+K-1), (K,), (B,2), and
+#       weigh follows.  A pure function of the step and the model's weights, so that a run can be resumed.
 #   evaluate: step, from 1 -> dict for log.jsonl; prints what it found.
 #   note: (step, from 1, its loss) -> what the progress line says beside the loss.
 Job = collections.namedtuple("Job", "batch evaluate note")
@@ -745,10 +748,12 @@ def train(training, job, stop):
         lr = learning_rate(step - 1, settings)
         norm = model.update(lr, decay=settings.decay, clip=settings.clip, momentum=settings.momentum)
         evaluating = evaluation_is_due(step, settings)
-        stopping = report.asked if ranks.size > 1 else stop.signal      # asked: known with the losses
+        # of several ranks: what travelled with the losses of the last step reported.  It is the same on all, so
+        # that all stop after the same step
+        stopping = report.asked if ranks.size > 1 else stop.signal
         saving = stopping or step % settings.save_every == 0 or step == settings.steps
         if not report(step, lr, losses, norm, pause=evaluating or saving):
-            return 1
+            return 1                                        # a number is not finite, which was said
 
         paused = time.monotonic()
         if evaluating:
@@ -768,14 +773,14 @@ def train(training, job, stop):
     return 0
 
 
-def micro_batches(training, inputs, targets, counted, weights, *weigh):
+def micro_batches(training, inputs, targets, counted, weights, weigh=None):
     """Yield this rank's rows of a step in micro-batches: (what Model.forward takes, whether it is the last).  A
     micro-batch is bounded by its tokens, so of shorter windows it takes more."""
     inputs, targets, weights = training.ranks.share(inputs, targets, weights)
     for rows in row_slices(training, inputs):
         rows_of = [array[rows].reshape(-1, array.shape[-1]) for array in (inputs, targets)]
         part = None if weights is None else weights[rows].ravel()
-        yield (*rows_of, counted, part, *weigh), rows.stop == len(inputs)
+        yield (*rows_of, counted, part, weigh), rows.stop == len(inputs)
 
 
 def row_slices(training, inputs):
@@ -830,8 +835,8 @@ class Report:
         finite."""
         tokens = self.training.state["tokens"]
         self.waiting.append((step, tokens, lr, self.training.model.later(losses, norm)))
-        late = not pause and self.training.settings.device == "gpu"
-        while len(self.waiting) > late:
+        may_wait = int(self.training.settings.device == "gpu" and not pause)     # steps
+        while len(self.waiting) > may_wait:
             if not self.write(*self.waiting.pop(0), pause and not self.waiting):
                 return False
         return True

@@ -264,6 +264,16 @@ def test_the_pairs_of_a_run(folder, monkeypatch):
     assert done.returncode == 0 and done.stdout.count("--- reward ") == 1
 
 
+def test_without_steps_dpo_reads_all_pairs_once(folder):
+    options = "--base out/play-sft --data pairs.jsonl --out out/whole --batch-tokens 256 --threads 2 --lr 0.001".split()
+    done = run(folder, *options)
+    assert done.returncode == 0, done.stderr
+    steps = [record for record in read_log(folder / "out/whole") if "loss" in record]
+    assert len(steps) == checkpoint.load_state(folder / "out/whole")["settings"]["steps"] > 3
+    done = run(folder, "--resume --out out/whole")
+    assert done.returncode == 0 and f"is finished: {len(steps)} steps" in done.stdout
+
+
 def test_a_pair_that_fits_to_the_token_is_not_cut():
     for size, prompt in (11, 53), (12, 48):
         chosen, _ = rl.pair_rows(BYTES, ((None, "q" * 50), ["x" * size, "y"]), 64)
