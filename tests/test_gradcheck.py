@@ -213,6 +213,8 @@ def test_breaks_that_fail(out_text, monkeypatch, few_entries):
     monkeypatch.setitem(gradcheck.BUGS, "rope_sign", ("rope_backward: cos -> cos", "It changes nothing."))
     assert gradcheck.main(["--break", "rope_sign"]) == 1
     assert out_text() == "rope_sign: It changes nothing.\n    NOT CAUGHT\ncaught 0 of 1\n"
+    assert not gradcheck.run_breaks(["norm_gain", "rope_sign"])
+    assert out_text().endswith("    NOT CAUGHT\ncaught 1 of 2\n")
     with replaced(gradcheck.plant(gradcheck.BUGS["norm_gain"])):
         assert gradcheck.main(["--break", "all"]) == 1              # "caught" would mean nothing
     assert out_text().endswith("the check fails with no bug planted; run python gradcheck.py\n")

@@ -449,6 +449,9 @@ def test_what_the_decoder_refuses():
     model = wide_model(dtype=np.float32)
     decoder = model.decoder
     assert decoder.extend([1] * 10).dtype == decoder.cache.dtype == np.float32
+    assert decoder.workspace.flat_grads is None                     # no memory for gradients that it never has
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.config.context = 32
     for tokens, words in (([1] * 7, "7 tokens at 10 do not fit the context of 16."), ([264], "token id 264 is out of range")):
         with value_error(words):
             decoder.extend(tokens)

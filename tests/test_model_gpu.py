@@ -747,6 +747,10 @@ def test_the_plan_of_the_big_model():
     assert 14 * 2 ** 30 < sum(plan.values()) < 15.5 * 2 ** 30
     assert little["activations"] + little["logits and scratch"] == 32 * 2 * (2 * 2048 * 768 + 2 * 768 * 768) + 512     # 4 * 32 * MATRIX_BLOCKS
     assert model_gpu.memory_plan(c, 64, 512, "bf16", gpus=2) == {**plan, "NCCL": 860 << 20}
+    wide = dataclasses.replace(c, vocab=264, predict=1)                 # gate_up is the largest that is transposed
+    assert ("space", (768 * 2 * 2048,), np.float32) in model_gpu.work_tables(wide, 1, 8, "tf32")[1]
+    with value_error("40000 texts of 512 tokens at once are too many for the GPU engine."):
+        model_gpu.Decoder(types.SimpleNamespace(config=c, precision="bf16"), {}, 40000, 512)
 
 
 def test_buffers_that_grow_give_the_old_memory_back_first(pool):

@@ -217,12 +217,12 @@ def test_what_reinforce_draws(folder, monkeypatch, out_text):
     """A step: groups for as many answers as its tokens hold, at temperature 1, of prompts that no evaluation asks."""
     training, drawn = begun(folder, monkeypatch), []
     monkeypatch.setattr(rl, "HELD_OUT", 2)
-    monkeypatch.setattr(rl, "generate_batch", lambda model, prompts, sampling, stop, most: drawn.append((prompts, sampling)) or [[97] for _ in prompts])
+    monkeypatch.setattr(rl, "generate_batch", lambda model, prompts, sampling, stop, most: drawn.append((prompts, sampling, most)) or [[97] for _ in prompts])
     job = rl.reinforcing(training)
     T = training.model.config.context
-    inputs, _, counted, weights = job.batch(0)
-    prompts, sampling = drawn.pop()
-    assert len(prompts) == len(inputs) == len(weights) == 6144 // T // rl.GROUP * rl.GROUP > 2 * rl.GROUP and sampling.temperature == 1
+    inputs, _, counted, weights, _ = job.batch(0)
+    prompts, sampling, most = drawn.pop()
+    assert most == min(40, T // 4) and len(prompts) == len(inputs) == len(weights) == 6144 // T // rl.GROUP * rl.GROUP > 2 * rl.GROUP and sampling.temperature == 1
     assert not weights.any() and counted.tolist() == [len(prompts)] * len(counted) and len({*sampling.seed.tolist()}) == len(prompts)
     assert all(len({*map(tuple, prompts[i:i + rl.GROUP])}) == 1 for i in range(0, len(prompts), rl.GROUP))
     assert job.note(1, 0.0) == "reward 0.000"
@@ -237,7 +237,7 @@ def test_what_reinforce_draws(folder, monkeypatch, out_text):
     monkeypatch.setitem(rl.REWARDS, "sentence", lambda prompt, answer, ended: len(prompt))
     monkeypatch.setattr(sft, "evaluate", lambda training, examples: (5.0, 1.5))
     record = rl.reinforcing(training).evaluate(1)
-    (sampled, hot), (greedy, cold) = drawn
+    (sampled, hot, _), (greedy, cold, _) = drawn
     assert len(greedy) == 2 and record["reward"] % 1
     assert (hot.temperature, cold.temperature) == (1, 0) and len(sampled) == rl.GROUP * len(greedy) and 1 <= len(greedy) <= 2
     assert asked.isdisjoint(map(tuple, sampled)) and record["length"] == 1 and record["alike"] == 1 and record["forgotten"] == 5 and abs(record["kl"]) < 1e-6
@@ -247,11 +247,19 @@ def test_what_reinforce_draws(folder, monkeypatch, out_text):
     assert "\nnote: 0.00 nats a token from the base: look whether the text is still good.\n" in out_text().replace("-0.00", "0.00")
 
 
+@parametrize("method", rl.DEFAULTS)
+def test_larger_models_learn_at_smaller_rates(method):
+    steps, _, rates, every = zip(*rl.DEFAULTS[method].values())
+    assert 1e-3 > rates[0] > rates[1] > rates[2] > 1e-6
+    assert max(every) <= 20 and not any(np.remainder(steps, every))
+
+
 def test_the_pairs_of_a_run(folder, monkeypatch):
     """Those of a tenth of the prompts are held out, all others are learned, each once."""
     seen, pair_batches = [], rl.pair_batches
     monkeypatch.setattr(rl, "pair_batches", lambda training, pairs: seen.append(pairs) or pair_batches(training, pairs))
     training = begun(folder, monkeypatch, data=["pairs.jsonl"])
+    assert (training.settings.optimizer, training.settings.decay) == ("adamw", 0)
     rl.preferring(training)
     held_out, learned = [{opening for opening, _ in pairs} for pairs in seen]
     assert len(held_out) == 3 and len(learned) == 27 and held_out.isdisjoint(learned)

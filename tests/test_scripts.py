@@ -1,5 +1,6 @@
 """What every script shares (script.py): one sentence for an error, bounds of numbers, plain files,
 and a reader that leaves."""
+import argparse
 import errno
 import importlib
 import io
@@ -87,6 +88,13 @@ def test_the_bounds_of_whole_numbers(err_text, script, option, least, most):
         with pytest.raises(SystemExit):
             parse([option, str(bad)])
         assert f"argument {option}: must be a whole number of at least {least} and at most {int(most):,}, not '{bad}'" in err_text()
+
+
+def test_a_number_below_1():
+    assert [script.below_1(text) for text in ("0", "0.99")] == [0, 0.99]
+    for bad in "-0.1", "1":
+        with pytest.raises(argparse.ArgumentTypeError):
+            script.below_1(bad)
 
 
 def test_errors_as_sentences():
