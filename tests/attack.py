@@ -44,32 +44,39 @@ def command(script, *arguments):
     return [sys.executable, f"{ROOT}/{script}", *arguments]
 
 
+def be(script, arguments):
+    """This process, a fork, is the script from here on, and ends with it."""
+    code = 1
+    try:
+        sys.argv = [script, *arguments]
+        from script import run_script
+        module = __import__(script.removesuffix(".py"))
+        run_script(module.main, to_the_end=script != "chat.py")
+    except SystemExit as left:
+        code = left.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
 def call(script, arguments, folder):
     """Run a script in a fork of this process, which spares the imports -> (exit code, standard error)."""
     said = f"{folder}/said.txt"
     pid = os.fork()
     if pid == 0:
-        code = 1
-        try:
-            os.chdir(folder)
-            signal.alarm(PATIENCE)                              # ends a run that hangs
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            for fd, file in (0, nowhere), (1, nowhere), (2, os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)):
-                os.dup2(file, fd)
-            sys.stdin, sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
-            with contextlib.suppress(ValueError):               # a huge array is a MemoryError, not the machine's end
-                resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
-            sys.argv = [script, *arguments]
-            from script import run_script
-            module = __import__(script.removesuffix(".py"))
-            run_script(module.main, to_the_end=script != "chat.py")
-        except SystemExit as left:
-            code = left.code or 0
-        except BaseException:
-            traceback.print_exc(file=sys.stderr)
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
+        os.chdir(folder)
+        signal.alarm(PATIENCE)                                  # ends a run that hangs
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for fd, file in (0, nowhere), (1, nowhere), (2, os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)):
+            os.dup2(file, fd)
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
+        with contextlib.suppress(ValueError):                   # a huge array is a MemoryError, not the machine's end
+            resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        be(script, arguments)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code, Path(said).read_text(errors="replace")
 

@@ -1,5 +1,4 @@
 """Runs of the scripts, for the tests of train.py and sft.py."""
-import contextlib
 import json
 import os
 import signal
@@ -7,12 +6,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 
 import attack
 
 import train
-from script import run_script
 
 
 def shell_words(options):
@@ -25,24 +22,12 @@ def run(folder, *arguments, script="train.py", **environment):
     files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
     pid = os.fork()
     if pid == 0:
-        code = 1
-        try:
-            os.chdir(folder)
-            os.environ.update(environment)
-            for number, file in enumerate(files, 1):
-                os.dup2(file.fileno(), number)
-            sys.stdin, sys.stdout, sys.stderr = open(os.devnull), os.fdopen(1, "w"), os.fdopen(2, "w")
-            sys.argv = [script, *shell_words(arguments)]
-            run_script(__import__(script.removesuffix(".py")).main, to_the_end=script != "chat.py")
-        except SystemExit as left:
-            code = left.code or 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(BaseException):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+        os.chdir(folder)
+        os.environ.update(environment)
+        for number, file in enumerate(files, 1):
+            os.dup2(file.fileno(), number)
+        sys.stdin, sys.stdout, sys.stderr = open(os.devnull), os.fdopen(1, "w"), os.fdopen(2, "w")
+        attack.be(script, shell_words(arguments))
     limit = time.monotonic() + attack.PATIENCE
     while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
         if time.monotonic() > limit:

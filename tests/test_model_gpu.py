@@ -295,6 +295,20 @@ def test_a_whole_step_equals_the_reference(cublas, precision, matmul, change, ba
     assert cublas.algorithms == (set() if matmul == "ours" else {77 if precision == "tf32" else 68})
 
 
+@parametrize("precision, bar", [("fp32", 1e-5), ("bf16", 4e-2)])
+@parametrize("weigh", [None, np.subtract])
+def test_the_weights_of_rows_equal_the_reference(made, precision, bar, weigh):
+    """Given, or made of the model's own log-probabilities between forward and backward."""
+    found = []
+    tokens, targets = batch(TINY, 4, 9)
+    for model in wide_models(precision=precision):
+        losses = model.forward(tokens, targets, [5, 1, 1], [-9.0, 2.0, 0.0, -40.0], weigh)
+        model.backward()
+        found.append((losses, model.flat_grads, model.log_probs(tokens, targets)))
+    for ours, expected in zip(*found):
+        assert relative(ours, expected) < bar
+
+
 @pytest.mark.filterwarnings("ignore:.*encountered in matmul")           # of what is left where nothing is to change
 @parametrize("precision, matmul, optimizer, bar", [
     ("fp32", "ours", "adamw", 1e-4), ("bf16", "cublas", "adamw", 1e-4), ("fp32", "ours", "muon", 1e-4), ("tf32", "cublas", "muon", 1e-4),

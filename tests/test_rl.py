@@ -227,12 +227,12 @@ def test_what_reinforce_draws(folder, monkeypatch, out_text):
     assert all(len({*map(tuple, prompts[i:i + rl.GROUP])}) == 1 for i in range(0, len(prompts), rl.GROUP))
     assert job.note(1, 0.0) == "reward 0.000"
     asked = {*map(tuple, prompts)}
-    groups, starts, places = len(prompts) // rl.GROUP, train.window_starts, []
-    monkeypatch.setattr(train, "window_starts", lambda seed, *place: places.append(place[:2]) or starts(seed, *place))
-    for step in range(1, 6):
+    openings = {*map(sft.opening, sft.read_conversations(training.settings.data))}
+    openings -= {*sft.hold_out(openings, 0).values()}
+    for step in range(1, -(-len(openings) * rl.GROUP // len(prompts))):         # an epoch asks each prompt
         job.batch(step)
-        assert places.pop() == (step * groups, groups)                  # one after the other, as in pretraining
         asked |= {*map(tuple, drawn.pop()[0])}
+    assert len(asked) == len(openings)
     # rewards that differ between groups and not within one
     monkeypatch.setitem(rl.REWARDS, "sentence", lambda prompt, answer, ended: len(prompt))
     monkeypatch.setattr(sft, "evaluate", lambda training, examples: (5.0, 1.5))
@@ -250,6 +250,7 @@ def test_what_reinforce_draws(folder, monkeypatch, out_text):
 @parametrize("method", rl.DEFAULTS)
 def test_larger_models_learn_at_smaller_rates(method):
     steps, _, rates, every = zip(*rl.DEFAULTS[method].values())
+    assert rl.BY_DATA < 1                           # no number of steps that somebody asks for
     assert 1e-3 > rates[0] > rates[1] > rates[2] > 1e-6
     assert max(every) <= 20 and not any(np.remainder(steps, every))
 
@@ -260,7 +261,8 @@ def test_the_pairs_of_a_run(folder, monkeypatch):
     monkeypatch.setattr(rl, "pair_batches", lambda training, pairs: seen.append(pairs) or pair_batches(training, pairs))
     training = begun(folder, monkeypatch, data=["pairs.jsonl"])
     assert (training.settings.optimizer, training.settings.decay) == ("adamw", 0)
-    rl.preferring(training)
+    _, _, counted, reference, _ = rl.preferring(training).batch(0)
+    assert counted[0] == len(reference)             # pairs
     held_out, learned = [{opening for opening, _ in pairs} for pairs in seen]
     assert len(held_out) == 3 and len(learned) == 27 and held_out.isdisjoint(learned)
     assert training.settings.steps == len(pair_batches(training, seen[1])) > 1
