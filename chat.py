@@ -88,7 +88,7 @@ class Session:
         self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(*TEXT_ENDS)
         self.system = None          # or bytes
         self.turns = []
-        self.answers = 0            # how many there were since the seed was set
+        self.answers = 0            # how many there were since a setting was changed
         self.said = []              # the ids of the last answer; answer() keeps its trace, too
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 

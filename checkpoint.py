@@ -114,7 +114,7 @@ def read_safetensors(path):
                     f"{name!r} has another size or place")
             tensors[name] = np.memmap(path, dtype, "r", begin + start, shape)
         require(end == size, "its tensors end elsewhere than the file")
-        # ours holds two checksums, so that it is known even where the name or the value of one is damaged
+        # two of the checksums in ours are looked for, so that it is known even where one is damaged
         if not re.search(rb'"(crc32|tokenizer)":"[0-9a-f]{8}"', top):
             return tensors, {}
         blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)

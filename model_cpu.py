@@ -297,7 +297,7 @@ def attention_forward(out, P, qkv, config, pads=None):
     np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
     future = np.full(P.shape[-2:], -np.inf, P.dtype)
-    P += np.triu(future, first + 1)                 # causal mask (in flash_attn.cu: mask_future)
+    P += np.triu(future, first + 1)                 # causal mask (in flash_attn.cu: MASKED, mask_future)
     if pads is not None:
         P += pads
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow

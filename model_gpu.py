@@ -4,8 +4,8 @@ Read model_cpu.py first, then open it beside this file: the same functions in th
 names.  What a function computes, and why its backward is right, stands there; here stands how a GPU does it.
 Some functions there have no twin by name here: cross_entropy_backward and head_targets (they are in the
 forward's kernel), rotated_part (the kernel knows where), split_heads, by_group and rope_backward (they are
-inside flash_attn.cu), sample and gumbel (inside kernels.cu).  What both engines share, such as generate, stands
-there alone.  Top to bottom:
+inside flash_attn.cu), sample and gumbel (inside kernels.cu); Workspace is the memory of Model._reserve here.
+What both engines share, such as generate, stands there alone.  Top to bottom:
 
     1. pick                       which engine serves
     2. Gpu, gemm                  compiled kernels, how they are launched, matmuls
@@ -20,8 +20,8 @@ matmuls read, have 8 bits of mantissa and half the size.  The weights themselves
 and moments stay fp32, because an update is often smaller than the spacing of bf16 numbers and would be lost.
 Sums, norms, softmax and losses are fp32 in each.
 
-How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no function here
-waits for a result, and what a step computes in was allocated before.  What one kernel writes and the next
+How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no part of a step
+waits for a result (but for DPO's weigh), and what it computes in was allocated before.  What one kernel writes and the next
 one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where one kernel
 covers several functions of model_cpu, it says so there.
 
