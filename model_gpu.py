@@ -21,9 +21,9 @@ and moments stay fp32, because an update is often smaller than the spacing of bf
 Sums, norms, softmax and losses are fp32 in each.
 
 How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no part of a step
-waits for a result (but for DPO's weigh), and what it computes in was allocated before.  What one kernel writes and the next
-one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where one kernel
-covers several functions of model_cpu, it says so there.
+waits for a result (but for DPO's weigh), and what it computes in was allocated before.  What one kernel writes
+and the next one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where
+one kernel covers several functions of model_cpu, it says so there.
 
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; no sums over several GPUs:
 Model.backward says what is summed and when, train.Nccl sums.  The file can be imported where there is no CuPy or
