@@ -333,7 +333,8 @@ def window_starts(seed, first, windows, size, T, K):
 #     steps                  first quarter   second   third   last
 #     batch, in windows           W/8          W/4     W/2      W
 def windows_before(step, settings, T):
-    """How many windows the steps before this one take: step s takes windows_before(s) to windows_before(s + 1) - 1."""
+    """How many windows the steps before this one take: step s takes windows_before(s) to windows_before(s + 1) - 1.
+    With T = 1 a window is a token."""
     windows = np.maximum(1, settings.batch_tokens // T // np.array([8, 4, 2, 1]))       # of a step in each stage
     long = round(settings.growth * settings.steps)                          # steps of each stage but the last
     steps = np.clip(step - long * np.arange(4), 0, [long, long, long, step])
@@ -353,7 +354,7 @@ def learning_rate(step, settings):
     """Linear warmup to settings.lr, then a cosine down to a tenth of it (Loshchilov & Hutter 2017).  step
     counts from 0.  A batch of which only a share is taken as yet is noisier; the square root of the share makes up
     for that (Malladi et al. 2022)."""
-    tokens = windows_before(step + 1, settings, 1) - windows_before(step, settings, 1)
+    tokens = windows_before(step + 1, settings, 1) - windows_before(step, settings, 1)      # windows of one token
     peak = settings.lr * math.sqrt(tokens / settings.batch_tokens)
     if step < settings.warmup:
         return peak * (step + 1) / settings.warmup
@@ -864,6 +865,7 @@ class Report:
         steps = self.training.settings.steps
         working = seconds - self.pauses
         throughput = (tokens - self.tokens_before) / working
+        # tokens of a run up to here, as windows of one token
         first, now, end = [windows_before(at, self.training.settings, 1) for at in (self.first, step, steps)]
         seconds_left = int(working * (end - now) / (now - first))
         left = str(datetime.timedelta(seconds=seconds_left)).removeprefix("0:")        # 02:14, or 1:02:14
