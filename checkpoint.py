@@ -526,7 +526,7 @@ def plot(folder):
             losses = [float(record["val"][name][0]) for record in evals]
             axes.plot(at, losses, ".-", label=f"held out: {name}")
     axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
-    if steps:
+    if steps and evals:
         axes.set_ylim(top=steps[len(steps) // 100]["loss"])  # the first drop would leave no room for the rest
     axes.grid(alpha=0.3)
     axes.legend()

@@ -31,6 +31,7 @@ no KL term in the loss (the distance to the base is measured, not bounded), no l
 from script import (Parser, file_hash, positive, read_chunk, replace_file, require, run_script, set_threads,
                     short_hash, whole_number)
 
+import contextlib
 import json
 import os
 import re
@@ -138,15 +139,28 @@ def short(prompt, answer, ended):
 REWARDS = {"sentence": sentence, "echo": echo, "short": short}
 
 
+@contextlib.contextmanager
+def blaming(name):
+    """Whatever a reward of the user's own raises inside becomes one sentence."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"the reward {name}: {type(error).__name__}: {error}") from None
+
+
 def find_reward(name):
     """-> (the function, a fingerprint of its file) for a name in REWARDS, or FILE.py:NAME."""
     if name in REWARDS:
         return REWARDS[name], ""
     path, _, function = name.rpartition(":")
     require(path.endswith(".py"), f"the reward must be {', '.join(REWARDS)} or FILE.py:NAME, not {name}.")
-    found = runpy.run_path(path).get(function)
-    require(callable(found), f"{path} has no function {function}.")
-    return found, file_hash(path)
+    with blaming(name):
+        found = runpy.run_path(path)[function]
+
+    def reward(*arguments):
+        with blaming(name):
+            return float(found(*arguments))
+    return reward, file_hash(path)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -166,7 +180,7 @@ def draw_answers(training, openings, seed, temperature=1.0):
     seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))
     sampling = Sampling(temperature, seed=seeds, vocab=tokenizer.vocab_size)
     answers = generate_batch(training.model, prompts, sampling, tokenizer.special.values(),
-                             min(ANSWER_TOKENS, T // 4))
+                             min(ANSWER_TOKENS, (T + 3) // 4))
     return list(map(make_row, prompts, answers))
 
 
@@ -232,7 +246,7 @@ def reinforcing(training):
     def answer(openings, seed, temperature=1.0):
         """-> (rows, rewards (n,)) of an answer to each."""
         rows = draw_answers(training, openings, seed, temperature)
-        rewards = [float(reward(sft.as_text(opening), *words_of(training.tokenizer, row)))
+        rewards = [reward(sft.as_text(opening), *words_of(training.tokenizer, row))
                    for opening, row in zip(openings, rows)]
         require(np.isfinite(rewards).all(), f"the reward {settings.reward} gave a number that is not finite.")
         return rows, np.array(rewards)
@@ -341,9 +355,10 @@ def pair_batches(training, pairs):
 def preferring(training):
     """-> the Job of a run on pairs."""
     settings = training.settings
-    if not has_pairs(settings.data):
-        settings.data = [own_pairs(training)]
-    pairs = read_pairs(settings.data)
+    data = settings.data
+    if not has_pairs(data):
+        data = [training.ranks.in_turn(lambda: own_pairs(training))]
+    pairs = read_pairs(data)
     check_key(training, short_hash(str(pairs)))
     unseen = sft.hold_out([opening for opening, _ in pairs], settings.seed)
     held_out = pair_batches(training, [pair for pair in pairs if sft.as_text(pair[0]) in unseen])
@@ -365,7 +380,7 @@ def preferring(training):
 
     def weigh(*now):
         margins[max(margins)] += dpo_margins(*now, settings.beta).tolist()
-        return dpo_weights(*now, settings.beta)
+        return np.nan_to_num(dpo_weights(*now, settings.beta))      # the loss itself says that it is not finite
 
     def evaluate(step):
         log_probs = np.concatenate([log_probs_of(training, rows) for rows in held_out])
@@ -382,8 +397,11 @@ def preferring(training):
 
 
 def own_pairs(training):
-    """Pairs where there are none: the true answer and one that the base draws.  -> their file, in the run's folder."""
+    """Pairs where there are none: the true answer and one that the base draws.  -> their file, in the run's folder,
+    which is written once."""
     path = f"{training.out}/pairs.jsonl"
+    if os.path.exists(path):
+        return path
     true = OWN_ANSWERS * read_pairs(training.settings.data)
     with replace_file(path) as file:
         for part in train.slices_of(len(true), AT_ONCE):
@@ -391,7 +409,11 @@ def own_pairs(training):
             rows = draw_answers(training, openings, [training.settings.seed, part.start])
             for (opening, [chosen]), row in zip(true[part], rows):
                 words, _ = words_of(training.tokenizer, row)
-                pair = {"prompt": sft.as_text(opening), "chosen": chosen, "rejected": "".join(words)}
+                ids, mask = row
+                # at once, because a character may have several tokens
+                rejected = training.tokenizer.decode(ids[mask][:len(words)].tolist())
+                prompt = [{"role": role, "content": text} for role, text in zip(("system", "user"), opening) if text]
+                pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
                 file.write(json.dumps(pair).encode() + b"\n")
     return path
 
@@ -415,13 +437,17 @@ def parse_arguments(argv):
 def begin_run(given, out, ranks):
     """-> the Training of a new run."""
     base, preset, corpus, config, tokenizer = sft.read_base(given)
-    pairs = "data" in given and has_pairs(given["data"])
-    method = given.setdefault("method", "dpo" if pairs else "reinforce")
+    data = given.get("data") or corpus or sft.find_data(preset, None)
+    method = given.setdefault("method", "dpo" if has_pairs(data) else "reinforce")
+    other = "reward" if method == "dpo" else "beta"
+    require(other not in given, f"--{other} is not for --method {method}.")
     find_reward(given.setdefault("reward", "sentence"))
+    read = read_pairs if method == "dpo" else sft.read_conversations
+    read(data)                                      # before an older run is set aside: what cannot be used is said
     steps, batch_tokens, lr, every = DEFAULTS[method][preset]
     usual = sft.defaults(batch_tokens, lr, 0, every) | {"steps": steps, "optimizer": "adamw", "decay": 0.0}
     settings = train.make_settings(given, preset, config, usual, ranks)
-    settings.data = settings.data or corpus or sft.find_data(preset, None)
+    settings.data = data
     print(f"{base} learns by {method} into {out}, from {', '.join(settings.data)}.")
     return train.new_training("rl.py", out, config, tokenizer, settings, ranks, base)
 

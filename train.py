@@ -564,6 +564,8 @@ def make_settings(given, preset, config, defaults, ranks):
              "precision": model_gpu.default_precision() if on_gpu else "fp32"}
     usual.update((name, value) for name, value in given.items() if name in Settings.__annotations__)
     settings = Settings(**usual)
+    if "momentum" in given and settings.optimizer == "adamw":
+        raise ValueError("--momentum is Muon's; here AdamW updates all.")
     require(settings.batch_tokens % T == 0,
             f"--batch-tokens {settings.batch_tokens} is not a multiple of the context, {T}.")
     windows = model_gpu.ceil_div(settings.batch_tokens // T, ranks.size)
@@ -663,8 +665,8 @@ def describe(base, wanted="small"):
     """-> (preset, corpus) of a base; corpus: the files that it learned from.  One of ours says how it was made.
     For other people's model preset is the largest one that is not wider, else small, and corpus is None.
     wanted: the preset that was asked for."""
-    require(exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py {wanted}` "
-            "trains one, --base names another.")
+    require(exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py {wanted}` trains one, "
+            "then sft.py one that answers; --base names another.")
     if exists(checkpoint.paths_of(base)[1]):
         made, _ = read_run(base)
         return made.preset, made.data
@@ -684,9 +686,10 @@ def resume(given, out, script, ranks):
     choose_device(settings.device, settings.preset, ranks.local, planning=False)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     steps = given.get("steps", 0)
-    if steps > settings.steps and model.step >= settings.steps:
-        add_steps(settings, steps, out)
     recorded = {**vars(model.config), **vars(settings), "base": state.get("base")}
+    if steps > settings.steps and model.step >= settings.steps:
+        recorded["steps"] = steps
+        add_steps(settings, steps, out)
     for name, value in given.items():
         was = recorded.get(name, value)                 # what is no setting, such as --dry-run, is as given
         option = "the preset" if name == "preset" else option_of(name)
@@ -733,7 +736,6 @@ def train(training, job, stop):
     np.seterr(all="ignore")    # Report looks for numbers that are not finite, and names them
     model = training.model
     settings = training.settings
-    ranks = training.ranks
     report = Report(training, job)
     if model.step:
         print(f"Resuming {training.out} at step {model.step} of {settings.steps}.")
@@ -751,7 +753,7 @@ def train(training, job, stop):
         evaluating = evaluation_is_due(step, settings)
         # of several ranks: what travelled with the losses of the last step reported.  It is the same on all, so
         # that all stop after the same step
-        stopping = report.asked if ranks.size > 1 else stop.signal
+        stopping = report.asked if training.ranks.size > 1 else stop.signal
         saving = stopping or step % settings.save_every == 0 or step == settings.steps
         if not report(step, lr, losses, norm, pause=evaluating or saving):
             return 1                                        # a number is not finite, which was said
@@ -1058,7 +1060,7 @@ def connect(training):
     """From here on the model's gradient is the sum over all ranks; ValueError where they are not alike."""
     ranks = training.ranks
     if ranks.size > 1:
-        code = list(map(file_hash, sorted(glob.glob(f"{os.path.dirname(__file__)}/*.[pc][yu]"))))
+        code = list(map(checkpoint.checksum, sorted(glob.glob(f"{os.path.dirname(__file__)}/*.[pc][yu]"))))
         ranks.agree(code=code, versions=(sys.version, np.__version__), **vars(training.settings),
                     weights=weights_checksum(training.model))
         training.model.communicator = Nccl(ranks) if training.settings.device == "gpu" else ranks
@@ -1183,9 +1185,9 @@ def evaluate_folder(given):
 
 def main(argv):
     args = parse_arguments(argv)
-    if args.plot:
+    if args.plot is not None:
         return checkpoint.plot(args.plot)
-    if args.evaluate:
+    if args.evaluate is not None:
         return evaluate_folder(given_options(args))
     return run_ranks(run, args)
 

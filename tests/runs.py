@@ -41,6 +41,12 @@ def run(folder, *arguments, script="train.py", **environment):
     return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(found[1]), *said)
 
 
+def succeeded(done):
+    """-> the CompletedProcess of a script that has left with exit code 0"""
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def assert_refused(done, words):
     """A script left with exit code 2 and one line, in which these words stand."""
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (done.args, done.stderr)

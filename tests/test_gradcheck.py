@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 from numpy.testing import assert_allclose
 import pytest
-from cases import parametrize, put, value_error
+from cases import parametrize, put, rows, value_error
 
 import cuda_helpers
 import exercises
@@ -350,15 +350,22 @@ def test_gpu_gradients_are_printed_in_columns(twin, out_text):
 
 
 @parametrize("precision", BARS)
-@parametrize("name, bar, times, std, good", [
-    ("all", 0, 0.95, None, True), ("all", 0, 1.05, None, False), ("all", 0, 1.05, 0.1, True),
-    ("norm", 0, 1.95, None, True), ("norm", 0, 2.05, None, False), ("losses", 1, 0.95, None, True),
-    ("losses", 1, 1.05, None, False), ("losses", 1, -1.05, None, False), ("losses", 1, 1.05, 0.1, True),
-    ("second", 1, 1.0, 0.1, False)])
-def test_gpu_gradients_have_their_bars(twin, out_text, precision, name, bar, times, std, good):
-    twin.off = {"losses": 0.0, name: times * BARS[precision][bar]}
-    assert bool(gpu_gradients.run_gpu_gradients(WIDE, [precision], std, False)) == good
-    assert out_text().startswith("initial weights" if std is None else "wide (0.1) weights")
+@parametrize("name, bar, times, weights, verdict", rows("""
+    all    | 0 | 0.95  | initial    | good
+    all    | 0 | 1.05  | initial    | bad
+    all    | 0 | 1.05  | wide (0.1) | good
+    norm   | 0 | 1.95  | initial    | good
+    norm   | 0 | 2.05  | initial    | bad
+    losses | 1 | 0.95  | initial    | good
+    losses | 1 | 1.05  | initial    | bad
+    losses | 1 | -1.05 | initial    | bad
+    losses | 1 | 1.05  | wide (0.1) | good
+    second | 1 | 1.0   | wide (0.1) | bad"""))
+def test_gpu_gradients_have_their_bars(twin, out_text, precision, name, bar, times, weights, verdict):
+    twin.off = {"losses": 0.0, name: float(times) * BARS[precision][int(bar)]}
+    std = None if weights == "initial" else 0.1
+    assert bool(gpu_gradients.run_gpu_gradients(WIDE, [precision], std, False)) == (verdict == "good")
+    assert out_text().startswith(f"{weights} weights")
 
 
 @parametrize("std, ours, good", [(0.1, 1.45, True), (0.1, 1.55, False), (None, 1.55, True)])

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 from cases import once_a_module, parametrize, value_error, write
-from runs import read_log, shell_words
+from runs import read_log, shell_words, succeeded
 
 import checkpoint
 import train
@@ -99,11 +99,6 @@ def run(folder, *arguments, ranks=2, **options):
     return finish(start(folder, *command, *shell_words(arguments), **options))
 
 
-def well(done):
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 def said_once(err, *words):
     """One sentence of ours, with these words, and no traceback."""
     assert err.count("error:") == 1 and "Traceback" not in err and all(word in err for word in words), err
@@ -163,14 +158,14 @@ def test_two_ranks_give_the_losses_of_one_and_rank_0_alone_speaks(folder):
 @parametrize("ranks", [3, 6])
 def test_more_ranks_than_cores_and_than_windows(folder, ranks):
     """Six ranks have five windows: one learns nothing, and gives nothing."""
-    well(run(folder, *TINY, f"--out of{ranks}", ranks=ranks))
+    succeeded(run(folder, *TINY, f"--out of{ranks}", ranks=ranks))
     assert_close(folder, f"of{ranks}")
 
 
 @needs_mpi
 def test_gpus_starts_the_script_under_mpiexec_with_the_same_bits(folder):
     for out, gpus, reference in ("again", 2, "two"), ("alone", 1, "one"):
-        well(run(folder, *TINY, f"--out {out} --gpus {gpus}", ranks=1))
+        succeeded(run(folder, *TINY, f"--out {out} --gpus {gpus}", ranks=1))
         assert_same(folder, out, reference)
 
 
@@ -179,8 +174,7 @@ def test_a_run_goes_on_with_as_many_ranks_bit_for_bit_and_with_others_but_for_ro
     for out, ranks in ("same", 2), ("other", 1):
         stopped = run(folder, *TINY, "--out", out, trap="at(train, 'learning_rate', 7, send(signal.SIGTERM))")
         assert stopped.returncode not in (0, 2) and f"Saved {out} at step" in stopped.stderr
-        done = run(folder, "--resume --out", out, ranks=ranks)
-        assert done.returncode == 0, done.stderr
+        succeeded(run(folder, "--resume --out", out, ranks=ranks))
     assert_same(folder, "same")
     assert_close(folder, "other")
 
@@ -191,7 +185,7 @@ def test_fine_tuning_with_two_ranks(folder):
         for i in range(30):
             file.write(json.dumps({"instruction": f"abc {i}", "output": "fed" * (1 + i % 5)}) + "\n")
     for out, ranks in ("sft-1", 1), ("sft-2", 2):
-        well(run(folder, "--base one --data pairs.jsonl --epochs 3 --out", out, "--threads 1 --batch-tokens 48 --micro-batch 1", ranks=ranks, SCRIPT="sft"))
+        succeeded(run(folder, "--base one --data pairs.jsonl --epochs 3 --out", out, "--threads 1 --batch-tokens 48 --micro-batch 1", ranks=ranks, SCRIPT="sft"))
     assert_close(folder, "sft-2", "sft-1")
 
 
@@ -218,7 +212,7 @@ def test_a_rank_that_is_killed_ends_all(folder, where, dead):
     assert ended.returncode != 0 and "Traceback" not in ended.stderr
     if os.path.exists(folder / out / "config.json"):
         weights_of(folder, out)
-        well(run(folder, "--resume --out", out))
+        succeeded(run(folder, "--resume --out", out))
         assert_same(folder, out)
 
 
@@ -231,7 +225,7 @@ def test_a_signal_to_any_rank_ends_all_with_one_save(folder, number, asked):
     assert done.stderr.count("Saved ") == 1
     step, _ = weights_of(folder, out)
     assert step in (9, 10, 11) and [record["step"] for record in read_log(folder, out) if "losses" in record] == [*range(1, step + 1)]
-    well(run(folder, "--resume --out", out))
+    succeeded(run(folder, "--resume --out", out))
     assert_same(folder, out)
 
 
@@ -251,7 +245,7 @@ def test_a_signal_to_mpiexec_reaches_all_ranks_once(folder):
 @needs_mpi
 @parametrize("others, trap, words", [
     (["--seed", 5], "", "seed and weights"), (["--lr", "0.1"], "", "lr"),
-    ([], "if rank: train.file_hash = lambda path: 'x'", "code"), ([], "if rank: train.np.__version__ = '0'", "versions"),
+    ([], "if rank: train.checkpoint.checksum = lambda path: 'x'", "code"), ([], "if rank: train.np.__version__ = '0'", "versions"),
     (["--data", "other.txt"], "", "data")])
 def test_ranks_that_differ_are_named_before_the_first_step(folder, others, trap, words):
     write(folder / "other.txt", (folder / "text.txt").read_text().upper())

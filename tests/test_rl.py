@@ -10,8 +10,8 @@ import attack
 import numpy as np
 import pytest
 import runs
-from cases import once_a_module, parametrize, write
-from runs import assert_refused, read_log
+from cases import once_a_module, parametrize, rows, write
+from runs import assert_refused, read_log, succeeded
 from test_sft import BYTES, QUICK, run_anew, save_base, write_play
 
 import checkpoint
@@ -32,8 +32,7 @@ def folder(tmp_path_factory):
     write_play(folder / "play.txt")
     save_base(folder, "out/play")
     write(folder / "out/play/log.jsonl", "")
-    done = run_anew(folder, "--base out/play", *QUICK)
-    assert done.returncode == 0, done.stderr
+    succeeded(run_anew(folder, "--base out/play", *QUICK))
     write(folder / "pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in PAIRS))
     return folder
 
@@ -111,14 +110,53 @@ def test_every_entry_of_the_gradient_by_finite_differences(monkeypatch, method):
         assert np.abs(gradient_of(model, tokens, targets, counted, wrong) - numeric).max() > 1e-4
 
 
-@parametrize("name, prompt, answer, ended, value", [
-    ("sentence", "", "The cat sat here .", True, 1), ("sentence", "", "The cat sat here .", False, 0),
-    ("sentence", "", "The cat sat .", True, 0), ("sentence", "", "a " * 24 + "!", True, 0), ("sentence", "", "a " * 23 + "?", True, 1),
-    ("sentence", "", "The cat . sat here .", True, 0), ("sentence", "", "The cat sat here now", True, 0),
-    ("echo", "Which planet?", "PLANETS do", False, 1), ("echo", "Which one?", "one of them", True, 0),
-    ("short", "", "yes", True, 1 - 1 / 40), ("short", "", "yes", False, 0), ("short", "", "", True, 0)])
-def test_rewards(name, prompt, answer, ended, value):
-    assert rl.REWARDS[name](prompt, answer.split(), ended) == value
+@parametrize("name, prompt, answer, value", rows("""
+    sentence |               | The cat sat here . END     | 1
+    sentence |               | The cat sat here .         | 0
+    sentence |               | The cat sat . END          | 0
+    sentence |               | a a a a a a a a a a a a a a a a a a a a a a a a ! END                | 0
+    sentence |               | a a a a a a a a a a a a a a a a a a a a a a a ? END                | 1
+    sentence |               | The cat . sat here . END   | 0
+    sentence |               | The cat sat here now END   | 0
+    echo     | Which planet? | PLANETS do                 | 1
+    echo     | Which one?    | one of them END            | 0
+    short    |               | yes END                    | 0.975
+    short    |               | yes                        | 0
+    short    |               | END                        | 0"""))
+def test_rewards(name, prompt, answer, value):
+    words, end, _ = answer.partition("END")
+    assert rl.REWARDS[name](prompt, words.split(), end != "") == float(value)
+
+
+@parametrize("body, words", rows("""
+    return None      | TypeError: float() argument must be
+    return answer[99] | IndexError: list index out of range
+    raise SystemExit | SystemExit:
+    1 /              | SyntaxError: invalid syntax"""))
+def test_what_a_reward_raises_is_one_sentence(folder, body, words):
+    write(folder / "bad.py", f"def bad(prompt, answer, ended):\n    {body}\n")
+    assert_refused(run(folder, "--base out/play-sft --show 1 --reward bad.py:bad"), f"the reward bad.py:bad: {words}")
+
+
+def test_own_pairs_are_drawn_once_and_character_by_character(folder, monkeypatch):
+    training = begun(folder, monkeypatch, method="dpo")
+    answer = rl.make_row([1], [*training.tokenizer.encode("né"), training.tokenizer.end_of_turn])
+    monkeypatch.setattr(rl, "draw_answers", lambda training, openings, seed: len(openings) * [answer])
+    path = rl.own_pairs(training)
+    monkeypatch.setattr(rl, "draw_answers", None)
+    assert rl.own_pairs(training) == path and {rejected for _, (_, rejected) in rl.read_pairs([path])} == {"né"}
+
+
+@parametrize("options, words", rows("""
+    --data pairs.jsonl --reward echo         | --reward is not for --method dpo.
+    --beta 0.3                               | --beta is not for --method reinforce.
+    --data pairs.jsonl --method reinforce    | 0 of 30 records can be used
+    --momentum 0.9                           | --momentum is Muon's
+    --out out/play                           | out/play is the base"""))
+def test_what_cannot_be_leaves_an_older_run_where_it_is(folder, options, words):
+    base = "out/play" if "play" in options else "out/play-sft"
+    assert_refused(run(folder, "--base", base, "--out out/play-sft", *FEW, options), words)
+    assert not (folder / "out/play-sft.1").exists()
 
 
 def test_the_prompt_of_a_pair_is_cut_once_for_the_longer_answer():
@@ -130,7 +168,6 @@ def test_the_prompt_of_a_pair_is_cut_once_for_the_longer_answer():
     assert BYTES.decode(chosen[0][chosen[1]].tolist()) == "yes<|end|>" and rejected[1].sum() == 17
     assert rl.words_of(BYTES, chosen) == (["y", "e", "s"], True) and rl.words_of(BYTES, rejected) == (["n"] * 17, False)
     for wrong, words in ((5, "no named fields"), ({"prompt": "a", "chosen": "b"}, "a field that is no text"),
-                         ({"prompt": "a", "chosen": "", "rejected": "b"}, "an empty response"),
                          *[({"prompt": [*[{"role": r, "content": "x"} for r in ("user", "assistant")], {"role": "user", "content": y}],
                              "chosen": "a", "rejected": "b"}, "more than one question") for y in "xy"]):
         with pytest.raises(ValueError, match=words):
@@ -145,8 +182,7 @@ def test_a_run_killed_at_random_moments_has_the_bits_of_one_never_touched(folder
     words = [*["--base", "out/play-sft"], *" ".join(arguments).split(), *FEW]
     shutil.rmtree(folder / "out/whole", ignore_errors=True)
     shutil.rmtree(folder / "out/killed", ignore_errors=True)
-    done = run(folder, *words, "--out out/whole")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(run(folder, *words, "--out out/whole"))
     assert done.stdout.count("\n--- ") == 2 * len(read_log(folder, "out/whole")[0]["samples"])     # at first and at last
     log = read_log(folder, "out/whole")
     told = {record["step"]: record for record in log if "loss" not in record}
@@ -154,7 +190,7 @@ def test_a_run_killed_at_random_moments_has_the_bits_of_one_never_touched(folder
     assert all(told[0][name] == value for name, value in start.items())
     assert checkpoint.read_tokenizer(f"{folder}/out/whole").template         # chat.py talks to it
     attack.kill_again_and_again(folder, "rl.py", words, "out/killed", 2, seed=3)
-    assert run(folder, "--resume --out out/killed").returncode == 0
+    succeeded(run(folder, "--resume --out out/killed"))
     assert read_log(folder, "out/killed") == log
     assert (folder / "out/killed/model.safetensors").read_bytes() == (folder / "out/whole/model.safetensors").read_bytes()
 
@@ -176,7 +212,7 @@ def test_what_a_resumed_run_does_not_find_again(folder):
     assert_refused(run(folder, "--resume --steps 4 --out out/half"), "not what out/half began with")
     shutil.rmtree(folder / "out/half")
     assert_refused(run(folder, "--base out/play-sft --reward mine.py:even --out out/half", *FEW), "gave a number that is not finite")
-    for name, words in ("mine.py:odd", "mine.py has no function odd"), ("long", "the reward must be sentence, echo, short or FILE.py:NAME"):
+    for name, words in ("mine.py:odd", "the reward mine.py:odd: KeyError: 'odd'"), ("long", "the reward must be sentence, echo, short or FILE.py:NAME"):
         assert_refused(run(folder, "--base out/play-sft --reward", name), words)
 
 
@@ -249,10 +285,9 @@ def test_what_reinforce_draws(folder, monkeypatch, out_text):
 
 @parametrize("method", rl.DEFAULTS)
 def test_larger_models_learn_at_smaller_rates(method):
-    steps, _, rates, every = zip(*rl.DEFAULTS[method].values())
-    assert rl.BY_DATA < 1                           # no number of steps that somebody asks for
-    assert 1e-3 > rates[0] > rates[1] > rates[2] > 1e-6
-    assert max(every) <= 20 and not any(np.remainder(steps, every))
+    steps, tokens, rates, every = zip(*rl.DEFAULTS[method].values())
+    assert 1e-3 > rates[0] > rates[1] > rates[2] > 1e-6 and rl.BY_DATA < 1         # no number of steps that somebody asks for
+    assert max(every) <= 20 and not any([*np.remainder(steps, every), *np.remainder(tokens, 512)])
 
 
 def test_the_pairs_of_a_run(folder, monkeypatch):
@@ -276,12 +311,13 @@ def test_the_pairs_of_a_run(folder, monkeypatch):
 
 def test_without_steps_dpo_reads_all_pairs_once(folder):
     options = "--base out/play-sft --data pairs.jsonl --out out/whole --batch-tokens 256 --threads 2 --lr 0.001".split()
-    done = run(folder, *options)
-    assert done.returncode == 0, done.stderr
+    succeeded(run(folder, *options))
     steps = [record for record in read_log(folder / "out/whole") if "loss" in record]
     assert len(steps) == checkpoint.load_state(folder / "out/whole")["settings"]["steps"] > 3
     done = run(folder, "--resume --out out/whole")
     assert done.returncode == 0 and f"is finished: {len(steps)} steps" in done.stdout
+    done = run(folder, "--base out/whole --out out/again --lr 1e30", *options[6:-2])         # pairs are what this base learned from
+    assert done.returncode == 1 and "dpo 0.693, accuracy 0.500" in done.stdout and "is not finite (loss nan" in done.stderr
 
 
 def test_a_pair_that_fits_to_the_token_is_not_cut():

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from cases import once_a_module, parametrize, put, refusal, rows, value_error, write
 import runs
-from runs import assert_refused, read_log, settings, shell_words, steps_of, training_of
+from runs import assert_refused, read_log, settings, shell_words, steps_of, succeeded, training_of
 from test_tokenizer import made as made_tokenizer
 
 import chat
@@ -39,12 +39,6 @@ TALKER = made_tokenizer([], [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
 NAME_SOME = "name instructions with --data (./fetch_data.sh instructions brings some)."
 
 run = functools.partial(runs.run, script="sft.py")
-
-
-def succeeded(done):
-    """-> the CompletedProcess of a script that has left with exit code 0"""
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def run_anew(folder, *arguments):

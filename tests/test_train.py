@@ -545,6 +545,12 @@ def test_a_finished_run_is_given_more_steps(tiny):
     assert read_log("out/killed") == log
 
 
+def test_a_run_that_grows_is_given_more_steps_by_its_own_command(tiny):
+    growing = [*TINY, "--growth 0.25 --out out/run"]
+    tiny(*growing)
+    assert "goes on to 20" in tiny(*growing, "--resume --steps 20")
+
+
 def test_the_last_evaluation_reads_all(tiny, monkeypatch):
     """On the way at most EVAL_TOKENS of each kind; at the end everything, where that is more.  By every window of all, side by
     side."""

@@ -595,7 +595,7 @@ def test_what_a_base_is(tmp_path):
     for dim, preset in (32, "small"), (256, "medium"), (736, "medium"), (768, "big"):
         write(tmp_path / "config.json", json.dumps(checkpoint.llama_config(replace(SMALL, dim=dim, hidden=None), 0)))
         assert train.describe(str(tmp_path)) == (preset, None)
-    with value_error("^there is no model in out/none: `python train.py big` trains one, --base names another.$"):
+    with value_error("^there is no model in out/none: `python train.py big` trains one, then sft.py one that answers; --base names another.$"):
         train.describe("out/none", "big")
 
 
