@@ -197,6 +197,7 @@ positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
 positive_or_inf = number_type(float, lambda x: x > 0, "a number above 0, or inf")
 not_negative = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
 below_1 = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
+up_to_a_third = number_type(float, lambda x: 0 <= x <= 1 / 3, "a number from 0 to 1/3")
 
 
 def to_nowhere(stream):

@@ -39,7 +39,7 @@ optimizer's moments are not read: the run begins with a warmup, at step 0, and a
 from script import (MPI_IS_MISSING, Parser, Stop, available_cores, below_1, check_text, explain, file_hash,
                     find_corpus, json_values, memory_size, not_negative, positive, positive_or_inf, print_step,
                     printable, read_chunk, refusing, require, run_script, set_threads, short_hash,
-                    show_progress, start_under_mpiexec, whole_number)
+                    show_progress, start_under_mpiexec, up_to_a_third, whole_number)
 
 import collections
 import dataclasses
@@ -178,8 +178,8 @@ def parse_arguments(argv):
     parser = Parser(description="Pretrain a model.  The defaults depend on the preset: --dry-run prints the main ones.")
     add = parser.add_argument
     add("--steps", type=whole_number(1), help="updates; with --resume a larger number extends a finished run")
-    add("--growth", type=below_1,
-        help="a batch that grows: this share of the steps takes an eighth, then a quarter, then half")
+    add("--growth", type=up_to_a_third,
+        help="a batch that grows: this share of the steps takes an eighth, as many a quarter, as many half")
     add("--dry-run", action="store_true", help="print settings and memory, then stop")
     add("--plot", metavar="DIR", help="draw DIR/log.jsonl to DIR/loss.png, then stop")
     add("--evaluate", metavar="DIR", help="measure the model in DIR, ours or any plain Llama, on "
@@ -562,7 +562,7 @@ def make_settings(given, preset, config, defaults, ranks):
     usual = {**defaults, "preset": preset, "mtp_weight": config.mtp_weight,
              "batch_tokens": max(1, defaults["batch_tokens"] // T) * T,
              "precision": model_gpu.default_precision() if on_gpu else "fp32"}
-    usual.update((name, value) for name, value in given.items() if name in Settings.__annotations__)
+    usual |= {name: given[name] for name in given.keys() & Settings.__annotations__}
     settings = Settings(**usual)
     if "momentum" in given and settings.optimizer == "adamw":
         raise ValueError("--momentum is Muon's; here AdamW updates all.")

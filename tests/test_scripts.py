@@ -90,11 +90,15 @@ def test_the_bounds_of_whole_numbers(err_text, script, option, least, most):
         assert f"argument {option}: must be a whole number of at least {least} and at most {int(most):,}, not '{bad}'" in err_text()
 
 
-def test_a_number_below_1():
-    assert [script.below_1(text) for text in ("0", "0.99")] == [0, 0.99]
-    for bad in "-0.1", "1":
+@parametrize("name, good, bad", rows("""
+    below_1       | 0.99 | 1
+    up_to_a_third | 0.33 | 0.34"""))
+def test_numbers_with_an_end(name, good, bad):
+    parse = vars(script)[name]
+    assert parse("0") == 0 and parse(good)
+    for text in "-0.1", bad:
         with pytest.raises(argparse.ArgumentTypeError):
-            script.below_1(bad)
+            parse(text)
 
 
 def test_errors_as_sentences():
