@@ -28,11 +28,10 @@ What it does not do: no value network, no ratio and no clipping (PPO), no divisi
 no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.
 """
 # first: with it Ctrl-C prints "Stopped." in place of a traceback, also while the imports below run
-from script import (Parser, file_hash, positive, read_chunk, replace_file, require, run_script, set_threads,
-                    short_hash, whole_number)
+from script import (Parser, file_hash, positive, read_chunk, require, run_script, set_threads, short_hash,
+                    whole_number)
 
 import contextlib
-import json
 import os
 import re
 import runpy
@@ -184,13 +183,18 @@ def draw_answers(training, openings, seed, temperature=1.0):
     return list(map(make_row, prompts, answers))
 
 
-def words_of(tokenizer, row):
-    """-> (the texts of an answer's tokens, whether it ended)."""
+def answer_of(tokenizer, row):
+    """-> (the ids of a row's answer without special tokens, whether it ended)."""
     ids, mask = row
     answer = ids[mask].tolist()
     special = tokenizer.special.values()
-    words = [tokenizer.decode([i]) for i in answer if i not in special]
-    return words, answer[-1] == tokenizer.end_of_turn
+    return [i for i in answer if i not in special], answer[-1] == tokenizer.end_of_turn
+
+
+def reward_of(reward, tokenizer, opening, row):
+    """What the function `reward` gives to a row that answers this opening."""
+    answer, ended = answer_of(tokenizer, row)
+    return reward(sft.as_text(opening), [tokenizer.decode([i]) for i in answer], ended)
 
 
 def log_probs_of(training, rows):
@@ -246,8 +250,7 @@ def reinforcing(training):
     def answer(openings, seed, temperature=1.0):
         """-> (rows, rewards (n,)) of an answer to each."""
         rows = draw_answers(training, openings, seed, temperature)
-        rewards = [reward(sft.as_text(opening), *words_of(training.tokenizer, row))
-                   for opening, row in zip(openings, rows)]
+        rewards = [reward_of(reward, training.tokenizer, *both) for both in zip(openings, rows)]
         require(np.isfinite(rewards).all(), f"the reward {settings.reward} gave a number that is not finite.")
         return rows, np.array(rewards)
 
@@ -355,10 +358,9 @@ def pair_batches(training, pairs):
 def preferring(training):
     """-> the Job of a run on pairs."""
     settings = training.settings
-    data = settings.data
-    if not has_pairs(data):
-        data = [training.ranks.in_turn(lambda: own_pairs(training))]
-    pairs = read_pairs(data)
+    pairs = read_pairs(settings.data)
+    if not has_pairs(settings.data):
+        pairs = own_pairs(training, pairs)
     check_key(training, short_hash(str(pairs)))
     unseen = sft.hold_out([opening for opening, _ in pairs], settings.seed)
     held_out = pair_batches(training, [pair for pair in pairs if sft.as_text(pair[0]) in unseen])
@@ -396,26 +398,19 @@ def preferring(training):
     return train.Job(batch, evaluate, lambda step, loss: f"dpo {dpo_loss(np.array(margins[step])):.4f}")
 
 
-def own_pairs(training):
-    """Pairs where there are none: the true answer and one that the base draws.  -> their file, in the run's folder,
-    which is written once."""
-    path = f"{training.out}/pairs.jsonl"
-    if os.path.exists(path):
-        return path
-    true = OWN_ANSWERS * read_pairs(training.settings.data)
-    with replace_file(path) as file:
+def own_pairs(training, true):
+    """Pairs where there are none: true, a list of (opening, [true answer]), and as often as OWN_ANSWERS an answer
+    that the base draws.  training.state keeps these, because the base is gone after the first step."""
+    true = OWN_ANSWERS * true
+    if "drawn" not in training.state:
+        rows = []
         for part in train.slices_of(len(true), AT_ONCE):
             openings = [opening for opening, _ in true[part]]
-            rows = draw_answers(training, openings, [training.settings.seed, part.start])
-            for (opening, [chosen]), row in zip(true[part], rows):
-                words, _ = words_of(training.tokenizer, row)
-                ids, mask = row
-                # at once, because a character may have several tokens
-                rejected = training.tokenizer.decode(ids[mask][:len(words)].tolist())
-                prompt = [{"role": role, "content": text} for role, text in zip(("system", "user"), opening) if text]
-                pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-                file.write(json.dumps(pair).encode() + b"\n")
-    return path
+            rows += draw_answers(training, openings, [training.settings.seed, part.start])
+        # decoded at once, because a character may have several tokens
+        training.state["drawn"] = [training.tokenizer.decode(answer_of(training.tokenizer, row)[0]) for row in rows]
+    return [(opening, [chosen, rejected])
+            for (opening, [chosen]), rejected in zip(true, training.state["drawn"])]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -459,7 +454,7 @@ def show(given):
     reward, _ = find_reward(given.get("reward", "sentence"))
     for pair in read_pairs(data)[:given["show"]]:
         for row in pair_rows(tokenizer, pair, config.context):
-            value = reward(sft.as_text(pair[0]), *words_of(tokenizer, row))
+            value = reward_of(reward, tokenizer, pair[0], row)
             sft.print_row(tokenizer, f"reward {value:.3f}", *row)
 
 

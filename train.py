@@ -134,7 +134,8 @@ class Settings:
 @dataclasses.dataclass
 class Training:
     """What a run works on.  state: a dict of the "tokens" and "seconds" spent so far, the "script" that this
-    is and its "base"; of sft.py also the loss "before", of rl.py the "reference".  out: the folder to write."""
+    is and its "base"; of sft.py also the loss "before", of rl.py "reference" and "drawn".  out: the folder to
+    write."""
     model: object               # Model of either engine
     tokenizer: Tokenizer
     settings: Settings

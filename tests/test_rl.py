@@ -142,9 +142,10 @@ def test_own_pairs_are_drawn_once_and_character_by_character(folder, monkeypatch
     training = begun(folder, monkeypatch, method="dpo")
     answer = rl.make_row([1], [*training.tokenizer.encode("né"), training.tokenizer.end_of_turn])
     monkeypatch.setattr(rl, "draw_answers", lambda training, openings, seed: len(openings) * [answer])
-    path = rl.own_pairs(training)
+    true = rl.read_pairs(training.settings.data)
+    pairs = rl.own_pairs(training, true)
     monkeypatch.setattr(rl, "draw_answers", None)
-    assert rl.own_pairs(training) == path and {rejected for _, (_, rejected) in rl.read_pairs([path])} == {"né"}
+    assert rl.own_pairs(training, true) == pairs == [(opening, [answer, "né"]) for opening, [answer] in rl.OWN_ANSWERS * true]
 
 
 @parametrize("options, words", rows("""
@@ -165,8 +166,8 @@ def test_the_prompt_of_a_pair_is_cut_once_for_the_longer_answer():
     chosen, rejected = rl.pair_rows(BYTES, pair, 64)
     length = int((~chosen[1]).sum())
     assert length == 48 and np.array_equal(chosen[0][:length], rejected[0][:length]) and len(rejected[0]) == 65
-    assert BYTES.decode(chosen[0][chosen[1]].tolist()) == "yes<|end|>" and rejected[1].sum() == 17
-    assert rl.words_of(BYTES, chosen) == (["y", "e", "s"], True) and rl.words_of(BYTES, rejected) == (["n"] * 17, False)
+    read = [rl.reward_of(lambda *said: said, BYTES, ("a", "b"), row) for row in (chosen, rejected)]
+    assert read == [("a\n\nb", [*"yes"], True), ("a\n\nb", [*"n" * 17], False)]
     for wrong, words in ((5, "no named fields"), ({"prompt": "a", "chosen": "b"}, "a field that is no text"),
                          *[({"prompt": [*[{"role": r, "content": "x"} for r in ("user", "assistant")], {"role": "user", "content": y}],
                              "chosen": "a", "rejected": "b"}, "more than one question") for y in "xy"]):
