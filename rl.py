@@ -62,7 +62,7 @@ DEFAULTS = {
         "medium": (30, 65536, 2e-5, 10),
         "big": (60, 262144, 5e-6, 10)},
     "dpo": {
-        "small": (BY_DATA, 16384, 6e-4, 20),
+        "small": (BY_DATA, 4096, 3e-4, 100),
         "medium": (BY_DATA, 8192, 4e-5, 20),
         "big": (BY_DATA, 8192, 2e-5, 20)}}
 

@@ -549,9 +549,11 @@ def test_lens_of_a_long_text(models, monkeypatch, err_text):
     """Of a window of 32 the last 33 tokens, which make 32 predictions."""
     s, asked = session(models, "loop"), []
     monkeypatch.setattr(model_cpu, "print_euler_table", lambda model, tokenizer, ids: asked.append(ids))
+    monkeypatch.setattr(chat, "plot_lens", lambda model, tokenizer, ids, path: asked.append(ids))
     for size, note in (2, ""), (33, ""), (34, "note: the text has 34 tokens; the last 33 are used.\n"):
         text = "".join(map(chr, range(50, 50 + size)))
-        chat.print_lens(s.model, s.tokenizer, text, None)
+        chat.print_lens(s.model, s.tokenizer, text, "lens.png")
+        assert bytes(asked.pop()) == text.encode()[-33:-1]              # each of these has something to predict
         assert bytes(*asked.pop().tolist()) == text.encode()[-33:] and err_text() == note
 
 

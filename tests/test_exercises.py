@@ -81,6 +81,8 @@ def test_from_the_first_run_to_the_verdict():
     code, out, _ = run("--exercise", "all")
     assert code == 1 and out.startswith("linear         right in 36 calls\nembedding      not begun\n")
     assert out.count("\n") == len(exercises.EXERCISES)
+    run("--exercise", "adamw")
+    assert run("--exercise", "adamw")[1].count("\n") == 1            # it alone
     assert ", ".join(exercises.EXERCISES) in " ".join(run("--help")[1].split())
     for arguments in ["--exercise", "nosuch"], ["--hint"], "--exercise all --hint".split():
         code, out, error = run(*arguments)

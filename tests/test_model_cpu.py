@@ -5,11 +5,12 @@ one the world calls Llama, tests/peers'."""
 import dataclasses
 import functools
 import itertools
+import json
 import math
 
 import numpy as np
 import pytest
-from cases import once_a_module, parametrize, refusal, value_error
+from cases import once_a_module, parametrize, refusal, rows, value_error
 from numpy.testing import assert_allclose
 
 import gradcheck
@@ -239,18 +240,21 @@ def test_without_training_there_are_no_gradients(threads):
     assert [workspace.flat_grads for workspace in other.workspaces] == [None] * threads
 
 
-@parametrize("tokens, targets, words", [
-    ([[0, 264]], [[0] * 4], "token id 264 is out of range: the vocabulary has 264 ids, 0 to 263."),
-    ([[0, -1]], [[0] * 4], "token id -1 is out of range"),
-    ([[0, 1]], [[0, 0, 0, 264]], "target id 264 is out of range"), ([[0, 1]], [[0, 0, 0, -2]], "target id -2 is out of range"),
-    ([[0] * 17], [[0] * 19], "17 tokens do not fit the context of 16."),
-    ([0, 1], [[0] * 4], "tokens must be a (B, T) array of integers, not empty, not int64 of (2,)."),
-    ([[]], [[0] * 2], "tokens must be a (B, T) array of integers, not empty, not float64 of (1, 0)."),
-    ([[0, 1]], [[0.0] * 4], "integers (B, T+K-1) = (1, 4), not float64 of shape (1, 4)."),
-    ([[0, 1]], [[0] * 4] * 2, "integers (B, T+K-1) = (1, 4), not int64 of shape (2, 4).")])
+@parametrize("tokens, targets, words", rows("""
+    [[0, 264]] | [[0, 0, 0, 0]]  | token id 264 is out of range: the vocabulary has 264 ids, 0 to 263.
+    [[0, -1]]  | [[0, 0, 0, 0]]  | token id -1 is out of range
+    [[0, 1]]   | [[0, 0, 0, 264]] | target id 264 is out of range
+    [[0, 1]]   | [[0, 0, 0, -2]] | target id -2 is out of range
+    [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6]] | [[0, 0]] | 17 tokens do not fit the context of 16.
+    [0, 1]     | [[0, 0, 0, 0]]  | tokens must be a (B, T) array of integers, not empty, not int64 of (2,).
+    [[]]       | [[0, 0]]        | tokens must be a (B, T) array of integers, not empty, not float64 of (1, 0).
+    [[0, 0.5]] | [[0, 0, 0, 0]]  | tokens must be a (B, T) array of integers, not empty, not float64 of (1, 2).
+    [[0, 1]]   | [[0, 0, 0, 0.5]] | integers (B, T+K-1) = (1, 4), not float64 of shape (1, 4).
+    [[0, 1]]   | [[0, 0, 0, 0], [0, 0, 0, 0]] | integers (B, T+K-1) = (1, 4), not int64 of shape (2, 4)."""))
 def test_bad_batches_are_refused(tokens, targets, words):
     model = Model(TINY)
-    assert words in refusal(model.forward, np.array(tokens), np.array(targets))
+    tokens, targets = map(np.array, map(json.loads, (tokens, targets)))
+    assert words in refusal(model.forward, tokens, targets)
     if "token" in words:
         assert words in refusal(model.logits, tokens)
 

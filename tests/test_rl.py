@@ -288,7 +288,7 @@ def test_what_reinforce_draws(folder, monkeypatch, out_text):
 def test_larger_models_learn_at_smaller_rates(method):
     steps, tokens, rates, every = zip(*rl.DEFAULTS[method].values())
     assert 1e-3 > rates[0] > rates[1] > rates[2] > 1e-6 and rl.BY_DATA < 1         # no number of steps that somebody asks for
-    assert max(every) <= 20 and not any([*np.remainder(steps, every), *np.remainder(tokens, 512)])
+    assert max(every) <= 100 and not any([*np.remainder(steps, every), *np.remainder(tokens, 512)])
 
 
 def test_the_pairs_of_a_run(folder, monkeypatch):
@@ -297,9 +297,12 @@ def test_the_pairs_of_a_run(folder, monkeypatch):
     monkeypatch.setattr(rl, "pair_batches", lambda training, pairs: seen.append(pairs) or pair_batches(training, pairs))
     training = begun(folder, monkeypatch, data=["pairs.jsonl"])
     assert (training.settings.optimizer, training.settings.decay) == ("adamw", 0)
-    _, _, counted, reference, _ = rl.preferring(training).batch(0)
+    job = rl.preferring(training)
+    _, _, counted, reference, _ = job.batch(0)
     assert counted[0] == len(reference)             # pairs
-    held_out, learned = [{opening for opening, _ in pairs} for pairs in seen]
+    record, scores = job.evaluate(1), rl.log_probs_of(training, *rl.pair_batches(training, seen[0]))
+    assert np.allclose([record["chosen"], record["rejected"]], scores.reshape(-1, 2).mean(axis=0))
+    held_out, learned = [{opening for opening, _ in pairs} for pairs in seen[:2]]
     assert len(held_out) == 3 and len(learned) == 27 and held_out.isdisjoint(learned)
     assert training.settings.steps == len(pair_batches(training, seen[1])) > 1
     write(folder / "own.py", "def prompt_is(prompt, answer, ended):\n    print('It is asked:', prompt)\n    return 0.0\n")
