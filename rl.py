@@ -399,8 +399,9 @@ def preferring(training):
 
 
 def own_pairs(training, true):
-    """Pairs where there are none: true, a list of (opening, [true answer]), and as often as OWN_ANSWERS an answer
-    that the base draws.  training.state keeps these, because the base is gone after the first step."""
+    """Pairs where there are none.  true: a list of (opening, [true answer]).  -> each of these OWN_ANSWERS times,
+    with an answer that the base draws as the rejected one.  training.state keeps what was drawn, because after the
+    first step the model is no longer the base."""
     true = OWN_ANSWERS * true
     if "drawn" not in training.state:
         rows = []
