@@ -326,7 +326,7 @@ def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
 
 
 def linear_forward(gpu, out, x, w):
-    """out (N,O) = x (N,I) @ w.T, w (O,I)."""
+    """out (N,O) = x (N,I) @ w.T, w (O,I), or the first O rows of it."""
     gemm(gpu, out, x, w, transpose_b=True)
 
 
@@ -509,16 +509,13 @@ def decode_block(gpu, w, x, qkv, shared):
     n, C = x.shape
     groups = ceil_div(n, GROUP_ROWS)
     heads = c.heads + c.kv_heads
-    y = shared.y
-    h = shared.h
-    lengths = shared.lengths
     gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w.norm1, w.qkv,
-                     gpu.cos, gpu.sin, lengths, n, C, heads + c.kv_heads, heads, c.head_dim, gpu.eps)
-    decode_attention(gpu, y[:n], qkv, lengths, 0)
-    gpu.launch_early("decode_residual", (C // 2, groups), 128, x, y, w.out, n, C, C)
-    gpu.launch_early("decode_swiglu", (ceil_div(c.hidden, 4), groups), 128, h, x, w.norm2, w.gate_up,
+                     gpu.cos, gpu.sin, shared.lengths, n, C, heads + c.kv_heads, heads, c.head_dim, gpu.eps)
+    decode_attention(gpu, shared.y[:n], qkv, shared.lengths, 0)
+    gpu.launch_early("decode_residual", (C // 2, groups), 128, x, shared.y, w.out, n, C, C)
+    gpu.launch_early("decode_swiglu", (ceil_div(c.hidden, 4), groups), 128, shared.h, x, w.norm2, w.gate_up,
                      n, C, c.hidden, gpu.eps)
-    gpu.launch_early("decode_residual", (C // 2, groups), 128, x, h, w.down, n, c.hidden, C)
+    gpu.launch_early("decode_residual", (C // 2, groups), 128, x, shared.h, w.down, n, c.hidden, C)
 
 
 def cross_entropy_forward(gpu, losses, nll, logits, inputs, T, learn):
@@ -566,11 +563,12 @@ def newton_schulz(gpu, X, Y, A, B):
         X, Y = Y, X                                                             # the last is in Y: 5 is odd
 
 
-def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, momentum=0.95):
+def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, momentum):
     """Muon on all matrices of one shape.  flats: params, weights (in bf16 their copy), gradients and m of the
     layers' matrices, flat; starts: where in a layer each matrix of this shape begins.  work: the arrays of
     muon_tables.  communicator: with several GPUs each makes the matmuls, which take nearly all of the time,
-    for its part of the matrices."""
+    for its part of the matrices.  A generator: there it yields once, when these parts are on their way to all, so
+    that the next shape is begun meanwhile."""
     params, weights, grads, m = flats
     X, Y, A, B, squares = vars(work).values()
     n, rows, columns = X.shape
@@ -586,6 +584,8 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, moment
     newton_schulz(gpu, X[part], Y[part], A[part], B[part])
     if communicator:
         communicator.all_gather(Y)
+        yield
+        communicator.wait()
     for i, start in enumerate(starts):
         gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, params[start:], weights[start:], Y[i * L:],
                    *place, 1.0 - lr * decay, 0.2 * lr * math.sqrt(max(rows, columns)))
@@ -783,7 +783,8 @@ class Model:
             self._reserve(rows)
         if len(self.buffers_by_shape) > SHAPES:
             self.buffers_by_shape = {}              # and with them their graphs
-        if (B, T, K) not in self.buffers_by_shape:
+        shape = B, T, K
+        if shape not in self.buffers_by_shape:
             layer, shared, logits, scratch = work_tables(dataclasses.replace(c, predict=K), B, T, self.precision)
             size = table_bytes(layer)
             layers = [carve(self.work, layer, i * size) for i in range(c.layers)]
@@ -791,8 +792,8 @@ class Model:
                 "B": B, "T": T, "first": 0, "replays": collections.defaultdict(Replay)}
             for in_turn in (logits, scratch):           # both begin where what is shared ends
                 arrays.update(vars(carve(self.work, shared + in_turn, c.layers * size)))
-            self.buffers_by_shape[B, T, K] = layers, Arrays(**arrays)
-        return self.buffers_by_shape[B, T, K]
+            self.buffers_by_shape[shape] = layers, Arrays(**arrays)
+        return self.buffers_by_shape[shape]
 
     def new_decoder(self, rows, length):
         """A Decoder of so many texts at once, each of at most `length` tokens."""
@@ -827,7 +828,7 @@ class Model:
 
         def launch():
             final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)
-            linear_forward(self.gpu, shared.logits, final, self.weights["heads"][:K * c.vocab])     # -> (N,K*V)
+            linear_forward(self.gpu, shared.logits, final, self.weights["heads"])    # -> (N,K*V)
             loss(not weigh)
 
         shared.replays["forward", not weigh](self.gpu, launch)
@@ -899,15 +900,22 @@ class Model:
         if self.communicator:
             self.communicator.wait()
         gradient_norm(self.gpu, self.state, self.partial, self.flat_grads, muon_part(c, self.optimizer), clip)
+        updates = []                                # of Muon, one a shape
+        start = 0
         for rule, part, part_of_v, decayed in update_table(c, self.optimizer):
             flats = [flat[part] for flat in (self.flat_params, self.flat_weights, self.flat_grads, self.m)]
             if rule == "muon":
                 for starts, table in muon_tables(c, self.precision):
-                    muon_update(self.gpu, flats, starts, carve(self.work, table), self.state, lr, decay,
-                                self.communicator, momentum)
+                    update = muon_update(self.gpu, flats, starts, carve(self.work, table, start), self.state,
+                                         lr, decay, self.communicator, momentum)
+                    next(update, None)              # all of it, but with several GPUs up to its yield
+                    updates.append(update)
+                    start += table_bytes(table)
             else:
                 adamw_update(self.gpu, *flats, self.v[part_of_v], self.state, self.step, lr, beta1, beta2,
                              eps, decay if decayed else 0.0)
+        for update in updates:
+            next(update, None)
         return self.state[0, ...].copy()
 
 
@@ -1046,7 +1054,7 @@ class Decoder(model_cpu.Decoder):
             self._trunk(rows, caches, y=d.y[:end], B=1, T=end, first=first)
 
         self.replays["prompt", rows, first](self.gpu, launch)
-        linear_forward(self.gpu, d.logits[:1, :outputs], d.n[n - 1:n], self.weights["heads"][:outputs])
+        linear_forward(self.gpu, d.logits[:1, :outputs], d.n[n - 1:n], self.weights["heads"])
 
     def _read_rows(self, n, outputs):
         """The first `outputs` logits of a token of each of n texts: as in training, but for attention."""
@@ -1054,7 +1062,7 @@ class Decoder(model_cpu.Decoder):
         caches = [{"qkv": d.new_qkv[:n], "cache": qkv} for qkv in d.qkv]
         self._trunk(n, caches, T=self.stride, first=0)
         logits = d.logits.ravel()[:n * outputs].reshape(n, outputs)
-        linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"][:outputs])
+        linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1150,14 +1158,13 @@ def input_table(config, B, T):
 
 
 def muon_tables(config, precision):
-    """[(starts, table), ...] for each shape of matrices, because muon_update takes all of one shape together.
+    """Yields (starts, table) for each shape of matrices, because muon_update takes all of one shape together.
     starts: where in a layer's part of a flat buffer each begins; table: what the n matrices of all layers are
-    computed in.  These arrays lie where the activations are at another time."""
+    computed in.  These arrays, one shape's behind the other's, lie where the activations are at another time."""
     real = uint16 if precision == "bf16" else float32
     starts_by_shape = collections.defaultdict(list)
     for shape, place in matrix_table(config):
         starts_by_shape[shape].append(place.start)
-    tables = []
     for shape, starts in starts_by_shape.items():
         n = len(starts) * config.layers
         square = n, min(shape), min(shape)
@@ -1167,8 +1174,7 @@ def muon_tables(config, precision):
                       A=square,                     # X X^T
                       B=square)                     # a polynomial of A
         table += typed(float32, squares=(n, MATRIX_BLOCKS))         # partial sums of X's squared length
-        tables.append((starts, table))
-    return tables
+        yield starts, table
 
 
 def decode_tables(config, precision, texts=1, length=None):
@@ -1203,9 +1209,8 @@ def memory_plan(config, micro_batch, T, precision, optimizer="adamw", gpus=1):
     moments = 4 * moment_count(config, optimizer)
     layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
     activations = config.layers * layer
-    work = shared + max(logits, scratch)
-    for _, table in muon:                       # what it works in lies in the same memory, at another time
-        work = max(work, table_bytes(table) - activations)
+    # what Muon works in lies in the same memory, at another time
+    work = max(shared + max(logits, scratch), sum(table_bytes(table) for _, table in muon) - activations)
     plan = {"parameters": size, "gradients": size, "moments": moments,
             "activations": activations, "logits and scratch": work,
             "inputs": table_bytes(input_table(config, micro_batch, T)),
@@ -1220,9 +1225,9 @@ def memory_plan(config, micro_batch, T, precision, optimizer="adamw", gpus=1):
 
 def free_memory(limit=None):
     """Bytes of GPU memory that can be had, at most `limit`; where there is no GPU, and a run is only planned,
-    limit."""
+    limit, or infinite."""
     if why_no_gpu():
-        return limit
+        return limit or math.inf
     free = cupy.cuda.runtime.memGetInfo()[0]
     # what memory_plan counts and this process has already
     free += cupy.get_default_memory_pool().total_bytes() + CONTEXT_BYTES
@@ -1230,12 +1235,8 @@ def free_memory(limit=None):
 
 
 def largest_micro_batch(config, precision, optimizer, gpus, limit=None):
-    """The largest for which the memory_plan of training fits the free_memory, 0 if none does; infinite where
-    there is no GPU and no limit."""
-    free = free_memory(limit)
-    if free is None:
-        return math.inf
-
+    """The largest for which the memory_plan of training fits the free_memory, 0 if none does.  A CUDA grid is no
+    higher than 65,535."""
     def size(rows):
         return sum(memory_plan(config, rows, config.context, precision, optimizer, gpus).values())
-    return bisect.bisect_right(range(1, 1 << 20), free, key=size)
+    return bisect.bisect_right(range(1, 1 << 16), free_memory(limit), key=size)

@@ -432,8 +432,7 @@ def parse_arguments(argv):
 
 def begin_run(given, out, ranks):
     """-> the Training of a new run."""
-    base, preset, corpus, config, tokenizer = sft.read_base(given)
-    data = given.get("data") or corpus or sft.find_data(preset, None)
+    base, preset, config, tokenizer, data = sft.read_base(given)
     method = given.setdefault("method", "dpo" if has_pairs(data) else "reinforce")
     other = "reward" if method == "dpo" else "beta"
     require(other not in given, f"--{other} is not for --method {method}.")
@@ -450,8 +449,7 @@ def begin_run(given, out, ranks):
 
 def show(given):
     """Print the rows of the first pairs, or what the data answers to the first prompts, and its reward."""
-    _, preset, corpus, config, tokenizer = sft.read_base(given)
-    data = given.get("data") or corpus or sft.find_data(preset, None)
+    _, _, config, tokenizer, data = sft.read_base(given)
     reward, _ = find_reward(given.get("reward", "sentence"))
     for pair in read_pairs(data)[:given["show"]]:
         for row in pair_rows(tokenizer, pair, config.context):
@@ -469,10 +467,7 @@ def run(args, ranks):
         return show(from_base)
     training = train.resume(given, out, "rl.py", ranks) if args.resume else begin_run(from_base, out, ranks)
     make = preferring if training.settings.method == "dpo" else reinforcing
-    job = make(training)                            # first: the pairs say how many steps there are
-    if train.is_finished(training):
-        return 0
-    return sft.start(training, job)
+    return sft.start(training, make(training))
 
 
 def main(argv):

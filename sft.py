@@ -77,12 +77,16 @@ NAME_SOME = "name instructions with --data (./fetch_data.sh instructions brings 
 # 1. Conversations: lists of turns, each (user text, response); a system text comes first, as (text, None)
 # ------------------------------------------------------------------------------------------------------------
 def find_data(preset, corpus):
-    """The files to learn from when none are named: for the larger models what `fetch_data.sh instructions`
-    has brought; else the files that the model was pretrained on."""
-    if preset != "small":
+    """The files to learn from when none are named.  corpus: those of the base.  Where these are no records, the
+    larger models take what `fetch_data.sh instructions` has brought."""
+    if preset != "small" and not is_of_records((corpus or [""])[0]):
         corpus = sorted(glob.glob("data/instructions*.json")) or corpus
     require(corpus, f"there are no instructions in data/: {NAME_SOME}")
     return corpus
+
+
+def is_of_records(path):
+    return path.endswith((".json", ".jsonl"))
 
 
 def read_conversations(paths):
@@ -91,7 +95,7 @@ def read_conversations(paths):
     conversations = []
     for path in paths:
         check_text(path)
-        if path.endswith((".json", ".jsonl")):
+        if is_of_records(path):
             conversations += read_records(path, make_turns)
         elif re.fullmatch(r"python-\d+\.\d+\.txt", os.path.basename(path)):
             conversations += python_pairs(path)
@@ -415,7 +419,7 @@ def parse_arguments(argv):
 
 
 def read_base(given):
-    """-> (folder, preset, corpus, Config, Tokenizer) of the base: see train.describe."""
+    """-> (folder, preset, Config, Tokenizer) of the base, and the files to learn from."""
     folder = base_of(given)
     preset, corpus = train.describe(folder, given.get("preset", "small"))
     require(given.get("preset", preset) == preset,
@@ -423,7 +427,8 @@ def read_base(given):
     tokenizer = checkpoint.read_tokenizer(folder)
     if not tokenizer.template:                      # it takes that for which it has the tokens
         tokenizer.template = CHAT_TEMPLATE if END_OF_TURN in tokenizer.special else "".join(CHATML_PARTS)
-    return folder, preset, corpus, checkpoint.read_config(folder, given.get("context")), tokenizer
+    data = given.get("data") or find_data(preset, corpus)
+    return folder, preset, checkpoint.read_config(folder, given.get("context")), tokenizer, data
 
 
 def base_of(given, kind=""):
@@ -443,13 +448,13 @@ def run(args, ranks):
     out = args.out or f"out/{os.path.basename(base_of(given))}-sft"
     begin = continue_run if args.resume else begin_run
     training, examples = begin(given, out, ranks)
-    if train.is_finished(training):
-        return 0
     return start(training, fine_tuning(training, examples))
 
 
 def start(training, job):
     """Evaluate before the first step; then the loop -> exit code."""
+    if train.is_finished(training):
+        return 0
     train.connect(training)
     stop = train.Stop()
     if training.model.step == 0:
@@ -477,9 +482,9 @@ def continue_run(given, out, ranks):
 
 def begin_run(given, out, ranks):
     """-> (Training, Examples)."""
-    base, preset, corpus, config, tokenizer = read_base(given)
+    base, preset, config, tokenizer, data = read_base(given)
     settings = train.make_settings(given, preset, config, DEFAULTS[preset], ranks)
-    settings.data = settings.data or find_data(preset, corpus)
+    settings.data = data
     examples, batches = read_examples(tokenizer, settings, config.context)
     epochs = given.get("epochs", EPOCHS[preset])
     settings.steps = epochs * batches
@@ -497,8 +502,8 @@ def main(argv):
     args = parse_arguments(argv)
     if args.show is None:
         return train.run_ranks(run, args)
-    _, preset, corpus, config, tokenizer = read_base(train.given_options(args))
-    conversations = read_conversations(args.data or find_data(preset, corpus))
+    _, _, config, tokenizer, data = read_base(train.given_options(args))
+    conversations = read_conversations(data)
     for number, turns in enumerate(conversations[:args.show], 1):
         ids, mask, cut = make_example(tokenizer, turns, config.context)
         note = ", cut" if cut else ""

@@ -228,10 +228,9 @@ def tokenizer_sample(parts):
     total = sum(end for *_, end in parts)
     if total <= 100_000_000:
         return parts
-    sample = []
-    for path, start, end in parts:
-        sample += [(path, place, min(place + 1_000_000, end)) for place in range(start, end, total // 100)]
-    return sample
+    return [(path, place, min(place + 1_000_000, end))
+            for path, start, end in parts
+            for place in range(start, end, total // 100)]
 
 
 def prepare(paths, vocab, base=None):
@@ -290,8 +289,8 @@ def make_tokens(tokenizer, name, parts):
         os.replace(new, f"data/{name}-{zlib.crc32(map_tokens(new)):08x}.bin")
     path = glob.glob(made)[0]
     ids = map_tokens(path)
-    if not path.endswith(f"-{zlib.crc32(ids):08x}.bin"):
-        raise ValueError(f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
+    require(path.endswith(f"-{zlib.crc32(ids):08x}.bin"),
+            f"{path} is damaged: its checksum is wrong. Delete it, and it is made anew.")
     return ids
 
 
@@ -441,7 +440,8 @@ def in_words(result):
 
 def draw_samples(training, prompts, most):
     """How the model goes on after each of these prompts, lists of ids, up to a special token -> list of texts."""
-    seeds = [training.settings.seed + i for i in range(len(prompts))]
+    seed = training.settings.seed
+    seeds = range(seed, seed + len(prompts))
     sampling = Sampling(temperature=0.8, top_k=50, seed=seeds, vocab=training.tokenizer.vocab_size)
     return generate_texts(training.model, training.tokenizer, prompts, sampling, most)
 
@@ -521,7 +521,7 @@ def evaluate_text(training, path):
 # ------------------------------------------------------------------------------------------------------------
 # 7. A training: begun, or resumed
 # ------------------------------------------------------------------------------------------------------------
-def choose_device(asked, preset, local, planning):
+def choose_device(asked, preset, local, planning=False):
     """-> cpu or gpu.  Unless asked: the CPU for small, for the others the GPU of this local rank.  Where a run
     is only planned, there need be no GPU."""
     device = asked or ("cpu" if preset == "small" else "gpu")
@@ -684,7 +684,7 @@ def resume(given, out, script, ranks):
         checkpoint.lock_folder(out)
     settings, state = read_run(out)
     require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
-    choose_device(settings.device, settings.preset, ranks.local, planning=False)
+    choose_device(settings.device, settings.preset, ranks.local)
     model, tokenizer = checkpoint.load(out, model_gpu.pick(settings.device), model_options(settings))
     steps = given.get("steps", 0)
     recorded = {**vars(model.config), **vars(settings), "base": state.get("base")}
@@ -812,12 +812,13 @@ def evaluation_is_due(step, settings):
 
 
 def save_in_agreement(training, log):
-    """Rank 0 saves, after all ranks have shown that they have the same weights."""
+    """Rank 0 saves, after all ranks have shown that they have the same weights; the others sleep meanwhile."""
     if training.ranks.size > 1:
         training.ranks.agree(weights=weights_checksum(training.model))
     if log:
         os.fsync(log.file.fileno())
         save_run(training)
+    training.ranks.meet()
 
 
 class Report:
@@ -972,8 +973,8 @@ class Ranks:
 
 
 class Nccl:
-    """Sums arrays over the GPUs of a run by NVIDIA's NCCL, while other kernels work on.  It has a stream of
-    its own.  Events make it wait for our kernels' stream, and that for it."""
+    """Sums and gathers arrays over the GPUs of a run by NVIDIA's NCCL, while other kernels work on.  It has a
+    stream of its own.  Events make it wait for our kernels' stream, and that for it."""
     def __init__(self, ranks):
         try:
             from cupy import cuda                   # here, and not above: who has one GPU needs no NCCL
@@ -992,26 +993,30 @@ class Nccl:
         self.stream = cuda.Stream(non_blocking=True)
         self.event = cuda.Event(disable_timing=True)
 
-    def all_reduce(self, array):
-        """Queue: array, of float32, becomes its sum over all GPUs, after all that is queued so far."""
+    def follow(self):
+        """Queue: what comes next here waits for all that our kernels' stream has so far."""
         self.event.record()
         self.stream.wait_event(self.event)
+
+    def all_reduce(self, array):
+        """Queue: array, of float32, becomes its sum over all GPUs."""
+        self.follow()
         self.communicator.allReduce(array.data.ptr, array.data.ptr, array.size, self.nccl.NCCL_FLOAT32,
                                     self.nccl.NCCL_SUM, self.stream.ptr)
 
     def wait(self):
-        """Queue: whatever comes next waits for the sums."""
+        """Queue: what comes next in our kernels' stream waits for all that was queued here."""
         self.event.record(self.stream)
         self.cuda.get_current_stream().wait_event(self.event)
 
     def all_gather(self, array):
-        """Queue, among our kernels, which have to wait for it anyway: of array's first axis each GPU's part
-        reaches all others."""
-        stream = self.cuda.get_current_stream().ptr
+        """Queue: of array's first axis each GPU's part reaches all others."""
+        self.follow()
         self.nccl.groupStart()
         for rank in range(self.size):
             part = array[self.part(len(array), rank)]
-            self.communicator.bcast(part.data.ptr, part.nbytes, self.nccl.NCCL_CHAR, rank, stream)
+            self.communicator.bcast(part.data.ptr, part.nbytes, self.nccl.NCCL_CHAR, rank,
+                                    self.stream.ptr)
         self.nccl.groupEnd()
 
 

@@ -161,11 +161,6 @@ def wait_for_gpu():
     model_gpu.cupy.cuda.Device().synchronize()
 
 
-def small_here():
-    """The folder of a small model that `make` has trained, if it is there."""
-    return "out/small" if os.path.exists("out/small/config.json") else ""
-
-
 def held_out_files(folder):
     """[(kind of text, ids)] of what the model in this folder has not learned from."""
     pattern = f"data/val-*-{checkpoint.load_state(folder)['settings']['tokens_key']}-*.bin"
@@ -352,27 +347,16 @@ def count_losses(learned, held_out, vocab):
     return losses
 
 
-def bench_counts(file, model="", vocab=512):
+def bench_counts(file, vocab=512):
     """The loss of counted n-grams on a text: nats a token of its held-out part by counts in its training part, interpolated as
-    count_losses says, beside the model's of --model DIR (by default out/small, if it is there), whose windows see less at
-    their beginning.  Parts and tokens are those that train.py makes of the text; --vocab: where there is no model."""
-    folder = model or small_here()
-    if folder:
-        options = {"dtype": "float32", "threads": available_cores(), "training": False}
-        model, tokenizer = checkpoint.load(folder, model_cpu, options)
-        vocab = model.config.vocab
-    _, learned, val, key = train.prepare([file], vocab)
+    count_losses says.  Parts and tokens are those that train.py makes of the text with so large a --vocab; so the loss that a
+    model of it prints at its end stands beside these, though its windows see less at their beginning."""
+    _, learned, val, _ = train.prepare([file], vocab)
     held_out, = val.values()
     print(f"{file}: {len(learned):,} tokens of a vocabulary of {vocab} to learn from, "
           f"{len(held_out):,} held out; nats a token")
     for name, loss in count_losses(learned, held_out, vocab).items():
         print(f"  {name:10s} {loss:.4f}")
-    if folder and checkpoint.load_state(folder)["settings"]["tokens_key"] != key:
-        print(f"  {folder} has not learned from this text, so it is not measured")
-    elif folder:
-        training = train.Training(model, tokenizer, argparse.Namespace(micro_batch=16), {}, folder, train.Ranks())
-        loss = train.validate(training, val, math.inf)["val_loss"]
-        print(f"  {folder:10s} {loss:.4f}   after {model.step} steps")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -488,9 +472,9 @@ def decode_on_gpu(folder, tokens, peer, rounds):
 def decode_on_cpu(folder, tokens, peer, rounds):
     """float32, NumPy's threads as the environment has them.  The peer, with a KV cache of its own, runs on all cores and on
     one: the products of a single token are so small that its threads often cost more than they bring."""
-    folder = folder or small_here()
+    folder = folder or "out/small"                  # if `make` has trained one
     options, models = {"dtype": "float32", "training": False}, {}
-    if folder:
+    if os.path.exists(folder):
         models[folder] = checkpoint.load(folder, model_cpu, options)
     for name in "small", "medium":
         models[f"{name}, untrained"] = model_cpu.Model(CONFIGS[name], **options), None
@@ -1024,7 +1008,7 @@ def bench_finetune(base, data, context=512, tokens=32768, steps=300, lr=2e-4, se
     """Somebody else's model fine-tuned: by ours and with --peer by transformers' own under PyTorch's AdamW, on the same batches;
     the losses, then a step of full windows, timed, where that model is compiled (--rounds 0: not).  --data: instructions;
     --tokens: a step; --seed: of what is held out, and of the order of the rest."""
-    _, _, _, config, tokenizer = sft.read_base({"base": base, "context": context})
+    _, _, config, tokenizer, data = sft.read_base({"base": base, "context": context, "data": data})
     examples = sft.make_examples(tokenizer, sft.read_conversations(data), context, seed)
     settings = argparse.Namespace(steps=steps, warmup=steps // 10, lr=lr)
 

@@ -60,19 +60,9 @@ def test_counts_of_a_text(tiny):
     _, learned, val, _ = train.prepare(["tiny.txt"], 272)
     held_out = val["tiny"]
     losses = bench.count_losses(learned, held_out, 272)
-    said = run("counts", "tiny.txt", "--model", "out/tiny")
-    assert said.startswith(f"tiny.txt: {len(learned):,} tokens of a vocabulary of 272 to learn from, "
-                           f"{len(held_out):,} held out; nats a token\n")
-    for name, loss in losses.items():
-        assert re.search(rf"^  {name} +{loss:.4f}$", said, re.MULTILINE)
-    *_, last = [record for _, record in checkpoint.read_log("out/tiny/log.jsonl") if "val_loss" in record]
-    assert said.endswith(f"  out/tiny   {last['val_loss']:.4f}   after 40 steps\n\n")          # as train.py has measured it
-    assert run("counts", "tiny.txt", "--vocab", "272") == "".join(said.splitlines(keepends=True)[:-2]) + "\n"
-    write("other.txt", "another text, of other words, in another order. " * 40)
-    assert run("counts", "other.txt", "--model", "out/tiny").endswith(
-        "  out/tiny has not learned from this text, so it is not measured\n\n")
-    os.rename("out/tiny", "out/small")                  # what is there by default
-    assert "  out/small  " in run("counts", "tiny.txt")
+    assert run("counts", "tiny.txt", "--vocab", "272").splitlines() == [
+        f"tiny.txt: {len(learned)} tokens of a vocabulary of 272 to learn from, {len(held_out)} held out; nats a token",
+        *[f"  {name:10s} {loss:.4f}" for name, loss in losses.items()], ""]
 
 
 def test_solvers(tiny):

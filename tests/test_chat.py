@@ -160,8 +160,8 @@ def test_prompts(models):
             0, f"{prompt.removesuffix('en')}ends.\n".encode(), note)
 
 
-def test_a_file_of_prompts(models):
-    """Each by itself, in the order of the lines, with the text of a run of its own."""
+def test_a_file_of_prompts(models, monkeypatch):
+    """Each by itself, in the order of the lines, with the text of a run of its own; a long one leaves a quarter of the window."""
     write(models / "prompts.txt", "e\né\n\nxe\n")
     for name, said in ("loop", ["nds.", LOOP[1:] + LOOP[0], "ends.", "nds."]), ("sft", 4 * ["Hi"]):
         code, out, err = run(models, f"--model=out/{name} --prompts prompts.txt --temperature 0 --max-tokens 11")
@@ -172,6 +172,13 @@ def test_a_file_of_prompts(models):
     assert sampled[0] == sampled[1] != sampled[2]
     write(models / "prompts.txt", "")
     assert run(models, "--model=out/loop --prompts prompts.txt") == (2, b"", "error: prompts.txt is empty: there is no prompt in it.\n")
+    write(models / "prompts.txt", 100 * "q")
+    monkeypatch.chdir(models)
+    read = []
+    monkeypatch.setattr(model_cpu, "generate_texts", lambda model, tokenizer, prompts, *rest: read.extend(prompts) or "a")
+    for name in "loop", "sft":
+        chat.Session(*chat.load_model(f"out/{name}", "cpu", None), chat.parse_arguments([])).answer_file("prompts.txt")
+    assert list(map(len, read)) == [24, 24]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -348,7 +348,8 @@ def test_which_files_are_read(monkeypatch):
     for name in "instructions_b.json instructions.json instructions_a.json instructions.jsonl instructions.txt my-instructions.json".split():
         write(f"data/{name}", "")
     assert sft.find_data("medium", ["corpus.txt"]) == ["data/instructions.json", "data/instructions_a.json", "data/instructions_b.json"]
-    assert sft.find_data("small", ["corpus.txt"]) == ["corpus.txt"]
+    for own in ("small", ["corpus.txt"]), ("big", ["a.json"]), ("big", ["b.jsonl", "c.txt"]):
+        assert sft.find_data(*own) == own[1]
     with value_error(f"^there are no instructions in data/: {re.escape(NAME_SOME)}$"):
         sft.find_data("small", None)
     for kind in "read_records", "python_pairs", "play_pairs":
@@ -451,7 +452,7 @@ def test_show(monkeypatch, no_color):
         monkeypatch.setenv("NO_COLOR", no_color)
     conversations = [[("Hi\x1b[32m", "Yo\x1b"), ("Why", "<|end|>")], [("a" * 20, "b" * 20)], [("not", "shown")]]
     put(monkeypatch, sft, read_conversations=lambda paths: conversations,
-        read_base=lambda given: (None, "small", [], SimpleNamespace(context=30), BYTES))
+        read_base=lambda given: (None, "small", SimpleNamespace(context=30), BYTES, ["x"]))
     _, said = flushed(sft.main, ["--data", "x", "--show", "2"])
     text = ("--- example 1: 12 of 28 tokens are learned\n"
             "<|user|>Hi\ufffd[32m<|end|><|assistant|>{Yo\ufffd<|end|>}<|user|>Why<|end|><|assistant|>{<|end|><|end|>}\n"
