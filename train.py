@@ -198,8 +198,8 @@ def split_point(path):
     text without lines is cut where that is, also within a character: tokens are made of bytes.  Text before
     the cut is for training.  Where separators stand near it, no document is in both parts."""
     size = getsize(path)
-    wanted = min(max(size // 100, 100_000), size // 10, 4_000_000)
-    low = size - min(size // 10, 32_000_000)        # the cut may move from here on
+    wanted = min(max(size // 100, 100_000), 4_000_000)
+    low = size - min(size // 10, 32_000_000)        # the cut is no earlier
     tail = read_chunk(path, low, size)
     end = len(tail.rstrip())                        # something must be left behind the cut
     target = max(0, min(len(tail) - wanted, end - 1))

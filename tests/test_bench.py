@@ -58,10 +58,9 @@ def tiny(tmp_path, monkeypatch):
 
 def test_counts_of_a_text(tiny):
     _, learned, val, _ = train.prepare(["tiny.txt"], 272)
-    held_out = val["tiny"]
-    losses = bench.count_losses(learned, held_out, 272)
+    losses = bench.count_losses(learned, val["tiny"], 272)
     assert run("counts", "tiny.txt", "--vocab", "272").splitlines() == [
-        f"tiny.txt: {len(learned)} tokens of a vocabulary of 272 to learn from, {len(held_out)} held out; nats a token",
+        f"tiny.txt: {len(learned)} tokens of a vocabulary of 272 to learn from, {len(val['tiny'])} held out; nats a token",
         *[f"  {name:10s} {loss:.4f}" for name, loss in losses.items()], ""]
 
 

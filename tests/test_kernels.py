@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from cases import parametrize
+from cases import parametrize, rows
 from numpy.testing import assert_allclose, assert_array_equal
 
 import model_cpu
@@ -382,20 +382,39 @@ def drawn(bench, logits, vocab, seed, t, temperature=1.0, top_k=0, top_p=1.0):
 
 def test_draw_equals_sample(bench):
     """In each way of sampling; ids at and above vocab, whose logits are the largest, are never drawn."""
-    for n, heads, V, vocab, spread, options in [
-            (1, 1, 8, 8, 1.0, dict(temperature=0)), (3, 2, 48, 41, 1.0, dict(temperature=0, top_p=0.5)),
-            (3, 4, 48, 41, 2.0, dict()), (2, 3, 1100, 1031, 2.0, dict(temperature=1.5)),
-            (2, 2, 48, 41, 1.0, dict(temperature=8.0, top_k=5)), (1, 2, 1100, 1100, 4.0, dict(temperature=3.0, top_k=40)),
-            (1, 2, 48, 40, 1.0, dict(top_k=40)), (2, 2, 48, 41, 1.0, dict(temperature=2.0, top_p=0.3)),
-            (3, 2, 48, 41, 1.0, dict(temperature=4.0, top_k=9, top_p=0.6)), (2, 1, 48, 41, 3.0, dict(top_p=1e-4)),
-            (4, 3, 48, 40, 1.0, dict(temperature=3.0, top_k=3, top_p=1 - 1e-9)),       # 1 in fp32
-            (2, 2, 4104, 4100, 6.0, dict(temperature=0.8, top_k=50, top_p=0.95)),
-            (3, 2, 4104, 4100, 1.0, dict(temperature=0)),                              # several of each thread stay
-            (2, 2, 4104, 4100, 1.0, dict(temperature=4.0, top_k=2000))]:
+    # n, heads, V, vocab, top_k | spread, temperature, top_p; with 4104 several logits of each thread stay
+    for sizes, numbers in rows("""
+            1 1    8    8    0 | 1  0   1
+            3 2   48   41    0 | 1  0   0.5
+            3 4   48   41    0 | 2  1   1
+            2 3 1100 1031    0 | 2  1.5 1
+            2 2   48   41    5 | 1  8   1
+            1 2 1100 1100   40 | 4  3   1
+            1 2   48   40   40 | 1  1   1
+            2 2   48   41    0 | 1  2   0.3
+            3 2   48   41    9 | 1  4   0.6
+            2 1   48   41    0 | 3  1   0.0001
+            4 3   48   40    3 | 1  3   0.999999999
+            2 2 4104 4100   50 | 6  0.8 0.95
+            3 2 4104 4100    0 | 1  0   1
+            2 2 4104 4100 2000 | 1  4   1"""):
+        n, heads, V, vocab, top_k = map(int, sizes.split())
+        spread, *options = map(float, numbers.split())
+        options.insert(1, top_k)
         logits = (spread * bench.rng.standard_normal((n, heads, V))).astype(f32)
         logits[..., vocab:] = 100.0
         seed, t = 2 ** 64 - int(bench.rng.integers(1, 2 ** 63)), int(bench.rng.integers(3000))
-        assert (drawn(bench, logits, vocab, seed, t, **options) < vocab).all()
+        assert (drawn(bench, logits, vocab, seed, t, *options) < vocab).all()
+
+
+def test_draw_counts_each_logit_once(bench):
+    """One id has half of all weight, and more than half is asked for."""
+    logits = 0.1 * bench.rng.standard_normal((4, 16, 4104)).astype(f32)
+    for most in 1023, 1024, 4103:
+        logits[..., most] += 8.3                                        # the logarithm of 4104
+        ids = drawn(bench, logits, 4104, most, 9, top_p=0.6)
+        assert len({*ids.flat}) > 1
+        logits[..., most] = 0
 
 
 def test_draw_of_equal_logits(bench):

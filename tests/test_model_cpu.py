@@ -80,6 +80,7 @@ FINITE = "{} must be a finite number of at least {}, not {!r}."
     (dict(heads=16), "dim (16) must be a multiple of 2 x heads (2 x 16): heads must divide 8."),
     (dict(kv_heads=3), "heads (4) must be a multiple of kv_heads: 3 does not divide it."),
     (dict(context=9, positions=8), "the context (9) cannot be more than the model's positions (8)."),
+    (dict(tied=2, predict=1), "tied must be true or false, and true needs predict 1: it is 2, and predict 1."),
     (dict(tied=True), "tied must be true or false, and true needs predict 1: it is True, and predict 3.")])
 def test_sizes_that_do_not_fit_are_refused(change, sentence):
     assert refusal(functools.partial(dataclasses.replace, TINY, **change)) == sentence

@@ -877,7 +877,7 @@ def test_progress_on_a_terminal(monkeypatch, out_text):
     monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     progress = script.show_progress("seen:")
-    for done in (0, 2_000_000, 8_000_000):
+    for done in (0, 2_000_000, int(8e6)):
         progress(done, 8_000_000)
     assert out_text() == (
         "\rseen: 0 MB, 0.0 MB/s, 0%, 0 s left \033[K"
