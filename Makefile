@@ -105,7 +105,7 @@ lint: $(VENV)/packages-tests
 check: $(VENV)/packages-tests
 	$(RUN) gradcheck.py
 	@mkdir -p .pytest_cache
-	$(RUN) -m pytest -q -m "not slow" -n auto --maxprocesses 4 --dist loadfile --ignore=tests/peers \
+	$(RUN) -m pytest -q -m "not slow" -n auto --maxprocesses 4 --dist worksteal --ignore=tests/peers \
 	    --basetemp=.pytest_cache/tmp tests
 
 check-gpu: $(VENV)/packages-tests

@@ -415,7 +415,7 @@ def parse_arguments(argv):
     parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
     return train.parse_run_options(
         parser, argv, ["context"], ".json, .jsonl: records of instruction, input, output, or of messages "
-        "(default: data/instructions*.json; small: the base's held-out text)")
+        "(default: records that the base learned from, else data/instructions*.json; small: its held-out text)")
 
 
 def read_base(given):

