@@ -153,6 +153,7 @@ def test_own_pairs_are_drawn_once_and_character_by_character(folder, monkeypatch
     --beta 0.3                               | --beta is not for --method reinforce.
     --data pairs.jsonl --method reinforce    | 0 of 30 records can be used
     --momentum 0.9                           | --momentum is Muon's
+    --show 0                                 | --show: must be a whole number of at least 1
     --out out/play                           | out/play is the base"""))
 def test_what_cannot_be_leaves_an_older_run_where_it_is(folder, options, words):
     base = "out/play" if "play" in options else "out/play-sft"
