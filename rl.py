@@ -467,7 +467,7 @@ def run(args, ranks):
         return show(from_base)
     training = train.resume(given, out, "rl.py", ranks) if args.resume else begin_run(from_base, out, ranks)
     make = preferring if training.settings.method == "dpo" else reinforcing
-    return sft.start(training, make(training))
+    return sft.start(training, make(training))      # which may set the number of steps: as many as the pairs make
 
 
 def main(argv):
