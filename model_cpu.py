@@ -140,7 +140,7 @@ def param_views(flat, config):
 
 
 class Arrays(types.SimpleNamespace):
-    """Arrays by name, such as w.norm1 or saved.qkv.  cache: see block_forward; pads: see attention_forward."""
+    """Arrays by name, such as w.norm1 or saved.qkv.  cache, pads: see attention_forward."""
     cache = None
     pads = None
 
@@ -282,24 +282,31 @@ def rotated_part(qkv, config):
     return qkv[..., :n * config.head_dim].reshape(*qkv.shape[:2], n, config.head_dim)
 
 
-def attention_forward(out, P, qkv, config, pads=None):
+def attention_forward(out, P, qkv, config, cache=None, pads=None):
     """Causal grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023).  qkv (B,T,(H+2G)D), already
-    rotated; out (B,T,H*D); P (B,G,R,T,T) keeps the probabilities for the backward.  Where out and P have
-    fewer rows than qkv, they are those of its last rows: the rows before are keys and values of earlier calls
-    (Decoder.extend).  pads (B,1,1,1,T), or None: added to the scores, so that keys which are no text weigh
-    nothing (Decoder.draw_rows).  Per head, with scale = 1/sqrt(D):
+    rotated; out (B,T,H*D); P (B,G,R,T,T) keeps the probabilities for the backward.
+
+    cache (2,B,G,1,context,D), or None: the keys and values of earlier tokens, to which those of qkv are added
+    (Decoder).  P is then (B,G,R,T,first+T), a column for each token so far.  pads (B,1,1,1,context), or None:
+    added to the scores, so that keys which are no text weigh nothing (Decoder.draw_rows).
+
+    Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j  for j <= i     P_ij = exp(S_ij) / sum_j' exp(S_ij')     out_i = sum_j P_ij v_j
     """
     q, k, v = split_heads(qkv, config)
     out = by_group(out, config)                     # (B,G,R,T,D)
-    first = P.shape[-1] - P.shape[-2]               # row of qkv that is asked for
-    np.matmul(q[..., first:, :], k.swapaxes(-1, -2), out=P)     # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
+    end = P.shape[-1]
+    first = end - P.shape[-2]                       # position of the first token in qkv
+    if cache is not None:
+        cache[..., first:end, :] = k, v
+        k, v = cache[..., :end, :]
+    np.matmul(q, k.swapaxes(-1, -2), out=P)         # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
     future = np.full(P.shape[-2:], -np.inf, P.dtype)
     P += np.triu(future, first + 1)                 # causal mask (in flash_attn.cu: MASKED, mask_future)
     if pads is not None:
-        P += pads
+        P += pads[..., :end]
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
     np.exp(P, out=P)
     P /= P.sum(axis=-1, keepdims=True)
@@ -368,8 +375,8 @@ def block_forward(x, w, saved, shared, config, rope, first):
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
     w: this layer's weights by name; saved: this layer's arrays, which keep what the backward reads; shared:
-    arrays that all layers share (both: work_table); rope: rope_table.  A Decoder has in saved.cache (B,
-    context,(H+2G)D) the rows of earlier tokens, too, and first is the position of the first new one."""
+    arrays that all layers share (both: work_table); rope: rope_table; first: the position of the first token
+    (a Decoder keeps those before in saved.cache)."""
     B, T, C = x.shape
     x = x.reshape(B * T, C)
     increment = shared.increment                                                  # (N,C)
@@ -379,10 +386,7 @@ def block_forward(x, w, saved, shared, config, rope, first):
     linear_forward(saved.qkv, saved.n1, w.qkv)                                    # (N,C) -> (N,(H+2G)D)
     qkv = saved.qkv.reshape(B, T, -1)                                             # (B,T,(H+2G)D)
     rope_forward(rotated_part(qkv, config), *rope[:, first:first + T])            # cos, sin (T,1,D)
-    if saved.cache is not None:
-        saved.cache[:, first:first + T] = qkv
-        qkv = saved.cache[:, :first + T]                                          # (B,first+T,(H+2G)D)
-    attention_forward(saved.y.reshape(B, T, C), saved.P, qkv, config, saved.pads)
+    attention_forward(saved.y.reshape(B, T, C), saved.P, qkv, config, saved.cache, saved.pads)
     linear_forward(increment, saved.y, w.out)                                     # (N,C) -> (N,C)
     x += increment                                                                # Euler substep 1
 
@@ -834,8 +838,9 @@ class Decoder:
         c = self.config = model.config
         self.model = model
         self.tokens = []
-        # q, k, v of each token in every layer; memory that no token has reached is not taken yet
-        self.cache = np.zeros((c.layers, rows, c.context, c.qkv_width), model.dtype)
+        # keys and values of each token in every layer, those of a head one behind the other, as attention reads
+        # them; memory that no token has reached is not taken yet
+        self.cache = np.zeros((c.layers, 2, rows, c.kv_heads, 1, c.context, c.head_dim), model.dtype)
         self.pads = None                            # see attention_forward
         self.sizes = []                             # of the windows that draw_rows has seen last
         # without a backward all layers compute in the arrays of one
@@ -869,8 +874,8 @@ class Decoder:
     def extend(self, tokens, last=None):
         """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone.
 
-        This is the forward of training, but the rows of q, k and v go to their place in the cache, and P has
-        a row for each new token and a column for each token so far."""
+        This is the forward of training, but keys and values go to their place in the cache, and P has a row for
+        each new token and a column for each token so far."""
         tokens = self.checked(tokens)
         return self.model._head_logits(self._read(tokens[None])[-(last or len(tokens)):], -1)
 
@@ -882,8 +887,7 @@ class Decoder:
         (layer,), shared = self.workspace.buffers(B, n)
         scores = B, c.kv_heads, c.heads // c.kv_heads, n, first + n             # (B,G,R,n,first+n)
         P = np.empty(scores, self.model.dtype)
-        pads = None if self.pads is None else self.pads[..., :first + n]
-        layers = [Arrays(**vars(layer) | {"cache": cache, "P": P, "pads": pads}) for cache in self.cache]
+        layers = [Arrays(**vars(layer) | {"cache": cache, "P": P, "pads": self.pads}) for cache in self.cache]
         self.tokens += tokens[0].tolist()
         return self.model._trunk(tokens, layers, shared, first)
 
@@ -918,7 +922,7 @@ class Decoder:
             self.forget()
             missing = max(self.sizes) - np.array(self.sizes)                        # (B,) before each text
             slots = np.arange(self.config.context)
-            self.pads = np.where(slots < missing[:, None], -1e30, 0.0)[:, None, None, None]
+            self.pads = np.float32(-1e30) * (slots < missing[:, None])[:, None, None, None]
             tokens = [[0] * count + window for count, window in zip(missing, windows)]
         final = self._read(np.array(tokens))                                                # (B*n,C)
         last = final.reshape(len(tokens), -1, self.config.dim)[:, -1]                       # (B,C)
