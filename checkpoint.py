@@ -510,23 +510,29 @@ class Log:
 
 
 def plot(folder):
-    """Draw the losses in folder/log.jsonl to folder/loss.png."""
+    """Draw the losses in folder/log.jsonl to folder/loss.png.  Of a run of rl.py, whose loss says little: the
+    rewards, or the share of pairs that it ranks right."""
     path = f"{folder}/log.jsonl"
     picture = f"{folder}/loss.png"
     pyplot = load_pyplot()
     records = [record for _, record in read_log(path)]
     steps = [record for record in records if "loss" in record]
-    evals = [record for record in records if "val_loss" in record]
+    evals = [record for record in records if "loss" not in record]
+    last = evals[-1] if evals else {}
+    rewards = [name for name in ("reward", "greedy", "accuracy") if name in last]
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     with refusing(f"{path} holds records that cannot be drawn"):
-        losses = [float(record["loss"]) for record in steps]
-        axes.plot([record["step"] for record in steps], losses, lw=0.6, label="training")
         at = [record["step"] for record in evals]
-        for name in evals[-1]["val"] if evals else ():
+        for name in rewards:
+            axes.plot(at, [float(record[name]) for record in evals], ".-", label=name)
+        if not rewards:
+            losses = [float(record["loss"]) for record in steps]
+            axes.plot([record["step"] for record in steps], losses, lw=0.6, label="training")
+        for name in last.get("val", ()):
             losses = [float(record["val"][name][0]) for record in evals]
             axes.plot(at, losses, ".-", label=f"held out: {name}")
-    axes.set(xlabel="step", ylabel="loss, nats per token", title=folder)
-    if steps and evals:
+    axes.set(xlabel="step", ylabel="held-out mean" if rewards else "loss, nats per token", title=folder)
+    if steps and evals and not rewards:
         axes.set_ylim(top=steps[len(steps) // 100]["loss"])  # the first drop would leave no room for the rest
     axes.grid(alpha=0.3)
     axes.legend()

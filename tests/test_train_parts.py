@@ -422,6 +422,11 @@ def test_plot(tmp_path, monkeypatch, out_text):
     # the kinds are those of the last evaluation, each drawn through all
     assert plots == [([*range(1, 5050)], [6000.0 - i for i in range(1, 5050)], "training"), ([1, 2, 3], [5.0, 2.0, 1.0], "held out: b")]
     assert ("set_ylim", (), {"top": 6000 - 51}) in axes.calls             # the loss after a hundredth of the steps
+    log.write_text('{"step": 0, "reward": 0.5, "greedy": 1, "kl": 0}\n{"step": 1, "loss": -3}\n{"step": 4, "reward": 0.75, "greedy": 2}\n')
+    axes.calls.clear()
+    checkpoint.plot(folder)                                              # a run of rl.py: its loss is not drawn
+    assert [arguments[:2] for name, arguments, _ in axes.calls if name == "plot"] == [([0, 4], [0.5, 0.75]), ([0, 4], [1.0, 2.0])]
+    assert "set_ylim" not in [name for name, *_ in axes.calls]
     for line in '{"step": 1, "loss": "x"}', '{"step": 1, "val_loss": 1, "val": {"a": []}}':
         log.write_text(line + "\n")
         with value_error("log.jsonl holds records that cannot be drawn"):
