@@ -636,6 +636,7 @@ def test_bad_input_is_one_sentence(base):
         medium                                | python train.py medium
         medium --base out/play                | the model in out/play goes by the defaults of small: leave out medium.
         --resume --out out/nowhere            | nothing to resume
+        --epochs 0                            | --epochs: must be a whole number of at least 1
         --base out/play --data missing.json   | missing.json
         --base out/play --data empty.json     | empty.json is empty
         --base out/play --data broken.jsonl   | line 3, is not JSON

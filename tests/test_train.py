@@ -58,11 +58,11 @@ def tiny(folder, monkeypatch):
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
-@parametrize("size, T, K", [(1000, 16, 4), (37, 16, 4), (20, 16, 4), (531, 32, 1)])
+@parametrize("size, T, K", [(1000, 16, 4), (51, 16, 4), (20, 16, 4), (531, 32, 1)])
 def test_every_window_once_an_epoch(size, T, K):
     count = train.window_count(size, T, K)
     starts = train.window_starts(7, 0, 3 * count, size, T, K)
-    assert len(starts) == 3 * count
+    assert len(starts) == 3 * count and size < T - 1 + (count + 1) * T + K      # no more fit at every shift
     for epoch in range(3):
         part = sorted(starts[epoch * count:(epoch + 1) * count])
         assert 0 <= part[0] < T and part[-1] + T + K <= size
@@ -661,10 +661,23 @@ def test_a_folder_is_taken_once(folder):
 
 
 # -- debuggers ---------------------------------------------------------------------------------------------------------
+CLEAN = {name: value for name, value in os.environ.items() if not name.endswith("_THREADS")}
+
+
+@parametrize("script", ["train", "sft", "rl"])
+def test_a_script_leaves_the_cores_to_its_own_threads(script):
+    code = f"""import os, runpy, sys
+sys.argv[1:] = ["--help"]
+try:
+    runpy.run_path("{script}.py", run_name="__main__")
+finally:
+    print(os.environ["OPENBLAS_NUM_THREADS"])"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=CLEAN).stdout.endswith("\n1\n")
+
+
 def test_a_debugger_keeps_the_script(folder):
     """A breakpoint that is set at the first prompt is hit, and the interpreter's options stay; and the bits are the same."""
-    clean = {name: value for name, value in os.environ.items() if not name.endswith("_THREADS")}
     command = [sys.executable, "-X", "utf8=0", "-m", "pdb", *attack.command("train.py", *TINY)[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean, timeout=600,
+    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN, timeout=600,
                           input="b learning_rate\nc\np step, __import__('os').environ['OPENBLAS_NUM_THREADS']\np __import__('sys')._xoptions\nq\n")
     assert "(Pdb) (0, '1')\n" in done.stdout and "{'utf8': '0'}" in done.stdout, done.stdout

@@ -351,7 +351,7 @@ def test_the_record_of_a_run(monkeypatch):
 
 def test_what_a_resumed_run_refuses(tmp_path, monkeypatch):
     """Before its weights are read: no checkpoint, another script's; then: other settings."""
-    s = settings("--data a.txt --steps 9 --threads 2")
+    s = settings("--data a.txt --steps 9 --threads 2 --num-samples 1")
     state = {"script": "train.py", "tokens": 0, "seconds": 1.5, "settings": dataclasses.asdict(s)}
     loaded, out = [], str(tmp_path)
     model = SimpleNamespace(config=SMALL, step=4)
