@@ -272,7 +272,7 @@ def split_heads(qkv, config):
     """Views q (B,G,R,T,D), k and v (B,G,1,T,D) into qkv (B,T,(H+2G)D), R = H/G.  Query head h reads key/value
     head h // R = g, so the H query heads are G groups of R, and broadcasting over R is all that GQA needs."""
     kv = config.kv_heads * config.head_dim
-    parts = np.split(qkv, [config.dim, config.dim + kv], axis=-1)
+    parts = qkv[..., :config.dim], qkv[..., config.dim:-kv], qkv[..., -kv:]
     return [by_group(part, config) for part in parts]
 
 
