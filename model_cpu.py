@@ -300,7 +300,7 @@ def attention_forward(out, P, qkv, config, cache=None, pads=None):
     first = end - P.shape[-2]                       # position of the first token in qkv
     if cache is not None:
         cache[..., first:end, :] = k, v
-        k, v = cache[..., :end, :]
+        k, v = cache[..., :end, :]                  # (B,G,1,first+T,D) each
     np.matmul(q, k.swapaxes(-1, -2), out=P)         # (B,G,R,T,D) @ (B,G,1,D,T) -> S (B,G,R,T,T)
     P *= 1.0 / math.sqrt(q.shape[-1])
     future = np.full(P.shape[-2:], -np.inf, P.dtype)
