@@ -72,6 +72,18 @@ CUDA_VECTOR4(uint4, unsigned)
 // Fibers, barriers and meetings of a warp
 // ---------------------------------------------------------------------------------------------------------------
 
+// Jumps from one stack to another.  GCC's own save three registers and let the compiler save what else is in use; those of
+// the C library look for handlers to undo on the way, which takes six times as long.
+#if defined(__clang__)
+typedef jmp_buf Place;
+#define SET_PLACE _setjmp
+#define JUMP(place) _longjmp(place, 1)
+#else
+typedef void* Place[5];
+#define SET_PLACE __builtin_setjmp
+#define JUMP(place) __builtin_longjmp(place, 1)         // not from the function that set the place
+#endif
+
 extern "C" {
 #define HIDDEN __attribute__((weak, visibility("hidden")))
 extern HIDDEN char __start_cuda_shared[], __stop_cuda_shared[];
@@ -101,8 +113,8 @@ struct AsyncProduct {
 
 struct Fiber {
     dim3 index;                     // its threadIdx
-    ucontext_t start;               // used once, to enter the stack; every later switch is _setjmp/_longjmp
-    jmp_buf context;
+    ucontext_t start;               // used once, to enter the stack; every later switch is a jump
+    Place context;
     bool started;
     int line;                       // of the __syncthreads at which it waits
     unsigned mask;                  // of the lanes it waits for
@@ -124,8 +136,9 @@ static std::vector<Warp> warps;
 static std::vector<uint64_t> ready;     // bits of the fibers that may run
 static Fiber* self;                     // the fiber that runs
 static int alive, at_barrier;           // of the block's threads
-static jmp_buf scheduler;
+static Place scheduler;
 static char error[256];
+static bool broken;                     // the last launch did not come to its end
 static char* shared_memory;             // dynamic shared memory, followed by GUARD bytes that must stay poisoned
 static char* stacks;
 static void (*body)(const void*, void**);
@@ -136,15 +149,18 @@ static inline int self_number() { return int(self - fibers.data()); }
 static void set_ready(int i) { ready[i >> 6] |= uint64_t(1) << (i & 63); }
 static void clear_ready(int i) { ready[i >> 6] &= ~(uint64_t(1) << (i & 63)); }
 
+[[noreturn]] __attribute__((noinline)) static void to_scheduler() { JUMP(scheduler); }
+[[noreturn]] __attribute__((noinline)) static void to_fiber() { JUMP(self->context); }
+
 template <class... A>
 [[noreturn]] static void fail(const char* format, A... a) {
     snprintf(error, sizeof error, format, a...);
-    _longjmp(scheduler, 1);
+    to_scheduler();
 }
 
 // Leaves the running fiber; returns when the scheduler picks it again. Not inlined, because threadIdx changes in it.
 __attribute__((noinline)) static void yield() {
-    if (_setjmp(self->context) == 0) _longjmp(scheduler, 1);
+    if (SET_PLACE(self->context) == 0) to_scheduler();
     threadIdx = self->index;
 }
 
@@ -231,7 +247,7 @@ struct Picker {  // the order of execution
     int next() {  // a fiber that may run, or -1
         int words = int(ready.size()), first = order == 2 ? draw(words) : 0;
         for (int k = 0; k < words; k++) {
-            int w = order == 1 ? words - 1 - k : (first + k) % words;
+            int w = order == 1 ? words - 1 - k : first + k < words ? first + k : first + k - words;
             uint64_t bits = ready[w];
             if (!bits) continue;
             if (order == 1) return 64 * w + 63 - __builtin_clzll(bits);
@@ -241,6 +257,13 @@ struct Picker {  // the order of execution
         return -1;
     }
 };
+
+// How many of the bytes, from the first, are still 0xFF.
+static size_t poisoned(const char* bytes, size_t count) {
+    static const std::vector<char> poison(GUARD, char(0xFF));
+    if (memcmp(bytes, poison.data(), count) == 0) return count;
+    return std::mismatch(bytes, bytes + count, poison.begin()).first - bytes;
+}
 
 static void run_block(Picker& picker, size_t shared_bytes) {
     memset(shared_memory, 0xFF, shared_bytes + GUARD);
@@ -263,18 +286,19 @@ static void run_block(Picker& picker, size_t shared_bytes) {
             return;
         }
         self = &fibers[i];
-        if (_setjmp(scheduler) == 0) {
-            if (self->started) _longjmp(self->context, 1);
+        if (SET_PLACE(scheduler) == 0) {
+            if (self->started) to_fiber();
             self->started = true;
             setcontext(&self->start);
         }
     }
-    for (size_t i = 0; i < GUARD && !*error; i++)
-        if (shared_memory[shared_bytes + i] != char(0xFF))
-            snprintf(error, sizeof error, "a write %zu bytes past the %zu of dynamic shared memory", i, shared_bytes);
-    for (char** guard = __start_cuda_guards; guard < __stop_cuda_guards && !*error; guard++)
-        for (size_t i = 0; i < SHARED_GUARD; i++)
-            if ((*guard)[i] != char(0xFF)) snprintf(error, sizeof error, "a write past an array in shared memory");
+    if (*error) return;
+    size_t first = poisoned(shared_memory + shared_bytes, GUARD);
+    if (first < GUARD)
+        snprintf(error, sizeof error, "a write %zu bytes past the %zu of dynamic shared memory", first, shared_bytes);
+    for (char** guard = __start_cuda_guards; guard < __stop_cuda_guards; guard++)
+        if (poisoned(*guard, SHARED_GUARD) < SHARED_GUARD)
+            snprintf(error, sizeof error, "a write past an array in shared memory");
 }
 
 template <class... A, size_t... I>
@@ -303,15 +327,19 @@ static const char* launch(void (*kernel)(A...), const unsigned* grid, const unsi
                              -1, 0);
         shared_memory = (char*)aligned_alloc(1024, (228 << 10) + GUARD);
     }
+    if (broken) fibers.clear();         // they stand in the midst of a kernel; else each waits for its next turn
+    broken = true;
+    unsigned kept = unsigned(fibers.size());
     fibers.resize(threads);
     warps.resize((threads + 31) / 32);
     ready.assign((threads + 63) / 64, 0);
     for (unsigned i = 0; i < threads; i++) {
         fibers[i].index = {i % block[0], i / block[0] % block[1], i / block[0] / block[1]};
+        if (i < kept) continue;
         fibers[i].started = false;
         getcontext(&fibers[i].start);
         fibers[i].start.uc_stack.ss_sp = stacks + i * STACK;
-        fibers[i].start.uc_stack.ss_size = STACK;
+        fibers[i].start.uc_stack.ss_size = STACK - 448 * (i % 128);     // not all on the same lines of the cache
         makecontext(&fibers[i].start, fiber_main, 0);
     }
     body = [](const void* k, void** a) { call((void (*)(A...))k, a, std::index_sequence_for<A...>()); };
@@ -331,7 +359,8 @@ static const char* launch(void (*kernel)(A...), const unsigned* grid, const unsi
         run_block(picker, shared_bytes);
     }
     for (int i = 0; i < 4; i++) sigaction(FAULTS[i], &before[i], nullptr);
-    return *error ? error : nullptr;
+    broken = *error;
+    return broken ? error : nullptr;
 }
 
 static void* dynamic_shared() { return shared_memory; }

@@ -688,7 +688,7 @@ def test_many_answers_at_once_have_the_bits_of_one(made, precision):
     model, reference = wide_models(precision=precision)
     rng = np.random.default_rng(5)
     context = TINY.context
-    prompts = [rng.integers(0, TINY.vocab, n).tolist() for n in (1, 8, 3, context - 2, 5, 2)]
+    prompts = [rng.integers(0, TINY.vocab, n).tolist() for n in (1, 8, context - 2, 3)]
     seeds = rng.integers(0, 1 << 63, len(prompts))
     sampling = Sampling(1.1, 9, 0.95, seeds, 45)
     answers = model_cpu.generate_batch(model, prompts, sampling, {7}, 6)
