@@ -33,7 +33,7 @@ import conftest         # before NumPy loads: it sets the number of BLAS's threa
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 QUICK = """--data corpus.txt --dim 32 --heads 2 --kv-heads 1 --layers 2 --batch-tokens 256 --growth 0.25 --steps 12
-    --eval-every 4 --save-every 4 --threads 2""".split()
+    --eval-every 4 --save-every 4 --threads 1""".split()
 PATIENCE = 600                                  # seconds after which a run counts as hanging
 
 

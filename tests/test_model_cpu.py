@@ -575,7 +575,7 @@ def test_speculation_changes_nothing(drafting_model):
     for prompt, size in enumerate([1, 3, 15, 16, 17, 5, 40, 2]):
         rng, options, count = np.random.default_rng(prompt), DECODING[prompt % len(DECODING)], 0
         text = rng.integers(0, 40, size).tolist()
-        while count < 100:
+        while count < 60:
             seed, most, stop = int(rng.integers(2**63)), int(rng.integers(1, 60)), set(rng.integers(0, 40, 1).tolist())
             close = int(rng.integers(1, 60)) if rng.random() < 0.4 else 60      # closed after so many, as by Ctrl-C
             expected = plain_text(model, text, min(most, close), stop, seed, **options)
@@ -596,7 +596,7 @@ def test_speculation_changes_nothing(drafting_model):
             text, count = whole + rng.integers(0, 40, rng.integers(1, 6)).tolist(), count + len(expected)
     heads = [sum(head == k for head, _, _ in traces) for k in range(4)]
     read = sum(head == 0 and drafts == 3 for head, drafts, _ in traces)
-    assert heads[3] > 50 and read > heads[1] + 50 and heads[1] > heads[2] + 25      # each is right and wrong at times
+    assert heads[3] > 30 and read > heads[1] + 30 and heads[1] > heads[2] + 15      # each is right and wrong at times
 
 
 def test_what_speculation_reads(drafting_model, monkeypatch):

@@ -21,7 +21,7 @@ import sft
 import train
 
 run = functools.partial(runs.run, script="rl.py")
-FEW = "--batch-tokens 256 --steps 3 --eval-every 3 --save-every 1 --threads 2 --lr 0.001".split()
+FEW = "--batch-tokens 256 --steps 3 --eval-every 3 --save-every 1 --threads 1 --lr 0.001".split()
 PAIRS = [{"prompt": f"say {i}", "chosen": f"It is {i}.", "rejected": f"no {i} " * (i % 40 + 1)} for i in range(30)]
 
 
