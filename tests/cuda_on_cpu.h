@@ -21,7 +21,6 @@
 // or a matrix instruction to order shared memory: those wait for all lanes here and hide a missing __syncwarp before.
 #pragma once
 #include <math.h>
-#include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -72,17 +71,9 @@ CUDA_VECTOR4(uint4, unsigned)
 // Fibers, barriers and meetings of a warp
 // ---------------------------------------------------------------------------------------------------------------
 
-// Jumps from one stack to another.  GCC's own save three registers and let the compiler save what else is in use; those of
-// the C library look for handlers to undo on the way, which takes six times as long.
-#if defined(__clang__)
-typedef jmp_buf Place;
-#define SET_PLACE _setjmp
-#define JUMP(place) _longjmp(place, 1)
-#else
+// Jumps from one stack to another by GCC's own words: they save three registers and let the compiler save what else is in
+// use.  Those of the C library look for handlers to undo on the way, which takes longer than the rest of a switch.
 typedef void* Place[5];
-#define SET_PLACE __builtin_setjmp
-#define JUMP(place) __builtin_longjmp(place, 1)         // not from the function that set the place
-#endif
 
 extern "C" {
 #define HIDDEN __attribute__((weak, visibility("hidden")))
@@ -149,8 +140,9 @@ static inline int self_number() { return int(self - fibers.data()); }
 static void set_ready(int i) { ready[i >> 6] |= uint64_t(1) << (i & 63); }
 static void clear_ready(int i) { ready[i >> 6] &= ~(uint64_t(1) << (i & 63)); }
 
-[[noreturn]] __attribute__((noinline)) static void to_scheduler() { JUMP(scheduler); }
-[[noreturn]] __attribute__((noinline)) static void to_fiber() { JUMP(self->context); }
+// Functions of their own, as GCC asks: no jump stands in the function that it leads to.
+[[noreturn]] __attribute__((noinline)) static void to_scheduler() { __builtin_longjmp(scheduler, 1); }
+[[noreturn]] __attribute__((noinline)) static void to_fiber() { __builtin_longjmp(self->context, 1); }
 
 template <class... A>
 [[noreturn]] static void fail(const char* format, A... a) {
@@ -160,7 +152,7 @@ template <class... A>
 
 // Leaves the running fiber; returns when the scheduler picks it again. Not inlined, because threadIdx changes in it.
 __attribute__((noinline)) static void yield() {
-    if (SET_PLACE(self->context) == 0) to_scheduler();
+    if (__builtin_setjmp(self->context) == 0) to_scheduler();
     threadIdx = self->index;
 }
 
@@ -258,11 +250,9 @@ struct Picker {  // the order of execution
     }
 };
 
-// How many of the bytes, from the first, are still 0xFF.
-static size_t poisoned(const char* bytes, size_t count) {
+static bool written(const char* poisoned, size_t bytes) {
     static const std::vector<char> poison(GUARD, char(0xFF));
-    if (memcmp(bytes, poison.data(), count) == 0) return count;
-    return std::mismatch(bytes, bytes + count, poison.begin()).first - bytes;
+    return memcmp(poisoned, poison.data(), bytes);
 }
 
 static void run_block(Picker& picker, size_t shared_bytes) {
@@ -286,19 +276,17 @@ static void run_block(Picker& picker, size_t shared_bytes) {
             return;
         }
         self = &fibers[i];
-        if (SET_PLACE(scheduler) == 0) {
+        if (__builtin_setjmp(scheduler) == 0) {
             if (self->started) to_fiber();
             self->started = true;
             setcontext(&self->start);
         }
     }
     if (*error) return;
-    size_t first = poisoned(shared_memory + shared_bytes, GUARD);
-    if (first < GUARD)
-        snprintf(error, sizeof error, "a write %zu bytes past the %zu of dynamic shared memory", first, shared_bytes);
+    if (written(shared_memory + shared_bytes, GUARD))
+        snprintf(error, sizeof error, "a write past the %zu bytes of dynamic shared memory", shared_bytes);
     for (char** guard = __start_cuda_guards; guard < __stop_cuda_guards; guard++)
-        if (poisoned(*guard, SHARED_GUARD) < SHARED_GUARD)
-            snprintf(error, sizeof error, "a write past an array in shared memory");
+        if (written(*guard, SHARED_GUARD)) snprintf(error, sizeof error, "a write past an array in shared memory");
 }
 
 template <class... A, size_t... I>
@@ -329,14 +317,12 @@ static const char* launch(void (*kernel)(A...), const unsigned* grid, const unsi
     }
     if (broken) fibers.clear();         // they stand in the midst of a kernel; else each waits for its next turn
     broken = true;
-    unsigned kept = unsigned(fibers.size());
     fibers.resize(threads);
     warps.resize((threads + 31) / 32);
     ready.assign((threads + 63) / 64, 0);
     for (unsigned i = 0; i < threads; i++) {
         fibers[i].index = {i % block[0], i / block[0] % block[1], i / block[0] / block[1]};
-        if (i < kept) continue;
-        fibers[i].started = false;
+        if (fibers[i].start.uc_stack.ss_size) continue;         // not a new one
         getcontext(&fibers[i].start);
         fibers[i].start.uc_stack.ss_sp = stacks + i * STACK;
         fibers[i].start.uc_stack.ss_size = STACK - 448 * (i % 128);     // not all on the same lines of the cache

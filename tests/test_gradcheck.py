@@ -171,7 +171,7 @@ def test_the_bars_of_a_check_and_of_a_bug(monkeypatch, out_text, error, worst, g
     called = stubbed(monkeypatch, error, rows)
     assert gradcheck.run_check(*gradcheck.make_tiny(TINY), 2e-4, 1e-8) is good
     assert gradcheck.is_caught({}) is not good
-    assert called[1][3:] == (2e-4, 40)
+    assert called[1][3:] == (2e-4, 16)
     assert ("    the losses: " in out_text()) == (error > 1e-12)
 
 

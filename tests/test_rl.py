@@ -29,7 +29,7 @@ PAIRS = [{"prompt": f"say {i}", "chosen": f"It is {i}.", "rejected": f"no {i} " 
 def folder(tmp_path_factory):
     """With a fine-tuned model, and a file of pairs."""
     folder = tmp_path_factory.mktemp("rl")
-    write_play(folder / "play.txt")
+    write_play(folder / "play.txt", 700)
     save_base(folder, "out/play")
     write(folder / "out/play/log.jsonl", "")
     succeeded(run_anew(folder, "--base out/play", *QUICK))

@@ -31,7 +31,7 @@ import sft
 import train
 from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, SPECIAL_TOKENS, Tokenizer, known_template
 
-QUICK = "--batch-tokens 256 --epochs 2 --eval-every 10 --save-every 1 --threads 1 --lr 0.01".split()
+QUICK = "--batch-tokens 256 --epochs 2 --eval-every 10 --save-every 1 --threads 2 --lr 0.01".split()
 CHATML = "".join(CHATML_PARTS)
 # a tokenizer whose tokens are bytes; the special ones come behind
 BYTES, (PAD, USER, ASSISTANT, END) = made_tokenizer([], SPECIAL_TOKENS), range(256, 260)
