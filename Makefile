@@ -4,6 +4,10 @@
 VENV = .venv
 RUN  = $(VENV)/bin/python
 
+# The tests start hundreds of processes.  Where the environment forbids Python to keep what it compiles, each of them
+# would compile the scripts anew: a sixth of make check's time.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What model_gpu.py loads: CuPy, and of CUDA's libraries cuBLAS (products), NVRTC (the compiler) and the runtime with its
 # headers.  CuPy finds them where pip puts them.
 # Several GPUs also need NCCL, which sums gradients between them, and MPI, which starts a process for each: the wheel

@@ -74,7 +74,7 @@ needs_mpi = pytest.mark.skipif(not has_mpi(), reason="several processes need MPI
 
 def start(folder, *command, trap="", **environment):
     """A process in a group of its own."""
-    told = {**os.environ, "CODE": ROOT, "TRAP": trap, "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    told = {**os.environ, "CODE": ROOT, "TRAP": trap, **environment}
     return subprocess.Popen(list(map(str, command)), cwd=folder, text=True, errors="replace", env=told, start_new_session=True,
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 

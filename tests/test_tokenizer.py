@@ -484,18 +484,19 @@ def test_what_ends_a_text_for_others(special, end):
 
 @once_a_module
 def large(tmp_path_factory):
-    """4.5 MB in which documents, emoji and bytes that are not UTF-8 fall across the borders of chunks."""
+    """A text in which documents, emoji and bytes that are not UTF-8 fall across the borders of chunks."""
     path = tmp_path_factory.mktemp("large") / "large.txt"
     rng, words = Random(10), TEXT.split()
-    texts = [" ".join(rng.choices(words, k=2000)) + rng.choice([" 👍", "\n", " \udcff", ""]) for _ in range(400)]
+    texts = [" ".join(rng.choices(words, k=2000)) + rng.choice([" 👍", "\n", " \udcff", ""]) for _ in range(104)]
     path.write_bytes(f"\n\n{EOT}\n\n".join(texts).encode("utf-8", "surrogateescape"))
     return str(path)
 
 
 @pytest.fixture(params=["fork", "spawn"])
 def method(request, monkeypatch):
-    """Both ways in which a worker may start."""
-    monkeypatch.setattr(script, "START_METHOD", request.param)
+    """Both ways in which a worker may start; and the large text, of 1.2 MB, is worth several."""
+    put(monkeypatch, script, START_METHOD=request.param, WORTH_A_PROCESS=1)
+    monkeypatch.setattr(tk, "CHUNK", 1 << 17)
     return request.param
 
 
@@ -510,8 +511,7 @@ def test_processes_do_not_change_results(tokenizer, large, of_one, method, monke
     calls = []
     ids, merges = of_one
     assert encode_to_ids(tokenizer, large, processes=3, progress=lambda *call: calls.append(call)) == ids
-    assert len(calls) == 5 and calls[-1] == (os.path.getsize(large),) * 2 and calls == sorted(calls)
-    monkeypatch.setattr(tk, "CHUNK", 1 << 18)
+    assert len(calls) == 9 and calls[-1] == (os.path.getsize(large),) * 2 and calls == sorted(calls)
     assert Tokenizer.train_files([large], 300, processes=2).merges == merges
 
 
@@ -573,7 +573,6 @@ def test_a_worker_that_dies_is_one_sentence(monkeypatch, method):
     """Its function is found by its name, as a worker that is spawned must find it."""
     write("deadly.py", "import os\ndef die(*chunk):\n    os._exit(3)\n")
     monkeypatch.syspath_prepend(os.getcwd())
-    monkeypatch.setattr(script, "WORTH_A_PROCESS", 1)
     with pytest.raises(concurrent.futures.BrokenExecutor) as died:
         next(script.run_chunks(importlib.import_module("deadly").die, [("x", 0, 9)] * 5, 2, None))
     assert script.explain(died.value) == ("A process of the tokenizer ended early.  If memory is short, allow fewer "
@@ -583,8 +582,8 @@ def test_a_worker_that_dies_is_one_sentence(monkeypatch, method):
 PARENT = f"""
 import multiprocessing.process, os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-import script
-from tokenizer import Tokenizer
+import script, tokenizer
+script.WORTH_A_PROCESS = tokenizer.CHUNK = 1 << 17
 _, path, script.START_METHOD, case = sys.argv
 def stay(done, total):
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
@@ -596,7 +595,7 @@ if __name__ == "__main__":
     if case == "interrupted":
         multiprocessing.process.BaseProcess.start = start
     try:
-        Tokenizer.train_files([path], 300, processes=2, progress=stay)
+        tokenizer.Tokenizer.train_files([path], 300, processes=2, progress=stay)
     except KeyboardInterrupt:
         sys.exit(3 + (signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 """
