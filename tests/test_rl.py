@@ -182,8 +182,8 @@ def test_the_prompt_of_a_pair_is_cut_once_for_the_longer_answer():
     (["--method dpo"], "dpo accuracy margin chosen rejected", {"accuracy": 0.5})])
 def test_a_run_killed_at_random_moments_has_the_bits_of_one_never_touched(folder, arguments, keys, start):
     words = [*["--base", "out/play-sft"], *" ".join(arguments).split(), *FEW]
-    shutil.rmtree(folder / "out/whole", ignore_errors=True)
-    shutil.rmtree(folder / "out/killed", ignore_errors=True)
+    for out in "out/whole", "out/killed":
+        shutil.rmtree(folder / out, ignore_errors=True)
     done = succeeded(run(folder, *words, "--out out/whole"))
     assert done.stdout.count("\n--- ") == 2 * len(read_log(folder, "out/whole")[0]["samples"])     # at first and at last
     log = read_log(folder, "out/whole")

@@ -496,7 +496,7 @@ def large(tmp_path_factory):
 def method(request, monkeypatch):
     """Both ways in which a worker may start; and the large text, of 1.2 MB, is worth several."""
     put(monkeypatch, script, START_METHOD=request.param, WORTH_A_PROCESS=1)
-    monkeypatch.setattr(tk, "CHUNK", 1 << 17)
+    monkeypatch.setattr(tk, "CHUNK", 130_000)
     return request.param
 
 
