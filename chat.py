@@ -40,6 +40,11 @@ from script import (Parser, load_pyplot, newest_checkpoint, not_negative, number
 from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, to_bytes, visible
 
 
+def seed_or_none(word):
+    """The type of --seed."""
+    return None if word == "none" else whole_number(0, 2**63)(word)
+
+
 # name: (type, default, meaning).  Each is an option, and on a terminal also a command.
 SETTINGS = {
     "max-tokens": (whole_number(1), 200, "length of an answer, in tokens, at most"),
@@ -47,7 +52,7 @@ SETTINGS = {
     "top-k": (whole_number(0), 50, "draw among the k likeliest tokens; 0: among all"),
     "top-p": (number_type(float, lambda x: 0.001 <= x <= 1, "a number from 0.001 to 1"), 1.0,
               "draw among the likeliest tokens of this probability together; 1: all"),
-    "seed": (whole_number(0, 2**63), None,
+    "seed": (seed_or_none, None,
              "the same seed gives the same text; none: another text every time")
 }
 # (least probability, colour of a token on a terminal): green, cyan, yellow, red
@@ -257,11 +262,10 @@ def run_command(line, session):
             session.turns = []
         print(f"system is {(session.system or b'none').decode('utf-8', 'replace')}")
     elif name in SETTINGS:
-        kind, default, _ = SETTINGS[name]
+        kind, *_ = SETTINGS[name]
         try:
             if value:
-                new = None if value == "none" and default is None else kind(value)
-                setattr(session.settings, name.replace("-", "_"), new)
+                setattr(session.settings, name.replace("-", "_"), kind(value))
                 session.answers = 0         # after /seed 1 the next answer is that of --seed 1
             print(f"{name} is {show_setting(session, name)}")
         except argparse.ArgumentTypeError as error:
