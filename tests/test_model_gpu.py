@@ -735,8 +735,8 @@ def test_the_memory_plan_is_what_is_allocated(made, pool, precision, optimizer):
     model that has seen no other shape."""
     model = gpu_model(precision=precision, micro_batch=2, optimizer=optimizer)
     plan = model_gpu.memory_plan(TINY, 2, TINY.context, precision, optimizer)
-    _, table = model_gpu.decode_tables(TINY, precision)
-    assert len({row[0] for row in table}) == len(table)
+    (tokens, *_), table = model_gpu.decode_tables(TINY, precision, texts=5)
+    assert tokens[1] == (80,) and model.flat_params.any() and len({row[0] for row in table}) == len(table)
     small = sum(array.nbytes for array in (model.losses, model.state, model.partial, model.gpu.cos, model.gpu.sin))
     assert sum(array.nbytes for array in made) == sum(plan.values()) - model_gpu.CUBLAS_BYTES - model_gpu.CONTEXT_BYTES + small
     counts = len(made), len(pool.pinned), len(pool.freed)

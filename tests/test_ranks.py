@@ -74,8 +74,8 @@ needs_mpi = pytest.mark.skipif(not has_mpi(), reason="several processes need MPI
 
 def start(folder, *command, trap="", **environment):
     """A process in a group of its own."""
-    told = {**os.environ, "CODE": ROOT, "TRAP": trap, **environment}
-    return subprocess.Popen(list(map(str, command)), cwd=folder, text=True, errors="replace", env=told, start_new_session=True,
+    return subprocess.Popen(list(map(str, command)), cwd=folder, text=True, errors="replace", start_new_session=True,
+                            env={**os.environ, "CODE": ROOT, "TRAP": trap, **environment},
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -205,10 +205,9 @@ def test_rank_0_makes_the_corpus_and_the_tokens_and_the_others_find_them(folder)
 def test_a_rank_that_is_killed_ends_all(folder, where, dead):
     """Nothing is left running, what is on disk is whole, and resumed it has the bits of a run never touched."""
     out = f"dead{dead}{abs(hash(where))}"
-    process = start(folder, MPIEXEC, "-n", 2, *script_of(folder), *TINY, "--out", out,
-                    trap=f"if rank == {dead}: at({where}, die)")
-    ended = finish(process)                     # its output ended: nobody is left
-    assert ended.returncode != 0 and "Traceback" not in ended.stderr
+    ended = finish(start(folder, MPIEXEC, "-n", 2, *script_of(folder), *TINY, "--out", out,
+                         trap=f"if rank == {dead}: at({where}, die)"))          # its output ended: nobody is left
+    assert ended.returncode and "Traceback" not in ended.stderr
     if os.path.exists(folder / out / "config.json"):
         weights_of(folder, out)
         succeeded(run(folder, "--resume --out", out))

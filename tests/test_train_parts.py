@@ -282,9 +282,9 @@ def test_the_micro_batch_is_what_the_memory_holds_up_to_where_more_is_no_faster(
     five = sum(model_gpu.memory_plan(CONFIGS["big"], 5, 512, "bf16", optimizer="muon").values())
     # ranks of other memory take what fits all of them, and NCCL takes some
     two = SimpleNamespace(rank=1, local=0, size=2, all_gather=lambda mine: [3, mine, 9])
-    for ranks, limit, rows in [(None, 1 << 50, 63), (None, five, 5), (None, five - 1, 4), (None, 1, 1),
+    for ranks, limit, rows in [(None, 1 << 50, 64), (None, five, 5), (None, five - 1, 4), (None, 1, 1),
                                (two, five + model_gpu.NCCL_BYTES, 3), (two, five, 1)]:
-        s = settings("--memory-limit", str(limit), preset="big", device="gpu", batch_tokens=512 * 1000, ranks=ranks)
+        s = settings("--memory-limit", str(limit), preset="big", device="gpu", batch_tokens=512 * 1024, ranks=ranks)
         assert (s.micro_batch, s.memory_limit, s.threads, s.precision) == (rows, limit, 1, "bf16")
     some = sum(model_gpu.memory_plan(CONFIGS["big"], 46, 512, "bf16", optimizer="muon").values())
     assert settings("--memory-limit", str(some), preset="big", device="gpu").micro_batch == 32         # not 46 + 18
