@@ -5,7 +5,7 @@ VENV = .venv
 RUN  = $(VENV)/bin/python
 
 # The tests start hundreds of processes.  Where the environment forbids Python to keep what it compiles, each of them
-# would compile the scripts anew: a sixth of make check's time.
+# would compile the scripts anew: a twentieth of the time of make check.
 unexport PYTHONDONTWRITEBYTECODE
 
 # What model_gpu.py loads: CuPy, and of CUDA's libraries cuBLAS (products), NVRTC (the compiler) and the runtime with its
