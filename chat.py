@@ -4,9 +4,7 @@
     python chat.py --model out/small --prompt "The"   one continuation, then the end
     python chat.py --model DIR --context 1024         any Llama folder; only this much of its window is used
     python chat.py --lens "To be, or not to be"       the layers, seen as steps of an ODE solver
-    python chat.py --lens TEXT --plot lens.png        what each layer would say next, at each position
     python chat.py < prompts.txt                      a line after the other, as if they were typed
-    python chat.py --prompts FILE                     one continuation of each line by itself, all at once
 
 Read before it: tokenizer.py; generate and euler_table in model_cpu.py; checkpoint.py.
 
@@ -27,37 +25,18 @@ import argparse
 import codecs
 import contextlib
 import os
-import secrets
 import sys
 
 import model_cpu
 import checkpoint
 import model_gpu
 import numpy as np
-from model_cpu import Sampling
-from script import (Parser, load_pyplot, newest_checkpoint, not_negative, number_type, printable, read_chunk, require,
-                    run_script, whole_number)
+from script import Parser, bounded, newest_checkpoint, printable, require, run_script, whole_number
 from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, to_bytes, visible
 
 
-def seed_or_none(word):
-    """The type of --seed."""
-    return None if word == "none" else whole_number(0, 2**63)(word)
-
-
-# name: (type, default, meaning).  Each is an option, and on a terminal also a command.
-SETTINGS = {
-    "max-tokens": (whole_number(1), 200, "length of an answer, in tokens, at most"),
-    "temperature": (not_negative, 0.8, "0: the likeliest token; 1: as the model learned; more: wilder"),
-    "top-k": (whole_number(0), 50, "draw among the k likeliest tokens; 0: among all"),
-    "top-p": (number_type(float, lambda x: 0.001 <= x <= 1, "a number from 0.001 to 1"), 1.0,
-              "draw among the likeliest tokens of this probability together; 1: all"),
-    "seed": (seed_or_none, None,
-             "the same seed gives the same text; none: another text every time")
-}
 # (least probability, colour of a token on a terminal): green, cyan, yellow, red
 COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
-PLOTTED = 64        # the most positions in a picture
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -94,7 +73,8 @@ class Session:
         self.system = None          # or bytes
         self.turns = []
         self.answers = 0            # how many there were since a setting was changed
-        self.said = []              # the ids of the last answer; answer() keeps its trace, too
+        self.said = []              # the ids of the last answer
+        self.trace = []             # what generate tells of each of them
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add_text(self, text):
@@ -149,7 +129,7 @@ class Session:
             seed += self.answers        # otherwise the same question would get the same answer
         self.answers += 1
         self.said = []
-        self.trace = []             # what generate tells of each of them
+        self.trace = []
         # A poor model may say any special token: each ends the answer.
         stream = model_cpu.generate(
             self.model, sum(self.turns, []), asked.temperature, asked.top_k, asked.top_p, seed,
@@ -164,24 +144,6 @@ class Session:
             turn.append(self.stop)
         print()
 
-    def answer_file(self, path):
-        """Print a continuation of each line by itself.  They are drawn together."""
-        asked = self.settings
-        tokenizer = self.tokenizer
-        lines = read_chunk(path).decode("utf-8", "replace").splitlines()
-        require(lines, f"{path} is empty: there is no prompt in it.")
-        room = self.model.config.context * 3 // 4
-        if self.chat_form:
-            prompts = [tokenizer.prompt(line, room) for line in lines]
-        else:
-            prompts = [tokenizer.encode(line)[-room:] or [self.stop] for line in lines]
-        first = secrets.randbits(63) if asked.seed is None else asked.seed
-        seeds = range(first, first + len(lines))
-        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seeds, tokenizer.vocab_size)
-        texts = model_cpu.generate_texts(self.model, tokenizer, prompts, sampling, asked.max_tokens)
-        for line, text in zip(lines, texts):
-            print(f"--- {printable(line)}\n{printable(text)}")
-
     def print_tokens(self):
         """The last answer, each token in the colour of the probability that the model gave it.  Where the
         environment has NO_COLOR, the probability stands behind it in brackets."""
@@ -195,92 +157,53 @@ class Session:
             token = self.tokenizer.tokens[token]
             print(paint(visible(token), p), end="\n" if token.endswith(b"\n") else "")
         print()
-        if not plain:
-            print("  ".join(paint(f"from {least:.0%}", least) for least, _ in COLOURS))
+        print("  ".join(paint(f"from {least:.0%}", least) for least, _ in COLOURS))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 3. The Euler table of a text
 # ------------------------------------------------------------------------------------------------------------
-def print_lens(model, tokenizer, text, path):
+def print_lens(model, tokenizer, text):
     """One line for each layer.  x + f(x) is a step of Euler's method: what would head 0 say if the
-    integration stopped here?  path: where to draw the same for each position, or None."""
+    integration stopped here?"""
     ids = tokenizer.encode(to_bytes(text))
     require(len(ids) > 1, f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
     ids = last_ids(ids, model.config.context + 1, "text")   # the last token is only predicted
     model_cpu.print_euler_table(model, tokenizer, np.array([ids]))
-    if path:
-        plot_lens(model, tokenizer, ids[:-1], path)
-
-
-def plot_lens(model, tokenizer, ids, path):
-    """Draw to `path` what head 0 would say after each layer (a row) and position (a column): the likeliest
-    next token, on the colour of its probability."""
-    pyplot = load_pyplot()
-    layers = model_cpu.layer_logits(model, np.array([ids]))
-    logits = np.array([z[-PLOTTED:, :tokenizer.vocab_size] for _, z in layers])         # (L+1,T,V)
-    best = logits.argmax(axis=2)                                                        # (L+1,T)
-    p = 1 / np.exp(logits - logits.max(axis=2, keepdims=True)).sum(axis=2)              # softmax of the best
-    words = [visible(token).replace(" ", "\u2423") for token in tokenizer.tokens]
-    read = [words[token] for token in ids[-PLOTTED:]]
-    rows = ["embedding"] + [f"layer {i}" for i in range(len(p) - 1)]
-    figure, axes = pyplot.subplots(figsize=(3 + 0.7 * len(read), 1.5 + 0.4 * len(rows)))
-    figure.colorbar(axes.imshow(p, vmin=0, vmax=1, origin="lower", aspect="auto"), label="probability")
-    for (row, column), token in np.ndenumerate(best):
-        axes.text(column, row, words[token], ha="center", va="center", fontsize=8,
-                  color="black" if p[row, column] > 0.6 else "white", parse_math=False)
-    axes.set_xticks(range(len(read)), read, parse_math=False)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set(xlabel="token read", title="the likeliest next token if the integration stopped here")
-    figure.savefig(path, bbox_inches="tight")
-    print(f"Wrote {path}.")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 4. The session
 # ------------------------------------------------------------------------------------------------------------
-def show_setting(session, name):
-    return str(getattr(session.settings, name.replace("-", "_"))).lower()       # None is "none"
+# The options that are commands, too, while one talks: /seed 1
+NUMBERS = {"seed": whole_number(0, 2**63), "temperature": bounded(float, 0, 100)}
+HELP = """An empty line lets the model write on; a line that ends with \\ is continued on the next.
+/reset          forget the conversation
+/system TEXT    begin anew, with this text before the first question
+/seed N         the same seed gives the same text
+/temperature X  0: the likeliest token; 1: as the model learned; more: wilder
+/tokens         how likely each token of the last answer was
+/quit           leave"""
 
 
 def run_command(line, session):
     """Obey /NAME VALUE, which was typed on a terminal.  -> whether the session goes on."""
     name, _, value = line[1:].strip().partition(" ")
-    value = value.strip()
-    if name in ("quit", "exit"):
-        return False
-    if name == "reset":
+    if name in ("reset", "system"):
         session.turns = []
+    if name == "system":
+        session.system = to_bytes(value) or None
     elif name == "tokens":
-        if session.said:
-            session.print_tokens()
-        else:
-            print("/tokens is about the last answer, and there is none.")
-    elif name == "system" and session.chat_form:
-        if value:
-            session.system = None if value == "none" else to_bytes(value)
-            session.turns = []
-        print(f"system is {(session.system or b'none').decode('utf-8', 'replace')}")
-    elif name in SETTINGS:
-        kind, *_ = SETTINGS[name]
+        session.print_tokens()
+    elif name in NUMBERS:
         try:
-            if value:
-                setattr(session.settings, name.replace("-", "_"), kind(value))
-                session.answers = 0         # after /seed 1 the next answer is that of --seed 1
-            print(f"{name} is {show_setting(session, name)}")
+            setattr(session.settings, name, NUMBERS[name](value))
+            session.answers = 0         # after /seed 1 the next answer is that of --seed 1
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
-    elif name == "help":
-        print("/reset forgets, /quit leaves. An empty line lets the model write on;\n"
-              "a line that ends with \\ is continued on the next.\n"
-              "/tokens: how likely each token of the last answer was.\nThe settings now:")
-        for name, (*_, meaning) in SETTINGS.items():
-            print(f"  /{name} {show_setting(session, name)}\n      {meaning}")
-        if session.chat_form:
-            print("/system TEXT begins anew, with this before the first question;\n/system none: without.")
-    else:
-        print(f"There is no command {line.strip()}; /help lists them. A space in front makes it a prompt.")
-    return True
+    elif name not in ("reset", "quit"):
+        print(HELP)
+    return name != "quit"
 
 
 def run_session(session, folder):
@@ -313,11 +236,16 @@ def parse_arguments(argv):
     add("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue (or answer) this text, then stop")
-    once.add_argument("--prompts", metavar="FILE", help="continue (or answer) each line by itself, then stop")
     once.add_argument("--lens", metavar="TEXT", help="print the Euler table of this text, then stop")
-    for name, (kind, default, meaning) in SETTINGS.items():
-        add(f"--{name}", type=kind, default=default, help=f"{meaning} (default {default})")
-    add("--plot", metavar="FILE", help=f"with --lens: draw it, last {PLOTTED} ids")
+    add("--max-tokens", type=whole_number(1), default=200,
+        help="length of an answer, at most (default 200)")
+    add("--temperature", type=NUMBERS["temperature"], default=0.8,
+        help="0: the likeliest token; 1: as the model learned; more: wilder (default 0.8)")
+    add("--top-k", type=whole_number(0), default=50,
+        help="draw among the k likeliest tokens; 0: among all (default 50)")
+    add("--top-p", type=bounded(float, 0.001, 1), default=1.0,
+        help="draw among the likeliest tokens of this probability together (default 1: all)")
+    add("--seed", type=NUMBERS["seed"], help="the same seed gives the same text (default: another text every time)")
     add("--speculation", action=argparse.BooleanOptionalAction,
         help="let all heads that a model has draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)")
     add("--context", type=whole_number(1),
@@ -328,19 +256,16 @@ def parse_arguments(argv):
 
 def main(argv):
     args = parse_arguments(argv)
-    require(args.lens or not args.plot, "--plot goes with --lens TEXT.")
     # bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     folder = args.model or newest_checkpoint("name the folder of one with --model DIR")
     # the lens looks into every layer, and only model_cpu.py keeps what they give
     model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu", args.context)
     if args.lens is not None:
-        print_lens(model, tokenizer, args.lens, args.plot)
+        print_lens(model, tokenizer, args.lens)
         return
     session = Session(model, tokenizer, args)
-    if args.prompts:
-        session.answer_file(args.prompts)
-    elif args.prompt is not None:
+    if args.prompt is not None:
         session.answer(args.prompt)
     elif sys.stdin.isatty() and sys.stdout.isatty():
         run_session(session, folder)

@@ -8,8 +8,8 @@ Read before it: tokenizer.py; Config and param_table in model_cpu.py.  From top 
     1. safetensors              arrays in a file: a header, raw bytes and a checksum
     2. Llama's names            Hugging Face's tensors are rows of our matrices; config.json; chat template
     3. save                     atomic: killed at any moment, it leaves a whole checkpoint of one step
-    4. load, load_state         all is checked before any of it is used
-    5. lock_folder, Log, plot   a run's folder: one run at a time, its log, and the curves of the log
+    4. load                     all is checked before any of it is used
+    5. a run's folder           one run at a time; an older run is renamed; the log
     6. main                     the printer
 
 A folder holds
@@ -35,14 +35,16 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import sys
 import zlib
+from contextlib import suppress
 from os.path import exists
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
-from script import (Parser, check_plain, load_pyplot, naming, read_chunk, read_json, refusing, require,
-                    run_script, write_file)
+from script import (Parser, read_chunk, read_json, refusing, replace_file, require, run_script,
+                    write_file)
 from tokenizer import CHAT_TEMPLATE, END_OF_TEXT, TEXT_ENDS, Tokenizer, known_template, special_ids
 
 WEIGHTS = "model.safetensors"
@@ -66,7 +68,8 @@ def checksum(path):
 
 
 def write_safetensors(path, tensors, metadata):
-    """Write {name: contiguous array} and the metadata, a dict of strings.  Returns when the disk has them."""
+    """Replace the file at `path` by {name: contiguous array} and the metadata, a dict of strings.  -> the file's
+    checksum.  Returns when the disk has it all."""
     header = {"__metadata__": {**metadata, "crc32": "00000000"}}
     end = 0
     for name, array in tensors.items():
@@ -79,21 +82,20 @@ def write_safetensors(path, tensors, metadata):
     crc = zlib.crc32(top)
     for array in tensors.values():
         crc = zlib.crc32(array, crc)
-    with naming(path), open(path, "wb") as file:
+    with replace_file(path) as file:
         file.write(top.replace(NO_CRC, b'"crc32":"%08x"' % crc, 1))
         file.writelines(tensors.values())
-        file.flush()
-        os.fsync(file.fileno())
+    return f"{crc:08x}"
 
 
-def read_safetensors(path):
+def read_safetensors(path, verify=True):
     """-> ({name: array}, metadata) of a safetensors file, in the order of the tensors in it.  bf16 comes as
     uint16.  The metadata of a file that we did not write are {}, as nothing is known of their meaning.  The
     arrays are memory-mapped, which is safe: save() replaces a file and never writes into one.
 
     ValueError, naming the file, unless the tensors fill it without a gap or an overlap; and, if we wrote it,
-    unless every byte is as it was written."""
-    check_plain(path)
+    unless every byte is as it was written.  verify: False where only the header is of interest."""
+    read_chunk(path, 0, 0)                              # an error if it is no plain file
     tensors = {}
     end = 0
     with refusing(f"{path} is damaged (truncated or altered) and not read"):
@@ -118,9 +120,14 @@ def read_safetensors(path):
         if not re.search(rb'"(crc32|tokenizer)":"[0-9a-f]{8}"', top):
             return tensors, {}
         blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)
-        require(metadata["crc32"] == f"{zlib.crc32(data[begin:], zlib.crc32(blank)):08x}",
+        require(not verify or metadata["crc32"] == f"{zlib.crc32(data[begin:], zlib.crc32(blank)):08x}",
                 "its checksum is wrong")
     return tensors, metadata
+
+
+def safetensors_metadata(path):
+    """The metadata of a file whose tensors are not read: {} of one that we did not write."""
+    return read_safetensors(path, verify=False)[1]
 
 
 def floats(tensor):
@@ -225,7 +232,7 @@ def read_config(folder, context=None):
         value = found.get(key, ours)
         require(value == ours, f"{path}: {key} is {value!r:.200}, and only {ours!r} is computed here.")
     if config.predict > 1:
-        tensors, metadata = read_weights(folder)
+        tensors, metadata = read_weights(folder, verify=False)
         if not metadata and "mtp_heads.weight" not in tensors:      # transformers saves the model without it
             print(f"note: {folder} has no mtp_heads.weight, so its model has one head.", file=sys.stderr)
             return dataclasses.replace(config, predict=1)
@@ -293,34 +300,18 @@ def text_start(folder, tokenizer):
 # ------------------------------------------------------------------------------------------------------------
 # 3. Save
 # ------------------------------------------------------------------------------------------------------------
-def paths_of(folder):
-    """-> (path of the weights, path of the training state)."""
-    return f"{folder}/{WEIGHTS}", f"{folder}/{STATE}"
-
-
-def repair(folder):
-    """Finish or undo a save that was killed, so that both files are of one step.
-
-    save() writes both files as .new, then renames the weights, then the state.  Killed before the first
-    rename, it leaves the old pair whole: the .new files are removed.  Killed between the two renames, it
-    leaves the new state alone as .new: the second rename is made now.  Only save() may call this.  A reader
-    that did, such as chat.py, could remove the files of a run that is saving at this moment."""
-    weights, state = paths_of(folder)
-    if exists(f"{state}.new") and not exists(f"{weights}.new"):
-        os.replace(f"{state}.new", state)
-    for path in (state, weights):   # in this order: killed in between, it leaves no .new of the state alone
-        if exists(f"{path}.new"):
-            os.remove(f"{path}.new")
-
-
+# A save writes two files that belong together.  The weights have a file of their own, because that is the one
+# that transformers and chat.py read; the moments and the record of the run have another, which names the
+# checksum of its weights.  First the weights are written as model.safetensors.saved.  Then the new
+# train_state.safetensors replaces the old one: from this moment on the save counts.  At last the weights get
+# their name.  Killed before the second step, the folder holds the old save; killed after it, `mend` makes the
+# third step when the run is opened.
 def save(folder, model, tokenizer, state, chat=False):
-    """Write the checkpoint folder.  state: a dict, of what JSON can hold, that load_state() gives back; chat:
+    """Write the checkpoint folder.  state: a dict, of what JSON can hold, that read_state() gives back; chat:
     the model answers, in the tokenizer's template or in ours.
 
     Atomic: killed at any moment, or on a full disk (OSError), the folder holds a whole checkpoint of one
     step."""
-    os.makedirs(folder, exist_ok=True)
-    repair(folder)
     tokenizer.save(f"{folder}/tokenizer.json")
     end = tokenizer.end_of_turn if chat else tokenizer.special_id(*TEXT_ENDS)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
@@ -335,19 +326,31 @@ def save(folder, model, tokenizer, state, chat=False):
                 "tokenizer": checksum(f"{folder}/tokenizer.json")}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)
     weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}
-    moments = {"m": model.read(model.m), "v": model.read(model.v)}
-
-    paths = paths_of(folder)
+    moments = {}
+    if model.step:                                      # at step 0 they are zeros
+        moments = {"m": model.read(model.m), "v": model.read(model.v)}
+    new = f"{folder}/{WEIGHTS}.saved"
     try:
-        write_safetensors(f"{paths[0]}.new", weights, metadata)
-        write_safetensors(f"{paths[1]}.new", moments, {**metadata, "state": json.dumps(state)})
+        crc = write_safetensors(new, weights, metadata)
+        write_safetensors(f"{folder}/{STATE}", moments, {**metadata, "weights": crc, "state": json.dumps(state)})
     except OSError:
-        repair(folder)                  # which gives the space back
+        with suppress(OSError):
+            os.remove(new)                              # which gives the space back
         raise
-    for path in paths:
-        os.replace(f"{path}.new", path)
+    os.replace(new, f"{folder}/{WEIGHTS}")
     # Last: where there is a config.json there is a checkpoint, even if the first save of a run was killed.
     write_file(f"{folder}/config.json", config)
+
+
+def mend(folder):
+    """Finish a save that was killed after it counted.  ValueError where the two files do not belong together."""
+    new = f"{folder}/{WEIGHTS}.saved"
+    state = safetensors_metadata(f"{folder}/{STATE}")
+    if exists(new) and safetensors_metadata(new)["crc32"] == state.get("weights"):
+        os.replace(new, f"{folder}/{WEIGHTS}")
+    weights = safetensors_metadata(f"{folder}/{WEIGHTS}")
+    require(state.get("weights") == weights.get("crc32", "none"), f"{folder}: {STATE} belongs to other weights than "
+            f"those in {WEIGHTS}.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -361,13 +364,13 @@ def require_tensors(path, tensors, shapes):
         require(found == wanted, f"{path}: the tensor {name} is {found}, config.json asks for {wanted}.")
 
 
-def read_weights(folder):
+def read_weights(folder, verify=True):
     """-> ({name: array}, metadata) of model.safetensors.  Where there is none, an index names the files that
     share the tensors."""
     path = f"{folder}/{WEIGHTS}"
     index = f"{path}.index.json"
     if exists(path) or not exists(index):
-        return read_safetensors(path)
+        return read_safetensors(path, verify)
     tensors = {}
     with refusing(f"{index} is damaged"):
         wanted = read_json(index)["weight_map"]
@@ -427,48 +430,52 @@ def load(folder, engine, options=None, context=None):
     return model, tokenizer
 
 
-def load_state(folder, model=None):
-    """The dict that save() was given.  model: one that load() made, whose moments are filled too."""
-    weights_path, path = paths_of(folder)
-    if exists(f"{path}.new") and not exists(f"{weights_path}.new"):
-        path += ".new"                          # killed between the two renames; the next save repairs it
-    require(exists(path), f"{folder} holds no training state: there is no {path}.")
-    tensors, metadata = read_safetensors(path)
-    if model:
-        require_tensors(path, tensors, {"m": model.m.shape, "v": model.v.shape})
-        require(metadata.get("step") == str(model.step),
-                f"{path} is of step {metadata.get('step')}, {WEIGHTS} of step {model.step}.")
-        write_tensor(model, model.m, "m", tensors["m"])
-        write_tensor(model, model.v, "v", tensors["v"])
+def read_state(folder):
+    """-> (the dict that save() was given, the moments by name) of a run's folder."""
+    path = f"{folder}/{STATE}"
+    require(exists(path), f"{folder} holds no run: there is no {path}.")
+    moments, metadata = read_safetensors(path)
     with refusing(f"{path} holds no record of a run: its state is damaged or missing"):
-        return {**json.loads(metadata["state"])}               # only a dict unpacks so
+        return {**json.loads(metadata["state"])}, moments       # only a dict unpacks so
+
+
+def write_moments(model, folder, moments):
+    """Fill m and v of a model that load() made from this folder; at step 0 they are zeros."""
+    if model.step:
+        require_tensors(f"{folder}/{STATE}", moments, {"m": model.m.shape, "v": model.v.shape})
+        write_tensor(model, model.m, "m", moments["m"])
+        write_tensor(model, model.v, "v", moments["v"])
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5. A run's folder: one run at a time, its log, and the log's curves
+# 5. A run's folder: one run at a time; no run overwrites another; the log
 # ------------------------------------------------------------------------------------------------------------
 def lock_folder(out):
     """Until this process ends, nobody else may train in the folder `out`; ValueError if somebody does.  The
     lock is a file beside the folder, because the folder may be renamed meanwhile."""
-    os.makedirs(out, exist_ok=True)
     parent, name = os.path.split(os.path.realpath(out))
-    path = f"{parent}/.{name}.lock"
+    os.makedirs(parent, exist_ok=True)
     try:
-        with naming(path):
-            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)             # never closed
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = os.open(f"{parent}/.{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)             # never closed
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"{out} is in use by another run; choose another folder with --out.") from None
 
 
 def set_aside(out):
-    """A new run never overwrites an old one: the old one's folder is renamed."""
-    if exists(f"{out}/config.json") or exists(f"{out}/log.jsonl"):
-        number = 1
-        while exists(f"{out}.{number}"):
-            number += 1
-        os.rename(out, f"{out}.{number}")
-        print(f"{out} held an earlier run: it is now {out}.{number}.")
+    """Make room for a new run.  A run that has not finished a step is removed.  Whatever else is there keeps its
+    folder, under another name."""
+    if not exists(out) or not os.listdir(out):
+        return
+    log = f"{out}/log.jsonl"
+    if exists(f"{out}/{STATE}") and not (exists(log) and any(record["step"] for _, record in read_log(log))):
+        shutil.rmtree(out)
+        return
+    number = 1
+    while exists(f"{out}.{number}"):
+        number += 1
+    os.rename(out, f"{out}.{number}")
+    print(f"{out} held an earlier run: it is now {out}.{number}.")
 
 
 def read_log(path):
@@ -487,9 +494,10 @@ class Log:
 
     A log is opened for a step: the records of later steps are dropped, so that the log of a resumed run has
     each step once.  The file is only cut there and never written anew: killed at any moment, no history is
-    lost."""
+    lost.  evaluated: the step of the last evaluation that it holds."""
     def __init__(self, folder, step):
         self.path = f"{folder}/log.jsonl"
+        self.evaluated = -1
         kept = last = 0
         if exists(self.path):
             for line, record in read_log(self.path):
@@ -497,6 +505,8 @@ class Log:
                     break
                 kept += len(line) + 1                       # and the line end
                 last = record["step"]
+                if "loss" not in record:
+                    self.evaluated = last
         self.file = open(self.path, "ab")
         atexit.register(self.file.close)
         self.file.truncate(kept)
@@ -504,40 +514,8 @@ class Log:
             print(f"note: {self.path} has no record of the steps {last + 1} to {step}.")
 
     def write(self, **record):
-        with naming(self.path):
-            self.file.write(json.dumps(record).encode() + b"\n")
-            self.file.flush()
-
-
-def plot(folder):
-    """Draw the losses in folder/log.jsonl to folder/loss.png.  Of a run of rl.py, whose loss says little: the
-    rewards, or the share of pairs that it ranks right."""
-    path = f"{folder}/log.jsonl"
-    picture = f"{folder}/loss.png"
-    pyplot = load_pyplot()
-    records = [record for _, record in read_log(path)]
-    steps = [record for record in records if "loss" in record]
-    evals = [record for record in records if "loss" not in record]
-    last = evals[-1] if evals else {}
-    rewards = [name for name in ("reward", "greedy", "accuracy") if name in last]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    with refusing(f"{path} holds records that cannot be drawn"):
-        at = [record["step"] for record in evals]
-        for name in rewards:
-            axes.plot(at, [float(record[name]) for record in evals], ".-", label=name)
-        if not rewards:
-            losses = [float(record["loss"]) for record in steps]
-            axes.plot([record["step"] for record in steps], losses, lw=0.6, label="training")
-        for name in last.get("val", ()):
-            losses = [float(record["val"][name][0]) for record in evals]
-            axes.plot(at, losses, ".-", label=f"held out: {name}")
-    axes.set(xlabel="step", ylabel="held-out mean" if rewards else "loss, nats per token", title=folder)
-    if steps and evals and not rewards:
-        axes.set_ylim(top=steps[len(steps) // 100]["loss"])  # the first drop would leave no room for the rest
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(picture, dpi=150, bbox_inches="tight")
-    print(f"Wrote {picture}.")
+        self.file.write(json.dumps(record).encode() + b"\n")
+        self.file.flush()
 
 
 # ------------------------------------------------------------------------------------------------------------

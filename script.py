@@ -1,72 +1,38 @@
-"""What every script shares and nobody comes to read: errors as sentences, options, files, progress, signals,
-how a script starts under MPI, work in several processes, which sizes of a model are refused, and the English inside
-Python (the last section).
+"""What every script shares and nobody comes to read: errors as sentences, options, progress, signals, plain files,
+work in several processes, which sizes of a model are refused, and the texts that a machine without a network has
+(the last section).
 
 Read before it: nothing.  Nothing here explains a language model: skip it, and come back when one of its names
 puzzles you.  It needs the standard library alone.
 
 What it does not do: it computes nothing of a model.
 """
-import os
-import sys
-
-
-def stopped(kind, error, trace):
-    """In place of sys.excepthook: what Ctrl-C says while a script still imports, which takes a second or two.
-    So the scripts import this file before the large ones."""
-    if kind is not KeyboardInterrupt:
-        return sys.__excepthook__(kind, error, trace)
-    print("Stopped.", file=sys.stderr)
-    os._exit(130)
-
-
-sys.excepthook = stopped
-
 import argparse
 import ast
-import errno
-import functools
 import glob
 import hashlib
 import json
-import math
 import mmap
+import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
-import warnings
+import traceback
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from multiprocessing import get_context, parent_process
-from os.path import dirname
 
 
-def newest_checkpoint(instead):
-    """The folder in out/ whose weights were written last.  instead: what else the user can do, for the error
-    message where there is no such folder."""
-    weights = glob.glob("out/*/model.safetensors")
-    require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
-    return dirname(max(weights, key=os.path.getmtime))
-
-
+# ------------------------------------------------------------------------------------------------------------
+# Errors as sentences
+# ------------------------------------------------------------------------------------------------------------
 def require(good, sentence):
     """Raise a ValueError with this sentence if `good` is false."""
     if not good:
         raise ValueError(sentence)
-
-
-@contextmanager
-def naming(path):
-    """An OSError that is raised inside names this file.  The error of a full disk, or of a failed read, names
-    no file by itself."""
-    try:
-        yield
-    except OSError as error:
-        if error.strerror:                      # else it is a sentence of ours
-            error.filename = error.filename or os.fspath(path)
-        raise
 
 
 @contextmanager
@@ -75,180 +41,88 @@ def refusing(what):
     `what`, and the reason in brackets."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{what} ({error}).") from None
-
-
-def check_plain(path):
-    """ValueError for a pipe, a device or a folder in place of a file: reading it might never end."""
-    require(os.path.isfile(path) or not os.path.exists(path),       # open() complains about a missing file
-            f"{path} is not a plain file, so it is not read.")
-
-
-def check_text(path):
-    """ValueError for a file that is no text in UTF-8, by its first megabyte.  Up to one byte in a thousand may
-    be damaged; such bytes are kept, and learned like any others."""
-    start = read_chunk(path, 0, 1 << 20)
-    require(start, f"{path} is empty: there is no text in it.")
-    damaged = re.findall("[\0\udc80-\udcff]", start.decode("utf-8", "surrogateescape"))
-    kind = "UTF-16, or binary (it holds NUL bytes)" if "\0" in damaged else "Latin-1 or Windows-1252"
-    require(1000 * len(damaged) <= len(start), f"{path} is no text in UTF-8: it seems to be {kind}.")
-
-
-def read_json(path):
-    """The value in a JSON file.  ValueError, in one sentence, if the file holds none."""
-    data = read_chunk(path)
-    with refusing(f"{path} is damaged: it is no JSON"):
-        return json.loads(data.decode())
-
-
-def json_values(path):
-    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
-    that is not JSON, or not UTF-8."""
-    data = read_chunk(path).removeprefix(b"\xef\xbb\xbf")      # some editors mark UTF-8 with these bytes
-    what = "is not JSON; the file must hold one list of records, or one record a line"
-    if data.lstrip().startswith(b"["):
-        with refusing(f"{path} {what}"):
-            return json.loads(data.decode())
-    values = []
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if line.strip():
-            with refusing(f"{path}, line {number}, {what}"):
-                values.append(json.loads(line.decode()))
-    return values
-
-
-@contextmanager
-def replace_file(path):
-    """Open a binary file for writing.  It takes the place of `path` when all is written, and not before."""
-    new = f"{os.fspath(path)}.new"
-    try:
-        with suppress(FileNotFoundError):
-            os.remove(new)    # left by a killed run; if it were a pipe, open() would wait for a reader
-        with naming(new), open(new, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    finally:
-        with suppress(OSError):
-            os.remove(new)    # it is still there only after an error
-
-
-def write_file(path, data):
-    """Replace the file at `path` by one with these bytes.  A crash leaves the old bytes or the new."""
-    with replace_file(path) as file:
-        file.write(data)
-
-
-def show_progress(what, unit="MB", size=1e6):
-    """-> a function progress(done, total), in bytes, or in something else of which `size` make a unit.  On a
-    terminal it prints a line that rewrites itself.  Elsewhere it prints one line at the end, if there was at
-    least one unit to do."""
-    start = time.monotonic()
-
-    def progress(done, total):
-        seconds = max(time.monotonic() - start, 1e-9)
-        line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
-        if sys.stdout.isatty():
-            line += f", {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left"
-            print(f"\r{line} \033[K", end="\n" if done >= total else "", flush=True)
-        elif done >= total >= size:
-            print(f"{line}, {seconds:.1f} s")
-    return progress
-
-
-def print_step(step, parts, last):
-    """The progress line.  A terminal's is rewritten in place, and without its last parts where they do not
-    fit, or every step would leave a line.  Elsewhere the first step and every tenth have lines of their own.
-    """
-    if sys.stdout.isatty():
-        while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
-            parts.pop()
-        print(f"\r{'  '.join(parts)}\033[K", end="\n" if last else "", flush=True)
-    elif last or step == 1 or step % 10 == 0:
-        print("  ".join(parts))
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but an error message is one sentence, without ten lines of usage before it."""
-    def error(self, message):
-        self.exit(2, f"error: {message}; --help lists the options.\n")
-
-
-def number_type(kind, good, what):
-    """An argparse type: kind(text), if good(value) holds for it.  Else the error is one sentence, which says
-    `what` the value must be."""
-    def parse(text):
-        with suppress(ValueError, TypeError, OverflowError):
-            value = kind(text)
-            if good(value):                                 # a NaN fails every comparison
-                return value
-        raise argparse.ArgumentTypeError(f"must be {what}, not {text!r:.40}")
-    return parse
-
-
-def whole_number(least, most=10**9):
-    """An argparse type: an int within these bounds."""
-    return number_type(int, lambda x: least <= x <= most, f"a whole number of at least {least} and at most {most:,}")
-
-
-positive = number_type(float, lambda x: 0 < x < math.inf, "a number above 0")
-positive_or_inf = number_type(float, lambda x: x > 0, "a number above 0, or inf")
-not_negative = number_type(float, lambda x: 0 <= x < math.inf, "a number of at least 0")
-below_1 = number_type(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
-up_to_a_third = number_type(float, lambda x: 0 <= x <= 1 / 3, "a number from 0 to 1/3")
-
-
-def to_nowhere(stream):
-    """From now on, what is written to this stream is lost."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-class Outliving:
-    """The standard output or error of a script that must finish its work even if nobody reads its output.
-    When the reader has left, as `head` does, or a terminal that is closed, the output goes nowhere."""
-    def __init__(self, stream):
-        self.stream = stream or open(os.devnull, "w")
-
-    def __getattr__(self, name):
-        found = getattr(self.stream, name)
-        return functools.partial(self.survive, found) if name in ("write", "flush") else found
-
-    def survive(self, function, *arguments):
-        try:
-            function(*arguments)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO): # a full disk, for example
-                raise
-            to_nowhere(self.stream)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{what} ({reason}).") from None
 
 
 class GpuError(RuntimeError):
     """CUDA, or a library of CUDA, refuses a call."""
 
 
+def is_of_gpu(error):
+    return isinstance(error, GpuError) or type(error).__module__.startswith("cupy")
+
+
+def printable(text):
+    """A text in which U+FFFD stands for each control character but tab and line end: a terminal would obey
+    those instead of showing them."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
 def explain(error):
-    """An error as one sentence.  Control characters are replaced, so that a file's content cannot command the
-    terminal.  None for a mistake of ours: its traceback should show."""
+    """An error that the user can mend, as one sentence.  None for a mistake of ours: its traceback should show."""
+    words = printable(" ".join(str(error).splitlines()))
     if is_of_gpu(error):
-        short = "OutOfMemory" in type(error).__name__
-        advice = "  Use a smaller --micro-batch, a smaller model or --device cpu." if short else ""
-        return f"The GPU: {printable(' '.join(str(error).splitlines()))}{advice}"
+        advice = "  Use a smaller --micro-batch, a smaller model or --device cpu."
+        return f"The GPU: {words}{advice if isinstance(error, MemoryError) else ''}"
     if isinstance(error, OSError) and error.strerror:
         where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
-        return f"{where}: {error.strerror}."
+        return printable(f"{where}: {error.strerror}.")
     if isinstance(error, BrokenExecutor):
         return "A process of the tokenizer ended early.  If memory is short, allow fewer cores: taskset -c 0 python ..."
     if isinstance(error, MemoryError):
-        return f"There is not enough memory ({error})." if str(error) else "There is not enough memory."
-    if isinstance(error, (ValueError, OSError)):
-        return printable(" ".join(str(error).splitlines()))
-    return None
+        return f"There is not enough memory ({words})."
+    return words if isinstance(error, (ValueError, OSError)) else None
 
 
-def is_of_gpu(error):
-    return isinstance(error, GpuError) or type(error).__module__.startswith("cupy")
+# ------------------------------------------------------------------------------------------------------------
+# How a script runs: options, output, signals
+# ------------------------------------------------------------------------------------------------------------
+class Parser(argparse.ArgumentParser):
+    """argparse, but an error message is one sentence, without ten lines of usage before it."""
+    def error(self, message):
+        self.exit(2, f"error: {message}; --help lists the options.\n")
+
+
+def bounded(kind, least, most):
+    """An argparse type: a number of this kind, int or float, within these bounds."""
+    def parse(text):
+        with suppress(ValueError):
+            value = kind(text)
+            if least <= value <= most:                      # a NaN fails every comparison
+                return value
+        what = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"must be {what} from {least:,} to {most:,}, not {text!r:.40}")
+    return parse
+
+
+def whole_number(least, most=10**9):
+    """An argparse type: an int within these bounds."""
+    return bounded(int, least, most)
+
+
+class Outliving:
+    """The standard output or error of a script that must finish its work even if nobody reads its output.
+    When the reader has left, as `head` does, or the terminal is closed, the output goes nowhere."""
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+        except OSError:
+            to_nowhere(self.stream)
+
+
+def to_nowhere(stream):
+    """From now on, what is written to this stream is lost."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run_script(main, to_the_end=False):
@@ -258,9 +132,9 @@ def run_script(main, to_the_end=False):
     # a stream is None if it was closed before the script began
     sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = Outliving(sys.stderr or open(os.devnull, "w"))
     # for characters that the terminal lacks; and a line is seen when it is printed, also where that is a file
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    sys.stderr = Outliving(sys.stderr)
     if to_the_end:
         sys.stdout = Outliving(sys.stdout)
     try:
@@ -302,18 +176,140 @@ class Stop:
             os.write(sys.stderr.fileno(), b"\nFinishing the step, then saving; once more to leave at once.\n")
 
 
-def printable(text):
-    """A text in which U+FFFD stands for each control character but tab and line end: a terminal would obey
-    those instead of showing them."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+def show_progress(what, unit="MB", size=1e6):
+    """-> a function progress(done, total), in bytes, or in something else of which `size` make a unit.  On a
+    terminal it prints a line that rewrites itself, and goes if all was done within a second.  Elsewhere it prints
+    one line at the end, if there was at least one unit to do."""
+    start = time.monotonic()
+
+    def progress(done, total):
+        seconds = max(time.monotonic() - start, 1e-9)
+        line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
+        if sys.stdout.isatty():
+            line += f", {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left"
+            if done >= total:
+                line += "\n" if seconds > 1 else "\r"
+            print(f"\r{line}\033[K", end="", flush=True)
+        elif done >= total >= size:
+            print(f"{line}, {seconds:.1f} s")
+    return progress
 
 
+def print_step(step, parts, last):
+    """The progress line.  A terminal's is rewritten in place, and without its last parts where they do not
+    fit, or every step would leave a line.  Elsewhere the first step and every tenth have lines of their own.
+    """
+    if sys.stdout.isatty():
+        while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
+            parts.pop()
+        print(f"\r{'  '.join(parts)}\033[K", end="\n" if last else "", flush=True)
+    elif last or step == 1 or step % 10 == 0:
+        print("  ".join(parts))
+
+
+def available_cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads():
+    """The threads here are slices of the batch, a core each, so BLAS must not start its own.  It reads their
+    number when NumPy loads."""
+    names = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
+    os.environ.update(dict.fromkeys(names, "1"))
+
+
+def newest_checkpoint(instead):
+    """The folder in out/ whose weights were written last.  instead: what else the user can do, for the error
+    message where there is no such folder."""
+    weights = glob.glob("out/*/model.safetensors")
+    require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
+    return os.path.dirname(max(weights, key=os.path.getmtime))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Plain files
+# ------------------------------------------------------------------------------------------------------------
 def read_chunk(path, start=0, end=None):
-    """Bytes [start, end) of a plain file; by default all bytes."""
-    check_plain(path)
-    with naming(path), open(path, "rb") as file:
+    """Bytes [start, end) of a file; by default all bytes.  ValueError for a pipe, a device or a folder in its
+    place: reading that might never end."""
+    require(os.path.isfile(path) or not os.path.exists(path),       # open() complains about a missing file
+            f"{path} is not a plain file, so it is not read.")
+    with open(path, "rb") as file:
         file.seek(start)
         return file.read(-1 if end is None else end - start)
+
+
+def check_text(path):
+    """ValueError for a file that is no text in UTF-8, by its first megabyte.  Up to one byte in a thousand may
+    be damaged; such bytes are kept, and learned like any others."""
+    start = read_chunk(path, 0, 1 << 20)
+    require(start, f"{path} is empty: there is no text in it.")
+    damaged = re.findall("[\0\udc80-\udcff]", start.decode("utf-8", "surrogateescape"))
+    kind = "UTF-16, or binary (it holds NUL bytes)" if "\0" in damaged else "Latin-1 or Windows-1252"
+    require(1000 * len(damaged) <= len(start), f"{path} is no text in UTF-8: it seems to be {kind}.")
+
+
+def with_plain_lines(path):
+    """-> the path of a text whose lines end in "\\n" and that begins with no byte order mark: this one, or a copy
+    of it in data/.  Otherwise a text with Windows' line ends would be learned with them."""
+    check_text(path)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data.find(b"\r") < 0 and data[:3] != b"\xef\xbb\xbf":
+            return path
+    copy = f"data/plain-{file_hash(path)[:12]}.txt"
+    if not os.path.exists(copy):
+        # Python's way to read text turns \r\n and \r into \n, and utf-8-sig drops the mark
+        with open(path, encoding="utf-8-sig", errors="surrogateescape") as text, replace_file(copy) as new:
+            for line in text:
+                new.write(line.encode("utf-8", "surrogateescape"))
+    return copy
+
+
+def read_json(path):
+    """The value in a JSON file.  ValueError, in one sentence, if the file holds none."""
+    data = read_chunk(path)
+    with refusing(f"{path} is damaged: it is no JSON"):
+        return json.loads(data.decode())
+
+
+def json_values(path):
+    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
+    that is not JSON, or not UTF-8."""
+    data = read_chunk(path).removeprefix(b"\xef\xbb\xbf")      # some editors mark UTF-8 with these bytes
+    what = "is not JSON; the file must hold one list of records, or one record a line"
+    if data.lstrip().startswith(b"["):
+        with refusing(f"{path} {what}"):
+            return json.loads(data.decode())
+    values = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            with refusing(f"{path}, line {number}, {what}"):
+                values.append(json.loads(line.decode()))
+    return values
+
+
+@contextmanager
+def replace_file(path):
+    """Open a binary file for writing.  It takes the place of `path` when all is written, and not before."""
+    new = f"{os.fspath(path)}.new"
+    os.makedirs(os.path.dirname(new) or ".", exist_ok=True)
+    try:
+        with suppress(FileNotFoundError):
+            os.remove(new)    # left by a killed run; if it were a pipe, open() would wait for a reader
+        with open(new, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    finally:
+        with suppress(OSError):
+            os.remove(new)    # it is still there only after an error
+
+
+def write_file(path, data):
+    """Replace the file at `path` by one with these bytes.  A crash leaves the old bytes or the new."""
+    with replace_file(path) as file:
+        file.write(data)
 
 
 def file_hash(path):
@@ -324,49 +320,6 @@ def file_hash(path):
 
 def short_hash(*texts):
     return hashlib.sha256(os.fsencode(" ".join(texts))).hexdigest()[:12]
-
-
-def available_cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def load_pyplot():
-    """matplotlib's pyplot, which draws to files.  ValueError, in one sentence, if matplotlib is missing."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
-    pyplot.switch_backend("Agg")
-    warnings.filterwarnings("ignore", "Glyph")              # a character that the font does not have
-    return pyplot
-
-
-MPI_IS_MISSING = "Several processes need MPI: pip install mpi4py mpich"
-
-
-def start_under_mpiexec(gpus):
-    """The script starts itself anew, as that many processes."""
-    # pip puts it beside Python
-    mpiexec = shutil.which("mpiexec", path=f"{dirname(sys.executable)}:{os.environ.get('PATH', '')}")
-    require(mpiexec, f"{MPI_IS_MISSING} (there is no mpiexec).")
-    os.execv(mpiexec, [mpiexec, "-n", str(gpus), sys.executable, *sys.argv])
-
-
-def set_threads():
-    """The threads here are slices of the batch, a core each, so BLAS must not start its own.  It reads their
-    number when NumPy loads."""
-    names = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
-    os.environ.update(dict.fromkeys(names, "1"))
-
-
-def parse_size(text):
-    """12GB, 800MB, 1.5GiB or a number of bytes -> bytes."""
-    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
-
-
-memory_size = number_type(parse_size, lambda size: 1 <= size < 1e18, "a size such as 12GB or 800MB")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -426,59 +379,148 @@ def work(chunk):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Several processes: data parallel training
+# ------------------------------------------------------------------------------------------------------------
+# Each process, a rank, has all the weights and takes its slice of a step's rows.  The loss is a sum over
+# all targets, divided by their count in the whole step.  So its gradient is the sum of the slices' gradients.
+# The ranks add theirs up (an all-reduce) and make the same update: the weights stay the same everywhere, and
+# rank 0 alone prints, logs and saves.
+#
+# MPI starts the ranks, carries what they say, and ends them all when one dies.  Between GPUs NVIDIA's NCCL
+# sums the gradient (model_gpu.py).
+
+# The variables by which a launcher says how many ranks there are: MPICH and Intel MPI, Open MPI, srun.
+LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+class Ranks:
+    """The processes of a run.  world: mpi4py's communicator, or None where there is one process."""
+    def __init__(self, world=None, local=0):
+        self.world = world
+        self.rank = world.rank if world else 0
+        self.size = world.size if world else 1
+        self.local = local                          # the rank's number on its host
+
+    def meet(self):
+        """Wait for all ranks.  MPI waits by asking without a pause, which takes a core from those that work;
+        so this asks, and sleeps in between."""
+        if self.world:
+            request = self.world.Ibarrier()
+            while not request.Test():
+                time.sleep(0.0005)
+
+    def all_gather(self, value):
+        """-> [what rank 0 says, what rank 1 says, ...], on each of them."""
+        if not self.world:
+            return [value]
+        self.meet()
+        return self.world.allgather(value)
+
+    def all_reduce(self, array):
+        """A NumPy array becomes its sum over all ranks."""
+        if self.world:
+            from mpi4py import MPI
+            self.meet()
+            self.world.Allreduce(MPI.IN_PLACE, array)
+
+    def part(self, count):
+        """What this rank takes of so many rows, at least as many as there are ranks: a slice."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+
+def run_ranks(run):
+    """-> run(ranks) of this process, one of those that mpiexec or srun has started.  A rank that fails prints its
+    error and ends all ranks.  If all fail with the same error, rank 0 is the first to print it."""
+    if not any(int(os.environ.get(name, 1)) > 1 for name in LAUNCHERS):
+        return run(Ranks())
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"Several processes need MPI: pip install mpi4py mpich ({error}).") from None
+    world = MPI.COMM_WORLD
+    stderr = sys.stderr
+    if world.rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")             # rank 0 alone prints
+    try:
+        return run(Ranks(world, world.Split_type(MPI.COMM_TYPE_SHARED).rank))
+    except BaseException as error:
+        time.sleep(min(world.rank, 1))
+        sentence = explain(error) or "".join(traceback.format_exception(error))
+        print(f"error: rank {world.rank}: {sentence}", file=stderr, flush=True)
+    time.sleep(0.3)                                 # until mpiexec has passed the word on
+    world.Abort(2)
+
+
+# ------------------------------------------------------------------------------------------------------------
 # The sizes of a model
 # ------------------------------------------------------------------------------------------------------------
 def check_config(c):
     """ValueError if the sizes of a Config do not fit together."""
-    values = vars(c)
-    sizes = ["dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"]
-    if c.positions is not None:
-        sizes.append("positions")
-    for name in sizes:
-        require(type(values[name]) is int and 1 <= values[name] <= 1 << 20,
-                f"{name} must be a whole number from 1 to {1 << 20:,}, not {values[name]!r:.20}.")
+    for name in ("dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"):
+        value = getattr(c, name)
+        require(type(value) is int and 1 <= value <= 1 << 20, f"{name} must be a whole number from 1 to {1 << 20:,}, "
+                f"not {value!r:.20}.")
     for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
-        require(type(values[name]) in (int, float) and least <= values[name] <= 1e308,
-                f"{name} must be a finite number of at least {least}, not {values[name]!r:.20}.")
+        value = getattr(c, name)
+        require(type(value) in (int, float) and least <= value <= 1e308, f"{name} must be a finite number of at least "
+                f"{least}, not {value!r:.20}.")
     for name in ("dim", "hidden", "vocab"):
-        require(values[name] % 8 == 0, f"{name} ({values[name]}) must be a multiple of 8.")
+        value = getattr(c, name)
+        require(value % 8 == 0, f"{name} ({value}) must be a multiple of 8.")
     require(c.vocab <= 1 << 16, f"vocab_size ({c.vocab}) is more than {1 << 16:,}: ids are uint16.")
     require(c.dim % (2 * c.heads) == 0,
             f"dim ({c.dim}) must be a multiple of 2 x heads (2 x {c.heads}): heads must divide {c.dim // 2}.")
     require(c.heads % c.kv_heads == 0,
             f"heads ({c.heads}) must be a multiple of kv_heads: {c.kv_heads} does not divide it.")
-    require(c.context <= (c.positions or c.context),
+    require(c.positions is None or c.context <= c.positions,
             f"the context ({c.context}) cannot be more than the model's positions ({c.positions}).")
-    require(c.tied is False or c.tied is True and c.predict == 1,
+    require(c.tied in (False, True) and (not c.tied or c.predict == 1),
             f"tied must be true or false, and true needs predict 1: it is {c.tied!r:.20}, and predict {c.predict}.")
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The English inside every Python: what the small model learns from where there is no network
+# Texts for a machine without a network, made from what is there.  Of a text data/NAME.txt there are also
+# data/NAME-chat.jsonl, questions with their answers, for sft.py; and data/NAME-pairs.jsonl, the true answer to a
+# question and that to another one, for rl.py.
 # ------------------------------------------------------------------------------------------------------------
-def python_docstrings():
-    """Yield [(qualified name, docstring), ...] of each module of the standard library: the module's own
-    first, then those of its classes and functions as they stand in the file."""
-    library = dirname(os.__file__)
-    others = "test tests idle_test site-packages dist-packages lib2to3".split()
-    for folder, folders, _ in os.walk(library):
-        folders[:] = sorted(set(folders).difference(others))
-        for path in sorted(glob.glob(f"{glob.escape(folder)}/*.py")):
-            module = os.path.relpath(path, library)[:-3].replace(os.sep, ".").removesuffix(".__init__")
-            with suppress(SyntaxError, ValueError), open(path, encoding="utf-8") as file:
-                yield list(docstrings_below(ast.parse(file.read()), module))
+def find_corpus(preset):
+    """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt;
+    else what `fetch_data.sh tiny` has brought; else the English inside Python."""
+    large = sorted(glob.glob("data/books*.txt") + glob.glob("data/web*.txt"))
+    if preset != "small" and large:
+        return large
+    if os.path.exists("data/tiny.txt"):
+        return ["data/tiny.txt"]
+    if not os.path.exists("data/english.txt"):
+        print("There is no text in data/ (./fetch_data.sh brings one): taking the English of Python.")
+        make_english()
+    return ["data/english.txt"]
 
 
-def docstrings_below(node, name):
-    """Yield (name, docstring) of a syntax tree's node, which has that name, and of all definitions in it,
-    depth first."""
-    definition = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    if isinstance(node, (ast.Module, *definition)):
-        docstring = ast.get_docstring(node)
-        if docstring:
-            yield name, docstring
-    for child in ast.iter_child_nodes(node):
-        yield from docstrings_below(child, f"{name}.{child.name}" if isinstance(child, definition) else name)
+def find_records(corpus, start):
+    """-> the path of the conversations that go with the text `corpus`, made from its part that is not learned,
+    from byte `start` on, where they are missing: of a play, whose paragraphs are "NAME:\\nspeech", each speech and
+    the reply to it."""
+    path = corpus.replace(".txt", "-chat.jsonl")
+    if not os.path.exists(path):
+        text = read_chunk(corpus, start).decode("utf-8", "replace")
+        speeches = re.findall(r"\n\n[^\n:]{1,40}:\n(.+?)(?=\n\n|\Z)", text, re.DOTALL)
+        require(len(speeches) > 1, f"{corpus} is no play, so it gives no questions; name instructions with --data "
+                "(./fetch_data.sh instructions brings some).")
+        questions = [" ".join(speech.split()) for speech in speeches]       # on one line, as one types in chat.py
+        write_records(corpus, questions, speeches[1:])
+    return path
+
+
+def write_records(corpus, questions, answers):
+    """Write the two files of records that go with a text: of questions and answers, and of pairs."""
+    chats = []
+    pairs = []
+    for question, answer, other in zip(questions, answers, answers[1:]):
+        chats.append(json.dumps({"instruction": question, "output": answer}))
+        pairs.append(json.dumps({"prompt": question, "chosen": answer, "rejected": other}))
+    write_file(corpus.replace(".txt", "-chat.jsonl"), "\n".join(chats).encode())
+    write_file(corpus.replace(".txt", "-pairs.jsonl"), "\n".join(pairs).encode())
 
 
 def is_prose(paragraph):
@@ -487,35 +529,34 @@ def is_prose(paragraph):
     return len(paragraph) >= 40 and letters > 0.9 * len(paragraph) and ">>>" not in paragraph
 
 
-def write_python_corpus(path, separator):
-    """About 2 MB of English that every interpreter carries: the language reference (pydoc_data.topics) and
-    the docstrings of the standard library.  Prose paragraphs only, each once; a document a topic or module,
-    with lines of `separator` between them."""
-    import pydoc_data.topics
-    documents = [text for _, text in sorted(pydoc_data.topics.topics.items())]
-    documents += ["\n\n".join(text for _, text in docstrings) for docstrings in python_docstrings()]
+def make_english():
+    """Write data/english.txt: 1.6 MB of English that every interpreter carries, the language reference
+    (pydoc_data.topics) and the docstrings of the standard library; of these the paragraphs of prose, each once.
+    A question is the name of a function or class, and its answer the first paragraph of the documentation, where
+    that is too short or too odd to be in the text: so no answer was learned before."""
+    from pydoc_data.topics import topics
+    named = [("", topics[name]) for name in sorted(topics)]
+    library = os.path.dirname(os.__file__)
+    for path in sorted(glob.glob(f"{library}/**/*.py", recursive=True)):
+        module = path[len(library) + 1:-3].replace(os.sep, ".")
+        if re.search("test|packages|lib2to3", module):      # installed packages are not a part of Python
+            continue
+        with suppress(SyntaxError, ValueError):             # some files are examples of what Python refuses
+            for node in ast.walk(ast.parse(read_chunk(path))):
+                if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                    named.append((f"{module}.{node.name}", ast.get_docstring(node) or ""))
+    documents = []
+    questions = []
+    answers = []
     seen = set()
-    kept = []
-    for document in documents:
-        paragraphs = dict.fromkeys(" ".join(part.split()) for part in re.split(r"\n\s*\n", document))
+    for name, text in named:
+        paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
         prose = [paragraph for paragraph in paragraphs if is_prose(paragraph) and paragraph not in seen]
         seen.update(prose)
         if prose:
-            kept.append("\n\n".join(prose))
-    os.makedirs(dirname(path), exist_ok=True)
-    write_file(path, f"\n\n{separator}\n\n".join(kept).encode())
-
-
-def find_corpus(preset, separator):
-    """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt;
-    else what `fetch_data.sh tiny` has brought; else the text inside Python."""
-    large = sorted(glob.glob("data/books*.txt") + glob.glob("data/web*.txt"))
-    if preset != "small" and large:
-        return large
-    if os.path.exists("data/tiny.txt"):
-        return ["data/tiny.txt"]
-    path = "data/python-{}.{}.txt".format(*sys.version_info)
-    if not os.path.exists(path):
-        print("No corpus in data/ (./fetch_data.sh brings one): taking the English of Python.")
-        write_python_corpus(path, separator)
-    return [path]
+            documents.append("\n\n".join(prose))
+        if name and " " in paragraphs[0] and not is_prose(paragraphs[0]):
+            questions.append(name)
+            answers.append(paragraphs[0])
+    write_file("data/english.txt", "\n\n<|endoftext|>\n\n".join(documents).encode())
+    write_records("data/english.txt", questions, answers)

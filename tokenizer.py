@@ -404,6 +404,35 @@ def encode_chunk(encoder, separator, *chunk):
     return separator.join(map(encoder.pack, read_documents(*chunk)))
 
 
+def split_point(path):
+    """Byte at which the validation part of a file starts: the last 1%, but at least 100 kB, and at most 10%
+    and 4 MB (about 1M tokens).  The cut moves to the nearest document boundary, else to the nearest line.  A
+    text without lines is cut where that is, also within a character: tokens are made of bytes.  Text before
+    the cut is for training.  Where separators stand near it, no document is in both parts."""
+    size = os.path.getsize(path)
+    wanted = min(max(size // 100, 100_000), 4_000_000)
+    low = size - min(size // 10, 32_000_000)        # the cut is no earlier
+    tail = read_chunk(path, low, size)
+    end = len(tail.rstrip())                        # something must be left behind the cut
+    target = max(0, min(len(tail) - wanted, end - 1))
+    for boundary in (SEPARATOR, re.compile(b"\n")):
+        cuts = [match.end() for match in boundary.finditer(tail) if match.end() < end]
+        if cuts:
+            return low + min(cuts, key=lambda cut: abs(target - cut))
+    return low + target
+
+
+def tokenizer_sample(parts):
+    """Of parts of files, (path, 0, end), what a tokenizer is trained on: everything, or of more than 100 MB about
+    a hundred pieces of 1 MB, evenly spread.  Which pairs are frequent is known long before gigabytes are read."""
+    total = sum(end for *_, end in parts)
+    if total <= 100_000_000:
+        return parts
+    return [(path, place, min(place + 1_000_000, end))
+            for path, start, end in parts
+            for place in range(start, end, total // 100)]
+
+
 # ------------------------------------------------------------------------------------------------------------
 # 5. The tokenizer
 
