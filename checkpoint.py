@@ -494,19 +494,17 @@ class Log:
 
     A log is opened for a step: the records of later steps are dropped, so that the log of a resumed run has
     each step once.  The file is only cut there and never written anew: killed at any moment, no history is
-    lost.  evaluated: the step of the last evaluation that it holds."""
+    lost."""
     def __init__(self, folder, step):
         self.path = f"{folder}/log.jsonl"
-        self.evaluated = -1
         kept = last = 0
         if exists(self.path):
             for line, record in read_log(self.path):
-                if record["step"] > step:
+                # the evaluation of the step that the run goes on from is made again
+                if record["step"] > step or record["step"] == step and "loss" not in record:
                     break
                 kept += len(line) + 1                       # and the line end
                 last = record["step"]
-                if "loss" not in record:
-                    self.evaluated = last
         self.file = open(self.path, "ab")
         atexit.register(self.file.close)
         self.file.truncate(kept)

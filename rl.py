@@ -25,8 +25,8 @@ with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
 What it does not do: no value network, no ratio and no clipping (PPO), no division by the deviation of a group (GRPO),
 no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.
 """
-from script import (Parser, bounded, file_hash, json_values, printable, refusing, require, run_script, set_threads, short_hash,
-                    whole_number)
+from script import (Parser, bounded, file_hash, json_values, printable, refusing, require, run_script,
+                    set_threads, short_hash, whole_number)
 
 import os
 import re

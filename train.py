@@ -165,57 +165,48 @@ def train(training, job, stop):
     ranks = training.ranks
     first = model.step
     log = checkpoint.Log(training.out, first) if ranks.rank == 0 else None
-    evaluated = ranks.all_gather(log and log.evaluated)[0]      # the step of the last evaluation
-    if first == evaluated == settings.steps:
-        print(f"The run in {training.out} is finished: {first} steps (--steps takes more, in sft.py --epochs).")
-        return 0
-    if first:
-        print(f"Resuming {training.out} at step {first} of {settings.steps}.")
     began = time.monotonic() - training.state["seconds"]
     waiting = []                # steps whose numbers the host has not read yet
+    if first:
+        print(f"Resuming {training.out} at step {first} of {settings.steps}.")
     for step in range(first, settings.steps + 1):
         if step > first:
             # One step: batch, forward, backward, update.
             rows, weights = job.batch(step - 1)
-            losses = forward_backward(training, rows, weights, stop)                    # (K,)
+            losses = forward_backward(training, rows, weights)                          # (K,)
             lr = learning_rate(step - 1, settings)
             norm = model.update(lr, decay=settings.decay, momentum=settings.momentum)
             waiting.append((step, training.state["tokens"], lr, model.later(losses, norm)))
 
-        evaluating = evaluation_is_due(step, settings) and step > evaluated
+        evaluating = evaluation_is_due(step, settings)
         if step == 0 and not training.state["base"]:
             evaluating = False                      # nothing is learned yet
-        stopping = stop.signal and ranks.size == 1
         saving = step > first and (step % settings.save_every == 0 or step == settings.steps)
-        pause = evaluating or saving or stopping
+        pause = evaluating or saving or (stop.signal and ranks.size == 1)
         if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
             training.state["seconds"] = time.monotonic() - began
-            asked = report(training, job, log, waiting, pause)
+            report(training, job, log, waiting, pause)
             waiting = []
-            # Of several ranks: with the losses travelled how many of them were asked to stop.  That is the same on
-            # all ranks, so all stop after the same step.
-            stopping = stopping or asked
-        # first the save: an evaluation that fails loses nothing
-        if saving or stopping:
-            save_run(training)
-        if evaluating and not stopping:
+            stopping = any(ranks.all_gather(stop.signal))       # the same on all ranks: all stop after the same step
+            if saving or stopping:                  # before the evaluation: if that fails, nothing is lost
+                save_run(training)
+            if stopping and step < settings.steps:
+                print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} --resume "
+                      f"--out {shlex.quote(training.out)}", file=sys.stderr)
+                return 128 + (stop.signal or signal.SIGTERM)    # or: another rank has the signal
+        if evaluating:
             record = job.evaluate(step)
             if log:
                 log.write(step=step, **record)
-        if stopping and step < settings.steps:
-            print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} --resume "
-                  f"--out {shlex.quote(training.out)}", file=sys.stderr)
-            return 128 + (stop.signal or signal.SIGTERM)        # or: another rank has the signal
     print(f"\nTrained {training.out}: {settings.steps} steps, {training.state['tokens']:,} tokens, "
           f"{time.monotonic() - began:,.0f} seconds.\n\n"
           f"Talk to it: python chat.py --model {shlex.quote(training.out)}")
     return 0
 
 
-def forward_backward(training, rows, weights, stop):
+def forward_backward(training, rows, weights):
     """The gradient of a step, micro-batch by micro-batch -> the losses (K,).  A micro-batch is bounded by its tokens,
-    so of shorter rows it takes more.  Each of several ranks takes a part of the rows; its losses are then (K+1,),
-    and the last says how many ranks were asked to stop."""
+    so of shorter rows it takes more.  Each of several ranks takes a part of the rows."""
     T, K = training.sizes
     model = training.model
     ranks = training.ranks
@@ -235,8 +226,6 @@ def forward_backward(training, rows, weights, stop):
         losses = losses + model.forward(inputs[now], targets[now], counted, weights_now)
         model.backward(last=now.stop == own.stop)
     if ranks.size > 1:
-        asked = np.full_like(losses[:1], stop.signal is not None)
-        losses = np.concatenate([losses, asked])
         model.communicator.all_reduce(losses)
     return losses
 
@@ -258,20 +247,15 @@ def evaluation_is_due(step, settings):
 
 
 def report(training, job, log, waiting, pause):
-    """Wait for the numbers of these steps, log them, and print a line for each -> how many ranks were asked to stop.
-    FloatingPointError for a number that is not finite; before a pause, in which the weights may be saved, also for
-    weights that are not."""
+    """Wait for the numbers of these steps, log them, and print a line for each.  FloatingPointError for a number that is
+    not finite; before a pause, in which the weights may be saved, also for weights that are not."""
+    model = training.model
     settings = training.settings
     seconds = training.state["seconds"]
-    asked = 0
     for step, tokens, lr, read in waiting:
-        losses, norm = read()
-        losses = losses.tolist()
-        norm = float(norm)
-        if training.ranks.size > 1:
-            asked = losses.pop()
-        last = pause and step == waiting[-1][0]
-        weights = training.model.read(training.model.flat_params) if last else 0.0
+        losses, norm = [np.asarray(array).tolist() for array in read()]
+        last = pause and step == model.step
+        weights = model.read(model.flat_params) if last else 0.0
         if not (np.isfinite([*losses, norm]).all() and np.isfinite(weights).all()):
             raise FloatingPointError(f"step {step} is not finite (loss {losses[0]}, gradient norm {norm}).  "
                                      f"{training.out} keeps its last save.  Try a lower --lr.")
@@ -279,10 +263,8 @@ def report(training, job, log, waiting, pause):
             log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
                       seconds=round(seconds, 3))
         left = datetime.timedelta(seconds=int(seconds / step * (settings.steps - step)))
-        print_step(step, [f"step {step:5d}/{settings.steps}", f"loss {losses[0]:7.4f}", job.note(step),
-                          f"{str(left).removeprefix('0:')} left",           # 02:14, or 1:02:14
+        print_step(step, [f"step {step:5d}/{settings.steps}", f"loss {losses[0]:7.4f}", job.note(step), f"{left} left",
                           f"{tokens / seconds:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"], last)
-    return asked
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -385,10 +367,9 @@ def evaluate_pairs(training, path):
 
     pairs = read_records([path], make_pair)
     losses = row_losses(training, [row for _, rows in pairs for row in rows]).reshape(-1, 2)
-    scores = collections.defaultdict(list)
-    for (name, _), (good, bad) in zip(pairs, losses):
-        scores[name].append(np.heaviside(bad - good, 0.5))
-    means = {name: np.mean(found) for name, found in scores.items()}
+    right = np.heaviside(losses[:, 1] - losses[:, 0], 0.5)      # 1 where the good sentence is the more probable one
+    names = np.array([name for name, _ in pairs])
+    means = {name: right[names == name].mean() for name in dict.fromkeys(names.tolist())}
     means["average"] = np.mean([*means.values()])
     for name, mean in means.items():
         print(f"{name} {mean:.3f}")
@@ -553,8 +534,6 @@ def make_settings(options, preset, config, defaults, ranks):
     require(usual["batch_tokens"] % T == 0,
             f"--batch-tokens {usual['batch_tokens']} is not a multiple of the context, {T}.")
     usual |= choose_machine(options, preset, config, usual["batch_tokens"], ranks)
-    require(usual["device"] == "gpu" or not {"precision", "matmul"} & options.keys(),
-            "--precision and --matmul are for the GPU engine; add --device gpu.")
     return Settings(**usual)
 
 
