@@ -119,7 +119,7 @@ def test_a_reward_gets_texts_and_the_number_of_tokens():
     model.params["embed"][first] = np.eye(16)[1]
     model.params["heads"][[first, tokenizer.special["<|end|>"]], 0] = 100       # ... that one comes, or the end
     model.params["heads"][second, 1] = 100
-    checkpoint.save("base", model, tokenizer, checkpoint.load_state("base"))
+    checkpoint.save("base", model, tokenizer, checkpoint.read_state("base")[0])
     write("asked.jsonl", '{"instruction": "Who?", "output": "You."}\n{"instruction": "Why?", "output": "So."}')
     write("mine.py", "def reward(prompt, answer, tokens, ended):\n"
                      "    assert prompt in ('Who?', 'Why?') and answer == tokens // 2 * '\u0416' and ended == (tokens < 16)\n"
