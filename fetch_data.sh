@@ -7,6 +7,8 @@
 # that is there.  The script fetches one thing at a time, pauses between books, and stops at the first sign
 # that the network is gone or that a server wants to be left alone.
 #
+# One word, english, needs no network: it makes a text from the documentation that every Python brings.
+#
 # Read before it: nothing.  What it does not do: it does not judge what a text says, and it removes no
 # duplicates.  It needs bash (3.2, as macOS has it, is enough), curl and Python; for web text also DuckDB's
 # command line.
@@ -49,6 +51,8 @@ WEB_LANGUAGE_SCORE=${WEB_LANGUAGE_SCORE:-0.8}
 
 usage="usage: ./fetch_data.sh WORD...
   tiny          Tiny Shakespeare: scenes from the plays, 1.1 MB -> data/tiny.txt (public domain)
+  english       without a network: the English of Python's documentation -> data/english.txt, and with it
+                what sft.py and rl.py learn from (Python's licence)
   books         169 classics, 110 MB in 10 minutes -> data/books.txt
                 (Project Gutenberg; public domain in the USA, elsewhere see the law of your country)
   web           FineWeb-Edu's sample-10BT, WEB_MB MB -> data/web_000.txt, ... (ODC-By 1.0, and Common Crawl's terms of use)
@@ -91,10 +95,11 @@ quietly() {
 }
 
 # curl_below MOST WORD...: curl, for a file of MOST bytes.  Before version 8.4 curl stops there only where the
-# server announces a length.  Elsewhere the system stops it, a megabyte later.
+# server announces a length.  Elsewhere the system stops it, a megabyte later.  -q comes first: the options that a
+# user may have in ~/.curlrc are not read, since some of them (include) change what is written into a file.
 curl_below() {
     ulimit -Sf $(($1 / 1024 + 1024)) 2>/dev/null || true        # or at a lower limit that there is already
-    exec curl --max-filesize "$@"
+    exec curl -q --max-filesize "$@"
 }
 
 # get URL FILE LEAST MOST KIND: make FILE from URL, unless it is there.  It has LEAST to MOST bytes, where
@@ -168,6 +173,7 @@ END = BEFORE + rb"((THE\s+)?END" + GUTENBERG + rb"|START: FULL LICENSE|THE FULL 
 MARKS = re.compile(rb"(?P<start>%b)|(?P<end>%b)|^.*\*START[* ]*THE SMALL PRINT" % (START, END), re.I | re.M)
 CREDITS = re.compile(rb"PROOFREAD|HTTPS?://|[A-Z]@[A-Z]|^ *(THIS\s)?(E-?(TEXT|BOOK)\s)?((WAS|IS)\s)?"
                      rb"(PRODUCED|PREPARED|SCANNED|TRANSCRIBED)\s", re.I)
+WEB_PAGE = re.compile(rb"<(!doctype|!--|\?xml|(html|head|body|title|meta|script|style|link)\b)", re.I)
 
 
 def join_prose(paragraph, width):
@@ -223,7 +229,7 @@ KINDS = {
 
 def accept(kind, part, file, least):
     data = pathlib.Path(part).read_bytes()
-    if re.match(rb"<(!doctype|!--|html|head|body|\?xml)", data.lstrip(b" \t\r\n\v\f\xef\xbb\xbf"), re.I):
+    if WEB_PAGE.match(data.lstrip(b" \t\r\n\v\f\xef\xbb\xbf")):
         return "a web page (the login page of a network, perhaps)"
     kept = strip_book(data) if kind == "book" else data
     try:
@@ -413,9 +419,15 @@ web() {
 # 6. Words
 # ------------------------------------------------------------------------------------------------------------
 # A new word takes a function, its name in this list, and a line of the usage.
-words="tiny, books, web, instructions, preferences, blimp, smollm2, all"
+words="tiny, english, books, web, instructions, preferences, blimp, smollm2, all"
 
 tiny() { get "$TINY_URL" data/tiny.txt 500000 20000000 text || fail "$problem"; }
+
+# What script.py makes of the Python that runs.  -I: no module of the current folder stands in for one of Python's.
+english() {
+    "$python" -I -c 'import sys; sys.path.insert(0, sys.argv[1]); import script; script.make_english()' \
+        "$(dirname -- "$0")" || fail "data/english.txt cannot be made; see above."
+}
 
 instructions() { get "$ALPACA_URL" data/instructions.json 1000 200000000 instructions || fail "$problem"; }
 
@@ -462,7 +474,9 @@ check BOOK_IDS "${BOOK_IDS:-1}" '[[:space:],]*[0-9][0-9[:space:],]*' "Project Gu
 for word in "$@"; do check WORD "$word" "${words//, /|}" "one of $words"; done
 python=$venv/bin/python
 [ -x "$python" ] || python=python3
-for tool in curl "$python"; do command -v "$tool" >/dev/null || fail "$tool is missing; install it."; done
+tools=("$python")
+[ "$*" = english ] || tools+=(curl)     # a machine without a network may lack it
+for tool in "${tools[@]}"; do command -v "$tool" >/dev/null || fail "$tool is missing; install it."; done
 
 # One run at a time, or two would write to one .part.  To make a folder succeeds for one run only, so a folder
 # is the lock.  The folder that a killed run has left is no lock: the process that it names is gone.  A folder
