@@ -25,8 +25,7 @@ with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
 What it does not do: no value network, no ratio and no clipping (PPO), no division by the deviation of a group (GRPO),
 no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.
 """
-from script import (Parser, bounded, file_hash, json_values, printable, refusing, require, run_script,
-                    set_threads, short_hash, whole_number)
+from script import Parser, bounded, json_values, make_pair, read_records, refusing, require, run_script, set_threads
 
 import os
 import re
@@ -134,9 +133,7 @@ def find_reward(name):
 
     def reward(*arguments):
         with refusing(f"the reward {name} cannot be used"):
-            value = float(own(*arguments))
-            require(np.isfinite(value), f"it gave {value}")
-            return value
+            return float(own(*arguments))
     return reward
 
 
@@ -149,7 +146,7 @@ def make_row(prompt, answer):
     return ids, np.arange(len(ids)) >= len(prompt)
 
 
-def draw_answers(training, reward, openings, seed, temperature=1.0):
+def draw_answers(training, reward, openings, seed):
     """The model answers each of these (sft.opening) -> (rows, their rewards (n,), the answers as texts).  seed: of the
     noise, a number or several."""
     tokenizer = training.tokenizer
@@ -157,7 +154,7 @@ def draw_answers(training, reward, openings, seed, temperature=1.0):
     special = tokenizer.special.values()
     prompts = [sft.cut_prompt(tokenizer, opening, T) for opening in openings]
     seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))
-    sampling = Sampling(temperature, seed=seeds, vocab=tokenizer.vocab_size)
+    sampling = Sampling(seed=seeds, vocab=tokenizer.vocab_size)
     answers = generate_batch(training.model, prompts, sampling, special, min(ANSWER_TOKENS, (T + 3) // 4))
     texts = []
     rewards = []
@@ -175,14 +172,11 @@ def reinforcing(training):
     T, _ = training.sizes
     reward = find_reward(settings.reward)
     base, _ = checkpoint.load(training.state["base"], model_cpu, {"dtype": np.float32, "training": False}, T)
-    train.check_key(training, short_hash(*map(file_hash, settings.data), str(base.flat_params.sum())))
     conversations, unseen = sft.read_conversations(settings)
     true_rows = [sft.make_row(training.tokenizer, conversation, T) for conversation in unseen]
     to_learn = list(dict.fromkeys(map(sft.opening, conversations)))
     held_out = list(dict.fromkeys(map(sft.opening, unseen)))[:HELD_OUT]
     means = {}                                      # of the rewards of each step
-    print(f"{training.state['base']} learns by rewards into {training.out}: {len(to_learn):,} prompts, reward "
-          f"{settings.reward}.")
 
     def batch(step):
         prompts = max(1, settings.batch_tokens // T // GROUP)
@@ -194,55 +188,24 @@ def reinforcing(training):
 
     def evaluate(step):
         asked = [opening for opening in held_out for _ in range(GROUP)]
-        rows, rewards, _ = draw_answers(training, reward, asked, settings.seed)
-        _, greedy, texts = draw_answers(training, reward, held_out, settings.seed, temperature=0)
+        rows, rewards, texts = draw_answers(training, reward, asked, settings.seed)
         losses = train.row_losses(training, rows)
         weights = model.read(model.flat_params).copy()
         model.write(model.flat_params, base.flat_params)        # the base takes the model's place for a moment
         kl = (train.row_losses(training, rows) - losses).sum() / train.learned(rows)
         model.write(model.flat_params, weights)
-        spread = np.ptp(rewards.reshape(-1, GROUP), axis=1)     # of each group
-        record = {
-            "reward": rewards.mean(),                                           # of answers drawn
-            "greedy": greedy.mean(),                                            # at temperature 0
+        return {
+            "reward": rewards.mean(),                                           # of the answers
             "kl": kl,                                                           # from the base, nats a token
-            "alike": (spread == 0).mean(),                                      # groups that teach nothing
-            "forgotten": train.measure(training, {"true": true_rows})["val_loss"]}      # of the true answers
-        print_record(record)
-        for (_, question), text, value in zip(held_out[:2], texts, greedy):
-            print(f"           {value:.2f} for {printable(text)!r:.60} to {printable(question)!r:.40}")
-        return record
+            "forgotten": train.measure(training, {"true": true_rows})["val_loss"],      # of the true answers
+            "samples": [(f"{rewards[i]:.2f} {asked[i][1]}", texts[i]) for i in (0, GROUP)]}
 
     return train.Job(batch, evaluate, lambda step: f"reward {means[step]:.3f}")
-
-
-def print_record(record):
-    print("           " + ", ".join(f"{name} {value:.3f}" for name, value in record.items()))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 4. DPO: pairs -> log-probabilities -> weights
 # ------------------------------------------------------------------------------------------------------------
-def make_pair(record):
-    """{"prompt", "chosen", "rejected"} -> (the conversation with the chosen answer, the rejected text).  Each is a
-    text or a list of messages.  chosen and rejected may begin with the prompt's messages, and the prompt may then be
-    missing.  ValueError for all else."""
-    chosen = as_messages(record["chosen"], "assistant")
-    rejected = as_messages(record["rejected"], "assistant")
-    prompt = as_messages(record.get("prompt", chosen[:-1]), "user")
-    for messages in (chosen, rejected):
-        require(messages[:-1] in ([], prompt), "before its last message an answer has others than the prompt")
-    sft.make_turns({"messages": [*prompt, rejected[-1]]})           # ValueError for what is no conversation
-    return sft.make_turns({"messages": [*prompt, chosen[-1]]}), rejected[-1]["content"]
-
-
-def as_messages(value, role):
-    """A text, or a list of messages -> a list of messages with role and content alone."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    return [{"role": message["role"], "content": message["content"]} for message in value]
-
-
 def pair_rows(tokenizer, pair, T):
     """-> (the rows of chosen and rejected, of which the last answer is learned; whether one had to be cut)."""
     (system, turns), rejected = pair
@@ -275,7 +238,7 @@ def pair_batches(tokenizer, pairs, settings, T):
 
 def read_pairs(tokenizer, settings, T):
     """-> (batches to learn, batches held out) of a run's files."""
-    pairs = train.read_records(settings.data, make_pair)
+    pairs = read_records(settings.data, make_pair)
     parts = sft.hold_out(pairs, [sft.opening(conversation) for conversation, _ in pairs], settings.seed)
     return [pair_batches(tokenizer, part, settings, T) for part in parts]
 
@@ -284,7 +247,6 @@ def preferring(training):
     """-> the Job of a run on pairs."""
     settings = training.settings
     T, _ = training.sizes
-    train.check_key(training, short_hash(*map(file_hash, settings.data)))
     batches, held_out = read_pairs(training.tokenizer, settings, T)
     if "reference" not in training.state:           # the model is still the base
         training.state["reference"] = [(-train.row_losses(training, rows)).tolist() for rows in batches + held_out]
@@ -302,17 +264,14 @@ def preferring(training):
     def evaluate(step):
         log_probs = -np.concatenate([train.row_losses(training, rows) for rows in held_out])
         _, z = dpo_weights(log_probs, np.concatenate(reference[len(batches):]), settings.beta)
-        record = {
+        texts = [training.tokenizer.decode(ids[mask]) for ids, mask in held_out[0][:2]]
+        return {
             "dpo": dpo_loss(z),
             "accuracy": np.heaviside(z, 0.5).mean(),
             "margin": z.mean(),
             "chosen": log_probs[::2].mean(),        # both may fall, which the margin does not tell
-            "rejected": log_probs[1::2].mean()}
-        print_record(record)
-        for name, (ids, mask) in zip(("chosen", "rejected"), held_out[0]):
-            print(f"           {name}: {printable(training.tokenizer.decode(ids[mask]))!r:.60}")
-        print(f"           margin {z[0]:.3f}")
-        return record
+            "rejected": log_probs[1::2].mean(),
+            "samples": list(zip([f"margin {z[0]:.2f} of", "over"], texts))}
 
     return train.Job(batch, evaluate, lambda step: f"dpo {dpo_loss(margins[step]):.4f}")
 
@@ -326,18 +285,13 @@ JOBS = {"reinforce": reinforcing, "dpo": preferring}
 def begin(options, out, ranks):
     """Make the folder of a new run."""
     base, preset, config, tokenizer, data = sft.read_base(options)
-    if "data" not in options and options.get("method") == "dpo":
-        data = [data[0].replace("-chat.jsonl", "-pairs.jsonl")]
-        if preset != "small":
-            data = ["data/preferences.jsonl"]
-    has_pairs = "chosen" in json_values(data[0])[0]
-    method = options.get("method", "dpo" if has_pairs else "reinforce")
-    require(has_pairs or method == "reinforce", f"{data[0]} holds no pairs: records of prompt, chosen and rejected.")
+    first = json_values(data[0])[0]
+    method = options.get("method", "dpo" if "chosen" in first and "output" not in first else "reinforce")
     unused = "reward" if method == "dpo" else "beta"
     require(unused not in options, f"--{unused} is not for --method {method}.")
     steps, batch_tokens, lr, every = DEFAULTS[method][preset]
-    usual = sft.defaults(batch_tokens, lr, 0, every) | {
-        "steps": steps, "optimizer": "adamw", "decay": 0.0, "method": method, "reward": "sentence"}
+    usual = train.defaults(steps, batch_tokens, lr, 0, every)
+    usual |= {"optimizer": "adamw", "decay": 0.0, "method": method, "reward": "sentence"}
     settings = train.make_settings(options, preset, config, usual, ranks)
     settings.data = data
     find_reward(settings.reward)
@@ -349,7 +303,6 @@ def begin(options, out, ranks):
 def main(argv):
     parser = Parser(description="Train a model that answers by rewards (REINFORCE) or preferences (DPO).")
     add = parser.add_argument
-    add("--steps", type=whole_number(1), help="updates; with --resume a larger number extends a run")
     add("--method", choices=tuple(DEFAULTS), help="default: dpo for pairs, else reinforce")
     add("--reward", metavar="NAME", help=f"{', '.join(REWARDS)} or FILE.py:NAME, which is run (default sentence)")
     add("--beta", type=bounded(float, 1e-6, 1000), help="of DPO: how far from the base (default 0.1)")

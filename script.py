@@ -288,6 +288,56 @@ def json_values(path):
     return values
 
 
+def read_records(paths, make):
+    """What `make` makes of each record in these files of JSON.  ValueError names the first record that cannot be
+    used."""
+    values = []
+    for path in paths:
+        for number, record in enumerate(json_values(path), 1):
+            with refusing(f"{path}, record {number}, cannot be used"):
+                values.append(make(record))
+    require(values, f"{', '.join(paths)}: there is no record.")
+    return values
+
+
+def make_turns(record):
+    """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> a conversation,
+    every text as it stands.  ValueError for another record."""
+    question = "\n\n".join(filter(None, [record.get("instruction"), record.get("input")]))
+    messages = [("user", question), ("assistant", record.get("output"))]
+    if "messages" in record:
+        messages = [(message["role"], message["content"]) for message in record["messages"]]
+    system = None
+    if messages[0][0] == "system":
+        _, system = messages.pop(0)
+    roles = [role for role, _ in messages]
+    texts = [text for _, text in messages]
+    require(messages and roles == ["user", "assistant"] * (len(roles) // 2), "user and assistant must take turns")
+    # from an empty response a model would learn to be silent
+    require(all(isinstance(text, str) for text in texts) and all(map(str.strip, texts[1::2])), "a message has no text")
+    return system, list(zip(texts[::2], texts[1::2]))
+
+
+def make_pair(record):
+    """{"prompt", "chosen", "rejected"} -> (the conversation with the chosen answer, the rejected text).  Each is a
+    text or a list of messages.  chosen and rejected may begin with the prompt's messages, and the prompt may then be
+    missing.  ValueError for all else."""
+    chosen = as_messages(record["chosen"], "assistant")
+    rejected = as_messages(record["rejected"], "assistant")
+    prompt = as_messages(record.get("prompt", chosen[:-1]), "user")
+    for messages in (chosen, rejected):
+        require(messages[:-1] in ([], prompt), "before its last message an answer has others than the prompt")
+    make_turns({"messages": [*prompt, rejected[-1]]})           # ValueError for what is no conversation
+    return make_turns({"messages": [*prompt, chosen[-1]]}), rejected[-1]["content"]
+
+
+def as_messages(value, role):
+    """A text, or a list of messages -> a list of messages with role and content alone."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
 @contextmanager
 def replace_file(path):
     """Open a binary file for writing.  It takes the place of `path` when all is written, and not before."""
@@ -316,6 +366,11 @@ def file_hash(path):
     """The SHA-256 of a file, which may be larger than the memory, but must not be empty."""
     with open(path, "rb") as file:
         return hashlib.sha256(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).hexdigest()
+
+
+def hash_files(paths):
+    """A fingerprint of these files."""
+    return short_hash(*map(file_hash, paths))
 
 
 def short_hash(*texts):
@@ -456,14 +511,12 @@ def run_ranks(run):
 # ------------------------------------------------------------------------------------------------------------
 def check_config(c):
     """ValueError if the sizes of a Config do not fit together."""
-    for name in ("dim", "heads", "kv_heads", "layers", "context", "vocab", "predict", "hidden"):
-        value = getattr(c, name)
-        require(type(value) is int and 1 <= value <= 1 << 20, f"{name} must be a whole number from 1 to {1 << 20:,}, "
-                f"not {value!r:.20}.")
-    for name, least in (("mtp_weight", 0), ("norm_eps", 0), ("rope_theta", 1)):
-        value = getattr(c, name)
-        require(type(value) in (int, float) and least <= value <= 1e308, f"{name} must be a finite number of at least "
-                f"{least}, not {value!r:.20}.")
+    sizes = [c.dim, c.heads, c.kv_heads, c.layers, c.context, c.vocab, c.predict, c.hidden]
+    require(all(type(size) is int and 1 <= size <= 1 << 20 for size in sizes),
+            f"sizes must be whole numbers above 0: {c}.")
+    numbers = [c.mtp_weight, c.norm_eps, c.rope_theta]
+    require(all(type(number) in (int, float) and 0 <= number < 1e308 for number in numbers),
+            f"mtp_weight, norm_eps and rope_theta must be finite numbers, not negative: {c}.")
     for name in ("dim", "hidden", "vocab"):
         value = getattr(c, name)
         require(value % 8 == 0, f"{name} ({value}) must be a multiple of 8.")
@@ -472,16 +525,14 @@ def check_config(c):
             f"dim ({c.dim}) must be a multiple of 2 x heads (2 x {c.heads}): heads must divide {c.dim // 2}.")
     require(c.heads % c.kv_heads == 0,
             f"heads ({c.heads}) must be a multiple of kv_heads: {c.kv_heads} does not divide it.")
-    require(c.positions is None or c.context <= c.positions,
+    require(c.context <= (c.positions or c.context),
             f"the context ({c.context}) cannot be more than the model's positions ({c.positions}).")
-    require(c.tied in (False, True) and (not c.tied or c.predict == 1),
-            f"tied must be true or false, and true needs predict 1: it is {c.tied!r:.20}, and predict {c.predict}.")
+    require(c.predict == 1 or not c.tied, f"a tied head needs predict 1, not {c.predict}.")
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Texts for a machine without a network, made from what is there.  Of a text data/NAME.txt there are also
-# data/NAME-chat.jsonl, questions with their answers, for sft.py; and data/NAME-pairs.jsonl, the true answer to a
-# question and that to another one, for rl.py.
+# Texts for a machine without a network, made from what is there.  With a text data/NAME.txt go the questions and
+# answers of data/NAME-chat.json, for sft.py and rl.py.
 # ------------------------------------------------------------------------------------------------------------
 def find_corpus(preset):
     """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt;
@@ -497,66 +548,62 @@ def find_corpus(preset):
     return ["data/english.txt"]
 
 
-def find_records(corpus, start):
-    """-> the path of the conversations that go with the text `corpus`, made from its part that is not learned,
-    from byte `start` on, where they are missing: of a play, whose paragraphs are "NAME:\\nspeech", each speech and
-    the reply to it."""
-    path = corpus.replace(".txt", "-chat.jsonl")
-    if not os.path.exists(path):
-        text = read_chunk(corpus, start).decode("utf-8", "replace")
-        speeches = re.findall(r"\n\n[^\n:]{1,40}:\n(.+?)(?=\n\n|\Z)", text, re.DOTALL)
-        require(len(speeches) > 1, f"{corpus} is no play, so it gives no questions; name instructions with --data "
+def find_records(path):
+    """-> the path of the conversations that go with the text at `path`, made where they are missing: of a play, whose
+    paragraphs are "NAME:\\nspeech", each speech and the reply to it.  They are of its last 90 kB, which pretraining
+    holds out.  Where `path` is a file of records, it is that."""
+    records = path.replace(".txt", "-chat.json")
+    if not os.path.exists(records):
+        text = read_chunk(path)[-90_000:].decode("utf-8", "replace")
+        speeches = re.split(r"\n\n[^\n:]{1,40}:\n", text)[1:]
+        require(len(speeches) > 1, f"{path} is no play, so it gives no questions; name instructions with --data "
                 "(./fetch_data.sh instructions brings some).")
-        questions = [" ".join(speech.split()) for speech in speeches]       # on one line, as one types in chat.py
-        write_records(corpus, questions, speeches[1:])
-    return path
+        write_records(path, [" ".join(speech.split()) for speech in speeches], speeches[1:])
+    return records
 
 
-def write_records(corpus, questions, answers):
-    """Write the two files of records that go with a text: of questions and answers, and of pairs."""
-    chats = []
-    pairs = []
+def write_records(path, questions, answers):
+    """Write the records that go with a text.  Each is a conversation for sft.py, and a pair for rl.py: the true answer
+    is chosen, and that to the next question rejected."""
+    records = []
     for question, answer, other in zip(questions, answers, answers[1:]):
-        chats.append(json.dumps({"instruction": question, "output": answer}))
-        pairs.append(json.dumps({"prompt": question, "chosen": answer, "rejected": other}))
-    write_file(corpus.replace(".txt", "-chat.jsonl"), "\n".join(chats).encode())
-    write_file(corpus.replace(".txt", "-pairs.jsonl"), "\n".join(pairs).encode())
+        conversation = {"instruction": question, "output": answer}
+        records.append({**conversation, "prompt": question, "chosen": answer, "rejected": other})
+    write_file(path.replace(".txt", "-chat.json"), json.dumps(records).encode())
 
 
 def is_prose(paragraph):
-    """Whether a paragraph is long enough, almost all letters, and no example of code."""
+    """Whether a paragraph is long enough, and almost all letters, so that it is no code and no table."""
     letters = sum(char.isalpha() or char in " ,.;:'-" for char in paragraph)
-    return len(paragraph) >= 40 and letters > 0.9 * len(paragraph) and ">>>" not in paragraph
+    return len(paragraph) >= 40 and letters > 0.9 * len(paragraph)
 
 
 def make_english():
-    """Write data/english.txt: 1.6 MB of English that every interpreter carries, the language reference
+    """Write data/english.txt: 1.5 MB of English that every interpreter carries, the language reference
     (pydoc_data.topics) and the docstrings of the standard library; of these the paragraphs of prose, each once.
     A question is the name of a function or class, and its answer the first paragraph of the documentation, where
-    that is too short or too odd to be in the text: so no answer was learned before."""
+    that is not in the text, because it is too short or no prose: so no answer was learned before."""
     from pydoc_data.topics import topics
     named = [("", topics[name]) for name in sorted(topics)]
     library = os.path.dirname(os.__file__)
-    for path in sorted(glob.glob(f"{library}/**/*.py", recursive=True)):
-        module = path[len(library) + 1:-3].replace(os.sep, ".")
-        if re.search("test|packages|lib2to3", module):      # installed packages are not a part of Python
+    for path in sorted(glob.glob("**/*.py", root_dir=library, recursive=True)):
+        if re.search("test|packages", path):                # installed packages are not a part of Python
             continue
         with suppress(SyntaxError, ValueError):             # some files are examples of what Python refuses
-            for node in ast.walk(ast.parse(read_chunk(path))):
+            for node in ast.walk(ast.parse(read_chunk(f"{library}/{path}"))):
                 if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-                    named.append((f"{module}.{node.name}", ast.get_docstring(node) or ""))
+                    named.append((f"{path[:-3]}/{node.name}", ast.get_docstring(node) or ""))
     documents = []
     questions = []
     answers = []
     seen = set()
     for name, text in named:
         paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
-        prose = [paragraph for paragraph in paragraphs if is_prose(paragraph) and paragraph not in seen]
+        prose = [paragraph for paragraph in paragraphs if is_prose(paragraph)]
+        documents.append("\n\n".join(paragraph for paragraph in prose if paragraph not in seen))
         seen.update(prose)
-        if prose:
-            documents.append("\n\n".join(prose))
         if name and " " in paragraphs[0] and not is_prose(paragraphs[0]):
             questions.append(name)
             answers.append(paragraphs[0])
-    write_file("data/english.txt", "\n\n<|endoftext|>\n\n".join(documents).encode())
+    write_file("data/english.txt", "\n\n<|endoftext|>\n\n".join(filter(None, documents)).encode())
     write_records("data/english.txt", questions, answers)

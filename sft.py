@@ -33,8 +33,8 @@ prompt's positions through their keys and values.
 What it does not do: no rewards or preferences (rl.py); no adapters (LoRA), all weights
 are trained; no packing of several conversations into one row.
 """
-from script import (Parser, file_hash, find_records, printable, refusing, require, run_script, set_threads,
-                    short_hash, whole_number)
+from script import (Parser, find_records, make_turns, printable, read_records, refusing, require, run_script,
+                    set_threads, whole_number)
 
 import functools
 import glob
@@ -52,17 +52,11 @@ from tokenizer import CHATML_PARTS
 from tokenizer import CHAT_TEMPLATE, END_OF_TURN
 
 
-def defaults(batch_tokens, lr, warmup, every):
-    """The defaults of a run; evaluation and save come every so many steps.  Its own steps are set once the batches
-    are counted."""
-    return dict(steps=0, batch_tokens=batch_tokens, lr=lr, warmup=warmup, eval_every=every, save_every=every)
-
-
-# Chosen by short runs; docs/notes.md says what else was tried.
+# The steps are set once the batches are counted.  Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {
-    "small": defaults(1024, 7e-4, 20, 100),
-    "medium": defaults(8192, 5e-4, 50, 200),
-    "big": defaults(32768, 2e-4, 50, 200)}
+    "small": train.defaults(0, 1024, 7e-4, 20, 100),
+    "medium": train.defaults(0, 8192, 5e-4, 50, 200),
+    "big": train.defaults(0, 32768, 2e-4, 50, 200)}
 EPOCHS = {"small": 4, "medium": 3, "big": 3}
 MOST_HELD_OUT = 1000            # conversations
 ANSWER_TOKENS = 150
@@ -82,29 +76,7 @@ def find_data(preset, base):
                   "(./fetch_data.sh instructions brings some)"):
         state, _ = checkpoint.read_state(base)
         learned = state["settings"]["data"]
-    if learned[0].endswith(".txt"):
-        return [find_records(learned[0], train.split_point(learned[0]))]
-    return learned
-
-
-def make_turns(record):
-    """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> a conversation,
-    every text as it stands.  ValueError for another record."""
-    if "messages" in record:
-        roles = [message["role"] for message in record["messages"]]
-        texts = [message["content"] for message in record["messages"]]
-    else:
-        roles = ["user", "assistant"]
-        texts = ["\n\n".join(filter(None, [record["instruction"], record.get("input")])), record["output"]]
-    system = None
-    if roles[:1] == ["system"]:
-        system = texts.pop(0)
-        del roles[0]
-    require(roles and roles == ["user", "assistant"] * (len(roles) // 2), "user and assistant must take turns")
-    require(all(isinstance(text, str) for text in [system or "", *texts]), "a field is no text")
-    # from an empty one a model would learn to be silent
-    require(all(response.strip() for response in texts[1::2]), "a response is empty")
-    return system, list(zip(texts[::2], texts[1::2]))
+    return [find_records(path) for path in learned]
 
 
 def opening(conversation):
@@ -185,7 +157,7 @@ def plan_epoch(lengths, batch_tokens, seed, epoch):
 # ------------------------------------------------------------------------------------------------------------
 def read_conversations(settings):
     """-> (the conversations to learn, those held out) of a run's files."""
-    conversations = train.read_records(settings.data, make_turns)
+    conversations = read_records(settings.data, make_turns)
     return hold_out(conversations, list(map(opening, conversations)), settings.seed)
 
 
@@ -193,26 +165,26 @@ def fine_tuning(training):
     """-> the Job of a run on the records of its settings."""
     settings = training.settings
     T, _ = training.sizes
-    train.check_key(training, short_hash(*map(file_hash, settings.data)))
     to_learn, unseen = read_conversations(settings)
     rows = [make_row(training.tokenizer, conversation, T) for conversation in to_learn]
     held_out = [make_row(training.tokenizer, conversation, T) for conversation in unseen]
     lengths = padded_lengths(rows, T)
-    batches = settings.steps // settings.epochs     # an epoch
-    print(f"{training.state['base']} is fine-tuned into {training.out} on {', '.join(settings.data)}: {len(rows):,} "
-          f"conversations, {len(held_out):,} more held out; {settings.epochs} epochs of {batches} steps.")
+
+    prompts = {text: cut_prompt(training.tokenizer, (system, text), T) for system, text in map(opening, unseen[:3])}
 
     @functools.lru_cache(maxsize=2)                 # each step of an epoch asks for it
     def plan(epoch):
         return plan_epoch(lengths, settings.batch_tokens, settings.seed, epoch)
 
+    batches = len(plan(0))                          # of an epoch
+    print(f"{training.out}: {len(rows):,} conversations, {len(held_out):,} more held out; {batches} steps an epoch.")
+
     def batch(step):
         return [rows[i] for i in plan(step // batches)[step % batches]], None
 
     def evaluate(step):
-        prompts = {text: cut_prompt(training.tokenizer, (system, text), T) for system, text in map(opening, unseen[:3])}
-        whole = step in (0, settings.steps)
-        return train.measure_and_draw(training, {"responses": held_out}, prompts, ANSWER_TOKENS, whole)
+        result = train.measure(training, {"responses": held_out})
+        return {**result, "samples": train.draw_samples(training, prompts, ANSWER_TOKENS)}
 
     return train.Job(batch, evaluate, lambda step: "")
 
@@ -242,7 +214,8 @@ def begin(options, out, ranks):
     to_learn, _ = read_conversations(settings)
     rows = [make_row(tokenizer, conversation, config.context) for conversation in to_learn]
     lengths = padded_lengths(rows, config.context)
-    settings.steps = settings.epochs * len(plan_epoch(lengths, settings.batch_tokens, settings.seed, 0))
+    batches = plan_epoch(lengths, settings.batch_tokens, settings.seed, 0)
+    settings.steps = options.get("steps", settings.epochs * len(batches))
     if "warmup" not in options:
         settings.warmup = min(settings.warmup, settings.steps // 10)
     train.create_run("sft.py", out, settings, config, tokenizer, base)
@@ -253,7 +226,7 @@ def show(options):
     terminal."""
     start, stop = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("[", "]")
     _, _, config, tokenizer, data = read_base(options)
-    for number, conversation in enumerate(train.read_records(data, make_turns)[:options["show"]], 1):
+    for number, conversation in enumerate(read_records(data, make_turns)[:options["show"]], 1):
         ids, mask = make_row(tokenizer, conversation, config.context)
         print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are learned")
         for learned, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):

@@ -36,13 +36,12 @@ What it does not do: no shuffling of documents; no masks at document boundaries 
 the model learns them from); no fine-tuning.  With --base the sizes and the tokenizer are the base's.  Its
 optimizer's moments are not read: the run begins with a warmup, at step 0, and at half the learning rate.
 """
-from script import (Parser, Ranks, Stop, available_cores, bounded, file_hash, find_corpus, json_values, print_step,
-                    printable, refusing, require, run_ranks, run_script, set_threads, short_hash,
+from script import (Parser, Ranks, Stop, available_cores, bounded, find_corpus, hash_files, print_step,
+                    printable, read_records, refusing, require, run_ranks, run_script, set_threads, short_hash,
                     show_progress, whole_number, with_plain_lines)
 
 import collections
 import dataclasses
-import datetime
 import functools
 import math
 import os
@@ -121,7 +120,7 @@ def text_rows(tokens, T):
     """A text as rows of T + 1 ids in which every token but the first is learned once.  A row begins with the token
     that the row before it ends with; the last one begins earlier, so that it is full."""
     rows = []
-    for start in range(0, max(1, len(tokens) - 1), T):
+    for start in range(0, len(tokens) - 1, T):
         first = max(0, min(start, len(tokens) - 1 - T))
         ids = tokens[first:first + T + 1]
         rows.append((ids, first + np.arange(len(ids)) > start))
@@ -151,10 +150,11 @@ def in_turn(count, seed, first, number, stride=1, shifts=1):
 # What pretraining, fine-tuning and rl.py do not share; train() is the rest.
 #   batch: step, from 0 -> (rows, weights (n,) of the rows in the loss of head 0; or None, then all heads learn).  A
 #       pure function of the step and the model's weights, so that a run can be resumed.
-#   evaluate: step -> dict for log.jsonl; prints what it has found.
+#   evaluate: step -> dict for log.jsonl, with numbers and "samples": pairs of texts, a title and what the model says.
 #   note: step -> what the progress line says beside the loss, or "".
 Job = collections.namedtuple("Job", "batch evaluate note")
 REPORT_EVERY = 10           # steps: so many a GPU may run ahead of the host
+EARLY = 16, 64              # steps that are evaluated, too: there the loss falls fastest
 
 
 def train(training, job, stop):
@@ -178,9 +178,7 @@ def train(training, job, stop):
             norm = model.update(lr, decay=settings.decay, momentum=settings.momentum)
             waiting.append((step, training.state["tokens"], lr, model.later(losses, norm)))
 
-        evaluating = evaluation_is_due(step, settings)
-        if step == 0 and not training.state["base"]:
-            evaluating = False                      # nothing is learned yet
+        evaluating = step % settings.eval_every == 0 or step in EARLY or step == settings.steps
         saving = step > first and (step % settings.save_every == 0 or step == settings.steps)
         pause = evaluating or saving or (stop.signal and ranks.size == 1)
         if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
@@ -196,6 +194,7 @@ def train(training, job, stop):
                 return 128 + (stop.signal or signal.SIGTERM)    # or: another rank has the signal
         if evaluating:
             record = job.evaluate(step)
+            print_record(record, step == settings.steps)
             if log:
                 log.write(step=step, **record)
     print(f"\nTrained {training.out}: {settings.steps} steps, {training.state['tokens']:,} tokens, "
@@ -239,16 +238,9 @@ def learning_rate(step, settings):
     return settings.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def evaluation_is_due(step, settings):
-    """At first, when the loss falls fastest, at powers of two; then every settings.eval_every steps."""
-    if 16 <= step < settings.eval_every and step & (step - 1) == 0:
-        return True
-    return step % settings.eval_every == 0 or step == settings.steps
-
-
 def report(training, job, log, waiting, pause):
-    """Wait for the numbers of these steps, log them, and print a line for each.  FloatingPointError for a number that is
-    not finite; before a pause, in which the weights may be saved, also for weights that are not."""
+    """Wait for the numbers of these steps, log them, and print a line for each.  FloatingPointError for a number that
+    is not finite; before a pause, in which the weights may be saved, also for weights that are not."""
     model = training.model
     settings = training.settings
     seconds = training.state["seconds"]
@@ -261,10 +253,11 @@ def report(training, job, log, waiting, pause):
                                      f"{training.out} keeps its last save.  Try a lower --lr.")
         if log:
             log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
-                      seconds=round(seconds, 3))
-        left = datetime.timedelta(seconds=int(seconds / step * (settings.steps - step)))
-        print_step(step, [f"step {step:5d}/{settings.steps}", f"loss {losses[0]:7.4f}", job.note(step), f"{left} left",
-                          f"{tokens / seconds:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"], last)
+                      seconds=seconds)
+        minutes = seconds / step * (settings.steps - step) / 60
+        parts = [f"step {step:5d}/{settings.steps}", f"loss {losses[0]:7.4f}", job.note(step),
+                 f"{minutes:.1f} min left", f"{tokens / seconds:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
+        print_step(step, parts, last)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -283,14 +276,13 @@ def row_losses(training, rows):
     progress = show_progress("measured:", "thousand rows", 1000)
     losses = np.zeros(len(rows))
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-    left = by_length[ranks.rank::ranks.size]
-    while left:                                     # the longest first, so that memory is allocated once
-        longest = len(rows[left[0]][0]) - 1
-        most = max(1, training.settings.micro_batch * T // max(1, longest))
-        now = left[:most]
-        left = left[most:]
+    own = by_length[ranks.rank::ranks.size]
+    while own:                                      # the longest first, so that memory is allocated once
+        longest = len(rows[own[0]][0])
+        now = own[:max(1, training.settings.micro_batch * T // longest)]
+        own = own[len(now):]
         losses[now] = -training.model.log_probs(*make_batch([rows[i] for i in now], T, K))
-        progress(len(rows) - ranks.size * len(left), len(rows))
+        progress(len(rows) - ranks.size * len(own), len(rows))
     ranks.all_reduce(losses)
     return losses
 
@@ -298,49 +290,44 @@ def row_losses(training, rows):
 def measure(training, kinds):
     """kinds: {name: rows} -> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {name: [both]}} of what the
     rows learn.  Bits a byte do not depend on the tokenizer: models can be compared by them."""
-    every = [row for rows in kinds.values() for row in rows]
     sizes = np.array(list(map(len, training.tokenizer.tokens)))
     sizes[list(training.tokenizer.special.values())] = 0        # a special token is no text
-    sums = []                                       # of each row: nats, tokens, bytes
-    for nats, (ids, mask) in zip(row_losses(training, every), every):
-        learned_ids = ids[1:][mask[1:]]
-        sums.append([nats, len(learned_ids), sizes[learned_ids].sum()])
-    ends = np.cumsum(list(map(len, kinds.values())))
-    parts = np.split(np.array(sums), ends[:-1])
-    loss, bpb = in_units(sums)
-    return {"val_loss": loss, "val_bpb": bpb, "val": {name: in_units(part) for name, part in zip(kinds, parts)}}
+    sums = {}
+    for name, rows in kinds.items():
+        ids = np.concatenate([ids[1:][mask[1:]] for ids, mask in rows])
+        sums[name] = np.array([row_losses(training, rows).sum(), len(ids), sizes[ids].sum()])
+    loss, bpb = in_units(sum(sums.values()))
+    return {"val_loss": loss, "val_bpb": bpb, "val": {name: in_units(part) for name, part in sums.items()}}
 
 
 def in_units(sums):
-    """Rows of [nats, tokens, bytes] -> [nats a token, bits a byte]."""
-    nats, tokens, size = np.sum(sums, axis=0).tolist()
-    return [nats / max(tokens, 1), nats / math.log(2) / max(size, 1)]
+    """[nats, tokens, bytes] -> [nats a token, bits a byte]."""
+    nats, tokens, size = sums.tolist()
+    return [nats / tokens, nats / math.log(2) / max(size, 1)]
 
 
-def in_words(result):
-    """What measure gives, as text."""
-    words = f"{result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte"
-    if len(result["val"]) > 1:
-        words += "".join(f"; {name} {loss:.4f}, {bpb:.4f}" for name, (loss, bpb) in result["val"].items())
-    return words
-
-
-def measure_and_draw(training, kinds, prompts, most, whole):
-    """Print what the model reaches on rows held out, and how it goes on after some prompts, {title: ids}, up to a
-    special token or `most` ids -> a record for log.jsonl.  Unless whole, print a line of the first alone."""
-    result = measure(training, kinds)
-    print(f"           held-out loss {in_words(result)}")
-    if training.ranks.rank:                         # rank 0 draws
-        return result
+def draw_samples(training, prompts, most):
+    """How the model goes on after some prompts, {title: ids}, up to a special token or `most` ids -> [(title, text),
+    ...].  Rank 0 draws."""
+    if training.ranks.rank:
+        return []
     seeds = training.settings.seed + np.arange(len(prompts))
     sampling = Sampling(temperature=0.8, top_k=50, seed=seeds, vocab=training.tokenizer.vocab_size)
     texts = generate_texts(training.model, training.tokenizer, [*prompts.values()], sampling, most)
-    if whole:
-        for title, text in zip(prompts, texts):
+    return list(zip(prompts, texts))
+
+
+def print_record(record, whole):
+    """Print what an evaluation has found: its numbers, those of each kind of text, and a line of each sample; or the
+    whole samples."""
+    words = [f"{name} {value:.4f}" for name, value in record.items() if isinstance(value, float)]
+    words += [f"{name} {loss:.4f} {bpb:.4f}" for name, (loss, bpb) in record.get("val", {}).items()]
+    print(f"           {', '.join(words)}")
+    for title, text in record["samples"]:
+        if whole:
             print(f"--- {printable(title)}\n{printable(text)}")
-    else:
-        print("          ", printable(repr(texts[0]))[1:70])
-    return {**result, "samples": texts}
+        else:
+            print(f"           {printable(title)!r:.24} {printable(text)!r:.42}")
 
 
 # Pairs of sentences, of which one is good English and the other is not, though they hardly differ:
@@ -357,44 +344,20 @@ def evaluate_pairs(training, path):
     """Print how often the good sentence is the more probable one: for each name, and the mean over the names.
     ValueError for a record that is no such pair."""
     start = checkpoint.text_start(training.out, training.tokenizer)
-    def make_pair(record):
-        """-> (the name, the rows of good and bad)."""
-        rows = []
-        for text in (record["good"], record["bad"]):
-            ids = np.array([start, *training.tokenizer.encode(text)])
-            rows.append((ids, np.ones(len(ids), bool)))
-        return printable(record["name"]), rows
 
-    pairs = read_records([path], make_pair)
-    losses = row_losses(training, [row for _, rows in pairs for row in rows]).reshape(-1, 2)
+    def make_rows(record):
+        """-> (the name, a row of the good and one of the bad sentence)."""
+        texts = [[start, *training.tokenizer.encode(text)] for text in (record["good"], record["bad"])]
+        return printable(record["name"]), *[(np.array(ids), np.ones(len(ids), bool)) for ids in texts]
+
+    pairs = read_records([path], make_rows)
+    losses = row_losses(training, [row for _, *rows in pairs for row in rows]).reshape(-1, 2)
     right = np.heaviside(losses[:, 1] - losses[:, 0], 0.5)      # 1 where the good sentence is the more probable one
-    names = np.array([name for name, _ in pairs])
+    names = np.array([name for name, *_ in pairs])
     means = {name: right[names == name].mean() for name in dict.fromkeys(names.tolist())}
     means["average"] = np.mean([*means.values()])
     for name, mean in means.items():
         print(f"{name} {mean:.3f}")
-
-
-def read_records(paths, make):
-    """What `make` makes of each record in these files of JSON.  ValueError names the first record that cannot be
-    used."""
-    values = []
-    for path in paths:
-        for number, record in enumerate(json_values(path), 1):
-            with refusing(f"{path}, record {number}, cannot be used"):
-                values.append(make(record))
-    require(values, f"{', '.join(paths)}: there is no record.")
-    return values
-
-
-def evaluate_text(training, path):
-    """Print the loss on a text, of which every token but the first is scored."""
-    T, _ = training.sizes
-    with tempfile.TemporaryDirectory() as folder:
-        training.tokenizer.encode_files([with_plain_lines(path)], f"{folder}/ids")
-        rows = text_rows(np.fromfile(f"{folder}/ids", "<u2"), T)
-        require(learned(rows), f"{path} is too short: it needs two tokens.")
-        print(f"{path}: loss {in_words(measure(training, {path: rows}))}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -403,12 +366,16 @@ def evaluate_text(training, path):
 SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
 MACHINE = ("device", "precision", "threads", "micro_batch")                # settings that a resumed run may change
 
+def defaults(steps, batch_tokens, lr, warmup, every):
+    """Of a run; evaluation and save come every so many steps."""
+    return dict(steps=steps, batch_tokens=batch_tokens, lr=lr, warmup=warmup, eval_every=every, save_every=every)
+
+
 # Chosen by short runs; docs/notes.md says what else was tried.  lr is Muon's; AdamW takes half of it.
 DEFAULTS = {
-    "small": dict(steps=800, batch_tokens=2048, lr=4e-3, warmup=40, eval_every=200, save_every=200),
-    "medium": dict(steps=4000, batch_tokens=8192, lr=3e-3, warmup=200, eval_every=500, save_every=500),
-    "big": dict(steps=48000, batch_tokens=32768, lr=2.4e-3, warmup=300, eval_every=500, save_every=2000),
-}
+    "small": defaults(800, 2048, 4e-3, 40, 200),
+    "medium": defaults(4000, 8192, 3e-3, 200, 500),
+    "big": defaults(48000, 32768, 2.4e-3, 300, 1000)}
 # A fifth epoch over 290 MB did not help big, nor a ninth epoch over 0.3 MB small.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
@@ -425,7 +392,7 @@ class Settings:
     """What a run is: with the same settings, files, code, libraries and number of processes every loss is the
     same, bit for bit."""
     preset: str             # of CONFIGS
-    steps: int              # updates
+    steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
     # the largest batch that anybody has reported (Llama 3) has as many tokens
     batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step, a multiple of the context")
     lr: float = setting(bounded(float, 1e-9, 100), "peak learning rate")
@@ -449,7 +416,7 @@ class Settings:
     beta: float = 0.1       # of DPO
     reward: str = ""        # the name of REINFORCE's reward
     data: list = None       # the files to learn from
-    key: str = ""           # fingerprint of what the run learns from, compared when it is resumed
+    key: str = ""           # fingerprint of these files, compared when the run is opened
 
 
 @dataclasses.dataclass
@@ -498,16 +465,11 @@ def parse_run_options(parser, argv, sizes, data):
 def choose_machine(options, preset, config, batch_tokens, ranks):
     """-> the settings of MACHINE, a dict: those among the options, and for the others the best that there is."""
     device = options.get("device", "cpu" if preset == "small" else "gpu")
-    take_engine(device, ranks)
+    take_engine(device, config, ranks)
     on_gpu = device == "gpu"
-    if on_gpu:
-        model_gpu.check_sizes(config)
-    # a micro-batch takes as many windows as pay, in passes of one size; the GPU's Model halves it where the memory is
-    # too small
     windows = max(1, model_gpu.ceil_div(batch_tokens // config.context, ranks.size))
-    most = max(1, (32768 if on_gpu else 4096) // config.context)
-    passes = model_gpu.ceil_div(windows, most)
-    rows = min(windows, options.get("micro_batch", model_gpu.ceil_div(windows, passes)))
+    most = max(1, (32768 if on_gpu else 4096) // config.context)        # more do not pay
+    rows = options.get("micro_batch", min(windows, most))
     cores = min(rows, max(1, available_cores() // ranks.size))
     return {"device": device,
             "precision": options.get("precision", model_gpu.default_precision() if on_gpu else "fp32"),
@@ -515,21 +477,22 @@ def choose_machine(options, preset, config, batch_tokens, ranks):
             "micro_batch": rows}
 
 
-def take_engine(device, ranks):
+def take_engine(device, config, ranks):
     """-> the module of the engine that this rank computes with, model_cpu or model_gpu."""
     if device == "gpu":
         missing = model_gpu.why_no_gpu()
         require(not missing, f"{missing}  On a CPU, with --device cpu, small takes minutes, and the larger models many "
                 "hours or days.")
+        model_gpu.check_sizes(config)
         model_gpu.take_gpu(ranks.local)
     return model_gpu.pick(device)
 
 
-def make_settings(options, preset, config, defaults, ranks):
-    """Settings from these defaults, of the preset, and the options."""
+def make_settings(options, preset, config, usual, ranks):
+    """Settings from the usual ones, of the preset, and the options."""
     T = config.context
-    usual = {**defaults, "preset": preset, "mtp_weight": config.mtp_weight,
-             "batch_tokens": max(1, defaults["batch_tokens"] // T) * T}
+    usual = {**usual, "preset": preset, "mtp_weight": config.mtp_weight,
+             "batch_tokens": max(1, usual["batch_tokens"] // T) * T}
     usual |= {name: value for name, value in options.items() if name in Settings.__annotations__}
     require(usual["batch_tokens"] % T == 0,
             f"--batch-tokens {usual['batch_tokens']} is not a multiple of the context, {T}.")
@@ -537,12 +500,14 @@ def make_settings(options, preset, config, defaults, ranks):
     return Settings(**usual)
 
 
-def model_options(settings):
-    """The arguments of the engine's Model, other than config and seed."""
+def load_model(folder, settings, config, ranks, training=True):
+    """-> (model, tokenizer) of a folder, on the engine of the settings."""
+    options = dict(optimizer=settings.optimizer, training=training)
     if settings.device == "cpu":
-        return dict(dtype=np.float32, threads=settings.threads, optimizer=settings.optimizer)
-    return dict(precision=settings.precision, micro_batch=settings.micro_batch, matmul=settings.matmul,
-                optimizer=settings.optimizer)
+        options.update(dtype=np.float32, threads=settings.threads)
+    else:
+        options.update(precision=settings.precision, micro_batch=settings.micro_batch, matmul=settings.matmul)
+    return checkpoint.load(folder, take_engine(settings.device, config, ranks), options, config.context)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -570,6 +535,7 @@ def create_run(script, out, settings, config, tokenizer, base=None):
     """Write the folder of a new run, at step 0: with a base's weights, or with random ones."""
     require(not base or realpath(base) != realpath(out),
             f"--out {out} is the base itself; name another folder for the model made from it.")
+    settings.key = hash_files(settings.data)
     config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
     if base:
         model, _ = checkpoint.load(base, model_cpu, {"dtype": np.float32, "training": False}, config.context)
@@ -604,10 +570,10 @@ def open_run(script, options, out, ranks):
     with refusing(f"the record of the run in {out} cannot be used"):
         settings = Settings(**state.pop("settings"))
     require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
+    require(hash_files(settings.data) == settings.key, f"{', '.join(settings.data)}: not what {out} began with.")
     config = checkpoint.read_config(out)
-    apply_options(options, settings, {**vars(config), "base": state["base"]}, out, ranks)
-    engine = take_engine(settings.device, ranks)
-    model, tokenizer = checkpoint.load(out, engine, model_options(settings))
+    apply_options(options, settings, config, state["base"], out, ranks)
+    model, tokenizer = load_model(out, settings, config, ranks)
     if settings.device == "gpu":
         rows = min(ranks.all_gather(model.rows))
         if rows < settings.micro_batch:
@@ -641,13 +607,13 @@ class Nccl:
                                     self.nccl.NCCL_SUM, self.stream().ptr)
 
 
-def apply_options(options, settings, others, out, ranks):
-    """A run that is opened has its settings.  Options that differ from them, or from the `others` of the run, are an
-    error, but for more steps or epochs, and for what belongs to the machine."""
-    recorded = {**others, **vars(settings)}
+def apply_options(options, settings, config, base, out, ranks):
+    """A run that is opened has its settings, its sizes and its base.  Options that differ from them are an error, but
+    for more steps or epochs, and for what belongs to the machine."""
+    recorded = {**vars(config), **vars(settings), "base": base}
     changed = {name: value for name, value in options.items() if recorded.get(name, value) != value}
     if "device" in changed:
-        changed |= choose_machine(options, settings.preset, checkpoint.read_config(out), settings.batch_tokens, ranks)
+        changed |= choose_machine(options, settings.preset, config, settings.batch_tokens, ranks)
     for name, value in changed.items():
         before = recorded[name]
         if name in MACHINE:
@@ -660,13 +626,6 @@ def apply_options(options, settings, others, out, ranks):
             raise ValueError(f"the run in {out} has {option} {before}, not {value}: a run keeps its settings.  Leave "
                              "the option out, or start a new run with --out.")
         setattr(settings, name, value)
-
-
-def check_key(training, key):
-    """ValueError if a run does not find what it began with, of which key is a fingerprint."""
-    settings = training.settings
-    settings.key = settings.key or key
-    require(key == settings.key, f"{', '.join(settings.data)}: not what {training.out} began with.")
 
 
 def preset_of(base):
@@ -683,8 +642,7 @@ def preset_of(base):
 def kind_of(path):
     """What validation is reported by: the letters that a file's name begins with.  So books_00.txt and
     books_01.txt are one kind, and web_wikipedia.txt another."""
-    stem = os.path.splitext(basename(path))[0]
-    return re.match("[a-z]*", stem.lower())[0] or stem
+    return re.match("[a-z]*", basename(path).lower())[0] or "text"
 
 
 def make_tokenizer(paths, vocab):
@@ -696,8 +654,8 @@ def make_tokenizer(paths, vocab):
 
 
 def prepare(paths, tokenizer):
-    """Corpus -> (tokens, val, key).  tokens: uint16 ids to train on, memory-mapped; val: {kind: such ids}, held out;
-    key: a fingerprint of the files and the tokenizer, by which the ids are kept in data/ and made only once."""
+    """Corpus -> (tokens, val).  tokens: uint16 ids to train on, memory-mapped; val: {kind: such ids}, held out.  They
+    are kept in data/, named by a fingerprint of the files and the tokenizer, and made only once."""
     to_learn = []
     held_out = collections.defaultdict(list)
     plain = list(map(with_plain_lines, paths))
@@ -705,9 +663,9 @@ def prepare(paths, tokenizer):
         cut = split_point(path)
         to_learn.append((path, 0, cut))
         held_out[kind_of(name)].append((path, cut, getsize(path)))
-    key = short_hash(*map(file_hash, plain), *held_out, str([tokenizer.tokens, tokenizer.merges, tokenizer.digits]))
+    key = short_hash(hash_files(plain), *held_out, str([tokenizer.tokens, tokenizer.merges, tokenizer.digits]))
     val = {kind: make_tokens(tokenizer, f"val-{kind}-{key}", parts) for kind, parts in held_out.items()}
-    return make_tokens(tokenizer, f"train-{key}", to_learn), val, key
+    return make_tokens(tokenizer, f"train-{key}", to_learn), val
 
 
 def make_tokens(tokenizer, name, parts):
@@ -715,7 +673,7 @@ def make_tokens(tokenizer, name, parts):
     path = f"data/{name}.bin"
     if not exists(path):
         tokenizer.encode_files(parts, path, progress=show_progress(f"{name.rpartition('-')[0]} tokens:"))
-    return np.memmap(path, "<u2", "r") if getsize(path) else np.zeros(0, "<u2")     # an empty file cannot be mapped
+    return np.memmap(path, "<u2", "r")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -726,19 +684,19 @@ def begin(options, out, ranks):
     base = options.get("base")
     preset = options.get("preset") or (preset_of(base) if base else "small")
     sizes = {name: options[name] for name in SIZES if name in options}
-    defaults = dict(DEFAULTS[preset])
+    usual = dict(DEFAULTS[preset])
     if options.get("optimizer") == "adamw":
-        defaults["lr"] /= 2
+        usual["lr"] /= 2
     if base:
-        defaults["lr"] /= 2             # half the rate learns a new text as well, and forgets less of the base
+        usual["lr"] /= 2             # half the rate learns a new text as well, and forgets less of the base
         require(sizes.keys() <= {"context"}, f"the model in {base} has its sizes: leave out all but --context.")
         config = checkpoint.read_config(base, options.get("context"))
     else:
         config = dataclasses.replace(CONFIGS[preset], hidden=None, **sizes)
-    settings = make_settings(options, preset, config, defaults, ranks)
+    settings = make_settings(options, preset, config, usual, ranks)
     settings.data = settings.data or find_corpus(preset)
     tokenizer = checkpoint.read_tokenizer(base) if base else make_tokenizer(settings.data, config.vocab)
-    tokens, *_ = prepare(settings.data, tokenizer)
+    tokens, _ = prepare(settings.data, tokenizer)
     window_count(len(tokens), config.context, config.predict)                   # ValueError for too short a text
     if "steps" not in options:
         most = MOST_EPOCHS[preset] * len(tokens) // settings.batch_tokens
@@ -753,28 +711,26 @@ def pretraining(training):
     settings = training.settings
     tokenizer = training.tokenizer
     T, K = training.sizes
-    tokens, val, key = prepare(settings.data, tokenizer)
-    check_key(training, key)
+    tokens, val = prepare(settings.data, tokenizer)
     count = window_count(len(tokens), T, K)
     shifts = min(T, len(tokens) - K - count * T + 1)
     number = settings.batch_tokens // T             # of windows in a step
-    held_out = {kind: text_rows(ids, T) for kind, ids in val.items()}
+    held_out = {kind: text_rows(ids, T) for kind, ids in val.items() if len(ids) > 1}
     stride = max(1, sum(map(len, val.values())) // EVAL_TOKENS)
     # a tokenizer may lack all bytes of a text
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
     print(f"{training.out}: {model_cpu.param_count(training.model.config):,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {', '.join(settings.data)}: {len(tokens):,} "
-          f"tokens to train on, {sum(map(len, val.values())):,} to validate.")
+          "tokens to train on.")
 
     def batch(step):
         starts = in_turn(count, settings.seed, step * number, number, T, shifts)
         return [window(tokens, start, T, K) for start in starts], None
 
     def evaluate(step):
-        last = step == settings.steps
-        every = 1 if last else stride               # at last on all that is held out
+        every = 1 if step == settings.steps else stride         # at last on all that is held out
         rows = {kind: rows[::every] for kind, rows in held_out.items()}
-        return measure_and_draw(training, rows, prompts, SAMPLE_TOKENS, last)
+        return {**measure(training, rows), "samples": draw_samples(training, prompts, SAMPLE_TOKENS)}
 
     return Job(batch, evaluate, lambda step: "")
 
@@ -786,21 +742,23 @@ def evaluate_folder(options, ranks):
     config = checkpoint.read_config(out, options.get("context"))
     options.setdefault("device", "cpu" if model_gpu.why_no_gpu() else "gpu")
     settings = make_settings(options, "big", config, DEFAULTS["big"], ranks)    # the micro-batch, threads, precision
-    model_arguments = {**model_options(settings), "training": False}
-    loaded = checkpoint.load(out, model_gpu.pick(settings.device), model_arguments, config.context)
-    training = Training(*loaded, settings, {}, out, ranks)
+    model, tokenizer = load_model(out, settings, config, ranks, training=False)
+    training = Training(model, tokenizer, settings, {}, out, ranks)
     for path in settings.data:
         if path.endswith((".json", ".jsonl")):
             evaluate_pairs(training, path)
-        else:
-            evaluate_text(training, path)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            training.tokenizer.encode_files([with_plain_lines(path)], f"{folder}/ids")
+            rows = text_rows(np.fromfile(f"{folder}/ids", "<u2"), config.context)
+        require(rows, f"{path} is too short: it needs two tokens.")
+        result = measure(training, {path: rows})
+        print(f"{path}: loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte")
 
 
 def main(argv):
     parser = Parser(description="Pretrain a model.  The defaults depend on the preset.")
-    add = parser.add_argument
-    add("--steps", type=whole_number(1), help="updates; with --resume a larger number extends a run")
-    add("--evaluate", metavar="DIR", help="measure the model in DIR, ours or any plain Llama, on "
+    parser.add_argument("--evaluate", metavar="DIR", help="measure the model in DIR, ours or any plain Llama, on "
         "--data: a text's loss, or how often it prefers the good sentences of a .jsonl of pairs")
     options = parse_run_options(parser, argv, SIZES, "texts; lines of <|endoftext|> can separate documents (default "
                                 "data/tiny.txt or Python's English; medium, big: data/books*.txt, data/web*.txt)")
