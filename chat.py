@@ -32,7 +32,7 @@ import checkpoint
 import model_gpu
 import numpy as np
 from script import Parser, bounded, newest_checkpoint, printable, require, run_script, whole_number
-from tokenizer import CHAT_TEMPLATE, TEXT_ENDS, to_bytes, visible
+from tokenizer import TEXT_ENDS, to_bytes, visible
 
 
 # (least probability, colour of a token on a terminal): green, cyan, yellow, red
@@ -55,15 +55,9 @@ def load_model(folder, device, context):
 # ------------------------------------------------------------------------------------------------------------
 # 2. A conversation
 # ------------------------------------------------------------------------------------------------------------
-def last_ids(ids, room, what):
-    """The last `room` of the ids.  Tells the user, who knows them as `what`, if there are more."""
-    if len(ids) > room:
-        print(f"note: the {what} has {len(ids)} tokens; the last {room} are used.", file=sys.stderr)
-    return ids[-room:]
-
-
 class Session:
-    """turns: lists of ids, the oldest first.  A pretrained model has one turn, the text that it continues."""
+    """turns: a list of (text, answer), what was typed and the ids that the model has said, the oldest first.  A
+    pretrained model has one turn, the text that it continues."""
     def __init__(self, model, tokenizer, settings):
         self.model = model
         self.tokenizer = tokenizer
@@ -75,39 +69,22 @@ class Session:
         self.answers = 0            # how many there were since a setting was changed
         self.said = []              # the ids of the last answer
         self.trace = []             # what generate tells of each of them
-        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def add_text(self, text):
-        """Plain form: a new text to continue."""
-        ids = last_ids(self.tokenizer.encode(text), self.model.config.context, "prompt")
-        self.turns = [ids or [self.stop]]
-        self.utf8.reset()
-
-    def add_turn(self, text):
-        """Chat form: one more turn.  The oldest turns are forgotten, so that a quarter of the window is free
-        for the answer.  A system text is a part of the first turn: where there is one, that turn stays."""
-        turns = self.turns
-        tokenizer = self.tokenizer
+    def ids(self):
+        """What the model reads.  Chat form: the turns, or as many of the last ones as leave a quarter of the window
+        free for the answer; the system text stands in the first of them."""
         context = self.model.config.context
-        room = max(4, context - context // 4)
-        if turns and turns[-1][-1] != self.stop:            # the last answer was cut short
-            turns[-1].append(self.stop)
-        new = tokenizer.prompt(text, room, first=False)
-        # the template of another model may bring a system text of its own
-        has_system = self.system or tokenizer.template != CHAT_TEMPLATE
-        while turns and sum(map(len, turns)) + len(new) > room:
-            del turns[1 if has_system and len(turns) > 1 else 0]
-        if not turns:                                       # beside others a turn is whole
-            new = tokenizer.prompt(text, room, self.system)
-            last_ids(tokenizer.prompt(text, None, self.system), room, "prompt")         # only to tell the user
-        turns.append(new)
-        self.utf8.reset()
-
-    def show(self, data):
-        """Bytes to the screen as they come.  A token may end inside a UTF-8 character: its bytes wait for the
-        rest."""
-        text = self.utf8.decode(data)
-        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+        if not self.chat_form:
+            text, answer = self.turns[0]
+            return (self.tokenizer.encode(text) or [self.stop]) + answer
+        room = context - context // 4
+        while True:
+            ids = []
+            for text, answer in self.turns:
+                ids += self.tokenizer.prompt(text, room, self.system, first=not ids) + answer
+            if len(ids) <= room or len(self.turns) == 1:
+                return ids
+            del self.turns[0]
 
     def answer(self, line):
         """Print the model's continuation of `line` (str), token by token.
@@ -115,14 +92,26 @@ class Session:
         Ctrl-C may come at any point: what was printed is then in turns, and the next line goes on from
         there."""
         text = to_bytes(line)
-        if self.chat_form:
-            if text:
-                self.add_turn(text)
-            elif not self.turns or self.turns[-1][-1] == self.stop:
-                return                                      # an empty line, and no answer to go on with
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+        def show(data, final=False):
+            """Bytes to the screen as they come.  A token may end inside a UTF-8 character: its bytes wait for the
+            rest."""
+            shown = decoder.decode(data, final)
+            print(printable(shown) if sys.stdout.isatty() else shown, end="", flush=True)
+
+        if self.chat_form and not text and (not self.turns or self.turns[-1][1][-1:] == [self.stop]):
+            return                                          # an empty line, and no answer to go on with
+        if self.chat_form and text:
+            if self.turns and self.turns[-1][1][-1:] != [self.stop]:            # the last answer was cut short
+                self.turns[-1][1].append(self.stop)
+            self.turns.append((text, []))
         elif text or not self.turns:
-            self.add_text(text)
-            self.show(text)                                 # so that prompt and continuation read as one text
+            self.turns = [(text, [])]
+            show(text)                                      # so that prompt and continuation read as one text
+        length = len(self.tokenizer.encode(text))
+        if length > self.model.config.context * 3 // 4:
+            print(f"note: the prompt has {length} tokens; the last ones, as many as fit, are used.", file=sys.stderr)
         asked = self.settings
         seed = asked.seed
         if seed is not None:
@@ -132,16 +121,17 @@ class Session:
         self.trace = []
         # A poor model may say any special token: each ends the answer.
         stream = model_cpu.generate(
-            self.model, sum(self.turns, []), asked.temperature, asked.top_k, asked.top_p, seed,
+            self.model, self.ids(), asked.temperature, asked.top_k, asked.top_p, seed,
             self.tokenizer.vocab_size, stop=self.tokenizer.special.values(), most=asked.max_tokens,
             speculate=asked.speculation, trace=self.trace)
-        turn = self.turns[-1]
+        _, answer = self.turns[-1]
         for token in stream:
-            turn.append(token)
+            answer.append(token)
             self.said.append(token)
-            self.show(self.tokenizer.tokens[token])
+            show(self.tokenizer.tokens[token])
         if len(self.said) < asked.max_tokens:
-            turn.append(self.stop)
+            answer.append(self.stop)
+        show(b"", final=True)
         print()
 
     def print_tokens(self):
@@ -168,8 +158,8 @@ def print_lens(model, tokenizer, text):
     integration stopped here?"""
     ids = tokenizer.encode(to_bytes(text))
     require(len(ids) > 1, f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
-    ids = last_ids(ids, model.config.context + 1, "text")   # the last token is only predicted
-    model_cpu.print_euler_table(model, tokenizer, np.array([ids]))
+    # of a longer text the end; its last token is only predicted
+    model_cpu.print_euler_table(model, tokenizer, np.array([ids[-model.config.context - 1:]]))
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -155,13 +155,15 @@ def draw_answers(training, reward, openings, seed):
     prompts = [sft.cut_prompt(tokenizer, opening, T) for opening in openings]
     seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))
     sampling = Sampling(seed=seeds, vocab=tokenizer.vocab_size)
-    answers = generate_batch(training.model, prompts, sampling, special, min(ANSWER_TOKENS, (T + 3) // 4))
+    most = min(ANSWER_TOKENS, (T + 3) // 4)
+    answers = generate_batch(training.model, prompts, sampling, special, most)
     texts = []
     rewards = []
     for (_, question), answer in zip(openings, answers):
         said = [token for token in answer if token not in special]
         texts.append(tokenizer.decode(said))
-        rewards.append(reward(question, texts[-1], len(said), answer[-1] == tokenizer.end_of_turn))
+        ended = answer[-1] == tokenizer.end_of_turn
+        rewards.append(reward(question, texts[-1], len(said), ended))
     return list(map(make_row, prompts, answers)), np.array(rewards), texts
 
 
@@ -171,7 +173,8 @@ def reinforcing(training):
     model = training.model
     T, _ = training.sizes
     reward = find_reward(settings.reward)
-    base, _ = checkpoint.load(training.state["base"], model_cpu, {"dtype": np.float32, "training": False}, T)
+    base_options = {"dtype": np.float32, "training": False}
+    base, _ = checkpoint.load(training.state["base"], model_cpu, base_options, T)
     conversations, unseen = sft.read_conversations(settings)
     true_rows = [sft.make_row(training.tokenizer, conversation, T) for conversation in unseen]
     to_learn = list(dict.fromkeys(map(sft.opening, conversations)))
@@ -226,12 +229,16 @@ def pair_batches(tokenizer, pairs, settings, T):
     """Pairs -> batches: lists of rows, in which chosen and rejected alternate.  They are the same in every epoch, so
     that the reference fits them to the bit.  Pairs whose answers are equal, as far as the window goes, are left out."""
     both = [pair_rows(tokenizer, pair, T) for pair in pairs]
-    rows = [pair for pair, _ in both if not np.array_equal(pair[0][0], pair[1][0])]
+    rows = []
+    for (chosen, rejected), _ in both:
+        if not np.array_equal(chosen[0], rejected[0]):
+            rows.append((chosen, rejected))
     cuts = sum(cut for _, cut in both)
     print(f"{len(both):,} pairs; {cuts:,} are cut to the window, and {len(both) - len(rows):,} whose answers are equal "
           "within it are left out.")
     require(rows, "each pair needs two answers that differ within the context.")
-    lengths = 2 * np.max([sft.padded_lengths(side, T) for side in zip(*rows)], axis=0)
+    sides = [sft.padded_lengths(side, T) for side in zip(*rows)]        # of all that is chosen, of all that is rejected
+    lengths = 2 * np.max(sides, axis=0)
     plan = sft.plan_epoch(lengths, settings.batch_tokens, settings.seed, 0)
     return [[row for i in batch for row in rows[i]] for batch in plan]
 
@@ -239,7 +246,8 @@ def pair_batches(tokenizer, pairs, settings, T):
 def read_pairs(tokenizer, settings, T):
     """-> (batches to learn, batches held out) of a run's files."""
     pairs = read_records(settings.data, make_pair)
-    parts = sft.hold_out(pairs, [sft.opening(conversation) for conversation, _ in pairs], settings.seed)
+    openings = [sft.opening(conversation) for conversation, _ in pairs]
+    parts = sft.hold_out(pairs, openings, settings.seed)
     return [pair_batches(tokenizer, part, settings, T) for part in parts]
 
 
@@ -249,7 +257,10 @@ def preferring(training):
     T, _ = training.sizes
     batches, held_out = read_pairs(training.tokenizer, settings, T)
     if "reference" not in training.state:           # the model is still the base
-        training.state["reference"] = [(-train.row_losses(training, rows)).tolist() for rows in batches + held_out]
+        training.state["reference"] = []
+        for rows in batches + held_out:
+            log_probs = -train.row_losses(training, rows)
+            training.state["reference"].append(log_probs.tolist())
     reference = list(map(np.array, training.state["reference"]))
     margins = {}                                    # z of the pairs of each step
 
@@ -259,7 +270,8 @@ def preferring(training):
         log_probs = -train.row_losses(training, rows)
         weights, margins[step + 1] = dpo_weights(log_probs, reference[number], settings.beta)
         # the loop divides by the number of learned tokens, and this loss by that of pairs
-        return rows, np.nan_to_num(weights) * train.learned(rows) / len(margins[step + 1])
+        tokens_a_pair = train.learned(rows) / len(margins[step + 1])
+        return rows, np.nan_to_num(weights) * tokens_a_pair
 
     def evaluate(step):
         log_probs = -np.concatenate([train.row_losses(training, rows) for rows in held_out])

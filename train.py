@@ -698,11 +698,11 @@ def begin(options, out, ranks):
     tokenizer = checkpoint.read_tokenizer(base) if base else make_tokenizer(settings.data, config.vocab)
     tokens, _ = prepare(settings.data, tokenizer)
     window_count(len(tokens), config.context, config.predict)                   # ValueError for too short a text
-    if "steps" not in options:
-        most = MOST_EPOCHS[preset] * len(tokens) // settings.batch_tokens
-        settings.steps = max(1, min(settings.steps, most))
-    if "warmup" not in options:
-        settings.warmup = min(settings.warmup, settings.steps // 10)
+    most = max(1, MOST_EPOCHS[preset] * len(tokens) // settings.batch_tokens)
+    if "steps" not in options and most < settings.steps:
+        settings.steps = most
+        if "warmup" not in options:
+            settings.warmup = min(settings.warmup, most // 10)
     create_run("train.py", out, settings, config, tokenizer, base)
 
 
