@@ -1,75 +1,100 @@
-"""Runs of the scripts, for the tests of train.py and sft.py."""
+"""Runs of the scripts, as a user starts them; but in a fork of this process, which spares the imports.
+
+    run("train.py --data text --out out", folder)       -> its CompletedProcess; it has to leave with exit code 0
+    process = start("train.py ...", folder)             while it runs; then finish(process)
+"""
+import contextlib
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
-import attack
-
-import train
-
-
-def shell_words(options):
-    """As a shell has them: an option and its value may stand in one text."""
-    return " ".join(options).split()
+LIMIT = 100         # seconds: a run that takes longer hangs
+TINY = "--dim 16 --heads 2 --kv-heads 1 --layers 1 --context 32 --vocab 272 --batch-tokens 128 --device cpu"
+TEXT = "".join(f"The cat {i} sat on the mat, and the dog lay on the rug.\n" for i in range(300))
 
 
-def run(folder, *arguments, script="train.py", **environment):
-    """The script in a fork of this process, which spares the imports -> its CompletedProcess."""
-    files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
-    pid = os.fork()
-    if pid == 0:
+def become(command):
+    """This process, a fork, is the script from here on, and ends with it."""
+    code = 1
+    try:
+        sys.argv = command.split()
+        from script import run_script
+        module = __import__(sys.argv[0].removesuffix(".py"))
+        run_script(module.main, to_the_end=sys.argv[0] != "chat.py")
+    except SystemExit as left:
+        code = left.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def start(command, folder=".", trap=lambda: None):
+    """The script in a fork of this process -> its CompletedProcess, which has no exit code as yet.  trap: is called
+    in the fork, before the script runs: it may plant what is to happen."""
+    process = subprocess.CompletedProcess(command, None)
+    process.files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
+    process.pid = os.fork()
+    if process.pid == 0:
         os.chdir(folder)
-        os.environ.update(environment)
-        for number, file in enumerate(files, 1):
+        for number, file in enumerate(process.files, 1):
             os.dup2(file.fileno(), number)
-        sys.stdin, sys.stdout, sys.stderr = open(os.devnull), os.fdopen(1, "w"), os.fdopen(2, "w")
-        attack.be(script, shell_words(arguments))
-    limit = time.monotonic() + attack.PATIENCE
-    while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        sys.stdin = open(os.devnull)
+        sys.stdout = os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w")
+        trap()
+        become(command)
+    return process
+
+
+def finish(process):
+    """Wait for its end -> the same, with its exit code and what it has printed.  What hangs is killed."""
+    limit = time.monotonic() + LIMIT
+    ended = 0
+    while not ended:
+        ended, status = os.waitpid(process.pid, os.WNOHANG)
         if time.monotonic() > limit:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.002)
-    said = []
-    for file in files:
+    process.returncode = os.waitstatus_to_exitcode(status)
+    texts = []
+    for file in process.files:
         file.seek(0)
-        said.append(file.read())
+        texts.append(file.read())
         file.close()
-    return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(found[1]), *said)
+    process.stdout, process.stderr = texts
+    return process
 
 
-def succeeded(done):
-    """-> the CompletedProcess of a script that has left with exit code 0"""
-    assert done.returncode == 0, done.stderr
-    return done
+def run(command, folder=".", code=0, trap=lambda: None):
+    """-> the CompletedProcess of a script, which has to leave with this exit code."""
+    process = finish(start(command, folder, trap))
+    assert process.returncode == code, (command, process.stderr)
+    return process
 
 
-def assert_refused(done, words):
-    """A script left with exit code 2 and one line, in which these words stand."""
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (done.args, done.stderr)
+def refused(command, folder="."):
+    """-> the sentence with which a script refuses a command: one line, and exit code 2."""
+    words = run(command, folder, code=2).stderr
+    assert words.startswith("error: ") and words.count("\n") == 1, words
+    return words
 
 
-def read_log(*folder):
+def read_log(folder):
     """The log without the seconds, which no run repeats."""
-    with open(os.path.join(*folder, "log.jsonl"), encoding="utf-8") as file:
-        return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in file]
+    lines = pathlib.Path(folder, "log.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
 
 
-def steps_of(log):
-    return [record for record in log if "loss" in record]
-
-
-def settings(*options, preset="small", config=None, ranks=None, device="cpu", **defaults):
-    """The Settings of a new run of train.py."""
-    given = train.given_options(train.parse_arguments(shell_words(["--device", device, "--dry-run", *options])))
-    return train.make_settings(given, preset, config or train.CONFIGS[preset], {**train.DEFAULTS[preset], **defaults},
-                               ranks or train.Ranks())
-
-
-def training_of(model, tokenizer=None, settings=None, out="out/x", **state):
-    """A Training in one process."""
-    state = {"script": "train.py", "tokens": 0, "seconds": 0.0, **state}
-    return train.Training(model, tokenizer, settings, state, str(out), train.Ranks())
+def result_of(folder):
+    """All that a run leaves and that has to be the same: its log, and the bytes of its weights."""
+    return read_log(folder), pathlib.Path(folder, "model.safetensors").read_bytes()
