@@ -196,15 +196,14 @@ def show_progress(what, unit="MB", size=1e6):
 
 
 def print_step(step, parts, last):
-    """The progress line.  A terminal's is rewritten in place, and without its last parts where they do not
-    fit, or every step would leave a line.  Elsewhere the first step and every tenth have lines of their own.
-    """
+    """The progress line.  A terminal's is rewritten in place, and cut where it does not fit, or every step would leave
+    a line.  Elsewhere the first step and every tenth have lines of their own."""
+    line = "  ".join(filter(None, parts))
     if sys.stdout.isatty():
-        while len("  ".join(parts)) >= shutil.get_terminal_size().columns and len(parts) > 1:
-            parts.pop()
-        print(f"\r{'  '.join(parts)}\033[K", end="\n" if last else "", flush=True)
+        line = line[:shutil.get_terminal_size().columns - 1]
+        print(f"\r{line}\033[K", end="\n" if last else "", flush=True)
     elif last or step == 1 or step % 10 == 0:
-        print("  ".join(parts))
+        print(line)
 
 
 def available_cores():
@@ -344,8 +343,6 @@ def replace_file(path):
     new = f"{os.fspath(path)}.new"
     os.makedirs(os.path.dirname(new) or ".", exist_ok=True)
     try:
-        with suppress(FileNotFoundError):
-            os.remove(new)    # left by a killed run; if it were a pipe, open() would wait for a reader
         with open(new, "wb") as file:
             yield file
             file.flush()
