@@ -18,6 +18,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -196,11 +197,11 @@ def show_progress(what, unit="MB", size=1e6):
 
 
 def print_step(step, parts, last):
-    """The progress line.  A terminal's is rewritten in place, and cut where it does not fit, or every step would leave
-    a line.  Elsewhere the first step and every tenth have lines of their own."""
+    """The progress line.  A terminal's is rewritten in place, and cut between two words where it does not fit, or every
+    step would leave a line.  Elsewhere the first step and every tenth have lines of their own."""
     line = "  ".join(filter(None, parts))
     if sys.stdout.isatty():
-        line = line[:shutil.get_terminal_size().columns - 1]
+        line = textwrap.shorten(line, shutil.get_terminal_size().columns - 1, placeholder="")
         print(f"\r{line}\033[K", end="\n" if last else "", flush=True)
     elif last or step == 1 or step % 10 == 0:
         print(line)
