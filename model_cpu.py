@@ -590,7 +590,7 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
     the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
     matrices do, norm gains do not."""
-    assert optimizer in OPTIMIZERS, optimizer
+    assert optimizer in OPTIMIZERS
     embedding = config.vocab * config.dim
     matrices = config.layers * matrix_table(config)[-1][1].stop
     heads = 0 if config.tied else config.predict * embedding
@@ -845,7 +845,7 @@ class Decoder:
 
     @position.setter
     def position(self, position):
-        assert 0 <= position <= self.position, position
+        assert 0 <= position <= self.position
         del self.tokens[position:]
 
     def forget(self):
@@ -877,8 +877,9 @@ class Decoder:
         scores = B, c.kv_heads, c.heads // c.kv_heads, n, first + n             # (B,G,R,n,first+n)
         P = np.empty(scores, self.model.dtype)
         layers = [Arrays(**vars(layer) | {"cache": cache, "P": P, "pads": self.pads}) for cache in self.cache]
-        self.tokens += tokens[0].tolist()
-        return self.model._trunk(tokens, layers, shared, first)
+        final = self.model._trunk(tokens, layers, shared, first)
+        self.tokens += tokens[0].tolist()           # only now: Ctrl-C may stop the line above
+        return final
 
     def draw(self, tokens, rows, heads, t, sampling):
         """Append tokens, and draw after each of the last `rows` of them.  Returns ids (rows, heads), of which
