@@ -35,14 +35,15 @@ def make_batch(B=4, T=16):
     rng = np.random.default_rng(B)
     tokens, targets = [rng.integers(0, 264, (B, width)) for width in (T, T + 2)]
     targets[0, 2:5] = targets[-1] = -1
+    targets[0, 7:9] = 0, 263
     return tokens, targets
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sizes and parameters
 # ---------------------------------------------------------------------------------------------------------------------
-@parametrize("name, value", [("dim", 12), ("hidden", 12), ("vocab", 65544), ("heads", 16), ("kv_heads", 3),
-                             ("norm_eps", math.nan), ("rope_theta", 0.5), ("positions", 8), ("tied", True)])
+@parametrize("name, value", [("dim", 12), ("vocab", 65544), ("heads", 16), ("kv_heads", 3),
+                             ("norm_eps", math.nan), ("positions", 8), ("tied", True)])
 def test_sizes_that_do_not_fit_are_refused_by_name(name, value):
     with value_error(name):
         dataclasses.replace(TINY, **{name: value})
@@ -69,6 +70,7 @@ def test_losses_and_logits_by_plain_loops(change):
     model, (tokens, targets) = wide_model(config, training=False, threads=3), make_batch()
     losses, found, counted = model.forward(tokens, targets), np.empty(3), model_cpu.count_targets(targets, 16, 3)
     assert_allclose(losses, gradcheck.plain_losses(model.params, config, tokens, targets), rtol=1e-11)
+    assert config.head_weights.tolist() == [1, 0.25, 0.25]
     logits = model.logits(tokens).reshape(64, 3, -1)
     model_cpu.cross_entropy_forward(found, np.empty((64, 3)), logits, model_cpu.head_targets(targets, 16, 3), counted)
     assert_allclose(found, losses)
@@ -80,7 +82,7 @@ def test_losses_and_logits_by_plain_loops(change):
 
 @parametrize("tokens, targets, words", [
     ([264], [0] * 3, "^token id 264"), ([0] * 17, [0] * 19, "17 tokens do not fit"), ([0], [0, 0, -2], "^target id -2"),
-    ([0], [0] * 4, "targets must be"), ([0], [-1, 3, 3], "no counted target")])
+    ([0], [-1, 3, 3], "no counted target")])
 def test_bad_batches_are_refused(tokens, targets, words):
     with value_error(words):
         Model(TINY).forward([tokens], [targets])
@@ -160,7 +162,7 @@ def test_updates_by_named_tensors(optimizer, threads, change):
         adamw = m / (1 - 0.9 ** step) / (np.sqrt(v / (1 - 0.95 ** step)) + 1e-8)
         w -= 0.02 * (decay * w + np.where(muon, u, adamw))
         assert_allclose(model.flat_params, w, rtol=1e-10, atol=1e-13)
-        assert not model.flat_grads.any()
+        assert not model.flat_grads.any() and len(model.v) == len(w) - muon.sum()
 
 
 @parametrize("at", [0, 264 * 16 + 5, -1])
@@ -192,8 +194,8 @@ def test_noise_is_splitmix64():
 
 
 @parametrize("options, weights", [
-    ({}, [1, 2, 4, 1, 4]), (dict(temperature=0), [0, 0, 1, 0, 0]), (dict(temperature=0.5, top_k=4), [1, 4, 16, 0, 16]),
-    (dict(top_p=0.6), [0, 0, 1, 0, 1]), (dict(top_k=3, top_p=0.7), [0, 0, 1, 0, 1])])       # of what top_k leaves: 0.4 0.4 0.2
+    (dict(temperature=0.5), [1, 4, 16, 1, 16]), (dict(temperature=0), [0, 0, 1, 0, 0]), (dict(temperature=0.5, top_k=4), [1, 4, 16, 0, 16]),
+    (dict(top_k=3, top_p=0.7), [0, 0, 1, 0, 1])])       # of what top_k leaves: 0.4 0.4 0.2
 def test_how_often_each_id_is_drawn(options, weights):
     """Of equals the smallest ids are kept; large logits do not overflow."""
     logits = 1000 + np.log([1, 2, 4, 1, 4])
@@ -219,7 +221,7 @@ def test_extend_in_any_cut_equals_logits(size):
             assert_allclose(found, expected, rtol=0, atol=1e-10 * np.abs(expected).max())
 
 
-@parametrize("context", [1, 2, 7, 8])
+@parametrize("context", [1, 7, 8])
 def test_window_rule(context):
     """While the text fits: from its beginning.  Only a full window moves, and it keeps its last half."""
     before = 0
@@ -242,25 +244,24 @@ def plain_text(model, tokens, most, stop=(), seed=None, how=()):
     return text[len(tokens):], probabilities
 
 
-def drafting_model():
-    """Wide, and its further heads near enough to head 0 after some more tokens that each is right now and then: the
-    layers say little, so that what comes next hangs on the last token, and head k is the k-fold step."""
+def drafting_model(spread):
+    """With spread 0 all tokens and all heads are alike, so that each draft is what head 0 draws there, by the same noise."""
     model = wide_model(dataclasses.replace(TINY, vocab=40, predict=4))
-    for name, weight in model.params.items():
-        if name.startswith("layers") and weight.ndim == 2:
-            weight *= 0.4
-    step = np.random.default_rng(1).permutation(40)
-    heads = model.params["heads"].reshape(4, 40, -1)
-    heads[0] = model.params["embed"][step]
-    for k in range(3):
-        heads[k + 1] = heads[k][step]
+    for rows in model.params["embed"], model.params["heads"].reshape(4, 40, -1):
+        rows[...] = rows[0] + spread * rows
     return model
+
+
+def test_right_drafts_are_all_taken():
+    trace = []
+    list(generate(drafting_model(0), [5], most=13, speculate=True, trace=trace))
+    assert [place for place, *_ in trace] == [0, *range(4), *range(4), *range(4)]
 
 
 def test_speculation_changes_nothing():
     """From scratch, cached, speculative: one text; through full windows, whatever the cache holds from before, and for each
     token the probability that the model gave it.  The drafts of each head are right and wrong at times."""
-    model, rng, places = drafting_model(), np.random.default_rng(0), []
+    model, rng, places = drafting_model(0.3), np.random.default_rng(0), []
     for size, how in zip((1, 3, 15, 16, 17, 5, 40, 2), itertools.cycle([(0,), (0.3,), (1.0, 4), (1.5, 0, 0.2)])):
         text = rng.integers(0, 40, size).tolist()
         for seed in range(4):
@@ -291,7 +292,7 @@ def test_decoding_reads_each_token_once(monkeypatch):
 
 def test_an_interruption_leaves_the_cache_right(monkeypatch):
     """Ctrl-C may come at any moment, most likely within the layers."""
-    model, rng, text, block_forward = drafting_model(), np.random.default_rng(0), [3], model_cpu.block_forward
+    model, rng, text, block_forward = drafting_model(0.3), np.random.default_rng(0), [3], model_cpu.block_forward
 
     def interrupted(*arguments):
         if rng.random() < 0.06:
@@ -312,12 +313,12 @@ def test_without_a_seed_each_text_is_another():
 @parametrize("room", [5, 2, 1])
 def test_many_answers_at_once_are_those_of_one_by_one(monkeypatch, room):
     """Prompts of several lengths, up to beyond the window, and through full windows; where the memory holds so many alone."""
-    model, rng, stop = wide_model(), np.random.default_rng(5), {7, 9, 50}
+    model, rng, stop = wide_model(), np.random.default_rng(5), range(20)
     monkeypatch.setattr(model, "new_decoder", lambda rows, length: Decoder(model, rows if rows <= room else 1 << 40))
     prompts = [rng.integers(0, TINY.vocab, n).tolist() for n in (1, 8, 3, 21, 12)]
     for seed, answer in enumerate(generate_batch(model, prompts, Sampling(1.1, 9, 0.95, range(5), 260), stop, 30)):
         alone = list(generate(model, prompts[seed], 1.1, 9, 0.95, seed, 260, stop, 30))
-        assert answer[:len(alone)] == alone and stop.issuperset(answer[len(alone):]) and len(answer) == min(30, len(alone) + 1)
+        assert answer[:len(alone)] == alone and max(answer[len(alone):], default=0) < 20 and len(answer) == min(30, len(alone) + 1)
     room = 0
     with pytest.raises(MemoryError):
         generate_batch(model, prompts, Sampling(seed=range(5)))
