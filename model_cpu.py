@@ -73,7 +73,7 @@ class Config:
     positions: int = None       # the context that the model was made for, if `context` is smaller
 
     def __post_init__(self):
-        if self.hidden is None and isinstance(self.dim, int):
+        if self.hidden is None:
             object.__setattr__(self, "hidden", (8 * self.dim + 23) // 24 * 8)   # frozen for everybody else
         check_config(self)
 
@@ -560,7 +560,6 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
 #     its name                OPTIMIZERS; the help of --optimizer in train.Settings
 #     what it updates         update_table, which also says whether it needs v; muon_part, if it needs no clipping
 #     its call                Model.update of both engines, where `else` is AdamW
-#     its scratch             memory_plan of model_gpu.py
 #     its numbers             the rate in train.begin_run; others in train.Settings, and where train() calls update
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
@@ -591,8 +590,7 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
     the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
     matrices do, norm gains do not."""
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}.")
+    assert optimizer in OPTIMIZERS
     embedding = config.vocab * config.dim
     matrices = config.layers * matrix_table(config)[-1][1].stop
     heads = 0 if config.tied else config.predict * embedding
@@ -707,7 +705,7 @@ class Model:
         final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
         return self._head_logits(final, *tokens.shape)
 
-    def forward(self, tokens, targets, counted=None, weights=None, weigh=None):
+    def forward(self, tokens, targets, counted=None, weights=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, head k's sum /
         counted[k].
 
@@ -715,13 +713,8 @@ class Model:
         Raises ValueError where head 0 has none at all: there would be nothing to learn.
 
         weights (B,): of each row in head 0's loss, which is then the sum of w_b (-log p) / counted[0], whatever
-        the caller counts there.  The further heads count for nothing, and their losses are 0.
-
-        weigh: a function (log_probs (B,), weights) -> (B,), for weights that depend on what the model says.  It
-        gets the log_probs of these rows and returns the weights that count; `weights` is then whatever it
-        needs to know: DPO passes the reference's log-probabilities."""
-        if weigh:                                   # reads the rows twice; model_gpu does so once
-            weights = weigh(self.log_probs(tokens, targets), weights)
+        the caller counts there.  The further heads count for nothing, and their losses are 0.  Where weights
+        depend on what the model says (DPO), the caller asks log_probs first."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.saved = self.workspaces[:len(tokens)]
         parts = [np.array_split(array, len(self.saved)) for array in (tokens, targets, weights)]
@@ -757,7 +750,6 @@ class Model:
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
         Once a forward, whose arrays are used up.  last: this is the step's last micro-batch, after which the
         gradients of several processes are added up."""
-        require(self.grads, "this model was made with training=False: it has no gradients.")
         require(self.saved, "backward needs a forward of its own, and between them neither logits nor update.")
         list(self.map(self._backward_share, self.saved))
         for workspace in self.saved[1:]:            # in order, so that the sum is the same in every run
@@ -853,10 +845,7 @@ class Decoder:
 
     @position.setter
     def position(self, position):
-        # not require: this is asked for each token that is generated, and its sentence takes a microsecond
-        if not 0 <= position <= self.position:
-            raise ValueError(f"the position must be from 0 to {self.position}, the tokens in the cache, "
-                             f"not {position}.")
+        assert 0 <= position <= self.position
         del self.tokens[position:]
 
     def forget(self):
@@ -888,8 +877,9 @@ class Decoder:
         scores = B, c.kv_heads, c.heads // c.kv_heads, n, first + n             # (B,G,R,n,first+n)
         P = np.empty(scores, self.model.dtype)
         layers = [Arrays(**vars(layer) | {"cache": cache, "P": P, "pads": self.pads}) for cache in self.cache]
-        self.tokens += tokens[0].tolist()
-        return self.model._trunk(tokens, layers, shared, first)
+        final = self.model._trunk(tokens, layers, shared, first)
+        self.tokens += tokens[0].tolist()           # only now: Ctrl-C may stop the line above
+        return final
 
     def draw(self, tokens, rows, heads, t, sampling):
         """Append tokens, and draw after each of the last `rows` of them.  Returns ids (rows, heads), of which
@@ -1026,13 +1016,12 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
         # compare: drafts count up to the first that differs from what head 0 has drawn there; at the end of the
         # text no more of them than there is room for
-        accepted = len(os.path.commonprefix([drafts[:end - len(text) - 1], drawn])) if drafts else 0
+        accepted = len(os.path.commonprefix([drafts[:end - len(text) - 1], drawn]))
         decoder.position = len(window) + accepted   # the drafts that were not accepted are forgotten
         for place, token in enumerate(drawn[:accepted + 1]):
             if trace is not None:
-                trace.append((place, len(drafts), float(p[place])))
+                trace.append((place, len(drafts), p[place]))
             if token in stop:
-                decoder.position = len(window) + place
                 return
             text.append(token)
             yield token
@@ -1042,14 +1031,28 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 def generate_batch(model, prompts, sampling, stop=(), most=80):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each is what
     generate draws for its prompt, `most` ids or up to the first in `stop`, which is kept here; but for the
-    rounding of products of another shape.  sampling.seed: (B,), one a prompt."""
-    if not all(prompts):
-        raise ValueError("each prompt needs at least one token to continue.")
+    rounding of products of another shape.  sampling.seed: (B,), one a prompt.
+
+    Where the memory does not hold the caches of all texts, the first half of the prompts is drawn, and then
+    the other one.  A text that is too long for it alone is a MemoryError."""
+    require(all(prompts), "each prompt needs at least one token to continue.")
     context = model.config.context
-    decoder = model.new_decoder(len(prompts), min(context, max(map(len, prompts)) + most))
+    rows = len(prompts)
+    try:
+        decoder = model.new_decoder(rows, min(context, max(map(len, prompts)) + most))
+    except MemoryError:                             # CuPy's OutOfMemoryError is one, too
+        if rows == 1:
+            raise
+        decoder = None
+    if not decoder:     # behind the except: within it, the error still holds what the Decoder had allocated
+        answers = []
+        for part in slices_of(rows, (rows + 1) // 2):
+            seeds = dataclasses.replace(sampling, seed=sampling.seed[part])
+            answers += generate_batch(model, prompts[part], seeds, stop, most)
+        return answers
     texts = list(map(list, prompts))
     answers = [[] for _ in prompts]
-    going = list(range(len(prompts)))               # rows whose answers have not ended; all are drawn
+    going = range(rows)                             # rows whose answers have not ended; all are drawn
     for _ in range(most):
         windows = [text[window_start(len(text), context):] for text in texts]
         lengths = np.array(list(map(len, texts)))
@@ -1089,7 +1092,7 @@ def euler_table(model, tokens):
     Yields L+1 rows (loss, length, ids), for the embedding and after each layer: the loss of head 0 if the
     integration stopped there; the mean over positions of |f(x)|/|x| of that layer's step (0 for the
     embedding); the three best next tokens at the end of the last row."""
-    inputs = as_batch(model.config, tokens[:, :-1])
+    inputs = tokens[:, :-1]
     targets = tokens[:, 1:].reshape(-1, 1)
     before = None
     for x, logits in layer_logits(model, inputs):
@@ -1100,7 +1103,7 @@ def euler_table(model, tokens):
         cross_entropy_forward(loss, np.empty(targets.shape), logits[:, None], targets, inputs.size)
         step = np.linalg.norm(x - before, axis=1)
         length = step / np.linalg.norm(before, axis=1)
-        yield loss.item(), float(length.mean()), best
+        yield loss.item(), length.mean(), best
         before = x
 
 
@@ -1135,10 +1138,9 @@ def check_tokens(config, tokens, what="token", low=0):
 def as_batch(config, tokens):
     """tokens as a (B,T) array of ids; ValueError if they are none."""
     tokens = np.asarray(tokens)
-    # not require, as in Decoder.position
+    # not require: this is asked for each token that is generated, and the sentence takes a microsecond
     if tokens.ndim != 2 or tokens.size == 0 or tokens.dtype.kind not in "iu":
-        raise ValueError("tokens must be a (B, T) array of integers, not empty, not "
-                         f"{tokens.dtype} of {tokens.shape}.")
+        raise ValueError(f"tokens must be a (B, T) array of integers, not {tokens.dtype} of {tokens.shape}.")
     if tokens.shape[1] > config.context:
         raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
     check_tokens(config, tokens)
