@@ -6,7 +6,7 @@ from functools import partial
 import bench
 import numpy as np
 import pytest
-from cases import put, write
+from cases import put
 from pytest import approx
 
 import model_cpu
@@ -38,9 +38,9 @@ def test_curves(out_text, monkeypatch, tmp_path):
         return partial(bench.train_step, model), model.forward
     put(monkeypatch, bench, trainer=trainer, gpu_name=lambda: "none", wait_for_gpu=lambda: None)
     monkeypatch.setitem(model_cpu.CONFIGS, "small", CONFIG)
-    write(tmp_path / "ids", np.tile(np.arange(32, dtype="<u2"), 40).tobytes())
-    path = str(tmp_path / "ids")
-    bench.bench_curves(path, [path], "small", ["adamw", "muon:5", "adamw"], 40, 0.02, 4)
+    path = tmp_path / "ids"
+    np.tile(np.arange(32, dtype="<u2"), 40).tofile(path)
+    bench.bench_curves(path, [str(path)], "small", ["adamw", "muon:5", "adamw"], 40, 0.02, 4)
     said = out_text()
     losses = [float(loss) for loss in re.findall(r"\[(.*)\]", said)]
     assert losses[0] > 2 and losses[-1] < 0.5 and "muon:5 reaches" not in said
