@@ -24,15 +24,15 @@ def losses(folders):
     """A curve for each run and each of these numbers in its log."""
     for folder in folders:
         for key in "loss", "val_loss", "reward", "accuracy":
-            log = open(f"{folder}/log.jsonl")
-            points = [(record["step"], record[key]) for record in map(json.loads, log) if key in record]
+            points = [(record["step"], record[key])
+                      for record in map(json.loads, open(f"{folder}/log.jsonl")) if key in record]
             pyplot.plot(*zip(*points), label=f"{folder} {key}")
     pyplot.legend()
 
 
 def lens(model, ids, tokens):
-    """Columns: the tokens read.  Rows: the embedding, then each layer.  In a cell stands the likeliest next token if the
-    model ended there; the darker, the larger its probability."""
+    """Columns: the tokens read.  Rows: the embedding, then each layer.  In a cell stands the likeliest next token if
+    the model ended there; the darker, the larger its probability."""
     e = np.exp([logits for _, logits in model_cpu.layer_logits(model, ids)])            # (L+1,T,V)
     pyplot.axis("off")
     pyplot.table(tokens[e.argmax(-1)], pyplot.cm.Wistia(e.max(-1) / e.sum(-1)),
