@@ -1,15 +1,18 @@
-"""tests/bench.py where there is no GPU: the solvers of the Euler table, the curves, and what is missing."""
+"""tests/bench.py where there is no GPU: the solvers of the Euler table, a curve; and docs/plot.py."""
 import re
+import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import bench
 import numpy as np
 import pytest
-from cases import put
 from pytest import approx
 
+import checkpoint
 import model_cpu
+from tokenizer import Tokenizer
 
 CONFIG = model_cpu.Config(dim=16, heads=2, kv_heads=1, layers=2, context=16, vocab=32, predict=2)
 
@@ -31,25 +34,20 @@ def test_a_layer_as_trained_is_one_step(out_text, monkeypatch):
     assert losses[2:4] == 2 * [f"{model.forward(windows[:, :-1], targets)[0]:.4f}"]
 
 
-def test_curves(out_text, monkeypatch, tmp_path):
-    """On the CPU.  A text that repeats is learned, and a run as long as the first one ends where that does."""
-    def trainer(name, config, seed, batch):
-        model = model_cpu.Model(config, seed, optimizer=name)
-        return partial(bench.train_step, model), model.forward
-    put(monkeypatch, bench, trainer=trainer, gpu_name=lambda: "none", wait_for_gpu=lambda: None)
-    monkeypatch.setitem(model_cpu.CONFIGS, "small", CONFIG)
-    path = tmp_path / "ids"
-    np.tile(np.arange(32, dtype="<u2"), 40).tofile(path)
-    bench.bench_curves(path, [str(path)], "small", ["adamw", "muon:5", "adamw"], 40, 0.02, 4)
-    said = out_text()
-    losses = [float(loss) for loss in re.findall(r"\[(.*)\]", said)]
-    assert losses[0] > 2 and losses[-1] < 0.5 and "muon:5 reaches" not in said
-    assert said.count("adamw reaches adamw's losses with 1.00 of the tokens") == 2
+def test_a_curve(monkeypatch):
+    """A text that repeats is learned, and what is held out is measured."""
+    monkeypatch.setattr(bench, "wait_for_gpu", lambda: None)
+    model = model_cpu.Model(CONFIG)
+    ids = np.tile(np.arange(32), 40)
+    points = bench.curve(partial(bench.train_step, model), model.forward, ids, [ids], CONFIG, 40, 0.02, 4, 0)
+    assert points[-1][0] == 40 * 4 * 16 and points[0][2] > 2 and points[-1][2] < 0.5
 
 
-def test_what_is_missing_is_said(err_text, monkeypatch):
-    put(monkeypatch, sys, argv=["bench.py", "train"])
-    monkeypatch.setattr(bench.model_gpu, "why_no_gpu", lambda: "There is none.")
-    with pytest.raises(SystemExit, match="2"):
-        bench.main()
-    assert err_text() == "train: not measured: There is none.\n"
+def test_pictures(tmp_path):
+    """docs/plot.py, where there is matplotlib."""
+    pytest.importorskip("matplotlib")
+    checkpoint.save(str(tmp_path), model_cpu.Model(replace(CONFIG, vocab=264)), Tokenizer.train(["a cat"], 264), {})
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    for arguments in ["losses", "."], ["lens", ".", "a cat"], ["attention", ".", "a cat"]:
+        subprocess.run([sys.executable, f"{bench.ROOT}/docs/plot.py", *arguments], cwd=tmp_path, check=True)
+        assert (tmp_path / f"{arguments[0]}.png").exists()
