@@ -343,7 +343,7 @@ def peers_on_cpu(model):
 def peers_on_gpu(model):
     """PyTorch's step, compiled and in a CUDA graph.  Its tokens are read one by one, as ours are."""
     import torch_twin
-    token, position, _, replay = torch_twin.capture_greedy(twin_of(model, "cuda").bfloat16())
+    token, position, replay = torch_twin.capture_greedy(twin_of(model, "cuda").bfloat16())
 
     def step():
         replay()
