@@ -19,8 +19,8 @@ class Twin(torch.nn.Module):
                                                for name, array in params.items()})
 
     def rope(self, x, cos, sin):
-        half = x.shape[-1] // 2
-        return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], dim=-1) * sin
 
     def trunk(self, tokens, cos, sin, attend):
         """tokens (B,T), tables (T,D), attend(i, q, k, v) -> y (B,H,T,D), the attention of layer i -> (B,T,C)."""
@@ -56,14 +56,15 @@ class Twin(torch.nn.Module):
         return -nll.view(tokens.shape).sum(1)
 
     def empty_cache(self):
-        """(L,2,1,G,context,D): keys and values of the layers."""
+        """[[keys, values] of each layer], each (1,G,context,D).  In one tensor torch.compile would make it slower."""
         c = self.config
-        return self.weights["embed"].new_zeros(c.layers, 2, 1, c.kv_heads, c.context, c.head_dim)
+        shape = 1, c.kv_heads, c.context, c.head_dim
+        return [[self.weights["embed"].new_zeros(shape) for _ in range(2)] for _ in range(c.layers)]
 
     def decode(self, tokens, positions, cos, sin, cache, seen=None):
         """tokens (1,n) at positions (n,), tables (context,D) -> the logits (1,n,V) of head 0; keys and values go into the
         cache.  Attention reads the first `seen` places of it, or all, masked: then no shape depends on the positions."""
-        mask = torch.arange(self.config.context, device=cache.device)[:seen] <= positions[:, None]  # (n, seen or context)
+        mask = torch.arange(self.config.context, device=positions.device)[:seen] <= positions[:, None]  # (n, seen or context)
         if len(positions) == 1 and seen:            # the last token sees all of them
             mask = None
 
@@ -93,8 +94,8 @@ def capture_greedy(twin):
     choice of the next token.  -> (token (1,1), position (1,), replay), tensors on the GPU: replay() reads the token at the
     position, leaves there the next token, and moves on by one."""
     cache = twin.empty_cache()
-    cos, sin = tables(twin.config, twin.config.context, cache.device)
-    token = torch.zeros((1, 1), dtype=torch.int64, device=cache.device)
+    cos, sin = tables(twin.config, twin.config.context, "cuda")
+    token = torch.zeros((1, 1), dtype=torch.int64, device="cuda")
     position = token[0].clone()
     decode = torch.compile(twin.decode, fullgraph=True)
 
@@ -106,7 +107,10 @@ def capture_greedy(twin):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return token, position, graph.replay
+
+    def replay(kept=(cache, cos, sin)):             # a graph reads them, but does not keep them alive
+        graph.replay()
+    return token, position, replay
 
 
 @functools.cache
