@@ -19,8 +19,8 @@ class Twin(torch.nn.Module):
                                                for name, array in params.items()})
 
     def rope(self, x, cos, sin):
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-second, first], dim=-1) * sin
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
 
     def trunk(self, tokens, cos, sin, attend):
         """tokens (B,T), tables (T,D), attend(i, q, k, v) -> y (B,H,T,D), the attention of layer i -> (B,T,C)."""
@@ -45,7 +45,7 @@ class Twin(torch.nn.Module):
     def forward(self, tokens, targets, cos, sin):
         """tokens (B,T), targets (B,T,K), -1 = not counted, tables (T,D) -> (K,) losses of the heads."""
         c = self.config
-        nll = F.cross_entropy(self.logits(tokens, cos, sin).view(-1, c.vocab).float(), targets.reshape(-1), ignore_index=-1,
+        nll = F.cross_entropy(self.logits(tokens, cos, sin).view(-1, c.vocab), targets.reshape(-1), ignore_index=-1,
                               reduction="none")
         return nll.view(-1, c.predict).sum(dim=0) / (targets >= 0).sum(dim=(0, 1))
 
@@ -118,7 +118,7 @@ def tables(config, T, device="cpu"):
     """cos and sin (T,D), rotate-half layout."""
     frequency = 10000.0 ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
     angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
-    return [torch.cat([table, table], dim=-1).float().to(device) for table in (angle.cos(), angle.sin())]
+    return [torch.cat([table, table], -1).float().to(device) for table in (angle.cos(), angle.sin())]
 
 
 def make_losses(twin, compiled, autocast=None):
