@@ -16,12 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 GPU_PACKAGES  = "cupy-cuda12x>=14" nvidia-cublas-cu12 nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12
 GPUS_PACKAGES = nvidia-nccl-cu12 mpi4py mpich
 
-# tests/mutate.py takes its mistakes in Python from cosmic-ray.  It plants COUNT of them, drawn by the number SEED.
-MUTATE_PACKAGES = "cosmic-ray>=8.3,<9"
-COUNT = 300
-SEED  = 0
-
-.PHONY: all model lint check check-gpu check-peers mutate bench gpu clean help
+.PHONY: all model lint check check-gpu check-peers bench gpu clean help
 .NOTPARALLEL:
 
 all: model
@@ -32,11 +27,10 @@ all: model
 help:
 	@echo "make              environment in $(VENV), packages, text, the small model trained in out/small, three samples"
 	@echo "make lint         ruff over all Python files; ruff.toml lists its rules"
-	@echo "make check        the gradient check, then the tests"
+	@echo "make check        the gradient check beside the tests (2 minutes on 2 cores)"
 	@echo "make check-gpu    the GPU engine against the CPU's, where there is an NVIDIA GPU (after make gpu; minutes)"
 	@echo "                  HOPPER=0 make check-gpu: on a Hopper, what a GeForce RTX 30 or 40 runs"
 	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers, tiktoken (downloads them); more GPUs' code"
-	@echo "make mutate       plants $(COUNT) mistakes (COUNT=, SEED=) and lists those that no test notices (an hour)"
 	@echo "make bench        the README's measurements"
 	@echo "make gpu          CuPy and CUDA's libraries, for an NVIDIA GPU (about 0.8 GB; no CUDA toolkit needed)"
 	@echo "make clean        removes $(VENV), caches and token files; keeps the models in out/ and the texts in data/"
@@ -80,11 +74,6 @@ $(VENV)/packages-peers: $(VENV)/packages tests/peers/requirements.txt
 	@$(call install,-r tests/peers/requirements.txt)
 	@touch $@
 
-$(VENV)/packages-mutate: $(VENV)/packages-tests
-	@echo "Installing cosmic-ray (about 70 MB)."
-	@$(call install,$(MUTATE_PACKAGES))
-	@touch $@
-
 install = $(RUN) -m pip install --quiet --disable-pip-version-check $(1) || { \
 	echo "error: pip could not install the packages (see above); is there a network, and room on the disk?" >&2; exit 2; }
 
@@ -106,11 +95,18 @@ model: $(VENV)/packages
 lint: $(VENV)/packages-tests
 	$(VENV)/bin/ruff check
 
+# The gradient check takes one core for a quarter of a minute.  It begins first and runs beside the tests; its table is
+# printed when both are done.
 check: $(VENV)/packages-tests
-	$(RUN) gradcheck.py
 	@mkdir -p .pytest_cache
+	@echo "The gradient check runs beside the tests; its table comes at the end."; \
+	$(RUN) gradcheck.py >.pytest_cache/gradcheck.txt 2>&1 & gradcheck=$$!; \
+	trap "kill $$gradcheck" INT TERM HUP; \
 	$(RUN) -m pytest -q -m "not slow" -n auto --maxprocesses 4 --dist worksteal --ignore=tests/peers \
-	    --basetemp=.pytest_cache/tmp tests
+	    --basetemp=.pytest_cache/tmp tests; tests=$$?; \
+	wait $$gradcheck; gradients=$$?; \
+	cat .pytest_cache/gradcheck.txt; \
+	exit $$((tests + gradients))
 
 check-gpu: $(VENV)/packages-tests
 	$(RUN) gradcheck.py --gpu
@@ -121,10 +117,6 @@ check-peers: $(VENV)/packages-tests $(VENV)/packages-peers
 	@mkdir -p .pytest_cache
 	$(RUN) -m pytest -q --basetemp=.pytest_cache/tmp-peers tests/peers
 	$(RUN) -m pytest -q --basetemp=.pytest_cache/tmp-peers -m slow tests/test_flash.py tests/test_kernels.py
-
-mutate: $(VENV)/packages-mutate
-	@mkdir -p .pytest_cache
-	TMPDIR="$(CURDIR)/.pytest_cache" $(RUN) tests/mutate.py --count $(COUNT) --seed $(SEED)
 
 bench: $(VENV)/packages
 	$(RUN) tests/bench.py

@@ -7,7 +7,7 @@ Read model_cpu.py before this.  Five runs:
     python gradcheck.py --small       sampled entries of the real small model
     python gradcheck.py --break all   plant known bugs, one by one: is each of them caught?
     python gradcheck.py --gpu         the GPU engine's gradients against float64, in every precision
-    python gradcheck.py --exercise linear      write this function yourself: see tests/exercises.py
+    python gradcheck.py --exercise linear      write this function yourself (graded by tests/exercises.py)
 
 The idea.  A gradient is a slope: move one weight w by h and see by how much the loss f moves.  That needs the
 forward alone, so it is a judge of the backward.  Expand f(w + sh) about w for s = -2, -1, 1, 2 and choose the
@@ -47,6 +47,9 @@ loops that share no code with model_cpu, and the losses must agree too.  What a 
 both would hide, only judges that others wrote can find: PyTorch and Hugging Face's Llama, in tests/peers.
 Nor does the check of the CPU look at the optimizer, at cached decoding, or at float32: see
 tests/test_model_cpu.py; and tests/test_on_gpu.py for what --gpu leaves out.
+
+The file stands alone: of tests/ it imports the grader of the exercises, and PyTorch's model for --peer, each
+only when it is asked for.
 """
 import collections
 import dataclasses
@@ -59,6 +62,7 @@ import textwrap
 import unittest.mock
 
 import model_cpu            # first: it says what to do where NumPy is missing
+import model_gpu            # it does so without CuPy and without a GPU, too
 import numpy as np
 from model_cpu import CONFIGS, slope
 from script import Parser, require, run_script
@@ -348,10 +352,90 @@ def run_breaks(names):
     return missed == 0
 
 
+# ------------------------------------------------------------------------------------------------------------
+# The GPU engine against model_cpu in float64.  Finite differences would drown in fp32's rounding; but the
+# reference's gradients are proven by now, so the GPU's are compared with them, tensor by tensor.
+# ------------------------------------------------------------------------------------------------------------
+GPU_CONFIG = dataclasses.replace(CONFIGS["big"], layers=4)
+# precision -> bar of the logits and of the whole gradient (a tensor's may be twice as far off), bar of a loss
+GPU_BARS = {"fp32": (2e-6, 1e-6), "tf32": (2e-3, 1e-4), "bf16": (2e-2, 1e-3)}
+
+
+def distance(a, b):
+    """Relative L2 of an array from b: |a - b| / |b|.  NaN, where there is one, is within no bar."""
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def whole_step(model, tokens, targets):
+    """-> (losses, flat gradient) of either engine's model, on the host."""
+    model.flat_grads[...] = 0.0                             # as after an update
+    model.added = False
+    losses = model.read(model.forward(tokens, targets))
+    model.backward()
+    return losses, model.read(model.flat_grads)
+
+
+def compare_engines(config, precisions, std, peer):
+    """Print a row per tensor and a column per precision; then the whole gradient, the logits, the losses, and
+    in how many entries the same step differs when it is done again -> True if all is well.  std: see
+    make_problem; wide weights have no bars.  peer: PyTorch's error stands beside ours, and ours may be 1.5 as large."""
+    reference, tokens, targets = make_problem(config, std)
+    logits = reference.logits(tokens)
+    losses, gradient = whole_step(reference, tokens, targets)
+    good = True
+    columns = []
+    for precision in precisions:
+        model = model_gpu.Model(config, precision=precision)
+        model.write(model.flat_params, reference.flat_params)
+        gpu_logits = model.logits(tokens)
+        gpu_losses, flat = whole_step(model, tokens, targets)
+        with unittest.mock.patch.object(model_gpu, "RECORD_AT", 2):         # now as a CUDA graph
+            _, again = whole_step(model, tokens, targets)
+        bar, loss_bar = (math.inf, math.inf) if std else GPU_BARS[precision]
+        column = {name: distance(view, reference.grads[name])
+                  for name, view in model_cpu.param_views(flat, config).items()}
+        tensors = max(column.values())
+        whole = distance(flat, gradient)
+        of_logits = distance(gpu_logits, logits)
+        of_losses = np.abs(gpu_losses / losses - 1).max()
+        differ = np.count_nonzero(flat != again)
+        good &= tensors <= 2 * bar and whole <= bar and of_logits <= bar and of_losses <= loss_bar and differ == 0
+        column |= {"whole gradient": whole, "logits": of_logits, "bar of these": bar, "losses": of_losses,
+                   "differ when repeated": differ}
+        if peer:
+            import torch_twin           # here, since it needs PyTorch
+            peers = distance(torch_twin.gradient(reference, tokens, targets, precision), gradient)
+            column |= {"PyTorch's whole": peers, "ours / PyTorch's": whole / peers}
+            good &= whole <= 1.5 * peers
+        columns.append(column)
+    print(f"weights {std or 'as at the start'}, {config.layers} layers of width {config.dim}, B 2 x T 256; relative "
+          f"L2 from float64: {', '.join(precisions)}")
+    for row in column:
+        print(f"  {row:20}" + "".join(f"{column[row]:12.2e}" for column in columns))
+    print("all within the bars" if good else "FAILED")
+    return good
+
+
+def run_gpu(peer):
+    """The initial weights and wide ones, in all precisions that this GPU has.  peer: PyTorch's error beside ours."""
+    model_gpu.pick("gpu")                           # ValueError where there is none
+    model_gpu.HOPPER = os.environ.get("HOPPER") != "0"      # 0: what a GeForce RTX 30 or 40 runs
+    precisions = tuple(GPU_BARS) if model_gpu.default_precision() == "bf16" else ("fp32",)
+    results = [compare_engines(GPU_CONFIG, precisions, std, peer) for std in (None, 0.06)]
+    return all(results)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The script
+# ------------------------------------------------------------------------------------------------------------
+# of tests/exercises.py, so that --help can list them without that file
+EXERCISES = ("linear, embedding, swiglu, cross_entropy, rmsnorm, rope, attention, block, adamw, muon, newton_schulz, "
+             "head_targets, sample, learn_merges, reinforce, dpo, layernorm, geglu, softcap")
+
+
 def main(argv):
     tests = f"{os.path.dirname(__file__)}/tests"
     sys.path[:0] = tests, f"{tests}/peers"      # first: there may be a folder exercises here
-    import exercises            # here, since it imports this file
     parser = Parser(description="Check model_cpu.py's gradients against finite differences: every entry of a "
                     f"tiny model, to {TINY_BAR:.0e}. Exit code 1: an error above the bar, a bug not caught.")
     which = parser.add_mutually_exclusive_group()
@@ -360,26 +444,25 @@ def main(argv):
     add("--break", dest="bug", choices=["all", *BUGS], metavar="NAME",
         help="plant this bug (all: one after the other) and see that it is caught")
     add("--list", action="store_true", help="the names of the bugs, with their stories")
-    add("--exercise", choices=["all", *exercises.EXERCISES], metavar="NAME",
-        help="write the file to complete; again: is it right? (all: a table)  NAME: "
-        + ", ".join(exercises.EXERCISES))
-    add("--gpu", action="store_true", help="the GPU engine's gradients against model_cpu's")
+    add("--exercise", choices=["all", *EXERCISES.split(", ")], metavar="NAME",
+        help=f"write the file to complete; again: is it right? (all: a table)  NAME: {EXERCISES}")
+    add("--gpu", action="store_true", help="the GPU engine against model_cpu, in every precision")
     parser.add_argument("--peer", action="store_true", help="with --gpu: PyTorch's error beside ours")
     parser.add_argument("--hint", action="store_true", help="with --exercise NAME: the derivation")
     args = parser.parse_args(argv)
     require(args.gpu or not args.peer, "--peer goes with --gpu.")
     require(args.exercise not in (None, "all") or not args.hint, "--hint goes with --exercise NAME.")
+    require(os.path.exists(tests) or not args.exercise and not args.peer, f"there is no {tests}, which this needs.")
 
     if args.list:
-        for name, (*_, story) in (BUGS | exercises.EXERCISE_BUGS).items():
-            note = "" if name in BUGS else "  (In the exercise alone.)"
-            print(f"{name:20} {story}{note}")
+        for name, (*_, story) in BUGS.items():
+            print(f"{name:20} {story}")
         return 0
     if args.exercise:
+        import exercises
         good = exercises.run_exercise(args.exercise, args.hint)
     elif args.gpu:
-        import gpu_gradients
-        good = gpu_gradients.run_gpu(args.peer)
+        good = run_gpu(args.peer)
     elif args.bug:
         good = run_breaks(BUGS if args.bug == "all" else [args.bug])
     elif args.small:

@@ -3,6 +3,8 @@
 Fused qkv and gate_up products, scaled_dot_product_attention, one product for all heads, fused AdamW: what torch.compile
 likes best.  Parameters have the names and shapes of model_cpu.param_table, so weights can be copied over.
 """
+import functools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -17,8 +19,8 @@ class Twin(torch.nn.Module):
                                                for name, array in params.items()})
 
     def rope(self, x, cos, sin):
-        half = x.shape[-1] // 2
-        return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
 
     def trunk(self, tokens, cos, sin, attend):
         """tokens (B,T), tables (T,D), attend(i, q, k, v) -> y (B,H,T,D), the attention of layer i -> (B,T,C)."""
@@ -34,36 +36,35 @@ class Twin(torch.nn.Module):
             x = x + F.linear(F.silu(gate) * up, w[f"layers_{i}_down"])
         return F.rms_norm(x, (c.dim,), w["norm"], 1e-5)
 
-    def logits(self, tokens, cos, sin, rows=None):
-        """tokens (B,T) -> (B,T,K*V), or so many of them."""
+    def logits(self, tokens, cos, sin):
+        """tokens (B,T) -> (B,T,K*V)."""
         def attend(i, q, k, v):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return F.linear(self.trunk(tokens, cos, sin, attend), self.weights["heads"][:rows])
+        return F.linear(self.trunk(tokens, cos, sin, attend), self.weights["heads"])
 
     def forward(self, tokens, targets, cos, sin):
         """tokens (B,T), targets (B,T,K), -1 = not counted, tables (T,D) -> (K,) losses of the heads."""
         c = self.config
-        nll = F.cross_entropy(self.logits(tokens, cos, sin).view(-1, c.vocab).float(), targets.reshape(-1), ignore_index=-1,
+        nll = F.cross_entropy(self.logits(tokens, cos, sin).view(-1, c.vocab), targets.reshape(-1), ignore_index=-1,
                               reduction="none")
         return nll.view(-1, c.predict).sum(dim=0) / (targets >= 0).sum(dim=(0, 1))
 
     def log_probs(self, tokens, targets, cos, sin):
         """tokens, targets (B,T), -1 = not counted, tables (T,D) -> (B,): of each row the log-probability of its targets."""
-        logits = self.logits(tokens, cos, sin, self.config.vocab)
+        logits = self.logits(tokens, cos, sin)[..., :self.config.vocab]
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
         return -nll.view(tokens.shape).sum(1)
 
     def empty_cache(self):
-        """[(keys, values), ...] of the layers, each (1,G,context,D)."""
-        c, like = self.config, self.weights["embed"]
-        return [[torch.zeros(1, c.kv_heads, c.context, c.head_dim, dtype=like.dtype, device=like.device) for _ in range(2)]
-                for _ in range(c.layers)]
+        """[[keys, values] of each layer], each (1,G,context,D).  In one tensor torch.compile would make it slower."""
+        c = self.config
+        shape = 1, c.kv_heads, c.context, c.head_dim
+        return [[self.weights["embed"].new_zeros(shape) for _ in range(2)] for _ in range(c.layers)]
 
     def decode(self, tokens, positions, cos, sin, cache, seen=None):
         """tokens (1,n) at positions (n,), tables (context,D) -> the logits (1,n,V) of head 0; keys and values go into the
         cache.  Attention reads the first `seen` places of it, or all, masked: then no shape depends on the positions."""
-        keys, _ = cache[0]
-        mask = torch.arange(keys.shape[2], device=keys.device)[:seen] <= positions[:, None]         # (n, seen or context)
+        mask = torch.arange(self.config.context, device=positions.device)[:seen] <= positions[:, None]  # (n, seen or context)
         if len(positions) == 1 and seen:            # the last token sees all of them
             mask = None
 
@@ -74,51 +75,50 @@ class Twin(torch.nn.Module):
         return F.linear(x, self.weights["heads"][:self.config.vocab])
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def greedy(twin, prompt):
     """Continue the prompt, a list of ids: yields ids without end, a token at a time, eagerly; as model_cpu.generate does."""
-    cache, (cos, sin), seen = twin.empty_cache(), tables(twin.config, twin.config.context), len(prompt)
-    logits = twin.decode(torch.tensor([prompt]), torch.arange(seen), cos, sin, cache, seen)
+    cache = twin.empty_cache()
+    tokens = torch.tensor([prompt])
+    positions = torch.arange(len(prompt))
     while True:
-        token = logits[:, -1:].argmax(-1)           # (1,1)
-        yield token.item()
-        seen += 1
-        logits = twin.decode(token, torch.tensor([seen - 1]), cos, sin, cache, seen)
+        logits = twin.decode(tokens, positions, *tables(twin.config, twin.config.context), cache, positions[-1] + 1)
+        tokens = logits[:, -1:].argmax(-1)          # (1,1)
+        positions = positions[-1:] + 1
+        yield tokens.item()
 
 
 @torch.no_grad()
 def capture_greedy(twin):
     """gpt-fast's recipe for one token at a time on a GPU: the step compiled, and captured in a CUDA graph together with the
-    choice of the next token.  -> (token (1,1), position (1,), logits (1,1,V), replay), tensors on the GPU: replay() reads
-    the token at the position, leaves there the logits and the next token, and moves on by one."""
-    c, like = twin.config, twin.weights["embed"]
-    cache, (cos, sin) = twin.empty_cache(), tables(c, c.context, like.device)
-    token, position = (torch.zeros(shape, dtype=torch.int64, device=like.device) for shape in ((1, 1), (1,)))
-    logits = torch.zeros((1, 1, c.vocab), dtype=like.dtype, device=like.device)
+    choice of the next token.  -> (token (1,1), position (1,), replay), tensors on the GPU: replay() reads the token at the
+    position, leaves there the next token, and moves on by one."""
+    cache = twin.empty_cache()
+    cos, sin = tables(twin.config, twin.config.context, "cuda")
+    token = torch.zeros((1, 1), dtype=torch.int64, device="cuda")
+    position = token[0].clone()
     decode = torch.compile(twin.decode, fullgraph=True)
 
     def step():
-        logits.copy_(decode(token, position, cos, sin, cache))
-        token.copy_(logits.argmax(-1))
+        token.copy_(decode(token, position, cos, sin, cache).argmax(-1))
         position.add_(1)
-
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):                   # the first calls compile and allocate
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
+    for _ in range(3):                              # the first calls compile and allocate
+        step()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return token, position, logits, graph.replay
+
+    def replay(kept=(cache, cos, sin)):             # a graph reads them, but does not keep them alive
+        graph.replay()
+    return token, position, replay
 
 
+@functools.cache
 def tables(config, T, device="cpu"):
     """cos and sin (T,D), rotate-half layout."""
     frequency = 10000.0 ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
     angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
-    return [torch.cat([table, table], dim=-1).float().to(device) for table in (angle.cos(), angle.sin())]
+    return [torch.cat([table, table], -1).float().to(device) for table in (angle.cos(), angle.sin())]
 
 
 def make_losses(twin, compiled, autocast=None):
@@ -126,16 +126,14 @@ def make_losses(twin, compiled, autocast=None):
     and the total loss.  autocast: torch.bfloat16 or None."""
     c = twin.config
     forward = torch.compile(twin) if compiled else twin
-    made = {}                                               # what depends on T and the device alone
+    device = next(twin.parameters()).device
+    weights = torch.tensor(c.head_weights, dtype=torch.float32, device=device)
 
     def losses(tokens, targets):
-        T, device = tokens.shape[1], tokens.device
-        if (T, device) not in made:
-            made[T, device] = *tables(c, T, device), torch.tensor(c.head_weights, dtype=torch.float32, device=device)
-        cos, sin, weights = made[T, device]
+        T = tokens.shape[1]
         stacked = torch.stack([targets[:, k:k + T] for k in range(c.predict)], dim=-1)              # (B,T,K)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            heads = forward(tokens, stacked, cos, sin)
+            heads = forward(tokens, stacked, *tables(c, T, device))
         return heads, heads @ weights
     return losses
 
