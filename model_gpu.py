@@ -26,7 +26,7 @@ and the next one reads is the traffic that costs time, so neighbouring functions
 one kernel covers several functions of model_cpu, it says so there.
 
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; no sums over several GPUs:
-Model.backward says what is summed and when, train.Nccl sums.  The file can be imported where there is no CuPy or
+Model.backward asks for them, train.py makes them.  The file can be imported where there is no CuPy or
 no GPU, and then says what is missing in one sentence.
 """
 import bisect
@@ -63,7 +63,6 @@ SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 3               # the use of a batch's shape from which on its launches are a CUDA graph
 SHAPES = 32                 # of so many shapes the graphs are kept; where there are more, all begin anew
-BUCKET = 1 << 24            # numbers of the gradient in one all-reduce, at least
 PROMPT_ROWS = 64            # a prompt is read in a multiple of so many rows, so that its launches repeat, too
 FEW_ROWS = 8                # decoding has kernels of its own for up to so many tokens
 GROUP_ROWS = 4              # of which so many share one reading of the weights: ROWS in kernels.cu
@@ -551,7 +550,7 @@ def newton_schulz(gpu, X, Y, A, B):
     scratch."""
     side = A.shape[1]
     tall = X.shape[1] > X.shape[2]
-    for _ in range(5 if len(X) else 0):             # of more GPUs than matrices some have none
+    for _ in range(5):
         gemm(gpu, A, X, X, transpose_a=tall, transpose_b=not tall)              # X X^T, or X^T X
         gemm(gpu, B, A, A)
         gpu.launch("muon_polynomial", (ceil_div(side * side, 2048), len(A)), 256, B, A, side,
@@ -563,12 +562,10 @@ def newton_schulz(gpu, X, Y, A, B):
         X, Y = Y, X                                                             # the last is in Y: 5 is odd
 
 
-def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, momentum):
+def muon_update(gpu, flats, starts, work, state, lr, decay, momentum):
     """Muon on all matrices of one shape.  flats: params, weights (in bf16 their copy), gradients and m of the
     layers' matrices, flat; starts: where in a layer each matrix of this shape begins.  work: the arrays of
-    muon_tables.  communicator: with several GPUs each makes the matmuls, which take nearly all of the time,
-    for its part of the matrices.  A generator: there it yields once, when these parts are on their way to all, so
-    that the next shape is begun meanwhile."""
+    muon_tables."""
     params, weights, grads, m = flats
     X, Y, A, B, squares = vars(work).values()
     n, rows, columns = X.shape
@@ -580,12 +577,7 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, moment
         gpu.launch("muon_momentum", blocks, 256, squares[i * L:], m[start:], grads[start:], *place, momentum)
         gpu.launch("muon_input", blocks, 256, X[i * L:], grads[start:], m[start:], squares[i * L:], *place,
                    momentum)
-    part = communicator.part(n) if communicator else slice(n)
-    newton_schulz(gpu, X[part], Y[part], A[part], B[part])
-    if communicator:
-        communicator.all_gather(Y)
-        yield
-        communicator.wait()
+    newton_schulz(gpu, X, Y, A, B)
     for i, start in enumerate(starts):
         gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, params[start:], weights[start:], Y[i * L:],
                    *place, 1.0 - lr * decay, 0.2 * lr * math.sqrt(max(rows, columns)))
@@ -702,7 +694,7 @@ class Model:
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
         self.step = 0
         self.added = False                          # whether grads may hold a sum already
-        self.communicator = None                    # a train.Nccl, where there are several GPUs
+        self.communicator = None                    # sums gradients over several GPUs: train.py
         self.rows = 0                               # of config.context tokens, for which there is work memory
         size = param_count(config)
         self.flat_params = cupy.zeros(size, float32)
@@ -846,28 +838,18 @@ class Model:
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
         finds zeros there, so its matmuls write.  last: this is the step's last micro-batch, after which the
-        gradients of several GPUs are added up by all-reduce: each part of the flat gradient, from its end on,
-        as soon as it is done and has BUCKET numbers."""
+        gradients of several GPUs are added up."""
         require(self.grads, "this model was made with training=False: it has no gradients.")
         require(self.saved, "backward needs a forward of its own, and between them neither logits nor update.")
         layers, shared = self.saved
         self.saved = None
         add = self.added
         self.added = True
-        starts = self._launch_backward(layers, shared, add)     # a generator: nothing is launched yet
-        if not (last and self.communicator):
-            shared.replays["backward", add](self.gpu, lambda: list(starts))
-            return
-        gains = update_table(self.config, self.optimizer)[-1][1]
-        end = gains.start                           # the sum of all from here to the gains is queued
-        for start in starts:
-            if end - start >= BUCKET or not start:
-                self.communicator.all_reduce(self.flat_grads[start:end])
-                end = start
-        self.communicator.all_reduce(self.flat_grads[gains])
+        shared.replays["backward", add](self.gpu, lambda: self._launch_backward(layers, shared, add))
+        if last and self.communicator:
+            self.communicator.all_reduce(self.flat_grads)
 
     def _launch_backward(self, layers, shared, add):
-        """Launch the backward.  Yields where the flat gradient is done from, up to the gains."""
         gpu = self.gpu
         w = self.weights
         grads = self.grads
@@ -882,10 +864,8 @@ class Model:
                          shared.dgain, add=False)                               # (N,C)
         for i in reversed(range(len(layers))):
             block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
-            yield grads["embed"].size + i * matrix_table(self.config)[-1][1].stop
         # x = embed[tokens]
         embedding_backward(gpu, grads["embed"], dx, shared.order, shared.starts)
-        yield 0
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
         """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
@@ -897,25 +877,18 @@ class Model:
         self.added = False
         self.saved = None
         self.decoder.forget()
-        if self.communicator:
-            self.communicator.wait()
         gradient_norm(self.gpu, self.state, self.partial, self.flat_grads, muon_part(c, self.optimizer), clip)
-        updates = []                                # of Muon, one a shape
-        start = 0
+        start = 0                                   # in the memory that Muon works in
         for rule, part, part_of_v, decayed in update_table(c, self.optimizer):
             flats = [flat[part] for flat in (self.flat_params, self.flat_weights, self.flat_grads, self.m)]
             if rule == "muon":
                 for starts, table in muon_tables(c, self.precision):
-                    update = muon_update(self.gpu, flats, starts, carve(self.work, table, start), self.state,
-                                         lr, decay, self.communicator, momentum)
-                    next(update, None)              # all of it, but with several GPUs up to its yield
-                    updates.append(update)
+                    work = carve(self.work, table, start)
+                    muon_update(self.gpu, flats, starts, work, self.state, lr, decay, momentum)
                     start += table_bytes(table)
             else:
                 adamw_update(self.gpu, *flats, self.v[part_of_v], self.state, self.step, lr, beta1, beta2,
                              eps, decay if decayed else 0.0)
-        for update in updates:
-            next(update, None)
         return self.state[0, ...].copy()
 
 
