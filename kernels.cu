@@ -403,14 +403,14 @@ KERNEL swiglu_backward(real* gate_up, Reals dh, int F) {
 //
 // logits (N,K,V) become their gradients in place; a masked row (target -1) gets nll 0 and gradient 0. weight_k is
 // head_weights[k], which holds the divisor, times weights[b]. targets (B, T+K-1): head k at position t is to
-// predict targets[b][t+k]. learn 0: nll alone, the logits stay.
+// predict targets[b][t+k].
 //
 // The first pass keeps for each thread a running maximum m and the sum of exp(z - m), which it rescales when
 // m grows (the online softmax of flash_attn.cu). The second pass reads the row again, now from the cache.
 // Grid (N*K); 128 threads.
 KERNEL cross_entropy(real* logits, float* nll,
                      Ints targets, Floats head_weights, Floats weights,
-                     int learn, int T, int K, int V) {
+                     int T, int K, int V) {
     __shared__ float slots[2][32];
     int n = blockIdx.x / K, k = blockIdx.x % K;
     int b = n / T, t = n % T;
@@ -431,7 +431,6 @@ KERNEL cross_entropy(real* logits, float* nll,
         w = head_weights[k] * weights[b];
     }
     if (threadIdx.x == 0) nll[blockIdx.x] = target < 0 ? 0.0f : log_total - to_float(z[target]);
-    if (!learn) return;
     __syncthreads();  // the target's logit is read before its owner overwrites it
     FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) {
         Eight e = target < 0 ? Eight{} : load8(z + v);

@@ -707,7 +707,7 @@ class Model:
         final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
         return self._head_logits(final, *tokens.shape)
 
-    def forward(self, tokens, targets, counted=None, weights=None, weigh=None):
+    def forward(self, tokens, targets, counted=None, weights=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, head k's sum /
         counted[k].
 
@@ -715,13 +715,7 @@ class Model:
         Raises ValueError where head 0 has none at all: there would be nothing to learn.
 
         weights (B,): of each row in head 0's loss, which is then the sum of w_b (-log p) / counted[0], whatever
-        the caller counts there.  The further heads count for nothing, and their losses are 0.
-
-        weigh: a function (log_probs (B,), weights) -> (B,), for weights that depend on what the model says.  It
-        gets the log_probs of these rows and returns the weights that count; `weights` is then whatever it
-        needs to know: DPO passes the reference's log-probabilities."""
-        if weigh:                                   # reads the rows twice; model_gpu does so once
-            weights = weigh(self.log_probs(tokens, targets), weights)
+        the caller counts there.  The further heads count for nothing, and their losses are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.saved = self.workspaces[:len(tokens)]
         parts = [np.array_split(array, len(self.saved)) for array in (tokens, targets, weights)]
@@ -748,10 +742,7 @@ class Model:
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
         self.forward(tokens, targets, [1], np.ones(len(tokens)))
         self.saved = []                             # with this divisor backward would make no sense
-        return self._row_log_probs(len(tokens))
-
-    def _row_log_probs(self, B):
-        return -self.read(self.nll)[:, 0].reshape(B, -1).sum(axis=1, dtype=np.float64)
+        return -self.read(self.nll)[:, 0].reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.
@@ -1046,7 +1037,17 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
     if not all(prompts):
         raise ValueError("each prompt needs at least one token to continue.")
     context = model.config.context
-    decoder = model.new_decoder(len(prompts), min(context, max(map(len, prompts)) + most))
+    half = len(prompts) // 2
+    try:
+        decoder = model.new_decoder(len(prompts), min(context, max(map(len, prompts)) + most))
+    except MemoryError:                             # CuPy's OutOfMemoryError is one
+        if not half:
+            raise
+        answers = []
+        for part in (slice(half), slice(half, None)):
+            part_of = dataclasses.replace(sampling, seed=sampling.seed[part])
+            answers += generate_batch(model, prompts[part], part_of, stop, most)
+        return answers
     texts = list(map(list, prompts))
     answers = [[] for _ in prompts]
     going = list(range(len(prompts)))               # rows whose answers have not ended; all are drawn

@@ -12,7 +12,7 @@ What both engines share, such as generate, stands there alone.  Top to bottom:
     3. x_forward / x_backward     every layer as a pair: a matmul by cuBLAS, or a kernel of kernels.cu; the
                                   loss and the optimizers
     4. Model, Decoder             the same face as in model_cpu
-    5. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
+    5. work_tables                what a step computes in
 
 Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores
 round the inputs of matmuls to 10 bits of mantissa.  bf16: activations, and a copy of the weights that the
@@ -21,7 +21,7 @@ and moments stay fp32, because an update is often smaller than the spacing of bf
 Sums, norms, softmax and losses are fp32 in each.
 
 How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no part of a step
-waits for a result (but for DPO's weigh), and what it computes in was allocated before.  What one kernel writes
+waits for a result, and what it computes in was allocated before.  What one kernel writes
 and the next one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where
 one kernel covers several functions of model_cpu, it says so there.
 
@@ -29,7 +29,6 @@ What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVID
 Model.backward asks for them, train.py makes them.  The file can be imported where there is no CuPy or
 no GPU, and then says what is missing in one sentence.
 """
-import bisect
 import collections
 import ctypes
 import dataclasses
@@ -41,7 +40,6 @@ import re
 import struct
 import sys
 import threading
-import weakref
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
@@ -66,9 +64,7 @@ SHAPES = 32                 # of so many shapes the graphs are kept; where there
 PROMPT_ROWS = 64            # a prompt is read in a multiple of so many rows, so that its launches repeat, too
 FEW_ROWS = 8                # decoding has kernels of its own for up to so many tokens
 GROUP_ROWS = 4              # of which so many share one reading of the weights: ROWS in kernels.cu
-CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code and the graphs take
-CONTEXT_BYTES = 580 << 20   # CUDA itself, measured on an H200 with CUDA 13; on smaller cards it is less
-NCCL_BYTES = 860 << 20      # of two H200s
+RESERVE = 1 << 30           # bytes that CuPy leaves free: for NCCL, CUDA graphs and other programs
 HOPPER = True               # False: a Hopper runs what a GeForce RTX 30 or 40 runs, to test and to time that
 
 
@@ -120,8 +116,8 @@ def current_stream():
 
 
 def default_precision():
-    """The best that this GPU's tensor cores have; where there is no GPU, and a run is only planned, bf16."""
-    return "bf16" if why_no_gpu() or capability() >= 80 else "fp32"
+    """The best that this GPU's tensor cores have."""
+    return "bf16" if capability() >= 80 else "fp32"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -136,7 +132,6 @@ ONE = ZERO + 4
 # the parameters of cuBLAS's functions: p a pointer, i an int, q a 64-bit int
 SIGNATURES = {"cublasGemmEx": "p ii iii p pii pii p pii ii",
               "cublasGemmStridedBatchedEx": "p ii iii p piiq piiq p piiq i ii",
-              "cublasSgeam": "p ii ii p pi p pi pi",
               "cublasSetStream_v2": "pp",
               "cublasSetWorkspace_v2": "ppq"}
 C_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_longlong}
@@ -208,7 +203,6 @@ class Gpu:
                               for table in rope_table(config, float32)]
         self.handle, self.cublas, self.workspace = load_cublas() if matmul == "cublas" else 3 * [None]
         self.set_stream(0)
-        self.transposes = hopper and precision == "tf32" and matmul == "cublas"
         self.launch_kernel = None
         # the first driver to record it is that of CUDA 12.3
         if HOPPER and capability() >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:
@@ -329,33 +323,14 @@ def linear_forward(gpu, out, x, w):
     gemm(gpu, out, x, w, transpose_b=True)
 
 
-# In tf32 Hopper's tensor cores take only operands whose numbers lie side by side along the sum, as those of
-# linear_forward do.  In the backward w does not, and for a weight's gradient neither operand does.  With one
-# of them transposed, the smaller, cuBLAS is 1.1 to 1.2 and 1.4 to 1.7 times as fast.
-def transposed(gpu, x, space):
-    """x (rows, columns) -> x.T, in `space`; in columns, as cuBLAS counts, out = 1 x.T + 0 out."""
-    rows, columns = x.shape
-    out = space[:x.size].reshape(columns, rows)
-    result = out.data.ptr, rows
-    status = gpu.cublas.cublasSgeam(gpu.handle, True, False, rows, columns, ONE, x.data.ptr, columns, ZERO,
-                                    *result, *result)
-    if status:
-        raise GpuError(f"cuBLAS refuses to transpose {rows} x {columns}: status {status}.")
-    return out
-
-
-def linear_backward(gpu, dx, dw, dout, x, w, space, add):
+# (In tf32 Hopper's tensor cores take only operands whose numbers lie side by side along the sum, as those of
+# linear_forward do.  In the backward w does not, and for a weight's gradient neither does: cuBLAS sees to that.
+# Transposing one operand ourselves before saved a tenth of big's step.)
+def linear_backward(gpu, dx, dw, dout, x, w, add):
     """dw (O,I) (+)= dout.T @ x, summed in fp32 in every precision; then dx (N,I) = dout (N,O) @ w, which may
-    lie where x did.  space: room for an operand that is transposed; add: dw may hold a sum already."""
-    if not gpu.transposes:
-        gemm(gpu, dw, dout, x, transpose_a=True, add=add)
-        gemm(gpu, dx, dout, w)
-        return
-    if dout.size < x.size:
-        gemm(gpu, dw, transposed(gpu, dout, space), x, add=add)
-    else:
-        gemm(gpu, dw, dout, transposed(gpu, x, space), transpose_a=True, transpose_b=True, add=add)
-    gemm(gpu, dx, dout, transposed(gpu, w, space), transpose_b=True)
+    lie where x did.  add: dw may hold a sum already."""
+    gemm(gpu, dw, dout, x, transpose_a=True, add=add)
+    gemm(gpu, dx, dout, w)
 
 
 def rope_forward(gpu, qkv, T, first):
@@ -460,7 +435,7 @@ def block_backward(gpu, w, dw, saved, shared, dx, add):
     dgain = shared.dgain
 
     def linear(dx, name, dout, x):
-        linear_backward(gpu, dx, getattr(dw, name), dout, x, getattr(w, name), shared.space, add)
+        linear_backward(gpu, dx, getattr(dw, name), dout, x, getattr(w, name), add)
 
     # x = x + h @ down.T
     linear(dh, "down", dx, saved.h)                                                 # (N,C) -> (N,F)
@@ -517,13 +492,13 @@ def decode_block(gpu, w, x, qkv, shared):
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, shared.h, w.down, n, c.hidden, C)
 
 
-def cross_entropy_forward(gpu, losses, nll, logits, inputs, T, learn):
+def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
     """losses (K,) = the weighted sums over rows of nll (N,K), those of each target, / divisor (K,).  logits (N,K*V)
     become their own gradients: cross_entropy_forward and cross_entropy_backward of model_cpu in one pass.
-    inputs: the arrays of input_table.  Without learn the logits stay."""
+    inputs: the arrays of input_table."""
     N, K = nll.shape
     gpu.launch("cross_entropy", N * K, 128, logits, nll, inputs.targets, inputs.head_weights, inputs.weights,
-               learn, T, K, gpu.config.vocab)
+               T, K, gpu.config.vocab)
     gpu.launch("cross_entropy_sum", K, 1024, losses, nll, inputs.divisor, inputs.weights, T, N, K)
 
 
@@ -605,6 +580,15 @@ def head_logits(gpu, final, heads, *shape):
     return cupy.asnumpy(logits).reshape(*shape, c.predict, c.vocab)
 
 
+def limit_pool():
+    """CuPy takes at most what is free now, but for RESERVE: where a GPU may borrow the host's memory, as under WSL,
+    an allocation would never fail.  A limit that there is stays: CUPY_GPU_MEMORY_LIMIT's, or an earlier model's."""
+    pool = cupy.get_default_memory_pool()
+    if not pool.get_limit():
+        free, _ = cupy.cuda.runtime.memGetInfo()
+        pool.set_limit(size=pool.total_bytes() + max(1, free - RESERVE))
+
+
 def allocate(empty, table):
     """-> (memory, the Arrays that lie in it) for a table.  empty: makes it, on the GPU or pinned."""
     memory = empty(table_bytes(table), uint8)
@@ -661,17 +645,17 @@ class Model:
     """The model on the GPU; the face of model_cpu.Model.
 
     precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: reserve the work
-    memory now for so many rows of config.context tokens, which serves other rows of as many tokens, too;
-    without it the memory grows with the calls.  memory_limit: bytes that this process may take while the
-    model lives.  matmul: "cublas", or "ours".  training, seed, optimizer: as on the CPU.  ValueError, in one
-    sentence, where there is no GPU or it is too old; CuPy's OutOfMemoryError where its memory is too small.
+    memory now for so many rows of config.context tokens; where it is too small, for half of them, and so on:
+    `rows` says for how many.  It serves other rows of as many tokens, too; without micro_batch it grows with the
+    calls.  matmul: "cublas", or "ours".  training, seed, optimizer: as on the CPU.  ValueError, in one sentence,
+    where there is no GPU or it is too old; CuPy's OutOfMemoryError where one row does not fit its memory.
 
     params, grads: dict name -> view of the flat fp32 buffers.  Call refresh() after writing params by
     hand."""
     draft_heads = 1     # heads whose drafts pay: two rows take 1.2 times as long as one, four 1.65 times
 
-    def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, matmul="cublas",
-                 training=True, optimizer="adamw"):
+    def __init__(self, config, seed=0, precision=None, micro_batch=None, matmul="cublas", training=True,
+                 optimizer="adamw"):
         pick("gpu")                                 # ValueError where there is none
         precision = precision or default_precision()
         require(precision in PRECISIONS,
@@ -683,15 +667,12 @@ class Model:
         self.config = config
         self.precision = precision
         self.optimizer = optimizer
-        self.pool = cupy.get_default_memory_pool()
-        if memory_limit:
-            self.pool.set_limit(size=max(1, memory_limit - CUBLAS_BYTES - CONTEXT_BYTES))
-            weakref.finalize(self, self.pool.set_limit, size=0)         # 0: none
         try:
             self.gpu = Gpu(config, precision, matmul)
         except (ImportError, RuntimeError) as error:
             raise ValueError("The GPU engine does not start; a CUDA library seems to be missing or does not "
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
+        limit_pool()
         self.step = 0
         self.added = False                          # whether grads may hold a sum already
         self.communicator = None                    # sums gradients over several GPUs: train.py
@@ -714,8 +695,14 @@ class Model:
         self.weights = {name: view if view.ndim == 2 else self.params[name]     # gains are read in fp32
                         for name, view in param_views(self.flat_weights, config).items()}
         self.decoder = Decoder(self.gpu, self.weights)
-        if training or micro_batch:                 # Muon works in this memory, too
-            self._reserve(micro_batch or 1)
+        rows = micro_batch or int(training)         # Muon works in this memory, too
+        while rows > self.rows:
+            try:
+                self._reserve(rows)
+            except MemoryError:                     # CuPy's OutOfMemoryError is one
+                if rows == 1:
+                    raise
+                rows //= 2
         if seed is not None:
             flat = np.empty(size, float32)
             init_params(flat, config, seed)
@@ -758,9 +745,12 @@ class Model:
         self.buffers_by_shape = {}
         self.saved = self.inputs = self.work = None     # give back first, then ask for more
         self.rows = 0
-        self.pool.free_all_blocks()
-        plan = memory_plan(c, rows, c.context, self.precision, self.optimizer)
-        self.work = cupy.empty(plan["activations"] + plan["logits and scratch"], uint8)
+        cupy.get_default_memory_pool().free_all_blocks()
+        layer, shared, logits, scratch = map(table_bytes, work_tables(c, rows, c.context, self.precision))
+        size = c.layers * layer + shared + max(logits, scratch)
+        if self.optimizer == "muon":                # what Muon works in lies there, at another time
+            size = max(size, sum(table_bytes(table) for _, table in muon_tables(c, self.precision)))
+        self.work = cupy.empty(size, uint8)
         self.inputs = Inputs(input_table(c, rows, c.context))
         self.rows = rows
 
@@ -800,7 +790,7 @@ class Model:
         final = trunk(self.gpu, self.weights, layers, shared)
         return head_logits(self.gpu, final, self.weights["heads"], *tokens.shape)
 
-    def forward(self, tokens, targets, counted=None, weights=None, weigh=None):
+    def forward(self, tokens, targets, counted=None, weights=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see
         model_cpu."""
         c = self.config
@@ -811,29 +801,21 @@ class Model:
         flat = tokens.astype(uint16).ravel()        # NumPy sorts these five times as fast as longer numbers
         order = np.argsort(flat, kind="stable")
         starts = np.searchsorted(flat[order], np.arange(c.vocab + 1))
-        send = functools.partial(self.inputs.send, tokens=tokens, targets=targets[:, :T + K - 1], order=order,
-                                 starts=starts, head_weights=c.head_weights / divisor, divisor=divisor)
-        send(weights=weights)
-
-        def loss(learn):
-            cross_entropy_forward(self.gpu, self.losses, shared.nll, shared.logits, shared, T, learn)
+        self.inputs.send(tokens=tokens, targets=targets[:, :T + K - 1], order=order, starts=starts,
+                         head_weights=c.head_weights / divisor, divisor=divisor, weights=weights)
 
         def launch():
             final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)
             linear_forward(self.gpu, shared.logits, final, self.weights["heads"])    # -> (N,K*V)
-            loss(not weigh)
+            cross_entropy_forward(self.gpu, self.losses, shared.nll, shared.logits, shared, T)
 
-        shared.replays["forward", not weigh](self.gpu, launch)
+        shared.replays["forward"](self.gpu, launch)
         self.saved = layers, shared
         self.nll = shared.nll
-        if weigh:
-            send(weights=weigh(self._row_log_probs(B), weights))
-            loss(True)
         self.losses[K:] = 0.0
         return self.losses.copy()
 
     log_probs = model_cpu.Model.log_probs
-    _row_log_probs = model_cpu.Model._row_log_probs
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
@@ -857,7 +839,7 @@ class Model:
         final = shared.n                            # and its gradient
         # logits = final @ heads.T
         rows = shared.logits.shape[1]
-        linear_backward(gpu, final, grads["heads"][:rows], shared.logits, final, w["heads"][:rows], shared.space,
+        linear_backward(gpu, final, grads["heads"][:rows], shared.logits, final, w["heads"][:rows],
                         add)                                                    # (N,K*V) -> (N,C)
         # final = rmsnorm(x)
         rmsnorm_backward(gpu, dx, grads["norm"], final, shared.x, shared.rstd, w["norm"],
@@ -1039,7 +1021,7 @@ class Decoder(model_cpu.Decoder):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5. What a step computes in, and what a run needs
+# 5. What a step computes in
 # ------------------------------------------------------------------------------------------------------------
 def typed(dtype, **shapes):
     """A table, [(name, shape, dtype), ...], of arrays of one type."""
@@ -1097,17 +1079,13 @@ def work_tables(config, B, T, precision):
                    rstd1=(N,),              # 1 / root mean square of each row of x_in
                    lse=(B, config.heads, T),    # log of the sum of exponentials of each row of scores
                    rstd2=(N,))              # 1 / root mean square of each row of x_mid
-    space = 0
-    if precision == "tf32":                 # for the largest operand that is transposed: n, or a weight
-        space = C * max(N, config.predict * config.vocab, config.qkv_width, 2 * F)
     shared = rows(x=C,                      # x after the last layer
                   n=C,                      # rmsnorm(x), which the heads read; in the backward dn and dy
                   increment=C)              # what a substep adds to x; in the backward dx
     shared += typed(float32,
                     rstd=(N,),              # 1 / root mean square of each row of x
                     nll=(N, config.predict),    # the loss of each target
-                    dgain=(NORM_BLOCKS, C), # partial sums of a gain's gradient
-                    space=(space,))         # see transposed
+                    dgain=(NORM_BLOCKS, C)) # partial sums of a gain's gradient
     logits = rows(logits=config.predict * config.vocab)         # then d loss / d logits
     scratch = rows(dh=F,                    # gradient of h
                    dqkv=config.qkv_width)   # gradient of qkv before the rotation
@@ -1166,50 +1144,9 @@ def decode_tables(config, precision, texts=1, length=None):
     both += typed(uint64, seeds=(rows,))            # of the noise
     both += typed(float32, p=(rows,))               # the answer: the probabilities of what head 0 drew
     layer, shared, *_ = work_tables(config, 1, most, precision)
-    alone = [row for row in layer + shared if row[0] not in ("qkv", "space")]
+    alone = [row for row in layer + shared if row[0] != "qkv"]
     real = uint16 if precision == "bf16" else float32
     alone += typed(real, new_qkv=(rows, config.qkv_width))                      # of a token of each text
     alone += typed(real, qkv=(config.layers, texts * (length or config.context), config.qkv_width))   # KV cache
     alone += typed(float32, logits=(rows, config.predict * config.vocab))
     return both, alone
-
-
-def memory_plan(config, micro_batch, T, precision, optimizer="adamw", gpus=1):
-    """Bytes of memory of each GPU by kind (a dict) that training with micro-batches (micro_batch, T) and
-    decoding take."""
-    muon = muon_tables(config, precision) if optimizer == "muon" else []
-    size = 4 * param_count(config)
-    moments = 4 * moment_count(config, optimizer)
-    layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
-    activations = config.layers * layer
-    # what Muon works in lies in the same memory, at another time
-    work = max(shared + max(logits, scratch), sum(table_bytes(table) for _, table in muon) - activations)
-    plan = {"parameters": size, "gradients": size, "moments": moments,
-            "activations": activations, "logits and scratch": work,
-            "inputs": table_bytes(input_table(config, micro_batch, T)),
-            "decoding": sum(map(table_bytes, decode_tables(config, precision))),
-            "cuBLAS and kernels": CUBLAS_BYTES, "CUDA's context": CONTEXT_BYTES}
-    if precision == "bf16":
-        plan["bf16 weights"] = size // 2
-    if gpus > 1:
-        plan["NCCL"] = NCCL_BYTES
-    return plan
-
-
-def free_memory(limit=None):
-    """Bytes of GPU memory that can be had, at most `limit`; where there is no GPU, and a run is only planned,
-    limit, or infinite."""
-    if why_no_gpu():
-        return limit or math.inf
-    free = cupy.cuda.runtime.memGetInfo()[0]
-    # what memory_plan counts and this process has already
-    free += cupy.get_default_memory_pool().total_bytes() + CONTEXT_BYTES
-    return min(free, limit or free)
-
-
-def largest_micro_batch(config, precision, optimizer, gpus, limit=None):
-    """The largest for which the memory_plan of training fits the free_memory, 0 if none does.  A CUDA grid is no
-    higher than 65,535."""
-    def size(rows):
-        return sum(memory_plan(config, rows, config.context, precision, optimizer, gpus).values())
-    return bisect.bisect_right(range(1, 1 << 16), free_memory(limit), key=size)

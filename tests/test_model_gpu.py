@@ -122,6 +122,7 @@ def fake_cupy(total_bytes=1 << 40, capability="90", order=("forward", 0)):
         pool.pinned.append(size)
         return bytearray(size)
 
+    pool.get_limit = lambda: 0
     pool.set_limit, pool.total_bytes, pool.pinned, pool.options = set_limit, lambda: 0, [], []
     pool.queued, pool.recorded, pool.graphs = queued, None, []
     pool.free_all_blocks = lambda: pool.freed.append(len(made))
@@ -229,15 +230,6 @@ class FakeCublas:
     def set_workspace(self, *workspace):
         self.workspace = workspace
 
-    def geam(self, handle, transpose_a, transpose_b, m, n, alpha, A, lda, beta, B, ldb, C, ldc):
-        """C (m,n) = alpha op(A) + beta op(B); with beta 0 B is not read."""
-        assert handle == "handle"
-        alpha, beta = (ctypes.c_float.from_address(address).value for address in (alpha, beta))
-        a = columns_matrix(A, 0, *((n, m) if transpose_a else (m, n)), lda)
-        assert beta == 0 and (B, ldb, transpose_b) == (C, ldc, False)       # where both must be the same
-        columns_matrix(C, 0, m, n, ldc)[...] = alpha * (a.T if transpose_a else a)
-        self.transpositions += 1
-
     def gemmEx(self, handle, transpose_a, transpose_b, m, n, k, alpha, A, type_a, lda, B, type_b, ldb, beta, C, type_c, ldc,
                compute, algorithm):
         assert handle == "handle" and algorithm == -1 and self.workspace == ("handle", 4096, 32 << 20)
@@ -267,7 +259,7 @@ def cublas(made, monkeypatch):
     fake, queued = FakeCublas(), model_gpu.cupy.get_default_memory_pool().queued
     library = types.SimpleNamespace(
         cublasGemmEx=queued(fake.gemmEx), cublasGemmStridedBatchedEx=queued(fake.gemmStridedBatchedEx),
-        cublasSgeam=queued(fake.geam), cublasSetStream_v2=fake.set_stream, cublasSetWorkspace_v2=fake.set_workspace)
+        cublasSetStream_v2=fake.set_stream, cublasSetWorkspace_v2=fake.set_workspace)
     monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", library, (4096, 32 << 20)))
     return fake
 
@@ -296,13 +288,11 @@ def test_a_whole_step_equals_the_reference(cublas, precision, matmul, change, ba
 
 
 @parametrize("precision, bar", [("fp32", 1e-5), ("bf16", 4e-2)])
-@parametrize("weigh", [None, np.subtract])
-def test_the_weights_of_rows_equal_the_reference(made, precision, bar, weigh):
-    """Given, or made of the model's own log-probabilities between forward and backward."""
+def test_the_weights_of_rows_equal_the_reference(made, precision, bar):
     found = []
     tokens, targets = batch(TINY, 4, 9)
     for model in wide_models(precision=precision):
-        losses = model.forward(tokens, targets, [5, 1, 1], [-9.0, 2.0, 0.0, -40.0], weigh)
+        losses = model.forward(tokens, targets, [5, 1, 1], [-9.0, 2.0, 0.0, -40.0])
         model.backward()
         found.append((losses, model.flat_grads, model.log_probs(tokens, targets)))
     for ours, expected in zip(*found):
@@ -419,94 +409,14 @@ def test_the_gradients_of_several_gpus_are_added_up_once(cublas, monkeypatch, op
         assert float(alone.update(0.01)) == float(one.update(0.01)) and np.array_equal(alone.flat_params, one.flat_params)
 
 
-def test_a_step_by_kernel(cublas, pool, monkeypatch, capsys):
-    """What bench.py train prints: rounds of ten steps, steps in a row, and then every launch, also of what is a CUDA graph."""
-    cupy, at = model_gpu.cupy, []
-    model = model_gpu.Model(TINY, precision="tf32")
-    put(monkeypatch, model_gpu, RECORD_AT=1, Model=lambda *rest, **more: model)
-    monkeypatch.setattr(bench, "ceilings", lambda *rest: (1e12, 1e12))
-    monkeypatch.setitem(model_cpu.CONFIGS, "small", TINY)
-    cupy.cuda.runtime.runtimeGetVersion, cupy.__version__ = lambda: 12090, "14.2"
-    cupy.ndarray, cupy.cuda.get_elapsed_time = Array, lambda start, end: 2.0
-    cupy.cuda.runtime.getDeviceProperties = lambda device: {"name": b"Card 1"}
-    cupy.cuda.Device = lambda: card("90", id=0, synchronize=lambda: at.append(model.step))
-    pool.used_bytes = lambda: 5 << 30
-    bench.bench_train(model="small", batch=2, context=9, precision="tf32", rounds=2, steps=4)
-    said = capsys.readouterr().out
-    assert at == [3, 13, 23, 27, 28] and "B 2 x T 9, tf32, Card 1: ten steps a round, best of 2;" in said
-    assert re.fullmatch(r"Card 1, small, tf32, B 2 x T 9, adamw: [\d.]+ ms, [\d,]+ tokens/s, 5.00 GiB; Python 3\.[\d.]+, "
-                        r"NumPy [\d.]+, CuPy 14\.2, CUDA 12\.9, driver for 12\.2", said.splitlines()[-1])
-
-    def step():
-        learn(model, 2, 9)
-        model.update(0.01)
-    records = bench.record_launches(cupy, model_gpu, model, step)
-    products = [name for name, *_ in records if name.startswith("product")]
-    assert products[0] == products[4] == f"product 18x{2 * TINY.dim}x{TINY.dim}" and len(products) == 9 + 2 * 9
-    assert {seconds for _, seconds, *_ in records} == {2e-3}
-    assert len(records) == 23 + 35 + 18 + 8 and model_gpu.RECORD_AT == 1    # forward, backward, transposed, AdamW
-    moved = [moved for name, _, moved, _ in records if name == "transposed"]
-    assert moved[:2] == [2 * 4 * 18 * 64, 2 * 4 * 3 * 48 * 64]              # x and the weight of the heads, read and written
-
-
-@parametrize("capability, precision, transposes, version", [
-    ("90", "tf32", True, 12030), ("90", "bf16", False, 12020), ("89", "tf32", False, 13000), ("100", "tf32", False, 13000)])
-def test_what_hopper_has(cublas, pool, monkeypatch, capability, precision, transposes, version):
-    """In TF32 no product but a weight's gradient has an operand there that does not lie along the sum, and that has one.
-    Attention is compiled for what Hopper alone has; each kernel may use the shared memory that it is given.  From Hopper on
-    launches are early where the driver can record them."""
-    driver, load = types.SimpleNamespace(cuLaunchKernelEx=object()), ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else load(name))
-    monkeypatch.setattr(model_gpu.cupy.cuda, "Device", lambda: card(capability))
-    monkeypatch.setattr(model_gpu.cupy.cuda.runtime, "driverGetVersion", lambda: version)
-    model = model_gpu.Model(TINY, precision=precision)
-    early = int(capability) >= 90 and version >= 12030
-    assert model.gpu.launch_kernel is (driver.cuLaunchKernelEx if early else None)
-    model.forward(*batch(TINY, 2, 21))
-    assert cublas.loose == cublas.transpositions == 0
-    model.backward()
-    products = 1 + 4 * TINY.layers
-    assert (cublas.transpositions, cublas.loose) == ((2 * products, products) if transposes else (0, 3 * products))
-    assert not model_gpu.Gpu(TINY, precision, "ours").transposes
-    hopper = capability == "90"
-    kernels, attention = pool.options[:2]
-    assert kernels == (f"-DBF16={int(precision == 'bf16')}", "-DROW_THREADS=32")
-    parts = 1 if capability == "89" else 2
-    assert attention == ("-DHEAD_DIM=32", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}", *["-arch=sm_90a"] * hopper)
-    for name, _, _, shared in model_gpu.flash_kernels(precision, 32, parts):
-        assert model.gpu.kernels[name].max_dynamic_shared_size_bytes == shared
-    monkeypatch.setattr(model_gpu, "HOPPER", False)
-    assert model_gpu.Gpu(TINY, precision, "ours").launch_kernel is None
-
-
-def test_room_to_transpose_the_smaller_operand(cublas):
-    """In what work_tables gives to models and batches of any shape: both gradients of every product of the backward."""
-    rng = np.random.default_rng(3)
-
-    def random(*shape):
-        return rng.standard_normal(shape).astype(np.float32).view(Array)
-    for vocab, predict, hidden, N in (232, 3, 480, 300), (8, 1, 472, 2), (8, 1, 8, 90):
-        c = dataclasses.replace(TINY, vocab=vocab, predict=predict, hidden=hidden)
-        gpu, (_, shared, *_) = model_gpu.Gpu(c, "tf32", "cublas"), model_gpu.work_tables(c, 1, N, "tf32")
-        for O, I in [(c.qkv_width, c.dim), (c.dim, c.dim), (2 * c.hidden, c.dim), (c.dim, c.hidden), (c.predict * c.vocab, c.dim)]:
-            x, w, dout, dx, dw = random(N, I), random(O, I), random(N, O), random(N, I), random(O, I)
-            space = random(*next(shape for name, shape, _ in shared if name == "space"))
-            expected = dw + dout.T @ x
-            model_gpu.linear_backward(gpu, dx, dw, dout, x, w, space, True)
-            assert_allclose(dw, expected, rtol=1e-3, atol=1e-3)
-            assert_allclose(dx, dout @ w, rtol=1e-3, atol=1e-3)
-
-
 def test_products_that_cublas_refuses(cublas, monkeypatch):
-    library = types.SimpleNamespace(cublasGemmEx=lambda *call: 7, cublasSgeam=lambda *call: 8, cublasSetStream_v2=cublas.set_stream,
+    library = types.SimpleNamespace(cublasGemmEx=lambda *call: 7, cublasSetStream_v2=cublas.set_stream,
                                     cublasSetWorkspace_v2=cublas.set_workspace)
     monkeypatch.setattr(model_gpu, "load_cublas", lambda: ("handle", library, (4096, 32 << 20)))
     gpu = model_gpu.Gpu(TINY, "fp32", "cublas")
     a = np.zeros((3, 4), np.float32).view(Array)
     with pytest.raises(RuntimeError, match=r"^cuBLAS refuses a matmul of 3 x 4 by 4 x 3: status 7\.$"):
         model_gpu.gemm(gpu, a @ a.T, a, a, transpose_b=True)
-    with pytest.raises(RuntimeError, match=r"^cuBLAS refuses to transpose 3 x 4: status 8\.$"):
-        model_gpu.transposed(gpu, a, np.zeros(12, np.float32).view(Array))
 
 
 def test_runs_are_bit_identical_whatever_the_order_of_threads(monkeypatch):
@@ -653,27 +563,6 @@ def test_a_prompt_of_another_length_has_the_same_launches(cublas, pool, monkeypa
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory, launches, and what is refused
 # ---------------------------------------------------------------------------------------------------------------------
-@parametrize("precision, optimizer", [("fp32", "adamw"), ("bf16", "muon"), ("fp32", "muon")])
-def test_the_memory_plan_is_what_is_allocated(made, pool, precision, optimizer):
-    """And it serves any rows of as many tokens: no array and no pinned memory is made anew, and the results have the bits of a
-    model that has seen no other shape."""
-    model = gpu_model(precision=precision, micro_batch=2, optimizer=optimizer)
-    plan = model_gpu.memory_plan(TINY, 2, TINY.context, precision, optimizer)
-    (tokens, *_), table = model_gpu.decode_tables(TINY, precision, texts=5)
-    assert tokens[1] == (80,) and model.flat_params.any() and len({row[0] for row in table}) == len(table)
-    small = sum(array.nbytes for array in (model.losses, model.state, model.partial, model.gpu.cos, model.gpu.sin))
-    assert sum(array.nbytes for array in made) == sum(plan.values()) - model_gpu.CUBLAS_BYTES - model_gpu.CONTEXT_BYTES + small
-    counts = len(made), len(pool.pinned), len(pool.freed)
-    for B, T in (26, 3), (1, 40), (9, 8):
-        model.flat_grads[...] = 0
-        losses = learn(model, B, T)
-        model.decoder.extend([1])
-        assert (len(made), len(pool.pinned), len(pool.freed)) == counts, (B, T)
-    fresh = gpu_model(precision=precision)
-    assert np.array_equal(learn(fresh, 9, 8), losses)
-    assert np.array_equal(fresh.flat_grads, model.flat_grads)
-
-
 def test_a_table_is_cut_out_of_memory():
     """Arrays start at multiples of 256 bytes, one after the other, and none lies in another."""
     table = [("a", (63,), np.float32), ("b", (2, 32), np.float32), ("c", (65,), np.float32), ("d", (1,), np.float64)]
@@ -682,20 +571,6 @@ def test_a_table_is_cut_out_of_memory():
     arrays = vars(model_gpu.carve(memory, table, 64))
     assert [array.ctypes.data - memory.ctypes.data for array in arrays.values()] == [64, 320, 576, 1088]
     assert [(name, array.shape, array.dtype) for name, array in arrays.items()] == table
-
-
-def test_the_plan_of_the_big_model():
-    """What was measured; and with few tokens Muon's work has a floor of its own."""
-    c = model_cpu.CONFIGS["big"]
-    plan, little = model_gpu.memory_plan(c, 64, 512, "bf16"), model_gpu.memory_plan(c, 1, 8, "bf16", optimizer="muon")
-    assert 14 * 2 ** 30 < sum(plan.values()) < 15.5 * 2 ** 30
-    shapes = (32, 768, 768), (32, 256, 768), (32, 2048, 768), (16, 768, 2048)
-    assert little["activations"] + little["logits and scratch"] == sum(4 * n * (w * h + min(w, h) ** 2) + 16 * n for n, w, h in shapes)      # 4 MATRIX_BLOCKS
-    assert model_gpu.memory_plan(c, 64, 512, "bf16", gpus=2) == {**plan, "NCCL": 860 << 20}
-    wide = dataclasses.replace(c, vocab=264, predict=1)                 # gate_up is the largest that is transposed
-    assert ("space", (768 * 2 * 2048,), np.float32) in model_gpu.work_tables(wide, 1, 8, "tf32")[1]
-    with value_error("40000 texts of 512 tokens at once are too many for the GPU engine."):
-        model_gpu.Decoder(types.SimpleNamespace(config=c, precision="bf16"), {}, 40000, 512)
 
 
 def test_buffers_that_grow_give_the_old_memory_back_first(pool):
@@ -730,38 +605,6 @@ def test_pinned_memory_is_not_written_while_copies_from_it_are_queued(made, monk
     waits = [event for what, event in order if what == "wait"]
     assert [what for what, _ in order] == 4 * ["wait", "record"] and waits[0] != waits[1] and waits[:2] == waits[2:]
     assert [event for what, event in order if what == "record"] == waits
-
-
-def test_the_pool_is_given_what_cublas_leaves(pool):
-    """While the model lives; a batch that does not fit is one sentence."""
-    given, set_limit = [], pool.set_limit
-    pool.set_limit = lambda size: given.append(size) or set_limit(size)
-    with pytest.raises(MemoryError):                                    # 0 would be no limit at all
-        gpu_model(memory_limit=644 << 20)
-    gc.collect()
-    model = gpu_model(memory_limit=(644 << 20) + 12_345_678)
-    model.logits([[1, 2, 3]])
-    with pytest.raises(MemoryError) as error:
-        model.forward(np.zeros((4000, 40), int), np.zeros((4000, 42), int))
-    OutOfMemoryError.__module__ = "cupy.cuda.memory"
-    assert script.explain(error.value) == "The GPU:   Use a smaller --micro-batch, a smaller model or --device cpu."
-    del model, error
-    gc.collect()
-    assert given == [1, 0, 12_345_678, 0]
-
-
-def test_what_this_gpu_has(monkeypatch):
-    for capability, precision in ("79", "fp32"), ("80", "bf16"):
-        monkeypatch.setattr(model_gpu, "cupy", fake_cupy(capability=capability)[0])
-        assert model_gpu.default_precision() == precision
-    module, _ = fake_cupy(total_bytes=1000)
-    module.get_default_memory_pool().total_bytes = lambda: 70
-    module.cuda.runtime.memGetInfo = lambda: (1000, 5000)    # free, in all
-    monkeypatch.setattr(model_gpu, "cupy", module)
-    context = model_gpu.CONTEXT_BYTES                        # which this process has already
-    assert [model_gpu.free_memory(limit) for limit in (None, 1 << 40, 600)] == [1070 + context, 1070 + context, 600]
-    monkeypatch.setattr(model_gpu, "cupy", None)
-    assert model_gpu.default_precision() == "bf16"
 
 
 def test_what_is_refused(made):
@@ -900,7 +743,7 @@ def test_cublas_is_that_of_the_runtime(made, monkeypatch, version, capability):
     letters = {ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_longlong: "q"}
     assert {name: "".join(letters[kind] for kind in function.argtypes) for name, function in functions.items()} == {
         "cublasGemmEx": "piiiiippiipiippiiii", "cublasGemmStridedBatchedEx": "piiiiippiiqpiiqppiiqiii",
-        "cublasSgeam": "piiiippippipi", "cublasSetStream_v2": "pp", "cublasSetWorkspace_v2": "ppq"}
+        "cublasSetStream_v2": "pp", "cublasSetWorkspace_v2": "ppq"}
 
 
 @parametrize("name", ["Model", "Decoder"])
