@@ -61,7 +61,6 @@ SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 3               # the use of a batch's shape from which on its launches are a CUDA graph
 SHAPES = 32                 # of so many shapes the graphs are kept; where there are more, all begin anew
-PROMPT_ROWS = 64            # a prompt is read in a multiple of so many rows, so that its launches repeat, too
 FEW_ROWS = 8                # decoding has kernels of its own for up to so many tokens
 GROUP_ROWS = 4              # of which so many share one reading of the weights: ROWS in kernels.cu
 RESERVE = 1 << 30           # bytes that CuPy leaves free: for NCCL, CUDA graphs and other programs
@@ -333,14 +332,21 @@ def linear_backward(gpu, dx, dw, dout, x, w, add):
     gemm(gpu, dx, dout, w)
 
 
-def rope_forward(gpu, qkv, T, first):
-    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D), whose first row stands at position `first`.
-    The backward is attention_backward's."""
+def rope_forward(gpu, qkv, T, cache=None, lengths=None):
+    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D): T tokens of each text.  The backward is
+    attention_backward's.
+
+    cache (texts,stride,2GD), or None: the KV cache of so many texts at least, to which k, rotated, and v are copied.
+    lengths: None, where the T tokens are the first of their text; or (N,), with T 1: how many come before each."""
     c = gpu.config
     N = len(qkv)
     heads = c.heads + c.kv_heads
-    gpu.launch("rope", ceil_div(N * heads * c.head_dim // 16, 256), 256, qkv, gpu.cos[first:],
-               gpu.sin[first:], N, T, heads, c.head_dim, c.qkv_width)
+    stride = 0
+    if cache is not None:
+        heads += c.kv_heads
+        stride = cache.shape[1]
+    gpu.launch("rope", ceil_div(N * heads * c.head_dim // 16, 256), 256, qkv, cache, gpu.cos, gpu.sin, lengths,
+               N, T, stride, c.heads, c.kv_heads, c.head_dim)
 
 
 def flash_kernels(precision, D, parts):
@@ -358,18 +364,17 @@ def flash_kernels(precision, D, parts):
     return [(f"{name}_{precision}", rows, 128, size) for name, size in zip(names, shared)]
 
 
-def launch_flash(gpu, which, heads, B, T, *args, first=0):
-    """One of the flash_kernels: a block for each head, window and block of rows, from row `first` on."""
+def launch_flash(gpu, which, heads, B, T, *args):
+    """One of the flash_kernels: a block for each head, window and block of rows."""
     name, rows, threads, shared = gpu.flash[which]
-    gpu.launch(name, (heads, B, ceil_div(T, rows) - first // rows), threads, *args,
-               T, gpu.config.heads, gpu.config.kv_heads, shared=shared)
+    gpu.launch(name, (heads, B, ceil_div(T, rows)), threads, *args, T, gpu.config.heads, gpu.config.kv_heads,
+               shared=shared)
 
 
-def attention_forward(gpu, out, lse, qkv, B, T, first=0):
+def attention_forward(gpu, out, lse, qkv, B, T):
     """Causal grouped-query attention.  qkv (N,(H+2G)D), already rotated; out (N,C); lse (B,H,T) keeps the log
-    of each row's sum of exponentials, from which the backward computes the probabilities again.  first: the
-    first of the T positions whose output is asked for; a few before it may be computed as well."""
-    launch_flash(gpu, 0, gpu.config.heads, B, T, out, lse, qkv, first=first)
+    of each row's sum of exponentials, from which the backward computes the probabilities again."""
+    launch_flash(gpu, 0, gpu.config.heads, B, T, out, lse, qkv)
 
 
 def attention_backward(gpu, dqkv, dout, out, lse, qkv, delta):
@@ -399,21 +404,18 @@ def block_forward(gpu, w, saved, shared, before, increment):
 
     The norm that reads x does the sum at the end of a substep.  So x comes as two terms, before + increment
     (increment None: there is only one), and is returned as two.  w: this layer's weights by name; saved: this
-    layer's arrays; shared: those of all layers, with B and T.  shared.first: so many of the T rows of
-    qkv and y are there from earlier calls (extend), so N = B*T - first rows are computed.  saved.cache: see
-    decode_rows."""
-    T = shared.T
-    first = shared.first
+    layer's arrays; shared: those of all layers, with B and T.  saved.cache, shared.lengths: see rope_forward."""
     qkv = saved.qkv
+    lengths = shared.lengths
     rmsnorm_forward(gpu, saved.n1, saved.rstd1, saved.x_in, w.norm1, before, increment)              # (N,C)
-    linear_forward(gpu, qkv[first:], saved.n1, w.qkv)                               # (N,C) -> (N,(H+2G)D)
-    if saved.cache is not None:
-        decode_rows(gpu, saved.y, saved.cache, qkv, shared.lengths, T)              # (N,(H+2G)D) -> (N,C)
+    linear_forward(gpu, qkv, saved.n1, w.qkv)                                       # (N,C) -> (N,(H+2G)D)
+    rope_forward(gpu, qkv, shared.T, saved.cache, lengths)
+    if lengths is None:
+        attention_forward(gpu, saved.y, saved.lse, qkv, shared.B, shared.T)         # (N,(H+2G)D) -> (N,C)
     else:
-        rope_forward(gpu, qkv[first:], T, first)
-        attention_forward(gpu, saved.y, saved.lse, qkv, shared.B, T, first)
+        decode_attention(gpu, saved.y, qkv, saved.cache, lengths, saved.cache.shape[1])
     increment = shared.increment
-    linear_forward(gpu, increment, saved.y[first:], w.out)                          # (N,C)
+    linear_forward(gpu, increment, saved.y, w.out)                                  # (N,C)
 
     # Euler substep 1
     rmsnorm_forward(gpu, saved.n2, saved.rstd2, saved.x_mid, w.norm2, saved.x_in, increment)
@@ -459,33 +461,24 @@ def block_backward(gpu, w, dw, saved, shared, dx, add):
     rmsnorm_backward(gpu, dx, dw.norm1, dn, saved.x_in, saved.rstd1, w.norm1, dgain, add=True)
 
 
-def decode_attention(gpu, y, cache, lengths, stride):
-    """attention_forward of n new tokens, whose q, k and v are in the KV cache: y (n,C).  stride: tokens from the
-    cache of a row to that of the next; 0 where all are of one text."""
+def decode_attention(gpu, y, qkv, cache, lengths, stride):
+    """attention_forward of n new tokens, whose k and v are in the KV cache already: y (n,C) of the q in qkv
+    (n,(H+2G)D).  stride: tokens from the cache of a row to that of the next; 0 where all are of one text."""
     c = gpu.config
-    gpu.launch_early("decode_attention", (c.heads, len(y)), 512, y, cache, lengths, stride, c.heads, c.kv_heads,
-                     c.head_dim)
+    gpu.launch_early("decode_attention", (c.heads, len(y)), 512, y, qkv, cache, lengths, stride, c.heads,
+                     c.kv_heads, c.head_dim)
 
 
-def decode_rows(gpu, y, cache, qkv, lengths, T):
-    """rope_forward and attention_forward of a new token of each of n texts: y (n,C) of qkv (n,(H+2G)D).  cache (n*T,
-    (H+2G)D): T places of each text; lengths (n,): how many of them are taken."""
+def decode_block(gpu, w, cache, shared, n):
+    """block_forward for a few new tokens of one text, in place on the first n rows of shared.x (n,C).  The
+    layer's KV cache is the only other array that is read again."""
     c = gpu.config
-    gpu.launch("decode_place", (len(y), c.qkv_width // c.head_dim), c.head_dim // 2, cache, qkv, gpu.cos, gpu.sin,
-               lengths, T, c.heads + c.kv_heads)
-    decode_attention(gpu, y, cache, lengths, T)
-
-
-def decode_block(gpu, w, x, qkv, shared):
-    """block_forward for a few new tokens, in place on x (n,C).  The layer's KV cache qkv (context,(H+2G)D) is
-    the only other array that is read again."""
-    c = gpu.config
-    n, C = x.shape
+    C = c.dim
+    x = shared.x
     groups = ceil_div(n, GROUP_ROWS)
-    heads = c.heads + c.kv_heads
-    gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w.norm1, w.qkv,
-                     gpu.cos, gpu.sin, shared.lengths, n, C, heads + c.kv_heads, heads, c.head_dim, gpu.eps)
-    decode_attention(gpu, shared.y[:n], qkv, shared.lengths, 0)
+    gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, shared.qkv, cache, x, w.norm1, w.qkv,
+                     gpu.cos, gpu.sin, shared.lengths, n, C, c.heads, c.kv_heads, c.head_dim, gpu.eps)
+    decode_attention(gpu, shared.y[:n], shared.qkv, cache, shared.lengths, 0)
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, shared.y, w.out, n, C, C)
     gpu.launch_early("decode_swiglu", (ceil_div(c.hidden, 4), groups), 128, shared.h, x, w.norm2, w.gate_up,
                      n, C, c.hidden, gpu.eps)
@@ -771,7 +764,7 @@ class Model:
             size = table_bytes(layer)
             layers = [carve(self.work, layer, i * size) for i in range(c.layers)]
             arrays = vars(self.inputs.arrays) | {
-                "B": B, "T": T, "first": 0, "replays": collections.defaultdict(Replay)}
+                "B": B, "T": T, "lengths": None, "replays": collections.defaultdict(Replay)}
             for in_turn in (logits, scratch):           # both begin where what is shared ends
                 arrays.update(vars(carve(self.work, shared + in_turn, c.layers * size)))
             self.buffers_by_shape[shape] = layers, Arrays(**arrays)
@@ -875,26 +868,29 @@ class Model:
 
 
 class Decoder(model_cpu.Decoder):
-    """Continues one text with a KV cache, as model_cpu's; tokens, position and forget are there.
+    """Continues a text with a KV cache, as model_cpu's; tokens, position, forget, checked and goes_on are there.
 
-    The logits stay on the GPU: it draws, and the host reads ids.  Up to max(K, FEW_ROWS) tokens have kernels
-    of their own, whose arithmetic for a row does not depend on how many rows there are: reading drafted
-    tokens together gives the bits of decoding them one by one.  A longer prompt goes through cuBLAS.
+    The logits stay on the GPU: it draws, and the host reads ids.  There are two readers.  _read_few takes up to
+    max(K, FEW_ROWS) tokens of one text, which follow those in the cache, by kernels of their own.  Their
+    arithmetic for a row does not depend on how many rows there are: reading drafted tokens together gives the
+    bits of decoding them one by one.  _read_many is the forward of training, with cuBLAS's matmuls, for whole
+    windows and for a token of each of many texts.
 
-    length: where it is given, there are so many `texts`, each with a cache of its own for `length` tokens, and
-    draw_rows alone serves: cuBLAS makes the matmuls of many rows."""
+    texts, length: so many texts at once, each with a cache of its own for `length` tokens (None: the context);
+    more than one are drawn by draw_rows alone.  MemoryError where they do not fit."""
 
     def __init__(self, gpu, weights, texts=1, length=None):
+        c = gpu.config
         self.gpu = gpu
-        self.config = gpu.config
+        self.config = c
         self.weights = weights
+        self.texts = texts
         self.tokens = []
-        self.stride = length or 0
-        require(texts * self.stride * gpu.config.qkv_width < 1 << 31,
-                f"{texts} texts of {length} tokens at once are too many for the GPU engine.")
         self.sizes = []                             # of the windows that draw_rows has seen last
-        both, alone = decode_tables(gpu.config, gpu.precision, texts, length)
+        both, alone = decode_tables(c, gpu.precision, texts, length or c.context)
         _, self.buffers = allocate(cupy.empty, both + alone)
+        if self.buffers.cache[0].size >= 1 << 31:   # decode_attention counts in 32 bits
+            raise MemoryError(f"{texts} texts of {length} tokens at once are too many for the GPU engine.")
         self.pinned, self.host = allocate(cupyx.zeros_pinned, both)     # 0: a token that there is
         self.replays = collections.defaultdict(Replay)
 
@@ -903,19 +899,26 @@ class Decoder(model_cpu.Decoder):
         NumPy array."""
         c = self.config
         n = len(tokens)
-        self.draw(self.checked(tokens).tolist(), 1, c.predict, 0, Sampling(temperature=0))
-        if n > len(self.buffers.logits):                # there are only those of the last
-            logits = head_logits(self.gpu, self.buffers.n[:n], self.weights["heads"], n)
+        tokens = self.checked(tokens).tolist()
+        self.draw(tokens, 1, c.predict, 0, Sampling(temperature=0))
+        if n > len(self.host.p):                    # they were read as a window
+            final = self.buffers.n[self.position - n:self.position]
+            logits = head_logits(self.gpu, final, self.weights["heads"], n)
         else:
             logits = cupy.asnumpy(self.buffers.logits[:n]).reshape(n, c.predict, c.vocab)
         return logits[-(last or n):]
 
     def draw(self, tokens, rows, heads, t, sampling):
-        """Append tokens, a list, and draw after each of the last `rows` of them, which is 1 after more than
-        max(K, 8) tokens: see model_cpu.  They are not checked: the GPU would wait for that at each token."""
+        """Append tokens, a list, and draw after each of the last `rows` of them: see model_cpu.  After more than
+        max(K, FEW_ROWS) tokens rows is 1: then the whole window is read by _read_many, and its last token once
+        more.  Fewer are not checked: the GPU would wait for that at each token."""
+        end = self.position + len(tokens)
         n = len(tokens)
-        drawn = np.arange(n if n <= len(self.host.p) else 1)            # rows after which something is drawn
-        ids, p = self._draw(tokens, self.position + drawn, t + rows - len(drawn) + drawn, heads, sampling)
+        if n > len(self.host.p):
+            self._read_windows([self.tokens + tokens])
+            n = 1
+        back = np.arange(n)[::-1]                   # how far each of these rows is from the last one
+        ids, p = self._draw(tokens[-n:], end - 1 - back, t + rows - 1 - back, heads, sampling)
         self.tokens += tokens
         return ids[-rows:], p[-rows:]
 
@@ -923,101 +926,73 @@ class Decoder(model_cpu.Decoder):
         """Draw the next token of each of B texts -> ids (B,): see model_cpu."""
         if not self.goes_on(windows):
             self._read_windows(windows)
-        last = np.array([window[-1] for window in windows])
+        last = [window[-1] for window in windows]
         ids, _ = self._draw(last, np.array(self.sizes) - 1, t, 1, sampling)
         return ids[:, 0]
 
     def _read_windows(self, windows):
-        """Each window into the cache of its text, as in training; after its end come zeros, which nobody reads."""
-        T = self.stride
-        tokens = np.array([(window + T * [0])[:T] for window in windows], int32)            # (B,T)
+        """Each window into the cache of its text, from the first token on, in as many calls as the memory asks
+        for.  Behind a shorter one come zeros, which nobody reads."""
+        T = max(map(len, windows))
+        tokens = np.array([window + [0] * (T - len(window)) for window in windows], int32)          # (B,T)
         check_tokens(self.config, tokens)
-        for rows in slices_of(len(tokens), max(1, len(self.buffers.x) // T)):
-            part = tokens[rows]
-            self.buffers.tokens[:part.size].set(part.ravel())
-            caches = [{"qkv": qkv[T * rows.start:T * rows.stop]} for qkv in self.buffers.qkv]
-            self._trunk(part.size, caches, B=len(part), T=T, first=0)
-
-    def _trunk(self, n, caches, **more):
-        """trunk for n tokens in the Decoder's buffers; caches: what each layer has besides them."""
-        shared = {name: array[:n] for name, array in vars(self.buffers).items()} | more
-        trunk(self.gpu, self.weights, [Arrays(**shared | cache) for cache in caches], Arrays(**shared))
+        for texts in slices_of(len(tokens), len(self.buffers.x) // T):
+            self._read_many(cupy.asarray(tokens[texts]), texts.start)
 
     def _draw(self, tokens, lengths, times, heads, sampling):
-        """Read tokens (n,), each after so many (n,) of its text, and draw after each for the position `times` (n,) of
-        it -> ids (n,heads), p (n,).  Of more than max(K, 8) tokens only the last has a draw, lengths and times (1,)."""
+        """Read tokens (n,), each behind so many (n,) of its text, and draw after each of them, for the positions
+        `times` (n,) -> ids (n,heads), p (n,)."""
         c = self.config
         d = self.buffers
         host = self.host
         n = len(tokens)
-        drawn = len(times)
         # temperature 0: the largest logit alone
         top_k = min(sampling.top_k, c.vocab) if sampling.temperature else 1
         host.tokens[:n] = tokens
-        host.lengths[:drawn] = lengths
-        host.times[:drawn] = times
+        host.lengths[:n] = lengths
+        host.times[:n] = times
         host.limits[:] = top_k, sampling.vocab or c.vocab
         host.drawing[:] = sampling.temperature or 1.0, max(sampling.top_p, 1e-30)       # above 0 in fp32, too
-        host.seeds[:drawn] = sampling.seed
-
-        read = self._read_few if n == drawn else self._read_many
-        if self.stride:
-            read = self._read_rows
+        host.seeds[:n] = sampling.seed
+        logits = d.logits.ravel()[:n * heads * c.vocab].reshape(n, -1)
 
         def launch():
             # all that both have: it begins with the tokens.  CuPy's own copies cannot be recorded in a graph
             cupy.cuda.runtime.memcpyAsync(d.tokens.data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
                                           current_stream().ptr)
-            read(n, heads * c.vocab)
+            if self.texts == 1:
+                self._read_few(logits)
+            else:
+                self._read_many(d.tokens[:n, None], 0, d.lengths)
+                linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"])
             answers = [uint64(array.ctypes.data) for array in (host.ids, host.p)]
-            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d.logits, d.times,
-                                  d.limits, d.drawing, d.seeds, c.vocab)
+            self.gpu.launch_early("draw", (n, heads), 1024, *answers, d.logits, d.times, d.limits, d.drawing,
+                                  d.seeds, c.vocab)
 
-        if len(self.replays) > SHAPES:
-            self.replays.clear()
-        if n == drawn:
-            self.replays[n, heads](self.gpu, launch)         # the same launches at every position
-        else:
-            launch()
+        self.replays[n, heads](self.gpu, launch)         # the same launches at every position
         current_stream().synchronize()
-        ids = host.ids[:drawn * heads].reshape(drawn, heads)
-        return ids.copy(), host.p[:drawn].copy()
+        return host.ids[:n * heads].reshape(n, heads).copy(), host.p[:n].copy()
 
-    def _read_few(self, n, outputs):
-        """The first `outputs` logits of n tokens, by kernels made for few rows."""
+    def _read_few(self, logits):
+        """logits (n,O), the first O, of n tokens, by kernels made for few rows."""
         gpu = self.gpu
         w = self.weights
         d = self.buffers
-        x = d.x[:n]
-        embedding_forward(gpu, x, d.tokens, w["embed"])
-        for i, qkv in enumerate(d.qkv):
-            decode_block(gpu, layer_views(w, i), x, qkv, d)
-        gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, d.logits,
-                         x, w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
+        n, outputs = logits.shape
+        embedding_forward(gpu, d.x[:n], d.tokens, w["embed"])
+        for i, cache in enumerate(d.cache):
+            decode_block(gpu, layer_views(w, i), cache, d, n)
+        gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, logits, d.x,
+                         w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
 
-    def _read_many(self, n, outputs):
-        """The first `outputs` logits of the last of n tokens, as in training; but qkv goes to its place in
-        the KV cache.  The rows beyond n, up to a multiple of PROMPT_ROWS, are of earlier tokens: nobody reads
-        them."""
-        d = self.buffers
-        first = self.position
-        rows = min(PROMPT_ROWS * ceil_div(n, PROMPT_ROWS), self.config.context - first)
-        end = first + rows
-
-        def launch():
-            caches = [{"qkv": qkv[:end]} for qkv in d.qkv]
-            self._trunk(rows, caches, y=d.y[:end], B=1, T=end, first=first)
-
-        self.replays["prompt", rows, first](self.gpu, launch)
-        linear_forward(self.gpu, d.logits[:1, :outputs], d.n[n - 1:n], self.weights["heads"])
-
-    def _read_rows(self, n, outputs):
-        """The first `outputs` logits of a token of each of n texts: as in training, but for attention."""
-        d = self.buffers
-        caches = [{"qkv": d.new_qkv[:n], "cache": qkv} for qkv in d.qkv]
-        self._trunk(n, caches, T=self.stride, first=0)
-        logits = d.logits.ravel()[:n * outputs].reshape(n, outputs)
-        linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"])
+    def _read_many(self, tokens, text, lengths=None):
+        """tokens (B,T), on the GPU, of B texts from number `text` on: the first of each or, with T 1, one behind so
+        many (B,) in the cache.  -> (N,C) rmsnorm(x) after the last layer, in buffers.n."""
+        B, T = tokens.shape
+        shared = {name: array[:tokens.size] for name, array in vars(self.buffers).items()}
+        shared |= {"B": B, "T": T, "tokens": tokens, "lengths": lengths}
+        layers = [Arrays(**shared | {"cache": cache[text:]}) for cache in self.buffers.cache]
+        trunk(self.gpu, self.weights, layers, Arrays(**shared))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1128,14 +1103,13 @@ def muon_tables(config, precision):
         yield starts, table
 
 
-def decode_tables(config, precision, texts=1, length=None):
+def decode_tables(config, precision, texts, length):
     """What the Decoder computes in, as two tables: what host and GPU both have, and what the GPU alone has.
-    A prompt of up to context tokens takes most of it; a few tokens take tokens, x, y, h and logits.  texts,
-    length: see Decoder."""
+    texts, length: see Decoder."""
     rows = max(FEW_ROWS, config.predict, texts)
-    most = max(config.context, 16 * texts)          # tokens that are read at once
+    most = max(config.context, 16 * texts)          # tokens that _read_many takes at once
     both = typed(int32,
-                 tokens=(most,),
+                 tokens=(rows,),
                  lengths=(rows,),                   # see kernels.cu, section 8
                  times=(rows,),
                  limits=(2,),                       # top_k, vocab
@@ -1144,9 +1118,8 @@ def decode_tables(config, precision, texts=1, length=None):
     both += typed(uint64, seeds=(rows,))            # of the noise
     both += typed(float32, p=(rows,))               # the answer: the probabilities of what head 0 drew
     layer, shared, *_ = work_tables(config, 1, most, precision)
-    alone = [row for row in layer + shared if row[0] != "qkv"]
     real = uint16 if precision == "bf16" else float32
-    alone += typed(real, new_qkv=(rows, config.qkv_width))                      # of a token of each text
-    alone += typed(real, qkv=(config.layers, texts * (length or config.context), config.qkv_width))   # KV cache
-    alone += typed(float32, logits=(rows, config.predict * config.vocab))
-    return both, alone
+    kv = 2 * config.kv_heads * config.head_dim
+    cache = typed(real, cache=(config.layers, texts, length, kv))       # k and v of each token
+    logits = typed(float32, logits=(rows, config.predict * config.vocab))
+    return both, layer + shared + cache + logits

@@ -143,13 +143,23 @@ def rope_tables(bench, T, D):
 
 
 def test_rope(bench):
-    for B, T, H, G, D, first in [(1, 1, 1, 1, 16, 0), (2, 37, 4, 2, 64, 0), (1, 9, 2, 2, 128, 13), (1, 3, 2, 1, 256, 37)]:
+    """In place; and with a KV cache, to which k and v go: of the first tokens of texts, or of one behind so many."""
+    for B, T, H, G, D, lengths in [(1, 1, 1, 1, 16, None), (2, 37, 4, 2, 64, None), (1, 9, 2, 2, 128, None), (3, 1, 2, 1, 32, [5, 0, 39])]:
         bench.gpu.config = c = config_of(H, G, D, 40)
         cos, sin, bench.gpu.cos, bench.gpu.sin = rope_tables(bench, 40, D)
         qkv, expected = bench.real(B * T, c.qkv_width)
-        model_gpu.rope_forward(bench.gpu, qkv, T, first)
-        model_cpu.rope_forward(model_cpu.rotated_part(expected.reshape(B, T, -1), c), cos[first:first + T], sin[first:first + T])
+        places = np.arange(B * T) % T if lengths is None else np.array(lengths)
+        part = model_cpu.rotated_part(expected.reshape(1, B * T, -1), c)
+        model_cpu.rope_forward(part, cos[places], sin[places])
+        again, cache = bench.put(qkv), bench.empty(B + 1, 40, 2 * G * D)
+        if lengths is None:
+            model_gpu.rope_forward(bench.gpu, again, T)
+            bench.close(again, expected)
+        model_gpu.rope_forward(bench.gpu, qkv, T, cache, None if lengths is None else bench.ints(lengths))
         bench.close(qkv, expected)
+        at = np.arange(B * T) // T * 40 + places
+        rows = bench.value(cache).reshape(-1, 2 * G * D)
+        assert np.array_equal(rows[at], bench.value(qkv)[:, H * D:]) and np.isnan(np.delete(rows, at, axis=0)).all()
 
 
 def test_swiglu(bench):
@@ -270,17 +280,21 @@ def test_decode_qkv(bench):
         expected = x64 @ w64.T
         model_cpu.rope_forward(expected.reshape(1, n, -1, D)[:, :, :H + G], cos[position:position + n],
                                sin[position:position + n])
-        qkv, again = bench.empty(context, width), bench.empty(context, width)
+        cache, again = bench.empty(context, 2 * G * D), bench.empty(context, 2 * G * D)
 
-        def project(qkv, x, n, position):
-            bench.launch("decode_qkv", (-(-width // 8), -(-n // 4)), 128, qkv, x, gain, w, cos32, sin32,
-                         bench.ints(position + np.arange(n)), *map(i32, (n, C, H + 2 * G, H + G, D)), f32(0.25))
-        project(qkv, x, n, position)
-        bench.close(qkv[position:position + n], expected)
-        assert np.isnan(np.delete(bench.value(qkv), np.s_[position:position + n], axis=0)).all()
+        def project(cache, x, n, position):
+            q = bench.empty(n, width)
+            bench.launch("decode_qkv", (-(-width // 8), -(-n // 4)), 128, q, cache, x, gain, w, cos32, sin32,
+                         bench.ints(position + np.arange(n)), *map(i32, (n, C, H, G, D)), f32(0.25))
+            return q
+        q = project(cache, x, n, position)
+        bench.close(q[:, :H * D], expected[:, :H * D])
+        bench.close(cache[position:position + n], expected[:, H * D:])
+        assert np.isnan(bench.value(q[:, H * D:])).all()
+        assert np.isnan(np.delete(bench.value(cache), np.s_[position:position + n], axis=0)).all()
         for row in range(n):
-            project(again, x[row], 1, position + row)
-        assert again.tobytes() == qkv.tobytes()
+            assert project(again, x[row], 1, position + row).tobytes() == q[row].tobytes()
+        assert again.tobytes() == cache.tobytes()
 
 
 @parametrize("kernel", ["decode_residual", "decode_swiglu", "decode_logits"])
@@ -314,8 +328,9 @@ def test_decode_products(bench, kernel):
 
 def attend(bench, qkv, position, n, H, G, D):
     """-> y of decode_attention, for n rows from `position` on of qkv (context, (H+2G)D)."""
-    y = bench.empty(n, H * D)
-    bench.launch("decode_attention", (H, n), 512, y, qkv, bench.ints(position + np.arange(n)), i32(0),
+    y, q, cache = bench.empty(n, H * D), bench.empty(n, (H + 2 * G) * D), bench.put(qkv[:, H * D:])
+    q[:, :H * D] = qkv[position:position + n, :H * D]
+    bench.launch("decode_attention", (H, n), 512, y, q, cache, bench.ints(position + np.arange(n)), i32(0),
                  *map(i32, (H, G, D)))
     return y
 

@@ -373,7 +373,7 @@ def test_graphs_are_kept_of_so_many_shapes(cublas, monkeypatch):
             one.decoder.position = 0
             one.decoder.extend(range(T))
             one.decoder.extend([T])
-        most = max(most, len(model.buffers_by_shape), len(model.decoder.replays))
+        most = max(most, len(model.buffers_by_shape))
     assert most in (3, 4) and np.array_equal(model.flat_grads, expected.flat_grads)
 
 
@@ -454,7 +454,6 @@ def test_the_first_gradient_after_an_update_is_written_not_added(cublas):
     ("tf32", "cublas", {}, 3e-3)])
 def test_the_cache_equals_the_reference(cublas, monkeypatch, precision, matmul, change, bar):
     """Prompts and few rows, at any position; up to max(K, 8) rows have kernels of their own: the same bits as row by row."""
-    monkeypatch.setattr(model_gpu, "PROMPT_ROWS", 16)
     config = dataclasses.replace(TINY, context=290, **change)
     model, reference = wide_models(config, precision=precision, matmul=matmul)
     tokens, decoder, few = batch(config, 1, 290)[0][0], model.decoder, max(8, config.predict)
@@ -493,7 +492,7 @@ def test_speculation_changes_nothing(pool, precision, options):
     if precision == "fp32":
         assert texts[2][0] == texts[0][0] and max(texts[0][0]) < 45
         assert_allclose(*[[p for _, _, p in trace] for trace in traces[::2]], rtol=1e-3)
-    assert pool.graphs == 2 * [2 + 2 * 5 + 2]                           # copy and embedding, layers, logits and draw
+    assert set(pool.graphs) == {2 + 2 * 5 + 2}                           # copy and embedding, layers, logits and draw
 
 
 def test_what_is_drawn_equals_the_cpu(made, monkeypatch):
@@ -545,19 +544,6 @@ def test_what_is_drawn_is_read_once_the_gpu_has_drawn_it(made, monkeypatch):
     for n in 11, 2, 1:
         (ids, p), (expected, expected_p) = [m.decoder.draw([7] * n, 1, 3, 5, Sampling(seed=9)) for m in (model, reference)]
         assert np.array_equal(ids, expected) and abs(p / expected_p - 1) < 1e-4
-
-
-def test_a_prompt_of_another_length_has_the_same_launches(cublas, pool, monkeypatch):
-    """Up to a multiple of so many rows, at one position: from a graph the third time, and what the rows beyond the prompt hold
-    reaches no logits; where a window ends, they end, too."""
-    monkeypatch.setattr(model_gpu, "PROMPT_ROWS", 16)
-    model, reference = wide_models(matmul="cublas")
-    tokens = batch(TINY, 1, 40)[0]
-    expected = reference.logits(tokens)[0]
-    for position, n, graphs in [(0, 40, 0), (0, 11, 0), (0, 9, 0), (0, 16, 1), (0, 13, 1), (29, 11, 1), (29, 10, 1), (29, 9, 2)]:
-        model.decoder.tokens = tokens[0, :position].tolist()            # which the cache has from earlier calls
-        logits = model.decoder.extend(tokens[0, position:position + n])
-        assert relative(logits, expected[position:position + n]) < 1e-5 and len(pool.graphs) == graphs, (position, n)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
