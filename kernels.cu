@@ -620,18 +620,20 @@ KERNEL copy_weights(real* copy, Floats param, Index n) {
 // 4 sums in registers, and so uses four times what it reads from shared memory. cuBLAS does the same with
 // larger tiles on two more levels, with tensor cores, and with copies that overlap the arithmetic. On an
 // H200, 8192 x 4096 x 768: this kernel 19 TFLOP/s, cuBLAS 50 in fp32 and 684 in bf16.
-// Grid (ceil(N/64), ceil(M/64)); 256 threads.
+// Grid (ceil(N/64), ceil(M/64), matrices); 256 threads.
 constexpr int TILE = 64, DEPTH = 16;
 
 KERNEL __launch_bounds__(256)
 matmul(void* out, Reals a, Reals b,
        int M, int N, int I,
-       int a_row, int a_column, int b_row, int b_column, int out_row,
+       int a_row, int a_column, int b_row, int b_column,
        int add, int single) {
     __shared__ float A[DEPTH][TILE + 1], B[DEPTH][TILE + 1];  // + 1: a column then lies in different banks
     int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x;
     int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
     float sum[4][4] = {};
+    a += Index(blockIdx.z) * M * I;  // of stacks of matrices each with each
+    b += Index(blockIdx.z) * I * N;
     FOR_STRIDED(k0, 0, I, DEPTH) {
         FOR_STRIDED(i, threadIdx.x, TILE * DEPTH, 256) {
             // neighbouring threads take neighbours in memory
@@ -655,7 +657,7 @@ matmul(void* out, Reals a, Reals b,
             int m = m0 + ty + 16 * i;
             int n = n0 + tx + 16 * j;
             if (m >= M || n >= N) continue;
-            Index at = Index(m) * out_row + n;
+            Index at = (Index(blockIdx.z) * M + m) * N + n;
             float* exact = (float*)out + at;
             if (single) *exact = sum[i][j] + (add ? *exact : 0.0f);
             else store((real*)out + at, sum[i][j]);
@@ -672,7 +674,6 @@ matmul(void* out, Reals a, Reals b,
 //
 //     lengths (n): for each new token how many tokens of its text are in the cache before it
 //     times (n): the position in its text of what is drawn after each row
-//     limits (2): top_k, vocab (section 9)
 //     stride: each row is of another text, and the cache of row r begins with token r * stride; or 0
 //
 // With stride 0 the rows are of one text and follow each other. Of several texts only attention and the draw
@@ -873,8 +874,7 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     int column = threadIdx.x;
     Index width = 2 * G * D;
     Reals q = qkv + Index(row * (H + 2 * G) + h) * D;
-    // the rows before it as an int: as an Index they take registers that sm_89 has not (Decoder checks it)
-    Reals keys = cache + row * stride * int(width) + h / (H / G) * D;
+    Reals keys = cache + row * stride * width + h / (H / G) * D;
     Reals values = keys + G * D;
     start_next();
     Index first = min(32 * warp + lane, length - 1) * width;
@@ -960,15 +960,16 @@ __device__ double gumbel(Key seed, int t, int id) {
 
 // Covers sample as Decoder.draw calls it. ids (n,heads): what each head draws after each row of logits
 // (n,heads,V). p (n): the probability that head 0's logits give its id, at temperature 1 and among all ids.
-// times, limits: see section 8. seeds: of the noise of each row. drawing: the temperature, which is above 0 here,
-// and top_p. Where the host has temperature 0, it asks for the largest logit by top_k = 1.
+// times: see section 8. seeds: of the noise of each row. drawing (4): the temperature, which is above 0 here, top_p,
+// top_k and vocab. Where the host has temperature 0, it asks for the largest logit by top_k = 1.
 // Grid (n, heads); 1024 threads.
 KERNEL draw(int* ids, float* p, Floats logits,
-            Ints times, Ints limits, const double* drawing, const Key* seeds, int V) {
+            Ints times, const double* drawing, const Key* seeds, int V) {
     __shared__ Key keys[2][32];
     __shared__ float slots[2][32];
     int row = blockIdx.x, head = blockIdx.y;
-    int top_k = limits[0], vocab = limits[1];
+    double top_k = drawing[2];
+    int vocab = drawing[3];
     int index = row * gridDim.y + head;
     int t = times[row] + head;
     Floats z = logits + Index(index) * V;

@@ -123,33 +123,26 @@ def default_precision():
 # 2. Compiled kernels and matmuls
 # ------------------------------------------------------------------------------------------------------------
 COMPUTE = {"fp32": 68, "tf32": 77, "bf16": 68}      # CUBLAS_COMPUTE_32F, or CUBLAS_COMPUTE_32F_FAST_TF32
-CUDA_R_32F = 0
-CUDA_R_16BF = 14
-SCALARS = np.array([0.0, 1.0], float32)    # cuBLAS reads its factors from host memory, at these addresses
-ZERO = SCALARS.ctypes.data
-ONE = ZERO + 4
-# the parameters of cuBLAS's functions: p a pointer, i an int, q a 64-bit int
-SIGNATURES = {"cublasGemmEx": "p ii iii p pii pii p pii ii",
-              "cublasGemmStridedBatchedEx": "p ii iii p piiq piiq p piiq i ii",
-              "cublasSetStream_v2": "pp",
-              "cublasSetWorkspace_v2": "ppq"}
-C_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_longlong}
+KINDS = {"f": 0, "H": 14}   # CUDA_R_32F of float32, CUDA_R_16BF of uint16, which has bf16
+ZERO = ctypes.byref(ctypes.c_float(0.0))            # cuBLAS reads its factors from host memory
+ONE = ctypes.byref(ctypes.c_float(1.0))
 
 # a CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) is 1
 EARLY = np.array([6, 0, 1] + 15 * [0], int32)
 
 
-@functools.cache                                # the models of a process share all three
+@functools.cache                                # the models of a process share it
 def load_cublas():
-    """-> (handle, library, workspace: its address and bytes) of the cuBLAS that CuPy loads.  Called by
-    ctypes: CuPy's own wrapper costs the host twice as much, and cannot be recorded in a graph.  The workspace
-    has the size that cuBLAS recommends.  Without it cuBLAS would allocate one, and another for each graph."""
+    """The cuBLAS that CuPy loads, with two attributes more: `handle`, and `workspace`, its address and bytes.
+    Called by ctypes: CuPy's own wrapper costs the host twice as much, and cannot be recorded in a graph.  The
+    workspace has the size that cuBLAS recommends for a Hopper.  Without it cuBLAS would allocate one, and
+    another for each graph."""
     from cupy.cuda import device                # here: loading cuBLAS takes a second, and it may be missing
     library = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
-    for name, letters in SIGNATURES.items():
-        getattr(library, name).argtypes = [C_TYPES[letter] for letter in letters if letter != " "]
-    size = (32 if capability() >= 90 else 4) << 20
-    return ctypes.c_void_p(device.get_cublas_handle()), library, (cupy.cuda.runtime.malloc(size), size)
+    library.handle = ctypes.c_void_p(device.get_cublas_handle())
+    size = 32 << 20
+    library.workspace = ctypes.c_void_p(cupy.cuda.runtime.malloc(size)), ctypes.c_size_t(size)
+    return library
 
 
 def as_argument(x):
@@ -174,10 +167,10 @@ class Gpu:
     def __init__(self, config, precision, matmul):
         self.config = config
         self.precision = precision
-        self.kernels = {}
+        self.real = uint16 if precision == "bf16" else float32      # NumPy has no bf16
         self.eps = float(config.norm_eps)
-        notice = threading.Timer(0.5, lambda: print(
-            "Compiling the CUDA kernels for this GPU (kept for the next run).", file=sys.stderr))
+        notice = threading.Timer(0.5, print, ["Compiling the CUDA kernels for this GPU (kept for the next run)."],
+                                 {"file": sys.stderr})
         notice.start()    # speaks only if this takes time: compiled kernels load at once
         hopper = HOPPER and capability() == 90
         shared = cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"]
@@ -188,19 +181,19 @@ class Gpu:
         try:
             code, module = compiled("kernels.cu", f"-DBF16={int(precision == 'bf16')}",
                                     f"-DROW_THREADS={row_threads(config.dim)}")
-            for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code):
-                self.kernels[name] = module.get_function(name)
+            self.kernels = {name: module.get_function(name)
+                            for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code)}
             _, module = compiled("flash_attn.cu", *options)
             self.flash = flash_kernels(precision, config.head_dim, parts)
-            for name, _, _, shared in self.flash:
+            for name, _, shared in self.flash:
                 self.kernels[name] = module.get_function(name)
                 self.kernels[name].max_dynamic_shared_size_bytes = shared
         finally:
             notice.cancel()
-        # (context, 1, D), of which the second half of D says all -> (context, D/2)
-        self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
-                              for table in rope_table(config, float32)]
-        self.handle, self.cublas, self.workspace = load_cublas() if matmul == "cublas" else 3 * [None]
+        # (2,context,1,D), of which the second half of D says all -> (context,D/2) each
+        tables = rope_table(config, float32)[:, :, 0, config.head_dim // 2:]
+        self.cos, self.sin = cupy.asarray(np.ascontiguousarray(tables))
+        self.cublas = load_cublas() if matmul == "cublas" else None
         self.set_stream(0)
         self.launch_kernel = None
         # the first driver to record it is that of CUDA 12.3
@@ -230,9 +223,10 @@ class Gpu:
 
     def set_stream(self, stream):
         """cuBLAS computes on this stream from now on.  A new stream makes it forget its workspace."""
-        if self.cublas:
-            self.cublas.cublasSetStream_v2(self.handle, stream)
-            self.cublas.cublasSetWorkspace_v2(self.handle, *self.workspace)
+        library = self.cublas
+        if library:
+            library.cublasSetStream_v2(library.handle, ctypes.c_void_p(stream))
+            library.cublasSetWorkspace_v2(library.handle, *library.workspace)
 
 
 def check_sizes(config):
@@ -255,33 +249,32 @@ def row_threads(C):
 
 def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     """The matmul out (M,N) = a (M,inner) @ b (inner,N), or += with add; transposed operands lie as (inner,M),
-    (N,inner).  Of stacks of matrices, (n,M,N) and so on without gaps, each is multiplied with each.
+    (N,inner).  Of stacks of matrices, (n,M,N) and so on, each is multiplied with each.  No array has gaps.
 
     cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first,
     and what lies row-major already is the transpose that it wants."""
     M, N = out.shape[-2:]
     inner = a.shape[-2 if transpose_a else -1]
-    if gpu.cublas:
-        operands = []
-        for x in (b, a, out):           # the steps from row to row and, in a stack, from matrix to matrix
-            steps = [stride // x.itemsize for stride in x.strides[-2::-1]]
-            operands.append([x.data.ptr, CUDA_R_32F if x.dtype == float32 else CUDA_R_16BF, *steps])
-        function = gpu.cublas.cublasGemmEx
-        if out.ndim == 3:
-            function = gpu.cublas.cublasGemmStridedBatchedEx
-            operands[2].append(len(out))
-        status = function(gpu.handle, transpose_b, transpose_a, N, M, inner, ONE, *operands[0], *operands[1],
-                          ONE if add else ZERO, *operands[2], COMPUTE[gpu.precision], -1)
-        if status:
-            raise GpuError(f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.")
+    library = gpu.cublas
+    if not library:
+        grid = ceil_div(N, 64), ceil_div(M, 64), out.size // (M * N)
+        steps_a = (1, M) if transpose_a else (inner, 1)         # from row to row, from column to column
+        steps_b = (1, inner) if transpose_b else (N, 1)
+        gpu.launch("matmul", grid, 256, out, a, b, M, N, inner, *steps_a, *steps_b, add, out.dtype == float32)
         return
-    lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
-    steps_a = (1, lda) if transpose_a else (lda, 1)
-    steps_b = (1, ldb) if transpose_b else (ldb, 1)
-    for matrices in zip(out, a, b) if out.ndim == 3 else [(out, a, b)]:
-        addresses = [uint64(x.data.ptr) for x in matrices]
-        gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256, *addresses, M, N, inner, *steps_a,
-                   *steps_b, ldo, add, out.dtype == float32)
+    operands = []
+    for x in (b, a, out):       # ctypes passes Python's ints in 32 bits: what has more is wrapped
+        operands.append([ctypes.c_void_p(x.data.ptr), KINDS[x.dtype.char], x.shape[-1]])
+        if x.ndim == 3:         # then from matrix to matrix
+            operands[-1].append(ctypes.c_longlong(x[0].size))
+    function = library.cublasGemmEx
+    if out.ndim == 3:
+        function = library.cublasGemmStridedBatchedEx
+        operands[2].append(len(out))
+    status = function(library.handle, transpose_b, transpose_a, N, M, inner, ONE, *operands[0], *operands[1],
+                      ONE if add else ZERO, *operands[2], COMPUTE[gpu.precision], -1)
+    if status:
+        raise GpuError(f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -350,24 +343,24 @@ def rope_forward(gpu, qkv, T, cache=None, lengths=None):
 
 
 def flash_kernels(precision, D, parts):
-    """(name, rows of queries or keys a block takes, threads, bytes of shared memory) of the forward and of
-    the two kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores
+    """(name, rows of queries or keys a block takes, bytes of shared memory) of the forward and of the two
+    kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores
     else."""
     names = "flash_forward", "flash_backward_dq", "flash_backward_dkdv"
     if precision == "fp32" or precision == "tf32" and D > 64:
-        return [(name, 4096 // D, 128, 0) for name in names]
+        return [(name, 4096 // D, 0) for name in names]
     rows = 64 * parts if precision == "bf16" and D <= 64 else 64
     row = D * (2 if precision == "bf16" else 4)     # bytes
     own = rows * row                                # the block's own tile
     stages = 4 * 64 * row                           # two stages of two of the others'
     shared = own + stages, 2 * own + stages, 2 * own + stages + 16 * 64
-    return [(f"{name}_{precision}", rows, 128, size) for name, size in zip(names, shared)]
+    return [(f"{name}_{precision}", rows, size) for name, size in zip(names, shared)]
 
 
 def launch_flash(gpu, which, heads, B, T, *args):
     """One of the flash_kernels: a block for each head, window and block of rows."""
-    name, rows, threads, shared = gpu.flash[which]
-    gpu.launch(name, (heads, B, ceil_div(T, rows)), threads, *args, T, gpu.config.heads, gpu.config.kv_heads,
+    name, rows, shared = gpu.flash[which]
+    gpu.launch(name, (heads, B, ceil_div(T, rows)), 128, *args, T, gpu.config.heads, gpu.config.kv_heads,
                shared=shared)
 
 
@@ -565,23 +558,6 @@ def trunk(gpu, w, layers, shared):
     return shared.n
 
 
-def head_logits(gpu, final, heads, *shape):
-    """final (N,C) -> the logits of all heads, a NumPy array of this shape and (K,V)."""
-    c = gpu.config
-    logits = cupy.empty((len(final), c.predict * c.vocab), float32)
-    linear_forward(gpu, logits, final, heads)
-    return cupy.asnumpy(logits).reshape(*shape, c.predict, c.vocab)
-
-
-def limit_pool():
-    """CuPy takes at most what is free now, but for RESERVE: where a GPU may borrow the host's memory, as under WSL,
-    an allocation would never fail.  A limit that there is stays: CUPY_GPU_MEMORY_LIMIT's, or an earlier model's."""
-    pool = cupy.get_default_memory_pool()
-    if not pool.get_limit():
-        free, _ = cupy.cuda.runtime.memGetInfo()
-        pool.set_limit(size=pool.total_bytes() + max(1, free - RESERVE))
-
-
 def allocate(empty, table):
     """-> (memory, the Arrays that lie in it) for a table.  empty: makes it, on the GPU or pinned."""
     memory = empty(table_bytes(table), uint8)
@@ -651,8 +627,6 @@ class Model:
                  optimizer="adamw"):
         pick("gpu")                                 # ValueError where there is none
         precision = precision or default_precision()
-        require(precision in PRECISIONS,
-                f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
         needed = 70 if precision == "fp32" else 80
         require(capability() >= needed, f"{precision} needs a GPU of compute capability {needed / 10} or "
                 f"later, this one has {capability() / 10}; --precision fp32 needs 7.0.")
@@ -665,7 +639,12 @@ class Model:
         except (ImportError, RuntimeError) as error:
             raise ValueError("The GPU engine does not start; a CUDA library seems to be missing or does not "
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
-        limit_pool()
+        pool = cupy.get_default_memory_pool()
+        # Where a GPU may borrow the host's memory, as under WSL, an allocation would never fail.  A limit that there
+        # is stays: CUPY_GPU_MEMORY_LIMIT's, or an earlier model's
+        if not pool.get_limit():
+            free, _ = cupy.cuda.runtime.memGetInfo()
+            pool.set_limit(size=pool.total_bytes() + max(1, free - RESERVE))
         self.step = 0
         self.added = False                          # whether grads may hold a sum already
         self.communicator = None                    # sums gradients over several GPUs: train.py
@@ -706,10 +685,8 @@ class Model:
         cache and for backward, is forgotten."""
         self.decoder.forget()
         self.saved = None
-        if self.flat_weights is not self.flat_params:
-            size = self.flat_params.size
-            self.gpu.launch("copy_weights", ceil_div(size, 2048), 256, self.flat_weights, self.flat_params,
-                            int64(size))
+        size = self.flat_params.size
+        self.gpu.launch("copy_weights", ceil_div(size, 2048), 256, self.flat_weights, self.flat_params, int64(size))
 
     def read(self, array):
         """An array of this model's, flat_params say, as a NumPy array on the host."""
@@ -739,35 +716,38 @@ class Model:
         self.saved = self.inputs = self.work = None     # give back first, then ask for more
         self.rows = 0
         cupy.get_default_memory_pool().free_all_blocks()
-        layer, shared, logits, scratch = map(table_bytes, work_tables(c, rows, c.context, self.precision))
-        size = c.layers * layer + shared + max(logits, scratch)
-        if self.optimizer == "muon":                # what Muon works in lies there, at another time
-            size = max(size, sum(table_bytes(table) for _, table in muon_tables(c, self.precision)))
+        size = table_bytes(work_table(c, rows, c.context, self.gpu.real))
+        if self.optimizer == "muon":                # what it works in lies there, at another time
+            size = max(size, *[table_bytes(table) for _, table in muon_tables(c, self.gpu.real)])
         self.work = cupy.empty(size, uint8)
-        self.inputs = Inputs(input_table(c, rows, c.context))
+        N = rows * c.context
+        K = c.predict
+        self.inputs = Inputs(typed(int32,
+                                   tokens=N,
+                                   targets=N * K,           # (B,T+K-1), and room for more and shorter rows
+                                   order=N,                 # see embedding_backward
+                                   starts=c.vocab + 1)      # likewise
+                             + typed(float32,
+                                     head_weights=K,        # of each head in the loss, over its divisor
+                                     divisor=K,             # counted targets of each head
+                                     weights=N))            # (B,) of each row
         self.rows = rows
 
-    def _buffers(self, B, T, K):
-        """-> (for each layer its Arrays, the Arrays that all share) for a micro-batch (B,T) and K heads.
-        They lie in the work memory; where that is too small, it is made anew."""
-        # a CUDA grid is no higher
-        require(B <= 65535, f"the GPU engine takes at most 65,535 rows at once, not {B:,}.")
+    def _buffers(self, B, T):
+        """-> (for each layer its Arrays, the Arrays that all share) for a micro-batch (B,T).  They lie in the
+        work memory; where that is too small, it is made anew."""
         c = self.config
         rows = ceil_div(B * T, c.context)
         if rows > self.rows:
             self._reserve(rows)
         if len(self.buffers_by_shape) > SHAPES:
             self.buffers_by_shape = {}              # and with them their graphs
-        shape = B, T, K
+        shape = B, T
         if shape not in self.buffers_by_shape:
-            layer, shared, logits, scratch = work_tables(dataclasses.replace(c, predict=K), B, T, self.precision)
-            size = table_bytes(layer)
-            layers = [carve(self.work, layer, i * size) for i in range(c.layers)]
-            arrays = vars(self.inputs.arrays) | {
-                "B": B, "T": T, "lengths": None, "replays": collections.defaultdict(Replay)}
-            for in_turn in (logits, scratch):           # both begin where what is shared ends
-                arrays.update(vars(carve(self.work, shared + in_turn, c.layers * size)))
-            self.buffers_by_shape[shape] = layers, Arrays(**arrays)
+            arrays = vars(carve(self.work, work_table(c, B, T, self.gpu.real)))
+            layers = [layer_views(arrays, i) for i in range(c.layers)]
+            shared = {"B": B, "T": T, "lengths": None, "replays": collections.defaultdict(Replay)}
+            self.buffers_by_shape[shape] = layers, Arrays(**arrays | vars(self.inputs.arrays) | shared)
         return self.buffers_by_shape[shape]
 
     def new_decoder(self, rows, length):
@@ -776,36 +756,36 @@ class Model:
 
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a NumPy array of float32 on the host."""
-        tokens = as_batch(self.config, tokens)
-        layers, shared = self._buffers(*tokens.shape, self.config.predict)
+        c = self.config
+        tokens = as_batch(c, tokens)
+        layers, shared = self._buffers(*tokens.shape)
         self.saved = None                               # overwritten now
         self.inputs.send(tokens=tokens)
         final = trunk(self.gpu, self.weights, layers, shared)
-        return head_logits(self.gpu, final, self.weights["heads"], *tokens.shape)
+        logits = cupy.empty((tokens.size, c.predict * c.vocab), float32)
+        linear_forward(self.gpu, logits, final, self.weights["heads"])
+        return cupy.asnumpy(logits).reshape(*tokens.shape, c.predict, c.vocab)
 
     def forward(self, tokens, targets, counted=None, weights=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see
         model_cpu."""
         c = self.config
-        K = c.predict if weights is None else 1     # with weights the further heads count for nothing
         tokens, targets, divisor, weights = check_batch(c, tokens, targets, counted, weights)
-        B, T = tokens.shape
-        layers, shared = self._buffers(B, T, K)
+        layers, shared = self._buffers(*tokens.shape)
         flat = tokens.astype(uint16).ravel()        # NumPy sorts these five times as fast as longer numbers
         order = np.argsort(flat, kind="stable")
         starts = np.searchsorted(flat[order], np.arange(c.vocab + 1))
-        self.inputs.send(tokens=tokens, targets=targets[:, :T + K - 1], order=order, starts=starts,
+        self.inputs.send(tokens=tokens, targets=targets, order=order, starts=starts,
                          head_weights=c.head_weights / divisor, divisor=divisor, weights=weights)
 
         def launch():
             final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)
             linear_forward(self.gpu, shared.logits, final, self.weights["heads"])    # -> (N,K*V)
-            cross_entropy_forward(self.gpu, self.losses, shared.nll, shared.logits, shared, T)
+            cross_entropy_forward(self.gpu, self.losses, shared.nll, shared.logits, shared, shared.T)
 
         shared.replays["forward"](self.gpu, launch)
         self.saved = layers, shared
         self.nll = shared.nll
-        self.losses[K:] = 0.0
         return self.losses.copy()
 
     log_probs = model_cpu.Model.log_probs
@@ -820,27 +800,27 @@ class Model:
         self.saved = None
         add = self.added
         self.added = True
-        shared.replays["backward", add](self.gpu, lambda: self._launch_backward(layers, shared, add))
-        if last and self.communicator:
-            self.communicator.all_reduce(self.flat_grads)
-
-    def _launch_backward(self, layers, shared, add):
         gpu = self.gpu
         w = self.weights
         grads = self.grads
         dx = shared.increment                       # the same memory
         final = shared.n                            # and its gradient
-        # logits = final @ heads.T
-        rows = shared.logits.shape[1]
-        linear_backward(gpu, final, grads["heads"][:rows], shared.logits, final, w["heads"][:rows],
-                        add)                                                    # (N,K*V) -> (N,C)
-        # final = rmsnorm(x)
-        rmsnorm_backward(gpu, dx, grads["norm"], final, shared.x, shared.rstd, w["norm"],
-                         shared.dgain, add=False)                               # (N,C)
-        for i in reversed(range(len(layers))):
-            block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
-        # x = embed[tokens]
-        embedding_backward(gpu, grads["embed"], dx, shared.order, shared.starts)
+
+        def launch():
+            # logits = final @ heads.T
+            linear_backward(gpu, final, grads["heads"], shared.logits, final, w["heads"], add)
+                                                                                # (N,K*V) -> (N,C)
+            # final = rmsnorm(x)
+            rmsnorm_backward(gpu, dx, grads["norm"], final, shared.x, shared.rstd, w["norm"],
+                             shared.dgain, add=False)                           # (N,C)
+            for i in reversed(range(len(layers))):
+                block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
+            # x = embed[tokens]
+            embedding_backward(gpu, grads["embed"], dx, shared.order, shared.starts)
+
+        shared.replays["backward", add](gpu, launch)
+        if last and self.communicator:
+            self.communicator.all_reduce(self.flat_grads)
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
         """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
@@ -853,14 +833,12 @@ class Model:
         self.saved = None
         self.decoder.forget()
         gradient_norm(self.gpu, self.state, self.partial, self.flat_grads, muon_part(c, self.optimizer), clip)
-        start = 0                                   # in the memory that Muon works in
         for rule, part, part_of_v, decayed in update_table(c, self.optimizer):
             flats = [flat[part] for flat in (self.flat_params, self.flat_weights, self.flat_grads, self.m)]
             if rule == "muon":
-                for starts, table in muon_tables(c, self.precision):
-                    work = carve(self.work, table, start)
-                    muon_update(self.gpu, flats, starts, work, self.state, lr, decay, momentum)
-                    start += table_bytes(table)
+                for starts, table in muon_tables(c, self.gpu.real):
+                    muon_update(self.gpu, flats, starts, carve(self.work, table), self.state, lr, decay,
+                                momentum)
             else:
                 adamw_update(self.gpu, *flats, self.v[part_of_v], self.state, self.step, lr, beta1, beta2,
                              eps, decay if decayed else 0.0)
@@ -887,10 +865,23 @@ class Decoder(model_cpu.Decoder):
         self.texts = texts
         self.tokens = []
         self.sizes = []                             # of the windows that draw_rows has seen last
-        both, alone = decode_tables(c, gpu.precision, texts, length or c.context)
-        _, self.buffers = allocate(cupy.empty, both + alone)
-        if self.buffers.cache[0].size >= 1 << 31:   # decode_attention counts in 32 bits
-            raise MemoryError(f"{texts} texts of {length} tokens at once are too many for the GPU engine.")
+        rows = max(FEW_ROWS, c.predict, texts)      # that are drawn at once
+        both = typed(int32,                         # what the host has as well
+                     tokens=rows,
+                     lengths=rows,                  # see kernels.cu, section 8
+                     times=rows,
+                     ids=rows * c.predict)          # the answer: what was drawn
+        both += typed(np.float64, drawing=4)        # temperature, top_p, top_k, vocab
+        both += typed(uint64, seeds=rows)           # of the noise
+        both += typed(float32, p=rows)              # the answer: the probabilities of what head 0 drew
+        # without a backward all layers compute in the arrays of one
+        table = both + work_table(dataclasses.replace(c, layers=1, predict=1), 1, max(c.context, 16 * texts),
+                                  gpu.real)
+        table += typed(float32, logits=(rows, c.predict * c.vocab))
+        # k and v of each token
+        table += typed(gpu.real, cache=(c.layers, texts, length or c.context, c.qkv_width - c.dim))
+        _, arrays = allocate(cupy.empty, table)
+        self.buffers = Arrays(**vars(arrays) | vars(layer_views(vars(arrays), 0)))
         self.pinned, self.host = allocate(cupyx.zeros_pinned, both)     # 0: a token that there is
         self.replays = collections.defaultdict(Replay)
 
@@ -898,15 +889,13 @@ class Decoder(model_cpu.Decoder):
         """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone, a
         NumPy array."""
         c = self.config
-        n = len(tokens)
         tokens = self.checked(tokens).tolist()
-        self.draw(tokens, 1, c.predict, 0, Sampling(temperature=0))
-        if n > len(self.host.p):                    # they were read as a window
-            final = self.buffers.n[self.position - n:self.position]
-            logits = head_logits(self.gpu, final, self.weights["heads"], n)
-        else:
-            logits = cupy.asnumpy(self.buffers.logits[:n]).reshape(n, c.predict, c.vocab)
-        return logits[-(last or n):]
+        logits = []
+        for part in slices_of(len(tokens), len(self.host.p)):
+            few = tokens[part]
+            self.draw(few, 1, c.predict, 0, Sampling(temperature=0))
+            logits.append(cupy.asnumpy(self.buffers.logits[:len(few)]))
+        return np.concatenate(logits).reshape(-1, c.predict, c.vocab)[-(last or len(tokens)):]
 
     def draw(self, tokens, rows, heads, t, sampling):
         """Append tokens, a list, and draw after each of the last `rows` of them: see model_cpu.  After more than
@@ -917,8 +906,8 @@ class Decoder(model_cpu.Decoder):
         if n > len(self.host.p):
             self._read_windows([self.tokens + tokens])
             n = 1
-        back = np.arange(n)[::-1]                   # how far each of these rows is from the last one
-        ids, p = self._draw(tokens[-n:], end - 1 - back, t + rows - 1 - back, heads, sampling)
+        lengths = np.arange(end - n, end)
+        ids, p = self._draw(tokens[-n:], lengths, lengths + t + rows - end, heads, sampling)
         self.tokens += tokens
         return ids[-rows:], p[-rows:]
 
@@ -942,32 +931,31 @@ class Decoder(model_cpu.Decoder):
     def _draw(self, tokens, lengths, times, heads, sampling):
         """Read tokens (n,), each behind so many (n,) of its text, and draw after each of them, for the positions
         `times` (n,) -> ids (n,heads), p (n,)."""
-        c = self.config
+        V = self.config.vocab
         d = self.buffers
         host = self.host
         n = len(tokens)
-        # temperature 0: the largest logit alone
-        top_k = min(sampling.top_k, c.vocab) if sampling.temperature else 1
+        top_k = sampling.top_k if sampling.temperature else 1       # temperature 0: the largest logit alone
         host.tokens[:n] = tokens
         host.lengths[:n] = lengths
         host.times[:n] = times
-        host.limits[:] = top_k, sampling.vocab or c.vocab
-        host.drawing[:] = sampling.temperature or 1.0, max(sampling.top_p, 1e-30)       # above 0 in fp32, too
+        host.drawing[:] = (sampling.temperature or 1.0, max(sampling.top_p, 1e-30),     # above 0 in fp32, too
+                           top_k, sampling.vocab or V)
         host.seeds[:n] = sampling.seed
-        logits = d.logits.ravel()[:n * heads * c.vocab].reshape(n, -1)
 
         def launch():
             # all that both have: it begins with the tokens.  CuPy's own copies cannot be recorded in a graph
             cupy.cuda.runtime.memcpyAsync(d.tokens.data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
                                           current_stream().ptr)
+            logits = d.logits.ravel()[:n * heads * V].reshape(n, -1)
             if self.texts == 1:
                 self._read_few(logits)
             else:
                 self._read_many(d.tokens[:n, None], 0, d.lengths)
                 linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"])
             answers = [uint64(array.ctypes.data) for array in (host.ids, host.p)]
-            self.gpu.launch_early("draw", (n, heads), 1024, *answers, d.logits, d.times, d.limits, d.drawing,
-                                  d.seeds, c.vocab)
+            self.gpu.launch_early("draw", (n, heads), 1024, *answers, d.logits, d.times, d.drawing, d.seeds,
+                                  V)
 
         self.replays[n, heads](self.gpu, launch)         # the same launches at every position
         current_stream().synchronize()
@@ -989,9 +977,9 @@ class Decoder(model_cpu.Decoder):
         """tokens (B,T), on the GPU, of B texts from number `text` on: the first of each or, with T 1, one behind so
         many (B,) in the cache.  -> (N,C) rmsnorm(x) after the last layer, in buffers.n."""
         B, T = tokens.shape
-        shared = {name: array[:tokens.size] for name, array in vars(self.buffers).items()}
-        shared |= {"B": B, "T": T, "tokens": tokens, "lengths": lengths}
-        layers = [Arrays(**shared | {"cache": cache[text:]}) for cache in self.buffers.cache]
+        arrays = {name: array[:tokens.size] for name, array in vars(self.buffers).items()}
+        shared = arrays | {"B": B, "T": T, "tokens": tokens, "lengths": lengths}
+        layers = [Arrays(**arrays | {"cache": cache[text:]}) for cache in self.buffers.cache]
         trunk(self.gpu, self.weights, layers, Arrays(**shared))
 
 
@@ -1006,26 +994,28 @@ def typed(dtype, **shapes):
 ALIGN = 256                 # arrays start at multiples of this many bytes
 
 
+def bytes_of(shape, dtype):
+    """Bytes of an array, rounded up to whole multiples of ALIGN.  A shape of one axis may be its length."""
+    return ALIGN * ceil_div(int(np.prod(shape)) * np.dtype(dtype).itemsize, ALIGN)
+
+
 def table_bytes(table):
-    """Bytes of a table's arrays, each rounded up to whole multiples of ALIGN."""
-    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in table]
-    return sum(ALIGN * ceil_div(size, ALIGN) for size in sizes)
+    """Bytes of a table's arrays."""
+    return sum(bytes_of(shape, dtype) for _, shape, dtype in table)
 
 
-def carve(memory, table, start=0):
-    """Arrays for a table, cut out of an array of bytes from `start` on."""
+def carve(memory, table):
+    """Arrays for a table, cut out of an array of bytes."""
     arrays = {}
-    for row in table:
-        name, shape, dtype = row
-        arrays[name] = memory[start:].view(dtype)[:math.prod(shape)].reshape(shape)
-        start += table_bytes([row])
+    for name, shape, dtype in table:
+        arrays[name] = memory.view(dtype)[:np.prod(shape)].reshape(shape)
+        memory = memory[bytes_of(shape, dtype):]
     return Arrays(**arrays)
 
 
-def work_tables(config, B, T, precision):
-    """The arrays of a forward and backward at (B,T), as four tables: what each layer keeps, what all layers
-    share, and two that use the same memory in turn: the logits are there between the last layer's forward and
-    its backward, the scratch is used in the backward of the layers.
+def work_table(config, B, T, real):
+    """The arrays of a forward and backward at (B,T): what each layer keeps for its backward, and what all layers
+    share.  real: the type of activations.
 
     A layer keeps the norms' outputs and the SwiGLU product, too.  They could be computed again, which on a
     GPU means to write and to read them once more: big's step would need a quarter less memory, and 2% more
@@ -1036,58 +1026,42 @@ def work_tables(config, B, T, precision):
     N = B * T
     C = config.dim
     F = config.hidden
-    real = uint16 if precision == "bf16" else float32       # NumPy has no bf16
 
     def rows(**widths):
         """N rows of these widths."""
         return typed(real, **{name: (N, width) for name, width in widths.items()})
 
-    layer = rows(x_in=C,                    # x before the layer
-                 n1=C,                      # rmsnorm(x_in)
-                 qkv=config.qkv_width,      # n1 @ qkv.T, with q and k rotated
-                 y=C,                       # attention(q, k, v)
-                 x_mid=C,                   # x after Euler substep 1
-                 n2=C,                      # rmsnorm(x_mid)
-                 gate_up=2 * F,             # n2 @ gate_up.T; in the backward its gradient
-                 h=F)                       # silu(gate) * up
-    layer += typed(float32,
-                   rstd1=(N,),              # 1 / root mean square of each row of x_in
-                   lse=(B, config.heads, T),    # log of the sum of exponentials of each row of scores
-                   rstd2=(N,))              # 1 / root mean square of each row of x_mid
+    kept = rows(x_in=C,                     # x before the layer
+                n1=C,                       # rmsnorm(x_in)
+                qkv=config.qkv_width,       # n1 @ qkv.T, with q and k rotated
+                y=C,                        # attention(q, k, v)
+                x_mid=C,                    # x after Euler substep 1
+                n2=C,                       # rmsnorm(x_mid)
+                gate_up=2 * F,              # n2 @ gate_up.T; in the backward its gradient
+                h=F)                        # silu(gate) * up
+    kept += typed(float32,
+                  rstd1=N,                  # 1 / root mean square of each row of x_in
+                  lse=(B, config.heads, T),     # log of the sum of exponentials of each row of scores
+                  rstd2=N)                  # 1 / root mean square of each row of x_mid
     shared = rows(x=C,                      # x after the last layer
                   n=C,                      # rmsnorm(x), which the heads read; in the backward dn and dy
-                  increment=C)              # what a substep adds to x; in the backward dx
+                  increment=C,              # what a substep adds to x; in the backward dx
+                  logits=config.predict * config.vocab,     # then d loss / d logits
+                  dh=F,                     # gradient of h
+                  dqkv=config.qkv_width)    # gradient of qkv before the rotation
     shared += typed(float32,
-                    rstd=(N,),              # 1 / root mean square of each row of x
+                    rstd=N,                 # 1 / root mean square of each row of x
                     nll=(N, config.predict),    # the loss of each target
-                    dgain=(NORM_BLOCKS, C)) # partial sums of a gain's gradient
-    logits = rows(logits=config.predict * config.vocab)         # then d loss / d logits
-    scratch = rows(dh=F,                    # gradient of h
-                   dqkv=config.qkv_width)   # gradient of qkv before the rotation
-    scratch += typed(float32, delta=(B, config.heads, T))       # from attention_backward's first kernel
-    return layer, shared, logits, scratch
+                    dgain=(NORM_BLOCKS, C), # partial sums of a gain's gradient
+                    delta=(B, config.heads, T))     # from attention_backward's first kernel
+    layers = [(f"layers.{i}.{name}", *rest) for i in range(config.layers) for name, *rest in kept]
+    return layers + shared
 
 
-def input_table(config, B, T):
-    """What a micro-batch brings to the GPU."""
-    N = B * T
-    K = config.predict
-    return typed(int32,
-                 tokens=(N,),
-                 targets=(N * K,),                  # (B,T+K-1), and room for more and shorter rows
-                 order=(N,),                        # see embedding_backward
-                 starts=(config.vocab + 1,)         # likewise
-                 ) + typed(float32,
-                           head_weights=(K,),       # of each head in the loss, over its divisor
-                           divisor=(K,),            # counted targets of each head
-                           weights=(N,))            # (B,) of each row, and room for more and shorter rows
-
-
-def muon_tables(config, precision):
+def muon_tables(config, real):
     """Yields (starts, table) for each shape of matrices, because muon_update takes all of one shape together.
     starts: where in a layer's part of a flat buffer each begins; table: what the n matrices of all layers are
-    computed in.  These arrays, one shape's behind the other's, lie where the activations are at another time."""
-    real = uint16 if precision == "bf16" else float32
+    computed in.  These arrays lie where the activations are at another time."""
     starts_by_shape = collections.defaultdict(list)
     for shape, place in matrix_table(config):
         starts_by_shape[shape].append(place.start)
@@ -1101,25 +1075,3 @@ def muon_tables(config, precision):
                       B=square)                     # a polynomial of A
         table += typed(float32, squares=(n, MATRIX_BLOCKS))         # partial sums of X's squared length
         yield starts, table
-
-
-def decode_tables(config, precision, texts, length):
-    """What the Decoder computes in, as two tables: what host and GPU both have, and what the GPU alone has.
-    texts, length: see Decoder."""
-    rows = max(FEW_ROWS, config.predict, texts)
-    most = max(config.context, 16 * texts)          # tokens that _read_many takes at once
-    both = typed(int32,
-                 tokens=(rows,),
-                 lengths=(rows,),                   # see kernels.cu, section 8
-                 times=(rows,),
-                 limits=(2,),                       # top_k, vocab
-                 ids=(rows * config.predict,))      # the answer: what was drawn
-    both += typed(np.float64, drawing=(2,))         # temperature, top_p
-    both += typed(uint64, seeds=(rows,))            # of the noise
-    both += typed(float32, p=(rows,))               # the answer: the probabilities of what head 0 drew
-    layer, shared, *_ = work_tables(config, 1, most, precision)
-    real = uint16 if precision == "bf16" else float32
-    kv = 2 * config.kv_heads * config.head_dim
-    cache = typed(real, cache=(config.layers, texts, length, kv))       # k and v of each token
-    logits = typed(float32, logits=(rows, config.predict * config.vocab))
-    return both, layer + shared + cache + logits

@@ -378,7 +378,7 @@ def drawn(bench, logits, vocab, seed, t, temperature=1.0, top_k=0, top_p=1.0):
     ids, p = bench.ints(np.full((n, heads), -1)), bench.empty(n, single=True)
     greedy = temperature == 0
     bench.launch("draw", (n, heads), 1024, ids, p, bench.put(logits), bench.ints(t + np.arange(n)),
-                 bench.ints([1 if greedy else top_k, vocab]), bench.put(np.array([temperature or 1.0, top_p])),
+                 bench.put(np.array([temperature or 1.0, top_p, 1 if greedy else top_k, vocab])),
                  bench.put(np.full(n, seed, np.uint64)), i32(V))
     z = logits[..., :vocab].astype(np.float64)
     at = t + np.add.outer(np.arange(n), np.arange(heads)).reshape(-1)
