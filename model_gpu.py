@@ -185,7 +185,7 @@ class Gpu:
                             for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code)}
             _, module = compiled("flash_attn.cu", *options)
             self.flash = flash_kernels(precision, config.head_dim, parts)
-            for name, _, shared in self.flash:
+            for name, _, _, shared in self.flash:
                 self.kernels[name] = module.get_function(name)
                 self.kernels[name].max_dynamic_shared_size_bytes = shared
         finally:
@@ -343,24 +343,24 @@ def rope_forward(gpu, qkv, T, cache=None, lengths=None):
 
 
 def flash_kernels(precision, D, parts):
-    """(name, rows of queries or keys a block takes, bytes of shared memory) of the forward and of the two
-    kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores
+    """(name, rows of queries or keys a block takes, threads, bytes of shared memory) of the forward and of
+    the two kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores
     else."""
     names = "flash_forward", "flash_backward_dq", "flash_backward_dkdv"
     if precision == "fp32" or precision == "tf32" and D > 64:
-        return [(name, 4096 // D, 0) for name in names]
+        return [(name, 4096 // D, 128, 0) for name in names]
     rows = 64 * parts if precision == "bf16" and D <= 64 else 64
     row = D * (2 if precision == "bf16" else 4)     # bytes
     own = rows * row                                # the block's own tile
     stages = 4 * 64 * row                           # two stages of two of the others'
     shared = own + stages, 2 * own + stages, 2 * own + stages + 16 * 64
-    return [(f"{name}_{precision}", rows, size) for name, size in zip(names, shared)]
+    return [(f"{name}_{precision}", rows, 128, size) for name, size in zip(names, shared)]
 
 
 def launch_flash(gpu, which, heads, B, T, *args):
     """One of the flash_kernels: a block for each head, window and block of rows."""
-    name, rows, shared = gpu.flash[which]
-    gpu.launch(name, (heads, B, ceil_div(T, rows)), 128, *args, T, gpu.config.heads, gpu.config.kv_heads,
+    name, rows, threads, shared = gpu.flash[which]
+    gpu.launch(name, (heads, B, ceil_div(T, rows)), threads, *args, T, gpu.config.heads, gpu.config.kv_heads,
                shared=shared)
 
 
@@ -794,7 +794,6 @@ class Model:
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
         finds zeros there, so its matmuls write.  last: this is the step's last micro-batch, after which the
         gradients of several GPUs are added up."""
-        require(self.grads, "this model was made with training=False: it has no gradients.")
         require(self.saved, "backward needs a forward of its own, and between them neither logits nor update.")
         layers, shared = self.saved
         self.saved = None
@@ -866,8 +865,9 @@ class Decoder(model_cpu.Decoder):
         self.tokens = []
         self.sizes = []                             # of the windows that draw_rows has seen last
         rows = max(FEW_ROWS, c.predict, texts)      # that are drawn at once
+        most = max(c.context, 16 * texts)           # tokens that are read at once
         both = typed(int32,                         # what the host has as well
-                     tokens=rows,
+                     tokens=most,
                      lengths=rows,                  # see kernels.cu, section 8
                      times=rows,
                      ids=rows * c.predict)          # the answer: what was drawn
@@ -875,8 +875,7 @@ class Decoder(model_cpu.Decoder):
         both += typed(uint64, seeds=rows)           # of the noise
         both += typed(float32, p=rows)              # the answer: the probabilities of what head 0 drew
         # without a backward all layers compute in the arrays of one
-        table = both + work_table(dataclasses.replace(c, layers=1, predict=1), 1, max(c.context, 16 * texts),
-                                  gpu.real)
+        table = both + work_table(dataclasses.replace(c, layers=1, predict=1), 1, most, gpu.real)
         table += typed(float32, logits=(rows, c.predict * c.vocab))
         # k and v of each token
         table += typed(gpu.real, cache=(c.layers, texts, length or c.context, c.qkv_width - c.dim))
@@ -901,8 +900,8 @@ class Decoder(model_cpu.Decoder):
         """Append tokens, a list, and draw after each of the last `rows` of them: see model_cpu.  After more than
         max(K, FEW_ROWS) tokens rows is 1: then the whole window is read by _read_many, and its last token once
         more.  Fewer are not checked: the GPU would wait for that at each token."""
-        end = self.position + len(tokens)
         n = len(tokens)
+        end = self.position + n
         if n > len(self.host.p):
             self._read_windows([self.tokens + tokens])
             n = 1
@@ -926,7 +925,9 @@ class Decoder(model_cpu.Decoder):
         tokens = np.array([window + [0] * (T - len(window)) for window in windows], int32)          # (B,T)
         check_tokens(self.config, tokens)
         for texts in slices_of(len(tokens), len(self.buffers.x) // T):
-            self._read_many(cupy.asarray(tokens[texts]), texts.start)
+            part = tokens[texts]
+            self.buffers.tokens[:part.size].set(part.ravel())
+            self._read_many(*part.shape, texts.start)
 
     def _draw(self, tokens, lengths, times, heads, sampling):
         """Read tokens (n,), each behind so many (n,) of its text, and draw after each of them, for the positions
@@ -951,11 +952,11 @@ class Decoder(model_cpu.Decoder):
             if self.texts == 1:
                 self._read_few(logits)
             else:
-                self._read_many(d.tokens[:n, None], 0, d.lengths)
+                self._read_many(n, 1, 0, d.lengths)
                 linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"])
-            answers = [uint64(array.ctypes.data) for array in (host.ids, host.p)]
-            self.gpu.launch_early("draw", (n, heads), 1024, *answers, d.logits, d.times, d.drawing, d.seeds,
-                                  V)
+            # the answers go to the host's memory
+            self.gpu.launch_early("draw", (n, heads), 1024, uint64(host.ids.ctypes.data),
+                                  uint64(host.p.ctypes.data), d.logits, d.times, d.drawing, d.seeds, V)
 
         self.replays[n, heads](self.gpu, launch)         # the same launches at every position
         current_stream().synchronize()
@@ -973,14 +974,13 @@ class Decoder(model_cpu.Decoder):
         gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, logits, d.x,
                          w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
 
-    def _read_many(self, tokens, text, lengths=None):
-        """tokens (B,T), on the GPU, of B texts from number `text` on: the first of each or, with T 1, one behind so
-        many (B,) in the cache.  -> (N,C) rmsnorm(x) after the last layer, in buffers.n."""
-        B, T = tokens.shape
-        arrays = {name: array[:tokens.size] for name, array in vars(self.buffers).items()}
-        shared = arrays | {"B": B, "T": T, "tokens": tokens, "lengths": lengths}
+    def _read_many(self, B, T, text, lengths=None):
+        """T tokens of each of B texts, from number `text` on: the first of each or, with T 1, one behind so many
+        (B,) in the cache.  -> (N,C) rmsnorm(x) after the last layer, in buffers.n."""
+        arrays = {name: array[:B * T] for name, array in vars(self.buffers).items()}
+        arrays |= {"B": B, "T": T, "lengths": lengths}
         layers = [Arrays(**arrays | {"cache": cache[text:]}) for cache in self.buffers.cache]
-        trunk(self.gpu, self.weights, layers, Arrays(**shared))
+        trunk(self.gpu, self.weights, layers, Arrays(**arrays))
 
 
 # ------------------------------------------------------------------------------------------------------------
