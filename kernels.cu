@@ -327,32 +327,41 @@ KERNEL column_sum(float* out, Floats partial, int rows, int C) {
 // -----------------------------------------------------------------------------------------------------------
 // 4. Rotary embedding
 // -----------------------------------------------------------------------------------------------------------
-// Covers rope_forward, in place on the heads q and k of qkv (N, width). rope_backward is in flash_attn.cu.
+// Covers rope_forward, in place on the heads q and k of qkv (N, (H+2G)D). rope_backward is in flash_attn.cu.
 //
 //     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
 //
-// cos, sin (context, D/2); heads = H + G, the heads that turn. A thread turns eight pairs: D is a multiple of
-// 16.
-// Grid (ceil(N * heads * D/16 / 256)); 256 threads.
-KERNEL rope(real* qkv, Floats cos, Floats sin,
-            int N, int T, int heads, int D, int width) {
+// cos, sin (context, D/2). A thread turns eight pairs: D is a multiple of 16. Where there is a cache (texts,
+// stride, 2GD), k and v are copied there as well; lengths: see section 8; null if row n is token n % T of text
+// n / T.
+// Grid (ceil(N * heads * D/16 / 256)), heads = H + G or, with a cache, H + 2G; 256 threads.
+KERNEL rope(real* qkv, real* cache, Floats cos, Floats sin, Ints lengths,
+            int N, int T, int stride, int H, int G, int D) {
+    int heads = cache ? H + 2 * G : H + G;
     int vectors = D / 16;  // of eight pairs, in a head
     int index = 256 * blockIdx.x + threadIdx.x;
     int n = index / (heads * vectors);
     int head = index / vectors % heads;
     int pair = 8 * (index % vectors);
     if (n >= N) return;
-    real* x = qkv + Index(n) * width + head * D + pair;
-    int angle = n % T * (D / 2) + pair;
+    real* x = qkv + (Index(n) * (H + 2 * G) + head) * D + pair;
+    int t = lengths ? lengths[n] : n % T;
+    int angle = t * (D / 2) + pair;
     Eight x1 = load8(x), x2 = load8(x + D / 2);
     Eight c = load8(cos + angle), s = load8(sin + angle);
-    Eight y1, y2;
-    FOR(i, 8) {
-        y1.x[i] = x1.x[i] * c.x[i] - x2.x[i] * s.x[i];
-        y2.x[i] = x2.x[i] * c.x[i] + x1.x[i] * s.x[i];
+    Eight y1 = x1, y2 = x2;
+    if (head < H + G) {
+        FOR(i, 8) {
+            y1.x[i] = x1.x[i] * c.x[i] - x2.x[i] * s.x[i];
+            y2.x[i] = x2.x[i] * c.x[i] + x1.x[i] * s.x[i];
+        }
+        store8(x, y1);
+        store8(x + D / 2, y2);
     }
-    store8(x, y1);
-    store8(x + D / 2, y2);
+    if (!cache || head < H) return;
+    real* to = cache + ((Index(n / T) * stride + t) * 2 * G + head - H) * D + pair;
+    store8(to, y1);
+    store8(to + D / 2, y2);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -403,14 +412,14 @@ KERNEL swiglu_backward(real* gate_up, Reals dh, int F) {
 //
 // logits (N,K,V) become their gradients in place; a masked row (target -1) gets nll 0 and gradient 0. weight_k is
 // head_weights[k], which holds the divisor, times weights[b]. targets (B, T+K-1): head k at position t is to
-// predict targets[b][t+k]. learn 0: nll alone, the logits stay.
+// predict targets[b][t+k].
 //
 // The first pass keeps for each thread a running maximum m and the sum of exp(z - m), which it rescales when
 // m grows (the online softmax of flash_attn.cu). The second pass reads the row again, now from the cache.
 // Grid (N*K); 128 threads.
 KERNEL cross_entropy(real* logits, float* nll,
                      Ints targets, Floats head_weights, Floats weights,
-                     int learn, int T, int K, int V) {
+                     int T, int K, int V) {
     __shared__ float slots[2][32];
     int n = blockIdx.x / K, k = blockIdx.x % K;
     int b = n / T, t = n % T;
@@ -431,7 +440,6 @@ KERNEL cross_entropy(real* logits, float* nll,
         w = head_weights[k] * weights[b];
     }
     if (threadIdx.x == 0) nll[blockIdx.x] = target < 0 ? 0.0f : log_total - to_float(z[target]);
-    if (!learn) return;
     __syncthreads();  // the target's logit is read before its owner overwrites it
     FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) {
         Eight e = target < 0 ? Eight{} : load8(z + v);
@@ -612,18 +620,20 @@ KERNEL copy_weights(real* copy, Floats param, Index n) {
 // 4 sums in registers, and so uses four times what it reads from shared memory. cuBLAS does the same with
 // larger tiles on two more levels, with tensor cores, and with copies that overlap the arithmetic. On an
 // H200, 8192 x 4096 x 768: this kernel 19 TFLOP/s, cuBLAS 50 in fp32 and 684 in bf16.
-// Grid (ceil(N/64), ceil(M/64)); 256 threads.
+// Grid (ceil(N/64), ceil(M/64), matrices); 256 threads.
 constexpr int TILE = 64, DEPTH = 16;
 
 KERNEL __launch_bounds__(256)
 matmul(void* out, Reals a, Reals b,
        int M, int N, int I,
-       int a_row, int a_column, int b_row, int b_column, int out_row,
+       int a_row, int a_column, int b_row, int b_column,
        int add, int single) {
     __shared__ float A[DEPTH][TILE + 1], B[DEPTH][TILE + 1];  // + 1: a column then lies in different banks
     int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x;
     int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
     float sum[4][4] = {};
+    a += Index(blockIdx.z) * M * I;  // of stacks of matrices each with each
+    b += Index(blockIdx.z) * I * N;
     FOR_STRIDED(k0, 0, I, DEPTH) {
         FOR_STRIDED(i, threadIdx.x, TILE * DEPTH, 256) {
             // neighbouring threads take neighbours in memory
@@ -647,7 +657,7 @@ matmul(void* out, Reals a, Reals b,
             int m = m0 + ty + 16 * i;
             int n = n0 + tx + 16 * j;
             if (m >= M || n >= N) continue;
-            Index at = Index(m) * out_row + n;
+            Index at = (Index(blockIdx.z) * M + m) * N + n;
             float* exact = (float*)out + at;
             if (single) *exact = sum[i][j] + (add ? *exact : 0.0f);
             else store((real*)out + at, sum[i][j]);
@@ -655,7 +665,7 @@ matmul(void* out, Reals a, Reals b,
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// 8. Decoding: a few new tokens, after `position` earlier ones whose q, k and v are in the KV cache
+// 8. Decoding: a few new tokens, after earlier ones whose k and v are in the KV cache
 // -----------------------------------------------------------------------------------------------------------
 // One new token can pass through a whole model in the time that it takes to read the weights, if nothing else
 // takes longer. So a layer is five kernels, each made for few rows, and all steps are the same launches. What
@@ -664,10 +674,9 @@ matmul(void* out, Reals a, Reals b,
 //
 //     lengths (n): for each new token how many tokens of its text are in the cache before it
 //     times (n): the position in its text of what is drawn after each row
-//     limits (2): top_k, vocab (section 9)
-//     stride: each row is of another text, and the cache of row r begins with token r * stride of qkv; or 0
+//     stride: each row is of another text, and the cache of row r begins with token r * stride; or 0
 //
-// With stride 0 the rows are of one text and follow each other.  Of several texts only attention and the draw
+// With stride 0 the rows are of one text and follow each other. Of several texts only attention and the draw
 // are done here: where there are many rows, cuBLAS is faster.
 //
 // n is the number of new tokens, one row of x each. The arithmetic of a row does not depend on n, so
@@ -767,47 +776,30 @@ __device__ void two_products(Product of, int row_a, int row_b, int warps, Take t
 // The number of the pair of outputs that this warp owns; a block has four warps.
 __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
 
-// The pair (a, b) of the entries i and i + D/2 of a head, turned by the angle of position t if this is one of
-// the first `turned` = H + G heads, to its place in the KV cache.
-__device__ void store_turned(real* to, float a, float b, Floats cos, Floats sin,
-                             int t, int i, int D, bool turned) {
-    int angle = t * (D / 2) + i;
-    float c = turned ? cos[angle] : 1.0f;
-    float s = turned ? sin[angle] : 0.0f;
-    store(to, a * c - b * s);
-    store(to + D / 2, b * c + a * s);
-}
-
 // Covers rmsnorm_forward, linear_forward and rope_forward, the first three calls of block_forward:
 //
-//     qkv[lengths[r]] = rope(rmsnorm(x_r) @ w.T)
+//     q_r, k_r, v_r = rope(rmsnorm(x_r) @ w.T)
 //
-// A warp owns a pair (i, i + D/2) of a head. qkv (context, heads * D) is the KV cache of this layer: it keeps
-// q beside k and v.
-// Grid (heads * D/2 / 4, ceil(n/4)); 128 threads.
+// A warp owns a pair (i, i + D/2) of a head. q goes to its place in qkv (n, (H+2G)D), k and v to that of token
+// lengths[r] in the KV cache of this layer.
+// Grid ((H+2G) * D/2 / 4, ceil(n/4)); 128 threads.
 KERNEL __launch_bounds__(128)
-decode_qkv(real* qkv, Reals x, Floats gain, Reals w,
+decode_qkv(real* qkv, real* cache, Reals x, Floats gain, Reals w,
            Floats cos, Floats sin, Ints lengths,
-           int n, int C, int heads, int turned, int D, float eps) {
+           int n, int C, int H, int G, int D, float eps) {
     int head = own_pair() / (D / 2);
     int i = own_pair() % (D / 2);
     int row = head * D + i;
     two_products({x, gain, eps, w, n, C}, row, row + D / 2, 1, [&](int r, float a, float b) {
-        int t = lengths[r];
-        store_turned(qkv + Index(t) * heads * D + row, a, b, cos, sin, t, i, D, head < turned);
+        Index t = lengths[r];
+        Index angle = t * (D / 2) + i;
+        bool turned = head < H + G;
+        float c = turned ? cos[angle] : 1.0f;
+        float s = turned ? sin[angle] : 0.0f;
+        real* to = head < H ? qkv + Index(r) * (H + 2 * G) * D : cache + (t * 2 * G - H) * D;
+        store(to + row, a * c - b * s);
+        store(to + row + D / 2, b * c + a * s);
     });
-}
-
-// Covers rope_forward for one new token of each of several texts: qkv (n, heads * D) goes to the KV cache.
-// Grid (n, heads); D/2 threads.
-KERNEL decode_place(real* cache, Reals qkv, Floats cos, Floats sin, Ints lengths, int stride, int turned) {
-    int row = blockIdx.x, head = blockIdx.y, i = threadIdx.x;
-    int D = 2 * blockDim.x;
-    int t = lengths[row];
-    int width = gridDim.y * D;
-    Reals from = qkv + Index(row) * width + head * D + i;
-    real* to = cache + (Index(row) * stride + t) * width + head * D + i;
-    store_turned(to, to_float(from[0]), to_float(from[D / 2]), cos, sin, t, i, D, head < turned);
 }
 
 // Covers linear_forward and `x += increment`, the end of each substep of block_forward:
@@ -860,7 +852,8 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
     });
 }
 
-// Covers attention_forward as Decoder.extend calls it: y (n, H*D), of n new tokens over the KV cache.
+// Covers attention_forward for n new tokens, over the KV cache, which has their k and v already: y (n, H*D) of
+// the q in qkv (n, (H+2G)D).
 //
 // A block takes one head of one token. Each of its warps takes 32 keys at a time, one a lane, and their
 // values. No warp waits for another before all have their part of the softmax, each relative to a maximum m_w
@@ -872,17 +865,16 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
 constexpr int WARPS = 16, WIDEST = 128;  // of a block; the largest D
 
 KERNEL __launch_bounds__(32 * WARPS)
-decode_attention(real* y, Reals qkv, Ints lengths, int stride, int H, int G, int D) {
+decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int H, int G, int D) {
     __shared__ float part_y[WARPS][WIDEST];
     __shared__ float2 part_ml[WARPS];
     int h = blockIdx.x, row = blockIdx.y;
     int length = lengths[row] + 1;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int column = threadIdx.x;
-    Index width = (H + 2 * G) * D;
-    qkv += row * stride * int(width);  // as an Index it takes registers that sm_89 has not (Decoder checks it)
-    Reals q = qkv + (length - 1) * width + h * D;
-    Reals keys = qkv + (H + h / (H / G)) * D;
+    Index width = 2 * G * D;
+    Reals q = qkv + Index(row * (H + 2 * G) + h) * D;
+    Reals keys = cache + row * stride * width + h / (H / G) * D;
     Reals values = keys + G * D;
     start_next();
     Index first = min(32 * warp + lane, length - 1) * width;
@@ -968,15 +960,16 @@ __device__ double gumbel(Key seed, int t, int id) {
 
 // Covers sample as Decoder.draw calls it. ids (n,heads): what each head draws after each row of logits
 // (n,heads,V). p (n): the probability that head 0's logits give its id, at temperature 1 and among all ids.
-// times, limits: see section 8. seeds: of the noise of each row. drawing: the temperature, which is above 0 here,
-// and top_p. Where the host has temperature 0, it asks for the largest logit by top_k = 1.
+// times: see section 8. seeds: of the noise of each row. drawing (4): the temperature, which is above 0 here, top_p,
+// top_k and vocab. Where the host has temperature 0, it asks for the largest logit by top_k = 1.
 // Grid (n, heads); 1024 threads.
 KERNEL draw(int* ids, float* p, Floats logits,
-            Ints times, Ints limits, const double* drawing, const Key* seeds, int V) {
+            Ints times, const double* drawing, const Key* seeds, int V) {
     __shared__ Key keys[2][32];
     __shared__ float slots[2][32];
     int row = blockIdx.x, head = blockIdx.y;
-    int top_k = limits[0], vocab = limits[1];
+    double top_k = drawing[2];
+    int vocab = drawing[3];
     int index = row * gridDim.y + head;
     int t = times[row] + head;
     Floats z = logits + Index(index) * V;

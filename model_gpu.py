@@ -12,7 +12,7 @@ What both engines share, such as generate, stands there alone.  Top to bottom:
     3. x_forward / x_backward     every layer as a pair: a matmul by cuBLAS, or a kernel of kernels.cu; the
                                   loss and the optimizers
     4. Model, Decoder             the same face as in model_cpu
-    5. work_tables, memory_plan   what a step computes in; the bytes of a run, known before it starts
+    5. work_tables                what a step computes in
 
 Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores
 round the inputs of matmuls to 10 bits of mantissa.  bf16: activations, and a copy of the weights that the
@@ -21,15 +21,14 @@ and moments stay fp32, because an update is often smaller than the spacing of bf
 Sums, norms, softmax and losses are fp32 in each.
 
 How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no part of a step
-waits for a result (but for DPO's weigh), and what it computes in was allocated before.  What one kernel writes
+waits for a result, and what it computes in was allocated before.  What one kernel writes
 and the next one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where
 one kernel covers several functions of model_cpu, it says so there.
 
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; no sums over several GPUs:
-Model.backward says what is summed and when, train.Nccl sums.  The file can be imported where there is no CuPy or
+Model.backward asks for them, train.py makes them.  The file can be imported where there is no CuPy or
 no GPU, and then says what is missing in one sentence.
 """
-import bisect
 import collections
 import ctypes
 import dataclasses
@@ -41,7 +40,6 @@ import re
 import struct
 import sys
 import threading
-import weakref
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
@@ -63,13 +61,9 @@ SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 3               # the use of a batch's shape from which on its launches are a CUDA graph
 SHAPES = 32                 # of so many shapes the graphs are kept; where there are more, all begin anew
-BUCKET = 1 << 24            # numbers of the gradient in one all-reduce, at least
-PROMPT_ROWS = 64            # a prompt is read in a multiple of so many rows, so that its launches repeat, too
 FEW_ROWS = 8                # decoding has kernels of its own for up to so many tokens
 GROUP_ROWS = 4              # of which so many share one reading of the weights: ROWS in kernels.cu
-CUBLAS_BYTES = 64 << 20     # cuBLAS's workspace, and what the kernels' code and the graphs take
-CONTEXT_BYTES = 580 << 20   # CUDA itself, measured on an H200 with CUDA 13; on smaller cards it is less
-NCCL_BYTES = 860 << 20      # of two H200s
+RESERVE = 1 << 30           # bytes that CuPy leaves free: for NCCL, CUDA graphs and other programs
 HOPPER = True               # False: a Hopper runs what a GeForce RTX 30 or 40 runs, to test and to time that
 
 
@@ -121,42 +115,34 @@ def current_stream():
 
 
 def default_precision():
-    """The best that this GPU's tensor cores have; where there is no GPU, and a run is only planned, bf16."""
-    return "bf16" if why_no_gpu() or capability() >= 80 else "fp32"
+    """The best that this GPU's tensor cores have."""
+    return "bf16" if capability() >= 80 else "fp32"
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 2. Compiled kernels and matmuls
 # ------------------------------------------------------------------------------------------------------------
 COMPUTE = {"fp32": 68, "tf32": 77, "bf16": 68}      # CUBLAS_COMPUTE_32F, or CUBLAS_COMPUTE_32F_FAST_TF32
-CUDA_R_32F = 0
-CUDA_R_16BF = 14
-SCALARS = np.array([0.0, 1.0], float32)    # cuBLAS reads its factors from host memory, at these addresses
-ZERO = SCALARS.ctypes.data
-ONE = ZERO + 4
-# the parameters of cuBLAS's functions: p a pointer, i an int, q a 64-bit int
-SIGNATURES = {"cublasGemmEx": "p ii iii p pii pii p pii ii",
-              "cublasGemmStridedBatchedEx": "p ii iii p piiq piiq p piiq i ii",
-              "cublasSgeam": "p ii ii p pi p pi pi",
-              "cublasSetStream_v2": "pp",
-              "cublasSetWorkspace_v2": "ppq"}
-C_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_longlong}
+KINDS = {"f": 0, "H": 14}   # CUDA_R_32F of float32, CUDA_R_16BF of uint16, which has bf16
+ZERO = ctypes.byref(ctypes.c_float(0.0))            # cuBLAS reads its factors from host memory
+ONE = ctypes.byref(ctypes.c_float(1.0))
 
 # a CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) is 1
 EARLY = np.array([6, 0, 1] + 15 * [0], int32)
 
 
-@functools.cache                                # the models of a process share all three
+@functools.cache                                # the models of a process share it
 def load_cublas():
-    """-> (handle, library, workspace: its address and bytes) of the cuBLAS that CuPy loads.  Called by
-    ctypes: CuPy's own wrapper costs the host twice as much, and cannot be recorded in a graph.  The workspace
-    has the size that cuBLAS recommends.  Without it cuBLAS would allocate one, and another for each graph."""
+    """The cuBLAS that CuPy loads, with two attributes more: `handle`, and `workspace`, its address and bytes.
+    Called by ctypes: CuPy's own wrapper costs the host twice as much, and cannot be recorded in a graph.  The
+    workspace has the size that cuBLAS recommends for a Hopper.  Without it cuBLAS would allocate one, and
+    another for each graph."""
     from cupy.cuda import device                # here: loading cuBLAS takes a second, and it may be missing
     library = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
-    for name, letters in SIGNATURES.items():
-        getattr(library, name).argtypes = [C_TYPES[letter] for letter in letters if letter != " "]
-    size = (32 if capability() >= 90 else 4) << 20
-    return ctypes.c_void_p(device.get_cublas_handle()), library, (cupy.cuda.runtime.malloc(size), size)
+    library.handle = ctypes.c_void_p(device.get_cublas_handle())
+    size = 32 << 20
+    library.workspace = ctypes.c_void_p(cupy.cuda.runtime.malloc(size)), ctypes.c_size_t(size)
+    return library
 
 
 def as_argument(x):
@@ -181,10 +167,10 @@ class Gpu:
     def __init__(self, config, precision, matmul):
         self.config = config
         self.precision = precision
-        self.kernels = {}
+        self.real = uint16 if precision == "bf16" else float32      # NumPy has no bf16
         self.eps = float(config.norm_eps)
-        notice = threading.Timer(0.5, lambda: print(
-            "Compiling the CUDA kernels for this GPU (kept for the next run).", file=sys.stderr))
+        notice = threading.Timer(0.5, print, ["Compiling the CUDA kernels for this GPU (kept for the next run)."],
+                                 {"file": sys.stderr})
         notice.start()    # speaks only if this takes time: compiled kernels load at once
         hopper = HOPPER and capability() == 90
         shared = cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"]
@@ -195,8 +181,8 @@ class Gpu:
         try:
             code, module = compiled("kernels.cu", f"-DBF16={int(precision == 'bf16')}",
                                     f"-DROW_THREADS={row_threads(config.dim)}")
-            for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code):
-                self.kernels[name] = module.get_function(name)
+            self.kernels = {name: module.get_function(name)
+                            for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code)}
             _, module = compiled("flash_attn.cu", *options)
             self.flash = flash_kernels(precision, config.head_dim, parts)
             for name, _, _, shared in self.flash:
@@ -204,12 +190,11 @@ class Gpu:
                 self.kernels[name].max_dynamic_shared_size_bytes = shared
         finally:
             notice.cancel()
-        # (context, 1, D), of which the second half of D says all -> (context, D/2)
-        self.cos, self.sin = [cupy.asarray(np.ascontiguousarray(table[:, 0, config.head_dim // 2:]))
-                              for table in rope_table(config, float32)]
-        self.handle, self.cublas, self.workspace = load_cublas() if matmul == "cublas" else 3 * [None]
+        # (2,context,1,D), of which the second half of D says all -> (context,D/2) each
+        tables = rope_table(config, float32)[:, :, 0, config.head_dim // 2:]
+        self.cos, self.sin = cupy.asarray(np.ascontiguousarray(tables))
+        self.cublas = load_cublas() if matmul == "cublas" else None
         self.set_stream(0)
-        self.transposes = hopper and precision == "tf32" and matmul == "cublas"
         self.launch_kernel = None
         # the first driver to record it is that of CUDA 12.3
         if HOPPER and capability() >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:
@@ -238,9 +223,10 @@ class Gpu:
 
     def set_stream(self, stream):
         """cuBLAS computes on this stream from now on.  A new stream makes it forget its workspace."""
-        if self.cublas:
-            self.cublas.cublasSetStream_v2(self.handle, stream)
-            self.cublas.cublasSetWorkspace_v2(self.handle, *self.workspace)
+        library = self.cublas
+        if library:
+            library.cublasSetStream_v2(library.handle, ctypes.c_void_p(stream))
+            library.cublasSetWorkspace_v2(library.handle, *library.workspace)
 
 
 def check_sizes(config):
@@ -263,33 +249,32 @@ def row_threads(C):
 
 def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     """The matmul out (M,N) = a (M,inner) @ b (inner,N), or += with add; transposed operands lie as (inner,M),
-    (N,inner).  Of stacks of matrices, (n,M,N) and so on without gaps, each is multiplied with each.
+    (N,inner).  Of stacks of matrices, (n,M,N) and so on, each is multiplied with each.  No array has gaps.
 
     cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first,
     and what lies row-major already is the transpose that it wants."""
     M, N = out.shape[-2:]
     inner = a.shape[-2 if transpose_a else -1]
-    if gpu.cublas:
-        operands = []
-        for x in (b, a, out):           # the steps from row to row and, in a stack, from matrix to matrix
-            steps = [stride // x.itemsize for stride in x.strides[-2::-1]]
-            operands.append([x.data.ptr, CUDA_R_32F if x.dtype == float32 else CUDA_R_16BF, *steps])
-        function = gpu.cublas.cublasGemmEx
-        if out.ndim == 3:
-            function = gpu.cublas.cublasGemmStridedBatchedEx
-            operands[2].append(len(out))
-        status = function(gpu.handle, transpose_b, transpose_a, N, M, inner, ONE, *operands[0], *operands[1],
-                          ONE if add else ZERO, *operands[2], COMPUTE[gpu.precision], -1)
-        if status:
-            raise GpuError(f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.")
+    library = gpu.cublas
+    if not library:
+        grid = ceil_div(N, 64), ceil_div(M, 64), out.size // (M * N)
+        steps_a = (1, M) if transpose_a else (inner, 1)         # from row to row, from column to column
+        steps_b = (1, inner) if transpose_b else (N, 1)
+        gpu.launch("matmul", grid, 256, out, a, b, M, N, inner, *steps_a, *steps_b, add, out.dtype == float32)
         return
-    lda, ldb, ldo = [x.strides[-2] // x.itemsize for x in (a, b, out)]
-    steps_a = (1, lda) if transpose_a else (lda, 1)
-    steps_b = (1, ldb) if transpose_b else (ldb, 1)
-    for matrices in zip(out, a, b) if out.ndim == 3 else [(out, a, b)]:
-        addresses = [uint64(x.data.ptr) for x in matrices]
-        gpu.launch("matmul", (ceil_div(N, 64), ceil_div(M, 64)), 256, *addresses, M, N, inner, *steps_a,
-                   *steps_b, ldo, add, out.dtype == float32)
+    operands = []
+    for x in (b, a, out):       # ctypes passes Python's ints in 32 bits: what has more is wrapped
+        operands.append([ctypes.c_void_p(x.data.ptr), KINDS[x.dtype.char], x.shape[-1]])
+        if x.ndim == 3:         # then from matrix to matrix
+            operands[-1].append(ctypes.c_longlong(x[0].size))
+    function = library.cublasGemmEx
+    if out.ndim == 3:
+        function = library.cublasGemmStridedBatchedEx
+        operands[2].append(len(out))
+    status = function(library.handle, transpose_b, transpose_a, N, M, inner, ONE, *operands[0], *operands[1],
+                      ONE if add else ZERO, *operands[2], COMPUTE[gpu.precision], -1)
+    if status:
+        raise GpuError(f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -330,43 +315,31 @@ def linear_forward(gpu, out, x, w):
     gemm(gpu, out, x, w, transpose_b=True)
 
 
-# In tf32 Hopper's tensor cores take only operands whose numbers lie side by side along the sum, as those of
-# linear_forward do.  In the backward w does not, and for a weight's gradient neither operand does.  With one
-# of them transposed, the smaller, cuBLAS is 1.1 to 1.2 and 1.4 to 1.7 times as fast.
-def transposed(gpu, x, space):
-    """x (rows, columns) -> x.T, in `space`; in columns, as cuBLAS counts, out = 1 x.T + 0 out."""
-    rows, columns = x.shape
-    out = space[:x.size].reshape(columns, rows)
-    result = out.data.ptr, rows
-    status = gpu.cublas.cublasSgeam(gpu.handle, True, False, rows, columns, ONE, x.data.ptr, columns, ZERO,
-                                    *result, *result)
-    if status:
-        raise GpuError(f"cuBLAS refuses to transpose {rows} x {columns}: status {status}.")
-    return out
-
-
-def linear_backward(gpu, dx, dw, dout, x, w, space, add):
+# (In tf32 Hopper's tensor cores take only operands whose numbers lie side by side along the sum, as those of
+# linear_forward do.  In the backward w does not, and for a weight's gradient neither does: cuBLAS sees to that.
+# Transposing one operand ourselves before saved a tenth of big's step.)
+def linear_backward(gpu, dx, dw, dout, x, w, add):
     """dw (O,I) (+)= dout.T @ x, summed in fp32 in every precision; then dx (N,I) = dout (N,O) @ w, which may
-    lie where x did.  space: room for an operand that is transposed; add: dw may hold a sum already."""
-    if not gpu.transposes:
-        gemm(gpu, dw, dout, x, transpose_a=True, add=add)
-        gemm(gpu, dx, dout, w)
-        return
-    if dout.size < x.size:
-        gemm(gpu, dw, transposed(gpu, dout, space), x, add=add)
-    else:
-        gemm(gpu, dw, dout, transposed(gpu, x, space), transpose_a=True, transpose_b=True, add=add)
-    gemm(gpu, dx, dout, transposed(gpu, w, space), transpose_b=True)
+    lie where x did.  add: dw may hold a sum already."""
+    gemm(gpu, dw, dout, x, transpose_a=True, add=add)
+    gemm(gpu, dx, dout, w)
 
 
-def rope_forward(gpu, qkv, T, first):
-    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D), whose first row stands at position `first`.
-    The backward is attention_backward's."""
+def rope_forward(gpu, qkv, T, cache=None, lengths=None):
+    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D): T tokens of each text.  The backward is
+    attention_backward's.
+
+    cache (texts,stride,2GD), or None: the KV cache of so many texts at least, to which k, rotated, and v are copied.
+    lengths: None, where the T tokens are the first of their text; or (N,), with T 1: how many come before each."""
     c = gpu.config
     N = len(qkv)
     heads = c.heads + c.kv_heads
-    gpu.launch("rope", ceil_div(N * heads * c.head_dim // 16, 256), 256, qkv, gpu.cos[first:],
-               gpu.sin[first:], N, T, heads, c.head_dim, c.qkv_width)
+    stride = 0
+    if cache is not None:
+        heads += c.kv_heads
+        stride = cache.shape[1]
+    gpu.launch("rope", ceil_div(N * heads * c.head_dim // 16, 256), 256, qkv, cache, gpu.cos, gpu.sin, lengths,
+               N, T, stride, c.heads, c.kv_heads, c.head_dim)
 
 
 def flash_kernels(precision, D, parts):
@@ -384,18 +357,17 @@ def flash_kernels(precision, D, parts):
     return [(f"{name}_{precision}", rows, 128, size) for name, size in zip(names, shared)]
 
 
-def launch_flash(gpu, which, heads, B, T, *args, first=0):
-    """One of the flash_kernels: a block for each head, window and block of rows, from row `first` on."""
+def launch_flash(gpu, which, heads, B, T, *args):
+    """One of the flash_kernels: a block for each head, window and block of rows."""
     name, rows, threads, shared = gpu.flash[which]
-    gpu.launch(name, (heads, B, ceil_div(T, rows) - first // rows), threads, *args,
-               T, gpu.config.heads, gpu.config.kv_heads, shared=shared)
+    gpu.launch(name, (heads, B, ceil_div(T, rows)), threads, *args, T, gpu.config.heads, gpu.config.kv_heads,
+               shared=shared)
 
 
-def attention_forward(gpu, out, lse, qkv, B, T, first=0):
+def attention_forward(gpu, out, lse, qkv, B, T):
     """Causal grouped-query attention.  qkv (N,(H+2G)D), already rotated; out (N,C); lse (B,H,T) keeps the log
-    of each row's sum of exponentials, from which the backward computes the probabilities again.  first: the
-    first of the T positions whose output is asked for; a few before it may be computed as well."""
-    launch_flash(gpu, 0, gpu.config.heads, B, T, out, lse, qkv, first=first)
+    of each row's sum of exponentials, from which the backward computes the probabilities again."""
+    launch_flash(gpu, 0, gpu.config.heads, B, T, out, lse, qkv)
 
 
 def attention_backward(gpu, dqkv, dout, out, lse, qkv, delta):
@@ -425,21 +397,18 @@ def block_forward(gpu, w, saved, shared, before, increment):
 
     The norm that reads x does the sum at the end of a substep.  So x comes as two terms, before + increment
     (increment None: there is only one), and is returned as two.  w: this layer's weights by name; saved: this
-    layer's arrays; shared: those of all layers, with B and T.  shared.first: so many of the T rows of
-    qkv and y are there from earlier calls (extend), so N = B*T - first rows are computed.  saved.cache: see
-    decode_rows."""
-    T = shared.T
-    first = shared.first
+    layer's arrays; shared: those of all layers, with B and T.  saved.cache, shared.lengths: see rope_forward."""
     qkv = saved.qkv
+    lengths = shared.lengths
     rmsnorm_forward(gpu, saved.n1, saved.rstd1, saved.x_in, w.norm1, before, increment)              # (N,C)
-    linear_forward(gpu, qkv[first:], saved.n1, w.qkv)                               # (N,C) -> (N,(H+2G)D)
-    if saved.cache is not None:
-        decode_rows(gpu, saved.y, saved.cache, qkv, shared.lengths, T)              # (N,(H+2G)D) -> (N,C)
+    linear_forward(gpu, qkv, saved.n1, w.qkv)                                       # (N,C) -> (N,(H+2G)D)
+    rope_forward(gpu, qkv, shared.T, saved.cache, lengths)
+    if lengths is None:
+        attention_forward(gpu, saved.y, saved.lse, qkv, shared.B, shared.T)         # (N,(H+2G)D) -> (N,C)
     else:
-        rope_forward(gpu, qkv[first:], T, first)
-        attention_forward(gpu, saved.y, saved.lse, qkv, shared.B, T, first)
+        decode_attention(gpu, saved.y, qkv, saved.cache, lengths, saved.cache.shape[1])
     increment = shared.increment
-    linear_forward(gpu, increment, saved.y[first:], w.out)                          # (N,C)
+    linear_forward(gpu, increment, saved.y, w.out)                                  # (N,C)
 
     # Euler substep 1
     rmsnorm_forward(gpu, saved.n2, saved.rstd2, saved.x_mid, w.norm2, saved.x_in, increment)
@@ -461,7 +430,7 @@ def block_backward(gpu, w, dw, saved, shared, dx, add):
     dgain = shared.dgain
 
     def linear(dx, name, dout, x):
-        linear_backward(gpu, dx, getattr(dw, name), dout, x, getattr(w, name), shared.space, add)
+        linear_backward(gpu, dx, getattr(dw, name), dout, x, getattr(w, name), add)
 
     # x = x + h @ down.T
     linear(dh, "down", dx, saved.h)                                                 # (N,C) -> (N,F)
@@ -485,46 +454,37 @@ def block_backward(gpu, w, dw, saved, shared, dx, add):
     rmsnorm_backward(gpu, dx, dw.norm1, dn, saved.x_in, saved.rstd1, w.norm1, dgain, add=True)
 
 
-def decode_attention(gpu, y, cache, lengths, stride):
-    """attention_forward of n new tokens, whose q, k and v are in the KV cache: y (n,C).  stride: tokens from the
-    cache of a row to that of the next; 0 where all are of one text."""
+def decode_attention(gpu, y, qkv, cache, lengths, stride):
+    """attention_forward of n new tokens, whose k and v are in the KV cache already: y (n,C) of the q in qkv
+    (n,(H+2G)D).  stride: tokens from the cache of a row to that of the next; 0 where all are of one text."""
     c = gpu.config
-    gpu.launch_early("decode_attention", (c.heads, len(y)), 512, y, cache, lengths, stride, c.heads, c.kv_heads,
-                     c.head_dim)
+    gpu.launch_early("decode_attention", (c.heads, len(y)), 512, y, qkv, cache, lengths, stride, c.heads,
+                     c.kv_heads, c.head_dim)
 
 
-def decode_rows(gpu, y, cache, qkv, lengths, T):
-    """rope_forward and attention_forward of a new token of each of n texts: y (n,C) of qkv (n,(H+2G)D).  cache (n*T,
-    (H+2G)D): T places of each text; lengths (n,): how many of them are taken."""
+def decode_block(gpu, w, cache, shared, n):
+    """block_forward for a few new tokens of one text, in place on the first n rows of shared.x (n,C).  The
+    layer's KV cache is the only other array that is read again."""
     c = gpu.config
-    gpu.launch("decode_place", (len(y), c.qkv_width // c.head_dim), c.head_dim // 2, cache, qkv, gpu.cos, gpu.sin,
-               lengths, T, c.heads + c.kv_heads)
-    decode_attention(gpu, y, cache, lengths, T)
-
-
-def decode_block(gpu, w, x, qkv, shared):
-    """block_forward for a few new tokens, in place on x (n,C).  The layer's KV cache qkv (context,(H+2G)D) is
-    the only other array that is read again."""
-    c = gpu.config
-    n, C = x.shape
+    C = c.dim
+    x = shared.x
     groups = ceil_div(n, GROUP_ROWS)
-    heads = c.heads + c.kv_heads
-    gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, qkv, x, w.norm1, w.qkv,
-                     gpu.cos, gpu.sin, shared.lengths, n, C, heads + c.kv_heads, heads, c.head_dim, gpu.eps)
-    decode_attention(gpu, shared.y[:n], qkv, shared.lengths, 0)
+    gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, shared.qkv, cache, x, w.norm1, w.qkv,
+                     gpu.cos, gpu.sin, shared.lengths, n, C, c.heads, c.kv_heads, c.head_dim, gpu.eps)
+    decode_attention(gpu, shared.y[:n], shared.qkv, cache, shared.lengths, 0)
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, shared.y, w.out, n, C, C)
     gpu.launch_early("decode_swiglu", (ceil_div(c.hidden, 4), groups), 128, shared.h, x, w.norm2, w.gate_up,
                      n, C, c.hidden, gpu.eps)
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, shared.h, w.down, n, c.hidden, C)
 
 
-def cross_entropy_forward(gpu, losses, nll, logits, inputs, T, learn):
+def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
     """losses (K,) = the weighted sums over rows of nll (N,K), those of each target, / divisor (K,).  logits (N,K*V)
     become their own gradients: cross_entropy_forward and cross_entropy_backward of model_cpu in one pass.
-    inputs: the arrays of input_table.  Without learn the logits stay."""
+    inputs: the arrays of input_table."""
     N, K = nll.shape
     gpu.launch("cross_entropy", N * K, 128, logits, nll, inputs.targets, inputs.head_weights, inputs.weights,
-               learn, T, K, gpu.config.vocab)
+               T, K, gpu.config.vocab)
     gpu.launch("cross_entropy_sum", K, 1024, losses, nll, inputs.divisor, inputs.weights, T, N, K)
 
 
@@ -551,7 +511,7 @@ def newton_schulz(gpu, X, Y, A, B):
     scratch."""
     side = A.shape[1]
     tall = X.shape[1] > X.shape[2]
-    for _ in range(5 if len(X) else 0):             # of more GPUs than matrices some have none
+    for _ in range(5):
         gemm(gpu, A, X, X, transpose_a=tall, transpose_b=not tall)              # X X^T, or X^T X
         gemm(gpu, B, A, A)
         gpu.launch("muon_polynomial", (ceil_div(side * side, 2048), len(A)), 256, B, A, side,
@@ -563,12 +523,10 @@ def newton_schulz(gpu, X, Y, A, B):
         X, Y = Y, X                                                             # the last is in Y: 5 is odd
 
 
-def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, momentum):
+def muon_update(gpu, flats, starts, work, state, lr, decay, momentum):
     """Muon on all matrices of one shape.  flats: params, weights (in bf16 their copy), gradients and m of the
     layers' matrices, flat; starts: where in a layer each matrix of this shape begins.  work: the arrays of
-    muon_tables.  communicator: with several GPUs each makes the matmuls, which take nearly all of the time,
-    for its part of the matrices.  A generator: there it yields once, when these parts are on their way to all, so
-    that the next shape is begun meanwhile."""
+    muon_tables."""
     params, weights, grads, m = flats
     X, Y, A, B, squares = vars(work).values()
     n, rows, columns = X.shape
@@ -580,12 +538,7 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, communicator, moment
         gpu.launch("muon_momentum", blocks, 256, squares[i * L:], m[start:], grads[start:], *place, momentum)
         gpu.launch("muon_input", blocks, 256, X[i * L:], grads[start:], m[start:], squares[i * L:], *place,
                    momentum)
-    part = communicator.part(n) if communicator else slice(n)
-    newton_schulz(gpu, X[part], Y[part], A[part], B[part])
-    if communicator:
-        communicator.all_gather(Y)
-        yield
-        communicator.wait()
+    newton_schulz(gpu, X, Y, A, B)
     for i, start in enumerate(starts):
         gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, params[start:], weights[start:], Y[i * L:],
                    *place, 1.0 - lr * decay, 0.2 * lr * math.sqrt(max(rows, columns)))
@@ -603,14 +556,6 @@ def trunk(gpu, w, layers, shared):
         terms = block_forward(gpu, layer_views(w, i), saved, shared, *terms)
     rmsnorm_forward(gpu, shared.n, shared.rstd, shared.x, w["norm"], *terms)
     return shared.n
-
-
-def head_logits(gpu, final, heads, *shape):
-    """final (N,C) -> the logits of all heads, a NumPy array of this shape and (K,V)."""
-    c = gpu.config
-    logits = cupy.empty((len(final), c.predict * c.vocab), float32)
-    linear_forward(gpu, logits, final, heads)
-    return cupy.asnumpy(logits).reshape(*shape, c.predict, c.vocab)
 
 
 def allocate(empty, table):
@@ -669,21 +614,19 @@ class Model:
     """The model on the GPU; the face of model_cpu.Model.
 
     precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: reserve the work
-    memory now for so many rows of config.context tokens, which serves other rows of as many tokens, too;
-    without it the memory grows with the calls.  memory_limit: bytes that this process may take while the
-    model lives.  matmul: "cublas", or "ours".  training, seed, optimizer: as on the CPU.  ValueError, in one
-    sentence, where there is no GPU or it is too old; CuPy's OutOfMemoryError where its memory is too small.
+    memory now for so many rows of config.context tokens; where it is too small, for half of them, and so on:
+    `rows` says for how many.  It serves other rows of as many tokens, too; without micro_batch it grows with the
+    calls.  matmul: "cublas", or "ours".  training, seed, optimizer: as on the CPU.  ValueError, in one sentence,
+    where there is no GPU or it is too old; CuPy's OutOfMemoryError where one row does not fit its memory.
 
     params, grads: dict name -> view of the flat fp32 buffers.  Call refresh() after writing params by
     hand."""
     draft_heads = 1     # heads whose drafts pay: two rows take 1.2 times as long as one, four 1.65 times
 
-    def __init__(self, config, seed=0, precision=None, micro_batch=None, memory_limit=None, matmul="cublas",
-                 training=True, optimizer="adamw"):
+    def __init__(self, config, seed=0, precision=None, micro_batch=None, matmul="cublas", training=True,
+                 optimizer="adamw"):
         pick("gpu")                                 # ValueError where there is none
         precision = precision or default_precision()
-        require(precision in PRECISIONS,
-                f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
         needed = 70 if precision == "fp32" else 80
         require(capability() >= needed, f"{precision} needs a GPU of compute capability {needed / 10} or "
                 f"later, this one has {capability() / 10}; --precision fp32 needs 7.0.")
@@ -691,18 +634,20 @@ class Model:
         self.config = config
         self.precision = precision
         self.optimizer = optimizer
-        self.pool = cupy.get_default_memory_pool()
-        if memory_limit:
-            self.pool.set_limit(size=max(1, memory_limit - CUBLAS_BYTES - CONTEXT_BYTES))
-            weakref.finalize(self, self.pool.set_limit, size=0)         # 0: none
         try:
             self.gpu = Gpu(config, precision, matmul)
         except (ImportError, RuntimeError) as error:
             raise ValueError("The GPU engine does not start; a CUDA library seems to be missing or does not "
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
+        pool = cupy.get_default_memory_pool()
+        # Where a GPU may borrow the host's memory, as under WSL, an allocation would never fail.  A limit that there
+        # is stays: CUPY_GPU_MEMORY_LIMIT's, or an earlier model's
+        if not pool.get_limit():
+            free, _ = cupy.cuda.runtime.memGetInfo()
+            pool.set_limit(size=pool.total_bytes() + max(1, free - RESERVE))
         self.step = 0
         self.added = False                          # whether grads may hold a sum already
-        self.communicator = None                    # a train.Nccl, where there are several GPUs
+        self.communicator = None                    # sums gradients over several GPUs: train.py
         self.rows = 0                               # of config.context tokens, for which there is work memory
         size = param_count(config)
         self.flat_params = cupy.zeros(size, float32)
@@ -722,8 +667,14 @@ class Model:
         self.weights = {name: view if view.ndim == 2 else self.params[name]     # gains are read in fp32
                         for name, view in param_views(self.flat_weights, config).items()}
         self.decoder = Decoder(self.gpu, self.weights)
-        if training or micro_batch:                 # Muon works in this memory, too
-            self._reserve(micro_batch or 1)
+        rows = micro_batch or int(training)         # Muon works in this memory, too
+        while rows > self.rows:
+            try:
+                self._reserve(rows)
+            except MemoryError:                     # CuPy's OutOfMemoryError is one
+                if rows == 1:
+                    raise
+                rows //= 2
         if seed is not None:
             flat = np.empty(size, float32)
             init_params(flat, config, seed)
@@ -734,10 +685,8 @@ class Model:
         cache and for backward, is forgotten."""
         self.decoder.forget()
         self.saved = None
-        if self.flat_weights is not self.flat_params:
-            size = self.flat_params.size
-            self.gpu.launch("copy_weights", ceil_div(size, 2048), 256, self.flat_weights, self.flat_params,
-                            int64(size))
+        size = self.flat_params.size
+        self.gpu.launch("copy_weights", ceil_div(size, 2048), 256, self.flat_weights, self.flat_params, int64(size))
 
     def read(self, array):
         """An array of this model's, flat_params say, as a NumPy array on the host."""
@@ -766,33 +715,39 @@ class Model:
         self.buffers_by_shape = {}
         self.saved = self.inputs = self.work = None     # give back first, then ask for more
         self.rows = 0
-        self.pool.free_all_blocks()
-        plan = memory_plan(c, rows, c.context, self.precision, self.optimizer)
-        self.work = cupy.empty(plan["activations"] + plan["logits and scratch"], uint8)
-        self.inputs = Inputs(input_table(c, rows, c.context))
+        cupy.get_default_memory_pool().free_all_blocks()
+        size = table_bytes(work_table(c, rows, c.context, self.gpu.real))
+        if self.optimizer == "muon":                # what it works in lies there, at another time
+            size = max(size, *[table_bytes(table) for _, table in muon_tables(c, self.gpu.real)])
+        self.work = cupy.empty(size, uint8)
+        N = rows * c.context
+        K = c.predict
+        self.inputs = Inputs(typed(int32,
+                                   tokens=N,
+                                   targets=N * K,           # (B,T+K-1), and room for more and shorter rows
+                                   order=N,                 # see embedding_backward
+                                   starts=c.vocab + 1)      # likewise
+                             + typed(float32,
+                                     head_weights=K,        # of each head in the loss, over its divisor
+                                     divisor=K,             # counted targets of each head
+                                     weights=N))            # (B,) of each row
         self.rows = rows
 
-    def _buffers(self, B, T, K):
-        """-> (for each layer its Arrays, the Arrays that all share) for a micro-batch (B,T) and K heads.
-        They lie in the work memory; where that is too small, it is made anew."""
-        # a CUDA grid is no higher
-        require(B <= 65535, f"the GPU engine takes at most 65,535 rows at once, not {B:,}.")
+    def _buffers(self, B, T):
+        """-> (for each layer its Arrays, the Arrays that all share) for a micro-batch (B,T).  They lie in the
+        work memory; where that is too small, it is made anew."""
         c = self.config
         rows = ceil_div(B * T, c.context)
         if rows > self.rows:
             self._reserve(rows)
         if len(self.buffers_by_shape) > SHAPES:
             self.buffers_by_shape = {}              # and with them their graphs
-        shape = B, T, K
+        shape = B, T
         if shape not in self.buffers_by_shape:
-            layer, shared, logits, scratch = work_tables(dataclasses.replace(c, predict=K), B, T, self.precision)
-            size = table_bytes(layer)
-            layers = [carve(self.work, layer, i * size) for i in range(c.layers)]
-            arrays = vars(self.inputs.arrays) | {
-                "B": B, "T": T, "first": 0, "replays": collections.defaultdict(Replay)}
-            for in_turn in (logits, scratch):           # both begin where what is shared ends
-                arrays.update(vars(carve(self.work, shared + in_turn, c.layers * size)))
-            self.buffers_by_shape[shape] = layers, Arrays(**arrays)
+            arrays = vars(carve(self.work, work_table(c, B, T, self.gpu.real)))
+            layers = [layer_views(arrays, i) for i in range(c.layers)]
+            shared = {"B": B, "T": T, "lengths": None, "replays": collections.defaultdict(Replay)}
+            self.buffers_by_shape[shape] = layers, Arrays(**arrays | vars(self.inputs.arrays) | shared)
         return self.buffers_by_shape[shape]
 
     def new_decoder(self, rows, length):
@@ -801,91 +756,70 @@ class Model:
 
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a NumPy array of float32 on the host."""
-        tokens = as_batch(self.config, tokens)
-        layers, shared = self._buffers(*tokens.shape, self.config.predict)
+        c = self.config
+        tokens = as_batch(c, tokens)
+        layers, shared = self._buffers(*tokens.shape)
         self.saved = None                               # overwritten now
         self.inputs.send(tokens=tokens)
         final = trunk(self.gpu, self.weights, layers, shared)
-        return head_logits(self.gpu, final, self.weights["heads"], *tokens.shape)
+        logits = cupy.empty((tokens.size, c.predict * c.vocab), float32)
+        linear_forward(self.gpu, logits, final, self.weights["heads"])
+        return cupy.asnumpy(logits).reshape(*tokens.shape, c.predict, c.vocab)
 
-    def forward(self, tokens, targets, counted=None, weights=None, weigh=None):
+    def forward(self, tokens, targets, counted=None, weights=None):
         """tokens (B,T), targets (B,T+K-1), -1 = not counted -> (K,) losses in nats, on the GPU; see
         model_cpu."""
         c = self.config
-        K = c.predict if weights is None else 1     # with weights the further heads count for nothing
         tokens, targets, divisor, weights = check_batch(c, tokens, targets, counted, weights)
-        B, T = tokens.shape
-        layers, shared = self._buffers(B, T, K)
+        layers, shared = self._buffers(*tokens.shape)
         flat = tokens.astype(uint16).ravel()        # NumPy sorts these five times as fast as longer numbers
         order = np.argsort(flat, kind="stable")
         starts = np.searchsorted(flat[order], np.arange(c.vocab + 1))
-        send = functools.partial(self.inputs.send, tokens=tokens, targets=targets[:, :T + K - 1], order=order,
-                                 starts=starts, head_weights=c.head_weights / divisor, divisor=divisor)
-        send(weights=weights)
-
-        def loss(learn):
-            cross_entropy_forward(self.gpu, self.losses, shared.nll, shared.logits, shared, T, learn)
+        self.inputs.send(tokens=tokens, targets=targets, order=order, starts=starts,
+                         head_weights=c.head_weights / divisor, divisor=divisor, weights=weights)
 
         def launch():
             final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)
             linear_forward(self.gpu, shared.logits, final, self.weights["heads"])    # -> (N,K*V)
-            loss(not weigh)
+            cross_entropy_forward(self.gpu, self.losses, shared.nll, shared.logits, shared, shared.T)
 
-        shared.replays["forward", not weigh](self.gpu, launch)
+        shared.replays["forward"](self.gpu, launch)
         self.saved = layers, shared
         self.nll = shared.nll
-        if weigh:
-            send(weights=weigh(self._row_log_probs(B), weights))
-            loss(True)
-        self.losses[K:] = 0.0
         return self.losses.copy()
 
     log_probs = model_cpu.Model.log_probs
-    _row_log_probs = model_cpu.Model._row_log_probs
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
         finds zeros there, so its matmuls write.  last: this is the step's last micro-batch, after which the
-        gradients of several GPUs are added up by all-reduce: each part of the flat gradient, from its end on,
-        as soon as it is done and has BUCKET numbers."""
-        require(self.grads, "this model was made with training=False: it has no gradients.")
+        gradients of several GPUs are added up."""
         require(self.saved, "backward needs a forward of its own, and between them neither logits nor update.")
         layers, shared = self.saved
         self.saved = None
         add = self.added
         self.added = True
-        starts = self._launch_backward(layers, shared, add)     # a generator: nothing is launched yet
-        if not (last and self.communicator):
-            shared.replays["backward", add](self.gpu, lambda: list(starts))
-            return
-        gains = update_table(self.config, self.optimizer)[-1][1]
-        end = gains.start                           # the sum of all from here to the gains is queued
-        for start in starts:
-            if end - start >= BUCKET or not start:
-                self.communicator.all_reduce(self.flat_grads[start:end])
-                end = start
-        self.communicator.all_reduce(self.flat_grads[gains])
-
-    def _launch_backward(self, layers, shared, add):
-        """Launch the backward.  Yields where the flat gradient is done from, up to the gains."""
         gpu = self.gpu
         w = self.weights
         grads = self.grads
         dx = shared.increment                       # the same memory
         final = shared.n                            # and its gradient
-        # logits = final @ heads.T
-        rows = shared.logits.shape[1]
-        linear_backward(gpu, final, grads["heads"][:rows], shared.logits, final, w["heads"][:rows], shared.space,
-                        add)                                                    # (N,K*V) -> (N,C)
-        # final = rmsnorm(x)
-        rmsnorm_backward(gpu, dx, grads["norm"], final, shared.x, shared.rstd, w["norm"],
-                         shared.dgain, add=False)                               # (N,C)
-        for i in reversed(range(len(layers))):
-            block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
-            yield grads["embed"].size + i * matrix_table(self.config)[-1][1].stop
-        # x = embed[tokens]
-        embedding_backward(gpu, grads["embed"], dx, shared.order, shared.starts)
-        yield 0
+
+        def launch():
+            # logits = final @ heads.T
+            linear_backward(gpu, final, grads["heads"], shared.logits, final, w["heads"], add)
+                                                                                # (N,K*V) -> (N,C)
+            # final = rmsnorm(x)
+            rmsnorm_backward(gpu, dx, grads["norm"], final, shared.x, shared.rstd, w["norm"],
+                             shared.dgain, add=False)                           # (N,C)
+            for i in reversed(range(len(layers))):
+                block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
+            # x = embed[tokens]
+            embedding_backward(gpu, grads["embed"], dx, shared.order, shared.starts)
+
+        shared.replays["backward", add](gpu, launch)
+        if last and self.communicator:
+            self.communicator.all_reduce(self.flat_grads)
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
         """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
@@ -897,49 +831,56 @@ class Model:
         self.added = False
         self.saved = None
         self.decoder.forget()
-        if self.communicator:
-            self.communicator.wait()
         gradient_norm(self.gpu, self.state, self.partial, self.flat_grads, muon_part(c, self.optimizer), clip)
-        updates = []                                # of Muon, one a shape
-        start = 0
         for rule, part, part_of_v, decayed in update_table(c, self.optimizer):
             flats = [flat[part] for flat in (self.flat_params, self.flat_weights, self.flat_grads, self.m)]
             if rule == "muon":
-                for starts, table in muon_tables(c, self.precision):
-                    update = muon_update(self.gpu, flats, starts, carve(self.work, table, start), self.state,
-                                         lr, decay, self.communicator, momentum)
-                    next(update, None)              # all of it, but with several GPUs up to its yield
-                    updates.append(update)
-                    start += table_bytes(table)
+                for starts, table in muon_tables(c, self.gpu.real):
+                    muon_update(self.gpu, flats, starts, carve(self.work, table), self.state, lr, decay,
+                                momentum)
             else:
                 adamw_update(self.gpu, *flats, self.v[part_of_v], self.state, self.step, lr, beta1, beta2,
                              eps, decay if decayed else 0.0)
-        for update in updates:
-            next(update, None)
         return self.state[0, ...].copy()
 
 
 class Decoder(model_cpu.Decoder):
-    """Continues one text with a KV cache, as model_cpu's; tokens, position and forget are there.
+    """Continues a text with a KV cache, as model_cpu's; tokens, position, forget, checked and goes_on are there.
 
-    The logits stay on the GPU: it draws, and the host reads ids.  Up to max(K, FEW_ROWS) tokens have kernels
-    of their own, whose arithmetic for a row does not depend on how many rows there are: reading drafted
-    tokens together gives the bits of decoding them one by one.  A longer prompt goes through cuBLAS.
+    The logits stay on the GPU: it draws, and the host reads ids.  There are two readers.  _read_few takes up to
+    max(K, FEW_ROWS) tokens of one text, which follow those in the cache, by kernels of their own.  Their
+    arithmetic for a row does not depend on how many rows there are: reading drafted tokens together gives the
+    bits of decoding them one by one.  _read_many is the forward of training, with cuBLAS's matmuls, for whole
+    windows and for a token of each of many texts.
 
-    length: where it is given, there are so many `texts`, each with a cache of its own for `length` tokens, and
-    draw_rows alone serves: cuBLAS makes the matmuls of many rows."""
+    texts, length: so many texts at once, each with a cache of its own for `length` tokens (None: the context);
+    more than one are drawn by draw_rows alone.  MemoryError where they do not fit."""
 
     def __init__(self, gpu, weights, texts=1, length=None):
+        c = gpu.config
         self.gpu = gpu
-        self.config = gpu.config
+        self.config = c
         self.weights = weights
+        self.texts = texts
         self.tokens = []
-        self.stride = length or 0
-        require(texts * self.stride * gpu.config.qkv_width < 1 << 31,
-                f"{texts} texts of {length} tokens at once are too many for the GPU engine.")
         self.sizes = []                             # of the windows that draw_rows has seen last
-        both, alone = decode_tables(gpu.config, gpu.precision, texts, length)
-        _, self.buffers = allocate(cupy.empty, both + alone)
+        rows = max(FEW_ROWS, c.predict, texts)      # that are drawn at once
+        most = max(c.context, 16 * texts)           # tokens that are read at once
+        both = typed(int32,                         # what the host has as well
+                     tokens=most,
+                     lengths=rows,                  # see kernels.cu, section 8
+                     times=rows,
+                     ids=rows * c.predict)          # the answer: what was drawn
+        both += typed(np.float64, drawing=4)        # temperature, top_p, top_k, vocab
+        both += typed(uint64, seeds=rows)           # of the noise
+        both += typed(float32, p=rows)              # the answer: the probabilities of what head 0 drew
+        # without a backward all layers compute in the arrays of one
+        table = both + work_table(dataclasses.replace(c, layers=1, predict=1), 1, most, gpu.real)
+        table += typed(float32, logits=(rows, c.predict * c.vocab))
+        # k and v of each token
+        table += typed(gpu.real, cache=(c.layers, texts, length or c.context, c.qkv_width - c.dim))
+        _, arrays = allocate(cupy.empty, table)
+        self.buffers = Arrays(**vars(arrays) | vars(layer_views(vars(arrays), 0)))
         self.pinned, self.host = allocate(cupyx.zeros_pinned, both)     # 0: a token that there is
         self.replays = collections.defaultdict(Replay)
 
@@ -947,20 +888,25 @@ class Decoder(model_cpu.Decoder):
         """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone, a
         NumPy array."""
         c = self.config
-        n = len(tokens)
-        self.draw(self.checked(tokens).tolist(), 1, c.predict, 0, Sampling(temperature=0))
-        if n > len(self.buffers.logits):                # there are only those of the last
-            logits = head_logits(self.gpu, self.buffers.n[:n], self.weights["heads"], n)
-        else:
-            logits = cupy.asnumpy(self.buffers.logits[:n]).reshape(n, c.predict, c.vocab)
-        return logits[-(last or n):]
+        tokens = self.checked(tokens).tolist()
+        logits = []
+        for part in slices_of(len(tokens), len(self.host.p)):
+            few = tokens[part]
+            self.draw(few, 1, c.predict, 0, Sampling(temperature=0))
+            logits.append(cupy.asnumpy(self.buffers.logits[:len(few)]))
+        return np.concatenate(logits).reshape(-1, c.predict, c.vocab)[-(last or len(tokens)):]
 
     def draw(self, tokens, rows, heads, t, sampling):
-        """Append tokens, a list, and draw after each of the last `rows` of them, which is 1 after more than
-        max(K, 8) tokens: see model_cpu.  They are not checked: the GPU would wait for that at each token."""
+        """Append tokens, a list, and draw after each of the last `rows` of them: see model_cpu.  After more than
+        max(K, FEW_ROWS) tokens rows is 1: then the whole window is read by _read_many, and its last token once
+        more.  Fewer are not checked: the GPU would wait for that at each token."""
         n = len(tokens)
-        drawn = np.arange(n if n <= len(self.host.p) else 1)            # rows after which something is drawn
-        ids, p = self._draw(tokens, self.position + drawn, t + rows - len(drawn) + drawn, heads, sampling)
+        end = self.position + n
+        if n > len(self.host.p):
+            self._read_windows([self.tokens + tokens])
+            n = 1
+        lengths = np.arange(end - n, end)
+        ids, p = self._draw(tokens[-n:], lengths, lengths + t + rows - end, heads, sampling)
         self.tokens += tokens
         return ids[-rows:], p[-rows:]
 
@@ -968,105 +914,77 @@ class Decoder(model_cpu.Decoder):
         """Draw the next token of each of B texts -> ids (B,): see model_cpu."""
         if not self.goes_on(windows):
             self._read_windows(windows)
-        last = np.array([window[-1] for window in windows])
+        last = [window[-1] for window in windows]
         ids, _ = self._draw(last, np.array(self.sizes) - 1, t, 1, sampling)
         return ids[:, 0]
 
     def _read_windows(self, windows):
-        """Each window into the cache of its text, as in training; after its end come zeros, which nobody reads."""
-        T = self.stride
-        tokens = np.array([(window + T * [0])[:T] for window in windows], int32)            # (B,T)
+        """Each window into the cache of its text, from the first token on, in as many calls as the memory asks
+        for.  Behind a shorter one come zeros, which nobody reads."""
+        T = max(map(len, windows))
+        tokens = np.array([window + [0] * (T - len(window)) for window in windows], int32)          # (B,T)
         check_tokens(self.config, tokens)
-        for rows in slices_of(len(tokens), max(1, len(self.buffers.x) // T)):
-            part = tokens[rows]
+        for texts in slices_of(len(tokens), len(self.buffers.x) // T):
+            part = tokens[texts]
             self.buffers.tokens[:part.size].set(part.ravel())
-            caches = [{"qkv": qkv[T * rows.start:T * rows.stop]} for qkv in self.buffers.qkv]
-            self._trunk(part.size, caches, B=len(part), T=T, first=0)
-
-    def _trunk(self, n, caches, **more):
-        """trunk for n tokens in the Decoder's buffers; caches: what each layer has besides them."""
-        shared = {name: array[:n] for name, array in vars(self.buffers).items()} | more
-        trunk(self.gpu, self.weights, [Arrays(**shared | cache) for cache in caches], Arrays(**shared))
+            self._read_many(*part.shape, texts.start)
 
     def _draw(self, tokens, lengths, times, heads, sampling):
-        """Read tokens (n,), each after so many (n,) of its text, and draw after each for the position `times` (n,) of
-        it -> ids (n,heads), p (n,).  Of more than max(K, 8) tokens only the last has a draw, lengths and times (1,)."""
-        c = self.config
+        """Read tokens (n,), each behind so many (n,) of its text, and draw after each of them, for the positions
+        `times` (n,) -> ids (n,heads), p (n,)."""
+        V = self.config.vocab
         d = self.buffers
         host = self.host
         n = len(tokens)
-        drawn = len(times)
-        # temperature 0: the largest logit alone
-        top_k = min(sampling.top_k, c.vocab) if sampling.temperature else 1
+        top_k = sampling.top_k if sampling.temperature else 1       # temperature 0: the largest logit alone
         host.tokens[:n] = tokens
-        host.lengths[:drawn] = lengths
-        host.times[:drawn] = times
-        host.limits[:] = top_k, sampling.vocab or c.vocab
-        host.drawing[:] = sampling.temperature or 1.0, max(sampling.top_p, 1e-30)       # above 0 in fp32, too
-        host.seeds[:drawn] = sampling.seed
-
-        read = self._read_few if n == drawn else self._read_many
-        if self.stride:
-            read = self._read_rows
+        host.lengths[:n] = lengths
+        host.times[:n] = times
+        host.drawing[:] = (sampling.temperature or 1.0, max(sampling.top_p, 1e-30),     # above 0 in fp32, too
+                           top_k, sampling.vocab or V)
+        host.seeds[:n] = sampling.seed
 
         def launch():
             # all that both have: it begins with the tokens.  CuPy's own copies cannot be recorded in a graph
             cupy.cuda.runtime.memcpyAsync(d.tokens.data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
                                           current_stream().ptr)
-            read(n, heads * c.vocab)
-            answers = [uint64(array.ctypes.data) for array in (host.ids, host.p)]
-            self.gpu.launch_early("draw", (drawn, heads), 1024, *answers, d.logits, d.times,
-                                  d.limits, d.drawing, d.seeds, c.vocab)
+            logits = d.logits.ravel()[:n * heads * V].reshape(n, -1)
+            if self.texts == 1:
+                self._read_few(logits)
+            else:
+                self._read_many(n, 1, 0, d.lengths)
+                linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"])
+            # the answers go to the host's memory
+            self.gpu.launch_early("draw", (n, heads), 1024, uint64(host.ids.ctypes.data),
+                                  uint64(host.p.ctypes.data), d.logits, d.times, d.drawing, d.seeds, V)
 
-        if len(self.replays) > SHAPES:
-            self.replays.clear()
-        if n == drawn:
-            self.replays[n, heads](self.gpu, launch)         # the same launches at every position
-        else:
-            launch()
+        self.replays[n, heads](self.gpu, launch)         # the same launches at every position
         current_stream().synchronize()
-        ids = host.ids[:drawn * heads].reshape(drawn, heads)
-        return ids.copy(), host.p[:drawn].copy()
+        return host.ids[:n * heads].reshape(n, heads).copy(), host.p[:n].copy()
 
-    def _read_few(self, n, outputs):
-        """The first `outputs` logits of n tokens, by kernels made for few rows."""
+    def _read_few(self, logits):
+        """logits (n,O), the first O, of n tokens, by kernels made for few rows."""
         gpu = self.gpu
         w = self.weights
         d = self.buffers
-        x = d.x[:n]
-        embedding_forward(gpu, x, d.tokens, w["embed"])
-        for i, qkv in enumerate(d.qkv):
-            decode_block(gpu, layer_views(w, i), x, qkv, d)
-        gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, d.logits,
-                         x, w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
+        n, outputs = logits.shape
+        embedding_forward(gpu, d.x[:n], d.tokens, w["embed"])
+        for i, cache in enumerate(d.cache):
+            decode_block(gpu, layer_views(w, i), cache, d, n)
+        gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, logits, d.x,
+                         w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
 
-    def _read_many(self, n, outputs):
-        """The first `outputs` logits of the last of n tokens, as in training; but qkv goes to its place in
-        the KV cache.  The rows beyond n, up to a multiple of PROMPT_ROWS, are of earlier tokens: nobody reads
-        them."""
-        d = self.buffers
-        first = self.position
-        rows = min(PROMPT_ROWS * ceil_div(n, PROMPT_ROWS), self.config.context - first)
-        end = first + rows
-
-        def launch():
-            caches = [{"qkv": qkv[:end]} for qkv in d.qkv]
-            self._trunk(rows, caches, y=d.y[:end], B=1, T=end, first=first)
-
-        self.replays["prompt", rows, first](self.gpu, launch)
-        linear_forward(self.gpu, d.logits[:1, :outputs], d.n[n - 1:n], self.weights["heads"])
-
-    def _read_rows(self, n, outputs):
-        """The first `outputs` logits of a token of each of n texts: as in training, but for attention."""
-        d = self.buffers
-        caches = [{"qkv": d.new_qkv[:n], "cache": qkv} for qkv in d.qkv]
-        self._trunk(n, caches, T=self.stride, first=0)
-        logits = d.logits.ravel()[:n * outputs].reshape(n, outputs)
-        linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"])
+    def _read_many(self, B, T, text, lengths=None):
+        """T tokens of each of B texts, from number `text` on: the first of each or, with T 1, one behind so many
+        (B,) in the cache.  -> (N,C) rmsnorm(x) after the last layer, in buffers.n."""
+        arrays = {name: array[:B * T] for name, array in vars(self.buffers).items()}
+        arrays |= {"B": B, "T": T, "lengths": lengths}
+        layers = [Arrays(**arrays | {"cache": cache[text:]}) for cache in self.buffers.cache]
+        trunk(self.gpu, self.weights, layers, Arrays(**arrays))
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5. What a step computes in, and what a run needs
+# 5. What a step computes in
 # ------------------------------------------------------------------------------------------------------------
 def typed(dtype, **shapes):
     """A table, [(name, shape, dtype), ...], of arrays of one type."""
@@ -1076,26 +994,28 @@ def typed(dtype, **shapes):
 ALIGN = 256                 # arrays start at multiples of this many bytes
 
 
+def bytes_of(shape, dtype):
+    """Bytes of an array, rounded up to whole multiples of ALIGN.  A shape of one axis may be its length."""
+    return ALIGN * ceil_div(int(np.prod(shape)) * np.dtype(dtype).itemsize, ALIGN)
+
+
 def table_bytes(table):
-    """Bytes of a table's arrays, each rounded up to whole multiples of ALIGN."""
-    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in table]
-    return sum(ALIGN * ceil_div(size, ALIGN) for size in sizes)
+    """Bytes of a table's arrays."""
+    return sum(bytes_of(shape, dtype) for _, shape, dtype in table)
 
 
-def carve(memory, table, start=0):
-    """Arrays for a table, cut out of an array of bytes from `start` on."""
+def carve(memory, table):
+    """Arrays for a table, cut out of an array of bytes."""
     arrays = {}
-    for row in table:
-        name, shape, dtype = row
-        arrays[name] = memory[start:].view(dtype)[:math.prod(shape)].reshape(shape)
-        start += table_bytes([row])
+    for name, shape, dtype in table:
+        arrays[name] = memory.view(dtype)[:np.prod(shape)].reshape(shape)
+        memory = memory[bytes_of(shape, dtype):]
     return Arrays(**arrays)
 
 
-def work_tables(config, B, T, precision):
-    """The arrays of a forward and backward at (B,T), as four tables: what each layer keeps, what all layers
-    share, and two that use the same memory in turn: the logits are there between the last layer's forward and
-    its backward, the scratch is used in the backward of the layers.
+def work_table(config, B, T, real):
+    """The arrays of a forward and backward at (B,T): what each layer keeps for its backward, and what all layers
+    share.  real: the type of activations.
 
     A layer keeps the norms' outputs and the SwiGLU product, too.  They could be computed again, which on a
     GPU means to write and to read them once more: big's step would need a quarter less memory, and 2% more
@@ -1106,62 +1026,42 @@ def work_tables(config, B, T, precision):
     N = B * T
     C = config.dim
     F = config.hidden
-    real = uint16 if precision == "bf16" else float32       # NumPy has no bf16
 
     def rows(**widths):
         """N rows of these widths."""
         return typed(real, **{name: (N, width) for name, width in widths.items()})
 
-    layer = rows(x_in=C,                    # x before the layer
-                 n1=C,                      # rmsnorm(x_in)
-                 qkv=config.qkv_width,      # n1 @ qkv.T, with q and k rotated
-                 y=C,                       # attention(q, k, v)
-                 x_mid=C,                   # x after Euler substep 1
-                 n2=C,                      # rmsnorm(x_mid)
-                 gate_up=2 * F,             # n2 @ gate_up.T; in the backward its gradient
-                 h=F)                       # silu(gate) * up
-    layer += typed(float32,
-                   rstd1=(N,),              # 1 / root mean square of each row of x_in
-                   lse=(B, config.heads, T),    # log of the sum of exponentials of each row of scores
-                   rstd2=(N,))              # 1 / root mean square of each row of x_mid
-    space = 0
-    if precision == "tf32":                 # for the largest operand that is transposed: n, or a weight
-        space = C * max(N, config.predict * config.vocab, config.qkv_width, 2 * F)
+    kept = rows(x_in=C,                     # x before the layer
+                n1=C,                       # rmsnorm(x_in)
+                qkv=config.qkv_width,       # n1 @ qkv.T, with q and k rotated
+                y=C,                        # attention(q, k, v)
+                x_mid=C,                    # x after Euler substep 1
+                n2=C,                       # rmsnorm(x_mid)
+                gate_up=2 * F,              # n2 @ gate_up.T; in the backward its gradient
+                h=F)                        # silu(gate) * up
+    kept += typed(float32,
+                  rstd1=N,                  # 1 / root mean square of each row of x_in
+                  lse=(B, config.heads, T),     # log of the sum of exponentials of each row of scores
+                  rstd2=N)                  # 1 / root mean square of each row of x_mid
     shared = rows(x=C,                      # x after the last layer
                   n=C,                      # rmsnorm(x), which the heads read; in the backward dn and dy
-                  increment=C)              # what a substep adds to x; in the backward dx
+                  increment=C,              # what a substep adds to x; in the backward dx
+                  logits=config.predict * config.vocab,     # then d loss / d logits
+                  dh=F,                     # gradient of h
+                  dqkv=config.qkv_width)    # gradient of qkv before the rotation
     shared += typed(float32,
-                    rstd=(N,),              # 1 / root mean square of each row of x
+                    rstd=N,                 # 1 / root mean square of each row of x
                     nll=(N, config.predict),    # the loss of each target
                     dgain=(NORM_BLOCKS, C), # partial sums of a gain's gradient
-                    space=(space,))         # see transposed
-    logits = rows(logits=config.predict * config.vocab)         # then d loss / d logits
-    scratch = rows(dh=F,                    # gradient of h
-                   dqkv=config.qkv_width)   # gradient of qkv before the rotation
-    scratch += typed(float32, delta=(B, config.heads, T))       # from attention_backward's first kernel
-    return layer, shared, logits, scratch
+                    delta=(B, config.heads, T))     # from attention_backward's first kernel
+    layers = [(f"layers.{i}.{name}", *rest) for i in range(config.layers) for name, *rest in kept]
+    return layers + shared
 
 
-def input_table(config, B, T):
-    """What a micro-batch brings to the GPU."""
-    N = B * T
-    K = config.predict
-    return typed(int32,
-                 tokens=(N,),
-                 targets=(N * K,),                  # (B,T+K-1), and room for more and shorter rows
-                 order=(N,),                        # see embedding_backward
-                 starts=(config.vocab + 1,)         # likewise
-                 ) + typed(float32,
-                           head_weights=(K,),       # of each head in the loss, over its divisor
-                           divisor=(K,),            # counted targets of each head
-                           weights=(N,))            # (B,) of each row, and room for more and shorter rows
-
-
-def muon_tables(config, precision):
+def muon_tables(config, real):
     """Yields (starts, table) for each shape of matrices, because muon_update takes all of one shape together.
     starts: where in a layer's part of a flat buffer each begins; table: what the n matrices of all layers are
-    computed in.  These arrays, one shape's behind the other's, lie where the activations are at another time."""
-    real = uint16 if precision == "bf16" else float32
+    computed in.  These arrays lie where the activations are at another time."""
     starts_by_shape = collections.defaultdict(list)
     for shape, place in matrix_table(config):
         starts_by_shape[shape].append(place.start)
@@ -1175,68 +1075,3 @@ def muon_tables(config, precision):
                       B=square)                     # a polynomial of A
         table += typed(float32, squares=(n, MATRIX_BLOCKS))         # partial sums of X's squared length
         yield starts, table
-
-
-def decode_tables(config, precision, texts=1, length=None):
-    """What the Decoder computes in, as two tables: what host and GPU both have, and what the GPU alone has.
-    A prompt of up to context tokens takes most of it; a few tokens take tokens, x, y, h and logits.  texts,
-    length: see Decoder."""
-    rows = max(FEW_ROWS, config.predict, texts)
-    most = max(config.context, 16 * texts)          # tokens that are read at once
-    both = typed(int32,
-                 tokens=(most,),
-                 lengths=(rows,),                   # see kernels.cu, section 8
-                 times=(rows,),
-                 limits=(2,),                       # top_k, vocab
-                 ids=(rows * config.predict,))      # the answer: what was drawn
-    both += typed(np.float64, drawing=(2,))         # temperature, top_p
-    both += typed(uint64, seeds=(rows,))            # of the noise
-    both += typed(float32, p=(rows,))               # the answer: the probabilities of what head 0 drew
-    layer, shared, *_ = work_tables(config, 1, most, precision)
-    alone = [row for row in layer + shared if row[0] not in ("qkv", "space")]
-    real = uint16 if precision == "bf16" else float32
-    alone += typed(real, new_qkv=(rows, config.qkv_width))                      # of a token of each text
-    alone += typed(real, qkv=(config.layers, texts * (length or config.context), config.qkv_width))   # KV cache
-    alone += typed(float32, logits=(rows, config.predict * config.vocab))
-    return both, alone
-
-
-def memory_plan(config, micro_batch, T, precision, optimizer="adamw", gpus=1):
-    """Bytes of memory of each GPU by kind (a dict) that training with micro-batches (micro_batch, T) and
-    decoding take."""
-    muon = muon_tables(config, precision) if optimizer == "muon" else []
-    size = 4 * param_count(config)
-    moments = 4 * moment_count(config, optimizer)
-    layer, shared, logits, scratch = map(table_bytes, work_tables(config, micro_batch, T, precision))
-    activations = config.layers * layer
-    # what Muon works in lies in the same memory, at another time
-    work = max(shared + max(logits, scratch), sum(table_bytes(table) for _, table in muon) - activations)
-    plan = {"parameters": size, "gradients": size, "moments": moments,
-            "activations": activations, "logits and scratch": work,
-            "inputs": table_bytes(input_table(config, micro_batch, T)),
-            "decoding": sum(map(table_bytes, decode_tables(config, precision))),
-            "cuBLAS and kernels": CUBLAS_BYTES, "CUDA's context": CONTEXT_BYTES}
-    if precision == "bf16":
-        plan["bf16 weights"] = size // 2
-    if gpus > 1:
-        plan["NCCL"] = NCCL_BYTES
-    return plan
-
-
-def free_memory(limit=None):
-    """Bytes of GPU memory that can be had, at most `limit`; where there is no GPU, and a run is only planned,
-    limit, or infinite."""
-    if why_no_gpu():
-        return limit or math.inf
-    free = cupy.cuda.runtime.memGetInfo()[0]
-    # what memory_plan counts and this process has already
-    free += cupy.get_default_memory_pool().total_bytes() + CONTEXT_BYTES
-    return min(free, limit or free)
-
-
-def largest_micro_batch(config, precision, optimizer, gpus, limit=None):
-    """The largest for which the memory_plan of training fits the free_memory, 0 if none does.  A CUDA grid is no
-    higher than 65,535."""
-    def size(rows):
-        return sum(memory_plan(config, rows, config.context, precision, optimizer, gpus).values())
-    return bisect.bisect_right(range(1, 1 << 16), free_memory(limit), key=size)
