@@ -217,7 +217,7 @@ ADDED = {"content": "<im_end>", **SPECIAL}
     ("special_tokens_map.json", {"additional_special_tokens": [{"content": "th"}]}, "no special token 'th'"),
     ("tokenizer.json", {"ignore_merges": True}, "ignore_merges"),
     ("tokenizer.json", {"post_processor": {"type": "Template", "special_tokens": {"<s>": {}}}}, "Template"),
-    ("tokenizer.json", {"added_tokens": [{**ADDED, "rstrip": True}]}, "rstrip"),
+    ("tokenizer.json", {"added_tokens": [{**ADDED, "id": 2, "rstrip": True}]}, "rstrip"),
     ("tokenizer.json", {"added_tokens": [{**ADDED, "id": 7}]}, "<im_end>")])
 def test_settings_that_would_give_other_ids(folder, name, content, words):
     write_folder(folder)
