@@ -6,11 +6,12 @@ of other people.
 Read before it: tokenizer.py; Config and param_table in model_cpu.py.  From top to bottom:
 
     1. safetensors              arrays in a file: a header, raw bytes and a checksum
-    2. Llama's names            Hugging Face's tensors are rows of our matrices; config.json; chat template
+    2. Llama's names            Hugging Face's tensors are rows of our matrices; config.json
     3. save                     atomic: killed at any moment, it leaves a whole checkpoint of one step
     4. load                     all is checked before any of it is used
     5. a run's folder           one run at a time; an older run is renamed; the log
-    6. main                     the printer
+    6. read_tokenizer           what the tokenizers of other people may hold, and chat templates
+    7. main                     the printer
 
 A folder holds
 
@@ -45,7 +46,7 @@ import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from script import (Parser, read_chunk, read_json, refusing, replace_file, require, run_script,
                     write_file)
-from tokenizer import CHAT_TEMPLATE, END_OF_TEXT, TEXT_ENDS, Tokenizer, known_template, special_ids
+from tokenizer import BYTE_LEVEL, CHAT_TEMPLATE, END_OF_TEXT, SPECIAL, TEXT_ENDS, Tokenizer, known_template
 
 WEIGHTS = "model.safetensors"
 STATE = "train_state.safetensors"
@@ -237,64 +238,6 @@ def read_config(folder, context=None):
             print(f"note: {folder} has no mtp_heads.weight, so its model has one head.", file=sys.stderr)
             return dataclasses.replace(config, predict=1)
     return config
-
-
-def read_settings(path):
-    """The JSON in a file; {} where there is no such file."""
-    return read_json(path) if exists(path) else {}
-
-
-def check_settings(folder, settings, tokenizer):
-    """ValueError for a tokenizer_config.json, added_tokens.json or special_tokens_map.json with which
-    transformers would give a text other ids than tokenizer.json alone."""
-    with refusing(f"{folder}: the tokenizer's settings cannot be used"):
-        # Other classes have word patterns of their own.  So has GPT2Tokenizer in transformers 5, which forgets
-        # that SmolLM's digits stand apart; here tokenizer.json counts.
-        known = None, "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
-        kind = settings.get("tokenizer_class")
-        require(kind in known, f"tokenizer_class {kind!r:.80} is not known here")
-        require(not settings.get("add_prefix_space"), "add_prefix_space is true")
-        added = read_settings(f"{folder}/added_tokens.json")
-        listed = settings.get("added_tokens_decoder", {})
-        added.update(special_ids([{**token, "id": int(i)} for i, token in listed.items()]))
-        alone = added.items() - tokenizer.special.items()
-        require(not alone, f"tokenizer.json lacks their added tokens {dict(alone)!r:.200}")
-        named = {**settings, **read_settings(f"{folder}/special_tokens_map.json")}
-        names = [named.get(f"{role}_token") for role in "bos eos unk pad sep cls mask".split()]
-        names += named.get("additional_special_tokens") or []
-        for name in names:
-            name = name["content"] if isinstance(name, dict) else name
-            require(name in (None, *tokenizer.special), f"tokenizer.json has no special token {name!r:.80}")
-
-
-def read_tokenizer(folder):
-    """-> the Tokenizer of a folder.  It has a chat template if the model was fine-tuned to answer, in a form
-    that is known here."""
-    tokenizer = Tokenizer.load(f"{folder}/tokenizer.json")
-    settings = read_settings(f"{folder}/tokenizer_config.json")
-    check_settings(folder, settings, tokenizer)
-    template = settings.get("chat_template") or ""
-    jinja = f"{folder}/chat_template.jinja"
-    if exists(jinja):                                           # as in transformers this one counts
-        template = read_chunk(jinja).decode("utf-8", "replace")
-    known = known_template(template)
-    if known is None:
-        print(f"note: {folder} has an unknown chat template, which is not used.", file=sys.stderr)
-    tokenizer.template = known or ""
-    return tokenizer
-
-
-def text_start(folder, tokenizer):
-    """The id of the token that begins a text: in our models <|endoftext|>, which stands between the documents
-    that they learn from; in other people's the bos token of config.json, or else the eos token."""
-    found = read_json(f"{folder}/config.json")
-    start = found.get("bos_token_id")
-    if start is None:
-        start = found.get("eos_token_id")
-    if "mtp_heads" in found:
-        start = tokenizer.special_id(END_OF_TEXT)
-    require(start in tokenizer.special.values(), f"{folder}/config.json names no special token as bos or eos.")
-    return start
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -514,7 +457,88 @@ class Log:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. What is in a folder
+# 6. Other people's tokenizers
+# ------------------------------------------------------------------------------------------------------------
+# The keys of a tokenizer.json that Tokenizer.load reads, or that make no difference to the ids of a text.
+KNOWN_KEYS = """version type model vocab merges fuse_unk added_tokens pre_tokenizer post_processor decoder
+    truncation padding""".split()
+
+
+def read_settings(path):
+    """The JSON in a file; {} where there is no such file."""
+    return read_json(path) if exists(path) else {}
+
+
+def check_settings(folder, settings, tokenizer):
+    """ValueError for a tokenizer.json, tokenizer_config.json, added_tokens.json or special_tokens_map.json
+    with which transformers would give a text other ids than our Tokenizer.
+
+    settings: what stands in tokenizer_config.json."""
+    with refusing(f"{folder}: its tokenizer, or the tokenizer's settings, cannot be used"):
+        content = read_json(f"{folder}/tokenizer.json")
+        odd = {key: value for key, value in {**content, **content["model"]}.items() if value and key not in KNOWN_KEYS}
+        if len(tokenizer.encoder.byte_ids) == 256:
+            odd.pop("unk_token", None)              # no byte is unknown, so it is never used
+        require(not odd, f"tokenizer.json: {odd!r:.200} is not known here")
+        # a post-processor may add special tokens to every text
+        post = content.get("post_processor") or BYTE_LEVEL
+        require(post["type"] == "ByteLevel" or post.get("special_tokens") == {}, f"{post!r:.200} is not known here")
+        # Other classes have word patterns of their own.  So has GPT2Tokenizer in transformers 5, which forgets
+        # that SmolLM's digits stand apart; here tokenizer.json counts.
+        known = None, "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
+        kind = settings.get("tokenizer_class")
+        require(kind in known, f"tokenizer_class {kind!r:.80} is not known here")
+        require(not settings.get("add_prefix_space"), "add_prefix_space is true")
+        added = read_settings(f"{folder}/added_tokens.json")
+        listed = [{**token, "id": int(i)} for i, token in settings.get("added_tokens_decoder", {}).items()]
+        for token in content["added_tokens"] + listed:
+            # each must be found in a text just as it is written; where no text is normalized, "normalized" makes
+            # no difference
+            wanted = {**token, **SPECIAL, "normalized": token.get("normalized")}
+            require(token == wanted, f"the added token {token!r:.200} is not known here")
+            added[token["content"]] = token["id"]
+        for name, i in added.items():
+            require(tokenizer.special.get(name) == i and tokenizer.tokens[i] == name.encode(),
+                    f"{name!r:.80} is not the special token {i} of tokenizer.json")
+        named = {**settings, **read_settings(f"{folder}/special_tokens_map.json")}
+        names = [named.get(f"{role}_token") for role in "bos eos unk pad sep cls mask".split()]
+        for name in names + (named.get("additional_special_tokens") or []):
+            name = name["content"] if isinstance(name, dict) else name
+            require(name in (None, *tokenizer.special), f"tokenizer.json has no special token {name!r:.80}")
+
+
+def read_tokenizer(folder):
+    """-> the Tokenizer of a folder.  It has a chat template if the model was fine-tuned to answer, in a form
+    that is known here."""
+    tokenizer = Tokenizer.load(f"{folder}/tokenizer.json")
+    settings = read_settings(f"{folder}/tokenizer_config.json")
+    check_settings(folder, settings, tokenizer)
+    template = settings.get("chat_template") or ""
+    jinja = f"{folder}/chat_template.jinja"
+    if exists(jinja):                                           # as in transformers this one counts
+        template = read_chunk(jinja).decode("utf-8", "replace")
+    known = known_template(template)
+    if known is None:
+        print(f"note: {folder} has an unknown chat template, which is not used.", file=sys.stderr)
+    tokenizer.template = known or ""
+    return tokenizer
+
+
+def text_start(folder, tokenizer):
+    """The id of the token that begins a text: in our models <|endoftext|>, which stands between the documents
+    that they learn from; in other people's the bos token of config.json, or else the eos token."""
+    found = read_json(f"{folder}/config.json")
+    start = found.get("bos_token_id")
+    if start is None:
+        start = found.get("eos_token_id")
+    if "mtp_heads" in found:
+        start = tokenizer.special_id(END_OF_TEXT)
+    require(start in tokenizer.special.values(), f"{folder}/config.json names no special token as bos or eos.")
+    return start
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 7. What is in a folder
 # ------------------------------------------------------------------------------------------------------------
 def main(argv):
     parser = Parser(description="Print what a checkpoint folder holds.  Checksums are verified where there are any.")

@@ -983,6 +983,26 @@ class Decoder(model_cpu.Decoder):
         trunk(self.gpu, self.weights, layers, Arrays(**arrays))
 
 
+class Nccl:
+    """Sums arrays over the GPUs of a run by NVIDIA's NCCL."""
+    def __init__(self, ranks):
+        try:
+            from cupy.cuda import nccl              # here, and not above: who has one GPU needs no NCCL
+        except ImportError as error:
+            raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
+        self.nccl = nccl
+        address = ranks.all_gather(nccl.get_unique_id())[0]
+        try:
+            self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
+        except nccl.NcclError as error:             # "invalid usage", where two processes have one GPU
+            raise ValueError(f"NCCL cannot connect the processes: each needs a GPU of its own ({error}).") from None
+
+    def all_reduce(self, array):
+        """Queue: array, of float32, becomes its sum over all GPUs."""
+        self.communicator.allReduce(array.data.ptr, array.data.ptr, array.size, self.nccl.NCCL_FLOAT32,
+                                    self.nccl.NCCL_SUM, current_stream().ptr)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # 5. What a step computes in
 # ------------------------------------------------------------------------------------------------------------

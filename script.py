@@ -11,6 +11,7 @@ import argparse
 import ast
 import glob
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -23,8 +24,8 @@ import threading
 import time
 import traceback
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from multiprocessing import get_context, parent_process
+from contextlib import contextmanager, suppress
+from multiprocessing import parent_process
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -380,47 +381,54 @@ def short_hash(*texts):
 # ------------------------------------------------------------------------------------------------------------
 # bytes; a process starts in the time that it takes to encode one or two megabytes
 WORTH_A_PROCESS = 1 << 21
-# How a worker starts.  A fork is fast, but it is safe on Linux alone; None: the platform's own way.
-START_METHOD = "fork" if sys.platform == "linux" else None
+# bytes of a file that are looked through for a place to cut it
+CUT_WINDOW = 1 << 16
+
+
+def find_chunks(file, size, find_cut):
+    """Cut a file into chunks of about `size` bytes -> list of (path, start, end).  file: a path, or (path,
+    start, end) for a part in bytes; find_cut: bytes -> the offset into them where a cut does no harm.
+
+    Where it is cut depends on the file alone, not on the number of processes, and each cut reads 64 KiB only.
+    """
+    path, start, end = file if isinstance(file, tuple) else (file, 0, os.path.getsize(file))
+    places = range(start + size, end - CUT_WINDOW, size)
+    cuts = [place + find_cut(read_chunk(path, place, place + CUT_WINDOW)) for place in places]
+    return [(path, a, b) for a, b in itertools.pairwise([start, *cuts, end])]
 
 
 def run_chunks(function, chunks, processes, progress):
     """Yield function(*chunk) of each chunk, in order, from this process, or from several where each gets
-    WORTH_A_PROCESS bytes or more.  Whoever iterates must close the generator.
+    WORTH_A_PROCESS bytes or more.
 
     function: one that can be pickled; chunks: list of (path, start, end); processes: None for all cores;
     progress: None, or called as progress(done bytes, all bytes) for each chunk."""
     sizes = [end - start for _, start, end in chunks]
     processes = min(processes or available_cores(), len(chunks), sum(sizes) // WORTH_A_PROCESS)
-    results = (function(*chunk) for chunk in chunks)
+    results = itertools.starmap(function, chunks)
     if processes > 1:
         results = run_processes(function, chunks, processes)
     done = 0
-    with closing(results):
-        for result, size in zip(results, sizes):
-            done += size
-            if progress:
-                progress(done, sum(sizes))
-            yield result
+    for result, size in zip(results, sizes):
+        done += size
+        if progress:
+            progress(done, sum(sizes))
+        yield result
 
 
 def run_processes(function, chunks, processes):
-    """Yield function(*chunk) of each chunk, in order.  Each worker gets the function once, when it starts.  At
-    most 64 results for each worker wait to be taken, so memory stays bounded."""
+    """Yield function(*chunk) of each chunk, in order.  Each worker gets the function once, when it starts, so
+    that what it remembers between chunks, as the tokenizer's cache, is kept.  At most 64 results for each
+    worker wait to be taken, so memory stays bounded."""
     size = 64 * processes
-    with ProcessPoolExecutor(processes, get_context(START_METHOD), start_worker, (function,)) as pool:
+    with ProcessPoolExecutor(processes, initializer=start_worker, initargs=(function,)) as pool:
         for i in range(0, len(chunks), size):
-            # Ctrl-C does not reach the workers, because a worker that starts now inherits the blocked signal
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                results = pool.map(work, chunks[i:i + size])
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            yield from results
+            yield from pool.map(work, chunks[i:i + size])
 
 
 def start_worker(function):
-    """Runs first in a worker.  The worker ends with its parent, however that ends."""
+    """Runs first in a worker.  Ctrl-C is for its parent, and it ends with its parent, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
     work.function = function

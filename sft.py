@@ -48,8 +48,7 @@ if __name__ == "__main__":
 import train                # first: it says what to do where NumPy is missing
 import checkpoint
 import numpy as np
-from tokenizer import CHATML_PARTS
-from tokenizer import CHAT_TEMPLATE, END_OF_TURN
+from tokenizer import CHAT_TEMPLATE, CHATML, END_OF_TURN
 
 
 # The steps are set once the batches are counted.  Chosen by short runs; docs/notes.md says what else was tried.
@@ -200,7 +199,7 @@ def read_base(options):
     preset = train.preset_of(folder)
     tokenizer = checkpoint.read_tokenizer(folder)
     if not tokenizer.template:                      # it takes that for which it has the tokens
-        tokenizer.template = CHAT_TEMPLATE if END_OF_TURN in tokenizer.special else "".join(CHATML_PARTS)
+        tokenizer.template = CHAT_TEMPLATE if END_OF_TURN in tokenizer.special else CHATML
     data = options.get("data") or find_data(preset, folder)
     return folder, preset, checkpoint.read_config(folder, options.get("context")), tokenizer, data
 

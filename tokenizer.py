@@ -10,31 +10,31 @@ neighbouring pair into a new symbol. GPT-2 (Radford et al. 2019, "Language Model
 Learners") took the 256 bytes as the first symbols, so that every text in every script, and every damaged
 file, has an encoding and no "unknown" token exists.
 
-    text --(1)--> words --(2)--> bytes --(3)--> tokens      "low lower" -> "low", " lower" -> ... -> 300, 301
+    "low lower"  --words-->   "low", " lower"
+    " lower"     --bytes-->   32 108 111 119 101 114      a space, l, o, w, e, r
+                 --merges-->  32 256 119 101 114          merge 0 is (108, 111): it makes 256, "lo"
+                              32 257 101 114              merge 1 is (256, 119): it makes 257, "low"
 
-(1) Words. Merges never cross the border of a word, or "dog." and "dog!" would become tokens of their own.
-    GPT-2's pattern is kept to the letter (`word_pattern`): a word is a contraction, or letters, digits or
-    signs with the one space before them, or white space.
-(2) Bytes. A word is its UTF-8 bytes. Bytes that are not UTF-8 are no error: each stands for itself.
-(3) Tokens. `learn_merges` finds the merges, in order; `Encoder.merge` replays them on a word, in that order.
+Words. Merges stay inside a word. Otherwise "dog." and "dog!" would become tokens of their own. A word is a
+    contraction, or letters, digits or signs with the one space before them, or white space: GPT-2's pattern
+    is kept to the letter (`word_pattern`).
+Bytes. A word is its UTF-8 bytes. Bytes that are not UTF-8 are no error: each stands for itself.
+Merges. `learn_merges` finds them, in order; `merge` replays them on a word, in that order.
 
 HOW A TIE IS BROKEN. Training takes the pair with the highest count; among equal counts it takes the smallest
-pair of ids, first by the left id, then by the right (ids 0 to 255 are the bytes, 256 is the first merge and
-so on). So the merges depend on the counts of words alone, never on their order, the hash seed or the number
-of processes. Encoding takes the merge that was learned first; if it fits at several places, the leftmost.
+pair of ids, first by the left id, then by the right. So the merges depend on the counts of words alone, never
+on their order, the hash seed or the number of processes. Encoding takes the merge that was learned first; if
+it fits at several places, the leftmost.
 
-Ids: first the 256 bytes, then the merges in the order learned, then the special tokens. `Tokenizer.load` also
-reads other people's tokenizers, whose ids have any order, and which may take each digit for a word. Text can
-never produce a special token: "<|end|>" typed by a user is seven ordinary characters. The one exception is a
+Ids: first the 256 bytes, then the merges in the order learned, then the special tokens. Text can never
+produce a special token: "<|end|>" typed by a user is seven ordinary characters. The one exception is a
 corpus on disk, where a line that holds only <|endoftext|> separates documents (`read_documents`).
 
-Sections: 1 words, 2 learning, 3 encoding, 4 large files, 5 the Tokenizer, 6 forms of conversations (chat
-templates), 7 the command line. Sections 1 to 3 are the subject.
+Sections: 1 learning, plainly; 2 words; 3 learning, fast; 4 encoding; 5 large files; 6 the Tokenizer, and its
+file; 7 conversations; 8 the command line. Sections 1 to 4 are the subject.
 
 What it does not do: other patterns than GPT-2's and that with digits apart, other models than BPE, more than
-65,536 tokens (an id takes 16 bits), normalization, padding, truncation, offsets.  It has no table of Unicode:
-a character that is newer than the interpreter's (unicodedata.unidata_version) is no letter and no number, so
-there a newer Python gives other ids.
+65,536 tokens (an id takes 16 bits), normalization, padding, truncation, offsets.
 """
 import json
 import os
@@ -43,21 +43,52 @@ import sys
 import unicodedata
 from array import array
 from collections import Counter, defaultdict
-from contextlib import closing, suppress
 from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import chain, count, pairwise, repeat
 
-from script import (Parser, check_text, newest_checkpoint, read_chunk, read_json, refusing, replace_file, require,
-                    run_chunks, run_script, show_progress, whole_number, write_file)
+from script import (Parser, find_chunks, newest_checkpoint, read_chunk, read_json, refusing, replace_file, require,
+                    run_chunks, run_script, write_file)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
-TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"     # in other people's files one of these
+# <|endoftext|>, and what stands in its place in the tokenizers of other people: the first of these that there is
+TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 1. Text into words
+# 1. Learning the merges, plainly
+
+# An example: the words "hug" 10 times, "pug" 5 times, "hugs" 5 times (g 103, h 104, p 112, s 115, u 117).
+#     (u, g) 20, (h, u) 15, (p, u) 5, (g, s) 5     merge 0 is (117, 103): it makes 256, "ug"
+#     (h, 256) 15, (p, 256) 5, (256, s) 5          merge 1 is (104, 256): it makes 257, "hug"
+#     (p, 256) 5, (257, s) 5                       a tie: merge 2 is the smaller, (112, 256): 258, "pug"
+#     (257, s) 5                                   merge 3 is (257, 115): 259, "hugs"
+# No pair is left, so the list ends.  Within a word a merge goes from left to right: (a, a) in "aaa" makes the
+# new id and an "a".
+def learn_merges_plain(words, wanted):
+    """Byte pair encoding as one would tell it.  It gives what `learn_merges` gives, but it counts all pairs
+    anew for each merge: its time grows as the text times the merges."""
+    rows = {word: [*to_bytes(word)] for word in words}
+    merges = []
+    for new in range(256, 256 + wanted):
+        counts = Counter()
+        for word, ids in rows.items():
+            for pair in pairwise(ids):
+                counts[pair] += words[word]
+        best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
+        if counts[best] < 2:
+            break
+        for ids in rows.values():
+            for i in range(len(ids)):
+                if ids[i:i + 2] == [*best]:
+                    ids[i:i + 2] = [new]
+        merges.append(best)
+    return merges
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 2. Text into words
 
 # Unicode's White_Space, which is what \s means to GPT-2. Python's own \s also takes the separators \x1c to
 # \x1f.
@@ -137,10 +168,10 @@ def to_bytes(word):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 2. Learning the merges
+# 3. Learning the merges, fast
 
 # about how many distinct words training on files keeps; 10 MB of books have 55,000
-MAX_WORDS = 1 << 20
+MAX_WORDS = 1_000_000
 
 
 def count_words(texts):
@@ -152,34 +183,6 @@ def count_words(texts):
     return words
 
 
-def learn_merges_plain(words, wanted):
-    """Byte pair encoding as one would tell it.  It gives what `learn_merges` gives, but it counts all pairs
-    anew for each merge: its time grows as the text times the merges."""
-    rows = {word: [*to_bytes(word)] for word in words}
-    merges = []
-    for new in range(256, 256 + wanted):
-        counts = Counter()
-        for word, ids in rows.items():
-            for pair in pairwise(ids):
-                counts[pair] += words[word]
-        best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
-        if counts[best] < 2:
-            break
-        for ids in rows.values():
-            for i in range(len(ids)):
-                if ids[i:i + 2] == [*best]:
-                    ids[i:i + 2] = [new]
-        merges.append(best)
-    return merges
-
-
-# An example: the words "hug" 10 times, "pug" 5 times, "hugs" 5 times (g 103, h 104, p 112, s 115, u 117).
-#     (u, g) 20, (h, u) 15, (p, u) 5, (g, s) 5     merge 0 is (117, 103): it makes 256, "ug"
-#     (h, 256) 15, (p, 256) 5, (256, s) 5          merge 1 is (104, 256): it makes 257, "hug"
-#     (p, 256) 5, (257, s) 5                       a tie: merge 2 is the smaller, (112, 256): 258, "pug"
-#     (257, s) 5                                   merge 3 is (257, 115): 259, "hugs"
-# No pair is left, so the list ends.  Within a word a merge goes from left to right: (a, a) in "aaa" makes the
-# new id and an "a".
 def learn_merges(words, wanted):
     """Counter of words -> list of at most `wanted` merges (left id, right id); merge number i makes token
     256 + i.  Each is the pair that occurs most often, the smallest of several.  A pair that occurs once is no
@@ -252,29 +255,82 @@ def learn_merges(words, wanted):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 3. Words into tokens
+# 4. Words into tokens
+
+# "hugs" with the merges of the example above: its bytes are 104 117 103 115.  (117, 103) has rank 0: this
+# makes 104 256 115.  (104, 256) has rank 1: 257 115.  (257, 115) has rank 3: 259.  That is the end.
+def merge(ids, ranks, made):
+    """The ids of one word's bytes -> the ids of its tokens: the merge learned first, at its leftmost place,
+    until none fits.
+
+    ids: with -1 at both ends, which merges with nothing, so that each id has two neighbours; ranks: {(left id,
+    right id): the place of their merge in the order of learning}; made: [the id that the merge of rank i makes].
+    """
+    get = ranks.get
+    none = len(made)
+    # at i: the rank of the merge of ids[i] and ids[i + 1]
+    found = [*map(get, pairwise(ids), repeat(none))]
+    rank = min(found)
+    while rank != none:
+        i = found.index(rank)
+        new = made[rank]
+        ids[i] = new
+        del ids[i + 1], found[i]
+        found[i - 1] = get((ids[i - 1], new), none)
+        found[i] = get((new, ids[i + 1]), none)
+        rank = min(found)
+    return ids[1:-1]
+
+
+def merge_long(ids, ranks, made):
+    """The same for a word of any length in n log n steps, where the loop above takes n squared: a heap of
+    (rank, the places of its two ids).  A merge leaves its id at the left place and None at the right."""
+    heap = sorted((ranks[pair], p, p + 1) for p, pair in enumerate(pairwise(ids)) if pair in ranks)
+    while heap:
+        rank, p, q = heappop(heap)
+        if ranks.get((ids[p], ids[q])) != rank:
+            continue                # another merge took one of the two since the pair was put there
+        ids[p] = made[rank]
+        ids[q] = None
+        before = p - 1
+        while ids[before] is None:
+            before -= 1
+        after = q + 1
+        while ids[after] is None:
+            after += 1
+        for left, right in (before, p), (p, after):
+            pair = ids[left], ids[right]
+            if pair in ranks:
+                heappush(heap, (ranks[pair], left, right))
+    return [token for token in ids[1:-1] if token is not None]
+
+
+# words in the cache, about 50 MB; it is emptied when full
+MAX_ENTRIES = 250_000
+
 
 class Encoder(dict):
-    """A cache: word (str) -> its ids packed as bytes, which `__missing__` finds when the word first comes.
+    """A cache: word (str) -> its ids packed as uint16, ready for a file, which `__missing__` finds when the
+    word first comes.
 
     So the packed ids of a text are one b"".join(map(encoder.__getitem__, words)), a loop that runs in C.
     """
-    MAX_ENTRIES = 1 << 18       # about 50 MB; emptied when full
 
     def __init__(self, tokens, merges, digits):
-        """tokens: [bytes of token id], which in other people's tokenizers may lack some of the 256 bytes;
-        merges {(left id, right id): made id}, in the order learned; digits: see `word_pattern`."""
+        """See Tokenizer.  Other people's tokenizers may lack some of the 256 bytes."""
         self.byte_ids = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1}
         self.made = [*merges.values()]
-        # A merge's rank is its place in the order of learning.  In our own tokenizers rank 0 makes token 256,
-        # but elsewhere ids need not follow ranks, and two merges may make one token.
         self.ranks = dict(zip(merges, count()))
         self.digits = digits
 
     def __missing__(self, word):
-        packed = array("H", self.merge(to_bytes(word))).tobytes()
+        known = self.byte_ids
+        # a byte without a token is left out, and its neighbours may merge
+        ids = [-1, *[known[byte] for byte in to_bytes(word) if byte in known], -1]
+        replay = merge_long if len(ids) > 200 else merge    # about where it becomes the faster one
+        packed = array("H", replay(ids, self.ranks, self.made)).tobytes()
         if len(word) <= 64:                 # longer ones hardly come again
-            if len(self) >= self.MAX_ENTRIES:
+            if len(self) >= MAX_ENTRIES:
                 self.clear()
             self[word] = packed
         return packed
@@ -286,60 +342,9 @@ class Encoder(dict):
             packed += b"".join(map(self.__getitem__, words))
         return packed
 
-    # "hugs" with the merges of the example above: its bytes are 104 117 103 115.  (117, 103) has rank 0: this
-    # makes 104 256 115.  (104, 256) has rank 1: 257 115.  (257, 115) has rank 3: 259.  That is the end.
-    def merge(self, word):
-        """The bytes of one word -> its list of ids: the merge learned first, at its leftmost place, until
-        none fits.  Bytes without a token are left out, and their neighbours may merge.
-        """
-        known = self.byte_ids
-        # -1 at both ends merges with nothing: so each id has two neighbours
-        ids = [-1, *[known[byte] for byte in word if byte in known], -1]
-        if len(ids) > 202:
-            return self.merge_long(ids)
-        get = self.ranks.get
-        made = self.made
-        none = len(made)
-        # ranks[i]: of the merge of ids[i] and ids[i + 1]
-        ranks = [*map(get, pairwise(ids), repeat(none))]
-        rank = min(ranks)
-        while rank != none:
-            i = ranks.index(rank)
-            new = made[rank]
-            ids[i] = new
-            del ids[i + 1], ranks[i]
-            ranks[i - 1] = get((ids[i - 1], new), none)
-            ranks[i] = get((new, ids[i + 1]), none)
-            rank = min(ranks)
-        return ids[1:-1]
-
-    def merge_long(self, ids):
-        """The same for a word of any length in n log n steps, where the loop above takes n squared: a heap of
-        (rank, place).  ids: with -1 at both ends."""
-        n = len(ids)
-        ranks = self.ranks
-        before = array("q", range(-1, n - 1))
-        after = array("q", range(1, n + 1))
-        heap = sorted((ranks[pair], p) for p, pair in enumerate(pairwise(ids)) if pair in ranks)
-        while heap:
-            rank, p = heappop(heap)
-            q = after[p]
-            if ranks.get((ids[p], ids[q])) != rank:
-                continue                # this pair is gone since it was put there
-            r = after[q]
-            ids[p] = self.made[rank]
-            ids[q] = -1
-            after[p] = r
-            before[r] = p
-            for place in before[p], p:
-                pair = ids[place], ids[after[place]]
-                if pair in ranks:
-                    heappush(heap, (ranks[pair], place))
-        return [token for token in ids if token != -1]
-
 
 # ------------------------------------------------------------------------------------------------------------
-# 4. Large files: documents, chunks
+# 5. Large files: documents, chunks
 
 # ^<\|endoftext\|>\r?$ but it looks for the start of the line last: a pattern that begins with plain bytes
 # is found much faster
@@ -356,9 +361,8 @@ def read_documents(path, start, end):
     return [*(text.rstrip(b"\r\n") for text in texts), last]
 
 
-# bytes of a file encoded at a time, and looked through for a place to cut it
+# bytes of a file encoded at a time
 CHUNK = 1 << 20
-CUT_WINDOW = 1 << 16
 
 
 def find_cut(window):
@@ -380,18 +384,6 @@ def find_cut(window):
                     r"|\n<\|endoftext\|>(\r?\n)+(?=[^\r\n])", text)
     place = cut.end() if cut else len(text) // 2
     return len(window) - len(to_bytes(text[place:]))
-
-
-def find_chunks(file, size):
-    """Cut a file into chunks of about `size` bytes -> list of (path, start, end).  file: a path, or (path,
-    start, end) for a part in bytes.
-
-    Where it is cut depends on the file alone, not on the number of processes, and each cut reads 64 KiB only.
-    """
-    path, start, end = file if isinstance(file, tuple) else (file, 0, os.path.getsize(file))
-    places = range(start + size, end - CUT_WINDOW, size)
-    cuts = [place + find_cut(read_chunk(path, place, place + CUT_WINDOW)) for place in places]
-    return [(path, a, b) for a, b in pairwise([start, *cuts, end])]
 
 
 def count_chunk(*chunk):
@@ -434,40 +426,7 @@ def tokenizer_sample(parts):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5. The tokenizer
-
-def byte_chars():
-    """What GPT-2's vocabulary files write for each of the 256 bytes: its character in Latin-1 if that can be
-    seen, else the next of U+0100, U+0101, ... (so a space is written as U+0120)."""
-    others = map(chr, count(0x100))
-    return [char if char.isprintable() and char != " " else next(others) for char in map(chr, range(256))]
-
-
-# What is known of a tokenizer.json.  First the file as save writes it and `tokenizers` reads it, without its
-# tokens and merges; then a special token; a step that makes each digit a word; and what stands in a
-# post-processor that adds nothing, as transformers writes it.
-FORM, SPECIAL, DIGITS, TEXT_ALONE = json.loads("""[{
-  "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
-  "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
-  "post_processor": null,
-  "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
-  "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-    "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false}},
-  {"single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true},
-  {"type": "Digits", "individual_digits": true},
-  [{"Sequence": {"id": "A", "type_id": 0}}]]""")
-BYTE_LEVEL = FORM["pre_tokenizer"]
-
-
-def special_ids(added):
-    """A list of added tokens, as in a tokenizer.json -> {name: id}.  ValueError for a token that is not special,
-    or that is not found in a text just as it is written."""
-    for token in added:
-        # where no text is normalized, "normalized" makes no difference
-        if {**token, **SPECIAL} != {**SPECIAL, **token, "normalized": False}:
-            raise ValueError(f"its added token {json.dumps(token):.200} is not known here")
-    return {token["content"]: token["id"] for token in added}
-
+# 6. The Tokenizer
 
 class Tokenizer:
     """tokens: [bytes of token id] (b"": no token has this id); merges: {(left id, right id): id made}, in the
@@ -487,13 +446,11 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts, vocab_size):
-        """Learn from an iterable of str or bytes, each a document (a text by itself counts as one document).
+        """Learn from an iterable of str or bytes, each a document.
 
         vocab_size V counts the 256 bytes and the 4 special tokens; a text without enough repeated pairs gives
         fewer.
         """
-        if isinstance(texts, (str, bytes)):
-            texts = [texts]
         return cls.from_words(count_words(texts), vocab_size)
 
     @classmethod
@@ -502,61 +459,27 @@ class Tokenizer:
 
         Lines that hold only <|endoftext|> separate documents and are not learned from.
         """
-        chunks = []
-        for file in files:
-            chunks += find_chunks(file, 4 * CHUNK)
+        chunks = [chunk for file in files for chunk in find_chunks(file, 4 * CHUNK, find_cut)]
         words = Counter()
-        with closing(run_chunks(count_chunk, chunks, processes, progress)) as counted:
-            for counts in counted:
-                words.update(counts)
-                if len(words) > MAX_WORDS:
-                    words = Counter(dict(words.most_common(MAX_WORDS // 2)))
+        for counts in run_chunks(count_chunk, chunks, processes, progress):
+            words.update(counts)
+            if len(words) > MAX_WORDS:                      # a rare word makes no pair frequent
+                words = Counter(dict(words.most_common(MAX_WORDS // 2)))
         return cls.from_words(words, vocab_size)
 
     @classmethod
     def from_words(cls, words, vocab_size):
         """Learn from the counts of words, a Counter as `count_words` gives."""
-        # the 256 bytes and SPECIAL_TOKENS; ids have 16 bits
-        if not 260 <= vocab_size <= 65536:
-            raise ValueError(f"{vocab_size} tokens is too small or too large a vocabulary; it takes at least 260, at "
-                             "most 65536.")
+        least = 256 + len(SPECIAL_TOKENS)
+        require(least <= vocab_size <= 65_536, f"A vocabulary has {least} to 65,536 tokens, not {vocab_size}.")
         tokens = [bytes([byte]) for byte in range(256)]
         merges = {}
-        for left, right in learn_merges(words, vocab_size - 260):
+        for left, right in learn_merges(words, vocab_size - least):
             merges[left, right] = len(tokens)
             tokens.append(tokens[left] + tokens[right])
         special = dict(zip(SPECIAL_TOKENS, count(len(tokens))))
         tokens += map(str.encode, special)
         return cls(tokens, merges, special)
-
-    @classmethod
-    def from_gpt2(cls, vocab_bpe, encoder_json):
-        """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
-        with refusing(f"{vocab_bpe}, {encoder_json}: not GPT-2's tokenizer files"):
-            merges = read_chunk(vocab_bpe).decode().split("\n")[1:-1]   # the first line is the version
-            return cls.from_vocab(read_json(encoder_json), merges, [END_OF_TEXT])
-
-    @classmethod
-    def from_vocab(cls, vocab, merges, special, digits=False):
-        """vocab: {token in printable stand-ins, or name: id}; merges: "left right" or [left, right] each;
-        special: names.  ValueError or KeyError for what does not fit together."""
-        byte_of = dict(zip(byte_chars(), count()))
-        ordinary = vocab.keys() - {*special}
-        tokens = {}
-        for name, i in vocab.items():
-            require(type(i) is int and 0 <= i < 65536, f"its token {name} has no id below 65536, but {i}")
-            tokens[i] = bytes(byte_of[char] for char in name) if name in ordinary else name.encode()
-        require(len(vocab) == len({*tokens.values()}), "its tokens, or their ids, do not all differ")
-        require(all(name[1:] for name in special), "a special token is a single character")
-        made = {}
-        for merge in merges:
-            left, right = merge.split(" ") if isinstance(merge, str) else merge
-            require({left, right, left + right} <= ordinary,
-                    f"its merge {left} {right} does not make a token of two others")
-            made[vocab[left], vocab[right]] = vocab[left + right]
-        require(len(made) == len(merges), "one of its merges is there twice")
-        tokens = [tokens.get(i, b"") for i in range(max(tokens) + 1)]
-        return cls(tokens, made, {name: vocab[name] for name in sorted(special, key=vocab.get)}, digits)
 
     def encode(self, text):
         """str or bytes -> list of ids, never a special one; decode_bytes gives the same bytes back, whatever
@@ -564,75 +487,21 @@ class Tokenizer:
         """
         return array("H", self.encoder.pack(text)).tolist()
 
-    def special_id(self, *names):
-        """The id of the first of these special tokens that there is."""
-        found = [self.special[name] for name in names if name in self.special]
-        require(found, f"The tokenizer has no special token {names[0]}.")
-        return found[0]
-
-    @property
-    def end_of_turn(self):
-        """The id that ends an answer."""
-        return self.special_id(END_OF_TURN if self.template in ("", CHAT_TEMPLATE) else "<|im_end|>")
-
-    def prompt(self, text, room=None, system=None, first=True):
-        r"""The ids of a turn up to where the answer begins, in the form of `template`; put together from
-        ids, since text can never become a special token:
-
-            ours    <|user|>[SYSTEM\n\n]TEXT<|end|><|assistant|>
-            ChatML  [<|im_start|>system\nSYSTEM<|im_end|>\n]<|im_start|>user\nTEXT<|im_end|>\n
-                    <|im_start|>assistant\n  (in one line)
-
-        text, system: str or bytes.  What is in brackets stands in the first turn alone, if there is a system
-        text: this one, or with None the template's.  In ChatML an empty one has its turn, too, and a turn
-        that is not the first begins with the line end that follows the end of the answer before it.
-
-        room: at most so many ids.  Of a longer text the end is kept.  What surrounds the text stays whole,
-        unless it is too long by itself: then its beginning goes, too, all but the first id.
-        """
-        text = to_bytes(to_str(text))
-        if system is not None:
-            system = to_bytes(to_str(system))
-        chatml = CHATML.fullmatch(self.template)
-        if not chatml:
-            before = [self.special_id(USER)]
-            head = system + b"\n\n" if system and first else b""
-            after = [self.end_of_turn, self.special_id(ASSISTANT)]
-        else:
-            start = self.special_id("<|im_start|>")
-            end = [self.end_of_turn, *self.encode("\n")]
-            if chatml[1] and system is None:
-                system = json.loads(f'"{chatml[1]}"').encode()
-            before = [start]
-            if not first:
-                before = end[1:] + before
-            elif system is not None:
-                before = [start, *self.encode(b"system\n" + system), *end] + before
-            head = b"user\n"
-            after = [*end, start, *self.encode("assistant\n")]
-        # one piece: other tools, too, encode together what stands between two special tokens
-        ids = [*before, *self.encode(head + text), *after]
-        if room is None or len(ids) <= room:
-            return ids
-        before += self.encode(head)
-        ids = [*before, *self.encode(text), *after]
-        frame = len(before) if len(before) + len(after) <= room else 1
-        dropped = max(0, len(ids) - room)
-        return ids[:frame] + ids[frame + dropped:]
-
     def decode_bytes(self, ids):
         """Iterable of ids -> bytes; a special token gives its name."""
-        tokens = []
-        for token in ids:
-            require(0 <= token < self.vocab_size,
-                    f"Token id {token} is out of range: there are V = {self.vocab_size} tokens.")
-            tokens.append(self.tokens[token])
-        return b"".join(tokens)
+        return b"".join(self.tokens[token] for token in ids)
 
     def decode(self, ids):
         """Iterable of ids -> str; bytes that are not UTF-8, as when a token ends inside a character, become
         U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def special_id(self, *names):
+        """The id of the first of these special tokens that there is."""
+        for name in names:
+            if name in self.special:
+                return self.special[name]
+        raise ValueError(f"The tokenizer has no special token {names[0]}.")
 
     def encode_file(self, path, out, processes=None, progress=None):
         """Encode a file into a file: see `encode_files`."""
@@ -650,12 +519,12 @@ class Tokenizer:
         """
         boundary = array("H", [self.special_id(*TEXT_ENDS)]).tobytes()
         encode = partial(encode_chunk, self.encoder, boundary)
-        parts = [find_chunks(file, CHUNK) for file in files]
+        parts = [find_chunks(file, CHUNK, find_cut) for file in files]
         results = run_chunks(encode, [*chain(*parts)], processes, progress)
-        with replace_file(out) as file, closing(results):
+        with replace_file(out) as file:
             for part in parts:
                 last = boundary
-                for _, ids in zip(part, results):       # in this order: zip takes no result too many
+                for _, ids in zip(part, results):       # part first: zip then takes no result too many
                     if last == boundary:                # no document is empty
                         ids = ids.removeprefix(boundary)
                     file.write(ids)
@@ -663,6 +532,51 @@ class Tokenizer:
                 if last != boundary:
                     file.write(boundary)
             return file.tell() // 2
+
+    def prompt(self, text, room=None, system=None, first=True):
+        r"""The ids of a turn up to where the answer begins, in the form of `template`; put together from
+        ids, since text can never become a special token:
+
+            ours    <|user|>[SYSTEM\n\n]TEXT<|end|><|assistant|>
+            ChatML  [<|im_start|>system\nSYSTEM<|im_end|>\n]<|im_start|>user\nTEXT<|im_end|>\n
+                    <|im_start|>assistant\n  (in one line)
+
+        text, system: str or bytes.  What is in brackets stands in the first turn alone, if there is a system
+        text: this one, or with None the template's.  In ChatML an empty one has its turn, too, and a turn
+        that is not the first begins with the line end that follows the end of the answer before it.
+
+        room: at most so many ids.  Of a longer text the end is kept.  What surrounds the text stays whole,
+        unless it is too long by itself: then its beginning goes, too, all but the first id.
+        """
+        text = to_bytes(to_str(text))
+        system = CHATML_SYSTEMS.get(self.template) if system is None else to_bytes(to_str(system))
+        if self.template not in CHATML_SYSTEMS:
+            before = [self.special_id(USER)]
+            head = system + b"\n\n" if system and first else b""
+            after = [self.end_of_turn, self.special_id(ASSISTANT)]
+        else:
+            start = self.special_id("<|im_start|>")
+            end = [self.end_of_turn, *self.encode("\n")]
+            before = [start]
+            if not first:
+                before = [*end[1:], start]
+            elif system is not None:
+                before = [start, *self.encode(b"system\n" + system), *end, start]
+            head = b"user\n"
+            after = [*end, start, *self.encode("assistant\n")]
+        # one piece: other tools, too, encode together what stands between two special tokens
+        ids = [*before, *self.encode(head + text), *after]
+        if room is None or len(ids) <= room:
+            return ids
+        frame = len(before) + len(self.encode(head))
+        if frame + len(after) > room:
+            frame = 1
+        return ids[:frame] + ids[frame + len(ids) - room:]
+
+    @property
+    def end_of_turn(self):
+        """The id that ends an answer."""
+        return self.special_id("<|im_end|>" if self.template in CHATML_SYSTEMS else END_OF_TURN)
 
     def save(self, path):
         """Write a Hugging Face tokenizer.json, which `tokenizers` and `transformers` load with the same ids.
@@ -676,53 +590,70 @@ class Tokenizer:
         for name, i in self.special.items():
             names[i] = name
             added.append({"id": i, "content": name, **SPECIAL})
-        model = {**FORM["model"], "vocab": {name: i for i, name in enumerate(names) if name},
-                 "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}
-        tokenizer = {**FORM, "added_tokens": added, "model": model}
-        if self.digits:
-            tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}
-        write_file(path, json.dumps(tokenizer, ensure_ascii=False, indent=1).encode())
+        words = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]} if self.digits else BYTE_LEVEL
+        content = {"version": "1.0", "added_tokens": added, "pre_tokenizer": words, "decoder": BYTE_LEVEL,
+                   "model": {"type": "BPE", "vocab": {name: i for i, name in enumerate(names) if name},
+                             "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}}
+        write_file(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
 
     @classmethod
     def load(cls, path):
-        """Read a tokenizer.json, ours or another byte-level BPE.  ValueError if the file is damaged, or would
-        have text encoded in a way that is not known here."""
+        """Read a tokenizer.json, ours or another byte-level BPE, whose ids have any order.  ValueError if the
+        file is damaged, or divides text into other words.  checkpoint.py looks at what else may stand in the
+        files of other people (`read_tokenizer`).
+        """
         content = read_json(path)
         with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
             model = content["model"]
-            vocab = model["vocab"]
-            special = special_ids(content["added_tokens"])
-            found = {"type": "BPE", **content, **model}
+            words = content["pre_tokenizer"]
             # trim_offsets makes no difference to ids, and use_regex may be left out
-            pre = content.get("pre_tokenizer") or {"type": None}
-            steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in pre.get("pretokenizers", [pre])]
-            if steps not in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]):
-                raise ValueError("its pre_tokenizer divides text into other words than GPT-2's and SmolLM's do")
-            post = content.get("post_processor") or BYTE_LEVEL
-            decoder = content.get("decoder") or {"type": None}
-            known = {
-                "type": found["type"] == "BPE",
-                "post_processor": post["type"] == "ByteLevel" or post.get("single") == TEXT_ALONE,
-                "decoder": decoder["type"] == "ByteLevel",
-                # the token of an unknown byte is never used where all bytes are known
-                "unk_token": not model.get("unk_token") or vocab.keys() >= {*byte_chars()}}
-            unused = "normalizer dropout continuing_subword_prefix end_of_word_suffix byte_fallback ignore_merges"
-            for key in unused.split():
-                known[key] = not found.get(key)
-            for key, good in known.items():
-                if not good:
-                    raise ValueError(f'"{key}": {json.dumps(found.get(key)):.200} is not known here')
+            steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in words.get("pretokenizers", [words])]
+            require(steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]) and not content.get("normalizer"),
+                    "it divides text into other words than GPT-2's and SmolLM's do")
+            special = {token["content"]: token["id"] for token in content["added_tokens"]}
             # where both have an id, the vocabulary's counts, as for `tokenizers`
-            return cls.from_vocab({**special, **vocab}, model["merges"], special, len(steps) > 1)
+            return cls.from_vocab({**special, **model["vocab"]}, model["merges"], special, len(steps) > 1)
+
+    @classmethod
+    def from_gpt2(cls, vocab_bpe, encoder_json):
+        """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
+        merges = read_chunk(vocab_bpe).decode().split("\n")[1:-1]       # the first line is the version
+        return cls.from_vocab(read_json(encoder_json), merges, [END_OF_TEXT])
+
+    @classmethod
+    def from_vocab(cls, vocab, merges, special, digits=False):
+        """vocab: {token in printable stand-ins, or name: id}; merges: "left right" or [left, right] each;
+        special: names.  An error of any kind for what does not fit together."""
+        byte_of = dict(zip(byte_chars(), count()))
+        tokens = [b""] * (max(vocab.values()) + 1)
+        for name, i in vocab.items():
+            tokens[i] = name.encode() if name in special else bytes(byte_of[char] for char in name)
+        made = {}
+        for parts in merges:
+            left, right = parts.split(" ") if isinstance(parts, str) else parts
+            made[vocab[left], vocab[right]] = vocab[left + right]
+        return cls(tokens, made, {name: vocab[name] for name in special}, digits)
+
+
+# What stands in a tokenizer.json: GPT-2's words, each digit a word, and how a special token is found in a text.
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+def byte_chars():
+    """What GPT-2's vocabulary files write for each of the 256 bytes: its character in Latin-1 if that can be
+    seen, else the next of U+0100, U+0101, ... (so a space is written as U+0120)."""
+    others = map(chr, count(0x100))
+    return [char if char.isprintable() and char != " " else next(others) for char in map(chr, range(256))]
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. Forms of conversations: chat templates
+# 7. Conversations: chat templates
 
 # How a conversation becomes one text (Tokenizer.prompt), for other tools, in Jinja: transformers'
 # apply_chat_template gives the same ids. But for one case: such a tool puts a conversation together as text,
 # so a "<|end|>" that somebody typed becomes the special token there. Here it stays seven characters.
-CHAT_TEMPLATE = r"""{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+CHAT_TEMPLATE = """{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
 {%- for message in (messages[1:] if messages[0].role == 'system' else messages) -%}
     {%- if message.role != ('assistant' if loop.index0 % 2 else 'user') -%}
         {{- raise_exception('after one system text at most, the roles must be user and assistant in turn') -}}
@@ -732,58 +663,28 @@ CHAT_TEMPLATE = r"""{%- set system = messages[0].content if messages[0].role == 
 {%- endfor -%}
 {{- '<|assistant|>' if add_generation_prompt else '' -}}"""
 
-# The other form that is known: ChatML, of SmolLM, Qwen and others, as `tidied` writes it, in two parts.
-# Between them may stand the system text of a conversation that brings none, the group.
-CHATML_PARTS = (
-    '{%for message in messages%}',
-    (r'{{"<|im_start|>"+message["role"]+"\n"+message["content"]+"<|im_end|>"+"\n"}}{%endfor%}'
-     r'{%if add_generation_prompt%}{{"<|im_start|>assistant\n"}}{%endif%}'))
-CHATML = re.compile((r'(?:{%if loop\.first and messages\[0\]\["role"\]!="system"%}{{"<\|im_start\|>system\\n'
-                     r'((?:[^"\\]|\\.)+)<\|im_end\|>\\n"}}{%endif%})?').join(map(re.escape, CHATML_PARTS)))
-
-# A quoted string, with its end if it has one: so each character is looked at once, in any text.
-STRING = r"""('(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?)"""
-
-# White space that Jinja drops before a template has a meaning.  A run of white space is looked at from its
-# beginning alone, since otherwise a long run would take quadratic time.
-DROPPED = re.compile(STRING + r"""
-    | (?: (?<!\s) \s+ )? ({[{%]) -      # before {%- and {{-
-    | - ([%}]}) \s*                     # behind -%} and -}}
-    | ^ [ \t]+ (?={%)                   # before {% in its line, and a line end behind %}:
-    | (?<=%}) \n                        # transformers asks Jinja to drop these two
-    """, re.DOTALL | re.MULTILINE | re.VERBOSE)
-
-# What is left of it: it becomes a part of the conversation, or it parts two words, or it means nothing.
-LEFT = re.compile(STRING + r"| ((?:\A|(?<=[%}]})) \s+ | (?<=\w)\s+(?=\w)) | \s+", re.DOTALL | re.VERBOSE)
-
-
-def tidied(template):
-    """A Jinja template with its insignificant white space removed, and with all its strings in double
-    quotes."""
-    def tidy(found):
-        string, space = found.groups()
-        if not string:
-            return space or ""
-        # as Jinja reads it
-        value = string[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
-        return json.dumps(value, ensure_ascii=False)
-    return LEFT.sub(tidy, DROPPED.sub(r"\1\2\3", template))
+# The other form that is known: ChatML, as it is written in the folders of SmolLM and others.
+CHATML = ("{% for message in messages %}"
+          "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+# {template: the system text that it has for a conversation that brings none}; the second template is SmolLM2's.
+CHATML_SYSTEMS = {
+    CHATML: None,
+    CHATML.replace("%}", "%}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a "
+                   "helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}", 1):
+    b"You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 
 
 def known_template(text):
-    """Any chat template -> the same as `Tokenizer.template` wants it: "" (none), ours or ChatML, however they
-    are spaced and quoted.  None if it is another one."""
-    with suppress(TypeError, ValueError):    # not a text, or a string that Jinja cannot read either
-        tidy = tidied(text)
-        if tidy == tidied(CHAT_TEMPLATE):
-            return CHAT_TEMPLATE
-        if tidy == "" or CHATML.fullmatch(tidy):
-            return tidy
-    return None
+    """Any chat template -> the same as `Tokenizer.template` wants it: "" (none), ours or ChatML.  None if it is
+    another one."""
+    # Jinja drops a line end at the end, and reads \n in a string as a line end
+    tidy = str(text).removesuffix("\n").replace(r"\n", "\n")
+    return tidy if tidy in ("", CHAT_TEMPLATE, *CHATML_SYSTEMS) else None
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 7. Looking at it: the command line
+# 8. Looking at it: the command line
 
 def visible(token):
     r"""The bytes of a token as printable text: what cannot be seen as \xNN for each byte, a line end as \n."""
@@ -799,41 +700,20 @@ def show(tokenizer, text):
     return f"{shown}\n{len(tokens)} tokens for {size} bytes, {size / max(len(tokens), 1):.2f} bytes a token"
 
 
-def train_command(args):
-    for path in args.files:
-        check_text(path)
-    tokenizer = Tokenizer.train_files(args.files, args.vocab, progress=show_progress("words counted:"))
-    tokenizer.save(args.out)
-    print(f"{args.out}: {tokenizer.vocab_size} of {args.vocab} tokens learned")
-
-
-def show_command(args):
-    instead = "give --tokenizer the file that `python tokenizer.py train FILE` wrote"
+def main(argv):
+    parser = Parser(description="Byte-level BPE: how text becomes integers.")
+    parser.add_argument("command", choices=["show"], help="print a text with its token boundaries")
+    parser.add_argument("text", help="the text, or - for standard input; put -- before a text that begins with -")
+    parser.add_argument("--ids", action="store_true", help="print the ids of its tokens")
+    parser.add_argument("--tokenizer", help="a tokenizer.json (default: the newest model's)")
+    args = parser.parse_args(argv)
+    instead = "give --tokenizer a file tokenizer.json"
     tokenizer = Tokenizer.load(args.tokenizer or f"{newest_checkpoint(instead)}/tokenizer.json")
     text = sys.stdin.buffer.read() if args.text == "-" else os.fsencode(args.text)
     if args.ids:
         print(*tokenizer.encode(text))
     else:
         print(show(tokenizer, text))
-
-
-def main(argv):
-    parser = Parser(description="Byte-level BPE: how text becomes integers.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train", help="learn a tokenizer from text files")
-    training.add_argument("files", nargs="+", help="text; <|endoftext|> separates documents")
-    training.add_argument("--vocab", type=whole_number(260, 65536), default=4096,
-                          help="largest number of tokens (4096)")
-    training.add_argument("--out", default="tokenizer.json", help="the file to write (%(default)s)")
-    showing = commands.add_parser("show", help="print a text with its token boundaries")
-    showing.add_argument("text", help="the text, or - for standard input; put -- before a text that begins with -")
-    showing.add_argument("--ids", action="store_true", help="print the ids of its tokens")
-    showing.add_argument("--tokenizer", help="a tokenizer.json (default: the newest model's)")
-    args = parser.parse_args(argv)
-    if args.command == "train":
-        train_command(args)
-    else:
-        show_command(args)
 
 
 if __name__ == "__main__":

@@ -581,30 +581,8 @@ def open_run(script, options, out, ranks):
             settings.micro_batch = rows
     checkpoint.write_moments(model, out, moments)
     if ranks.size > 1:
-        model.communicator = Nccl(ranks) if settings.device == "gpu" else ranks
+        model.communicator = model_gpu.Nccl(ranks) if settings.device == "gpu" else ranks
     return Training(model, tokenizer, settings, state, out, ranks)
-
-
-class Nccl:
-    """Sums arrays over the GPUs of a run by NVIDIA's NCCL."""
-    def __init__(self, ranks):
-        try:
-            from cupy import cuda                   # here, and not above: who has one GPU needs no NCCL
-            from cupy.cuda import nccl
-        except ImportError as error:
-            raise ValueError(f"Several GPUs need NVIDIA's NCCL: run `make gpu` ({error}).") from None
-        self.nccl = nccl
-        self.stream = cuda.get_current_stream
-        address = ranks.all_gather(nccl.get_unique_id())[0]
-        try:
-            self.communicator = nccl.NcclCommunicator(ranks.size, address, ranks.rank)
-        except nccl.NcclError as error:             # "invalid usage", where two processes have one GPU
-            raise ValueError(f"NCCL cannot connect the processes: each needs a GPU of its own ({error}).") from None
-
-    def all_reduce(self, array):
-        """Queue: array, of float32, becomes its sum over all GPUs."""
-        self.communicator.allReduce(array.data.ptr, array.data.ptr, array.size, self.nccl.NCCL_FLOAT32,
-                                    self.nccl.NCCL_SUM, self.stream().ptr)
 
 
 def apply_options(options, settings, config, base, out, ranks):
