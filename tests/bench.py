@@ -38,10 +38,9 @@ from numpy.random import default_rng
 import checkpoint
 import model_cpu
 import model_gpu
-import train
 from model_cpu import CONFIGS
-from script import available_cores
-from tokenizer import Tokenizer
+from script import available_cores, run_ranks
+from tokenizer import Tokenizer, split_point
 
 PEERS_HINT = "pip install -r tests/peers/requirements.txt"
 
@@ -220,9 +219,9 @@ def tiktoken_judge(tiktoken, tokenizer):
 
 def held_out_windows(folder, model, tokenizer, most=64):
     """(B,T+1) ids of the end of a run's first file, which train.py holds out."""
-    path = checkpoint.load_state(folder)["settings"]["data"][0]
+    path = checkpoint.read_state(folder)[0]["settings"]["data"][0]
     with open(path, "rb") as file:
-        file.seek(train.split_point(path))
+        file.seek(split_point(path))
         ids = np.array(tokenizer.encode(file.read().decode("utf-8", "replace")))
     width = model.config.context + 1
     return ids[:min(most, len(ids) // width) * width].reshape(-1, width)
@@ -461,6 +460,7 @@ def torch_attention(torch, best, name, B, T, config, precision):
 def bench_scale(gpus=0, batch=64, optimizer="adamw", peer=False, rounds=5):
     """A training step of big in bf16 on several GPUs, each with --batch rows.  "alone": without the sum of the gradients;
     the difference is what communication costs.  --gpus: processes to start by mpiexec, a GPU each."""
+    model_gpu.pick("gpu")                           # ValueError where there is none
     if gpus:
         mpiexec = shutil.which("mpiexec", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
         if not mpiexec:
@@ -470,8 +470,6 @@ def bench_scale(gpus=0, batch=64, optimizer="adamw", peer=False, rounds=5):
         return
 
     def run(ranks):
-        from mpi4py import MPI
-        world = MPI.COMM_WORLD
         model_gpu.take_gpu(ranks.local)
         config = CONFIGS["big"]
         tokens, targets = random_batch(config, batch, config.context)
@@ -485,27 +483,27 @@ def bench_scale(gpus=0, batch=64, optimizer="adamw", peer=False, rounds=5):
         def slowest(function):
             """Seconds on the slowest rank."""
             wait_for_gpu()
-            world.Barrier()
-            return world.allreduce(seconds_a_call(function, 10, wait_for_gpu), MPI.MAX)
+            ranks.meet()
+            return max(ranks.all_gather(seconds_a_call(function, 10, wait_for_gpu)))
         times = {}
-        for name, model.communicator in ("ours", train.Nccl(ranks)), ("ours, alone", None):
+        for name, model.communicator in ("ours", model_gpu.Nccl(ranks)), ("ours, alone", None):
             slowest(step)
             times |= best_times({name: partial(slowest, step)}, rounds)
         if peer:
-            function = distributed_twin(world, ranks, model, batch)
+            function = distributed_twin(ranks, model, batch)
             slowest(function)
             times |= best_times({"peer: PyTorch compiled, DDP": partial(slowest, function)}, rounds)
         print(f"{ranks.size} GPUs, B {batch} x T {config.context} each, bf16, {optimizer}, {gpu_name()}: best of {rounds} x 10")
         print_times(times, ranks.size * batch * config.context, "tokens")
-    train.run_ranks(run)
+    run_ranks(run)
 
 
-def distributed_twin(world, ranks, model, batch):
+def distributed_twin(ranks, model, batch):
     """-> step() of PyTorch's model, compiled, its gradients averaged over the ranks."""
     import torch.distributed
     torch.cuda.set_device(ranks.local)
     address = f"file://{tempfile.mktemp()}"         # a name that nobody else has: where the ranks meet
-    torch.distributed.init_process_group("nccl", init_method=world.bcast(address), rank=ranks.rank, world_size=ranks.size)
+    torch.distributed.init_process_group("nccl", init_method=ranks.all_gather(address)[0], rank=ranks.rank, world_size=ranks.size)
     twin = torch.nn.parallel.DistributedDataParallel(twin_of(model, "cuda"), device_ids=[ranks.local])
     twin.config = model.config
     return twin_step(twin, random_batch(model.config, batch, model.config.context), True, "bf16")

@@ -141,7 +141,7 @@ EXERCISE_BUGS = {
         "The mean of all groups as baseline: an answer counts for the luck of having an easy prompt."),
     "rejected_pulled": ("dpo_weights: -push -> push",
         "The sign of the rejected answer: both become more probable."),
-    "no_reference": ("dpo_margins: log_probs - reference -> log_probs",
+    "no_reference": ("dpo_weights: log_probs - reference -> log_probs",
         "No reference: the model is compared with nothing, and z is not 0 when it is still the base."),
     "no_beta": ("dpo_weights: beta / -> 1 /",
         "beta left out of the weights, as if the loss did not contain it."),
@@ -215,7 +215,7 @@ def record():
     first = calls["cross_entropy"][0]
     calls["cross_entropy"].append({**first, "head_weights": -first["head_weights"]})        # as of what was rejected
     calls["reinforce"] = [{"rewards": rng.standard_normal(2 * rl.GROUP)}]
-    calls["dpo"] = [{**dict(zip(("log_probs", "reference"), rng.standard_normal((2, 8)))), "beta": 0.3}]
+    calls["dpo"] = [{"log_probs": rng.standard_normal(8), "reference": rng.standard_normal(8), "beta": 0.3}]
     # so large that the tiny number beside its norm, which keeps a matrix of zeros from 0 / 0, does not show
     calls["newton_schulz"] = [{"M": 100 * rng.standard_normal(shape)} for shape in ((5, 8), (8, 5), (6, 6))]
     return calls
@@ -229,8 +229,10 @@ def outcome(function, call):
     arguments = copy.deepcopy(call)
     found = {}
     result = function and function(*arguments.values())
+    if isinstance(result, tuple):
+        result = np.concatenate([*map(np.ravel, result)])
     if result is not None:
-        found["the result"] = np.array(None if isinstance(result, tuple) else result)
+        found["the result"] = np.array(result)
     for name, value in arguments.items():
         parts = vars(value) if isinstance(value, model_cpu.Arrays) else {None: value}
         for key, part in parts.items():
@@ -269,7 +271,7 @@ def complaint(label, cases, calls):
             (g, w + b, "`=` is the contract, and this looks like `+=`: what was there before is in it.")]
     for x, y, what in (g, w, "what it should be"), (g - b, w - b, "what should be added"):
         if x.size > 1:
-            ratio = x @ y / max(y @ y, sys.float_info.min)
+            ratio = x @ y / (y @ y or 1)
             ways.append((x, ratio * y, f"Each of these is {ratio:.6g} times {what}."))
     reasons = [sentence for x, y, sentence in ways if not off(x, y).any()]
     return [f"{label}: {which}; {entry}", *reasons[:1]]
@@ -315,8 +317,6 @@ def grade(name, calls):
         return ["not begun"]
     try:
         scope = runpy.run_path(path)
-        if function not in scope:
-            return [f"{path} has no function {function}."]
         if scope[function].__code__.co_code == layernorm_backward.__code__.co_code:     # which has no body
             return [f"Nothing is written in {path} yet: the body of {function} is empty."]
         for call in calls:
@@ -339,7 +339,7 @@ def run_exercise(name, hint):
     """Print the derivation, or write the reader's file, or judge it (all: every one)."""
     path = f"exercises/{name}.py"
     if hint:
-        print(re.sub("(?m)^# ?", "", inspect.getcomments(EXERCISES[name])))
+        print(re.sub("(?m)^# ?", "", inspect.getcomments(EXERCISES[name]) or EXERCISES[name].__doc__))
         return True
     if name != "all" and not os.path.exists(path):
         os.makedirs("exercises", exist_ok=True)
@@ -351,7 +351,7 @@ def run_exercise(name, hint):
     good = True
     for each in EXERCISES if name == "all" else [name]:
         verdict = grade(each, calls[each])
-        good = good and not verdict
+        good &= not verdict
         lines = verdict or [f"right in {len(calls[each])} calls"]
         print(f"{each:15}" + f"\n{'':15}".join(lines[:1] if name == "all" else lines))
     return good
