@@ -11,7 +11,7 @@ What both engines share, such as generate, stands there alone.  Top to bottom:
     2. Gpu, gemm                  compiled kernels, how they are launched, matmuls
     3. x_forward / x_backward     every layer as a pair: a matmul by cuBLAS, or a kernel of kernels.cu; the
                                   loss and the optimizers
-    4. Model, Decoder             the same face as in model_cpu
+    4. Model, Decoder, Nccl       the same face as in model_cpu; sums over several GPUs
     5. work_tables                what a step computes in
 
 Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores
@@ -25,9 +25,8 @@ waits for a result, and what it computes in was allocated before.  What one kern
 and the next one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where
 one kernel covers several functions of model_cpu, it says so there.
 
-What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's; no sums over several GPUs:
-Model.backward asks for them, train.py makes them.  The file can be imported where there is no CuPy or
-no GPU, and then says what is missing in one sentence.
+What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.  The file can be imported where
+there is no CuPy or no GPU, and then says what is missing in one sentence.
 """
 import collections
 import ctypes
