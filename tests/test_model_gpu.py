@@ -260,7 +260,7 @@ def test_speculation_changes_nothing(card, precision, options):
         for most in 13, 2:
             text += [*model_cpu.generate(one, text, seed=2**64 - 5, most=most, vocab=45, trace=trace, **how, **options), 5]
         runs.append((text, [float(p) for *_, p in trace], sum(drafts for _, drafts, _ in trace)))
-    assert runs[0][:2] == runs[1][:2] and runs[1][2] > 10 and card.graphs
+    assert runs[0][:2] == runs[1][:2] and runs[1][2] > 10
     assert precision == "bf16" or runs[2][0] == runs[0][0] and relative(runs[2][1], np.array(runs[0][1])) < 1e-4
 
 
