@@ -4,7 +4,9 @@ Read model_cpu.py first, then open it beside this file: the same functions in th
 names.  What a function computes, and why its backward is right, stands there; here stands how a GPU does it.
 Some functions there have no twin by name here: cross_entropy_backward and head_targets (they are in the
 forward's kernel), rotated_part (the kernel knows where), split_heads, by_group and rope_backward (they are
-inside flash_attn.cu), sample and gumbel (inside kernels.cu); Workspace is the memory of Model._reserve here.
+inside flash_attn.cu), sample and gumbel (inside kernels.cu); Model._trunk is the function trunk, which the
+Decoder calls too; what there is one thread's share of forward and backward stands in these; Workspace is the
+memory of Model._reserve; Decoder._read is _read_few and _read_many.
 What both engines share, such as generate, stands there alone.  Top to bottom:
 
     1. pick                       which engine serves
@@ -21,9 +23,9 @@ and moments stay fp32, because an update is often smaller than the spacing of bf
 Sums, norms, softmax and losses are fp32 in each.
 
 How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no part of a step
-waits for a result, and what it computes in was allocated before.  What one kernel writes
-and the next one reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where
-one kernel covers several functions of model_cpu, it says so there.
+waits for a result, and what it computes in was allocated before.  What one kernel writes and the next one
+reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where one kernel covers
+several functions of model_cpu, it says so there.
 
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.  The file can be imported where
 there is no CuPy or no GPU, and then says what is missing in one sentence.
@@ -480,7 +482,7 @@ def decode_block(gpu, w, cache, shared, n):
 def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
     """losses (K,) = the weighted sums over rows of nll (N,K), those of each target, / divisor (K,).  logits (N,K*V)
     become their own gradients: cross_entropy_forward and cross_entropy_backward of model_cpu in one pass.
-    inputs: the arrays of input_table."""
+    inputs: the arrays of Model.inputs."""
     N, K = nll.shape
     gpu.launch("cross_entropy", N * K, 128, logits, nll, inputs.targets, inputs.head_weights, inputs.weights,
                T, K, gpu.config.vocab)
@@ -1014,7 +1016,7 @@ ALIGN = 256                 # arrays start at multiples of this many bytes
 
 
 def bytes_of(shape, dtype):
-    """Bytes of an array, rounded up to whole multiples of ALIGN.  A shape of one axis may be its length."""
+    """Bytes of an array, rounded up to a multiple of ALIGN.  The shape of an array of one axis may be its length."""
     return ALIGN * ceil_div(int(np.prod(shape)) * np.dtype(dtype).itemsize, ALIGN)
 
 
@@ -1080,7 +1082,7 @@ def work_table(config, B, T, real):
 def muon_tables(config, real):
     """Yields (starts, table) for each shape of matrices, because muon_update takes all of one shape together.
     starts: where in a layer's part of a flat buffer each begins; table: what the n matrices of all layers are
-    computed in.  These arrays lie where the activations are at another time."""
+    computed in.  These arrays lie where the activations are at another time, one shape's where the last one's were."""
     starts_by_shape = collections.defaultdict(list)
     for shape, place in matrix_table(config):
         starts_by_shape[shape].append(place.start)

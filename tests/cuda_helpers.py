@@ -32,6 +32,7 @@ import hashlib
 import importlib.util
 import mmap
 import os
+import pathlib
 import re
 import subprocess
 import tempfile
@@ -55,8 +56,9 @@ class KernelError(RuntimeError):
     """A launch failed in a way that a GPU would answer with an error, a hang or silent damage."""
 
 
-def source_path(name):
-    return os.path.join(os.path.dirname(TESTS), name)
+def text_of(name):
+    """The text of a file of the house, or of tests/."""
+    return pathlib.Path(TESTS, "..", name).read_text()
 
 
 def run_compiler(command, text):
@@ -72,10 +74,7 @@ class CpuModule:
     of known size raises KernelError, which costs a third of the speed."""
 
     def __init__(self, name, options=(), bounds=True):
-        with open(source_path(name)) as file:
-            source = file.read()
-        with open(f"{TESTS}/cuda_on_cpu.h") as file:
-            header = file.read()
+        source, header = text_of(name), text_of("tests/cuda_on_cpu.h")
         self.order = "forward", 0
         source = DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)cuda_on_cpu::dynamic_shared();", source)
         source = STATIC_SHARED.sub(lambda match: " ".join(
@@ -206,11 +205,17 @@ def skip_unless_known(arch):
 def compile_for_gpu(name, arch, options=()):
     """Compiles a .cu file for `arch` and returns {kernel: Resources}; ValueError with the log if that fails, or if ptxas had
     to make a product of Hopper's wait (its remarks C75xx)."""
-    with open(source_path(name)) as file:
-        source = file.read()
-    log = run_nvrtc(find_nvrtc(), source, name,
-                    [f"--gpu-architecture={arch}", "--std=c++14", "--ptxas-options=-v", *options])
-    if "(C75" in log:
+    options = [f"--gpu-architecture={arch}", "--std=c++14", "--ptxas-options=-v", *options]
+    nvrtc, program, size = ctypes.CDLL(find_nvrtc()), ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text_of(name).encode(), name.encode(), 0, None, None)
+    words = (ctypes.c_char_p * len(options))(*map(str.encode, options))
+    status = nvrtc.nvrtcCompileProgram(program, len(options), words)
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, buffer)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    log = buffer.value.decode()
+    if status or "(C75" in log:
         raise ValueError(f"{name} for {arch}:\n{log}")
     kernels = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
@@ -218,19 +223,3 @@ def compile_for_gpu(name, arch, options=()):
                                                             r"(\d+) bytes stack frame", r"(\d+) bytes smem")]
         kernels[part.split("'")[0]] = Resources(*(int(n.group(1)) if n else 0 for n in numbers))
     return kernels
-
-
-def run_nvrtc(path, source, name, options):
-    """Compiles with NVRTC, as CuPy does (no host headers), and returns its log; ValueError with the log if it fails."""
-    nvrtc = ctypes.CDLL(path)
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
-    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    status = nvrtc.nvrtcCompileProgram(program, len(options), words)
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    if status:
-        raise ValueError(f"NVRTC does not compile {name} with {' '.join(options)}:\n{log.value.decode()}")
-    return log.value.decode()

@@ -36,11 +36,10 @@ def main():
             losses = model.forward(rng.integers(0, 72, (B, T)), rng.integers(0, 72, (B, T + 2)))
             model.backward()                                    # the second adds to the first
         norm = model.update(1e-3)
-        model.decoder.extend(rng.integers(0, 72, 20))           # a prompt, then a few tokens
+        model.decoder.draw(rng.integers(0, 72, 20).tolist(), 1, 1, 0, model_cpu.Sampling())     # a prompt, then a few tokens
         logits = model.decoder.extend([1, 2, 3])
         model.decoder.draw([1, 2, 3, 4, 5], 5, 3, 0, model_cpu.Sampling(0.8, 20, 0.9, seed=1))
         model_cpu.generate_batch(model, [[1], [2, 3, 4], [5, 6]], model_cpu.Sampling(seed=np.arange(3)), most=2)
-        model.forward([[1, 2], [3, 4]], rng.integers(0, 72, (2, 4)), weights=[0.5, -1.0])
         print(f"{precision} D {D} H/G {heads // kv_heads}: loss {float(losses[0]):.4f}, norm {float(norm):.4f}, "
               f"largest logit {np.abs(logits).max():.4f}", flush=True)
     return 0

@@ -26,14 +26,15 @@ from model_cpu import Config, Sampling
 class Card:
     """A GPU with so many bytes of memory, the module cupy and CuPy's memory pool, all in one.  Launches and copies run at once
     but, while a graph is recorded, they are written down.  order: in which threads and blocks take turns."""
-    def __init__(self, size=1 << 40, capability="90", order="forward"):
+    def __init__(self, size=1 << 40, capability="80", order="forward"):
         self.order, self.made, self.recorded, self.graphs, self.limit = order, [], None, 0, 0
         self.asnumpy, self.get_default_memory_pool, self.free_all_blocks = np.array, lambda: self, lambda: None
         self.get_limit, self.set_limit = lambda: self.limit, lambda size: setattr(self, "limit", size)
         self.total_bytes = lambda: sum(size for memory, size in self.made if memory())
-        event = types.SimpleNamespace(synchronize=lambda: None, record=lambda *_: event, ptr=0)
+        event = types.SimpleNamespace(synchronize=lambda: None, record=lambda *_: event, ptr=0, end_capture=self.end_capture,
+                                      begin_capture=lambda: setattr(self, "recorded", []))
         self.cuda = types.SimpleNamespace(
-            is_available=lambda: True, Event=lambda disable_timing: event, Stream=self.record, get_current_stream=lambda: event,
+            is_available=lambda: True, Event=lambda disable_timing: event, Stream=lambda non_blocking: contextlib.nullcontext(event), get_current_stream=lambda: event,
             Device=lambda: types.SimpleNamespace(compute_capability=capability, attributes={"MaxSharedMemoryPerMultiprocessor": 228 << 10}),
             runtime=types.SimpleNamespace(memGetInfo=lambda: (size - self.total_bytes(), size), driverGetVersion=lambda: 12020,
                                           memcpyAsync=self.queued(lambda to, source, size, *_: ctypes.memmove(to, source, size))))
@@ -64,18 +65,14 @@ class Card:
         return call
 
     def RawModule(self, code, options):
-        name = "kernels.cu" if "rmsnorm_forward" in code else "flash_attn.cu"
-        module = CpuModule(name, [option for option in options if not option.startswith("-arch")])
+        module = CpuModule("kernels.cu" if "rmsnorm_forward" in code else "flash_attn.cu", options)
         module.order = self.order, 0
         return types.SimpleNamespace(get_function=lambda name: self.queued(module.get_function(name)))
 
-    @contextlib.contextmanager
-    def record(self, non_blocking):
-        def end():
-            launches, self.recorded = self.recorded, None
-            self.graphs += 1
-            return types.SimpleNamespace(launch=lambda: [launch() for launch in launches])
-        yield types.SimpleNamespace(ptr=77, begin_capture=lambda: setattr(self, "recorded", []), end_capture=end)
+    def end_capture(self):
+        launches, self.recorded = self.recorded, None
+        self.graphs += 1
+        return types.SimpleNamespace(launch=lambda: [launch() for launch in launches])
 
 
 class Cublas:
@@ -84,13 +81,13 @@ class Cublas:
 
     def __init__(self, card):
         self.kinds = set()
-        self.cublasGemmEx = card.queued(functools.partial(self.gemm, 3))
-        self.cublasGemmStridedBatchedEx = card.queued(functools.partial(self.gemm, 4))
+        self.cublasGemmEx = self.cublasGemmStridedBatchedEx = card.queued(self.gemm)
         self.cublasSetStream_v2 = self.cublasSetWorkspace_v2 = lambda *_: None
 
-    def gemm(self, width, handle, flip_a, flip_b, m, n, k, alpha, *rest):
+    def gemm(self, handle, flip_a, flip_b, m, n, k, alpha, *rest):
+        width = len(rest) // 4                                          # of what a stack of matrices is told by
         rest = [getattr(x, "value", x) for x in rest]
-        beta = rest.pop(2 * width)._obj.value
+        beta = rest.pop(2 * width)._obj.value                           # 0 or 1; alpha is 1
         self.kinds.add(rest[-2])
         count = rest[3 * width] if width == 4 else 1
 
@@ -101,13 +98,11 @@ class Cublas:
             raw = ({0: ctypes.c_float, 14: ctypes.c_uint16}[kind] * (count * columns * rows)).from_address(address)
             return np.ctypeslib.as_array(raw).reshape(count, columns, rows).swapaxes(1, 2)
 
-        def numbers(x, flip):
-            x = x if x.dtype == np.float32 else from_bf16(x)
-            return x.swapaxes(1, 2) if flip else x
         out = stack(2, n)
-        product = alpha._obj.value * numbers(stack(0, m if flip_a else k), flip_a) @ numbers(stack(1, k if flip_b else n), flip_b)
+        a, b, old = [x if x.dtype == np.float32 else from_bf16(x) for x in (stack(0, m if flip_a else k), stack(1, k if flip_b else n), out)]
+        product = (a.swapaxes(1, 2) if flip_a else a) @ (b.swapaxes(1, 2) if flip_b else b)
         if beta:                                                        # if not, out may be NaN
-            product += beta * numbers(out, False)
+            product = product + old
         out[...] = product if out.dtype == np.float32 else to_bf16(product)
 
 
@@ -153,7 +148,7 @@ def models(config=TINY, optimizer="adamw", **options):
 
 
 def learn(model, *shape, weights=None, last=True):
-    losses = model.later(model.forward(*batch(*shape, config=model.config), weights=weights))()
+    losses = model.later(model.forward(*batch(*shape, config=model.config), model.config.predict * [50], weights))()
     model.backward(last)
     return losses
 
@@ -169,42 +164,38 @@ def same(a, b):
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 # ---------------------------------------------------------------------------------------------------------------------
-@parametrize("precision, matmul, bar, change", [
-    ("fp32", "ours", 1e-5, {}), ("bf16", "ours", 4e-2, {}), ("bf16", "cublas", 4e-2, {}), ("tf32", "cublas", 3e-3, {}),
-    ("fp32", "cublas", 1e-5, dict(hidden=72, norm_eps=0.25, rope_theta=20.0)), ("fp32", "cublas", 1e-5, dict(tied=True, predict=1))])
-def test_a_step_equals_the_reference(card, precision, matmul, bar, change):
-    """Losses and every gradient, of two micro-batches and of rows with weights; logits and log-probabilities."""
+@pytest.mark.filterwarnings("ignore:.*encountered in matmul")           # of what is left where nothing is to change
+@parametrize("precision, matmul, optimizer, bar, of_update, change", [
+    ("fp32", "ours", "muon", 1e-5, 1e-4, {}), ("bf16", "ours", "adamw", 4e-2, 1e-4, {}), ("bf16", "cublas", "muon", 6e-2, 0.15, {}),
+    ("tf32", "cublas", "muon", 3e-3, 1e-4, dict(hidden=72, norm_eps=0.25, rope_theta=20.0)),
+    ("fp32", "cublas", "muon", 1e-5, 1e-4, dict(tied=True, predict=1))])
+def test_training_equals_the_reference(card, precision, matmul, optimizer, bar, of_update, change):
+    """Losses, logits, log-probabilities, every gradient, of two micro-batches and of rows with weights; then updates, from the
+    same gradients, of each matrix by itself.  A norm that is not finite changes nothing, then and later."""
     config = dataclasses.replace(TINY, **change)
-    both = model, reference = models(config, precision=precision, matmul=matmul)
-    example = batch(3, 21, config=config)
+    both = model, reference = models(config, precision=precision, matmul=matmul, optimizer=optimizer)
+    example, hidden = batch(3, 21, config=config), model_cpu.muon_part(config, "muon")
     for shape, weights in ((2, 21), None), ((1, 18, 7), None), ((3, 9), [-9.0, 2.0, -40.0]):
         assert_allclose(*[np.ravel(learn(m, *shape, weights=weights)) for m in both], rtol=bar)
         for name, grad in model.grads.items():
             assert relative(grad, reference.grads[name]) < bar, name
+        if shape == (2, 21):                                            # the next adds to these gradients
+            continue
+        model.write(model.flat_params, reference.flat_params)
+        model.write(model.flat_grads, reference.flat_grads)
+        before = reference.flat_params.copy()
+        assert_allclose(*[m.update(0.1, decay=0.1, clip=0.7) for m in both], rtol=1e-6)
+        moved = [m.flat_params - 0.99 * before for m in both]
+        moved = [[x[:hidden.start], x[hidden.stop:], *model_cpu.layer_matrices(x[hidden], config)] for x in moved]
+        assert max(map(relative, *moved)) < of_update and not model.flat_grads.any()
+        assert relative(model.m, reference.m) < 1e-6 > relative(model.v, reference.v)
+        assert precision != "bf16" or same(model.flat_weights, to_bf16(model.flat_params))
+    model.write(model.flat_params, reference.flat_params)
     assert relative(model.logits(example[0]), reference.logits(example[0])) < bar
     assert relative(model.log_probs(*example), reference.log_probs(*example)) < bar
+    with value_error("^backward needs a forward of its own, and between them neither logits nor update.$"):
+        model.backward()
     assert card.cublas.kinds == (set() if matmul == "ours" else {77 if precision == "tf32" else 68})
-
-
-@pytest.mark.filterwarnings("ignore:.*encountered in matmul")           # of what is left where nothing is to change
-@parametrize("precision, matmul, optimizer, bar", [
-    ("bf16", "cublas", "adamw", 1e-4), ("fp32", "ours", "muon", 1e-4), ("bf16", "cublas", "muon", 8e-2)])
-def test_updates_equal_the_reference(card, precision, matmul, optimizer, bar):
-    """From the same gradients, clipped; each matrix by itself; in bf16 the copy follows.  A norm that is not finite changes
-    nothing, then and later."""
-    both = model, reference = models(precision=precision, matmul=matmul, optimizer=optimizer)
-    rng, hidden = np.random.default_rng(5), model_cpu.muon_part(TINY, "muon")
-    for step in range(3):
-        flat = np.float32(0.01 * rng.standard_normal(reference.m.size) * np.exp(rng.standard_normal(reference.m.size)))
-        moved = []
-        for m in both:
-            before = m.flat_params.astype(float)
-            m.write(m.flat_grads, flat)
-            assert_allclose(m.update(0.1, decay=0.1, clip=0.7), np.linalg.norm(flat.astype(float)), rtol=1e-6)
-            after = m.flat_params - 0.99 * before
-            moved.append([m.m, m.v, after[:hidden.start], after[hidden.stop:], *model_cpu.layer_matrices(after[hidden], TINY)])
-        assert max(map(relative, *moved)) < bar and not model.flat_grads.any()
-        assert precision == "fp32" or same(model.flat_weights, to_bf16(model.flat_params))
     before = [np.array(array) for array in (model.flat_params, model.m, model.v)]
     for wrong in np.nan, 1.0:
         model.flat_grads[...] = 1.0
@@ -234,15 +225,6 @@ def test_a_graph_does_what_its_launches_do(insert, monkeypatch):
     assert same(*runs)
 
 
-def test_backward_needs_a_forward_of_its_own(card):
-    for model in models():
-        for between in model.backward, lambda: model.logits([[1]]), lambda: model.log_probs(*batch(1, 3)), lambda: model.update(0.0):
-            model.forward(*batch(2, 9))
-            between()
-            with value_error("^backward needs a forward of its own, and between them neither logits nor update.$"):
-                model.backward()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,44 +237,37 @@ def test_the_cache_equals_the_reference(card, precision, matmul, bar, change):
     model, reference = models(config, precision=precision, matmul=matmul)
     tokens, decoder = batch(1, 290, config=config)[0], model.decoder
     expected, ids = reference.logits(tokens)[0], tokens[0].tolist()
-    greedy = Sampling(temperature=0)
     for prompt, few in (1, 9), (23, 3), (140, 5), (285, 5):
-        decoder.draw(ids[decoder.position:prompt], 1, 1, prompt, greedy)
+        decoder.draw(ids[decoder.position:prompt], 1, 1, 0, Sampling())
         found = decoder.extend(ids[prompt:prompt + few])
-        assert relative(found, expected[prompt:prompt + few]) < bar and decoder.tokens == ids[:prompt + few]
+        assert relative(found, expected[prompt:prompt + few]) < bar
         decoder.position = prompt
         assert same(found, [decoder.extend([token])[0] for token in ids[prompt:prompt + few]])
     decoder.position = 70
-    for bad, words in (221 * [1], "221 tokens at 70 do not fit the context of 290"), ([5, 48], "token id 48 is out of range"):
-        with value_error(words):
-            decoder.extend(bad)
     assert relative(decoder.extend(ids[70:90], 3), expected[87:90]) < bar
 
 
-@parametrize("precision, options", [("fp32", dict(temperature=0)), ("fp32", dict(temperature=1.2, top_p=0.9)), ("fp32", dict(top_k=1 << 40, top_p=1e-60)),
+@parametrize("precision, options", [("fp32", dict(temperature=0)), ("fp32", dict(temperature=1.2, top_p=0.9)),
                                     ("bf16", dict(temperature=0.8, top_k=6))])
 def test_speculation_changes_nothing(card, precision, options):
     """Through a full window, over two calls, and from graphs.  Drafts are the default.  In fp32 the text and its probabilities
     are those of the CPU."""
-    texts, traces = [], []
+    runs = []
     model, reference = models(dataclasses.replace(TINY, predict=2), precision=precision, matmul="ours")
     for one, how in (model, dict(speculate=False)), (model, {}), (reference, {}):
         text, trace = [1, 2, 3] * 10, []
         one.decoder.forget()
         for most in 13, 2:
             text += [*model_cpu.generate(one, text, seed=2**64 - 5, most=most, vocab=45, trace=trace, **how, **options), 5]
-        texts.append((text, [float(p) for *_, p in trace]))
-        traces.append(trace)
-    assert texts[0] == texts[1] and sum(drafts for _, drafts, _ in traces[1]) > 10 and card.graphs
-    if precision == "fp32":
-        assert texts[2][0] == texts[0][0]
-        assert_allclose(texts[2][1], texts[0][1], rtol=1e-3)
+        runs.append((text, [float(p) for *_, p in trace], sum(drafts for _, drafts, _ in trace)))
+    assert runs[0][:2] == runs[1][:2] and runs[1][2] > 10
+    assert precision == "bf16" or runs[2][0] == runs[0][0] and relative(runs[2][1], np.array(runs[0][1])) < 1e-4
 
 
 @parametrize("precision, bar", [("fp32", 1e-5), ("bf16", 4e-2)])
 def test_many_answers_at_once(card, precision, bar):
     """Prompts of several lengths, through full windows, from graphs: each answer is that of its prompt alone.  Where the memory
-    is too small for all, they are drawn part by part; where it is too small for one, that is an error."""
+    is too small for all, they are drawn part by part."""
     model, reference = models(precision=precision, matmul="ours", training=False)
     rng, before, decoder = np.random.default_rng(5), card.total_bytes(), model.new_decoder(3, 40)
     prompts = [rng.integers(0, 48, n).tolist() for n in (1, 8, 38, 3, 17, 2)]
@@ -305,9 +280,6 @@ def test_many_answers_at_once(card, precision, bar):
         for i, prompt in enumerate(prompts[3:]):
             assert relative(decoder.buffers.logits.ravel()[48 * i:][:48], reference.logits([prompt])[0, -1, 0]) < bar
             prompt.append(i)
-    card.limit = card.total_bytes()
-    with pytest.raises(MemoryError):
-        model_cpu.generate_batch(model, prompts, sampling, most=6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -321,9 +293,8 @@ def test_rows_are_halved_until_a_step_fits(insert, optimizer):
         card = insert(**options)
         card.limit = limit
         return model_gpu.Model(TINY, precision="bf16", micro_batch=rows, optimizer=optimizer), card
-    two, card = model(2)
+    (two, card), shapes = model(2), [(26, 3), (2, 40), (9, 8)]
     size = card.total_bytes()
-    shapes = (26, 3), (2, 40), (9, 8)
     losses = [learn(two, *shape) for shape in shapes]
     two.decoder.extend([1] * 20)
     assert card.total_bytes() == size
@@ -331,39 +302,33 @@ def test_rows_are_halved_until_a_step_fits(insert, optimizer):
         fits, card = model(9, **more)
         assert fits.rows == 2 and card.limit == more.get("limit", size + 3000)
         assert same(losses, [learn(fits, *shape) for shape in shapes]) and same(fits.flat_grads, two.flat_grads)
-    for fail in lambda: fits.forward(*batch(9, 40)), lambda: model(4, limit=size // 2):
-        with pytest.raises(MemoryError):
-            fail()
-    grown, card = model(1)
-    grown.forward(*batch(9, 40))                                        # gives the old memory back first
-    assert grown.rows == 9 and card.total_bytes() == (nine := model(9))[1].total_bytes() and nine
+    with pytest.raises(MemoryError):
+        fits.forward(*batch(9, 40))
+    with pytest.raises(MemoryError):
+        model(4, limit=size // 2)
 
 
 def test_what_is_missing_is_said(insert, monkeypatch):
-    """In one sentence; the precision is the best that there is."""
+    """In one sentence."""
     put(monkeypatch, model_gpu, cupy=None)
-    assert model_gpu.pick("auto") is model_gpu.pick("cpu") is model_cpu
+    assert model_gpu.pick("auto") is model_cpu
     with value_error("needs CuPy"):
         model_gpu.Model(TINY)
     for change, capability, words in [
-            (dict(dim=8320, heads=65), "90", "models up to 8192 wide and contexts up to 16384, not 8320 and 40"),
-            (dict(dim=96, heads=1), "90", "heads 32, 64 or 128 wide, not 96: choose heads so that 96 / heads is"),
+            (dict(dim=96, heads=1), "80", "heads 32, 64 or 128 wide, not 96: choose heads so that 96 / heads is"),
             ({}, "75", "tf32 needs a GPU of compute capability 8.0 or later, this one has 7.5;")]:
         card = insert(capability=capability)
-        assert model_gpu.pick("auto") is model_gpu and model_gpu.default_precision() == ("bf16" if capability == "90" else "fp32")
         with value_error(words):
             model_gpu.Model(dataclasses.replace(TINY, **change), precision="tf32")
     card.cuda.is_available, card.cuda.runtime.runtimeGetVersion = lambda: False, lambda: 12090
-    for driver, words in (0, "no NVIDIA driver"), (12000, "finds no GPU"), (11990, "serves CUDA 11[.]99, .* needs 12.0: .*cuda11x"):
+    for driver, words in (0, "no NVIDIA driver"), (11990, "serves CUDA 11[.]99, .* needs 12.0: .*cuda11x"):
         card.cuda.runtime.driverGetVersion = lambda: driver
         with value_error(words):
             model_gpu.pick("gpu")
 
 
-@parametrize("name", ["Model", "Decoder"])
-def test_both_engines_have_one_face(name):
+def test_both_engines_have_one_face():
     """The public methods, and their parameters; how an engine is made, by __init__, differs."""
-    def face(engine):
-        return {key: inspect.signature(member) if callable(member) else type(member)
-                for key, member in inspect.getmembers(getattr(engine, name)) if not key.startswith("_")}
-    assert face(model_gpu) == face(model_cpu)
+    for name in "Model", "Decoder":
+        for key, member in inspect.getmembers(getattr(model_cpu, name), inspect.isfunction):
+            assert key[0] == "_" or inspect.signature(member) == inspect.signature(getattr(getattr(model_gpu, name), key))
