@@ -466,8 +466,7 @@ def bench_scale(gpus=0, batch=64, optimizer="adamw", peer=False, rounds=5):
         if not mpiexec:
             raise ValueError("mpiexec is missing: make gpu installs one where there are several GPUs.")
         # the last of two --gpus counts: the processes start no others
-        subprocess.run([mpiexec, "-n", str(gpus), sys.executable, *sys.argv, "--gpus", "0"], check=True)
-        return
+        sys.exit(subprocess.call([mpiexec, "-n", str(gpus), sys.executable, *sys.argv, "--gpus", "0"]))
 
     def run(ranks):
         model_gpu.take_gpu(ranks.local)
