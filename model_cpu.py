@@ -741,10 +741,8 @@ class Model:
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
         self.forward(tokens, targets, [1], np.ones(len(tokens)))
         self.saved = []                             # with this divisor backward would make no sense
-        return self._row_log_probs(len(tokens))
-
-    def _row_log_probs(self, B):
-        return -self.read(self.nll)[:, 0].reshape(B, -1).sum(axis=1, dtype=np.float64)
+        nll = self.read(self.nll)                   # (N,K)
+        return -nll[:, 0].reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
 
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.

@@ -128,9 +128,8 @@ def make_row(tokenizer, conversation, T):
 # 3. Batches: a pure function of (seed, step)
 # ------------------------------------------------------------------------------------------------------------
 def padded_lengths(rows, T):
-    """(n,) how many inputs each row takes in a batch that has no longer one: a multiple of 8, so that more rows have
-    the same length, and meet others in every epoch."""
-    return np.array([train.make_batch([row], T, 1)[0].size for row in rows])
+    """(n,) train.padded_length of each row."""
+    return np.array([train.padded_length(row, T) for row in rows])
 
 
 def plan_epoch(lengths, batch_tokens, seed, epoch):

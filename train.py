@@ -84,11 +84,10 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point, tokenizer_sample
 # -1 there is no term.
 def make_batch(rows, T, K):
     """Rows -> inputs (B,P) and targets (B,P+K-1); head k reads targets[:, k:k+P].  P: as many inputs as the longest
-    row has, rounded up to a multiple of 8, at most T.  Shorter rows are filled up on the right, with targets -1:
-    no earlier position sees that.  A row has at most T + K ids; those beyond T + 1 are targets of the further heads
-    alone."""
-    longest = max(len(ids) for ids, _ in rows) - 1
-    P = min(T, 8 * model_gpu.ceil_div(longest, 8))
+    row has, rounded up to a multiple of 8, so that more rows have one length, and at most T.  Shorter rows are filled
+    up on the right, with targets -1: no earlier position sees that.  A row has at most T + K ids; those beyond T + 1
+    are targets of the further heads alone."""
+    P = max(padded_length(row, T) for row in rows)
     inputs = np.zeros((len(rows), P), np.int64)
     targets = np.full((len(rows), P + K - 1), -1)
     for b, (ids, mask) in enumerate(rows):
@@ -97,6 +96,12 @@ def make_batch(rows, T, K):
         learned = np.flatnonzero(mask[1:])
         targets[b, learned] = ids[1:][learned]
     return inputs, targets
+
+
+def padded_length(row, T):
+    """How many inputs a row takes in a batch that has no longer one."""
+    ids, _ = row
+    return min(T, 8 * model_gpu.ceil_div(len(ids) - 1, 8))
 
 
 def learned(rows):
@@ -278,8 +283,7 @@ def row_losses(training, rows):
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
     own = by_length[ranks.rank::ranks.size]
     while own:                                      # the longest first, so that memory is allocated once
-        longest = len(rows[own[0]][0])
-        now = own[:max(1, training.settings.micro_batch * T // longest)]
+        now = own[:max(1, training.settings.micro_batch * T // padded_length(rows[own[0]], T))]
         own = own[len(now):]
         losses[now] = -training.model.log_probs(*make_batch([rows[i] for i in now], T, K))
         progress(len(rows) - ranks.size * len(own), len(rows))
