@@ -81,10 +81,10 @@ def write_folder(folder, base=NEW, tensors=None, **changes):
     write_json(folder, "config.json", config)
     special = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
     made([(116, 104), (256, 101), (32, 99)], special, digits=True).save(f"{folder}/tokenizer.json")     # th, the, " c"
-    index = {name: f"shard{i % 2}" for i, name in enumerate(tensors)}
-    for file in "shard0", "shard1":
+    index = {name: f"shard{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in "shard0.safetensors", "shard1.safetensors":
         write_tensor_file(f"{folder}/{file}", {name: tensors[name] for name in tensors if index[name] == file})
-    write_json(folder, INDEX, {"weight_map": index})
+    write_json(folder, INDEX, {"metadata": {}, "weight_map": index})
     return params
 
 
@@ -192,7 +192,7 @@ def test_files_that_do_not_belong_together(folder):
         refused(folder, "lm_head.weight")
     write_folder(folder, vocab_size=256)
     refused(folder, "tokenizer.json")
-    for name in "tokenizer.json", "config.json", "shard0":
+    for name in "tokenizer.json", "config.json", "shard0.safetensors":
         write_folder(folder)
         write(f"{folder}/{name}", read(f"{folder}/{name}")[:-1])
         refused(folder, name)
@@ -200,7 +200,7 @@ def test_files_that_do_not_belong_together(folder):
         refused(folder, name)
     write_folder(folder)
     index = json.loads(read(f"{folder}/{INDEX}"))["weight_map"]
-    for name in "shard0", "../foreign/shard1":
+    for name in "shard0.safetensors", "../foreign/shard1.safetensors":
         write_json(folder, INDEX, {"weight_map": {**index, "model.norm.weight": name}})
         refused(folder, INDEX)
 
