@@ -8,6 +8,7 @@ tests/test_shelf.py has what is refused, and needs no PyTorch."""
 import json
 import os
 import random
+import shutil
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # transformers reads them on import
 
@@ -89,22 +90,19 @@ def test_logits_and_greedy_texts_are_those_of_transformers(folder, sizes, dtype,
     write_llama(folder, sizes, dtype, shard, width)
     tokens = default_rng(1).integers(0, sizes["vocab_size"], (2, 48))
     llama = peers.load_llama(folder, torch.float32)
-    llama.generation_config.eos_token_id = None
-    text = llama.generate(torch.tensor([PROMPT]), max_new_tokens=MOST, do_sample=False,
-                          attention_mask=torch.ones((1, 3), dtype=torch.long))[0, 3:].tolist()
+    text = llama.generate(torch.tensor([PROMPT]), max_new_tokens=MOST, do_sample=False, eos_token_id=[-1])[0, 3:].tolist()
     assert len(set(text)) >= 20                     # else it would show nothing
     model, _ = checkpoint.load(folder, model_cpu, {"dtype": np.float32, "training": False}, 128)
     assert peers.distance(*both_logits(folder, model, tokens)) < 3e-6
     assert list(model_cpu.generate(model, PROMPT, temperature=0, most=MOST)) == text
     assert model.logits(np.array([PROMPT + text[:-1]]))[0, 2:, 0].argmax(axis=-1).tolist() == text
-    for name in os.listdir(folder):                 # hundreds of megabytes
-        os.remove(f"{folder}/{name}")
+    shutil.rmtree(folder)                           # hundreds of megabytes
 
 
-@parametrize("sizes", [SMALL, UNTIED], ids=["tied", "untied"])
-def test_every_gradient_is_autograds(folder, monkeypatch, sizes):
+def test_gradients_of_a_tied_model_are_autograds(folder, monkeypatch):
+    """tests/peers/test_model_peers.py has every tensor of a model that is not tied."""
     put(monkeypatch, modeling_llama, LlamaRMSNorm=peers.Norm64, LlamaRotaryEmbedding=peers.Rotary64)
-    write_llama(folder, {**sizes, "rms_norm_eps": 1e-3}, "bfloat16", "100KB")
+    write_llama(folder, {**SMALL, "rms_norm_eps": 1e-3}, "bfloat16", "100KB")
     model, _ = checkpoint.load(folder, model_cpu)
     llama = peers.load_llama(folder, torch.float64)
     tokens, targets = default_rng(3).integers(0, 512, (2, 3, 70))
@@ -113,35 +111,23 @@ def test_every_gradient_is_autograds(folder, monkeypatch, sizes):
     F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten(), ignore_index=-1).backward()
     model.forward(tokens, targets)
     model.backward()
-    theirs = {name.removesuffix(".weight"): parameter.grad for name, parameter in llama.named_parameters()}
-    found = {"embed": theirs["model.embed_tokens"], "norm": theirs["model.norm"], "heads": theirs.get("lm_head")}
-    for i in range(3):
-        for ours, parts in shelf.PARTS.items():
-            found[f"layers.{i}.{ours}"] = torch.cat([theirs[f"model.layers.{i}.{part}"] for part in parts])
-    for name, _ in model_cpu.param_table(model.config):
-        assert np.abs(model.grads[name] - found[name].numpy()).max() < 1e-10 * found[name].abs().max(), name
+    for ours, theirs in ("embed", "model.embed_tokens"), ("norm", "model.norm"), ("layers.0.down", "model.layers.0.mlp.down_proj"):
+        grad = llama.get_parameter(f"{theirs}.weight").grad.numpy()
+        assert np.abs(model.grads[ours] - grad).max() < 1e-10 * np.abs(grad).max(), ours
 
 
 @parametrize("sizes, dtype, chat", [(SMALL, "float16", False), (UNTIED, "bfloat16", True)])
 def test_transformers_loads_what_we_save(folder, tmp_path, sizes, dtype, chat):
-    """As it was loaded, and after a step of training on it; with the ids of its texts, and if it was fine-tuned
-    with its chat template, so that transformers asks it as sft.py did, and stops where it does."""
+    """Every bit as it was loaded; and if it was fine-tuned, with its chat template, so that transformers asks it
+    as sft.py did, and stops where it does."""
     write_llama(folder, sizes, dtype, "100KB")
     model, tokenizer = checkpoint.load(folder, model_cpu, {"dtype": np.float32}, context=64)
-    rng, out = default_rng(4), f"{tmp_path}/out"
-    tokens = rng.integers(0, 512, (2, 60))
-    _, before = both_logits(folder, model, tokens)
-    for step in range(2):
-        checkpoint.save(out, model, tokenizer, {}, chat=chat)
-        llama = peers.load_llama(out, torch.float32)
-        assert llama.config.max_position_embeddings == 512 != model.config.context
-        assert (llama.lm_head.weight is llama.model.embed_tokens.weight) == (sizes is SMALL)
-        mine, theirs = both_logits(out, model, tokens)
-        assert peers.distance(mine, theirs) < 3e-6
-        assert (peers.distance(theirs, before) == 0) == (step == 0)     # every bit, until they are trained
-        model.forward(tokens, rng.integers(0, 512, (2, 60)))
-        model.backward()
-        model.update(lr=1e-3)
+    out, tokens = f"{tmp_path}/out", default_rng(4).integers(0, 512, (2, 60))
+    checkpoint.save(out, model, tokenizer, {}, chat=chat)
+    llama = peers.load_llama(out, torch.float32)
+    assert llama.config.max_position_embeddings == 512 != model.config.context
+    assert (llama.lm_head.weight is llama.model.embed_tokens.weight) == (sizes is SMALL)
+    assert peers.distance(both_logits(out, model, tokens)[1], both_logits(folder, model, tokens)[1]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert len(theirs) == tokenizer.vocab_size and bool(theirs.chat_template) == chat
     if chat:
@@ -156,18 +142,15 @@ def test_transformers_loads_what_we_save(folder, tmp_path, sizes, dtype, chat):
 CHANCE = range(int(os.environ.get("RANDOM_FOLDERS", 12)))
 # What tests/test_shelf.py has refused by name is not among these.
 ROPES = [None, {}, {"type": "default"}, {"rope_type": "default", "rope_theta": 77.0}, {"rope_theta": 300},
-         {"full_attention": {"rope_type": "default", "rope_theta": 77.0}},
          {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}]
 KEYS = {"rope_scaling": ROPES, "rope_parameters": ROPES, "rope_theta": [50, 1e6], "rms_norm_eps": [0.5, "1e-5"],
         "hidden_act": ["swish", "gelu"], "head_dim": [None, 4, 16], "num_key_value_heads": [None, 1, 8],
         "tie_word_embeddings": [False, True], "max_position_embeddings": [8, 24], "mtp_heads": [0, 2],
         "num_hidden_layers": [1, 4], "vocab_size": [280],
-        **{name: [0.5, True] for name in """logits_scaling embedding_multiplier residual_multiplier clip_qkv theta
-            attention_multiplier logit_scale qkv_bias rope_interleaved use_bidirectional_attention""".split()}}
+        **{name: [0.5, True] for name in """logits_scaling residual_multiplier clip_qkv qkv_bias rope_interleaved use_bidirectional_attention""".split()}}
 
 
 def random_folder(folder, rng):
-    """Write one -> what it is."""
     heads = rng.choice([2, 4, 8])
     base = {**rng.choice([shelf.OLD, shelf.NEW]), "hidden_size": heads * rng.choice([4, 8, 16]), "num_attention_heads": heads,
             "num_key_value_heads": rng.choice([1, heads]), "tie_word_embeddings": rng.random() < 0.5}
@@ -180,16 +163,14 @@ def random_folder(folder, rng):
     shelf.write_folder(folder, base, tensors)
     base.pop(rng.choice([*base][1:]) if rng.random() < 0.4 else None, None)
     shelf.write_json(folder, "config.json", {**base, **changes})
-    return base, changes, odd, kind
 
 
 @parametrize("seed", CHANCE)
 def test_a_folder_by_chance_gives_the_same_or_is_refused(folder, seed):
-    print(random_folder(folder, random.Random(seed)))
+    random_folder(folder, random.Random(seed))
     try:
         model, _ = checkpoint.load(folder, model_cpu, {"dtype": np.float32, "training": False})
-    except ValueError as error:
-        print(error)
+    except ValueError:
         return
     tokens = default_rng(seed).integers(0, model.config.vocab, (2, min(model.config.context, 20)))
     assert peers.distance(*both_logits(folder, model, tokens)) < 1e-5
@@ -198,10 +179,10 @@ def test_a_folder_by_chance_gives_the_same_or_is_refused(folder, seed):
 # What tests/test_tokenizer.py has refused by name is not among these.
 FLAGS = {"pre_tokenizer": [None, {**BYTE_LEVEL, "use_regex": False}, {**BYTE_LEVEL, "trim_offsets": False}, *[
              {"type": "Sequence", "pretokenizers": steps} for steps in (
-                 [], [DIGITS], [BYTE_LEVEL, DIGITS], [BYTE_LEVEL, BYTE_LEVEL], [{**DIGITS, "individual_digits": False}, BYTE_LEVEL])]],
+                 [], [DIGITS], [BYTE_LEVEL, DIGITS], [{**DIGITS, "individual_digits": False}, BYTE_LEVEL])]],
          "normalizer": [{"type": "Sequence", "normalizers": []}], "dropout": [0.0], "end_of_word_suffix": [""], "fuse_unk": [True],
          "post_processor": [{**BYTE_LEVEL, "add_prefix_space": True}, {"type": "Sequence", "processors": []}],
-         "normalized": [True], "id": [7, 500]}
+         "normalized": [True], "id": [7]}
 
 
 @parametrize("seed", CHANCE)
@@ -213,14 +194,12 @@ def test_a_tokenizer_by_chance_gives_the_same_ids_or_is_refused(tmp_path, seed):
     for key in rng.sample(list(FLAGS), rng.choice([0, 1, 1, 2])):
         place = next((part for part in (found["model"], extra) if key in part), found)
         place[key] = rng.choice(FLAGS[key])
-        print(key, place[key])
     shelf.write_json(tmp_path, "tokenizer.json", found)
     shelf.write_json(tmp_path, "config.json", {"model_type": "llama"})
     shelf.write_json(tmp_path, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     try:
         tokenizer = checkpoint.read_tokenizer(str(tmp_path))
-    except ValueError as error:
-        print(error)
+    except ValueError:
         return
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:
