@@ -146,7 +146,7 @@ ROPES = [None, {}, {"type": "default"}, {"rope_type": "default", "rope_theta": 7
 KEYS = {"rope_scaling": ROPES, "rope_parameters": ROPES, "rope_theta": [50, 1e6], "rms_norm_eps": [0.5, "1e-5"],
         "hidden_act": ["swish", "gelu"], "head_dim": [None, 4, 16], "num_key_value_heads": [None, 1, 8],
         "tie_word_embeddings": [False, True], "max_position_embeddings": [8, 24], "mtp_heads": [0, 2],
-        "num_hidden_layers": [1, 4], "vocab_size": [280],
+        "vocab_size": [280],
         **{name: [0.5, True] for name in """logits_scaling residual_multiplier clip_qkv qkv_bias rope_interleaved use_bidirectional_attention""".split()}}
 
 
