@@ -81,10 +81,10 @@ def write_folder(folder, base=NEW, tensors=None, **changes):
     write_json(folder, "config.json", config)
     special = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
     made([(116, 104), (256, 101), (32, 99)], special, digits=True).save(f"{folder}/tokenizer.json")     # th, the, " c"
-    index = {name: f"shard{i % 2}" for i, name in enumerate(tensors)}
-    for file in "shard0", "shard1":
+    index = {name: f"shard{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in "shard0.safetensors", "shard1.safetensors":
         write_tensor_file(f"{folder}/{file}", {name: tensors[name] for name in tensors if index[name] == file})
-    write_json(folder, INDEX, {"weight_map": index})
+    write_json(folder, INDEX, {"metadata": {}, "weight_map": index})
     return params
 
 
@@ -153,12 +153,10 @@ def test_a_model_of_ours_that_transformers_saved_has_one_head(folder, err_text):
     rope_scaling | {"type":"linear"}
     rope_scaling | {"rope_type":"llama3"}
     attention_bias | true
-    mlp_bias | true
     hidden_act | "gelu"
     sliding_window | 16
     partial_rotary_factor | 0.5
     model_type | "mistral"
-    head_dim | 8
     vocab_size | 65544
     num_hidden_layers | null"""))
 def test_other_models_are_refused_by_name(folder, key, bad):
@@ -192,7 +190,7 @@ def test_files_that_do_not_belong_together(folder):
         refused(folder, "lm_head.weight")
     write_folder(folder, vocab_size=256)
     refused(folder, "tokenizer.json")
-    for name in "tokenizer.json", "config.json", "shard0":
+    for name in "tokenizer.json", "config.json", "shard0.safetensors":
         write_folder(folder)
         write(f"{folder}/{name}", read(f"{folder}/{name}")[:-1])
         refused(folder, name)
@@ -200,7 +198,7 @@ def test_files_that_do_not_belong_together(folder):
         refused(folder, name)
     write_folder(folder)
     index = json.loads(read(f"{folder}/{INDEX}"))["weight_map"]
-    for name in "shard0", "../foreign/shard1":
+    for name in "shard0.safetensors", "../foreign/shard1.safetensors":
         write_json(folder, INDEX, {"weight_map": {**index, "model.norm.weight": name}})
         refused(folder, INDEX)
 
@@ -215,7 +213,7 @@ ADDED = {"content": "<im_end>", **SPECIAL}
     ("tokenizer_config.json", {"added_tokens_decoder": {"276": ADDED}}, "<im_end>"),
     ("added_tokens.json", {"<im_end>": 276}, "<im_end>"),
     ("special_tokens_map.json", {"additional_special_tokens": [{"content": "th"}]}, "no special token 'th'"),
-    ("tokenizer.json", {"ignore_merges": True}, "ignore_merges"),
+    ("tokenizer.json", {"dropout": 1}, "dropout"),
     ("tokenizer.json", {"post_processor": {"type": "Template", "special_tokens": {"<s>": {}}}}, "Template"),
     ("tokenizer.json", {"added_tokens": [{**ADDED, "id": 2, "rstrip": True}]}, "rstrip"),
     ("tokenizer.json", {"added_tokens": [{**ADDED, "id": 7}]}, "<im_end>")])
