@@ -4,6 +4,7 @@
     process = start("train.py ...", folder)             while it runs; then finish(process)
 """
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -51,6 +52,7 @@ def start(command, folder=".", trap=lambda: None):
         sys.stdin = open(os.devnull)
         sys.stdout = os.fdopen(1, "w")
         sys.stderr = os.fdopen(2, "w")
+        os.fsync = lambda file: None                # no machine loses its power here, and waiting for a disk is long
         trap()
         become(command)
     return process
@@ -73,6 +75,43 @@ def finish(process):
         file.close()
     process.stdout, process.stderr = texts
     return process
+
+
+# Traps.  Each is made here and called in the fork.
+def send(*signals):
+    """-> an action: this process gets these signals."""
+    def action():
+        for number in signals:
+            os.kill(os.getpid(), number)
+    return action
+
+
+def at(where, name, number, action):
+    """-> a trap: before this call of where.name, counted from 1, comes the action."""
+    def trap():
+        function = getattr(where, name)
+        calls = itertools.count(1)
+
+        def called(*arguments, **options):
+            if next(calls) == number:
+                action()
+            return function(*arguments, **options)
+        setattr(where, name, called)
+    return trap
+
+
+def kill_before(number):
+    """-> a trap: SIGKILL comes before this one, counted from 1, of the calls that change the disk."""
+    def trap():
+        calls = itertools.count(1)
+
+        def count():
+            if next(calls) == number:
+                send(signal.SIGKILL)()
+        for name in ("fsync", "replace", "rename", "remove", "unlink", "rmdir", "mkdir"):
+            original = getattr(os, name)
+            setattr(os, name, lambda *arguments, original=original, **options: (count(), original(*arguments, **options))[1])
+    return trap
 
 
 def run(command, folder=".", code=0, trap=lambda: None):
