@@ -18,6 +18,20 @@ import traceback
 LIMIT = 100         # seconds: a run that takes longer hangs
 TINY = "--dim 16 --heads 2 --kv-heads 1 --layers 1 --context 32 --vocab 272 --batch-tokens 128 --device cpu"
 TEXT = "".join(f"The cat {i} sat on the mat, and the dog lay on the rug.\n" for i in range(300))
+# A run of each kind, in a folder that has what `prepare` puts there.
+JOBS = {"train": f"train.py --data text {TINY} --eval-every 4",
+        "sft": "sft.py --base base --data chats.json --batch-tokens 128 --eval-every 4",
+        "reinforce": "rl.py --base base --data chats.json --batch-tokens 512 --reward short --eval-every 8",
+        "dpo": "rl.py --base base --data pairs.json --batch-tokens 128 --eval-every 4"}
+
+
+def prepare(folder):
+    """Put into a folder a text, conversations, pairs, and a model of three steps."""
+    chats = [{"instruction": f"{i} and {i}?", "output": f"{i + i}." + "!" * (i % 3)} for i in range(20)]
+    pairs = [{"prompt": chat["instruction"], "chosen": chat["output"], "rejected": "?"} for chat in chats]
+    for name, text in ("text", TEXT), ("chats.json", json.dumps(chats)), ("pairs.json", json.dumps(pairs)):
+        pathlib.Path(folder, name).write_text(text)
+    run(f"{JOBS['train']} --steps 3 --out base", folder)
 
 
 def become(command):

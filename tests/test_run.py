@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 from cases import parametrize, read, rows, write
-from runs import TEXT, TINY, at, finish, kill_before, read_log, refused, result_of, run, send, start
+from runs import JOBS, TEXT, at, finish, kill_before, prepare, read_log, refused, result_of, run, send, start
 
 import checkpoint
 import rl           # noqa: F401 (with the other scripts: so each fork has them)
@@ -23,10 +23,6 @@ import train
 
 KILLS = int(os.environ.get("KILLS", 2))
 SEED = os.environ.get("SEED", time.time_ns())
-JOBS = {"train": f"train.py --data text {TINY} --eval-every 4",
-        "sft": "sft.py --base base --data chats.json --batch-tokens 128 --eval-every 4",
-        "reinforce": "rl.py --base base --data chats.json --batch-tokens 512 --reward short --eval-every 8",
-        "dpo": "rl.py --base base --data pairs.json --batch-tokens 128 --eval-every 4"}
 COMMON = "--steps 8 --save-every 3 --threads 1"
 
 
@@ -44,15 +40,10 @@ def resume(out, job="train"):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The current folder: texts, records, a base of 3 steps, and the run half, stopped at step 4 of 8."""
+    """The current folder: what the runs learn from, and the run half, stopped at step 4 of 8."""
     folder = tmp_path_factory.mktemp("runs")
-    write(folder / "text", TEXT)
+    prepare(folder)
     write(folder / "other", TEXT[1:])
-    chats = [{"instruction": f"{i} and {i}?", "output": f"{i + i}." + "!" * (i % 3)} for i in range(20)]
-    write(folder / "chats.json", json.dumps(chats))
-    pairs = [{"prompt": chat["instruction"], "chosen": chat["output"], "rejected": "?"} for chat in chats]
-    write(folder / "pairs.json", json.dumps(pairs))
-    run(f"train.py --data text {TINY} --steps 3 --out base", folder)
     run(command("half"), folder, 143, at(train, "learning_rate", 4, send(signal.SIGTERM)))
     return folder
 
@@ -76,10 +67,10 @@ def half(tmp_path):
     return shutil.copytree("half", tmp_path / "run")
 
 
-def goes_on(out):
+def goes_on(out, job="train"):
     """Resumed, it has the bits of a run never touched."""
-    run(resume(out))
-    assert result_of(out) == untouched()
+    run(resume(out, job))
+    assert result_of(out) == untouched(job)
 
 
 # -- killed, stopped, no room --------------------------------------------------------------------------------
@@ -106,19 +97,29 @@ def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(tmp_path, job):
     assert os.listdir(tmp_path) == [".out.lock", "out"]
 
 
-def test_a_killed_run_goes_on_from_its_last_save(tmp_path):
-    run(command(tmp_path / "out"), code=-9, trap=at(train, "learning_rate", 6, send(signal.SIGKILL)))
-    assert "at step 3 of 8" in run(resume(tmp_path / "out")).stdout
+def in_a_save(source, target, rename=os.replace):
+    """os.replace, but killed where the moments are saved, and the weights would follow."""
+    if os.path.basename(target) == checkpoint.WEIGHTS:
+        send(signal.SIGKILL)()
+    rename(source, target)
 
 
-@parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_finishes_the_step_and_saves_and_a_second_one_leaves_at_once(tmp_path, number):
+@parametrize("step, trap", [(4, at(train, "learning_rate", 2, send(signal.SIGKILL))),
+                            (6, lambda: setattr(os, "replace", in_a_save))])
+def test_a_killed_run_goes_on_from_its_last_save(half, step, trap):
+    run(resume(half), code=-signal.SIGKILL, trap=trap)
+    assert f"at step {step} of 8" in run(resume(half)).stdout
+    assert result_of(half) == untouched()
+
+
+@parametrize("job, number", [("train", signal.SIGINT), ("reinforce", signal.SIGTERM), ("dpo", signal.SIGHUP)])
+def test_a_signal_finishes_the_step_and_saves_and_a_second_one_leaves_at_once(tmp_path, job, number):
     out = tmp_path / "out"
-    stopped = run(command(out), code=128 + number, trap=at(train, "learning_rate", 5, send(number)))
+    stopped = run(command(out, job), code=128 + number, trap=at(train, "learning_rate", 5, send(number)))
     assert f"Saved {out} at step 5." in stopped.stderr
-    run(resume(out), code=128 + number, trap=at(train, "learning_rate", 2, send(number, number)))
+    run(resume(out, job), code=128 + number, trap=at(train, "learning_rate", 2, send(number, number)))
     assert [record["step"] for record in read_log(out) if "loss" in record] == [1, 2, 3, 4, 5, 6]
-    goes_on(out)
+    goes_on(out, job)
 
 
 def leave():
@@ -140,6 +141,7 @@ def test_a_full_disk_keeps_the_last_save(half, size):
     limits = size, resource.RLIM_INFINITY
     done = run(resume(half), code=2, trap=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
     assert done.stderr == "error: Input or output failed: File too large.\n"
+    assert sorted(os.listdir(half)) == sorted(os.listdir("half"))               # what did not fit is removed
     goes_on(half)
 
 
