@@ -28,7 +28,6 @@ its name.
 
 What this file does not do: it reads no pickle, no architecture but Llama's, and no adapters.
 """
-import atexit
 import dataclasses
 import fcntl
 import json
@@ -289,11 +288,11 @@ def mend(folder):
     """Finish a save that was killed after it counted.  ValueError where the two files do not belong together."""
     new = f"{folder}/{WEIGHTS}.saved"
     state = safetensors_metadata(f"{folder}/{STATE}")
-    if exists(new) and safetensors_metadata(new)["crc32"] == state.get("weights"):
+    if exists(new) and safetensors_metadata(new).get("crc32", "none") == state.get("weights"):
         os.replace(new, f"{folder}/{WEIGHTS}")
     weights = safetensors_metadata(f"{folder}/{WEIGHTS}")
     require(state.get("weights") == weights.get("crc32", "none"), f"{folder}: {STATE} belongs to other weights than "
-            f"those in {WEIGHTS}.")
+            f"those in {WEIGHTS}, or is of an earlier version: begin a new run.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -411,7 +410,10 @@ def set_aside(out):
     if not exists(out) or not os.listdir(out):
         return
     log = f"{out}/log.jsonl"
-    if exists(f"{out}/{STATE}") and not (exists(log) and any(record["step"] for _, record in read_log(log))):
+    state = f"{out}/{STATE}"
+    begun = exists(log) and any(record["step"] for _, record in read_log(log))
+    # a log that somebody has deleted says nothing
+    if exists(state) and not begun and safetensors_metadata(state).get("step") == "0":
         shutil.rmtree(out)
         return
     number = 1
@@ -447,13 +449,13 @@ class Log:
                 if record["step"] > step or record["step"] == step and "loss" not in record:
                     break
                 kept += len(line) + 1                       # and the line end
-        self.file = open(path, "ab")
-        atexit.register(self.file.close)
-        self.file.truncate(kept)
+        with open(path, "ab") as file:
+            file.truncate(kept)
+        self.path = path
 
     def write(self, **record):
-        self.file.write(json.dumps(record).encode() + b"\n")
-        self.file.flush()
+        with open(self.path, "ab") as file:             # closed at once, so that nothing waits to be written
+            file.write(json.dumps(record).encode() + b"\n")
 
 
 # ------------------------------------------------------------------------------------------------------------

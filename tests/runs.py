@@ -4,6 +4,7 @@
     process = start("train.py ...", folder)             while it runs; then finish(process)
 """
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -17,6 +18,20 @@ import traceback
 LIMIT = 100         # seconds: a run that takes longer hangs
 TINY = "--dim 16 --heads 2 --kv-heads 1 --layers 1 --context 32 --vocab 272 --batch-tokens 128 --device cpu"
 TEXT = "".join(f"The cat {i} sat on the mat, and the dog lay on the rug.\n" for i in range(300))
+# A run of each kind, in a folder that has what `prepare` puts there.
+JOBS = {"train": f"train.py --data text {TINY} --eval-every 4",
+        "sft": "sft.py --base base --data chats.json --batch-tokens 128 --eval-every 4",
+        "reinforce": "rl.py --base base --data chats.json --batch-tokens 512 --reward short --eval-every 8",
+        "dpo": "rl.py --base base --data pairs.json --batch-tokens 128 --eval-every 4"}
+
+
+def prepare(folder):
+    """Put into a folder a text, conversations, pairs, and a model of three steps."""
+    chats = [{"instruction": f"{i} and {i}?", "output": f"{i + i}." + "!" * (i % 3)} for i in range(20)]
+    pairs = [{"prompt": chat["instruction"], "chosen": chat["output"], "rejected": "?"} for chat in chats]
+    for name, text in ("text", TEXT), ("chats.json", json.dumps(chats)), ("pairs.json", json.dumps(pairs)):
+        pathlib.Path(folder, name).write_text(text)
+    run(f"{JOBS['train']} --steps 3 --out base", folder)
 
 
 def become(command):
@@ -51,6 +66,7 @@ def start(command, folder=".", trap=lambda: None):
         sys.stdin = open(os.devnull)
         sys.stdout = os.fdopen(1, "w")
         sys.stderr = os.fdopen(2, "w")
+        os.fsync = lambda file: None                # no machine loses its power here, and waiting for a disk is long
         trap()
         become(command)
     return process
@@ -73,6 +89,43 @@ def finish(process):
         file.close()
     process.stdout, process.stderr = texts
     return process
+
+
+# Traps.  Each is made here and called in the fork.
+def send(*signals):
+    """-> an action: this process gets these signals."""
+    def action():
+        for number in signals:
+            os.kill(os.getpid(), number)
+    return action
+
+
+def at(where, name, number, action):
+    """-> a trap: before this call of where.name, counted from 1, comes the action."""
+    def trap():
+        function = getattr(where, name)
+        calls = itertools.count(1)
+
+        def called(*arguments, **options):
+            if next(calls) == number:
+                action()
+            return function(*arguments, **options)
+        setattr(where, name, called)
+    return trap
+
+
+def kill_before(number):
+    """-> a trap: SIGKILL comes before this one, counted from 1, of the calls that change the disk."""
+    def trap():
+        calls = itertools.count(1)
+
+        def count():
+            if next(calls) == number:
+                send(signal.SIGKILL)()
+        for name in ("fsync", "replace", "rename", "remove", "unlink", "rmdir", "mkdir"):
+            original = getattr(os, name)
+            setattr(os, name, lambda *arguments, original=original, **options: (count(), original(*arguments, **options))[1])
+    return trap
 
 
 def run(command, folder=".", code=0, trap=lambda: None):

@@ -1,0 +1,241 @@
+"""checkpoint.py: every bit comes back, in files that are a Llama's; a save that is killed leaves a whole checkpoint;
+what is damaged, missing or foreign is refused in one sentence, and the log has each step once."""
+import itertools
+import json
+import os
+import shutil
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import parametrize, read, rows, value_error, write
+from runs import kill_before
+
+import checkpoint
+import model_cpu
+from checkpoint import STATE, WEIGHTS, Log, load, mend, read_safetensors, read_state, save, write_moments, write_safetensors
+from model_cpu import Config, Model
+from tokenizer import CHAT_TEMPLATE, Tokenizer
+
+TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=16, vocab=264, predict=3, mtp_weight=0.5)
+TOKENIZER = Tokenizer.train(["the cat sat on the mat"], 262)
+RECORD = {"tokens": 123, "crc32": "00000000", "settings": {"name": 'quote " and é'}}
+
+
+def make(step, config=TINY):
+    """A model of this step, in which all numbers differ."""
+    model = Model(config, 0, np.float32)
+    model.step = step
+    for array in (model.flat_params, model.m, model.v):
+        array[...] = np.random.default_rng(step + len(array)).standard_normal(array.size)
+        step += 100
+    return model
+
+
+def numbers(model):
+    return [model.step, *[array.tobytes() for array in (model.flat_params, model.m, model.v)]]
+
+
+def open_run(folder):
+    """-> (model with its moments, record), as train.py opens a run."""
+    mend(folder)
+    record, moments = read_state(folder)
+    model, tokenizer = load(folder, model_cpu, {"dtype": np.float32})
+    write_moments(model, folder, moments)
+    assert tokenizer.encode("the cat") == TOKENIZER.encode("the cat")
+    return model, record
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run of step 7."""
+    save(tmp_path / "run", make(7), TOKENIZER, RECORD)
+    return tmp_path / "run"
+
+
+def edit(path, change):
+    """Change the tensors and metadata of a file, under a right checksum."""
+    tensors, metadata = read_safetensors(path)
+    tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
+    change(tensors, metadata)
+    write_safetensors(path, tensors, metadata)
+
+
+# -- what is saved is loaded, and others can read it ---------------------------------------------------------
+@parametrize("change", [{}, dict(predict=1, tied=True), dict(hidden=8, kv_heads=4, norm_eps=0.25, rope_theta=77.0),
+                        dict(layers=1, context=4, positions=16, mtp_weight=0.0)])
+def test_every_bit_comes_back(tmp_path, change):
+    model = make(7, replace(TINY, **change))
+    save(tmp_path, model, TOKENIZER, RECORD)
+    loaded, record = open_run(tmp_path)
+    assert numbers(loaded) == numbers(model)
+    assert (loaded.config, record) == (model.config, RECORD)
+
+
+def test_the_weights_have_the_names_of_a_llama(folder):
+    ours = make(7).params
+    expected = {"model.embed_tokens": ours["embed"], "model.norm": ours["norm"], "lm_head": ours["heads"][:264],
+                "mtp_heads": ours["heads"][264:]}
+    for i in range(2):
+        for name, matrix, first, end in rows("""self_attn.q_proj         | qkv     | 0  | 16
+                                                self_attn.k_proj         | qkv     | 16 | 24
+                                                self_attn.v_proj         | qkv     | 24 | 32
+                                                self_attn.o_proj         | out     | 0  | 16
+                                                mlp.gate_proj            | gate_up | 0  | 48
+                                                mlp.up_proj              | gate_up | 48 | 96
+                                                mlp.down_proj            | down    | 0  | 16
+                                                input_layernorm          | norm1   | 0  | 16
+                                                post_attention_layernorm | norm2   | 0  | 16"""):
+            expected[f"model.layers.{i}.{name}"] = ours[f"layers.{i}.{matrix}"][int(first):int(end)]
+    tensors, metadata = read_safetensors(folder / WEIGHTS)
+    assert (len(tensors), metadata["step"]) == (len(expected), "7")
+    for name, tensor in expected.items():
+        assert np.array_equal(tensors[f"{name}.weight"], tensor), name
+
+
+CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 48,
+"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 264,
+"max_position_embeddings": 16, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "hidden_act": "silu",
+"attention_bias": false, "mlp_bias": false, "tie_word_embeddings": false, "torch_dtype": "float32",
+"bos_token_id": null, "mtp_heads": 2, "mtp_weight": 0.5, "eos_token_id": """
+
+
+@parametrize("chat, end, template", [(True, "<|end|>", CHAT_TEMPLATE), (False, "<|endoftext|>", "")])
+def test_the_settings_of_a_llama(tmp_path, chat, end, template):
+    """A model that answers has a chat template, and ends at the end of a turn."""
+    save(tmp_path, make(7), TOKENIZER, RECORD, chat)
+    assert json.loads(read(tmp_path / "config.json")) == json.loads(f"{CONFIG}{TOKENIZER.special[end]}}}")
+    settings = json.loads(read(tmp_path / "tokenizer_config.json"))
+    assert (settings["eos_token"], settings.get("chat_template", "")) == (end, template)
+    assert checkpoint.read_tokenizer(tmp_path).template == template
+
+
+def test_a_file_of_tensors_by_hand(tmp_path):
+    """Byte by byte, as the format has it; the tensors begin at a multiple of 8, however long the header is."""
+    a = np.array([[1, 2], [3, 4]], np.float32)
+    for name in itertools.accumulate("abcdefgh"):
+        crc = write_safetensors(tmp_path / "x", {name: a, "z": np.array([5.0])}, {"step": "1"})
+        raw = read(tmp_path / "x")
+        size = int.from_bytes(raw[:8], "little")
+        assert size % 8 == 0 and raw[8 + size:] == a.tobytes() + np.array([5.0]).tobytes()
+        assert json.loads(raw[8:8 + size]) == {
+            "__metadata__": {"step": "1", "crc32": crc},
+            name: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+            "z": {"dtype": "F64", "shape": [1], "data_offsets": [16, 24]}}
+        assert zlib.crc32(raw.replace(crc.encode(), b"00000000")) == int(crc, 16)
+
+
+# -- killed --------------------------------------------------------------------------------------------------
+def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder):
+    """Of the step before, or of the new one."""
+    expected = {7: (numbers(make(7)), RECORD), 8: (numbers(make(8)), {})}
+    steps = []
+    status = None
+    while status != 0:
+        copy = f"{folder}{len(steps)}"
+        shutil.copytree(folder, copy)
+        pid = os.fork()
+        if pid == 0:
+            kill_before(len(steps) + 1)()
+            save(copy, make(8), TOKENIZER, {})
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        model, record = open_run(copy)
+        assert (numbers(model), record) == expected[model.step]
+        steps.append(model.step)
+        save(copy, make(8), TOKENIZER, {})              # nor does the next save trip over what was left
+        assert numbers(open_run(copy)[0]) == expected[8][0]
+        assert sorted(os.listdir(copy)) == sorted(os.listdir(folder))
+    assert steps == sorted(steps) and steps.count(7) > 9 and steps.count(8) > 2
+
+
+def test_each_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    """Or a machine that loses its power would keep the name of a file, and not its bytes."""
+    synced = set()
+    fsync, rename = os.fsync, os.replace
+
+    def note(file):
+        fsync(file)
+        synced.add((os.fstat(file).st_ino, os.fstat(file).st_size))
+
+    def check(source, target):
+        assert (os.stat(source).st_ino, os.stat(source).st_size) in synced, source
+        rename(source, target)
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "replace", check)
+    save(tmp_path, make(7), TOKENIZER, RECORD)
+    assert len(synced) == 5
+
+
+# -- altered, damaged, missing -------------------------------------------------------------------------------
+@parametrize("name", [WEIGHTS, STATE])
+def test_every_altered_byte_and_every_cut_is_noticed(folder, name):
+    path = folder / name
+    raw = read(path)
+    rng = np.random.default_rng(0)
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    for place in [*range(8), *rng.integers(8, begin, 150), *rng.integers(begin, len(raw), 50)]:
+        altered = bytearray(raw)
+        altered[place] ^= 1 << rng.integers(8)
+        for damaged in altered, raw[:place]:
+            write(path, bytes(damaged))
+            with value_error(f"{name} is damaged"):
+                read_safetensors(path)
+
+
+NAME = "model.layers.1.self_attn.k_proj.weight"
+
+
+@parametrize("name, tensor, value, words", [
+    (WEIGHTS, NAME, None, r"k_proj.weight is missing, config.json asks for \(8, 16\)"),
+    (WEIGHTS, NAME, np.zeros((16, 8)), r"k_proj.weight is \(16, 8\), config.json asks for \(8, 16\)"),
+    (WEIGHTS, "more", np.zeros(3), "more is .* none of that name"),
+    (WEIGHTS, NAME, np.full((8, 16), np.nan), "the tensor .*k_proj.weight holds numbers that are not finite"),
+    (STATE, "v", None, "v is missing"), (STATE, "m", np.zeros(3), r"m is \(3,\)"),
+    (STATE, "v", np.full(make(0).v.size, np.inf), "the tensor v holds numbers that are not finite")])
+def test_a_tensor_that_does_not_fit_is_named(folder, name, tensor, value, words):
+    def change(tensors, metadata):
+        tensors.pop(tensor, None)
+        if value is not None:
+            tensors[tensor] = value
+    edit(folder / name, change)
+    with value_error(f"{name}: .*{words}"):
+        model, _ = load(folder, model_cpu)
+        write_moments(model, folder, read_state(folder)[1])
+
+
+@parametrize("name, old, new", [("config.json", b'"hidden_act": "silu"', b'"hidden_act": "gelu"'), ("config.json", b": 0.5", b": 0.4"),
+                                ("config.json", b"{", b'{"note": 1,'), ("tokenizer.json", b"\n", b"\n ")])
+def test_another_config_or_tokenizer_is_refused(folder, name, old, new):
+    write(folder / name, read(folder / name).replace(old, new))
+    with value_error(f"{name}: hidden_act is 'gelu'|{name} is not as it was saved"):
+        load(folder, model_cpu)
+
+
+def test_weights_of_another_run_are_refused(folder, tmp_path):
+    save(tmp_path / "other", make(8), TOKENIZER, RECORD)
+    os.replace(tmp_path / "other" / WEIGHTS, folder / WEIGHTS)
+    with value_error("belongs to other weights"):
+        mend(folder)
+
+
+# -- the log -------------------------------------------------------------------------------------------------
+def test_a_log_is_cut_back_to_the_step_of_the_save(tmp_path, out_text):
+    """The evaluation of that step, which is made again, goes too; and a line that a killed run has not finished."""
+    lines = [json.dumps({"step": step, key: 0.5}) for step, key in
+             [(0, "val"), (1, "loss"), (2, "loss"), (2, "val"), (3, "loss"), (3, "val"), (4, "loss")]]
+    for step, kept in (0, 0), (1, 2), (2, 3), (3, 5), (9, 6):
+        write(tmp_path / "log.jsonl", "\n".join(lines))          # the last one has no line end
+        Log(tmp_path, step).write(step=step, val=1)
+        assert read(tmp_path / "log.jsonl").decode().splitlines() == [*lines[:kept], json.dumps({"step": step, "val": 1})]
+        assert ("no record of the steps 4 to 9" in out_text()) == (step == 9)
+    write(tmp_path / "log.jsonl", "[]\n".join(lines))
+    with value_error("line 1, is no record"):
+        Log(tmp_path, 1)
+
+
+def test_the_printer(folder, out_text):
+    checkpoint.main([str(folder)])
+    words = out_text()
+    assert "step 7" in words and f"{WEIGHTS}: 22 tensors" in words and "lm_head.weight" in words

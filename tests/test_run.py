@@ -1,0 +1,279 @@
+"""A run is a folder: killed at any moment, stopped, on a full disk or resumed, it goes on with the same bits; what was
+altered is refused; and no run overwrites another.
+
+    KILLS=20 pytest tests/test_run.py       so many kills of each script
+"""
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+from cases import parametrize, read, rows, write
+from runs import JOBS, TEXT, at, finish, kill_before, prepare, read_log, refused, result_of, run, send, start
+
+import checkpoint
+import rl           # noqa: F401 (with the other scripts: so each fork has them)
+import train
+
+KILLS = int(os.environ.get("KILLS", 2))
+SEED = os.environ.get("SEED", time.time_ns())
+COMMON = "--steps 8 --save-every 3 --threads 1"
+
+
+def command(out, job="train"):
+    return f"{JOBS[job]} {COMMON} --out {out}"
+
+
+def begin_or_resume(out, job):
+    return (resume if os.path.exists(out) else command)(out, job)
+
+
+def resume(out, job="train"):
+    return f"{JOBS[job].split()[0]} --resume --out {out}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The current folder: what the runs learn from, and the run half, stopped at step 4 of 8."""
+    folder = tmp_path_factory.mktemp("runs")
+    prepare(folder)
+    write(folder / "other", TEXT[1:])
+    run(command("half"), folder, 143, at(train, "learning_rate", 4, send(signal.SIGTERM)))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+def untouched(job="train"):
+    """-> the result of a run that nobody has touched."""
+    out = f"whole-{job}"
+    if not os.path.exists(out):
+        run(command(out, job))
+    return result_of(out)
+
+
+@pytest.fixture
+def half(tmp_path):
+    """A copy of the run that was stopped at step 4."""
+    return shutil.copytree("half", tmp_path / "run")
+
+
+def goes_on(out, job="train"):
+    """Resumed, it has the bits of a run never touched."""
+    run(resume(out, job))
+    assert result_of(out) == untouched(job)
+
+
+# -- killed, stopped, no room --------------------------------------------------------------------------------
+@parametrize("job", JOBS)
+def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(tmp_path, job):
+    """Killed after some time, or before one of the calls that change the disk."""
+    expected = untouched(job)
+    rng = random.Random(f"{SEED}{job}")
+    out = tmp_path / "out"
+    kills = 0
+    code = None
+    while code != 0 or kills < KILLS:
+        if code == 0:
+            shutil.rmtree(out)                      # again from the beginning
+        moment, seconds = rng.choice([(0, rng.uniform(0, 0.4)), (rng.randint(1, 60), 0)])
+        process = start(begin_or_resume(out, job), trap=kill_before(moment))
+        if seconds and kills < KILLS:
+            time.sleep(seconds)
+            os.kill(process.pid, signal.SIGKILL)
+        code = finish(process).returncode
+        assert code in (0, -signal.SIGKILL), (SEED, process.stderr)
+        kills += code != 0
+    assert result_of(out) == expected, SEED
+    assert os.listdir(tmp_path) == [".out.lock", "out"]
+
+
+def in_a_save(source, target, rename=os.replace):
+    """os.replace, but killed where the moments are saved, and the weights would follow."""
+    if os.path.basename(target) == checkpoint.WEIGHTS:
+        send(signal.SIGKILL)()
+    rename(source, target)
+
+
+@parametrize("step, trap", [(4, at(train, "learning_rate", 2, send(signal.SIGKILL))),
+                            (6, lambda: setattr(os, "replace", in_a_save))])
+def test_a_killed_run_goes_on_from_its_last_save(half, step, trap):
+    run(resume(half), code=-signal.SIGKILL, trap=trap)
+    assert f"at step {step} of 8" in run(resume(half)).stdout
+    assert result_of(half) == untouched()
+
+
+@parametrize("job, number", [("train", signal.SIGINT), ("reinforce", signal.SIGTERM), ("dpo", signal.SIGHUP)])
+def test_a_signal_finishes_the_step_and_saves_and_a_second_one_leaves_at_once(tmp_path, job, number):
+    out = tmp_path / "out"
+    stopped = run(command(out, job), code=128 + number, trap=at(train, "learning_rate", 5, send(number)))
+    assert f"Saved {out} at step 5." in stopped.stderr
+    run(resume(out, job), code=128 + number, trap=at(train, "learning_rate", 2, send(number, number)))
+    assert [record["step"] for record in read_log(out) if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    goes_on(out, job)
+
+
+def leave():
+    """Nobody reads the output any more, as in `train.py | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    sys.stdout = os.fdopen(writer, "w")
+
+
+@parametrize("trap", [leave, lambda: setattr(sys, "stdout", None)])
+def test_output_that_nobody_reads_costs_nothing(tmp_path, trap):
+    done = run(command(tmp_path / "out"), trap=trap)
+    assert done.stderr == "" and result_of(tmp_path / "out") == untouched()
+
+
+@parametrize("size", [200, 4000, 50_000, 150_000])
+def test_a_full_disk_keeps_the_last_save(half, size):
+    """No file grows beyond so many bytes: the log, tokenizer.json, the weights, the moments do not fit."""
+    limits = size, resource.RLIM_INFINITY
+    done = run(resume(half), code=2, trap=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+    assert done.stderr == "error: Input or output failed: File too large.\n"
+    assert sorted(os.listdir(half)) == sorted(os.listdir("half"))               # what did not fit is removed
+    goes_on(half)
+
+
+@parametrize("first, named", [(2, 3), (4, 4), (6, 6)])
+def test_a_number_that_is_not_finite_ends_the_run_and_keeps_the_last_save(tmp_path, first, named):
+    """The update of step `first` breaks the weights.  Where that step is saved or evaluated, they are looked at; else
+    the next loss tells."""
+    def trap():
+        usual = train.learning_rate
+        train.learning_rate = lambda step, settings: np.nan if step + 1 == first else usual(step, settings)
+    out = tmp_path / "out"
+    assert f"step {named} is not finite" in run(command(out), code=1, trap=trap).stderr
+    goes_on(out)
+
+
+# -- altered, or of another kind -----------------------------------------------------------------------------
+@parametrize("number", range(5 * KILLS))
+def test_an_altered_file_is_refused_or_changes_nothing(half, number):
+    rng = random.Random(f"{SEED}{number}")
+    path = rng.choice(sorted(half.iterdir()))
+    raw = bytearray(read(path))
+    place = rng.randrange(len(raw))
+    raw[place] ^= 1 << rng.randrange(8)
+    write(path, bytes(raw[:rng.choice([place, len(raw)])]))
+    done = finish(start(resume(half)))
+    if done.returncode == 0:
+        log, weights = result_of(half)
+        expected = untouched()
+        assert weights == expected[1] and log[-3:] == expected[0][-3:], (SEED, path, place)
+    else:
+        assert (done.returncode, done.stderr.count("\n"), done.stderr[:7]) == (2, 1, "error: "), (SEED, path, done.stderr)
+
+
+@parametrize("change, words", [
+    (lambda metadata, settings: metadata.pop("weights"), "belongs to other weights"),
+    (lambda metadata, settings: settings.pop("steps"), "cannot be used"),
+    (lambda metadata, settings: settings.update(growth=0.25), "cannot be used")])
+def test_the_run_of_another_version_is_refused(half, change, words):
+    tensors, metadata = checkpoint.read_safetensors(half / checkpoint.STATE)
+    state = json.loads(metadata["state"])
+    change(metadata, state["settings"])
+    tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
+    checkpoint.write_safetensors(half / checkpoint.STATE, tensors, {**metadata, "state": json.dumps(state)})
+    assert words in refused(resume(half))
+
+
+def test_another_script_and_another_text_are_refused(half, tmp_path):
+    assert "is one of train.py" in refused(resume(half, "sft"))
+    write(tmp_path / "text", TEXT[1:])
+    assert "text: not what" in refused(resume(half), tmp_path)
+    assert "nothing to resume" in refused(resume(tmp_path))
+
+
+def test_a_form_of_conversations_that_was_lost_is_missed(tmp_path):
+    """Or the run would go on in another one."""
+    out = tmp_path / "out"
+    run(command(out, "sft"))
+    write(out / "tokenizer_config.json", read(out / "tokenizer_config.json").replace(b"chat_", b"cat_"))
+    assert "no chat template" in refused(resume(out, "sft"))
+
+
+# -- options beside --resume ---------------------------------------------------------------------------------
+def test_the_same_options_may_be_repeated(half):
+    run(f"{command(half)} --resume")
+    assert result_of(half) == untouched()
+
+
+@parametrize("option, words", rows("""--seed 7         | --seed 0, not 7
+                                      --dim 32         | --dim 16, not 32
+                                      --context 16     | --context 32, not 16
+                                      --batch-tokens 64 | --batch-tokens 128, not 64
+                                      --data other     | --data ['text'], not ['other']
+                                      --steps 7        | --steps 8, not 7
+                                      --base base      | --base None, not base
+                                      medium           | the preset small, not medium"""))
+def test_other_options_are_refused_by_name(option, words):
+    assert f"has {words}: a run keeps its settings" in refused(f"{resume('half')} {option}")
+
+
+@parametrize("option", ["--threads 2", "--micro-batch 1"])
+def test_what_belongs_to_the_machine_may_change(half, option):
+    assert f"note: {option.split()[0]} was " in run(f"{resume(half)} {option}").stdout
+    run(f"{resume(half)} {option}")                     # it is a setting of the run from now on
+    for ours, theirs in zip(read_log(half), untouched()[0], strict=True):
+        assert ours.get("losses") == pytest.approx(theirs.get("losses"), abs=1e-5)
+
+
+@parametrize("job, option", [("train", "--steps"), ("sft", "--epochs")])
+def test_a_finished_run_is_given_more(tmp_path, job, option):
+    """Its log goes on, and its learning rate by the longer schedule: to a tenth of the peak."""
+    out = tmp_path / "out"
+    run(f"{JOBS[job]} --lr 1e-3 --warmup 1 {option} 3 --out {out}")
+    before = read_log(out)[:-1]                         # without the last evaluation, which is made again
+    run(f"{resume(out, job)} {option} 6")
+    log = read_log(out)
+    assert log[:len(before)] == before
+    steps = [record["step"] for record in log if "loss" in record]
+    assert steps == [*range(1, 2 * before[-1]["step"] + 1)] and log[-2]["lr"] == pytest.approx(1e-4)
+
+
+# -- new runs ------------------------------------------------------------------------------------------------
+def test_a_new_run_gives_the_older_one_another_name(tmp_path):
+    out = tmp_path / "out"
+    run(command(out))
+    os.remove(out / "log.jsonl")                        # by it alone nobody may tell that there is nothing
+    run(command(out))
+    run(f"{command(out)} --save-every 100", code=-9, trap=at(train, "learning_rate", 6, send(signal.SIGKILL)))
+    assert f"is now {out}.3" in run(command(out)).stdout
+    assert result_of(f"{out}.2") == result_of(out) == untouched()
+    assert read(f"{out}.1/model.safetensors") == untouched()[1] and len(read_log(f"{out}.3")) == 7
+
+
+def test_a_run_of_no_step_is_replaced_without_a_word(tmp_path):
+    out = tmp_path / "out"
+    run(f"{command(out)} --seed 5", code=-9, trap=at(train, "learning_rate", 1, send(signal.SIGKILL)))
+    assert "earlier run" not in run(command(out)).stdout
+    assert result_of(out) == untouched() and not os.path.exists(f"{out}.1")
+
+
+def test_a_base_is_not_written_over(tmp_path):
+    before = read("base/model.safetensors")
+    os.symlink(os.path.abspath("base"), tmp_path / "link")
+    for out in "base", tmp_path / "link":
+        assert "is the base itself" in refused(f"train.py --data text --device cpu --base base --out {out}")
+    assert read("base/model.safetensors") == before
+
+
+def test_two_runs_at_once_in_one_folder(tmp_path):
+    out = tmp_path / "out"
+    process = start(command(out), trap=at(train, "learning_rate", 3, send(signal.SIGSTOP)))
+    os.waitpid(process.pid, os.WUNTRACED)
+    for other in command(out), resume(out):
+        assert "in use by another run" in refused(other)
+    os.kill(process.pid, signal.SIGCONT)
+    assert finish(process).returncode == 0 and result_of(out) == untouched()
