@@ -1,0 +1,144 @@
+"""rl.py: the gradients of both methods by finite differences of their losses, rewards, pairs; runs, as a user starts them."""
+import json
+import math
+
+import numpy as np
+import pytest
+from cases import once_a_module, parametrize, write
+from runs import read_log, refused, run
+from test_sft import OURS, parts, tune
+from test_train import T, TOKENIZER, assert_gradient, make_training, nats, open_run, random_rows
+
+import rl
+import sft
+import train
+
+PAIRS = [{"prompt": f"say {i % 30}", "chosen": f"It is {i}.", "rejected": "no " * (i % 5 + 1)} for i in range(60)]
+
+
+def log_probs(model, rows):
+    return -np.array([nats(model, row)[0] for row in rows])
+
+
+def test_reinforce_climbs_the_rewards_above_the_mean_of_each_group():
+    training = make_training()
+    model = training.model
+    rows = random_rows(2 * rl.GROUP, T + 1)
+    rewards = np.random.default_rng(0).standard_normal((2, rl.GROUP))
+    better = (rewards - rewards.mean(axis=1)[:, None]).ravel()
+    train.forward_backward(training, rows, rl.reinforce_weights(rewards.ravel()))
+    tokens = sum(nats(model, row)[1] for row in rows)
+    assert_gradient(model, model.flat_grads, lambda: -better @ log_probs(model, rows) / tokens)
+
+
+def test_dpo_prefers_what_was_chosen(tmp_path):
+    """The gradient, and what an evaluation says, of a model that has moved away from its reference."""
+    write(tmp_path / "pairs.jsonl", json.dumps(PAIRS))
+    training = make_training(data=[f"{tmp_path}/pairs.jsonl"], beta=0.3)
+    model = training.model
+    job = rl.preferring(training)
+    _, held_out = rl.read_pairs(TOKENIZER, training.settings, T)
+    parts = [job.batch(2)[0], sum(held_out, [])]
+    references = [log_probs(model, rows) for rows in parts]
+
+    def margins(i):
+        ratio = log_probs(model, parts[i]) - references[i]
+        return 0.3 * (ratio[::2] - ratio[1::2])
+    model.flat_params *= 1.1
+    z = margins(1)
+    found = job.evaluate(0)
+    assert [found["dpo"], found["accuracy"], found["margin"]] == pytest.approx([np.log(1 + np.exp(-z)).mean(), (z > 0).mean(), z.mean()])
+    train.forward_backward(training, *job.batch(2))
+    assert_gradient(model, model.flat_grads, lambda: np.log(1 + np.exp(-margins(0))).mean())
+
+
+@parametrize("name, arguments, value", [
+    ("sentence", ("", "The cat sat.", 5, True), 1), ("sentence", ("", "The cat sat.", 5, False), 0), ("sentence", ("", "No!", 4, True), 0),
+    ("sentence", ("", "Is it? Yes.", 24, True), 0), ("sentence", ("", "So so.", 25, True), 0), ("echo", ("Which PLANET?", "my planets", 1, False), 1),
+    ("echo", ("Which moon?", "a moon", 2, True), 0), ("short", ("", "yes", 10, True), 0.75), ("short", ("", "yes", 10, False), 0)])
+def test_rewards(name, arguments, value):
+    assert rl.find_reward(name)(*arguments) == value
+
+
+def test_rows_of_a_pair(capsys):
+    """Only the last answers are learned.  What is cut is counted, and pairs that it makes equal are left out."""
+    rows, cut = rl.pair_rows(OURS, (("S", [("Q", "A"), ("R", "yes")]), "no"), 99)
+    prompt = "<|user|>S\n\nQ<|end|><|assistant|>A<|end|><|user|>R<|end|><|assistant|>"
+    assert [parts(OURS, row) for row in rows] == [[prompt, "yes<|end|>"], [prompt, "no<|end|>"]] and not cut
+    pairs = [((None, [("q", answer)]), "x" * 30) for answer in ("yes", "x" * 30, "x" * 29)]
+    [batch] = rl.pair_batches(OURS, pairs, make_training().settings, T)
+    assert len(batch) == 2 and "3 pairs; 3 are cut to the window, and 2 whose" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------------------------------
+@once_a_module
+def tuned(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("rl"))
+        yield tune()
+
+
+def test_what_is_drawn_and_rewarded(tuned):
+    calls = []
+    asked = [(None, "say 3")] * 9 + [("S", "Q")]
+    rows, rewards, texts = rl.draw_answers(tuned, lambda *call: calls.append(call) or len(calls), asked, [5, 1])
+    for row, (system, question), text, call in zip(rows, asked, texts, calls):
+        prompt, answer = parts(tuned.tokenizer, row)
+        assert prompt == tuned.tokenizer.decode(tuned.tokenizer.prompt(question, None, system)) and answer.startswith(text)
+        assert call == (question, text, (row[0][row[1]] < 268).sum(), answer == text + "<|end|>")
+    assert rewards.tolist() == [*range(1, 11)]
+    again, other = [rl.draw_answers(tuned, rl.short, asked, [5, step])[2] for step in (1, 2)]
+    assert again == texts != other and len({*texts}) > 5
+
+
+def test_a_reinforce_run_is_this_loop(tuned):
+    write("mine.py", "def mine(prompt, answer, tokens, ended):\n    return answer.count('i') + tokens / 8")
+    run("rl.py --base tuned --reward mine.py:mine --steps 3 --eval-every 1 --batch-tokens 1024 --lr 0.01 --out climbed")
+    training = open_run("climbed", "rl.py")
+    model = training.model
+    log = read_log("climbed")
+    learned, unseen = sft.read_conversations(training.settings)
+    asked = [opening for opening in dict.fromkeys(map(sft.opening, unseen)) for _ in range(16)]
+    rows, rewards, _ = rl.draw_answers(training, rl.find_reward("mine.py:mine"), asked, 0)
+    kl = (log_probs(model, rows) - log_probs(tuned.model, rows)).sum() / train.learned(rows)
+    forgotten = np.divide(*sum(nats(model, sft.make_row(tuned.tokenizer, talk, 32)) for talk in unseen))
+    assert [log[-1][name] for name in ("reward", "kl", "forgotten")] == pytest.approx([rewards.mean(), kl, forgotten], rel=1e-3)
+    assert log[0]["kl"] == 0 < kl
+    after = model.flat_params.copy()
+    model.write(model.flat_params, tuned.model.flat_params)
+    model.m[...] = model.v[...] = model.step = 0
+    batch = rl.reinforcing(training).batch
+    questions = set()
+    for record in log:
+        if "lr" in record:
+            rows, weights = batch(model.step)
+            prompts = [parts(tuned.tokenizer, row)[0] for row in rows]
+            assert prompts == prompts[:1] * 16 + prompts[16:17] * 16
+            questions.update(prompts)
+            losses = train.forward_backward(training, rows, weights)
+            assert record["loss"] == pytest.approx(losses[0], rel=1e-3, abs=1e-6)
+            model.update(train.learning_rate(model.step, training.settings), decay=0)
+    np.testing.assert_allclose(model.flat_params, after, atol=1e-5)
+    assert len(questions) == 6 and questions <= {f"<|user|>{question}<|end|><|assistant|>" for _, [(question, _)] in learned}
+
+
+def test_a_run_on_pairs(tuned):
+    """All pairs once.  The reference is the base, also in a run that is opened again."""
+    write("pairs.jsonl", "\n".join(map(json.dumps, PAIRS)))
+    run("rl.py --base tuned --data pairs.jsonl --batch-tokens 256 --lr 0.002 --out dpo")
+    training = open_run("dpo", "rl.py")
+    first, *_, last = [record for record in read_log("dpo") if "margin" in record]
+    assert [first["dpo"], first["accuracy"], first["margin"]] == [pytest.approx(math.log(2)), 0.5, 0] and last["dpo"] < 0.6
+    assert rl.preferring(training).evaluate(0)["margin"] == pytest.approx(last["margin"], rel=1e-4)
+    learned, held_out = rl.read_pairs(training.tokenizer, training.settings, 32)
+    assert training.model.step == len(learned) and sum(map(len, learned + held_out)) == 120
+
+
+@parametrize("options, words", [
+    ("--beta 1", "--beta is not for --method reinforce"), ("--method dpo --reward echo", "--reward is not for --method dpo"),
+    ("--reward none", "must be sentence, echo, short or FILE.py:NAME"), ("--reward bad.py:bad", "bad.py:bad cannot be used (IndexError: ")])
+def test_what_cannot_be_is_one_sentence(tuned, options, words):
+    write("bad.py", "def bad(prompt, answer, tokens, ended):\n    return answer[99]")
+    assert words in refused(f"rl.py --base tuned --out new {options}")

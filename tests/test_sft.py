@@ -1,0 +1,145 @@
+"""sft.py: conversations, what of them is learned, batches; runs, as a user starts them."""
+import itertools
+import json
+
+import numpy as np
+import pytest
+from cases import once_a_module, parametrize, value_error, write
+from runs import read_log, refused, run
+from test_train import T, open_run, train_base
+
+import checkpoint
+import script
+import sft
+import train
+from model_cpu import Model
+from tokenizer import CHATML_PARTS, SPECIAL_TOKENS, Tokenizer
+
+
+def bytes_and(*special):
+    """A tokenizer of the 256 bytes and of special tokens."""
+    tokens = [bytes([i]) for i in range(256)] + [name.encode() for name in special]
+    return Tokenizer(tokens, {}, {name: 256 + i for i, name in enumerate(special)})
+
+
+OURS = bytes_and(*SPECIAL_TOKENS)
+CHATML = bytes_and("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML.template = "".join(CHATML_PARTS)
+
+
+def messages(*said):
+    """"user Hi", "assistant Yo" -> a record."""
+    return {"messages": [dict(zip(["role", "content"], text.split(" ", 1))) for text in said]}
+
+
+TURNS = [("Hi", "Yo"), ("<|end|>?", "No.")]
+TALK = messages("system Be kind", "user Hi", "assistant Yo", "user <|end|>?", "assistant No.")
+
+
+@parametrize("record, conversation", [
+    ({"instruction": "Q\n", "output": " A"}, (None, [("Q\n", " A")])),
+    ({"instruction": "Q", "input": "", "output": "A"}, (None, [("Q", "A")])),
+    ({"instruction": "Q", "input": "I", "output": "A"}, (None, [("Q\n\nI", "A")])),
+    (TALK, ("Be kind", TURNS))])
+def test_a_record_is_a_conversation(record, conversation):
+    assert script.make_turns(record) == conversation
+
+
+@parametrize("record", [
+    7, {"instruction": "Q"}, {"instruction": "Q", "output": " \n"}, {"instruction": "Q", "output": 1}, messages("system S"),
+    messages("user Q"), messages("user Q", "user R")])
+def test_another_record_is_refused_by_its_number(tmp_path, record):
+    write(tmp_path / "x.json", json.dumps([TALK, record]))
+    with value_error("x.json, record 2, cannot be used"):
+        script.read_records([f"{tmp_path}/x.json"], script.make_turns)
+
+
+def parts(tokenizer, row):
+    """A row as texts, which are read and learned in turn."""
+    return [tokenizer.decode([i for i, _ in group]) for _, group in itertools.groupby(zip(*row), lambda pair: pair[1])]
+
+
+def test_answers_and_their_ends_are_learned():
+    """By hand.  A text never becomes a special token."""
+    row = sft.make_row(OURS, ("Be kind", TURNS), 999)
+    assert parts(OURS, row) == ["<|user|>Be kind\n\nHi<|end|><|assistant|>", "Yo<|end|>", "<|user|><|end|>?<|end|><|assistant|>", "No.<|end|>"]
+    assert (row[0] == OURS.end_of_turn).sum() == 4
+    row = sft.make_row(CHATML, ("Be kind", TURNS), 999)
+    assert parts(CHATML, row) == ["<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Yo<|im_end|>",
+                                  "\n<|im_start|>user\n<|end|>?<|im_end|>\n<|im_start|>assistant\n", "No.<|im_end|>"]
+    for talk in (None, TURNS), (None, [("x" * 99 + "yz", "abcdefgh")]):
+        ids, mask = sft.make_row(OURS, talk, T)
+        assert len(ids) == len(mask) == T + 1
+    assert parts(OURS, (ids, mask)) == ["<|user|>xxxxxxxyz<|end|><|assistant|>", "abcde"]
+
+
+def test_no_opening_is_both_learned_and_held_out():
+    openings = [i * i % 157 for i in range(400)]
+    learned, held_out = sft.hold_out([*range(400)], openings, 3)
+    assert sorted(learned + held_out) == [*range(400)]
+    seen, unseen = [{openings[i] for i in part} for part in (learned, held_out)]
+    assert not seen & unseen and len(unseen) == len({*openings}) // 10
+    assert sft.hold_out([*range(400)], openings, 4)[1] != held_out
+    with value_error("one prompt only"):
+        sft.hold_out([1, 2], "aa", 0)
+
+
+def test_an_epoch_has_each_row_once_in_batches_of_one_length():
+    lengths = 8 * np.random.default_rng(0).integers(1, 30, 500)
+    plans = [sft.plan_epoch(lengths, 200, *numbers) for numbers in ((5, 0), (5, 0), (5, 1), (6, 0))]
+    for plan in plans:
+        assert sorted(np.concatenate(plan)) == [*range(500)]
+        sizes = [lengths[batch].max() * len(batch) for batch in plan]
+        assert max(sizes) < 240 and sum(sizes) < 1.1 * sum(lengths) and sizes != sorted(sizes)
+    first, again, *others = [[batch.tolist() for batch in plan] for plan in plans]
+    assert first == again and first not in others and {*map(len, others)} == {len(first)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------------------------------
+def tune():
+    """A model that was trained and then fine-tuned on the records that go with its text."""
+    records = [{"instruction": f"say {i % 30}", "output": f"It is {i} and {i}."[:7 + i % 9]} for i in range(60)]
+    write("text-chat.json", json.dumps(records))
+    train_base()
+    run("sft.py --base base --batch-tokens 128 --epochs 2 --lr 0.01 --seed 5 --out tuned")
+    return open_run("tuned", "sft.py")
+
+
+@once_a_module
+def tuned(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("sft"))
+        yield tune()
+
+
+def test_a_run_is_this_loop(tuned):
+    """Two epochs over all that is not held out, from the base's weights."""
+    batch = sft.fine_tuning(tuned).batch
+    model, _ = checkpoint.load("base", train.model_cpu, {"dtype": np.float32, "optimizer": "muon"})
+    model.step = 0
+    learned, _ = sft.read_conversations(tuned.settings)
+    read = []
+    for record in read_log("tuned"):
+        if "lr" in record:
+            rows, _ = batch(model.step)
+            read += ["".join(parts(tuned.tokenizer, row)) for row in rows]
+            losses = model.forward(*train.make_batch(rows, 32, 4))
+            model.backward()
+            model.update(train.learning_rate(model.step, tuned.settings))
+            assert record["loss"] == pytest.approx(losses[0], rel=1e-3)
+    assert sorted(read) == sorted(f"<|user|>{question}<|end|><|assistant|>{answer}<|end|>" for _, [(question, answer)] in learned * 2)
+    assert [tuned.settings.lr, tuned.settings.warmup] == [0.01, model.step // 10]
+    run("sft.py --base base --steps 3 --out three")
+    assert read_log("three")[-1]["step"] == 3
+
+
+def test_what_is_learned_is_shown_in_the_form_that_the_base_has_the_tokens_for(tuned):
+    tokenizers = {"theirs": bytes_and("</s>", "<|im_start|>", "<|im_end|>"), "none": bytes_and("</s>")}
+    for name, tokenizer in tokenizers.items():
+        checkpoint.save(name, Model(tuned.model.config), tokenizer, {})
+    show = "sft.py --data text-chat.json --show 1 --base "
+    assert run(show + "tuned").stdout == "--- example 1: 8 of 16 tokens are learned\n<|user|>say 0<|end|><|assistant|>[It is 0<|end|>]\n"
+    assert run(show + "theirs").stdout.endswith("<|im_start|>user\nsay 0<|im_end|>\n<|im_start|>assistant\n[It is 0<|im_end|>]\n")
+    assert "no special token <|im_" in refused(show + "none")
