@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from cases import once_a_module, parametrize, write
+from cases import once_a_module, parametrize, rows, write
 from runs import read_log, refused, run
 from test_sft import OURS, parts, tune
 from test_train import T, TOKENIZER, assert_gradient, make_training, nats, open_run, random_rows
@@ -35,6 +35,7 @@ def test_dpo_prefers_what_was_chosen(tmp_path):
     """The gradient, and what an evaluation says, of a model that has moved away from its reference."""
     write(tmp_path / "pairs.jsonl", json.dumps(PAIRS))
     training = make_training(data=[f"{tmp_path}/pairs.jsonl"], beta=0.3)
+    training.settings.batch_tokens = 8 * T
     model = training.model
     job = rl.preferring(training)
     _, held_out = rl.read_pairs(TOKENIZER, training.settings, T)
@@ -52,22 +53,27 @@ def test_dpo_prefers_what_was_chosen(tmp_path):
     assert_gradient(model, model.flat_grads, lambda: np.log(1 + np.exp(-margins(0))).mean())
 
 
-@parametrize("name, arguments, value", [
-    ("sentence", ("", "The cat sat.", 5, True), 1), ("sentence", ("", "The cat sat.", 5, False), 0), ("sentence", ("", "No!", 4, True), 0),
-    ("sentence", ("", "Is it? Yes.", 24, True), 0), ("sentence", ("", "So so.", 25, True), 0), ("echo", ("Which PLANET?", "my planets", 1, False), 1),
-    ("echo", ("Which moon?", "a moon", 2, True), 0), ("short", ("", "yes", 10, True), 0.75), ("short", ("", "yes", 10, False), 0)])
-def test_rewards(name, arguments, value):
-    assert rl.find_reward(name)(*arguments) == value
+@parametrize("name, question, answer, tokens, ended, value", rows("""
+    sentence | -       | So so.    | 5  | yes | 1
+    sentence | -       | So so.    | 5  |     | 0
+    sentence | -       | So? So.   | 5  | yes | 0
+    sentence | -       | So so.    | 25 | yes | 0
+    echo     | PLANET? | A planet. | 2  |     | 1
+    echo     | A moon? | A moon.   | 2  |     | 0
+    short    | -       | yes       | 10 | yes | 0.75
+    short    | -       | yes       | 10 |     | 0"""))
+def test_rewards(name, question, answer, tokens, ended, value):
+    assert rl.find_reward(name)(question, answer, int(tokens), bool(ended)) == float(value)
 
 
 def test_rows_of_a_pair(capsys):
-    """Only the last answers are learned.  What is cut is counted, and pairs that it makes equal are left out."""
+    """Only the last answers are learned.  What is cut is counted, and pairs that are equal in the window are left out."""
     rows, cut = rl.pair_rows(OURS, (("S", [("Q", "A"), ("R", "yes")]), "no"), 99)
     prompt = "<|user|>S\n\nQ<|end|><|assistant|>A<|end|><|user|>R<|end|><|assistant|>"
     assert [parts(OURS, row) for row in rows] == [[prompt, "yes<|end|>"], [prompt, "no<|end|>"]] and not cut
-    pairs = [((None, [("q", answer)]), "x" * 30) for answer in ("yes", "x" * 30, "x" * 29)]
-    [batch] = rl.pair_batches(OURS, pairs, make_training().settings, T)
-    assert len(batch) == 2 and "3 pairs; 3 are cut to the window, and 2 whose" in capsys.readouterr().out
+    answers = ("x" * 30, "no"), ("x" * 30, "x" * 29), ("no", "no")
+    [batch] = rl.pair_batches(OURS, [((None, [("q", chosen)]), rejected) for chosen, rejected in answers], make_training().settings, T)
+    assert len(batch) == 2 and "3 pairs; 2 are cut to the window, and 2 whose" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,16 +92,15 @@ def test_what_is_drawn_and_rewarded(tuned):
     rows, rewards, texts = rl.draw_answers(tuned, lambda *call: calls.append(call) or len(calls), asked, [5, 1])
     for row, (system, question), text, call in zip(rows, asked, texts, calls):
         prompt, answer = parts(tuned.tokenizer, row)
-        assert prompt == tuned.tokenizer.decode(tuned.tokenizer.prompt(question, None, system)) and answer.startswith(text)
-        assert call == (question, text, (row[0][row[1]] < 268).sum(), answer == text + "<|end|>")
-    assert rewards.tolist() == [*range(1, 11)]
+        assert prompt == tuned.tokenizer.decode(tuned.tokenizer.prompt(question, None, system))
+        assert answer.startswith(text) and call == (question, text, (row[0][row[1]] < 268).sum(), answer == text + "<|end|>")
     again, other = [rl.draw_answers(tuned, rl.short, asked, [5, step])[2] for step in (1, 2)]
-    assert again == texts != other and len({*texts}) > 5
+    assert rewards.tolist() == [*range(1, 11)] and again == texts != other and len({*texts}) > 5
 
 
 def test_a_reinforce_run_is_this_loop(tuned):
     write("mine.py", "def mine(prompt, answer, tokens, ended):\n    return answer.count('i') + tokens / 8")
-    run("rl.py --base tuned --reward mine.py:mine --steps 3 --eval-every 1 --batch-tokens 1024 --lr 0.01 --out climbed")
+    run("rl.py --base tuned --reward mine.py:mine --steps 3 --batch-tokens 1024 --lr 0.01 --out climbed")
     training = open_run("climbed", "rl.py")
     model = training.model
     log = read_log("climbed")
@@ -106,22 +111,19 @@ def test_a_reinforce_run_is_this_loop(tuned):
     forgotten = np.divide(*sum(nats(model, sft.make_row(tuned.tokenizer, talk, 32)) for talk in unseen))
     assert [log[-1][name] for name in ("reward", "kl", "forgotten")] == pytest.approx([rewards.mean(), kl, forgotten], rel=1e-3)
     assert log[0]["kl"] == 0 < kl
-    after = model.flat_params.copy()
     model.write(model.flat_params, tuned.model.flat_params)
     model.m[...] = model.v[...] = model.step = 0
     batch = rl.reinforcing(training).batch
-    questions = set()
+    prompts = []
     for record in log:
         if "lr" in record:
             rows, weights = batch(model.step)
-            prompts = [parts(tuned.tokenizer, row)[0] for row in rows]
-            assert prompts == prompts[:1] * 16 + prompts[16:17] * 16
-            questions.update(prompts)
+            prompts += [parts(tuned.tokenizer, row)[0] for row in rows]
             losses = train.forward_backward(training, rows, weights)
             assert record["loss"] == pytest.approx(losses[0], rel=1e-3, abs=1e-6)
-            model.update(train.learning_rate(model.step, training.settings), decay=0)
-    np.testing.assert_allclose(model.flat_params, after, atol=1e-5)
-    assert len(questions) == 6 and questions <= {f"<|user|>{question}<|end|><|assistant|>" for _, [(question, _)] in learned}
+            model.update(record["lr"], decay=0)
+    assert prompts == np.repeat(prompts[::16], 16).tolist() and len({*prompts}) == 6
+    assert {*prompts} <= {f"<|user|>{question}<|end|><|assistant|>" for _, [(question, _)] in learned}
 
 
 def test_a_run_on_pairs(tuned):
