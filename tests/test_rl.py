@@ -39,25 +39,23 @@ def test_dpo_prefers_what_was_chosen(tmp_path):
     model = training.model
     job = rl.preferring(training)
     _, held_out = rl.read_pairs(TOKENIZER, training.settings, T)
-    parts = [job.batch(2)[0], sum(held_out, [])]
-    references = [log_probs(model, rows) for rows in parts]
 
-    def margins(i):
-        ratio = log_probs(model, parts[i]) - references[i]
-        return 0.3 * (ratio[::2] - ratio[1::2])
+    def ratios(rows):
+        return log_probs(model, rows).reshape(-1, 2) @ [0.3, -0.3]
+    sides = [job.batch(2)[0], sum(held_out, [])]
+    learned, unseen = map(ratios, sides)
     model.flat_params *= 1.1
-    z = margins(1)
-    found = job.evaluate(0)
-    assert [found["dpo"], found["accuracy"], found["margin"]] == pytest.approx([np.log(1 + np.exp(-z)).mean(), (z > 0).mean(), z.mean()])
+    z = ratios(sides[1]) - unseen
+    record = job.evaluate(0)
+    assert [record["dpo"], record["accuracy"], record["margin"]] == pytest.approx([np.log(1 + np.exp(-z)).mean(), (z > 0).mean(), z.mean()])
     train.forward_backward(training, *job.batch(2))
-    assert_gradient(model, model.flat_grads, lambda: np.log(1 + np.exp(-margins(0))).mean())
+    assert_gradient(model, model.flat_grads, lambda: np.log(1 + np.exp(learned - ratios(sides[0]))).mean())
 
 
 @parametrize("name, question, answer, tokens, ended, value", rows("""
     sentence | -       | So so.    | 5  | yes | 1
     sentence | -       | So so.    | 5  |     | 0
     sentence | -       | So? So.   | 5  | yes | 0
-    sentence | -       | So so.    | 25 | yes | 0
     echo     | PLANET? | A planet. | 2  |     | 1
     echo     | A moon? | A moon.   | 2  |     | 0
     short    | -       | yes       | 10 | yes | 0.75
@@ -86,42 +84,38 @@ def tuned(tmp_path_factory):
         yield tune()
 
 
-def test_what_is_drawn_and_rewarded(tuned):
-    calls = []
+def test_what_is_drawn(tuned):
+    """A reward gets the texts and more (tests/test_silent.py)."""
     asked = [(None, "say 3")] * 9 + [("S", "Q")]
-    rows, rewards, texts = rl.draw_answers(tuned, lambda *call: calls.append(call) or len(calls), asked, [5, 1])
-    for row, (system, question), text, call in zip(rows, asked, texts, calls):
-        prompt, answer = parts(tuned.tokenizer, row)
-        assert prompt == tuned.tokenizer.decode(tuned.tokenizer.prompt(question, None, system))
-        assert answer.startswith(text) and call == (question, text, (row[0][row[1]] < 268).sum(), answer == text + "<|end|>")
-    again, other = [rl.draw_answers(tuned, rl.short, asked, [5, step])[2] for step in (1, 2)]
-    assert rewards.tolist() == [*range(1, 11)] and again == texts != other and len({*texts}) > 5
+    draws = [rl.draw_answers(tuned, lambda prompt, answer, *more: len(answer), asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
+    for rows, rewards, texts in draws:
+        assert rewards.tolist() == [*map(len, texts)]
+        for row, (system, question), text in zip(rows, asked, texts):
+            prompt, answer = parts(tuned.tokenizer, row)
+            assert prompt == tuned.tokenizer.decode(tuned.tokenizer.prompt(question, None, system)) and answer.startswith(text)
+    first, again, other = [texts for *_, texts in draws]
+    assert first == again != other and len({*first}) > 5
 
 
-def test_a_reinforce_run_is_this_loop(tuned):
+def test_a_run_for_rewards(tuned):
+    """Groups of answers to prompts that are not held out, by AdamW without decay; an evaluation answers those that are."""
     write("mine.py", "def mine(prompt, answer, tokens, ended):\n    return answer.count('i') + tokens / 8")
     run("rl.py --base tuned --reward mine.py:mine --steps 3 --batch-tokens 1024 --lr 0.01 --out climbed")
     training = open_run("climbed", "rl.py")
     model = training.model
-    log = read_log("climbed")
+    start, first, *_, last = read_log("climbed")
     learned, unseen = sft.read_conversations(training.settings)
     asked = [opening for opening in dict.fromkeys(map(sft.opening, unseen)) for _ in range(16)]
     rows, rewards, _ = rl.draw_answers(training, rl.find_reward("mine.py:mine"), asked, 0)
     kl = (log_probs(model, rows) - log_probs(tuned.model, rows)).sum() / train.learned(rows)
     forgotten = np.divide(*sum(nats(model, sft.make_row(tuned.tokenizer, talk, 32)) for talk in unseen))
-    assert [log[-1][name] for name in ("reward", "kl", "forgotten")] == pytest.approx([rewards.mean(), kl, forgotten], rel=1e-3)
-    assert log[0]["kl"] == 0 < kl
+    assert [last["reward"], last["kl"], last["forgotten"]] == pytest.approx([rewards.mean(), kl, forgotten], rel=1e-3)
+    assert start["kl"] == 0 < kl and [model.optimizer, training.settings.decay] == ["adamw", 0]
     model.write(model.flat_params, tuned.model.flat_params)
-    model.m[...] = model.v[...] = model.step = 0
     batch = rl.reinforcing(training).batch
-    prompts = []
-    for record in log:
-        if "lr" in record:
-            rows, weights = batch(model.step)
-            prompts += [parts(tuned.tokenizer, row)[0] for row in rows]
-            losses = train.forward_backward(training, rows, weights)
-            assert record["loss"] == pytest.approx(losses[0], rel=1e-3, abs=1e-6)
-            model.update(record["lr"], decay=0)
+    rows, weights = batch(0)
+    assert first["loss"] == pytest.approx(-weights @ log_probs(model, rows) / train.learned(rows), rel=1e-3)
+    prompts = [parts(tuned.tokenizer, row)[0] for step in range(3) for row in batch(step)[0]]
     assert prompts == np.repeat(prompts[::16], 16).tolist() and len({*prompts}) == 6
     assert {*prompts} <= {f"<|user|>{question}<|end|><|assistant|>" for _, [(question, _)] in learned}
 
@@ -139,8 +133,7 @@ def test_a_run_on_pairs(tuned):
 
 
 @parametrize("options, words", [
-    ("--beta 1", "--beta is not for --method reinforce"), ("--method dpo --reward echo", "--reward is not for --method dpo"),
-    ("--reward none", "must be sentence, echo, short or FILE.py:NAME"), ("--reward bad.py:bad", "bad.py:bad cannot be used (IndexError: ")])
+    ("--beta 1", "--beta is not for --method reinforce"), ("--reward bad.py:bad", "bad.py:bad cannot be used (IndexError: ")])
 def test_what_cannot_be_is_one_sentence(tuned, options, words):
     write("bad.py", "def bad(prompt, answer, tokens, ended):\n    return answer[99]")
     assert words in refused(f"rl.py --base tuned --out new {options}")

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from cases import once_a_module, parametrize, value_error, write
 from runs import read_log, refused, run
-from test_train import T, open_run, train_base
+from test_train import T, nats, open_run, train_base
 
 import checkpoint
 import script
 import sft
 import train
 from model_cpu import Model
-from tokenizer import CHATML_PARTS, SPECIAL_TOKENS, Tokenizer
+from tokenizer import SPECIAL_TOKENS, Tokenizer
 
 
 def bytes_and(*special):
@@ -23,8 +23,6 @@ def bytes_and(*special):
 
 
 OURS = bytes_and(*SPECIAL_TOKENS)
-CHATML = bytes_and("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHATML.template = "".join(CHATML_PARTS)
 
 
 def messages(*said):
@@ -38,7 +36,6 @@ TALK = messages("system Be kind", "user Hi", "assistant Yo", "user <|end|>?", "a
 
 @parametrize("record, conversation", [
     ({"instruction": "Q\n", "output": " A"}, (None, [("Q\n", " A")])),
-    ({"instruction": "Q", "input": "", "output": "A"}, (None, [("Q", "A")])),
     ({"instruction": "Q", "input": "I", "output": "A"}, (None, [("Q\n\nI", "A")])),
     (TALK, ("Be kind", TURNS))])
 def test_a_record_is_a_conversation(record, conversation):
@@ -63,9 +60,6 @@ def test_answers_and_their_ends_are_learned():
     row = sft.make_row(OURS, ("Be kind", TURNS), 999)
     assert parts(OURS, row) == ["<|user|>Be kind\n\nHi<|end|><|assistant|>", "Yo<|end|>", "<|user|><|end|>?<|end|><|assistant|>", "No.<|end|>"]
     assert (row[0] == OURS.end_of_turn).sum() == 4
-    row = sft.make_row(CHATML, ("Be kind", TURNS), 999)
-    assert parts(CHATML, row) == ["<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Yo<|im_end|>",
-                                  "\n<|im_start|>user\n<|end|>?<|im_end|>\n<|im_start|>assistant\n", "No.<|im_end|>"]
     for talk in (None, TURNS), (None, [("x" * 99 + "yz", "abcdefgh")]):
         ids, mask = sft.make_row(OURS, talk, T)
         assert len(ids) == len(mask) == T + 1
@@ -111,25 +105,19 @@ def tuned(tmp_path_factory):
         yield tune()
 
 
-def test_a_run_is_this_loop(tuned):
-    """Two epochs over all that is not held out, from the base's weights."""
-    batch = sft.fine_tuning(tuned).batch
-    model, _ = checkpoint.load("base", train.model_cpu, {"dtype": np.float32, "optimizer": "muon"})
-    model.step = 0
-    read = []
-    for record in read_log("tuned"):
-        if "lr" in record:
-            rows, _ = batch(model.step)
-            read += ["".join(parts(tuned.tokenizer, row)) for row in rows]
-            losses = model.forward(*train.make_batch(rows, 32, 4))
-            model.backward()
-            model.update(train.learning_rate(model.step, tuned.settings))
-            assert record["loss"] == pytest.approx(losses[0], rel=1e-3)
-    learned, _ = sft.read_conversations(tuned.settings)
+def test_a_run(tuned):
+    """Two epochs over all that is not held out, from the base's weights; the loss is that of what is held out."""
+    learned, unseen = sft.read_conversations(tuned.settings)
     texts = [f"<|user|>{question}<|end|><|assistant|>{answer}<|end|>" for _, [(question, answer)] in learned]
+    batch = sft.fine_tuning(tuned).batch
+    read = ["".join(parts(tuned.tokenizer, row)) for step in range(tuned.model.step) for row in batch(step)[0]]
     halves = [read[:len(texts)], read[len(texts):]]
     assert [*map(sorted, halves)] == [sorted(texts)] * 2 and halves[0] != halves[1]
-    assert [tuned.settings.lr, tuned.settings.warmup] == [0.01, model.step // 10]
+    assert tuned.settings.warmup == tuned.model.step // 10
+    base, _ = checkpoint.load("base", train.model_cpu)
+    first, *_, last = [record["val_loss"] for record in read_log("tuned") if "val" in record]
+    expected = [np.divide(*sum(nats(model, sft.make_row(tuned.tokenizer, talk, 32)) for talk in unseen)) for model in (base, tuned.model)]
+    assert [first, last] == pytest.approx(expected, rel=1e-4) and last < first
 
 
 def test_what_is_learned_is_shown_in_the_form_that_the_base_has_the_tokens_for(tuned):
