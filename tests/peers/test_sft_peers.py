@@ -1,4 +1,4 @@
-"""sft.py and train.py against judges that others wrote: a twin in PyTorch on the same batches, and transformers' apply_chat_template."""
+"""sft.py against judges that others wrote: transformers' apply_chat_template, and a twin in PyTorch on the same batches."""
 import os
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # read by transformers when it is imported
@@ -11,6 +11,7 @@ import test_model_peers as peers
 import torch
 import torch_twin
 import transformers
+from runs import read_log, run
 
 import checkpoint
 import model_cpu
@@ -19,115 +20,64 @@ import sft
 import train
 from tokenizer import Tokenizer
 
-STEPS, T = 300, 128
 TEXTS = [*peers.TEXTS.values(), "What is a cat?", "An animal.", " leading", "trailing ", "\nlines\n\n", "{{ x }} {% if %}"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The chat template
-# ---------------------------------------------------------------------------------------------------------------------
 @once_a_module
-def folder(tmp_path_factory):
-    """A fine-tuned checkpoint, as far as its files go."""
+def tokenizers(tmp_path_factory):
+    """Ours of a fine-tuned checkpoint, and what transformers loads there."""
     path = str(tmp_path_factory.mktemp("checkpoint"))
     model = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32)
     checkpoint.save(path, model, Tokenizer.train(TEXTS * 3, 400), {}, chat=True)
-    return path
+    return checkpoint.read_tokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
 
 
-def test_apply_chat_template_gives_our_ids(folder):
-    ours, theirs = Tokenizer.load(f"{folder}/tokenizer.json"), transformers.AutoTokenizer.from_pretrained(folder)
-    rng, several = random.Random(0), 0
+def both(tokenizers, messages):
+    """-> the ids of a conversation, ours and theirs, as lists."""
+    ours, theirs = tokenizers
+    ids, _ = sft.make_row(ours, script.make_turns({"messages": messages}), 1 << 20)
+    return ids.tolist(), theirs.apply_chat_template(messages, return_dict=False)
+
+
+def test_apply_chat_template_gives_our_ids(tokenizers):
+    rng = random.Random(0)
     for _ in range(500):
         messages = [{"role": "system", "content": rng.choice(TEXTS)}] * (rng.random() < 0.3)
         for _ in range(rng.randint(1, 4)):
-            question, said = rng.choice(TEXTS), rng.choice(TEXTS[:4])
-            messages = [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": said}]
-        turns = sft.make_turns({"messages": messages})
-        ids, _, cut = sft.make_example(ours, turns, 1 << 20)
-        assert theirs.apply_chat_template(messages, return_dict=False) == ids.tolist() and not cut, messages
-        several += len(turns) > 2
-    assert several > 100
+            messages.append({"role": "user", "content": rng.choice(TEXTS)})
+            messages.append({"role": "assistant", "content": rng.choice(TEXTS[:4])})
+        ours, theirs = both(tokenizers, messages)
+        assert ours == theirs, messages
 
 
-def test_a_typed_special_token_is_text_here_alone(folder):
-    """The one difference, which sft.py tells of: transformers looks for special tokens in the finished text."""
-    ours, theirs = Tokenizer.load(f"{folder}/tokenizer.json"), transformers.AutoTokenizer.from_pretrained(folder)
-    messages = [{"role": "user", "content": "say <|end|>"}, {"role": "assistant", "content": "no"}]
-    ids, _, _ = sft.make_example(ours, sft.make_turns({"messages": messages}), 1 << 20)
-    told = theirs.apply_chat_template(messages, return_dict=False)
-    assert [list(some).count(ours.special["<|end|>"]) for some in (ids, told)] == [2, 3]
-    assert ours.decode(ids) == ours.decode(told)
+def test_a_typed_special_token_is_text_here_alone(tokenizers):
+    """The one difference: transformers looks for special tokens in the finished text."""
+    ours, theirs = both(tokenizers, [{"role": "user", "content": "say <|end|>"}, {"role": "assistant", "content": "no"}])
+    tokenizer, _ = tokenizers
+    assert [ids.count(tokenizer.end_of_turn) for ids in (ours, theirs)] == [2, 3]
+    assert tokenizer.decode(ours) == tokenizer.decode(theirs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A twin in PyTorch, trained on the same batches from the same weights
-# ---------------------------------------------------------------------------------------------------------------------
-def settings(lr):
-    return train.Settings("small", STEPS, 512, lr, warmup=50, mtp_weight=0.3, eval_every=1, save_every=1, precision="fp32",
-                          optimizer="adamw", micro_batch=8, threads=2)
+def test_a_twin_fine_tuned_on_the_same_batches_is_as_good(tmp_path, monkeypatch):
+    """On the English inside Python and the questions that go with it, from the same weights."""
+    monkeypatch.chdir(tmp_path)
+    run("train.py --steps 100 --batch-tokens 512 --eval-every 100 --out base")
+    run("sft.py --base base --optimizer adamw --steps 80 --eval-every 80 --out tuned")
+    training = train.open_run("sft.py", {}, "tuned", script.Ranks())
+    base, tokenizer = checkpoint.load("base", model_cpu)
+    twin = torch_twin.Twin(base.config, base.params)
+    step = torch_twin.make_step(twin, compiled=False)
+    batch = sft.fine_tuning(training).batch
 
-
-def train_both(model, s, batch):
-    """Train `model` and its twin, which begins with the same weights -> the twin's losses(inputs, targets)."""
-    twin = torch_twin.Twin(model.config, model.params)
-    step, forward = torch_twin.make_step(twin, compiled=False), torch_twin.make_losses(twin, compiled=False)
-    for i in range(s.steps):
-        inputs, targets, *_ = batch(i)
-        lr = train.learning_rate(i, s)
-        model.forward(inputs, targets)
-        model.backward()
-        model.update(lr, decay=s.decay, clip=s.clip)
-        step(torch.from_numpy(inputs), torch.from_numpy(targets), lr)
-
-    def losses(inputs, targets):
-        with torch.no_grad():
-            return forward(torch.from_numpy(inputs), torch.from_numpy(targets))[0]
-    return losses
-
-
-def mean_loss(losses, batches):
-    """Of head 0, over all counted targets."""
-    nats, counted = 0.0, 0
-    for inputs, targets in batches:
-        count = int((targets[:, :inputs.shape[1]] >= 0).sum())
-        nats, counted = nats + float(losses(inputs, targets)[0]) * count, counted + count
-    return nats / counted
-
-
-@once_a_module
-def trained(tmp_path_factory):
-    """The small model after 300 steps of pretraining on the English inside Python, in float32, with its tokenizer and the
-    file."""
-    threads, here = torch.get_num_threads(), os.getcwd()
-    torch.set_num_threads(2)
-    os.chdir(tmp_path_factory.mktemp("trained"))
-    try:
-        path = os.path.abspath("python-3.0.txt")
-        script.write_python_corpus(path, '<|endoftext|>')
-        tokenizer, tokens, *_ = train.prepare([path], 512)
-        model = model_cpu.Model(model_cpu.CONFIGS["small"], dtype=np.float32, threads=2)
-        for step in range(STEPS):
-            model.forward(*train.get_batch(tokens, train.window_starts(0, 8 * step, 8, len(tokens), T, 4), T, 4))
-            model.backward()
-            model.update(train.learning_rate(step, settings(2e-3)))
-        yield model, tokenizer, path
-    finally:
-        os.chdir(here)
-        torch.set_num_threads(threads)
-
-
-def test_a_twin_fine_tuned_on_the_same_batches_is_as_good(trained):
-    model, tokenizer, path = trained
-    examples = sft.make_examples(tokenizer, sft.read_conversations([path]), T, seed=0)
-    s, pad = settings(7e-4), tokenizer.special["<|endoftext|>"]
-    training = train.Training(model, tokenizer, s, {}, "out", train.Ranks())
-    job = sft.fine_tuning(training, examples)
-    model.step, model.m[...], model.v[...] = 0, 0, 0                # what loading a base does
-    batches = [sft.make_batch(examples.held_out[i:i + 32], T, 4, pad) for i in range(0, len(examples.held_out), 32)]
-    before = mean_loss(model.forward, batches)
-    twin = train_both(model, s, job.batch)
-    ours, theirs = mean_loss(model.forward, batches), mean_loss(twin, batches)
-    print(f"held-out loss {before:.4f}; after {STEPS} steps ours {ours:.5f}, PyTorch's {theirs:.5f}")
-    assert abs(ours - sft.evaluate(training, examples.held_out)[0]) < 1e-5
-    assert ours < before - 1 and abs(ours - theirs) < 0.01
+    def arrays(rows):
+        return map(torch.from_numpy, train.make_batch(rows, 128, 4))
+    for i in range(80):
+        rows, _ = batch(i)
+        step(*arrays(rows), train.learning_rate(i, training.settings))
+    _, unseen = sft.read_conversations(training.settings)
+    rows = [sft.make_row(tokenizer, conversation, 128) for conversation in unseen]
+    with torch.no_grad():
+        losses, _ = torch_twin.make_losses(twin, compiled=False)(*arrays(rows))
+    before, after = [record["val_loss"] for record in read_log("tuned") if record["step"] in (0, 80) and "val" in record]
+    print(f"held-out loss {before:.4f}; after 80 steps ours {after:.5f}, PyTorch's {losses[0]:.5f}")
+    assert after < before - 0.3 and abs(after - losses[0]) < 0.001
