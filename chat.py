@@ -24,7 +24,6 @@ gone when the session ends), and it does not filter what a model says.
 import argparse
 import codecs
 import contextlib
-import os
 import sys
 
 import model_cpu
@@ -35,124 +34,109 @@ from script import Parser, bounded, newest_checkpoint, printable, require, run_s
 from tokenizer import TEXT_ENDS, to_bytes, visible
 
 
-# (least probability, colour of a token on a terminal): green, cyan, yellow, red
-COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
-
-
 # ------------------------------------------------------------------------------------------------------------
-# 1. The checkpoint
-# ------------------------------------------------------------------------------------------------------------
-def load_model(folder, device, context):
-    """-> (model, tokenizer) on the engine that serves: on the CPU in float32, on a GPU in its best
-    precision."""
-    engine = model_gpu.pick(device)
-    options = {"training": False}
-    if engine is model_cpu:
-        options["dtype"] = np.float32
-    return checkpoint.load(folder, engine, options, context)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 2. A conversation
+# 1. A conversation
 # ------------------------------------------------------------------------------------------------------------
 class Session:
-    """turns: a list of (text, answer), what was typed and the ids that the model has said, the oldest first.  A
-    pretrained model has one turn, the text that it continues."""
+    """turns: a list of (text, answer), what was typed and the ids that the model has said, the oldest first.  An
+    answer that the model has ended ends with the id `stop`.  A pretrained model has one turn, the text that it
+    continues."""
     def __init__(self, model, tokenizer, settings):
+        context = model.config.context
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings
         self.chat_form = bool(tokenizer.template)
         self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(*TEXT_ENDS)
+        # what was said may fill so much of the window; in chat form a quarter of it is left to the answer
+        self.room = context - context // 4 if self.chat_form else context
         self.system = None          # or bytes
         self.turns = []
-        self.answers = 0            # how many there were since a setting was changed
-        self.said = []              # the ids of the last answer
-        self.trace = []             # what generate tells of each of them
+        self.said = []              # (id, what generate's trace tells of it) of each token of the last answer
 
     def ids(self):
-        """What the model reads.  Chat form: the turns, or as many of the last ones as leave a quarter of the window
-        free for the answer; the system text stands in the first of them."""
-        context = self.model.config.context
+        """What the model reads.  In chat form: the turns, or as many of the last ones as there is room for.  The system
+        text stands in the first of these, so it is never forgotten."""
         if not self.chat_form:
             text, answer = self.turns[0]
             return (self.tokenizer.encode(text) or [self.stop]) + answer
-        room = context - context // 4
         while True:
             ids = []
             for text, answer in self.turns:
-                ids += self.tokenizer.prompt(text, room, self.system, first=not ids) + answer
-            if len(ids) <= room or len(self.turns) == 1:
+                if ids and ids[-1] != self.stop:
+                    ids.append(self.stop)                   # the answer before was interrupted
+                ids += self.tokenizer.prompt(text, self.room, self.system, first=not ids) + answer
+            if len(ids) <= self.room or len(self.turns) == 1:
                 return ids
             del self.turns[0]
 
-    def answer(self, line):
-        """Print the model's continuation of `line` (str), token by token.
+    def speak(self):
+        """Yields the model's next tokens (bytes), and adds them to the last answer.
 
-        Ctrl-C may come at any point: what was printed is then in turns, and the next line goes on from
-        there."""
-        text = to_bytes(line)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-        def show(data, final=False):
-            """Bytes to the screen as they come.  A token may end inside a UTF-8 character: its bytes wait for the
-            rest."""
-            shown = decoder.decode(data, final)
-            print(printable(shown) if sys.stdout.isatty() else shown, end="", flush=True)
-
-        if self.chat_form and not text and (not self.turns or self.turns[-1][1][-1:] == [self.stop]):
-            return                                          # an empty line, and no answer to go on with
-        if self.chat_form and text:
-            if self.turns and self.turns[-1][1][-1:] != [self.stop]:            # the last answer was cut short
-                self.turns[-1][1].append(self.stop)
-            self.turns.append((text, []))
-        elif text or not self.turns:
-            self.turns = [(text, [])]
-            show(text)                                      # so that prompt and continuation read as one text
-        length = len(self.tokenizer.encode(text))
-        if length > self.model.config.context * 3 // 4:
-            print(f"note: the prompt has {length} tokens; the last ones, as many as fit, are used.", file=sys.stderr)
+        Ctrl-C may come at any point: what was printed is then in turns, and the next call goes on from there."""
+        text, answer = self.turns[-1]
+        ids = self.ids()
+        if not answer and len(ids) >= self.room:
+            print(f"note: this fills the {self.room} tokens that the model reads; of a longer text it reads the end.",
+                  file=sys.stderr)
+        if not answer and not self.chat_form:
+            yield text                  # so that prompt and continuation read as one text
         asked = self.settings
         seed = asked.seed
         if seed is not None:
-            seed += self.answers        # otherwise the same question would get the same answer
-        self.answers += 1
+            asked.seed += 1             # otherwise the same question would get the same answer
         self.said = []
-        self.trace = []
+        trace = []
         # A poor model may say any special token: each ends the answer.
         stream = model_cpu.generate(
-            self.model, self.ids(), asked.temperature, asked.top_k, asked.top_p, seed,
+            self.model, ids, asked.temperature, asked.top_k, asked.top_p, seed,
             self.tokenizer.vocab_size, stop=self.tokenizer.special.values(), most=asked.max_tokens,
-            speculate=asked.speculation, trace=self.trace)
-        _, answer = self.turns[-1]
+            speculate=asked.speculation, trace=trace)
         for token in stream:
             answer.append(token)
-            self.said.append(token)
-            show(self.tokenizer.tokens[token])
+            self.said.append((token, trace[-1]))
+            yield self.tokenizer.tokens[token]
         if len(self.said) < asked.max_tokens:
             answer.append(self.stop)
-        show(b"", final=True)
+
+    def answer(self, line):
+        """Print what the model says to a line, token by token."""
+        text = to_bytes(line)
+        goes_on = self.turns and self.turns[-1][1][-1:] != [self.stop]
+        if self.chat_form and not text and not goes_on:
+            return                      # an empty line, and no answer to go on with
+        if not self.chat_form and text:
+            self.turns = []
+        if text or not self.turns:
+            self.turns.append((text, []))
+        # a token may end inside a character of UTF-8: its bytes wait for the rest
+        for shown in codecs.iterdecode(self.speak(), "utf-8", "replace"):
+            print(printable(shown) if sys.stdout.isatty() else shown, end="", flush=True)
         print()
-
-    def print_tokens(self):
-        """The last answer, each token in the colour of the probability that the model gave it.  Where the
-        environment has NO_COLOR, the probability stands behind it in brackets."""
-        plain = os.environ.get("NO_COLOR")
-
-        def paint(text, p):
-            colour = next(colour for least, colour in COLOURS if p >= least)
-            return f"{text}[{p:.0%}]" if plain else f"\x1b[{colour}m{text}\x1b[0m"
-
-        for token, (_, _, p) in zip(self.said, self.trace):
-            token = self.tokenizer.tokens[token]
-            print(paint(visible(token), p), end="\n" if token.endswith(b"\n") else "")
-        print()
-        print("  ".join(paint(f"from {least:.0%}", least) for least, _ in COLOURS))
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 3. The Euler table of a text
+# 2. A look inside: how likely each token was; the Euler table of a text
 # ------------------------------------------------------------------------------------------------------------
+# (least probability, colour of a token on a terminal): green, cyan, yellow, red
+COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
+
+
+def paint(text, p):
+    """A text in the colour of a probability."""
+    colour = next(colour for least, colour in COLOURS if p >= least)
+    return f"\x1b[{colour}m{text}\x1b[0m"
+
+
+def print_tokens(session):
+    """The last answer, each token in the colour of the probability that the model gave it."""
+    for token, (_, _, p) in session.said:
+        token = session.tokenizer.tokens[token]
+        print(paint(visible(token), p), end="\n" if token.endswith(b"\n") else "")
+    print()
+    print("  ".join(paint(f"from {least:.0%}", least) for least, _ in COLOURS))
+
+
 def print_lens(model, tokenizer, text):
     """One line for each layer.  x + f(x) is a step of Euler's method: what would head 0 say if the
     integration stopped here?"""
@@ -163,17 +147,18 @@ def print_lens(model, tokenizer, text):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 4. The session
+# 3. A session on a terminal
 # ------------------------------------------------------------------------------------------------------------
 # The options that are commands, too, while one talks: /seed 1
 NUMBERS = {"seed": whole_number(0, 2**63), "temperature": bounded(float, 0, 100)}
-HELP = """An empty line lets the model write on; a line that ends with \\ is continued on the next.
-/reset          forget the conversation
-/system TEXT    begin anew, with this text before the first question
-/seed N         the same seed gives the same text
-/temperature X  0: the likeliest token; 1: as the model learned; more: wilder
-/tokens         how likely each token of the last answer was
-/quit           leave"""
+HELP = ("An empty line lets the model write on; a line that ends with \\ is continued on the next.\n"
+        "Put a space before a text that begins with a slash.\n"
+        "/reset          forget the conversation\n"
+        "/system TEXT    begin anew, with this text before the first question (of a model that answers)\n"
+        "/seed N         the same seed gives the same text\n"
+        "/temperature X  0: the likeliest token; 1: as the model learned; more: wilder\n"
+        "/tokens         how likely each token of the last answer was\n"
+        "/quit           leave")
 
 
 def run_command(line, session):
@@ -184,11 +169,10 @@ def run_command(line, session):
     if name == "system":
         session.system = to_bytes(value) or None
     elif name == "tokens":
-        session.print_tokens()
+        print_tokens(session)
     elif name in NUMBERS:
         try:
             setattr(session.settings, name, NUMBERS[name](value))
-            session.answers = 0         # after /seed 1 the next answer is that of --seed 1
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
     elif name not in ("reset", "quit"):
@@ -220,6 +204,9 @@ def run_session(session, folder):
             return
 
 
+# ------------------------------------------------------------------------------------------------------------
+# 4. The script
+# ------------------------------------------------------------------------------------------------------------
 def parse_arguments(argv):
     parser = Parser(description="Type, and a trained model continues (or answers, if it was fine-tuned to).")
     add = parser.add_argument
@@ -250,7 +237,11 @@ def main(argv):
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     folder = args.model or newest_checkpoint("name the folder of one with --model DIR")
     # the lens looks into every layer, and only model_cpu.py keeps what they give
-    model, tokenizer = load_model(folder, args.device if args.lens is None else "cpu", args.context)
+    engine = model_gpu.pick(args.device if args.lens is None else "cpu")
+    options = {"training": False}
+    if engine is model_cpu:
+        options["dtype"] = np.float32
+    model, tokenizer = checkpoint.load(folder, engine, options, args.context)
     if args.lens is not None:
         print_lens(model, tokenizer, args.lens)
         return

@@ -1,0 +1,191 @@
+"""What every script does (script.py): help, errors in one sentence, plain files, output that nobody reads, progress."""
+import concurrent.futures
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import once_a_module, parametrize, put, read, value_error, write
+from runs import TEXT, TINY, read_log, refused, run
+
+import checkpoint
+import script
+from model_cpu import CONFIGS
+
+ROOT = Path(__file__).parent.parent
+
+
+def process(command, folder):
+    """A script as a user starts it."""
+    name, *options = command.split()
+    return subprocess.Popen([sys.executable, ROOT / name, *options], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@parametrize("name", "tokenizer model_cpu checkpoint train sft rl chat gradcheck".split())
+def test_help_from_another_folder(tmp_path, name):
+    out, err = process(f"{name}.py --help", tmp_path).communicate()
+    assert out.startswith(f"usage: {name}.py") and err == "" and os.listdir(tmp_path) == []
+
+
+@once_a_module
+def folder(tmp_path_factory):
+    """m: a model, of a text in which one byte is damaged; files that are no texts or records; a pipe."""
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, data in {"text": b"\xff" + TEXT.encode(), "empty": "", "latin": b"\xe9" * 99, "wide": "text".encode("utf-16"), "short": "words",
+                       "cut.jsonl": '{"instruction": "a", "output": "b"}\n{"inst', "odd.json": '[{"instruction": "a"}]'}.items():
+        write(folder / name, data)
+    os.mkfifo(folder / "pipe")
+    run(f"train.py --data text --steps 1 --out m {TINY}", folder)
+    return folder
+
+
+REFUSED = {
+    "train.py --lr nan": "--lr: must be a number from 1e-09 to 100, not 'nan'",
+    "train.py --lr 0": "--lr: must be",
+    "train.py --decay 1": "--decay: must be",
+    "train.py --steps 1.5": "--steps: must be a whole number from 1 to 1,000,000,000, not '1.5'",
+    "train.py --data none": "Cannot use none: No such file or directory.",
+    "train.py --data empty": "empty is empty, or almost",
+    "train.py --data latin": "latin is no text in UTF-8: it seems to be Latin-1",
+    "train.py --data text wide": "wide is no text in UTF-8: it seems to be UTF-16, or binary",
+    "train.py --data pipe": "pipe is not a plain file",
+    "train.py --evaluate m --data .": ". is not a plain file",
+    "train.py --data short": "short is empty, or almost",
+    "train.py --resume --out none": "there is nothing to resume in none",
+    "sft.py --base none": "there is no model in none",
+    "sft.py --base m --data cut.jsonl": "cut.jsonl, line 2, is not JSON",
+    "sft.py --base m --data odd.json": "odd.json, record 1, cannot be used",
+    "rl.py --base m --data pipe": "pipe is not a plain file",
+    "rl.py --base m --data odd.json --reward good": "the reward must be",
+    "chat.py --model .": ". holds no checkpoint",
+    "chat.py --temperature hot": "--temperature: must be a number from 0 to 100, not 'hot'",
+    "tokenizer.py show x --tokenizer pipe": "pipe is not a plain file",
+    "tokenizer.py show x --tokenizer odd.json": "odd.json",
+    "checkpoint.py none": "none holds no checkpoint",
+    "gradcheck.py --hint": "--hint goes with",
+    "gradcheck.py --nonsense": "unrecognized arguments: --nonsense; --help lists the options."}
+
+
+@parametrize("command", REFUSED)
+def test_one_sentence_refuses_a_command(folder, command):
+    assert REFUSED[command] in refused(command, folder)
+
+
+def of_cupy(kind):
+    return type("Error", (kind,), {"__module__": "cupy.cuda.memory"})
+
+
+@parametrize("error, words", [
+    (FileNotFoundError(2, "No such file", "x"), "Cannot use x: No such file."),
+    (OSError(28, "Full"), "Input or output failed: Full."),
+    (OSError("Ours."), "Ours."),
+    (ValueError("of\n\x1b[1mothers."), "of \ufffd[1mothers."),
+    (MemoryError("7 GiB"), "There is not enough memory (7 GiB)."),
+    (of_cupy(RuntimeError)("lost"), "The GPU: lost"),
+    (of_cupy(MemoryError)("full."), "The GPU: full.  Use a smaller --micro-batch, a smaller model or --device cpu."),
+    (concurrent.futures.BrokenExecutor(), "A process of the tokenizer ended early"),
+    (KeyError("x"), "None")])
+def test_errors_as_sentences(error, words):
+    assert str(script.explain(error)).startswith(words)
+
+
+@parametrize("error, code, words", [
+    (ValueError("It is so."), 2, "error: It is so.\n$"),
+    (KeyboardInterrupt(), 130, "Stopped.\n$"),
+    (script.GpuError("lost"), 2, "error: The GPU: lost\n$"),
+    (KeyError("a mistake of ours"), 1, r"Traceback (.|\n)*KeyError: 'a mistake of ours'\n$")])
+def test_the_end_of_a_script_that_fails(error, code, words):
+    def plant():
+        def main(argv):
+            raise error
+        checkpoint.main = main
+        sys.stderr.reconfigure(line_buffering=True)
+    assert re.match(words, run("checkpoint.py", code=code, trap=plant).stderr)
+
+
+def test_nobody_reads_the_output(folder):
+    """Training goes on; a printer ends in silence."""
+    for command in f"train.py --data text --steps 3 --out unread {TINY}", "checkpoint.py m":
+        started = process(command, folder)
+        started.stdout.close()
+        assert started.stderr.read() == "" and started.wait() == 0
+    assert read_log(folder / "unread")[-1]["step"] == 3
+
+
+def test_closed_standard_streams(folder):
+    assert subprocess.call(f"{sys.executable} {ROOT}/checkpoint.py m <&- >&- 2>&-", cwd=folder, shell=True) == 0
+
+
+def test_the_tour_prints_numbers_that_agree(tmp_path):
+    shown = run("model_cpu.py", tmp_path).stdout
+    first, guess, by_hand, numeric, before, after = map(float, re.findall(r"(?:of head 0:?|ln V =|by hand|difference|->) (-?\d\.\d+)", shown))
+    table = [float(line[12:20]) for line in shown.splitlines()[-5:]]
+    assert abs(first - guess) < 0.2 and before == first > after + 0.1 and table[-1] == after
+    assert abs(by_hand) > 1e-3 and by_hand == pytest.approx(numeric, 1e-9)
+
+
+def test_progress_lines(monkeypatch, out_text):
+    """Elsewhere than on a terminal steps 1, 10, 20 .. and the last have one; on a terminal they fit it."""
+    clock = iter([5.0, 9.0] * 2)
+    put(monkeypatch, script.time, monotonic=lambda: next(clock))
+    script.show_progress("read:")(2e6, 2e6)
+    for step in range(1, 24):
+        script.print_step(step, [str(step), "a"], step == 23)
+    assert out_text() == "read: 2 MB, 0.5 MB/s, 4.0 s\n1  a\n10  a\n20  a\n23  a\n"
+    monkeypatch.setenv("COLUMNS", "20")
+    put(monkeypatch, sys.stdout, isatty=lambda: True)
+    script.show_progress("read:")(2e6, 6e6)
+    script.print_step(7, ["nine char", "9 letters", "x"], False)
+    script.print_step(8, ["nine char", "8 letter", "x"], True)
+    assert out_text() == "\rread: 2 MB, 0.5 MB/s, 33%, 8 s left\x1b[K\rnine char\x1b[K\rnine char  8 letter\x1b[K\n"
+
+
+def test_control_characters_are_not_printable():
+    assert script.printable("a\t\0\b\v\r\x1b\x7f\x9bé\n") == "a\t" + "\ufffd" * 7 + "é\n"
+
+
+def test_records_are_one_list_or_one_a_line(tmp_path):
+    path = tmp_path / "records"
+    for data in b'[{"a": 1}, 2]', b'\n {"a": 1}\r\n\n2', b'\xef\xbb\xbf{"a": 1}\n2\n':
+        write(path, data)
+        assert script.json_values(path) == [{"a": 1}, 2]
+    for data, words in (b'1\n\n"\xff"', "line 3, is not JSON"), (b'[1, {"a', "records is not JSON"):
+        write(path, data)
+        with value_error(words):
+            script.json_values(path)
+
+
+SIZES = {
+    "dim 132": "dim (132) must be a multiple of 8",
+    "hidden 100": "hidden (100) must",
+    "vocab 65544": "vocab_size (65544) is more than 65,536",
+    "heads 5": "must be a multiple of 2 x heads",
+    "kv_heads 3": "3 does not divide it",
+    "layers 0": "whole numbers above 0",
+    "context 1.5": "whole numbers above 0",
+    "norm_eps NaN": "finite numbers",
+    "rope_theta -1": "not negative",
+    "positions 64": "the context (128) cannot be more",
+    "tied true": "a tied head needs predict 1"}
+
+
+@parametrize("size", SIZES)
+def test_sizes_that_do_not_fit(size):
+    name, value = size.split()
+    with value_error(re.escape(SIZES[size])):
+        dataclasses.replace(CONFIGS["small"], **{name: json.loads(value)})
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    write(path, "old")
+    with pytest.raises(OSError), script.replace_file(path) as file:
+        file.write(b"new")
+        raise OSError
+    assert read(path) == b"old" and os.listdir(tmp_path) == ["file"]
+    script.write_file(path, b"new")
+    assert read(path) == b"new"
