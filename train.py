@@ -325,7 +325,9 @@ def print_record(record, whole):
     """Print what an evaluation has found: its numbers, those of each kind of text, and a line of each sample; or the
     whole samples."""
     words = [f"{name} {value:.4f}" for name, value in record.items() if isinstance(value, float)]
-    words += [f"{name} {loss:.4f} {bpb:.4f}" for name, (loss, bpb) in record.get("val", {}).items()]
+    kinds = record.get("val", {})
+    if len(kinds) > 1:
+        words += [f"{name} {loss:.4f} {bpb:.4f}" for name, (loss, bpb) in kinds.items()]
     print(f"           {', '.join(words)}")
     for title, text in record["samples"]:
         if whole:
