@@ -273,7 +273,9 @@ def test_two_runs_at_once_in_one_folder(tmp_path):
     out = tmp_path / "out"
     process = start(command(out), trap=at(train, "learning_rate", 3, send(signal.SIGSTOP)))
     os.waitpid(process.pid, os.WUNTRACED)
-    for other in command(out), resume(out):
-        assert "in use by another run" in refused(other)
-    os.kill(process.pid, signal.SIGCONT)
+    try:
+        for other in command(out), resume(out):
+            assert "in use by another run" in refused(other)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
     assert finish(process).returncode == 0 and result_of(out) == untouched()
