@@ -1,13 +1,12 @@
 """rl.py: the gradients of both methods by finite differences of their losses, rewards, pairs; runs, as a user starts them."""
 import json
-import math
 
 import numpy as np
 import pytest
 from cases import once_a_module, parametrize, rows, write
 from runs import read_log, refused, run
 from test_sft import OURS, parts, tune
-from test_train import T, TOKENIZER, assert_gradient, make_training, nats, open_run, random_rows
+from test_train import T, TOKENIZER, assert_gradient, make_training, mean_nats, nats, open_run, random_rows
 
 import rl
 import sft
@@ -85,14 +84,12 @@ def tuned(tmp_path_factory):
 
 
 def test_what_is_drawn(tuned):
-    """A reward gets the texts and more (tests/test_silent.py)."""
-    asked = [(None, "say 3")] * 9 + [("S", "Q")]
+    """The same from the same seed.  What a reward gets, tests/test_silent.py says."""
+    asked = [("S", "say 3")] * 9
     draws = [rl.draw_answers(tuned, lambda prompt, answer, *more: len(answer), asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
     for rows, rewards, texts in draws:
         assert rewards.tolist() == [*map(len, texts)]
-        for row, (system, question), text in zip(rows, asked, texts):
-            prompt, answer = parts(tuned.tokenizer, row)
-            assert prompt == tuned.tokenizer.decode(tuned.tokenizer.prompt(question, None, system)) and answer.startswith(text)
+        assert [parts(tuned.tokenizer, row)[0] for row in rows] == ["<|user|>S\n\nsay 3<|end|><|assistant|>"] * 9
     first, again, other = [texts for *_, texts in draws]
     assert first == again != other and len({*first}) > 5
 
@@ -108,7 +105,7 @@ def test_a_run_for_rewards(tuned):
     asked = [opening for opening in dict.fromkeys(map(sft.opening, unseen)) for _ in range(16)]
     rows, rewards, _ = rl.draw_answers(training, rl.find_reward("mine.py:mine"), asked, 0)
     kl = (log_probs(model, rows) - log_probs(tuned.model, rows)).sum() / train.learned(rows)
-    forgotten = np.divide(*sum(nats(model, sft.make_row(tuned.tokenizer, talk, 32)) for talk in unseen))
+    forgotten = mean_nats(model, [sft.make_row(tuned.tokenizer, talk, 32) for talk in unseen])
     assert [last["reward"], last["kl"], last["forgotten"]] == pytest.approx([rewards.mean(), kl, forgotten], rel=1e-3)
     assert start["kl"] == 0 < kl and [model.optimizer, training.settings.decay] == ["adamw", 0]
     model.write(model.flat_params, tuned.model.flat_params)
@@ -126,14 +123,12 @@ def test_a_run_on_pairs(tuned):
     run("rl.py --base tuned --data pairs.jsonl --batch-tokens 256 --lr 0.002 --out dpo")
     training = open_run("dpo", "rl.py")
     first, *_, last = [record for record in read_log("dpo") if "margin" in record]
-    assert [first["dpo"], first["accuracy"], first["margin"]] == [pytest.approx(math.log(2)), 0.5, 0] and last["dpo"] < 0.6
+    assert first["margin"] == 0 and last["dpo"] < 0.6
     assert rl.preferring(training).evaluate(0)["margin"] == pytest.approx(last["margin"], rel=1e-4)
     learned, held_out = rl.read_pairs(training.tokenizer, training.settings, 32)
     assert training.model.step == len(learned) and sum(map(len, learned + held_out)) == 120
 
 
-@parametrize("options, words", [
-    ("--beta 1", "--beta is not for --method reinforce"), ("--reward bad.py:bad", "bad.py:bad cannot be used (IndexError: ")])
-def test_what_cannot_be_is_one_sentence(tuned, options, words):
-    write("bad.py", "def bad(prompt, answer, tokens, ended):\n    return answer[99]")
-    assert words in refused(f"rl.py --base tuned --out new {options}")
+def test_what_a_reward_raises_is_one_sentence(tuned):
+    write("bad.py", "def bad(prompt, answer, tokens, ended):\n    return None")
+    assert "bad.py:bad cannot be used (TypeError: " in refused("rl.py --base tuned --reward bad.py:bad")

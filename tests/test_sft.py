@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import once_a_module, parametrize, value_error, write
 from runs import read_log, refused, run
-from test_train import T, nats, open_run, train_base
+from test_train import T, mean_nats, open_run, train_base
 
 import checkpoint
 import script
@@ -60,10 +60,8 @@ def test_answers_and_their_ends_are_learned():
     row = sft.make_row(OURS, ("Be kind", TURNS), 999)
     assert parts(OURS, row) == ["<|user|>Be kind\n\nHi<|end|><|assistant|>", "Yo<|end|>", "<|user|><|end|>?<|end|><|assistant|>", "No.<|end|>"]
     assert (row[0] == OURS.end_of_turn).sum() == 4
-    for talk in (None, TURNS), (None, [("x" * 99 + "yz", "abcdefgh")]):
-        ids, mask = sft.make_row(OURS, talk, T)
-        assert len(ids) == len(mask) == T + 1
-    assert parts(OURS, (ids, mask)) == ["<|user|>xxxxxxxyz<|end|><|assistant|>", "abcde"]
+    cut = sft.make_row(OURS, (None, [("x" * 99 + "yz", "abcdefgh")]), T)
+    assert parts(OURS, cut) == ["<|user|>xxxxxxxyz<|end|><|assistant|>", "abcde"]
 
 
 def test_no_opening_is_both_learned_and_held_out():
@@ -115,9 +113,10 @@ def test_a_run(tuned):
     assert [*map(sorted, halves)] == [sorted(texts)] * 2 and halves[0] != halves[1]
     assert tuned.settings.warmup == tuned.model.step // 10
     base, _ = checkpoint.load("base", train.model_cpu)
+    rows = [sft.make_row(tuned.tokenizer, talk, 32) for talk in unseen]
     first, *_, last = [record["val_loss"] for record in read_log("tuned") if "val" in record]
-    expected = [np.divide(*sum(nats(model, sft.make_row(tuned.tokenizer, talk, 32)) for talk in unseen)) for model in (base, tuned.model)]
-    assert [first, last] == pytest.approx(expected, rel=1e-4) and last < first
+    expected = [mean_nats(model, rows) for model in (base, tuned.model)]
+    assert [first, last] == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_is_learned_is_shown_in_the_form_that_the_base_has_the_tokens_for(tuned):

@@ -43,6 +43,11 @@ def nats(model, row, k=0):
     return np.array([sum(losses), len(losses)])
 
 
+def mean_nats(model, rows, k=0):
+    """Of all that these rows learn."""
+    return np.divide(*sum(nats(model, row, k) for row in rows))
+
+
 def assert_gradient(model, gradient, loss):
     """The gradient is that of loss(), by finite differences in a direction drawn at random."""
     place = model.flat_params.copy()
@@ -65,7 +70,7 @@ def test_windows(monkeypatch):
     batch, again, other = [train.pretraining(make_training(seed=seed, data=[])).batch for seed in (3, 3, 4)]
     windows = np.array([ids for step in range(90) for ids, _ in batch(step)[0]])
     starts = windows[:, 0].reshape(60, 3)
-    assert np.array_equal(windows, starts.reshape(-1, 1) + np.arange(T + 3))
+    assert np.array_equal(windows, windows[:, :1] + np.arange(T + 3))
     assert (np.diff(np.sort(starts)) == T).all() and {*starts.flat} == {*range(48)}
     assert len({tuple(epoch // T) for epoch in starts}) == 6
     assert again(8)[0][0][0][0] == windows[16, 0] != other(8)[0][0][0][0]
@@ -85,11 +90,11 @@ def test_a_step_has_the_gradient_of_the_whole(size, micro_batch):
         train.forward_backward(training, some, None)
         assert len(model.nll) <= micro_batch * T
         model.flat_grads[...] = 0
-    gradients = [array for array in sums if array.size > 3]
+    gradients = sums[::2]                           # in between the losses of several ranks
     assert len(gradients) == size
 
     def loss():
-        first, second, third = [np.divide(*sum(nats(model, row, k) for row in some)) for k in range(3)]
+        first, second, third = [mean_nats(model, some, k) for k in range(3)]
         return first + 0.2 * (second + third)
     assert_gradient(model, sum(gradients), loss)
 
@@ -174,7 +179,7 @@ def test_of_a_play_what_was_not_learned_is_asked(tmp_path):
     write(path, "\n\n".join(f"THE KING:\n{speech}" for speech in spoken))
     asked = [[*record.values()] for record in json.loads(read(script.find_records(path)))]
     rest = spoken[int(asked[0][0][:3]):]
-    assert train.split_point(path) < read(path).index(rest[0].encode()) < 1_150_000
+    assert train.split_point(path) < read(path).index(rest[0].encode())
     assert asked == [[a.replace("\n", " "), b] * 2 + [c] for a, b, c in zip(rest, rest[1:], rest[2:])]
 
 
@@ -217,7 +222,7 @@ def test_a_run_is_this_loop(base, monkeypatch):
         numbers = [record[name] for name in ("loss", "lr", "grad_norm", "step", "tokens")]
         assert numbers == pytest.approx([losses[0], lr, norm, model.step, 128 * model.step], rel=1e-3)
     assert {record["step"] for record in log if "val" in record} == {*range(0, steps, 7), 16, steps}
-    val_loss = np.divide(*sum(nats(base.model, row) for row in train.text_rows(val["text"], 32)))
+    val_loss = mean_nats(base.model, train.text_rows(val["text"], 32))
     assert [log[-1]["val_loss"], job.evaluate(steps)["val_loss"]] == pytest.approx([val_loss] * 2, rel=1e-4)
 
 
