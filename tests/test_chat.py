@@ -100,7 +100,7 @@ def test_the_newest_turns_are_read_with_the_system_text_before_them(models, monk
     ("loop", 99, "c", "c\x1b[J\n"), ("sft", 99, "A\n\nB\n", "Hi\nHi\n"), ("sft", 1, "A\n\nB\n", "H\ni\nH\n")])
 def test_lines_from_a_pipe(models, name, most, lines, shown):
     write(models / "lines", lines)
-    done = run(f"chat.py --model out/{name} --temperature 0 --max-tokens {most}", models, trap=lambda: setattr(sys, "stdin", open(models / "lines")))
+    done = run(f"chat.py --model out/{name} --temperature 0 --max-tokens {most}", models, trap=lambda: setattr(sys, "stdin", open(models / "lines", newline="\n")))
     assert (done.stdout, done.stderr) == (shown, "")
 
 
