@@ -201,7 +201,7 @@ def reinforcing(training):
             "reward": rewards.mean(),                                           # of the answers
             "kl": kl,                                                           # from the base, nats a token
             "forgotten": train.measure(training, {"true": true_rows})["val_loss"],      # of the true answers
-            "samples": [(f"{rewards[i]:.2f} {asked[i][1]}", texts[i]) for i in (0, GROUP)]}
+            "samples": [(f"{rewards[i]:.2f} {asked[i][1]}", texts[i]) for i in range(0, len(asked), GROUP)[:2]]}
 
     return train.Job(batch, evaluate, lambda step: f"reward {means[step]:.3f}")
 

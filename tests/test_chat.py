@@ -13,10 +13,12 @@ from runs import become, refused, run
 import chat
 import checkpoint
 import model_cpu
-from tokenizer import CHAT_TEMPLATE, CHATML_PARTS, SPECIAL_TOKENS, Tokenizer
+from tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, Tokenizer, known_template
 
 SPECIAL = {name: 256 + i for i, name in enumerate([*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])}
 END_OF_TEXT, USER, ASSISTANT, END, *_ = SPECIAL.values()
+CHATML = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 LOOP = "é世🙂ж"             # its 11 bytes are 11 different ones, so each has one successor
 
 
@@ -55,7 +57,7 @@ def load_session(models, options="", template=""):
 
 @parametrize("template, second", [
     (CHAT_TEMPLATE, "<|user|>Be brief.\n\none<|end|><|assistant|>ab<|end|><|user|>two<|end|><|assistant|>"),
-    ("".join(CHATML_PARTS), ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\nab<|im_end|>"
+    (known_template(CHATML), ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\nab<|im_end|>"
                             "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"))])
 def test_the_newest_turns_are_read_with_the_system_text_before_them(models, monkeypatch, err_text, template, second):
     """As many as leave a quarter of the window free.  An answer of three tokens is cut short, which is closed.  Each token
@@ -100,7 +102,7 @@ def test_the_newest_turns_are_read_with_the_system_text_before_them(models, monk
     ("loop", 99, "c", "c\x1b[J\n"), ("sft", 99, "A\n\nB\n", "Hi\nHi\n"), ("sft", 1, "A\n\nB\n", "H\ni\nH\n")])
 def test_lines_from_a_pipe(models, name, most, lines, shown):
     write(models / "lines", lines)
-    done = run(f"chat.py --model out/{name} --temperature 0 --max-tokens {most}", models, trap=lambda: setattr(sys, "stdin", open(models / "lines")))
+    done = run(f"chat.py --model out/{name} --temperature 0 --max-tokens {most}", models, trap=lambda: setattr(sys, "stdin", open(models / "lines", newline="\n")))
     assert (done.stdout, done.stderr) == (shown, "")
 
 
