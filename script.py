@@ -302,21 +302,12 @@ def read_records(paths, make):
 
 
 def make_turns(record):
-    """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> a conversation,
-    every text as it stands.  ValueError for another record."""
-    question = "\n\n".join(filter(None, [record.get("instruction"), record.get("input")]))
-    messages = [("user", question), ("assistant", record.get("output"))]
+    """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> a conversation:
+    (system text or None, [(user text, response), ...]), every text as it stands.  ValueError for another record."""
     if "messages" in record:
-        messages = [(message["role"], message["content"]) for message in record["messages"]]
-    system = None
-    if messages[0][0] == "system":
-        _, system = messages.pop(0)
-    roles = [role for role, _ in messages]
-    texts = [text for _, text in messages]
-    require(messages and roles == ["user", "assistant"] * (len(roles) // 2), "user and assistant must take turns")
-    # from an empty response a model would learn to be silent
-    require(all(isinstance(text, str) for text in texts) and all(map(str.strip, texts[1::2])), "a message has no text")
-    return system, list(zip(texts[::2], texts[1::2]))
+        return make_conversation(as_messages(record["messages"], "user"))
+    question = "\n\n".join(filter(None, [record["instruction"], record.get("input")]))
+    return make_conversation([("user", question), ("assistant", record["output"])])
 
 
 def make_pair(record):
@@ -325,18 +316,31 @@ def make_pair(record):
     missing.  ValueError for all else."""
     chosen = as_messages(record["chosen"], "assistant")
     rejected = as_messages(record["rejected"], "assistant")
-    prompt = as_messages(record.get("prompt", chosen[:-1]), "user")
+    prompt = as_messages(record["prompt"], "user") if "prompt" in record else chosen[:-1]
     for messages in (chosen, rejected):
         require(messages[:-1] in ([], prompt), "before its last message an answer has others than the prompt")
-    make_turns({"messages": [*prompt, rejected[-1]]})           # ValueError for what is no conversation
-    return make_turns({"messages": [*prompt, chosen[-1]]}), rejected[-1]["content"]
+    make_conversation([*prompt, rejected[-1]])                      # ValueError for what is none
+    return make_conversation([*prompt, chosen[-1]]), rejected[-1][1]
 
 
 def as_messages(value, role):
-    """A text, or a list of messages -> a list of messages with role and content alone."""
+    """A text of this role, or a list of messages -> [(role, text), ...]."""
     if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+        return [(role, value)]
+    return [(message["role"], message["content"]) for message in value]
+
+
+def make_conversation(messages):
+    """[(role, text), ...] -> a conversation.  ValueError where user and assistant do not take turns."""
+    system = None
+    if messages[0][0] == "system":
+        _, system = messages.pop(0)
+    roles = [role for role, _ in messages]
+    texts = [text for _, text in messages]
+    require(roles and roles == ["user", "assistant"] * (len(roles) // 2), "user and assistant must take turns")
+    # from an empty response a model would learn to be silent
+    require(all(isinstance(text, str) for text in texts) and all(map(str.strip, texts[1::2])), "a message has no text")
+    return system, list(zip(texts[::2], texts[1::2]))
 
 
 @contextmanager
