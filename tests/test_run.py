@@ -223,8 +223,9 @@ def test_other_options_are_refused_by_name(option, words):
 
 @parametrize("option", ["--threads 2", "--micro-batch 1"])
 def test_what_belongs_to_the_machine_may_change(half, option):
-    assert f"note: {option.split()[0]} was " in run(f"{resume(half)} {option}").stdout
-    run(f"{resume(half)} {option}")                     # it is a setting of the run from now on
+    note = f"note: {option.split()[0]} was "
+    assert note in run(f"{resume(half)} {option}").stdout
+    assert note not in run(f"{resume(half)} {option}").stdout           # it is a setting of the run from now on
     for ours, theirs in zip(read_log(half), untouched()[0], strict=True):
         assert ours.get("losses") == pytest.approx(theirs.get("losses"), abs=1e-5)
 
