@@ -60,7 +60,6 @@ REFUSED = {
     "rl.py --base m --data pipe": "pipe is not a plain file",
     "rl.py --base m --data odd.json --reward good": "the reward must be",
     "chat.py --model .": ". holds no checkpoint",
-    "chat.py --temperature hot": "--temperature: must be a number from 0 to 100, not 'hot'",
     "tokenizer.py show x --tokenizer pipe": "pipe is not a plain file",
     "tokenizer.py show x --tokenizer odd.json": "odd.json",
     "checkpoint.py none": "none holds no checkpoint",
