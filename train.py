@@ -550,7 +550,8 @@ def create_run(script, out, settings, config, tokenizer, base=None):
     else:
         model = model_cpu.Model(config, settings.seed, np.float32, training=False)
     state = {"script": script, "tokens": 0, "seconds": 0.0, "base": base}
-    new = f"{out}.new"                              # so that it comes into being at once
+    parent, name = os.path.split(out)
+    new = os.path.join(parent, f".{name}.new")      # so that it comes into being at once
     shutil.rmtree(new, ignore_errors=True)
     save_run(Training(model, tokenizer, settings, state, new, Ranks()))
     checkpoint.set_aside(out)
