@@ -55,6 +55,7 @@ def test_dpo_prefers_what_was_chosen(tmp_path):
     sentence | -       | So so.    | 5  | yes | 1
     sentence | -       | So so.    | 5  |     | 0
     sentence | -       | So? So.   | 5  | yes | 0
+    sentence | -       | So so.    | 4  | yes | 0
     echo     | PLANET? | A planet. | 2  |     | 1
     echo     | A moon? | A moon.   | 2  |     | 0
     short    | -       | yes       | 10 | yes | 0.75
@@ -84,14 +85,15 @@ def tuned(tmp_path_factory):
 
 
 def test_what_is_drawn(tuned):
-    """The same from the same seed.  What a reward gets, tests/test_silent.py says."""
-    asked = [("S", "say 3")] * 9
-    draws = [rl.draw_answers(tuned, lambda prompt, answer, *more: len(answer), asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
+    """The same from the same seed.  A reward gets the number of tokens before a special one, and whether that is the end."""
+    asked = [("S", "say 3")] * 99
+    draws = [rl.draw_answers(tuned, lambda prompt, answer, tokens, ended: tokens + 99 * ended, asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
     for rows, rewards, texts in draws:
-        assert rewards.tolist() == [*map(len, texts)]
-        assert [parts(tuned.tokenizer, row)[0] for row in rows] == ["<|user|>S\n\nsay 3<|end|><|assistant|>"] * 9
+        answers = [ids[mask] for ids, mask in rows]
+        assert rewards.tolist() == [(ids < 268).sum() + 99 * (ids[-1] == 271) for ids in answers]
+        assert {parts(tuned.tokenizer, row)[0] for row in rows} == {"<|user|>S\n\nsay 3<|end|><|assistant|>"}
     first, again, other = [texts for *_, texts in draws]
-    assert first == again != other and len({*first}) > 5
+    assert first == again != other and len({*first}) > 50
 
 
 def test_a_run_for_rewards(tuned):
@@ -107,7 +109,7 @@ def test_a_run_for_rewards(tuned):
     kl = (log_probs(model, rows) - log_probs(tuned.model, rows)).sum() / train.learned(rows)
     forgotten = mean_nats(model, [sft.make_row(tuned.tokenizer, talk, 32) for talk in unseen])
     assert [last["reward"], last["kl"], last["forgotten"]] == pytest.approx([rewards.mean(), kl, forgotten], rel=1e-3)
-    assert start["kl"] == 0 < kl and [model.optimizer, training.settings.decay] == ["adamw", 0]
+    assert start["kl"] == 0 < kl and [model.optimizer, training.settings.decay, first["lr"]] == ["adamw", 0, 0.01]
     model.write(model.flat_params, tuned.model.flat_params)
     batch = rl.reinforcing(training).batch
     rows, weights = batch(0)
@@ -126,6 +128,7 @@ def test_a_run_on_pairs(tuned):
     assert first["margin"] == 0 and last["dpo"] < 0.6
     assert rl.preferring(training).evaluate(0)["margin"] == pytest.approx(last["margin"], rel=1e-4)
     learned, held_out = rl.read_pairs(training.tokenizer, training.settings, 32)
+    assert max(train.make_batch(rows, 32, 1)[0].size for rows in learned) <= 256
     assert training.model.step == len(learned) and sum(map(len, learned + held_out)) == 120
 
 

