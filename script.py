@@ -560,12 +560,13 @@ def find_corpus(preset):
 
 def find_records(path):
     """-> the path of the conversations that go with the text at `path`, made where they are missing: of a play, whose
-    paragraphs are "NAME:\\nspeech", each speech and the reply to it.  They are of its last 90 kB, which pretraining
-    holds out.  Where `path` is a file of records, it is that."""
+    paragraphs are "NAME:\\nspeech", each speech and the reply to it.  They are of its end, of which pretraining
+    holds out somewhat more (tokenizer.split_point).  Where `path` is a file of records, it is that."""
     records = path.replace(".txt", "-chat.json")
     if not os.path.exists(records):
-        text = read_chunk(path)[-90_000:].decode("utf-8", "replace")
-        speeches = re.split(r"\n\n[^\n:]{1,40}:\n", text)[1:]
+        text = read_chunk(with_plain_lines(path)).decode("utf-8", "replace")
+        held_out = text[-min(90_000, len(text) // 11):].strip()
+        speeches = re.split(r"\n\n[^\n:]{1,40}:\n", held_out)[1:]
         require(len(speeches) > 1, f"{path} is no play, so it gives no questions; name instructions with --data "
                 "(./fetch_data.sh instructions brings some).")
         write_records(path, [" ".join(speech.split()) for speech in speeches], speeches[1:])

@@ -78,7 +78,7 @@ def finish(process):
     ended = 0
     while not ended:
         ended, status = os.waitpid(process.pid, os.WNOHANG)
-        if time.monotonic() > limit:
+        if not ended and time.monotonic() > limit:
             os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.002)
     process.returncode = os.waitstatus_to_exitcode(status)
