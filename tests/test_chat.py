@@ -7,7 +7,7 @@ import select
 import sys
 
 import numpy as np
-from cases import once_a_module, parametrize, put, write
+from cases import once_a_module, parametrize, write
 from runs import become, refused, run
 
 import chat
@@ -16,7 +16,7 @@ import model_cpu
 from tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, Tokenizer, known_template
 
 SPECIAL = {name: 256 + i for i, name in enumerate([*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])}
-END_OF_TEXT, USER, ASSISTANT, END, *_ = SPECIAL.values()
+END_OF_TEXT, USER, ASSISTANT, END = range(256, 260)
 CHATML = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 LOOP = "é世🙂ж"             # its 11 bytes are 11 different ones, so each has one successor
@@ -72,7 +72,7 @@ def test_the_newest_turns_are_read_with_the_system_text_before_them(models, monk
             yield byte
             assert sys.stdout.buffer.getvalue()[-1] == byte
 
-    put(monkeypatch, model_cpu, generate=generate)
+    monkeypatch.setattr(model_cpu, "generate", generate)
     session = load_session(models, "--max-tokens 3", template)
     chat.run_command("/system Be brief.", session)
     turns = []

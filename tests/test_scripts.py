@@ -50,11 +50,11 @@ REFUSED = {
     "train.py --data empty": "empty is empty, or almost",
     "train.py --data latin": "latin is no text in UTF-8: it seems to be Latin-1",
     "train.py --data text wide": "wide is no text in UTF-8: it seems to be UTF-16, or binary",
-    "train.py --data pipe": "pipe is not a plain file",
     "train.py --evaluate m --data .": ". is not a plain file",
     "train.py --data short": "short is empty, or almost",
     "train.py --resume --out none": "there is nothing to resume in none",
     "sft.py --base none": "there is no model in none",
+    "sft.py --base m --data empty": "empty: there is no record.",
     "sft.py --base m --data cut.jsonl": "cut.jsonl, line 2, is not JSON",
     "sft.py --base m --data odd.json": "odd.json, record 1, cannot be used",
     "rl.py --base m --data pipe": "pipe is not a plain file",
@@ -141,7 +141,7 @@ def test_control_characters_are_not_printable():
 
 def test_records_are_one_list_or_one_a_line(tmp_path):
     path = tmp_path / "records"
-    for data in b'[{"a": 1}, 2]', b'\n {"a": 1}\r\n\n2', b'\xef\xbb\xbf{"a": 1}\n2\n':
+    for data in b'[{"a": 1}, 2]', b'\n {"a": 1}\r\n\r\n2', b'\xef\xbb\xbf{"a": 1}\n2\n':
         write(path, data)
         assert script.json_values(path) == [{"a": 1}, 2]
     for data, words in (b'1\n\n"\xff"', "line 3, is not JSON"), (b'[1, {"a', "records is not JSON"):
@@ -154,11 +154,11 @@ SIZES = {
     "dim 132": "dim (132) must be a multiple of 8",
     "hidden 100": "hidden (100) must",
     "vocab 65544": "vocab_size (65544) is more than 65,536",
-    "heads 5": "must be a multiple of 2 x heads",
+    "heads 128": "must be a multiple of 2 x heads",
     "kv_heads 3": "3 does not divide it",
     "layers 0": "whole numbers above 0",
     "context 1.5": "whole numbers above 0",
-    "norm_eps NaN": "finite numbers",
+    "norm_eps Infinity": "finite numbers",
     "rope_theta -1": "not negative",
     "positions 64": "the context (128) cannot be more",
     "tied true": "a tied head needs predict 1"}
