@@ -476,7 +476,7 @@ def check_settings(folder, settings, tokenizer):
     with which transformers would give a text other ids than our Tokenizer.
 
     settings: what stands in tokenizer_config.json."""
-    with refusing(f"{folder}: its tokenizer, or the tokenizer's settings, cannot be used"):
+    with refusing(f"{folder}: the tokenizer's settings cannot be used"):
         content = read_json(f"{folder}/tokenizer.json")
         odd = {key: value for key, value in {**content, **content["model"]}.items() if value and key not in KNOWN_KEYS}
         if len(tokenizer.encoder.byte_ids) == 256:
