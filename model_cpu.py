@@ -29,7 +29,6 @@ What this file does not do: no dropout, no biases, no learning-rate schedule (tr
 prompts, no files (checkpoint.py).  Arithmetic is float64 by default, where gradients can be checked to ten
 digits; training passes dtype=np.float32.
 """
-# first: with it Ctrl-C prints "Stopped." in place of a traceback, also while the imports below run
 from script import Parser, check_config, require, run_script
 
 import concurrent.futures

@@ -65,7 +65,7 @@ def start(command, folder=".", trap=lambda: None):
             os.dup2(file.fileno(), number)
         sys.stdin = open(os.devnull)
         sys.stdout = os.fdopen(1, "w")
-        sys.stderr = os.fdopen(2, "w")
+        sys.stderr = os.fdopen(2, "w", 1)
         os.fsync = lambda file: None                # no machine loses its power here, and waiting for a disk is long
         trap()
         become(command)
