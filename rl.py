@@ -226,36 +226,39 @@ def pair_rows(tokenizer, pair, T):
 
 
 def pair_batches(tokenizer, pairs, settings, T):
-    """Pairs -> batches: lists of rows, in which chosen and rejected alternate.  They are the same in every epoch, so
-    that the reference fits them to the bit.  Pairs whose answers are equal, as far as the window goes, are left out."""
+    """Pairs -> (batches: lists of rows, in which chosen and rejected alternate; a sentence about them).  They are the
+    same in every epoch, so that the reference fits them to the bit.  Pairs whose answers are equal, as far as the
+    window goes, are left out."""
     both = [pair_rows(tokenizer, pair, T) for pair in pairs]
     rows = []
     for (chosen, rejected), _ in both:
         if not np.array_equal(chosen[0], rejected[0]):
             rows.append((chosen, rejected))
     cuts = sum(cut for _, cut in both)
-    print(f"{len(both):,} pairs; {cuts:,} are cut to the window, and {len(both) - len(rows):,} whose answers are equal "
-          "within it are left out.")
     require(rows, "each pair needs two answers that differ within the context.")
     sides = [sft.padded_lengths(side, T) for side in zip(*rows)]        # of all that is chosen, of all that is rejected
     lengths = 2 * np.max(sides, axis=0)
     plan = sft.plan_epoch(lengths, settings.batch_tokens, settings.seed, 0)
-    return [[row for i in batch for row in rows[i]] for batch in plan]
+    batches = [[row for i in batch for row in rows[i]] for batch in plan]
+    return batches, (f"{len(both):,} pairs, {cuts:,} of them cut to the window, {len(both) - len(rows):,} left out, "
+                     "because their answers are equal within it")
 
 
 def read_pairs(tokenizer, settings, T):
-    """-> (batches to learn, batches held out) of a run's files."""
+    """-> (batches to learn, batches held out, a sentence about both) of a run's files."""
     pairs = read_records(settings.data, make_pair)
     openings = [sft.opening(conversation) for conversation, _ in pairs]
     parts = sft.hold_out(pairs, openings, settings.seed)
-    return [pair_batches(tokenizer, part, settings, T) for part in parts]
+    (batches, words), (held_out, more) = [pair_batches(tokenizer, part, settings, T) for part in parts]
+    return batches, held_out, f"{words}; held out: {more}."
 
 
 def preferring(training):
     """-> the Job of a run on pairs."""
     settings = training.settings
     T, _ = training.sizes
-    batches, held_out = read_pairs(training.tokenizer, settings, T)
+    batches, held_out, words = read_pairs(training.tokenizer, settings, T)
+    print(f"{training.out}: {words}")
     if "reference" not in training.state:           # the model is still the base
         training.state["reference"] = []
         for rows in batches + held_out:

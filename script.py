@@ -575,11 +575,13 @@ def find_records(path):
 
 def write_records(path, questions, answers):
     """Write the records that go with a text.  Each is a conversation for sft.py, and a pair for rl.py: the true answer
-    is chosen, and that to the next question rejected."""
+    is chosen, and its words in reverse order are rejected.  (The answer to another question would be chosen there, so
+    the model would learn to like what it is to reject here.)"""
     records = []
-    for question, answer, other in zip(questions, answers, answers[1:]):
+    for question, answer in zip(questions, answers):
         conversation = {"instruction": question, "output": answer}
-        records.append({**conversation, "prompt": question, "chosen": answer, "rejected": other})
+        reverse = " ".join(reversed(answer.split()))
+        records.append({**conversation, "prompt": question, "chosen": answer, "rejected": reverse})
     write_file(path.replace(".txt", "-chat.json"), json.dumps(records).encode())
 
 

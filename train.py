@@ -485,13 +485,11 @@ def choose_machine(options, preset, config, batch_tokens, ranks):
 
 def take_engine(device, config, ranks):
     """-> the module of the engine that this rank computes with, model_cpu or model_gpu."""
-    if device == "gpu":
-        missing = model_gpu.why_no_gpu()
-        require(not missing, f"{missing}  On a CPU, with --device cpu, small takes minutes, and the larger models many "
-                "hours or days.")
+    engine = model_gpu.pick(device)
+    if engine is model_gpu:
         model_gpu.check_sizes(config)
         model_gpu.take_gpu(ranks.local)
-    return model_gpu.pick(device)
+    return engine
 
 
 def make_settings(options, preset, config, usual, ranks):
@@ -550,8 +548,7 @@ def create_run(script, out, settings, config, tokenizer, base=None):
     else:
         model = model_cpu.Model(config, settings.seed, np.float32, training=False)
     state = {"script": script, "tokens": 0, "seconds": 0.0, "base": base}
-    parent, name = os.path.split(out)
-    new = os.path.join(parent, f".{name}.new")      # so that it comes into being at once
+    new = f"{out}.begun"                            # so that it comes into being at once
     shutil.rmtree(new, ignore_errors=True)
     save_run(Training(model, tokenizer, settings, state, new, Ranks()))
     checkpoint.set_aside(out)
@@ -587,7 +584,7 @@ def open_run(script, options, out, ranks):
             print(f"The GPU has memory for a micro-batch of {rows} windows: taking that, not {settings.micro_batch}.")
             settings.micro_batch = rows
     checkpoint.write_moments(model, out, moments)
-    require(tokenizer.template or script == "train.py", f"{out}/tokenizer_config.json has no chat template any more.")
+    require(tokenizer.template or script == "train.py", f"{out} has lost its chat template.")
     if ranks.size > 1:
         model.communicator = model_gpu.Nccl(ranks) if settings.device == "gpu" else ranks
     return Training(model, tokenizer, settings, state, out, ranks)
@@ -608,9 +605,8 @@ def apply_options(options, settings, config, base, out, ranks):
             print(f"The run in {out} had {before} {name}; it goes on to {value}, by a new schedule.")
             settings.steps = settings.steps * value // before
         else:
-            option = "the preset" if name == "preset" else option_of(name)
-            raise ValueError(f"the run in {out} has {option} {before}, not {value}: a run keeps its settings.  Leave "
-                             "the option out, or start a new run with --out.")
+            raise ValueError(f"the run in {out} has {option_of(name)} {before}, not {value}: a run keeps its settings."
+                             "  Leave the option out, or start a new run with --out.")
         setattr(settings, name, value)
 
 
@@ -625,12 +621,6 @@ def preset_of(base):
 # ------------------------------------------------------------------------------------------------------------
 # 6. The corpus
 # ------------------------------------------------------------------------------------------------------------
-def kind_of(path):
-    """What validation is reported by: the letters that a file's name begins with.  So books_00.txt and
-    books_01.txt are one kind, and web_wikipedia.txt another."""
-    return re.match("[a-z]*", basename(path).lower())[0] or "text"
-
-
 def make_tokenizer(paths, vocab):
     """-> a Tokenizer of what is not held out of these files."""
     print(f"Training a tokenizer of {vocab} tokens.")
@@ -641,14 +631,18 @@ def make_tokenizer(paths, vocab):
 
 def prepare(paths, tokenizer):
     """Corpus -> (tokens, val).  tokens: uint16 ids to train on, memory-mapped; val: {kind: such ids}, held out.  They
-    are kept in data/, named by a fingerprint of the files and the tokenizer, and made only once."""
+    are kept in data/, named by a fingerprint of the files and the tokenizer, and made only once.
+
+    A kind is what validation is reported by: the letters that a file's name begins with.  So books_00.txt and
+    books_01.txt are one kind, and web_wikipedia.txt another."""
     to_learn = []
     held_out = collections.defaultdict(list)
     plain = list(map(with_plain_lines, paths))
     for path, name in zip(plain, paths):
         cut = split_point(path)
         to_learn.append((path, 0, cut))
-        held_out[kind_of(name)].append((path, cut, getsize(path)))
+        kind = re.match("[a-z]*", basename(name).lower())[0] or "text"
+        held_out[kind].append((path, cut, getsize(path)))
     key = short_hash(hash_files(plain), *held_out, str([tokenizer.tokens, tokenizer.merges, tokenizer.digits]))
     val = {kind: make_tokens(tokenizer, f"val-{kind}-{key}", parts) for kind, parts in held_out.items()}
     return make_tokens(tokenizer, f"train-{key}", to_learn), val
@@ -705,7 +699,7 @@ def pretraining(training):
     stride = max(1, sum(map(len, val.values())) // EVAL_TOKENS)
     # a tokenizer may lack all bytes of a text
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
-    print(f"{training.out}: {model_cpu.param_count(training.model.config):,} parameters, {settings.steps} steps of "
+    print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {', '.join(settings.data)}: {len(tokens):,} "
           "tokens to train on.")
 

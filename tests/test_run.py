@@ -216,7 +216,7 @@ def test_the_same_options_may_be_repeated(half):
                                       --data other     | --data ['text'], not ['other']
                                       --steps 7        | --steps 8, not 7
                                       --base base      | --base None, not base
-                                      medium           | the preset small, not medium"""))
+                                      medium           | --preset small, not medium"""))
 def test_other_options_are_refused_by_name(option, words):
     assert f"has {words}: a run keeps its settings" in refused(f"{resume('half')} {option}")
 

@@ -170,7 +170,8 @@ def test_english_and_its_questions(tmp_path, monkeypatch):
     text = read("data/english.txt").decode()
     assert len(text) > 200_000 and text.endswith(f"\n\n<|endoftext|>\n\n{prose}\n\n<|endoftext|>\n\nMore: {prose}")
     pairs = [[*record.values()] for record in json.loads(read(script.find_records("data/english.txt")))]
-    assert pairs == [["some/f", "Does a thing."] * 2 + ["Is it."], ["some/C", "Is it."] * 2 + ["f(x) -> y"]]
+    assert pairs == [["some/f", "Does a thing."] * 2 + ["thing. a Does"], ["some/C", "Is it."] * 2 + ["it. Is"],
+                     ["some/g", "f(x) -> y"] * 2 + ["y -> f(x)"]]
 
 
 def test_of_a_play_what_was_not_learned_is_asked(tmp_path):
@@ -180,7 +181,7 @@ def test_of_a_play_what_was_not_learned_is_asked(tmp_path):
     asked = [[*record.values()] for record in json.loads(read(script.find_records(path)))]
     rest = spoken[int(asked[0][0][:3]):]
     assert train.split_point(path) < read(path).index(rest[0].encode())
-    assert asked == [[a.replace("\n", " "), b] * 2 + [c] for a, b, c in zip(rest, rest[1:], rest[2:])]
+    assert asked == [[a.replace("\n", " "), b] * 2 + [" ".join(b.split()[::-1])] for a, b in zip(rest, rest[1:])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
