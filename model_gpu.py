@@ -94,7 +94,7 @@ def pick(device):
         return model_cpu
     reason = why_no_gpu()
     if reason and device == "gpu":
-        raise ValueError(f"{reason}  On a CPU, with --device cpu, small takes minutes, and larger models hours or days.")
+        raise ValueError(f"{reason}  On a CPU (--device cpu) small takes minutes, and larger models hours or days.")
     return model_cpu if reason else sys.modules[__name__]
 
 

@@ -584,7 +584,7 @@ def open_run(script, options, out, ranks):
             print(f"The GPU has memory for a micro-batch of {rows} windows: taking that, not {settings.micro_batch}.")
             settings.micro_batch = rows
     checkpoint.write_moments(model, out, moments)
-    require(tokenizer.template or script == "train.py", f"{out} has lost its chat template.")
+    require(tokenizer.template or script == "train.py", f"{out} has no chat template any more.")
     if ranks.size > 1:
         model.communicator = model_gpu.Nccl(ranks) if settings.device == "gpu" else ranks
     return Training(model, tokenizer, settings, state, out, ranks)
