@@ -101,7 +101,7 @@ def test_logits_and_greedy_texts_are_those_of_transformers(folder, sizes, dtype,
 
 def test_gradients_of_a_tied_model_are_autograds(folder, monkeypatch):
     """tests/peers/test_model_peers.py has every tensor of a model that is not tied."""
-    put(monkeypatch, modeling_llama, LlamaRMSNorm=peers.Norm64, LlamaRotaryEmbedding=peers.Rotary64)
+    put(monkeypatch, modeling_llama, LlamaRMSNorm=torch.nn.RMSNorm, LlamaRotaryEmbedding=peers.Rotary64)
     write_llama(folder, {**SMALL, "rms_norm_eps": 1e-3}, "bfloat16", "100KB")
     model, _ = checkpoint.load(folder, model_cpu)
     llama = peers.load_llama(folder, torch.float64)
