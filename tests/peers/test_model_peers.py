@@ -142,7 +142,9 @@ def test_what_llama_saves_of_ours_loads_with_one_head(folder, tmp_path, capfd):
 class Rotary64(modeling_llama.LlamaRotaryEmbedding):
     """Its cosines and sines of angles in float64."""
     def forward(self, x, position_ids):
-        angle = torch.cat([position_ids[..., None] * rope_frequencies(self.config.head_dim)] * 2, -1)
+        D = self.config.head_dim
+        frequency = self.config.rope_parameters["rope_theta"] ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+        angle = torch.cat([position_ids[..., None] * frequency] * 2, -1)
         return angle.cos(), angle.sin()
 
 
