@@ -30,9 +30,9 @@ What this file does not do: it reads no pickle, no architecture but Llama's, and
 """
 import dataclasses
 import fcntl
+import glob
 import json
 import os
-import pathlib
 import re
 import shutil
 import sys
@@ -103,11 +103,10 @@ def read_safetensors(path, verify=True):
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            kind = entry["dtype"]
-            require(kind in DTYPES, f"{name!r} is of {kind!r:.40}")
             start, end = entry["data_offsets"]
             require(start == place, f"{name!r} has another place")
-            tensors[name] = body[start:end].view(DTYPES[kind]).reshape(entry["shape"])      # or it has another size
+            # an error where its size is not that of its shape, or its type is none of DTYPES
+            tensors[name] = body[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
             place = end
         require(place == len(body), "its tensors end elsewhere than the file")
         if "crc32" not in metadata:
@@ -203,8 +202,7 @@ def read_config(folder, context=None):
     path = f"{folder}/config.json"
     found = read_json(path)
     with refusing(f"{path} cannot be used"):
-        said = {key: value for key, value in found.items() if value is not None}
-        found = {**LLAMA_DEFAULTS, **said}
+        found = {**LLAMA_DEFAULTS, **{key: value for key, value in found.items() if value is not None}}
         found.setdefault("num_key_value_heads", found["num_attention_heads"])
         # rope_theta stands at the top, in rope_scaling, or in rope_parameters; as in transformers the last of
         # these is read only where rope_scaling is missing
@@ -235,9 +233,9 @@ def read_config(folder, context=None):
 # A save writes two files that belong together.  The weights have a file of their own, because that is the one
 # that transformers and chat.py read; the moments and the record of the run have another, which names the
 # checksum of its weights.  First the weights are written as model.safetensors.saved.  Then the new
-# train_state.safetensors replaces the old one: from this moment on the save counts.  At last the weights get
-# their name.  Killed before the second step, the folder holds the old save; killed after it, `mend` makes the
-# third step when the run is opened.
+# train_state.safetensors replaces the old one: from this moment on the save counts.  At last `mend` gives the
+# weights their name.  Killed before the second step, the folder holds the old save; killed after it, `mend` makes
+# the third step when the run is opened.
 def save(folder, model, tokenizer, state, chat=False):
     """Write the checkpoint folder.  state: a dict, of what JSON can hold, that read_state() gives back; chat:
     the model answers, in the tokenizer's template or in ours.
@@ -266,9 +264,10 @@ def save(folder, model, tokenizer, state, chat=False):
         crc = write_safetensors(new, weights, metadata)
         write_safetensors(f"{folder}/{STATE}", moments, {**metadata, "weights": crc, "state": json.dumps(state)})
     except OSError:
-        pathlib.Path(new).unlink(missing_ok=True)       # which gives the space back
+        if exists(new):
+            os.remove(new)                              # which gives the space back
         raise
-    os.replace(new, f"{folder}/{WEIGHTS}")
+    mend(folder)
     # Last: where there is a config.json there is a checkpoint, even if the first save of a run was killed.
     write_file(f"{folder}/config.json", config)
 
@@ -300,19 +299,6 @@ def read_weights(folder, verify=True):
         return {name: shards[file][name] for name, file in files.items()}, {}
 
 
-def drop_copies(tensors, config):
-    """Remove what the files of a Llama may hold beside its parameters: RoPE's frequencies, and the head where
-    it is the embedding."""
-    for name in list(tensors):
-        if name.endswith("rotary_emb.inv_freq"):
-            del tensors[name]
-    if config.tied and "lm_head.weight" in tensors:
-        head = tensors.pop("lm_head.weight")
-        embed = tensors.setdefault("model.embed_tokens.weight", head)       # a file may hold the head alone
-        require(np.array_equal(head, embed),
-                f"{head.filename}: lm_head.weight is not the embedding, though tie_word_embeddings is true.")
-
-
 def load(folder, engine, options=None, context=None):
     """-> (model, tokenizer) from the folder of any Llama, in which nothing is changed.
 
@@ -330,7 +316,14 @@ def load(folder, engine, options=None, context=None):
         saved = f"{folder}/{key}.json"
         require(metadata.get(key) in (None, checksum(saved)),
                 f"{saved} is not as it was saved with this model.")
-    drop_copies(tensors, config)
+    for name in list(tensors):
+        if name.endswith("rotary_emb.inv_freq"):                # of an old Llama: these are computed here
+            del tensors[name]
+    if config.tied and "lm_head.weight" in tensors:             # the embedding once more, or the head alone
+        head = tensors.pop("lm_head.weight")
+        embed = tensors.setdefault("model.embed_tokens.weight", head)
+        require(np.array_equal(head, embed),
+                f"{path}: lm_head.weight is not the embedding, though tie_word_embeddings is true.")
     model = engine.Model(config, seed=None, **(options or {}))
     fill(model, path, tensors, {name: model.params[ours][rows] for name, ours, rows in llama_names(config)})
     model.step = int(metadata.get("step", 0))
@@ -501,7 +494,7 @@ def main(argv):
     folder = parser.parse_args(argv).DIR
     model, _ = load(folder, model_cpu, {"dtype": np.float32, "training": False})
     print(f"{folder}: step {model.step:,}, {model.config}")
-    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+    for path in sorted(glob.glob(f"{folder}/*.safetensors")):
         tensors, metadata = read_safetensors(path)
         print(f"{path}: {len(tensors)} tensors, CRC32 {metadata.get('crc32', 'none')}")
         for name, tensor in tensors.items():
