@@ -8,7 +8,7 @@ Read before it: tokenizer.py; Config and param_table in model_cpu.py.  From top 
     1. safetensors              arrays in a file: a header, raw bytes and a checksum
     2. Llama's names            Hugging Face's tensors are rows of our matrices; config.json
     3. save                     atomic: killed at any moment, it leaves a whole checkpoint of one step
-    4. load                     all is checked before any of it is used
+    4. load                     what does not fit, or is damaged, is refused by its name
     5. a run's folder           one run at a time; an older run is renamed; the log
     6. read_tokenizer           what the tokenizers of other people may hold, and chat templates
     7. main                     the printer
@@ -30,15 +30,13 @@ What this file does not do: it reads no pickle, no architecture but Llama's, and
 """
 import dataclasses
 import fcntl
+import glob
 import json
-import math
 import os
-import pathlib
 import re
 import shutil
 import sys
 import zlib
-from contextlib import suppress
 from os.path import exists
 
 import model_cpu            # first: it says what to do where NumPy is missing
@@ -95,32 +93,27 @@ def read_safetensors(path, verify=True):
 
     ValueError, naming the file, unless the tensors fill it without a gap or an overlap; and, if we wrote it,
     unless every byte is as it was written.  verify: False where only the header is of interest."""
-    read_chunk(path, 0, 0)                              # an error if it is no plain file
     tensors = {}
-    end = 0
+    place = 0                                           # where the next tensor has to begin
     with refusing(f"{path} is damaged (truncated or altered) and not read"):
         data = np.memmap(path, mode="r")
         begin = 8 + int.from_bytes(data[:8], "little")
-        size = len(data) - begin                                # of all tensors together
         top = bytes(data[:begin])
+        body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
-        metadata = {**header.pop("__metadata__", {})}           # only a dict unpacks so
+        metadata = header.pop("__metadata__", {})
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            shape = tuple(entry["shape"])
-            kind = entry["dtype"]
-            require(kind in DTYPES, f"{name!r} is of {kind!r:.40}, not one of {', '.join(DTYPES)}")
-            dtype = np.dtype(DTYPES[kind])
-            start = end
-            end += math.prod(shape) * dtype.itemsize
-            require(entry["data_offsets"] == [start, end] and start <= end <= size,
-                    f"{name!r} has another size or place")
-            tensors[name] = np.memmap(path, dtype, "r", begin + start, shape)
-        require(end == size, "its tensors end elsewhere than the file")
+            start, end = entry["data_offsets"]
+            require(start == place, f"{name!r} has another place")
+            # an error where its size is not that of its shape, or its type is none of DTYPES
+            tensors[name] = body[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            place = end
+        require(place == len(body), "its tensors end elsewhere than the file")
         if "crc32" not in metadata:
             return tensors, {}
         if verify:
             blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)
-            crc = zlib.crc32(data[begin:], zlib.crc32(blank))
+            crc = zlib.crc32(body, zlib.crc32(blank))
             require(metadata["crc32"] == f"{crc:08x}", "its checksum is wrong")
     return tensors, metadata
 
@@ -130,20 +123,18 @@ def safetensors_metadata(path):
     return read_safetensors(path, verify=False)[1]
 
 
-def floats(tensor):
-    """An array of DTYPES as numbers that NumPy knows.  A bf16 is the upper half of a float32."""
-    if tensor.dtype == np.uint16:
-        return (tensor.astype(np.uint32) << 16).view(np.float32)
-    return tensor
-
-
-def write_tensor(model, view, name, tensor):
-    """Copy a tensor of a file into a view of one of the model's buffers.  ValueError for numbers that are not
-    finite."""
-    values = floats(tensor)
-    require(np.isfinite(values).all(),
-            f"{tensor.filename}: the tensor {name} holds numbers that are not finite.")
-    model.write(view, values)
+def fill(model, path, tensors, views):
+    """Copy the tensors of a file, by name, into views of the model's buffers.  ValueError unless they have just
+    these names and shapes, and numbers that are finite."""
+    for name in {**views, **tensors}:
+        found = tensors[name].shape if name in tensors else "missing"
+        wanted = views[name].shape if name in views else "none of that name"
+        require(found == wanted, f"{path}: the tensor {name} is {found}, config.json asks for {wanted}.")
+        values = tensors[name]
+        if values.dtype == np.uint16:                   # a bf16 is the upper half of a float32
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        require(np.isfinite(values).all(), f"{path}: the tensor {name} holds numbers that are not finite.")
+        model.write(views[name], values)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -211,13 +202,11 @@ def read_config(folder, context=None):
     path = f"{folder}/config.json"
     found = read_json(path)
     with refusing(f"{path} cannot be used"):
-        said = {key: value for key, value in found.items() if value is not None}
-        found = {**LLAMA_DEFAULTS, **said}
+        found = {**LLAMA_DEFAULTS, **{key: value for key, value in found.items() if value is not None}}
         found.setdefault("num_key_value_heads", found["num_attention_heads"])
         # rope_theta stands at the top, in rope_scaling, or in rope_parameters; as in transformers the last of
         # these is read only where rope_scaling is missing
         found.update(found.get("rope_scaling") or found.get("rope_parameters", {}))
-        found.setdefault("rope_type", found.get("type", "default"))
         sizes = {ours: found[theirs] for theirs, ours in LLAMA_SIZES.items()}
         context = context or found.get("context", sizes["positions"])
         if context == sizes["positions"]:
@@ -227,15 +216,14 @@ def read_config(folder, context=None):
     # keys that would change the mathematics, each with the one value that is computed here
     fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu",
              "mlp_bias": False, "attention_bias": False, "use_qk_norm": False, "sliding_window": 0,
-             "is_causal": True, "partial_rotary_factor": 1.0, "rope_type": "default"}
+             "is_causal": True, "partial_rotary_factor": 1.0, "rope_type": "default", "type": "default"}
     for key, ours in fixed.items():
         value = found.get(key, ours)
         require(value == ours, f"{path}: {key} is {value!r:.200}, and only {ours!r} is computed here.")
-    if config.predict > 1:
-        tensors, metadata = read_weights(folder, verify=False)
-        if not metadata and "mtp_heads.weight" not in tensors:      # transformers saves the model without it
-            print(f"note: {folder} has no mtp_heads.weight, so its model has one head.", file=sys.stderr)
-            return dataclasses.replace(config, predict=1)
+    # transformers saves a model of ours without it
+    if config.predict > 1 and "mtp_heads.weight" not in read_weights(folder, verify=False)[0]:
+        print(f"note: {folder} has no mtp_heads.weight, so its model has one head.", file=sys.stderr)
+        return dataclasses.replace(config, predict=1)
     return config
 
 
@@ -245,9 +233,9 @@ def read_config(folder, context=None):
 # A save writes two files that belong together.  The weights have a file of their own, because that is the one
 # that transformers and chat.py read; the moments and the record of the run have another, which names the
 # checksum of its weights.  First the weights are written as model.safetensors.saved.  Then the new
-# train_state.safetensors replaces the old one: from this moment on the save counts.  At last the weights get
-# their name.  Killed before the second step, the folder holds the old save; killed after it, `mend` makes the
-# third step when the run is opened.
+# train_state.safetensors replaces the old one: from this moment on the save counts.  At last `mend` gives the
+# weights their name.  Killed before the second step, the folder holds the old save; killed after it, `mend` makes
+# the third step when the run is opened.
 def save(folder, model, tokenizer, state, chat=False):
     """Write the checkpoint folder.  state: a dict, of what JSON can hold, that read_state() gives back; chat:
     the model answers, in the tokenizer's template or in ours.
@@ -276,36 +264,28 @@ def save(folder, model, tokenizer, state, chat=False):
         crc = write_safetensors(new, weights, metadata)
         write_safetensors(f"{folder}/{STATE}", moments, {**metadata, "weights": crc, "state": json.dumps(state)})
     except OSError:
-        with suppress(OSError):
+        if exists(new):
             os.remove(new)                              # which gives the space back
         raise
-    os.replace(new, f"{folder}/{WEIGHTS}")
+    mend(folder)
     # Last: where there is a config.json there is a checkpoint, even if the first save of a run was killed.
     write_file(f"{folder}/config.json", config)
 
 
 def mend(folder):
     """Finish a save that was killed after it counted.  ValueError where the two files do not belong together."""
-    new = f"{folder}/{WEIGHTS}.saved"
-    state = safetensors_metadata(f"{folder}/{STATE}")
-    if exists(new) and safetensors_metadata(new).get("crc32", "none") == state.get("weights"):
-        os.replace(new, f"{folder}/{WEIGHTS}")
-    weights = safetensors_metadata(f"{folder}/{WEIGHTS}")
-    require(state.get("weights") == weights.get("crc32", "none"), f"{folder}: {STATE} belongs to other weights than "
+    path = f"{folder}/{WEIGHTS}"
+    saved = f"{path}.saved"
+    weights = safetensors_metadata(f"{folder}/{STATE}").get("weights", "none")
+    if exists(saved) and safetensors_metadata(saved)["crc32"] == weights:
+        os.replace(saved, path)
+    require(safetensors_metadata(path).get("crc32") == weights, f"{folder}: {STATE} belongs to other weights than "
             f"those in {WEIGHTS}, or is of an earlier version: begin a new run.")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 4. Load
 # ------------------------------------------------------------------------------------------------------------
-def require_tensors(path, tensors, shapes):
-    """ValueError unless the tensors of a file have just these names and shapes."""
-    for name in [*shapes, *tensors]:
-        found = tensors[name].shape if name in tensors else "missing"
-        wanted = shapes.get(name, "none of that name")
-        require(found == wanted, f"{path}: the tensor {name} is {found}, config.json asks for {wanted}.")
-
-
 def read_weights(folder, verify=True):
     """-> ({name: array}, metadata) of model.safetensors.  Where there is none, an index names the files that
     share the tensors."""
@@ -313,29 +293,10 @@ def read_weights(folder, verify=True):
     index = f"{path}.index.json"
     if exists(path) or not exists(index):
         return read_safetensors(path, verify)
-    tensors = {}
     with refusing(f"{index} is damaged"):
-        wanted = read_json(index)["weight_map"]
-        for file in sorted(set(wanted.values())):
-            require(os.path.basename(file) == file, f"it names {file}")
-            shard, _ = read_safetensors(f"{folder}/{file}")
-            for name in shard:
-                require(wanted.get(name) == file, f"{name} is in {file}, not in {wanted.get(name)}")
-            tensors.update(shard)
-    return tensors, {}
-
-
-def drop_copies(tensors, config):
-    """Remove what the files of a Llama may hold beside its parameters: RoPE's frequencies, and the head where
-    it is the embedding."""
-    for name in list(tensors):
-        if name.endswith("rotary_emb.inv_freq"):
-            del tensors[name]
-    if config.tied and "lm_head.weight" in tensors:
-        head = tensors.pop("lm_head.weight")
-        embed = tensors.setdefault("model.embed_tokens.weight", head)       # a file may hold the head alone
-        require(np.array_equal(floats(head), floats(embed)),
-                f"{head.filename}: lm_head.weight is not the embedding, though tie_word_embeddings is true.")
+        files = read_json(index)["weight_map"]
+        shards = {file: read_safetensors(f"{folder}/{file}")[0] for file in set(files.values())}
+        return {name: shards[file][name] for name, file in files.items()}, {}
 
 
 def load(folder, engine, options=None, context=None):
@@ -355,20 +316,17 @@ def load(folder, engine, options=None, context=None):
         saved = f"{folder}/{key}.json"
         require(metadata.get(key) in (None, checksum(saved)),
                 f"{saved} is not as it was saved with this model.")
-    step = metadata.get("step") if metadata else "0"
-    require(str(step).isdecimal(), f"{path} does not say of which step it is.")
-    drop_copies(tensors, config)
-    # asked first, because the table of a million layers alone would fill the memory
-    require(config.layers <= len(tensors),
-            f"{path}: tensors are missing: it has {len(tensors)}, config.json asks for {config.layers} layers.")
-    shapes = dict(model_cpu.param_table(config))
-    wanted = {name: np.broadcast_to(False, shapes[ours])[rows].shape        # takes no memory
-              for name, ours, rows in llama_names(config)}
-    require_tensors(path, tensors, wanted)
+    for name in list(tensors):
+        if name.endswith("rotary_emb.inv_freq"):                # of an old Llama: these are computed here
+            del tensors[name]
+    if config.tied and "lm_head.weight" in tensors:             # the embedding once more, or the head alone
+        head = tensors.pop("lm_head.weight")
+        embed = tensors.setdefault("model.embed_tokens.weight", head)
+        require(np.array_equal(head, embed),
+                f"{path}: lm_head.weight is not the embedding, though tie_word_embeddings is true.")
     model = engine.Model(config, seed=None, **(options or {}))
-    for name, ours, rows in llama_names(config):
-        write_tensor(model, model.params[ours][rows], name, tensors.pop(name))      # not mapped any more
-    model.step = int(step)
+    fill(model, path, tensors, {name: model.params[ours][rows] for name, ours, rows in llama_names(config)})
+    model.step = int(metadata.get("step", 0))
     return model, tokenizer
 
 
@@ -377,16 +335,13 @@ def read_state(folder):
     path = f"{folder}/{STATE}"
     require(exists(path), f"{folder} holds no run: there is no {path}.")
     moments, metadata = read_safetensors(path)
-    with refusing(f"{path} holds no record of a run: its state is damaged or missing"):
-        return {**json.loads(metadata["state"])}, moments       # only a dict unpacks so
+    return json.loads(metadata["state"]), moments
 
 
 def write_moments(model, folder, moments):
     """Fill m and v of a model that load() made from this folder; at step 0 they are zeros."""
     if model.step:
-        require_tensors(f"{folder}/{STATE}", moments, {"m": model.m.shape, "v": model.v.shape})
-        write_tensor(model, model.m, "m", moments["m"])
-        write_tensor(model, model.v, "v", moments["v"])
+        fill(model, f"{folder}/{STATE}", moments, {"m": model.m, "v": model.v})
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -407,31 +362,18 @@ def lock_folder(out):
 def set_aside(out):
     """Make room for a new run.  A run that has not finished a step is removed.  Whatever else is there keeps its
     folder, under another name."""
-    if not exists(out) or not os.listdir(out):
-        return
     log = f"{out}/log.jsonl"
     state = f"{out}/{STATE}"
-    begun = exists(log) and any(record["step"] for _, record in read_log(log))
+    begun = exists(log) and b'"loss":' in read_chunk(log)           # each step has one, an evaluation none
     # a log that somebody has deleted says nothing
     if exists(state) and not begun and safetensors_metadata(state).get("step") == "0":
         shutil.rmtree(out)
-        return
-    number = 1
-    while exists(f"{out}.{number}"):
-        number += 1
-    os.rename(out, f"{out}.{number}")
-    print(f"{out} held an earlier run: it is now {out}.{number}.")
-
-
-def read_log(path):
-    """Yields (line, record) of a log.  The last line of a killed run may be cut: it is left out.  ValueError
-    for any other line that is no record."""
-    lines = read_chunk(path).split(b"\n")
-    for number, line in enumerate(lines[:-1], 1):
-        with refusing(f"{path}, line {number}, is no record of a run: move the file away to begin another"):
-            record = json.loads(line)
-            require(type(record["step"]) is int, "its step is no whole number")
-        yield line, record
+    elif exists(out) and os.listdir(out):
+        number = 1
+        while exists(f"{out}.{number}"):
+            number += 1
+        os.rename(out, f"{out}.{number}")
+        print(f"{out} held an earlier run: it is now {out}.{number}.")
 
 
 class Log:
@@ -439,23 +381,27 @@ class Log:
 
     A log is opened for a step: the records of later steps are dropped, so that the log of a resumed run has
     each step once.  The file is only cut there and never written anew: killed at any moment, no history is
-    lost."""
+    lost.  ValueError for a line that is no record."""
     def __init__(self, folder, step):
-        path = f"{folder}/log.jsonl"
+        self.path = f"{folder}/log.jsonl"
         kept = 0
-        if exists(path):
-            for line, record in read_log(path):
-                # the evaluation of the step that the run goes on from is made again
-                if record["step"] > step or record["step"] == step and "loss" not in record:
+        with open(self.path, "ab+") as file:
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):                # the last line of a killed run may be cut
                     break
-                kept += len(line) + 1                       # and the line end
-        with open(path, "ab") as file:
+                with refusing(f"{self.path}, line {number}, is no record of a run: "
+                              "move the file away to begin another"):
+                    record = json.loads(line)
+                    # the evaluation of the step that the run goes on from is made again
+                    if record["step"] > step or record["step"] == step and "loss" not in record:
+                        break
+                kept += len(line)
             file.truncate(kept)
-        self.path = path
 
     def write(self, **record):
-        with open(self.path, "ab") as file:             # closed at once, so that nothing waits to be written
-            file.write(json.dumps(record).encode() + b"\n")
+        with open(self.path, "a") as file:              # closed at once, so that nothing waits to be written
+            print(json.dumps(record), file=file)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -491,22 +437,22 @@ def check_settings(folder, settings, tokenizer):
         kind = settings.get("tokenizer_class")
         require(kind in known, f"tokenizer_class {kind!r:.80} is not known here")
         require(not settings.get("add_prefix_space"), "add_prefix_space is true")
-        added = read_settings(f"{folder}/added_tokens.json")
-        listed = [{**token, "id": int(i)} for i, token in settings.get("added_tokens_decoder", {}).items()]
-        for token in content["added_tokens"] + listed:
+        # All that stands for a token, a name or a dict, must be a special token of tokenizer.json, or
+        # transformers adds it to them.
+        tokens = content["added_tokens"] + [*read_settings(f"{folder}/added_tokens.json")]
+        for key, value in {**settings, **read_settings(f"{folder}/special_tokens_map.json")}.items():
+            if key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens") and value:
+                tokens += value.values() if isinstance(value, dict) else value
+            elif key.endswith("_token") and value:
+                tokens.append(value)
+        names = [tokenizer.decode([i]) for i in tokenizer.special.values()]
+        for token in tokens:
+            named = token if isinstance(token, dict) else {"content": token}
             # each must be found in a text just as it is written; where no text is normalized, "normalized" makes
             # no difference
-            wanted = {**token, **SPECIAL, "normalized": token.get("normalized")}
-            require(token == wanted, f"the added token {token!r:.200} is not known here")
-            added[token["content"]] = token["id"]
-        for name, i in added.items():
-            require(tokenizer.special.get(name) == i and tokenizer.tokens[i] == name.encode(),
-                    f"{name!r:.80} is not the special token {i} of tokenizer.json")
-        named = {**settings, **read_settings(f"{folder}/special_tokens_map.json")}
-        names = [named.get(f"{role}_token") for role in "bos eos unk pad sep cls mask".split()]
-        for name in names + (named.get("additional_special_tokens") or []):
-            name = name["content"] if isinstance(name, dict) else name
-            require(name in (None, *tokenizer.special), f"tokenizer.json has no special token {name!r:.80}")
+            found = {**SPECIAL, **named, "normalized": False}
+            require(named["content"] in names and {**found, **SPECIAL} == found,
+                    f"tokenizer.json has no special token {token!r:.200}")
 
 
 def read_tokenizer(folder):
@@ -548,7 +494,7 @@ def main(argv):
     folder = parser.parse_args(argv).DIR
     model, _ = load(folder, model_cpu, {"dtype": np.float32, "training": False})
     print(f"{folder}: step {model.step:,}, {model.config}")
-    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+    for path in sorted(glob.glob(f"{folder}/*.safetensors")):
         tensors, metadata = read_safetensors(path)
         print(f"{path}: {len(tensors)} tensors, CRC32 {metadata.get('crc32', 'none')}")
         for name, tensor in tensors.items():

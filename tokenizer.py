@@ -176,11 +176,7 @@ MAX_WORDS = 1_000_000
 
 def count_words(texts):
     """Iterable of str or bytes -> Counter of words."""
-    words = Counter()
-    for text in texts:
-        for part in split_words(to_str(text)):
-            words.update(part)
-    return words
+    return Counter(chain.from_iterable(part for text in texts for part in split_words(to_str(text))))
 
 
 def learn_merges(words, wanted):
@@ -407,8 +403,8 @@ def split_point(path):
     tail = read_chunk(path, low, size)
     end = len(tail.rstrip())                        # something must be left behind the cut
     target = max(0, min(len(tail) - wanted, end - 1))
-    for boundary in (SEPARATOR, re.compile(b"\n")):
-        cuts = [match.end() for match in boundary.finditer(tail) if match.end() < end]
+    for boundary in SEPARATOR, b"\n":
+        cuts = [match.end() for match in re.finditer(boundary, tail) if match.end() < end]
         if cuts:
             return low + min(cuts, key=lambda cut: abs(target - cut))
     return low + target
@@ -606,13 +602,14 @@ class Tokenizer:
         with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
             model = content["model"]
             words = content["pre_tokenizer"]
+            *first, level = words.get("pretokenizers", [words])
             # trim_offsets makes no difference to ids, and use_regex may be left out
-            steps = [{**BYTE_LEVEL, **step, "trim_offsets": True} for step in words.get("pretokenizers", [words])]
-            require(steps in ([BYTE_LEVEL], [{**BYTE_LEVEL, **DIGITS}, BYTE_LEVEL]) and not content.get("normalizer"),
+            level = {**BYTE_LEVEL, **level, "trim_offsets": True}
+            require(first in ([], [DIGITS]) and level == BYTE_LEVEL and not content.get("normalizer"),
                     "it divides text into other words than GPT-2's and SmolLM's do")
             special = {token["content"]: token["id"] for token in content["added_tokens"]}
             # where both have an id, the vocabulary's counts, as for `tokenizers`
-            return cls.from_vocab({**special, **model["vocab"]}, model["merges"], special, len(steps) > 1)
+            return cls.from_vocab({**special, **model["vocab"]}, model["merges"], special, bool(first))
 
     @classmethod
     def from_gpt2(cls, vocab_bpe, encoder_json):
@@ -692,14 +689,6 @@ def visible(token):
     return "".join(char if char.isprintable() else repr(char.encode())[2:-1] for char in text)
 
 
-def show(tokenizer, text):
-    """A text with a bar between its tokens; after a line end, which is shown as \\n, a new line begins."""
-    tokens = [tokenizer.tokens[token] for token in tokenizer.encode(text)]
-    shown = "|".join(map(visible, tokens)).replace(r"\n|", "\\n|\n")
-    size = sum(map(len, tokens))
-    return f"{shown}\n{len(tokens)} tokens for {size} bytes, {size / max(len(tokens), 1):.2f} bytes a token"
-
-
 def main(argv):
     parser = Parser(description="Byte-level BPE: how text becomes integers.")
     parser.add_argument("command", choices=["show"], help="print a text with its token boundaries")
@@ -710,10 +699,13 @@ def main(argv):
     instead = "give --tokenizer a file tokenizer.json"
     tokenizer = Tokenizer.load(args.tokenizer or f"{newest_checkpoint(instead)}/tokenizer.json")
     text = sys.stdin.buffer.read() if args.text == "-" else os.fsencode(args.text)
+    ids = tokenizer.encode(text)
     if args.ids:
-        print(*tokenizer.encode(text))
-    else:
-        print(show(tokenizer, text))
+        print(*ids)
+        return
+    # a bar between two tokens; after a line end, which is shown as \n, a new line begins
+    shown = "|".join(visible(tokenizer.tokens[token]) for token in ids).replace(r"\n|", "\\n|\n")
+    print(f"{shown}\n{len(ids)} tokens for {len(text)} bytes, {len(text) / max(len(ids), 1):.2f} bytes a token")
 
 
 if __name__ == "__main__":
