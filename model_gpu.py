@@ -849,14 +849,13 @@ class Decoder(model_cpu.Decoder):
     drawn by draw_rows alone.  MemoryError where they do not fit."""
 
     def __init__(self, gpu, weights, texts, length):
-        c = gpu.config
+        c = self.config = gpu.config
         self.gpu = gpu
-        self.config = c
         self.weights = weights
         self.texts = texts
         self.tokens = []
         self.sizes = []                             # of the windows that draw_rows has seen last
-        rows = max(FEW_ROWS, c.predict, texts)      # that are drawn at once
+        rows = self.few = max(FEW_ROWS, c.predict, texts)           # that are drawn at once
         most = max(c.context, 16 * texts)           # tokens that are read at once
         both = typed(int32,                         # what the host has as well
                      tokens=most,
@@ -877,17 +876,16 @@ class Decoder(model_cpu.Decoder):
         self.host = Arrays(**host)
         self.replays = collections.defaultdict(Replay)
 
-    def extend(self, tokens, last=None):
-        """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone, a
-        NumPy array."""
+    def extend(self, tokens):
+        """Append n tokens; return the logits (n,K,V) after each of them, a NumPy array."""
         c = self.config
         tokens = self.checked(tokens).tolist()
         logits = []
-        for part in slices_of(len(tokens), len(self.host.p)):
+        for part in slices_of(len(tokens), self.few):
             few = tokens[part]
             self.draw(few, 1, c.predict, 0, Sampling(temperature=0))
             logits.append(cupy.asnumpy(self.buffers.logits[:len(few)]))
-        return np.concatenate(logits).reshape(-1, c.predict, c.vocab)[-(last or len(tokens)):]
+        return np.concatenate(logits).reshape(-1, c.predict, c.vocab)
 
     def draw(self, tokens, rows, heads, t, sampling):
         """Append tokens, a list, and draw after each of the last `rows` of them: see model_cpu.  After more than
@@ -895,7 +893,7 @@ class Decoder(model_cpu.Decoder):
         more.  Fewer are not checked: the GPU would wait for that at each token."""
         n = len(tokens)
         end = self.position + n
-        if n > len(self.host.p):
+        if n > self.few:
             self._read_windows([self.tokens + tokens])
             n = 1
         lengths = np.arange(end - n, end)
