@@ -180,8 +180,8 @@ class Gpu:
             _, module = compiled("flash_attn.cu", *options)
             self.flash = flash_kernels(precision, config.head_dim, parts)
             for name, _, shared in self.flash:
-                self.kernels[name] = module.get_function(name)
-                self.kernels[name].max_dynamic_shared_size_bytes = shared
+                kernel = self.kernels[name] = module.get_function(name)
+                kernel.max_dynamic_shared_size_bytes = shared
         finally:
             notice.cancel()
         # (2,context,1,D), of which the second half of D says all -> (context,D/2) each
@@ -1073,10 +1073,9 @@ def muon_tables(config, real):
     """Yields (starts, table) for each shape of matrices, because muon_update takes all of one shape together.
     starts: where in a layer's part of a flat buffer each begins; table: what the n matrices of all layers are
     computed in.  These arrays lie where the activations are at another time, one shape's where the last one's were."""
-    starts_by_shape = collections.defaultdict(list)
-    for shape, place in matrix_table(config):
-        starts_by_shape[shape].append(place.start)
-    for shape, starts in starts_by_shape.items():
+    matrices = matrix_table(config)
+    for shape in dict(matrices):
+        starts = [place.start for other, place in matrices if other == shape]
         n = len(starts) * config.layers
         square = n, min(shape), min(shape)
         table = typed(real,
