@@ -78,8 +78,8 @@ class Session:
         ids = self.ids()
         if not answer:
             if len(ids) >= self.room:
-                print(f"note: this fills the {self.room} tokens that the model reads; of a longer text it reads the end.",
-                      file=sys.stderr)
+                print(f"note: this fills the {self.room} tokens that the model reads; of a longer text it reads the "
+                      "end.", file=sys.stderr)
             if not self.chat_form:
                 yield text              # so that prompt and continuation read as one text
         asked = self.settings
