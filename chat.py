@@ -76,11 +76,12 @@ class Session:
         Ctrl-C may come at any point: what was printed is then in turns, and the next call goes on from there."""
         text, answer = self.turns[-1]
         ids = self.ids()
-        if not answer and len(ids) >= self.room:
-            print(f"note: this fills the {self.room} tokens that the model reads; of a longer text it reads the end.",
-                  file=sys.stderr)
-        if not answer and not self.chat_form:
-            yield text                  # so that prompt and continuation read as one text
+        if not answer:
+            if len(ids) >= self.room:
+                print(f"note: this fills the {self.room} tokens that the model reads; of a longer text it reads the "
+                      "end.", file=sys.stderr)
+            if not self.chat_form:
+                yield text              # so that prompt and continuation read as one text
         asked = self.settings
         seed = asked.seed
         if seed is not None:

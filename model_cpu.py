@@ -857,16 +857,16 @@ class Decoder:
                              f"{self.config.context}.")
         return tokens
 
-    def extend(self, tokens, last=None):
-        """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone.
+    def extend(self, tokens):
+        """Append n tokens; return the logits (n,K,V) after each of them."""
+        return self.model._head_logits(self._read([self.checked(tokens)]), -1)
+
+    def _read(self, tokens):
+        """Append tokens (B,n) -> rmsnorm(x) (B*n,C) after the last layer.
 
         This is the forward of training, but keys and values go to their place in the cache, and P has a row for
         each new token and a column for each token so far."""
-        tokens = self.checked(tokens)
-        return self.model._head_logits(self._read(tokens[None])[-(last or len(tokens)):], -1)
-
-    def _read(self, tokens):
-        """Append tokens (B,n) -> rmsnorm(x) (B*n,C) after the last layer."""
+        tokens = np.array(tokens)
         c = self.config
         B, n = tokens.shape
         first = self.position
@@ -882,7 +882,8 @@ class Decoder:
         """Append tokens, and draw after each of the last `rows` of them.  Returns ids (rows, heads), of which
         that of head k after row r is for position t + r + k of the text, and the probabilities p (rows,) that
         head 0 gave to its ids."""
-        logits = self.extend(tokens, rows)[:, :heads, :sampling.vocab].astype(np.float64)
+        final = self._read([self.checked(tokens)])[-rows:]
+        logits = self.model._head_logits(final, -1)[:, :heads, :sampling.vocab].astype(np.float64)
         positions = np.arange(t, t + rows)[:, None] + np.arange(heads)                  # (rows, heads)
         ids = sample(logits.reshape(positions.size, -1), positions.ravel(), sampling).reshape(rows, heads)
         z = logits[:, 0]                                                                # (rows, V) of head 0
@@ -911,7 +912,7 @@ class Decoder:
             slots = np.arange(self.config.context)
             self.pads = np.float32(-1e30) * (slots < missing[:, None])[:, None, None, None]
             tokens = [[0] * count + window for count, window in zip(missing, windows)]
-        final = self._read(np.array(tokens))                                                # (B*n,C)
+        final = self._read(tokens)                                                          # (B*n,C)
         last = final.reshape(len(tokens), -1, self.config.dim)[:, -1]                       # (B,C)
         logits = last @ self.model.params["heads"][:sampling.vocab or self.config.vocab].T  # (B,V)
         return sample(logits, t, sampling)

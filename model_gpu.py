@@ -31,7 +31,6 @@ What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVID
 there is no CuPy or no GPU, and then says what is missing in one sentence.
 """
 import collections
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -41,6 +40,7 @@ import re
 import struct
 import sys
 import threading
+from ctypes import CDLL, byref, c_float, c_longlong, c_size_t, c_void_p
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
@@ -77,14 +77,12 @@ def why_no_gpu():
         return "The GPU needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`)."
     if cupy.cuda.is_available():
         return None
-    driver = cupy.cuda.runtime.driverGetVersion()           # 12040: it serves CUDA 12.4
+    driver = cupy.cuda.runtime.driverGetVersion()           # 12040: it serves CUDA 12.4; 0: there is none
     needed = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    if not driver:
-        return "There is no NVIDIA driver on this machine."
-    if driver // 1000 < needed:
+    if 0 < driver // 1000 < needed:
         return (f"The NVIDIA driver is too old: it serves CUDA {driver // 1000}.{driver % 1000 // 10}, this "
                 f"CuPy needs {needed}.0: update the driver, or install cupy-cuda{driver // 1000}x.")
-    return "The NVIDIA driver finds no GPU."
+    return "There is no NVIDIA driver on this machine, or it finds no GPU."
 
 
 def pick(device):
@@ -123,11 +121,6 @@ def default_precision():
 # ------------------------------------------------------------------------------------------------------------
 # 2. Compiled kernels and matmuls
 # ------------------------------------------------------------------------------------------------------------
-COMPUTE = {"fp32": 68, "tf32": 77, "bf16": 68}      # CUBLAS_COMPUTE_32F, or CUBLAS_COMPUTE_32F_FAST_TF32
-KINDS = {"f": 0, "H": 14}   # CUDA_R_32F of float32, CUDA_R_16BF of uint16, which has bf16
-ZERO = ctypes.byref(ctypes.c_float(0.0))            # cuBLAS reads its factors from host memory
-ONE = ctypes.byref(ctypes.c_float(1.0))
-
 # a CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) is 1
 EARLY = np.array([6, 0, 1] + 15 * [0], int32)
 
@@ -139,10 +132,10 @@ def load_cublas():
     workspace has the size that cuBLAS recommends for a Hopper.  Without it cuBLAS would allocate one, and
     another for each graph."""
     from cupy.cuda import device                # here: loading cuBLAS takes a second, and it may be missing
-    library = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
-    library.handle = ctypes.c_void_p(device.get_cublas_handle())
+    library = CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
+    library.handle = c_void_p(device.get_cublas_handle())
     size = 32 << 20
-    library.workspace = ctypes.c_void_p(cupy.cuda.runtime.malloc(size)), ctypes.c_size_t(size)
+    library.workspace = c_void_p(cupy.cuda.runtime.malloc(size)), c_size_t(size)
     return library
 
 
@@ -186,9 +179,9 @@ class Gpu:
                             for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code)}
             _, module = compiled("flash_attn.cu", *options)
             self.flash = flash_kernels(precision, config.head_dim, parts)
-            for name, _, _, shared in self.flash:
-                self.kernels[name] = module.get_function(name)
-                self.kernels[name].max_dynamic_shared_size_bytes = shared
+            for name, _, shared in self.flash:
+                kernel = self.kernels[name] = module.get_function(name)
+                kernel.max_dynamic_shared_size_bytes = shared
         finally:
             notice.cancel()
         # (2,context,1,D), of which the second half of D says all -> (context,D/2) each
@@ -199,7 +192,7 @@ class Gpu:
         self.launch_kernel = None
         # the first driver to record it is that of CUDA 12.3
         if HOPPER and capability() >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:
-            self.launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+            self.launch_kernel = CDLL("libcuda.so.1").cuLaunchKernelEx
 
     def launch(self, name, grid, threads, *args, shared=0):
         """Queue a kernel.  grid: the number of its blocks, or two or three of them; args: see as_argument."""
@@ -214,11 +207,11 @@ class Gpu:
             return self.launch(name, grid, threads, *args)
         values = [np.array(x.data.ptr if isinstance(x, cupy.ndarray) else x)
                   for x in map(as_argument, args)]
-        pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
+        pointers = (c_void_p * len(values))(*[value.ctypes.data for value in values])
         # CUlaunchConfig: grid, block, shared memory, stream, attributes, how many
         settings = struct.pack("7IPPI4x", *grid, 1, threads, 1, 1, 0, current_stream().ptr, EARLY.ctypes.data,
                                1)
-        status = self.launch_kernel(settings, ctypes.c_void_p(self.kernels[name].kernel.ptr), pointers, None)
+        status = self.launch_kernel(settings, c_void_p(self.kernels[name].kernel.ptr), pointers, None)
         if status:
             raise GpuError(f"CUDA refuses to launch {name}: status {status}.")
 
@@ -226,7 +219,7 @@ class Gpu:
         """cuBLAS computes on this stream from now on.  A new stream makes it forget its workspace."""
         library = self.cublas
         if library:
-            library.cublasSetStream_v2(library.handle, ctypes.c_void_p(stream))
+            library.cublasSetStream_v2(library.handle, c_void_p(stream))
             library.cublasSetWorkspace_v2(library.handle, *library.workspace)
 
 
@@ -265,15 +258,15 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
         return
     operands = []
     for x in (b, a, out):       # ctypes passes Python's ints in 32 bits: what has more is wrapped
-        operands.append([ctypes.c_void_p(x.data.ptr), KINDS[x.dtype.char], x.shape[-1]])
+        kind = 14 if x.dtype == uint16 else 0                       # CUDA_R_16BF, or CUDA_R_32F
+        operands.append([c_void_p(x.data.ptr), kind, x.shape[-1]])
         if x.ndim == 3:         # then from matrix to matrix
-            operands[-1].append(ctypes.c_longlong(x[0].size))
-    function = library.cublasGemmEx
-    if out.ndim == 3:
-        function = library.cublasGemmStridedBatchedEx
-        operands[2].append(len(out))
-    status = function(library.handle, transpose_b, transpose_a, N, M, inner, ONE, *operands[0], *operands[1],
-                      ONE if add else ZERO, *operands[2], COMPUTE[gpu.precision], -1)
+            operands[-1].append(c_longlong(x[0].size))
+    function = library.cublasGemmEx if out.ndim == 2 else library.cublasGemmStridedBatchedEx
+    compute = 77 if gpu.precision == "tf32" else 68     # CUBLAS_COMPUTE_32F_FAST_TF32, or CUBLAS_COMPUTE_32F
+    # the factors of the product and of what is there, from host memory; of stacks how many there are
+    status = function(library.handle, transpose_b, transpose_a, N, M, inner, byref(c_float(1)), *operands[0],
+                      *operands[1], byref(c_float(add)), *operands[2], *out.shape[:-2], compute, -1)
     if status:
         raise GpuError(f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.")
 
@@ -296,8 +289,8 @@ def embedding_backward(gpu, dembed, dout, order, starts):
     gpu.launch("embedding_backward", (V, ceil_div(C, 256)), 256, dembed, dout, order, starts, C)
 
 
-def rmsnorm_forward(gpu, out, rstd, x, gain, before, increment=None):
-    """x (N,C) = before + increment, out (N,C) its norm, rstd (N,).  Without an increment x is before."""
+def rmsnorm_forward(gpu, out, rstd, x, gain, before, increment):
+    """x (N,C) = before + increment, out (N,C) its norm, rstd (N,).  increment None: x is before."""
     N, C = x.shape
     gpu.launch("rmsnorm_forward", N, row_threads(C), out, rstd, x, before, increment, gain, C, gpu.eps)
 
@@ -344,24 +337,23 @@ def rope_forward(gpu, qkv, T, cache=None, lengths=None):
 
 
 def flash_kernels(precision, D, parts):
-    """(name, rows of queries or keys a block takes, threads, bytes of shared memory) of the forward and of
-    the two kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores
-    else."""
+    """(name, rows of queries or keys a block takes, bytes of shared memory) of the forward and of the two
+    kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores else."""
     names = "flash_forward", "flash_backward_dq", "flash_backward_dkdv"
     if precision == "fp32" or precision == "tf32" and D > 64:
-        return [(name, 4096 // D, 128, 0) for name in names]
+        return [(name, 4096 // D, 0) for name in names]
     rows = 64 * parts if precision == "bf16" and D <= 64 else 64
     row = D * (2 if precision == "bf16" else 4)     # bytes
     own = rows * row                                # the block's own tile
     stages = 4 * 64 * row                           # two stages of two of the others'
     shared = own + stages, 2 * own + stages, 2 * own + stages + 16 * 64
-    return [(f"{name}_{precision}", rows, 128, size) for name, size in zip(names, shared)]
+    return [(f"{name}_{precision}", rows, size) for name, size in zip(names, shared)]
 
 
 def launch_flash(gpu, which, heads, B, T, *args):
     """One of the flash_kernels: a block for each head, window and block of rows."""
-    name, rows, threads, shared = gpu.flash[which]
-    gpu.launch(name, (heads, B, ceil_div(T, rows)), threads, *args, T, gpu.config.heads, gpu.config.kv_heads,
+    name, rows, shared = gpu.flash[which]
+    gpu.launch(name, (heads, B, ceil_div(T, rows)), 128, *args, T, gpu.config.heads, gpu.config.kv_heads,
                shared=shared)
 
 
@@ -529,7 +521,7 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, momentum):
     layers' matrices, flat; starts: where in a layer each matrix of this shape begins.  work: the arrays of
     muon_tables."""
     params, weights, grads, m = flats
-    X, Y, A, B, squares = vars(work).values()
+    X, Y, A, B, squares = work.values()
     n, rows, columns = X.shape
     L = n // len(starts)
     size = rows * columns
@@ -560,7 +552,7 @@ def trunk(gpu, w, layers, shared):
 
 
 def allocate(empty, table):
-    """-> (memory, the Arrays that lie in it) for a table.  empty: makes it, on the GPU or pinned."""
+    """-> (memory, dict of the arrays that lie in it) for a table.  empty: makes it, on the GPU or pinned."""
     memory = empty(table_bytes(table), uint8)
     return memory, carve(memory, table)
 
@@ -582,7 +574,7 @@ class Inputs:
         pinned, views, event = next(self.slots)
         event.synchronize()
         for name, value in values.items():
-            getattr(views, name)[:value.size] = value.ravel()
+            views[name][:value.size] = value.ravel()
         self.device.set(pinned)
         event.record()
 
@@ -633,7 +625,6 @@ class Model:
                 f"later, this one has {capability() / 10}; --precision fp32 needs 7.0.")
         check_sizes(config)
         self.config = config
-        self.precision = precision
         self.optimizer = optimizer
         try:
             self.gpu = Gpu(config, precision, matmul)
@@ -667,7 +658,7 @@ class Model:
         self.params = param_views(self.flat_params, config)
         self.weights = {name: view if view.ndim == 2 else self.params[name]     # gains are read in fp32
                         for name, view in param_views(self.flat_weights, config).items()}
-        self.decoder = Decoder(self.gpu, self.weights)
+        self.decoder = self.new_decoder(1, config.context)
         rows = micro_batch or int(training)         # Muon works in this memory, too
         while rows > self.rows:
             try:
@@ -745,10 +736,10 @@ class Model:
             self.buffers_by_shape = {}              # and with them their graphs
         shape = B, T
         if shape not in self.buffers_by_shape:
-            arrays = vars(carve(self.work, work_table(c, B, T, self.gpu.real)))
+            arrays = carve(self.work, work_table(c, B, T, self.gpu.real))
             layers = [layer_views(arrays, i) for i in range(c.layers)]
             shared = {"B": B, "T": T, "lengths": None, "replays": collections.defaultdict(Replay)}
-            self.buffers_by_shape[shape] = layers, Arrays(**arrays | vars(self.inputs.arrays) | shared)
+            self.buffers_by_shape[shape] = layers, Arrays(**arrays | self.inputs.arrays | shared)
         return self.buffers_by_shape[shape]
 
     def new_decoder(self, rows, length):
@@ -854,18 +845,17 @@ class Decoder(model_cpu.Decoder):
     bits of decoding them one by one.  _read_many is the forward of training, with cuBLAS's matmuls, for whole
     windows and for a token of each of many texts.
 
-    texts, length: so many texts at once, each with a cache of its own for `length` tokens (None: the context);
-    more than one are drawn by draw_rows alone.  MemoryError where they do not fit."""
+    texts, length: so many texts at once, each with a cache of its own for `length` tokens; more than one are
+    drawn by draw_rows alone.  MemoryError where they do not fit."""
 
-    def __init__(self, gpu, weights, texts=1, length=None):
-        c = gpu.config
+    def __init__(self, gpu, weights, texts, length):
+        c = self.config = gpu.config
         self.gpu = gpu
-        self.config = c
         self.weights = weights
         self.texts = texts
         self.tokens = []
         self.sizes = []                             # of the windows that draw_rows has seen last
-        rows = max(FEW_ROWS, c.predict, texts)      # that are drawn at once
+        rows = self.few = max(FEW_ROWS, c.predict, texts)           # that are drawn at once
         most = max(c.context, 16 * texts)           # tokens that are read at once
         both = typed(int32,                         # what the host has as well
                      tokens=most,
@@ -879,23 +869,23 @@ class Decoder(model_cpu.Decoder):
         table = both + work_table(dataclasses.replace(c, layers=1, predict=1), 1, most, gpu.real)
         table += typed(float32, logits=(rows, c.predict * c.vocab))
         # k and v of each token
-        table += typed(gpu.real, cache=(c.layers, texts, length or c.context, c.qkv_width - c.dim))
+        table += typed(gpu.real, cache=(c.layers, texts, length, c.qkv_width - c.dim))
         _, arrays = allocate(cupy.empty, table)
-        self.buffers = Arrays(**vars(arrays) | vars(layer_views(vars(arrays), 0)))
-        self.pinned, self.host = allocate(cupyx.zeros_pinned, both)     # 0: a token that there is
+        self.buffers = Arrays(**arrays | vars(layer_views(arrays, 0)))
+        self.pinned, host = allocate(cupyx.zeros_pinned, both)          # 0: a token that there is
+        self.host = Arrays(**host)
         self.replays = collections.defaultdict(Replay)
 
-    def extend(self, tokens, last=None):
-        """Append n tokens; return the logits (n,K,V) after each of them, or after the `last` ones alone, a
-        NumPy array."""
+    def extend(self, tokens):
+        """Append n tokens; return the logits (n,K,V) after each of them, a NumPy array."""
         c = self.config
         tokens = self.checked(tokens).tolist()
         logits = []
-        for part in slices_of(len(tokens), len(self.host.p)):
+        for part in slices_of(len(tokens), self.few):
             few = tokens[part]
             self.draw(few, 1, c.predict, 0, Sampling(temperature=0))
             logits.append(cupy.asnumpy(self.buffers.logits[:len(few)]))
-        return np.concatenate(logits).reshape(-1, c.predict, c.vocab)[-(last or len(tokens)):]
+        return np.concatenate(logits).reshape(-1, c.predict, c.vocab)
 
     def draw(self, tokens, rows, heads, t, sampling):
         """Append tokens, a list, and draw after each of the last `rows` of them: see model_cpu.  After more than
@@ -903,7 +893,7 @@ class Decoder(model_cpu.Decoder):
         more.  Fewer are not checked: the GPU would wait for that at each token."""
         n = len(tokens)
         end = self.position + n
-        if n > len(self.host.p):
+        if n > self.few:
             self._read_windows([self.tokens + tokens])
             n = 1
         lengths = np.arange(end - n, end)
@@ -1007,31 +997,31 @@ class Nccl:
 # ------------------------------------------------------------------------------------------------------------
 # 5. What a step computes in
 # ------------------------------------------------------------------------------------------------------------
-def typed(dtype, **shapes):
-    """A table, [(name, shape, dtype), ...], of arrays of one type."""
-    return [(name, shape, dtype) for name, shape in shapes.items()]
-
-
 ALIGN = 256                 # arrays start at multiples of this many bytes
 
 
-def bytes_of(shape, dtype):
-    """Bytes of an array, rounded up to a multiple of ALIGN.  The shape of an array of one axis may be its length."""
-    return ALIGN * ceil_div(int(np.prod(shape)) * np.dtype(dtype).itemsize, ALIGN)
+def typed(dtype, **shapes):
+    """A table, [(name, shape, dtype, bytes), ...], of arrays of one type.  The shape of an array of one axis may be
+    its length.  The bytes are rounded up to a multiple of ALIGN."""
+    table = []
+    for name, shape in shapes.items():
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        table.append((name, shape, dtype, ALIGN * ceil_div(size, ALIGN)))
+    return table
 
 
 def table_bytes(table):
     """Bytes of a table's arrays."""
-    return sum(bytes_of(shape, dtype) for _, shape, dtype in table)
+    return sum(size for *_, size in table)
 
 
 def carve(memory, table):
-    """Arrays for a table, cut out of an array of bytes."""
+    """dict of the arrays of a table, cut out of an array of bytes."""
     arrays = {}
-    for name, shape, dtype in table:
+    for name, shape, dtype, size in table:
         arrays[name] = memory.view(dtype)[:np.prod(shape)].reshape(shape)
-        memory = memory[bytes_of(shape, dtype):]
-    return Arrays(**arrays)
+        memory = memory[size:]
+    return arrays
 
 
 def work_table(config, B, T, real):
@@ -1083,10 +1073,9 @@ def muon_tables(config, real):
     """Yields (starts, table) for each shape of matrices, because muon_update takes all of one shape together.
     starts: where in a layer's part of a flat buffer each begins; table: what the n matrices of all layers are
     computed in.  These arrays lie where the activations are at another time, one shape's where the last one's were."""
-    starts_by_shape = collections.defaultdict(list)
-    for shape, place in matrix_table(config):
-        starts_by_shape[shape].append(place.start)
-    for shape, starts in starts_by_shape.items():
+    matrices = matrix_table(config)
+    for shape in dict(matrices):
+        starts = [place.start for other, place in matrices if other == shape]
         n = len(starts) * config.layers
         square = n, min(shape), min(shape)
         table = typed(real,

@@ -281,8 +281,8 @@ def test_speculation_changes_nothing():
 def test_decoding_reads_each_token_once(monkeypatch):
     """One call a token, of that token alone; only a new window is read as a whole.  A later call reads what is new, or all
     after other weights."""
-    model, lengths, extend = wide_model(), [], Decoder.extend
-    monkeypatch.setattr(Decoder, "extend", lambda self, tokens, last: lengths.append(len(tokens)) or extend(self, tokens, last))
+    model, lengths, read = wide_model(), [], Decoder._read
+    monkeypatch.setattr(Decoder, "_read", lambda self, tokens: lengths.append(len(tokens[0])) or read(self, tokens))
     text = [1] * 5 + list(generate(model, [1] * 5, most=21))
     list(generate(model, text, most=2))
     model.update(1e-9)
