@@ -143,6 +143,6 @@ gpu: $(VENV)/packages
 # ----------------------------------------------------------------------------------------------------------------------
 clean:
 	rm -rf $(VENV) .pytest_cache __pycache__ tests/__pycache__ tests/peers/__pycache__
-	rm -f data/*.bin data/plain-*.txt data/*.new data/*.part data/books/*.part data/books/*.new
+	rm -f data/*.bin data/plain-*.txt data/tokenizer-*.json data/*.new data/*.part data/books/*.part data/books/*.new
 	rm -rf data/fetch.lock
 	@echo "Kept: the texts in data/ and the models in out/ (delete them by hand)."
