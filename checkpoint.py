@@ -133,7 +133,8 @@ def fill(model, path, tensors, views):
         values = tensors[name]
         if values.dtype == np.uint16:                   # a bf16 is the upper half of a float32
             values = (values.astype(np.uint32) << 16).view(np.float32)
-        require(np.isfinite(values).all(), f"{path}: the tensor {name} holds numbers that are not finite.")
+        require(np.isfinite(values).all(),
+                f"{tensors[name].filename}: the tensor {name} holds numbers that are not finite.")
         model.write(views[name], values)
 
 
@@ -437,13 +438,13 @@ def check_settings(folder, settings, tokenizer):
         kind = settings.get("tokenizer_class")
         require(kind in known, f"tokenizer_class {kind!r:.80} is not known here")
         require(not settings.get("add_prefix_space"), "add_prefix_space is true")
-        # All that stands for a token, a name or a dict, must be a special token of tokenizer.json, or
-        # transformers adds it to them.
+        # Whatever stands for a token, by its name or as a dict, must be a special token of tokenizer.json: another
+        # one transformers would add.
         tokens = content["added_tokens"] + [*read_settings(f"{folder}/added_tokens.json")]
         for key, value in {**settings, **read_settings(f"{folder}/special_tokens_map.json")}.items():
             if key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens") and value:
                 tokens += value.values() if isinstance(value, dict) else value
-            elif key.endswith("_token") and value:
+            elif key.endswith("_token") and value and value is not True:        # add_bos_token is no token
                 tokens.append(value)
         names = [tokenizer.decode([i]) for i in tokenizer.special.values()]
         for token in tokens:

@@ -209,7 +209,7 @@ ADDED = {"content": "<im_end>", **SPECIAL}
     ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space"),
     ("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}, "Qwen2Tokenizer"),
     ("tokenizer_config.json", {"added_tokens_decoder": {"276": ADDED}}, "<im_end>"),
-    ("tokenizer_config.json", {"pad_token": "[PAD]"}, "PAD"), ("added_tokens.json", {"<im_end>": 276}, "<im_end>"),
+    ("tokenizer_config.json", {"pad_token": "[PAD]"}, "PAD"), ("tokenizer_config.json", {"extra_special_tokens": {"x": "y"}}, "y"), ("added_tokens.json", {"<im_end>": 276}, "<im_end>"),
     ("special_tokens_map.json", {"additional_special_tokens": [{"content": "th"}]}, "no special token .*th"),
     ("tokenizer.json", {"dropout": 1}, "dropout"),
     ("tokenizer.json", {"post_processor": {"type": "Template", "special_tokens": {"<s>": {}}}}, "Template"),
@@ -229,7 +229,7 @@ def test_templates(folder, err_text, name, content, known):
     """As in transformers the file of its own counts.  An unknown one is said, and not used."""
     write_folder(folder)
     write(f"{folder}/{name}", content)
-    write_json(folder, "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", "chat_template": CHATML})
+    write_json(folder, "tokenizer_config.json", {"add_bos_token": True, "tokenizer_class": "GPT2Tokenizer", "chat_template": CHATML})
     tokenizer = checkpoint.read_tokenizer(folder)
     assert tokenizer.template == (known or "") and checkpoint.text_start(folder, tokenizer) == 261
     assert err_text() == ("" if known is not None else f"note: {folder} has an unknown chat template, which is not used.\n")
