@@ -37,14 +37,13 @@ PARTS = {"qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "o
 KINDS = {"float32": "F32", "float16": "F16", "uint16": "BF16"}
 
 
-def write_tensor_file(path, tensors, **changes):
-    """tensors: {name: array; bf16 as uint16}, whose header has another order than they have; changes: of each entry
-    in it."""
+def write_tensor_file(path, tensors):
+    """tensors: {name: array; bf16 as uint16}, whose header has another order than they have."""
     header, data = {}, b""
     for name, array in tensors.items():
         start = len(data)
         data += array.tobytes()
-        entry = {"dtype": KINDS[array.dtype.name], "shape": array.shape, "data_offsets": [start, len(data)], **changes}
+        entry = {"dtype": KINDS[array.dtype.name], "shape": array.shape, "data_offsets": [start, len(data)]}
         header = {name: entry, **header}
     text = json.dumps(header).encode()
     write(path, struct.pack("<Q", len(text)) + text + data)
@@ -173,11 +172,12 @@ def test_a_tensor_that_does_not_fit_is_named(folder, name, tensor, words):
     refused(folder, name, words)
 
 
-@parametrize("change", [{"data_offsets": [0, 512]}, {"shape": [16, 17]}])
-def test_headers_that_contradict_the_file(folder, change):
-    """A file without a checksum has its header alone to be believed."""
+def test_headers_that_contradict_the_file(folder):
+    """A file without a checksum has its header alone to be believed: here its data are longer."""
     write_folder(folder)
-    write_tensor_file(f"{folder}/model.safetensors", weights(NEW)[1], **change)
+    path = f"{folder}/model.safetensors"
+    write_tensor_file(path, weights(NEW)[1])
+    write(path, read(path) + b"0")
     refused(folder, "model.safetensors is damaged (truncated or altered)")
 
 
@@ -213,7 +213,7 @@ ADDED = {"content": "<im_end>", **SPECIAL}
     ("special_tokens_map.json", {"additional_special_tokens": [{"content": "th"}]}, "no special token .*th"),
     ("tokenizer.json", {"dropout": 1}, "dropout"),
     ("tokenizer.json", {"post_processor": {"type": "Template", "special_tokens": {"<s>": {}}}}, "Template"),
-    ("tokenizer.json", {"added_tokens": [{**ADDED, "id": 2, "rstrip": True}]}, "rstrip"),
+    ("tokenizer.json", {"added_tokens": [{**SPECIAL, "content": "<|im_end|>", "id": 261, "rstrip": True}]}, "rstrip"),
     ("tokenizer.json", {"added_tokens": [{**ADDED, "id": 7}]}, "<im_end>")])
 def test_settings_that_would_give_other_ids(folder, name, content, words):
     write_folder(folder)
