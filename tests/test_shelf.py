@@ -149,7 +149,7 @@ def test_a_model_of_ours_that_transformers_saved_has_one_head(folder, err_text):
 
 # -- what is refused -----------------------------------------------------------------------------------------
 @parametrize("key, bad", rows("""
-    rope_scaling | {"rope_type":"llama3"}
+    rope_scaling | {"type":"linear"}
     attention_bias | true
     hidden_act | "gelu"
     sliding_window | 16
