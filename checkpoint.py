@@ -87,14 +87,13 @@ def write_safetensors(path, tensors, metadata):
 
 
 def read_safetensors(path, verify=True):
-    """-> ({name: array}, metadata) of a safetensors file, in the order of the tensors in it.  bf16 comes as
-    uint16.  The metadata of a file that we did not write are {}, as nothing is known of their meaning.  The
-    arrays are memory-mapped, which is safe: save() replaces a file and never writes into one.
+    """-> ({name: array}, metadata) of a safetensors file.  bf16 comes as uint16.  The metadata of a file that we
+    did not write are {}, as nothing is known of their meaning.  The arrays are memory-mapped, which is safe:
+    save() replaces a file and never writes into one.
 
-    ValueError, naming the file, unless the tensors fill it without a gap or an overlap; and, if we wrote it,
+    ValueError, naming the file, unless the tensors are together as large as what it holds; and, if we wrote it,
     unless every byte is as it was written.  verify: False where only the header is of interest."""
     tensors = {}
-    place = 0                                           # where the next tensor has to begin
     with refusing(f"{path} is damaged (truncated or altered) and not read"):
         data = np.memmap(path, mode="r")
         begin = 8 + int.from_bytes(data[:8], "little")
@@ -102,13 +101,12 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        for name, entry in header.items():
             start, end = entry["data_offsets"]
-            require(start == place, f"{name!r} has another place")
             # an error where its size is not that of its shape, or its type is none of DTYPES
             tensors[name] = body[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-            place = end
-        require(place == len(body), "its tensors end elsewhere than the file")
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        require(size == len(body), f"it holds {len(body):,} bytes, and its tensors {size:,}")
         if "crc32" not in metadata:
             return tensors, {}
         if verify:
@@ -133,7 +131,8 @@ def fill(model, path, tensors, views):
         values = tensors[name]
         if values.dtype == np.uint16:                   # a bf16 is the upper half of a float32
             values = (values.astype(np.uint32) << 16).view(np.float32)
-        require(np.isfinite(values).all(), f"{path}: the tensor {name} holds numbers that are not finite.")
+        require(np.isfinite(values).all(),
+                f"{tensors[name].filename}: the tensor {name} holds numbers that are not finite.")
         model.write(views[name], values)
 
 
@@ -207,6 +206,7 @@ def read_config(folder, context=None):
         # rope_theta stands at the top, in rope_scaling, or in rope_parameters; as in transformers the last of
         # these is read only where rope_scaling is missing
         found.update(found.get("rope_scaling") or found.get("rope_parameters", {}))
+        found.setdefault("rope_type", found.get("type", "default"))
         sizes = {ours: found[theirs] for theirs, ours in LLAMA_SIZES.items()}
         context = context or found.get("context", sizes["positions"])
         if context == sizes["positions"]:
@@ -216,7 +216,7 @@ def read_config(folder, context=None):
     # keys that would change the mathematics, each with the one value that is computed here
     fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu",
              "mlp_bias": False, "attention_bias": False, "use_qk_norm": False, "sliding_window": 0,
-             "is_causal": True, "partial_rotary_factor": 1.0, "rope_type": "default", "type": "default"}
+             "is_causal": True, "partial_rotary_factor": 1.0, "rope_type": "default"}
     for key, ours in fixed.items():
         value = found.get(key, ours)
         require(value == ours, f"{path}: {key} is {value!r:.200}, and only {ours!r} is computed here.")
@@ -276,7 +276,7 @@ def mend(folder):
     """Finish a save that was killed after it counted.  ValueError where the two files do not belong together."""
     path = f"{folder}/{WEIGHTS}"
     saved = f"{path}.saved"
-    weights = safetensors_metadata(f"{folder}/{STATE}").get("weights", "none")
+    weights = safetensors_metadata(f"{folder}/{STATE}").get("weights")
     if exists(saved) and safetensors_metadata(saved)["crc32"] == weights:
         os.replace(saved, path)
     require(safetensors_metadata(path).get("crc32") == weights, f"{folder}: {STATE} belongs to other weights than "
@@ -437,13 +437,13 @@ def check_settings(folder, settings, tokenizer):
         kind = settings.get("tokenizer_class")
         require(kind in known, f"tokenizer_class {kind!r:.80} is not known here")
         require(not settings.get("add_prefix_space"), "add_prefix_space is true")
-        # All that stands for a token, a name or a dict, must be a special token of tokenizer.json, or
-        # transformers adds it to them.
+        # Whatever stands for a token, by its name or as a dict, must be a special token of tokenizer.json: another
+        # one transformers would add.
         tokens = content["added_tokens"] + [*read_settings(f"{folder}/added_tokens.json")]
         for key, value in {**settings, **read_settings(f"{folder}/special_tokens_map.json")}.items():
             if key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens") and value:
                 tokens += value.values() if isinstance(value, dict) else value
-            elif key.endswith("_token") and value:
+            elif key.endswith("_token") and value and value is not True:        # add_bos_token is no token
                 tokens.append(value)
         names = [tokenizer.decode([i]) for i in tokenizer.special.values()]
         for token in tokens:
