@@ -93,6 +93,7 @@ def read_safetensors(path, verify=True):
 
     ValueError, naming the file, unless the tensors are together as large as what it holds; and, if we wrote it,
     unless every byte is as it was written.  verify: False where only the header is of interest."""
+    read_chunk(path, 0, 0)                              # an error if it is no plain file
     tensors = {}
     with refusing(f"{path} is damaged (truncated or altered) and not read"):
         data = np.memmap(path, mode="r")
@@ -103,8 +104,9 @@ def read_safetensors(path, verify=True):
         metadata = header.pop("__metadata__", {})
         for name, entry in header.items():
             start, end = entry["data_offsets"]
-            # an error where its size is not that of its shape, or its type is none of DTYPES
-            tensors[name] = body[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            kind = entry["dtype"]
+            require(kind in DTYPES, f"{name!r} is of {kind!r:.40}, not one of {', '.join(DTYPES)}")
+            tensors[name] = body[start:end].view(DTYPES[kind]).reshape(entry["shape"])      # an error if it does not fit
         size = sum(tensor.nbytes for tensor in tensors.values())
         require(size == len(body), f"it holds {len(body):,} bytes, and its tensors {size:,}")
         if "crc32" not in metadata:
@@ -295,6 +297,8 @@ def read_weights(folder, verify=True):
         return read_safetensors(path, verify)
     with refusing(f"{index} is damaged"):
         files = read_json(index)["weight_map"]
+        for file in files.values():
+            require(os.path.basename(file) == file, f"it names {file}")
         shards = {file: read_safetensors(f"{folder}/{file}")[0] for file in set(files.values())}
         return {name: shards[file][name] for name, file in files.items()}, {}
 

@@ -349,19 +349,19 @@ KERNEL rope(real* qkv, real* cache, Floats cos, Floats sin, Ints lengths,
     int angle = t * (D / 2) + pair;
     Eight x1 = load8(x), x2 = load8(x + D / 2);
     Eight c = load8(cos + angle), s = load8(sin + angle);
+    Eight y1 = x1, y2 = x2;
     if (head < H + G) {
         FOR(i, 8) {
-            float first = x1.x[i];
-            x1.x[i] = first * c.x[i] - x2.x[i] * s.x[i];
-            x2.x[i] = x2.x[i] * c.x[i] + first * s.x[i];
+            y1.x[i] = x1.x[i] * c.x[i] - x2.x[i] * s.x[i];
+            y2.x[i] = x2.x[i] * c.x[i] + x1.x[i] * s.x[i];
         }
-        store8(x, x1);
-        store8(x + D / 2, x2);
+        store8(x, y1);
+        store8(x + D / 2, y2);
     }
     if (!cache || head < H) return;
     real* to = cache + ((Index(n / T) * stride + t) * 2 * G + head - H) * D + pair;
-    store8(to, x1);
-    store8(to + D / 2, x2);
+    store8(to, y1);
+    store8(to + D / 2, y2);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -818,9 +818,10 @@ decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
     });
     __syncthreads();
     if (threadIdx.x >= ROWS || row >= n) return;
-    float* p = (float*)parts[threadIdx.x];  // a and b of each warp in turn
+    float2* p = parts[threadIdx.x];
     real* to = x + Index(row) * O + o;
-    FOR(i, 2) store(to + i, to_float(to[i]) + ((p[i] + p[i + 2]) + (p[i + 4] + p[i + 6])));
+    store(to, to_float(to[0]) + ((p[0].x + p[1].x) + (p[2].x + p[3].x)));
+    store(to + 1, to_float(to[1]) + ((p[0].y + p[1].y) + (p[2].y + p[3].y)));
 }
 
 // Covers rmsnorm_forward, linear_forward and swiglu_forward:
@@ -846,9 +847,8 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
     int o = 2 * own_pair();
     if (o >= O) return;
     two_products({x, gain, eps, w, n, C}, o, o + 1, 1, [&](int r, float a, float b) {
-        float* to = out + Index(r) * O + o;
-        to[0] = a;
-        to[1] = b;
+        out[Index(r) * O + o] = a;
+        out[Index(r) * O + o + 1] = b;
     });
 }
 
@@ -862,15 +862,16 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
 //     m = max_w m_w     l = sum_w exp(m_w - m) l_w     y = sum_w exp(m_w - m) y_w / l
 //
 // There is no mask: each row reads the `length` tokens that it may see. Grid (H, n); 512 threads.
-constexpr int WARPS = 16;  // of a block
+constexpr int WARPS = 16, WIDEST = 128;  // of a block; the largest D
 
 KERNEL __launch_bounds__(32 * WARPS)
 decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int H, int G, int D) {
-    __shared__ float part_y[WARPS][128];  // D or more columns
+    __shared__ float part_y[WARPS][WIDEST];
     __shared__ float2 part_ml[WARPS];
     int h = blockIdx.x, row = blockIdx.y;
     int length = lengths[row] + 1;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int column = threadIdx.x;
     Index width = 2 * G * D;
     Reals q = qkv + Index(row * (H + 2 * G) + h) * D;
     Reals keys = cache + row * stride * width + h / (H / G) * D;
@@ -920,15 +921,15 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     if (group == 0) store8(part_y[warp] + piece, sum);
     if (lane == 0) part_ml[warp] = {m, l};
     __syncthreads();
-    if (threadIdx.x >= D) return;  // the others own a column each
+    if (column >= D) return;
     float all_l = 0.0f, all_y = 0.0f;
     FOR(w, WARPS) m = fmaxf(m, part_ml[w].x);
     FOR(w, WARPS) {
         float factor = expf(part_ml[w].x - m);
         all_l += factor * part_ml[w].y;
-        all_y += factor * part_y[w][threadIdx.x];
+        all_y += factor * part_y[w][column];
     }
-    store(y + Index(row * H + h) * D + threadIdx.x, all_y / all_l);
+    store(y + Index(row * H + h) * D + column, all_y / all_l);
 }
 
 // -----------------------------------------------------------------------------------------------------------
