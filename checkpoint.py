@@ -106,7 +106,7 @@ def read_safetensors(path, verify=True):
             start, end = entry["data_offsets"]
             kind = entry["dtype"]
             require(kind in DTYPES, f"{name!r} is of {kind!r:.40}, not one of {', '.join(DTYPES)}")
-            tensors[name] = body[start:end].view(DTYPES[kind]).reshape(entry["shape"])      # an error if it does not fit
+            tensors[name] = body[start:end].view(DTYPES[kind]).reshape(entry["shape"])   # an error if it does not fit
         size = sum(tensor.nbytes for tensor in tensors.values())
         require(size == len(body), f"it holds {len(body):,} bytes, and its tensors {size:,}")
         if "crc32" not in metadata:

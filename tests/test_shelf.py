@@ -197,8 +197,9 @@ def test_files_that_do_not_belong_together(folder):
         refused(folder, name)
     write_folder(folder)
     index = json.loads(read(f"{folder}/{INDEX}"))["weight_map"]
-    write_json(folder, INDEX, {"weight_map": {**index, "model.norm.weight": "shard0.safetensors"}})
-    refused(folder, INDEX)
+    for file in "shard0.safetensors", "../foreign/shard1.safetensors":
+        write_json(folder, INDEX, {"weight_map": {**index, "model.norm.weight": file}})
+        refused(folder, INDEX)
 
 
 # -- tokenizers ----------------------------------------------------------------------------------------------
