@@ -581,8 +581,8 @@ def open_run(script, options, out, ranks):
     if settings.device == "gpu":
         rows = min(ranks.all_gather(model.rows))
         if rows < settings.micro_batch:
-            print(f"The GPU has memory for a micro-batch of {rows} windows: taking that, not {settings.micro_batch}; the "
-                  "losses differ by rounding.")
+            print(f"The GPU has memory for a micro-batch of {rows} windows: taking that, not {settings.micro_batch}.  "
+                  "The losses differ by rounding.")
             settings.micro_batch = rows
     checkpoint.write_moments(model, out, moments)
     require(tokenizer.template or script == "train.py", f"{out} has no chat template any more.")
