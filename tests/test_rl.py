@@ -117,6 +117,12 @@ def test_a_run_for_rewards(tuned):
     prompts = [parts(tuned.tokenizer, row)[0] for step in range(3) for row in batch(step)[0]]
     assert prompts == np.repeat(prompts[::16], 16).tolist() and len({*prompts}) == 6
     assert {*prompts} <= {f"<|user|>{question}<|end|><|assistant|>" for _, [(question, _)] in learned}
+    # of two prompts one is learned, and so asked in each step: with other answers
+    training.settings.data = ["two.jsonl"]
+    write("two.jsonl", '{"instruction": "a", "output": "b"}\n{"instruction": "c", "output": "d"}')
+    batch = rl.reinforcing(training).batch
+    drawn = [[ids.tolist() for ids, _ in batch(step)[0]] for step in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_run_on_pairs(tuned):
