@@ -30,8 +30,8 @@ its tokens (Ouyang et al. 2022, "Training language models to follow instructions
 first of their steps).  The prompt still takes part: the answer attends to it, and so the gradient reaches the
 prompt's positions through their keys and values.
 
-What it does not do: no rewards or preferences (rl.py); no adapters (LoRA), all weights
-are trained; no packing of several conversations into one row.
+What it does not do: no rewards or preferences (rl.py); no adapters (LoRA), all weights are trained; no packing of
+several conversations into one row.
 """
 from script import (Parser, find_records, make_turns, printable, read_records, refusing, require, run_script,
                     set_threads, whole_number)
@@ -167,7 +167,6 @@ def fine_tuning(training):
     rows = [make_row(training.tokenizer, conversation, T) for conversation in to_learn]
     held_out = [make_row(training.tokenizer, conversation, T) for conversation in unseen]
     lengths = padded_lengths(rows, T)
-
     prompts = {text: cut_prompt(training.tokenizer, (system, text), T) for system, text in map(opening, unseen[:3])}
 
     @functools.lru_cache(maxsize=2)                 # each step of an epoch asks for it

@@ -187,10 +187,10 @@ def train(training, job, stop):
         saving = step > first and (step % settings.save_every == 0 or step == settings.steps)
         pause = evaluating or saving or (stop.signal and ranks.size == 1)
         if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
-            training.state["seconds"] = time.monotonic() - began
-            report(training, job, log, waiting, pause)
-            waiting = []
             stopping = any(ranks.all_gather(stop.signal))       # the same on all ranks: all stop after the same step
+            training.state["seconds"] = time.monotonic() - began
+            report(training, job, log, waiting, pause or stopping)
+            waiting = []
             if saving or stopping:                  # before the evaluation: if that fails, nothing is lost
                 save_run(training)
             if stopping and step < settings.steps:
@@ -317,8 +317,7 @@ def draw_samples(training, prompts, most):
         return []
     seeds = training.settings.seed + np.arange(len(prompts))
     sampling = Sampling(temperature=0.8, top_k=50, seed=seeds, vocab=training.tokenizer.vocab_size)
-    texts = generate_texts(training.model, training.tokenizer, [*prompts.values()], sampling, most)
-    return list(zip(prompts, texts))
+    return list(zip(prompts, generate_texts(training.model, training.tokenizer, [*prompts.values()], sampling, most)))
 
 
 def print_record(record, whole):
@@ -348,13 +347,18 @@ def print_record(record, whole):
 # Longer sentences are less probable, but the two of a pair are about as long, so nothing is divided by a length.
 def evaluate_pairs(training, path):
     """Print how often the good sentence is the more probable one: for each name, and the mean over the names.
-    ValueError for a record that is no such pair."""
+    ValueError for a record that is no such pair, or has a sentence that the context cannot take."""
+    T, _ = training.sizes
     start = checkpoint.text_start(training.out, training.tokenizer)
 
     def make_rows(record):
         """-> (the name, a row of the good and one of the bad sentence)."""
-        texts = [[start, *training.tokenizer.encode(text)] for text in (record["good"], record["bad"])]
-        return printable(record["name"]), *[(np.array(ids), np.ones(len(ids), bool)) for ids in texts]
+        rows = []
+        for text in (record["good"], record["bad"]):
+            ids = np.array([start, *training.tokenizer.encode(text)])
+            require(1 < len(ids) <= T + 1, f"a sentence must have 1 to {T} tokens")
+            rows += text_rows(ids, T)               # one
+        return printable(record["name"]), *rows
 
     pairs = read_records([path], make_rows)
     losses = row_losses(training, [row for _, *rows in pairs for row in rows]).reshape(-1, 2)
@@ -371,6 +375,7 @@ def evaluate_pairs(training, path):
 # ------------------------------------------------------------------------------------------------------------
 SIZES = ("dim", "heads", "kv_heads", "layers", "context", "vocab")         # of Config, each an option
 MACHINE = ("device", "precision", "threads", "micro_batch")                # settings that a resumed run may change
+
 
 def defaults(steps, batch_tokens, lr, warmup, every):
     """Of a run; evaluation and save come every so many steps."""
@@ -557,8 +562,8 @@ def create_run(script, out, settings, config, tokenizer, base=None):
 
 def save_run(training):
     """Rank 0 writes the checkpoint, with all that a resumed run needs to know; the others wait."""
-    state = {**training.state, "settings": dataclasses.asdict(training.settings)}
     if training.ranks.rank == 0:
+        state = {**training.state, "settings": dataclasses.asdict(training.settings)}
         checkpoint.save(training.out, training.model, training.tokenizer, state,
                         chat=state["script"] != "train.py")
     training.ranks.meet()
@@ -570,8 +575,8 @@ def open_run(script, options, out, ranks):
     if ranks.rank == 0:
         checkpoint.mend(out)
     ranks.meet()
-    state, moments = checkpoint.read_state(out)
     with refusing(f"the record of the run in {out} cannot be used"):
+        state, moments = checkpoint.read_state(out)
         settings = Settings(**state.pop("settings"))
     require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
     require(hash_files(settings.data) == settings.key, f"{', '.join(settings.data)}: not what {out} began with.")
@@ -625,8 +630,7 @@ def preset_of(base):
 def make_tokenizer(paths, vocab):
     """-> a Tokenizer of what is not held out of these files."""
     print(f"Training a tokenizer of {vocab} tokens.")
-    plain = list(map(with_plain_lines, paths))
-    sample = tokenizer_sample([(path, 0, split_point(path)) for path in plain])
+    sample = tokenizer_sample([(path, 0, split_point(path)) for path in map(with_plain_lines, paths)])
     return Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:"))
 
 
@@ -663,7 +667,7 @@ def make_tokens(tokenizer, name, parts):
 def begin(options, out, ranks):
     """Make the folder of a new run."""
     base = options.get("base")
-    preset = options.get("preset") or (preset_of(base) if base else "small")
+    preset = options.get("preset", preset_of(base) if base else "small")
     sizes = {name: options[name] for name in SIZES if name in options}
     usual = dict(DEFAULTS[preset])
     if options.get("optimizer") == "adamw":
@@ -723,8 +727,7 @@ def evaluate_folder(options, ranks):
     config = checkpoint.read_config(out, options.get("context"))
     options.setdefault("device", "cpu" if model_gpu.why_no_gpu() else "gpu")
     settings = make_settings(options, "big", config, DEFAULTS["big"], ranks)    # the micro-batch, threads, precision
-    model, tokenizer = load_model(out, settings, config, ranks, training=False)
-    training = Training(model, tokenizer, settings, {}, out, ranks)
+    training = Training(*load_model(out, settings, config, ranks, training=False), settings, {}, out, ranks)
     for path in settings.data:
         if path.endswith((".json", ".jsonl")):
             evaluate_pairs(training, path)

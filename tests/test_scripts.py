@@ -34,7 +34,8 @@ def folder(tmp_path_factory):
     """m: a model, of a text in which one byte is damaged; files that are no texts or records; a pipe."""
     folder = tmp_path_factory.mktemp("scripts")
     for name, data in {"text": b"\xff" + TEXT.encode(), "empty": "", "latin": b"\xe9" * 99, "wide": "text".encode("utf-16"), "short": "words",
-                       "cut.jsonl": '{"instruction": "a", "output": "b"}\n{"inst', "odd.json": '[{"instruction": "a"}]'}.items():
+                       "cut.jsonl": '{"instruction": "a", "output": "b"}\n{"inst', "odd.json": '[{"instruction": "a"}]',
+                       "none.jsonl": '{"good": "", "bad": "b", "name": "c"}', "long.jsonl": json.dumps({"good": "b", "bad": TEXT, "name": "c"})}.items():
         write(folder / name, data)
     os.mkfifo(folder / "pipe")
     run(f"train.py --data text --steps 1 --out m {TINY}", folder)
@@ -51,6 +52,8 @@ REFUSED = {
     "train.py --data latin": "latin is no text in UTF-8: it seems to be Latin-1",
     "train.py --data text wide": "wide is no text in UTF-8: it seems to be UTF-16, or binary",
     "train.py --evaluate m --data .": ". is not a plain file",
+    "train.py --evaluate m --data none.jsonl": "none.jsonl, record 1, cannot be used (a sentence must have 1 to",
+    "train.py --evaluate m --data long.jsonl": "long.jsonl, record 1, cannot be used (a sentence must have 1 to",
     "train.py --data short": "short is empty, or almost",
     "train.py --resume --out none": "there is nothing to resume in none",
     "sft.py --base none": "there is no model in none",
