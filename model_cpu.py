@@ -31,6 +31,7 @@ digits; training passes dtype=np.float32.
 """
 from script import Parser, check_config, require, run_script
 
+import collections
 import concurrent.futures
 import dataclasses
 import itertools
@@ -558,7 +559,7 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
 #     its rule                beside adamw_update, here and in model_gpu.py, with its kernels in kernels.cu, section 6
 #     its name                OPTIMIZERS; the help of --optimizer in train.Settings
 #     what it updates         update_table, which also says whether it needs v; muon_part, if it needs no clipping
-#     its call                Model.update of both engines, where `else` is AdamW
+#     its call                Model.update of both engines
 #     its numbers             the rate in train.begin_run; others in train.Settings, and where train() calls update
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
@@ -657,7 +658,7 @@ class Model:
         # NumPy's warnings are set per thread.  The pool's threads are silent; the caller checks the loss.
         pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
         self.map = pool.map if threads > 1 else map     # both give the results in order
-        self.decoder = Decoder(self)
+        self.decoder = Decoder(self, 1, config.context)
 
     def refresh(self):
         """Call this after writing params: what other weights have left, in the KV cache and for backward, is
@@ -680,7 +681,7 @@ class Model:
 
     def new_decoder(self, rows, length):
         """A Decoder of so many texts at once, each of at most `length` tokens."""
-        return Decoder(self, rows)
+        return Decoder(self, rows, length)
 
     def _trunk(self, tokens, layers, shared, first=0):
         """tokens (B,T) -> shared.final (N,C): rmsnorm(x) after the last layer.  layers, shared:
@@ -796,13 +797,15 @@ class Model:
             if rule == "muon":
                 matrices = zip(*[layer_matrices(array, c) for array in arrays])
                 jobs += [(muon_update, *each, lr, decay, momentum) for each in matrices]
-            else:
+            elif rule == "adamw":
                 grads[part] *= min(1.0, clip / (math.sqrt(squares) + 1e-6))
                 arrays.append(self.v[in_v])
                 # so few numbers at once stay in the processor's cache through AdamW's dozen passes
                 for piece in slices_of(len(grads[part]), 65536):
                     jobs.append((adamw_update, *[array[piece] for array in arrays], self.step, lr, beta1,
                                  beta2, eps, decay if decayed else 0.0))
+            else:
+                raise ValueError(f"Model.update does not know the rule {rule}.")
         list(self.map(lambda job: job[0](*job[1:]), jobs))
         return norm
 
@@ -820,16 +823,17 @@ class Sampling:
 class Decoder:
     """Continues a text with a KV cache: keys and values of the tokens before are kept, not computed again.
 
-    rows: the number of texts, each with a cache of its own; more than one are drawn by draw_rows alone.
+    rows: the number of texts, each with a cache of its own for `length` tokens; more than one are drawn by
+    draw_rows alone.
     tokens: the list of ids whose keys and values the cache holds, those of the first text."""
 
-    def __init__(self, model, rows=1):
+    def __init__(self, model, rows, length):
         c = self.config = model.config
         self.model = model
         self.tokens = []
         # keys and values of each token in every layer, those of a head one behind the other, as attention reads
         # them; memory that no token has reached is not taken yet
-        self.cache = np.zeros((c.layers, 2, rows, c.kv_heads, 1, c.context, c.head_dim), model.dtype)
+        self.cache = np.zeros((c.layers, 2, rows, c.kv_heads, 1, length, c.head_dim), model.dtype)
         self.pads = None                            # see attention_forward
         self.sizes = []                             # of the windows that draw_rows has seen last
         # without a backward all layers compute in the arrays of one
@@ -909,7 +913,7 @@ class Decoder:
         if not self.goes_on(windows):
             self.forget()
             missing = max(self.sizes) - np.array(self.sizes)                        # (B,) before each text
-            slots = np.arange(self.config.context)
+            slots = np.arange(self.cache.shape[-2])
             self.pads = np.float32(-1e30) * (slots < missing[:, None])[:, None, None, None]
             tokens = [[0] * count + window for count, window in zip(missing, windows)]
         final = self._read(tokens)                                                          # (B*n,C)
@@ -1027,13 +1031,34 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
 
 def generate_batch(model, prompts, sampling, stop=(), most=80):
-    """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each is what
-    generate draws for its prompt, `most` ids or up to the first in `stop`, which is kept here; but for the
-    rounding of products of another shape.  sampling.seed: (B,), one a prompt.
+    """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each answer holds the
+    tokens that generate draws for its prompt: `most` of them, or those up to and with the first that is in `stop`.
+    (The products have another shape, so the logits differ by their rounding.)  sampling.seed: (B,), one a prompt.
 
-    Where the memory does not hold the caches of all texts, the first half of the prompts is drawn, and then
-    the other one.  A text that is too long for it alone is a MemoryError."""
+    A window that is full begins anew, and all rows of its batch with it.  So the prompts whose windows will be
+    full are drawn in batches of their own: those whose windows are full at the same tokens."""
     require(all(prompts), "each prompt needs at least one token to continue.")
+    context = model.config.context
+    seeds = np.asarray(sampling.seed)
+    batches = collections.defaultdict(list)
+    for row, prompt in enumerate(prompts):
+        when_full = None
+        if window_start(len(prompt) + most - 1, context):
+            when_full = len(prompt) % (context - context // 2)
+        batches[when_full].append(row)
+    answers = [None] * len(prompts)
+    for rows in batches.values():
+        part = [prompts[row] for row in rows]
+        drawn = draw_batch(model, part, dataclasses.replace(sampling, seed=seeds[rows]), stop, most)
+        for row, answer in zip(rows, drawn):
+            answers[row] = answer
+    return answers
+
+
+def draw_batch(model, prompts, sampling, stop, most):
+    """generate_batch of these prompts in one batch.  Where the memory does not hold the caches of all texts, the
+    first half of the prompts is drawn, and then the other one.  A text that is too long for it alone is a
+    MemoryError."""
     context = model.config.context
     rows = len(prompts)
     try:
@@ -1046,7 +1071,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
         answers = []
         for part in slices_of(rows, (rows + 1) // 2):
             seeds = dataclasses.replace(sampling, seed=sampling.seed[part])
-            answers += generate_batch(model, prompts[part], seeds, stop, most)
+            answers += draw_batch(model, prompts[part], seeds, stop, most)
         return answers
     texts = list(map(list, prompts))
     answers = [[] for _ in prompts]

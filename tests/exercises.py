@@ -13,7 +13,10 @@ recorded arguments, and all arrays are compared.
 What it does not do: it does not read the reader's source, so any way that gives the right arrays is right.
 And it does not ask whether the originals are right: that is gradcheck.py's part.
 """
+import _thread
+import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import math
@@ -21,6 +24,8 @@ import os
 import re
 import runpy
 import sys
+import threading
+import time
 import traceback
 
 import model_cpu
@@ -115,6 +120,7 @@ EXERCISES = {re.sub("_backward|_update|_weights", "", function.__name__): functi
     model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.muon_update,
     model_cpu.newton_schulz, model_cpu.head_targets, model_cpu.sample, learn_merges,
     rl.reinforce_weights, rl.dpo_weights, layernorm_backward, geglu_backward, softcap_backward)}
+LIMIT = 20            # seconds that all calls of the reader's function may take
 MARKS = "layernorm", "geglu", "softcap"       # without a solution here: section 1
 FREE = "work", "shared", "grad"       # arguments to compute in: what is left in them is not compared
 ADDED = "dw", "dembed", "dgain", "dbias"      # gradients of weights, which every micro-batch adds to
@@ -185,9 +191,15 @@ import numpy as np
 
 
 def record():
-    """-> dict name of an exercise -> the calls of its function in a small run, each a dict of arguments."""
+    """-> dict name of an exercise -> the calls of its function in a small run, each a dict of arguments.
+
+    Each number that a solution could hold in place of an argument comes with two values: the sizes of the model,
+    the length of a text, the rates of an optimizer, the number of groups and of pairs."""
     model, tokens, targets = make_tiny(TINY)
     gradients(model, tokens, targets)           # so that no buffer is empty when the recording begins
+    other = make_tiny(dataclasses.replace(TINY, heads=2, kv_heads=1, layers=1, hidden=16, predict=2, norm_eps=0.1))
+    other = other[0], other[1][:, :5], other[2][:, :6]
+    gradients(*other)
     names = {function.__code__: name for name, function in EXERCISES.items()}
     calls = {name: [] for name in EXERCISES}
 
@@ -197,13 +209,14 @@ def record():
 
     with_muon = model_cpu.Model(TINY, optimizer="muon")
     sys.setprofile(watch)
-    for _ in range(2):
+    for rates in (0.1, 0.9, 0.95, 1e-3), (0.03, 0.8, 0.7, 1e-2):        # lr, beta1, beta2, eps
         gradients(model, tokens, targets)
-        model.update(lr=0.1, eps=1e-3)
+        model.update(*rates)
         with_muon.flat_grads[...] = model.flat_params       # any numbers will do
-        with_muon.update(lr=0.1, eps=1e-3)
-    for how in (0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8):         # temperature, k, p
-        list(model_cpu.generate(model, [1, 2, 3], *how, seed=1, most=30))
+        with_muon.update(*rates, decay=rates[0], momentum=rates[1])
+    gradients(*other)
+    for seed, how in enumerate([(0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)]):    # temperature, k, p
+        list(model_cpu.generate(model, [1, 2, 3], *how, seed=seed, most=30))
     for vocab_size in 300, 500:               # the second time the pairs run out
         Tokenizer.train([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"], vocab_size)
     sys.setprofile(None)
@@ -214,8 +227,9 @@ def record():
                             for key in inspect.signature(EXERCISES[name]).parameters})
     first = calls["cross_entropy"][0]
     calls["cross_entropy"].append({**first, "head_weights": -first["head_weights"]})        # as of what was rejected
-    calls["reinforce"] = [{"rewards": rng.standard_normal(2 * rl.GROUP)}]
-    calls["dpo"] = [{"log_probs": rng.standard_normal(8), "reference": rng.standard_normal(8), "beta": 0.3}]
+    calls["reinforce"] = [{"rewards": rng.standard_normal(groups * rl.GROUP)} for groups in (2, 3)]
+    calls["dpo"] = [{"log_probs": rng.standard_normal(n), "reference": rng.standard_normal(n), "beta": beta}
+                    for n, beta in ((8, 0.3), (6, 0.2))]
     # so large that the tiny number beside its norm, which keeps a matrix of zeros from 0 / 0, does not show
     calls["newton_schulz"] = [{"M": 100 * rng.standard_normal(shape)} for shape in ((5, 8), (8, 5), (6, 6))]
     return calls
@@ -307,6 +321,28 @@ def compare(name, calls, got):
     return lines
 
 
+def is_empty(function):
+    """Whether it has a docstring and nothing else."""
+    code, empty = function.__code__, layernorm_backward.__code__
+    return code.co_code == empty.co_code and code.co_consts[1:] == empty.co_consts[1:]
+
+
+@contextlib.contextmanager
+def stopped_after(seconds):
+    """What runs inside is stopped after this time by a TimeoutError, as Ctrl-C would stop it."""
+    timer = threading.Timer(seconds, _thread.interrupt_main)
+    end = time.monotonic() + seconds
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if time.monotonic() < end:                  # it was Ctrl-C
+            raise
+        raise TimeoutError(f"It still ran after {seconds} seconds and was stopped. Does a loop never end?") from error
+    finally:
+        timer.cancel()
+
+
 def grade(name, calls):
     """The verdict on exercises/NAME.py in sentences; none: it is right."""
     path = f"exercises/{name}.py"
@@ -316,11 +352,12 @@ def grade(name, calls):
     if not os.path.exists(path):
         return ["not begun"]
     try:
-        scope = runpy.run_path(path)
-        if scope[function].__code__.co_code == layernorm_backward.__code__.co_code:     # which has no body
-            return [f"Nothing is written in {path} yet: the body of {function} is empty."]
-        for call in calls:
-            got.append(outcome(scope[function], call))
+        with stopped_after(LIMIT):
+            scope = runpy.run_path(path)
+            if is_empty(scope[function]):
+                return [f"Nothing is written in {path} yet: the body of {function} is empty."]
+            for call in calls:
+                got.append(outcome(scope[function], call))
     except (Exception, SystemExit) as error:            # whatever it is, it is the reader's
         text = "".join(traceback.format_exception(error))
         where = "".join(re.findall(rf'"{path}"(, line \d+)', text)[-1:])       # the innermost in their file

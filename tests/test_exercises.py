@@ -53,9 +53,9 @@ def test_from_the_first_run_to_the_verdict(out_text, monkeypatch, calls):
     empty = "Nothing is written in exercises/linear.py yet: the body of linear_backward is empty.\n"
     assert run("linear") == (1, f"linear         {empty}")
     verdict("linear", calls, body("linear"))
-    assert run("linear") == (0, "linear         right in 36 calls\n")
+    assert run("linear") == (0, "linear         right in 46 calls\n")
     code, said = run("all")
-    assert code == 1 and said.startswith("linear         right in 36 calls\nembedding      not begun\n")
+    assert code == 1 and said.startswith("linear         right in 46 calls\nembedding      not begun\n")
     assert ", ".join(exercises.EXERCISES) == gradcheck.EXERCISES    # which --help names
 
 
@@ -97,11 +97,29 @@ def test_every_planted_bug_is_named(bug, name, calls):
     ("linear", "dw +=", "x *= 2; dw +=", "It should be as it was before the call."),
     ("linear", "dw +=", "raise ValueError('no')\n    dw +=", "exercises/linear.py, line 24: ValueError: no"),
     ("attention", "math.sqrt(q.shape[-1])", "q.shape[-1]", "dqkv: 152 of 224 entries are off, in [0:1, 0:7, 0:24]"),
-    ("head_targets", "return np", "result = np", "the result is nothing, where int64 of the shape (14, 3) belongs.")])
+    ("head_targets", "return np", "result = np", "the result is nothing, where int64 of the shape (14, 3) belongs."),
+    ("head_targets", "return np", "return 'x'; np", "the result is <U1 of the shape (), where int64")])
 def test_words_for_a_mistake(name, there, instead, sentence, calls):
     assert there in body(name)
     said = verdict(name, calls, body(name).replace(there, instead))
     assert any(line.startswith(sentence) for line in said), said
+
+
+@parametrize("name, there, instead", [
+    ("reinforce", "(-1, GROUP)", "(2, GROUP)"), ("dpo", "reshape(-1, 2)", "reshape(4, 2)"), ("dpo", "beta ", "0.3 "),
+    ("adamw", "beta1", "0.9"), ("adamw", "beta2", "0.95"), ("adamw", "eps", "1e-3"), ("adamw", "lr ", "0.1 "),
+    ("muon", "momentum", "0.95"), ("muon", "lr ", "0.1 "), ("muon", "decay", "0.1"),
+    ("head_targets", "range(K)", "range(3)"), ("head_targets", "k + T", "k + 7"),
+    ("attention", "math.sqrt(q.shape[-1])", "2"), ("sample", "sampling.seed", "1")])
+def test_a_number_of_the_run_in_place_of_an_argument_is_seen(name, there, instead, calls):
+    assert there in body(name)
+    assert verdict(name, calls, body(name).replace(there, instead)) != []
+
+
+def test_an_endless_loop_ends_in_a_sentence(calls, monkeypatch):
+    monkeypatch.setattr(exercises, "LIMIT", 0.2)
+    line, _ = verdict("linear", calls, "    while True:\n        pass\n")
+    assert re.match("exercises/linear.py, line 2[34]: ", line) and "It still ran after 0.2 seconds" in line
 
 
 def test_exercises_without_a_solution_are_judged_by_the_slope(calls):

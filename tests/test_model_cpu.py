@@ -166,6 +166,12 @@ def test_updates_by_named_tensors(optimizer, threads, change):
         assert not model.flat_grads.any() and len(model.v) == len(w) - muon.sum()
 
 
+def test_an_optimizer_without_a_rule_is_an_error(monkeypatch):
+    monkeypatch.setattr(model_cpu, "OPTIMIZERS", ("sgd",))
+    with value_error("does not know the rule sgd"):
+        wide_model(optimizer="sgd").update(0.1)
+
+
 @parametrize("at", [0, 264 * 16 + 5, -1])
 def test_a_gradient_that_is_not_finite_changes_nothing(at):
     model, same = wide_model(optimizer="muon"), wide_model()
@@ -310,11 +316,24 @@ def test_without_a_seed_each_text_is_another():
     assert list(generate(wide_model(), [1], most=40)) != list(generate(wide_model(), [1], most=40))
 
 
+def test_many_answers_read_little_more_than_one_by_one(monkeypatch):
+    """And their cache holds no more tokens than they need.  Windows get full at other times than their neighbours'."""
+    model, read, sizes = wide_model(), Decoder._read, []
+    monkeypatch.setattr(Decoder, "_read", lambda self, tokens: sizes.append(np.size(tokens)) or read(self, tokens))
+    prompts = [[1] * n for n in range(1, 17)]
+    for prompt in prompts:
+        list(generate(model, prompt, most=30))
+    alone = sum(sizes)
+    generate_batch(model, prompts, Sampling(seed=range(16)), most=30)
+    assert sum(sizes) - alone < 1.3 * alone
+    assert model.new_decoder(9, 5).cache.size == 9 * 5 * 2 * 2 * 8             # layers, k and v, G D
+
+
 @parametrize("room", [5, 2, 1])
 def test_many_answers_at_once_are_those_of_one_by_one(monkeypatch, room):
     """Prompts of several lengths, up to beyond the window, and through full windows; where the memory holds so many alone."""
     model, rng, stop = wide_model(), np.random.default_rng(5), range(20)
-    monkeypatch.setattr(model, "new_decoder", lambda rows, length: Decoder(model, rows if rows <= room else 1 << 40))
+    monkeypatch.setattr(model, "new_decoder", lambda rows, length: Decoder(model, rows if rows <= room else 1 << 40, length))
     prompts = [rng.integers(0, TINY.vocab, n).tolist() for n in (1, 8, 3, 21, 12)]
     for seed, answer in enumerate(generate_batch(model, prompts, Sampling(1.1, 9, 0.95, range(5), 260), stop, 30)):
         alone = list(generate(model, prompts[seed], 1.1, 9, 0.95, seed, 260, stop, 30))
