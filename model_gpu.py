@@ -737,7 +737,7 @@ class Model:
         shape = B, T
         if shape not in self.buffers_by_shape:
             arrays = carve(self.work, work_table(c, B, T, self.gpu.real))
-            layers = [layer_views(arrays, i) for i in range(c.layers)]
+            layers = [Arrays(**vars(layer_views(arrays, i)), cache=None) for i in range(c.layers)]
             shared = {"B": B, "T": T, "lengths": None, "replays": collections.defaultdict(Replay)}
             self.buffers_by_shape[shape] = layers, Arrays(**arrays | self.inputs.arrays | shared)
         return self.buffers_by_shape[shape]
@@ -837,7 +837,7 @@ class Model:
 
 
 class Decoder(model_cpu.Decoder):
-    """Continues a text with a KV cache, as model_cpu's; tokens, position, forget, checked and goes_on are there.
+    """Continues a text with a KV cache, as model_cpu's; tokens, position, truncate, forget, checked and note_sizes are there.
 
     The logits stay on the GPU: it draws, and the host reads ids.  There are two readers.  _read_few takes up to
     max(K, FEW_ROWS) tokens of one text, which follow those in the cache, by kernels of their own.  Their
@@ -903,7 +903,7 @@ class Decoder(model_cpu.Decoder):
 
     def draw_rows(self, windows, t, sampling):
         """Draw the next token of each of B texts -> ids (B,): see model_cpu."""
-        if not self.goes_on(windows):
+        if not self.note_sizes(windows):
             self._read_windows(windows)
         last = [window[-1] for window in windows]
         ids, _ = self._draw(last, np.array(self.sizes) - 1, t, 1, sampling)

@@ -263,7 +263,7 @@ def bench_euler(model="out/small"):
         w.out = size * w.out
         w.down = size * w.down
         x = x.copy()
-        model_cpu.block_forward(x, w, layers[i], shared, c, model.rope, 0)
+        model_cpu.block_forward(x, w, layers[i], shared, c, model.rope, model_cpu.attention_forward)
         return x
     for name in solvers(None):
         x = model.params["embed"][windows[:, :-1]]                                  # (B,T,C)

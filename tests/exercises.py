@@ -31,8 +31,7 @@ import traceback
 import model_cpu
 import numpy as np
 import rl
-from gradcheck import BUGS, TINY, TINY_BAR, gradients, make_tiny, plant
-from model_cpu import slope
+from gradcheck import BUGS, TINY, TINY_BAR, gradients, make_problem, plant, slope
 from tokenizer import Tokenizer, learn_merges
 
 # ------------------------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ EXERCISE_BUGS = {
         "Decay added to the gradient, as in Adam with L2: it enters m and v, and is divided by the root."),
     "eps_under_root": ("adamw_update: (1 - beta2 ** step)) + eps -> (1 - beta2 ** step) + eps)",
         "eps added under the root, as in RMSNorm, where it weighs as much as its root does outside."),
-    "no_nesterov": ("muon_update: newton_schulz(grad) -> newton_schulz(m)",
+    "no_nesterov": ("muon_update: newton_schulz(ahead) -> newton_schulz(m)",
         "The step is taken along the running mean itself: it does not look ahead by one more gradient."),
     "shorter_side": ("muon_update: max(param.shape) -> min(param.shape)",
         "The root of the shorter side: where a matrix is not square, its step is too short."),
@@ -195,10 +194,9 @@ def record():
 
     Each number that a solution could hold in place of an argument comes with two values: the sizes of the model,
     the length of a text, the rates of an optimizer, the number of groups and of pairs."""
-    model, tokens, targets = make_tiny(TINY)
+    model, tokens, targets = make_problem(TINY, 7, 0.3)
     gradients(model, tokens, targets)           # so that no buffer is empty when the recording begins
-    other = make_tiny(dataclasses.replace(TINY, heads=2, kv_heads=1, layers=1, hidden=16, predict=2, norm_eps=0.1))
-    other = other[0], other[1][:, :5], other[2][:, :6]
+    other = make_problem(dataclasses.replace(TINY, heads=2, kv_heads=1, layers=1, hidden=16, predict=2), 6, 0.3)
     gradients(*other)
     names = {function.__code__: name for name, function in EXERCISES.items()}
     calls = {name: [] for name in EXERCISES}

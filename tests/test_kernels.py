@@ -165,11 +165,11 @@ def test_decode(bench, H, G, D, hidden, first, n, wide):
         weight = bench.random(*shape, scale=wide)
         vars(w)[name[9:]] = weight if len(shape) == 2 else f32(1 + weight)
         vars(stored)[name[9:]] = bench.store(vars(w)[name[9:]])
-    (saved,), shared = model_cpu.Workspace(c, float, False).buffers(1, first + n)
+    (saved,), shared = model_cpu.Workspace(c, float).buffers(1, first + n)
     x, cache = bench.random(first + n, c.dim), nan(first + n, 2 * G * D)
     buffers = Arrays(x=bench.store(x[first:]), lengths=bench.store(first + np.arange(n)), qkv=bench.store(nan(n, c.qkv_width)),
                      y=bench.store(nan(n, c.dim)), h=bench.store(nan(n, hidden)))
-    model_cpu.block_forward(x[None], w, saved, shared, c, rope, 0)
+    model_cpu.block_forward(x[None], w, saved, shared, c, rope, model_cpu.attention_forward)
     cache[:first] = saved.qkv[:first, c.dim:]
     model_gpu.decode_block(bench, stored, bench.store(cache), buffers, n)
     bench.close(bench.value(buffers.x), x[first:], 4)

@@ -71,7 +71,10 @@ def test_losses_and_logits_by_plain_loops(change):
     losses, found, counted = model.forward(tokens, targets), np.empty(3), model_cpu.count_targets(targets, 16, 3)
     assert_allclose(losses, gradcheck.plain_losses(model.params, config, tokens, targets), rtol=1e-11)
     assert config.head_weights.tolist() == [1, 0.25, 0.25]
-    logits = model.logits(tokens).reshape(64, 3, -1)
+    logits = model.logits(tokens)
+    for row, plain in zip(logits, tokens):
+        assert_allclose(row, model_cpu.forward_plain(model.params, config, plain), rtol=0, atol=1e-12 * np.abs(row).max())
+    logits = logits.reshape(64, 3, -1)
     model_cpu.cross_entropy_forward(found, np.empty((64, 3)), logits, model_cpu.head_targets(targets, 16, 3), counted)
     assert_allclose(found, losses)
     rows = model.log_probs(tokens, targets)
@@ -81,7 +84,7 @@ def test_losses_and_logits_by_plain_loops(change):
 
 
 @parametrize("tokens, targets, words", [
-    ([264], [0] * 3, "^token id 264"), ([0] * 17, [0] * 19, "17 tokens do not fit"), ([0], [0, 0, -2], "^target id -2"),
+    ([264], [0] * 3, "^id 264"), ([0] * 17, [0] * 19, "17 tokens do not fit"), ([0], [0, 0, -2], "^id -2"),
     ([0], [-1, 3, 3], "no counted target")])
 def test_bad_batches_are_refused(tokens, targets, words):
     with value_error(words):
@@ -222,7 +225,7 @@ def test_extend_in_any_cut_equals_logits(size):
     with np.errstate(all="raise", under="ignore"):
         expected = model.logits(tokens[None])[0]
         for cut in [], range(1, 16), [5, 6, 11]:
-            model.decoder.position = 0
+            model.decoder.forget()
             found = np.concatenate([model.decoder.extend(part) for part in np.split(tokens, cut)])
             assert_allclose(found, expected, rtol=0, atol=1e-10 * np.abs(expected).max())
 
@@ -278,6 +281,8 @@ def test_speculation_changes_nothing():
                 trace = []
                 assert expected == list(generate(model, text, *how, seed=seed, most=most, stop=stop, speculate=speculate, trace=trace))
                 assert_allclose(np.array(trace)[:len(p), 2], p)
+            plain = list(model_cpu.generate_plain(model, text, Sampling(*how, seed=seed), len(expected)))
+            assert plain == expected
             places += [place for place, *_ in trace]
             text += [*expected, 3]
     counts = np.bincount(places)

@@ -13,7 +13,8 @@ from runs import TEXT, TINY, read_log, refused, run
 
 import script
 import train
-from model_cpu import Config, Model, slope
+from gradcheck import slope
+from model_cpu import Config, Model
 from tokenizer import Tokenizer
 
 T = 16
