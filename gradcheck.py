@@ -196,8 +196,8 @@ def forward_error(model, tokens, targets):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Known bugs: name -> (one or several edits of the source, the mistake in one line).  An edit "rope_backward: -sin -> sin"
-# puts sin in place of -sin in the source of the function rope_backward.
+# Known bugs: name -> (one or several edits, the mistake in one line).  The edit "rope_backward: -sin -> sin" puts sin
+# in place of -sin in the source of the function rope_backward.
 # ------------------------------------------------------------------------------------------------------------
 BUGS = {
     # First those that leave the forward as it is, which the slopes must show.
@@ -258,8 +258,8 @@ BUGS = {
 
 
 def plant(bug, scope=None):
-    """bug: a row of BUGS.  -> dict of the functions that it alters, by name, their edited source compiled.  scope: where
-    they are, by default in model_cpu."""
+    """bug: a row of BUGS -> dict of the functions that it alters, by name, compiled from their edited source.  scope:
+    where they are, by default in model_cpu."""
     scope = scope or vars(model_cpu)
     sources = {}
     planted = {}
@@ -414,11 +414,6 @@ def run_gpu(peer):
 # ------------------------------------------------------------------------------------------------------------
 # The script
 # ------------------------------------------------------------------------------------------------------------
-# of tests/exercises.py, so that --help can list them without that file
-EXERCISES = ("linear, embedding, swiglu, cross_entropy, rmsnorm, rope, attention, block, adamw, muon, newton_schulz, "
-             "head_targets, sample, learn_merges, reinforce, dpo, layernorm, geglu, softcap")
-
-
 def main(argv):
     tests = f"{os.path.dirname(__file__)}/tests"
     sys.path[:0] = tests, f"{tests}/peers"      # first: there may be a folder exercises here
@@ -430,8 +425,7 @@ def main(argv):
     add("--break", dest="bug", choices=["all", *BUGS], metavar="NAME",
         help="plant this bug (all: one after the other) and see that it is caught")
     add("--list", action="store_true", help="the names of the bugs, with their stories")
-    add("--exercise", choices=["all", *EXERCISES.split(", ")], metavar="NAME",
-        help=f"write the file to complete; again: is it right? (all: a table)  NAME: {EXERCISES}")
+    add("--exercise", metavar="NAME", help="write the file to complete; again: is it right?  all: a table of all names")
     add("--gpu", action="store_true", help="the GPU engine against model_cpu, in every precision")
     parser.add_argument("--peer", action="store_true", help="--gpu, with PyTorch's error beside ours")
     parser.add_argument("--hint", action="store_true", help="with --exercise NAME: the derivation")

@@ -314,14 +314,13 @@ def by_group(x, config):
 def split_heads(qkv, config):
     """Views q (B,G,R,T,D), k and v (B,G,1,T,D) into qkv (B,T,(H+2G)D)."""
     kv = config.kv_heads * config.head_dim
-    parts = qkv[..., :config.dim], qkv[..., config.dim:-kv], qkv[..., -kv:]
-    return [by_group(part, config) for part in parts]
+    return [by_group(part, config) for part in np.split(qkv, [config.dim, -kv], axis=-1)]
 
 
 def rotated_part(qkv, config):
     """View (B,T,H+G,D) of the heads in qkv (B,T,(H+2G)D) that RoPE rotates: q and k, not v."""
-    n = config.heads + config.kv_heads
-    return qkv[..., :n * config.head_dim].reshape(*qkv.shape[:2], n, config.head_dim)
+    heads = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)                        # (B,T,H+2G,D)
+    return heads[:, :, :config.heads + config.kv_heads]
 
 
 def causal_mask(T, S, dtype):
@@ -1130,10 +1129,10 @@ def generate_texts(model, tokenizer, prompts, sampling, most):
 #
 # A draft is drawn with the noise that head 0 will use at its position.  The nearer the probabilities of the two heads,
 # the more often both draw the same token.
-def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, vocab=None, stop=(), most=None,
+def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, vocab=None, stop=(), most=sys.maxsize,
              speculate=None, trace=None):
     """Continue `tokens`, a list of at least one id: yields ids one by one.  It ends before the first id that
-    is in `stop`, and after `most` ids (None: never).  The text is a function of the model, the tokens and the
+    is in `stop`, and after `most` ids.  The text is a function of the model, the tokens and the
     seed (None: a fresh one).  vocab: draw only ids below it (a tokenizer may have fewer tokens than the model
     has rows).
 
@@ -1155,7 +1154,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     if speculate is not None:
         heads = K if speculate else 1
     text = list(tokens)
-    end = len(text) + (sys.maxsize if most is None else most)
+    end = len(text) + most
     drafts = []
     while len(text) < end:
         window = text[window_start(len(text), context):]
@@ -1391,12 +1390,12 @@ def main(argv):
 
     weight = model.params["layers.0.qkv"]
     totals = []
-    for value in weight[5, 7] + np.array([-1e-4, 1e-4]):
-        weight[5, 7] = value
+    for value in weight[255, 38] + np.array([-1e-4, 1e-4]):
+        weight[255, 38] = value
         totals.append(model.forward(tokens, targets) @ config.head_weights)
-    print(f"4. One gradient entry, d loss / d layers.0.qkv[5, 7]:\n"
-          f"   by hand {model.grads['layers.0.qkv'][5, 7]:.12f}, by finite difference {np.diff(totals)[0] / 2e-4:.12f}")
-    weight[5, 7] -= 1e-4
+    print(f"4. One gradient entry, d loss / d layers.0.qkv[255, 38]:\n"
+          f"   by hand {model.grads['layers.0.qkv'][255, 38]:.12f}, by finite difference {np.diff(totals)[0] / 2e-4:.12f}")
+    weight[255, 38] -= 1e-4
     norm = model.update(1e-3)
     print(f"5. One AdamW step: gradient norm {norm:.4f}, loss of head 0 {losses[0]:.4f} -> "
           f"{model.forward(tokens, targets)[0]:.4f}")

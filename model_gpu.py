@@ -837,7 +837,8 @@ class Model:
 
 
 class Decoder(model_cpu.Decoder):
-    """Continues a text with a KV cache, as model_cpu's; tokens, position, truncate, forget, checked and note_sizes are there.
+    """Continues a text with a KV cache, as model_cpu's; tokens, position, truncate, forget, checked and note_sizes are
+    there.
 
     The logits stay on the GPU: it draws, and the host reads ids.  There are two readers.  _read_few takes up to
     max(K, FEW_ROWS) tokens of one text, which follow those in the cache, by kernels of their own.  Their

@@ -32,6 +32,7 @@ import model_cpu
 import numpy as np
 import rl
 from gradcheck import BUGS, TINY, TINY_BAR, gradients, make_problem, plant, slope
+from script import require
 from tokenizer import Tokenizer, learn_merges
 
 # ------------------------------------------------------------------------------------------------------------
@@ -373,6 +374,7 @@ def grade(name, calls):
 def run_exercise(name, hint):
     """Print the derivation, or write the reader's file, or judge it (all: every one)."""
     path = f"exercises/{name}.py"
+    require(name == "all" or name in EXERCISES, f"there is no exercise {name}; there are {', '.join(EXERCISES)}.")
     if hint:
         print(re.sub("(?m)^# ?", "", inspect.getcomments(EXERCISES[name]) or EXERCISES[name].__doc__))
         return True

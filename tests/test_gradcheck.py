@@ -101,10 +101,9 @@ def test_the_exit_code(monkeypatch, verdicts, code):
 # are right, and the losses are not those of the loops.
 STAY_RIGHT = dict(rope_sign=6, group_not_summed=6, backward_scale=6, softmax_delta=6, residual_dropped=5,
                   norm_projection=2, swiglu_slope=3, embedding_repeat=14, micro_divisor=0, masked_pulled=0,
-                  head_weight=0, norm_eps=2)
+                  head_weight=0, row_weights=0, norm_eps=2)
 ELSEWHERE = {"norm_gain": [name for name in gradcheck.BACKWARD if "norm" not in name],
-             "gradient_overwritten": [name for name in gradcheck.BACKWARD if "norm" in name or name == "embed"],
-             "row_weights": ["embed"]}
+             "gradient_overwritten": [name for name in gradcheck.BACKWARD if "norm" in name or name == "embed"]}
 
 
 def test_every_planted_bug_is_caught_and_spoils_what_it_should(out_text, monkeypatch):
