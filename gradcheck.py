@@ -1,5 +1,5 @@
-"""gradcheck.py: is every gradient of model_cpu.py right?  Finite differences say, and planted bugs test the
-check.
+"""gradcheck.py: is every gradient of model_cpu.py right?  Finite differences give the answer, and planted bugs test
+whether the answer can be trusted.
 
 Read model_cpu.py before this.  Five runs:
 
@@ -15,41 +15,43 @@ four factors so that the terms in h^0, h^2, h^3 and h^4 cancel:
 
     f'(w) = (f(w-2h) - 8 f(w-h) + 8 f(w+h) - f(w+2h)) / 12h  +  h^4 f^(5)(w) / 30 + ...
 
-Why five points (the fifth, f(w), has the factor 0).  Two errors pull on h.  The formula's own error falls
-with h: as h^4 here, as h^2 for the usual (f(w+h) - f(w-h)) / 2h.  The rounding of f, about 1e-16 of it, is
-divided by h and so grows as h falls.  Measured on the tiny model, worst of all 4,944 entries:
+Why five points (the fifth, f(w), has the factor 0).  There are two errors.  The formula's own error falls with h:
+as h^4 here, as h^2 for the usual three points (f(w+h) - f(w-h)) / 2h.  The rounding of f is about 1e-16 of f.  It
+is divided by h, so it grows as h falls.  Measured on the tiny model, worst of all 4,944 entries:
 
     h               5e-6      1e-5      1e-4      2e-4      1e-3
-    five points     1.9e-09   9.3e-10   9.6e-11   4.6e-11   2.3e-08
-    three points    1.6e-09   6.1e-09   6.2e-07   2.5e-06   6.2e-05
+    five points     2.2e-09   8.6e-10   7.8e-11   6.3e-11   1.5e-09
+    three points    1.3e-09   1.6e-09   1.6e-07   6.5e-07   1.6e-05
 
-Why float64.  float32 rounds f at 1e-7, and the best h (0.01) then gives 1e-4 on this model: a wrong term of
-that size, such as an eps in the wrong place, would pass.  The formulas are the same in either precision, so
+Why float64.  float32 rounds f at 1e-7, and the best h (0.01) then gives 1e-4 on this model.  A wrong term of
+that size, such as an eps in the wrong place, would pass.  The formulas are the same in either precision.  So
 what is proven in float64 holds for the float32 of training, up to its rounding.
 
 Why the error of an entry is |by hand - numeric| / max|by hand| OF ITS TENSOR.  The rounding error of the
-difference quotient is about the same number for every entry, so an entry that is by chance near 0 has a large
-error relative to itself and means nothing.  Over the whole model's maximum, on the other hand, a tensor of
-small gradients could be all wrong and pass.
+difference quotient is about the same number for every entry.  So an entry that happens to be near 0 has a large
+error relative to itself, which means nothing.  If all errors were divided by the maximum of the whole model, a
+tensor of small gradients could be all wrong and pass.
 
 How to read a planted bug.  A wrong derivative spoils the gradient of all that lies BEFORE it in the forward,
 and of nothing after it: the first tensor of the backward that is wrong says where to look.  --break lists the
 tensors in that order, each with its error, and then those that stay right.
 
-Why wide weights (normal(0, 0.3), gains between 0.7 and 1.3).  At the usual 0.02 the scores of attention are
-all but 0, its softmax all but uniform, and the gradients of q and k a hundred times below that of v, with
-which they share a tensor: an error in them would weigh a hundred times less.
+Why wide weights (standard deviation 0.3, also of the gains, which are near 1).  At the usual 0.02 the scores of
+attention are nearly 0 and its softmax is nearly uniform.  The gradients of q and k are then a hundred times smaller
+than that of v, with which they share a tensor, and an error in them would weigh a hundred times less.
 
-What finite differences cannot see: a forward that computes another model, with a backward that is right for
-it.  RoPE on v in both passes, a forgotten 1/sqrt(D) in both, a target shifted by one: f is a different
-function then, and its slopes agree.  So plain_losses below computes the loss once more, token by token, in
-loops that share no code with model_cpu, and the losses must agree too.  What a misunderstanding common to
-both would hide, only judges that others wrote can find: PyTorch and Hugging Face's Llama, in tests/peers.
-Nor does the check of the CPU look at the optimizer, at cached decoding, or at float32: see
-tests/test_model_cpu.py; and tests/test_on_gpu.py for what --gpu leaves out.
+What finite differences cannot see: a forward that computes another model, with a backward that is right for it.
+Examples are RoPE on v in both passes, a forgotten 1/sqrt(D) in both, a target shifted by one.  f is a different
+function then, and its slopes agree.  So the forward is compared with two others that share no code with it:
+forward_plain of model_cpu, and plain_losses below, which computes the loss token by token in loops.  If I have
+misunderstood the model itself, all three agree and are wrong.  Only code of other people can show that: PyTorch and
+Hugging Face's Llama, in tests/peers.
 
-The file stands alone: of tests/ it imports the grader of the exercises, and PyTorch's model for --peer, each
-only when it is asked for.
+The check of the CPU does not look at the optimizer, at cached decoding, or at float32: see tests/test_model_cpu.py.
+What --gpu leaves out is in tests/test_on_gpu.py.
+
+The file stands alone.  Of tests/ it imports the grader of the exercises and, for --peer, PyTorch's model, each only
+when it is asked for.
 """
 import dataclasses
 import inspect
@@ -61,7 +63,7 @@ import textwrap
 import unittest.mock
 
 import model_cpu            # first: it says what to do where NumPy is missing
-import model_gpu            # it does so without CuPy and without a GPU, too
+import model_gpu            # this import works without CuPy and without a GPU, too
 import numpy as np
 from model_cpu import CONFIGS
 from script import Parser, require, run_script
@@ -148,7 +150,7 @@ def check_entries(model, tokens, targets, h, every=1, weights=None):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The loss once more: the equations of the model in loops, sharing nothing with model_cpu but the weights
+# The loss once more: the equations of the model in loops.  Only the weights are those of model_cpu
 # ------------------------------------------------------------------------------------------------------------
 def plain_losses(w, config, tokens, targets):
     """(K,) losses.  Token by token, head by head: a token reads the list of keys and values so far, so there
@@ -200,7 +202,7 @@ def forward_error(model, tokens, targets):
 # in place of -sin in the source of the function rope_backward.
 # ------------------------------------------------------------------------------------------------------------
 BUGS = {
-    # First those that leave the forward as it is, which the slopes must show.
+    # First the bugs that leave the forward as it is.  The slopes must show them.
     "rope_sign": ("rope_backward: -sin -> sin",
         "The backward turns the gradient by the same angle again, instead of back."),
     "group_not_summed": ("attention_backward: .sum(axis=2, keepdims=True) -> [:, :, -1:]",
@@ -231,8 +233,8 @@ BUGS = {
         "The sign of a row's weight is lost: what was rejected is imitated like what was chosen."),
     "head_weight": ("cross_entropy_backward: head_weights / divisor -> 1 / divisor",
         "The backward forgets that the extra heads count for less than head 0."),
-    # Now those that change the forward.  Where the backward fits it, the slopes agree, and only the
-    # plain forwards can tell.
+    # Now the bugs that change the forward.  Where the backward fits the changed forward, the slopes agree, and only the
+    # plain forwards can show the bug.
     "rope_on_v": ("rotated_part: + config.kv_heads -> + 2 * config.kv_heads",
         "RoPE turns v as well as q and k."),
     "rope_layout": (
@@ -305,7 +307,8 @@ def print_within(text):
 
 
 def report_damage(replacements, every=17):
-    """Plant the replacements in the tiny model, and print what is wrong then -> whether anything is."""
+    """Plant the replacements in the tiny model, and print what is wrong then -> whether anything is.  Every 17th entry
+    of the embedding (V, 16) is one of each row, so that also the token that occurs twice is checked."""
     with unittest.mock.patch.dict(vars(model_cpu), replacements):       # for as long as this lasts
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)

@@ -92,16 +92,16 @@ class Config:
 
 
 def param_table(config):
-    """[(name, shape), ...] of all weights.  A matrix is (out, in): it maps x (T, in) to x @ W.T (T, out).
+    """[(name, shape), ...] of all weights.  A matrix is (out, in), row by row: it maps x (T, in) to x @ W.T (T, out).
 
-    The order is that of the flat buffers of parameters, gradients and moments.  The gains of the norms come last:
-    they are not decayed, and so they are one piece."""
+    The order is that of the flat buffers of parameters, gradients and moments.  The gains of the norms come last,
+    because AdamW does not decay them: so all that decays is one piece."""
     C = config.dim
     table = [("embed", (config.vocab, C))]
     gains = []
     for i in range(config.layers):
         table += [(f"layers.{i}.qkv", (config.qkv_width, C)),       # rows: D of each query head, each key head,
-                                                                    # each value head
+                                                                    # each value head, in this order
                   (f"layers.{i}.out", (C, C)),
                   (f"layers.{i}.gate_up", (2 * config.hidden, C)),  # rows: F of gate, then F of up
                   (f"layers.{i}.down", (C, config.hidden))]
@@ -112,8 +112,8 @@ def param_table(config):
 
 
 def forward_plain(w, config, tokens):
-    """The whole model for one text: tokens, T ids -> logits (T,K,V).  The softmax of logits[t, k] is what the model
-    expects of token t+1+k.  w: the weights by name (param_table); with a tied head w["heads"] is w["embed"]."""
+    """The whole model for one text: tokens, T ids -> logits (T,K,V).  The softmax of logits[t, k] says how probable
+    each id is as token t+1+k.  w: the weights by name (param_table); with a tied head w["heads"] is w["embed"]."""
     T = len(tokens)
     H = config.heads
     G = config.kv_heads
@@ -137,13 +137,14 @@ def forward_plain(w, config, tokens):
         for h in range(H):
             g = h // (H // G)                               # query head h reads key and value head g
             S = rope(qkv[h]) @ rope(qkv[H + g]).T / np.sqrt(D)                      # (T,T): query t, key s
-            e = np.tril(np.exp(S))                                                  # the mask: 0 where s > t
-            y.append(e / e.sum(axis=1, keepdims=True) @ qkv[H + G + g])             # softmax @ v: (T,D)
+            e = np.tril(np.exp(S))              # the mask: 0 where s > t.  (See attend, for scores that overflow)
+            P = e / e.sum(axis=1, keepdims=True)                                    # (T,T): softmax of each row
+            y.append(P @ qkv[H + G + g])                                            # (T,D)
         x = x + np.hstack(y) @ w[f"layers.{i}.out"].T                               # (T,C)
         n = rmsnorm(x, w[f"layers.{i}.norm2"])
         gate, up = np.split(n @ w[f"layers.{i}.gate_up"].T, 2, axis=1)              # (T,F) each
-        silu = gate / (1 + np.exp(-gate))
-        x = x + silu * up @ w[f"layers.{i}.down"].T                                 # (T,F) -> (T,C)
+        h = gate / (1 + np.exp(-gate)) * up                                         # (T,F): silu(gate) * up
+        x = x + h @ w[f"layers.{i}.down"].T                                         # (T,F) -> (T,C)
     return (rmsnorm(x, w["norm"]) @ w["heads"].T).reshape(T, -1, config.vocab)      # (T,K*V) -> (T,K,V)
 
 
@@ -157,8 +158,8 @@ def forward_plain(w, config, tokens):
 #
 # A backward WRITES the gradients of activations.  It ADDS (+=) to the gradients of weights, because one weight
 # serves many tokens and several micro-batches.  Activations are matrices (N, width): one row for each token.
-# Four functions work in place: rope_forward and block_forward on x, rope_backward and block_backward on dx.  So does
-# cross-entropy on the logits, which take most memory.
+# Some functions work in place: rope_forward and block_forward on x, rope_backward and block_backward on dx, and both
+# functions of cross-entropy on the logits, which take the most memory.
 def work_table(config, B, T):
     """[(name, shape), ...] of the arrays of a forward and backward at (B,T): first what each layer keeps for its
     backward, then what all layers share."""
@@ -182,7 +183,7 @@ def work_table(config, B, T):
                 h=F)                            # silu(gate) * up
     kept |= {"P": scores,                       # the probabilities of attention
              "rstd1": (N,),                     # 1 / sqrt(mean of squares + eps) of each row of x_in
-             "rstd2": (N,)}                     # and of x_mid
+             "rstd2": (N,)}                     # the same of x_mid
     shared = rows(x=C,                          # the residual stream
                   increment=C,                  # what a substep adds to x; in the backward, to dx
                   final=C,                      # the output of the last norm
@@ -195,8 +196,9 @@ def work_table(config, B, T):
                   dy=C,                         # ... the output of attention
                   dqkv=config.qkv_width)        # ... queries, keys and values
     shared |= {"dS": scores,                    # ... the scores before the softmax
-               "rstd": (N,),                    # of the last norm
-               "logits": (N, config.predict, config.vocab)}     # then exp(logit - max), then d loss / d logits
+               "rstd": (N,),                    # 1 / sqrt(mean of squares + eps) of each row of x
+               # the forward of the loss turns them into exp(logit - max), its backward into d loss / d logits
+               "logits": (N, config.predict, config.vocab)}
     layers = [(f"layers.{i}.{name}", shape) for i in range(config.layers) for name, shape in kept.items()]
     return [*layers, *shared.items()]
 
@@ -209,8 +211,8 @@ def embedding_forward(out, tokens, embed):
 # Forward: out[n] = embed[tokens[n]].  So d loss / d embed[v] = sum of dout[n] over all n with tokens[n] == v.
 #
 # A token that occurs twice must collect both rows.  (dembed[tokens] += dout would keep only the last one.)  In one
-# line this is np.add.at(dembed, tokens, dout).  Ten times as fast: sort the tokens, so that equal ones lie side by
-# side.  `starts` says where each run of equal tokens begins, and np.add.reduceat sums each run.
+# line this is np.add.at(dembed, tokens, dout).  What stands here is faster.  It sorts the tokens, so that equal ones
+# lie side by side: `starts` says where each run of equal tokens begins, and np.add.reduceat sums each run.
 def embedding_backward(dembed, dout, tokens):
     """Adds to dembed (V,C); dout (N,C), tokens (N,)."""
     order = np.argsort(tokens, kind="stable")
@@ -323,18 +325,18 @@ def rotated_part(qkv, config):
     return heads[:, :, :config.heads + config.kv_heads]
 
 
-def causal_mask(T, S, dtype):
-    """(T,S), added to the scores of the last T of S tokens: -inf where a key is later than the query, else 0."""
-    return np.triu(np.full((T, S), -np.inf, dtype), S - T + 1)
+def causal_mask(T, J, dtype):
+    """(T,J), added to the scores of the last T of J tokens: -inf where a key is later than the query, else 0."""
+    return np.triu(np.full((T, J), -np.inf, dtype), J - T + 1)
 
 
 def attend(out, P, q, k, v, mask):
-    """Attention (Vaswani et al. 2017) of T queries to S keys.  Per head, with scale = 1/sqrt(D):
+    """Attention (Vaswani et al. 2017) of T queries to J keys.  Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_j' exp(S_ij')       out_i = sum_j P_ij v_j
 
-    q, out (B,G,R,T,D); k, v (B,G,1,S,D); P (B,G,R,T,S); mask (T,S), or (B,1,1,T,S): one for each text."""
-    np.matmul(q, k.swapaxes(-1, -2), out=P)         # (B,G,R,T,D) @ (B,G,1,D,S) -> the scores
+    q, out (B,G,R,T,D); k, v (B,G,1,J,D); P (B,G,R,T,J); mask (T,J), or (B,1,1,T,J): one for each text."""
+    np.matmul(q, k.swapaxes(-1, -2), out=P)         # (B,G,R,T,D) @ (B,G,1,D,J) -> the scores
     P *= 1.0 / math.sqrt(q.shape[-1])
     P += mask
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
@@ -548,7 +550,7 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 #     m = (1 - beta1)(1 + beta1 + ... + beta1^(t-1)) g = (1 - beta1^t) g.
 # Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
-    """In place, on flat arrays of one length; step counts from 1.  The gradient is spent: 0 after this."""
+    """In place, on flat arrays of one length; step counts from 1.  The gradient is used up: it is 0 after this."""
     m *= beta1
     m += (1 - beta1) * grad
     v *= beta2
@@ -565,11 +567,11 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 #
 # The gradient of a weight matrix, and so its running mean M, is nearly of low rank: a few singular values are
 # large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead,
-# where M = U S V^T: every direction that the gradient knows gets a step of the same length.  (U V^T is the
-# steepest descent if a step is measured by the most that it changes any output of the layer, that is by its
-# spectral norm, where plain gradient descent measures it entry by entry.)
+# where M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the
+# same length.  (U V^T is the steepest descent if the length of a step is its spectral norm, the most by which it can
+# change an output of the layer.  Plain gradient descent measures a step entry by entry.)
 #
-# No singular values need be computed.  Take X = U S V^T with X X^T = U S^2 U^T: an odd polynomial in X,
+# No singular values need be computed.  Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
 # With (a, b, c) = NEWTON_SCHULZ five rounds bring all s from 0.005 to 1 into [0.68, 1.16].  Near 0 each round
@@ -589,7 +591,7 @@ def newton_schulz(M):
 # The step, with Nesterov's look ahead by one more gradient:
 #
 #     m = momentum m + (1 - momentum) g           running mean of the gradient
-#     u = momentum m + (1 - momentum) g           that mean, as it would be after g once more
+#     u = momentum m + (1 - momentum) g           with this new m: the mean as it would be after g once more
 #     param -= lr (decay param + 0.2 sqrt(max(rows, columns)) newton_schulz(u))
 #
 # Why 0.2 sqrt(max(rows, columns)).  U V^T has min(rows, columns) singular values of about 1, so the root mean square
@@ -597,7 +599,7 @@ def newton_schulz(M):
 # this factor Muon's have the same, and one learning rate and one decay serve both (Liu et al. 2025).
 # The length of u does not matter, so the gradient is not clipped.
 def muon_update(param, grad, m, lr, decay, momentum=0.95):
-    """In place, on matrices (rows, columns).  The gradient is spent: 0 after this."""
+    """In place, on matrices (rows, columns).  The gradient is used up: it is 0 after this."""
     share = (1 - momentum) * grad
     m[...] = momentum * m + share
     ahead = momentum * m + share
@@ -640,9 +642,9 @@ def layer_matrices(part, config):
 
 
 def update_table(config, optimizer):
-    """[(rule, part, part of v, decayed), ...]: the rule that updates each part of the flat buffers, a slice;
-    the slice of v that holds its second moments, which is empty for Muon; and whether its weights decay:
-    matrices do, norm gains do not."""
+    """[(rule, part, part of v, decayed), ...].  rule: what updates this part of the flat buffers, a slice.  part of v:
+    the slice of v that holds its second moments, which is empty for Muon.  decayed: whether its weights decay: those
+    of matrices do, the gains of norms do not."""
     assert optimizer in OPTIMIZERS
     embedding = config.vocab * config.dim
     matrices = config.layers * matrix_table(config)[-1][1].stop
@@ -658,7 +660,7 @@ def update_table(config, optimizer):
 
 
 def muon_part(config, optimizer):
-    """The slice of the flat buffers that Muon updates; without Muon an empty one at their end."""
+    """The slice of the flat buffers that Muon updates.  Without Muon it is empty and lies at their end."""
     for rule, part, _, _ in update_table(config, optimizer):
         if rule == "muon":
             return part
@@ -667,7 +669,7 @@ def muon_part(config, optimizer):
 
 
 def moment_count(config, optimizer):
-    """Numbers that the optimizer keeps: m of every parameter, v of those that AdamW updates."""
+    """How many numbers the optimizer keeps: m of every parameter, and v of those that AdamW updates."""
     _, _, last_of_v, _ = update_table(config, optimizer)[-1]
     return param_count(config) + last_of_v.stop
 
@@ -680,16 +682,16 @@ def slices_of(count, size):
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-# AdamW goes over five arrays a dozen times.  In pieces of so many numbers all five stay in the processor's cache.
+# AdamW goes over four arrays a dozen times.  In pieces of this many numbers all four stay in the processor's cache.
 PIECE = 65536
 
 
 class Model:
     """The model on the CPU.
 
-    params and grads: dict name -> view of the flat buffers.  seed=None leaves the parameters to whoever
-    writes them.  training: for the GPU; here gradients and moments cost nothing before they are written, because
-    np.zeros takes memory only then.
+    params and grads: dict name -> view of the flat buffers.  seed=None leaves the parameters at 0, for a caller who
+    writes them.  training=False saves memory on the GPU alone: here gradients and moments take none before they are
+    written, because np.zeros takes memory only then.
 
     threads > 1 is data parallelism in miniature: each thread takes a share of the batch through the whole
     forward and backward with a gradient buffer of its own, and the buffers are added in order.  NumPy
@@ -724,8 +726,8 @@ class Model:
         self.decoder = self.new_decoder(1, config.context)
 
     def refresh(self):
-        """Call this after writing params: what other weights have left, in the KV cache and for backward, is
-        forgotten."""
+        """Call this after writing params.  It forgets what was computed with other weights: the KV cache, and what
+        forward has left for backward."""
         self.decoder.forget()
         self.pending = []
 
@@ -750,7 +752,7 @@ class Model:
     def _trunk(self, tokens, layers, shared, attentions=None, first=0):
         """tokens (B,T), of which the first stands at position `first` of its text -> shared.final (N,C): rmsnorm(x)
         after the last layer.  layers, shared: the arrays of work_table, which then hold what the backward needs.
-        attentions: for each layer its attention; None: attention_forward."""
+        attentions: what each layer calls for attention; None: attention_forward."""
         x = shared.x
         attentions = attentions or [attention_forward] * self.config.layers
         rope = self.rope[:, first:]
@@ -772,14 +774,14 @@ class Model:
         return self._head_logits(final).reshape(*tokens.shape, -1, self.config.vocab)
 
     def forward(self, tokens, targets, counted=None, weights=None):
-        """tokens (B,T), targets (B,T+K-1), of which -1 is not counted -> (K,) losses in nats: head k's sum divided by
-        counted[k].
+        """tokens (B,T), targets (B,T+K-1), of which -1 is masked -> (K,) losses in nats: the sum of head k's losses,
+        divided by counted[k].
 
-        counted (K,): the number of counted targets of each head in the whole step; by default, in this call.
-        Raises ValueError where head 0 has none at all: there would be nothing to learn.
+        counted (K,): the number of targets of each head that are not masked, in the whole step; by default, in this
+        call.  ValueError where head 0 has none at all: there would be nothing to learn.
 
         weights (B,), of the rows, are for rl.py.  The loss of head 0 is then the sum of w_b (-log p) / counted[0],
-        whatever the caller counts there.  The losses of the further heads are 0."""
+        where the caller may count what it likes.  The losses of the further heads are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.pending = self.workspaces[:len(tokens)]
         # with one thread there is one share, the whole batch
@@ -845,10 +847,12 @@ class Model:
         embedding_backward(grads["embed"], dx, tokens.reshape(-1))
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
-        """One step of the optimizer by update_table; then the gradient is zero.  Before it the gradient of all
-        parameters that Muon does not take is scaled so that its norm is at most `clip`.  Returns the norm of the whole
-        gradient before that.  A norm that is not finite changes nothing and leaves the gradient to look at: the caller
-        must stop."""
+        """One step of the optimizer.  First it clips: the gradient of all parameters that Muon does not take is scaled so
+        that its norm is at most `clip`.  Then each part of the parameters is updated by its rule in update_table, and
+        the gradient is set to 0.
+
+        Returns the norm of the whole gradient before clipping.  If that is not finite, nothing is changed: the caller
+        must stop, and can look at the gradient."""
         c = self.config
         muon = muon_part(c, self.optimizer)
         before, of_muon, after = np.split(self.flat_grads, [muon.start, muon.stop])
@@ -932,7 +936,7 @@ class Decoder:
 
     def _attention(self, cache, out, _, qkv, config):
         """attention_forward of new tokens: their keys and values go to the layer's cache (2,B,G,1,length,D), and all
-        keys and values so far come from it."""
+        keys and values so far come from it.  _: the P of training, which has no column for the tokens before."""
         q, k, v = split_heads(qkv, config)
         n = q.shape[-2]
         end = self.position + n
@@ -1065,11 +1069,12 @@ def generate_plain(model, tokens, sampling, most):
 def generate_batch(model, prompts, sampling, stop=(), most=80):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each answer has the
     tokens that generate draws for its prompt: `most` of them, or up to the first that is in `stop`, which is kept.
-    (The products have another shape, so the logits differ by their rounding.)  sampling.seed: (B,), one a prompt.
+    (The products have another shape, so the logits differ by their rounding.)  sampling.seed: (B,), one for each prompt.
 
-    A full window is read anew, and with it all rows of its batch.  So prompts whose windows will be full come in
-    batches of their own, each of those whose windows are full at the same step.  Where the memory does not hold the
-    caches of a batch, its halves are drawn one after the other; a single text that does not fit is a MemoryError."""
+    When a window is full, it is read anew, and with it all rows of its batch.  So the prompts whose windows will be
+    full come in batches of their own: in each of these all windows are full at the same steps.  Where the memory does
+    not hold the caches of a batch, its halves are drawn one after the other.  A single text that does not fit is a
+    MemoryError."""
     context = model.config.context
     batches = collections.defaultdict(list)
     for row, prompt in enumerate(prompts):
@@ -1131,12 +1136,11 @@ def generate_texts(model, tokenizer, prompts, sampling, most):
 # the more often both draw the same token.
 def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, vocab=None, stop=(), most=sys.maxsize,
              speculate=None, trace=None):
-    """Continue `tokens`, a list of at least one id: yields ids one by one.  It ends before the first id that
-    is in `stop`, and after `most` ids.  The text is a function of the model, the tokens and the
-    seed (None: a fresh one).  vocab: draw only ids below it (a tokenizer may have fewer tokens than the model
-    has rows).
+    """Continue `tokens`, a list of at least one id: yields ids one by one.  It ends before the first id that is in
+    `stop`, or after `most` ids.  The text is a function of the model, the tokens and the seed (None: a new one).
+    vocab: only ids below it are drawn (a tokenizer may have fewer tokens than the model has rows).
 
-    model.decoder keeps what it has read: of a text that begins like the one before, only the rest is read.
+    model.decoder keeps what it has read.  Of a text that begins like the last one, only the rest is read.
 
     speculate: with all K heads, or with none but head 0; None: with model.draft_heads drafts.  On the CPU the text is
     that of single steps up to the rounding of NumPy's products, whose sums depend on the number of rows.
@@ -1295,7 +1299,7 @@ def init_params(flat, config, seed):
 
 
 class Workspace:
-    """The memory of one thread's share of the batch: the arrays of work_table, and a gradient of its own."""
+    """The memory of one thread: the arrays of work_table for its share of the batch, and a gradient of its own."""
 
     def __init__(self, config, dtype):
         self.config = config
@@ -1306,8 +1310,8 @@ class Workspace:
         self.shape = None
 
     def buffers(self, B, T):
-        """-> (for each layer its Arrays, the Arrays that all share).  The memory is kept: a step
-        that allocates its tens of megabytes anew spends its time in page faults."""
+        """-> (for each layer its Arrays, the Arrays that all share).  The memory is kept from step to step: new memory
+        of tens of megabytes costs time, because the system gives out each page when it is first touched."""
         if self.shape != (B, T):
             self.shape = B, T
             table = work_table(self.config, B, T)
@@ -1321,14 +1325,15 @@ class Workspace:
 
 def check_tokens(config, ids, low=0):
     """ValueError for an id (or with low=-1 a target) out of range."""
-    for bad in ids[(ids < low) | (ids >= config.vocab)]:
-        raise ValueError(f"id {bad} is out of range: the vocabulary has {config.vocab} ids, 0 to {config.vocab - 1}.")
+    least = ids.min()
+    most = ids.max()
+    if least < low or most >= config.vocab:     # not `require`, which would write its sentence each time
+        raise ValueError(f"ids must be from {low} to {config.vocab - 1}; these are from {least} to {most}.")
 
 
 def as_batch(config, tokens):
     """tokens as a (B,T) array of ids; ValueError if they are none."""
     tokens = np.asarray(tokens)
-    # `require` would write its sentence, in a microsecond, also where all is well; and this runs for each token
     if tokens.shape[1] > config.context:
         raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
     check_tokens(config, tokens)
@@ -1336,8 +1341,8 @@ def as_batch(config, tokens):
 
 
 def check_batch(config, tokens, targets, counted, weights):
-    """The arguments of forward as arrays -> (tokens, targets, divisor (K,), at least 1, weights (B,)); ValueError
-    for what cannot be computed."""
+    """The arguments of forward -> (tokens, targets, divisor (K,), weights (B,)), as arrays.  ValueError for what cannot
+    be computed."""
     tokens = as_batch(config, tokens)
     targets = np.asarray(targets)
     B, T = tokens.shape
@@ -1378,13 +1383,11 @@ def main(argv):
     losses = model.forward(tokens, targets)
     model.backward()
     logits = model.logits(tokens)
-    layers, shared = model.workspaces[0].buffers(1, T)
+    layers, _ = model.workspaces[0].buffers(1, T)
     print(f"\n2. Shapes: B=1 T={T} C={config.dim} H={config.heads} G={config.kv_heads} D={config.head_dim} "
           f"F={config.hidden} K={config.predict} V={config.vocab} L={config.layers} N=B*T={T}")
-    arrays = {f"layer 0: {name}": array for name, array in vars(layers[0]).items()}
-    arrays |= {"final = rmsnorm(x)": shared.final, "logits (B,T,K,V)": logits}
-    for name, array in arrays.items():
-        print(f"   {name:22} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
+    for name, array in [*vars(layers[0]).items(), ("logits", logits)]:
+        print(f"   {name:12} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
     print(f"\n3. The first loss of head 0: {losses[0]:.4f}.  An untrained model guesses: ln V = "
           f"{math.log(config.vocab):.4f}")
 
@@ -1393,9 +1396,10 @@ def main(argv):
     for value in weight[255, 38] + np.array([-1e-4, 1e-4]):
         weight[255, 38] = value
         totals.append(model.forward(tokens, targets) @ config.head_weights)
-    print(f"4. One gradient entry, d loss / d layers.0.qkv[255, 38]:\n"
-          f"   by hand {model.grads['layers.0.qkv'][255, 38]:.12f}, by finite difference {np.diff(totals)[0] / 2e-4:.12f}")
     weight[255, 38] -= 1e-4
+    print(f"4. One gradient entry, d loss / d layers.0.qkv[255, 38]:\n"
+          f"   by hand {model.grads['layers.0.qkv'][255, 38]:.12f}, "
+          f"by finite difference {(totals[1] - totals[0]) / 2e-4:.12f}")
     norm = model.update(1e-3)
     print(f"5. One AdamW step: gradient norm {norm:.4f}, loss of head 0 {losses[0]:.4f} -> "
           f"{model.forward(tokens, targets)[0]:.4f}")
