@@ -411,24 +411,23 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
 
 
 def block_forward(x, w, saved, shared, config, rope, attention):
-    """One layer, in place on x (B,T,C).  It is one unit of time, in two forward-Euler substeps of dx/dt = f(x,t)
+    """One layer, in place on x (N,C).  It is one unit of time, in two forward-Euler substeps of dx/dt = f(x,t)
     (operator splitting: attention, then the feed-forward network):
 
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
     w: this layer's weights by name.  saved: this layer's arrays of work_table; shared: those of all layers.  rope:
-    rope_table, from the position of the first token on.  attention: attention_forward, or a Decoder's."""
-    B, T, C = x.shape
-    x = x.reshape(B * T, C)                                                       # a view
+    rope_table of the T positions.  attention: attention_forward, or a Decoder's."""
+    T = rope.shape[1]
+    shape = len(x) // T, T, -1                                                    # (B,T,width)
     increment = shared.increment                                                  # (N,C)
 
     saved.x_in[...] = x                                                           # (N,C)
     rmsnorm_forward(saved.n1, saved.rstd1, x, w.norm1, config.norm_eps)           # (N,C), (N,)
     linear_forward(saved.qkv, saved.n1, w.qkv)                                    # (N,C) -> (N,(H+2G)D)
-    qkv = saved.qkv.reshape(B, T, -1)                                             # (B,T,(H+2G)D)
-    cos, sin = rope[:, :T]                                                        # (T,1,D) each
-    rope_forward(rotated_part(qkv, config), cos, sin)
-    attention(saved.y.reshape(B, T, C), saved.P, qkv, config)                     # (B,T,(H+2G)D) -> (B,T,C)
+    qkv = saved.qkv.reshape(shape)                                                # (B,T,(H+2G)D)
+    rope_forward(rotated_part(qkv, config), *rope)
+    attention(saved.y.reshape(shape), saved.P, qkv, config)                       # (B,T,(H+2G)D) -> (B,T,C)
     linear_forward(increment, saved.y, w.out)                                     # (N,C) -> (N,C)
     x += increment                                                                # Euler substep 1
 
@@ -440,14 +439,14 @@ def block_forward(x, w, saved, shared, config, rope, attention):
     x += increment                                                                # Euler substep 2
 
 
-# Backward of block_forward, in place on dx (B,T,C): on entry d loss / d (output), on exit d loss / d (input).
+# Backward of block_forward, in place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).
 #
 # x + f(x) has the derivative 1 + f': dx passes through unchanged, and what comes back through f is ADDED to
 # it. This is why a deep residual network trains: the 1 carries the gradient to the first layer.
 def block_backward(dx, w, dw, saved, shared, config, rope):
     """w, dw: this layer's weights and their gradients by name; saved, shared: arrays as in the forward."""
-    B, T, C = dx.shape
-    dx = dx.reshape(B * T, C)                                                     # a view
+    T = rope.shape[1]
+    shape = len(dx) // T, T, -1                                                   # (B,T,width)
     dn = shared.dn
     back = shared.increment                                                       # what comes back through f
 
@@ -464,14 +463,11 @@ def block_backward(dx, w, dw, saved, shared, config, rope):
     # x = x + y @ out.T
     linear_backward(shared.dy, dw.out, dx, saved.y, w.out)                        # (N,C) -> (N,C)
     # y = attention(qkv)
-    dy = shared.dy.reshape(B, T, C)
-    y = saved.y.reshape(B, T, C)
-    qkv = saved.qkv.reshape(B, T, -1)
-    dqkv = shared.dqkv.reshape(B, T, -1)
-    attention_backward(dqkv, dy, y, saved.P, qkv, config, work=shared.dS)
+    dqkv = shared.dqkv.reshape(shape)
+    attention_backward(dqkv, shared.dy.reshape(shape), saved.y.reshape(shape), saved.P, saved.qkv.reshape(shape),
+                       config, work=shared.dS)
     # q, k = rope(q, k)
-    cos, sin = rope[:, :T]
-    rope_backward(rotated_part(dqkv, config), cos, sin)
+    rope_backward(rotated_part(dqkv, config), *rope)
     # qkv = n1 @ qkv.T
     linear_backward(dn, dw.qkv, shared.dqkv, saved.n1, w.qkv)                     # (N,(H+2G)D) -> (N,C)
     # n1 = rmsnorm(x_in)
@@ -755,23 +751,25 @@ class Model:
         attentions: what each layer calls for attention; None: attention_forward."""
         x = shared.x
         attentions = attentions or [attention_forward] * self.config.layers
-        rope = self.rope[:, first:]
+        rope = self.rope[:, first:first + tokens.shape[1]]
         embedding_forward(x, tokens.reshape(-1), self.params["embed"])
         for w, saved, attention in zip(self.layers, layers, attentions):
-            block_forward(x.reshape(*tokens.shape, -1), w, saved, shared, self.config, rope, attention)
+            block_forward(x, w, saved, shared, self.config, rope, attention)
         rmsnorm_forward(shared.final, shared.rstd, x, self.params["norm"], self.config.norm_eps)
         return shared.final
 
-    def _head_logits(self, final):
-        """final (N,C) -> the logits (N,K,V) of all heads, in one product."""
-        return (final @ self.params["heads"].T).reshape(len(final), -1, self.config.vocab)
+    def _head_logits(self, final, heads):
+        """final (N,C) -> the logits (N,heads,V) of the first heads, in one product."""
+        V = self.config.vocab
+        return (final @ self.params["heads"][:heads * V].T).reshape(-1, heads, V)
 
     def logits(self, tokens):
         """(B,T) ints -> (B,T,K,V), a new array."""
         tokens = as_batch(self.config, tokens)
         self.pending = []                           # their arrays are overwritten now
         final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
-        return self._head_logits(final).reshape(*tokens.shape, -1, self.config.vocab)
+        K = self.config.predict
+        return self._head_logits(final, K).reshape(*tokens.shape, K, -1)
 
     def forward(self, tokens, targets, counted=None, weights=None):
         """tokens (B,T), targets (B,T+K-1), of which -1 is masked -> (K,) losses in nats: the sum of head k's losses,
@@ -832,6 +830,7 @@ class Model:
         grads = workspace.grads
         dx = shared.dx
         dn = shared.dn
+        rope = self.rope[:, :tokens.shape[1]]
         dlogits = shared.logits                                                         # (N,K,V)
         cross_entropy_backward(dlogits, shared.exp_sum, targets, self.divisor,
                                self.config.head_weights * weights)
@@ -841,15 +840,14 @@ class Model:
         # final = rmsnorm(x)
         rmsnorm_backward(dx, grads["norm"], dn, shared.x, shared.rstd, params["norm"])
         for i in reversed(range(self.config.layers)):
-            block_backward(dx.reshape(*tokens.shape, -1), self.layers[i], layer_views(grads, i), layers[i], shared,
-                           self.config, self.rope)
+            block_backward(dx, self.layers[i], layer_views(grads, i), layers[i], shared, self.config, rope)
         # x = embed[tokens]
         embedding_backward(grads["embed"], dx, tokens.reshape(-1))
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
-        """One step of the optimizer.  First it clips: the gradient of all parameters that Muon does not take is scaled so
-        that its norm is at most `clip`.  Then each part of the parameters is updated by its rule in update_table, and
-        the gradient is set to 0.
+        """One step of the optimizer.  First it clips: the gradient of all parameters that Muon does not take is scaled
+        so that its norm is at most `clip`.  Then each part of the parameters is updated by its rule in update_table,
+        and the gradient is set to 0.
 
         Returns the norm of the whole gradient before clipping.  If that is not finite, nothing is changed: the caller
         must stop, and can look at the gradient."""
@@ -915,19 +913,19 @@ class Decoder:
         self.truncate(0)
 
     def checked(self, tokens):
-        """n tokens as an array, where they can follow those in the cache."""
-        tokens = as_batch(self.config, [tokens])[0]
-        assert self.position + len(tokens) <= self.config.context
+        """tokens (B,n) as an array, where they can follow those in the cache."""
+        tokens = as_batch(self.config, tokens)
+        assert self.position + tokens.shape[1] <= self.config.context
         return tokens
 
     def extend(self, tokens):
         """Append n tokens; return the logits (n,K,V) after each of them."""
-        return self.model._head_logits(self._read([self.checked(tokens)]))
+        return self.model._head_logits(self._read([tokens]), self.config.predict)
 
     def _read(self, tokens):
         """Append tokens (B,n) -> rmsnorm(x) (B*n,C) after the last layer: the forward of training with another
         attention."""
-        tokens = np.array(tokens)
+        tokens = self.checked(tokens)
         (saved,), shared = self.workspace.buffers(*tokens.shape)
         attentions = [functools.partial(self._attention, cache) for cache in self.cache]
         final = self.model._trunk(tokens, itertools.repeat(saved), shared, attentions, self.position)
@@ -955,8 +953,7 @@ class Decoder:
             after the last token        t + 1    t + 2    t + 3
 
         p: the probabilities that head 0 gave to its ids."""
-        final = self._read([self.checked(tokens)])[-rows:]
-        logits = self.model._head_logits(final)[:, :heads].astype(np.float64)
+        logits = self.model._head_logits(self._read([tokens])[-rows:], heads).astype(np.float64)
         positions = np.arange(t, t + rows)[:, None] + np.arange(heads)                  # (rows, heads)
         ids = sample(logits.reshape(positions.size, -1), positions.ravel(), sampling).reshape(rows, heads)
         z = logits[:, 0, :sampling.vocab]                                               # (rows, V) of head 0
@@ -986,7 +983,7 @@ class Decoder:
             tokens = [[0] * count + window for count, window in zip(missing, windows)]
         final = self._read(tokens)                                                      # (B*n,C)
         last = final.reshape(len(tokens), -1, self.config.dim)[:, -1]                   # (B,C)
-        return sample(last @ self.model.params["heads"][:self.config.vocab].T, t, sampling)
+        return sample(self.model._head_logits(last, 1)[:, 0], t, sampling)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1069,7 +1066,7 @@ def generate_plain(model, tokens, sampling, most):
 def generate_batch(model, prompts, sampling, stop=(), most=80):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each answer has the
     tokens that generate draws for its prompt: `most` of them, or up to the first that is in `stop`, which is kept.
-    (The products have another shape, so the logits differ by their rounding.)  sampling.seed: (B,), one for each prompt.
+    (The products have another shape, so the logits differ by their rounding.)  sampling.seed: (B,), one a prompt.
 
     When a window is full, it is read anew, and with it all rows of its batch.  So the prompts whose windows will be
     full come in batches of their own: in each of these all windows are full at the same steps.  Where the memory does
@@ -1198,7 +1195,7 @@ def layer_logits(model, inputs):
     final = shared.final
     for x in [*(saved.x_in for saved in layers), shared.x]:
         rmsnorm_forward(final, shared.rstd, x, model.params["norm"], model.config.norm_eps)
-        yield x, final @ model.params["heads"][:model.config.vocab].T
+        yield x, model._head_logits(final, 1)[:, 0]
 
 
 def euler_table(model, tokens):

@@ -880,7 +880,7 @@ class Decoder(model_cpu.Decoder):
     def extend(self, tokens):
         """Append n tokens; return the logits (n,K,V) after each of them, a NumPy array."""
         c = self.config
-        tokens = self.checked(tokens).tolist()
+        [tokens] = self.checked([tokens]).tolist()
         logits = []
         for part in slices_of(len(tokens), self.few):
             few = tokens[part]

@@ -263,13 +263,13 @@ def bench_euler(model="out/small"):
         w.out = size * w.out
         w.down = size * w.down
         x = x.copy()
-        model_cpu.block_forward(x, w, layers[i], shared, c, model.rope, model_cpu.attention_forward)
+        rope = model.rope[:, :windows.shape[1] - 1]
+        model_cpu.block_forward(x, w, layers[i], shared, c, rope, model_cpu.attention_forward)
         return x
     for name in solvers(None):
-        x = model.params["embed"][windows[:, :-1]]                                  # (B,T,C)
+        x = model.params["embed"][windows[:, :-1].ravel()]                          # (N,C)
         for i in range(c.layers):
             x = solvers(partial(step, i))[name](x)
-        x = x.reshape(-1, c.dim)
         x *= model.params["norm"] / np.sqrt((x ** 2).mean(axis=1, keepdims=True) + c.norm_eps)
         logits = x @ model.params["heads"][:c.vocab].T                              # (N,V)
         losses = np.log(np.exp(logits).sum(axis=1)) - logits[range(len(x)), targets]

@@ -169,7 +169,7 @@ def test_decode(bench, H, G, D, hidden, first, n, wide):
     x, cache = bench.random(first + n, c.dim), nan(first + n, 2 * G * D)
     buffers = Arrays(x=bench.store(x[first:]), lengths=bench.store(first + np.arange(n)), qkv=bench.store(nan(n, c.qkv_width)),
                      y=bench.store(nan(n, c.dim)), h=bench.store(nan(n, hidden)))
-    model_cpu.block_forward(x[None], w, saved, shared, c, rope, model_cpu.attention_forward)
+    model_cpu.block_forward(x, w, saved, shared, c, rope, model_cpu.attention_forward)
     cache[:first] = saved.qkv[:first, c.dim:]
     model_gpu.decode_block(bench, stored, bench.store(cache), buffers, n)
     bench.close(bench.value(buffers.x), x[first:], 4)
