@@ -117,7 +117,7 @@ def forward_plain(w, config, tokens):
     T = len(tokens)
     H = config.heads
     G = config.kv_heads
-    D = config.dim // H
+    D = config.head_dim
     angle = np.outer(np.arange(T), config.rope_theta ** (-2 * np.arange(D // 2) / D))       # (T,D/2): t theta^(-2i/D)
     cos = np.cos(angle)
     sin = np.sin(angle)
@@ -1052,13 +1052,12 @@ def sample(logits, t, sampling):
 
 def generate_plain(model, tokens, sampling, most):
     """Continue `tokens`, a list of at least one id: yields `most` ids, one by one.  The whole window is read anew for
-    each of them; section 6 reads each token once."""
+    each of them.  Section 6 reads each token once."""
     text = list(tokens)
     for _ in range(most):
         window = text[window_start(len(text), model.config.context):]
-        model.decoder.forget()
-        logits = model.decoder.extend(window)                                           # (n,K,V)
-        token = sample(logits[-1:, 0], np.array([len(text)]), sampling).item()
+        logits = model.logits([window])[:, -1, 0]                   # (1,V): of head 0, after the last token
+        token = sample(logits, np.array([len(text)]), sampling).item()
         text.append(token)
         yield token
 
@@ -1206,17 +1205,16 @@ def euler_table(model, tokens):
     integration stopped there; the mean over positions of |f(x)|/|x| of that layer's step (0 for the
     embedding); the three best next tokens at the end of the last row."""
     inputs = tokens[:, :-1]
-    targets = tokens[:, 1:].reshape(-1, 1)
+    targets = tokens[:, 1:].ravel()                 # (N,)
     before = None
     for x, logits in layer_logits(model, inputs):
         if before is None:
             before = x
         best = np.argsort(-logits[-1], kind="stable")[:3].tolist()
-        loss = np.zeros(1)
-        cross_entropy_forward(loss, np.empty(targets.shape), logits[:, None], targets, inputs.size)
+        nll = np.logaddexp.reduce(logits, axis=1) - logits[range(len(x)), targets]      # -log softmax(logits)[target]
         step = np.linalg.norm(x - before, axis=1)
         length = step / np.linalg.norm(before, axis=1)
-        yield loss.item(), length.mean(), best
+        yield nll.mean(), length.mean(), best
         before = x
 
 
@@ -1291,7 +1289,9 @@ def init_params(flat, config, seed):
     flat[...] = 1.0                                 # the gains; the matrices are drawn
     for name, view in param_views(flat, config).items():
         if view.ndim == 2:
-            std = 0.02 / math.sqrt(2 * config.layers) if name.endswith((".out", ".down")) else 0.02
+            std = 0.02
+            if name.endswith((".out", ".down")):
+                std /= math.sqrt(2 * config.layers)
             view[...] = rng.standard_normal(view.shape, np.float32) * std
 
 
