@@ -74,16 +74,13 @@ typedef long long Index;      // a place in an array that may have more than 2^3
 typedef const float* Floats;  // arrays that a function only reads; float* and real* are written
 typedef const int* Ints;
 
-struct Eight { float x[8]; };
+struct alignas(16) Eight { float x[8]; };
 
-__device__ Eight load8(Floats from) {
-    float4 v[2] = {((float4*)from)[0], ((float4*)from)[1]};
-    return *(Eight*)v;
-}
+__device__ Eight load8(Floats from) { return *(Eight*)from; }
 
 // Stores, and returns what a later load will see.
 __device__ Eight store8(float* to, Eight v) {
-    FOR(i, 2) ((float4*)to)[i] = ((float4*)v.x)[i];
+    *(Eight*)to = v;
     return v;
 }
 
@@ -477,7 +474,7 @@ KERNEL sum_of_squares(float* partial, Floats grad, Index n) {
 //     state[0]    the norm of all gradients
 //     state[1]    min(1, clip / (norm + 1e-6)), the factor for adamw; this norm is that of what the first
 //                 `clipped` blocks have summed
-//     state[2]    1 from the first norm on that is not finite; it stops every later update too
+//     state[2]    how many updates have changed nothing: from the first norm on that is not finite, all
 // Grid (1); 1024 threads.
 KERNEL gradient_norm(float* state, Floats partial, int clipped, int blocks, float clip) {
     __shared__ float slots[2][32];
@@ -489,7 +486,7 @@ KERNEL gradient_norm(float* state, Floats partial, int clipped, int blocks, floa
     if (threadIdx.x > 0) return;
     state[0] = norm;
     state[1] = fminf(1.0f, clip / (sqrtf(sum) + 1e-6f));
-    if (!(norm <= 3.4e38f)) state[2] = 1.0f;
+    if (state[2] || !(norm <= 3.4e38f)) state[2]++;  // of NaN, too, the comparison is false
 }
 
 // Covers adamw_update, in one pass over a part of the flat buffers (n numbers, a multiple of 8):
@@ -734,8 +731,7 @@ __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Ta
             if (column >= of.I) break;
             Eight a8 = unpack8(a[c]);
             Eight b8 = unpack8(b[c]);
-            Eight g = {};
-            if (of.gain) g = load8(of.gain + column);
+            Eight g = of.gain ? load8(of.gain + column) : Eight{};
 #pragma unroll
             FOR(r, N) {
                 Eight v = load8(of.x + Index(min(first + r, of.n - 1)) * of.I + column);
@@ -866,7 +862,7 @@ constexpr int WARPS = 16, WIDEST = 128;  // of a block; the largest D
 
 KERNEL __launch_bounds__(32 * WARPS)
 decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int H, int G, int D) {
-    __shared__ float part_y[WARPS][WIDEST];
+    __shared__ Eight part_y[WARPS][WIDEST / 8];
     __shared__ float2 part_ml[WARPS];
     int h = blockIdx.x, row = blockIdx.y;
     int length = lengths[row] + 1;
@@ -888,13 +884,13 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     int vectors = D / 8;
     int groups = 32 / vectors;
     int group = lane / vectors;
-    int piece = 8 * (lane % vectors);
+    int piece = lane % vectors;
     float m = MASKED, l = 0.0f;
     Eight sum = {};
     FOR_STRIDED(from, 32 * warp, length, 32 * WARPS) {
         int count = min(32, length - from);
         Reals key = keys + (from + min(lane, count - 1)) * width;
-        Reals value = values + from * width + piece;
+        Reals value = values + from * width + 8 * piece;
         Packed v[4];  // four values a round, loaded a round before they are needed
         FOR(i, 4) v[i] = load_packed(value + min(group + i * groups, count - 1) * width);
         float score = 0.0f;
@@ -918,7 +914,7 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     }
     for (int bit = vectors; bit < 32; bit *= 2)
         FOR(c, 8) sum.x[c] += __shfl_xor_sync(0xFFFFFFFF, sum.x[c], bit);
-    if (group == 0) store8(part_y[warp] + piece, sum);
+    if (group == 0) part_y[warp][piece] = sum;
     if (lane == 0) part_ml[warp] = {m, l};
     __syncthreads();
     if (column >= D) return;
@@ -927,7 +923,7 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     FOR(w, WARPS) {
         float factor = expf(part_ml[w].x - m);
         all_l += factor * part_ml[w].y;
-        all_y += factor * part_y[w][column];
+        all_y += factor * part_y[w][column / 8].x[column % 8];
     }
     store(y + Index(row * H + h) * D + column, all_y / all_l);
 }

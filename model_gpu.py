@@ -188,7 +188,6 @@ class Gpu:
         tables = rope_table(config, float32)[:, :, 0, config.head_dim // 2:]
         self.cos, self.sin = cupy.asarray(np.ascontiguousarray(tables))
         self.cublas = load_cublas() if matmul == "cublas" else None
-        self.set_stream(0)
         self.launch_kernel = None
         # the first driver to record it is that of CUDA 12.3
         if HOPPER and capability() >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:
@@ -211,23 +210,21 @@ class Gpu:
         # CUlaunchConfig: grid, block, shared memory, stream, attributes, how many
         settings = struct.pack("7IPPI4x", *grid, 1, threads, 1, 1, 0, current_stream().ptr, EARLY.ctypes.data,
                                1)
-        status = self.launch_kernel(settings, c_void_p(self.kernels[name].kernel.ptr), pointers, None)
-        if status:
-            raise GpuError(f"CUDA refuses to launch {name}: status {status}.")
+        check_status(self.launch_kernel(settings, c_void_p(self.kernels[name].kernel.ptr), pointers, None),
+                     f"a launch of {name}")
 
-    def set_stream(self, stream):
-        """cuBLAS computes on this stream from now on.  A new stream makes it forget its workspace."""
-        library = self.cublas
-        if library:
-            library.cublasSetStream_v2(library.handle, c_void_p(stream))
-            library.cublasSetWorkspace_v2(library.handle, *library.workspace)
+
+def check_status(status, what):
+    """GpuError where a library of NVIDIA's has refused a call."""
+    if status:
+        raise GpuError(f"the driver or cuBLAS refuses {what}: status {status}.")
 
 
 def check_sizes(config):
     """ValueError, in one sentence, for a model whose sizes these kernels do not take; needs no GPU."""
     require(config.head_dim in (32, 64, 128), "the GPU engine takes heads 32, 64 or 128 wide, not "
             f"{config.head_dim}: choose heads so that {config.dim} / heads is one of these.")
-    require(config.dim <= 8192 and config.context <= 16384, "the GPU engine takes models up to 8192 wide and "
+    require(config.dim <= 6144 and config.context <= 16384, "the GPU engine takes models up to 6144 wide and "
             f"contexts up to 16384, not {config.dim} and {config.context}.")
 
 
@@ -256,6 +253,9 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
         steps_b = (1, inner) if transpose_b else (N, 1)
         gpu.launch("matmul", grid, 256, out, a, b, M, N, inner, *steps_a, *steps_b, add, out.dtype == float32)
         return
+    # the stream of the kernels around it; cuBLAS forgets its workspace at a new one
+    check_status(library.cublasSetStream_v2(library.handle, c_void_p(current_stream().ptr)), "a stream")
+    check_status(library.cublasSetWorkspace_v2(library.handle, *library.workspace), "a workspace")
     operands = []
     for x in (b, a, out):       # ctypes passes Python's ints in 32 bits: what has more is wrapped
         kind = 14 if x.dtype == uint16 else 0                       # CUDA_R_16BF, or CUDA_R_32F
@@ -267,8 +267,7 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     # the factors of the product and of what is there, from host memory; of stacks how many there are
     status = function(library.handle, transpose_b, transpose_a, N, M, inner, byref(c_float(1)), *operands[0],
                       *operands[1], byref(c_float(add)), *operands[2], *out.shape[:-2], compute, -1)
-    if status:
-        raise GpuError(f"cuBLAS refuses a matmul of {M} x {inner} by {inner} x {N}: status {status}.")
+    check_status(status, f"a matmul of {M} x {inner} by {inner} x {N}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -483,7 +482,7 @@ def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
 
 def gradient_norm(gpu, state, partial, grad, muon, clip):
     """state (3,): the norm of the flat gradient; the factor that clips the norm of all but its part `muon`,
-    a slice; and whether a norm was ever not finite (then nothing changes any more).  partial (3 SUM_BLOCKS,):
+    a slice; and how many updates have changed nothing: from the first norm on that is not finite, all.  partial (3 SUM_BLOCKS,):
     scratch."""
     parts = grad[:muon.start], grad[muon.stop:], grad[muon]
     for i, part in enumerate(parts):                # of one that is empty the sum is 0
@@ -586,17 +585,13 @@ class Replay:
     calls = 0
     graph = None
 
-    def __call__(self, gpu, launch):
+    def __call__(self, launch):
         self.calls += 1
         if self.calls == RECORD_AT:                 # none of it runs now
             with cupy.cuda.Stream(non_blocking=True) as stream:
-                gpu.set_stream(stream.ptr)
-                try:
-                    stream.begin_capture()
-                    launch()
-                    self.graph = stream.end_capture()
-                finally:                            # this stream ends here
-                    gpu.set_stream(0)
+                stream.begin_capture()
+                launch()
+                self.graph = stream.end_capture()
         if self.graph:
             self.graph.launch()
         else:
@@ -637,7 +632,7 @@ class Model:
         if not pool.get_limit():
             free, _ = cupy.cuda.runtime.memGetInfo()
             pool.set_limit(size=pool.total_bytes() + max(1, free - RESERVE))
-        self.step = 0
+        self.updates = 0                            # calls of update
         self.added = False                          # whether grads may hold a sum already
         self.communicator = None                    # sums gradients over several GPUs: train.py
         self.rows = 0                               # of config.context tokens, for which there is work memory
@@ -671,6 +666,15 @@ class Model:
             flat = np.empty(size, float32)
             init_params(flat, config, seed)
             self.write(self.flat_params, flat)
+
+    @property
+    def step(self):
+        """Updates that have changed the weights.  Waits for the GPU."""
+        return self.updates - int(self.state[2])
+
+    @step.setter
+    def step(self, step):
+        self.updates = step
 
     def refresh(self):
         """Call this after writing params: the bf16 copy follows; what other weights have left, in the KV
@@ -775,7 +779,7 @@ class Model:
             linear_forward(self.gpu, shared.logits, final, self.weights["heads"])    # -> (N,K*V)
             cross_entropy_forward(self.gpu, self.losses, shared.nll, shared.logits, shared, shared.T)
 
-        shared.replays["forward"](self.gpu, launch)
+        shared.replays["forward"](launch)
         self.saved = layers, shared
         self.nll = shared.nll
         return self.losses.copy()
@@ -809,7 +813,7 @@ class Model:
             # x = embed[tokens]
             embedding_backward(gpu, grads["embed"], dx, shared.order, shared.starts)
 
-        shared.replays["backward", add](gpu, launch)
+        shared.replays["backward", add](launch)
         if last and self.communicator:
             self.communicator.all_reduce(self.flat_grads)
 
@@ -819,7 +823,7 @@ class Model:
         norm that is not finite changes nothing, now and in all later updates, and leaves the gradient to look
         at until the next backward: the host must stop."""
         c = self.config
-        self.step += 1
+        self.updates += 1
         self.added = False
         self.saved = None
         self.decoder.forget()
@@ -830,9 +834,11 @@ class Model:
                 for starts, table in muon_tables(c, self.gpu.real):
                     muon_update(self.gpu, flats, starts, carve(self.work, table), self.state, lr, decay,
                                 momentum)
-            else:
-                adamw_update(self.gpu, *flats, self.v[part_of_v], self.state, self.step, lr, beta1, beta2,
+            elif rule == "adamw":
+                adamw_update(self.gpu, *flats, self.v[part_of_v], self.state, self.updates, lr, beta1, beta2,
                              eps, decay if decayed else 0.0)
+            else:
+                raise ValueError(f"Model.update does not know the rule {rule}.")
         return self.state[0, ...].copy()
 
 
@@ -867,7 +873,7 @@ class Decoder(model_cpu.Decoder):
         both += typed(uint64, seeds=rows)           # of the noise
         both += typed(float32, p=rows)              # the answer: the probabilities of what head 0 drew
         # without a backward all layers compute in the arrays of one
-        table = both + work_table(dataclasses.replace(c, layers=1, predict=1), 1, most, gpu.real)
+        table = both + trunk_table(dataclasses.replace(c, layers=1), 1, most, gpu.real)
         table += typed(float32, logits=(rows, c.predict * c.vocab))
         # k and v of each token
         table += typed(gpu.real, cache=(c.layers, texts, length, c.qkv_width - c.dim))
@@ -950,7 +956,7 @@ class Decoder(model_cpu.Decoder):
             self.gpu.launch_early("draw", (n, heads), 1024, uint64(host.ids.ctypes.data),
                                   uint64(host.p.ctypes.data), d.logits, d.times, d.drawing, d.seeds, V)
 
-        self.replays[n, heads](self.gpu, launch)         # the same launches at every position
+        self.replays[n, heads](launch)                   # the same launches at every position
         current_stream().synchronize()
         return host.ids[:n * heads].reshape(n, heads).copy(), host.p[:n].copy()
 
@@ -1025,9 +1031,14 @@ def carve(memory, table):
     return arrays
 
 
-def work_table(config, B, T, real):
-    """The arrays of a forward and backward at (B,T): what each layer keeps for its backward, and what all layers
-    share.  real: the type of activations.
+def rows_table(real, N, **widths):
+    """A table of arrays of N rows of these widths."""
+    return typed(real, **{name: (N, width) for name, width in widths.items()})
+
+
+def trunk_table(config, B, T, real):
+    """The arrays of trunk at (B,T): what each layer keeps for its backward, and what all layers share.  real: the
+    type of activations.
 
     A layer keeps the norms' outputs and the SwiGLU product, too.  They could be computed again, which on a
     GPU means to write and to read them once more: big's step would need a quarter less memory, and 2% more
@@ -1038,36 +1049,41 @@ def work_table(config, B, T, real):
     N = B * T
     C = config.dim
     F = config.hidden
-
-    def rows(**widths):
-        """N rows of these widths."""
-        return typed(real, **{name: (N, width) for name, width in widths.items()})
-
-    kept = rows(x_in=C,                     # x before the layer
-                n1=C,                       # rmsnorm(x_in)
-                qkv=config.qkv_width,       # n1 @ qkv.T, with q and k rotated
-                y=C,                        # attention(q, k, v)
-                x_mid=C,                    # x after Euler substep 1
-                n2=C,                       # rmsnorm(x_mid)
-                gate_up=2 * F,              # n2 @ gate_up.T; in the backward its gradient
-                h=F)                        # silu(gate) * up
+    kept = rows_table(real, N,
+                      x_in=C,               # x before the layer
+                      n1=C,                 # rmsnorm(x_in)
+                      qkv=config.qkv_width,         # n1 @ qkv.T, with q and k rotated
+                      y=C,                  # attention(q, k, v)
+                      x_mid=C,              # x after Euler substep 1
+                      n2=C,                 # rmsnorm(x_mid)
+                      gate_up=2 * F,        # n2 @ gate_up.T; in the backward its gradient
+                      h=F)                  # silu(gate) * up
     kept += typed(float32,
                   rstd1=N,                  # 1 / root mean square of each row of x_in
                   lse=(B, config.heads, T),     # log of the sum of exponentials of each row of scores
                   rstd2=N)                  # 1 / root mean square of each row of x_mid
-    shared = rows(x=C,                      # x after the last layer
-                  n=C,                      # rmsnorm(x), which the heads read; in the backward dn and dy
-                  increment=C,              # what a substep adds to x; in the backward dx
-                  logits=config.predict * config.vocab,     # then d loss / d logits
-                  dh=F,                     # gradient of h
-                  dqkv=config.qkv_width)    # gradient of qkv before the rotation
-    shared += typed(float32,
-                    rstd=N,                 # 1 / root mean square of each row of x
-                    nll=(N, config.predict),    # the loss of each target
-                    dgain=(NORM_BLOCKS, C), # partial sums of a gain's gradient
-                    delta=(B, config.heads, T))     # from attention_backward's first kernel
+    shared = rows_table(real, N,
+                        x=C,                # x after the last layer
+                        n=C,                # rmsnorm(x), which the heads read; in the backward dn and dy
+                        increment=C)        # what a substep adds to x; in the backward dx
+    shared += typed(float32, rstd=N)        # 1 / root mean square of each row of x
     layers = [(f"layers.{i}.{name}", *rest) for i in range(config.layers) for name, *rest in kept]
     return layers + shared
+
+
+def work_table(config, B, T, real):
+    """The arrays of a forward and backward at (B,T): those of trunk, and those that the loss and the backward need
+    as well."""
+    N = B * T
+    rest = rows_table(real, N,
+                      logits=config.predict * config.vocab,         # then d loss / d logits
+                      dh=config.hidden,     # gradient of h
+                      dqkv=config.qkv_width)        # gradient of qkv before the rotation
+    rest += typed(float32,
+                  nll=(N, config.predict),  # the loss of each target
+                  dgain=(NORM_BLOCKS, config.dim),  # partial sums of a gain's gradient
+                  delta=(B, config.heads, T))       # from attention_backward's first kernel
+    return trunk_table(config, B, T, real) + rest
 
 
 def muon_tables(config, real):

@@ -83,7 +83,7 @@ class CpuModule:
         # not poison.
         text = f'#include "cuda_on_cpu.h"\nnamespace {{\n#line 1 "{name}"\n{source}\n}}\n'
         command = [*"g++ -std=c++17 -O2 -fPIC -fno-strict-aliasing -U_FORTIFY_SOURCE -w -I".split(), TESTS,
-                   *(["-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"] if bounds else []), *options,
+                   *(["-fsanitize=bounds,alignment", "-fsanitize-undefined-trap-on-error"] if bounds else []), *options,
                    "-x", "c++", "-"]
         digest = hashlib.sha256("\0".join([text, header, *command]).encode()).hexdigest()[:24]
         folder = f"{tempfile.gettempdir()}/cuda_on_cpu-{os.getuid()}"
@@ -203,9 +203,9 @@ def skip_unless_known(arch):
 
 
 def compile_for_gpu(name, arch, options=()):
-    """Compiles a .cu file for `arch` and returns {kernel: Resources}; ValueError with the log if that fails, or if ptxas had
-    to make a product of Hopper's wait (its remarks C75xx)."""
-    options = [f"--gpu-architecture={arch}", "--std=c++14", "--ptxas-options=-v", *options]
+    """Compiles a .cu file for `arch` with the options that CuPy 14 adds to every RawModule's, and returns {kernel: Resources};
+    ValueError with the log if that fails, or if ptxas had to make a product of Hopper's wait (its remarks C75xx)."""
+    options = [*options, "-std=c++17", "-ftz=true", f"-arch={arch}", "--ptxas-options=-v"]
     nvrtc, program, size = ctypes.CDLL(find_nvrtc()), ctypes.c_void_p(), ctypes.c_size_t()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text_of(name).encode(), name.encode(), 0, None, None)
     words = (ctypes.c_char_p * len(options))(*map(str.encode, options))

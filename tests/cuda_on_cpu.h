@@ -44,10 +44,16 @@
 #define __launch_bounds__(...)
 // Static shared memory is one array for all blocks (they run one by one); the section's name lets us poison it.
 // `extern __shared__ T name[];` is rewritten by cuda_helpers.py into a call of dynamic_shared(), and each array of
-// `__shared__ T name[n], ...;` into GUARDED_SHARED(T, name, name[n]): behind it lie bytes that must stay poisoned.
-#define __shared__ static __attribute__((section("cuda_shared"), aligned(16)))
+// `__shared__ T name[n], ...;` into GUARDED_SHARED(T, name, name[n]): behind it lie bytes that must stay poisoned.  An
+// array lies where its type's alignment allows it, and no better: one of floats at 4 bytes behind a multiple of 256, so that
+// an access of 16 bytes to it faults.
+#define __shared__ static __attribute__((section("cuda_shared"), aligned(256)))
 #define GUARDED_SHARED(T, name, array)                                                                                \
-    __shared__ struct { T array; char guard_of_##name[cuda_on_cpu::SHARED_GUARD]; } room_of_##name;                   \
+    __shared__ struct {                                                                                               \
+        char before[alignof(T)];                                                                                      \
+        T array;                                                                                                      \
+        char guard_of_##name[cuda_on_cpu::SHARED_GUARD];                                                              \
+    } room_of_##name;                                                                                                 \
     static char* place_of_##name __attribute__((section("cuda_guards"), used)) = room_of_##name.guard_of_##name;      \
     auto& name = room_of_##name.name;
 
@@ -223,9 +229,9 @@ static void fiber_main() {
 }
 
 // A kernel touched memory that it does not own (cuda_helpers.guarded() ends every array where that is so), or an index
-// is outside an array of known size (which -fsanitize=bounds turns into a trap).
+// is outside an array of known size, or an address misaligned (which -fsanitize=bounds,alignment turns into a trap).
 static void memory_fault(int) {
-    fail("a read or a write outside an array");
+    fail("a read or a write outside an array, or at an address that its type does not allow");
 }
 const int FAULTS[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
 

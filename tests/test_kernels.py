@@ -188,14 +188,15 @@ def test_draw_equals_sample(bench, vocab, temperature, top_k, top_p):
     assert_array_equal(ids, model_cpu.sample(logits[:, :vocab].astype(float), np.add.outer(t, [0, 1]).ravel(), sampling))
 
 
-@parametrize("arch, bf16, threads", [
-    ("sm_70", 0, 1024), ("sm_80", 1, 1024), ("sm_90", 1, 96), ("sm_120", 1, 96),
+@parametrize("arch, bf16, C", [
+    ("sm_75", 0, 6144), ("sm_86", 1, 768), ("sm_90", 0, 6144), ("sm_120", 1, 6144),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("sm_75", 0, 1024), ("sm_89", 1, 96), ("sm_90", 0, 1024), ("sm_100", 1, 1024)))])
-def test_compiles_for_gpus(arch, bf16, threads):
-    """threads: of a block that owns a row, those of big and of the widest that there may be."""
+        ("sm_70", 0, 768), ("sm_80", 1, 6144), ("sm_89", 1, 6144), ("sm_90", 1, 768), ("sm_100", 1, 6144)))])
+def test_compiles_for_gpus(arch, bf16, C):
+    """No register is spilled: for the width of big, and for the widest that check_sizes lets through."""
     skip_unless_known(arch)
-    for name, used in compile_for_gpu("kernels.cu", arch, [f"-DBF16={bf16}", f"-DROW_THREADS={threads}"]).items():
+    options = [f"-DBF16={bf16}", f"-DROW_THREADS={model_gpu.row_threads(C)}"]
+    for name, used in compile_for_gpu("kernels.cu", arch, options).items():
         # ptxas of CUDA 13 holds back for sm_80 a register that the readable product would like
-        most = 8 if name == "matmul" else 128 if (name, threads) == ("rmsnorm_backward", 1024) else 0
+        most = 8 if name == "matmul" else 0
         assert used.spill_bytes <= most and used.stack_bytes <= most, (name, used)

@@ -77,12 +77,18 @@ class Card:
 
 class Cublas:
     """cuBLAS's products as its documentation has them, by columns: C (m,n) = op(A) op(B) + beta C, for one or for `count`."""
-    handle, workspace = 0, ()
+    handle, workspace, streams, refused = 0, (), (), ""
 
     def __init__(self, card):
         self.kinds = set()
         self.cublasGemmEx = self.cublasGemmStridedBatchedEx = card.queued(self.gemm)
-        self.cublasSetStream_v2 = self.cublasSetWorkspace_v2 = lambda *_: None
+
+    def cublasSetStream_v2(self, handle, stream):
+        self.streams = {*self.streams, stream.value}
+        return 1 if self.refused == "stream" else 0
+
+    def cublasSetWorkspace_v2(self, handle):
+        return 1 if self.refused == "workspace" else 0
 
     def gemm(self, handle, flip_a, flip_b, m, n, k, alpha, *rest):
         width = len(rest) // 4                                          # of what a stack of matrices is told by
@@ -202,7 +208,7 @@ def test_training_equals_the_reference(card, precision, matmul, optimizer, bar, 
         model.flat_grads[...] = 1.0
         model.flat_grads[9000 if optimizer == "muon" else 0] = wrong
         model.update(0.1)
-        assert same(before, (model.flat_params, model.m, model.v))
+        assert same(before, (model.flat_params, model.m, model.v)) and model.step == reference.step
 
 
 def test_a_graph_does_what_its_launches_do(insert, monkeypatch):
@@ -326,6 +332,33 @@ def test_what_is_missing_is_said(insert, monkeypatch):
         card.cuda.runtime.driverGetVersion = lambda: driver
         with value_error(words):
             model_gpu.pick("gpu")
+
+
+def test_cublas_computes_where_the_kernels_do(card):
+    """On CuPy's current stream; and what it refuses is an error."""
+    model = model_gpu.Model(TINY, training=False)
+    card.cuda.get_current_stream().ptr = 77
+    model.logits(batch(1, 9)[0])
+    assert card.cublas.streams == {77}
+    for card.cublas.refused in "stream", "workspace":
+        with pytest.raises(model_gpu.GpuError, match=f"refuses a {card.cublas.refused}: status 1"):
+            model.logits(batch(1, 9)[0])
+
+
+def test_an_optimizer_without_a_rule_is_an_error(card, monkeypatch):
+    put(monkeypatch, model_cpu, OPTIMIZERS=("muon", "adamw", "sgd"))
+    model = model_gpu.Model(TINY, optimizer="sgd")
+    learn(model, 2, 9)
+    with value_error("^Model.update does not know the rule sgd.$"):
+        model.update(0.1)
+
+
+def test_a_decoder_has_no_memory_for_training(card):
+    """Beyond its cache and one row of logits a token, next to nothing, whatever the vocabulary and the loss take."""
+    config = dataclasses.replace(TINY, vocab=40000, predict=1)
+    gpu, before = model_gpu.Gpu(config, "fp32", "ours"), card.total_bytes()
+    decoder = model_gpu.Decoder(gpu, {}, 1, 40)
+    assert decoder.buffers.logits.nbytes < card.total_bytes() - before < decoder.buffers.logits.nbytes + 400_000
 
 
 def test_both_engines_have_one_face():
