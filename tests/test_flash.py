@@ -119,7 +119,7 @@ def test_rounds_where_it_should_and_nowhere_else(version, D):
         ("sm_75", 64), ("sm_86", 64), ("sm_89", 64), ("sm_100", 64), ("sm_120", 64), ("sm_70", 32), ("sm_80", 32), ("sm_70", 128), ("sm_80", 128)))])
 def test_compiles_for_gpu(arch, D):
     skip_unless_known(arch)
-    options = [f"-DHEAD_DIM={D}", f"-DHOPPER={int(arch == 'sm_90a')}", f"-DPARTS={1 if arch in ("sm_86", "sm_89", "sm_120") else 2}"]
+    options = [f"-DHEAD_DIM={D}", f"-DHOPPER={int(arch == 'sm_90a')}", f"-DPARTS={1 if arch in ('sm_86', 'sm_89', 'sm_120') else 2}"]
     kernels = compile_for_gpu("flash_attn.cu", arch, options)
     precisions = ["fp32"] if arch in ("sm_70", "sm_75") else ["fp32", "tf32", "bf16"]
     assert set(kernels) == {name for precision in precisions for name, *_ in model_gpu.flash_kernels(precision, D, 2)}
