@@ -20,7 +20,7 @@
 // Letters   B batch, T time, H query heads, G key/value heads, D head width. Query head h reads key head
 //           h / (H/G). i counts queries and tiles of Br queries, j keys and tiles of Bc keys.
 // Arrays    qkv, dqkv (B,T,(H+2G)D): a row holds H queries, then G keys, then G values. out, dout (B,T,H*D).
-//           lse, delta (B,H,T) and cos, sin (T or more rows of D/2) are always fp32. Nothing is transposed or
+//           lse, delta (B,H,T) and angles (T or more rows of D/2 cosines and D/2 sines) are always fp32. Nothing is transposed or
 //           copied before a kernel reads it.
 //
 // Forward.  S_ij = scale q_i . k_j for j <= i,   P_ij = exp(S_ij) / sum_j' exp(S_ij'),   O_i = sum_j P_ij v_j
@@ -85,6 +85,43 @@ typedef const float* Floats;      // an array that a function only reads
 // array stays in registers only if all indices into it are known when it compiles.
 #define EACH(n, count) _Pragma("unroll") for (int n = 0; n < count; n++)
 
+// ===========================================================================================================
+// 0. The first rung: one thread a query
+// ===========================================================================================================
+// The forward as the formulas above have it, key by key. Each thread owns one query: its O, m and l are
+// registers. It reads every key and every value from the GPU's main memory by itself, and that is what makes
+// it slow: the kernels below bring a tile of them to shared memory and use it for many queries.
+// Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test holds it equal to the others.
+extern "C" __global__ void __launch_bounds__(THREADS)
+flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
+    int h = blockIdx.x, b = blockIdx.y;
+    int i = THREADS * blockIdx.z + threadIdx.x;  // the query
+    if (i >= T) return;
+    int width = (H + 2 * G) * D;                 // of a row of qkv
+    Floats first = qkv + 1LL * b * T * width;    // the row of token 0
+    Floats q = first + 1LL * i * width + h * D;
+    Floats k = first + (H + h / (H / G)) * D;
+    Floats v = k + G * D;
+    float m = MASKED, l = 0.0f;
+    float O[D] = {};
+    for (int j = 0; j <= i; j++) {               // causal: no key behind the query
+        float S = 0.0f;
+        for (int n = 0; n < D; n++) S += q[n] * k[n];
+        S *= rsqrtf(D);                          // scale q_i . k_j
+        float m_new = fmaxf(m, S);
+        float alpha = expf(m - m_new);           // 1, unless the maximum has grown
+        float P = expf(S - m_new);
+        l = alpha * l + P;
+        EACH(n, D) O[n] = alpha * O[n] + P * v[n];
+        m = m_new;
+        k += width;
+        v += width;
+    }
+    float* row = out + ((1LL * b * T + i) * H + h) * D;
+    EACH(n, D) row[n] = O[n] / l;
+    lse[(1LL * b * H + h) * T + i] = m + logf(l);
+}
+
 // One head of one sequence: T rows of D numbers, `stride` apart.
 template <class Real>
 struct Matrix {
@@ -134,15 +171,11 @@ __device__ Heads<Real> heads_of(Real* qkv, Place at) {
 // Where the T numbers of the query head begin in lse and delta.
 __device__ long long numbers_at(Place at) { return (1LL * at.b * at.H + at.h) * at.T; }
 
-struct Rope {
-    Floats cos, sin;
-};
-
 // Covers rope_backward, of two pairs side by side: x1 are two columns of a row of a gradient, x2 those D/2
-// further right. at: where their cos and sin are.
-__device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
-    float2 cos = *(const float2*)(rope.cos + at);
-    float2 sin = *(const float2*)(rope.sin + at);
+// further right. angle: where their cosines are; their sines are D/2 further right.
+__device__ void turn_back(float2& x1, float2& x2, Floats angle) {
+    float2 cos = *(const float2*)angle;
+    float2 sin = *(const float2*)(angle + D / 2);
     float2 d1 = x1;
     x1 = {d1.x * cos.x + x2.x * sin.x, d1.y * cos.y + x2.y * sin.y};
     x2 = {x2.x * cos.x - d1.x * sin.x, x2.y * cos.y - d1.y * sin.y};
@@ -164,22 +197,21 @@ __device__ void turn_back(float2& x1, float2& x2, Rope rope, int at) {
 //     flash_backward_dq      attention_backward: delta, and dq; rope_backward of dq
 //     flash_backward_dkdv    attention_backward: dk and dv, and their sum over the group; rope_backward of dk
 //
-// The macro makes the kernels of a version: its functions under the names by which they are launched. The
+// The macros make the kernels of a version: its functions under the names by which they are launched. The
 // second number of __launch_bounds__ says how many blocks are to fit a multiprocessor at once.
 #define FLASH_KERNELS(suffix, version, Real)                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
     flash_forward##suffix(Real* out, float* lse, const Real* qkv, int T, int H, int G) {                     \
         version::forward(out, lse, qkv, query_head(T, H, G));                                                \
     }                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, version::DQ_BLOCKS)                                \
-    flash_backward_dq##suffix(Real* dqkv, float* delta, const Real* dout, const Real* out, Floats lse,       \
-                              const Real* qkv, Floats cos, Floats sin, int T, int H, int G) {                \
-        version::backward_dq(dqkv, delta, dout, out, lse, qkv, {cos, sin}, query_head(T, H, G));             \
-    }                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
-    flash_backward_dkdv##suffix(Real* dqkv, Floats delta, const Real* dout, Floats lse,                      \
-                                const Real* qkv, Floats cos, Floats sin, int T, int H, int G) {              \
-        version::backward_dkdv(dqkv, delta, dout, lse, qkv, {cos, sin}, T, H, G);                            \
+    BACKWARD(dq, suffix, version, Real, version::DQ_BLOCKS)                                                  \
+    BACKWARD(dkdv, suffix, version, Real, 2)
+
+#define BACKWARD(which, suffix, version, Real, blocks)                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks)                                            \
+    flash_backward_##which##suffix(Real* dqkv, float* delta, const Real* dout, const Real* out, Floats lse,  \
+                                   const Real* qkv, Floats angles, int T, int H, int G) {                    \
+        version::backward_##which(dqkv, delta, dout, out, lse, qkv, angles, T, H, G);                        \
     }
 
 // ===========================================================================================================
@@ -225,12 +257,12 @@ __device__ Row load(Floats from) {
 // Row t of a head. Past the end it is the last row, which nobody uses.
 __device__ Row load(Matrix<const float> from, int t) { return load(from.row(min(t, from.T - 1))); }
 
-// Row t of a head, if there is one, = factor * row. If there is a rope, the row is turned back first.
-__device__ void store(Matrix<float> to, int t, float factor, Row row, Rope rope = {}) {
+// Row t of a head, if there is one, = factor * row. If there are angles, the row is turned back first.
+__device__ void store(Matrix<float> to, int t, float factor, Row row, Floats angles = nullptr) {
     if (t >= to.T) return;
     for (float& x : row.x) x *= factor;
-    for (int n = 0; n < 8 && rope.cos; n += 2)  // the pair's second column is the lane's eighth to the right
-        turn_back((float2&)row.x[n], (float2&)row.x[n + 8], rope, t * (D / 2) + own_column(n));
+    for (int n = 0; n < 8 && angles; n += 2)  // the pair's second column is the lane's eighth to the right
+        turn_back((float2&)row.x[n], (float2&)row.x[n + 8], angles + t * D + own_column(n));
     for (int n = 0; n < 16; n += 4) *(float4*)(to.row(t) + own_column(n)) = *(const float4*)(row.x + n);
 }
 
@@ -310,8 +342,9 @@ __device__ void forward(float* out, float* lse, Floats qkv, Place at) {
 }
 
 __device__ void backward_dq(float* dqkv, float* delta, Floats dout, Floats out, Floats lse,
-                            Floats qkv, Rope rope, Place at) {
+                            Floats qkv, Floats angles, int T, int H, int G) {
     __shared__ Tile K, V;
+    Place at = query_head(T, H, G);
     int i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row();
     int last = query | (WARP_ROWS - 1);
@@ -342,11 +375,11 @@ __device__ void backward_dq(float* dqkv, float* delta, Floats dout, Floats out, 
             }
         }
     }
-    EACH(r, 2) store(heads_of(dqkv, at).q, query + r, scale, dQ[r], rope);
+    EACH(r, 2) store(heads_of(dqkv, at).q, query + r, scale, dQ[r], angles);
 }
 
-__device__ void backward_dkdv(float* dqkv, Floats delta, Floats dout, Floats lse,
-                              Floats qkv, Rope rope, int T, int H, int G) {
+__device__ void backward_dkdv(float* dqkv, Floats delta, Floats dout, Floats, Floats lse,
+                              Floats qkv, Floats angles, int T, int H, int G) {
     __shared__ Tile Q, dO;
     int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
     int key = j * ROWS + own_row();
@@ -381,7 +414,7 @@ __device__ void backward_dkdv(float* dqkv, Floats delta, Floats dout, Floats lse
         }
     auto to = heads_of(dqkv, at);
     EACH(r, 2) {
-        store(to.k, key + r, scale, dK[r], rope);
+        store(to.k, key + r, scale, dK[r], angles);
         store(to.v, key + r, 1.0f, dV[r]);
     }
 }
@@ -564,10 +597,6 @@ struct Kernels {
     static constexpr int M = BF16 && D <= 64 ? PARTS : 1;
     static constexpr int DQ_BLOCKS = WARPGROUP ? 3 : 2;  // for so many at once there are registers
 
-    // f(m) for each part m. EACH(m, M) would compute the same; this compiles to what the ladder measured.
-    template <class F>
-    static __device__ __forceinline__ void each_part(F f) { EACH(m, M) f(m); }
-
     // --- Tiles in shared memory ----------------------------------------------------------------------------
     static constexpr int CHUNK = 16 / sizeof(Real);   // numbers of a chunk
     static constexpr int CHUNKS = D / CHUNK;          // of a row
@@ -616,20 +645,20 @@ struct Kernels {
         __syncthreads();
     }
 
-    // The warp's rows of a head, from `first` on, = factor * O; if there is a rope, turned back first. They go
+    // The warp's rows of a head, from `first` on, = factor * O; if there are angles, turned back first. They go
     // through the warp's own rows, from `row` on, of a tile that is no longer needed, so that whole chunks
     // are written.
     static __device__ void store(Matrix<Real> to, Rows (&O)[M], float factor,
-                                 char* tile, int row, int first, Rope rope = {}) {
+                                 char* tile, int row, int first, Floats angles = nullptr) {
         int lane = threadIdx.x % 32;
-        if (rope.cos) EACH(m, M) EACH(half, 2) EACH(n, D / 16) {
+        if (angles) EACH(m, M) EACH(half, 2) EACH(n, D / 16) {
             int t = min(first + 64 * m + 8 * half + lane / 4, to.T - 1);
             float2& x1 = (float2&)O[m][n][2 * half];
             float2& x2 = (float2&)O[m][n + D / 16][2 * half];
-            turn_back(x1, x2, rope, t * (D / 2) + 8 * n + lane % 4 * 2);
+            turn_back(x1, x2, angles + t * D + 8 * n + lane % 4 * 2);
         }
         tile += row * ROW;
-        each_part([&](int m) {
+        EACH(m, M) {
             EACH(half, 2) EACH(n, D / 8) {
                 float x = factor * O[m][n][2 * half];
                 float y = factor * O[m][n][2 * half + 1];
@@ -639,7 +668,7 @@ struct Kernels {
                 if (BF16) *(unsigned*)at = pack_bf16(x, y);
                 else *(float2*)at = {x, y};
             }
-        });
+        }
         __syncwarp();  // the rows are complete
         #pragma unroll
         for (int n = lane; n < 16 * M * CHUNKS; n += 32) {
@@ -773,9 +802,8 @@ struct Kernels {
         int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
         for (int j = 0; j < tiles; j++) {
             if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
-            each_part([&](int m) {
+            EACH(m, M)
                 if (j <= M * i + m) step(stages + j % 2 * 2 * BYTES, 64 * j, m);
-            });
             arrive();
         }
     }
@@ -848,9 +876,10 @@ struct Kernels {
     // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
 
     static __device__ void backward_dq(Real* dqkv, float* delta, Reals dout, Reals out,
-                                       Floats lse, Reals qkv, Rope rope, Place at) {
+                                       Floats lse, Reals qkv, Floats angles, int T, int H, int G) {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         constexpr int QUARTER = CHUNKS / 4;
+        Place at = query_head(T, H, G);
         char* Q_tile = (char*)shared_memory;
         char* dO_tile = Q_tile + M * BYTES;
         char* stages = dO_tile + M * BYTES;  // two of K and V
@@ -874,7 +903,7 @@ struct Kernels {
             EACH(n, QUARTER) O[m][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
         }
         arrive();
-        each_part([&](int m) {
+        EACH(m, M) {
             EACH(half, 2) {  // delta_i = dO_i . O_i, by the four lanes that share the row
                 int r = 64 * m + 8 * half + lane / 4;
                 float sum = 0.0f;
@@ -887,7 +916,7 @@ struct Kernels {
                 Delta[m][half] = sum;
                 if (lane % 4 == 0 && first + r < at.T) delta[numbers_at(at) + first + r] = sum;
             }
-        });
+        }
 
         Rows dQ[M] = {};
         over_keys(stages, in, i, [&](const char* K_tile, int key, int m) {
@@ -904,7 +933,7 @@ struct Kernels {
             gemm_ab(dQ[m], S, K_tile);
             finish(dQ[m]);
         });
-        store(heads_of(dqkv, at).q, dQ, scale, Q_tile, row, first, rope);
+        store(heads_of(dqkv, at).q, dQ, scale, Q_tile, row, first, angles);
     }
 
     // --- Backward: dK and dV -------------------------------------------------------------------------------
@@ -925,8 +954,8 @@ struct Kernels {
     //     4       use  head 1, 192   load head 1, 256   all seen              diagonal: masked
     //     5                          use  head 1, 256   all seen              all seen
 
-    static __device__ void backward_dkdv(Real* dqkv, Floats delta, Reals dout, Floats lse,
-                                         Reals qkv, Rope rope, int T, int H, int G) {
+    static __device__ void backward_dkdv(Real* dqkv, Floats delta, Reals dout, Reals, Floats lse,
+                                         Reals qkv, Floats angles, int T, int H, int G) {
         extern __shared__ __align__(1024) uint4 shared_memory[];
         char* K_tile = (char*)shared_memory;
         char* V_tile = K_tile + M * BYTES;
@@ -962,8 +991,8 @@ struct Kernels {
             if (query >= T) at.h++;  // the next head, from the block's first key on
             query = query >= T ? j * ROWS : query;
             if (at.h < (g + 1) * (H / G)) load_queries(n + 1, query);
-            each_part([&](int m) {
-                if (now < j * ROWS + 64 * m) return;  // all come before these keys
+            EACH(m, M) {
+                if (now < j * ROWS + 64 * m) continue;  // all come before these keys
                 Scores St, dPt;
                 gemm_abt(St, K_tile + m * BYTES, Q_tile);
                 gemm_abt(dPt, V_tile + m * BYTES, Q_tile + BYTES);
@@ -984,11 +1013,11 @@ struct Kernels {
                 gemm_ab(dK[m], dPt, Q_tile);
                 finish(dV[m]);
                 finish(dK[m]);
-            });
+            }
             arrive();
         }
         auto to = heads_of(dqkv, at);
-        store(to.k, dK, scale, K_tile, row, first, rope);
+        store(to.k, dK, scale, K_tile, row, first, angles);
         store(to.v, dV, 1.0f, V_tile, row, first);
     }
 };

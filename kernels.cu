@@ -108,9 +108,7 @@ __device__ Eight unpack8(Packed w) {
              to_float(w.z), upper(w.z), to_float(w.w), upper(w.w)}};
 }
 
-__device__ Packed load_packed(Reals from) { return *(Packed*)from; }
-
-__device__ Eight load8(Reals from) { return unpack8(load_packed(from)); }
+__device__ Eight load8(Reals from) { return unpack8(*(Packed*)from); }
 
 __device__ void store(real* to, float x) { *to = pack_bf16(x, 0.0f); }
 
@@ -127,16 +125,16 @@ typedef Eight Packed;
 
 __device__ Eight unpack8(Packed v) { return v; }
 
-__device__ Packed load_packed(Reals from) { return load8(from); }
-
 __device__ float to_float(real x) { return x; }
 
 __device__ void store(real* to, float x) { *to = x; }
 #endif
 
+__device__ Packed load_packed(Reals from) { return *(Packed*)from; }
+
 // Where the eight numbers of this thread begin, if block number `block` of 256 threads takes the 2048 from
 // 2048 * block on.
-__device__ unsigned own_eight(unsigned block) { return 8 * (256 * block + threadIdx.x); }
+__device__ Index own_eight(Index block) { return 8 * (256 * block + threadIdx.x); }
 
 __device__ void operator+=(Eight& sum, const Eight& v) {
     FOR(i, 8) sum.x[i] += v.x[i];
@@ -306,7 +304,7 @@ rmsnorm_backward(real* dx, Reals dout, float* partial,
 // The second stage of dgain: out[c] += sum over rows of partial (rows, C).
 // Grid (ceil(C/32)); 1024 threads: 32 columns x 32 parts of the rows.
 KERNEL column_sum(float* out, Floats partial, int rows, int C) {
-    __shared__ float parts[32][33];
+    __shared__ float parts[32][32];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     int column = 32 * blockIdx.x + lane;
     float sum = 0.0f;
@@ -328,11 +326,12 @@ KERNEL column_sum(float* out, Floats partial, int rows, int C) {
 //
 //     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
 //
-// cos, sin (context, D/2). A thread turns eight pairs: D is a multiple of 16. Where there is a cache (texts,
+// angles (context, D): of each position the D/2 cosines, then the D/2 sines. A thread turns eight pairs: D is a
+// multiple of 16. Where there is a cache (texts,
 // stride, 2GD), k and v are copied there as well; lengths: see section 8; null if row n is token n % T of text
 // n / T.
 // Grid (ceil(N * heads * D/16 / 256)), heads = H + G or, with a cache, H + 2G; 256 threads.
-KERNEL rope(real* qkv, real* cache, Floats cos, Floats sin, Ints lengths,
+KERNEL rope(real* qkv, real* cache, Floats angles, Ints lengths,
             int N, int T, int stride, int H, int G, int D) {
     int heads = cache ? H + 2 * G : H + G;
     int vectors = D / 16;  // of eight pairs, in a head
@@ -343,9 +342,9 @@ KERNEL rope(real* qkv, real* cache, Floats cos, Floats sin, Ints lengths,
     if (n >= N) return;
     real* x = qkv + (Index(n) * (H + 2 * G) + head) * D + pair;
     int t = lengths ? lengths[n] : n % T;
-    int angle = t * (D / 2) + pair;
+    Floats angle = angles + t * D + pair;
     Eight x1 = load8(x), x2 = load8(x + D / 2);
-    Eight c = load8(cos + angle), s = load8(sin + angle);
+    Eight c = load8(angle), s = load8(angle + D / 2);
     Eight y1 = x1, y2 = x2;
     if (head < H + G) {
         FOR(i, 8) {
@@ -422,26 +421,28 @@ KERNEL cross_entropy(real* logits, float* nll,
     int b = n / T, t = n % T;
     int target = targets[b * (T + K - 1) + t + k];
     real* z = logits + Index(blockIdx.x) * V;
-    float m = MASKED, total = 0.0f, log_total = 0.0f, w = 0.0f;
-    if (target >= 0) {
-        FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) {
-            Eight e = load8(z + v);
-            float larger = m;
-            FOR(i, 8) larger = fmaxf(larger, e.x[i]);
-            total *= exponential(m - larger);
-            m = larger;
-            FOR(i, 8) total += exponential(e.x[i] - m);
-        }
-        float block_m = block_max(m, slots[0]);
-        log_total = block_m + logf(block_sum(total * exponential(m - block_m), slots[1]));
-        w = head_weights[k] * weights[b];
+    if (target < 0) {
+        FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) store8(z + v, {});
+        nll[blockIdx.x] = 0.0f;
+        return;
     }
-    if (threadIdx.x == 0) nll[blockIdx.x] = target < 0 ? 0.0f : log_total - to_float(z[target]);
+    float m = MASKED, total = 0.0f;
+    FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) {
+        Eight e = load8(z + v);
+        float larger = m;
+        FOR(i, 8) larger = fmaxf(larger, e.x[i]);
+        total *= exponential(m - larger);
+        m = larger;
+        FOR(i, 8) total += exponential(e.x[i] - m);
+    }
+    float block_m = block_max(m, slots[0]);
+    float log_total = block_m + logf(block_sum(total * exponential(m - block_m), slots[1]));
+    float w = head_weights[k] * weights[b];
+    if (threadIdx.x == 0) nll[blockIdx.x] = log_total - to_float(z[target]);
     __syncthreads();  // the target's logit is read before its owner overwrites it
     FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) {
-        Eight e = target < 0 ? Eight{} : load8(z + v);
-        FOR(i, 8)
-            e.x[i] = target < 0 ? 0.0f : w * (exponential(e.x[i] - log_total) - float(v + i == target));
+        Eight e = load8(z + v);
+        FOR(i, 8) e.x[i] = w * (exponential(e.x[i] - log_total) - float(v + i == target));
         store8(z + v, e);
     }
 }
@@ -501,7 +502,7 @@ KERNEL adamw(float* param, real* copy, float* grad, float* m, float* v,
              Floats state, Index n,
              float lr, float beta1, float beta2, float eps, float decay,
              float correction1, float correction2) {
-    Index i = 8 * (256LL * blockIdx.x + threadIdx.x);
+    Index i = own_eight(blockIdx.x);
     if (i >= n || state[2]) return;
     float keep = 1.0f - lr * decay;
     Eight p = load8(param + i), g = load8(grad + i);
@@ -523,17 +524,16 @@ KERNEL adamw(float* param, real* copy, float* grad, float* m, float* v,
 // one kind of matrix in all layers: blockIdx.y counts the layers. Their matrices of `size` numbers (a
 // multiple of 8) lie `stride` numbers apart in param, copy, grad and m, and side by side in X.
 //
-// newton_schulz is given u = momentum m + (1 - momentum) grad (Nesterov), where m is the new mean. It divides
-// u by its norm, for which the first kernel leaves sums of squares.
+// As on the CPU the new mean is m, and u = momentum m + (1 - momentum) grad (Nesterov) takes the place of grad.
+// newton_schulz divides u by its norm, for which the first kernel leaves sums of squares.
 __device__ Eight running_mean(Eight m, Eight g, float momentum) {
     FOR(j, 8) m.x[j] = momentum * m.x[j] + (1.0f - momentum) * g.x[j];
     return m;
 }
 
-// m = momentum m + (1 - momentum) grad; squares (layers, blocks): sums of the squares of u.
+// m = momentum m + (1 - momentum) grad; grad = u; squares (layers, blocks): sums of the squares of u.
 // Grid (blocks, layers); 256 threads.
-KERNEL muon_momentum(float* squares, float* m,
-                     Floats grad, Floats state,
+KERNEL muon_momentum(float* squares, float* m, float* grad, Floats state,
                      Index stride, int size, float momentum) {
     __shared__ float slots[32];
     Index layer = blockIdx.y * stride;
@@ -543,7 +543,9 @@ KERNEL muon_momentum(float* squares, float* m,
         Eight mean = running_mean(load8(m + layer + i), g, momentum);
         Eight u = running_mean(mean, g, momentum);
         sum += dot8(u, u);
-        if (!state[2]) store8(m + layer + i, mean);
+        if (state[2]) continue;
+        store8(m + layer + i, mean);
+        store8(grad + layer + i, u);
     }
     sum = block_sum(sum, slots);
     if (threadIdx.x == 0) squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
@@ -551,9 +553,8 @@ KERNEL muon_momentum(float* squares, float* m,
 
 // X = u / (|u| + 1e-7), and grad = 0.
 // Grid (blocks, layers), the same as of muon_momentum; 256 threads.
-KERNEL muon_input(real* X, float* grad,
-                  Floats m, Floats squares, Floats state,
-                  Index stride, int size, float momentum) {
+KERNEL muon_input(real* X, float* grad, Floats squares, Floats state,
+                  Index stride, int size) {
     if (state[2]) return;
     X += Index(blockIdx.y) * size;
     Index layer = blockIdx.y * stride;
@@ -561,7 +562,7 @@ KERNEL muon_input(real* X, float* grad,
     FOR(b, gridDim.x) sum += squares[blockIdx.y * gridDim.x + b];
     float norm = sqrtf(sum) + 1e-7f;
     FOR_STRIDED(i, own_eight(blockIdx.x), size, 2048 * gridDim.x) {
-        Eight u = running_mean(load8(m + layer + i), load8(grad + layer + i), momentum);
+        Eight u = load8(grad + layer + i);
         FOR(j, 8) u.x[j] /= norm;
         store8(X + i, u);
         store8(grad + layer + i, {});
@@ -599,7 +600,7 @@ KERNEL muon_apply(float* param, real* copy,
 // Covers Model.refresh: copy = param, in bf16; n is a multiple of 8.
 // Grid (ceil(n/2048)); 256 threads.
 KERNEL copy_weights(real* copy, Floats param, Index n) {
-    Index i = 8 * (256LL * blockIdx.x + threadIdx.x);
+    Index i = own_eight(blockIdx.x);
     if (i < n) store8(copy + i, load8(param + i));
 }
 
@@ -781,17 +782,17 @@ __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
 // Grid ((H+2G) * D/2 / 4, ceil(n/4)); 128 threads.
 KERNEL __launch_bounds__(128)
 decode_qkv(real* qkv, real* cache, Reals x, Floats gain, Reals w,
-           Floats cos, Floats sin, Ints lengths,
+           Floats angles, Ints lengths,
            int n, int C, int H, int G, int D, float eps) {
     int head = own_pair() / (D / 2);
     int i = own_pair() % (D / 2);
     int row = head * D + i;
     two_products({x, gain, eps, w, n, C}, row, row + D / 2, 1, [&](int r, float a, float b) {
         Index t = lengths[r];
-        Index angle = t * (D / 2) + i;
+        Floats angle = angles + t * D + i;
         bool turned = head < H + G;
-        float c = turned ? cos[angle] : 1.0f;
-        float s = turned ? sin[angle] : 0.0f;
+        float c = turned ? angle[0] : 1.0f;
+        float s = turned ? angle[D / 2] : 0.0f;
         real* to = head < H ? qkv + Index(r) * (H + 2 * G) * D : cache + (t * 2 * G - H) * D;
         store(to + row, a * c - b * s);
         store(to + row + D / 2, b * c + a * s);

@@ -184,9 +184,9 @@ class Gpu:
                 kernel.max_dynamic_shared_size_bytes = shared
         finally:
             notice.cancel()
-        # (2,context,1,D), of which the second half of D says all -> (context,D/2) each
+        # (2,context,1,D): the second half of D has cos and sin, the first repeats them with -sin -> (context,2,D/2)
         tables = rope_table(config, float32)[:, :, 0, config.head_dim // 2:]
-        self.cos, self.sin = cupy.asarray(np.ascontiguousarray(tables))
+        self.angles = cupy.asarray(np.ascontiguousarray(tables.swapaxes(0, 1)))
         self.cublas = load_cublas() if matmul == "cublas" else None
         self.launch_kernel = None
         # the first driver to record it is that of CUDA 12.3
@@ -331,7 +331,7 @@ def rope_forward(gpu, qkv, T, cache=None, lengths=None):
     if cache is not None:
         heads += c.kv_heads
         stride = cache.shape[1]
-    gpu.launch("rope", ceil_div(N * heads * c.head_dim // 16, 256), 256, qkv, cache, gpu.cos, gpu.sin, lengths,
+    gpu.launch("rope", ceil_div(N * heads * c.head_dim // 16, 256), 256, qkv, cache, gpu.angles, lengths,
                N, T, stride, c.heads, c.kv_heads, c.head_dim)
 
 
@@ -366,8 +366,8 @@ def attention_backward(gpu, dqkv, dout, out, lse, qkv, delta):
     """attention_backward and rope_backward: writes dqkv (N,(H+2G)D), the gradient of v and of q and k before
     their rotation.  delta (B,H,T): scratch, what the first kernel leaves to the second."""
     B, H, T = lse.shape
-    launch_flash(gpu, 1, H, B, T, dqkv, delta, dout, out, lse, qkv, gpu.cos, gpu.sin)
-    launch_flash(gpu, 2, gpu.config.kv_heads, B, T, dqkv, delta, dout, lse, qkv, gpu.cos, gpu.sin)
+    for which, heads in (1, H), (2, gpu.config.kv_heads):
+        launch_flash(gpu, which, heads, B, T, dqkv, delta, dout, out, lse, qkv, gpu.angles)
 
 
 def swiglu_forward(gpu, out, gate_up):
@@ -462,7 +462,7 @@ def decode_block(gpu, w, cache, shared, n):
     x = shared.x
     groups = ceil_div(n, GROUP_ROWS)
     gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, shared.qkv, cache, x, w.norm1, w.qkv,
-                     gpu.cos, gpu.sin, shared.lengths, n, C, c.heads, c.kv_heads, c.head_dim, gpu.eps)
+                     gpu.angles, shared.lengths, n, C, c.heads, c.kv_heads, c.head_dim, gpu.eps)
     decode_attention(gpu, shared.y[:n], shared.qkv, cache, shared.lengths, 0)
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, shared.y, w.out, n, C, C)
     gpu.launch_early("decode_swiglu", (ceil_div(c.hidden, 4), groups), 128, shared.h, x, w.norm2, w.gate_up,
@@ -528,8 +528,7 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, momentum):
     place = state, int64(params.size // L), size            # from layer to layer, and of a matrix
     for i, start in enumerate(starts):
         gpu.launch("muon_momentum", blocks, 256, squares[i * L:], m[start:], grads[start:], *place, momentum)
-        gpu.launch("muon_input", blocks, 256, X[i * L:], grads[start:], m[start:], squares[i * L:], *place,
-                   momentum)
+        gpu.launch("muon_input", blocks, 256, X[i * L:], grads[start:], squares[i * L:], *place)
     newton_schulz(gpu, X, Y, A, B)
     for i, start in enumerate(starts):
         gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, params[start:], weights[start:], Y[i * L:],

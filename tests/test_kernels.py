@@ -59,7 +59,7 @@ class Bench:
         """Compute for these heads -> the table of rope."""
         self.config = Config(dim=H * D, heads=H, kv_heads=G, layers=1, context=context, vocab=8, hidden=hidden, norm_eps=self.eps)
         table = model_cpu.rope_table(self.config, float)
-        self.cos, self.sin = map(self.store, f32(table[:, :, 0, D // 2:]))
+        self.angles = self.store(np.ascontiguousarray(f32(table[:, :, 0, D // 2:].swapaxes(0, 1))))
         return table
 
 
