@@ -852,9 +852,15 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
 // Covers attention_forward for n new tokens, over the KV cache, which has their k and v already: y (n, H*D) of
 // the q in qkv (n, (H+2G)D).
 //
-// A block takes one head of one token. Each of its warps takes 32 keys at a time, one a lane, and their
-// values. No warp waits for another before all have their part of the softmax, each relative to a maximum m_w
-// of its own. These parts then add up, in order:
+// A block takes one head of one token. A group of D/8 lanes takes one key at a time, and its value; a lane has
+// eight columns of both. For D = 64 a warp has four groups of eight lanes:
+//
+//     lane                 0      1      ...   7        8      9      ...   15       16 ... 31
+//     key                  0      0      ...   0        1      1      ...   1        2, 3
+//     columns              0-7    8-15   ...   56-63    0-7    8-15   ...   56-63    likewise
+//
+// Each group has a softmax of its own, relative to a maximum m_w, as if its keys were all that there are. At
+// the end these parts add up, first those of a warp, then those of all warps, in order:
 //
 //     m = max_w m_w     l = sum_w exp(m_w - m) l_w     y = sum_w exp(m_w - m) y_w / l
 //
@@ -868,55 +874,46 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     int h = blockIdx.x, row = blockIdx.y;
     int length = lengths[row] + 1;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int vectors = D / 8;  // lanes of a group
+    int groups = 32 / vectors;
+    int piece = lane % vectors;
     int column = threadIdx.x;
     Index width = 2 * G * D;
     Reals q = qkv + Index(row * (H + 2 * G) + h) * D;
     Reals keys = cache + row * stride * width + h / (H / G) * D;
-    Reals values = keys + G * D;
     start_next();
-    Index first = min(32 * warp + lane, length - 1) * width;
+    Reals early = keys + min(column, length - 1) * width;
     FOR_STRIDED(d, 0, D, 128 / sizeof(real)) {
-        prefetch(keys + first + d);
-        prefetch(values + first + d);
+        prefetch(early + d);
+        prefetch(early + G * D + d);
     }
     await_last();
-    // A lane takes one of a value's D/8 pieces of eight columns. That makes 32 / (D/8) groups of lanes, to
-    // which the keys are dealt out.
-    int vectors = D / 8;
-    int groups = 32 / vectors;
-    int group = lane / vectors;
-    int piece = lane % vectors;
+    Eight q8 = load8(q + 8 * piece);
     float m = MASKED, l = 0.0f;
     Eight sum = {};
-    FOR_STRIDED(from, 32 * warp, length, 32 * WARPS) {
-        int count = min(32, length - from);
-        Reals key = keys + (from + min(lane, count - 1)) * width;
-        Reals value = values + from * width + 8 * piece;
-        Packed v[4];  // four values a round, loaded a round before they are needed
-        FOR(i, 4) v[i] = load_packed(value + min(group + i * groups, count - 1) * width);
-        float score = 0.0f;
 #pragma unroll 4
-        FOR_STRIDED(d, 0, D, 8) score += dot8(load8(q + d), load8(key + d));
-        score = lane < count ? score * rsqrtf(float(D)) : MASKED;
-        float largest = fmaxf(m, warp_max(score));
+    FOR_STRIDED(from, warp * groups, length, WARPS * groups) {
+        int j = from + lane / vectors;
+        Reals key = keys + min(j, length - 1) * width + 8 * piece;
+        Eight v = load8(key + G * D);
+        float score = dot8(q8, load8(key));
+        for (int bit = 1; bit < vectors; bit *= 2) score += __shfl_xor_sync(0xFFFFFFFF, score, bit);
+        score = j < length ? score * rsqrtf(float(D)) : MASKED;
+        float largest = fmaxf(m, score);
         float factor = expf(m - largest);
-        float weight = lane < count ? expf(score - largest) : 0.0f;
+        float weight = j < length ? expf(score - largest) : 0.0f;
         m = largest;
-        l = factor * l + warp_sum(weight);
-        FOR(c, 8) sum.x[c] *= factor;
-        FOR_STRIDED(j, 0, 32, 4 * groups)
-            FOR(i, 4) {
-                int other = j + i * groups + group;
-                float w = __shfl_sync(0xFFFFFFFF, weight, other);
-                Eight x = unpack8(v[i]);
-                FOR(c, 8) sum.x[c] += w * x.x[c];
-                v[i] = load_packed(value + min(other + 4 * groups, count - 1) * width);
-            }
+        l = factor * l + weight;
+        FOR(c, 8) sum.x[c] = factor * sum.x[c] + weight * v.x[c];
     }
+    float largest = warp_max(m);
+    float factor = expf(m - largest);
+    l = warp_sum(factor * l) / vectors;  // each of a group's lanes has its l
+    FOR(c, 8) sum.x[c] *= factor;
     for (int bit = vectors; bit < 32; bit *= 2)
         FOR(c, 8) sum.x[c] += __shfl_xor_sync(0xFFFFFFFF, sum.x[c], bit);
-    if (group == 0) part_y[warp][piece] = sum;
-    if (lane == 0) part_ml[warp] = {m, l};
+    if (lane < vectors) part_y[warp][lane] = sum;
+    if (lane == 0) part_ml[warp] = {largest, l};
     __syncthreads();
     if (column >= D) return;
     float all_l = 0.0f, all_y = 0.0f;
