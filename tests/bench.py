@@ -36,6 +36,7 @@ import numpy as np
 from numpy.random import default_rng
 
 import checkpoint
+import gradcheck
 import model_cpu
 import model_gpu
 from model_cpu import CONFIGS
@@ -97,10 +98,11 @@ def import_peer(name):
         return None
 
 
-def twin_of(model, device="cpu"):
-    """The model in PyTorch, with the same weights."""
+def twin_of(model, device="cpu", stream=None):
+    """The model in PyTorch, with the same weights.  stream: the type of its residual stream."""
     import torch_twin
-    return torch_twin.Twin(model.config, model_cpu.param_views(model.read(model.flat_params), model.config)).to(device)
+    params = model_cpu.param_views(model.read(model.flat_params), model.config)
+    return torch_twin.Twin(model.config, params, stream, device)
 
 
 def to_torch(array, device):
@@ -110,14 +112,17 @@ def to_torch(array, device):
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def twin_step(twin, batch, compiled, precision):
-    """-> step(), which trains PyTorch's model on this batch: forward, backward, clip and AdamW."""
+def twin_step(twin, batch, precision="fp32", optimizer="adamw", compiled=True, graph=False):
+    """-> step(), which trains PyTorch's model on this batch: forward, backward, clip and update.  graph: as one CUDA graph."""
     import torch
     import torch_twin
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     device = next(twin.parameters()).device.type
-    step = torch_twin.make_step(twin, compiled, torch.bfloat16 if precision == "bf16" else None)
-    return partial(step, *[to_torch(part, device) for part in batch])
+    rows = [to_torch(part, device) for part in batch]
+    step = torch_twin.Step(twin, compiled, torch.bfloat16 if precision == "bf16" else None, optimizer)
+    if graph:
+        step.capture(*rows)
+    return partial(step, *rows)
 
 
 def gpu_name():
@@ -144,7 +149,7 @@ def bench_cpu(batch=16, rounds=5):
     if torch:
         torch.set_num_threads(cores)
         for name in "eager", "compiled":
-            steps[f"peer: PyTorch {name}"] = twin_step(twin_of(model), rows, name == "compiled", "fp32")
+            steps[f"peer: PyTorch {name}"] = twin_step(twin_of(model), rows, compiled=name == "compiled")
 
     def best_of_five(step):     # PyTorch's threads spin for a while after its last step, and would slow the first of ours
         return min(seconds_a_call(step) for _ in range(5))
@@ -340,77 +345,102 @@ def peers_on_cpu(model):
 
 
 def peers_on_gpu(model):
-    """PyTorch's step, compiled and in a CUDA graph.  Its tokens are read one by one, as ours are."""
+    """PyTorch's step, compiled and in a CUDA graph; "tuned" is the harder peer.  Its tokens are read one by one, as ours are."""
     import torch_twin
-    token, position, replay = torch_twin.capture_greedy(twin_of(model, "cuda").bfloat16())
+    twin = twin_of(model, "cuda").bfloat16()
 
-    def step():
-        replay()
-        token.item()
+    def graph(captured, prompt, steps):
+        token, position, replay = captured
 
-    def graph(prompt, steps):
+        def step():
+            replay()
+            token.item()
         position.fill_(len(prompt))
         step()
         return seconds_a_call(step, steps)
-    return {"peer: PyTorch, CUDA graph": graph}
+    return {f"peer: PyTorch, {name}CUDA graph": partial(graph, torch_twin.capture_greedy(twin, bool(name)))
+            for name in ("tuned, ", "")}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # On a GPU
 # ----------------------------------------------------------------------------------------------------------------------
-def bench_train(model="big", batch=64, context=512, precision="bf16", optimizer="adamw", matmul="cublas", peer=False, rounds=5,
-                steps=0):
-    """A training step: milliseconds, tokens/s, memory.  PyTorch's is compiled and has AdamW.  --steps: then so many of each
-    in a row, as a run has them: by then the card is warm, and its power limits it."""
-    where = f"{gpu_name()}, {model}, {precision}, B {batch} x T {context}"
+def bench_train(model="big", batch=64, context=512, precision="bf16", optimizer="adamw", peer=False, rounds=5, steps=0):
+    """A training step: milliseconds, tokens/s, memory; then a block to paste into an issue.  --peer: beside PyTorch's, with
+    the same optimizer, the hardest and the plain one.  --steps: then so many of each in a row, as a run has them: by then the
+    card is warm, and its power limits it."""
+    where = f"{model}, {precision}, B {batch} x T {context}, {optimizer}, {gpu_name()}"
     config = replace(CONFIGS[model], context=context)
     rows = random_batch(config, batch, context)
     pool = model_gpu.cupy.get_default_memory_pool()
-    model = model_gpu.Model(config, precision=precision, matmul=matmul, micro_batch=batch, optimizer=optimizer)
+    model = model_gpu.Model(config, precision=precision, micro_batch=batch, optimizer=optimizer)
     functions = {"ours": partial(train_step, model, *rows)}
     seconds_a_call(functions["ours"], 3, wait_for_gpu)
-    memory = {"ours": pool.used_bytes()}
-    if peer:
+    gib = {"ours": pool.used_bytes() / 2 ** 30}
+    for name in ("hardest", "plain") if peer else ():
         import torch
-        name = "peer: PyTorch compiled"
-        functions[name] = twin_step(twin_of(model, "cuda"), rows, True, precision)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        hardest = name == "hardest"
+        twin = twin_of(model, "cuda", torch.bfloat16 if hardest and precision == "bf16" else None)
+        name = f"peer: PyTorch, {name}"
+        functions[name] = twin_step(twin, rows, precision, optimizer, graph=hardest)
         seconds_a_call(functions[name], 4, wait_for_gpu)
-        memory[name] = torch.cuda.max_memory_allocated()
-    notes = {name: f"  {size / 2 ** 30:6.2f} GiB" for name, size in memory.items()}
+        gib[name] = (torch.cuda.max_memory_allocated() - before) / 2 ** 30
+    notes = {name: f"  {size:6.2f} GiB" for name, size in gib.items()}
     for calls, tries in [(10, rounds), (steps, 1)] if steps else [(10, rounds)]:
-        print(f"training step, {where}, {optimizer}: {calls} in a row, best of {tries}")
+        print(f"training step, {where}: {calls} in a row, best of {tries}")
         times = best_times({name: partial(seconds_a_call, function, calls, wait_for_gpu)
                             for name, function in functions.items()}, tries)
         print_times(times, batch * context, "tokens", notes)
+    print("\nto paste into an issue, with what is printed above:")
+    for B in [2 ** i for i in range(batch.bit_length()) if 2 ** i < batch]:
+        step = partial(train_step, model, *[part[:B] for part in rows])
+        seconds_a_call(step, 4, wait_for_gpu)       # the first calls record a CUDA graph
+        print_times({f"ours, B {B}": min(seconds_a_call(step, 10, wait_for_gpu) for _ in range(3))}, B * context, "tokens")
+    for name, error in gradient_errors(precision, peer).items():
+        print(f"  {name}: the gradient's relative distance from float64 {error:.2e}")
     runtime = model_gpu.cupy.cuda.runtime
-    print(f"Python {platform.python_version()}, NumPy {np.__version__}, CuPy {model_gpu.cupy.__version__}, CUDA "
-          f"{runtime.runtimeGetVersion()}, driver {runtime.driverGetVersion()}")
+    print(f"  {where}, compute capability {model_gpu.cupy.cuda.Device().compute_capability}, driver "
+          f"{runtime.driverGetVersion()}, CUDA {runtime.runtimeGetVersion()}, CuPy {model_gpu.cupy.__version__}, "
+          f"NumPy {np.__version__}, Python {platform.python_version()}, {platform.platform()}")
 
 
-def gpu_seconds(function, calls, rounds):
-    """GPU time of one of `calls` calls that follow each other, the best of `rounds`."""
+def gradient_errors(precision, peer):
+    """{name: relative L2 distance of the gradient from that of the CPU in float64}, on the problem of gradcheck.py --gpu."""
+    reference, tokens, targets = gradcheck.make_problem(gradcheck.GPU_CONFIG)
+    _, exact = gradcheck.whole_step(reference, tokens, targets)
+    model = model_gpu.Model(gradcheck.GPU_CONFIG, precision=precision)
+    model.write(model.flat_params, reference.flat_params)
+    _, gradient = gradcheck.whole_step(model, tokens, targets)
+    gradients = {"ours": gradient}
+    if peer:
+        import torch_twin
+        for name in "hardest", "plain":
+            gradients[f"PyTorch, {name}"] = torch_twin.gradient(reference, tokens, targets, precision, hardest=name == "hardest")
+    return {name: gradcheck.distance(gradient, exact) for name, gradient in gradients.items()}
+
+
+def gpu_seconds(function, calls=20):
+    """GPU time of one of `calls` calls that follow each other."""
     cupy = model_gpu.cupy
-    times = []
+    start = cupy.cuda.Event()
+    end = cupy.cuda.Event()
     function()
-    for _ in range(rounds):
-        start = cupy.cuda.Event()
-        end = cupy.cuda.Event()
-        start.record()
-        for _ in range(calls):
-            function()
-        end.record()
-        end.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(start, end) / 1e3 / calls)
-    return min(times)
+    start.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(start, end) / 1e3 / calls
 
 
 def bench_attention(precision="bf16", lengths=(512, 1024, 4096), rounds=5):
     """Our attention, forward and backward: causal, D 64, 12 query and 4 key/value heads, 32,768 tokens, at several T.  Beside
-    it PyTorch's FlashAttention 2, its cuDNN, and the plain one, which stores the T x T probabilities."""
+    it PyTorch's cuDNN, its FlashAttention 2, and the plain one, which stores the T x T probabilities."""
     print(f"attention, 32,768 tokens, D 64, 12/4 heads, causal, {precision}, {gpu_name()}: best of {rounds} x 20")
     cupy = model_gpu.cupy
     torch = import_peer("torch")
-    best = partial(gpu_seconds, calls=20, rounds=rounds)
     for T in lengths:
         B = 32768 // T
         config = replace(CONFIGS["big"], context=T)
@@ -422,19 +452,22 @@ def bench_attention(precision="bf16", lengths=(512, 1024, 4096), rounds=5):
         out = cupy.empty_like(dout)
         dqkv = cupy.empty_like(qkv)
         lse, delta = [cupy.empty((B, config.heads, T), np.float32) for _ in range(2)]
-        rows = {"ours": (best(lambda: model_gpu.attention_forward(gpu, out, lse, qkv, B, T)),
-                         best(lambda: model_gpu.attention_backward(gpu, dqkv, dout, out, lse, qkv, delta)))}
-        for name in ("flash", "cudnn", "plain") if torch else ():
+        forward = {"ours": partial(model_gpu.attention_forward, gpu, out, lse, qkv, B, T)}
+        backward = {"ours": partial(model_gpu.attention_backward, gpu, dqkv, dout, out, lse, qkv, delta)}
+        for name in ("cuDNN", "FlashAttention 2", "T x T stored") if torch else ():
             try:
-                rows[f"peer: PyTorch {name}"] = torch_attention(torch, best, name, B, T, config, precision)
+                peer = f"peer: PyTorch, {name}"
+                forward[peer], backward[peer] = torch_attention(torch, name, B, T, config, precision)
             except RuntimeError as error:           # not for this card or precision, or too little memory
-                print(f"  PyTorch {name}: {str(error).splitlines()[0]}")
-        print(f"T {T}: forward + backward in ms: {', '.join(f'{1e3 * a:.3f} + {1e3 * b:.3f}' for a, b in rows.values())}")
-        print_times({name: sum(row) for name, row in rows.items()}, B * T, "tokens")
+                print(f"  {name}: {str(error).splitlines()[0]}")
+        halves = [best_times({name: partial(gpu_seconds, function) for name, function in half.items()}, rounds)
+                  for half in (forward, backward)]
+        print(f"T {T}: forward + backward in ms: {', '.join(f'{1e3 * halves[0][n]:.3f} + {1e3 * halves[1][n]:.3f}' for n in forward)}")
+        print_times({name: sum(half[name] for half in halves) for name in forward}, B * T, "tokens")
 
 
-def torch_attention(torch, best, name, B, T, config, precision):
-    """(seconds forward, seconds backward)"""
+def torch_attention(torch, name, B, T, config, precision):
+    """-> functions forward() and backward()"""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     q, k, v = inputs = [torch.randn(B, heads, T, config.head_dim, device="cuda", requires_grad=True,
@@ -442,19 +475,19 @@ def torch_attention(torch, best, name, B, T, config, precision):
                         for heads in (config.heads, config.kv_heads, config.kv_heads)]
     future = torch.ones(T, T, dtype=torch.bool, device="cuda").triu(1)
     R = config.heads // config.kv_heads
+    fused = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention 2": SDPBackend.FLASH_ATTENTION}
 
-    def plain():                                    # as one writes it down; P is (B,H,T,T)
+    def forward():
+        if name in fused:
+            with sdpa_kernel(fused[name]):
+                return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        # as one writes it down; P is (B,H,T,T)
         S = q @ k.repeat_interleave(R, 1).mT / math.sqrt(config.head_dim)
         P = S.masked_fill(future, -math.inf).softmax(-1)
         return P @ v.repeat_interleave(R, 1)
-
-    def fused():
-        return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    forward = plain if name == "plain" else fused
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION):
-        y = forward()
-        dy = torch.randn_like(y)
-        return best(forward), best(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True))
+    y = forward()
+    dy = torch.randn_like(y)
+    return forward, partial(torch.autograd.grad, y, inputs, dy, retain_graph=True)
 
 
 def bench_scale(gpus=0, batch=64, optimizer="adamw", peer=False, rounds=5):
@@ -503,9 +536,10 @@ def distributed_twin(ranks, model, batch):
     torch.cuda.set_device(ranks.local)
     address = f"file://{tempfile.mktemp()}"         # a name that nobody else has: where the ranks meet
     torch.distributed.init_process_group("nccl", init_method=ranks.all_gather(address)[0], rank=ranks.rank, world_size=ranks.size)
-    twin = torch.nn.parallel.DistributedDataParallel(twin_of(model, "cuda"), device_ids=[ranks.local])
+    twin = torch.nn.parallel.DistributedDataParallel(twin_of(model, "cuda", torch.bfloat16), device_ids=[ranks.local])
     twin.config = model.config
-    return twin_step(twin, random_batch(model.config, batch, model.config.context), True, "bf16")
+    twin.stream = torch.bfloat16
+    return twin_step(twin, random_batch(model.config, batch, model.config.context), "bf16")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -544,28 +578,25 @@ def curve(step, losses, ids, held_out, config, steps, lr, batch, seed):
 
 
 def trainer(name, config, seed, batch):
-    """-> step(inputs, targets, lr) and losses(inputs, targets) of our engine with this optimizer; or of "twin", which is
-    PyTorch compiled, with AdamW, from the same weights."""
-    if name != "twin":
+    """-> step(inputs, targets, lr) and losses(inputs, targets) of our engine with this optimizer.  "twin" is PyTorch, its
+    hardest, with AdamW, and "twin-muon" the same with Muon, from the same weights."""
+    if not name.startswith("twin"):
         model = model_gpu.Model(config, seed, precision="bf16", micro_batch=batch, optimizer=name)
         return partial(train_step, model), model.forward
     import torch
-    import torch_twin
-    torch.set_float32_matmul_precision("high")
-    twin = twin_of(model_cpu.Model(config, seed, np.float32, training=False), "cuda")
-    step = torch_twin.make_step(twin, True, torch.bfloat16)
-    losses = torch_twin.make_losses(twin, False, torch.bfloat16)
+    model = model_cpu.Model(config, seed, np.float32, training=False)
+    optimizer = "muon" if name == "twin-muon" else "adamw"
+    step = twin_step(twin_of(model, "cuda", torch.bfloat16), random_batch(config, batch, config.context), "bf16", optimizer,
+                     graph=True).func
 
     def on_arrays(function):
         return lambda inputs, targets, *rest: function(to_torch(inputs, "cuda"), to_torch(targets, "cuda"), *rest)
-    for _ in range(3):                              # compiles, without an update
-        on_arrays(step.warm_up)(*random_batch(config, batch, config.context))
-    return on_arrays(step), torch.no_grad()(on_arrays(lambda *rows: losses(*rows)[0]))
+    return on_arrays(step), torch.no_grad()(on_arrays(lambda *rows: step.losses(*rows)[0]))
 
 
 def bench_curves(tokens, val=("",), model="big", runs=("twin", "adamw", "muon"), steps=1024, lr=1.2e-3, batch=64, seed=0):
     """Held-out losses by tokens and by seconds: runs from one start on the same batches, each with a schedule of its own
-    length.  A run is NAME[:STEPS], NAME an optimizer of ours or "twin", PyTorch compiled with AdamW, which comes first.
+    length.  A run is NAME[:STEPS], NAME an optimizer of ours, or "twin" or "twin-muon", PyTorch's hardest with AdamW or Muon.
     --tokens: a data/train-*.bin of the model's vocabulary; --val: its data/val-*.bin."""
     config = CONFIGS[model]
     print(f"{model}, {gpu_name()}, lr {lr}, seed {seed}, held out: {', '.join(val)}")

@@ -182,6 +182,33 @@ def test_auto_tokenizer_gives_the_same_ids(folder):
 # ---------------------------------------------------------------------------------------------------------------------
 # The twin of tests/bench.py
 # ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_steps_of_the_twin_track_ours(optimizer):
+    """In float64.  What compiles before leaves no trace."""
+    model = model_cpu.Model(CONFIG, optimizer=optimizer)
+    model.write(model.flat_params, make_model(0.05).flat_params)
+    twin = torch_twin.Twin(CONFIG, model.params).double()
+    step = torch_twin.Step(twin, compiled=False, optimizer=optimizer)
+    batches = [[make_batch(seed), [torch.from_numpy(part) for part in make_batch(seed)]] for seed in range(4)]
+    step.warm_up(*batches[3][1])
+    for i, (ours, theirs) in enumerate(batches):
+        losses = model.forward(*ours)
+        model.backward()
+        model.update(1e-2 * (i + 1))
+        assert distance(losses, step(*theirs, 1e-2 * (i + 1))) < 1e-6
+    assert worst_of(model.params, twin, lambda weight: weight) < 1e-5       # RoPE's tables are float32
+
+
+def test_the_hardest_twin_computes_the_same_in_bf16():
+    """Its whole residual stream is bf16, so its gradient is further off than that of the plain one."""
+    model, (tokens, targets) = make_model(0.05), make_batch(seed=0)
+    model.forward(tokens, targets)
+    model.backward()
+    hardest, plain = [distance(torch_twin.gradient(model, tokens, targets, "bf16", "cpu", hardest), model.flat_grads)
+                      for hardest in (True, False)]
+    assert plain < hardest < 5e-2
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_twin_decodes_what_it_computes_at_once(whole):
     """Token by token with a KV cache.  whole: attention reads all of the cache, masked, as in a CUDA graph."""

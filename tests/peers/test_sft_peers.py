@@ -66,7 +66,7 @@ def test_a_twin_fine_tuned_on_the_same_batches_is_as_good(tmp_path, monkeypatch)
     training = train.open_run("sft.py", {}, "tuned", script.Ranks())
     base, tokenizer = checkpoint.load("base", model_cpu)
     twin = torch_twin.Twin(base.config, base.params)
-    step = torch_twin.make_step(twin, compiled=False)
+    step = torch_twin.Step(twin, compiled=False)
     batch = sft.fine_tuning(training).batch
 
     def arrays(rows):
