@@ -121,7 +121,10 @@ def twin_step(twin, batch, precision="fp32", optimizer="adamw", compiled=True, g
     rows = [to_torch(part, device) for part in batch]
     step = torch_twin.Step(twin, compiled, torch.bfloat16 if precision == "bf16" else None, optimizer)
     if graph:
-        step.capture(*rows)
+        try:
+            step.capture(*rows)
+        except RuntimeError as error:               # too little memory, or a card that cannot
+            print(f"PyTorch's step is no CUDA graph: {error}")
     return partial(step, *rows)
 
 

@@ -100,10 +100,12 @@ def has_cudnn_attention(device):
     """It is PyTorch's fastest on an H100 at T 512 to 4,096."""
     if device == "cpu":
         return False
-    q = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    q = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    k = q[:, :1]
     try:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+            y = F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+            y.backward(torch.ones_like(y))
     except RuntimeError:                            # not for this card
         return False
     return True
