@@ -5,13 +5,15 @@
     python tests/bench.py tokenizer         beside tokenizers and tiktoken; --text FILE, --gpt2 DIR
     python tests/bench.py euler             are the layers of the model in out/small steps of a solver?
     python tests/bench.py decode --peer     generation, on the GPU where there is one
-    python tests/bench.py train --peer      a training step on a GPU, as are all below
-    python tests/bench.py attention
+    python tests/bench.py train --peer      a training step on a GPU, as are all below; --optimizer muon: with Muon on both sides
+    python tests/bench.py train --peer --batch 16 --context 1024        the original's step: its time and its memory
+    python tests/bench.py attention         beside PyTorch's cuDNN, its FlashAttention 2, and one that stores T x T
     python tests/bench.py scale --gpus 2 --peer
     python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY-*.bin
     HOPPER=0 python tests/bench.py ...      on a Hopper: what a GeForce RTX 30 or 40 runs
 
 A figure is the best of several rounds.  A round runs each row once, so that a busy machine slows ours and the peer alike.
+The first peer is the hardest that we can write, the next the one that a user would write: tests/peers/torch_twin.py.
 """
 import argparse
 import importlib
@@ -105,20 +107,13 @@ def twin_of(model, device="cpu", stream=None):
     return torch_twin.Twin(model.config, params, stream, device)
 
 
-def to_torch(array, device):
-    """A tensor of it; on a GPU through pinned memory, as PyTorch's own loops do it, so that the host need not wait."""
-    import torch
-    tensor = torch.from_numpy(array)
-    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
 def twin_step(twin, batch, precision="fp32", optimizer="adamw", compiled=True, graph=False):
     """-> step(), which trains PyTorch's model on this batch: forward, backward, clip and update.  graph: as one CUDA graph."""
     import torch
     import torch_twin
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     device = next(twin.parameters()).device.type
-    rows = [to_torch(part, device) for part in batch]
+    rows = [torch.from_numpy(part).to(device) for part in batch]
     step = torch_twin.Step(twin, compiled, torch.bfloat16 if precision == "bf16" else None, optimizer)
     if graph:
         try:
@@ -368,44 +363,43 @@ def peers_on_gpu(model):
 # ----------------------------------------------------------------------------------------------------------------------
 # On a GPU
 # ----------------------------------------------------------------------------------------------------------------------
-def bench_train(model="big", batch=64, context=512, precision="bf16", optimizer="adamw", peer=False, rounds=5, steps=0):
+def bench_train(model="big", batch=64, context=512, precision="bf16", optimizer="adamw", peer=False, rounds=5):
     """A training step: milliseconds, tokens/s, memory; then a block to paste into an issue.  --peer: beside PyTorch's, with
-    the same optimizer, the hardest and the plain one.  --steps: then so many of each in a row, as a run has them: by then the
-    card is warm, and its power limits it."""
+    the same optimizer, the hardest and the plain one.  --rounds 30: by then the card is warm, and its power limits it."""
     where = f"{model}, {precision}, B {batch} x T {context}, {optimizer}, {gpu_name()}"
     config = replace(CONFIGS[model], context=context)
     rows = random_batch(config, batch, context)
-    pool = model_gpu.cupy.get_default_memory_pool()
-    model = model_gpu.Model(config, precision=precision, micro_batch=batch, optimizer=optimizer)
-    functions = {"ours": partial(train_step, model, *rows)}
+    ours = model_gpu.Model(config, precision=precision, micro_batch=batch, optimizer=optimizer)
+    functions = {"ours": partial(train_step, ours, *rows)}
     seconds_a_call(functions["ours"], 3, wait_for_gpu)
-    gib = {"ours": pool.used_bytes() / 2 ** 30}
-    for name in ("hardest", "plain") if peer else ():
+    gib = {"ours": model_gpu.cupy.get_default_memory_pool().used_bytes() / 2 ** 30}
+    for kind in ("hardest", "plain") if peer else ():
         import torch
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        hardest = name == "hardest"
-        twin = twin_of(model, "cuda", torch.bfloat16 if hardest and precision == "bf16" else None)
-        name = f"peer: PyTorch, {name}"
+        hardest = kind == "hardest"
+        twin = twin_of(ours, "cuda", torch.bfloat16 if hardest and precision == "bf16" else None)
+        name = f"peer: PyTorch, {kind}"
         functions[name] = twin_step(twin, rows, precision, optimizer, graph=hardest)
         seconds_a_call(functions[name], 4, wait_for_gpu)
         gib[name] = (torch.cuda.max_memory_allocated() - before) / 2 ** 30
     notes = {name: f"  {size:6.2f} GiB" for name, size in gib.items()}
-    for calls, tries in [(10, rounds), (steps, 1)] if steps else [(10, rounds)]:
-        print(f"training step, {where}: {calls} in a row, best of {tries}")
-        times = best_times({name: partial(seconds_a_call, function, calls, wait_for_gpu)
-                            for name, function in functions.items()}, tries)
-        print_times(times, batch * context, "tokens", notes)
+    print(f"training step, {where}: best of {rounds} x 10")
+    times = best_times({name: partial(seconds_a_call, function, 10, wait_for_gpu)
+                        for name, function in functions.items()}, rounds)
+    print_times(times, batch * context, "tokens", notes)
     print("\nto paste into an issue, with what is printed above:")
-    for B in [2 ** i for i in range(batch.bit_length()) if 2 ** i < batch]:
-        step = partial(train_step, model, *[part[:B] for part in rows])
+    B = 1
+    while B < batch:
+        step = partial(train_step, ours, *[part[:B] for part in rows])
         seconds_a_call(step, 4, wait_for_gpu)       # the first calls record a CUDA graph
-        print_times({f"ours, B {B}": min(seconds_a_call(step, 10, wait_for_gpu) for _ in range(3))}, B * context, "tokens")
+        print_times({f"ours, B {B}": seconds_a_call(step, 30, wait_for_gpu)}, B * context, "tokens")
+        B *= 2
     for name, error in gradient_errors(precision, peer).items():
         print(f"  {name}: the gradient's relative distance from float64 {error:.2e}")
     runtime = model_gpu.cupy.cuda.runtime
-    print(f"  {where}, compute capability {model_gpu.cupy.cuda.Device().compute_capability}, driver "
-          f"{runtime.driverGetVersion()}, CUDA {runtime.runtimeGetVersion()}, CuPy {model_gpu.cupy.__version__}, "
+    print(f"  {where}, compute capability {model_gpu.cupy.cuda.Device().compute_capability}, CUDA of the "
+          f"driver {runtime.driverGetVersion()}, CUDA {runtime.runtimeGetVersion()}, CuPy {model_gpu.cupy.__version__}, "
           f"NumPy {np.__version__}, Python {platform.python_version()}, {platform.platform()}")
 
 
@@ -424,28 +418,14 @@ def gradient_errors(precision, peer):
     return {name: gradcheck.distance(gradient, exact) for name, gradient in gradients.items()}
 
 
-def gpu_seconds(function, calls=20):
-    """GPU time of one of `calls` calls that follow each other."""
-    cupy = model_gpu.cupy
-    start = cupy.cuda.Event()
-    end = cupy.cuda.Event()
-    function()
-    start.record()
-    for _ in range(calls):
-        function()
-    end.record()
-    end.synchronize()
-    return cupy.cuda.get_elapsed_time(start, end) / 1e3 / calls
-
-
 def bench_attention(precision="bf16", lengths=(512, 1024, 4096), rounds=5):
     """Our attention, forward and backward: causal, D 64, 12 query and 4 key/value heads, 32,768 tokens, at several T.  Beside
     it PyTorch's cuDNN, its FlashAttention 2, and the plain one, which stores the T x T probabilities."""
-    print(f"attention, 32,768 tokens, D 64, 12/4 heads, causal, {precision}, {gpu_name()}: best of {rounds} x 20")
     cupy = model_gpu.cupy
     torch = import_peer("torch")
     for T in lengths:
         B = 32768 // T
+        print(f"attention, B {B} x T {T}, D 64, 12/4 heads, causal, {precision}, {gpu_name()}: best of {rounds} x 50")
         config = replace(CONFIGS["big"], context=T)
         gpu = model_gpu.Gpu(config, precision, "cublas")
         qkv, dout = [cupy.asarray(default_rng(0).standard_normal((B * T, width), np.float32))
@@ -455,42 +435,44 @@ def bench_attention(precision="bf16", lengths=(512, 1024, 4096), rounds=5):
         out = cupy.empty_like(dout)
         dqkv = cupy.empty_like(qkv)
         lse, delta = [cupy.empty((B, config.heads, T), np.float32) for _ in range(2)]
-        forward = {"ours": partial(model_gpu.attention_forward, gpu, out, lse, qkv, B, T)}
-        backward = {"ours": partial(model_gpu.attention_backward, gpu, dqkv, dout, out, lse, qkv, delta)}
+
+        def ours():
+            model_gpu.attention_forward(gpu, out, lse, qkv, B, T)
+            model_gpu.attention_backward(gpu, dqkv, dout, out, lse, qkv, delta)
+        functions = {"ours": ours}
         for name in ("cuDNN", "FlashAttention 2", "T x T stored") if torch else ():
+            function = torch_attention(torch, name, B, T, config, precision)
             try:
-                peer = f"peer: PyTorch, {name}"
-                forward[peer], backward[peer] = torch_attention(torch, name, B, T, config, precision)
+                function()
+                functions[f"peer: PyTorch, {name}"] = function
             except RuntimeError as error:           # not for this card or precision, or too little memory
                 print(f"  {name}: {str(error).splitlines()[0]}")
-        halves = [best_times({name: partial(gpu_seconds, function) for name, function in half.items()}, rounds)
-                  for half in (forward, backward)]
-        print(f"T {T}: forward + backward in ms: {', '.join(f'{1e3 * halves[0][n]:.3f} + {1e3 * halves[1][n]:.3f}' for n in forward)}")
-        print_times({name: sum(half[name] for half in halves) for name in forward}, B * T, "tokens")
+        times = best_times({name: partial(seconds_a_call, function, 50, wait_for_gpu)
+                            for name, function in functions.items()}, rounds)
+        print_times(times, B * T, "tokens")
 
 
 def torch_attention(torch, name, B, T, config, precision):
-    """-> functions forward() and backward()"""
+    """-> function(): forward and backward"""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    q, k, v = inputs = [torch.randn(B, heads, T, config.head_dim, device="cuda", requires_grad=True,
-                                    dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-                        for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    q, k, v = [torch.randn(B, heads, T, config.head_dim, device="cuda", dtype=dtype, requires_grad=True)
+               for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    dy = torch.randn_like(q)
     future = torch.ones(T, T, dtype=torch.bool, device="cuda").triu(1)
     R = config.heads // config.kv_heads
-    fused = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention 2": SDPBackend.FLASH_ATTENTION}
 
-    def forward():
-        if name in fused:
-            with sdpa_kernel(fused[name]):
-                return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-        # as one writes it down; P is (B,H,T,T)
+    def plain():                                    # as one writes it down; P is (B,H,T,T)
         S = q @ k.repeat_interleave(R, 1).mT / math.sqrt(config.head_dim)
         P = S.masked_fill(future, -math.inf).softmax(-1)
         return P @ v.repeat_interleave(R, 1)
-    y = forward()
-    dy = torch.randn_like(y)
-    return forward, partial(torch.autograd.grad, y, inputs, dy, retain_graph=True)
+
+    def fused():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if name == "cuDNN" else SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    forward = plain if name == "T x T stored" else fused
+    return lambda: torch.autograd.grad(forward(), (q, k, v), dy)
 
 
 def bench_scale(gpus=0, batch=64, optimizer="adamw", peer=False, rounds=5):
@@ -580,26 +562,9 @@ def curve(step, losses, ids, held_out, config, steps, lr, batch, seed):
     return points
 
 
-def trainer(name, config, seed, batch):
-    """-> step(inputs, targets, lr) and losses(inputs, targets) of our engine with this optimizer.  "twin" is PyTorch, its
-    hardest, with AdamW, and "twin-muon" the same with Muon, from the same weights."""
-    if not name.startswith("twin"):
-        model = model_gpu.Model(config, seed, precision="bf16", micro_batch=batch, optimizer=name)
-        return partial(train_step, model), model.forward
-    import torch
-    model = model_cpu.Model(config, seed, np.float32, training=False)
-    optimizer = "muon" if name == "twin-muon" else "adamw"
-    step = twin_step(twin_of(model, "cuda", torch.bfloat16), random_batch(config, batch, config.context), "bf16", optimizer,
-                     graph=True).func
-
-    def on_arrays(function):
-        return lambda inputs, targets, *rest: function(to_torch(inputs, "cuda"), to_torch(targets, "cuda"), *rest)
-    return on_arrays(step), torch.no_grad()(on_arrays(lambda *rows: step.losses(*rows)[0]))
-
-
-def bench_curves(tokens, val=("",), model="big", runs=("twin", "adamw", "muon"), steps=1024, lr=1.2e-3, batch=64, seed=0):
+def bench_curves(tokens, val=("",), model="big", runs=("adamw", "muon"), steps=1024, lr=1.2e-3, batch=64, seed=0):
     """Held-out losses by tokens and by seconds: runs from one start on the same batches, each with a schedule of its own
-    length.  A run is NAME[:STEPS], NAME an optimizer of ours, or "twin" or "twin-muon", PyTorch's hardest with AdamW or Muon.
+    length.  A run is NAME[:STEPS], NAME an optimizer: what is Muon worth?
     --tokens: a data/train-*.bin of the model's vocabulary; --val: its data/val-*.bin."""
     config = CONFIGS[model]
     print(f"{model}, {gpu_name()}, lr {lr}, seed {seed}, held out: {', '.join(val)}")
@@ -607,7 +572,9 @@ def bench_curves(tokens, val=("",), model="big", runs=("twin", "adamw", "muon"),
     bar = None
     for run in runs:
         name, _, own_steps = run.partition(":")
-        points = curve(*trainer(name, config, seed, batch), ids, held_out, config, int(own_steps or steps), lr, batch, seed)
+        trained = model_gpu.Model(config, seed, precision="bf16", micro_batch=batch, optimizer=name)
+        points = curve(partial(train_step, trained), trained.forward, ids, held_out, config, int(own_steps or steps), lr,
+                       batch, seed)
         for read, seconds, losses in points:
             print(f"  {run:12} {read / 1e6:7.1f}M tokens  {seconds:7.1f} s  {losses.round(4)}", flush=True)
         bar = bar or points[-1]                     # of the first run
