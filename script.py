@@ -71,8 +71,10 @@ def explain(error):
         advice = "  Use a smaller --micro-batch, a smaller model or --device cpu."
         return f"The GPU: {words}{advice if isinstance(error, MemoryError) else ''}"
     if isinstance(error, OSError) and error.strerror:
-        where = f"Cannot use {os.fsdecode(error.filename)}" if error.filename else "Input or output failed"
-        return printable(f"{where}: {error.strerror}.")
+        where = f"Cannot use {error.filename}" if error.filename else "Input or output failed"
+        word = re.search("data/(tiny|books|web|instructions|preferences|blimp)", where)
+        advice = f"  ./fetch_data.sh {word[1]} brings it." if word and isinstance(error, FileNotFoundError) else ""
+        return printable(f"{where}: {error.strerror}.{advice}")
     if isinstance(error, BrokenExecutor):
         return "A process of the tokenizer ended early.  If memory is short, allow fewer cores: taskset -c 0 python ..."
     if isinstance(error, MemoryError):
@@ -85,8 +87,15 @@ def explain(error):
 # ------------------------------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
     """argparse, but an error message is one sentence, without ten lines of usage before it."""
+    def parse_args(self, arguments):
+        for argument in arguments:
+            if argument.endswith("=--"):        # which argparse takes for an option with an empty list of values
+                self.error(f"{argument} has no value")
+        return super().parse_args(arguments)
+
     def error(self, message):
-        self.exit(2, f"error: {message}; --help lists the options.\n")
+        first = not any(int(os.environ.get(name, 0)) for name in RANK_NUMBERS)      # the others have the same mistake
+        self.exit(2, f"error: {message}; --help lists the options.\n" if first else None)
 
 
 def bounded(kind, least, most):
@@ -165,7 +174,8 @@ class Stop:
     ignored."""
     def __init__(self):
         self.signal = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        closed = getattr(signal, "SIGHUP", signal.SIGINT)               # Windows has no SIGHUP
+        for number in (signal.SIGINT, signal.SIGTERM, closed):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.ask)
 
@@ -231,8 +241,9 @@ def newest_checkpoint(instead):
 # Plain files
 # ------------------------------------------------------------------------------------------------------------
 def read_chunk(path, start=0, end=None):
-    """Bytes [start, end) of a file; by default all bytes.  ValueError for a pipe, a device or a folder in its
-    place: reading that might never end."""
+    """Bytes [start, end) of a file; by default all bytes.  ValueError for a folder, and for a pipe or a device, whose
+    reading might never end."""
+    require(not os.path.isdir(path), f"{path} is a folder; name the files in it, such as {path}/*.")
     require(os.path.isfile(path) or not os.path.exists(path),       # open() complains about a missing file
             f"{path} is not a plain file, so it is not read.")
     with open(path, "rb") as file:
@@ -240,9 +251,15 @@ def read_chunk(path, start=0, end=None):
         return file.read(-1 if end is None else end - start)
 
 
+def holds_records(path):
+    """Whether a file is one of records, by its name: .json and .jsonl are one kind."""
+    return path.endswith((".json", ".jsonl"))
+
+
 def check_text(path):
     """ValueError for a file that is no text in UTF-8, by its first megabyte.  Up to one byte in a thousand may
     be damaged; such bytes are kept, and learned like any others."""
+    require(not holds_records(path), f"{path} holds records, not a text: sft.py and rl.py learn from records.")
     start = read_chunk(path, 0, 1 << 20)
     require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")     # a tenth is held out
     damaged = re.findall("[\0\udc80-\udcff]", start.decode("utf-8", "surrogateescape"))
@@ -278,7 +295,8 @@ def json_values(path):
     that is not JSON, or not UTF-8."""
     data = read_chunk(path).removeprefix(b"\xef\xbb\xbf")      # some editors mark UTF-8 with these bytes
     what = "is not JSON; the file must hold one list of records, or one record a line"
-    if data.lstrip().startswith(b"["):
+    lists = re.search(rb"\]\s*\n\s*\[", data)                    # one list a line: each is a record
+    if data.lstrip().startswith(b"[") and not lists:
         with refusing(f"{path} {what}"):
             return json.loads(data.decode())
     values = []
@@ -302,18 +320,29 @@ def read_records(paths, make):
 
 
 def make_turns(record):
-    """{"instruction", "input" (may lack), "output"} or {"messages": [{"role", "content"}, ...]} -> a conversation:
-    (system text or None, [(user text, response), ...]), every text as it stands.  ValueError for another record."""
+    """A record -> a conversation: (system text or None, [(user text, response), ...]), every text as it stands.  The
+    forms of a record are
+        {"instruction", "input" (may be missing), "output"}
+        {"prompt", "completion"}: two texts, or two lists of messages
+        {"messages": [{"role", "content"}, ...]}, or the list alone.
+    ValueError for another record."""
+    if isinstance(record, list):
+        record = {"messages": record}
+    check_names(record, "instruction and output", "prompt and completion", "messages")
     if "messages" in record:
         return make_conversation(as_messages(record["messages"], "user"))
-    question = "\n\n".join(filter(None, [record["instruction"], record.get("input")]))
-    return make_conversation([("user", question), ("assistant", record["output"])])
+    if "instruction" in record:
+        question = "\n\n".join(filter(None, [record["instruction"], record.get("input")]))
+        return make_conversation([("user", question), ("assistant", record["output"])])
+    prompt = as_messages(record["prompt"], "user")
+    return make_conversation(prompt + as_messages(record["completion"], "assistant"))
 
 
 def make_pair(record):
     """{"prompt", "chosen", "rejected"} -> (the conversation with the chosen answer, the rejected text).  Each is a
     text or a list of messages.  chosen and rejected may begin with the prompt's messages, and the prompt may then be
     missing.  ValueError for all else."""
+    check_names(record, "chosen and rejected")
     chosen = as_messages(record["chosen"], "assistant")
     rejected = as_messages(record["rejected"], "assistant")
     prompt = as_messages(record["prompt"], "user") if "prompt" in record else chosen[:-1]
@@ -323,10 +352,18 @@ def make_pair(record):
     return make_conversation([*prompt, chosen[-1]]), rejected[-1][1]
 
 
+def check_names(record, *forms):
+    """ValueError if a record has all names of none of these forms, such as "instruction and output"."""
+    complete = [form for form in forms if set(form.split(" and ")) <= set(record)]
+    require(complete, f"it has {', '.join(record)}, and needs {', or '.join(forms)}")
+
+
 def as_messages(value, role):
     """A text of this role, or a list of messages -> [(role, text), ...]."""
     if isinstance(value, str):
         return [(role, value)]
+    for message in value:
+        check_names(message, "role and content")
     return [(message["role"], message["content"]) for message in value]
 
 
@@ -341,6 +378,20 @@ def make_conversation(messages):
     # from an empty response a model would learn to be silent
     require(all(isinstance(text, str) for text in texts) and all(map(str.strip, texts[1::2])), "a message has no text")
     return system, list(zip(texts[::2], texts[1::2]))
+
+
+def find_corpus(preset):
+    """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt;
+    else what `fetch_data.sh tiny` has brought; else the English inside Python."""
+    large = sorted(glob.glob("data/books*.txt") + glob.glob("data/web*.txt"))
+    if preset != "small" and large:
+        return large
+    if os.path.exists("data/tiny.txt"):
+        return ["data/tiny.txt"]
+    if not os.path.exists("data/english.txt"):
+        print("There is no text in data/ (./fetch_data.sh brings one): taking the English of Python.")
+        make_english()
+    return ["data/english.txt"]
 
 
 @contextmanager
@@ -377,7 +428,7 @@ def hash_files(paths):
 
 
 def short_hash(*texts):
-    return hashlib.sha256(os.fsencode(" ".join(texts))).hexdigest()[:12]
+    return hashlib.sha256(" ".join(texts).encode()).hexdigest()[:12]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -454,8 +505,10 @@ def work(chunk):
 # MPI starts the ranks, carries what they say, and ends them all when one dies.  Between GPUs NVIDIA's NCCL
 # sums the gradient (model_gpu.py).
 
-# The variables by which a launcher says how many ranks there are: MPICH and Intel MPI, Open MPI, srun.
-LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+# The variables in which a launcher writes how many ranks there are, and which one this process is: of MPICH and
+# Intel MPI, of Open MPI, of srun.
+RANK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+RANK_NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 class Ranks:
@@ -496,7 +549,7 @@ class Ranks:
 def run_ranks(run):
     """-> run(ranks) of this process, one of those that mpiexec or srun has started.  A rank that fails prints its
     error and ends all ranks.  If all fail with the same error, rank 0 is the first to print it."""
-    if not any(int(os.environ.get(name, 1)) > 1 for name in LAUNCHERS):
+    if not any(int(os.environ.get(name, 1)) > 1 for name in RANK_COUNTS):
         return run(Ranks())
     try:
         from mpi4py import MPI
@@ -544,24 +597,11 @@ def check_config(c):
 # Texts for a machine without a network, made from what is there.  With a text data/NAME.txt go the questions and
 # answers of data/NAME-chat.json, for sft.py and rl.py.
 # ------------------------------------------------------------------------------------------------------------
-def find_corpus(preset):
-    """The files to train on when none are named: for the larger models data/books*.txt and data/web*.txt;
-    else what `fetch_data.sh tiny` has brought; else the English inside Python."""
-    large = sorted(glob.glob("data/books*.txt") + glob.glob("data/web*.txt"))
-    if preset != "small" and large:
-        return large
-    if os.path.exists("data/tiny.txt"):
-        return ["data/tiny.txt"]
-    if not os.path.exists("data/english.txt"):
-        print("There is no text in data/ (./fetch_data.sh brings one): taking the English of Python.")
-        make_english()
-    return ["data/english.txt"]
-
-
 def find_records(path):
-    """-> the path of the conversations that go with the text at `path`, made where they are missing: of a play, whose
-    paragraphs are "NAME:\\nspeech", each speech and the reply to it.  They are of its end, of which pretraining
-    holds out somewhat more (tokenizer.split_point).  Where `path` is a file of records, it is that."""
+    """-> the path of the conversations that go with the text at `path`.  Where they are missing, they are made: of a
+    play, whose paragraphs are "NAME:\\nspeech", each speech is a question and the next one its answer.  They are of
+    the play's end, because pretraining does not read it (it holds out a little more: tokenizer.split_point).  Where
+    `path` is a file of records, it is returned as it is."""
     records = path.replace(".txt", "-chat.json")
     if not os.path.exists(records):
         text = read_chunk(with_plain_lines(path)).decode("utf-8", "replace")
@@ -569,26 +609,28 @@ def find_records(path):
         speeches = re.split(r"\n\n[^\n:]{1,40}:\n", held_out)[1:]
         require(len(speeches) > 1, f"{path} is no play, so it gives no questions; name instructions with --data "
                 "(./fetch_data.sh instructions brings some).")
-        write_records(path, [" ".join(speech.split()) for speech in speeches], speeches[1:])
+        write_records(records, zip(speeches, speeches[1:]))
     return records
 
 
-def write_records(path, questions, answers):
-    """Write the records that go with a text.  Each is a conversation for sft.py, and a pair for rl.py: the true answer
-    is chosen, and its words in reverse order are rejected.  (The answer to another question would be chosen there, so
-    the model would learn to like what it is to reject here.)"""
+def write_records(path, conversations):
+    """Write the file of records that goes with a text.  conversations: [(question, answer), ...].  Each becomes a
+    record for sft.py, which is also a pair for rl.py: the true answer is chosen, and its words in reverse order are
+    rejected.  (The answer to another question would not do.  It is chosen there, so the model would learn to like what
+    it is to reject here.)"""
     records = []
-    for question, answer in zip(questions, answers):
-        conversation = {"instruction": question, "output": answer}
+    for question, answer in conversations:
+        question = " ".join(question.split())
         reverse = " ".join(reversed(answer.split()))
-        records.append({**conversation, "prompt": question, "chosen": answer, "rejected": reverse})
-    write_file(path.replace(".txt", "-chat.json"), json.dumps(records).encode())
+        records.append({"instruction": question, "output": answer,
+                        "prompt": question, "chosen": answer, "rejected": reverse})
+    write_file(path, json.dumps(records).encode())
 
 
 def is_prose(paragraph):
     """Whether a paragraph is long enough, and almost all letters, so that it is no code and no table."""
-    letters = sum(char.isalpha() or char in " ,.;:'-" for char in paragraph)
-    return len(paragraph) >= 40 and letters > 0.9 * len(paragraph)
+    letters = re.findall(r"[^\W\d_]|[ ,.;:'-]", paragraph)
+    return len(paragraph) >= 40 and len(letters) > 0.9 * len(paragraph)
 
 
 def make_english():
@@ -597,26 +639,24 @@ def make_english():
     A question is the name of a function or class, and its answer the first paragraph of the documentation, where
     that is not in the text, because it is too short or no prose: so no answer was learned before."""
     from pydoc_data.topics import topics
-    named = [("", topics[name]) for name in sorted(topics)]
+    texts = [("", topics[name]) for name in sorted(topics)]             # (the name to ask for or "", a documentation)
     library = os.path.dirname(os.__file__)
     for path in sorted(glob.glob("**/*.py", root_dir=library, recursive=True)):
         if re.search("test|packages", path):                # installed packages are not a part of Python
             continue
         with suppress(SyntaxError, ValueError):             # some files are examples of what Python refuses
             for node in ast.walk(ast.parse(read_chunk(f"{library}/{path}"))):
-                if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-                    named.append((f"{path[:-3]}/{node.name}", ast.get_docstring(node) or ""))
+                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    texts.append((f"{path[:-3]}/{node.name}", ast.get_docstring(node) or ""))
     documents = []
-    questions = []
-    answers = []
+    conversations = []
     seen = set()
-    for name, text in named:
+    for name, text in texts:
         paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
-        prose = [paragraph for paragraph in paragraphs if is_prose(paragraph)]
+        prose = list(filter(is_prose, paragraphs))
         documents.append("\n\n".join(paragraph for paragraph in prose if paragraph not in seen))
         seen.update(prose)
-        if name and " " in paragraphs[0] and not is_prose(paragraphs[0]):
-            questions.append(name)
-            answers.append(paragraphs[0])
+        if name and " " in paragraphs[0] and paragraphs[0] not in prose:
+            conversations.append((name, paragraphs[0]))
     write_file("data/english.txt", "\n\n<|endoftext|>\n\n".join(filter(None, documents)).encode())
-    write_records("data/english.txt", questions, answers)
+    write_records("data/english-chat.json", conversations)

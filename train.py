@@ -36,9 +36,9 @@ What it does not do: no shuffling of documents; no masks at document boundaries 
 the model learns them from); no fine-tuning.  With --base the sizes and the tokenizer are the base's.  Its
 optimizer's moments are not read: the run begins with a warmup, at step 0, and at half the learning rate.
 """
-from script import (Parser, Ranks, Stop, available_cores, bounded, find_corpus, hash_files, print_step,
-                    printable, read_records, refusing, require, run_ranks, run_script, set_threads, short_hash,
-                    show_progress, whole_number, with_plain_lines)
+from script import (Parser, Ranks, Stop, available_cores, bounded, check_names, find_corpus, hash_files,
+                    holds_records, print_step, printable, read_records, refusing, require, run_ranks, run_script,
+                    set_threads, short_hash, show_progress, whole_number, with_plain_lines)
 
 import collections
 import dataclasses
@@ -51,8 +51,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
-from os.path import basename, exists, getsize, normpath, realpath
+from os.path import basename, commonpath, dirname, exists, getsize, join, normpath, realpath
 
 if __name__ == "__main__":
     set_threads()           # before NumPy loads
@@ -169,12 +170,13 @@ def train(training, job, stop):
     settings = training.settings
     ranks = training.ranks
     first = model.step
-    log = checkpoint.Log(training.out, first) if ranks.rank == 0 else None
     began = time.monotonic() - training.state["seconds"]
     waiting = []                # steps whose numbers the host has not read yet
+    log = None
     if first:
         print(f"Resuming {training.out} at step {first} of {settings.steps}.")
     for step in range(first, settings.steps + 1):
+        evaluating = step % settings.eval_every == 0 or step in EARLY or step == settings.steps
         if step > first:
             # One step: batch, forward, backward, update.
             rows, weights = job.batch(step - 1)
@@ -183,29 +185,43 @@ def train(training, job, stop):
             norm = model.update(lr, decay=settings.decay, momentum=settings.momentum)
             waiting.append((step, training.state["tokens"], lr, model.later(losses, norm)))
 
-        evaluating = step % settings.eval_every == 0 or step in EARLY or step == settings.steps
-        saving = step > first and (step % settings.save_every == 0 or step == settings.steps)
-        pause = evaluating or saving or (stop.signal and ranks.size == 1)
-        if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
-            stopping = any(ranks.all_gather(stop.signal))       # the same on all ranks: all stop after the same step
-            training.state["seconds"] = time.monotonic() - began
-            report(training, job, log, waiting, pause or stopping)
-            waiting = []
-            if saving or stopping:                  # before the evaluation: if that fails, nothing is lost
-                save_run(training)
-            if stopping and step < settings.steps:
-                print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} --resume "
-                      f"--out {shlex.quote(training.out)}", file=sys.stderr)
-                return 128 + (stop.signal or signal.SIGTERM)    # or: another rank has the signal
+            saving = evaluating or step % settings.save_every == 0
+            pause = saving or (stop.signal and ranks.size == 1)
+            if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
+                stopping = any(ranks.all_gather(stop.signal))   # the same on all ranks: all stop after the same step
+                training.state["seconds"] = time.monotonic() - began
+                report(training, job, log, waiting, pause or stopping)
+                waiting = []
+                if saving or stopping:              # before the evaluation: if that fails, nothing is lost
+                    save_run(training)
+                if stopping and step < settings.steps:
+                    print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} "
+                          f"--resume --out {shlex.quote(training.out)}", file=sys.stderr)
+                    return 128 + (stop.signal or signal.SIGTERM)        # or: another rank has the signal
         if evaluating:
             record = job.evaluate(step)
             print_record(record, step == settings.steps)
-            if log:
-                log.write(step=step, **record)
+        if step == first:
+            log = open_log(training)
+        if evaluating and log:
+            log.write(step=step, **record)
     print(f"\nTrained {training.out}: {settings.steps} steps, {training.state['tokens']:,} tokens, "
           f"{time.monotonic() - began:,.0f} seconds.\n\n"
           f"Talk to it: python chat.py --model {shlex.quote(training.out)}")
     return 0
+
+
+def open_log(training):
+    """-> the Log on rank 0; None on the others.  A new run takes its folder only now, after its first evaluation: if it
+    fails before, as by a reward that raises an error, an older run in this folder stays where it is."""
+    training.ranks.meet()                           # all have read the new folder
+    if training.ranks.rank:
+        return None
+    begun = folder_of_beginning(training.out)
+    if exists(begun):
+        checkpoint.set_aside(training.out)
+        os.rename(begun, training.out)
+    return checkpoint.Log(training.out, training.model.step)
 
 
 def forward_backward(training, rows, weights):
@@ -260,8 +276,9 @@ def report(training, job, log, waiting, pause):
             log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
                       seconds=seconds)
         minutes = seconds / step * (settings.steps - step) / 60
+        speed = tokens / max(seconds, 1e-9)             # a clock may stand still
         parts = [f"step {step:5d}/{settings.steps}", f"loss {losses[0]:7.4f}", job.note(step),
-                 f"{minutes:.1f} min left", f"{tokens / seconds:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
+                 f"{minutes:.1f} min left", f"{speed:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
         print_step(step, parts, last)
 
 
@@ -327,12 +344,13 @@ def print_record(record, whole):
     kinds = record.get("val", {})
     if len(kinds) > 1:
         words += [f"{name} {loss:.4f} {bpb:.4f}" for name, (loss, bpb) in kinds.items()]
-    print(f"           {', '.join(words)}")
+    margin = " " * 11
+    print(textwrap.fill(", ".join(words), 79, initial_indent=margin, subsequent_indent=margin))
     for title, text in record["samples"]:
         if whole:
             print(f"--- {printable(title)}\n{printable(text)}")
         else:
-            print(f"           {printable(title)!r:.24} {printable(text)!r:.42}")
+            print(f"{margin}{printable(title)!r:.24} {printable(text)!r:.42}")
 
 
 # Pairs of sentences, of which one is good English and the other is not, though they hardly differ:
@@ -353,6 +371,7 @@ def evaluate_pairs(training, path):
 
     def make_rows(record):
         """-> (the name, a row of the good and one of the bad sentence)."""
+        check_names(record, "good and bad and name")
         rows = []
         for text in (record["good"], record["bad"]):
             ids = np.array([start, *training.tokenizer.encode(text)])
@@ -457,7 +476,7 @@ def parse_run_options(parser, argv, sizes, data):
     """-> dict of the options that have a value.  sizes: those of SIZES that are options, too; data: what the files
     of --data are."""
     add = parser.add_argument
-    add("preset", nargs="?", choices=CONFIGS, help="the model's size (default small)")
+    add("preset", nargs="?", metavar="PRESET", help=f"the model's size: {', '.join(CONFIGS)} (default small)")
     add("--base", type=normpath, metavar="DIR",
         help="the model to begin with, ours or any plain Llama (sft.py: default out/PRESET; rl.py: "
         "out/PRESET-sft)")
@@ -470,7 +489,15 @@ def parse_run_options(parser, argv, sizes, data):
     for field in dataclasses.fields(Settings):
         if field.metadata:
             add(option_of(field.name), **field.metadata)
-    return {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    preset = options.get("preset", "small")
+    if preset not in CONFIGS:
+        parser.error(f"{preset!r} is none of {', '.join(CONFIGS)}.  A text is named by --data, a model to begin with "
+                     "by --base, the folder of a run by --out")
+    out = options.get("out", "out")
+    if commonpath([realpath(out), os.getcwd()]) == realpath(out):
+        parser.error(f"--out {out} is the current folder, or one around it: name another")
+    return options
 
 
 def choose_machine(options, preset, config, batch_tokens, ranks):
@@ -500,7 +527,7 @@ def take_engine(device, config, ranks):
 def make_settings(options, preset, config, usual, ranks):
     """Settings from the usual ones, of the preset, and the options."""
     T = config.context
-    usual = {**usual, "preset": preset, "mtp_weight": config.mtp_weight,
+    usual = {**usual, "preset": preset, "mtp_weight": float(config.mtp_weight),
              "batch_tokens": max(1, usual["batch_tokens"] // T) * T}
     usual |= {name: value for name, value in options.items() if name in Settings.__annotations__}
     require(usual["batch_tokens"] % T == 0,
@@ -526,12 +553,15 @@ def go(script, options, out, begin, make_job):
     """A script's run, on all ranks -> exit code.  begin(options, out, ranks) makes the folder of a new run, on rank 0;
     make_job(training) gives the Job of the run that was opened."""
     def run(ranks):
+        begun = folder_of_beginning(out)
         if ranks.rank == 0:
             checkpoint.lock_folder(out)
+            shutil.rmtree(begun, ignore_errors=True)            # of a run that was killed while it began
             if not options["resume"]:
                 begin(options, out, ranks)
         ranks.meet()
-        training = open_run(script, options, out, ranks)
+        training = open_run(script, options, out if options["resume"] else begun, ranks)
+        training.out = out
         try:
             return train(training, make_job(training), Stop())
         except FloatingPointError as error:
@@ -540,8 +570,13 @@ def go(script, options, out, begin, make_job):
     return run_ranks(run)
 
 
+def folder_of_beginning(out):
+    """Where a new run is until nothing can be wrong with it any more: beside its folder, hidden."""
+    return join(dirname(out), f".{basename(out)}.begun")
+
+
 def create_run(script, out, settings, config, tokenizer, base=None):
-    """Write the folder of a new run, at step 0: with a base's weights, or with random ones."""
+    """Write a new run, at step 0: with a base's weights, or with random ones."""
     require(not base or realpath(base) != realpath(out),
             f"--out {out} is the base itself; name another folder for the model made from it.")
     settings.key = hash_files(settings.data)
@@ -553,11 +588,7 @@ def create_run(script, out, settings, config, tokenizer, base=None):
     else:
         model = model_cpu.Model(config, settings.seed, np.float32, training=False)
     state = {"script": script, "tokens": 0, "seconds": 0.0, "base": base}
-    new = f"{out}.begun"                            # so that it comes into being at once
-    shutil.rmtree(new, ignore_errors=True)
-    save_run(Training(model, tokenizer, settings, state, new, Ranks()))
-    checkpoint.set_aside(out)
-    os.rename(new, out)
+    save_run(Training(model, tokenizer, settings, state, folder_of_beginning(out), Ranks()))
 
 
 def save_run(training):
@@ -577,11 +608,15 @@ def open_run(script, options, out, ranks):
     ranks.meet()
     with refusing(f"the record of the run in {out} cannot be used"):
         state, moments = checkpoint.read_state(out)
-        settings = Settings(**state.pop("settings"))
-    require(state["script"] == script, f"the run in {out} is one of {state['script']}: resume it with that.")
-    require(hash_files(settings.data) == settings.key, f"{', '.join(settings.data)}: not what {out} began with.")
+        settings = read_settings(state.pop("settings"))
+        require(type(state["tokens"]) is int and type(state["seconds"]) is float, "tokens or seconds is no number")
+        recorded_script = state["script"]
+        base = state["base"]
+        key = hash_files(settings.data)
+    require(recorded_script == script, f"the run in {out} is one of {recorded_script}: resume it with that.")
+    require(key == settings.key, f"{', '.join(settings.data)}: not what {out} began with.")
     config = checkpoint.read_config(out)
-    apply_options(options, settings, config, state["base"], out, ranks)
+    apply_options(options, settings, config, base, out, ranks)
     model, tokenizer = load_model(out, settings, config, ranks)
     if settings.device == "gpu":
         rows = min(ranks.all_gather(model.rows))
@@ -594,6 +629,16 @@ def open_run(script, options, out, ranks):
     if ranks.size > 1:
         model.communicator = model_gpu.Nccl(ranks) if settings.device == "gpu" else ranks
     return Training(model, tokenizer, settings, state, out, ranks)
+
+
+def read_settings(record):
+    """-> the Settings in the record of a run.  An error for one that is missing, of another type, or out of bounds."""
+    for field in dataclasses.fields(Settings):
+        value = record[field.name]
+        possible = field.metadata.get("choices", [value])
+        require(type(value) is field.type and value in possible, f"{field.name} is {value!r:.40}")
+        field.metadata.get("type", str)(str(value))             # which checks the bounds
+    return Settings(**record)
 
 
 def apply_options(options, settings, config, base, out, ranks):
@@ -705,8 +750,8 @@ def pretraining(training):
     # a tokenizer may lack all bytes of a text
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
-          f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {', '.join(settings.data)}: {len(tokens):,} "
-          "tokens to train on.")
+          f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
+          f"{len(tokens):,} tokens to train on.")
 
     def batch(step):
         starts = in_turn(count, settings.seed, step * number, number, T, shifts)
@@ -723,13 +768,16 @@ def pretraining(training):
 def evaluate_folder(options, ranks):
     """Print what the model in a folder reaches on the files of --data."""
     require("data" in options, "--evaluate needs --data: texts, or pairs of sentences (./fetch_data.sh blimp).")
+    other = options.keys() - {"evaluate", "data", "context", "matmul", "resume", *MACHINE}
+    require(not other and not options["resume"], "--evaluate measures a model that is there: leave out "
+            f"{', '.join(map(option_of, sorted(other))) or '--resume'}.")
     out = options["evaluate"]
     config = checkpoint.read_config(out, options.get("context"))
     options.setdefault("device", "cpu" if model_gpu.why_no_gpu() else "gpu")
     settings = make_settings(options, "big", config, DEFAULTS["big"], ranks)    # the micro-batch, threads, precision
     training = Training(*load_model(out, settings, config, ranks, training=False), settings, {}, out, ranks)
     for path in settings.data:
-        if path.endswith((".json", ".jsonl")):
+        if holds_records(path):
             evaluate_pairs(training, path)
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -737,7 +785,7 @@ def evaluate_folder(options, ranks):
             rows = text_rows(np.fromfile(f"{folder}/ids", "<u2"), config.context)
         require(rows, f"{path} is too short: it needs two tokens.")
         result = measure(training, {path: rows})
-        print(f"{path}: loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte")
+        print(f"{printable(path)}: loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte")
 
 
 def main(argv):

@@ -88,3 +88,11 @@ def test_a_signal_to_some_ranks_ends_all_and_the_run_goes_on_with_the_same_bits(
 def test_an_error_is_said_once_and_by_which_rank(option, trap, words):
     done = start_ranks(2, f"train.py --resume --out {untouched(2)} {option}", trap)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and f"error: {words}" in done.stderr, done.stderr
+
+
+def test_what_is_printed_is_printed_once():
+    base = untouched(2)
+    done = start_ranks(2, f"train.py --evaluate {base} --data text")
+    assert (done.returncode, done.stdout.count("bits/byte"), done.stderr) == (0, 1, "")
+    done = start_ranks(2, "train.py --steps 0")
+    assert (done.returncode, done.stderr.count("error: ")) == (2, 1)

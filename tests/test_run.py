@@ -21,6 +21,7 @@ import checkpoint
 import rl           # noqa: F401 (with the other scripts: so each fork has them)
 import train
 
+GONE = object()
 KILLS = int(os.environ.get("KILLS", 2))
 SEED = os.environ.get("SEED", time.time_ns())
 COMMON = "--steps 8 --save-every 3 --threads 1"
@@ -188,6 +189,23 @@ def test_the_run_of_another_version_is_refused(half, change, words):
     assert words in refused(resume(half))
 
 
+def test_a_forged_record_is_refused_or_goes_on(half):
+    """Each value of the record is removed, or is of each other type of JSON; a checksum is right."""
+    tensors, metadata = checkpoint.read_safetensors(half / checkpoint.STATE)
+    tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
+    state = json.loads(metadata["state"])
+    places = [(state, name) for name in state] + [(state["settings"], name) for name in state["settings"]]
+    for record, name in places:
+        value = record.pop(name)
+        for forged in GONE, None, True, -7, 0.5, "x", [3], {}:
+            if forged != value:
+                record.update({} if forged is GONE else {name: forged})
+                checkpoint.write_safetensors(half / checkpoint.STATE, tensors, {**metadata, "state": json.dumps(state)})
+                done = finish(start(f"{resume(half)} --steps 8"))
+                assert done.returncode == 2 and done.stderr.count("\n") == 1 or done.returncode == 0, (name, forged, done.stderr)
+        record[name] = value
+
+
 def test_another_script_and_another_text_are_refused(half, tmp_path):
     assert "is one of train.py" in refused(resume(half, "sft"))
     write(tmp_path / "text", TEXT[1:])
@@ -260,6 +278,29 @@ def test_a_run_of_no_step_is_replaced_without_a_word(tmp_path):
     run(f"{command(out)} --seed 5", code=-9, trap=at(train, "learning_rate", 1, send(signal.SIGKILL)))
     assert "earlier run" not in run(command(out)).stdout
     assert result_of(out) == untouched() and not os.path.exists(f"{out}.1")
+
+
+def fail():
+    raise MemoryError("an evaluation")
+
+
+def test_a_run_that_fails_at_its_start_leaves_the_older_one_where_it_is(tmp_path):
+    out = tmp_path / "out"
+    run(command(out, "reinforce"))
+    write(tmp_path / "mine.py", "def bad(*_): raise KeyError('no')")
+    before = result_of(out)
+    assert "cannot be used (KeyError: 'no')" in refused(f"{command(out, 'reinforce')} --reward {tmp_path}/mine.py:bad")
+    run(command(out), code=2, trap=at(train, "measure", 1, fail))
+    assert result_of(out) == before and not os.path.exists(f"{out}.1")
+    assert run(f"{command(out)}").stdout.count(f"is now {out}.1") == 1
+    assert result_of(out) == untouched() and sorted(os.listdir(tmp_path)) == [".out.lock", "mine.py", "out", "out.1"]
+
+
+def test_an_evaluation_that_fails_loses_no_step(tmp_path):
+    out = tmp_path / "out"
+    run(f"{command(out)} --save-every 100", code=2, trap=at(train, "measure", 2, fail))
+    assert "at step 4 of 8" in run(resume(out)).stdout
+    assert result_of(out) == untouched()
 
 
 def test_a_base_is_not_written_over(tmp_path):

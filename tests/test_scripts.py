@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from cases import once_a_module, parametrize, put, read, value_error, write
@@ -13,14 +14,16 @@ from runs import TEXT, TINY, read_log, refused, run
 
 import checkpoint
 import script
+import train
 from model_cpu import CONFIGS
 
 ROOT = os.path.dirname(script.__file__)
 
 
-def start(command, folder):
+def start(command, folder, **environment):
     """A script as a user starts it, in a shell -> its CompletedProcess."""
-    return subprocess.run(f"{sys.executable} {ROOT}/{command}", cwd=folder, shell=True, capture_output=True, text=True)
+    return subprocess.run(f"{sys.executable} {os.path.join(ROOT, command)}", cwd=folder, shell=True, capture_output=True, text=True,
+                          env={**os.environ, **environment})
 
 
 @parametrize("name", "tokenizer model_cpu checkpoint train sft rl chat gradcheck".split())
@@ -37,6 +40,7 @@ def folder(tmp_path_factory):
                        "cut.jsonl": '{"instruction": "a", "output": "b"}\n{"inst', "odd.json": '[{"instruction": "a"}]',
                        "none.jsonl": '{"good": "", "bad": "b", "name": "c"}', "long.jsonl": json.dumps({"good": "b", "bad": TEXT, "name": "c"})}.items():
         write(folder / name, data)
+    write(folder / "pairs.json", json.dumps([{"instruction": c + "ä", "output": c, "prompt": c, "chosen": "é", "rejected": "日"} for c in "abcé"]))
     os.mkfifo(folder / "pipe")
     run(f"train.py --data text --steps 1 --out m {TINY}", folder)
     return folder
@@ -51,7 +55,14 @@ REFUSED = {
     "train.py --data empty": "empty is empty, or almost",
     "train.py --data latin": "latin is no text in UTF-8: it seems to be Latin-1",
     "train.py --data text wide": "wide is no text in UTF-8: it seems to be UTF-16, or binary",
-    "train.py --evaluate m --data .": ". is not a plain file",
+    "train.py --evaluate m --data .": ". is a folder; name the files in it",
+    "train.py --evaluate m --data text --seed 1 --steps 9": "leave out --seed, --steps.",
+    "train.py --evaluate m --data odd.json": "(it has instruction, and needs good and bad and name).",
+    "train.py --data odd.json": "odd.json holds records, not a text",
+    "train.py --data data/tiny.txt": "./fetch_data.sh tiny brings it.",
+    "train.py text": "A text is named by --data, a model to begin with by --base",
+    "train.py --out=": "--out . is the current folder",
+    "train.py --seed=--": "--seed=-- has no value",
     "train.py --evaluate m --data none.jsonl": "none.jsonl, record 1, cannot be used (a sentence must have 1 to",
     "train.py --evaluate m --data long.jsonl": "long.jsonl, record 1, cannot be used (a sentence must have 1 to",
     "train.py --data short": "short is empty, or almost",
@@ -59,7 +70,8 @@ REFUSED = {
     "sft.py --base none": "there is no model in none",
     "sft.py --base m --data empty": "empty: there is no record.",
     "sft.py --base m --data cut.jsonl": "cut.jsonl, line 2, is not JSON",
-    "sft.py --base m --data odd.json": "odd.json, record 1, cannot be used",
+    "sft.py --base m --data odd.json": "odd.json, record 1, cannot be used (it has instruction, and needs instruction and output, or prompt",
+    "rl.py --base m --method dpo --data odd.json": "record 1, cannot be used (it has instruction, and needs chosen and rejected).",
     "rl.py --base m --data pipe": "pipe is not a plain file",
     "rl.py --base m --data odd.json --reward good": "the reward must be",
     "chat.py --model .": ". holds no checkpoint",
@@ -138,12 +150,49 @@ def test_progress_lines(monkeypatch, out_text):
     assert out_text() == "\rread: 2 MB, 1.0 MB/s, 33%, 4 s left\x1b[K\releven_char\x1b[K\rnineteen_characters\x1b[K\n"
 
 
+def test_an_evaluation_fits_eighty_columns(out_text):
+    names = "dpo accuracy margin chosen rejected".split()
+    record = {**dict.fromkeys(names, -123.4567), "val": {name: [1.0, 2.0] for name in names}, "samples": [("a" * 99, "b" * 99)]}
+    train.print_record(record, False)
+    shown = out_text()
+    assert max(map(len, shown.splitlines())) < 80 and all(f"{name} -123.4567" in " ".join(shown.split()) for name in names)
+
+
+def test_a_clock_that_stands_still(folder):
+    run(f"train.py --data text --steps 2 --out still {TINY}", folder, trap=lambda: setattr(time, "monotonic", lambda: 7.0))
+
+
+ANY_JOB = [f"train.py --data text --steps 2 --out NAME {TINY}", "sft.py --base m --data pairs.json --steps 2 --out NAME-sft",
+           "rl.py --base m --data pairs.json --method dpo --steps 2 --out NAME-dpo"]
+
+
+WINDOWS = """
+import runpy, signal, sys
+del signal.SIGHUP
+sys.modules["fcntl"] = None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.xfail(b"\nimport fcntl" in read(f"{ROOT}/checkpoint.py"), reason="the lock of a folder needs fcntl")
+@parametrize("command", ANY_JOB)
+def test_what_windows_lacks_is_not_needed(folder, command):
+    """Nor does a locale of ASCII change anything."""
+    write(folder / "windows.py", WINDOWS)
+    done = start(f"{folder}/windows.py {ROOT}/{command.replace('NAME', 'windows')}", folder, PYTHONPATH=ROOT, LC_ALL="C",
+                 PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_control_characters_are_not_printable():
     assert script.printable("a\t\0\b\v\r\x1b\x7f\x9bé\n") == "a\t" + "\ufffd" * 7 + "é\n"
 
 
 def test_records_are_one_list_or_one_a_line(tmp_path):
     path = tmp_path / "records"
+    write(path, '[{"a": 1}]\n[2]\n')                       # of messages, say
+    assert script.json_values(path) == [[{"a": 1}], [2]]
     for data in b'[{"a": 1}, 2]', b'\n {"a": 1}\r\n\r\n2', b'\xef\xbb\xbf{"a": 1}\n2\n':
         write(path, data)
         assert script.json_values(path) == [{"a": 1}, 2]
@@ -151,6 +200,15 @@ def test_records_are_one_list_or_one_a_line(tmp_path):
         write(path, data)
         with value_error(words):
             script.json_values(path)
+
+
+def test_forms_of_conversations():
+    asked, answered = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    for record in [{"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b"}, {"prompt": asked, "completion": answered},
+                   {"messages": asked + answered}, asked + answered]:
+        assert script.make_turns(record) == (None, [("a", "b")])
+    with value_error("it has from, value, and needs role and content"):
+        script.make_turns([{"from": "human", "value": "a"}])
 
 
 SIZES = {
