@@ -11,12 +11,12 @@
 
 Read before it: tokenizer.py, model_cpu.py.  Two ideas carry this file, sft.py and rl.py.
 
-A row is (ids, mask); a step is rows, and a weight for each.  ids are what the model reads, and mask says which of
-them it learns to predict.  A window of a text, a conversation, an answer that was drawn, a sentence: all of them
-are rows.  make_batch makes arrays of rows, and row_losses measures them.
+A row is a pair (ids, mask).  ids are the tokens that the model reads, and mask says which of them it learns to
+predict.  A window of a text is a row, and so is a conversation, an answer that the model has drawn, or a sentence.  A
+step learns from some rows; each may have a weight.  make_batch turns rows into arrays, and row_losses measures rows.
 
-A run is a folder.  To begin a run is to write its checkpoint of step 0; every run, also a new one, is opened from
-its folder and goes on from there.
+A run is a folder.  A new run first writes its checkpoint of step 0 into its folder.  Then every run, new or old, is
+opened from its folder and goes on from the checkpoint that is there.
 
     1. rows         windows of a text; rows -> inputs and targets
     2. the loop     batch, forward, backward, update, report; the schedule
@@ -26,17 +26,21 @@ its folder and goes on from there.
     6. the corpus   files -> a tokenizer -> data/*.bin, uint16, memory-mapped; the last part of each file is held out
     7. the script   pretraining, in terms of all this
 
-Why a resumed run is exact: a save holds the weights, the optimizer's m and v and the step number, all of the
-same step.  The batch is a pure function of (seed, step), so no reader and no random generator has a state to
-restore.  Threads and micro-batch fix the order of sums, so they are settings of the run; no kernel of the GPU adds
-in an order that chance decides.  Code, libraries and files must be those of before.  The log is cut back to the
-step of the save.  With another number of processes the losses differ by rounding.
+Why a resumed run is exact, bit for bit:
+  * A save holds the weights, the optimizer's m and v, and the step number, all of the same step.
+  * The batch is a pure function of (seed, step).  So no reader of files and no random generator has a state.
+  * Sums are added in the same order.  On the CPU that order follows from the threads and the micro-batch, which are
+    settings of the run.  The GPU's kernels use a fixed order (no atomic additions).
+  * The log is cut back to the step of the save.
+The code, the libraries and the files must not have changed.  With another number of processes the losses differ by
+rounding.
 
-What it does not do: no shuffling of documents; no masks at document boundaries (the end-of-text token is what
-the model learns them from); no fine-tuning.  With --base the sizes and the tokenizer are the base's.  Its
-optimizer's moments are not read: the run begins with a warmup, at step 0, and at half the learning rate.
+What it does not do: it does not shuffle documents; it does not mask attention at the boundaries of documents (the model
+learns them from the end-of-text token); it does not fine-tune.  With --base the sizes and the tokenizer are the base's.
+The moments of the base's optimizer are not read.  So such a run begins at step 0 with a warmup, and at half the
+learning rate.
 """
-from script import (Parser, Ranks, Stop, available_cores, bounded, check_names, find_corpus, hash_files,
+from script import (Parser, Ranks, Stop, available_cores, bounded, check_names, file_hash, find_corpus, hash_files,
                     holds_records, print_step, printable, read_records, refusing, require, run_ranks, run_script,
                     set_threads, short_hash, show_progress, whole_number, with_plain_lines)
 
@@ -50,7 +54,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import textwrap
 import time
 from os.path import basename, commonpath, dirname, exists, getsize, join, normpath, realpath
@@ -81,13 +84,14 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point, tokenizer_sample
 #     loss_k = -1/n_k  sum over all rows and t with mask[t+1+k] = 1 of  log p_k(ids[t+1+k] | ids[0..t])
 #     total  = loss_0 + mtp_weight * mean of loss_1 .. loss_(K-1)
 #
-# n_k counts the terms of this sum in the whole step, so every learned token weighs the same.  Where the target is
-# -1 there is no term.
+# n_k is the number of terms of this sum in the whole step, so every learned token weighs the same.  A target of -1
+# means that there is no term.
 def make_batch(rows, T, K):
-    """Rows -> inputs (B,P) and targets (B,P+K-1); head k reads targets[:, k:k+P].  P: as many inputs as the longest
-    row has, rounded up to a multiple of 8, so that more rows have one length, and at most T.  Shorter rows are filled
-    up on the right, with targets -1: no earlier position sees that.  A row has at most T + K ids; those beyond T + 1
-    are targets of the further heads alone."""
+    """Rows -> inputs (B,P) and targets (B,P+K-1); head k reads targets[:, k:k+P].
+
+    P is the number of inputs of the longest row, rounded up to a multiple of 8 (then fewer different lengths occur),
+    but at most T.  Shorter rows are padded on the right, with targets of -1: attention is causal, so no earlier
+    position sees the padding.  A row has at most T + K ids; those beyond T + 1 are targets of the further heads."""
     P = max(padded_length(row, T) for row in rows)
     inputs = np.zeros((len(rows), P), np.int64)
     targets = np.full((len(rows), P + K - 1), -1)
@@ -100,31 +104,34 @@ def make_batch(rows, T, K):
 
 
 def padded_length(row, T):
-    """How many inputs a row takes in a batch that has no longer one."""
+    """How many inputs a row takes in a batch in which it is the longest."""
     ids, _ = row
     return min(T, 8 * model_gpu.ceil_div(len(ids) - 1, 8))
 
 
 def learned(rows):
-    """How many tokens are learned of these rows."""
+    """The number of tokens that are learned from these rows."""
     return sum(int(mask[1:].sum()) for _, mask in rows)
 
 
 def window(tokens, start, T, K):
-    """A row of pretraining: T inputs with all their targets, those of the further heads, too."""
+    """A row of pretraining: T inputs, with the targets of all K heads."""
     ids = tokens[start:start + T + K]
     return ids, np.ones(len(ids), bool)
 
 
 def window_count(size, T, K):
-    """Windows an epoch.  They stand at stride T, on a grid that may be shifted by up to T - 1 tokens."""
+    """The number of windows in an epoch, at least 1.  They start at shift, shift + T, shift + 2T, ..., where shift is
+    0 to T - 1.  The last of n windows starts at shift + (n-1) T and needs T + K tokens.  So for the largest shift
+    T - 1 + (n-1) T + T + K <= size, which is n <= (size - K - T + 1) / T."""
     require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
     return max(1, (size - K - T + 1) // T)
 
 
 def text_rows(tokens, T):
-    """A text as rows of T + 1 ids in which every token but the first is learned once.  A row begins with the token
-    that the row before it ends with; the last one begins earlier, so that it is full."""
+    """A text as rows of T + 1 ids.  Every token except the first is learned in exactly one row.  A row begins with the
+    token with which the row before it ends.  The last row begins earlier, so that it is full, and its mask leaves out
+    what the row before it has learned."""
     rows = []
     for start in range(0, len(tokens) - 1, T):
         first = max(0, min(start, len(tokens) - 1 - T))
@@ -135,14 +142,14 @@ def text_rows(tokens, T):
 
 @functools.lru_cache(maxsize=4)
 def epoch_order(count, seed, epoch, shifts):
-    """-> (a number below `shifts`, all indices below `count`), both drawn at random."""
+    """-> (a number from 0 to shifts - 1, a permutation of 0 .. count - 1), both drawn at random."""
     rng = np.random.default_rng([seed, epoch])
     return rng.integers(shifts), rng.permutation(count)
 
 
 def in_turn(count, seed, first, number, stride=1, shifts=1):
-    """-> the places number `first` to first + number - 1 in the epochs' random orders, laid end to end.  An epoch
-    has `count` places, at this stride, on a grid shifted by less than `shifts`."""
+    """-> `number` places, from the one of index `first` on.  The places stand in random order, epoch after epoch.  An
+    epoch has `count` places: shift, shift + stride, shift + 2 stride, ..., where the shift is drawn for each epoch."""
     places = []
     for i in range(first, first + number):
         shift, order = epoch_order(count, seed, i // count, shifts)
@@ -153,18 +160,21 @@ def in_turn(count, seed, first, number, stride=1, shifts=1):
 # ------------------------------------------------------------------------------------------------------------
 # 2. The loop
 # ------------------------------------------------------------------------------------------------------------
-# What pretraining, fine-tuning and rl.py do not share; train() is the rest.
-#   batch: step, from 0 -> (rows, weights (n,) of the rows in the loss of head 0; or None, then all heads learn).  A
-#       pure function of the step and the model's weights, so that a run can be resumed.
-#   evaluate: step -> dict for log.jsonl, with numbers and "samples": pairs of texts, a title and what the model says.
-#   note: step -> what the progress line says beside the loss, or "".
+# train() is what pretraining, fine-tuning and rl.py share.  A Job is what they do not share, three functions:
+#   batch: step, from 0 -> (rows, weights).  weights (n,): of each row in the loss of head 0, and only head 0 learns; or
+#       None, then all rows weigh the same, and all heads learn.  batch is a pure function of the step and of the
+#       model's weights, so that a run can be resumed.
+#   evaluate: step -> dict for log.jsonl, with numbers and with "samples": [(title, what the model says), ...].
+#   note: step -> what the progress line shows beside the loss, or "".
 Job = collections.namedtuple("Job", "batch evaluate note")
-REPORT_EVERY = 10           # steps: so many a GPU may run ahead of the host
-EARLY = 16, 64              # steps that are evaluated, too: there the loss falls fastest
+REPORT_EVERY = 10           # steps that a GPU may run ahead of the host
+EARLY = 16, 64              # these steps are evaluated, too, because the loss falls fastest at the beginning
 
 
 def train(training, job, stop):
-    """Run from model.step to settings.steps -> exit code, 0 when the run is finished."""
+    """Run from model.step to settings.steps -> exit code, 0 when the run is finished.
+
+    The loop begins with the step that is already done, step 0 of a new run: it is only evaluated."""
     np.seterr(all="ignore")     # report looks for numbers that are not finite
     model = training.model
     settings = training.settings
@@ -225,8 +235,9 @@ def open_log(training):
 
 
 def forward_backward(training, rows, weights):
-    """The gradient of a step, micro-batch by micro-batch -> the losses (K,).  A micro-batch is bounded by its tokens,
-    so of shorter rows it takes more.  Each of several ranks takes a part of the rows."""
+    """Add up the gradient of a step, micro-batch by micro-batch -> the losses (K,).  A micro-batch has at most
+    micro_batch * T tokens, so it takes more rows if they are shorter.  Where there are several ranks, each takes a part
+    of the rows."""
     T, K = training.sizes
     model = training.model
     ranks = training.ranks
@@ -235,7 +246,7 @@ def forward_backward(training, rows, weights):
     counted = count_targets(targets, P, K)
     training.state["tokens"] += inputs.size
     own = ranks.part(len(rows))
-    if own.start == own.stop:                       # more ranks than rows: this one takes a row without targets
+    if own.start == own.stop:                       # more ranks than rows: this rank takes a row without targets
         own = slice(0, 1)
         targets[...] = -1
     size = max(1, training.settings.micro_batch * T // P)
@@ -251,8 +262,8 @@ def forward_backward(training, rows, weights):
 
 
 def learning_rate(step, settings):
-    """Linear warmup to settings.lr, then a cosine down to a tenth of it (Loshchilov & Hutter 2017).  step
-    counts from 0."""
+    """The learning rate of a step, counted from 0.  It rises linearly to settings.lr.  Then it falls along half a
+    cosine to a tenth of settings.lr (Loshchilov & Hutter 2017)."""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
     progress = (step - settings.warmup) / max(1, settings.steps - 1 - settings.warmup)
@@ -260,13 +271,13 @@ def learning_rate(step, settings):
 
 
 def report(training, job, log, waiting, pause):
-    """Wait for the numbers of these steps, log them, and print a line for each.  FloatingPointError for a number that
-    is not finite; before a pause, in which the weights may be saved, also for weights that are not."""
+    """Wait for the numbers of these steps, log them, and print a line for each.  FloatingPointError if a number is not
+    finite.  Before a pause the weights are looked at, too, because they may be saved in it."""
     model = training.model
     settings = training.settings
     seconds = training.state["seconds"]
-    for step, tokens, lr, read in waiting:
-        losses, norm = [np.asarray(array).tolist() for array in read()]
+    for step, tokens, lr, wait_for_numbers in waiting:
+        losses, norm = [np.asarray(array).tolist() for array in wait_for_numbers()]
         last = pause and step == model.step
         weights = model.read(model.flat_params) if last else 0.0
         if not (np.isfinite([*losses, norm]).all() and np.isfinite(weights).all()):
@@ -285,14 +296,14 @@ def report(training, job, log, waiting, pause):
 # ------------------------------------------------------------------------------------------------------------
 # 3. Measuring
 # ------------------------------------------------------------------------------------------------------------
-EVAL_TOKENS = 1 << 17    # an evaluation on the way reads about so many tokens of all that is held out
+EVAL_TOKENS = 1 << 17    # an evaluation reads about this many of the tokens held out; the last one reads all
 SAMPLE_TOKENS = 80
-PROMPTS = ("\n", "The", "What is")         # no space at an end: it belongs to the token of the next word
+PROMPTS = ("\n", "The", "What is")         # without a space at the end: it belongs to the token of the next word
 
 
 def row_losses(training, rows):
-    """-> (n,) for each row the sum of head 0's -log p of what it learns.  The ranks share the work; the rows of a
-    batch are about as long, so little of it is padding."""
+    """-> (n,) for each row the sum of head 0's -log p over the tokens that the row learns.  The ranks share the work.
+    The rows are sorted by length, so that a batch has little padding."""
     T, K = training.sizes
     ranks = training.ranks
     progress = show_progress("measured:", "thousand rows", 1000)
@@ -309,27 +320,28 @@ def row_losses(training, rows):
 
 
 def measure(training, kinds):
-    """kinds: {name: rows} -> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {name: [both]}} of what the
-    rows learn.  Bits a byte do not depend on the tokenizer: models can be compared by them."""
+    """kinds: {name: rows} -> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {name: [both]}}, means over the
+    tokens that the rows learn.  A byte is a byte for every tokenizer.  So models with different tokenizers can be
+    compared in bits a byte."""
     sizes = np.array(list(map(len, training.tokenizer.tokens)))
     sizes[list(training.tokenizer.special.values())] = 0        # a special token is no text
     sums = {}
     for name, rows in kinds.items():
         ids = np.concatenate([ids[1:][mask[1:]] for ids, mask in rows])
         sums[name] = np.array([row_losses(training, rows).sum(), len(ids), sizes[ids].sum()])
-    loss, bpb = in_units(sum(sums.values()))
-    return {"val_loss": loss, "val_bpb": bpb, "val": {name: in_units(part) for name, part in sums.items()}}
+    loss, bpb = nats_and_bits(sum(sums.values()))
+    return {"val_loss": loss, "val_bpb": bpb, "val": {name: nats_and_bits(part) for name, part in sums.items()}}
 
 
-def in_units(sums):
+def nats_and_bits(sums):
     """[nats, tokens, bytes] -> [nats a token, bits a byte]."""
     nats, tokens, size = sums.tolist()
     return [nats / tokens, nats / math.log(2) / max(size, 1)]
 
 
 def draw_samples(training, prompts, most):
-    """How the model goes on after some prompts, {title: ids}, up to a special token or `most` ids -> [(title, text),
-    ...].  Rank 0 draws."""
+    """prompts: {title: ids} -> [(title, how the model goes on after the prompt), ...], each up to a special token or
+    `most` ids.  Rank 0 draws; the others return []."""
     if training.ranks.rank:
         return []
     seeds = training.settings.seed + np.arange(len(prompts))
@@ -337,9 +349,9 @@ def draw_samples(training, prompts, most):
     return list(zip(prompts, generate_texts(training.model, training.tokenizer, [*prompts.values()], sampling, most)))
 
 
-def print_record(record, whole):
-    """Print what an evaluation has found: its numbers, those of each kind of text, and a line of each sample; or the
-    whole samples."""
+def print_record(record, in_full):
+    """Print the record of an evaluation: its numbers, those of each kind of text if there are several, and the samples,
+    one line of each or in full."""
     words = [f"{name} {value:.4f}" for name, value in record.items() if isinstance(value, float)]
     kinds = record.get("val", {})
     if len(kinds) > 1:
@@ -347,7 +359,7 @@ def print_record(record, whole):
     margin = " " * 11
     print(textwrap.fill(", ".join(words), 79, initial_indent=margin, subsequent_indent=margin))
     for title, text in record["samples"]:
-        if whole:
+        if in_full:
             print(f"--- {printable(title)}\n{printable(text)}")
         else:
             print(f"{margin}{printable(title)!r:.24} {printable(text)!r:.42}")
@@ -357,15 +369,16 @@ def print_record(record, whole):
 #
 #     {"good": "The cats annoy Tim.", "bad": "The cats annoys Tim.", "name": "agreement"}
 #
-# A model that knows the rule finds the good one more probable.  BLiMP (Warstadt et al. 2020) asks this about
-# 67 rules of English grammar, 1,000 times each.  A sentence is read as the beginning of a text:
+# A model that knows the rule finds the good one more probable.  BLiMP (Warstadt et al. 2020) tests 67 rules of English
+# grammar in this way, with 1,000 pairs each.  A sentence is read as the beginning of a text:
 #
 #     log p(sentence) = sum over t of  log p(id_t | the token that begins a text, id_1 .. id_(t-1))
 #
-# Longer sentences are less probable, but the two of a pair are about as long, so nothing is divided by a length.
+# A longer sentence is less probable.  But the two sentences of a pair have about the same length, so log p is not
+# divided by it.
 def evaluate_pairs(training, path):
-    """Print how often the good sentence is the more probable one: for each name, and the mean over the names.
-    ValueError for a record that is no such pair, or has a sentence that the context cannot take."""
+    """Print how often the good sentence is the more probable one, for each name, and the mean over the names.
+    ValueError for a record that is no such pair, or for a sentence that is longer than the context."""
     T, _ = training.sizes
     start = checkpoint.text_start(training.out, training.tokenizer)
 
@@ -376,7 +389,7 @@ def evaluate_pairs(training, path):
         for text in (record["good"], record["bad"]):
             ids = np.array([start, *training.tokenizer.encode(text)])
             require(1 < len(ids) <= T + 1, f"a sentence must have 1 to {T} tokens")
-            rows += text_rows(ids, T)               # one
+            rows += text_rows(ids, T)               # which is one row
         return printable(record["name"]), *rows
 
     pairs = read_records([path], make_rows)
@@ -397,16 +410,16 @@ MACHINE = ("device", "precision", "threads", "micro_batch")                # set
 
 
 def defaults(steps, batch_tokens, lr, warmup, every):
-    """Of a run; evaluation and save come every so many steps."""
+    """-> dict of settings.  every: the steps from one evaluation, and from one save, to the next."""
     return dict(steps=steps, batch_tokens=batch_tokens, lr=lr, warmup=warmup, eval_every=every, save_every=every)
 
 
-# Chosen by short runs; docs/notes.md says what else was tried.  lr is Muon's; AdamW takes half of it.
+# Chosen by short runs; docs/notes.md says what else was tried.  lr is for Muon; begin() halves it for AdamW.
 DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200),
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000)}
-# A fifth epoch over 290 MB did not help big, nor a ninth epoch over 0.3 MB small.
+# More epochs did not help: big gained nothing from a fifth over 290 MB, small nothing from a ninth over 0.3 MB.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -419,11 +432,12 @@ def setting(kind, meaning, default=dataclasses.MISSING):
 
 @dataclasses.dataclass
 class Settings:
-    """What a run is: with the same settings, files, code, libraries and number of processes every loss is the
-    same, bit for bit."""
+    """What a run is.  Two runs with the same settings, files, code, libraries and number of processes have the same
+    losses, bit for bit.  Most settings are options; where an option is missing, make_settings chooses a value, by the
+    preset and the machine, or the default at the end of the line is taken."""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
-    # the largest batch that anybody has reported (Llama 3) has as many tokens
+    # at most as many as in the largest batch that anybody has reported (Llama 3)
     batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step, a multiple of the context")
     lr: float = setting(bounded(float, 1e-9, 100), "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
@@ -431,9 +445,9 @@ class Settings:
     save_every: int = setting(whole_number(1), "steps from one save to the next")
     device: str = setting(("cpu", "gpu"), "default: the CPU for small, else the GPU")
     precision: str = setting(model_gpu.PRECISIONS, "number format on a GPU (default: bf16 where it has that)")
-    # slices of a batch, a core each; another number of them sums in another order
+    # the batch is cut into this many slices, and each has a core; another number sums in another order
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all)")
-    # a CUDA grid is no higher than 65,535
+    # a CUDA grid has at most 65,535 rows
     micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: as many as pay)")
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further prediction heads in the loss", 0.3)
     optimizer: str = setting(OPTIMIZERS, "muon (the default) for the layers' matrices, or adamw for all", "muon")
@@ -446,14 +460,16 @@ class Settings:
     beta: float = 0.1       # of DPO
     reward: str = ""        # the name of REINFORCE's reward
     data: list = None       # the files to learn from
-    key: str = ""           # fingerprint of these files, compared when the run is opened
+    key: str = ""           # fingerprint of these files; it is compared when the run is opened
 
 
 @dataclasses.dataclass
 class Training:
-    """What a run works on.  state: a dict of the "tokens" and "seconds" spent so far, the "script" that this
-    is and its "base", the folder of the model that it began with, or None; of DPO also "reference".  out: the
-    folder of the run."""
+    """All that a run works with.  out: the folder of the run.  state: a dict, of what else a save records:
+        "tokens", "seconds"     spent so far
+        "script"                train.py, sft.py or rl.py
+        "base"                  the folder of the model that the run began with, or None
+        "reference"             only in DPO: the reference's log-probabilities"""
     model: object               # Model of either engine
     tokenizer: Tokenizer
     settings: Settings
@@ -473,8 +489,8 @@ def option_of(name):
 
 
 def parse_run_options(parser, argv, sizes, data):
-    """-> dict of the options that have a value.  sizes: those of SIZES that are options, too; data: what the files
-    of --data are."""
+    """-> dict of the options that have a value.  sizes: which of SIZES are options of this script; data: the help of
+    --data."""
     add = parser.add_argument
     add("preset", nargs="?", metavar="PRESET", help=f"the model's size: {', '.join(CONFIGS)} (default small)")
     add("--base", type=normpath, metavar="DIR",
@@ -501,12 +517,12 @@ def parse_run_options(parser, argv, sizes, data):
 
 
 def choose_machine(options, preset, config, batch_tokens, ranks):
-    """-> the settings of MACHINE, a dict: those among the options, and for the others the best that there is."""
+    """-> dict of the settings in MACHINE, from the options, or else the best that this machine has."""
     device = options.get("device", "cpu" if preset == "small" else "gpu")
     take_engine(device, config, ranks)
     on_gpu = device == "gpu"
     windows = max(1, model_gpu.ceil_div(batch_tokens // config.context, ranks.size))
-    most = max(1, (32768 if on_gpu else 4096) // config.context)        # more do not pay
+    most = max(1, (32768 if on_gpu else 4096) // config.context)        # more tokens at once make a step no faster
     rows = options.get("micro_batch", min(windows, most))
     cores = min(rows, max(1, available_cores() // ranks.size))
     return {"device": device,
@@ -525,7 +541,7 @@ def take_engine(device, config, ranks):
 
 
 def make_settings(options, preset, config, usual, ranks):
-    """Settings from the usual ones, of the preset, and the options."""
+    """-> Settings: the options, and for the others the usual ones of the preset."""
     T = config.context
     usual = {**usual, "preset": preset, "mtp_weight": float(config.mtp_weight),
              "batch_tokens": max(1, usual["batch_tokens"] // T) * T}
@@ -550,7 +566,7 @@ def load_model(folder, settings, config, ranks, training=True):
 # 5. A run is a folder
 # ------------------------------------------------------------------------------------------------------------
 def go(script, options, out, begin, make_job):
-    """A script's run, on all ranks -> exit code.  begin(options, out, ranks) makes the folder of a new run, on rank 0;
+    """Run a script on all ranks -> exit code.  begin(options, out, ranks) writes a new run, on rank 0;
     make_job(training) gives the Job of the run that was opened."""
     def run(ranks):
         begun = folder_of_beginning(out)
@@ -571,7 +587,7 @@ def go(script, options, out, begin, make_job):
 
 
 def folder_of_beginning(out):
-    """Where a new run is until nothing can be wrong with it any more: beside its folder, hidden."""
+    """-> the path of the hidden folder, beside `out`, in which a new run is written.  open_log gives it its name."""
     return join(dirname(out), f".{basename(out)}.begun")
 
 
@@ -601,7 +617,7 @@ def save_run(training):
 
 
 def open_run(script, options, out, ranks):
-    """-> the Training in a folder, as its last save left it."""
+    """-> the Training of a folder, as the last save left it."""
     require(exists(f"{out}/config.json"), f"there is nothing to resume in {out}.")
     if ranks.rank == 0:
         checkpoint.mend(out)
@@ -642,8 +658,8 @@ def read_settings(record):
 
 
 def apply_options(options, settings, config, base, out, ranks):
-    """A run that is opened has its settings, its sizes and its base.  Options that differ from them are an error, but
-    for more steps or epochs, and for what belongs to the machine."""
+    """Compare the options beside --resume with what the run has recorded.  An option may differ if it belongs to the
+    machine, or if it asks for more steps or epochs; then the settings change.  All else that differs is an error."""
     recorded = {**vars(config), **vars(settings), "base": base}
     changed = {name: value for name, value in options.items() if recorded.get(name, value) != value}
     if "device" in changed:
@@ -662,7 +678,7 @@ def apply_options(options, settings, config, base, out, ranks):
 
 
 def preset_of(base):
-    """The preset by whose defaults a model goes: the largest one that is not wider."""
+    """-> the preset whose defaults fit a model: the largest one that is not wider than the model."""
     require(exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py` trains one, then sft.py "
             "one that answers; --base names another.")
     dim = checkpoint.read_config(base).dim
@@ -673,36 +689,37 @@ def preset_of(base):
 # 6. The corpus
 # ------------------------------------------------------------------------------------------------------------
 def make_tokenizer(paths, vocab):
-    """-> a Tokenizer of what is not held out of these files."""
+    """-> a Tokenizer, trained on the parts of these files that are not held out."""
     print(f"Training a tokenizer of {vocab} tokens.")
     sample = tokenizer_sample([(path, 0, split_point(path)) for path in map(with_plain_lines, paths)])
     return Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:"))
 
 
 def prepare(paths, tokenizer):
-    """Corpus -> (tokens, val).  tokens: uint16 ids to train on, memory-mapped; val: {kind: such ids}, held out.  They
-    are kept in data/, named by a fingerprint of the files and the tokenizer, and made only once.
+    """Corpus -> (tokens, val).  tokens: ids to train on; val: {kind: ids}, held out.
 
-    A kind is what validation is reported by: the letters that a file's name begins with.  So books_00.txt and
-    books_01.txt are one kind, and web_wikipedia.txt another."""
+    Validation is reported for each kind of file.  A kind is the letters with which a file's name begins: books_00.txt
+    and books_01.txt are one kind, and web_wikipedia.txt is another."""
     to_learn = []
     held_out = collections.defaultdict(list)
-    plain = list(map(with_plain_lines, paths))
-    for path, name in zip(plain, paths):
-        cut = split_point(path)
-        to_learn.append((path, 0, cut))
-        kind = re.match("[a-z]*", basename(name).lower())[0] or "text"
-        held_out[kind].append((path, cut, getsize(path)))
-    key = short_hash(hash_files(plain), *held_out, str([tokenizer.tokens, tokenizer.merges, tokenizer.digits]))
-    val = {kind: make_tokens(tokenizer, f"val-{kind}-{key}", parts) for kind, parts in held_out.items()}
-    return make_tokens(tokenizer, f"train-{key}", to_learn), val
+    for path in paths:
+        plain = with_plain_lines(path)
+        cut = split_point(plain)
+        to_learn.append((plain, 0, cut))
+        kind = re.match("[a-z]*", basename(path).lower())[0] or "text"
+        held_out[kind].append((plain, cut, getsize(plain)))
+    val = {kind: make_tokens(tokenizer, f"val-{kind}", parts) for kind, parts in held_out.items()}
+    return make_tokens(tokenizer, "train", to_learn), val
 
 
 def make_tokens(tokenizer, name, parts):
-    """The uint16 ids of these parts of files, from data/NAME.bin, which is made where it is missing."""
-    path = f"data/{name}.bin"
+    """parts of files, [(path, start, end), ...] -> their uint16 ids, memory-mapped.  They are kept in data/, in a file
+    that is named by a fingerprint of the parts and of the tokenizer, and made only once."""
+    texts = [[file_hash(path), start, end] for path, start, end in parts]
+    key = short_hash(str([texts, tokenizer.tokens, tokenizer.merges, tokenizer.digits]))
+    path = f"data/{name}-{key}.bin"
     if not exists(path):
-        tokenizer.encode_files(parts, path, progress=show_progress(f"{name.rpartition('-')[0]} tokens:"))
+        tokenizer.encode_files(parts, path, progress=show_progress(f"{name} tokens:"))
     return np.memmap(path, "<u2", "r")
 
 
@@ -710,7 +727,7 @@ def make_tokens(tokenizer, name, parts):
 # 7. The script
 # ------------------------------------------------------------------------------------------------------------
 def begin(options, out, ranks):
-    """Make the folder of a new run."""
+    """Choose the settings of a new run, make its tokenizer and its tokens, and write it."""
     base = options.get("base")
     preset = options.get("preset", preset_of(base) if base else "small")
     sizes = {name: options[name] for name in SIZES if name in options}
@@ -718,7 +735,7 @@ def begin(options, out, ranks):
     if options.get("optimizer") == "adamw":
         usual["lr"] /= 2
     if base:
-        usual["lr"] /= 2             # half the rate learns a new text as well, and forgets less of the base
+        usual["lr"] /= 2            # half the rate learns a new text equally well, and forgets less of the base
         require(sizes.keys() <= {"context"}, f"the model in {base} has its sizes: leave out all but --context.")
         config = checkpoint.read_config(base, options.get("context"))
     else:
@@ -747,7 +764,7 @@ def pretraining(training):
     number = settings.batch_tokens // T             # of windows in a step
     held_out = {kind: text_rows(ids, T) for kind, ids in val.items() if len(ids) > 1}
     stride = max(1, sum(map(len, val.values())) // EVAL_TOKENS)
-    # a tokenizer may lack all bytes of a text
+    # A prompt may have no token, because another model's tokenizer may lack some bytes.
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
@@ -758,7 +775,7 @@ def pretraining(training):
         return [window(tokens, start, T, K) for start in starts], None
 
     def evaluate(step):
-        every = 1 if step == settings.steps else stride         # at last on all that is held out
+        every = 1 if step == settings.steps else stride         # the last evaluation reads all that is held out
         rows = {kind: rows[::every] for kind, rows in held_out.items()}
         return {**measure(training, rows), "samples": draw_samples(training, prompts, SAMPLE_TOKENS)}
 
@@ -766,11 +783,11 @@ def pretraining(training):
 
 
 def evaluate_folder(options, ranks):
-    """Print what the model in a folder reaches on the files of --data."""
+    """Print the loss of the model in a folder on each text of --data, or how often it prefers the good sentences."""
     require("data" in options, "--evaluate needs --data: texts, or pairs of sentences (./fetch_data.sh blimp).")
-    other = options.keys() - {"evaluate", "data", "context", "matmul", "resume", *MACHINE}
-    require(not other and not options["resume"], "--evaluate measures a model that is there: leave out "
-            f"{', '.join(map(option_of, sorted(other))) or '--resume'}.")
+    useful = ("evaluate", "data", "context", "matmul", *MACHINE)
+    others = [option_of(name) for name, value in options.items() if value is not False and name not in useful]
+    require(not others, f"--evaluate measures a model that is there: leave out {', '.join(others)}.")
     out = options["evaluate"]
     config = checkpoint.read_config(out, options.get("context"))
     options.setdefault("device", "cpu" if model_gpu.why_no_gpu() else "gpu")
@@ -780,9 +797,9 @@ def evaluate_folder(options, ranks):
         if holds_records(path):
             evaluate_pairs(training, path)
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            training.tokenizer.encode_files([with_plain_lines(path)], f"{folder}/ids")
-            rows = text_rows(np.fromfile(f"{folder}/ids", "<u2"), config.context)
+        plain = with_plain_lines(path)
+        ids = make_tokens(training.tokenizer, "evaluated", [(plain, 0, getsize(plain))])
+        rows = text_rows(ids, config.context)
         require(rows, f"{path} is too short: it needs two tokens.")
         result = measure(training, {path: rows})
         print(f"{printable(path)}: loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte")
