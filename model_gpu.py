@@ -482,8 +482,8 @@ def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
 
 def gradient_norm(gpu, state, partial, grad, muon, clip):
     """state (3,): the norm of the flat gradient; the factor that clips the norm of all but its part `muon`,
-    a slice; and how many updates have changed nothing: from the first norm on that is not finite, all.  partial (3 SUM_BLOCKS,):
-    scratch."""
+    a slice; and how many updates have changed nothing: from the first norm on that is not finite, all.
+    partial (3 SUM_BLOCKS,): scratch."""
     parts = grad[:muon.start], grad[muon.stop:], grad[muon]
     for i, part in enumerate(parts):                # of one that is empty the sum is 0
         gpu.launch("sum_of_squares", SUM_BLOCKS, 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
