@@ -201,7 +201,8 @@ def test_steps_of_the_twin_track_ours(optimizer):
 
 def test_the_hardest_twin_computes_the_same_in_bf16():
     """Its whole residual stream is bf16, so its gradient is further off than that of the plain one."""
-    model, (tokens, targets) = make_model(0.05), make_batch(seed=0)
+    model = make_model(0.05)
+    tokens, targets = make_batch(seed=0)
     model.forward(tokens, targets)
     model.backward()
     hardest, plain = [distance(torch_twin.gradient(model, tokens, targets, "bf16", "cpu", hardest), model.flat_grads)
