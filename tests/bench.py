@@ -405,7 +405,7 @@ def bench_train(model="big", batch=64, context=512, precision="bf16", optimizer=
 
 def gradient_errors(precision, peer):
     """{name: relative L2 distance of the gradient from that of the CPU in float64}, on the problem of gradcheck.py --gpu."""
-    reference, tokens, targets = gradcheck.make_problem(gradcheck.GPU_CONFIG)
+    reference, tokens, targets = gradcheck.make_problem(gradcheck.GPU_CONFIG, T=256)
     _, exact = gradcheck.whole_step(reference, tokens, targets)
     model = model_gpu.Model(gradcheck.GPU_CONFIG, precision=precision)
     model.write(model.flat_params, reference.flat_params)
