@@ -367,12 +367,13 @@ def bench_train(model="big", batch=64, context=512, precision="bf16", optimizer=
     """A training step: milliseconds, tokens/s, memory; then a block to paste into an issue.  --peer: beside PyTorch's, with
     the same optimizer, the hardest and the plain one.  --rounds 30: by then the card is warm, and its power limits it."""
     where = f"{model}, {precision}, B {batch} x T {context}, {optimizer}, {gpu_name()}"
+    cupy = model_gpu.cupy
     config = replace(CONFIGS[model], context=context)
     rows = random_batch(config, batch, context)
     ours = model_gpu.Model(config, precision=precision, micro_batch=batch, optimizer=optimizer)
     functions = {"ours": partial(train_step, ours, *rows)}
     seconds_a_call(functions["ours"], 3, wait_for_gpu)
-    gib = {"ours": model_gpu.cupy.get_default_memory_pool().used_bytes() / 2 ** 30}
+    gib = {"ours": cupy.get_default_memory_pool().used_bytes() / 2 ** 30}
     for kind in ("hardest", "plain") if peer else ():
         import torch
         before = torch.cuda.memory_allocated()
@@ -397,24 +398,21 @@ def bench_train(model="big", batch=64, context=512, precision="bf16", optimizer=
         B *= 2
     for name, error in gradient_errors(precision, peer).items():
         print(f"  {name}: the gradient's relative distance from float64 {error:.2e}")
-    runtime = model_gpu.cupy.cuda.runtime
-    print(f"  {where}, compute capability {model_gpu.cupy.cuda.Device().compute_capability}, CUDA of the "
-          f"driver {runtime.driverGetVersion()}, CUDA {runtime.runtimeGetVersion()}, CuPy {model_gpu.cupy.__version__}, "
+    print(f"  {where}, compute capability {cupy.cuda.Device().compute_capability}, CUDA of the driver "
+          f"{cupy.cuda.runtime.driverGetVersion()}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
           f"NumPy {np.__version__}, Python {platform.python_version()}, {platform.platform()}")
 
 
 def gradient_errors(precision, peer):
     """{name: relative L2 distance of the gradient from that of the CPU in float64}, on the problem of gradcheck.py --gpu."""
     reference, tokens, targets = gradcheck.make_problem(gradcheck.GPU_CONFIG, T=256)
-    _, exact = gradcheck.whole_step(reference, tokens, targets)
-    model = model_gpu.Model(gradcheck.GPU_CONFIG, precision=precision)
-    model.write(model.flat_params, reference.flat_params)
-    _, gradient = gradcheck.whole_step(model, tokens, targets)
+    ours = model_gpu.Model(gradcheck.GPU_CONFIG, precision=precision)
+    ours.write(ours.flat_params, reference.flat_params)
+    exact, gradient = [gradcheck.whole_step(model, tokens, targets)["whole gradient"] for model in (reference, ours)]
     gradients = {"ours": gradient}
-    if peer:
+    for kind in ("hardest", "plain") if peer else ():
         import torch_twin
-        for name in "hardest", "plain":
-            gradients[f"PyTorch, {name}"] = torch_twin.gradient(reference, tokens, targets, precision, hardest=name == "hardest")
+        gradients[f"PyTorch, {kind}"] = torch_twin.gradient(reference, tokens, targets, precision, hardest=kind == "hardest")
     return {name: gradcheck.distance(gradient, exact) for name, gradient in gradients.items()}
 
 
