@@ -142,10 +142,12 @@ struct Place {
     int b, h, g, T, H, G;
 };
 
-// The place of a block, where the grid is (H, B, ...).
-__device__ Place query_head(int T, int H, int G) {
-    int h = blockIdx.x;
-    return {int(blockIdx.y), h, h / (H / G), T, H, G};
+// The place of a block. Where the grid is (H, B, ...) it has a query head; where it is (G, B, ...) it has a key
+// head, and h is the first of the query heads that read it.
+__device__ Place own_place(int T, int H, int G) {
+    int group = H / G;
+    int h = blockIdx.x * (gridDim.x == G ? group : 1);
+    return {int(blockIdx.y), h, h / group, T, H, G};
 }
 
 // The query head in out or dout.
@@ -202,7 +204,7 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 #define FLASH_KERNELS(suffix, version, Real)                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
     flash_forward##suffix(Real* out, float* lse, const Real* qkv, int T, int H, int G) {                     \
-        version::forward(out, lse, qkv, query_head(T, H, G));                                                \
+        version::forward(out, lse, qkv, own_place(T, H, G));                                                 \
     }                                                                                                        \
     BACKWARD(dq, suffix, version, Real, version::DQ_BLOCKS)                                                  \
     BACKWARD(dkdv, suffix, version, Real, 2)
@@ -211,7 +213,7 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
     extern "C" __global__ void __launch_bounds__(THREADS, blocks)                                            \
     flash_backward_##which##suffix(Real* dqkv, float* delta, const Real* dout, const Real* out, Floats lse,  \
                                    const Real* qkv, Floats angles, int T, int H, int G) {                    \
-        version::backward_##which(dqkv, delta, dout, out, lse, qkv, angles, T, H, G);                        \
+        version::backward_##which(dqkv, delta, dout, out, lse, qkv, angles, own_place(T, H, G));             \
     }
 
 // ===========================================================================================================
@@ -342,9 +344,8 @@ __device__ void forward(float* out, float* lse, Floats qkv, Place at) {
 }
 
 __device__ void backward_dq(float* dqkv, float* delta, Floats dout, Floats out, Floats lse,
-                            Floats qkv, Floats angles, int T, int H, int G) {
+                            Floats qkv, Floats angles, Place at) {
     __shared__ Tile K, V;
-    Place at = query_head(T, H, G);
     int i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row();
     int last = query | (WARP_ROWS - 1);
@@ -379,26 +380,26 @@ __device__ void backward_dq(float* dqkv, float* delta, Floats dout, Floats out, 
 }
 
 __device__ void backward_dkdv(float* dqkv, Floats delta, Floats dout, Floats, Floats lse,
-                              Floats qkv, Floats angles, int T, int H, int G) {
+                              Floats qkv, Floats angles, Place at) {
     __shared__ Tile Q, dO;
-    int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
+    int j = blockIdx.z;
     int key = j * ROWS + own_row();
     float scale = rsqrtf(D);
-    Place at = {b, 0, g, T, H, G};
+    int end = at.h + at.H / at.G;  // of the heads of the group
     auto in = heads_of(qkv, at);
 
     Row k[2] = {load(in.k, key), load(in.k, key + 1)};
     Row dK[2] = {};
     Row v[2] = {load(in.v, key), load(in.v, key + 1)};
     Row dV[2] = {};
-    for (at.h = g * (H / G); at.h < (g + 1) * (H / G); at.h++)
-        for (int first = j * ROWS; first < T; first += TILE) {
+    for (; at.h < end; at.h++)
+        for (int first = j * ROWS; first < at.T; first += TILE) {
             load_tiles(Q, heads_of(qkv, at).q, dO, head_of(dout, at), first);
-            int t = min(first + int(threadIdx.x % 32), T - 1);  // each lane fetches the numbers of one query
+            int t = min(first + int(threadIdx.x % 32), at.T - 1);  // each lane fetches the numbers of one query
             float lane_L = lse[numbers_at(at) + t];
             float lane_Delta = delta[numbers_at(at) + t];
             // from the first query that sees a key of this warp
-            for (int i = max(0, (key & -WARP_ROWS) - first); i < TILE && first + i < T; i++) {
+            for (int i = max(0, (key & -WARP_ROWS) - first); i < TILE && first + i < at.T; i++) {
                 float L = __shfl_sync(0xFFFFFFFF, lane_L, i);
                 float Delta = __shfl_sync(0xFFFFFFFF, lane_Delta, i);
                 Row q = load(Q.rows[i]);
@@ -809,8 +810,7 @@ struct Kernels {
     }
 
     static __device__ void forward(Real* out, float* lse, Reals qkv, Place at) {
-        extern __shared__ __align__(1024) uint4 shared_memory[];
-        char* Q_tile = (char*)shared_memory;
+        extern __shared__ __align__(1024) char Q_tile[];
         char* stages = Q_tile + M * BYTES;     // two of K and V
         int i = (at.T - 1) / ROWS - blockIdx.z;   // the longest work first, as above
         int lane = threadIdx.x % 32;
@@ -876,11 +876,9 @@ struct Kernels {
     // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
 
     static __device__ void backward_dq(Real* dqkv, float* delta, Reals dout, Reals out,
-                                       Floats lse, Reals qkv, Floats angles, int T, int H, int G) {
-        extern __shared__ __align__(1024) uint4 shared_memory[];
+                                       Floats lse, Reals qkv, Floats angles, Place at) {
         constexpr int QUARTER = CHUNKS / 4;
-        Place at = query_head(T, H, G);
-        char* Q_tile = (char*)shared_memory;
+        extern __shared__ __align__(1024) char Q_tile[];
         char* dO_tile = Q_tile + M * BYTES;
         char* stages = dO_tile + M * BYTES;  // two of K and V
         int i = gridDim.z - 1 - blockIdx.z;
@@ -955,25 +953,24 @@ struct Kernels {
     //     5                          use  head 1, 256   all seen              all seen
 
     static __device__ void backward_dkdv(Real* dqkv, Floats delta, Reals dout, Reals, Floats lse,
-                                         Reals qkv, Floats angles, int T, int H, int G) {
-        extern __shared__ __align__(1024) uint4 shared_memory[];
-        char* K_tile = (char*)shared_memory;
+                                         Reals qkv, Floats angles, Place at) {
+        extern __shared__ __align__(1024) char K_tile[];
         char* V_tile = K_tile + M * BYTES;
         char* stages = V_tile + M * BYTES;                  // two of Q and dO
         float* numbers = (float*)(stages + 4 * BYTES);      // two of lse and delta
-        int g = blockIdx.x, b = blockIdx.y, j = blockIdx.z;
+        int j = blockIdx.z;
         int lane = threadIdx.x % 32;
         int row = 16 * warp_number();
         int first = j * ROWS + row;
         float scale = rsqrtf(D), scale2 = scale * LOG2_E;
 
-        Place at = {b, g * (H / G), g, T, H, G};  // at.h and query: of the stage that is loaded
-        int query = j * ROWS;
+        int end = at.h + at.H / at.G;  // of the heads of the group
+        int query = j * ROWS;          // at.h and query: of the stage that is loaded
         auto load_queries = [&](int n, int query) {
             load_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
             int t = query + threadIdx.x % 64;
             Floats from = (threadIdx.x < 64 ? lse : delta) + numbers_at(at);
-            cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < T);
+            cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < at.T);
         };
         auto in = heads_of(qkv, at);
         load<ROWS>(K_tile, in.k, j * ROWS);
@@ -983,14 +980,16 @@ struct Kernels {
 
         Rows dK[M] = {}, dV[M] = {};
         // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
-        for (int n = 0; at.h < (g + 1) * (H / G); n++) {
+        for (int n = 0; at.h < end; n++) {
             const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
             Floats lse_tile = numbers + n % 2 * THREADS;
             int now = query;  // the first query of this stage
             query += 64;
-            if (query >= T) at.h++;  // the next head, from the block's first key on
-            query = query >= T ? j * ROWS : query;
-            if (at.h < (g + 1) * (H / G)) load_queries(n + 1, query);
+            if (query >= at.T) {     // the next head, from the block's first key on
+                query = j * ROWS;
+                at.h++;
+            }
+            if (at.h < end) load_queries(n + 1, query);
             EACH(m, M) {
                 if (now < j * ROWS + 64 * m) continue;  // all come before these keys
                 Scores St, dPt;
