@@ -1,9 +1,15 @@
-"""What every script shares and nobody comes to read: errors as sentences, options, progress, signals, plain files,
-work in several processes, which sizes of a model are refused, and the texts that a machine without a network has
-(the last section).
+"""What every script shares and nobody comes to read.
+
+    1. errors              they become sentences
+    2. running a script    options, output, progress, signals
+    3. plain files         texts and records are read; a file is written whole or not at all
+    4. parts of files      several processes of one machine work on them (tokenizer.py)
+    5. ranks               several processes train one model (MPI)
+    6. sizes               which sizes of a model are refused
+    7. texts               what a machine without a network learns from
 
 Read before it: nothing.  Nothing here explains a language model: skip it, and come back when one of its names
-puzzles you.  It needs the standard library alone.
+puzzles you.  It needs only the standard library.
 
 What it does not do: it computes nothing of a model.
 """
@@ -29,7 +35,7 @@ from multiprocessing import parent_process
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Errors as sentences
+# 1. Errors as sentences
 # ------------------------------------------------------------------------------------------------------------
 def require(good, sentence):
     """Raise a ValueError with this sentence if `good` is false."""
@@ -39,8 +45,8 @@ def require(good, sentence):
 
 @contextmanager
 def refusing(what):
-    """Inside, something is made from the content of a file.  If that fails, the error becomes one sentence:
-    `what`, and the reason in brackets."""
+    """with refusing("FILE is damaged"): in this block something is made from the content of a file.  If that fails, the
+    error becomes one sentence: "FILE is damaged (the reason)." """
     try:
         yield
     except (OSError, MemoryError):
@@ -59,13 +65,13 @@ def is_of_gpu(error):
 
 
 def printable(text):
-    """A text in which U+FFFD stands for each control character but tab and line end: a terminal would obey
-    those instead of showing them."""
+    """-> the text with U+FFFD in place of each control character except tab and line end.  A terminal would obey such a
+    character instead of showing it."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
 def explain(error):
-    """An error that the user can mend, as one sentence.  None for a mistake of ours: its traceback should show."""
+    """-> one sentence about an error that the user can mend.  None for a mistake of ours: its traceback should show."""
     words = printable(" ".join(str(error).splitlines()))
     if is_of_gpu(error):
         advice = "  Use a smaller --micro-batch, a smaller model or --device cpu."
@@ -83,10 +89,10 @@ def explain(error):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# How a script runs: options, output, signals
+# 2. How a script runs: options, output, signals
 # ------------------------------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error message is one sentence, without ten lines of usage before it."""
+    """argparse, but an error message is one sentence, without ten lines about usage before it."""
     def parse_args(self, arguments):
         for argument in arguments:
             if argument.endswith("=--"):        # which argparse takes for an option with an empty list of values
@@ -116,8 +122,8 @@ def whole_number(least, most=10**9):
 
 
 class Outliving:
-    """The standard output or error of a script that must finish its work even if nobody reads its output.
-    When the reader has left, as `head` does, or the terminal is closed, the output goes nowhere."""
+    """The standard output or error of a script that must finish its work even if nobody reads its output.  If the
+    reader leaves, as in `train.py | head`, or if the terminal is closed, the output is thrown away."""
     def __init__(self, stream):
         self.stream = stream
 
@@ -144,7 +150,7 @@ def run_script(main, to_the_end=False):
     sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = Outliving(sys.stderr or open(os.devnull, "w"))
-    # for characters that the terminal lacks; and a line is seen when it is printed, also where that is a file
+    # Characters that the terminal lacks are printed as escapes, and each line is written at once, also to a file.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     if to_the_end:
         sys.stdout = Outliving(sys.stdout)
@@ -189,9 +195,9 @@ class Stop:
 
 
 def show_progress(what, unit="MB", size=1e6):
-    """-> a function progress(done, total), in bytes, or in something else of which `size` make a unit.  On a
-    terminal it prints a line that rewrites itself, and goes if all was done within a second.  Elsewhere it prints
-    one line at the end, if there was at least one unit to do."""
+    """-> a function progress(done, total).  Both are numbers of bytes, or of something else; a unit has `size` of them.
+    On a terminal it prints a line that rewrites itself; the line disappears if all is done within a second.  Elsewhere
+    it prints one line at the end, if there was at least one unit to do."""
     start = time.monotonic()
 
     def progress(done, total):
@@ -208,8 +214,9 @@ def show_progress(what, unit="MB", size=1e6):
 
 
 def print_step(step, parts, last):
-    """The progress line.  A terminal's is rewritten in place, and cut between two words where it does not fit, or every
-    step would leave a line.  Elsewhere the first step and every tenth have lines of their own."""
+    """Print the progress line.  On a terminal it is rewritten in place.  There it is cut between two words if it is too
+    long, because a line that breaks cannot be rewritten.  Elsewhere the first step, every tenth and the last have a
+    line each."""
     line = "  ".join(filter(None, parts))
     if sys.stdout.isatty():
         line = textwrap.shorten(line, shutil.get_terminal_size().columns - 1, placeholder="")
@@ -223,22 +230,22 @@ def available_cores():
 
 
 def set_threads():
-    """The threads here are slices of the batch, a core each, so BLAS must not start its own.  It reads their
-    number when NumPy loads."""
+    """Let BLAS use one thread.  model_cpu.py cuts the batch into slices and gives each slice a core, so BLAS must not
+    start threads of its own.  BLAS reads these variables when NumPy loads."""
     names = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"
     os.environ.update(dict.fromkeys(names, "1"))
 
 
 def newest_checkpoint(instead):
-    """The folder in out/ whose weights were written last.  instead: what else the user can do, for the error
-    message where there is no such folder."""
+    """-> the folder in out/ whose weights were written last.  instead: what else the user can do.  The error message
+    says it where there is no such folder."""
     weights = glob.glob("out/*/model.safetensors")
     require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
     return os.path.dirname(max(weights, key=os.path.getmtime))
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Plain files
+# 3. Plain files
 # ------------------------------------------------------------------------------------------------------------
 def read_chunk(path, start=0, end=None):
     """Bytes [start, end) of a file; by default all bytes.  ValueError for a folder, and for a pipe or a device, whose
@@ -257,8 +264,8 @@ def holds_records(path):
 
 
 def check_text(path):
-    """ValueError for a file that is no text in UTF-8, by its first megabyte.  Up to one byte in a thousand may
-    be damaged; such bytes are kept, and learned like any others."""
+    """ValueError for a file that is no text in UTF-8, as far as its first megabyte shows.  One byte in a thousand may
+    be damaged: a few such bytes are kept, and learned like any others."""
     require(not holds_records(path), f"{path} holds records, not a text: sft.py and rl.py learn from records.")
     start = read_chunk(path, 0, 1 << 20)
     require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")     # a tenth is held out
@@ -268,8 +275,8 @@ def check_text(path):
 
 
 def with_plain_lines(path):
-    """-> the path of a text whose lines end in "\\n" and that begins with no byte order mark: this one, or a copy
-    of it in data/.  Otherwise a text with Windows' line ends would be learned with them."""
+    """-> the path of the same text with line ends "\\n" and without a byte order mark: this path, or that of a copy in
+    data/.  Without it a model would learn the line ends of Windows, "\\r\\n"."""
     check_text(path)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data.find(b"\r") < 0 and data[:3] != b"\xef\xbb\xbf":
@@ -291,11 +298,11 @@ def read_json(path):
 
 
 def json_values(path):
-    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line
-    that is not JSON, or not UTF-8."""
+    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line that is not
+    JSON, or not UTF-8."""
     data = read_chunk(path).removeprefix(b"\xef\xbb\xbf")      # some editors mark UTF-8 with these bytes
     what = "is not JSON; the file must hold one list of records, or one record a line"
-    lists = re.search(rb"\]\s*\n\s*\[", data)                    # one list a line: each is a record
+    lists = re.search(rb"\]\s*\n\s*\[", data)                   # one list a line: each of them is a record
     if data.lstrip().startswith(b"[") and not lists:
         with refusing(f"{path} {what}"):
             return json.loads(data.decode())
@@ -308,8 +315,7 @@ def json_values(path):
 
 
 def read_records(paths, make):
-    """What `make` makes of each record in these files of JSON.  ValueError names the first record that cannot be
-    used."""
+    """-> [make(record), ...] of all records in these files.  ValueError names the first record that cannot be used."""
     values = []
     for path in paths:
         for number, record in enumerate(json_values(path), 1):
@@ -432,12 +438,10 @@ def short_hash(*texts):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Work on parts of files in several processes
+# 4. Work on parts of files in several processes
 # ------------------------------------------------------------------------------------------------------------
-# bytes; a process starts in the time that it takes to encode one or two megabytes
-WORTH_A_PROCESS = 1 << 21
-# bytes of a file that are looked through for a place to cut it
-CUT_WINDOW = 1 << 16
+WORTH_A_PROCESS = 1 << 21   # bytes.  To start a process takes as long as to encode one or two megabytes.
+CUT_WINDOW = 1 << 16        # bytes of a file in which a place to cut it is looked for
 
 
 def find_chunks(file, size, find_cut):
@@ -472,9 +476,9 @@ def run_chunks(function, chunks, processes, progress):
 
 
 def run_processes(function, chunks, processes):
-    """Yield function(*chunk) of each chunk, in order.  Each worker gets the function once, when it starts, so
-    that what it remembers between chunks, as the tokenizer's cache, is kept.  At most 64 results for each
-    worker wait to be taken, so memory stays bounded."""
+    """Yield function(*chunk) of each chunk, in order.  Each worker gets the function once, when it starts.  So it keeps
+    what the function remembers between chunks, such as the tokenizer's cache.  At most 64 results a worker wait to be
+    taken, so memory stays bounded."""
     size = 64 * processes
     with ProcessPoolExecutor(processes, initializer=start_worker, initargs=(function,)) as pool:
         for i in range(0, len(chunks), size):
@@ -482,7 +486,7 @@ def run_processes(function, chunks, processes):
 
 
 def start_worker(function):
-    """Runs first in a worker.  Ctrl-C is for its parent, and it ends with its parent, however that ends."""
+    """Runs first in a worker.  The worker ignores Ctrl-C, which is for its parent, and ends when its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
@@ -495,15 +499,15 @@ def work(chunk):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Several processes: data parallel training
+# 5. Several processes: data parallel training
 # ------------------------------------------------------------------------------------------------------------
-# Each process, a rank, has all the weights and takes its slice of a step's rows.  The loss is a sum over
-# all targets, divided by their count in the whole step.  So its gradient is the sum of the slices' gradients.
-# The ranks add theirs up (an all-reduce) and make the same update: the weights stay the same everywhere, and
-# rank 0 alone prints, logs and saves.
+# A process of a run is called a rank.  Each rank has all the weights and takes its slice of a step's rows.  The loss is
+# a sum over all targets, divided by their number in the whole step.  So its gradient is the sum of the gradients of the
+# slices.  The ranks add up their gradients (an all-reduce) and make the same update, so the weights stay the same on
+# all ranks.  Only rank 0 prints, logs and saves.
 #
-# MPI starts the ranks, carries what they say, and ends them all when one dies.  Between GPUs NVIDIA's NCCL
-# sums the gradient (model_gpu.py).
+# MPI starts the ranks, carries their messages, and ends all ranks when one dies.  Between GPUs NVIDIA's NCCL sums the
+# gradient (model_gpu.py).
 
 # The variables in which a launcher writes how many ranks there are, and which one this process is: of MPICH and
 # Intel MPI, of Open MPI, of srun.
@@ -520,15 +524,15 @@ class Ranks:
         self.local = local                          # the rank's number on its host
 
     def meet(self):
-        """Wait for all ranks.  MPI waits by asking without a pause, which takes a core from those that work;
-        so this asks, and sleeps in between."""
+        """Wait for all ranks.  MPI's own way to wait asks again and again without a pause, and so takes a core from the
+        ranks that still work.  This one sleeps between two questions."""
         if self.world:
             request = self.world.Ibarrier()
             while not request.Test():
                 time.sleep(0.0005)
 
     def all_gather(self, value):
-        """-> [what rank 0 says, what rank 1 says, ...], on each of them."""
+        """-> [value of rank 0, value of rank 1, ...], on every rank."""
         if not self.world:
             return [value]
         self.meet()
@@ -542,13 +546,15 @@ class Ranks:
             self.world.Allreduce(MPI.IN_PLACE, array)
 
     def part(self, count):
-        """What this rank takes of so many rows, at least as many as there are ranks: a slice."""
+        """-> the slice of `count` rows that this rank takes.  It is empty for some ranks if there are more ranks than
+        rows."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
 
 def run_ranks(run):
-    """-> run(ranks) of this process, one of those that mpiexec or srun has started.  A rank that fails prints its
-    error and ends all ranks.  If all fail with the same error, rank 0 is the first to print it."""
+    """-> run(ranks), where ranks are the processes that mpiexec or srun has started, or this process alone.  A rank
+    that fails prints its error and ends all ranks.  If all fail with the same error, only rank 0 has the time to print
+    it: the others wait for a second first."""
     if not any(int(os.environ.get(name, 1)) > 1 for name in RANK_COUNTS):
         return run(Ranks())
     try:
@@ -570,7 +576,7 @@ def run_ranks(run):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The sizes of a model
+# 6. The sizes of a model
 # ------------------------------------------------------------------------------------------------------------
 def check_config(c):
     """ValueError if the sizes of a Config do not fit together."""
@@ -594,8 +600,11 @@ def check_config(c):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Texts for a machine without a network, made from what is there.  With a text data/NAME.txt go the questions and
-# answers of data/NAME-chat.json, for sft.py and rl.py.
+# 7. Texts for a machine without a network
+# ------------------------------------------------------------------------------------------------------------
+# They are made from what the machine has.  A text data/NAME.txt has questions and answers, data/NAME-chat.json, from
+# which sft.py and rl.py learn.
+#
 # ------------------------------------------------------------------------------------------------------------
 def find_records(path):
     """-> the path of the conversations that go with the text at `path`.  Where they are missing, they are made: of a
