@@ -204,25 +204,29 @@ def show_progress(what, unit="MB", size=1e6):
         seconds = max(time.monotonic() - start, 1e-9)
         line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
         if sys.stdout.isatty():
-            line += f", {100 * done / total:.0f}%, {seconds * (total - done) / max(done, 1):.0f} s left"
-            if done >= total:
-                line += "\n" if seconds > 1 else "\r"
-            print(f"\r{line}\033[K", end="", flush=True)
+            left = seconds * (total - done) / max(done, 1)
+            end = "\n" if seconds > 1 else "\r"
+            rewrite_line(f"{line}, {100 * done / total:.0f}%, {left:.0f} s left", end if done >= total else "")
         elif done >= total >= size:
             print(f"{line}, {seconds:.1f} s")
     return progress
 
 
 def print_step(step, parts, last):
-    """Print the progress line.  On a terminal it is rewritten in place.  There it is cut between two words if it is too
-    long, because a line that breaks cannot be rewritten.  Elsewhere the first step, every tenth and the last have a
-    line each."""
+    """Print the progress line of a step.  On a terminal it is rewritten in place.  Elsewhere the first step, every
+    tenth and the last have a line each."""
     line = "  ".join(filter(None, parts))
     if sys.stdout.isatty():
-        line = textwrap.shorten(line, shutil.get_terminal_size().columns - 1, placeholder="")
-        print(f"\r{line}\033[K", end="\n" if last else "", flush=True)
+        rewrite_line(line, "\n" if last else "")
     elif last or step == 1 or step % 10 == 0:
         print(line)
+
+
+def rewrite_line(line, end):
+    """Print a line over the last one.  It is cut between two words if it is too long for the terminal, because a line
+    that breaks cannot be rewritten."""
+    line = textwrap.shorten(line, shutil.get_terminal_size().columns - 1, placeholder="")
+    print(f"\r{line}\033[K", end=end, flush=True)
 
 
 def available_cores():

@@ -147,7 +147,7 @@ def test_progress_lines(monkeypatch, out_text):
     script.show_progress("read:")(2e6, 6e6)
     script.print_step(7, ["eleven_char", "eight_ch", "x"], False)
     script.print_step(8, ["nineteen_characters", "x"], True)
-    assert out_text() == "\rread: 2 MB, 1.0 MB/s, 33%, 4 s left\x1b[K\releven_char\x1b[K\rnineteen_characters\x1b[K\n"
+    assert out_text() == "\rread: 2 MB, 1.0\x1b[K\releven_char\x1b[K\rnineteen_characters\x1b[K\n"
 
 
 def test_an_evaluation_fits_eighty_columns(out_text):
