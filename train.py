@@ -252,10 +252,10 @@ def forward_backward(training, rows, weights):
     size = max(1, training.settings.micro_batch * T // P)
     losses = 0.0
     for start in range(own.start, own.stop, size):
-        now = slice(start, min(start + size, own.stop))
-        weights_now = None if weights is None else weights[now]
-        losses = losses + model.forward(inputs[now], targets[now], counted, weights_now)
-        model.backward(last=now.stop == own.stop)
+        part = slice(start, min(start + size, own.stop))
+        part_weights = None if weights is None else weights[part]
+        losses = losses + model.forward(inputs[part], targets[part], counted, part_weights)
+        model.backward(last=part.stop == own.stop)
     if ranks.size > 1:
         model.communicator.all_reduce(losses)
     return losses
@@ -309,12 +309,13 @@ def row_losses(training, rows):
     progress = show_progress("measured:", "thousand rows", 1000)
     losses = np.zeros(len(rows))
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-    own = by_length[ranks.rank::ranks.size]
-    while own:                                      # the longest first, so that memory is allocated once
-        now = own[:max(1, training.settings.micro_batch * T // padded_length(rows[own[0]], T))]
-        own = own[len(now):]
-        losses[now] = -training.model.log_probs(*make_batch([rows[i] for i in now], T, K))
-        progress(len(rows) - ranks.size * len(own), len(rows))
+    left = by_length[ranks.rank::ranks.size]
+    while left:                                     # the longest first, so that memory is allocated once
+        size = max(1, training.settings.micro_batch * T // padded_length(rows[left[0]], T))
+        batch = left[:size]
+        left = left[size:]
+        losses[batch] = -training.model.log_probs(*make_batch([rows[i] for i in batch], T, K))
+        progress(len(rows) - ranks.size * len(left), len(rows))
     ranks.all_reduce(losses)
     return losses
 
@@ -323,30 +324,31 @@ def measure(training, kinds):
     """kinds: {name: rows} -> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {name: [both]}}, means over the
     tokens that the rows learn.  A byte is a byte for every tokenizer.  So models with different tokenizers can be
     compared in bits a byte."""
-    sizes = np.array(list(map(len, training.tokenizer.tokens)))
-    sizes[list(training.tokenizer.special.values())] = 0        # a special token is no text
+    byte_counts = np.array(list(map(len, training.tokenizer.tokens)))
+    byte_counts[list(training.tokenizer.special.values())] = 0          # a special token is no text
     sums = {}
     for name, rows in kinds.items():
         ids = np.concatenate([ids[1:][mask[1:]] for ids, mask in rows])
-        sums[name] = np.array([row_losses(training, rows).sum(), len(ids), sizes[ids].sum()])
+        sums[name] = np.array([row_losses(training, rows).sum(), len(ids), byte_counts[ids].sum()])
     loss, bpb = nats_and_bits(sum(sums.values()))
     return {"val_loss": loss, "val_bpb": bpb, "val": {name: nats_and_bits(part) for name, part in sums.items()}}
 
 
 def nats_and_bits(sums):
     """[nats, tokens, bytes] -> [nats a token, bits a byte]."""
-    nats, tokens, size = sums.tolist()
-    return [nats / tokens, nats / math.log(2) / max(size, 1)]
+    nats, tokens, count = sums.tolist()
+    return [nats / tokens, nats / math.log(2) / max(count, 1)]
 
 
-def draw_samples(training, prompts, most):
+def draw_samples(training, prompts, most_ids):
     """prompts: {title: ids} -> [(title, how the model goes on after the prompt), ...], each up to a special token or
-    `most` ids.  Rank 0 draws; the others return []."""
+    `most_ids` ids.  Rank 0 draws; the others return []."""
     if training.ranks.rank:
         return []
     seeds = training.settings.seed + np.arange(len(prompts))
     sampling = Sampling(temperature=0.8, top_k=50, seed=seeds, vocab=training.tokenizer.vocab_size)
-    return list(zip(prompts, generate_texts(training.model, training.tokenizer, [*prompts.values()], sampling, most)))
+    texts = generate_texts(training.model, training.tokenizer, [*prompts.values()], sampling, most_ids)
+    return list(zip(prompts, texts))
 
 
 def print_record(record, in_full):
@@ -522,8 +524,8 @@ def choose_machine(options, preset, config, batch_tokens, ranks):
     take_engine(device, config, ranks)
     on_gpu = device == "gpu"
     windows = max(1, model_gpu.ceil_div(batch_tokens // config.context, ranks.size))
-    most = max(1, (32768 if on_gpu else 4096) // config.context)        # more tokens at once make a step no faster
-    rows = options.get("micro_batch", min(windows, most))
+    most_windows = max(1, (32768 if on_gpu else 4096) // config.context)    # of more tokens a step is not faster
+    rows = options.get("micro_batch", min(windows, most_windows))
     cores = min(rows, max(1, available_cores() // ranks.size))
     return {"device": device,
             "precision": options.get("precision", model_gpu.default_precision() if on_gpu else "fp32"),
@@ -745,11 +747,11 @@ def begin(options, out, ranks):
     tokenizer = checkpoint.read_tokenizer(base) if base else make_tokenizer(settings.data, config.vocab)
     tokens, _ = prepare(settings.data, tokenizer)
     window_count(len(tokens), config.context, config.predict)                   # ValueError for too short a text
-    most = max(1, MOST_EPOCHS[preset] * len(tokens) // settings.batch_tokens)
-    if "steps" not in options and most < settings.steps:
-        settings.steps = most
+    most_steps = max(1, MOST_EPOCHS[preset] * len(tokens) // settings.batch_tokens)
+    if "steps" not in options and most_steps < settings.steps:
+        settings.steps = most_steps
         if "warmup" not in options:
-            settings.warmup = min(settings.warmup, most // 10)
+            settings.warmup = min(settings.warmup, most_steps // 10)
     create_run("train.py", out, settings, config, tokenizer, base)
 
 

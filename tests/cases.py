@@ -1,4 +1,4 @@
-"""What the tests say again and again, said once.
+"""What many tests need.
 
     from cases import parametrize, refusal, rows, value_error, write
 """
@@ -28,7 +28,7 @@ def read(path):
 
 
 def write(path, content):
-    """A file of this text, or of these bytes."""
+    """Write a file of this text, or of these bytes."""
     data = content if isinstance(content, bytes) else content.encode()
     pathlib.Path(path).write_bytes(data)
 
@@ -44,6 +44,6 @@ def rows(table):
 
 
 def put(monkeypatch, where, **values):
-    """These values in place of those that a module or a class has, until the test ends."""
+    """Put these values in place of those of a module or a class, until the test ends."""
     for name, value in values.items():
         monkeypatch.setattr(where, name, value)

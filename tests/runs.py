@@ -54,7 +54,7 @@ def become(command):
 
 
 def start(command, folder=".", trap=lambda: None):
-    """The script in a fork of this process -> its CompletedProcess, which has no exit code as yet.  trap: is called
+    """The script in a fork of this process -> its CompletedProcess, which has no exit code yet.  trap: is called
     in the fork, before the script runs: it may plant what is to happen."""
     process = subprocess.CompletedProcess(command, None)
     process.files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
