@@ -54,6 +54,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import textwrap
 import time
 from os.path import basename, commonpath, dirname, exists, getsize, join, normpath, realpath
@@ -799,9 +800,9 @@ def evaluate_folder(options, ranks):
         if holds_records(path):
             evaluate_pairs(training, path)
             continue
-        plain = with_plain_lines(path)
-        ids = make_tokens(training.tokenizer, "evaluated", [(plain, 0, getsize(plain))])
-        rows = text_rows(ids, config.context)
+        with tempfile.TemporaryDirectory() as folder:           # each rank has its own
+            training.tokenizer.encode_files([with_plain_lines(path)], f"{folder}/ids")
+            rows = text_rows(np.fromfile(f"{folder}/ids", "<u2"), config.context)
         require(rows, f"{path} is too short: it needs two tokens.")
         result = measure(training, {path: rows})
         print(f"{printable(path)}: loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte")
