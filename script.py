@@ -175,9 +175,9 @@ def run_script(main, to_the_end=False):
 
 
 class Stop:
-    """Ctrl-C, SIGTERM, or SIGHUP of a terminal that is closed ask for an end after the step under way; a
-    second one leaves at once.  What is ignored when the script starts, as SIGHUP under nohup, stays
-    ignored."""
+    """Ctrl-C and SIGTERM ask the loop to stop after the step that it works on, and so does SIGHUP, which a terminal
+    sends when it is closed.  A second signal ends the process at once.  A signal that is ignored when the script
+    starts, such as SIGHUP under nohup, stays ignored."""
     def __init__(self):
         self.signal = None
         closed = getattr(signal, "SIGHUP", signal.SIGINT)               # Windows has no SIGHUP
@@ -189,7 +189,7 @@ class Stop:
         if self.signal:
             os._exit(128 + number)
         self.signal = number
-        # not print, which may be under way; and nobody may be there to read
+        # The signal may have come in the middle of a print, so this does not print.  Perhaps nobody is there to read.
         with suppress(OSError):
             os.write(sys.stderr.fileno(), b"\nFinishing the step, then saving; once more to leave at once.\n")
 
@@ -434,11 +434,11 @@ def file_hash(path):
 
 def hash_files(paths):
     """A fingerprint of these files."""
-    return short_hash(*map(file_hash, paths))
+    return short_hash(" ".join(map(file_hash, paths)))
 
 
-def short_hash(*texts):
-    return hashlib.sha256(" ".join(texts).encode()).hexdigest()[:12]
+def short_hash(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 # ------------------------------------------------------------------------------------------------------------
