@@ -3,25 +3,26 @@
 // Read before   attention_forward and attention_backward of model_cpu.py: they are the specification, and this
 //               file computes the same in tiles. And the primer at the head of kernels.cu: grid, block, warp,
 //               lane, shared memory, shuffle.
-// How long      Somebody who knows NumPy and no CUDA needs half an hour for the mathematics below and an hour
-//               for section 1, the readable version (fp32, any GPU from compute capability 7.0 on). That is
-//               all of FlashAttention. Section 2 is optional: the same three kernels on tensor cores (bf16 or
-//               tf32, from 8.0 on), 13 to 15 times as fast on an H200. It takes an afternoon, with NVIDIA's
-//               manual of PTX at hand. What Hopper alone has (wgmma; 9.0, bf16, D = 64) can be left out even
-//               then.
+// How long      Somebody who knows NumPy and no CUDA needs half an hour for the mathematics below, ten minutes
+//               for section 0 (one thread a query) and an hour for section 1 (tiles; fp32, any GPU from compute
+//               capability 7.0 on). That is all of FlashAttention. Section 2 is optional: the same three
+//               kernels on tensor cores (bf16 or tf32, from 8.0 on), 13 to 15 times as fast on an H200. It
+//               takes an afternoon, with NVIDIA's manual "PTX ISA" at hand: its parts "Matrix fragments for
+//               mma.m16n8k16", "ldmatrix", and for Hopper's products (wgmma; 9.0, bf16, D = 64) "Asynchronous
+//               warpgroup level matrix instructions", which can be left out.
 // Not here      RoPE's forward (kernels.cu): q and k arrive rotated. RoPE's backward is here: the gradients
 //               that these kernels write are those of q and k before the rotation. No dropout, no mask but
 //               the causal one, no decoding of a few tokens (kernels.cu).
 //
-// model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128, -DHOPPER=0 or 1 and -DPARTS=1 or 2 (see M), and
-// launches the kernels as the comment above FLASH_KERNELS says. Method and letters: Dao et al., FlashAttention
-// (2022) and FlashAttention-2 (2023).
+// model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128, -DHOPPER=0 or 1 and -DPARTS=1 or 2 (see OWN_PARTS),
+// and launches the kernels as the comment above FLASH_KERNELS says. Method and letters: Dao et al.,
+// FlashAttention (2022) and FlashAttention-2 (2023).
 //
 // Letters   B batch, T time, H query heads, G key/value heads, D head width. Query head h reads key head
 //           h / (H/G). i counts queries and tiles of Br queries, j keys and tiles of Bc keys.
 // Arrays    qkv, dqkv (B,T,(H+2G)D): a row holds H queries, then G keys, then G values. out, dout (B,T,H*D).
-//           lse, delta (B,H,T) and angles (T or more rows of D/2 cosines and D/2 sines) are always fp32. Nothing is transposed or
-//           copied before a kernel reads it.
+//           Always fp32: lse, delta (B,H,T) and angles (T or more rows of D/2 cosines and D/2 sines). Nothing is
+//           transposed or copied before a kernel reads it.
 //
 // Forward.  S_ij = scale q_i . k_j for j <= i,   P_ij = exp(S_ij) / sum_j' exp(S_ij'),   O_i = sum_j P_ij v_j
 //
@@ -34,6 +35,12 @@
 //   At the end O / l is the output, whatever the m's were. L_i = m + log l (lse) is all that the backward
 //   needs.
 //
+//   An example: the scores of a row are 1, 3, 2, 5, its values 10, 20, 30, 40, and they come in tiles of two.
+//       tile     m'   alpha           l                                   O
+//       1, 3     3    -               e^-2 + e^0            = 1.135       10 e^-2 + 20 e^0               = 21.35
+//       2, 5     5    e^-2 = 0.135    0.135 * 1.135 + e^-3 + e^0 = 1.203  0.135 * 21.35 + 30 e^-3 + 40 e^0 = 44.38
+//       O / l = 36.88. The whole row at once: (10 e^1 + 20 e^3 + 30 e^2 + 40 e^5) / (e^1 + e^3 + e^2 + e^5) = 36.88.
+//
 // Backward. From dO, the gradient of out, and with P recomputed as P_ij = exp(S_ij - L_i):
 //       O_i = sum_j P_ij v_j           dV_j = sum_i P_ij dO_i           dP_ij = dO_i . v_j
 //       P_i = softmax(S_i)             dS_ij = sum_k dP_ik P_ik ([j = k] - P_ij) = P_ij (dP_ij - delta_i),
@@ -44,32 +51,24 @@
 //   an order that differs from run to run. So there are two kernels, each the owner of its sums: 7 GEMMs of
 //   tiles instead of 5, and the same bits in every run.
 //
-//   RoPE. Columns n and n + D/2 of q_i, and of k_j, are a pair (x1, x2) turned by an angle that n and the
-//   position give. The transpose of a turn is the turn back, by which the gradient becomes that of the x's:
+//   RoPE. Columns n and n + D/2 of q_i, and of k_j, are a pair (x1, x2) that was turned. The angle depends on n
+//   and on the position. The transpose of a turn is the turn back; it makes the gradient that of the x's:
 //       q1 = x1 cos - x2 sin          dx1 = dq1 cos + dq2 sin
 //       q2 = x2 cos + x1 sin          dx2 = dq2 cos - dq1 sin
 //   The thread that sums up dq1 also sums up dq2. So it turns both in its registers, rounds them to their
 //   storage type once, and writes them once.
 //
-// The ladder. H200, bf16, D 64, 12/4 heads, 32768 tokens: ms of forward + dQ + dK/dV at T 512 | 1024 | 4096.
-//   4.88 | 9.03 | -      the readable version (in tf32 on tensor cores: 1.11 | 2.12 | 7.40)
-//   0.58 | 0.93 | 3.07   tensor cores. A warp has 32 rows; P and dS stay in registers from one GEMM to the
-//                        next; two stages of tiles, so that copies run while the warps compute
-//   0.51 | 0.81 | 2.69   copies in a fixed number of passes, and swizzled addresses by one XOR: 6.2
-//                        instructions per mma in the forward and not 7.2, in dQ 4.4 and not 5.2
-//   0.48 | 0.77 | 2.62   dQ asks for out before it waits. The forward lets m lag behind by up to 8 (why,
-//                        stands there). dK/dV loads V again and again: kept, its registers had spilled
-//   0.45 | 0.73 | 2.52   pointers step and are not multiplied; the backward's loops have no branch; 128 rows
-//                        a stage, not 64
-//   0.37 | 0.59 | 1.94   Hopper's own products, whose operands stay in shared memory (0.47 | 0.74 | 2.52 on
-//                        that day without). The other side comes 64 rows at a time, so that three blocks of
-//                        the forward and of dQ fit a multiprocessor. A warp takes 16 rows at a time, on
-//                        other GPUs as well, where a load from shared memory now serves one product and not
-//                        two: there the forward alone went from 0.12 | 0.19 | 0.61 to 0.12 | 0.20 | 0.72
-//   Tried before the last step, without gain: S of the next keys computed ahead of the softmax of these (3%
-//   faster to 6% slower, in tf32 11 to 16% slower); blocks of two warps (3% faster at T 512, 7% slower at
-//   4096). Others, measured beside the last line with 12/4 heads: PyTorch 2.11's flash attention
-//   0.90 | 1.19 | 3.09, its cuDNN 0.54 | 0.72 | 1.87.
+// The ladder. H200, bf16, D 64, 12/4 heads, 32768 tokens: ms of forward + dQ + dK/dV.
+//
+//     T 512   T 1024   T 4096
+//      4.88     9.03        -    section 1, fp32
+//      0.58     0.93     3.07    tensor cores. P and dS stay in registers from one product to the next. Tiles
+//                                come through two stages: one is copied while the other is computed with
+//      0.45     0.73     2.52    fewer instructions beside the products: swizzled addresses by one XOR, a maximum
+//                                that may lag behind, pointers that step, loops without branches
+//      0.37     0.59     1.94    Hopper's own products, whose operands stay in shared memory
+//
+// docs/notes.md has the steps between these, and what did not help.
 
 #ifndef PARTS
 #define PARTS 2
@@ -81,8 +80,8 @@ constexpr float MASKED = -1e30f;  // for minus infinity: exp(MASKED - m) is 0, a
 
 typedef const float* Floats;      // an array that a function only reads
 
-// EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it): an
-// array stays in registers only if all indices into it are known when it compiles.
+// EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it). An array
+// can stay in registers only if the compiler knows all indices into it.
 #define EACH(n, count) _Pragma("unroll") for (int n = 0; n < count; n++)
 
 // ===========================================================================================================
@@ -187,12 +186,14 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 //     readable      rows = 4096 / D                          128 threads
 //     _bf16         rows = 64 * PARTS, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
 //     _tf32         rows = 64, only for D <= 64              128 threads    tile = rows * D * 4 bytes
-//     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse. A smaller third: the last rows
-//     flash_backward_dq      grid (H, B, ceil(T / rows))    the first H*D columns of dqkv, and delta
-//     flash_backward_dkdv    grid (G, B, ceil(T / rows))    the other columns; reads delta: comes after dq
-// The readable ones need no dynamic shared memory. The fast ones need a tile, or two in the backward, and four
-// of 64 rows of the other side; dkdv needs 16 bytes more for each of these 64 rows. That is at most 97 KB,
-// which every GPU from 8.0 on gives a block that asks for it (max_dynamic_shared_size_bytes in CuPy).
+//     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse
+//     flash_backward_dq      grid (H, B, ceil(T / rows))    writes the first H*D columns of dqkv, and delta
+//     flash_backward_dkdv    grid (G, B, ceil(T / rows))    writes the other columns; reads delta, so it comes
+//                                                           after dq; does not read out
+// The readable ones need no dynamic shared memory (the part whose size the launch says). The fast ones need a
+// tile, or two in the backward, and four of 64 rows of the other side; dkdv needs 16 bytes more for each of
+// these 64 rows. That is at most 97 KB, which every GPU from 8.0 on gives a block that asks for it
+// (max_dynamic_shared_size_bytes in CuPy).
 //
 // What they cover of model_cpu.py, each for one tile of rows at a time:
 //     flash_forward          attention_forward
@@ -211,21 +212,31 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 
 #define BACKWARD(which, suffix, version, Real, blocks)                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS, blocks)                                            \
-    flash_backward_##which##suffix(Real* dqkv, float* delta, const Real* dout, const Real* out, Floats lse,  \
-                                   const Real* qkv, Floats angles, int T, int H, int G) {                    \
-        version::backward_##which(dqkv, delta, dout, out, lse, qkv, angles, own_place(T, H, G));             \
+    flash_backward_##which##suffix(Real* dqkv, const Real* dout, const Real* out, Floats lse,                \
+                                   const Real* qkv, float* delta, Floats angles, int T, int H, int G) {      \
+        version::backward_##which(dqkv, dout, out, lse, qkv, delta, angles, own_place(T, H, G));             \
     }
 
 // ===========================================================================================================
 // 1. The readable version: fp32, plain arithmetic
 // ===========================================================================================================
 // A block owns ROWS rows: queries in the forward and in dQ, keys in dK/dV. They stay in registers, beside the
-// sums that belong to them, while the rows of the other side stream past in tiles through shared memory.
+// sums that belong to them. The rows of the other side stream past in tiles through shared memory.
 
 namespace readable {
 
 // Two rows belong to a group of LANES lanes of one warp. Each lane has 16 columns of both, so that what it
-// reads from shared memory serves twice.
+// reads from shared memory serves twice. For D = 64 four lanes hold two rows; a warp has eight such groups, 16
+// rows. Of warp 0:
+//
+//     lane              0         1         ...    7           8         ...    15          16 ...   24 ...
+//     rows              0, 1      2, 3      ...    14, 15      0, 1      ...    14, 15      0, 1     0, 1
+//     columns           0-3       0-3       ...    0-3         4-7       ...    4-7         8-11     12-15
+//                       16-19     16-19     ...    16-19       20-23     ...    20-23       24-27    28-31
+//                       32-35     32-35     ...    32-35       36-39     ...    36-39       40-43    44-47
+//                       48-51     48-51     ...    48-51       52-55     ...    52-55       56-59    60-63
+//
+// So a row lies in lanes 8 apart: rows 0 and 1 in lanes 0, 8, 16 and 24.
 constexpr int LANES = D / 16;
 constexpr int GROUPS = 32 / LANES;                   // of a warp
 constexpr int WARP_ROWS = 2 * GROUPS;
@@ -241,12 +252,13 @@ struct alignas(16) Row {
     float x[16];  // the columns of a row that a lane has
 };
 
-// The first of this lane's two rows, counted from the block's first.
+// The first of this lane's two rows (the table's second line), counted from the block's first.
 __device__ int own_row() { return threadIdx.x / 32 * WARP_ROWS + threadIdx.x % GROUPS * 2; }
 
-// Which column of a row is this lane's n-th. They come in fours, 16 bytes. Lanes side by side belong to
-// different groups and have the same columns: they read one address of shared memory. The others read
-// neighbouring ones, in other banks.
+// Which column of a row is this lane's n-th (the table's other lines). They come in fours, 16 bytes. Lanes side by
+// side belong to different groups and have the same columns: when all read a row of a tile, they read one
+// address. The others read neighbouring addresses, which lie in other banks of shared memory: so no lane waits
+// for another (a bank conflict).
 __device__ int own_column(int n) { return 4 * (n / 4 * LANES + threadIdx.x % 32 / GROUPS) + n % 4; }
 
 // A row of a head or of a tile.
@@ -296,7 +308,7 @@ __device__ void load_tiles(Tile& x, Matrix<const float> from_x,
 }
 
 __device__ void forward(float* out, float* lse, Floats qkv, Place at) {
-    constexpr int STEP = 8;  // keys for which m, l and O are brought up to date at once
+    constexpr int STEP = 8;  // keys after which m, l and O are brought up to date: O is scaled once for eight keys
     __shared__ Tile K, V;
     int i = (at.T - 1) / ROWS - blockIdx.z;  // the last queries see the most keys: the longest work first
     int query = i * ROWS + own_row();
@@ -343,8 +355,8 @@ __device__ void forward(float* out, float* lse, Floats qkv, Place at) {
     }
 }
 
-__device__ void backward_dq(float* dqkv, float* delta, Floats dout, Floats out, Floats lse,
-                            Floats qkv, Floats angles, Place at) {
+__device__ void backward_dq(float* dqkv, Floats dout, Floats out, Floats lse,
+                            Floats qkv, float* delta, Floats angles, Place at) {
     __shared__ Tile K, V;
     int i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row();
@@ -379,8 +391,8 @@ __device__ void backward_dq(float* dqkv, float* delta, Floats dout, Floats out, 
     EACH(r, 2) store(heads_of(dqkv, at).q, query + r, scale, dQ[r], angles);
 }
 
-__device__ void backward_dkdv(float* dqkv, Floats delta, Floats dout, Floats, Floats lse,
-                              Floats qkv, Floats angles, Place at) {
+__device__ void backward_dkdv(float* dqkv, Floats dout, Floats out, Floats lse,
+                              Floats qkv, Floats delta, Floats angles, Place at) {
     __shared__ Tile Q, dO;
     int j = blockIdx.z;
     int key = j * ROWS + own_row();
@@ -427,9 +439,9 @@ FLASH_KERNELS(, readable, float)
 // ===========================================================================================================
 // 2. The fast version: tensor cores, bf16 or tf32, compute capability 8.0 and later
 // ===========================================================================================================
-// The same tiles and the same online softmax. What is new: a GEMM of small matrices is one instruction of a
-// whole warp, and each lane holds some entries of its operands. Most of this section is about which.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+// The same tiles and the same online softmax. What is new: a product (GEMM) of small matrices is one instruction
+// of a whole warp, and each lane holds some entries of its operands. Most of this section is about which.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // not defined: on the CPU, in the tests
 
 // --- Instructions that C++ has no words for. On the CPU, tests/cuda_on_cpu.h has functions of these names. -
 #ifndef CUDA_ON_CPU
@@ -456,7 +468,8 @@ __device__ float exp2_approx(float x) {
 
 __device__ unsigned shared_address(const void* p) { return __cvta_generic_to_shared(p); }
 
-// Registers as operands of asm: x[i] and what follows. kind: "r" integer, "f" float; = written, + also read.
+// asm wants each register by itself. FOUR: x[i] and the three that follow. kind: "r" integer, "f" float; = written,
+// + also read.
 #define FOUR(kind, x, i) kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3])
 #define EIGHT(kind, x, i) FOUR(kind, x, i), FOUR(kind, x, i + 4)
 
@@ -498,15 +511,16 @@ __device__ void cp_async(void* to, const void* from, bool valid) {
 // Waits until all copies that this thread has started have arrived. Other threads need a barrier as well.
 __device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Hopper's own product (wgmma): C (64 x 64, fp32) += A (64 x 16) B (16 x 64), by the four warps of a block
-// together, which go on meanwhile. Each warp has 16 rows of C; eight columns of them are a piece as in
-// mma_bf16. B is read from shared memory, where its rows of 128 bytes are swizzled as `offset` says. In
-// wgmma_ab these are 16 rows of 64 numbers. In wgmma_abt they are 16 numbers of 64 rows, which are B's
-// columns. A lies in shared memory as well in wgmma_abt; in wgmma_ab each warp has its rows of A in registers.
-// Where `add` is 0, wgmma_abt writes C = A B. Zeros written by us while another product is under way would
-// make ptxas wait for that one first (its remark C7517).
+// Hopper's own product (wgmma): C (64 x 64, fp32) += A (64 x 16) B (16 x 64). The four warps of a block begin it
+// together, and go on meanwhile. Each warp has 16 rows of C; eight columns of them are a piece as in mma_bf16.
+//   * B is read from shared memory, where its rows of 128 bytes are swizzled as `offset` says. In wgmma_ab these
+//     are 16 rows of 64 numbers. In wgmma_abt they are 16 numbers of 64 rows, which are B's columns.
+//   * A: in wgmma_abt it lies in shared memory, too; in wgmma_ab each warp has its rows of A in registers.
+//   * Where `add` is 0, wgmma_abt writes C = A B. If we wrote zeros to C ourselves while another product is under
+//     way, ptxas would wait for that one first (its remark C7517).
 //
-// A descriptor names an operand in shared memory. Its 64 bits, lengths and addresses in units of 16 bytes:
+// A wgmma descriptor names an operand in shared memory. Its 64 bits, with lengths and addresses in units of 16
+// bytes:
 //
 //      63 62 61    52 51   49 48    46 45        32 31 30 29        16 15 14 13         0
 //     +-----+--------+-------+--------+------------+-----+------------+-----+------------+
@@ -562,7 +576,8 @@ namespace fast {
 // 8, of each of which lane l holds
 //     [0], [1]: row l / 4,      columns 2 (l % 4) and the next
 //     [2], [3]: row l / 4 + 8,  the same columns.
-// So a lane has two of every 16 rows, half = 0 and 1.
+// So a lane has two of every 16 rows, half = 0 and 1. The types are typedefs because an array parameter would
+// forget its size; a reference to a typedef, Scores&, keeps it.
 
 typedef float Scores[8][4];    // of 64 keys, or of 64 queries, for the 16 rows of a piece; P, dP, dS as well
 typedef float Rows[D / 8][4];  // 16 rows of O, dQ, dK or dV
@@ -591,25 +606,26 @@ struct Kernels {
     static constexpr bool BF16 = sizeof(Real) == 2;
     static constexpr bool WARPGROUP = HOPPER && BF16 && D == 64;  // the products are Hopper's
 
-    // A block's own tile has M parts of 64 rows. A warp has a piece of 16 rows of each part, and takes them
-    // in turn. The other side comes in tiles of 64 rows. Two parts make two uses of a tile. One is what the
-    // registers allow for wide rows; and on a card with 100 KB of shared memory a multiprocessor (8.6, 8.9,
-    // 12.0) two blocks fit with one part, at 48 KB each, where with two parts it is one block.
-    static constexpr int M = BF16 && D <= 64 ? PARTS : 1;
-    static constexpr int DQ_BLOCKS = WARPGROUP ? 3 : 2;  // for so many at once there are registers
+    // A block's own tile has OWN_PARTS parts of 64 rows. A warp has a piece of 16 rows of each part. The other side
+    // comes in tiles of 64 rows. With two parts each of these tiles is used twice. Wide rows (D = 128, or tf32)
+    // leave registers for one part only. So does a multiprocessor with 100 KB of shared memory (8.6, 8.9,
+    // 12.0): two blocks of the backward fit there with one part, but only one block with two parts. (dK/dV with
+    // one part takes 49 KB and 1 KB that CUDA adds: two are exactly 100 KB.)
+    static constexpr int OWN_PARTS = BF16 && D <= 64 ? PARTS : 1;
+    static constexpr int DQ_BLOCKS = WARPGROUP ? 3 : 2;  // blocks of dQ for which there are registers at once
 
     // --- Tiles in shared memory ----------------------------------------------------------------------------
     static constexpr int CHUNK = 16 / sizeof(Real);   // numbers of a chunk
     static constexpr int CHUNKS = D / CHUNK;          // of a row
     static constexpr int STEPS = CHUNKS / 2;          // tensor-core instructions along a row
-    static constexpr int ROWS = 64 * M;               // of the block's own tile: Br, in dK/dV Bc
+    static constexpr int ROWS = 64 * OWN_PARTS;               // of the block's own tile: Br, in dK/dV Bc
     static constexpr int ROW = 16 * CHUNKS;           // bytes of a row
     static constexpr int BYTES = 64 * ROW;            // of a tile of 64 rows
 
-    // Where a chunk lies, in bytes from the start of the tile. Swizzled: its number is XORed with its row's,
-    // so that one chunk of eight successive rows, which ldmatrix reads at a time, lies in eight different
-    // sets of banks. The pattern repeats every eight rows: 8 rows down is + 8 ROW, and two chunks to the
-    // right is ^ 32.
+    // Where a chunk lies, in bytes from the start of the tile. It is swizzled: the number of the chunk is XORed
+    // with that of its row. ldmatrix reads one chunk of eight successive rows at a time; swizzled, these lie in
+    // eight different sets of banks. The pattern repeats every eight rows: 8 rows down is + 8 ROW, and two
+    // chunks to the right is ^ 32.
     static __device__ int offset(int row, int chunk) {
         int twist = CHUNKS >= 8 ? row & 7 : row >> 1 & 3;  // a row of four chunks fills half of the banks
         return row * ROW + 16 * (chunk ^ twist);
@@ -639,7 +655,7 @@ struct Kernels {
         load<64>(stage + BYTES, y, first);
     }
 
-    // Waits until what was loaded is there for all, and nobody reads what was computed with any more.
+    // Waits until what was loaded has arrived for all threads, and no thread still reads the other stage.
     static __device__ void arrive() {
         cp_async_wait();
         if (WARPGROUP) wgmma_sees();
@@ -649,22 +665,22 @@ struct Kernels {
     // The warp's rows of a head, from `first` on, = factor * O; if there are angles, turned back first. They go
     // through the warp's own rows, from `row` on, of a tile that is no longer needed, so that whole chunks
     // are written.
-    static __device__ void store(Matrix<Real> to, Rows (&O)[M], float factor,
+    static __device__ void store(Matrix<Real> to, Rows (&O)[OWN_PARTS], float factor,
                                  char* tile, int row, int first, Floats angles = nullptr) {
         int lane = threadIdx.x % 32;
-        if (angles) EACH(m, M) EACH(half, 2) EACH(n, D / 16) {
-            int t = min(first + 64 * m + 8 * half + lane / 4, to.T - 1);
-            float2& x1 = (float2&)O[m][n][2 * half];
-            float2& x2 = (float2&)O[m][n + D / 16][2 * half];
+        if (angles) EACH(part, OWN_PARTS) EACH(half, 2) EACH(n, D / 16) {
+            int t = min(first + 64 * part + 8 * half + lane / 4, to.T - 1);
+            float2& x1 = (float2&)O[part][n][2 * half];
+            float2& x2 = (float2&)O[part][n + D / 16][2 * half];
             turn_back(x1, x2, angles + t * D + 8 * n + lane % 4 * 2);
         }
         tile += row * ROW;
-        EACH(m, M) {
+        EACH(part, OWN_PARTS) {
             EACH(half, 2) EACH(n, D / 8) {
-                float x = factor * O[m][n][2 * half];
-                float y = factor * O[m][n][2 * half + 1];
+                float x = factor * O[part][n][2 * half];
+                float y = factor * O[part][n][2 * half + 1];
                 int column = 8 * n + lane % 4 * 2;
-                char* at = tile + offset(64 * m + 8 * half + lane / 4, column / CHUNK);
+                char* at = tile + offset(64 * part + 8 * half + lane / 4, column / CHUNK);
                 at += column % CHUNK * sizeof(Real);
                 if (BF16) *(unsigned*)at = pack_bf16(x, y);
                 else *(float2*)at = {x, y};
@@ -672,7 +688,7 @@ struct Kernels {
         }
         __syncwarp();  // the rows are complete
         #pragma unroll
-        for (int n = lane; n < 16 * M * CHUNKS; n += 32) {
+        for (int n = lane; n < 16 * OWN_PARTS * CHUNKS; n += 32) {
             int r = n / CHUNKS / 16 * 64 + n / CHUNKS % 16;
             int chunk = n % CHUNKS;
             Real* at = to.row(first + r) + chunk * CHUNK;
@@ -783,7 +799,7 @@ struct Kernels {
         if (WARPGROUP) wgmma_wait(C[0]);
     }
 
-    // The product of two words, or the sum of the products of their two bf16.
+    // The product of two words; in bf16 the product of their lower halves + that of their upper halves.
     static __device__ float dot(unsigned p, unsigned q) {
         if (!BF16) return __uint_as_float(p) * __uint_as_float(q);
         return __uint_as_float(p << 16) * __uint_as_float(q << 16) +
@@ -796,22 +812,23 @@ struct Kernels {
     // other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps; only
     // a product of Hopper's is begun by all four together. Its tiles lie at multiples of 1024 bytes.
 
-    // For the tiles of keys, from `key` on, that part m of the block's queries sees: step(K_tile, key, m).
-    // The tile of V lies behind. The first tile is on its way.
+    // Calls step(K_tile, key, part) for each tile of keys, and each part of the block's queries that sees some of
+    // them. key is the first key of the tile; the tile of V lies behind K_tile. The caller has begun to load the
+    // first tile.
     template <class Step>
     static __device__ void over_keys(char* stages, Heads<const Real> in, int i, Step step) {
         int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
         for (int j = 0; j < tiles; j++) {
             if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
-            EACH(m, M)
-                if (j <= M * i + m) step(stages + j % 2 * 2 * BYTES, 64 * j, m);
+            EACH(part, OWN_PARTS)
+                if (j <= OWN_PARTS * i + part) step(stages + j % 2 * 2 * BYTES, 64 * j, part);
             arrive();
         }
     }
 
     static __device__ void forward(Real* out, float* lse, Reals qkv, Place at) {
         extern __shared__ __align__(1024) char Q_tile[];
-        char* stages = Q_tile + M * BYTES;     // two of K and V
+        char* stages = Q_tile + OWN_PARTS * BYTES;     // two of K and V
         int i = (at.T - 1) / ROWS - blockIdx.z;   // the longest work first, as above
         int lane = threadIdx.x % 32;
         int row = 16 * warp_number();          // the warp's first row of the tile
@@ -822,10 +839,10 @@ struct Kernels {
         load<ROWS>(Q_tile, in.q, i * ROWS);
         load_stage(stages, 0, in.k, in.v, 0);
         arrive();
-        Rows O[M] = {};
-        float maximum[M][2];
-        float sum[M][2] = {};
-        EACH(m, M) EACH(half, 2) maximum[m][half] = MASKED;
+        Rows O[OWN_PARTS] = {};
+        float maximum[OWN_PARTS][2];
+        float sum[OWN_PARTS][2] = {};
+        EACH(part, OWN_PARTS) EACH(half, 2) maximum[part][half] = MASKED;
         over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
             float (&m)[2] = maximum[part];
             float (&l)[2] = sum[part];
@@ -834,9 +851,9 @@ struct Kernels {
             gemm_abt(S, Q_tile + part * BYTES, K_tile);
             finish(S);
             if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
-            // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m stays,
-            // and nothing is rescaled, until a score exceeds it by 8 in the exponent of 2, which is rare
-            // after the first keys.
+            // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m stays, and
+            // nothing is rescaled, until a score exceeds it by 8 in the exponent of 2. That is rare after the
+            // first keys. And 2^8 = 256 is harmless: P and l stay far from the ends of fp32 and bf16.
             bool grown = false;
             EACH(half, 2) {
                 float x = MASKED;
@@ -861,26 +878,26 @@ struct Kernels {
             gemm_ab(O[part], S, K_tile + BYTES);
             finish(O[part]);
         });
-        EACH(m, M) EACH(half, 2) {
-            float& l = sum[m][half];
+        EACH(part, OWN_PARTS) EACH(half, 2) {
+            float& l = sum[part][half];
             l += __shfl_xor_sync(0xFFFFFFFF, l, 1);
             l += __shfl_xor_sync(0xFFFFFFFF, l, 2);
-            int query = first + 64 * m + 8 * half + lane / 4;
+            int query = first + 64 * part + 8 * half + lane / 4;
             if (lane % 4 == 0 && query < at.T)
-                lse[numbers_at(at) + query] = maximum[m][half] * scale + logf(l);
-            EACH(n, D / 8) EACH(e, 2) O[m][n][2 * half + e] *= 1.0f / l;
+                lse[numbers_at(at) + query] = maximum[part][half] * scale + logf(l);
+            EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= 1.0f / l;
         }
         store(head_of(out, at), O, 1.0f, Q_tile, row, first);
     }
 
     // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
 
-    static __device__ void backward_dq(Real* dqkv, float* delta, Reals dout, Reals out,
-                                       Floats lse, Reals qkv, Floats angles, Place at) {
-        constexpr int QUARTER = CHUNKS / 4;
+    static __device__ void backward_dq(Real* dqkv, Reals dout, Reals out, Floats lse,
+                                       Reals qkv, float* delta, Floats angles, Place at) {
+        constexpr int CHUNKS_OF_A_LANE = CHUNKS / 4;
         extern __shared__ __align__(1024) char Q_tile[];
-        char* dO_tile = Q_tile + M * BYTES;
-        char* stages = dO_tile + M * BYTES;  // two of K and V
+        char* dO_tile = Q_tile + OWN_PARTS * BYTES;
+        char* stages = dO_tile + OWN_PARTS * BYTES;  // two of K and V
         int i = gridDim.z - 1 - blockIdx.z;
         int lane = threadIdx.x % 32;
         int row = 16 * warp_number();
@@ -891,45 +908,45 @@ struct Kernels {
         load<ROWS>(Q_tile, in.q, i * ROWS);
         load<ROWS>(dO_tile, head_of(dout, at), i * ROWS);
         load_stage(stages, 0, in.k, in.v, 0);
-        float lse2[M][2], Delta[M][2];
+        float lse2[OWN_PARTS][2], Delta[OWN_PARTS][2];
         // This lane's chunks of O, asked for before the wait, so that all copies are under way at once.
-        uint4 O[M][2][QUARTER];
-        EACH(m, M) EACH(half, 2) {
-            int query = min(first + 64 * m + 8 * half + lane / 4, at.T - 1);
-            lse2[m][half] = lse[numbers_at(at) + query] * LOG2_E;
+        uint4 O[OWN_PARTS][2][CHUNKS_OF_A_LANE];
+        EACH(part, OWN_PARTS) EACH(half, 2) {
+            int query = min(first + 64 * part + 8 * half + lane / 4, at.T - 1);
+            lse2[part][half] = lse[numbers_at(at) + query] * LOG2_E;
             Reals from = head_of(out, at).rows + (long long)query * at.H * D + lane % 4 * CHUNK;
-            EACH(n, QUARTER) O[m][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
+            EACH(n, CHUNKS_OF_A_LANE) O[part][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
         }
         arrive();
-        EACH(m, M) {
+        EACH(part, OWN_PARTS) {
             EACH(half, 2) {  // delta_i = dO_i . O_i, by the four lanes that share the row
-                int r = 64 * m + 8 * half + lane / 4;
+                int r = 64 * part + 8 * half + lane / 4;
                 float sum = 0.0f;
-                EACH(n, QUARTER) EACH(e, 4) {
+                EACH(n, CHUNKS_OF_A_LANE) EACH(e, 4) {
                     auto chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
-                    sum += dot(chunk[e], (&O[m][half][n].x)[e]);
+                    sum += dot(chunk[e], (&O[part][half][n].x)[e]);
                 }
                 sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
                 sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-                Delta[m][half] = sum;
+                Delta[part][half] = sum;
                 if (lane % 4 == 0 && first + r < at.T) delta[numbers_at(at) + first + r] = sum;
             }
         }
 
-        Rows dQ[M] = {};
-        over_keys(stages, in, i, [&](const char* K_tile, int key, int m) {
+        Rows dQ[OWN_PARTS] = {};
+        over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
             Scores S, dP;
-            gemm_abt(S, Q_tile + m * BYTES, K_tile);
-            gemm_abt(dP, dO_tile + m * BYTES, K_tile + BYTES);
+            gemm_abt(S, Q_tile + part * BYTES, K_tile);
+            gemm_abt(dP, dO_tile + part * BYTES, K_tile + BYTES);
             finish(S);
             finish(dP);
-            if (key + 63 > first + 64 * m) mask_future<false>(S, first + 64 * m, key);
+            if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
             EACH(n, 8) EACH(e, 4) {
-                float p = exp2_approx(S[n][e] * scale2 - lse2[m][e / 2]);
-                S[n][e] = p * (dP[n][e] - Delta[m][e / 2]);  // dS
+                float p = exp2_approx(S[n][e] * scale2 - lse2[part][e / 2]);
+                S[n][e] = p * (dP[n][e] - Delta[part][e / 2]);  // dS
             }
-            gemm_ab(dQ[m], S, K_tile);
-            finish(dQ[m]);
+            gemm_ab(dQ[part], S, K_tile);
+            finish(dQ[part]);
         });
         store(heads_of(dqkv, at).q, dQ, scale, Q_tile, row, first, angles);
     }
@@ -940,7 +957,7 @@ struct Kernels {
     //
     // A stage holds 64 queries: their tiles of Q and dO, and their lse and delta. For each head of the group
     // come the queries from the block's first key on; those before see none of its keys. While one stage is
-    // computed with, the other is loaded. For example, two heads a group, T = 320, two parts (M = 2), and the
+    // computed with, the other is loaded. For example, two heads a group, T = 320, two parts (OWN_PARTS = 2), and the
     // block of keys 128 to 255 (j = 1), where 128, 192 and 256 are the first queries of the three tiles:
     //
     //     n       stage 0            stage 1            part 0, keys 128 ..   part 1, keys 192 ..
@@ -952,11 +969,11 @@ struct Kernels {
     //     4       use  head 1, 192   load head 1, 256   all seen              diagonal: masked
     //     5                          use  head 1, 256   all seen              all seen
 
-    static __device__ void backward_dkdv(Real* dqkv, Floats delta, Reals dout, Reals, Floats lse,
-                                         Reals qkv, Floats angles, Place at) {
+    static __device__ void backward_dkdv(Real* dqkv, Reals dout, Reals out, Floats lse,
+                                         Reals qkv, Floats delta, Floats angles, Place at) {
         extern __shared__ __align__(1024) char K_tile[];
-        char* V_tile = K_tile + M * BYTES;
-        char* stages = V_tile + M * BYTES;                  // two of Q and dO
+        char* V_tile = K_tile + OWN_PARTS * BYTES;
+        char* stages = V_tile + OWN_PARTS * BYTES;                  // two of Q and dO
         float* numbers = (float*)(stages + 4 * BYTES);      // two of lse and delta
         int j = blockIdx.z;
         int lane = threadIdx.x % 32;
@@ -965,7 +982,7 @@ struct Kernels {
         float scale = rsqrtf(D), scale2 = scale * LOG2_E;
 
         int end = at.h + at.H / at.G;  // of the heads of the group
-        int query = j * ROWS;          // at.h and query: of the stage that is loaded
+        int next = j * ROWS;           // the query at which the stage begins that is loaded; at.h is its head
         auto load_queries = [&](int n, int query) {
             load_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
             int t = query + threadIdx.x % 64;
@@ -975,30 +992,30 @@ struct Kernels {
         auto in = heads_of(qkv, at);
         load<ROWS>(K_tile, in.k, j * ROWS);
         load<ROWS>(V_tile, in.v, j * ROWS);
-        load_queries(0, query);
+        load_queries(0, next);
         arrive();
 
-        Rows dK[M] = {}, dV[M] = {};
+        Rows dK[OWN_PARTS] = {}, dV[OWN_PARTS] = {};
         // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
         for (int n = 0; at.h < end; n++) {
             const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
             Floats lse_tile = numbers + n % 2 * THREADS;
-            int now = query;  // the first query of this stage
-            query += 64;
-            if (query >= at.T) {     // the next head, from the block's first key on
-                query = j * ROWS;
+            int query = next;        // at which the stage begins that is used now
+            next += 64;
+            if (next >= at.T) {      // the next head, from the block's first key on
+                next = j * ROWS;
                 at.h++;
             }
-            if (at.h < end) load_queries(n + 1, query);
-            EACH(m, M) {
-                if (now < j * ROWS + 64 * m) continue;  // all come before these keys
+            if (at.h < end) load_queries(n + 1, next);
+            EACH(part, OWN_PARTS) {
+                if (query < j * ROWS + 64 * part) continue;  // all come before these keys
                 Scores St, dPt;
-                gemm_abt(St, K_tile + m * BYTES, Q_tile);
-                gemm_abt(dPt, V_tile + m * BYTES, Q_tile + BYTES);
+                gemm_abt(St, K_tile + part * BYTES, Q_tile);
+                gemm_abt(dPt, V_tile + part * BYTES, Q_tile + BYTES);
                 finish(St);
                 finish(dPt);
-                int key = first + 64 * m;
-                if (now < key + 15) mask_future<true>(St, now, key);
+                int key = first + 64 * part;
+                if (query < key + 15) mask_future<true>(St, query, key);
                 EACH(i, 8) {
                     Floats from = lse_tile + 8 * i + lane % 4 * 2;  // this lane's columns: two queries
                     float2 L = *(const float2*)from;
@@ -1008,10 +1025,10 @@ struct Kernels {
                         dPt[i][e] = St[i][e] * (dPt[i][e] - (e % 2 ? Delta.y : Delta.x));
                     }
                 }
-                gemm_ab(dV[m], St, Q_tile + BYTES);
-                gemm_ab(dK[m], dPt, Q_tile);
-                finish(dV[m]);
-                finish(dK[m]);
+                gemm_ab(dV[part], St, Q_tile + BYTES);
+                gemm_ab(dK[part], dPt, Q_tile);
+                finish(dV[part]);
+                finish(dK[part]);
             }
             arrive();
         }

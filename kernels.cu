@@ -30,6 +30,18 @@
 //         out[at] = x[at] * rsqrtf(sum / C + eps) * gain[threadIdx.x];        // rsqrtf(y) is 1 / sqrt(y)
 //     }
 //
+// From Python, for N = 3 rows of C = 64 numbers, CuPy launches it with the grid, the threads of a block and the
+// arguments; model_gpu.py does the same in Gpu.launch:
+//
+//     kernel((3,), (64,), (out, x, gain, np.int32(64), np.float32(1e-5)))
+//
+//     grid        block 0: row 0              block 1: row 1              block 2: row 2
+//     block 1     warp 0: columns 0 to 31     warp 1: columns 32 to 63
+//     warp 1      lane 0: column 32           lane 1: column 33           ...     lane 31: column 63
+//
+// So the thread with blockIdx.x = 1 and threadIdx.x = 33 is lane 1 of warp 1 of block 1. It owns column 33 of
+// row 1.
+//
 //   * A kernel (`__global__`; below, KERNEL) is a function that many threads run at once. Each asks who it is
 //     (threadIdx.x in its block, blockIdx.x in the grid) and computes its own share. No thread loops over the
 //     row.
@@ -44,26 +56,29 @@
 // Letters as everywhere: B batch, T time, C model width, H query heads, G key/value heads, D head width, F
 // feed-forward width, V vocabulary, K prediction heads, N = B*T tokens.
 //
-// Memory traffic makes such kernels slow, not arithmetic: reading and writing the activations of one layer
-// takes more time than anything computed from them. Therefore
+// Memory traffic makes such kernels slow, not arithmetic. An H200 can move 4.3 TB/s and multiply and add 700
+// TFLOP/s in bf16: 160 operations for each byte. A norm has about two for each byte. So reading and writing the
+// activations takes more time than anything computed from them. Therefore
 //   * functions that follow each other are fused into one kernel, so that a tensor is read and written once:
 //     the residual add with the norm after it, the norm's backward with the add of its gradient to the
 //     residual's, softmax with its loss and its gradient;
-//   * the norms' outputs and the SwiGLU product are kept for the backward, because computing them again would
-//     mean writing them again;
+//   * the norms' outputs and the SwiGLU product are kept for the backward: to compute them again would mean to
+//     write them again;
 //   * a thread moves 16 bytes at a time, which are eight bf16 numbers (C, F and V are multiples of 8), and
 //     neighbouring threads move neighbouring bytes.
 //
-// All arithmetic is fp32, except for the noise of section 9. model_gpu.py compiles the file with two macros.
-// -DBF16=0 or 1 chooses the type in which activations and the weights of products are stored, `real`.
-// -DROW_THREADS is the number of threads in a block that owns a row of C numbers: the more threads there are,
-// the fewer registers each may use. There are no atomics: every sum has one order, so two runs give the same
-// bits.
+// All arithmetic is fp32, except in drawing a token (section 9). CuPy compiles with -ftz=true: a result below
+// 1.2e-38 becomes 0. model_gpu.py compiles the file with two macros. -DBF16=0 or 1 chooses `real`, the type in
+// which activations and the weights of products are stored. -DROW_THREADS is the number of threads in a block
+// that owns a row of C numbers. Only rmsnorm_backward needs to know it, because it uses many registers: the
+// more threads a block has, the fewer registers each may use. There are no atomics (sums to which blocks add
+// when they happen to be ready): every sum has one order, so two runs give the same bits.
 
 // -----------------------------------------------------------------------------------------------------------
 // 1. Loops, eight numbers at a time, sums over a block
 // -----------------------------------------------------------------------------------------------------------
-// Python's `for i in range(count)` and `for i in range(first, end, stride)`.
+// Python's `for i in range(count)` and `for i in range(first, end, stride)`. FOR leaves it to the compiler
+// whether a loop is written out in full (unrolled). EACH in flash_attn.cu demands it.
 #define FOR(i, count) for (int i = 0; i < count; i++)
 #define FOR_STRIDED(i, first, end, stride) for (int i = first; i < end; i += stride)
 
@@ -74,11 +89,13 @@ typedef long long Index;      // a place in an array that may have more than 2^3
 typedef const float* Floats;  // arrays that a function only reads; float* and real* are written
 typedef const int* Ints;
 
+// alignas(16): such a value begins at a multiple of 16 bytes, wherever it lies, so a load or a store of 16 bytes
+// is allowed. A GPU refuses one at any other address.
 struct alignas(16) Eight { float x[8]; };
 
 __device__ Eight load8(Floats from) { return *(Eight*)from; }
 
-// Stores, and returns what a later load will see.
+// Stores, and returns what a later load will see: in bf16 the rounded numbers.
 __device__ Eight store8(float* to, Eight v) {
     *(Eight*)to = v;
     return v;
@@ -90,7 +107,8 @@ typedef const real* Reals;
 typedef uint4 Packed;         // eight numbers as they lie in memory
 
 #ifndef CUDA_ON_CPU
-// Two floats rounded to bf16 (to nearest, ties to even) in one word, `low` in its lower half.
+// Two floats rounded to bf16 (to nearest, ties to even) in one word, `low` in its lower half. The instruction
+// takes the upper half first.
 __device__ unsigned pack_bf16(float low, float high) {
     unsigned word;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -98,7 +116,7 @@ __device__ unsigned pack_bf16(float low, float high) {
 }
 #endif
 
-// A bf16 number; of a word of two, the lower.
+// A bf16 number as a float. In a word of two numbers it is the lower one, and `upper` gives the other.
 __device__ float to_float(unsigned word) { return __uint_as_float(word << 16); }
 
 __device__ float upper(unsigned word) { return __uint_as_float(word & 0xFFFF0000u); }
@@ -157,9 +175,9 @@ __device__ T warp_max(T x) {
     return x;
 }
 
-// Sum and maximum over the block, the same in every thread: first within each warp, then over the warps
-// through `slots`, 32 numbers of shared memory that no thread still reads. The barrier also shows all threads
-// what was written to shared memory before.
+// Sum and maximum over the block. Every thread receives the same number. First each warp sums its own, then all
+// threads sum over the warps. `slots` are 32 numbers of shared memory for that, which no thread may still be
+// reading. The barrier also shows all threads what was written to shared memory before.
 __device__ float block_sum(float x, float* slots) {
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
@@ -196,10 +214,10 @@ KERNEL embedding_forward(real* out, Ints tokens, Reals embed, int C) {
 
 // Covers embedding_backward: dembed[v] += sum of dout[n] over all n with tokens[n] == v.
 //
-// As on the CPU, a sort has brought equal tokens side by side (on the host, in Model.forward): order lists
-// the positions n by token, and those of token v stand from starts[v] to starts[v+1]. One block owns 256
-// columns of one row of dembed. Its eight warps take the positions in turn, and their eight sums are added in
-// order.
+// As on the CPU, a sort has brought equal tokens side by side (on the host, in Model.forward). order lists the
+// positions n by token: those of token v stand in order from starts[v] to starts[v+1] - 1. One block owns 256
+// columns of one row of dembed. Its eight warps share the positions: warp 0 takes the first, the ninth and so
+// on. At the end their eight sums are added in order.
 // Grid (V, ceil(C/256)); 256 threads.
 KERNEL embedding_backward(float* dembed, Reals dout, Ints order, Ints starts, int C) {
     __shared__ Eight parts[8][32];
@@ -231,7 +249,7 @@ KERNEL embedding_backward(float* dembed, Reals dout, Ints order, Ints starts, in
 // Where there is no increment, x is before and is not written.
 // Grid (N); C/8 threads, rounded up to whole warps.
 KERNEL rmsnorm_forward(real* out, float* rstd, real* x,
-                       Reals before, Reals increment, Floats gain,
+                       Floats gain, Reals before, Reals increment,
                        int C, float eps) {
     __shared__ float slots[32];
     int column = 8 * threadIdx.x;
@@ -258,13 +276,15 @@ KERNEL rmsnorm_forward(real* out, float* rstd, real* x,
 //     dx_j (+)= rstd (dxhat_j - xhat_j mean_i(dxhat_i xhat_i)),   dxhat = dout gain
 //     dgain_i += sum_n dout_ni xhat_ni
 //
-// dgain is a sum over rows, taken in two stages: here each block sums its rows n = block, block + blocks, ...
-// and writes a row of partial; then column_sum adds the rows of partial. The sum within a row takes a
-// barrier, at which memory would stand idle: so the next row is loaded before it. Each round gives block_sum
-// the other half of `slots`, and so one barrier a row is enough.
+// dgain is a sum over rows, taken in two stages. Here each block sums its rows n = block, block + blocks, ...
+// and writes a row of partial. Then column_sum adds the rows of partial.
+//
+// The sum within a row takes a barrier. Memory would stand idle at it. So each round of the loop first loads row
+// `next`, and then computes row n, which the round before has loaded. The first round only loads, the last one
+// only computes. Each round gives block_sum the other half of `slots`; so one barrier a row is enough.
 // Grid (at most N blocks: the rows of partial); C/8 threads, rounded up to whole warps.
 KERNEL __launch_bounds__(ROW_THREADS)
-rmsnorm_backward(real* dx, Reals dout, float* partial,
+rmsnorm_backward(real* dx, float* partial, Reals dout,
                  Reals x, Floats rstd, Floats gain,
                  int N, int C, int add) {
     __shared__ float slots[2][32];
@@ -308,9 +328,10 @@ KERNEL column_sum(float* out, Floats partial, int rows, int C) {
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     int column = 32 * blockIdx.x + lane;
     float sum = 0.0f;
-    if (column < C)
+    if (column < C) {
 #pragma unroll 8
         FOR_STRIDED(row, part, rows, 32) sum += partial[Index(row) * C + column];
+    }
     parts[part][lane] = sum;
     __syncthreads();
     if (part > 0 || column >= C) return;
@@ -363,6 +384,7 @@ KERNEL rope(real* qkv, real* cache, Floats angles, Ints lengths,
 // -----------------------------------------------------------------------------------------------------------
 // 5. SwiGLU
 // -----------------------------------------------------------------------------------------------------------
+// Memory limits these kernels, so the exact expf costs nothing.
 __device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // Covers swiglu_forward: out = g sigmoid(g) u, gate_up (N,2F) = [g | u].
@@ -404,17 +426,18 @@ KERNEL swiglu_backward(real* gate_up, Reals dh, int F) {
 // Covers cross_entropy_forward (all but its sum over rows) and cross_entropy_backward. A block owns one row
 // (n,k) of logits:
 //
-//     nll = log sum_v exp(z_v) - z_y        dz_v = weight_k (p_v - [v == y]),  p = softmax(z)
+//     nll = log sum_v exp(z_v) - z_y        dz_v = w (p_v - [v == y]),  p = softmax(z),  w = scales[k] weights[b]
 //
-// logits (N,K,V) become their gradients in place; a masked row (target -1) gets nll 0 and gradient 0. weight_k is
-// head_weights[k], which holds the divisor, times weights[b]. targets (B, T+K-1): head k at position t is to
-// predict targets[b][t+k].
+// logits (N,K,V) become their gradients in place. A masked row (target -1) gets nll 0 and gradient 0. scales (K):
+// of each head its weight in the loss, divided by the number of its targets. weights (B): of each row of the
+// batch. targets (B, T+K-1): head k at position t is to predict targets[b][t+k].
 //
-// The first pass keeps for each thread a running maximum m and the sum of exp(z - m), which it rescales when
-// m grows (the online softmax of flash_attn.cu). The second pass reads the row again, now from the cache.
+// In the first pass each thread reads its part of the row once. It keeps the largest number so far, m, and total,
+// the sum of exp(z - m). When m grows to m', total becomes total exp(m - m') + the new terms exp(z - m') (an
+// online softmax). The second pass reads the row again, now from the cache.
 // Grid (N*K); 128 threads.
-KERNEL cross_entropy(real* logits, float* nll,
-                     Ints targets, Floats head_weights, Floats weights,
+KERNEL cross_entropy(float* nll, real* logits,
+                     Ints targets, Floats scales, Floats weights,
                      int T, int K, int V) {
     __shared__ float slots[2][32];
     int n = blockIdx.x / K, k = blockIdx.x % K;
@@ -437,7 +460,7 @@ KERNEL cross_entropy(real* logits, float* nll,
     }
     float block_m = block_max(m, slots[0]);
     float log_total = block_m + logf(block_sum(total * exponential(m - block_m), slots[1]));
-    float w = head_weights[k] * weights[b];
+    float w = scales[k] * weights[b];
     if (threadIdx.x == 0) nll[blockIdx.x] = log_total - to_float(z[target]);
     __syncthreads();  // the target's logit is read before its owner overwrites it
     FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) {
@@ -473,15 +496,15 @@ KERNEL sum_of_squares(float* partial, Floats grad, Index n) {
 
 // The second stage fills state (3), which stays on the GPU:
 //     state[0]    the norm of all gradients
-//     state[1]    min(1, clip / (norm + 1e-6)), the factor for adamw; this norm is that of what the first
-//                 `clipped` blocks have summed
+//     state[1]    min(1, clip / (norm + 1e-6)), the factor for adamw. This norm is that of AdamW's part of the
+//                 gradient alone: the first adamw_blocks partial sums are its
 //     state[2]    how many updates have changed nothing: from the first norm on that is not finite, all
 // Grid (1); 1024 threads.
-KERNEL gradient_norm(float* state, Floats partial, int clipped, int blocks, float clip) {
+KERNEL gradient_norm(float* state, Floats partial, int adamw_blocks, int blocks, float clip) {
     __shared__ float slots[2][32];
     float sum = 0.0f, rest = 0.0f;
-    FOR_STRIDED(i, threadIdx.x, clipped, 1024) sum += partial[i];
-    FOR_STRIDED(i, clipped + threadIdx.x, blocks, 1024) rest += partial[i];
+    FOR_STRIDED(i, threadIdx.x, adamw_blocks, 1024) sum += partial[i];
+    FOR_STRIDED(i, adamw_blocks + threadIdx.x, blocks, 1024) rest += partial[i];
     sum = block_sum(sum, slots[0]);
     float norm = sqrtf(sum + block_sum(rest, slots[1]));
     if (threadIdx.x > 0) return;
@@ -551,7 +574,8 @@ KERNEL muon_momentum(float* squares, float* m, float* grad, Floats state,
     if (threadIdx.x == 0) squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
 }
 
-// X = u / (|u| + 1e-7), and grad = 0.
+// X = u / (|u| + 1e-7), and grad = 0. After a norm that is not finite X keeps what lay there: the matmuls then
+// compute with it, and muon_apply throws the result away.
 // Grid (blocks, layers), the same as of muon_momentum; 256 threads.
 KERNEL muon_input(real* X, float* grad, Floats squares, Floats state,
                   Index stride, int size) {
@@ -613,11 +637,11 @@ KERNEL copy_weights(real* copy, Floats param, Index n) {
 // to. Either operand may lie transposed in memory: entry (m,k) of a is a[m * a_row + k * a_column], and one
 // of the two strides is 1; the same holds for b.
 //
-// Read naively, each entry of a would come from memory N times. Here a block computes a 64 x 64 tile of out:
-// it brings pieces of 64 x 16 of a and b to shared memory and uses every number 64 times. A thread keeps 4 x
-// 4 sums in registers, and so uses four times what it reads from shared memory. cuBLAS does the same with
-// larger tiles on two more levels, with tensor cores, and with copies that overlap the arithmetic. On an
-// H200, 8192 x 4096 x 768: this kernel 19 TFLOP/s, cuBLAS 50 in fp32 and 684 in bf16.
+// One thread for each entry of out would read each entry of a from memory N times. Here a block computes a 64 x
+// 64 tile of out. It brings pieces of 64 x 16 of a and b to shared memory and uses every number 64 times. A
+// thread keeps 4 x 4 sums in registers, and so uses each number that it reads from shared memory four times.
+// cuBLAS does the same with larger tiles on two more levels, with tensor cores, and with copies that overlap the
+// arithmetic. On an H200, 8192 x 4096 x 768: this kernel 19 TFLOP/s, cuBLAS 50 in fp32 and 684 in bf16.
 // Grid (ceil(N/64), ceil(M/64), matrices); 256 threads.
 constexpr int TILE = 64, DEPTH = 16;
 
@@ -634,7 +658,8 @@ matmul(void* out, Reals a, Reals b,
     b += Index(blockIdx.z) * I * N;
     FOR_STRIDED(k0, 0, I, DEPTH) {
         FOR_STRIDED(i, threadIdx.x, TILE * DEPTH, 256) {
-            // neighbouring threads take neighbours in memory
+            // Neighbouring threads take neighbours in memory: along the sum where its stride is 1 (the first
+            // of two choices), else across it.
             int m = a_column == 1 ? i / DEPTH : i % TILE;
             int ka = a_column == 1 ? i % DEPTH : i / TILE;
             int n = b_row == 1 ? i / DEPTH : i % TILE;
@@ -665,29 +690,37 @@ matmul(void* out, Reals a, Reals b,
 // -----------------------------------------------------------------------------------------------------------
 // 8. Decoding: a few new tokens, after earlier ones whose k and v are in the KV cache
 // -----------------------------------------------------------------------------------------------------------
-// One new token can pass through a whole model in the time that it takes to read the weights, if nothing else
-// takes longer. So a layer is five kernels, each made for few rows, and all steps are the same launches. What
-// differs from step to step, such as `lengths`, lies in the GPU's memory, and so a CUDA graph can replay the
-// launches.
+// One new token must read all weights of the model. That is nearly all the time that it takes. So a layer is five
+// kernels, each made for few rows:
 //
-//     lengths (n): for each new token how many tokens of its text are in the cache before it
-//     times (n): the position in its text of what is drawn after each row
-//     stride: each row is of another text, and the cache of row r begins with token r * stride; or 0
+//     decode_qkv          x  ->  q, k, v           reads norm1, qkv;  k and v go to the cache
+//     decode_attention    q  ->  y                 reads the cache
+//     decode_residual     y  ->  x                 reads out
+//     decode_swiglu       x  ->  h                 reads norm2, gate, up
+//     decode_residual     h  ->  x                 reads down
 //
-// With stride 0 the rows are of one text and follow each other. Of several texts only attention and the draw
-// are done here: where there are many rows, cuBLAS is faster.
+// n is the number of new tokens, one row of x each. Rows come in groups of at most ROWS, which share one reading
+// of the weights; blockIdx.y counts the groups. The arithmetic of a row does not depend on n. So verifying
+// several drafted tokens at once gives the same bits as decoding them one by one.
 //
-// n is the number of new tokens, one row of x each. The arithmetic of a row does not depend on n, so
-// verifying several drafted tokens at once gives the same bits as decoding them one by one. Rows come in
-// groups of at most ROWS; blockIdx.y counts the groups.
+// Every step makes the same launches. What differs lies in the GPU's memory, and so a CUDA graph can replay them:
+//
+//     lengths (n)     how many tokens of its text are in the cache before each new token
+//     times (n)       the position in its text of what is drawn after each row
+//
+// Where several texts are drawn at once, each row is of another text. Then only decode_attention and draw serve,
+// because with many rows cuBLAS is faster. stride is the number of tokens from the cache of one text to that of
+// the next; 0 says that all rows are of one text and follow each other.
 constexpr int ROWS = 4;
 
-// From Hopper on a kernel may start before the one ahead of it has ended (Gpu.launch_early): when all blocks
-// of that kernel have called start_next, blocks of this one enter where there is room. They may read weights
-// at once, because no kernel writes these. They may read `lengths` and the like at once, because a step's first
-// kernel starts as usual, after these have been copied. Before they touch anything else, they wait with
-// await_last for the end of the kernel ahead. A prefetch returns no value, so it need not wait. On earlier
-// GPUs the three do nothing, and each kernel starts at the end of the one ahead.
+// Programmatic dependent launch, as NVIDIA calls it: from Hopper on a kernel may start before the one ahead of it
+// has ended (Gpu.launch_early).
+//   * When all blocks of the kernel ahead have called start_next, blocks of this one enter where there is room.
+//   * They may read weights at once, because no kernel writes these. They may read `lengths` and `times` at once,
+//     because the first kernel of a step starts as usual, after these have been copied.
+//   * Before they touch anything else they call await_last, which waits for the end of the kernel ahead.
+//   * A prefetch brings memory to the L2 cache and returns no value, so it need not wait.
+// On earlier GPUs the three do nothing, and each kernel starts at the end of the one ahead.
 #if __CUDA_ARCH__ >= 900
 #define FROM_HOPPER(...) asm volatile(__VA_ARGS__)
 #else
@@ -708,8 +741,8 @@ struct Product {
     int n, I;
 };
 
-// The core of two_products below: the products of each row of this group of x, N rows or fewer, with w_a and
-// w_b, which are rows of w. One lane of the warp hands each pair to take(row, a, b). If the group has fewer
+// What two_products, the next function, does for a group of at most N rows of x: it multiplies each of them with
+// w_a and w_b, two rows of w. One lane of the warp hands each pair to take(row, a, b). If the group has fewer
 // than N rows, the last one is computed again, so that a row has the same arithmetic for every N.
 template <int N, class Take>
 __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Take take) {
@@ -718,7 +751,7 @@ __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Ta
     int first = ROWS * blockIdx.y;
     int step = 256 * warps;
     int i = 8 * (threadIdx.x % (32 * warps));
-    do {
+    do {  // not while: every lane must come to await_last
         Packed a[AHEAD], b[AHEAD];
         FOR(c, AHEAD)
             if (i + c * step < of.I) {
@@ -754,19 +787,19 @@ __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Ta
     }
 }
 
-// Two columns, row_a and row_b, of a product, for the rows of x in this group: take(row, a, b) receives them.
-// Reading w is all the time that it takes. So a warp reads the two rows of w once, 16 bytes a lane, for all
-// rows of its group. The factor rstd of the norm is common to all terms of a row's sum, so it may come at the
-// end, and nothing waits for it. warps: the number of warps that share the columns of w; what each hands to
-// take is only its part of the sum.
+// Two columns of a product, for the rows of x in this group: those that belong to row_a and row_b of w.
+// take(row, a, b) receives them. Reading w takes nearly all the time. So a warp reads the two rows of w once, 16
+// bytes a lane, for all rows of its group. The factor rstd of the norm is common to all terms of a row's sum. So
+// it comes at the end, and nothing waits for it. warps: the number of warps that share the columns of w. What
+// each of them hands to take is only its part of the sum.
 template <class Take>
 __device__ void two_products(Product of, int row_a, int row_b, int warps, Take take) {
     Reals w_a = of.w + Index(row_a) * of.I;
     Reals w_b = of.w + Index(row_b) * of.I;
-    int rows = of.n - ROWS * blockIdx.y;  // of this group, or more
+    int left = of.n - ROWS * blockIdx.y;  // rows from the group's first one on
     start_next();
-    if (rows == 1) products_of_rows<1>(of, w_a, w_b, warps, take);
-    else if (rows == 2) products_of_rows<2>(of, w_a, w_b, warps, take);
+    if (left == 1) products_of_rows<1>(of, w_a, w_b, warps, take);
+    else if (left == 2) products_of_rows<2>(of, w_a, w_b, warps, take);
     else products_of_rows<ROWS>(of, w_a, w_b, warps, take);
 }
 
@@ -803,7 +836,7 @@ decode_qkv(real* qkv, real* cache, Reals x, Floats gain, Reals w,
 //
 //     x (n,O) += y (n,I) @ w (O,I).T
 //
-// O is small and I may be large: so the four warps of a block share the columns of two outputs.
+// O is small, and I may be large. So the four warps of a block share the columns of two outputs.
 // Grid (O/2, ceil(n/4)); 128 threads.
 KERNEL __launch_bounds__(128)
 decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
@@ -836,8 +869,8 @@ decode_swiglu(real* h, Reals x, Floats gain, Reals w, int n, int C, int F, float
     });
 }
 
-// Covers the last rmsnorm_forward and the heads' linear_forward: out (n,O), logits, = rmsnorm(x) @ w.T, of
-// the first O rows of w, which are those of the heads that are asked for.
+// Covers the last rmsnorm_forward and the heads' linear_forward: the logits out (n,O) = rmsnorm(x) @ w.T, for
+// the first O rows of w, those of the heads that draw.
 // Grid (ceil(O/8), ceil(n/4)); 128 threads.
 KERNEL __launch_bounds__(128)
 decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, float eps) {
@@ -931,8 +964,8 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
 // -----------------------------------------------------------------------------------------------------------
 typedef unsigned long long Key;
 
-// A key for each id, all of them different: a larger x has the larger key (-0 comes before 0), and of equal x
-// the smaller id does, as in sample. Ids are below 65,536.
+// A key for each id. No two are equal. A larger x has the larger key (-0 comes before 0); of two equal x the
+// smaller id has the larger key, as in sample. Ids are below 65,536.
 __device__ Key order_key(float x, int id) {
     unsigned bits = __float_as_uint(x);
     return Key(bits >> 31 ? ~bits : bits | 1u << 31) << 16 | 0xFFFF - id;
@@ -952,10 +985,12 @@ __device__ double gumbel(Key seed, int t, int id) {
     return -log(-log((double(z >> 12) + 0.5) / 4503599627370496.0));
 }
 
-// Covers sample as Decoder.draw calls it. ids (n,heads): what each head draws after each row of logits
-// (n,heads,V). p (n): the probability that head 0's logits give its id, at temperature 1 and among all ids.
-// times: see section 8. seeds: of the noise of each row. drawing (4): the temperature, which is above 0 here, top_p,
-// top_k and vocab. Where the host has temperature 0, it asks for the largest logit by top_k = 1.
+// Covers sample as Decoder.draw calls it.
+//     ids (n,heads)        what each head draws after each row of logits (n,heads,V)
+//     p (n)                the probability that head 0's logits give its id, at temperature 1 and among all ids
+//     times, seeds (n)     the position that head 0 draws for, and the seed of the noise, of each row
+//     drawing (4)          temperature (above 0), top_p, top_k and vocab. For temperature 0 the host asks for
+//                          top_k = 1: the largest logit
 // Grid (n, heads); 1024 threads.
 KERNEL draw(int* ids, float* p, Floats logits,
             Ints times, const double* drawing, const Key* seeds, int V) {
@@ -975,30 +1010,31 @@ KERNEL draw(int* ids, float* p, Floats logits,
     float scale = float(1.0 / drawing[0]);
     float sum = 0.0f;
 
-    // The sum of the weights of all ids whose keys are at least `least`. An id weighs exp(scale (z - top)), or
-    // 1 where scale is 0.
+    // The sum of the weights of all ids whose keys are at least `least`. An id weighs exp(scale (z - top)). With
+    // scale 0 each weighs 1, and the sum counts them.
     auto weight_from = [&](Key least, float scale, int slot) {
         float sum = 0.0f;
         FOR_STRIDED(id, threadIdx.x, vocab, 1024)
             if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
         return block_sum(sum, slots[slot]);
     };
-    // A key such that the ids from it on weigh `mass`, and the ids from any larger id's key on weigh less. It
-    // is found bit by bit, from the highest bit down.
+    // The largest key for which the ids from this key on still weigh `mass`: of the ids in falling order of
+    // their keys, the one with which the sum of the weights reaches `mass`. It grows bit by bit, from the
+    // highest bit down: a bit is kept if the ids from the larger key on still weigh enough.
     auto key_where = [&](float mass, float scale) {
-        Key found = 0;
+        Key key = 0;
         for (int bit = 47; bit >= 0; bit--) {
-            Key tried = found | 1ull << bit;
-            float sum = weight_from(tried, scale, bit % 2);
-            if (sum >= mass) found = tried;
+            Key larger = key | 1ull << bit;
+            float sum = weight_from(larger, scale, bit % 2);
+            if (sum >= mass) key = larger;
             if (sum == mass) break;
         }
         __syncthreads();  // slots are free again
-        return found;
+        return key;
     };
     if (top_k == 1) floor = largest;
     else if (top_k > 0 && top_k < vocab) floor = key_where(top_k, 0.0f);
-    if (top_k != 1 && drawing[1] < 1.0) {
+    if (drawing[1] < 1.0) {
         float mass = float(drawing[1]) * weight_from(floor, scale, 0);
         floor = max(floor, key_where(mass, scale));  // which uses slots[1] first
     }

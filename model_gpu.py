@@ -291,7 +291,7 @@ def embedding_backward(gpu, dembed, dout, order, starts):
 def rmsnorm_forward(gpu, out, rstd, x, gain, before, increment):
     """x (N,C) = before + increment, out (N,C) its norm, rstd (N,).  increment None: x is before."""
     N, C = x.shape
-    gpu.launch("rmsnorm_forward", N, row_threads(C), out, rstd, x, before, increment, gain, C, gpu.eps)
+    gpu.launch("rmsnorm_forward", N, row_threads(C), out, rstd, x, gain, before, increment, C, gpu.eps)
 
 
 def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
@@ -299,7 +299,7 @@ def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
     (NORM_BLOCKS,C): space for the first stage of dgain's sum."""
     N, C = x.shape
     blocks = min(N, NORM_BLOCKS)
-    gpu.launch("rmsnorm_backward", blocks, row_threads(C), dx, dout, partial, x, rstd, gain, N, C, add)
+    gpu.launch("rmsnorm_backward", blocks, row_threads(C), dx, partial, dout, x, rstd, gain, N, C, add)
     gpu.launch("column_sum", ceil_div(C, 32), 1024, dgain, partial, blocks, C)
 
 
@@ -367,7 +367,7 @@ def attention_backward(gpu, dqkv, dout, out, lse, qkv, delta):
     their rotation.  delta (B,H,T): scratch, what the first kernel leaves to the second."""
     B, H, T = lse.shape
     for which, heads in (1, H), (2, gpu.config.kv_heads):
-        launch_flash(gpu, which, heads, B, T, dqkv, delta, dout, out, lse, qkv, gpu.angles)
+        launch_flash(gpu, which, heads, B, T, dqkv, dout, out, lse, qkv, delta, gpu.angles)
 
 
 def swiglu_forward(gpu, out, gate_up):
@@ -475,7 +475,7 @@ def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
     become their own gradients: cross_entropy_forward and cross_entropy_backward of model_cpu in one pass.
     inputs: the arrays of Model.inputs."""
     N, K = nll.shape
-    gpu.launch("cross_entropy", N * K, 128, logits, nll, inputs.targets, inputs.head_weights, inputs.weights,
+    gpu.launch("cross_entropy", N * K, 128, nll, logits, inputs.targets, inputs.scales, inputs.weights,
                T, K, gpu.config.vocab)
     gpu.launch("cross_entropy_sum", K, 1024, losses, nll, inputs.divisor, inputs.weights, T, N, K)
 
@@ -503,16 +503,15 @@ def newton_schulz(gpu, X, Y, A, B):
     scratch."""
     side = A.shape[1]
     tall = X.shape[1] > X.shape[2]
-    for _ in range(5):
-        gemm(gpu, A, X, X, transpose_a=tall, transpose_b=not tall)              # X X^T, or X^T X
+    for source, target in 2 * [(X, Y), (Y, X)] + [(X, Y)]:                      # five rounds, the last into Y
+        gemm(gpu, A, source, source, transpose_a=tall, transpose_b=not tall)              # X X^T, or X^T X
         gemm(gpu, B, A, A)
         gpu.launch("muon_polynomial", (ceil_div(side * side, 2048), len(A)), 256, B, A, side,
                    *NEWTON_SCHULZ)                                              # a I + b A + c A^2
         if tall:
-            gemm(gpu, Y, X, B)
+            gemm(gpu, target, source, B)
         else:
-            gemm(gpu, Y, B, X)
-        X, Y = Y, X                                                             # the last is in Y: 5 is odd
+            gemm(gpu, target, B, source)
 
 
 def muon_update(gpu, flats, starts, work, state, lr, decay, momentum):
@@ -723,7 +722,7 @@ class Model:
                                    order=N,                 # see embedding_backward
                                    starts=c.vocab + 1)      # likewise
                              + typed(float32,
-                                     head_weights=K,        # of each head in the loss, over its divisor
+                                     scales=K,              # of each head its weight in the loss / its divisor
                                      divisor=K,             # counted targets of each head
                                      weights=N))            # (B,) of each row
         self.rows = rows
@@ -771,7 +770,7 @@ class Model:
         order = np.argsort(flat, kind="stable")
         starts = np.searchsorted(flat[order], np.arange(c.vocab + 1))
         self.inputs.send(tokens=tokens, targets=targets, order=order, starts=starts,
-                         head_weights=c.head_weights / divisor, divisor=divisor, weights=weights)
+                         scales=c.head_weights / divisor, divisor=divisor, weights=weights)
 
         def launch():
             final = trunk(self.gpu, self.weights, layers, shared)                           # (N,C)

@@ -8,7 +8,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import model_cpu
 import model_gpu
-from cuda_helpers import ORDERS, Array, CpuModule, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, to_bf16
+from cuda_helpers import (ORDERS, Array, CpuModule, check_guards, compile_for_gpu, from_bf16, guarded, skip_unless_known, text_of,
+                          to_bf16)
 from model_cpu import Arrays, Config
 
 f32 = np.float32
@@ -75,6 +76,17 @@ def nan(*shape):
     return np.full(shape, np.nan)
 
 
+def test_primer():
+    """The kernel that the head of kernels.cu shows, launched as it says there."""
+    lines = [line[7:] for line in text_of("kernels.cu").splitlines() if line.startswith("//     ")]
+    first = next(i for i, line in enumerate(lines) if "__global__ void rmsnorm(" in line)
+    source = "\n".join(lines[first:lines.index("}", first) + 1])
+    kernel = CpuModule("kernels.cu", source=f'extern "C" {source}').get_function("rmsnorm")
+    x, gain, out = *np.random.default_rng(0).standard_normal((2, 3, 64)).astype(f32), np.full((3, 64), np.nan, f32)
+    kernel((3,), (64,), (out, x, gain[0].copy(), np.int32(64), f32(1e-5)))
+    assert_allclose(out, x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * gain[0], rtol=1e-5)
+
+
 def test_embedding(bench):
     for N, C, V in (1, 8, 8), (50, 264, 24), (300, 520, 8):
         tokens = bench.rng.integers(0, max(1, V - 3), N)                 # some ids occur often, some never
@@ -136,7 +148,7 @@ def test_cross_entropy(bench):
         targets, bench.config = np.maximum(bench.rng.integers(-V // 2, V, (B, T + K - 1)), -1), Arrays(vocab=V)
         z, weights, heads = bench.random(B * T, K, V, scale=spread), f32(bench.random(B)), f32(0.5 ** np.arange(K))
         nll, losses, logits = bench.store(f32(nan(B * T, K))), bench.store(f32(nan(K))), bench.store(z)
-        inputs = Arrays(targets=bench.store(targets), head_weights=bench.store(heads / 7), divisor=bench.store(7 + 0 * heads), weights=bench.store(weights))
+        inputs = Arrays(targets=bench.store(targets), scales=bench.store(heads / 7), divisor=bench.store(7 + 0 * heads), weights=bench.store(weights))
         model_gpu.cross_entropy_forward(bench, losses, nll, logits, inputs, T)
         table, of_rows, expected, total = model_cpu.head_targets(targets, T, K), np.repeat(weights, T)[:, None], nan(K), nan(B * T, K)
         model_cpu.cross_entropy_forward(expected, total, z, table, 7, of_rows)
