@@ -1,31 +1,55 @@
 """model_gpu.py: the model of model_cpu.py on one NVIDIA GPU, through CuPy.
 
-Read model_cpu.py first, then open it beside this file: the same functions in the same order, with the same
-names.  What a function computes, and why its backward is right, stands there; here stands how a GPU does it.
-Some functions there have no twin by name here: cross_entropy_backward and head_targets (they are in the
-forward's kernel), rotated_part (the kernel knows where), split_heads, by_group and rope_backward (they are
-inside flash_attn.cu), sample and gumbel (inside kernels.cu); Model._trunk is the function trunk, which the
-Decoder calls too; what there is one thread's share of forward and backward stands in these; Workspace is the
-memory of Model._reserve; Decoder._read is _read_few and _read_many.
-What both engines share, such as generate, stands there alone.  Top to bottom:
+Read model_cpu.py first, then open it beside this file: it has the same functions in the same order, with the same
+names.  What a function computes, and why its backward is right, stands there.  Here stands how a GPU does it.  From
+top to bottom:
 
     1. pick                       which engine serves
     2. Gpu, gemm                  compiled kernels, how they are launched, matmuls
-    3. x_forward / x_backward     every layer as a pair: a matmul by cuBLAS, or a kernel of kernels.cu; the
-                                  loss and the optimizers
+    3. x_forward / x_backward     every layer as a pair: a matmul by cuBLAS, or a kernel; the loss and the optimizers
     4. Model, Decoder, Nccl       the same face as in model_cpu; sums over several GPUs
-    5. work_tables                what a step computes in
+    5. trunk_table, work_table    what a step computes in
 
-Three precisions.  fp32: everything in 32 bits, for checking.  tf32: the same storage, but the tensor cores
-round the inputs of matmuls to 10 bits of mantissa.  bf16: activations, and a copy of the weights that the
-matmuls read, have 8 bits of mantissa and half the size.  The weights themselves ("master" weights), gradients
-and moments stay fp32, because an update is often smaller than the spacing of bf16 numbers and would be lost.
-Sums, norms, softmax and losses are fp32 in each.
+Read kernels.cu section by section, beside the functions that launch its kernels:
 
-How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no part of a step
-waits for a result, and what it computes in was allocated before.  What one kernel writes and the next one
-reads is the traffic that costs time, so neighbouring functions are fused (kernels.cu).  Where one kernel covers
-several functions of model_cpu, it says so there.
+    function here                      kernels, and where
+    embedding_forward, _backward       kernels.cu, section 2
+    rmsnorm_forward, _backward         section 3
+    rope_forward                       section 4
+    attention_forward, _backward       flash_attn.cu; it has rope_backward, too
+    swiglu_forward, _backward          section 5
+    cross_entropy_forward              section 6; its gradient is written by the same kernel
+    gradient_norm, *_update            section 6
+    gemm, with --matmul ours           section 7
+    decode_block, decode_attention     section 8
+    Decoder._draw                      section 9: sample and gumbel
+
+What reads differently from model_cpu, and why:
+
+    rmsnorm_forward     reads two terms, before + increment: it makes the residual's sum on its way
+    block_forward       so x comes as two terms, and is returned as two
+    swiglu_backward     writes its gradient where its input was
+    block_backward      reuses memory: dy lies where dn was
+    Model.forward       also computes the gradient of the logits, since both need the softmax
+
+What has no function here: cross_entropy_backward and head_targets (in the kernel of the forward), rotated_part,
+split_heads, by_group (the kernels know where heads lie).  Model._trunk is the function trunk, which the Decoder calls,
+too.  A thread's Workspace is the memory of Model._reserve.  What both engines share, such as generate, stands in
+model_cpu alone.
+
+Three precisions.  A number in 32, 19 or 16 bits, each letter a bit: s sign, e exponent, m mantissa.
+
+    fp32    s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm     everything in 32 bits, for checking
+    tf32    s eeeeeeee mmmmmmmmmm                  stored as fp32; the tensor cores round the inputs of matmuls
+    bf16    s eeeeeeee mmmmmmm                     activations, and a copy of the weights that the matmuls read
+
+A leading 1 of the mantissa is not stored, so numbers have 24, 11 or 8 significant bits.
+The weights themselves ("master" weights), gradients and moments are always fp32, because an update is often smaller
+than the spacing of bf16 numbers and would be lost.  Sums, norms, softmax and losses are fp32 in each.
+
+How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no part of a step waits for
+a result, and all memory was allocated before.  What one kernel writes and the next one reads is the traffic that
+costs time, so neighbouring functions are fused (kernels.cu).
 
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.  The file can be imported where
 there is no CuPy or no GPU, and then says what is missing in one sentence.
@@ -57,15 +81,16 @@ except ImportError:
     cupy = None
 
 PRECISIONS = ("bf16", "tf32", "fp32")
-NORM_BLOCKS = 1056    # blocks, and so partial sums, of rmsnorm_backward: 8 for each multiprocessor of an H100
+# Blocks of some kernels, and so partial sums.  They are the same on every GPU, so that the sums are, too.
+NORM_BLOCKS = 1056          # of rmsnorm_backward: 8 for each multiprocessor of an H100
 SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
-RECORD_AT = 3               # the use of a batch's shape from which on its launches are a CUDA graph
-SHAPES = 32                 # of so many shapes the graphs are kept; where there are more, all begin anew
-FEW_ROWS = 8                # decoding has kernels of its own for up to so many tokens
-GROUP_ROWS = 4              # of which so many share one reading of the weights: ROWS in kernels.cu
+RECORD_AT = 3               # the third use of a batch's shape is recorded as a CUDA graph, and replayed from then on
+SHAPES = 32                 # when graphs of more shapes than these are kept, all are thrown away
+FEW_ROWS = 8                # the kernels of decoding take up to 8 tokens
+GROUP_ROWS = 4              # 4 of them share one reading of the weights: ROWS in kernels.cu
 RESERVE = 1 << 30           # bytes that CuPy leaves free: for NCCL, CUDA graphs and other programs
-HOPPER = True               # False: a Hopper runs what a GeForce RTX 30 or 40 runs, to test and to time that
+HOPPER = True               # False: every GPU runs what a GeForce RTX 30 or 40 runs, to test and to time that
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -121,16 +146,17 @@ def default_precision():
 # ------------------------------------------------------------------------------------------------------------
 # 2. Compiled kernels and matmuls
 # ------------------------------------------------------------------------------------------------------------
-# a CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) is 1
+# A CUlaunchAttribute, of 64 bytes: its id 6, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; 4 bytes of padding;
+# its value 1, with room for larger values
 EARLY = np.array([6, 0, 1] + 15 * [0], int32)
 
 
 @functools.cache                                # the models of a process share it
 def load_cublas():
     """The cuBLAS that CuPy loads, with two attributes more: `handle`, and `workspace`, its address and bytes.
-    Called by ctypes: CuPy's own wrapper costs the host twice as much, and cannot be recorded in a graph.  The
-    workspace has the size that cuBLAS recommends for a Hopper.  Without it cuBLAS would allocate one, and
-    another for each graph."""
+    We call it by ctypes, because CuPy's own wrapper costs the host twice as much, and cannot be recorded in a CUDA
+    graph.  The workspace has the size that cuBLAS recommends for a Hopper.  Without it cuBLAS would allocate one,
+    and another for each graph."""
     from cupy.cuda import device                # here: loading cuBLAS takes a second, and it may be missing
     library = CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
     library.handle = c_void_p(device.get_cublas_handle())
@@ -140,7 +166,8 @@ def load_cublas():
 
 
 def as_argument(x):
-    """As a kernel takes it: Python's numbers in 32 bits, None as a null pointer; all else as it is."""
+    """x as a kernel takes it: Python's numbers in 32 bits, None as a null pointer.  Arrays and NumPy's numbers are
+    passed as they are."""
     if x is None:
         return uint64(0)
     if isinstance(x, int):
@@ -170,9 +197,10 @@ class Gpu:
         shared = cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"]
         parts = 2 if HOPPER and shared >= 128 << 10 else 1          # of 64 rows in a block of attention
         options = [f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}"]
-        if hopper:                              # sm_90a alone has Hopper's own matmul instructions
-            options.append("-arch=sm_90a")
+        if hopper:                              # sm_90a alone has Hopper's own matmul instructions (wgmma)
+            options.append("-arch=sm_90a")      # CuPy adds an -arch of its own; the compiler takes both
         try:
+            # every function that the text declares by KERNEL, by its name
             code, module = compiled("kernels.cu", f"-DBF16={int(precision == 'bf16')}",
                                     f"-DROW_THREADS={row_threads(config.dim)}")
             self.kernels = {name: module.get_function(name)
@@ -189,7 +217,7 @@ class Gpu:
         self.angles = cupy.asarray(np.ascontiguousarray(tables.swapaxes(0, 1)))
         self.cublas = load_cublas() if matmul == "cublas" else None
         self.launch_kernel = None
-        # the first driver to record it is that of CUDA 12.3
+        # launch_early: the first driver that can record it in a CUDA graph is that of CUDA 12.3
         if HOPPER and capability() >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:
             self.launch_kernel = CDLL("libcuda.so.1").cuLaunchKernelEx
 
@@ -199,15 +227,16 @@ class Gpu:
         self.kernels[name](blocks, (threads,), tuple(map(as_argument, args)), shared_mem=shared)
 
     def launch_early(self, name, grid, threads, *args):
-        """launch, with a grid of two numbers; but from Hopper on the kernel starts beside the end of the one
-        before it.  It waits for that one itself, before it reads what that wrote (await_last in kernels.cu).
-        CuPy cannot do this."""
+        """launch, with a grid of two numbers.  From Hopper on the kernel starts beside the end of the one before it
+        (programmatic dependent launch).  It waits for that one itself, before it reads what that one wrote
+        (await_last in kernels.cu).  CuPy cannot launch so."""
         if not self.launch_kernel:
             return self.launch(name, grid, threads, *args)
         values = [np.array(x.data.ptr if isinstance(x, cupy.ndarray) else x)
                   for x in map(as_argument, args)]
         pointers = (c_void_p * len(values))(*[value.ctypes.data for value in values])
-        # CUlaunchConfig: grid, block, shared memory, stream, attributes, how many
+        # a CUlaunchConfig: 7 integers (grid, block, bytes of shared memory), which struct pads to 32 bytes; two
+        # pointers (the stream, the attributes); how many attributes; 4 bytes of padding
         settings = struct.pack("7IPPI4x", *grid, 1, threads, 1, 1, 0, current_stream().ptr, EARLY.ctypes.data,
                                1)
         check_status(self.launch_kernel(settings, c_void_p(self.kernels[name].kernel.ptr), pointers, None),
@@ -239,11 +268,12 @@ def row_threads(C):
 
 
 def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
-    """The matmul out (M,N) = a (M,inner) @ b (inner,N), or += with add; transposed operands lie as (inner,M),
-    (N,inner).  Of stacks of matrices, (n,M,N) and so on, each is multiplied with each.  No array has gaps.
+    """The matmul out (M,N) = a (M,inner) @ b (inner,N), or += with add.  A transposed operand lies as (inner,M) or
+    (N,inner).  In stacks of n matrices, (n,M,N) and so on, matrix i of a is multiplied with matrix i of b.  No array
+    has gaps.
 
-    cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T: b comes first,
-    and what lies row-major already is the transpose that it wants."""
+    cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T.  b comes first, and
+    what lies row-major already is the transpose that cuBLAS wants."""
     M, N = out.shape[-2:]
     inner = a.shape[-2 if transpose_a else -1]
     library = gpu.cublas
@@ -257,14 +287,14 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     check_status(library.cublasSetStream_v2(library.handle, c_void_p(current_stream().ptr)), "a stream")
     check_status(library.cublasSetWorkspace_v2(library.handle, *library.workspace), "a workspace")
     operands = []
-    for x in (b, a, out):       # ctypes passes Python's ints in 32 bits: what has more is wrapped
+    for x in (b, a, out):       # ctypes passes Python's ints in 32 bits; wider numbers are wrapped
         kind = 14 if x.dtype == uint16 else 0                       # CUDA_R_16BF, or CUDA_R_32F
         operands.append([c_void_p(x.data.ptr), kind, x.shape[-1]])
-        if x.ndim == 3:         # then from matrix to matrix
+        if x.ndim == 3:         # and how many numbers lie from matrix to matrix
             operands[-1].append(c_longlong(x[0].size))
     function = library.cublasGemmEx if out.ndim == 2 else library.cublasGemmStridedBatchedEx
     compute = 77 if gpu.precision == "tf32" else 68     # CUBLAS_COMPUTE_32F_FAST_TF32, or CUBLAS_COMPUTE_32F
-    # the factors of the product and of what is there, from host memory; of stacks how many there are
+    # out = 1 product + add out: the two factors come from host memory.  Of stacks also the number of matrices
     status = function(library.handle, transpose_b, transpose_a, N, M, inner, byref(c_float(1)), *operands[0],
                       *operands[1], byref(c_float(add)), *operands[2], *out.shape[:-2], compute, -1)
     check_status(status, f"a matmul of {M} x {inner} by {inner} x {N}")
@@ -308,22 +338,19 @@ def linear_forward(gpu, out, x, w):
     gemm(gpu, out, x, w, transpose_b=True)
 
 
-# (In tf32 Hopper's tensor cores take only operands whose numbers lie side by side along the sum, as those of
-# linear_forward do.  In the backward w does not, and for a weight's gradient neither does: cuBLAS sees to that.
-# Transposing one operand ourselves before saved a tenth of big's step.)
 def linear_backward(gpu, dx, dw, dout, x, w, add):
-    """dw (O,I) (+)= dout.T @ x, summed in fp32 in every precision; then dx (N,I) = dout (N,O) @ w, which may
-    lie where x did.  add: dw may hold a sum already."""
+    """dw (O,I) (+)= dout.T @ x, summed in fp32 in every precision; then dx (N,I) = dout (N,O) @ w.  dx may lie where x
+    lies.  add: dw holds a sum already, to which to add; otherwise it is written."""
     gemm(gpu, dw, dout, x, transpose_a=True, add=add)
     gemm(gpu, dx, dout, w)
 
 
 def rope_forward(gpu, qkv, T, cache=None, lengths=None):
-    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D): T tokens of each text.  The backward is
-    attention_backward's.
+    """Rotate, in place, the heads q and k of qkv (N, (H+2G)D): T tokens of each text.  attention_backward has the
+    backward.
 
-    cache (texts,stride,2GD), or None: the KV cache of so many texts at least, to which k, rotated, and v are copied.
-    lengths: None, where the T tokens are the first of their text; or (N,), with T 1: how many come before each."""
+    cache (texts,stride,2GD), or None: the KV caches of the texts, to which k, rotated, and v are copied.
+    lengths: None, if the T tokens are the first of their text; or (N,), with T 1: how many tokens come before each."""
     c = gpu.config
     N = len(qkv)
     heads = c.heads + c.kv_heads
@@ -336,8 +363,8 @@ def rope_forward(gpu, qkv, T, cache=None, lengths=None):
 
 
 def flash_kernels(precision, D, parts):
-    """(name, rows of queries or keys a block takes, bytes of shared memory) of the forward and of the two
-    kernels of the backward in flash_attn.cu: the readable ones for fp32, those for tensor cores else."""
+    """[(name, rows of queries or keys that a block takes, bytes of shared memory), ...] of the forward and of the two
+    kernels of the backward in flash_attn.cu: for fp32 the readable ones, else those for tensor cores."""
     names = "flash_forward", "flash_backward_dq", "flash_backward_dkdv"
     if precision == "fp32" or precision == "tf32" and D > 64:
         return [(name, 4096 // D, 0) for name in names]
@@ -363,8 +390,8 @@ def attention_forward(gpu, out, lse, qkv, B, T):
 
 
 def attention_backward(gpu, dqkv, dout, out, lse, qkv, delta):
-    """attention_backward and rope_backward: writes dqkv (N,(H+2G)D), the gradient of v and of q and k before
-    their rotation.  delta (B,H,T): scratch, what the first kernel leaves to the second."""
+    """attention_backward and rope_backward: writes dqkv (N,(H+2G)D), the gradient of v, and of q and k before their
+    rotation.  delta (B,H,T): scratch, which the first kernel writes and the second reads."""
     B, H, T = lse.shape
     for which, heads in (1, H), (2, gpu.config.kv_heads):
         launch_flash(gpu, which, heads, B, T, dqkv, dout, out, lse, qkv, delta, gpu.angles)
@@ -387,9 +414,14 @@ def block_forward(gpu, w, saved, shared, before, increment):
 
         x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
 
-    The norm that reads x does the sum at the end of a substep.  So x comes as two terms, before + increment
-    (increment None: there is only one), and is returned as two.  w: this layer's weights by name; saved: this
-    layer's arrays; shared: those of all layers, with B and T.  saved.cache, shared.lengths: see rope_forward."""
+    The norm that reads x makes the sum at the end of a substep:
+
+        x_in = before + increment                    rmsnorm_forward, in its first line (increment None: x_in is before)
+        x_mid = x_in + increment of substep 1        rmsnorm_forward, in the middle
+        x = x_mid + increment of substep 2           returned as these two terms, for the next layer's norm
+
+    w: this layer's weights by name; saved: this layer's arrays; shared: those of all layers, with B and T.
+    saved.cache, shared.lengths: see rope_forward."""
     qkv = saved.qkv
     lengths = shared.lengths
     rmsnorm_forward(gpu, saved.n1, saved.rstd1, saved.x_in, w.norm1, before, increment)              # (N,C)
@@ -406,16 +438,13 @@ def block_forward(gpu, w, saved, shared, before, increment):
     rmsnorm_forward(gpu, saved.n2, saved.rstd2, saved.x_mid, w.norm2, saved.x_in, increment)
     linear_forward(gpu, saved.gate_up, saved.n2, w.gate_up)                         # (N,C) -> (N,2F)
     swiglu_forward(gpu, saved.h, saved.gate_up)                                     # (N,2F) -> (N,F)
-    # (Taking these three in pieces of rows, so that gate_up is still in the cache when it is read, won
-    # nothing at 32,768 tokens on an H200, and cost 1 to 2 ms a step with 8 or 16 pieces: small matmuls lose
-    # more than the cache wins.)
     linear_forward(gpu, increment, saved.h, w.down)                                 # (N,F) -> (N,C)
     return saved.x_mid, increment                                                   # Euler substep 2
 
 
 def block_backward(gpu, w, dw, saved, shared, dx, add):
     """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  The layer's gate_up is
-    used up.  add: see linear_backward."""
+    overwritten.  add: see linear_backward."""
     dn = shared.n
     dh = shared.dh
     dqkv = shared.dqkv
@@ -481,11 +510,11 @@ def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
 
 
 def gradient_norm(gpu, state, partial, grad, muon, clip):
-    """state (3,): the norm of the flat gradient; the factor that clips the norm of all but its part `muon`,
-    a slice; and how many updates have changed nothing: from the first norm on that is not finite, all.
-    partial (3 SUM_BLOCKS,): scratch."""
+    """Fills state (3,): the norm of the flat gradient; the factor that clips the norm of AdamW's part of it; and the
+    number of updates that have changed nothing, which is all from the first norm on that is not finite.  muon: the
+    slice that is Muon's part.  partial (3 SUM_BLOCKS,): scratch."""
     parts = grad[:muon.start], grad[muon.stop:], grad[muon]
-    for i, part in enumerate(parts):                # of one that is empty the sum is 0
+    for i, part in enumerate(parts):                # the sum of an empty part is 0
         gpu.launch("sum_of_squares", SUM_BLOCKS, 256, partial[i * SUM_BLOCKS:], part, int64(part.size))
     gpu.launch("gradient_norm", 1, 1024, state, partial, 2 * SUM_BLOCKS, 3 * SUM_BLOCKS, float(clip))
 
@@ -499,8 +528,7 @@ def adamw_update(gpu, param, weights, grad, m, v, state, step, lr, beta1, beta2,
 
 
 def newton_schulz(gpu, X, Y, A, B):
-    """Y = U V^T, nearly, of each X (n, rows, columns) of norm 1, which is spent.  A, B (n, side, side):
-    scratch."""
+    """Y = U V^T, nearly, of each X (n, rows, columns) of norm 1.  X is overwritten.  A, B (n, side, side): scratch."""
     side = A.shape[1]
     tall = X.shape[1] > X.shape[2]
     for source, target in 2 * [(X, Y), (Y, X)] + [(X, Y)]:                      # five rounds, the last into Y
@@ -519,7 +547,7 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, momentum):
     layers' matrices, flat; starts: where in a layer each matrix of this shape begins.  work: the arrays of
     muon_tables."""
     params, weights, grads, m = flats
-    X, Y, A, B, squares = work.values()
+    X, Y, A, B, squares = work.values()             # in the order of muon_tables
     n, rows, columns = X.shape
     L = n // len(starts)
     size = rows * columns
@@ -555,15 +583,15 @@ def allocate(empty, table):
 
 
 class Inputs:
-    """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs beside the host, which
-    must not write there before the copy is done.  With two pinned arrays that take turns the host waits for
-    the last copy but one."""
+    """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs beside the host, which must
+    not write there before the copy is done.  Two pinned arrays serve alternately: so the host waits only for the
+    copy before the last one."""
 
     def __init__(self, table):
         self.device, self.arrays = allocate(cupy.empty, table)
         self.slots = itertools.cycle([
             (*allocate(cupyx.empty_pinned, table), cupy.cuda.Event(disable_timing=True)) for _ in range(2)])
-        # this memory may have been given back by others whose copies are still queued: wait for these
+        # this pinned memory may have had another owner, whose copies are still queued: wait for these
         current_stream().synchronize()
 
     def send(self, **values):
@@ -577,15 +605,16 @@ class Inputs:
 
 
 class Replay:
-    """Launches that are the same each time, kernels and arguments.  Where they come often they are recorded
-    as a CUDA graph: the host then queues all of them in one call, and it is the host that a small batch waits
-    for."""
+    """Launches that are the same each time, kernels and arguments.  At their third use they are recorded as a CUDA
+    graph (stream capture).  The host then queues all of them in one call.  With a small batch the GPU would wait for
+    the host without that.  What is recorded may not allocate memory, nor wait, nor copy from memory that is not
+    pinned."""
     calls = 0
     graph = None
 
     def __call__(self, launch):
         self.calls += 1
-        if self.calls == RECORD_AT:                 # none of it runs now
+        if self.calls == RECORD_AT:                 # launch() is only recorded here, it does not run
             with cupy.cuda.Stream(non_blocking=True) as stream:
                 stream.begin_capture()
                 launch()
@@ -599,11 +628,12 @@ class Replay:
 class Model:
     """The model on the GPU; the face of model_cpu.Model.
 
-    precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: reserve the work
-    memory now for so many rows of config.context tokens; where it is too small, for half of them, and so on:
-    `rows` says for how many.  It serves other rows of as many tokens, too; without micro_batch it grows with the
-    calls.  matmul: "cublas", or "ours".  training, seed, optimizer: as on the CPU.  ValueError, in one sentence,
-    where there is no GPU or it is too old; CuPy's OutOfMemoryError where one row does not fit its memory.
+    precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: the rows of config.context
+    tokens for which work memory is reserved now.  Where they do not fit, half of them are tried, and so on; `rows`
+    says how many it became.  The memory serves more and shorter rows, too.  Without micro_batch it grows with the
+    calls.
+    matmul: "cublas", or "ours".  training, seed, optimizer: as on the CPU.  ValueError, in one sentence, where there is
+    no GPU or it is too old; CuPy's OutOfMemoryError where one row does not fit.
 
     params, grads: dict name -> view of the flat fp32 buffers.  Call refresh() after writing params by
     hand."""
@@ -625,8 +655,8 @@ class Model:
             raise ValueError("The GPU engine does not start; a CUDA library seems to be missing or does not "
                              f"fit the driver: run `make gpu` ({str(error).splitlines()[0]}).") from error
         pool = cupy.get_default_memory_pool()
-        # Where a GPU may borrow the host's memory, as under WSL, an allocation would never fail.  A limit that there
-        # is stays: CUPY_GPU_MEMORY_LIMIT's, or an earlier model's
+        # Under WSL a GPU may borrow the host's memory, and an allocation would never fail.  So there is a limit.  One
+        # that is set already stays: by CUPY_GPU_MEMORY_LIMIT, or by an earlier model
         if not pool.get_limit():
             free, _ = cupy.cuda.runtime.memGetInfo()
             pool.set_limit(size=pool.total_bytes() + max(1, free - RESERVE))
@@ -652,7 +682,7 @@ class Model:
         self.weights = {name: view if view.ndim == 2 else self.params[name]     # gains are read in fp32
                         for name, view in param_views(self.flat_weights, config).items()}
         self.decoder = self.new_decoder(1, config.context)
-        rows = micro_batch or int(training)         # Muon works in this memory, too
+        rows = micro_batch or int(training)         # Muon works in this memory, too: it must be there for update
         while rows > self.rows:
             try:
                 self._reserve(rows)
@@ -675,8 +705,8 @@ class Model:
         self.updates = step
 
     def refresh(self):
-        """Call this after writing params: the bf16 copy follows; what other weights have left, in the KV
-        cache and for backward, is forgotten."""
+        """Call this after writing params: the bf16 copy follows.  What other weights have left, in the KV cache and for
+        backward, is forgotten."""
         self.decoder.forget()
         self.saved = None
         size = self.flat_params.size
@@ -692,8 +722,8 @@ class Model:
         self.refresh()
 
     def later(self, *arrays):
-        """-> a function that waits until the GPU has these arrays, and for nothing else, and returns them as
-        NumPy's.  The copies, to pinned memory, are queued now, before whatever comes next."""
+        """-> a function that returns these arrays as NumPy's.  It waits until the GPU has computed them, and for
+        nothing else: their copies to pinned memory are queued now, before the work of the next step."""
         pinned = [array.get(out=cupyx.empty_pinned(array.shape, array.dtype), blocking=False)
                   for array in arrays]
         event = current_stream().record(cupy.cuda.Event(disable_timing=True))
@@ -704,14 +734,14 @@ class Model:
         return read
 
     def _reserve(self, rows):
-        """Make the work memory anew, for so many rows of config.context tokens."""
+        """Make the work memory anew, for this many rows of config.context tokens."""
         c = self.config
         self.buffers_by_shape = {}
         self.saved = self.inputs = self.work = None     # give back first, then ask for more
         self.rows = 0
         cupy.get_default_memory_pool().free_all_blocks()
         size = table_bytes(work_table(c, rows, c.context, self.gpu.real))
-        if self.optimizer == "muon":                # what it works in lies there, at another time
+        if self.optimizer == "muon":                # in update the same memory is Muon's
             size = max(size, *[table_bytes(table) for _, table in muon_tables(c, self.gpu.real)])
         self.work = cupy.empty(size, uint8)
         N = rows * c.context
@@ -728,8 +758,8 @@ class Model:
         self.rows = rows
 
     def _buffers(self, B, T):
-        """-> (for each layer its Arrays, the Arrays that all share) for a micro-batch (B,T).  They lie in the
-        work memory; where that is too small, it is made anew."""
+        """-> (for each layer its Arrays, the Arrays that all share) for a micro-batch (B,T).  They lie in the work
+        memory.  Where that is too small, it is made anew."""
         c = self.config
         rows = ceil_div(B * T, c.context)
         if rows > self.rows:
@@ -785,9 +815,9 @@ class Model:
     log_probs = model_cpu.Model.log_probs
 
     def backward(self, last=True):
-        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  The first after an update
-        finds zeros there, so its matmuls write.  last: this is the step's last micro-batch, after which the
-        gradients of several GPUs are added up."""
+        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  After an update grads are zero, so
+        the matmuls of the first backward write and do not add.  last: this is the step's last micro-batch, after which
+        the gradients of several GPUs are added up."""
         require(self.saved, "backward needs a forward of its own, and between them neither logits nor update.")
         layers, shared = self.saved
         self.saved = None
@@ -816,10 +846,10 @@ class Model:
             self.communicator.all_reduce(self.flat_grads)
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
-        """One step of the optimizer by update_table, for which the norm of all gradients that AdamW takes is
-        clipped to `clip`; zero the gradient.  Returns the norm of the whole before clipping, on the GPU.  A
-        norm that is not finite changes nothing, now and in all later updates, and leaves the gradient to look
-        at until the next backward: the host must stop."""
+        """One step of the optimizer by update_table; then the gradient is zero.  The norm of all gradients that AdamW
+        takes is clipped to `clip` before.  Returns the norm of the whole gradient before clipping, on the GPU.  A norm
+        that is not finite changes nothing, now and in all later updates, and leaves the gradient to look at until the
+        next backward: the host must stop."""
         c = self.config
         self.updates += 1
         self.added = False
@@ -841,17 +871,19 @@ class Model:
 
 
 class Decoder(model_cpu.Decoder):
-    """Continues a text with a KV cache, as model_cpu's; tokens, position, truncate, forget, checked and note_sizes are
-    there.
+    """Continues a text with a KV cache, as model_cpu's Decoder, which also has tokens, position, truncate, forget,
+    checked and note_sizes.  The logits stay on the GPU: it draws, and the host reads ids.  What is read, and by whom:
 
-    The logits stay on the GPU: it draws, and the host reads ids.  There are two readers.  _read_few takes up to
-    max(K, FEW_ROWS) tokens of one text, which follow those in the cache, by kernels of their own.  Their
-    arithmetic for a row does not depend on how many rows there are: reading drafted tokens together gives the
-    bits of decoding them one by one.  _read_many is the forward of training, with cuBLAS's matmuls, for whole
-    windows and for a token of each of many texts.
+        up to max(K, FEW_ROWS) tokens of one text       draw, extend:       _draw -> _read_few
+        a whole window, from its first token on         draw, draw_rows:    _read_windows -> _read_many
+        one token of each of several texts              draw_rows:          _draw -> _read_many
 
-    texts, length: so many texts at once, each with a cache of its own for `length` tokens; more than one are
-    drawn by draw_rows alone.  MemoryError where they do not fit."""
+    _read_few has kernels of its own, section 8 of kernels.cu.  Their arithmetic for a row does not depend on the
+    number of rows.  So reading drafted tokens together gives the bits of decoding them one by one.  _read_many is
+    the forward of training, with cuBLAS's matmuls.
+
+    texts, length: the number of texts, each with a cache of its own for `length` tokens.  Several texts are drawn by
+    draw_rows alone.  MemoryError where the caches do not fit."""
 
     def __init__(self, gpu, weights, texts, length):
         c = self.config = gpu.config
@@ -860,24 +892,24 @@ class Decoder(model_cpu.Decoder):
         self.texts = texts
         self.tokens = []
         self.sizes = []                             # of the windows that draw_rows has seen last
-        rows = self.few = max(FEW_ROWS, c.predict, texts)           # that are drawn at once
-        most = max(c.context, 16 * texts)           # tokens that are read at once
-        both = typed(int32,                         # what the host has as well
+        rows = self.few = max(FEW_ROWS, c.predict, texts)           # at most so many rows are drawn at once
+        most = max(c.context, 16 * texts)           # at most so many tokens are read at once
+        both = typed(int32,                         # the host has these arrays as well
                      tokens=most,
                      lengths=rows,                  # see kernels.cu, section 8
                      times=rows,
-                     ids=rows * c.predict)          # the answer: what was drawn
+                     ids=rows * c.predict)          # an answer: what was drawn
         both += typed(np.float64, drawing=4)        # temperature, top_p, top_k, vocab
         both += typed(uint64, seeds=rows)           # of the noise
-        both += typed(float32, p=rows)              # the answer: the probabilities of what head 0 drew
-        # without a backward all layers compute in the arrays of one
+        both += typed(float32, p=rows)              # an answer: the probabilities of what head 0 drew
+        # without a backward all layers compute in the arrays of one layer
         table = both + trunk_table(dataclasses.replace(c, layers=1), 1, most, gpu.real)
         table += typed(float32, logits=(rows, c.predict * c.vocab))
-        # k and v of each token
+        # of each token its keys and values, 2GD numbers
         table += typed(gpu.real, cache=(c.layers, texts, length, c.qkv_width - c.dim))
         _, arrays = allocate(cupy.empty, table)
         self.buffers = Arrays(**arrays | vars(layer_views(arrays, 0)))
-        self.pinned, host = allocate(cupyx.zeros_pinned, both)          # 0: a token that there is
+        self.pinned, host = allocate(cupyx.zeros_pinned, both)          # zeros: every token is an id
         self.host = Arrays(**host)
         self.replays = collections.defaultdict(Replay)
 
@@ -893,9 +925,9 @@ class Decoder(model_cpu.Decoder):
         return np.concatenate(logits).reshape(-1, c.predict, c.vocab)
 
     def draw(self, tokens, rows, heads, t, sampling):
-        """Append tokens, a list, and draw after each of the last `rows` of them: see model_cpu.  After more than
-        max(K, FEW_ROWS) tokens rows is 1: then the whole window is read by _read_many, and its last token once
-        more.  Fewer are not checked: the GPU would wait for that at each token."""
+        """Append tokens, a list, and draw after each of the last `rows` of them: see model_cpu.  More than max(K,
+        FEW_ROWS) tokens are a prompt, and rows is 1: the whole window is read by _read_many, and its last token once
+        more by _draw.  Fewer tokens are not checked, because the GPU would wait for that at each token."""
         n = len(tokens)
         end = self.position + n
         if n > self.few:
@@ -915,8 +947,8 @@ class Decoder(model_cpu.Decoder):
         return ids[:, 0]
 
     def _read_windows(self, windows):
-        """Each window into the cache of its text, from the first token on, in as many calls as the memory asks
-        for.  Behind a shorter one come zeros, which nobody reads."""
+        """Read each window into the cache of its text, from the first token on, as many windows at a time as the memory
+        holds.  Behind a shorter window come zeros, which nobody reads."""
         T = max(map(len, windows))
         tokens = np.array([window + [0] * (T - len(window)) for window in windows], int32)          # (B,T)
         check_tokens(self.config, tokens)
@@ -926,8 +958,8 @@ class Decoder(model_cpu.Decoder):
             self._read_many(*part.shape, texts.start)
 
     def _draw(self, tokens, lengths, times, heads, sampling):
-        """Read tokens (n,), each behind so many (n,) of its text, and draw after each of them, for the positions
-        `times` (n,) -> ids (n,heads), p (n,)."""
+        """Read tokens (n,), and draw after each of them -> ids (n,heads), p (n,).  lengths (n,): how many tokens of its
+        text come before each; times (n,): the position that head 0 draws for."""
         V = self.config.vocab
         d = self.buffers
         host = self.host
@@ -941,7 +973,7 @@ class Decoder(model_cpu.Decoder):
         host.seeds[:n] = sampling.seed
 
         def launch():
-            # all that both have: it begins with the tokens.  CuPy's own copies cannot be recorded in a graph
+            # all arrays of `both`, of which tokens is the first.  CuPy's own copies cannot be recorded in a graph
             cupy.cuda.runtime.memcpyAsync(d.tokens.data.ptr, self.pinned.ctypes.data, self.pinned.size, 1,
                                           current_stream().ptr)
             logits = d.logits.ravel()[:n * heads * V].reshape(n, -1)
@@ -950,7 +982,7 @@ class Decoder(model_cpu.Decoder):
             else:
                 self._read_many(n, 1, 0, d.lengths)
                 linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"])
-            # the answers go to the host's memory
+            # the kernel writes its answers to the host's memory
             self.gpu.launch_early("draw", (n, heads), 1024, uint64(host.ids.ctypes.data),
                                   uint64(host.p.ctypes.data), d.logits, d.times, d.drawing, d.seeds, V)
 
@@ -959,7 +991,7 @@ class Decoder(model_cpu.Decoder):
         return host.ids[:n * heads].reshape(n, heads).copy(), host.p[:n].copy()
 
     def _read_few(self, logits):
-        """logits (n,O), the first O, of n tokens, by kernels made for few rows."""
+        """logits (n,O): the first O logits after each of n tokens, by the kernels for few rows."""
         gpu = self.gpu
         w = self.weights
         d = self.buffers
@@ -971,8 +1003,8 @@ class Decoder(model_cpu.Decoder):
                          w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
 
     def _read_many(self, B, T, text, lengths=None):
-        """T tokens of each of B texts, from number `text` on: the first of each or, with T 1, one behind so many
-        (B,) in the cache.  -> (N,C) rmsnorm(x) after the last layer, in buffers.n."""
+        """Read T tokens of each of B texts, from number `text` on; then buffers.n (N,C) has rmsnorm(x) after the last
+        layer.  They are the first T tokens of their texts; or, with T 1, the tokens behind `lengths` (B,) others."""
         arrays = {name: array[:B * T] for name, array in vars(self.buffers).items()}
         arrays |= {"B": B, "T": T, "lengths": lengths}
         layers = [Arrays(**arrays | {"cache": cache[text:]}) for cache in self.buffers.cache]
@@ -1035,15 +1067,14 @@ def rows_table(real, N, **widths):
 
 
 def trunk_table(config, B, T, real):
-    """The arrays of trunk at (B,T): what each layer keeps for its backward, and what all layers share.  real: the
-    type of activations.
+    """The arrays of trunk for rows (B,T): what each layer keeps for its backward, and what all layers share.  real:
+    the type of activations.
 
-    A layer keeps the norms' outputs and the SwiGLU product, too.  They could be computed again, which on a
-    GPU means to write and to read them once more: big's step would need a quarter less memory, and 2% more
-    time.
+    A layer keeps the norms' outputs and the SwiGLU product, too.  They could be computed again.  On a GPU that means to
+    write and to read them once more: big's step would need a quarter less memory, and 2% more time.
 
-    No array grows if as many tokens come in other rows, none of them longer than T.  So what (rows, context)
-    takes is all that training with micro-batches of at most so many tokens ever needs."""
+    No array grows if as many tokens come in more and shorter rows.  So the memory for (rows, context) is enough for
+    every micro-batch of at most as many tokens."""
     N = B * T
     C = config.dim
     F = config.hidden
@@ -1070,8 +1101,7 @@ def trunk_table(config, B, T, real):
 
 
 def work_table(config, B, T, real):
-    """The arrays of a forward and backward at (B,T): those of trunk, and those that the loss and the backward need
-    as well."""
+    """The arrays of a forward and a backward of rows (B,T): those of trunk, and those of the loss and the backward."""
     N = B * T
     rest = rows_table(real, N,
                       logits=config.predict * config.vocab,         # then d loss / d logits
@@ -1086,8 +1116,9 @@ def work_table(config, B, T, real):
 
 def muon_tables(config, real):
     """Yields (starts, table) for each shape of matrices, because muon_update takes all of one shape together.
-    starts: where in a layer's part of a flat buffer each begins; table: what the n matrices of all layers are
-    computed in.  These arrays lie where the activations are at another time, one shape's where the last one's were."""
+    starts: where in a layer's part of a flat buffer each begins; table: the arrays in which the n matrices of all
+    layers are computed.  At another time the activations lie in the same memory, and then the arrays of the next
+    shape."""
     matrices = matrix_table(config)
     for shape in dict(matrices):
         starts = [place.start for other, place in matrices if other == shape]
@@ -1095,7 +1126,7 @@ def muon_tables(config, real):
         square = n, min(shape), min(shape)
         table = typed(real,
                       X=(n, *shape),                # momentum, which Newton-Schulz makes orthogonal
-                      Y=(n, *shape),                # takes turns with X, and has the result
+                      Y=(n, *shape),                # alternates with X, and has the result
                       A=square,                     # X X^T
                       B=square)                     # a polynomial of A
         table += typed(float32, squares=(n, MATRIX_BLOCKS))         # partial sums of X's squared length
