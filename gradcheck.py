@@ -153,8 +153,8 @@ def check_entries(model, tokens, targets, h, every=1, weights=None):
 # The loss once more: the equations of the model in loops.  Only the weights are those of model_cpu
 # ------------------------------------------------------------------------------------------------------------
 def plain_losses(w, config, tokens, targets):
-    """(K,) losses.  Token by token, head by head: a token reads the list of keys and values so far, so there
-    is no mask and no batch to go wrong."""
+    """(K,) losses.  Token by token, head by head: a token reads the list of the keys and values before it and its own.
+    So no mask and no batch can be wrong."""
     D = config.dim // config.heads
     R = config.heads // config.kv_heads
     frequency = config.rope_theta ** (-2 / D * np.arange(D // 2))
@@ -164,20 +164,19 @@ def plain_losses(w, config, tokens, targets):
         return x / math.sqrt(x @ x / len(x) + config.norm_eps) * w[name]
 
     for row, row_targets in zip(tokens, targets):
-        past = [[] for _ in range(config.layers)]       # by layer: (keys (G,D/2), values (G,D)) of each token
+        layers = [[] for _ in range(config.layers)]     # of each the list of (keys (G,D/2), values (G,D)) of the tokens
         for t, token in enumerate(row):
             x = w["embed"][token]
-            turn = np.exp(1j * t * frequency)
-            for i in range(config.layers):
+            for i, past in enumerate(layers):
                 parts = (w[f"layers.{i}.qkv"] @ norm(x, f"layers.{i}.norm1")).reshape(-1, D)        # (H+2G,D)
                 # RoPE: entries i and i + D/2 are one complex number, which position t turns by the angle
                 # t theta^(-2i/D).  q . k is then the real part of vdot(k, q) = sum conj(k) q
-                turned = (parts[:, :D // 2] + 1j * parts[:, D // 2:]) * turn
-                past[i].append((turned[config.heads:], parts[-config.kv_heads:]))
+                turned = (parts[:, :D // 2] + 1j * parts[:, D // 2:]) * np.exp(1j * t * frequency)
+                past.append((turned[config.heads:], parts[-config.kv_heads:]))
                 y = []
                 for h in range(config.heads):
-                    p = [math.exp(np.vdot(k[h // R], turned[h]).real / math.sqrt(D)) for k, _ in past[i]]
-                    y.append(sum(p_s * v[h // R] for p_s, (_, v) in zip(p, past[i])) / sum(p))
+                    p = [math.exp(np.vdot(k[h // R], turned[h]).real / math.sqrt(D)) for k, _ in past]
+                    y.append(sum(p_s * v[h // R] for p_s, (_, v) in zip(p, past)) / sum(p))
                 x = x + w[f"layers.{i}.out"] @ np.concatenate(y)
                 gate, up = (w[f"layers.{i}.gate_up"] @ norm(x, f"layers.{i}.norm2")).reshape(2, -1)
                 x = x + w[f"layers.{i}.down"] @ (gate / (1 + np.exp(-gate)) * up)

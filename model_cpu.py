@@ -442,7 +442,7 @@ def block_forward(x, w, saved, shared, config, rope, attention):
 # Backward of block_forward, in place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).
 #
 # x + f(x) has the derivative 1 + f': dx passes through unchanged, and what comes back through f is ADDED to
-# it. This is why a deep residual network trains: the 1 carries the gradient to the first layer.
+# it.  This is why a deep residual network trains: the 1 carries the gradient to the first layer.
 def block_backward(dx, w, dw, saved, shared, config, rope):
     """w, dw: this layer's weights and their gradients by name; saved, shared: arrays as in the forward."""
     T = rope.shape[1]
@@ -524,11 +524,11 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
 
 # Derivation, for one row with target y, p = softmax(z) = e / exp_sum:
 #     loss = log sum_v exp(z_v) - z_y       =>  dz_v = p_v - [v == y]
-# times w = head_weight_k / divisor_k; a masked row has gradient 0.  A row's own weight is one more factor of w.  That
-# is all that preferences and rewards need (rl.py).
+# This is multiplied by w = head_weight_k / divisor_k.  A masked row has the gradient 0.  A row's own weight is one more
+# factor of w, and that is all that preferences and rewards need (rl.py).
 def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
     """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits.
-    head_weights: of the heads in the loss (K,), or times the weights of the rows (N,K)."""
+    head_weights: the weights of the heads in the loss (K,), or these times the weights of the rows (N,K)."""
     weight = np.where(targets >= 0, head_weights / divisor, 0.0).astype(e.dtype)        # (N,K)
     e *= (weight / exp_sum)[..., None]              # w * p
     n, k = np.nonzero(targets >= 0)
