@@ -28,8 +28,8 @@ its name.
 
 What this file does not do: it reads no pickle, no architecture but Llama's, and no adapters.
 """
+import atexit
 import dataclasses
-import fcntl
 import glob
 import json
 import os
@@ -37,16 +37,24 @@ import re
 import shutil
 import sys
 import zlib
+from contextlib import suppress
 from os.path import exists
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
-from script import (Parser, read_chunk, read_json, refusing, replace_file, require, run_script,
+from script import (Parser, printable, read_chunk, read_json, refusing, replace_file, require, run_script,
                     write_file)
 from tokenizer import BYTE_LEVEL, CHAT_TEMPLATE, END_OF_TEXT, SPECIAL, TEXT_ENDS, Tokenizer, known_template
 
+try:
+    import fcntl
+except ImportError:         # Windows has none
+    fcntl = None
+
 WEIGHTS = "model.safetensors"
 STATE = "train_state.safetensors"
+# all that a run writes into its folder
+RUN_FILES = {"config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS, STATE, "log.jsonl"}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -93,29 +101,40 @@ def read_safetensors(path, verify=True):
 
     ValueError, naming the file, unless the tensors are together as large as what it holds; and, if we wrote it,
     unless every byte is as it was written.  verify: False where only the header is of interest."""
-    read_chunk(path, 0, 0)                              # an error if it is no plain file
-    tensors = {}
-    with refusing(f"{path} is damaged (truncated or altered) and not read"):
+    check_file(path)
+    damaged = f"{path} is damaged (truncated or altered) and not read"
+    with refusing(damaged):
         data = np.memmap(path, mode="r")
         begin = 8 + int.from_bytes(data[:8], "little")
         top = bytes(data[:begin])
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            kind = entry["dtype"]
-            require(kind in DTYPES, f"{name!r} is of {kind!r:.40}, not one of {', '.join(DTYPES)}")
-            tensors[name] = body[start:end].view(DTYPES[kind]).reshape(entry["shape"])   # an error if it does not fit
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        require(size == len(body), f"it holds {len(body):,} bytes, and its tensors {size:,}")
         if "crc32" not in metadata:
-            return tensors, {}
-        if verify:
+            metadata = {}
+        elif verify:
             blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)
             crc = zlib.crc32(body, zlib.crc32(blank))
             require(metadata["crc32"] == f"{crc:08x}", "its checksum is wrong")
+        types = {name: str(entry["dtype"]) for name, entry in header.items()}
+    for name, dtype in types.items():
+        require(dtype in DTYPES, f"{path}: the tensor {name} is of {dtype:.40}; read are {', '.join(DTYPES)}.")
+    tensors = {}
+    with refusing(damaged):
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            # an error if the bytes do not fit the shape
+            tensors[name] = body[start:end].view(DTYPES[types[name]]).reshape(entry["shape"])
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        require(size == len(body), f"it holds {len(body):,} bytes, and its tensors {size:,}")
     return tensors, metadata
+
+
+def check_file(path):
+    """ValueError unless this is a plain file, and the very file: Git LFS leaves a few lines of text in the place of
+    a large file that was not fetched."""
+    require(read_chunk(path, 0, 23) != b"version https://git-lfs",
+            f"{path} is a pointer of Git LFS, and not the file: run `git lfs pull` in its folder.")
 
 
 def safetensors_metadata(path):
@@ -133,8 +152,9 @@ def fill(model, path, tensors, views):
         values = tensors[name]
         if values.dtype == np.uint16:                   # a bf16 is the upper half of a float32
             values = (values.astype(np.uint32) << 16).view(np.float32)
-        require(np.isfinite(values).all(),
-                f"{tensors[name].filename}: the tensor {name} holds numbers that are not finite.")
+        with np.errstate(over="ignore"):
+            single = values.astype(np.float32)          # a number too large for float32 becomes infinite
+        require(np.isfinite(single).all(), f"{path}: the tensor {name} holds numbers that are not finite in float32.")
         model.write(views[name], values)
 
 
@@ -279,7 +299,7 @@ def mend(folder):
     path = f"{folder}/{WEIGHTS}"
     saved = f"{path}.saved"
     weights = safetensors_metadata(f"{folder}/{STATE}").get("weights")
-    if exists(saved) and safetensors_metadata(saved)["crc32"] == weights:
+    if exists(saved) and safetensors_metadata(saved).get("crc32") == weights:
         os.replace(saved, path)
     require(safetensors_metadata(path).get("crc32") == weights, f"{folder}: {STATE} belongs to other weights than "
             f"those in {WEIGHTS}, or is of an earlier version: begin a new run.")
@@ -296,11 +316,16 @@ def read_weights(folder, verify=True):
     if exists(path) or not exists(index):
         return read_safetensors(path, verify)
     with refusing(f"{index} is damaged"):
-        files = read_json(index)["weight_map"]
+        files = dict(read_json(index)["weight_map"])
         for file in files.values():
             require(os.path.basename(file) == file, f"it names {file}")
-        shards = {file: read_safetensors(f"{folder}/{file}")[0] for file in set(files.values())}
-        return {name: shards[file][name] for name, file in files.items()}, {}
+    tensors = {}
+    for shard in set(files.values()):
+        found, _ = read_safetensors(f"{folder}/{shard}")
+        with refusing(f"{index} is damaged: what it says of {shard} is wrong"):
+            # copies, because a file that is memory-mapped stays open, and a process may open only so many
+            tensors.update((name, np.array(found[name])) for name, file in files.items() if file == shard)
+    return tensors, {}
 
 
 def load(folder, engine, options=None, context=None):
@@ -330,7 +355,8 @@ def load(folder, engine, options=None, context=None):
                 f"{path}: lm_head.weight is not the embedding, though tie_word_embeddings is true.")
     model = engine.Model(config, seed=None, **(options or {}))
     fill(model, path, tensors, {name: model.params[ours][rows] for name, ours, rows in llama_names(config)})
-    model.step = int(metadata.get("step", 0))
+    with refusing(f"{path}: its step is no number"):
+        model.step = int(metadata.get("step", 0))
     return model, tokenizer
 
 
@@ -339,7 +365,8 @@ def read_state(folder):
     path = f"{folder}/{STATE}"
     require(exists(path), f"{folder} holds no run: there is no {path}.")
     moments, metadata = read_safetensors(path)
-    return json.loads(metadata["state"]), moments
+    with refusing(f"{path} is not the state of a run"):
+        return dict(json.loads(metadata["state"])), moments
 
 
 def write_moments(model, folder, moments):
@@ -355,22 +382,38 @@ def lock_folder(out):
     """Until this process ends, nobody else may train in the folder `out`; ValueError if somebody does.  The
     lock is a file beside the folder, because the folder may be renamed meanwhile."""
     parent, name = os.path.split(os.path.realpath(out))
+    path = f"{parent}/.{name}.lock"
     os.makedirs(parent, exist_ok=True)
+    advice = "choose another folder with --out"
     try:
-        lock = os.open(f"{parent}/.{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)             # never closed
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{out} is in use by another run; choose another folder with --out.") from None
+        if fcntl:
+            # a lock that the system takes back however this process ends; the file is never closed
+            fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            # the file itself is the lock, and stays if this process is killed
+            advice += f", or delete {path} if that run was killed"
+            open(path, "x").close()
+            atexit.register(os.remove, path)
+    except (BlockingIOError, FileExistsError):
+        raise ValueError(f"{out} is in use by another run; {advice}.") from None
+
+
+def is_empty_run(out):
+    """Whether a folder holds a run that has not finished a step, and nothing else."""
+    state = f"{out}/{STATE}"
+    log = f"{out}/log.jsonl"
+    if not exists(state) or {*os.listdir(out)} - RUN_FILES:
+        return False
+    with suppress(ValueError):                                      # what is damaged is no such run
+        if safetensors_metadata(state).get("step") == "0":
+            return not exists(log) or b'"loss":' not in read_chunk(log)     # each step has one, an evaluation none
+    return False
 
 
 def set_aside(out):
     """Make room for a new run.  A run that has not finished a step is removed.  Whatever else is there keeps its
     folder, under another name."""
-    log = f"{out}/log.jsonl"
-    state = f"{out}/{STATE}"
-    begun = exists(log) and b'"loss":' in read_chunk(log)           # each step has one, an evaluation none
-    # a log that somebody has deleted says nothing
-    if exists(state) and not begun and safetensors_metadata(state).get("step") == "0":
+    if is_empty_run(out):
         shutil.rmtree(out)
     elif exists(out) and os.listdir(out):
         number = 1
@@ -389,6 +432,8 @@ class Log:
     def __init__(self, folder, step):
         self.path = f"{folder}/log.jsonl"
         kept = 0
+        if exists(self.path):
+            check_file(self.path)
         with open(self.path, "ab+") as file:
             file.seek(0)
             for number, line in enumerate(file, 1):
@@ -441,14 +486,12 @@ def check_settings(folder, settings, tokenizer):
         kind = settings.get("tokenizer_class")
         require(kind in known, f"tokenizer_class {kind!r:.80} is not known here")
         require(not settings.get("add_prefix_space"), "add_prefix_space is true")
-        # Whatever stands for a token, by its name or as a dict, must be a special token of tokenizer.json: another
-        # one transformers would add.
+        # Whatever stands for a token must be a special token of tokenizer.json: another one transformers would add.
         tokens = content["added_tokens"] + [*read_settings(f"{folder}/added_tokens.json")]
-        for key, value in {**settings, **read_settings(f"{folder}/special_tokens_map.json")}.items():
-            if key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens") and value:
-                tokens += value.values() if isinstance(value, dict) else value
-            elif key.endswith("_token") and value and value is not True:        # add_bos_token is no token
-                tokens.append(value)
+        for file in settings, read_settings(f"{folder}/special_tokens_map.json"):
+            for key, value in file.items():
+                if key.endswith(("_token", "_tokens", "_decoder")):
+                    tokens += tokens_in(value)
         names = [tokenizer.decode([i]) for i in tokenizer.special.values()]
         for token in tokens:
             named = token if isinstance(token, dict) else {"content": token}
@@ -459,9 +502,20 @@ def check_settings(folder, settings, tokenizer):
                     f"tokenizer.json has no special token {token!r:.200}")
 
 
+def tokens_in(value):
+    """-> list of what stands for a token in a setting: texts, and dicts with the key "content"."""
+    if isinstance(value, dict) and "content" not in value:
+        value = [*value.values()]
+    if isinstance(value, list):
+        return [token for part in value for token in tokens_in(part)]
+    # a setting such as add_bos_token is true or false, and one without a token is null or ""
+    return [value] if value and value is not True else []
+
+
 def read_tokenizer(folder):
     """-> the Tokenizer of a folder.  It has a chat template if the model was fine-tuned to answer, in a form
     that is known here."""
+    check_file(f"{folder}/tokenizer.json")
     tokenizer = Tokenizer.load(f"{folder}/tokenizer.json")
     settings = read_settings(f"{folder}/tokenizer_config.json")
     check_settings(folder, settings, tokenizer)
@@ -485,7 +539,8 @@ def text_start(folder, tokenizer):
         start = found.get("eos_token_id")
     if "mtp_heads" in found:
         start = tokenizer.special_id(END_OF_TEXT)
-    require(start in tokenizer.special.values(), f"{folder}/config.json names no special token as bos or eos.")
+    require(start in tokenizer.special.values(), f"{folder}/config.json: bos_token_id, or else eos_token_id, must be "
+            f"the id of one special token, and it is {start!r:.80}.")
     return start
 
 
@@ -500,9 +555,9 @@ def main(argv):
     print(f"{folder}: step {model.step:,}, {model.config}")
     for path in sorted(glob.glob(f"{folder}/*.safetensors")):
         tensors, metadata = read_safetensors(path)
-        print(f"{path}: {len(tensors)} tensors, CRC32 {metadata.get('crc32', 'none')}")
+        print(printable(f"{path}: {len(tensors)} tensors, CRC32 {metadata.get('crc32', 'none')}"))
         for name, tensor in tensors.items():
-            print(f"  {name:44} {tensor.shape!s:15} {tensor.dtype}")       # of bf16: uint16
+            print(printable(f"  {name:44} {tensor.shape!s:15} {tensor.dtype}"))       # of bf16: uint16
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 import zlib
 from dataclasses import replace
 
@@ -220,6 +222,70 @@ def test_weights_of_another_run_are_refused(folder, tmp_path):
         mend(folder)
 
 
+@parametrize("name, key, value, words", [
+    (WEIGHTS, "step", "seven", "its step is no number"), (WEIGHTS, "step", [], "its step is no number"),
+    (STATE, "state", None, "is not the state of a run"), (STATE, "state", "[1]", "is not the state of a run"),
+    (STATE, "weights", None, "belongs to other weights")])
+def test_forged_metadata_under_a_right_checksum(folder, name, key, value, words):
+    def change(tensors, metadata):
+        metadata[key] = value
+    edit(folder / name, change)
+    with value_error(words):
+        load(folder, model_cpu)
+        read_state(folder)
+        mend(folder)
+
+
+# -- the folder of a run -------------------------------------------------------------------------------------
+@parametrize("name", [WEIGHTS, STATE, "tokenizer.json", "tokenizer_config.json", "log.jsonl", "my notes"])
+def test_whatever_is_in_a_folder_is_kept(tmp_path, name):
+    """Also beside a run without a step, which by itself is removed."""
+    out = tmp_path / "out"
+    out.mkdir()
+    write(out / name, "kept")
+    checkpoint.set_aside(out)
+    assert read(f"{out}.1/{name}") == b"kept" and not out.exists()
+    save(out, make(0), TOKENIZER, RECORD)
+    checkpoint.set_aside(out)
+    assert not out.exists()
+    save(out, make(0), TOKENIZER, RECORD)
+    write(out / "my notes", "kept")
+    checkpoint.set_aside(out)
+    assert read(f"{out}.2/my notes") == b"kept" and not out.exists()
+
+
+HOLDER = """
+import os, sys, checkpoint
+if sys.argv[2] == "without":
+    checkpoint.fcntl = None
+checkpoint.lock_folder(sys.argv[1])
+print("locked", flush=True)
+if input() == "die":
+    os.kill(os.getpid(), 9)"""
+
+
+@parametrize("fcntl", ["with", "without"])
+def test_a_lock_keeps_others_out(tmp_path, monkeypatch, fcntl):
+    """And is gone when its process ends.  Without fcntl, as on Windows, one that was killed leaves it, and the sentence
+    says what to do."""
+    if fcntl == "without":
+        monkeypatch.setattr(checkpoint, "fcntl", None)
+    out = tmp_path / "run"
+    for end in "leave", "die":
+        holder = subprocess.Popen([sys.executable, "-c", HOLDER, out, fcntl], stdin=-1, stdout=-1, text=True,
+                                  cwd=os.path.dirname(checkpoint.__file__))
+        holder.stdout.readline()
+        with value_error("run is in use by another run; choose another folder with --out"):
+            checkpoint.lock_folder(out)
+        holder.communicate(end)
+    if fcntl == "without":
+        with value_error(f"or delete {tmp_path}/.run.lock if that run was killed"):
+            checkpoint.lock_folder(out)
+        os.remove(tmp_path / ".run.lock")
+    checkpoint.lock_folder(out)
+    checkpoint.atexit.unregister(os.remove)
+
+
 # -- the log -------------------------------------------------------------------------------------------------
 def test_a_log_is_cut_back_to_the_step_of_the_save(tmp_path):
     """The evaluation of that step, which is made again, goes too; and a line that a killed run has not finished."""
@@ -231,6 +297,10 @@ def test_a_log_is_cut_back_to_the_step_of_the_save(tmp_path):
         assert read(tmp_path / "log.jsonl").decode().splitlines() == [*lines[:kept], json.dumps({"step": step, "val": 1})]
     write(tmp_path / "log.jsonl", "[]\n".join(lines))
     with value_error("line 1, is no record"):
+        Log(tmp_path, 1)
+    os.remove(tmp_path / "log.jsonl")
+    os.symlink("/dev/zero", tmp_path / "log.jsonl")
+    with value_error("log.jsonl is not a plain file"):
         Log(tmp_path, 1)
 
 

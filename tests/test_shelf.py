@@ -5,6 +5,7 @@ refused in one sentence.
 tests/peers/test_shelf_peers.py has transformers write such folders and judge what they compute."""
 import json
 import os
+import resource
 import struct
 
 import numpy as np
@@ -16,6 +17,7 @@ from test_tokenizer import SMOLLM, made
 
 import checkpoint
 import model_cpu
+from script import explain
 from tokenizer import CHATML, SPECIAL
 
 # C, F, L, H, G, V
@@ -34,7 +36,7 @@ PARTS = {"qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "o
 
 
 # -- folders, by hand ----------------------------------------------------------------------------------------
-KINDS = {"float32": "F32", "float16": "F16", "uint16": "BF16"}
+KINDS = {"float32": "F32", "float16": "F16", "uint16": "BF16", "float64": "F64", "int8": "I8", "int64": "I64", "bool": "BOOL"}
 
 
 def write_tensor_file(path, tensors):
@@ -172,6 +174,61 @@ def test_a_tensor_that_does_not_fit_is_named(folder, name, tensor, words):
     refused(folder, name, words)
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n"
+
+
+def test_what_others_have_in_their_folders_is_called_by_its_name(folder):
+    """Tensors of other types; a number that float32 does not have; what Git LFS leaves of a large file; several ends."""
+    for dtype in "int8", "int64", "bool":
+        write_folder(folder, tensors={**weights(NEW)[1], NAME: np.zeros((16, 16), dtype)})
+        refused(folder, f"the tensor {NAME} is of {KINDS[dtype]}; read are F64, F32, F16, BF16.")
+    write_folder(folder, tensors={**weights(NEW)[1], NAME: np.full((16, 16), 1e300)})
+    refused(folder, f"the tensor {NAME} holds numbers that are not finite in float32")
+    for name in "tokenizer.json", "shard1.safetensors":
+        write_folder(folder)
+        write(f"{folder}/{name}", LFS)
+        refused(folder, f"{name} is a pointer of Git LFS, and not the file: run `git lfs pull`")
+    write_folder(folder, eos_token_id=[261, 262])
+    with value_error(r"config.json: .* must be the id of one special token, and it is \[261, 262\]"):
+        checkpoint.text_start(folder, load(folder)[1])
+
+
+def test_three_hundred_shards_where_a_process_may_open_256_files(folder):
+    """As macOS has it."""
+    write_folder(folder)
+    _, ours = weights(NEW)
+    index = {}
+    for i, name in enumerate(ours):
+        for part in range(16):
+            index[f"{name}{part}" if part else name] = f"{i}-{part}.safetensors"
+    for name, file in index.items():
+        write_tensor_file(f"{folder}/{file}", {name: ours.get(name, np.zeros(1, "f4"))})
+    write_json(folder, INDEX, {"weight_map": index})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        tensors, _ = checkpoint.read_weights(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(tensors) == len(index) > 300 and np.array_equal(tensors["model.norm.weight"], ours["model.norm.weight"])
+
+
+def test_names_from_files_do_not_command_the_terminal(folder, out_text):
+    """Escape sequences, and half a character, in the names of tensors and of shards."""
+    tensors = weights(NEW)[1]
+    for name in "\033[2J\a", "\ud800":
+        write_folder(folder)
+        write_json(folder, INDEX, {"weight_map": {**dict.fromkeys(tensors, "shard0.safetensors"), "x": name}})
+        with pytest.raises((ValueError, OSError)) as error:
+            load(folder)
+        sentence = explain(error.value)
+        assert sentence.isprintable() or name == "\ud800" and INDEX in sentence
+    write_folder(folder)
+    write_tensor_file(f"{folder}/more.safetensors", {"\033[2J": np.zeros(1, "f4")})
+    checkpoint.main([folder])
+    assert "\033" not in out_text()
+
+
 def test_headers_that_contradict_the_file(folder):
     """A file without a checksum has its header alone to be believed: here its data are longer."""
     write_folder(folder)
@@ -210,7 +267,9 @@ ADDED = {"content": "<im_end>", **SPECIAL}
     ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space"),
     ("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}, "Qwen2Tokenizer"),
     ("tokenizer_config.json", {"added_tokens_decoder": {"276": ADDED}}, "<im_end>"),
-    ("tokenizer_config.json", {"pad_token": "[PAD]"}, "PAD"), ("tokenizer_config.json", {"extra_special_tokens": {"x": "y"}}, "y"), ("added_tokens.json", {"<im_end>": 276}, "<im_end>"),
+    ("tokenizer_config.json", {"pad_token": "[PAD]"}, "PAD"), ("added_tokens.json", {"<im_end>": 276}, "<im_end>"),
+    ("tokenizer_config.json", {"extra_special_tokens": {"x": "y"}}, "y"), ("special_tokens_map.json", {"extra_special_tokens": ["y"]}, "y"),
+    ("tokenizer_config.json", {"model_specific_special_tokens": {"image_token": "y"}}, "y"),
     ("special_tokens_map.json", {"additional_special_tokens": [{"content": "th"}]}, "no special token .*th"),
     ("tokenizer.json", {"dropout": 1}, "dropout"),
     ("tokenizer.json", {"post_processor": {"type": "Template", "special_tokens": {"<s>": {}}}}, "Template"),
@@ -220,6 +279,14 @@ def test_settings_that_would_give_other_ids(folder, name, content, words):
     write_folder(folder)
     write_json(folder, name, {**checkpoint.read_settings(f"{folder}/{name}"), **content})
     with value_error(f"cannot be used .*{words}"):
+        checkpoint.read_tokenizer(folder)
+
+
+def test_a_token_of_one_file_is_not_forgiven_for_another_file(folder):
+    write_folder(folder)
+    write_json(folder, "tokenizer_config.json", {"pad_token": "[PAD]"})
+    write_json(folder, "special_tokens_map.json", {"pad_token": "<|im_end|>"})
+    with value_error("no special token .*PAD"):
         checkpoint.read_tokenizer(folder)
 
 
