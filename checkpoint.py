@@ -360,6 +360,14 @@ def load(folder, engine, options=None, context=None):
     return model, tokenizer
 
 
+def preset_of(base):
+    """-> the preset whose defaults fit a model: the largest one that is not wider than the model."""
+    require(exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py` trains one, then sft.py "
+            "one that answers; --base names another.")
+    dim = read_config(base).dim
+    return [preset for preset, config in model_cpu.CONFIGS.items() if preset == "small" or config.dim <= dim][-1]
+
+
 def read_state(folder):
     """-> (the dict that save() was given, the moments by name) of a run's folder."""
     path = f"{folder}/{STATE}"
@@ -381,7 +389,10 @@ def write_moments(model, folder, moments):
 def lock_folder(out):
     """Until this process ends, nobody else may train in the folder `out`; ValueError if somebody does.  The
     lock is a file beside the folder, because the folder may be renamed meanwhile."""
-    parent, name = os.path.split(os.path.realpath(out))
+    folder = os.path.realpath(out)
+    require(not f"{os.getcwd()}/".startswith(f"{folder}/"),
+            f"--out {out} is the current folder, or one around it: name another.")
+    parent, name = os.path.split(folder)
     path = f"{parent}/.{name}.lock"
     os.makedirs(parent, exist_ok=True)
     advice = "choose another folder with --out"
@@ -396,6 +407,7 @@ def lock_folder(out):
             atexit.register(os.remove, path)
     except (BlockingIOError, FileExistsError):
         raise ValueError(f"{out} is in use by another run; {advice}.") from None
+    shutil.rmtree(begun(out), ignore_errors=True)                   # of a run that was killed while it began
 
 
 def is_empty_run(out):
@@ -421,6 +433,21 @@ def set_aside(out):
             number += 1
         os.rename(out, f"{out}.{number}")
         print(f"{out} held an earlier run: it is now {out}.{number}.")
+
+
+def begun(out):
+    """-> the path of the hidden folder, beside `out`, in which a new run is written."""
+    parent, name = os.path.split(out)
+    return os.path.join(parent, f".{name}.begun")
+
+
+def open_log(out, step):
+    """-> the Log of a run.  A new run takes the name of its folder only now, after its first evaluation: if it fails
+    before, as by a reward that raises an error, an older run of this name stays where it is."""
+    if exists(begun(out)):
+        set_aside(out)
+        os.rename(begun(out), out)
+    return Log(out, step)
 
 
 class Log:

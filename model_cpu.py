@@ -545,6 +545,13 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 # Why the correction: from m = 0, after t steps of a constant g,
 #     m = (1 - beta1)(1 + beta1 + ... + beta1^(t-1)) g = (1 - beta1^t) g.
 # Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
+#
+# What decay does: write u_t for the direction of step t.  Then param_t = (1 - lr decay) param_(t-1) - lr u_t, and so
+#     param_t = sum over s <= t of  lr decay (1 - lr decay)^(t-s)  x  (-u_s / decay)     (the start has faded)
+# The factors before the x add up to 1.  So the weights are an average of the past directions, and a direction fades
+# by the factor e within tau = 1 / (lr decay) steps (Wang & Aitchison 2025, "How to set AdamW's weight decay as you
+# scale model and dataset size").  Where a text is read several times, a tau of about one reading is best: with a
+# longer one the weights keep details that they met again and again.  The same holds for Muon.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is used up: it is 0 after this."""
     m *= beta1

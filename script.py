@@ -15,6 +15,7 @@ What it does not do: it computes nothing of a model.
 """
 import argparse
 import ast
+import dataclasses
 import glob
 import hashlib
 import itertools
@@ -121,6 +122,22 @@ def whole_number(least, most=10**9):
     return bounded(int, least, most)
 
 
+def read_fields(kind, record):
+    """-> an object of a dataclass from a dict of its fields, such as JSON holds.  An error for a field that is missing,
+    of another type, or out of the bounds in its metadata."""
+    for field in dataclasses.fields(kind):
+        value = record[field.name]
+        possible = field.metadata.get("choices", [value])
+        require(type(value) is field.type and value in possible, f"{field.name} is {value!r:.40}")
+        field.metadata.get("type", str)(str(value))             # which checks the bounds
+    return kind(**record)
+
+
+def option_of(name):
+    """"batch_tokens" -> "--batch-tokens"."""
+    return "--" + name.replace("_", "-")
+
+
 class Outliving:
     """The standard output or error of a script that must finish its work even if nobody reads its output.  If the
     reader leaves, as in `train.py | head`, or if the terminal is closed, the output is thrown away."""
@@ -220,6 +237,22 @@ def print_step(step, parts, last):
         rewrite_line(line, "\n" if last else "")
     elif last or step == 1 or step % 10 == 0:
         print(line)
+
+
+def print_record(record, in_full):
+    """Print the record of an evaluation: its numbers, those of each kind of text if there are several, and the samples,
+    one line of each or in full."""
+    words = [f"{name} {value:.4f}" for name, value in record.items() if isinstance(value, float)]
+    kinds = record.get("val", {})
+    if len(kinds) > 1:
+        words += [f"{name} {loss:.4f} {bpb:.4f}" for name, (loss, bpb) in kinds.items()]
+    margin = " " * 11
+    print(textwrap.fill(", ".join(words), 79, initial_indent=margin, subsequent_indent=margin))
+    for title, text in record["samples"]:
+        if in_full:
+            print(f"--- {printable(title)}\n{printable(text)}")
+        else:
+            print(f"{margin}{printable(title)!r:.24} {printable(text)!r:.42}")
 
 
 def rewrite_line(line, end):

@@ -194,7 +194,7 @@ def base_of(options, kind=""):
 def read_base(options):
     """-> (folder, preset, Config, Tokenizer) of the base, and the files to learn from."""
     folder = base_of(options)
-    preset = train.preset_of(folder)
+    preset = checkpoint.preset_of(folder)
     tokenizer = checkpoint.read_tokenizer(folder)
     if not tokenizer.template:                      # it takes that for which it has the tokens
         tokenizer.template = CHAT_TEMPLATE if END_OF_TURN in tokenizer.special else CHATML

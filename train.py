@@ -41,23 +41,21 @@ The moments of the base's optimizer are not read.  So such a run begins at step 
 learning rate.
 """
 from script import (Parser, Ranks, Stop, available_cores, bounded, check_names, file_hash, find_corpus, hash_files,
-                    holds_records, print_step, printable, read_records, refusing, require, run_ranks, run_script,
-                    set_threads, short_hash, show_progress, whole_number, with_plain_lines)
+                    holds_records, option_of, print_record, print_step, printable, read_fields, read_records,
+                    refusing, require, run_ranks, run_script, set_threads, short_hash, show_progress, whole_number,
+                    with_plain_lines)
 
 import collections
 import dataclasses
 import functools
 import math
-import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
-import textwrap
 import time
-from os.path import basename, commonpath, dirname, exists, getsize, join, normpath, realpath
+from os.path import basename, exists, getsize, normpath, realpath
 
 if __name__ == "__main__":
     set_threads()           # before NumPy loads
@@ -213,26 +211,15 @@ def train(training, job, stop):
             record = job.evaluate(step)
             print_record(record, step == settings.steps)
         if step == first:
-            log = open_log(training)
+            ranks.meet()                            # all have read the new folder
+            if ranks.rank == 0:
+                log = checkpoint.open_log(training.out, first)
         if evaluating and log:
             log.write(step=step, **record)
     print(f"\nTrained {training.out}: {settings.steps} steps, {training.state['tokens']:,} tokens, "
           f"{time.monotonic() - began:,.0f} seconds.\n\n"
           f"Talk to it: python chat.py --model {shlex.quote(training.out)}")
     return 0
-
-
-def open_log(training):
-    """-> the Log on rank 0; None on the others.  A new run takes its folder only now, after its first evaluation: if it
-    fails before, as by a reward that raises an error, an older run in this folder stays where it is."""
-    training.ranks.meet()                           # all have read the new folder
-    if training.ranks.rank:
-        return None
-    begun = folder_of_beginning(training.out)
-    if exists(begun):
-        checkpoint.set_aside(training.out)
-        os.rename(begun, training.out)
-    return checkpoint.Log(training.out, training.model.step)
 
 
 def forward_backward(training, rows, weights):
@@ -298,7 +285,6 @@ def report(training, job, log, waiting, pause):
 # 3. Measuring
 # ------------------------------------------------------------------------------------------------------------
 EVAL_TOKENS = 1 << 17    # an evaluation reads about this many of the tokens held out; the last one reads all
-SAMPLE_TOKENS = 80
 PROMPTS = ("\n", "The", "What is")         # without a space at the end: it belongs to the token of the next word
 
 
@@ -352,22 +338,6 @@ def draw_samples(training, prompts, most_ids):
     return list(zip(prompts, texts))
 
 
-def print_record(record, in_full):
-    """Print the record of an evaluation: its numbers, those of each kind of text if there are several, and the samples,
-    one line of each or in full."""
-    words = [f"{name} {value:.4f}" for name, value in record.items() if isinstance(value, float)]
-    kinds = record.get("val", {})
-    if len(kinds) > 1:
-        words += [f"{name} {loss:.4f} {bpb:.4f}" for name, (loss, bpb) in kinds.items()]
-    margin = " " * 11
-    print(textwrap.fill(", ".join(words), 79, initial_indent=margin, subsequent_indent=margin))
-    for title, text in record["samples"]:
-        if in_full:
-            print(f"--- {printable(title)}\n{printable(text)}")
-        else:
-            print(f"{margin}{printable(title)!r:.24} {printable(text)!r:.42}")
-
-
 # Pairs of sentences, of which one is good English and the other is not, though they hardly differ:
 #
 #     {"good": "The cats annoy Tim.", "bad": "The cats annoys Tim.", "name": "agreement"}
@@ -419,9 +389,9 @@ def defaults(steps, batch_tokens, lr, warmup, every):
 
 # Chosen by short runs; docs/notes.md says what else was tried.  lr is for Muon; begin() halves it for AdamW.
 DEFAULTS = {
-    "small": defaults(800, 2048, 4e-3, 40, 200),
+    "small": {**defaults(800, 2048, 4e-3, 40, 200), "decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
-    "big": defaults(48000, 32768, 2.4e-3, 300, 1000)}
+    "big": {**defaults(48000, 32768, 2.4e-3, 300, 1000), "decay": 0.3}}
 # More epochs did not help: big gained nothing from a fifth over 290 MB, small nothing from a ninth over 0.3 MB.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
@@ -454,8 +424,8 @@ class Settings:
     micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: as many as pay)")
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further prediction heads in the loss", 0.3)
     optimizer: str = setting(OPTIMIZERS, "muon (the default) for the layers' matrices, or adamw for all", "muon")
-    decay: float = setting(bounded(float, 0, 0.999), "weight decay, on matrices (default 0.1)", 0.1)
-    momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95)", 0.95)
+    decay: float = setting(bounded(float, 0, 0.999), "weight decay, on matrices (default 0.3; medium 0.1)", 0.1)
+    momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; small 0.9)", 0.95)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     epochs: int = 0         # of sft.py
@@ -486,16 +456,11 @@ class Training:
         return self.model.config.context, self.model.config.predict
 
 
-def option_of(name):
-    """"batch_tokens" -> "--batch-tokens"."""
-    return "--" + name.replace("_", "-")
-
-
 def parse_run_options(parser, argv, sizes, data):
     """-> dict of the options that have a value.  sizes: which of SIZES are options of this script; data: the help of
     --data."""
     add = parser.add_argument
-    add("preset", nargs="?", metavar="PRESET", help=f"the model's size: {', '.join(CONFIGS)} (default small)")
+    add("preset", nargs="?", help=f"the model's size: {', '.join(CONFIGS)} (default small)")
     add("--base", type=normpath, metavar="DIR",
         help="the model to begin with, ours or any plain Llama (sft.py: default out/PRESET; rl.py: "
         "out/PRESET-sft)")
@@ -513,9 +478,6 @@ def parse_run_options(parser, argv, sizes, data):
     if preset not in CONFIGS:
         parser.error(f"{preset!r} is none of {', '.join(CONFIGS)}.  A text is named by --data, a model to begin with "
                      "by --base, the folder of a run by --out")
-    out = options.get("out", "out")
-    if commonpath([realpath(out), os.getcwd()]) == realpath(out):
-        parser.error(f"--out {out} is the current folder, or one around it: name another")
     return options
 
 
@@ -572,26 +534,18 @@ def go(script, options, out, begin, make_job):
     """Run a script on all ranks -> exit code.  begin(options, out, ranks) writes a new run, on rank 0;
     make_job(training) gives the Job of the run that was opened."""
     def run(ranks):
-        begun = folder_of_beginning(out)
         if ranks.rank == 0:
             checkpoint.lock_folder(out)
-            shutil.rmtree(begun, ignore_errors=True)            # of a run that was killed while it began
             if not options["resume"]:
                 begin(options, out, ranks)
         ranks.meet()
-        training = open_run(script, options, out if options["resume"] else begun, ranks)
-        training.out = out
+        training = open_run(script, options, out, ranks)
         try:
             return train(training, make_job(training), Stop())
         except FloatingPointError as error:
             print(f"\nerror: {error}", file=sys.stderr)
             return 1
     return run_ranks(run)
-
-
-def folder_of_beginning(out):
-    """-> the path of the hidden folder, beside `out`, in which a new run is written.  open_log gives it its name."""
-    return join(dirname(out), f".{basename(out)}.begun")
 
 
 def create_run(script, out, settings, config, tokenizer, base=None):
@@ -607,7 +561,7 @@ def create_run(script, out, settings, config, tokenizer, base=None):
     else:
         model = model_cpu.Model(config, settings.seed, np.float32, training=False)
     state = {"script": script, "tokens": 0, "seconds": 0.0, "base": base}
-    save_run(Training(model, tokenizer, settings, state, folder_of_beginning(out), Ranks()))
+    save_run(Training(model, tokenizer, settings, state, checkpoint.begun(out), Ranks()))
 
 
 def save_run(training):
@@ -621,43 +575,36 @@ def save_run(training):
 
 def open_run(script, options, out, ranks):
     """-> the Training of a folder, as the last save left it."""
-    require(exists(f"{out}/config.json"), f"there is nothing to resume in {out}.")
+    folder = checkpoint.begun(out)
+    if not exists(folder):
+        folder = out
+    require(exists(f"{folder}/config.json"), f"there is nothing to resume in {out}.")
     if ranks.rank == 0:
-        checkpoint.mend(out)
+        checkpoint.mend(folder)
     ranks.meet()
     with refusing(f"the record of the run in {out} cannot be used"):
-        state, moments = checkpoint.read_state(out)
-        settings = read_settings(state.pop("settings"))
+        state, moments = checkpoint.read_state(folder)
+        settings = read_fields(Settings, state.pop("settings"))
         require(type(state["tokens"]) is int and type(state["seconds"]) is float, "tokens or seconds is no number")
         recorded_script = state["script"]
         base = state["base"]
         key = hash_files(settings.data)
     require(recorded_script == script, f"the run in {out} is one of {recorded_script}: resume it with that.")
     require(key == settings.key, f"{', '.join(settings.data)}: not what {out} began with.")
-    config = checkpoint.read_config(out)
+    config = checkpoint.read_config(folder)
     apply_options(options, settings, config, base, out, ranks)
-    model, tokenizer = load_model(out, settings, config, ranks)
+    model, tokenizer = load_model(folder, settings, config, ranks)
     if settings.device == "gpu":
         rows = min(ranks.all_gather(model.rows))
         if rows < settings.micro_batch:
             print(f"The GPU has memory for a micro-batch of {rows} windows: taking that, not {settings.micro_batch}.  "
                   "The losses differ by rounding.")
             settings.micro_batch = rows
-    checkpoint.write_moments(model, out, moments)
+    checkpoint.write_moments(model, folder, moments)
     require(tokenizer.template or script == "train.py", f"{out} has no chat template any more.")
     if ranks.size > 1:
         model.communicator = model_gpu.Nccl(ranks) if settings.device == "gpu" else ranks
     return Training(model, tokenizer, settings, state, out, ranks)
-
-
-def read_settings(record):
-    """-> the Settings in the record of a run.  An error for one that is missing, of another type, or out of bounds."""
-    for field in dataclasses.fields(Settings):
-        value = record[field.name]
-        possible = field.metadata.get("choices", [value])
-        require(type(value) is field.type and value in possible, f"{field.name} is {value!r:.40}")
-        field.metadata.get("type", str)(str(value))             # which checks the bounds
-    return Settings(**record)
 
 
 def apply_options(options, settings, config, base, out, ranks):
@@ -678,14 +625,6 @@ def apply_options(options, settings, config, base, out, ranks):
             raise ValueError(f"the run in {out} has {option_of(name)} {before}, not {value}: a run keeps its settings."
                              "  Leave the option out, or start a new run with --out.")
         setattr(settings, name, value)
-
-
-def preset_of(base):
-    """-> the preset whose defaults fit a model: the largest one that is not wider than the model."""
-    require(exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py` trains one, then sft.py "
-            "one that answers; --base names another.")
-    dim = checkpoint.read_config(base).dim
-    return [preset for preset, config in CONFIGS.items() if preset == "small" or config.dim <= dim][-1]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -732,7 +671,7 @@ def make_tokens(tokenizer, name, parts):
 def begin(options, out, ranks):
     """Choose the settings of a new run, make its tokenizer and its tokens, and write it."""
     base = options.get("base")
-    preset = options.get("preset", preset_of(base) if base else "small")
+    preset = options.get("preset", checkpoint.preset_of(base) if base else "small")
     sizes = {name: options[name] for name in SIZES if name in options}
     usual = dict(DEFAULTS[preset])
     if options.get("optimizer") == "adamw":
@@ -769,9 +708,11 @@ def pretraining(training):
     stride = max(1, sum(map(len, val.values())) // EVAL_TOKENS)
     # A prompt may have no token, because another model's tokenizer may lack some bytes.
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
+    # the weights are an average over the last 1 / (lr * decay) steps (model_cpu.py, beside AdamW)
+    memory = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on.")
+          f"{len(tokens):,} tokens to train on; the weights average over {memory:,.2f} epochs.")
 
     def batch(step):
         starts = in_turn(count, settings.seed, step * number, number, T, shifts)
@@ -780,7 +721,7 @@ def pretraining(training):
     def evaluate(step):
         every = 1 if step == settings.steps else stride         # the last evaluation reads all that is held out
         rows = {kind: rows[::every] for kind, rows in held_out.items()}
-        return {**measure(training, rows), "samples": draw_samples(training, prompts, SAMPLE_TOKENS)}
+        return {**measure(training, rows), "samples": draw_samples(training, prompts, 80)}
 
     return Job(batch, evaluate, lambda step: "")
 

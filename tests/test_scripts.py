@@ -14,7 +14,6 @@ from runs import TEXT, TINY, read_log, refused, run
 
 import checkpoint
 import script
-import train
 from model_cpu import CONFIGS
 
 ROOT = os.path.dirname(script.__file__)
@@ -153,7 +152,7 @@ def test_progress_lines(monkeypatch, out_text):
 def test_an_evaluation_fits_eighty_columns(out_text):
     names = "dpo accuracy margin chosen rejected".split()
     record = {**dict.fromkeys(names, -123.4567), "val": {name: [1.0, 2.0] for name in names}, "samples": [("a" * 99, "b" * 99)]}
-    train.print_record(record, False)
+    script.print_record(record, False)
     shown = out_text()
     assert max(map(len, shown.splitlines())) < 80 and all(f"{name} -123.4567" in " ".join(shown.split()) for name in names)
 
@@ -175,7 +174,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.xfail(b"\nimport fcntl" in read(f"{ROOT}/checkpoint.py"), reason="the lock of a folder needs fcntl")
 @parametrize("command", ANY_JOB)
 def test_what_windows_lacks_is_not_needed(folder, command):
     """Nor does a locale of ASCII change anything."""
