@@ -547,16 +547,17 @@ KERNEL adamw(float* param, real* copy, float* grad, float* m, float* v,
 // one kind of matrix in all layers: blockIdx.y counts the layers. Their matrices of `size` numbers (a
 // multiple of 8) lie `stride` numbers apart in param, copy, grad and m, and side by side in X.
 //
-// As on the CPU the new mean is m, and u = momentum m + (1 - momentum) grad (Nesterov) takes the place of grad.
-// newton_schulz divides u by its norm, for which the first kernel leaves sums of squares.
+// The new mean is m, and newton_schulz takes u = momentum m + (1 - momentum) grad (Nesterov). It divides u by its
+// norm, for which the first kernel leaves sums of squares.
 __device__ Eight running_mean(Eight m, Eight g, float momentum) {
     FOR(j, 8) m.x[j] = momentum * m.x[j] + (1.0f - momentum) * g.x[j];
     return m;
 }
 
-// m = momentum m + (1 - momentum) grad; grad = u; squares (layers, blocks): sums of the squares of u.
+// m = momentum m + (1 - momentum) grad; squares (layers, blocks): sums of the squares of u.
 // Grid (blocks, layers); 256 threads.
-KERNEL muon_momentum(float* squares, float* m, float* grad, Floats state,
+KERNEL muon_momentum(float* squares, float* m,
+                     Floats grad, Floats state,
                      Index stride, int size, float momentum) {
     __shared__ float slots[32];
     Index layer = blockIdx.y * stride;
@@ -566,9 +567,7 @@ KERNEL muon_momentum(float* squares, float* m, float* grad, Floats state,
         Eight mean = running_mean(load8(m + layer + i), g, momentum);
         Eight u = running_mean(mean, g, momentum);
         sum += dot8(u, u);
-        if (state[2]) continue;
-        store8(m + layer + i, mean);
-        store8(grad + layer + i, u);
+        if (!state[2]) store8(m + layer + i, mean);
     }
     sum = block_sum(sum, slots);
     if (threadIdx.x == 0) squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
@@ -577,8 +576,9 @@ KERNEL muon_momentum(float* squares, float* m, float* grad, Floats state,
 // X = u / (|u| + 1e-7), and grad = 0. After a norm that is not finite X keeps what lay there: the matmuls then
 // compute with it, and muon_apply throws the result away.
 // Grid (blocks, layers), the same as of muon_momentum; 256 threads.
-KERNEL muon_input(real* X, float* grad, Floats squares, Floats state,
-                  Index stride, int size) {
+KERNEL muon_input(real* X, float* grad,
+                  Floats m, Floats squares, Floats state,
+                  Index stride, int size, float momentum) {
     if (state[2]) return;
     X += Index(blockIdx.y) * size;
     Index layer = blockIdx.y * stride;
@@ -586,7 +586,7 @@ KERNEL muon_input(real* X, float* grad, Floats squares, Floats state,
     FOR(b, gridDim.x) sum += squares[blockIdx.y * gridDim.x + b];
     float norm = sqrtf(sum) + 1e-7f;
     FOR_STRIDED(i, own_eight(blockIdx.x), size, 2048 * gridDim.x) {
-        Eight u = load8(grad + layer + i);
+        Eight u = running_mean(load8(m + layer + i), load8(grad + layer + i), momentum);
         FOR(j, 8) u.x[j] /= norm;
         store8(X + i, u);
         store8(grad + layer + i, {});
@@ -892,8 +892,9 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
 //     key                  0      0      ...   0        1      1      ...   1        2, 3
 //     columns              0-7    8-15   ...   56-63    0-7    8-15   ...   56-63    likewise
 //
-// Each group has a softmax of its own, relative to a maximum m_w, as if its keys were all that there are. At
-// the end these parts add up, first those of a warp, then those of all warps, in order:
+// A group takes four such keys at once, so that their loads and their sums do not wait for each other. Each group
+// has a softmax of its own, relative to a maximum m_w, as if its keys were all that there are. At the end these
+// parts add up, first those of a warp, then those of all warps, in order:
 //
 //     m = max_w m_w     l = sum_w exp(m_w - m) l_w     y = sum_w exp(m_w - m) y_w / l
 //
@@ -911,6 +912,7 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     int groups = 32 / vectors;
     int piece = lane % vectors;
     int column = threadIdx.x;
+    int step = WARPS * groups;  // of the block's groups each takes a key
     Index width = 2 * G * D;
     Reals q = qkv + Index(row * (H + 2 * G) + h) * D;
     Reals keys = cache + row * stride * width + h / (H / G) * D;
@@ -924,20 +926,29 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     Eight q8 = load8(q + 8 * piece);
     float m = MASKED, l = 0.0f;
     Eight sum = {};
-#pragma unroll 4
-    FOR_STRIDED(from, warp * groups, length, WARPS * groups) {
-        int j = from + lane / vectors;
-        Reals key = keys + min(j, length - 1) * width + 8 * piece;
-        Eight v = load8(key + G * D);
-        float score = dot8(q8, load8(key));
-        for (int bit = 1; bit < vectors; bit *= 2) score += __shfl_xor_sync(0xFFFFFFFF, score, bit);
-        score = j < length ? score * rsqrtf(float(D)) : MASKED;
-        float largest = fmaxf(m, score);
+    FOR_STRIDED(from, warp * groups, length, 4 * step) {
+        int first = from + lane / vectors;
+        float score[4], largest = m;
+        Packed v[4];
+        FOR(i, 4) {
+            int j = first + i * step;
+            Reals key = keys + min(j, length - 1) * width + 8 * piece;
+            v[i] = load_packed(key + G * D);
+            float dot = dot8(q8, load8(key));
+            for (int bit = 1; bit < vectors; bit *= 2) dot += __shfl_xor_sync(0xFFFFFFFF, dot, bit);
+            score[i] = j < length ? dot * rsqrtf(float(D)) : MASKED;
+            largest = fmaxf(largest, score[i]);
+        }
         float factor = expf(m - largest);
-        float weight = j < length ? expf(score - largest) : 0.0f;
+        l *= factor;
+        FOR(c, 8) sum.x[c] *= factor;
         m = largest;
-        l = factor * l + weight;
-        FOR(c, 8) sum.x[c] = factor * sum.x[c] + weight * v.x[c];
+        FOR(i, 4) {
+            float weight = first + i * step < length ? expf(score[i] - m) : 0.0f;
+            Eight x = unpack8(v[i]);
+            l += weight;
+            FOR(c, 8) sum.x[c] += weight * x.x[c];
+        }
     }
     float largest = warp_max(m);
     float factor = expf(m - largest);
