@@ -4,8 +4,8 @@
 VENV = .venv
 RUN  = $(VENV)/bin/python
 
-# The tests start hundreds of processes.  Where the environment forbids Python to keep what it compiles, each of them
-# would compile the scripts anew: a twentieth of the time of make check.
+# The tests start hundreds of processes.  If the environment forbids Python to keep what it compiles, each process
+# compiles the scripts again, which takes a twentieth of the time of make check.
 unexport PYTHONDONTWRITEBYTECODE
 
 # What model_gpu.py loads: CuPy, and of CUDA's libraries cuBLAS (products), NVRTC (the compiler) and the runtime with its
@@ -40,7 +40,7 @@ help:
 # ----------------------------------------------------------------------------------------------------------------------
 # The environment.  A stamp file in it says that the packages of one requirements file are installed.
 
-# An environment whose Python was since removed or upgraded no longer starts: it is made anew.
+# An environment no longer starts after its Python was removed or upgraded.  Then it is made again.
 ifneq ($(shell $(RUN) -c 'print("runs")' 2>/dev/null),runs)
 .PHONY: $(VENV)/packages
 endif
@@ -78,7 +78,7 @@ install = $(RUN) -m pip install --quiet --disable-pip-version-check $(1) || { \
 	echo "error: pip could not install the packages (see above); is there a network, and room on the disk?" >&2; exit 2; }
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The model.  An interrupted run is gone on with, a finished one is left alone.
+# The model.  An interrupted run is continued, and a finished one is left alone.
 
 model: $(VENV)/packages
 	@if [ -f out/small/config.json ]; then \

@@ -38,9 +38,9 @@ from tokenizer import TEXT_ENDS, to_bytes, visible
 # 1. A conversation
 # ------------------------------------------------------------------------------------------------------------
 class Session:
-    """turns: a list of (text, answer), what was typed and the ids that the model has said, the oldest first.  An
-    answer that the model has ended ends with the id `stop`.  A pretrained model has one turn, the text that it
-    continues."""
+    """A conversation with a model.  turns: a list of (text, answer), the oldest first: the bytes that were typed, and
+    the ids that the model has added.  An answer that the model has ended ends with the id `stop`.  A pretrained model
+    has one turn, the text that it continues."""
     def __init__(self, model, tokenizer, settings):
         context = model.config.context
         self.model = model
@@ -48,15 +48,15 @@ class Session:
         self.settings = settings
         self.chat_form = bool(tokenizer.template)
         self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(*TEXT_ENDS)
-        # what was said may fill so much of the window; in chat form a quarter of it is left to the answer
+        # how many tokens of the window the turns may fill: in chat form a quarter is left to the answer
         self.room = context - context // 4 if self.chat_form else context
         self.system = None          # or bytes
         self.turns = []
-        self.said = []              # (id, what generate's trace tells of it) of each token of the last answer
+        self.trace = []             # (id, its probability) of each token of the last answer
 
     def ids(self):
-        """What the model reads.  In chat form: the turns, or as many of the last ones as there is room for.  The system
-        text stands in the first of these, so it is never forgotten."""
+        """The ids that the model reads.  In chat form these are the last turns, as many as there is room for.  The
+        system text is put before the first of them, so it is never forgotten."""
         if not self.chat_form:
             text, answer = self.turns[0]
             return (self.tokenizer.encode(text) or [self.stop]) + answer
@@ -71,9 +71,10 @@ class Session:
             del self.turns[0]
 
     def speak(self):
-        """Yields the model's next tokens (bytes), and adds them to the last answer.
+        """Add the model's next tokens to the last answer, and yield each (bytes) at once.
 
-        Ctrl-C may come at any point: what was printed is then in turns, and the next call goes on from there."""
+        Ctrl-C may come at any point.  The tokens that were yielded are then in turns, and the next call goes on from
+        there."""
         text, answer = self.turns[-1]
         ids = self.ids()
         if not answer:
@@ -82,35 +83,36 @@ class Session:
                       "end.", file=sys.stderr)
             if not self.chat_form:
                 yield text              # so that prompt and continuation read as one text
-        asked = self.settings
-        seed = asked.seed
+        settings = self.settings
+        seed = settings.seed
         if seed is not None:
-            asked.seed += 1             # otherwise the same question would get the same answer
-        self.said = []
-        trace = []
-        # A poor model may say any special token: each ends the answer.
+            # the answers of a session have the seeds N, N + 1, ...: so a question that is repeated gets another answer
+            settings.seed += 1
+        self.trace = []
+        trace = []                      # generate adds (place, drafts, probability) for each token
+        # A poor model may draw any special token: each ends the answer.
         stream = model_cpu.generate(
-            self.model, ids, asked.temperature, asked.top_k, asked.top_p, seed,
-            self.tokenizer.vocab_size, stop=self.tokenizer.special.values(), most=asked.max_tokens,
-            speculate=asked.speculation, trace=trace)
+            self.model, ids, settings.temperature, settings.top_k, settings.top_p, seed,
+            self.tokenizer.vocab_size, stop=self.tokenizer.special.values(), most=settings.max_tokens,
+            speculate=settings.speculation, trace=trace)
         for token in stream:
             answer.append(token)
-            self.said.append((token, trace[-1]))
+            self.trace.append((token, trace[-1][-1]))
             yield self.tokenizer.tokens[token]
-        if len(self.said) < asked.max_tokens:
+        if len(self.trace) < settings.max_tokens:
             answer.append(self.stop)
 
     def answer(self, line):
-        """Print what the model says to a line, token by token."""
+        """Print the model's answer to a line, token by token."""
         text = to_bytes(line)
-        goes_on = self.turns and self.turns[-1][1][-1:] != [self.stop]
-        if self.chat_form and not text and not goes_on:
-            return                      # an empty line, and no answer to go on with
+        unfinished = self.turns and self.turns[-1][1][-1:] != [self.stop]
+        if self.chat_form and not text and not unfinished:
+            return                      # an empty line, and no answer to continue
         if not self.chat_form and text:
             self.turns = []
         if text or not self.turns:
             self.turns.append((text, []))
-        # a token may end inside a character of UTF-8: its bytes wait for the rest
+        # a token may end inside a character of UTF-8: its bytes wait until the character is complete
         for shown in codecs.iterdecode(self.speak(), "utf-8", "replace"):
             print(printable(shown) if sys.stdout.isatty() else shown, end="", flush=True)
         print()
@@ -130,8 +132,8 @@ def paint(text, p):
 
 
 def print_tokens(session):
-    """The last answer, each token in the colour of the probability that the model gave it."""
-    for token, (_, _, p) in session.said:
+    """Print the last answer, each token in the colour of the probability that the model gave it."""
+    for token, p in session.trace:
         token = session.tokenizer.tokens[token]
         print(paint(visible(token), p), end="\n" if token.endswith(b"\n") else "")
     print()
@@ -139,31 +141,31 @@ def print_tokens(session):
 
 
 def print_lens(model, tokenizer, text):
-    """One line for each layer.  x + f(x) is a step of Euler's method: what would head 0 say if the
-    integration stopped here?"""
+    """Print one line for each layer.  A layer computes x + f(x), which is a step of Euler's method.  What would head 0
+    predict if the integration stopped here?"""
     ids = tokenizer.encode(to_bytes(text))
     require(len(ids) > 1, f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
-    # of a longer text the end; its last token is only predicted
+    # a text that is longer than the window loses its beginning; the last token is only predicted
     model_cpu.print_euler_table(model, tokenizer, np.array([ids[-model.config.context - 1:]]))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 3. A session on a terminal
 # ------------------------------------------------------------------------------------------------------------
-# The options that are commands, too, while one talks: /seed 1
+# These options are commands, too, during a session: /seed 1
 NUMBERS = {"seed": whole_number(0, 2**63), "temperature": bounded(float, 0, 100)}
 HELP = ("An empty line lets the model write on; a line that ends with \\ is continued on the next.\n"
         "Put a space before a text that begins with a slash.\n"
         "/reset          forget the conversation\n"
-        "/system TEXT    begin anew, with this text before the first question (of a model that answers)\n"
+        "/system TEXT    forget the conversation; this text is put before the next question (if the model answers)\n"
         "/seed N         the same seed gives the same text\n"
         "/temperature X  0: the likeliest token; 1: as the model learned; more: wilder\n"
         "/tokens         how likely each token of the last answer was\n"
-        "/quit           leave")
+        "/quit           leave, as do quit and exit")
 
 
 def run_command(line, session):
-    """Obey /NAME VALUE, which was typed on a terminal.  -> whether the session goes on."""
+    """Carry out the command /NAME VALUE.  -> False for /quit: the session ends."""
     name, _, value = line[1:].strip().partition(" ")
     if name in ("reset", "system"):
         session.turns = []
@@ -184,7 +186,7 @@ def run_command(line, session):
 def run_session(session, folder):
     """A session on a terminal, with commands; Ctrl-C stops an answer."""
     with contextlib.suppress(ImportError):
-        # once imported, it gives input() line editing, and a history in memory
+        # its import alone gives input() line editing, and a history in memory
         import readline     # noqa: F401
     print(f"{folder}: {session.model.flat_params.size:,} parameters, step {session.model.step}.")
     begin = "Ask" if session.chat_form else "Begin a text"
@@ -194,6 +196,8 @@ def run_session(session, folder):
             line = input("> ")
             while line.endswith("\\"):
                 line = line[:-1] + "\n" + input("... ")
+            if line in ("quit", "exit"):
+                return
             if not line.startswith("/"):
                 session.answer(line)
             elif not run_command(line, session):
@@ -211,6 +215,7 @@ def run_session(session, folder):
 def parse_arguments(argv):
     parser = Parser(description="Type, and a trained model continues (or answers, if it was fine-tuned to).")
     add = parser.add_argument
+    add("misplaced", nargs="*", help=argparse.SUPPRESS)
     add("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue (or answer) this text, then stop")
@@ -225,11 +230,14 @@ def parse_arguments(argv):
         help="draw among the likeliest tokens of this probability together (default 1: all)")
     add("--seed", type=NUMBERS["seed"], help="the same seed gives the same text (default: another text every time)")
     add("--speculation", action=argparse.BooleanOptionalAction,
-        help="let all heads that a model has draft, or none (default: as many as pay, 1 on a GPU, 0 on a CPU)")
+        help="let all further heads draft, or none (default: one on a GPU, none on a CPU)")
     add("--context", type=whole_number(1),
         help="the longest text that it remembers, in tokens (default: what the model can)")
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPU, if any")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.misplaced:
+        parser.error(f"{args.misplaced[0]!r} stands alone: --model names a folder, --prompt a text")
+    return args
 
 
 def main(argv):
@@ -237,7 +245,7 @@ def main(argv):
     # bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     folder = args.model or newest_checkpoint("name the folder of one with --model DIR")
-    # the lens looks into every layer, and only model_cpu.py keeps what they give
+    # the lens needs the output of every layer, and only model_cpu.py keeps that
     engine = model_gpu.pick(args.device if args.lens is None else "cpu")
     options = {"training": False}
     if engine is model_cpu:

@@ -63,7 +63,7 @@ usage="usage: ./fetch_data.sh WORD...
   all           books, web and instructions
 Into data/ and out/ of the current folder.  Run again, it goes on, and fetches only what is missing.
 Environment, with the values of now:
-  WEB_MB=$WEB_MB WEB_SCORE=$WEB_SCORE WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE: so much web text, of pages with these scores at least
+  WEB_MB=$WEB_MB WEB_SCORE=$WEB_SCORE WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE: MB of web text; the least scores of its pages
   BOOK_IDS='1342 2701': these books instead of the list
   FETCH_TIMEOUT=$FETCH_TIMEOUT FETCH_PAUSE=$FETCH_PAUSE: seconds that a file may take, and between two books
   TINY_URL GUTENBERG_URL FINEWEB_URL ALPACA_URL DATASETS_URL SMOLLM2_URL: mirrors; FINEWEB_URL, DATASETS_URL: or folders"
@@ -84,7 +84,7 @@ lock=data/fetch.lock                    # a folder, see the end of section 6; it
 trap 'kill $(jobs -p) 2>/dev/null || true; echo "Interrupted; run this again to go on." >&2; exit 130' HUP INT TERM
 trap '' XFSZ                            # a limit on the size of files is then an error, like a full disk
 
-# quietly COMMAND...: the first line that COMMAND says goes into $message.  COMMAND runs in the background,
+# quietly COMMAND...: the first line that COMMAND prints goes into $message.  COMMAND runs in the background,
 # because bash acts on a signal at once only while it waits for such a job.
 quietly() {
     local code=0
@@ -113,7 +113,7 @@ get() {
     [ ! -s "$file" ] || { echo "$file is there ($(size "$file") bytes); nothing to fetch."; return; }
     echo "Fetching $file ..."
     mkdir -p "${file%/*}" 2>/dev/null || fail "${file%/*}/ cannot be written to."
-    # It goes on with a copy, because the curl of a killed run may still be writing to the file itself.
+    # curl goes on with a copy, because the curl of a killed run may still be writing to the file itself.
     [ ! -f "$part" ] || { cp "$part" $lock/copy && mv $lock/copy "$part"; } 2>/dev/null ||
         fail "$part cannot be copied; is there room on the disk?"
     quietly curl_below "$most" --silent --show-error --fail --location --globoff --user-agent "$AGENT" \
@@ -121,7 +121,7 @@ get() {
         --continue-at - --write-out '%{http_code}' --output "$part" "$url" || code=$?
     message=${message#*curl: (*) }      # of "curl: (6) No such host" the end; else the answer's code, 200
     [ ! -f "$part" ] || [ "$(size "$part")" -le "$most" ] || code=63
-    # The server cannot resume, or has nothing after what we have: start anew.
+    # The server cannot resume, or it has nothing more to send: start again from the first byte.
     if [[ $code:$message =~ ^(33:|0:416|22:.*416) && -s $part ]]; then rm -f "$part"; get "$@"; return; fi
     case "$code:$message" in
         0:200 | 0:206 | 0:000)          # 000: it came from file://
@@ -326,7 +326,7 @@ books() {
             misses=$((misses + 1))
             get "$GUTENBERG_URL/$id/pg$id.txt" "$file" 1000 20000000 book && misses=0
             [ $misses = 0 ] || echo "warning: book $id is left out: $problem" >&2
-            [ $misses -lt 5 ] || fail "five books in a row could not be had; see the warnings above."
+            [ $misses -lt 5 ] || fail "five books in a row could not be fetched; see the warnings above."
             sleep "$FETCH_PAUSE"
         fi
         if [ -s "$file" ]; then made+=("$file"); else missing="$missing $id"; fi
@@ -348,9 +348,9 @@ books() {
 # where.  So DuckDB reads a range of rows, and of these the columns that a query names, without the rest of
 # the file.
 #
-# A slice is a twentieth of a Parquet file's rows, and slice n becomes data/web_n.txt.  What a file holds
-# depends on nothing but its number and the scores, however often the run was interrupted and whatever WEB_MB
-# was.  (A WEB_MB for which the 14 do not suffice ends with an error that names the fifteenth.)
+# A slice is a twentieth of a Parquet file's rows, and slice n becomes data/web_n.txt.  What this file holds
+# depends only on n and the scores.  Interruptions and WEB_MB make no difference.  (A WEB_MB that is more than
+# the 14 files hold ends with an error that names the fifteenth.)
 SLICES=20
 
 # find_duckdb: set $duckdb to its command line, in $venv or on the system; where there is none, install it.
@@ -364,7 +364,7 @@ find_duckdb() {
 }
 
 # query PARQUET FILE SQL [FORMAT EMPTY]: make FILE of what SQL finds in PARQUET, getvariable('files') there.  SQL ends
-# in a COPY (SELECT ...).  EMPTY is said if it finds nothing.
+# in a COPY (SELECT ...).  EMPTY is the error message if it finds nothing.
 query() {
     [ ! -s "$2" ] || { echo "$2 is there ($(size "$2") bytes); nothing to fetch."; return; }
     [ -n "$duckdb" ] || find_duckdb

@@ -1069,10 +1069,11 @@ def generate_plain(model, tokens, sampling, most):
         yield token
 
 
-def generate_batch(model, prompts, sampling, stop=(), most=80):
+def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each answer has the
     tokens that generate draws for its prompt: `most` of them, or up to the first that is in `stop`, which is kept.
     (The products have another shape, so the logits differ by their rounding.)  sampling.seed: (B,), one a prompt.
+    progress: None, or called as progress(tokens so far, at most so many) after each token.
 
     When a window is full, it is read anew, and with it all rows of its batch.  So the prompts whose windows will be
     full come in batches of their own: in each of these all windows are full at the same steps.  Where the memory does
@@ -1109,6 +1110,8 @@ def generate_batch(model, prompts, sampling, stop=(), most=80):
             for i in going:
                 answers[rows[i]].append(drawn[i])
             going = [i for i in going if drawn[i] not in stop]
+            if progress:
+                progress(sum(map(len, answers)), most * len(answers))
             if not going:
                 break
     return answers

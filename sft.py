@@ -6,39 +6,35 @@
     python sft.py --show 3                 three examples, with what is learned in colour
     python sft.py --resume                 go on with an interrupted run
 
-Read before it: train.py.  Its rows, its loop and its folder serve here unchanged.  Model, loss and optimizers stay
-the same, too: Muon, whatever the base was trained with, unless --optimizer says AdamW.  What is new stands in the
-order of a run:
-
-    1. conversations   records of a file -> (system text, turns)
-    2. rows            conversations -> ids, and the mask that says what is learned
-    3. batches         rows of about one length together; a pure function of (seed, step)
-    4. the run
-
-The mask is the one idea of this file.  A conversation stands in a template of special tokens.  All of it is
-read, but only what is underlined is learned; anything else has the target -1, which counts for nothing in the
+The mask is the one idea of this file.  A conversation is written in a template of special tokens.  The model reads
+all of it, but learns only what is underlined.  Everything else has the target -1, which counts for nothing in the
 loss:
 
     <|user|>What is a cat?<|end|><|assistant|>An animal.<|end|>
                                               ~~~~~~~~~~~~~~~~~
 
-That is our template.  A base that answers already keeps its own, ours or ChatML (tokenizer.py,
-Tokenizer.prompt); one that does not takes that for which it has the tokens.
+So the model learns to answer and not to ask.  It also learns to stop, because the end of an answer is one of its
+tokens (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", the first of
+their steps).  The prompt still takes part: the answer attends to it, and so the gradient reaches the prompt's
+positions through their keys and values.
 
-So the model learns to answer and not to ask, and it learns to stop, because the end of an answer is one of
-its tokens (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", the
-first of their steps).  The prompt still takes part: the answer attends to it, and so the gradient reaches the
-prompt's positions through their keys and values.
+Read before it: train.py.  Its rows, its loop and its folder serve here unchanged.  Model, loss and optimizers are the
+same, too.  The optimizer is Muon, whatever the base was trained with, unless --optimizer says AdamW.  From top to
+bottom:
+
+    1. rows            conversations -> ids, and the mask that says what is learned
+    2. batches         rows of about one length together; a pure function of (seed, step)
+    3. the job         what the loop of train.py asks for
+    4. the data        files -> conversations, of which some are held out
+    5. the script      begin a run; show examples
 
 What it does not do: no rewards or preferences (rl.py); no adapters (LoRA), all weights are trained; no packing of
 several conversations into one row.
 """
-from script import (Parser, find_records, make_turns, printable, read_records, refusing, require, run_script,
-                    set_threads, whole_number)
+from script import (Parser, find_records, hash_files, make_turns, printable, read_records, refusing, require,
+                    run_script, set_threads, whole_number)
 
-import functools
 import glob
-import itertools
 import os
 import sys
 
@@ -51,31 +47,35 @@ import numpy as np
 from tokenizer import CHAT_TEMPLATE, CHATML, END_OF_TURN
 
 
-# The steps are set once the batches are counted.  Chosen by short runs; docs/notes.md says what else was tried.
-DEFAULTS = {
-    "small": train.defaults(0, 1024, 7e-4, 20, 100),
-    "medium": train.defaults(0, 8192, 5e-4, 50, 200),
-    "big": train.defaults(0, 32768, 2e-4, 50, 200)}
-EPOCHS = {"small": 4, "medium": 3, "big": 3}
-MOST_HELD_OUT = 1000            # conversations
-ANSWER_TOKENS = 150
+# ------------------------------------------------------------------------------------------------------------
+# 1. Rows: (ids, mask) of a conversation
+# ------------------------------------------------------------------------------------------------------------
+# A conversation is (system text or None, turns), and turns are a list of (user text, response).  For example
+#
+#     ("Be kind", [("Hi", "Yo"), ("Who are you?", "A model.")])
+#
+# becomes, in our template, a row of these ids; "learned" marks those with mask True:
+#
+#     <|user|>Be kind\n\nHi<|end|><|assistant|>Yo<|end|><|user|>Who are you?<|end|><|assistant|>A model.<|end|>
+#                                              learned                                         learned
+def make_row(tokenizer, conversation, T):
+    """A conversation -> (ids (n,), mask (n,)), n <= T + 1: T inputs, and the target of the last one.  A longer
+    conversation loses its end.  The mask is True for the responses with their end tokens: these are learned."""
+    system, turns = conversation
+    ids = []
+    mask = []
+    for text, response in turns:
+        prompt = make_prompt(tokenizer, system, text, T, first=not ids)
+        answer = [*tokenizer.encode(response), tokenizer.end_of_turn]
+        ids += prompt + answer
+        mask += [False] * len(prompt) + [True] * len(answer)
+    return np.array(ids[:T + 1]), np.array(mask[:T + 1])
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 1. Conversations: (system text or None, turns); turns: a list of (user text, response)
-# ------------------------------------------------------------------------------------------------------------
-def find_data(preset, base):
-    """The files to learn from when none are named: for small the records that go with the text that the base has
-    learned, or those that it has learned itself; for the larger models what `fetch_data.sh instructions` has
-    brought."""
-    instructions = sorted(glob.glob("data/instructions*.json"))
-    if preset != "small" and instructions:
-        return instructions
-    with refusing(f"{base} does not say what it has learned: name instructions with --data "
-                  "(./fetch_data.sh instructions brings some)"):
-        state, _ = checkpoint.read_state(base)
-        learned = state["settings"]["data"]
-    return [find_records(path) for path in learned]
+def make_prompt(tokenizer, system, text, T, first=True):
+    """The ids of a turn, up to where the answer begins.  They are at most three quarters of the window T, so that there
+    is room for an answer.  A longer text of the user loses its beginning."""
+    return tokenizer.prompt(text, T - T // 4, system, first)
 
 
 def opening(conversation):
@@ -84,9 +84,77 @@ def opening(conversation):
     return system, turns[0][0]
 
 
+# ------------------------------------------------------------------------------------------------------------
+# 2. Batches: a pure function of (seed, step)
+# ------------------------------------------------------------------------------------------------------------
+def plan_epoch(rows, T, batch_tokens, seed, epoch):
+    """-> list of arrays of indices into `rows`, each index once: the batches of an epoch.  A batch has at most
+    batch_tokens inputs, or one row.
+
+    The rows are sorted by length.  So those of one batch are about as long, and little is padding.  Chance decides
+    which rows of one length meet, and in which order the batches come.  The sizes of the batches depend on the lengths
+    alone, so every epoch has the same number of batches."""
+    lengths = np.array([train.padded_length(row, T) for row in rows])
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(len(rows))
+    order = order[np.argsort(-lengths[order], kind="stable")]
+    batches = []
+    while len(order):
+        size = max(1, batch_tokens // lengths[order[0]])                # the longest row comes first
+        batches.append(order[:size])
+        order = order[size:]
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 3. The job
+# ------------------------------------------------------------------------------------------------------------
+ANSWER_TOKENS = 150         # of the answers that an evaluation draws, at most
+
+
+def fine_tuning_job(training):
+    """-> the Job of a run on the records of its settings."""
+    settings = training.settings
+    tokenizer = training.tokenizer
+    T, _ = training.sizes
+    conversations, unseen = read_conversations(settings)
+    rows = [make_row(tokenizer, conversation, T) for conversation in conversations]
+    held_out = [make_row(tokenizer, conversation, T) for conversation in unseen]
+    prompts = {text: make_prompt(tokenizer, system, text, T) for system, text in map(opening, unseen[:3])}
+    batches = []                                    # of the whole run, epoch after epoch
+    epochs = 0
+    while len(batches) < settings.steps:
+        batches += plan_epoch(rows, T, settings.batch_tokens, settings.seed, epochs)
+        epochs += 1
+    print(f"{training.out}: {len(rows):,} conversations, {len(held_out):,} more held out; epochs: {epochs}.\n"
+          "val_loss: nats a token of the held-out answers; val_bpb: bits a byte.")
+
+    def batch(step):
+        return [rows[i] for i in batches[step]], None
+
+    def evaluate(step):
+        return {**train.measure(training, {"responses": held_out}),
+                "samples": train.draw_samples(training, prompts, ANSWER_TOKENS)}
+
+    return train.Job(batch, evaluate, lambda step: "")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 4. The data
+# ------------------------------------------------------------------------------------------------------------
+MOST_HELD_OUT = 1000        # conversations
+
+
+def read_conversations(settings):
+    """-> (the conversations to learn, those held out) of a run's files."""
+    conversations = read_records(settings.data, make_turns)
+    return hold_out(conversations, list(map(opening, conversations)), settings.seed)
+
+
 def hold_out(items, openings, seed):
-    """-> (the items to learn, those held out).  Held out are those of a tenth of the different openings, which are
-    drawn at random; each item has one."""
+    """Split items, each of which has an opening -> (the items to learn, the items held out).  A tenth of the different
+    openings is drawn at random.  All items with one of these openings are held out.  So no question is learned and also
+    asked in an evaluation."""
     different = list(dict.fromkeys(openings))
     require(len(different) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
     number = max(1, min(MOST_HELD_OUT, len(different) // 10))
@@ -94,110 +162,56 @@ def hold_out(items, openings, seed):
     unseen = {different[i] for i in order[:number]}
     parts = []
     for is_held_out in (False, True):
-        parts.append([item for item, opening in zip(items, openings) if (opening in unseen) == is_held_out])
+        parts.append([item for item, start in zip(items, openings) if (start in unseen) == is_held_out])
     return parts
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 2. Rows
-# ------------------------------------------------------------------------------------------------------------
-def cut_prompt(tokenizer, beginning, T):
-    """The ids of an opening, up to where the answer begins; at most three quarters of the window T.  If they are too
-    long, the user's text loses its beginning."""
-    system, text = beginning
-    return tokenizer.prompt(text, T - T // 4, system)
+def find_data(preset, base):
+    """The files to learn from when none are named.  For the larger models they are what `fetch_data.sh instructions`
+    has brought.  Otherwise they depend on the base.  If it was pretrained on a text, they are the records that go with
+    this text; if it was fine-tuned on records, they are these records.
 
-
-def make_row(tokenizer, conversation, T):
-    """A conversation -> (ids (n,), mask (n,)), n <= T + 1: T inputs and the target of the last one.  What is longer is
-    cut; at most three quarters of the window are the first prompt's.
-
-    mask: True at what is learned, the responses with their end tokens."""
-    system, turns = conversation
-    ids = []
-    mask = []
-    for text, response in turns:
-        prompt = tokenizer.prompt(text, T - T // 4, system, first=not ids)
-        answer = [*tokenizer.encode(response), tokenizer.end_of_turn]
-        ids += prompt + answer
-        mask += [False] * len(prompt) + [True] * len(answer)
-    return np.array(ids[:T + 1]), np.array(mask[:T + 1])
+    A base that was made by somebody else must not choose which files are read here.  So the files that its record
+    names are read only if they have the fingerprint that the record gives."""
+    instructions = sorted(glob.glob("data/instructions*.json"))
+    if preset != "small" and instructions:
+        return instructions
+    with refusing(f"{base} names no files to go on with: name instructions with --data "
+                  "(./fetch_data.sh instructions brings some)"):
+        state, _ = checkpoint.read_state(base)
+        learned = state["settings"]["data"]
+        require(hash_files(learned) == state["settings"]["key"], f"{', '.join(learned)}: not what it learned from")
+    return [find_records(path) for path in learned]
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 3. Batches: a pure function of (seed, step)
+# 5. The script
 # ------------------------------------------------------------------------------------------------------------
-def padded_lengths(rows, T):
-    """(n,) train.padded_length of each row."""
-    return np.array([train.padded_length(row, T) for row in rows])
+# Steps (0: as many as the epochs take), tokens a step, learning rate, steps of warmup, steps from one evaluation and
+# save to the next.  Chosen by short runs; docs/notes.md says what else was tried.
+DEFAULTS = {
+    "small": train.defaults(0, 1024, 7e-4, 20, 100) | {"epochs": 4},
+    "medium": train.defaults(0, 8192, 5e-4, 50, 200) | {"epochs": 3},
+    "big": train.defaults(0, 32768, 2e-4, 50, 200) | {"epochs": 3}}
 
 
-def plan_epoch(lengths, batch_tokens, seed, epoch):
-    """-> list of arrays of indices into `lengths`, each index once: the batches of an epoch, of at most
-    batch_tokens inputs each (or one row).
-
-    Rows of one batch are about as long, since sorted by length, so little is padding.  Chance decides which
-    rows of one length meet, and the order of the batches.  The sizes of the batches depend on the lengths
-    alone, so every epoch has as many, and the batch of a step follows from its number."""
-    rng = np.random.default_rng([seed, epoch])
-    order = rng.permutation(len(lengths))
-    order = order[np.argsort(-lengths[order], kind="stable")]
-    batches = []
-    while len(order):
-        rows = max(1, batch_tokens // lengths[order[0]])                # the longest row comes first
-        batches.append(order[:rows])
-        order = order[rows:]
-    return [batches[i] for i in rng.permutation(len(batches))]
+def base_of(options, ending=""):
+    """The folder of the base: by default out/PRESET and this ending."""
+    return options.get("base", f"out/{options.get('preset', 'small')}{ending}")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 4. The run
-# ------------------------------------------------------------------------------------------------------------
-def read_conversations(settings):
-    """-> (the conversations to learn, those held out) of a run's files."""
-    conversations = read_records(settings.data, make_turns)
-    return hold_out(conversations, list(map(opening, conversations)), settings.seed)
-
-
-def fine_tuning(training):
-    """-> the Job of a run on the records of its settings."""
-    settings = training.settings
-    T, _ = training.sizes
-    to_learn, unseen = read_conversations(settings)
-    rows = [make_row(training.tokenizer, conversation, T) for conversation in to_learn]
-    held_out = [make_row(training.tokenizer, conversation, T) for conversation in unseen]
-    lengths = padded_lengths(rows, T)
-    prompts = {text: cut_prompt(training.tokenizer, (system, text), T) for system, text in map(opening, unseen[:3])}
-
-    @functools.lru_cache(maxsize=2)                 # each step of an epoch asks for it
-    def plan(epoch):
-        return plan_epoch(lengths, settings.batch_tokens, settings.seed, epoch)
-
-    batches = len(plan(0))                          # of an epoch
-    print(f"{training.out}: {len(rows):,} conversations, {len(held_out):,} more held out; {batches} steps an epoch.")
-
-    def batch(step):
-        return [rows[i] for i in plan(step // batches)[step % batches]], None
-
-    def evaluate(step):
-        result = train.measure(training, {"responses": held_out})
-        return {**result, "samples": train.draw_samples(training, prompts, ANSWER_TOKENS)}
-
-    return train.Job(batch, evaluate, lambda step: "")
-
-
-def base_of(options, kind=""):
-    """The folder of the base; kind: how its name ends where none is given."""
-    return options.get("base", f"out/{options.get('preset', 'small')}{kind}")
-
-
-def read_base(options):
-    """-> (folder, preset, Config, Tokenizer) of the base, and the files to learn from."""
-    folder = base_of(options)
+def read_base(options, ending=""):
+    """-> (folder, preset, Config, Tokenizer) of the base, and the files to learn from.  A base that answers already
+    keeps its template.  Any other base gets our template if it has our tokens, or ChatML if it has ChatML's."""
+    folder = base_of(options, ending)
     preset = checkpoint.preset_of(folder)
     tokenizer = checkpoint.read_tokenizer(folder)
-    if not tokenizer.template:                      # it takes that for which it has the tokens
-        tokenizer.template = CHAT_TEMPLATE if END_OF_TURN in tokenizer.special else CHATML
+    if not tokenizer.template:
+        is_ours = END_OF_TURN in tokenizer.special
+        require(is_ours or "<|im_end|>" in tokenizer.special,
+                f"{folder} cannot learn to answer: its tokenizer has no token that ends a turn, {END_OF_TURN} or "
+                "<|im_end|>.  Take a base of train.py, or a model that has one (./fetch_data.sh smollm2).")
+        tokenizer.template = CHAT_TEMPLATE if is_ours else CHATML
     data = options.get("data") or find_data(preset, folder)
     return folder, preset, checkpoint.read_config(folder, options.get("context")), tokenizer, data
 
@@ -207,34 +221,33 @@ def begin(options, out, ranks):
     base, preset, config, tokenizer, data = read_base(options)
     settings = train.make_settings(options, preset, config, DEFAULTS[preset], ranks)
     settings.data = data
-    settings.epochs = options.get("epochs", EPOCHS[preset])
-    to_learn, _ = read_conversations(settings)
-    rows = [make_row(tokenizer, conversation, config.context) for conversation in to_learn]
-    lengths = padded_lengths(rows, config.context)
-    batches = plan_epoch(lengths, settings.batch_tokens, settings.seed, 0)
-    settings.steps = options.get("steps", settings.epochs * len(batches))
+    if settings.steps == 0:
+        conversations, _ = read_conversations(settings)
+        rows = [make_row(tokenizer, conversation, config.context) for conversation in conversations]
+        settings.steps = settings.epochs * len(
+            plan_epoch(rows, config.context, settings.batch_tokens, settings.seed, 0))
     if "warmup" not in options:
         settings.warmup = min(settings.warmup, settings.steps // 10)
     train.create_run("sft.py", out, settings, config, tokenizer, base)
 
 
 def show(options):
-    """Print a few conversations as rows: what is learned in green, or in brackets where the output is no
-    terminal."""
+    """Print the first conversations as rows.  What is learned is green, or in brackets if the output is no terminal."""
     start, stop = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("[", "]")
     _, _, config, tokenizer, data = read_base(options)
     for number, conversation in enumerate(read_records(data, make_turns)[:options["show"]], 1):
         ids, mask = make_row(tokenizer, conversation, config.context)
         print(f"--- example {number}: {mask.sum()} of {len(ids)} tokens are learned")
-        for learned, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
-            text = printable(tokenizer.decode([token for token, _ in run]))
-            print(f"{start}{text}{stop}" if learned else text, end="")
+        edges = 1 + np.flatnonzero(np.diff(mask))   # where the mask changes
+        for part, is_learned in zip(np.split(ids, edges), np.split(mask, edges)):
+            text = printable(tokenizer.decode(part))
+            print(f"{start}{text}{stop}" if is_learned[0] else text, end="")
         print()
 
 
 def main(argv):
     parser = Parser(description="Fine-tune a pretrained model to answer.")
-    parser.add_argument("--show", type=whole_number(1), help="print so many examples, then stop")
+    parser.add_argument("--show", type=whole_number(1), help="print this number of examples, then stop")
     parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
     options = train.parse_run_options(
         parser, argv, ["context"], ".json, .jsonl: records of instruction, input, output, or of messages "
@@ -242,7 +255,7 @@ def main(argv):
     if "show" in options:
         return show(options)
     out = options.get("out", f"out/{os.path.basename(base_of(options))}-sft")
-    return train.go("sft.py", options, out, begin, fine_tuning)
+    return train.go("sft.py", options, out, begin, fine_tuning_job)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def padded_length(row, T):
 
 def learned(rows):
     """The number of tokens that are learned from these rows."""
-    return sum(int(mask[1:].sum()) for _, mask in rows)
+    return sum(mask[1:].sum() for _, mask in rows)
 
 
 def window(tokens, start, T, K):
@@ -242,7 +242,7 @@ def forward_backward(training, rows, weights):
     for start in range(own.start, own.stop, size):
         part = slice(start, min(start + size, own.stop))
         part_weights = None if weights is None else weights[part]
-        losses = losses + model.forward(inputs[part], targets[part], counted, part_weights)
+        losses += model.forward(inputs[part], targets[part], counted, part_weights)
         model.backward(last=part.stop == own.stop)
     if ranks.size > 1:
         model.communicator.all_reduce(losses)
@@ -389,9 +389,9 @@ def defaults(steps, batch_tokens, lr, warmup, every):
 
 # Chosen by short runs; docs/notes.md says what else was tried.  lr is for Muon; begin() halves it for AdamW.
 DEFAULTS = {
-    "small": {**defaults(800, 2048, 4e-3, 40, 200), "decay": 0.3, "momentum": 0.9},
+    "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
-    "big": {**defaults(48000, 32768, 2.4e-3, 300, 1000), "decay": 0.3}}
+    "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3}}
 # More epochs did not help: big gained nothing from a fifth over 290 MB, small nothing from a ninth over 0.3 MB.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
@@ -432,6 +432,7 @@ class Settings:
     method: str = ""        # of rl.py: reinforce or dpo
     beta: float = 0.1       # of DPO
     reward: str = ""        # the name of REINFORCE's reward
+    reward_key: str = ""    # fingerprint of the file of this reward, if it has one
     data: list = None       # the files to learn from
     key: str = ""           # fingerprint of these files; it is compared when the run is opened
 
@@ -462,8 +463,7 @@ def parse_run_options(parser, argv, sizes, data):
     add = parser.add_argument
     add("preset", nargs="?", help=f"the model's size: {', '.join(CONFIGS)} (default small)")
     add("--base", type=normpath, metavar="DIR",
-        help="the model to begin with, ours or any plain Llama (sft.py: default out/PRESET; rl.py: "
-        "out/PRESET-sft)")
+        help="the model to begin with, ours or any plain Llama (sft.py: out/PRESET; rl.py: out/PRESET-sft)")
     add("--data", nargs="+", type=normpath, metavar="FILE", help=data)
     add("--out", type=normpath, metavar="DIR", help="the run's folder: default PRESET or BASE-more, -sft, -rl in out/")
     add("--resume", action="store_true", help="go on with the run in --out")

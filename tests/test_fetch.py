@@ -13,8 +13,6 @@ import threading
 
 import pytest
 
-import script
-
 ROOT = pathlib.Path(__file__).parent.parent
 REAL_BOOKS = ROOT.parent / "shared/data/raw_gutenberg"
 TOOLS = os.path.dirname(sys.executable)             # where DuckDB's command line is, too
@@ -96,7 +94,6 @@ def test_what_was_not_asked_for_is_refused(server, body, said):
     assert os.listdir("data") == []
 
 
-@pytest.mark.xfail(not hasattr(script, "make_english"), strict=True, reason="script.make_english is not there yet")
 def test_english_needs_no_network(server):
     fetch(server, "english")
     assert len(read("english.txt").decode()) > 1_000_000 and not server.asked

@@ -1,5 +1,9 @@
 """rl.py: the gradients of both methods by finite differences of their losses, rewards, pairs; runs, as a user starts them."""
+import glob
 import json
+import os
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -36,12 +40,12 @@ def test_dpo_prefers_what_was_chosen(tmp_path):
     training = make_training(data=[f"{tmp_path}/pairs.jsonl"], beta=0.3)
     training.settings.batch_tokens = 8 * T
     model = training.model
-    job = rl.preferring(training)
+    job = rl.dpo_job(training)
     _, held_out, _ = rl.read_pairs(TOKENIZER, training.settings, T)
 
     def ratios(rows):
         return log_probs(model, rows).reshape(-1, 2) @ [0.3, -0.3]
-    sides = [job.batch(2)[0], sum(held_out, [])]
+    sides = [job.batch(2)[0], held_out]
     learned, unseen = map(ratios, sides)
     model.flat_params *= 1.1
     z = ratios(sides[1]) - unseen
@@ -61,17 +65,22 @@ def test_dpo_prefers_what_was_chosen(tmp_path):
     short    | -       | yes       | 10 | yes | 0.75
     short    | -       | yes       | 10 |     | 0"""))
 def test_rewards(name, question, answer, tokens, ended, value):
-    assert rl.find_reward(name)(question, answer, int(tokens), bool(ended)) == float(value)
+    reward, _ = rl.find_reward(name)
+    assert reward(question, answer, int(tokens), bool(ended)) == float(value)
 
 
-def test_rows_of_a_pair():
+def test_rows_of_a_pair(tmp_path):
     """Only the last answers are learned.  What is cut is counted, and pairs that are equal in the window are left out."""
-    rows, cut = rl.pair_rows(OURS, (("S", [("Q", "A"), ("R", "yes")]), "no"), 99)
+    rows = rl.pair_rows(OURS, (("S", [("Q", "A"), ("R", "yes")]), "no"), 99)
     prompt = "<|user|>S\n\nQ<|end|><|assistant|>A<|end|><|user|>R<|end|><|assistant|>"
-    assert [parts(OURS, row) for row in rows] == [[prompt, "yes<|end|>"], [prompt, "no<|end|>"]] and not cut
-    answers = ("x" * 30, "no"), ("x" * 30, "x" * 29), ("no", "no")
-    [batch], words = rl.pair_batches(OURS, [((None, [("q", chosen)]), rejected) for chosen, rejected in answers], make_training().settings, T)
-    assert len(batch) == 2 and words.startswith("3 pairs, 2 of them cut to the window, 2 left out")
+    assert [parts(OURS, row) for row in rows] == [[prompt, "yes<|end|>"], [prompt, "no<|end|>"]]
+    answers = ("x" * 30, "no"), ("x" * 30, "x" * 29), ("no", "no"), ("yes", "no")
+    pairs = [{"prompt": f"q{i}", "chosen": chosen, "rejected": rejected} for i, (chosen, rejected) in enumerate(answers)]
+    write(tmp_path / "pairs.jsonl", json.dumps(pairs))
+    settings = make_training(data=[f"{tmp_path}/pairs.jsonl"], seed=1).settings
+    batches, held_out, words = rl.read_pairs(OURS, settings, T)
+    assert len(sum(batches, [])) + len(held_out) == 4
+    assert words.startswith("4 pairs, 1 to learn, 1 held out.") and "3 answers are cut" in words
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,14 +95,14 @@ def tuned(tmp_path_factory):
 
 def test_what_is_drawn(tuned):
     """The same from the same seed.  A reward gets the number of tokens before a special one, and whether that is the end."""
-    asked = [("S", "say 3")] * 99
+    asked = [("S", "say 3")] * 6
     draws = [rl.draw_answers(tuned, lambda prompt, answer, tokens, ended: tokens + 99 * ended, asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
     for rows, rewards, texts in draws:
         answers = [ids[mask] for ids, mask in rows]
         assert rewards.tolist() == [(ids < 268).sum() + 99 * (ids[-1] == 271) for ids in answers]
         assert {parts(tuned.tokenizer, row)[0] for row in rows} == {"<|user|>S\n\nsay 3<|end|><|assistant|>"}
     first, again, other = [texts for *_, texts in draws]
-    assert first == again != other and len({*first}) > 50
+    assert first == again != other and len({*first}) > 50 and len(first) == 96
 
 
 def test_a_run_for_rewards(tuned):
@@ -104,14 +113,15 @@ def test_a_run_for_rewards(tuned):
     model = training.model
     start, first, *_, last = read_log("climbed")
     learned, unseen = sft.read_conversations(training.settings)
-    asked = [opening for opening in dict.fromkeys(map(sft.opening, unseen)) for _ in range(16)]
-    rows, rewards, _ = rl.draw_answers(training, rl.find_reward("mine.py:mine"), asked, 0)
+    asked = list(dict.fromkeys(map(sft.opening, unseen)))
+    mine, _ = rl.find_reward("mine.py:mine")
+    rows, rewards, _ = rl.draw_answers(training, mine, asked, 0)
     kl = (log_probs(model, rows) - log_probs(tuned.model, rows)).sum() / train.learned(rows)
     forgotten = mean_nats(model, [sft.make_row(tuned.tokenizer, talk, 32) for talk in unseen])
     assert [last["reward"], last["kl"], last["forgotten"]] == pytest.approx([rewards.mean(), kl, forgotten], rel=1e-3)
     assert start["kl"] == 0 < kl and [model.optimizer, training.settings.decay, first["lr"]] == ["adamw", 0, 0.01]
     model.write(model.flat_params, tuned.model.flat_params)
-    batch = rl.reinforcing(training).batch
+    batch = rl.reinforce_job(training, mine).batch
     rows, weights = batch(0)
     assert first["loss"] == pytest.approx(-weights @ log_probs(model, rows) / train.learned(rows), rel=1e-3)
     prompts = [parts(tuned.tokenizer, row)[0] for step in range(3) for row in batch(step)[0]]
@@ -120,7 +130,7 @@ def test_a_run_for_rewards(tuned):
     # of two prompts one is learned, and so asked in each step: with other answers
     training.settings.data = ["two.jsonl"]
     write("two.jsonl", '{"instruction": "a", "output": "b"}\n{"instruction": "c", "output": "d"}')
-    batch = rl.reinforcing(training).batch
+    batch = rl.reinforce_job(training, mine).batch
     drawn = [[ids.tolist() for ids, _ in batch(step)[0]] for step in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
 
@@ -132,12 +142,71 @@ def test_a_run_on_pairs(tuned):
     training = open_run("dpo", "rl.py")
     first, *_, last = [record for record in read_log("dpo") if "margin" in record]
     assert first["margin"] == 0 and last["dpo"] < 0.6
-    assert rl.preferring(training).evaluate(0)["margin"] == pytest.approx(last["margin"], rel=1e-4)
+    assert rl.dpo_job(training).evaluate(0)["margin"] == pytest.approx(last["margin"], rel=1e-4)
     learned, held_out, _ = rl.read_pairs(training.tokenizer, training.settings, 32)
     assert max(train.make_batch(rows, 32, 1)[0].size for rows in learned) <= 256
-    assert training.model.step == len(learned) and sum(map(len, learned + held_out)) == 120
+    assert training.model.step == len(learned) and sum(map(len, learned)) + len(held_out) == 120
 
 
-def test_what_a_reward_raises_is_one_sentence(tuned):
+def test_dpo_says_when_chosen_answers_become_less_probable(tuned):
+    """And which answer is chosen, and what the model says now."""
+    write("pairs.jsonl", json.dumps(PAIRS))
+    shown = run("rl.py --base tuned --data pairs.jsonl --batch-tokens 256 --lr 0.1 --steps 6 --out fallen").stdout
+    before, after = [record["chosen"] for record in read_log("fallen") if "chosen" in record]
+    assert f"less\nprobable, by {before - after:.1f} nats each" in shown and before > after
+    titles = [line for line in shown.splitlines() if line.startswith("--- ")]
+    assert titles == ["--- chosen", "--- rejected", "--- the model says"]
+
+
+@parametrize("command", ["sft.py --base base", "rl.py --base tuned", "rl.py --base tuned --data pairs.jsonl"])
+def test_each_number_of_an_evaluation_is_explained_before_it_comes(tuned, command):
+    """In lines that a terminal of 80 columns does not break."""
+    write("pairs.jsonl", json.dumps(PAIRS))
+    before, after = run(f"{command} --steps 1 --batch-tokens 512 --out explained").stdout.split(" 0.", 1)[0].rsplit("\n", 1)
+    first, *_ = read_log("explained")
+    names = [name for name, value in first.items() if isinstance(value, float)]
+    assert len(names) > 1 and all(re.search(f"\\b{name}[^.]*:", before) for name in names)
+    assert max(map(len, before.splitlines())) < 80
+
+
+def test_drawing_says_how_far_it_is(tuned):
+    def terminal():
+        sys.stdout.isatty = lambda: True
+    shown = run("rl.py --base tuned --steps 1 --batch-tokens 1024 --out far", trap=terminal).stdout
+    first, _, _ = shown.partition("reward 0")
+    assert re.search(r"answers: [\d,]+ tokens, .*%, \d+ s left", first)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards of one's own
+# ---------------------------------------------------------------------------------------------------------------------
+@parametrize("name, words", rows("""
+    bad.py:bad     | bad.py:bad cannot be used (TypeError: float() argument
+    bad.py:nothere | cannot be used (bad.py has no function nothere)
+    nothere.py:bad | nothere.py: No such file
+    nothere        | must be sentence, echo, short or FILE.py:NAME, not nothere"""))
+def test_a_reward_that_cannot_be_used_is_one_sentence_and_nothing_is_lost(tuned, name, words):
     write("bad.py", "def bad(prompt, answer, tokens, ended):\n    return None")
-    assert "bad.py:bad cannot be used (TypeError: " in refused("rl.py --base tuned --reward bad.py:bad")
+    command = f"rl.py --base tuned --steps 1 --out {name.replace(':', '-')}"
+    run(command)
+    before = sorted(glob.glob("*"))
+    assert words in refused(f"{command} --reward {name}")
+    assert sorted(glob.glob("*")) == before
+
+
+def test_equal_rewards_are_noted(tuned):
+    write("same.py", "def same(*_):\n    return 0.5")
+    shown = run("rl.py --base tuned --steps 1 --reward same.py:same --out same").stdout
+    assert "note: all answers to a prompt have the same reward" in shown
+
+
+def test_a_resumed_run_runs_the_code_of_its_reward_only_where_it_is_named_again(tuned):
+    """The folder may be somebody else's.  A reward that was mended since is taken, with a note."""
+    command = "rl.py --base tuned --batch-tokens 512 --out resumed --reward own.py:own --steps"
+    write("own.py", "def own(prompt, answer, tokens, ended):\n    return tokens")
+    run(f"{command} 1")
+    write("own.py", "open('ran', 'w')\ndef own(prompt, answer, tokens, ended):\n    return -tokens")
+    assert "only if you name it again: --reward own.py:own" in refused("rl.py --resume --out resumed --steps 2")
+    assert not os.path.exists("ran")
+    assert "note: the file of own.py:own has changed" in run(f"{command} 2 --resume").stdout and os.path.exists("ran")
+    assert "has changed" not in run(f"{command} 3 --resume").stdout

@@ -75,7 +75,8 @@ def test_no_opening_is_both_learned_and_held_out():
 
 def test_an_epoch_has_each_row_once_in_batches_of_one_length():
     lengths = 8 * np.random.default_rng(0).integers(1, 30, 500)
-    plans = [sft.plan_epoch(lengths, 200, *numbers) for numbers in ((5, 0), (5, 0), (5, 1), (6, 0))]
+    rows = [(range(n + 1), None) for n in lengths]
+    plans = [sft.plan_epoch(rows, 240, 200, *numbers) for numbers in ((5, 0), (5, 0), (5, 1), (6, 0))]
     for plan in plans:
         assert sorted(np.concatenate(plan)) == [*range(500)] and len(plan) == len(plans[0])
         sizes = [lengths[batch].max() * len(batch) for batch in plan]
@@ -107,7 +108,7 @@ def test_a_run(tuned):
     """Two epochs over all that is not held out, from the base's weights; the loss is that of what is held out."""
     learned, unseen = sft.read_conversations(tuned.settings)
     texts = [f"<|user|>{question}<|end|><|assistant|>{answer}<|end|>" for _, [(question, answer)] in learned]
-    batch = sft.fine_tuning(tuned).batch
+    batch = sft.fine_tuning_job(tuned).batch
     read = ["".join(parts(tuned.tokenizer, row)) for step in range(tuned.model.step) for row in batch(step)[0]]
     halves = [read[:len(texts)], read[len(texts):]]
     assert [*map(sorted, halves)] == [sorted(texts)] * 2 and halves[0] != halves[1]
@@ -126,4 +127,13 @@ def test_what_is_learned_is_shown_in_the_form_that_the_base_has_the_tokens_for(t
     show = "sft.py --data text-chat.json --show 1 --base "
     assert run(show + "tuned").stdout == "--- example 1: 8 of 16 tokens are learned\n<|user|>say 0<|end|><|assistant|>[It is 0<|end|>]\n"
     assert run(show + "theirs").stdout.endswith("<|im_start|>user\nsay 0<|im_end|>\n<|im_start|>assistant\n[It is 0<|im_end|>]\n")
-    assert "no special token <|im_" in refused(show + "none")
+    assert "no token that ends a turn" in (words := refused(show + "none")) and "Take a base" in words
+
+
+def test_a_base_names_only_files_that_it_has_learned(tuned):
+    """A folder of somebody else must not choose what is read here, so the file has to be the one that it was made of."""
+    before = open("text-chat.json").read()
+    write("text-chat.json", before.replace("say 7", "my secret"))
+    for script in "sft.py", "rl.py":
+        assert "text-chat.json: not what it learned from" in refused(f"{script} --base tuned --out other")
+    write("text-chat.json", before)

@@ -25,9 +25,7 @@ def test_the_gradient_is_autograds(heads, T, dpo):
     np.testing.assert_allclose(found, expected.detach().numpy())
     if dpo:
         loss = torch_twin.dpo_loss(expected, tensor(reference), 0.3)
-        weights = rl.dpo_weights(found, reference, 0.3)
-        if isinstance(weights, tuple):                                      # with the margins
-            weights = weights[0]
+        weights, _ = rl.dpo_weights(found, reference, 0.3)
     else:
         groups = tensor(reference).reshape(2, -1)
         weights = rl.reinforce_weights(reference)

@@ -67,7 +67,7 @@ def test_a_twin_fine_tuned_on_the_same_batches_is_as_good(tmp_path, monkeypatch)
     base, tokenizer = checkpoint.load("base", model_cpu)
     twin = torch_twin.Twin(base.config, base.params)
     step = torch_twin.Step(twin, compiled=False)
-    batch = sft.fine_tuning(training).batch
+    batch = sft.fine_tuning_job(training).batch
 
     def arrays(rows):
         return map(torch.from_numpy, train.make_batch(rows, 128, 4))
