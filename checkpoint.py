@@ -1,7 +1,7 @@
 """checkpoint.py: a model on disk, in a folder that Hugging Face's Llama loads as it is; and the Llama folders
 of other people.
 
-    python checkpoint.py out/small      what a folder holds: step, sizes, tensors, checksums
+    python checkpoint.py out/small      check a folder, and print its step, its sizes and its tensors
 
 Read before it: tokenizer.py; Config and param_table in model_cpu.py.  From top to bottom:
 
@@ -11,7 +11,7 @@ Read before it: tokenizer.py; Config and param_table in model_cpu.py.  From top 
     4. load                     what does not fit, or is damaged, is refused by its name
     5. a run's folder           one run at a time; an older run is renamed; the log
     6. read_tokenizer           what the tokenizers of other people may hold, and chat templates
-    7. main                     the printer
+    7. main                     prints what a folder holds
 
 A folder holds
 
@@ -23,14 +23,13 @@ A folder holds
     log.jsonl                   a record for each step
 
 The Llama folders of other people are read in the same way.  They lack what only ours have: checksums, a
-training state, and further heads.  What would change the mathematics, and is not computed here, is refused by
-its name.
+training state, and further heads.  Some of them need mathematics that model_cpu.py does not have.  Such a folder is
+refused, with the name of the setting.
 
 What this file does not do: it reads no pickle, no architecture but Llama's, and no adapters.
 """
 import atexit
 import dataclasses
-import glob
 import json
 import os
 import re
@@ -42,7 +41,7 @@ from os.path import exists
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
-from script import (Parser, printable, read_chunk, read_json, refusing, replace_file, require, run_script,
+from script import (Parser, read_chunk, read_json, refusing, replace_file, require, run_script,
                     write_file)
 from tokenizer import BYTE_LEVEL, CHAT_TEMPLATE, END_OF_TEXT, SPECIAL, TEXT_ENDS, Tokenizer, known_template
 
@@ -74,8 +73,8 @@ def checksum(path):
 
 
 def write_safetensors(path, tensors, metadata):
-    """Replace the file at `path` by {name: contiguous array} and the metadata, a dict of strings.  -> the file's
-    checksum.  Returns when the disk has it all."""
+    """Replace the file at `path` by one with these arrays, {name: contiguous array}, and the metadata, a dict of
+    strings -> its checksum.  The function returns when all bytes are on the disk."""
     header = {"__metadata__": {**metadata, "crc32": "00000000"}}
     end = 0
     for name, array in tensors.items():
@@ -95,12 +94,12 @@ def write_safetensors(path, tensors, metadata):
 
 
 def read_safetensors(path, verify=True):
-    """-> ({name: array}, metadata) of a safetensors file.  bf16 comes as uint16.  The metadata of a file that we
-    did not write are {}, as nothing is known of their meaning.  The arrays are memory-mapped, which is safe:
+    """-> ({name: array}, metadata) of a safetensors file.  A tensor of bf16 comes as uint16.  Of a file that others
+    wrote the metadata are {}, because their meaning is unknown.  The arrays are memory-mapped.  This is safe, because
     save() replaces a file and never writes into one.
 
-    ValueError, naming the file, unless the tensors are together as large as what it holds; and, if we wrote it,
-    unless every byte is as it was written.  verify: False where only the header is of interest."""
+    ValueError, with the name of the file, if its tensors together are not as large as its data.  In a file that we
+    wrote, every altered byte is an error, too.  verify: False if only the header is needed."""
     check_file(path)
     damaged = f"{path} is damaged (truncated or altered) and not read"
     with refusing(damaged):
@@ -131,30 +130,29 @@ def read_safetensors(path, verify=True):
 
 
 def check_file(path):
-    """ValueError unless this is a plain file, and the very file: Git LFS leaves a few lines of text in the place of
-    a large file that was not fetched."""
+    """ValueError if this is no plain file, or a pointer: a few lines of text, which Git LFS leaves in the place of a
+    large file that was not fetched."""
     require(read_chunk(path, 0, 23) != b"version https://git-lfs",
             f"{path} is a pointer of Git LFS, and not the file: run `git lfs pull` in its folder.")
 
 
 def safetensors_metadata(path):
-    """The metadata of a file whose tensors are not read: {} of one that we did not write."""
+    """The metadata alone: {} of a file that others wrote."""
     return read_safetensors(path, verify=False)[1]
 
 
 def fill(model, path, tensors, views):
-    """Copy the tensors of a file, by name, into views of the model's buffers.  ValueError unless they have just
-    these names and shapes, and numbers that are finite."""
+    """Copy the tensors of a file, {name: array}, into {name: view of the model's buffers}.  ValueError if the names or
+    the shapes are not the same, or a number is not finite."""
     for name in {**views, **tensors}:
-        found = tensors[name].shape if name in tensors else "missing"
-        wanted = views[name].shape if name in views else "none of that name"
-        require(found == wanted, f"{path}: the tensor {name} is {found}, config.json asks for {wanted}.")
+        shape = tensors[name].shape if name in tensors else "missing"
+        expected = views[name].shape if name in views else "none of that name"
+        require(shape == expected, f"{path}: the tensor {name} is {shape}, config.json asks for {expected}.")
         values = tensors[name]
         if values.dtype == np.uint16:                   # a bf16 is the upper half of a float32
             values = (values.astype(np.uint32) << 16).view(np.float32)
-        with np.errstate(over="ignore"):
-            single = values.astype(np.float32)          # a number too large for float32 becomes infinite
-        require(np.isfinite(single).all(), f"{path}: the tensor {name} holds numbers that are not finite in float32.")
+        require(np.abs(values).max() <= np.finfo(np.float32).max,       # a NaN fails every comparison
+                f"{path}: the tensor {name} holds numbers that are not finite in float32.")
         model.write(views[name], values)
 
 
@@ -163,23 +161,24 @@ def fill(model, path, tensors, views):
 # ------------------------------------------------------------------------------------------------------------
 def llama_names(config):
     """Yields (Hugging Face's name, our name, rows): which rows of our matrix each tensor of a Llama is."""
-    q = config.heads * config.head_dim      # qkv has q rows of queries, then as many of keys as of values
+    # our qkv has the rows of queries, then those of keys, then those of values
+    q = config.heads * config.head_dim
     k = q + config.kv_heads * config.head_dim
-    every = slice(None)                     # row
+    all_rows = slice(None)
     layer = [("self_attn.q_proj", "qkv", slice(q)),
              ("self_attn.k_proj", "qkv", slice(q, k)),
              ("self_attn.v_proj", "qkv", slice(k, None)),
-             ("self_attn.o_proj", "out", every),
+             ("self_attn.o_proj", "out", all_rows),
              ("mlp.gate_proj", "gate_up", slice(config.hidden)),
              ("mlp.up_proj", "gate_up", slice(config.hidden, None)),
-             ("mlp.down_proj", "down", every),
-             ("input_layernorm", "norm1", every),
-             ("post_attention_layernorm", "norm2", every)]
-    yield "model.embed_tokens.weight", "embed", every
+             ("mlp.down_proj", "down", all_rows),
+             ("input_layernorm", "norm1", all_rows),
+             ("post_attention_layernorm", "norm2", all_rows)]
+    yield "model.embed_tokens.weight", "embed", all_rows
     for i in range(config.layers):
         for theirs, ours, rows in layer:
             yield f"model.layers.{i}.{theirs}.weight", f"layers.{i}.{ours}", rows
-    yield "model.norm.weight", "norm", every
+    yield "model.norm.weight", "norm", all_rows
     if not config.tied:
         yield "lm_head.weight", "heads", slice(config.vocab)             # head 0 is Llama's head
     if config.predict > 1:
@@ -199,7 +198,7 @@ LLAMA_SIZES = {
     "rope_theta": "rope_theta",
     "tie_word_embeddings": "tied",
 }
-# LlamaConfig's values of what an old config.json does not say
+# An old config.json does not have all keys.  These are the values that LlamaConfig takes for them.
 LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
                   "tie_word_embeddings": False}
 
@@ -208,41 +207,41 @@ def llama_config(config, eos):
     """What config.json holds: the keys of Hugging Face's LlamaConfig, then two or three of our own."""
     sizes = {theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()}
     sizes["max_position_embeddings"] = config.positions or config.context
-    found = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, "head_dim": config.head_dim,
+    keys = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, "head_dim": config.head_dim,
              "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "torch_dtype": "float32",
              "bos_token_id": None, "eos_token_id": eos,
              "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight}
     if config.positions:
-        found["context"] = config.context
-    return found
+        keys["context"] = config.context
+    return keys
 
 
 def read_config(folder, context=None):
-    """-> Config from the config.json of any Llama.  context: takes the place of the one that stands there.
-    ValueError, with the key and its value, for a model that computes otherwise than model_cpu.py."""
+    """-> Config from the config.json of any Llama.  context: replaces the one in the file.  ValueError, with the key
+    and its value, for a model that needs other mathematics than that of model_cpu.py."""
     path = f"{folder}/config.json"
-    found = read_json(path)
+    keys = read_json(path)
     with refusing(f"{path} cannot be used"):
-        found = {**LLAMA_DEFAULTS, **{key: value for key, value in found.items() if value is not None}}
-        found.setdefault("num_key_value_heads", found["num_attention_heads"])
-        # rope_theta stands at the top, in rope_scaling, or in rope_parameters; as in transformers the last of
-        # these is read only where rope_scaling is missing
-        found.update(found.get("rope_scaling") or found.get("rope_parameters", {}))
-        found.setdefault("rope_type", found.get("type", "default"))
-        sizes = {ours: found[theirs] for theirs, ours in LLAMA_SIZES.items()}
-        context = context or found.get("context", sizes["positions"])
+        keys = {**LLAMA_DEFAULTS, **{key: value for key, value in keys.items() if value is not None}}
+        keys.setdefault("num_key_value_heads", keys["num_attention_heads"])
+        # Where rope_theta may stand: in rope_scaling; if that is missing, in rope_parameters; else at the top.
+        # This is the order of transformers.
+        keys.update(keys.get("rope_scaling") or keys.get("rope_parameters", {}))
+        keys.setdefault("rope_type", keys.get("type", "default"))
+        sizes = {ours: keys[theirs] for theirs, ours in LLAMA_SIZES.items()}
+        context = context or keys.get("context", sizes["positions"])
         if context == sizes["positions"]:
             sizes["positions"] = None
-        config = model_cpu.Config(**sizes, context=context, predict=found.get("mtp_heads", 0) + 1,
-                                  mtp_weight=found.get("mtp_weight", 0.0))
-    # keys that would change the mathematics, each with the one value that is computed here
+        config = model_cpu.Config(**sizes, context=context, predict=keys.get("mtp_heads", 0) + 1,
+                                  mtp_weight=keys.get("mtp_weight", 0.0))
+    # keys that change the mathematics, each with the only value that is computed here
     fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu",
              "mlp_bias": False, "attention_bias": False, "use_qk_norm": False, "sliding_window": 0,
              "is_causal": True, "partial_rotary_factor": 1.0, "rope_type": "default"}
     for key, ours in fixed.items():
-        value = found.get(key, ours)
+        value = keys.get(key, ours)
         require(value == ours, f"{path}: {key} is {value!r:.200}, and only {ours!r} is computed here.")
-    # transformers saves a model of ours without it
+    # If transformers saves a model of ours, it keeps mtp_heads in config.json, and drops the weights of these heads.
     if config.predict > 1 and "mtp_heads.weight" not in read_weights(folder, verify=False)[0]:
         print(f"note: {folder} has no mtp_heads.weight, so its model has one head.", file=sys.stderr)
         return dataclasses.replace(config, predict=1)
@@ -252,18 +251,22 @@ def read_config(folder, context=None):
 # ------------------------------------------------------------------------------------------------------------
 # 3. Save
 # ------------------------------------------------------------------------------------------------------------
-# A save writes two files that belong together.  The weights have a file of their own, because that is the one
-# that transformers and chat.py read; the moments and the record of the run have another, which names the
-# checksum of its weights.  First the weights are written as model.safetensors.saved.  Then the new
-# train_state.safetensors replaces the old one: from this moment on the save counts.  At last `mend` gives the
-# weights their name.  Killed before the second step, the folder holds the old save; killed after it, `mend` makes
-# the third step when the run is opened.
+# A save writes two files that belong together.  The weights have a file of their own, because transformers and
+# chat.py read only that.  The moments and the record of the run are in the other file, with the checksum of the
+# weights that belong to them.  A save has three steps:
+#
+#     1. the weights are written as model.safetensors.saved
+#     2. the new train_state.safetensors replaces the old one: from this moment on the save counts
+#     3. `mend` renames the weights to model.safetensors
+#
+# If the process is killed before step 2, the folder holds the old save.  If it is killed after step 2, `mend` does
+# step 3 when the run is opened.
 def save(folder, model, tokenizer, state, chat=False):
-    """Write the checkpoint folder.  state: a dict, of what JSON can hold, that read_state() gives back; chat:
-    the model answers, in the tokenizer's template or in ours.
+    """Write the checkpoint folder.  state: a dict, of values that JSON has, which read_state() returns; chat: whether
+    the model was fine-tuned to answer, in the tokenizer's template or in ours.
 
-    Atomic: killed at any moment, or on a full disk (OSError), the folder holds a whole checkpoint of one
-    step."""
+    Atomic: if the process is killed at any moment, or the disk is full (OSError), the folder holds a whole checkpoint
+    of one step."""
     tokenizer.save(f"{folder}/tokenizer.json")
     end = tokenizer.end_of_turn if chat else tokenizer.special_id(*TEXT_ENDS)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
@@ -273,7 +276,7 @@ def save(folder, model, tokenizer, state, chat=False):
     write_file(f"{folder}/tokenizer_config.json", json.dumps(settings, indent=2).encode())
 
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
-    # the checksum of the weights also covers these, and with them all that a resumed run reads
+    # The checksum of the weights covers these checksums, too, and so all that a resumed run reads.
     metadata = {"format": "pt", "step": str(model.step), "config": f"{zlib.crc32(config):08x}",
                 "tokenizer": checksum(f"{folder}/tokenizer.json")}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)
@@ -287,15 +290,15 @@ def save(folder, model, tokenizer, state, chat=False):
         write_safetensors(f"{folder}/{STATE}", moments, {**metadata, "weights": crc, "state": json.dumps(state)})
     except OSError:
         if exists(new):
-            os.remove(new)                              # which gives the space back
+            os.remove(new)                              # a full disk needs the space
         raise
     mend(folder)
-    # Last: where there is a config.json there is a checkpoint, even if the first save of a run was killed.
+    # This is last: a folder with a config.json holds a checkpoint, even if its first save was killed.
     write_file(f"{folder}/config.json", config)
 
 
 def mend(folder):
-    """Finish a save that was killed after it counted.  ValueError where the two files do not belong together."""
+    """Finish a save that was killed after its second step.  ValueError if the two files do not belong together."""
     path = f"{folder}/{WEIGHTS}"
     saved = f"{path}.saved"
     weights = safetensors_metadata(f"{folder}/{STATE}").get("weights")
@@ -309,31 +312,26 @@ def mend(folder):
 # 4. Load
 # ------------------------------------------------------------------------------------------------------------
 def read_weights(folder, verify=True):
-    """-> ({name: array}, metadata) of model.safetensors.  Where there is none, an index names the files that
-    share the tensors."""
+    """-> ({name: array}, metadata) of model.safetensors.  A large model may be in several files instead; then an index
+    says which tensor is in which file."""
     path = f"{folder}/{WEIGHTS}"
     index = f"{path}.index.json"
     if exists(path) or not exists(index):
         return read_safetensors(path, verify)
-    with refusing(f"{index} is damaged"):
-        files = dict(read_json(index)["weight_map"])
+    with refusing(f"{index} cannot be used"):
+        files = read_json(index)["weight_map"]
         for file in files.values():
             require(os.path.basename(file) == file, f"it names {file}")
-    tensors = {}
-    for shard in set(files.values()):
-        found, _ = read_safetensors(f"{folder}/{shard}")
-        with refusing(f"{index} is damaged: what it says of {shard} is wrong"):
-            # copies, because a file that is memory-mapped stays open, and a process may open only so many
-            tensors.update((name, np.array(found[name])) for name, file in files.items() if file == shard)
-    return tensors, {}
+        # Copies, because a memory-mapped file stays open, and a process may open only so many.
+        return {name: np.array(read_safetensors(f"{folder}/{file}")[0][name]) for name, file in files.items()}, {}
 
 
 def load(folder, engine, options=None, context=None):
-    """-> (model, tokenizer) from the folder of any Llama, in which nothing is changed.
+    """-> (model, tokenizer) from the folder of any Llama.  Nothing in it is changed.
 
-    engine: the module whose Model to make, model_cpu or model_gpu; options: dict of further arguments of that
-    Model (dtype, threads, training, precision); context: takes the place of the folder's.  ValueError, in one
-    sentence, for what is missing, damaged, or not computed here."""
+    engine: the module with the class Model, model_cpu or model_gpu; options: a dict of further arguments of that
+    Model (dtype, threads, training, precision); context: replaces the folder's.  ValueError, in one sentence, for a
+    file or a tensor that is missing or damaged, and for a model that is not computed here."""
     path = f"{folder}/{WEIGHTS}"
     require(exists(f"{folder}/config.json"), f"{folder} holds no checkpoint: there is no {folder}/config.json.")
     config = read_config(folder, context)
@@ -346,9 +344,9 @@ def load(folder, engine, options=None, context=None):
         require(metadata.get(key) in (None, checksum(saved)),
                 f"{saved} is not as it was saved with this model.")
     for name in list(tensors):
-        if name.endswith("rotary_emb.inv_freq"):                # of an old Llama: these are computed here
+        if name.endswith("rotary_emb.inv_freq"):                # an old Llama has these; here they are computed
             del tensors[name]
-    if config.tied and "lm_head.weight" in tensors:             # the embedding once more, or the head alone
+    if config.tied and "lm_head.weight" in tensors:             # the same matrix as the embedding, or in its place
         head = tensors.pop("lm_head.weight")
         embed = tensors.setdefault("model.embed_tokens.weight", head)
         require(np.array_equal(head, embed),
@@ -369,7 +367,7 @@ def preset_of(base):
 
 
 def read_state(folder):
-    """-> (the dict that save() was given, the moments by name) of a run's folder."""
+    """-> (the state that save() wrote, the moments by name) of a run's folder."""
     path = f"{folder}/{STATE}"
     require(exists(path), f"{folder} holds no run: there is no {path}.")
     moments, metadata = read_safetensors(path)
@@ -378,7 +376,7 @@ def read_state(folder):
 
 
 def write_moments(model, folder, moments):
-    """Fill m and v of a model that load() made from this folder; at step 0 they are zeros."""
+    """Fill m and v of a model that load() read from this folder.  At step 0 they are zeros."""
     if model.step:
         fill(model, f"{folder}/{STATE}", moments, {"m": model.m, "v": model.v})
 
@@ -387,26 +385,25 @@ def write_moments(model, folder, moments):
 # 5. A run's folder: one run at a time; no run overwrites another; the log
 # ------------------------------------------------------------------------------------------------------------
 def lock_folder(out):
-    """Until this process ends, nobody else may train in the folder `out`; ValueError if somebody does.  The
-    lock is a file beside the folder, because the folder may be renamed meanwhile."""
+    """Until this process ends, nobody else may train in the folder `out`.  ValueError if somebody does.  The lock is a
+    file beside the folder, because the folder itself may be renamed meanwhile."""
     folder = os.path.realpath(out)
     require(not f"{os.getcwd()}/".startswith(f"{folder}/"),
             f"--out {out} is the current folder, or one around it: name another.")
     parent, name = os.path.split(folder)
     path = f"{parent}/.{name}.lock"
     os.makedirs(parent, exist_ok=True)
-    advice = "choose another folder with --out"
     try:
         if fcntl:
-            # a lock that the system takes back however this process ends; the file is never closed
+            # The system takes this lock back, however the process ends.  The file is never closed.
             fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
         else:
-            # the file itself is the lock, and stays if this process is killed
-            advice += f", or delete {path} if that run was killed"
+            # The file itself is the lock.  If the process is killed, somebody has to delete it.
             open(path, "x").close()
             atexit.register(os.remove, path)
     except (BlockingIOError, FileExistsError):
-        raise ValueError(f"{out} is in use by another run; {advice}.") from None
+        raise ValueError(f"{out} is in use by another run, which holds {path}: choose another folder with --out."
+                         ) from None
     shutil.rmtree(begun(out), ignore_errors=True)                   # of a run that was killed while it began
 
 
@@ -453,15 +450,14 @@ def open_log(out, step):
 class Log:
     """log.jsonl: one JSON object for each step and one for each evaluation, written as they happen.
 
-    A log is opened for a step: the records of later steps are dropped, so that the log of a resumed run has
-    each step once.  The file is only cut there and never written anew: killed at any moment, no history is
-    lost.  ValueError for a line that is no record."""
+    A log is opened at the step from which a run goes on.  Records of later steps are cut off, so that the log of a
+    resumed run has each step once.  Nothing else is written again.  So a kill at any moment loses no history.
+    ValueError for a line that is no record."""
     def __init__(self, folder, step):
         self.path = f"{folder}/log.jsonl"
         kept = 0
-        if exists(self.path):
-            check_file(self.path)
         with open(self.path, "ab+") as file:
+            read_chunk(self.path, 0, 0)                     # an error if this is no plain file
             file.seek(0)
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):                # the last line of a killed run may be cut
@@ -469,7 +465,7 @@ class Log:
                 with refusing(f"{self.path}, line {number}, is no record of a run: "
                               "move the file away to begin another"):
                     record = json.loads(line)
-                    # the evaluation of the step that the run goes on from is made again
+                    # the evaluation at this step comes again
                     if record["step"] > step or record["step"] == step and "loss" not in record:
                         break
                 kept += len(line)
@@ -483,7 +479,7 @@ class Log:
 # ------------------------------------------------------------------------------------------------------------
 # 6. Other people's tokenizers
 # ------------------------------------------------------------------------------------------------------------
-# The keys of a tokenizer.json that Tokenizer.load reads, or that make no difference to the ids of a text.
+# The keys of a tokenizer.json that Tokenizer.load reads, or that do not change the ids of a text.
 KNOWN_KEYS = """version type model vocab merges fuse_unk added_tokens pre_tokenizer post_processor decoder
     truncation padding""".split()
 
@@ -500,20 +496,21 @@ def check_settings(folder, settings, tokenizer):
     settings: what stands in tokenizer_config.json."""
     with refusing(f"{folder}: the tokenizer's settings cannot be used"):
         content = read_json(f"{folder}/tokenizer.json")
-        odd = {key: value for key, value in {**content, **content["model"]}.items() if value and key not in KNOWN_KEYS}
+        others = {key: value for key, value in {**content, **content["model"]}.items()
+                  if value and key not in KNOWN_KEYS}
         if len(tokenizer.encoder.byte_ids) == 256:
-            odd.pop("unk_token", None)              # no byte is unknown, so it is never used
-        require(not odd, f"tokenizer.json: {odd!r:.200} is not known here")
+            others.pop("unk_token", None)           # no byte is unknown, so it is never used
+        require(not others, f"tokenizer.json: {others!r:.200} is not known here")
         # a post-processor may add special tokens to every text
         post = content.get("post_processor") or BYTE_LEVEL
         require(post["type"] == "ByteLevel" or post.get("special_tokens") == {}, f"{post!r:.200} is not known here")
-        # Other classes have word patterns of their own.  So has GPT2Tokenizer in transformers 5, which forgets
-        # that SmolLM's digits stand apart; here tokenizer.json counts.
-        known = None, "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
-        kind = settings.get("tokenizer_class")
-        require(kind in known, f"tokenizer_class {kind!r:.80} is not known here")
+        # Other classes have word patterns of their own.  GPT2Tokenizer has one in transformers 5, too, which forgets
+        # that SmolLM's digits stand apart; here tokenizer.json decides.
+        classes = None, "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
+        name = settings.get("tokenizer_class")
+        require(name in classes, f"tokenizer_class {name!r:.80} is not known here")
         require(not settings.get("add_prefix_space"), "add_prefix_space is true")
-        # Whatever stands for a token must be a special token of tokenizer.json: another one transformers would add.
+        # Every token that the files name must be a special token of tokenizer.json: transformers adds any other.
         tokens = content["added_tokens"] + [*read_settings(f"{folder}/added_tokens.json")]
         for file in settings, read_settings(f"{folder}/special_tokens_map.json"):
             for key, value in file.items():
@@ -521,11 +518,11 @@ def check_settings(folder, settings, tokenizer):
                     tokens += tokens_in(value)
         names = [tokenizer.decode([i]) for i in tokenizer.special.values()]
         for token in tokens:
-            named = token if isinstance(token, dict) else {"content": token}
-            # each must be found in a text just as it is written; where no text is normalized, "normalized" makes
-            # no difference
-            found = {**SPECIAL, **named, "normalized": False}
-            require(named["content"] in names and {**found, **SPECIAL} == found,
+            entry = token if isinstance(token, dict) else {"content": token}
+            # It is found in a text as it is written, without the spaces beside it.  No text is normalized, so the flag
+            # "normalized" may have any value.
+            flags = {**SPECIAL, **entry, "normalized": False}
+            require(entry["content"] in names and flags == {**entry, **SPECIAL},
                     f"tokenizer.json has no special token {token!r:.200}")
 
 
@@ -540,31 +537,31 @@ def tokens_in(value):
 
 
 def read_tokenizer(folder):
-    """-> the Tokenizer of a folder.  It has a chat template if the model was fine-tuned to answer, in a form
-    that is known here."""
+    """-> the Tokenizer of a folder.  It has a template if the model was fine-tuned to answer, and the template is known
+    here."""
     check_file(f"{folder}/tokenizer.json")
     tokenizer = Tokenizer.load(f"{folder}/tokenizer.json")
     settings = read_settings(f"{folder}/tokenizer_config.json")
     check_settings(folder, settings, tokenizer)
     template = settings.get("chat_template") or ""
     jinja = f"{folder}/chat_template.jinja"
-    if exists(jinja):                                           # as in transformers this one counts
+    if exists(jinja):                                           # as in transformers, this one is taken
         template = read_chunk(jinja).decode("utf-8", "replace")
-    known = known_template(template)
-    if known is None:
+    form = known_template(template)
+    if form is None:
         print(f"note: {folder} has an unknown chat template, which is not used.", file=sys.stderr)
-    tokenizer.template = known or ""
+    tokenizer.template = form or ""
     return tokenizer
 
 
 def text_start(folder, tokenizer):
-    """The id of the token that begins a text: in our models <|endoftext|>, which stands between the documents
-    that they learn from; in other people's the bos token of config.json, or else the eos token."""
-    found = read_json(f"{folder}/config.json")
-    start = found.get("bos_token_id")
+    """The id of the token that begins a text.  Our models learn from documents with <|endoftext|> between them, so it
+    is that.  For other people's models it is the bos token of config.json; if there is none, the eos token."""
+    keys = read_json(f"{folder}/config.json")
+    start = keys.get("bos_token_id")
     if start is None:
-        start = found.get("eos_token_id")
-    if "mtp_heads" in found:
+        start = keys.get("eos_token_id")
+    if "mtp_heads" in keys:
         start = tokenizer.special_id(END_OF_TEXT)
     require(start in tokenizer.special.values(), f"{folder}/config.json: bos_token_id, or else eos_token_id, must be "
             f"the id of one special token, and it is {start!r:.80}.")
@@ -575,16 +572,13 @@ def text_start(folder, tokenizer):
 # 7. What is in a folder
 # ------------------------------------------------------------------------------------------------------------
 def main(argv):
-    parser = Parser(description="Print what a checkpoint folder holds.  Checksums are verified where there are any.")
+    parser = Parser(description="Check a checkpoint folder, and print its tensors: their names in a Llama, and here.")
     parser.add_argument("DIR", help="such as out/small")
     folder = parser.parse_args(argv).DIR
     model, _ = load(folder, model_cpu, {"dtype": np.float32, "training": False})
     print(f"{folder}: step {model.step:,}, {model.config}")
-    for path in sorted(glob.glob(f"{folder}/*.safetensors")):
-        tensors, metadata = read_safetensors(path)
-        print(printable(f"{path}: {len(tensors)} tensors, CRC32 {metadata.get('crc32', 'none')}"))
-        for name, tensor in tensors.items():
-            print(printable(f"  {name:44} {tensor.shape!s:15} {tensor.dtype}"))       # of bf16: uint16
+    for theirs, ours, rows in llama_names(model.config):
+        print(f"{theirs:46} {model.params[ours][rows].shape!s:14} {ours}")
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def test_three_hundred_shards_where_a_process_may_open_256_files(folder):
     assert len(tensors) == len(index) > 300 and np.array_equal(tensors["model.norm.weight"], ours["model.norm.weight"])
 
 
-def test_names_from_files_do_not_command_the_terminal(folder, out_text):
+def test_names_from_files_do_not_command_the_terminal(folder):
     """Escape sequences, and half a character, in the names of tensors and of shards."""
     tensors = weights(NEW)[1]
     for name in "\033[2J\a", "\ud800":
@@ -223,10 +223,10 @@ def test_names_from_files_do_not_command_the_terminal(folder, out_text):
             load(folder)
         sentence = explain(error.value)
         assert sentence.isprintable() or name == "\ud800" and INDEX in sentence
-    write_folder(folder)
-    write_tensor_file(f"{folder}/more.safetensors", {"\033[2J": np.zeros(1, "f4")})
-    checkpoint.main([folder])
-    assert "\033" not in out_text()
+    write_folder(folder, tensors={**tensors, "\033[2J": np.zeros(1, "f4")})
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    assert explain(error.value).isprintable()
 
 
 def test_headers_that_contradict_the_file(folder):
