@@ -551,11 +551,11 @@ class Tokenizer:
         tokens = [b""] * (max(vocab.values()) + 1)
         for name, i in vocab.items():
             tokens[i] = name.encode() if name in special else bytes(byte_of[char] for char in name)
-        made = {}
+        merged = {}
         for parts in merges:
             left, right = parts.split(" ") if isinstance(parts, str) else parts
-            made[vocab[left], vocab[right]] = vocab[left + right]
-        return cls(tokens, made, {name: vocab[name] for name in special}, digits)
+            merged[vocab[left], vocab[right]] = vocab[left + right]
+        return cls(tokens, merged, {name: vocab[name] for name in special}, digits)
 
 
 # ------------------------------------------------------------------------------------------------------------
