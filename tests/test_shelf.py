@@ -17,7 +17,6 @@ from test_tokenizer import SMOLLM, made
 
 import checkpoint
 import model_cpu
-from script import explain
 from tokenizer import CHATML, SPECIAL
 
 # C, F, L, H, G, V
@@ -196,13 +195,9 @@ def test_what_others_have_in_their_folders_is_called_by_its_name(folder):
 def test_three_hundred_shards_where_a_process_may_open_256_files(folder):
     """As macOS has it."""
     write_folder(folder)
-    _, ours = weights(NEW)
-    index = {}
-    for i, name in enumerate(ours):
-        for part in range(16):
-            index[f"{name}{part}" if part else name] = f"{i}-{part}.safetensors"
+    index = {f"tensor {i}": f"{i}.safetensors" for i in range(300)}
     for name, file in index.items():
-        write_tensor_file(f"{folder}/{file}", {name: ours.get(name, np.zeros(1, "f4"))})
+        write_tensor_file(f"{folder}/{file}", {name: np.ones(1, "f4")})
     write_json(folder, INDEX, {"weight_map": index})
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
@@ -210,23 +205,7 @@ def test_three_hundred_shards_where_a_process_may_open_256_files(folder):
         tensors, _ = checkpoint.read_weights(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(tensors) == len(index) > 300 and np.array_equal(tensors["model.norm.weight"], ours["model.norm.weight"])
-
-
-def test_names_from_files_do_not_command_the_terminal(folder):
-    """Escape sequences, and half a character, in the names of tensors and of shards."""
-    tensors = weights(NEW)[1]
-    for name in "\033[2J\a", "\ud800":
-        write_folder(folder)
-        write_json(folder, INDEX, {"weight_map": {**dict.fromkeys(tensors, "shard0.safetensors"), "x": name}})
-        with pytest.raises((ValueError, OSError)) as error:
-            load(folder)
-        sentence = explain(error.value)
-        assert sentence.isprintable() or name == "\ud800" and INDEX in sentence
-    write_folder(folder, tensors={**tensors, "\033[2J": np.zeros(1, "f4")})
-    with pytest.raises(ValueError) as error:
-        load(folder)
-    assert explain(error.value).isprintable()
+    assert tensors == dict.fromkeys(index, 1)
 
 
 def test_headers_that_contradict_the_file(folder):
