@@ -3,7 +3,6 @@
 The scripts run as a user starts them, on a model of 12,000 parameters."""
 import re
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -83,18 +82,6 @@ def test_pairs_in_every_exact_form_are_the_same_pairs():
 def test_pairs_of_other_forms_are_refused_by_number(record):
     write_pairs(record)
     assert "record 1" in refused("rl.py --base base --data pairs.jsonl --steps 2 --out rl --device cpu")
-
-
-def without_posix():
-    """A trap: what Windows lacks is missing."""
-    del signal.SIGHUP
-    checkpoint.fcntl = None
-
-
-def test_a_run_where_posix_is_missing():
-    run(PRETRAIN + "other", trap=without_posix)
-    assert read_log("other") == read_log("base")
-    run("chat.py --model other --prompt Hello --device cpu", trap=without_posix)
 
 
 def test_line_ends_and_a_byte_order_mark_change_nothing():
