@@ -1,7 +1,7 @@
 """model_cpu.py: a language model in NumPy, forward and backward by hand.  It is the reference for all else.
 
 Read tokenizer.py before this.  Section 1 is the whole model: its sizes, its weights, and forward_plain, which
-turns a text into predictions in thirty lines.  The rest does the same for many texts at once, faster, and with
+turns a text into predictions in 35 lines.  The rest does the same for many texts at once, faster, and with
 gradients.
 
     1. Config, param_table, forward_plain     sizes, weights, the forward as formulas
@@ -547,11 +547,12 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 # Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
 #
 # What decay does: write u_t for the direction of step t.  Then param_t = (1 - lr decay) param_(t-1) - lr u_t, and so
-#     param_t = sum over s <= t of  lr decay (1 - lr decay)^(t-s)  x  (-u_s / decay)     (the start has faded)
-# The factors before the x add up to 1.  So the weights are an average of the past directions, and a direction fades
-# by the factor e within tau = 1 / (lr decay) steps (Wang & Aitchison 2025, "How to set AdamW's weight decay as you
-# scale model and dataset size").  Where a text is read several times, a tau of about one reading is best: with a
-# longer one the weights keep details that they met again and again.  The same holds for Muon.
+#     param_t = (1 - lr decay)^t param_0 + sum over s <= t of a_s (-u_s / decay),   a_s = lr decay (1 - lr decay)^(t-s)
+# The a_s add up to 1 - (1 - lr decay)^t, which is nearly 1 after many steps; by then param_0 has faded.  So the weights
+# are an average of the past directions, and a direction fades by the factor e within tau = 1 / (lr decay) steps (Wang &
+# Aitchison 2025, "How to set AdamW's weight decay as you scale model and dataset size").  Where a text is read several
+# times, a tau of half a reading to a few readings was best here (docs/notes.md): with a longer one the weights keep
+# details that they met again and again.  The same holds for Muon.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is used up: it is 0 after this."""
     m *= beta1
@@ -568,8 +569,8 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 
 # Muon (Jordan et al. 2024): momentum, orthogonalised.
 #
-# The gradient of a weight matrix, and so its running mean M, is nearly of low rank: a few singular values are
-# large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead,
+# The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
+# are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead,
 # where M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the
 # same length.  (U V^T is the steepest descent if the length of a step is its spectral norm, the most by which it can
 # change an output of the layer.  Plain gradient descent measures a step entry by entry.)
@@ -786,7 +787,7 @@ class Model:
         call.  ValueError where head 0 has none at all: there would be nothing to learn.
 
         weights (B,), of the rows, are for rl.py.  The loss of head 0 is then the sum of w_b (-log p) / counted[0],
-        where the caller may count what it likes.  The losses of the further heads are 0."""
+        where the caller may take any number of at least 1 for counted[0].  The losses of the further heads are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.pending = self.workspaces[:len(tokens)]
         # with one thread there is one share, the whole batch
@@ -890,9 +891,9 @@ class Model:
 class Decoder:
     """Continues a text with a KV cache: the keys and values of the tokens before are kept, and not computed again.
 
-    rows, length: the number of texts, each with a cache of its own for `length` tokens.  draw_rows draws them all; the
-    other methods are for one text.
-    tokens: the list of ids whose keys and values the cache holds, those of the first text."""
+    rows, length: the number of texts, each with a cache of its own for `length` tokens.  draw_rows draws them all;
+    extend, draw and truncate are for one text.
+    tokens: the list of ids whose keys and values the cache of the first text holds, with the pads before it."""
 
     def __init__(self, model, rows, length):
         c = self.config = model.config
@@ -975,8 +976,8 @@ class Decoder:
 
     def draw_rows(self, windows, t, sampling):
         """Draw the next token of each of B texts, all in one product -> ids (B,), for positions t (B,) of the
-        texts.  windows: the B lists of ids to be read.  If each has grown by one, only its last id is read; else all
-        are read from their beginning.
+        texts.  windows: the B lists of ids to be read.  If each is longer by one than in the last call, only its last
+        id is read (the ids before are taken to be those of that call); else all are read from their beginning.
 
         All texts end at the same place of the cache, so the shorter ones have pads before them.  The score of a pad is
         -1e30, which exp turns into 0.  (Not -inf: a pad reads pads alone, and a softmax of nothing but -inf is NaN.)
@@ -1339,7 +1340,7 @@ def check_tokens(config, ids, low=0):
 
 
 def as_batch(config, tokens):
-    """tokens as a (B,T) array of ids; ValueError if they are none."""
+    """tokens, B lists of T ids, as an array (B,T).  ValueError for too long a text or an id out of range."""
     tokens = np.asarray(tokens)
     if tokens.shape[1] > config.context:
         raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")

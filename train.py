@@ -424,8 +424,8 @@ class Settings:
     micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: as many as pay)")
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further prediction heads in the loss", 0.3)
     optimizer: str = setting(OPTIMIZERS, "muon (the default) for the layers' matrices, or adamw for all", "muon")
-    decay: float = setting(bounded(float, 0, 0.999), "weight decay, on matrices (default 0.1; 0.3 for a text of small or big)", 0.1)
-    momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; 0.9 for a text of small)", 0.95)
+    decay: float = setting(bounded(float, 0, 0.999), "of matrices (default 0.1; a text of small or big 0.3)", 0.1)
+    momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; a text of small 0.9)", 0.95)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     epochs: int = 0         # of sft.py
