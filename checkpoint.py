@@ -404,7 +404,7 @@ def lock_folder(out):
     except (BlockingIOError, FileExistsError):
         raise ValueError(f"{out} is in use by another run, which holds {path}: choose another folder with --out."
                          ) from None
-    shutil.rmtree(begun(out), ignore_errors=True)                   # of a run that was killed while it began
+    shutil.rmtree(begun_folder(out), ignore_errors=True)                   # of a run that was killed while it began
 
 
 def is_empty_run(out):
@@ -432,7 +432,7 @@ def set_aside(out):
         print(f"{out} held an earlier run: it is now {out}.{number}.")
 
 
-def begun(out):
+def begun_folder(out):
     """-> the path of the hidden folder, beside `out`, in which a new run is written."""
     parent, name = os.path.split(out)
     return os.path.join(parent, f".{name}.begun")
@@ -441,9 +441,9 @@ def begun(out):
 def open_log(out, step):
     """-> the Log of a run.  A new run takes the name of its folder only now, after its first evaluation: if it fails
     before, as by a reward that raises an error, an older run of this name stays where it is."""
-    if exists(begun(out)):
+    if exists(begun_folder(out)):
         set_aside(out)
-        os.rename(begun(out), out)
+        os.rename(begun_folder(out), out)
     return Log(out, step)
 
 

@@ -1044,18 +1044,20 @@ def sample(logits, t, sampling):
     """Draw ids (n,) from logits (n,V), for positions t (n,) of the text: argmax(log p + gumbel).  temperature
     0: the largest logit, the first of equals.  top_k keeps the k largest (0: all), top_p then the smallest
     set of largest probabilities that reaches p (nucleus sampling, Holtzman et al. 2020; 1: all)."""
-    z = logits[:, :sampling.vocab].astype(np.float64)
+    z = logits[:, :sampling.vocab]
     if sampling.temperature == 0:
         return z.argmax(axis=1)
-    log_p = (z - z.max(axis=1, keepdims=True)) / sampling.temperature                   # up to a constant
+    ids = np.arange(z.shape[1])[None]                                                   # (1,V)
     if sampling.top_k or sampling.top_p < 1:
-        order = np.argsort(-z, axis=1, kind="stable")[:, :sampling.top_k or None]       # (n,V or top_k)
-        kept = np.take_along_axis(log_p, order, axis=1)
-        sums = np.cumsum(np.exp(kept), axis=1)
-        kept[:, 1:][sums[:, :-1] >= sampling.top_p * sums[:, -1:]] = -np.inf            # the first one always stays
-        log_p = np.full_like(z, -np.inf)
-        np.put_along_axis(log_p, order, kept, axis=1)
-    return np.argmax(log_p + gumbel(sampling.seed, t, np.arange(z.shape[1])), axis=1)
+        ids = np.argsort(-z, axis=1, kind="stable")[:, :sampling.top_k or None]         # (n,V or top_k)
+        z = np.take_along_axis(z, ids, axis=1)                                          # (n,V or top_k), falling
+    z = z.astype(np.float64)
+    log_p = (z - z.max(axis=1, keepdims=True)) / sampling.temperature                   # up to a constant
+    if sampling.top_p < 1:
+        sums = np.cumsum(np.exp(log_p), axis=1)
+        log_p[:, 1:][sums[:, :-1] >= sampling.top_p * sums[:, -1:]] = -np.inf           # the first one always stays
+    best = np.argmax(log_p + gumbel(sampling.seed, t, ids), axis=1)                     # (n,)
+    return np.broadcast_to(ids, log_p.shape)[np.arange(len(best)), best]
 
 
 def generate_plain(model, tokens, sampling, most):

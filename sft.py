@@ -250,8 +250,8 @@ def main(argv):
     parser.add_argument("--show", type=whole_number(1), help="print this number of examples, then stop")
     parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
     options = train.parse_run_options(
-        parser, argv, ["context"], ".json, .jsonl: records of instruction, input, output, or of messages "
-        "(default: small: those that go with the base's text; else data/instructions*.json)")
+        parser, argv, ["context"], ".json, .jsonl: records of instruction and output, of prompt and completion, "
+        "or of messages (default: small: those that go with the base's text; else data/instructions*.json)")
     if "show" in options:
         return show(options)
     out = options.get("out", f"out/{os.path.basename(base_of(options))}-sft")

@@ -35,7 +35,7 @@ from script import (Parser, find_chunks, newest_checkpoint, read_chunk, read_jso
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. The idea: learn merges, then replay them
-
+# ------------------------------------------------------------------------------------------------------------
 # An example: the words "hug" 10 times, "pug" 5 times, "hugs" 5 times (g 103, h 104, p 112, s 115, u 117).
 #     (u, g) 20, (h, u) 15, (p, u) 5, (g, s) 5     merge 0 is (117, 103): it makes 256, "ug"
 #     (h, 256) 15, (p, 256) 5, (256, s) 5          merge 1 is (104, 256): it makes 257, "hug"
@@ -89,7 +89,7 @@ def encode_word_plain(word, merges):
 
 # ------------------------------------------------------------------------------------------------------------
 # 2. Text into words
-
+# ------------------------------------------------------------------------------------------------------------
 # Merges stay inside a word.  Otherwise "dog." and "dog!" would become tokens of their own.  A word is a
 # contraction such as 'll, or letters, or digits, or other signs, each with the one space before them, or white
 # space.  GPT-2's pattern says so:
@@ -168,7 +168,7 @@ def to_bytes(word):
 
 # ------------------------------------------------------------------------------------------------------------
 # 3. Learning, fast
-
+# ------------------------------------------------------------------------------------------------------------
 def count_words(texts):
     """Iterable of str or bytes -> Counter of words."""
     return Counter(chain.from_iterable(part for text in texts for part in split_words(to_str(text))))
@@ -243,7 +243,7 @@ def learn_merges(words, number):
 
 # ------------------------------------------------------------------------------------------------------------
 # 4. Encoding, fast
-
+# ------------------------------------------------------------------------------------------------------------
 # From this length on, in bytes, `merge_long` is faster than `merge`.
 LONG_WORD = 200
 
@@ -332,7 +332,7 @@ class Encoder(dict):
 
 # ------------------------------------------------------------------------------------------------------------
 # 5. The Tokenizer
-
+# ------------------------------------------------------------------------------------------------------------
 # Tokens that no text gives: "<|end|>" typed by a user is seven ordinary characters.  The one exception is a corpus
 # on disk, where a line that holds only <|endoftext|> separates documents (section 6).
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -560,7 +560,7 @@ class Tokenizer:
 
 # ------------------------------------------------------------------------------------------------------------
 # 6. Large files: documents, chunks
-
+# ------------------------------------------------------------------------------------------------------------
 # A line that holds only <|endoftext|>.  The pattern is ^<\|endoftext\|>\r?$ with its ^ behind the name: `re` is much
 # faster with a pattern that begins with plain bytes.
 SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
@@ -638,7 +638,7 @@ def tokenizer_sample(parts):
 
 # ------------------------------------------------------------------------------------------------------------
 # 7. Conversations: chat templates
-
+# ------------------------------------------------------------------------------------------------------------
 # Tokenizer.prompt puts a conversation together from ids.  A template says the same to other tools, in Jinja:
 # transformers' apply_chat_template gives the same ids, with one exception.  Such a tool puts a conversation together
 # as text, so a "<|end|>" that somebody typed becomes the special token there.  Here it stays seven characters.
@@ -676,7 +676,7 @@ def known_template(text):
 
 # ------------------------------------------------------------------------------------------------------------
 # 8. What stands in a tokenizer.json
-
+# ------------------------------------------------------------------------------------------------------------
 # GPT-2's words; each digit a word; how a special token is found in a text
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
@@ -692,7 +692,7 @@ def byte_chars():
 
 # ------------------------------------------------------------------------------------------------------------
 # 9. The command line: a text with the boundaries of its tokens
-
+# ------------------------------------------------------------------------------------------------------------
 def visible(token):
     r"""The bytes of a token as printable text: a line end as \n, and each byte that cannot be seen as \xNN."""
     text = token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")

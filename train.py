@@ -561,7 +561,7 @@ def create_run(script, out, settings, config, tokenizer, base=None):
     else:
         model = model_cpu.Model(config, settings.seed, np.float32, training=False)
     state = {"script": script, "tokens": 0, "seconds": 0.0, "base": base}
-    save_run(Training(model, tokenizer, settings, state, checkpoint.begun(out), Ranks()))
+    save_run(Training(model, tokenizer, settings, state, checkpoint.begun_folder(out), Ranks()))
 
 
 def save_run(training):
@@ -575,7 +575,7 @@ def save_run(training):
 
 def open_run(script, options, out, ranks):
     """-> the Training of a folder, as the last save left it."""
-    folder = checkpoint.begun(out)
+    folder = checkpoint.begun_folder(out)
     if not exists(folder):
         folder = out
     require(exists(f"{folder}/config.json"), f"there is nothing to resume in {out}.")
