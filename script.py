@@ -138,20 +138,17 @@ def option_of(name):
     return "--" + name.replace("_", "-")
 
 
-class Outliving:
-    """The standard output or error of a script that must finish its work even if nobody reads its output.  If the
-    reader leaves, as in `train.py | head`, or if the terminal is closed, the output is thrown away."""
-    def __init__(self, stream):
-        self.stream = stream
+def outlive_reader(stream):
+    """Let a script finish its work even if nobody reads this stream, its standard output or error.  If the reader
+    leaves, as in `train.py | head`, or if the terminal is closed, what is written is thrown away."""
+    write = stream.write
 
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
+    def write_or_lose(text):
         try:
-            self.stream.write(text)
+            write(text)
         except OSError:
-            to_nowhere(self.stream)
+            to_nowhere(stream)
+    stream.write = write_or_lose
 
 
 def to_nowhere(stream):
@@ -166,11 +163,12 @@ def run_script(main, to_the_end=False):
     # a stream is None if it was closed before the script began
     sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = Outliving(sys.stderr or open(os.devnull, "w"))
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    outlive_reader(sys.stderr)
     # Characters that the terminal lacks are printed as escapes, and each line is written at once, also to a file.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     if to_the_end:
-        sys.stdout = Outliving(sys.stdout)
+        outlive_reader(sys.stdout)
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()

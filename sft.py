@@ -2,7 +2,7 @@
 
     python sft.py                          out/small -> out/small-sft, on conversations of the kind of text it knows
     python sft.py big --data FILE.json     on instructions: instruction, input, output, or messages
-    python sft.py --base DIR --data FILE   another model, ours or any plain Llama (--context N: of its window)
+    python sft.py --base DIR --data FILE   ours or any plain Llama (--context N uses N tokens of its window)
     python sft.py --show 3                 three examples, with what is learned in colour
     python sft.py --resume                 go on with an interrupted run
 
@@ -14,16 +14,16 @@ loss:
                                               ~~~~~~~~~~~~~~~~~
 
 So the model learns to answer and not to ask.  It also learns to stop, because the end of an answer is one of its
-tokens (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", the first of
-their steps).  The prompt still takes part: the answer attends to it, and so the gradient reaches the prompt's
+tokens (Ouyang et al. 2022, "Training language models to follow instructions with human feedback": this is the first
+of its three steps).  The prompt still takes part: the answer attends to it, and so the gradient reaches the prompt's
 positions through their keys and values.
 
-Read before it: train.py.  Its rows, its loop and its folder serve here unchanged.  Model, loss and optimizers are the
-same, too.  The optimizer is Muon, whatever the base was trained with, unless --optimizer says AdamW.  From top to
-bottom:
+Read before it: train.py.  Its rows, its loop and its folders of runs are used here unchanged.  Model, loss and
+optimizers are the same, too.  The optimizer is Muon, whatever the base was trained with, because its moments begin at
+zero anyway.  With --optimizer adamw choose a lower --lr: the default rates are for Muon.  From top to bottom:
 
     1. rows            conversations -> ids, and the mask that says what is learned
-    2. batches         rows of about one length together; a pure function of (seed, step)
+    2. batches         rows of about one length together; the seed decides which batch comes at which step
     3. the job         what the loop of train.py asks for
     4. the data        files -> conversations, of which some are held out
     5. the script      begin a run; show examples
@@ -41,7 +41,7 @@ import sys
 if __name__ == "__main__":
     set_threads()           # before NumPy loads
 
-import train                # first: it says what to do where NumPy is missing
+import train                # before NumPy: if NumPy is missing, this import prints what to do
 import checkpoint
 import numpy as np
 from tokenizer import CHAT_TEMPLATE, CHATML, END_OF_TURN
@@ -74,33 +74,35 @@ def make_row(tokenizer, conversation, T):
 
 def make_prompt(tokenizer, system, text, T, first=True):
     """The ids of a turn, up to where the answer begins.  They are at most three quarters of the window T, so that there
-    is room for an answer.  A longer text of the user loses its beginning."""
+    is room for an answer.  A longer text of the user loses its beginning.  (Of several long turns make_row cuts the
+    end.)"""
     return tokenizer.prompt(text, T - T // 4, system, first)
 
 
 def opening(conversation):
-    """What a conversation begins with: (system text or None, first user text)."""
+    """What a conversation begins with: (system text or None, first user text).  Two conversations with the same opening
+    ask the same question."""
     system, turns = conversation
     return system, turns[0][0]
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 2. Batches: a pure function of (seed, step)
+# 2. Batches: a pure function of the rows, the seed and the step, so that a run can be resumed
 # ------------------------------------------------------------------------------------------------------------
 def plan_epoch(rows, T, batch_tokens, seed, epoch):
     """-> list of arrays of indices into `rows`, each index once: the batches of an epoch.  A batch has at most
     batch_tokens inputs, or one row.
 
-    The rows are sorted by length.  So those of one batch are about as long, and little is padding.  Chance decides
-    which rows of one length meet, and in which order the batches come.  The sizes of the batches depend on the lengths
-    alone, so every epoch has the same number of batches."""
+    The rows are sorted by length.  So the rows of one batch have about the same length, and little is padding.  Chance
+    decides which rows of one length meet, and in which order the batches come.  The sizes of the batches depend on the
+    lengths alone, so every epoch has the same number of batches."""
     lengths = np.array([train.padded_length(row, T) for row in rows])
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(rows))
-    order = order[np.argsort(-lengths[order], kind="stable")]
+    order = order[np.argsort(-lengths[order], kind="stable")]           # rows of one length stay in their random order
     batches = []
     while len(order):
-        size = max(1, batch_tokens // lengths[order[0]])                # the longest row comes first
+        size = max(1, batch_tokens // lengths[order[0]])                # all are padded to the longest, the first
         batches.append(order[:size])
         order = order[size:]
     return [batches[i] for i in rng.permutation(len(batches))]
@@ -109,7 +111,7 @@ def plan_epoch(rows, T, batch_tokens, seed, epoch):
 # ------------------------------------------------------------------------------------------------------------
 # 3. The job
 # ------------------------------------------------------------------------------------------------------------
-ANSWER_TOKENS = 150         # of the answers that an evaluation draws, at most
+ANSWER_TOKENS = 150         # of an answer that an evaluation prints, at most
 
 
 def fine_tuning_job(training):
@@ -120,6 +122,7 @@ def fine_tuning_job(training):
     conversations, unseen = read_conversations(settings)
     rows = [make_row(tokenizer, conversation, T) for conversation in conversations]
     held_out = [make_row(tokenizer, conversation, T) for conversation in unseen]
+    # three questions, which every evaluation answers
     prompts = {text: make_prompt(tokenizer, system, text, T) for system, text in map(opening, unseen[:3])}
     batches = []                                    # of the whole run, epoch after epoch
     epochs = 0
@@ -136,13 +139,13 @@ def fine_tuning_job(training):
         return {**train.measure(training, {"responses": held_out}),
                 "samples": train.draw_samples(training, prompts, ANSWER_TOKENS)}
 
-    return train.Job(batch, evaluate, lambda step: "")
+    return train.Job(batch, evaluate, note=lambda step: "")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 4. The data
 # ------------------------------------------------------------------------------------------------------------
-MOST_HELD_OUT = 1000        # conversations
+MOST_HELD_OUT = 1000        # openings
 
 
 def read_conversations(settings):
@@ -153,26 +156,26 @@ def read_conversations(settings):
 
 def hold_out(items, openings, seed):
     """Split items, each of which has an opening -> (the items to learn, the items held out).  A tenth of the different
-    openings is drawn at random.  All items with one of these openings are held out.  So no question is learned and also
-    asked in an evaluation."""
+    openings is drawn at random, but at least 1 and at most MOST_HELD_OUT.  All items with one of these openings are
+    held out.  So no question is learned and also asked in an evaluation."""
     different = list(dict.fromkeys(openings))
     require(len(different) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
     number = max(1, min(MOST_HELD_OUT, len(different) // 10))
     order = np.random.default_rng(seed).permutation(len(different))
     unseen = {different[i] for i in order[:number]}
-    parts = []
-    for is_held_out in (False, True):
-        parts.append([item for item, start in zip(items, openings) if (start in unseen) == is_held_out])
-    return parts
+    to_learn = [item for item, start in zip(items, openings) if start not in unseen]
+    held_out = [item for item, start in zip(items, openings) if start in unseen]
+    return to_learn, held_out
 
 
 def find_data(preset, base):
-    """The files to learn from when none are named.  For the larger models they are what `fetch_data.sh instructions`
-    has brought.  Otherwise they depend on the base.  If it was pretrained on a text, they are the records that go with
-    this text; if it was fine-tuned on records, they are these records.
+    """The files to learn from when none are named.  For medium and big they are data/instructions*.json, if
+    `fetch_data.sh instructions` has brought them.  Otherwise they depend on the base.  If it was pretrained on a text,
+    they are the records that go with this text; if it was fine-tuned on records, they are these records.
 
     A base that was made by somebody else must not choose which files are read here.  So the files that its record
-    names are read only if they have the fingerprint that the record gives."""
+    names are read only if they have the fingerprint that the record gives: a stranger can name only files whose
+    content he knows already."""
     instructions = sorted(glob.glob("data/instructions*.json"))
     if preset != "small" and instructions:
         return instructions
@@ -188,22 +191,22 @@ def find_data(preset, base):
 # 5. The script
 # ------------------------------------------------------------------------------------------------------------
 # Steps (0: as many as the epochs take), tokens a step, learning rate, steps of warmup, steps from one evaluation and
-# save to the next.  Chosen by short runs; docs/notes.md says what else was tried.
+# save to the next.  Chosen by short runs; docs/notes.md says what else was tried.  lr is for Muon.
 DEFAULTS = {
     "small": train.defaults(0, 1024, 7e-4, 20, 100) | {"epochs": 4},
     "medium": train.defaults(0, 8192, 5e-4, 50, 200) | {"epochs": 3},
     "big": train.defaults(0, 32768, 2e-4, 50, 200) | {"epochs": 3}}
 
 
-def base_of(options, ending=""):
-    """The folder of the base: by default out/PRESET and this ending."""
-    return options.get("base", f"out/{options.get('preset', 'small')}{ending}")
+def base_of(options, suffix=""):
+    """The folder of the base: by default out/PRESET and this suffix, which is "-sft" in rl.py."""
+    return options.get("base", f"out/{options.get('preset', 'small')}{suffix}")
 
 
-def read_base(options, ending=""):
-    """-> (folder, preset, Config, Tokenizer) of the base, and the files to learn from.  A base that answers already
+def read_base(options, suffix=""):
+    """-> (folder of the base, its preset, Config, Tokenizer, the files to learn from).  A base that answers already
     keeps its template.  Any other base gets our template if it has our tokens, or ChatML if it has ChatML's."""
-    folder = base_of(options, ending)
+    folder = base_of(options, suffix)
     preset = checkpoint.preset_of(folder)
     tokenizer = checkpoint.read_tokenizer(folder)
     if not tokenizer.template:
@@ -226,7 +229,7 @@ def begin(options, out, ranks):
         rows = [make_row(tokenizer, conversation, config.context) for conversation in conversations]
         settings.steps = settings.epochs * len(
             plan_epoch(rows, config.context, settings.batch_tokens, settings.seed, 0))
-    if "warmup" not in options:
+    if "warmup" not in options:                     # a short run warms up for a tenth of its steps at most
         settings.warmup = min(settings.warmup, settings.steps // 10)
     train.create_run("sft.py", out, settings, config, tokenizer, base)
 
