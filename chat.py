@@ -2,21 +2,21 @@
 
     python chat.py                                    the newest checkpoint in out/
     python chat.py --model out/small --prompt "The"   one continuation, then the end
-    python chat.py --model DIR --context 1024         any Llama folder; only this much of its window is used
+    python chat.py --model DIR --context 1024         a plain Llama of other people; it reads the last 1024 tokens
     python chat.py --lens "To be, or not to be"       the layers, seen as steps of an ODE solver
-    python chat.py < prompts.txt                      a line after the other, as if they were typed
+    python chat.py < prompts.txt                      each line is a text or a question, and never a command
 
 Read before it: tokenizer.py; generate and euler_table in model_cpu.py; checkpoint.py.
 
 A pretrained model continues a text.  What you type is its beginning, and an empty line lets the model write
-on.  A fine-tuned model answers.  It has a chat template (checkpoint.read_tokenizer), and each line becomes a
-turn
+on.  Any other line begins a new text.  A fine-tuned model answers.  It has a chat template
+(checkpoint.read_tokenizer), and each line becomes a turn
 
-    <|user|> what you typed <|end|> <|assistant|> the answer <|end|>
+    <|user|>what you typed<|end|><|assistant|>the answer<|end|>
 
-or the same in ChatML (Tokenizer.prompt).  A turn is put together from ids, so that text can never become a
-special token: a typed "<|end|>" is seven characters.  A system text stands where the template puts it; in our
-template it stands before the first user text, and an empty line follows it.
+or the same in ChatML, the form of many other models (Tokenizer.prompt).  A turn is put together from ids, so
+that text can never become a special token: a typed "<|end|>" is seven characters.  A system text stands where
+the template puts it; in our template it stands before the first user text, and an empty line follows it.
 
 It holds one conversation at a time.  What this file does not do: it writes no files (the history of lines is
 gone when the session ends), and it does not filter what a model says.
@@ -47,6 +47,7 @@ class Session:
         self.tokenizer = tokenizer
         self.settings = settings
         self.chat_form = bool(tokenizer.template)
+        # of a text it is the first of TEXT_ENDS that this tokenizer has
         self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(*TEXT_ENDS)
         # how many tokens of the window the turns may fill: in chat form a quarter is left to the answer
         self.room = context - context // 4 if self.chat_form else context
@@ -56,9 +57,9 @@ class Session:
 
     def ids(self):
         """The ids that the model reads.  In chat form these are the last turns, as many as there is room for.  The
-        system text is put before the first of them, so it is never forgotten."""
+        system text is put before the first of them, so it stays when old turns are dropped."""
         if not self.chat_form:
-            text, answer = self.turns[0]
+            text, answer = self.turns[0]                    # before an empty text stands the end of another
             return (self.tokenizer.encode(text) or [self.stop]) + answer
         while True:
             ids = []
@@ -79,8 +80,8 @@ class Session:
         ids = self.ids()
         if not answer:
             if len(ids) >= self.room:
-                print(f"note: this fills the {self.room} tokens that the model reads; of a longer text it reads the "
-                      "end.", file=sys.stderr)
+                print(f"note: there is room for {self.room} tokens before the answer; of a longer text the model "
+                      "reads the end.", file=sys.stderr)
             if not self.chat_form:
                 yield text              # so that prompt and continuation read as one text
         settings = self.settings
@@ -89,16 +90,18 @@ class Session:
             # the answers of a session have the seeds N, N + 1, ...: so a question that is repeated gets another answer
             settings.seed += 1
         self.trace = []
-        trace = []                      # generate adds (place, drafts, probability) for each token
+        drawn = []                      # generate adds (place, drafts, probability) for each token
         # A poor model may draw any special token: each ends the answer.
         stream = model_cpu.generate(
             self.model, ids, settings.temperature, settings.top_k, settings.top_p, seed,
             self.tokenizer.vocab_size, stop=self.tokenizer.special.values(), most=settings.max_tokens,
-            speculate=settings.speculation, trace=trace)
+            speculate=settings.speculation, trace=drawn)
         for token in stream:
             answer.append(token)
-            self.trace.append((token, trace[-1][-1]))
+            _, _, p = drawn[-1]
+            self.trace.append((token, p))
             yield self.tokenizer.tokens[token]
+        # generate does not yield a token that ends the text: so fewer tokens than allowed means that there was one
         if len(self.trace) < settings.max_tokens:
             answer.append(self.stop)
 
@@ -134,15 +137,15 @@ def paint(text, p):
 def print_tokens(session):
     """Print the last answer, each token in the colour of the probability that the model gave it."""
     for token, p in session.trace:
-        token = session.tokenizer.tokens[token]
-        print(paint(visible(token), p), end="\n" if token.endswith(b"\n") else "")
+        text = session.tokenizer.tokens[token]
+        print(paint(visible(text), p), end="\n" if text.endswith(b"\n") else "")
     print()
     print("  ".join(paint(f"from {least:.0%}", least) for least, _ in COLOURS))
 
 
 def print_lens(model, tokenizer, text):
     """Print one line for each layer.  A layer computes x + f(x), which is a step of Euler's method.  What would head 0
-    predict if the integration stopped here?"""
+    predict if the layers after this one were left out?"""
     ids = tokenizer.encode(to_bytes(text))
     require(len(ids) > 1, f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
     # a text that is longer than the window loses its beginning; the last token is only predicted
@@ -157,7 +160,7 @@ NUMBERS = {"seed": whole_number(0, 2**63), "temperature": bounded(float, 0, 100)
 HELP = ("An empty line lets the model write on; a line that ends with \\ is continued on the next.\n"
         "Put a space before a text that begins with a slash.\n"
         "/reset          forget the conversation\n"
-        "/system TEXT    forget the conversation; this text is put before the next question (if the model answers)\n"
+        "/system TEXT    forget the conversation; a fine-tuned model reads this text before the next question\n"
         "/seed N         the same seed gives the same text\n"
         "/temperature X  0: the likeliest token; 1: as the model learned; more: wilder\n"
         "/tokens         how likely each token of the last answer was\n"
@@ -230,7 +233,7 @@ def parse_arguments(argv):
         help="draw among the likeliest tokens of this probability together (default 1: all)")
     add("--seed", type=NUMBERS["seed"], help="the same seed gives the same text (default: another text every time)")
     add("--speculation", action=argparse.BooleanOptionalAction,
-        help="let all further heads draft, or none (default: one on a GPU, none on a CPU)")
+        help="let all further heads guess ahead, or none: the same text, sooner or later (default: one on a GPU)")
     add("--context", type=whole_number(1),
         help="the longest text that it remembers, in tokens (default: what the model can)")
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPU, if any")

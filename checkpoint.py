@@ -20,7 +20,7 @@ A folder holds
     tokenizer_config.json       has a chat template only if the model was fine-tuned to answer (for chat.py)
     model.safetensors           the weights
     train_state.safetensors     the optimizer's moments, and what a run needs to go on
-    log.jsonl                   a record for each step
+    log.jsonl                   a record for each step, and one for each evaluation
 
 The Llama folders of other people are read in the same way.  They lack what only ours have: checksums, a
 training state, and further heads.  Some of them need mathematics that model_cpu.py does not have.  Such a folder is
@@ -109,7 +109,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        if "crc32" not in metadata:
+        if not {"crc32", "step"} & set(metadata):               # an altered byte leaves one of ours
             metadata = {}
         elif verify:
             blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)
@@ -122,7 +122,7 @@ def read_safetensors(path, verify=True):
     with refusing(damaged):
         for name, entry in header.items():
             start, end = entry["data_offsets"]
-            # an error if the bytes do not fit the shape
+            # view and reshape raise an error if the bytes do not fit the shape
             tensors[name] = body[start:end].view(DTYPES[types[name]]).reshape(entry["shape"])
         size = sum(tensor.nbytes for tensor in tensors.values())
         require(size == len(body), f"it holds {len(body):,} bytes, and its tensors {size:,}")
@@ -204,7 +204,8 @@ LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_t
 
 
 def llama_config(config, eos):
-    """What config.json holds: the keys of Hugging Face's LlamaConfig, then two or three of our own."""
+    """What config.json holds: the keys of Hugging Face's LlamaConfig; then ours, which are mtp_heads, mtp_weight, and
+    the context if it is smaller than the model's positions."""
     sizes = {theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()}
     sizes["max_position_embeddings"] = config.positions or config.context
     keys = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, "head_dim": config.head_dim,
@@ -259,6 +260,10 @@ def read_config(folder, context=None):
 #     2. the new train_state.safetensors replaces the old one: from this moment on the save counts
 #     3. `mend` renames the weights to model.safetensors
 #
+# So these names stand for what is not finished: FILE.new, a file that is being written; model.safetensors.saved, the
+# weights of a save before its third step; .OUT.begun, a run before its first evaluation.  And .OUT.lock is held by the
+# run that works in OUT, and OUT.1 is an older run.
+#
 # If the process is killed before step 2, the folder holds the old save.  If it is killed after step 2, `mend` does
 # step 3 when the run is opened.
 def save(folder, model, tokenizer, state, chat=False):
@@ -276,7 +281,7 @@ def save(folder, model, tokenizer, state, chat=False):
     write_file(f"{folder}/tokenizer_config.json", json.dumps(settings, indent=2).encode())
 
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
-    # The checksum of the weights covers these checksums, too, and so all that a resumed run reads.
+    # The checksum of the weights covers these checksums, too, and so config.json and tokenizer.json.
     metadata = {"format": "pt", "step": str(model.step), "config": f"{zlib.crc32(config):08x}",
                 "tokenizer": checksum(f"{folder}/tokenizer.json")}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)
@@ -359,9 +364,9 @@ def load(folder, engine, options=None, context=None):
 
 
 def preset_of(base):
-    """-> the preset whose defaults fit a model: the largest one that is not wider than the model."""
-    require(exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py` trains one, then sft.py "
-            "one that answers; --base names another.")
+    """-> the preset whose defaults fit a model: the largest one that is not wider than the model, or small."""
+    require(exists(f"{base}/config.json"), f"there is no model in {base}: `python train.py` trains one, and sft.py "
+            "then makes one that answers; --base names another.")
     dim = read_config(base).dim
     return [preset for preset, config in model_cpu.CONFIGS.items() if preset == "small" or config.dim <= dim][-1]
 

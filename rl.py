@@ -2,17 +2,18 @@
 
     python rl.py                                    out/small-sft -> out/small-sft-rl: REINFORCE, a reward by rule
     python rl.py --base out/big-sft --reward short  another model and another rule
-    python rl.py --reward mine.py:asks              a rule of your own: the function asks in mine.py, which is run
+    python rl.py --reward mine.py:asks              a rule of your own: the function `asks` of mine.py (the file is run)
     python rl.py --base out/big-sft --data pairs.jsonl      pairs, a better and a worse answer: DPO
     python rl.py --method dpo                       DPO on the pairs that go with small's text
     python rl.py --resume                           go on with an interrupted run
 
-Read before it: sft.py.  train.py's rows, loop and folder serve here unchanged.  The optimizer is AdamW without decay.
+Read before it: sft.py.  train.py's rows, loop and folders of runs are used here unchanged.  The optimizer is AdamW
+without decay (with Muon DPO ranked fewer held-out pairs right: docs/notes.md).
 
-The one line of mathematics.  With p the softmax and y the token that stands there, the gradient of every method at the
-logits is
+The one line of mathematics.  Let p be the softmax at one position, and y the token that the answer has there.  Then for
+every method the gradient with respect to the logits is
 
-    d loss / d logits = w (p - onehot(y))           w: one number for a whole answer
+    d loss / d logits = w (p - onehot(y)) / N       w: one number for a whole answer; N: the step's learned tokens
 
 Pretraining and fine-tuning have w = 1: make the text more probable.  REINFORCE and DPO only choose another w: an answer
 with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
@@ -23,8 +24,9 @@ with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
     4. DPO                pairs -> log-probabilities -> weights
     5. the run            defaults, a reward of your own, options
 
-What it does not do: no value network, no ratio and no clipping (PPO), no division by the deviation of a group (GRPO),
-no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.
+What it does not do: no value network, no ratio and no clipping (PPO), no division by the standard deviation of a group
+(GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.  Only head
+0 learns, because a weight is for the answer's own tokens; the further heads, which draft, stay as they are.
 """
 from script import (Parser, bounded, hash_files, make_pair, read_records, refusing, require, run_script, set_threads,
                     show_progress)
@@ -50,17 +52,20 @@ GROUP = 16                  # answers to one prompt
 
 
 # REINFORCE (Williams 1992).  An answer a is drawn with the probability pi(a), a product over its tokens, and
-# earns the reward r(a).  We want more of the mean reward J = sum_a pi(a) r(a).  Since d pi = pi d log pi,
-#     dJ = sum_a pi(a) r(a) d log pi(a) = the mean over drawn answers of r d log pi.
+# earns the reward r(a).  We want to increase the mean reward J = sum_a pi(a) r(a).  Since d log pi = d pi / pi,
+#     dJ = sum_a d pi(a) r(a) = sum_a pi(a) r(a) d log pi(a)
+# which is the expected value of r d log pi(a).  The mean over some drawn answers estimates it.
 # A baseline b, any number that does not depend on the answer, may be subtracted from r, because
 #     sum_a pi(a) b d log pi(a) = b d sum_a pi(a) = b d 1 = 0.
-# We take for b the mean reward of the group, which is the n = GROUP answers to one prompt.  So an answer counts by how
+# We take for b the mean reward of the group, which is the g = GROUP answers to one prompt.  So an answer counts by how
 # much better it is than the others, and the noise is far smaller.  This b does depend on the answer, because the
-# answer's own r is a part of the mean: r - b = (1 - 1/n) (r - the mean of the n - 1 others).  The mean of the others
-# is a true baseline, so dJ is only scaled by 1 - 1/n.  Altogether, with N the number of all answers' tokens:
+# answer's own r is a part of the mean: r - b = (1 - 1/g) (r - the mean of the g - 1 others).  The others are drawn
+# independently, so their mean is a true baseline, and dJ is only scaled by 1 - 1/g.  Altogether:
 #     loss = -1/N sum over the answers of (r - b) log pi(a)
 #     log pi(a) = sum over its tokens of log p[y]
 #     d loss / d logits = 1/N (r - b) (p - onehot(y))
+# The loop of train.py divides by N, the number of all answers' tokens, and not by that of the answers.  This changes
+# only the length of a step.
 def reinforce_weights(rewards):
     """rewards (n,) of groups of GROUP answers -> weights (n,): each reward minus the mean of its group."""
     by_group = np.reshape(rewards, (-1, GROUP))
@@ -76,7 +81,8 @@ def reinforce_weights(rewards):
 #     d loss / dz = -sigmoid(-z) / n
 #     dz / d log pi_c = beta
 #     dz / d log pi_r = -beta
-# And d(-log pi) = p - onehot(y) at each token of the answer, so
+# And d(-log pi) = p - onehot(y) at each token of the answer.  So, without 1/n (the job's `batch`, in section 4, divides
+# by n),
 #     w_c = beta sigmoid(-z)        w_r = -beta sigmoid(-z)
 # A pair that the model already gets right (z large) hardly pushes any more.
 def dpo_weights(log_probs, reference, beta):
@@ -95,13 +101,13 @@ def dpo_loss(z):
 # ------------------------------------------------------------------------------------------------------------
 # 2. Rewards
 # ------------------------------------------------------------------------------------------------------------
-ANSWER_TOKENS = 40          # of an answer that is drawn, at most; and at most a quarter of the context
+ANSWER_TOKENS = 40          # the longest answer that is drawn, or a quarter of the context if that is less
 
 
 # A reward is a function of four arguments, and gives a number:
 #     prompt    the user's text
 #     answer    the model's text
-#     tokens    how many tokens the answer has
+#     tokens    how many tokens the answer has, without its end token
 #     ended     whether the model ended it; an answer that grows too long is cut
 def sentence(prompt, answer, tokens, ended):
     """1 for an answer that is one whole sentence: the model ended it, it has 5 to 24 tokens, and its only . ! or ? is
@@ -110,13 +116,13 @@ def sentence(prompt, answer, tokens, ended):
 
 
 def echo(prompt, answer, tokens, ended):
-    """1 if the answer has a word of the question, of five letters or more."""
+    """1 if a word of the question, of five letters or more, stands in the answer, alone or within a longer word."""
     words = re.findall(r"[^\W\d_]{5,}", prompt.lower())
     return float(any(word in answer.lower() for word in words))
 
 
 def short(prompt, answer, tokens, ended):
-    """The fewer tokens the better: from 1 down to 0.  0 for an empty answer, or one that did not end."""
+    """The fewer tokens the better.  0 for an empty answer, or one that did not end."""
     return 1 - tokens / ANSWER_TOKENS if tokens and ended else 0.0
 
 
@@ -138,6 +144,7 @@ def draw_answers(training, reward, openings, seed):
     asked = [opening for opening in openings for _ in range(GROUP)]
     prompts = [sft.make_prompt(tokenizer, *opening, T) for opening in asked]
     seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))
+    # temperature 1, and every token may be drawn: section 1 needs answers with the probability pi
     sampling = model_cpu.Sampling(seed=seeds, vocab=tokenizer.vocab_size)
     most = min(ANSWER_TOKENS, (T + 3) // 4)         # a quarter of the context, rounded up
     answers = model_cpu.generate_batch(
@@ -148,10 +155,10 @@ def draw_answers(training, reward, openings, seed):
     for (_, question), prompt, answer in zip(asked, prompts, answers):
         ids = np.array(prompt + answer)
         rows.append((ids, np.arange(len(ids)) >= len(prompt)))
-        tokens = [token for token in answer if token not in special]
-        texts.append(tokenizer.decode(tokens))
+        text_ids = [token for token in answer if token not in special]
+        texts.append(tokenizer.decode(text_ids))
         ended = answer[-1] == tokenizer.end_of_turn
-        rewards.append(reward(question, texts[-1], len(tokens), ended))
+        rewards.append(reward(question, texts[-1], len(text_ids), ended))
     return rows, np.array(rewards), texts
 
 
@@ -165,14 +172,14 @@ def reinforce_job(training, reward):
     true_rows = [sft.make_row(training.tokenizer, conversation, T) for conversation in unseen]
     to_learn = list(dict.fromkeys(map(sft.opening, conversations)))
     held_out = list(dict.fromkeys(map(sft.opening, unseen)))[:HELD_OUT]
-    means = {}                                      # of the rewards of each step
+    means = {}                  # {step: its mean reward}, for the progress line, which counts steps from 1
     print(f"{training.out}: {len(to_learn):,} prompts, {len(held_out):,} more held out; {GROUP} answers to each.\n"
           "reward: the mean of the answers to held-out prompts\n"
           "kl: how far the model is from the base there, in nats a token\n"
           "forgotten: nats a token of the true answers; it rises as the model forgets them")
 
     def batch(step):
-        prompts = max(1, settings.batch_tokens // T // GROUP)
+        prompts = max(1, settings.batch_tokens // T // GROUP)       # a step has batch_tokens // T answers
         places = train.in_turn(len(to_learn), settings.seed, step * prompts, prompts)
         rows, rewards, _ = draw_answers(training, reward, [to_learn[i] for i in places], [settings.seed, step])
         means[step + 1] = rewards.mean()
@@ -181,13 +188,14 @@ def reinforce_job(training, reward):
     def evaluate(step):
         rows, rewards, texts = draw_answers(training, reward, held_out, settings.seed)
         if not reinforce_weights(rewards).any():
-            print("note: all answers to a prompt have the same reward.\nAs long as this is so, nothing is learned.")
+            print("note: for each held-out prompt all answers have the same reward.\n"
+                  "A step learns nothing if this is so for its prompts, too.")
         losses = train.row_losses(training, rows)
-        # The base's loss of the same rows.  A second model would take as much memory again, so the base's weights take
-        # the place of the model's for a moment.
+        # The base's loss of the same rows.  The base's weights lie in the host's memory.  For a moment they take the
+        # place of the model's: a second model on a GPU would take as much of its memory again.
         weights = model.read(model.flat_params).copy()
         model.write(model.flat_params, base.flat_params)
-        kl = (train.row_losses(training, rows) - losses).sum() / train.learned(rows)
+        kl = (train.row_losses(training, rows) - losses).sum() / train.count_learned(rows)
         model.write(model.flat_params, weights)
         return {
             "reward": rewards.mean(),
@@ -211,13 +219,14 @@ def pair_rows(tokenizer, pair, T):
     for answer in (chosen, rejected):
         conversation = system, [*turns[:-1], (question, answer)]
         ids, mask = sft.make_row(tokenizer, conversation, T)
-        rows.append((ids, np.arange(len(ids)) > np.flatnonzero(~mask)[-1]))
+        end_of_prompt = np.flatnonzero(~mask)[-1]   # the mask has the answers of all turns
+        rows.append((ids, np.arange(len(ids)) > end_of_prompt))
     return rows
 
 
 def read_pairs(tokenizer, settings, T):
-    """Read a run's files -> (the batches to learn, the rows held out, sentences with the numbers of pairs).  A batch is
-    a list of rows in which chosen and rejected answers alternate, and so are the rows held out.
+    """Read a run's files -> (the batches to learn, the rows held out, what to print: how many pairs there are).  A
+    batch is a list of rows in which chosen and rejected answers alternate.  The rows held out are such a list, too.
 
     Every epoch has the same batches.  The reference's log-probabilities are computed in these batches, too, so the
     model's have the same rounding, and z is exactly 0 at the start."""
@@ -234,11 +243,11 @@ def read_pairs(tokenizer, settings, T):
     plan = sft.plan_epoch(longer, T, settings.batch_tokens // 2, settings.seed, 0)
     batches = [[row for i in batch for row in to_learn[i]] for batch in plan]
     lengths = [[len(ids) for pair in pairs for ids, _ in pair_rows(tokenizer, pair, window)]
-               for window in (T, 1 << 20)]          # of all rows, in the window and without one
+               for window in (T, 1 << 20)]          # of all rows, in the window and, almost, without one
     return batches, sum(held_out, []), (
         f"{len(pairs):,} pairs, {len(to_learn):,} to learn, {len(held_out):,} held out.\n"
-        "The rest is left out, because within the window both answers are equal.\n"
-        f"{np.not_equal(*lengths).sum():,} answers are cut to the window.")
+        "(A pair whose answers are equal within the window is left out.)\n"
+        f"{np.not_equal(*lengths).sum():,} times a question or an answer is cut to the window.")
 
 
 def dpo_job(training):
@@ -250,29 +259,31 @@ def dpo_job(training):
         log_probs = [-train.row_losses(training, rows) for rows in [*batches, held_out]]
         training.state["reference"] = [part.tolist() for part in log_probs]
     *reference, held_out_reference = map(np.array, training.state["reference"])
-    margins = {}                                    # z of the pairs of each step
+    margins = {}                                    # {step: z of its pairs}, for the progress line
+    # the first held-out pair is shown by every evaluation
     (ids, mask), (other_ids, other_mask), *_ = held_out
     examples = [("chosen", tokenizer.decode(ids[mask])), ("rejected", tokenizer.decode(other_ids[other_mask]))]
     prompts = {"the model says": ids[~mask].tolist()}
     print(f"{training.out}: {counts}\n"
-          "dpo: the loss of the held-out pairs; accuracy: the share of them with z > 0\n"
+          "dpo: the loss of the held-out pairs\n"
+          "accuracy: the share of them with z > 0 (z = 0, as at first, counts half)\n"
           "margin: their mean z, by how much more the chosen answer has gained\n"
           "chosen, rejected: the mean log-probability of such an answer; both may fall")
 
     def batch(step):
         [number] = train.in_turn(len(batches), settings.seed, step, 1)
         rows = batches[number]
-        log_probs = -train.row_losses(training, rows)
+        log_probs = -train.row_losses(training, rows)       # a forward for the weights; the loop makes the step's own
         weights, z = dpo_weights(log_probs, reference[number], settings.beta)
         margins[step + 1] = z
         # the loop divides the loss by the number of learned tokens, but DPO's is divided by the number of pairs
-        return rows, weights * (train.learned(rows) / len(z))
+        return rows, weights * (train.count_learned(rows) / len(z))
 
     def evaluate(step):
         log_probs = -train.row_losses(training, held_out)
         _, z = dpo_weights(log_probs, held_out_reference, settings.beta)
         accuracy = np.heaviside(z, 0.5).mean()
-        lost = (held_out_reference - log_probs)[::2].mean()
+        lost = (held_out_reference - log_probs)[::2].mean()         # of the chosen answers
         if accuracy == 1 and lost > 0:
             print("note: the model prefers every chosen answer, and yet these have become less\n"
                   f"probable, by {lost:.1f} nats each.  Do its texts get worse?  Then take fewer --steps,\n"
@@ -325,7 +336,7 @@ def find_reward(name):
 def begin(options, out, ranks):
     """Make the folder of a new run."""
     base, preset, config, tokenizer, data = sft.read_base(options, "-sft")
-    names = read_records(data[:1], list)[0]         # of the first record's fields
+    names = read_records(data[:1], list)[0]         # of the first record's fields; a play's serve for both methods
     method = options.get("method", "dpo" if "chosen" in names and "output" not in names else "reinforce")
     unused = "reward" if method == "dpo" else "beta"
     require(unused not in options, f"--{unused} is not for --method {method}.")
@@ -345,7 +356,7 @@ def main(argv):
     add("--method", choices=tuple(DEFAULTS), help="default: dpo for pairs, else reinforce")
     add("--reward", metavar="NAME", help=f"{', '.join(REWARDS)} or FILE.py:NAME, a function in a file "
         "whose code is run (default sentence)")
-    add("--beta", type=bounded(float, 1e-6, 1000), help="of DPO: how far from the base (default 0.1)")
+    add("--beta", type=bounded(float, 1e-6, 1000), help="of DPO: the larger, the nearer to the base (default 0.1)")
     options = train.parse_run_options(
         parser, argv, ["context"], "pairs, records of prompt, chosen and rejected; or prompts, in records as of "
         "sft.py (default: what the base was fine-tuned on)")

@@ -8,8 +8,9 @@
     6. sizes               which sizes of a model are refused
     7. texts               what a machine without a network learns from
 
-Read before it: nothing.  Nothing here explains a language model: skip it, and come back when one of its names
-puzzles you.  It needs only the standard library.
+Read before it: nothing.  Almost nothing here explains a language model: skip it, and come back for the forms of records
+(section 3: make_turns, make_pair) and for how several processes train one model (section 5).  It needs only the
+standard library, and mpi4py where there are several processes.
 
 What it does not do: it computes nothing of a model.
 """
@@ -210,9 +211,9 @@ class Stop:
 
 
 def show_progress(what, unit="MB", size=1e6):
-    """-> a function progress(done, total).  Both are numbers of bytes, or of something else; a unit has `size` of them.
-    On a terminal it prints a line that rewrites itself; the line disappears if all is done within a second.  Elsewhere
-    it prints one line at the end, if there was at least one unit to do."""
+    """-> a function progress(done, total).  Both count bytes, or rows, or tokens; what is shown is their number divided
+    by `size`, and the unit.  On a terminal it prints a line that rewrites itself; the line disappears if all is done
+    within a second.  Elsewhere it prints one line at the end, if there was at least one unit to do."""
     start = time.monotonic()
 
     def progress(done, total):
@@ -229,7 +230,7 @@ def show_progress(what, unit="MB", size=1e6):
 
 def print_step(step, parts, last):
     """Print the progress line of a step.  On a terminal it is rewritten in place.  Elsewhere the first step, every
-    tenth and the last have a line each."""
+    tenth, and the last one before a save or a stop have a line each."""
     line = "  ".join(filter(None, parts))
     if sys.stdout.isatty():
         rewrite_line(line, "\n" if last else "")
@@ -303,7 +304,7 @@ def check_text(path):
     be damaged: a few such bytes are kept, and learned like any others."""
     require(not holds_records(path), f"{path} holds records, not a text: sft.py and rl.py learn from records.")
     start = read_chunk(path, 0, 1 << 20)
-    require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")     # a tenth is held out
+    require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")     # a tenth of ten bytes is one
     damaged = re.findall("[\0\udc80-\udcff]", start.decode("utf-8", "surrogateescape"))
     kind = "UTF-16, or binary (it holds NUL bytes)" if "\0" in damaged else "Latin-1 or Windows-1252"
     require(1000 * len(damaged) <= len(start), f"{path} is no text in UTF-8: it seems to be {kind}.")
@@ -337,7 +338,7 @@ def json_values(path):
     JSON, or not UTF-8."""
     data = read_chunk(path).removeprefix(b"\xef\xbb\xbf")      # some editors mark UTF-8 with these bytes
     what = "is not JSON; the file must hold one list of records, or one record a line"
-    lists = re.search(rb"\]\s*\n\s*\[", data)                   # one list a line: each of them is a record
+    lists = re.search(rb"\]\s*\n\s*\[", data)                   # a line that is a list of messages is one record
     if data.lstrip().startswith(b"[") and not lists:
         with refusing(f"{path} {what}"):
             return json.loads(data.decode())
@@ -639,13 +640,11 @@ def check_config(c):
 # ------------------------------------------------------------------------------------------------------------
 # They are made from what the machine has.  A text data/NAME.txt has questions and answers, data/NAME-chat.json, from
 # which sft.py and rl.py learn.
-#
-# ------------------------------------------------------------------------------------------------------------
 def find_records(path):
-    """-> the path of the conversations that go with the text at `path`.  Where they are missing, they are made: of a
-    play, whose paragraphs are "NAME:\\nspeech", each speech is a question and the next one its answer.  They are of
-    the play's end, because pretraining does not read it (it holds out a little more: tokenizer.split_point).  Where
-    `path` is a file of records, it is returned as it is."""
+    """-> the path of the conversations that go with the text at `path`.  If that file is missing, it is made from the
+    text, which must be a play.  Its paragraphs are "NAME:\\nspeech"; each speech is a question, and the next speech its
+    answer.  Only the end of the play is used, a little less than pretraining holds out (tokenizer.split_point: 100 kB,
+    or a tenth).  If `path` is a file of records, it is returned as it is."""
     records = path.replace(".txt", "-chat.json")
     if not os.path.exists(records):
         text = read_chunk(with_plain_lines(path)).decode("utf-8", "replace")
@@ -660,8 +659,8 @@ def find_records(path):
 def write_records(path, conversations):
     """Write the file of records that goes with a text.  conversations: [(question, answer), ...].  Each becomes a
     record for sft.py, which is also a pair for rl.py: the true answer is chosen, and its words in reverse order are
-    rejected.  (The answer to another question would not do.  It is chosen there, so the model would learn to like what
-    it is to reject here.)"""
+    rejected.  (The answer to another question would not do.  There it is the chosen one, so the model would learn to
+    like and to reject the same text.)"""
     records = []
     for question, answer in conversations:
         question = " ".join(question.split())
@@ -680,8 +679,8 @@ def is_prose(paragraph):
 def make_english():
     """Write data/english.txt: 1.5 MB of English that every interpreter carries, the language reference
     (pydoc_data.topics) and the docstrings of the standard library; of these the paragraphs of prose, each once.
-    A question is the name of a function or class, and its answer the first paragraph of the documentation, where
-    that is not in the text, because it is too short or no prose: so no answer was learned before."""
+    A question is the name of a function or class, and its answer is the first paragraph of its documentation.  Only
+    paragraphs that are not in the text are taken (they are too short, or no prose), so no answer was learned before."""
     from pydoc_data.topics import topics
     texts = [("", topics[name]) for name in sorted(topics)]             # (the name to ask for or "", a documentation)
     library = os.path.dirname(os.__file__)

@@ -4,19 +4,20 @@
     python train.py small --data play.txt    on your own text
     python train.py --resume                 go on with an interrupted run: the same bits as if never stopped
     python train.py --resume --steps 2000    give a run more steps
-    python train.py --dim 192 --layers 6     sizes of your own: a preset is only where they start
-    python train.py --base out/theirs        go on from the weights of a model, ours or any plain Llama
-    python train.py --evaluate out/small --data data/blimp.jsonl    how good is it, in numbers that others know
+    python train.py --dim 192 --layers 6     your own sizes; the preset gives the others
+    python train.py --base out/theirs        go on from the weights of a model, ours or another Llama (README.md)
+    python train.py --evaluate out/small --data data/blimp.jsonl    measure a model: BLiMP, or bits a byte of a text
     mpiexec -n 4 python train.py big         on several GPUs; or under srun
 
-Read before it: tokenizer.py, model_cpu.py.  Two ideas carry this file, sft.py and rl.py.
+Read before it: tokenizer.py, model_cpu.py.  This file, sft.py and rl.py rest on two ideas, rows and runs.
 
 A row is a pair (ids, mask).  ids are the tokens that the model reads, and mask says which of them it learns to
-predict.  A window of a text is a row, and so is a conversation, an answer that the model has drawn, or a sentence.  A
-step learns from some rows; each may have a weight.  make_batch turns rows into arrays, and row_losses measures rows.
+predict.  A row can be a window of a text, a conversation, an answer that the model has drawn, or a sentence.  A step
+learns from some rows; each may have a weight.  make_batch turns rows into arrays, and row_losses measures rows.
 
-A run is a folder.  A new run first writes its checkpoint of step 0 into its folder.  Then every run, new or old, is
-opened from its folder and goes on from the checkpoint that is there.
+A run is a folder.  A new run first writes its checkpoint of step 0 into a hidden folder, which takes the run's name
+after the first evaluation.  Then every run, new or old, is opened from its folder and goes on from the checkpoint that
+is there.
 
     1. rows         windows of a text; rows -> inputs and targets
     2. the loop     batch, forward, backward, update, report; the schedule
@@ -27,19 +28,21 @@ opened from its folder and goes on from the checkpoint that is there.
     7. the script   pretraining, in terms of all this
 
 Why a resumed run is exact, bit for bit:
-  * A save holds the weights, the optimizer's m and v, and the step number, all of the same step.
-  * The batch is a pure function of (seed, step).  So no reader of files and no random generator has a state.
+  * A save holds the weights, the optimizer's running means m and v, and the step number, all of the same step.
+  * The batch is a pure function of the seed and the step (in rl.py of the weights, too).  So no reader of files and no
+    random generator has a state.
   * Sums are added in the same order.  On the CPU that order follows from the threads and the micro-batch, which are
     settings of the run.  The GPU's kernels use a fixed order (no atomic additions).
-  * The log is cut back to the step of the save.
+  * Lines of the log after the saved step are cut off, because these steps are done again.
 The code, the libraries and the files must not have changed.  With another number of processes the losses differ by
 rounding.
 
-What it does not do: it does not shuffle documents; it does not mask attention at the boundaries of documents (the model
-learns them from the end-of-text token); it does not fine-tune.  With --base the sizes and the tokenizer are the base's.
-The moments of the base's optimizer are not read.  So such a run begins at step 0 with a warmup, and at half the
-learning rate.
+What it does not do: it does not shuffle documents; it does not stop attention at the end of a document (the model has
+to learn from the end-of-text token that a new one begins); it does not fine-tune.  With --base the sizes and the
+tokenizer are the base's.  The moments of the base's optimizer are not read.  So such a run begins at step 0 with a
+warmup, and at half the learning rate.
 """
+# errors, options, progress lines, processes: nothing that one needs to understand this file
 from script import (Parser, Ranks, Stop, available_cores, bounded, check_names, file_hash, find_corpus, hash_files,
                     holds_records, option_of, print_record, print_step, printable, read_fields, read_records,
                     refusing, require, run_ranks, run_script, set_threads, short_hash, show_progress, whole_number,
@@ -60,7 +63,7 @@ from os.path import basename, exists, getsize, normpath, realpath
 if __name__ == "__main__":
     set_threads()           # before NumPy loads
 
-import model_cpu            # first: it says what to do where NumPy is missing
+import model_cpu            # before NumPy: if NumPy is missing, this import prints what to do
 import checkpoint
 import model_gpu
 import numpy as np
@@ -88,17 +91,18 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point, tokenizer_sample
 def make_batch(rows, T, K):
     """Rows -> inputs (B,P) and targets (B,P+K-1); head k reads targets[:, k:k+P].
 
-    P is the number of inputs of the longest row, rounded up to a multiple of 8 (then fewer different lengths occur),
-    but at most T.  Shorter rows are padded on the right, with targets of -1: attention is causal, so no earlier
-    position sees the padding.  A row has at most T + K ids; those beyond T + 1 are targets of the further heads."""
+    P is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So fewer different
+    lengths occur; for each of them a GPU keeps a graph of the step.)  Shorter rows are padded on the right, with
+    targets of -1: attention is causal, so no earlier position sees the padding.  A row has at most T + K ids: T inputs,
+    the last target of head 0, and K - 1 more that only the further heads predict."""
     P = max(padded_length(row, T) for row in rows)
     inputs = np.zeros((len(rows), P), np.int64)
     targets = np.full((len(rows), P + K - 1), -1)
     for b, (ids, mask) in enumerate(rows):
         read = ids[:-1][:P]
         inputs[b, :len(read)] = read
-        learned = np.flatnonzero(mask[1:])
-        targets[b, learned] = ids[1:][learned]
+        places = np.flatnonzero(mask[1:])
+        targets[b, places] = ids[1:][places]
     return inputs, targets
 
 
@@ -108,29 +112,24 @@ def padded_length(row, T):
     return min(T, 8 * model_gpu.ceil_div(len(ids) - 1, 8))
 
 
-def learned(rows):
-    """The number of tokens that are learned from these rows."""
+def count_learned(rows):
+    """The number of tokens that head 0 learns from rows of at most T + 1 ids."""
     return sum(mask[1:].sum() for _, mask in rows)
-
-
-def window(tokens, start, T, K):
-    """A row of pretraining: T inputs, with the targets of all K heads."""
-    ids = tokens[start:start + T + K]
-    return ids, np.ones(len(ids), bool)
 
 
 def window_count(size, T, K):
     """The number of windows in an epoch, at least 1.  They start at shift, shift + T, shift + 2T, ..., where shift is
     0 to T - 1.  The last of n windows starts at shift + (n-1) T and needs T + K tokens.  So for the largest shift
-    T - 1 + (n-1) T + T + K <= size, which is n <= (size - K - T + 1) / T."""
+    T - 1 + (n-1) T + T + K <= size, which is n <= (size - K - T + 1) / T.  (A text that is too short for all shifts has
+    one window and fewer shifts: see `pretraining`.)"""
     require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
     return max(1, (size - K - T + 1) // T)
 
 
 def text_rows(tokens, T):
     """A text as rows of T + 1 ids.  Every token except the first is learned in exactly one row.  A row begins with the
-    token with which the row before it ends.  The last row begins earlier, so that it is full, and its mask leaves out
-    what the row before it has learned."""
+    token with which the row before it ends.  The last row begins earlier, so that it is full (a shorter text is one
+    shorter row), and its mask leaves out what the row before it has learned."""
     rows = []
     for start in range(0, len(tokens) - 1, T):
         first = max(0, min(start, len(tokens) - 1 - T))
@@ -141,39 +140,42 @@ def text_rows(tokens, T):
 
 @functools.lru_cache(maxsize=4)
 def epoch_order(count, seed, epoch, shifts):
-    """-> (a number from 0 to shifts - 1, a permutation of 0 .. count - 1), both drawn at random."""
+    """-> (the shift of this epoch, 0 to shifts - 1; the order of its windows, a permutation of 0 .. count - 1).  Both
+    are drawn at random."""
     rng = np.random.default_rng([seed, epoch])
     return rng.integers(shifts), rng.permutation(count)
 
 
 def in_turn(count, seed, first, number, stride=1, shifts=1):
-    """-> `number` places, from the one of index `first` on.  The places stand in random order, epoch after epoch.  An
-    epoch has `count` places: shift, shift + stride, shift + 2 stride, ..., where the shift is drawn for each epoch."""
-    places = []
+    """-> the terms first .. first + number - 1 of an endless random sequence.  An epoch of it has `count` terms: shift,
+    shift + stride, shift + 2 stride, ..., each once, in random order.  For windows a term is where one starts; with a
+    stride of 1 it is an index."""
+    terms = []
     for i in range(first, first + number):
         shift, order = epoch_order(count, seed, i // count, shifts)
-        places.append(shift + stride * order[i % count])
-    return places
+        terms.append(shift + stride * order[i % count])
+    return terms
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 2. The loop
 # ------------------------------------------------------------------------------------------------------------
 # train() is what pretraining, fine-tuning and rl.py share.  A Job is what they do not share, three functions:
-#   batch: step, from 0 -> (rows, weights).  weights (n,): of each row in the loss of head 0, and only head 0 learns; or
-#       None, then all rows weigh the same, and all heads learn.  batch is a pure function of the step and of the
+#   batch: step, counted from 0 -> (rows, weights).  With weights None all rows weigh the same, and all heads learn.
+#       With weights (n,), one for each row, only head 0 learns.  batch is a pure function of the step and of the
 #       model's weights, so that a run can be resumed.
 #   evaluate: step -> dict for log.jsonl, with numbers and with "samples": [(title, what the model says), ...].
 #   note: step -> what the progress line shows beside the loss, or "".
 Job = collections.namedtuple("Job", "batch evaluate note")
-REPORT_EVERY = 10           # steps that a GPU may run ahead of the host
+REPORT_EVERY = 10           # steps.  To read a loss the host waits for the GPU, so it reads those of ten steps at once.
 EARLY = 16, 64              # these steps are evaluated, too, because the loss falls fastest at the beginning
 
 
 def train(training, job, stop):
     """Run from model.step to settings.steps -> exit code, 0 when the run is finished.
 
-    The loop begins with the step that is already done, step 0 of a new run: it is only evaluated."""
+    The first pass of the loop makes no step.  It evaluates the weights with which the run begins, if their step is one
+    to be evaluated, such as step 0."""
     np.seterr(all="ignore")     # report looks for numbers that are not finite
     model = training.model
     settings = training.settings
@@ -181,13 +183,13 @@ def train(training, job, stop):
     first = model.step
     began = time.monotonic() - training.state["seconds"]
     waiting = []                # steps whose numbers the host has not read yet
-    log = None
+    log = None                  # rank 0 opens it after the first evaluation
     if first:
         print(f"Resuming {training.out} at step {first} of {settings.steps}.")
     for step in range(first, settings.steps + 1):
         evaluating = step % settings.eval_every == 0 or step in EARLY or step == settings.steps
         if step > first:
-            # One step: batch, forward, backward, update.
+            # One step: batch, forward, backward, update.  batch and learning_rate count steps from 0.
             rows, weights = job.batch(step - 1)
             losses = forward_backward(training, rows, weights)                          # (K,)
             lr = learning_rate(step - 1, settings)
@@ -195,7 +197,7 @@ def train(training, job, stop):
             waiting.append((step, training.state["tokens"], lr, model.later(losses, norm)))
 
             saving = evaluating or step % settings.save_every == 0
-            pause = saving or (stop.signal and ranks.size == 1)
+            pause = saving or (stop.signal and ranks.size == 1)     # several ranks agree to stop when they report
             if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
                 stopping = any(ranks.all_gather(stop.signal))   # the same on all ranks: all stop after the same step
                 training.state["seconds"] = time.monotonic() - began
@@ -206,12 +208,12 @@ def train(training, job, stop):
                 if stopping and step < settings.steps:
                     print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} "
                           f"--resume --out {shlex.quote(training.out)}", file=sys.stderr)
-                    return 128 + (stop.signal or signal.SIGTERM)        # or: another rank has the signal
+                    return 128 + (stop.signal or signal.SIGTERM)        # without a signal: another rank has one
         if evaluating:
             record = job.evaluate(step)
             print_record(record, step == settings.steps)
         if step == first:
-            ranks.meet()                            # all have read the new folder
+            ranks.meet()                            # all have read the new folder: now it may be renamed
             if ranks.rank == 0:
                 log = checkpoint.open_log(training.out, first)
         if evaluating and log:
@@ -232,10 +234,10 @@ def forward_backward(training, rows, weights):
     inputs, targets = make_batch(rows, T, K)                                            # (B,P), (B,P+K-1)
     P = inputs.shape[1]
     counted = count_targets(targets, P, K)
-    training.state["tokens"] += inputs.size
+    training.state["tokens"] += inputs.size         # with the padding
     own = ranks.part(len(rows))
-    if own.start == own.stop:                       # more ranks than rows: this rank takes a row without targets
-        own = slice(0, 1)
+    if own.start == own.stop:       # more ranks than rows.  This one takes a row without targets, because it has to
+        own = slice(0, 1)           # take part in the sums over all ranks.
         targets[...] = -1
     size = max(1, training.settings.micro_batch * T // P)
     losses = 0.0
@@ -259,8 +261,8 @@ def learning_rate(step, settings):
 
 
 def report(training, job, log, waiting, pause):
-    """Wait for the numbers of these steps, log them, and print a line for each.  FloatingPointError if a number is not
-    finite.  Before a pause the weights are looked at, too, because they may be saved in it."""
+    """Wait for the numbers of these steps, log them, and print a line for each.  The seconds are those of the last one.
+    FloatingPointError if a number is not finite.  Before a save or a stop the weights are checked, too."""
     model = training.model
     settings = training.settings
     seconds = training.state["seconds"]
@@ -275,7 +277,7 @@ def report(training, job, log, waiting, pause):
             log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
                       seconds=seconds)
         minutes = seconds / step * (settings.steps - step) / 60
-        speed = tokens / max(seconds, 1e-9)             # a clock may stand still
+        speed = tokens / max(seconds, 1e-9)             # a coarse clock may show 0 seconds
         parts = [f"step {step:5d}/{settings.steps}", f"loss {losses[0]:7.4f}", job.note(step),
                  f"{minutes:.1f} min left", f"{speed:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
         print_step(step, parts, last)
@@ -284,16 +286,16 @@ def report(training, job, log, waiting, pause):
 # ------------------------------------------------------------------------------------------------------------
 # 3. Measuring
 # ------------------------------------------------------------------------------------------------------------
-EVAL_TOKENS = 1 << 17    # an evaluation reads about this many of the tokens held out; the last one reads all
+EVAL_TOKENS = 1 << 17    # an evaluation reads at least this many held-out tokens; that of the last step reads all
 PROMPTS = ("\n", "The", "What is")         # without a space at the end: it belongs to the token of the next word
 
 
 def row_losses(training, rows):
-    """-> (n,) for each row the sum of head 0's -log p over the tokens that the row learns.  The ranks share the work.
+    """-> (n,) for each row the sum of head 0's -log p over the tokens of its mask.  The ranks share the work.
     The rows are sorted by length, so that a batch has little padding."""
     T, K = training.sizes
     ranks = training.ranks
-    progress = show_progress("measured:", "thousand rows", 1000)
+    progress = show_progress("measured:", unit="thousand rows", size=1000)
     losses = np.zeros(len(rows))
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
     left = by_length[ranks.rank::ranks.size]
@@ -309,8 +311,8 @@ def row_losses(training, rows):
 
 def measure(training, kinds):
     """kinds: {name: rows} -> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {name: [both]}}, means over the
-    tokens that the rows learn.  A byte is a byte for every tokenizer.  So models with different tokenizers can be
-    compared in bits a byte."""
+    tokens of the masks, and over their bytes.  Bits a byte do not depend on the tokenizer, so they compare models with
+    different ones."""
     byte_counts = np.array(list(map(len, training.tokenizer.tokens)))
     byte_counts[list(training.tokenizer.special.values())] = 0          # a special token is no text
     sums = {}
@@ -324,7 +326,7 @@ def measure(training, kinds):
 def nats_and_bits(sums):
     """[nats, tokens, bytes] -> [nats a token, bits a byte]."""
     nats, tokens, count = sums.tolist()
-    return [nats / tokens, nats / math.log(2) / max(count, 1)]
+    return [nats / tokens, nats / math.log(2) / max(count, 1)]          # a text of special tokens has no bytes
 
 
 def draw_samples(training, prompts, most_ids):
@@ -383,16 +385,17 @@ MACHINE = ("device", "precision", "threads", "micro_batch")                # set
 
 
 def defaults(steps, batch_tokens, lr, warmup, every):
-    """-> dict of settings.  every: the steps from one evaluation, and from one save, to the next."""
+    """-> dict of settings.  every: how many steps pass between two evaluations, and between two saves."""
     return dict(steps=steps, batch_tokens=batch_tokens, lr=lr, warmup=warmup, eval_every=every, save_every=every)
 
 
-# Chosen by short runs; docs/notes.md says what else was tried.  lr is for Muon; begin() halves it for AdamW.
+# Steps, tokens a step, learning rate (for Muon; begin() halves it for AdamW), steps of warmup, steps between two
+# evaluations.  Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3}}
-# More epochs did not help: big gained nothing from a fifth over 290 MB, small nothing from a ninth over 0.3 MB.
+# More epochs did not help: big gained nothing from a fifth epoch of 290 MB, small nothing from a ninth of 0.3 MB.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -406,11 +409,11 @@ def setting(kind, meaning, default=dataclasses.MISSING):
 @dataclasses.dataclass
 class Settings:
     """What a run is.  Two runs with the same settings, files, code, libraries and number of processes have the same
-    losses, bit for bit.  Most settings are options; where an option is missing, make_settings chooses a value, by the
-    preset and the machine, or the default at the end of the line is taken."""
+    losses, bit for bit.  Most settings are options.  An option that is missing gets the preset's value, or the best for
+    this machine (make_settings), or the default at the end of its line."""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
-    # at most as many as in the largest batch that anybody has reported (Llama 3)
+    # 1 << 24: 16M tokens is the largest batch that anybody has reported (Llama 3)
     batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step, a multiple of the context")
     lr: float = setting(bounded(float, 1e-9, 100), "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
@@ -418,14 +421,14 @@ class Settings:
     save_every: int = setting(whole_number(1), "steps from one save to the next")
     device: str = setting(("cpu", "gpu"), "default: the CPU for small, else the GPU")
     precision: str = setting(model_gpu.PRECISIONS, "number format on a GPU (default: bf16 where it has that)")
-    # the batch is cut into this many slices, and each has a core; another number sums in another order
-    threads: int = setting(whole_number(1, 1024), "cores to use (default: all)")
+    # a micro-batch is cut into this many slices, and each has a core; another number sums in another order
+    threads: int = setting(whole_number(1, 1024), "cores to use (default: all, at most one for each window)")
     # a CUDA grid has at most 65,535 rows
-    micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: as many as pay)")
+    micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: more would not be faster)")
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further prediction heads in the loss", 0.3)
     optimizer: str = setting(OPTIMIZERS, "muon (the default) for the layers' matrices, or adamw for all", "muon")
-    decay: float = setting(bounded(float, 0, 0.999), "of matrices (default 0.1; a text of small or big 0.3)", 0.1)
-    momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; a text of small 0.9)", 0.95)
+    decay: float = setting(bounded(float, 0, 0.999), "of matrices (default 0.1; small and big on a text: 0.3)", 0.1)
+    momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; small on a text: 0.9)", 0.95)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     epochs: int = 0         # of sft.py
@@ -439,7 +442,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Training:
-    """All that a run works with.  out: the folder of the run.  state: a dict, of what else a save records:
+    """All that a run works with.  out: the folder of the run.  state: a dict of what a save records besides:
         "tokens", "seconds"     spent so far
         "script"                train.py, sft.py or rl.py
         "base"                  the folder of the model that the run began with, or None
@@ -468,8 +471,8 @@ def parse_run_options(parser, argv, sizes, data):
     add("--out", type=normpath, metavar="DIR", help="the run's folder: default PRESET or BASE-more, -sft, -rl in out/")
     add("--resume", action="store_true", help="go on with the run in --out")
     for name in sizes:
-        add(option_of(name), type=whole_number(1, 1 << 20), help="of the model, in place of the preset's; of a base "
-            "the context alone")
+        add(option_of(name), type=whole_number(1, 1 << 20), help="of the model, in place of the preset's; with a base "
+            "only --context")
     for field in dataclasses.fields(Settings):
         if field.metadata:
             add(option_of(field.name), **field.metadata)
@@ -487,7 +490,7 @@ def choose_machine(options, preset, config, batch_tokens, ranks):
     take_engine(device, config, ranks)
     on_gpu = device == "gpu"
     windows = max(1, model_gpu.ceil_div(batch_tokens // config.context, ranks.size))
-    most_windows = max(1, (32768 if on_gpu else 4096) // config.context)    # of more tokens a step is not faster
+    most_windows = max(1, (32768 if on_gpu else 4096) // config.context)    # measured: more tokens are not faster
     rows = options.get("micro_batch", min(windows, most_windows))
     cores = min(rows, max(1, available_cores() // ranks.size))
     return {"device": device,
@@ -506,7 +509,7 @@ def take_engine(device, config, ranks):
 
 
 def make_settings(options, preset, config, usual, ranks):
-    """-> Settings: the options, and for the others the usual ones of the preset."""
+    """-> Settings: the options, and for those that are missing the usual values."""
     T = config.context
     usual = {**usual, "preset": preset, "mtp_weight": float(config.mtp_weight),
              "batch_tokens": max(1, usual["batch_tokens"] // T) * T}
@@ -549,7 +552,8 @@ def go(script, options, out, begin, make_job):
 
 
 def create_run(script, out, settings, config, tokenizer, base=None):
-    """Write a new run, at step 0: with a base's weights, or with random ones."""
+    """Write a new run, at step 0: with a base's weights, or with random ones.  It is then opened from its folder, as a
+    resumed run is."""
     require(not base or realpath(base) != realpath(out),
             f"--out {out} is the base itself; name another folder for the model made from it.")
     settings.key = hash_files(settings.data)
@@ -575,12 +579,12 @@ def save_run(training):
 
 def open_run(script, options, out, ranks):
     """-> the Training of a folder, as the last save left it."""
-    folder = checkpoint.begun_folder(out)
+    folder = checkpoint.begun_folder(out)           # a run before its first evaluation
     if not exists(folder):
         folder = out
     require(exists(f"{folder}/config.json"), f"there is nothing to resume in {out}.")
     if ranks.rank == 0:
-        checkpoint.mend(folder)
+        checkpoint.mend(folder)                     # finish a save that a kill interrupted
     ranks.meet()
     with refusing(f"the record of the run in {out} cannot be used"):
         state, moments = checkpoint.read_state(folder)
@@ -590,7 +594,7 @@ def open_run(script, options, out, ranks):
         base = state["base"]
         key = hash_files(settings.data)
     require(recorded_script == script, f"the run in {out} is one of {recorded_script}: resume it with that.")
-    require(key == settings.key, f"{', '.join(settings.data)}: not what {out} began with.")
+    require(key == settings.key, f"{', '.join(settings.data)}: changed since {out} began.")
     config = checkpoint.read_config(folder)
     apply_options(options, settings, config, base, out, ranks)
     model, tokenizer = load_model(folder, settings, config, ranks)
@@ -601,7 +605,7 @@ def open_run(script, options, out, ranks):
                   "The losses differ by rounding.")
             settings.micro_batch = rows
     checkpoint.write_moments(model, folder, moments)
-    require(tokenizer.template or script == "train.py", f"{out} has no chat template any more.")
+    require(tokenizer.template or script == "train.py", f"{out} has lost its chat template, in tokenizer_config.json.")
     if ranks.size > 1:
         model.communicator = model_gpu.Nccl(ranks) if settings.device == "gpu" else ranks
     return Training(model, tokenizer, settings, state, out, ranks)
@@ -611,16 +615,16 @@ def apply_options(options, settings, config, base, out, ranks):
     """Compare the options beside --resume with what the run has recorded.  An option may differ if it belongs to the
     machine, or if it asks for more steps or epochs; then the settings change.  All else that differs is an error."""
     recorded = {**vars(config), **vars(settings), "base": base}
+    if options.get("device", settings.device) != settings.device:
+        options = options | choose_machine(options, settings.preset, config, settings.batch_tokens, ranks)
     changed = {name: value for name, value in options.items() if recorded.get(name, value) != value}
-    if "device" in changed:
-        changed |= choose_machine(options, settings.preset, config, settings.batch_tokens, ranks)
     for name, value in changed.items():
         before = recorded[name]
         if name in MACHINE:
             print(f"note: {option_of(name)} was {before} and is {value}: the losses differ by rounding.")
         elif name in ("steps", "epochs") and value > before:
             print(f"The run in {out} had {before} {name}; it goes on to {value}, by a new schedule.")
-            settings.steps = settings.steps * value // before
+            settings.steps = settings.steps * value // before       # more epochs need more steps
         else:
             raise ValueError(f"the run in {out} has {option_of(name)} {before}, not {value}: a run keeps its settings."
                              "  Leave the option out, or start a new run with --out.")
@@ -681,12 +685,12 @@ def begin(options, out, ranks):
         require(sizes.keys() <= {"context"}, f"the model in {base} has its sizes: leave out all but --context.")
         config = checkpoint.read_config(base, options.get("context"))
     else:
-        config = dataclasses.replace(CONFIGS[preset], hidden=None, **sizes)
+        config = dataclasses.replace(CONFIGS[preset], hidden=None, **sizes)         # None: as the width asks for
     settings = make_settings(options, preset, config, usual, ranks)
     settings.data = settings.data or find_corpus(preset)
     tokenizer = checkpoint.read_tokenizer(base) if base else make_tokenizer(settings.data, config.vocab)
     tokens, _ = prepare(settings.data, tokenizer)
-    window_count(len(tokens), config.context, config.predict)                   # ValueError for too short a text
+    window_count(len(tokens), config.context, config.predict)       # called for its error, if the text is too short
     most_steps = max(1, MOST_EPOCHS[preset] * len(tokens) // settings.batch_tokens)
     if "steps" not in options and most_steps < settings.steps:
         settings.steps = most_steps
@@ -702,7 +706,7 @@ def pretraining(training):
     T, K = training.sizes
     tokens, val = prepare(settings.data, tokenizer)
     count = window_count(len(tokens), T, K)
-    shifts = min(T, len(tokens) - K - count * T + 1)
+    shifts = min(T, len(tokens) - K - count * T + 1)        # with the largest the last window ends with the text
     number = settings.batch_tokens // T             # of windows in a step
     held_out = {kind: text_rows(ids, T) for kind, ids in val.items() if len(ids) > 1}
     stride = max(1, sum(map(len, val.values())) // EVAL_TOKENS)
@@ -712,16 +716,18 @@ def pretraining(training):
     memory = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on; the weights average over {memory:,.2f} epochs.")
+          f"{len(tokens):,} tokens to train on; decay lets the weights forget a batch within {memory:,.2f} epochs.")
+
+    learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads
 
     def batch(step):
         starts = in_turn(count, settings.seed, step * number, number, T, shifts)
-        return [window(tokens, start, T, K) for start in starts], None
+        return [(tokens[start:start + T + K], learned) for start in starts], None
 
     def evaluate(step):
         every = 1 if step == settings.steps else stride         # the last evaluation reads all that is held out
-        rows = {kind: rows[::every] for kind, rows in held_out.items()}
-        return {**measure(training, rows), "samples": draw_samples(training, prompts, 80)}
+        some = {kind: rows[::every] for kind, rows in held_out.items()}
+        return {**measure(training, some), "samples": draw_samples(training, prompts, 80)}
 
     return Job(batch, evaluate, lambda step: "")
 
@@ -735,7 +741,8 @@ def evaluate_folder(options, ranks):
     out = options["evaluate"]
     config = checkpoint.read_config(out, options.get("context"))
     options.setdefault("device", "cpu" if model_gpu.why_no_gpu() else "gpu")
-    settings = make_settings(options, "big", config, DEFAULTS["big"], ranks)    # the micro-batch, threads, precision
+    # only its machine matters, and big's steps are long enough for a large micro-batch
+    settings = make_settings(options, "big", config, DEFAULTS["big"], ranks)
     training = Training(*load_model(out, settings, config, ranks, training=False), settings, {}, out, ranks)
     for path in settings.data:
         if holds_records(path):

@@ -80,7 +80,7 @@ def test_rows_of_a_pair(tmp_path):
     settings = make_training(data=[f"{tmp_path}/pairs.jsonl"], seed=1).settings
     batches, held_out, words = rl.read_pairs(OURS, settings, T)
     assert len(sum(batches, [])) + len(held_out) == 4
-    assert words.startswith("4 pairs, 1 to learn, 1 held out.") and "3 answers are cut" in words
+    assert words.startswith("4 pairs, 1 to learn, 1 held out.") and "3 times a question or an answer is cut" in words
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,14 +116,14 @@ def test_a_run_for_rewards(tuned):
     asked = list(dict.fromkeys(map(sft.opening, unseen)))
     mine, _ = rl.find_reward("mine.py:mine")
     rows, rewards, _ = rl.draw_answers(training, mine, asked, 0)
-    kl = (log_probs(model, rows) - log_probs(tuned.model, rows)).sum() / train.learned(rows)
+    kl = (log_probs(model, rows) - log_probs(tuned.model, rows)).sum() / train.count_learned(rows)
     forgotten = mean_nats(model, [sft.make_row(tuned.tokenizer, talk, 32) for talk in unseen])
     assert [last["reward"], last["kl"], last["forgotten"]] == pytest.approx([rewards.mean(), kl, forgotten], rel=1e-3)
     assert start["kl"] == 0 < kl and [model.optimizer, training.settings.decay, first["lr"]] == ["adamw", 0, 0.01]
     model.write(model.flat_params, tuned.model.flat_params)
     batch = rl.reinforce_job(training, mine).batch
     rows, weights = batch(0)
-    assert first["loss"] == pytest.approx(-weights @ log_probs(model, rows) / train.learned(rows), rel=1e-3)
+    assert first["loss"] == pytest.approx(-weights @ log_probs(model, rows) / train.count_learned(rows), rel=1e-3)
     prompts = [parts(tuned.tokenizer, row)[0] for step in range(3) for row in batch(step)[0]]
     assert prompts == np.repeat(prompts[::16], 16).tolist() and len({*prompts}) == 6
     assert {*prompts} <= {f"<|user|>{question}<|end|><|assistant|>" for _, [(question, _)] in learned}
@@ -197,7 +197,7 @@ def test_a_reward_that_cannot_be_used_is_one_sentence_and_nothing_is_lost(tuned,
 def test_equal_rewards_are_noted(tuned):
     write("same.py", "def same(*_):\n    return 0.5")
     shown = run("rl.py --base tuned --steps 1 --reward same.py:same --out same").stdout
-    assert "note: all answers to a prompt have the same reward" in shown
+    assert "note: for each held-out prompt all answers have the same reward" in shown
 
 
 def test_a_resumed_run_runs_the_code_of_its_reward_only_where_it_is_named_again(tuned):

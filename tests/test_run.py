@@ -209,7 +209,7 @@ def test_a_forged_record_is_refused_or_goes_on(half):
 def test_another_script_and_another_text_are_refused(half, tmp_path):
     assert "is one of train.py" in refused(resume(half, "sft"))
     write(tmp_path / "text", TEXT[1:])
-    assert "text: not what" in refused(resume(half), tmp_path)
+    assert "text: changed since" in refused(resume(half), tmp_path)
     assert "nothing to resume" in refused(resume(tmp_path))
 
 
@@ -218,7 +218,7 @@ def test_a_form_of_conversations_that_was_lost_is_missed(tmp_path):
     out = tmp_path / "out"
     run(command(out, "sft"))
     write(out / "tokenizer_config.json", read(out / "tokenizer_config.json").replace(b"chat_", b"cat_"))
-    assert "no chat template" in refused(resume(out, "sft"))
+    assert "lost its chat template" in refused(resume(out, "sft"))
 
 
 # -- options beside --resume ---------------------------------------------------------------------------------

@@ -254,3 +254,9 @@ def test_what_cannot_be_is_one_sentence(base):
     write("tiny", TEXT[:40])
     assert "the corpus is too short: 27 tokens" in refused(f"train.py {TINY} --data tiny")
     assert "has its sizes" in refused(f"train.py {TINY} --base base")
+
+
+def test_on_another_device_only_what_changes_is_noted(capsys):
+    training = make_training()
+    train.apply_options({"device": "cpu", "threads": 1}, training.settings, CONFIG, None, "out", training.ranks)
+    assert [note.split(":")[1] for note in capsys.readouterr().out.splitlines()] == [" --device was gpu and is cpu"]
