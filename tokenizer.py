@@ -10,14 +10,17 @@ took the 256 bytes as the first symbols.  So every text in every script has an e
 
     "low lower"  --words-->   "low", " lower"
     " lower"     --bytes-->   32 108 111 119 101 114      a space, l, o, w, e, r
-                 --merges-->  32 256 119 101 114          merge 0 is (108, 111): it makes 256, "lo"
-                              32 257 101 114              merge 1 is (256, 119): it makes 257, "low"
+                 --merges-->  32 256 119 101 114          merge 0 is (l, o) = (108, 111): it makes 256, "lo"
+                              32 257 101 114              merge 1 is (lo, w) = (256, 119): it makes 257, "low"
 
-Sections: 1 the idea; 2 words; 3 learning, fast; 4 encoding, fast; 5 the Tokenizer; 6 large files; 7 conversations;
-8 tokenizer.json; 9 the command line.
+The pair (l, o) occurs twice, and so does (o, w).  Of two such pairs the one with the smaller ids goes first.  Now no
+pair occurs twice, so the merges end: " lower" is 4 tokens in place of 6 bytes.
 
-What it does not do: other patterns of words than GPT-2's and SmolLM's, other models than BPE, more than 65,536
-tokens (an id takes 16 bits), normalization, padding, truncation, offsets.
+Sections: 1 the idea; 2 words; 3 learning, fast; 4 encoding, fast; 5 the Tokenizer; 6 large files (optional);
+7 conversations (optional); 8 tokenizer.json (optional); 9 the command line.
+
+What it does not do: it knows no other word patterns than GPT-2's and SmolLM's, no other models than BPE, and no more
+than 65,536 tokens (an id takes 16 bits).  It does not normalize, pad or truncate a text, and it gives no offsets.
 """
 import json
 import os
@@ -27,8 +30,9 @@ from array import array
 from collections import Counter, defaultdict
 from functools import cache, partial
 from heapq import heappop, heappush
-from itertools import chain, count, pairwise, repeat
+from itertools import chain, count, pairwise
 
+# Plumbing: errors, files, processes.  script.py explains it, and it can wait.
 from script import (Parser, find_chunks, newest_checkpoint, read_chunk, read_json, refusing, replace_file, require,
                     run_chunks, run_script, write_file)
 
@@ -36,21 +40,24 @@ from script import (Parser, find_chunks, newest_checkpoint, read_chunk, read_jso
 # ------------------------------------------------------------------------------------------------------------
 # 1. The idea: learn merges, then replay them
 # ------------------------------------------------------------------------------------------------------------
-# An example: the words "hug" 10 times, "pug" 5 times, "hugs" 5 times (g 103, h 104, p 112, s 115, u 117).
-#     (u, g) 20, (h, u) 15, (p, u) 5, (g, s) 5     merge 0 is (117, 103): it makes 256, "ug"
-#     (h, 256) 15, (p, 256) 5, (256, s) 5          merge 1 is (104, 256): it makes 257, "hug"
-#     (p, 256) 5, (257, s) 5                       a tie: merge 2 is the smaller pair, (112, 256): 258, "pug"
-#     (257, s) 5                                   merge 3 is (257, 115): 259, "hugs"
+# An example: the words "hug" 10 times, "pug" 5 times, "hugs" 5 times.  The bytes: g 103, h 104, p 112, s 115, u 117.
+# The pair (h, u) occurs 15 times: 10 times in "hug" and 5 times in "hugs".
+#
+#     (u, g) 20, (h, u) 15, (p, u) 5, (g, s) 5     merge 0 is (u, g) = (117, 103): it makes 256, "ug"
+#     (h, ug) 15, (p, ug) 5, (ug, s) 5             merge 1 is (h, ug) = (104, 256): it makes 257, "hug"
+#     (p, ug) 5, (hug, s) 5                        a tie: merge 2 is the smaller, (p, ug) = (112, 256): 258, "pug"
+#     (hug, s) 5                                   merge 3 is (hug, s) = (257, 115): it makes 259, "hugs"
+#
 # Now no pair is left, and the list ends.
-def learn_merges_plain(words, number):
-    """{word: how often it occurs} -> list of at most `number` merges, pairs of ids; merge i makes the id 256 + i.
+def learn_merges_plain(words, most_merges):
+    """{word: how often it occurs} -> list of at most `most_merges` merges, pairs of ids.  Merge i makes the id 256 + i.
 
-    Among pairs that occur equally often, the smallest is taken: first by its left id, then by its right id.  A
-    pair that occurs once is no pattern, so it ends the list.  `learn_merges` gives the same list faster: here all
-    pairs are counted again for each merge."""
+    Among pairs that occur equally often, the smallest is taken: first by its left id, then by its right id.  The
+    list ends when no pair occurs twice: a pair that occurs once is no pattern.  All pairs are counted again for each
+    merge.  `learn_merges` gives the same list faster."""
     rows = {word: [*to_bytes(word)] for word in words}
     merges = []
-    for new in range(256, 256 + number):
+    for new_id in range(256, 256 + most_merges):
         counts = Counter()
         for word, ids in rows.items():
             for pair in pairwise(ids):
@@ -61,16 +68,16 @@ def learn_merges_plain(words, number):
         best = min(pair for pair in counts if counts[pair] == most)
         merges.append(best)
         for word in rows:
-            rows[word] = replace_pair(rows[word], best, new)
+            rows[word] = replace_pair(rows[word], best, new_id)
     return merges
 
 
-def replace_pair(ids, pair, new):
+def replace_pair(ids, pair, new_id):
     """Glue each such pair of neighbours into one new id, from left to right: of "aaa" the first two."""
     replaced = []
     for token in ids:
         if replaced and (replaced[-1], token) == pair:
-            replaced[-1] = new
+            replaced[-1] = new_id
         else:
             replaced.append(token)
     return replaced
@@ -80,38 +87,44 @@ def replace_pair(ids, pair, new):
 # merge 1, (104, 256), makes 257 115; merge 2 does not occur; merge 3, (257, 115), makes 259.
 def encode_word_plain(word, merges):
     """The ids of a word: its bytes, on which the merges are replayed in the order in which they were learned.
-    `merge` gives the same ids faster: it looks only for merges that fit."""
+    `encode_word` gives the same ids faster: it looks only for merges that fit."""
     ids = [*to_bytes(word)]
-    for new, pair in enumerate(merges, 256):
-        ids = replace_pair(ids, pair, new)
+    for new_id, pair in enumerate(merges, 256):
+        ids = replace_pair(ids, pair, new_id)
     return ids
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 2. Text into words
 # ------------------------------------------------------------------------------------------------------------
-# Merges stay inside a word.  Otherwise "dog." and "dog!" would become tokens of their own.  A word is a
-# contraction such as 'll, or letters, or digits, or other signs, each with the one space before them, or white
-# space.  GPT-2's pattern says so:
+# Merges stay inside a word.  Otherwise "dog.", "dog!" and "dog?" would each take a token, and all mean "dog".
+# A word is one of these:
+#
+#     a contraction, such as 'll
+#     letters, or digits, or other signs; one space before them belongs to the word
+#     white space
+#
+# GPT-2's pattern says so:
 #
 #     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 #
 #     "I'd say 42!"     ->  "I", "'d", " say", " 42", "!"
 #     "a   b"           ->  "a", "  ", " b"           the last space goes to the next word, by \s+(?!\S)
 #
-# SmolLM and others split a text at its numbers first, and then each digit is a word.  So no space goes to a number:
+# SmolLM and others split a text at its numbers first, and each digit is a word.  So the space before a number is a
+# word of its own:
 #
 #     "I'd say 42!"     ->  "I", "'d", " say", " ", "4", "2", "!"
 
-# \s means Unicode's White_Space to GPT-2.  Python's own \s also takes the separators \x1c to \x1f.
+# In GPT-2's pattern \s is Unicode's White_Space.  Python's own \s also takes the separators \x1c to \x1f.
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-# The last code points that a pattern knows.  `re` looks characters up to U+FFFF up in a table, and compares those
-# beyond it, such as emoji, with one range after the other.  That is four times as slow, so the pattern with all
-# ranges is used only where a text has such characters.
+# Up to which code point a pattern knows letters and numbers: BMP has no emoji and rare scripts, ALL has them.  `re` has
+# a table for the characters up to U+FFFF.  It compares those beyond with one range after the other.  A pattern with all
+# ranges takes four times as long, so it is used only where a text has such characters.
 BMP = 0xFFFF
 ALL = 0x10FFFF
-# A part of a text: 4096 characters, and then up to the next white space that follows something else.  Such white
-# space always begins a new word.
+# A text is split in parts of about 4096 characters, so that only the parts with an emoji take the slow pattern.  A part
+# ends before white space that follows something else: a new word always begins there.
 PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 
 
@@ -131,20 +144,19 @@ def char_classes(limit):
 
 @cache
 def word_pattern(limit, digits):
-    """The pattern above; digits: SmolLM's."""
+    """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    keeps_off = SPACE                   # a last space does not go to what follows it, if that is one of these
+    no_space_before = SPACE             # a character of these does not take the last space before it
     if digits:
         numbers = f"[{number}]"
-        keeps_off += number
+        no_space_before += number
     return re.compile(f"'(?:[stmd]|re|ve|ll)| ?[{letter}]+|{numbers}| ?[^{SPACE}{letter}{number}]+"
-                      f"|[{SPACE}]+(?![^{keeps_off}])|[{SPACE}]+")
+                      f"|[{SPACE}]+(?![^{no_space_before}])|[{SPACE}]+")
 
 
 def split_words(text, digits=False):
-    """The words of a str, in order; joined they are the text.  Yields the list of words of one part of the text
-    after the other."""
+    """The words of a str, in order; joined they are the text.  Yields one list of words for each part of the text."""
     for part in PART.findall(text):
         limit = BMP
         if not part.isascii() and re.search("[\U00010000-\U0010FFFF]", part):
@@ -152,9 +164,9 @@ def split_words(text, digits=False):
         yield word_pattern(limit, digits).findall(part)
 
 
-# A file may hold bytes that are not UTF-8.  In a str each of them is a lone surrogate, U+DC80 to U+DCFF
-# (surrogateescape), which `to_bytes` turns back.  A str may also hold other lone surrogates: these become the three
-# bytes that UTF-8 would give them (surrogatepass).
+# A file may hold bytes that are not UTF-8.  `to_str` makes each of them a lone surrogate, U+DC80 to U+DCFF
+# (surrogateescape), and `to_bytes` turns it back.  If the text is a str that itself holds a lone surrogate, `to_str`
+# first makes it the three bytes that UTF-8 would give it (surrogatepass).
 def to_str(text):
     """str or bytes -> a str from which `to_bytes` makes the same bytes, whatever they are."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -174,14 +186,14 @@ def count_words(texts):
     return Counter(chain.from_iterable(part for text in texts for part in split_words(to_str(text))))
 
 
-def learn_merges(words, number):
-    """What `learn_merges_plain` does, in about one step for each byte of the distinct words.
+def learn_merges(words, most_merges):
+    """What `learn_merges_plain` does, faster.  All words stand in one long row of ids, each word once, with its count
+    as a weight.  Each pair knows its positions in the row.  So a merge visits only these, and corrects the counts of
+    the pairs beside them.  A heap gives the most frequent pair.
 
-    Three things change.  All words stand in one long row of ids, each word once, with its count as a weight.  Each
-    pair knows its positions in the row; so a merge visits only these, and corrects the counts of the pairs beside
-    them.  A heap gives the most frequent pair.  Every merge at a position takes one id out of the row, so there
-    are fewer of them than bytes."""
-    # arrays, because a list takes four times the memory
+    Where two ids merge, one id leaves the row.  So there are fewer such places, over all merges, than bytes in the row.
+    Each costs a few steps, and now and then one in the heap."""
+    # arrays ("i": 32 bits each, "q": 64), because a list takes four times the memory
     token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
     for word, times in words.items():
@@ -193,86 +205,88 @@ def learn_merges(words, number):
     after = array("q", range(1, len(token) + 1))
 
     counts = Counter()
-    where = defaultdict(partial(array, "q"))        # {pair: its positions, in ascending order}
+    positions = defaultdict(partial(array, "q"))    # {pair: its positions, in ascending order}
     for position, pair in enumerate(pairwise(token)):
         if -1 not in pair:
             counts[pair] += weight[position]
-            where[pair].append(position)
+            positions[pair].append(position)
 
     # The order of this heap breaks ties: the highest count first, then the smallest pair.  A sorted list is a heap.
     heap = sorted((-times, pair) for pair, times in counts.items())
     merges = []
-    while heap and -heap[0][0] > 1 and len(merges) < number:
-        negative, pair = heappop(heap)
-        if -negative != counts[pair]:
-            # Other merges took some of its occurrences since it was put there.  Once both of its tokens exist, the
-            # count of a pair only falls.  So its true count goes back into the heap, further behind.
+    while heap and -heap[0][0] > 1 and len(merges) < most_merges:
+        minus_times, pair = heappop(heap)
+        if -minus_times != counts[pair]:
+            # This entry is old: other merges took some occurrences of the pair since it was pushed.  After that a count
+            # only falls, as each new pair holds a new id.  So no entry is too low: push the true count, and go on.
             heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
-        new = 256 + len(merges)
+        new_id = 256 + len(merges)
         merges.append(pair)
-        born = defaultdict(partial(array, "q"))     # {pair that contains the new id: its positions}
-        for p in where.pop(pair):       # ascending: in "aaa" the first two merge.  At o, p, q, r: a, left, right, b
-            q = after[p]
-            if token[p] != left or token[q] != right:
-                continue                # taken by an earlier merge, or by the one just before it, as in "aaa"
-            o = before[p]
-            r = after[q]
-            a = token[o]                # -1 where the word begins with left
-            b = token[r]                # -1 where it ends with right
-            times = weight[p]
-            if a != -1:
-                counts[a, left] -= times
-                counts[a, new] += times
-                born[a, new].append(o)
-            if b != -1:
-                counts[right, b] -= times
-                counts[new, b] += times
-                born[new, b].append(p)
-            token[p] = new
-            token[q] = -1
-            after[p] = r
-            before[r] = p
+        new_pairs = defaultdict(partial(array, "q"))        # {pair that contains the new id: its positions}
+        # positions   p_before   p_left  p_right  p_after
+        # ids         id_before  left    right    id_after     become     id_before  new_id  (taken away)  id_after
+        for p_left in positions.pop(pair):
+            p_right = after[p_left]
+            if token[p_left] != left or token[p_right] != right:
+                continue            # an earlier merge took one of the two; or the place before did, as in "aaa"
+            p_before = before[p_left]
+            p_after = after[p_right]
+            id_before = token[p_before]         # -1 where the word begins with left
+            id_after = token[p_after]           # -1 where it ends with right
+            times = weight[p_left]
+            if id_before != -1:
+                counts[id_before, left] -= times
+                counts[id_before, new_id] += times
+                new_pairs[id_before, new_id].append(p_before)
+            if id_after != -1:
+                counts[right, id_after] -= times
+                counts[new_id, id_after] += times
+                new_pairs[new_id, id_after].append(p_left)
+            token[p_left] = new_id
+            token[p_right] = -1
+            after[p_left] = p_after
+            before[p_after] = p_left
         del counts[pair]
-        where.update(born)
-        for young in born:
-            heappush(heap, (-counts[young], young))
+        positions.update(new_pairs)
+        for new_pair in new_pairs:
+            heappush(heap, (-counts[new_pair], new_pair))
     return merges
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 4. Encoding, fast
 # ------------------------------------------------------------------------------------------------------------
-# From this length on, in bytes, `merge_long` is faster than `merge`.
+# Above this number of ids, with the -1 at both ends, `encode_long_word` is faster than `encode_word`.
 LONG_WORD = 200
 
 
-def merge(ids, rank_of, made_by):
+def encode_word(ids, rank_of, made_by):
     """The ids of one word's bytes -> the ids of its tokens.  Of the merges that fit, the one that was learned first
     is done, at its leftmost place, until none fits.
 
-    ids: with -1 at both ends, which merges with nothing, so that each id has two neighbours; rank_of: {(left id,
-    right id): the place of their merge in the order of learning}; made_by: [the id that the merge of this rank
-    makes]."""
+    ids: with -1 at both ends.  -1 merges with nothing, so each id that can merge has two neighbours, and i is never 0;
+    rank_of: {(left id, right id): the rank of their merge, 0 for the one that was learned first};
+    made_by: made_by[rank] is the id that this merge makes."""
     get = rank_of.get
     no_merge = len(made_by)
-    ranks = [*map(get, pairwise(ids), repeat(no_merge))]        # at i: of ids[i] and ids[i + 1]
+    ranks = [get(pair, no_merge) for pair in pairwise(ids)]     # at i: the rank of (ids[i], ids[i + 1])
     rank = min(ranks)
     while rank != no_merge:
         i = ranks.index(rank)
-        new = made_by[rank]
-        ids[i] = new
+        new_id = made_by[rank]
+        ids[i] = new_id
         del ids[i + 1], ranks[i]
         # two pairs are new: the one that ends with the new id, and the one that begins with it
-        ranks[i - 1] = get((ids[i - 1], new), no_merge)
-        ranks[i] = get((new, ids[i + 1]), no_merge)
+        ranks[i - 1] = get((ids[i - 1], new_id), no_merge)
+        ranks[i] = get((new_id, ids[i + 1]), no_merge)
         rank = min(ranks)
     return ids[1:-1]
 
 
-def merge_long(ids, rank_of, made_by):
-    """The same for a word of any length n in n log n steps, where the loop above takes n squared: a heap of (rank,
+def encode_long_word(ids, rank_of, made_by):
+    """The same for a word of any length n, in n log n steps.  The loop above takes n squared.  The heap holds (rank,
     the places of its two ids).  A merge leaves its id at the left place, and None at the right one."""
     heap = sorted((rank_of[pair], p, p + 1) for p, pair in enumerate(pairwise(ids)) if pair in rank_of)
     while heap:
@@ -299,12 +313,12 @@ MAX_ENTRIES = 250_000
 
 
 class Encoder(dict):
-    """A cache, {word: its ids}, which encodes a word when it is asked for it first: Python calls `__missing__` for
-    a key that a dict lacks.  The ids are packed as uint16, as a file of tokens holds them; so those of a text are
-    one join of bytes, which runs in C."""
+    """A cache, {word: its ids}, which encodes a word the first time it is asked for it: Python calls `__missing__` for
+    a key that a dict lacks.  The ids are packed as uint16, as a file of tokens holds them.  So the ids of a text are
+    one b"".join, which is fast because it runs in C."""
 
     def __init__(self, tokens, merges, digits):
-        """See Tokenizer.  Other people's tokenizers may lack some of the 256 bytes."""
+        """See Tokenizer."""
         self.byte_ids = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1}
         self.made_by = [*merges.values()]
         self.rank_of = dict(zip(merges, count()))
@@ -312,11 +326,11 @@ class Encoder(dict):
 
     def __missing__(self, word):
         byte_ids = self.byte_ids
-        # a byte without a token is left out, and its neighbours may merge
+        # Other people's tokenizers may lack a byte.  It is left out, and its neighbours may merge.
         ids = [-1, *[byte_ids[byte] for byte in to_bytes(word) if byte in byte_ids], -1]
-        replay = merge_long if len(ids) > LONG_WORD else merge
-        packed = array("H", replay(ids, self.rank_of, self.made_by)).tobytes()
-        if len(word) <= 64:                 # longer ones hardly come again
+        encode = encode_long_word if len(ids) > LONG_WORD else encode_word
+        packed = array("H", encode(ids, self.rank_of, self.made_by)).tobytes()
+        if len(word) <= 64:                 # longer ones hardly come again; 60 or 70 would do as well
             if len(self) >= MAX_ENTRIES:
                 self.clear()
             self[word] = packed
@@ -333,21 +347,23 @@ class Encoder(dict):
 # ------------------------------------------------------------------------------------------------------------
 # 5. The Tokenizer
 # ------------------------------------------------------------------------------------------------------------
-# Tokens that no text gives: "<|end|>" typed by a user is seven ordinary characters.  The one exception is a corpus
-# on disk, where a line that holds only <|endoftext|> separates documents (section 6).
+# Tokens that no text gives: "<|end|>" typed by a user is seven ordinary characters.  Otherwise a user could end his own
+# turn and write the answer himself.  The one exception is a corpus on disk, where a line that holds only <|endoftext|>
+# separates documents (section 6).
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
-# Other tokenizers have other names for <|endoftext|>: the first of these that there is.
+# Other tokenizers have other names for <|endoftext|>.  The first of these that a tokenizer has is taken.
 TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"
-# About how many distinct words training on files keeps; 10 MB of books have 55,000.
+# If there are more distinct words than this, training on files drops the rarer half.  10 MB of books have 55,000.
 MAX_WORDS = 1_000_000
 
 
 class Tokenizer:
-    """tokens: [bytes of the token of this id] (b"": no token has it); merges: {(left id, right id): the id that they
-    make}, in the order learned; special: {name: id}; digits: whether each digit is a word.
+    """tokens: [bytes of the token of this id], b"" where an id is unused; merges: {(left id, right id): the id that
+    they make}, in the order learned (sections 1 and 3 have the pairs alone, as a list); special: {name: id}; digits:
+    whether each digit is a word.
 
-    Of ours the ids are first the 256 bytes, then the merges in the order learned, then the special tokens.  It
+    In our tokenizers the ids are: the 256 bytes, the merges in the order learned, the special tokens.  A Tokenizer
     also has vocab_size V, and template: the form of conversations (section 7)."""
 
     def __init__(self, tokens, merges, special, digits=False):
@@ -401,12 +417,12 @@ class Tokenizer:
                 return self.special[name]
         raise ValueError(f"The tokenizer has no special token {names[0]}.")
 
-    # Files: section 6.
+    # Files.  These methods use section 6, and can wait.
 
     @classmethod
     def train_files(cls, files, vocab_size, processes=None, progress=None):
-        """Learn from files, on all cores in bounded memory.  files, processes, progress: as for `encode_files`.
-        Lines that hold only <|endoftext|> separate documents and are not learned from."""
+        """Learn from files, on all cores in bounded memory.  files, processes, progress: as for `encode_files`, with
+        chunks of 4 MiB.  Lines that hold only <|endoftext|> separate documents and are not learned from."""
         chunks = [chunk for file in files for chunk in find_chunks(file, 4 * CHUNK, find_cut)]
         words = Counter()
         for counts in run_chunks(count_chunk, chunks, processes, progress):
@@ -420,19 +436,19 @@ class Tokenizer:
         return self.encode_files([path], out, processes)
 
     def encode_files(self, files, out, processes=None, progress=None):
-        """Encode files, one after the other, into the file `out` of little-endian uint16 ids -> how many they are.
-        `out` is replaced when all is written.
+        """Encode files, one after the other, into the file `out` of little-endian uint16 ids.  Returns the number of
+        ids.  `out` is replaced when all is written.
 
             one                 the ids of "one", <|endoftext|>, the ids of "two", <|endoftext|>
             <|endoftext|>
             two
 
-        A line that holds only <|endoftext|> becomes its id (or that of what stands in its place: TEXT_ENDS), and
-        the line ends beside it go.  The last document of each file ends with that id, too.  There are no empty
-        documents.
+        A line that holds only <|endoftext|> becomes its id (in other people's tokenizers: that of the first name in
+        TEXT_ENDS), and the line ends beside it go.  The last document of each file ends with that id, too.  There are
+        no empty documents.
 
         files: paths, or (path, start, end) for a part in bytes; processes: how many (default: one for each core);
-        progress(done bytes, all bytes) is called after each chunk of 1 MiB, so memory is bounded."""
+        progress(done bytes, all bytes) is called after each chunk.  A chunk has 1 MiB, so memory is bounded."""
         boundary = array("H", [self.special_id(*TEXT_ENDS)]).tobytes()
         encode = partial(encode_chunk, self.encoder, boundary)
         parts = [find_chunks(file, CHUNK, find_cut) for file in files]
@@ -440,16 +456,17 @@ class Tokenizer:
         with replace_file(out) as file:
             for part in parts:
                 last = boundary
-                for _, ids in zip(part, results):       # part first: at its end, zip has not taken a result too many
+                # part stands first: zip stops there, before it takes a result that belongs to the next file
+                for _, ids in zip(part, results):
                     if last == boundary:                # no document is empty
                         ids = ids.removeprefix(boundary)
                     file.write(ids)
-                    last = ids[-2:] or last
+                    last = ids[-2:] or last             # the last id: two bytes
                 if last != boundary:
                     file.write(boundary)
             return file.tell() // 2
 
-    # Conversations: section 7.
+    # Conversations.  These methods use section 7, and can wait.
 
     def prompt(self, text, room=None, system=None, first=True):
         r"""The ids of a user's turn, up to where the answer begins, in the form of `template`:
@@ -457,12 +474,14 @@ class Tokenizer:
             ours    <|user|>[SYSTEM\n\n]TEXT<|end|><|assistant|>
             ChatML  [<|im_start|>system\nSYSTEM<|im_end|>\n]<|im_start|>user\nTEXT<|im_end|>\n<|im_start|>assistant\n
 
-        text, system: str or bytes.  What is in brackets stands only in the first turn of a conversation that has a
-        system text.  With None it is the template's, if that has one.  An empty system text stands in ChatML, and
-        not in ours.  In ChatML a turn that is not the first begins with the "\n" that ends the answer before it.
+        What is in brackets stands only in the first turn, and only if there is a system text.
 
-        room: the most ids that there may be.  Of a longer text the end is kept, with all that surrounds it.  If what
-        surrounds it is too long by itself, the end of everything is kept, behind the first id."""
+            text     str or bytes
+            room     the most ids that there may be.  Of a longer text the end is kept, with all that surrounds it.  If
+                     that alone is longer than room, only the first id and the last room - 1 ids are kept.
+            system   str or bytes.  None: the template's own, if it has one.  Empty: ours leaves it out, and ChatML has
+                     a system turn with an empty text.
+            first    False for a later turn.  In ChatML it begins with the "\n" that ends the answer before it."""
         text = to_bytes(to_str(text))
         system = CHATML_SYSTEMS.get(self.template) if system is None else to_bytes(to_str(system))
         if self.template in CHATML_SYSTEMS:
@@ -477,14 +496,16 @@ class Tokenizer:
             before = [USER]
             head = system + b"\n\n" if system and first else b""
             after = [END_OF_TURN, ASSISTANT]
-        # head and text in one piece: other tools, too, encode together what stands between two special tokens
+        # Head and text are one piece: the ids of "a" + "b" are not always those of "a" and those of "b".  Other tools,
+        # too, encode together what stands between two special tokens.
         ids = self.join(*before, head + text, *after)
         if room is None or len(ids) <= room:
             return ids
         kept = len(self.join(*before, head))
         if kept + len(self.join(*after)) > room:
             kept = 1
-        return ids[:kept] + ids[kept + len(ids) - room:]
+        surplus = len(ids) - room
+        return ids[:kept] + ids[kept + surplus:]
 
     def join(self, *pieces):
         """The ids of pieces, one after the other.  A str is the name of a special token, and bytes are text.  So no
@@ -499,19 +520,19 @@ class Tokenizer:
         """The id that ends an answer."""
         return self.special_id(CHATML_END if self.template in CHATML_SYSTEMS else END_OF_TURN)
 
-    # On disk: section 8.
+    # On disk.  These methods use section 8, and can wait.
 
     def save(self, path):
-        """Write a Hugging Face tokenizer.json, which `tokenizers` and `transformers` load with the same ids.  One
-        thing is other there: they find special tokens in a text."""
+        """Write a Hugging Face tokenizer.json, which `tokenizers` and `transformers` load with the same ids.  With one
+        difference: those libraries also turn "<|end|>" inside a text into the special token."""
         chars = byte_chars()
         names = [token.decode("latin-1").translate(chars) for token in self.tokens]
         added = []
         for name, i in self.special.items():
             names[i] = name
             added.append({"id": i, "content": name, **SPECIAL})
-        words = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]} if self.digits else BYTE_LEVEL
-        content = {"version": "1.0", "added_tokens": added, "pre_tokenizer": words, "decoder": BYTE_LEVEL,
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]} if self.digits else BYTE_LEVEL
+        content = {"version": "1.0", "added_tokens": added, "pre_tokenizer": pre_tokenizer, "decoder": BYTE_LEVEL,
                    "model": {"type": "BPE", "vocab": {name: i for i, name in enumerate(names) if name},
                              "merges": [f"{names[left]} {names[right]}" for left, right in self.merges]}}
         write_file(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
@@ -524,14 +545,14 @@ class Tokenizer:
         content = read_json(path)
         with refusing(f"{path} is not a tokenizer that tokenizer.py reads"):
             model = content["model"]
-            words = content["pre_tokenizer"]
-            *first, level = words.get("pretokenizers", [words])
+            pre_tokenizer = content["pre_tokenizer"]
+            *first, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
             # trim_offsets makes no difference to ids, and use_regex may be left out
-            level = {**BYTE_LEVEL, **level, "trim_offsets": True}
-            require(first in ([], [DIGITS]) and level == BYTE_LEVEL and not content.get("normalizer"),
+            byte_level = {**BYTE_LEVEL, **byte_level, "trim_offsets": True}
+            require(first in ([], [DIGITS]) and byte_level == BYTE_LEVEL and not content.get("normalizer"),
                     "it divides text into other words than GPT-2's and SmolLM's do")
             special = {token["content"]: token["id"] for token in content["added_tokens"]}
-            # where both have an id, the vocabulary's counts, as for `tokenizers`
+            # where a name has an id in both, the id of the vocabulary is taken, as `tokenizers` does
             return cls.from_vocab({**special, **model["vocab"]}, model["merges"], special, bool(first))
 
     @classmethod
@@ -545,7 +566,8 @@ class Tokenizer:
     @classmethod
     def from_vocab(cls, vocab, merges, special, digits=False):
         """vocab: {token as `byte_chars` writes it, or name of a special token: id}; merges: "left right" or [left,
-        right] each; special: names.  An error of any kind for what does not fit together."""
+        right] each; special: names.  Raises some error (KeyError, ValueError, ...) if they do not fit together.  `load`
+        turns it into one sentence."""
         require({*vocab.values()} <= {*range(65_536)}, "its ids are not all in 0 to 65,535")
         byte_of = dict(zip(byte_chars(), count()))
         tokens = [b""] * (max(vocab.values()) + 1)
@@ -561,11 +583,11 @@ class Tokenizer:
 # ------------------------------------------------------------------------------------------------------------
 # 6. Large files: documents, chunks
 # ------------------------------------------------------------------------------------------------------------
-# A line that holds only <|endoftext|>.  The pattern is ^<\|endoftext\|>\r?$ with its ^ behind the name: `re` is much
-# faster with a pattern that begins with plain bytes.
+# A line that holds only <|endoftext|>.  The pattern is ^<\|endoftext\|>\r?$, with the ^ moved behind the name, where
+# (?<=...) looks back for it: `re` is much faster with a pattern that begins with plain bytes.
 SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
 # one separator or several, and the line ends behind each
-SEPARATORS = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*", re.MULTILINE)
+SEPARATOR_RUN = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*", re.MULTILINE)
 # bytes of a file that are encoded at a time
 CHUNK = 1 << 20
 
@@ -574,7 +596,7 @@ def read_documents(path, start, end):
     """The documents in a part of a corpus: the texts between the separators, without the line ends beside these.
     If the part begins with a separator, the first document is empty; if it ends with one, the last.  No other
     document is empty."""
-    *texts, last = SEPARATORS.split(read_chunk(path, start, end))
+    *texts, last = SEPARATOR_RUN.split(read_chunk(path, start, end))
     return [*(text.rstrip(b"\r\n") for text in texts), last]
 
 
@@ -589,32 +611,34 @@ def encode_chunk(encoder, boundary, *chunk):
 
 
 def find_cut(window):
-    """Where a file may be cut: an offset into these bytes of it, so that both sides give the ids that they give
-    together.  It is at the first place that is
+    """Where a file may be cut: an offset into these bytes of it.  The ids of the two sides, one after the other, are
+    the ids of the whole.  The cut is at the first place that is
 
         before white space that follows something else (but not ">", which may end a separator),
         or behind a run of letters or of digits (but not before "<" or "|", which may stand in a separator),
         or behind a separator and its line ends.
 
-    If there is no such place, as in 64 KiB of one letter, it is in the middle, between two characters."""
+    If there is no such place, as in a window of one letter alone, it is in the middle, between two characters.  (A
+    window has 64 KiB: CUT_WINDOW in script.py.)"""
     text = to_str(re.sub(rb"^[\x80-\xbf]{1,3}", b"", window))   # begin at a character
     letter, number = char_classes(BMP)
-    # never before: what may begin a separator; half a character at the window's end; a character beyond U+FFFF
-    other = "<|\udc80-\udcff\U00010000-\U0010FFFF"
+    # what may begin a separator; half a character at the window's end; a character beyond U+FFFF
+    never_before = "<|\udc80-\udcff\U00010000-\U0010FFFF"
     cut = re.search(f"[^{SPACE}>](?=[{SPACE}])"
-                    f"|[{letter}](?=[^{letter}{other}])|[{number}](?=[^{number}{other}])"
+                    f"|[{letter}](?=[^{letter}{never_before}])|[{number}](?=[^{number}{never_before}])"
                     r"|\n<\|endoftext\|>(\r?\n)+(?=[^\r\n])", text)
     place = cut.end() if cut else len(text) // 2
     return len(window) - len(to_bytes(text[place:]))
 
 
 def split_point(path):
-    """The byte at which the validation part of a file begins.  It is the last 1%, but at least 100 kB, and at most
-    10% and 4 MB (about 1M tokens).  The cut moves to the nearest separator; if there is none near, to the nearest
-    line; if there is no line, it stays, even within a character: tokens are made of bytes."""
+    """The byte at which the validation part of a file begins.  The part is 1% of the file; not less than 100 kB, not
+    more than 4 MB (about 1M tokens); and never more than 10% of the file.  Then the cut moves to the nearest separator
+    in the last 10% and 32 MB.  If there is none, it moves to the nearest line.  If there is no line, it stays, even
+    within a character: tokens are made of bytes."""
     size = os.path.getsize(path)
     held_out = min(max(size // 100, 100_000), 4_000_000)
-    low = size - min(size // 10, 32_000_000)        # the cut is no earlier
+    low = size - min(size // 10, 32_000_000)        # the cut is not before this byte
     tail = read_chunk(path, low, size)
     end = len(tail.rstrip())                        # something must be left behind the cut
     target = max(0, min(len(tail) - held_out, end - 1))
@@ -626,8 +650,8 @@ def split_point(path):
 
 
 def tokenizer_sample(parts):
-    """What a tokenizer is trained on, of these parts of files, (path, 0, end): all of it; or of more than 100 MB
-    about a hundred pieces of 1 MB, evenly spread.  They show which pairs are frequent as well as gigabytes do."""
+    """What a tokenizer is trained on: all of these parts of files, (path, 0, end).  If they are more than 100 MB, it is
+    about a hundred pieces of 1 MB from all over them.  These show which pairs are frequent as well as gigabytes do."""
     total = sum(end for *_, end in parts)
     if total <= 100_000_000:
         return parts
@@ -677,9 +701,11 @@ def known_template(text):
 # ------------------------------------------------------------------------------------------------------------
 # 8. What stands in a tokenizer.json
 # ------------------------------------------------------------------------------------------------------------
-# GPT-2's words; each digit a word; how a special token is found in a text
+# GPT-2's words
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+# each digit is a word
 DIGITS = {"type": "Digits", "individual_digits": True}
+# how a special token is found in a text
 SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
@@ -694,7 +720,8 @@ def byte_chars():
 # 9. The command line: a text with the boundaries of its tokens
 # ------------------------------------------------------------------------------------------------------------
 def visible(token):
-    r"""The bytes of a token as printable text: a line end as \n, and each byte that cannot be seen as \xNN."""
+    r"""The bytes of a token as printable text: a line end as \n, a tab as \t, a backslash as \\, and any other byte
+    that cannot be seen as \xNN."""
     text = token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")
     return "".join(char if char.isprintable() else repr(char.encode())[2:-1] for char in text)
 
