@@ -40,6 +40,7 @@ from script import (Parser, find_chunks, newest_checkpoint, read_chunk, read_jso
 # ------------------------------------------------------------------------------------------------------------
 # 1. The idea: learn merges, then replay them
 # ------------------------------------------------------------------------------------------------------------
+
 # An example: the words "hug" 10 times, "pug" 5 times, "hugs" 5 times.  The bytes: g 103, h 104, p 112, s 115, u 117.
 # The pair (h, u) occurs 15 times: 10 times in "hug" and 5 times in "hugs".
 #

@@ -33,7 +33,7 @@ import numpy as np
 import rl
 from gradcheck import BUGS, TINY, TINY_BAR, gradients, make_problem, plant, slope
 from script import require
-from tokenizer import Tokenizer, learn_merges
+from tokenizer import count_words, learn_merges_plain
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. Exercises that have no solution here: their judge is the measured slope alone
@@ -114,11 +114,11 @@ def measured(backward, *arguments):
 # ------------------------------------------------------------------------------------------------------------
 # 2. The exercises, and mistakes of their own
 # ------------------------------------------------------------------------------------------------------------
-EXERCISES = {re.sub("_backward|_update|_weights", "", function.__name__): function for function in (
+EXERCISES = {re.sub("_backward|_update|_weights|_plain", "", function.__name__): function for function in (
     model_cpu.linear_backward, model_cpu.embedding_backward, model_cpu.swiglu_backward,
     model_cpu.cross_entropy_backward, model_cpu.rmsnorm_backward, model_cpu.rope_backward,
     model_cpu.attention_backward, model_cpu.block_backward, model_cpu.adamw_update, model_cpu.muon_update,
-    model_cpu.newton_schulz, model_cpu.head_targets, model_cpu.sample, learn_merges,
+    model_cpu.newton_schulz, model_cpu.head_targets, model_cpu.sample, learn_merges_plain,
     rl.reinforce_weights, rl.dpo_weights, layernorm_backward, geglu_backward, softcap_backward)}
 LIMIT = 20            # seconds that all calls of the reader's function may take
 MARKS = "layernorm", "geglu", "softcap"       # without a solution here: section 1
@@ -163,7 +163,10 @@ def exercise_text(name):
     head = re.match('(?s).*?""".*?"""', inspect.getsource(function))[0]
     own = function.__globals__
     forward = own[function.__name__.replace("_backward", "_forward")]   # itself, where there is no pair
-    used = {forward.__name__, *forward.__code__.co_names, *function.__code__.co_names}
+    codes = [forward.__code__, function.__code__]
+    # up to Python 3.11 a comprehension is a piece of code of its own
+    codes += [part for code in codes for part in code.co_consts if inspect.iscode(part)]
+    used = {forward.__name__, *(name for code in codes for name in code.co_names)}
     imports = ""
     sources = ""
     for key, f in own.items():
@@ -216,8 +219,9 @@ def record():
     gradients(*other)
     for seed, how in enumerate([(0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)]):    # temperature, k, p
         list(model_cpu.generate(model, [1, 2, 3], *how, seed=seed, most=30))
-    for vocab_size in 300, 500:               # the second time the pairs run out
-        Tokenizer.train([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"], vocab_size)
+    words = count_words([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"])
+    for most_merges in 40, 240:               # the second time the pairs run out
+        learn_merges_plain(words, most_merges)
     sys.setprofile(None)
     rng = np.random.default_rng(2)
     shapes = {"gain": 8, "bias": 8, "gate_up": (5, 16), "cap": None}    # None: a number; all others (5, 8)

@@ -16,7 +16,7 @@ import exercises
 import gradcheck
 
 BEGUN = "    # Your lines here.\n"
-# learn_merges imports these, which a reader need not have
+# learn_merges_plain needs two of these, which a reader may import or not
 LIBRARY = "from array import *\nfrom collections import *\nfrom functools import *\nfrom heapq import *\nfrom itertools import *\n"
 
 
