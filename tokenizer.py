@@ -119,9 +119,9 @@ def encode_word_plain(word, merges):
 
 # In GPT-2's pattern \s is Unicode's White_Space.  Python's own \s also takes the separators \x1c to \x1f.
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-# Up to which code point a pattern knows letters and numbers: BMP has no emoji and rare scripts, ALL has them.  `re` has
-# a table for the characters up to U+FFFF.  It compares those beyond with one range after the other.  A pattern with all
-# ranges takes four times as long, so it is used only where a text has such characters.
+# Up to which code point a pattern knows letters and numbers: BMP leaves out emoji and rare scripts, ALL has them.
+# `re` has a table for the characters up to U+FFFF.  It compares those beyond with one range after the other.  A pattern
+# with all ranges takes four times as long, so it is used only where a text has such characters.
 BMP = 0xFFFF
 ALL = 0x10FFFF
 # A text is split in parts of about 4096 characters, so that only the parts with an emoji take the slow pattern.  A part
