@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import parametrize, read, rows, value_error, write
+from cases import parametrize, read, value_error, write
 from runs import kill_before
 
 import checkpoint
@@ -76,39 +76,11 @@ def test_every_bit_comes_back(tmp_path, change):
     assert (loaded.config, record) == (model.config, RECORD)
 
 
-def test_the_weights_have_the_names_of_a_llama(folder):
-    ours = make(7).params
-    expected = {"model.embed_tokens": ours["embed"], "model.norm": ours["norm"], "lm_head": ours["heads"][:264],
-                "mtp_heads": ours["heads"][264:]}
-    for i in range(2):
-        for name, matrix, first, end in rows("""self_attn.q_proj         | qkv     | 0  | 16
-                                                self_attn.k_proj         | qkv     | 16 | 24
-                                                self_attn.v_proj         | qkv     | 24 | 32
-                                                self_attn.o_proj         | out     | 0  | 16
-                                                mlp.gate_proj            | gate_up | 0  | 48
-                                                mlp.up_proj              | gate_up | 48 | 96
-                                                mlp.down_proj            | down    | 0  | 16
-                                                input_layernorm          | norm1   | 0  | 16
-                                                post_attention_layernorm | norm2   | 0  | 16"""):
-            expected[f"model.layers.{i}.{name}"] = ours[f"layers.{i}.{matrix}"][int(first):int(end)]
-    tensors, metadata = read_safetensors(folder / WEIGHTS)
-    assert (len(tensors), metadata["step"]) == (len(expected), "7")
-    for name, tensor in expected.items():
-        assert np.array_equal(tensors[f"{name}.weight"], tensor), name
-
-
-CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 48,
-"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 264,
-"max_position_embeddings": 16, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "hidden_act": "silu",
-"attention_bias": false, "mlp_bias": false, "tie_word_embeddings": false, "torch_dtype": "float32",
-"bos_token_id": null, "mtp_heads": 2, "mtp_weight": 0.5, "eos_token_id": """
-
-
 @parametrize("chat, end, template", [(True, "<|end|>", CHAT_TEMPLATE), (False, "<|endoftext|>", "")])
-def test_the_settings_of_a_llama(tmp_path, chat, end, template):
+def test_how_a_text_ends_for_others(tmp_path, chat, end, template):
     """A model that answers has a chat template, and ends at the end of a turn."""
     save(tmp_path, make(7), TOKENIZER, RECORD, chat)
-    assert json.loads(read(tmp_path / "config.json")) == json.loads(f"{CONFIG}{TOKENIZER.special[end]}}}")
+    assert json.loads(read(tmp_path / "config.json"))["eos_token_id"] == TOKENIZER.special[end]
     settings = json.loads(read(tmp_path / "tokenizer_config.json"))
     assert (settings["eos_token"], settings.get("chat_template", "")) == (end, template)
     assert checkpoint.read_tokenizer(tmp_path).template == template
@@ -192,9 +164,6 @@ NAME = "model.layers.1.self_attn.k_proj.weight"
 
 @parametrize("name, tensor, value, words", [
     (WEIGHTS, NAME, None, r"k_proj.weight is missing, config.json asks for \(8, 16\)"),
-    (WEIGHTS, NAME, np.zeros((16, 8)), r"k_proj.weight is \(16, 8\), config.json asks for \(8, 16\)"),
-    (WEIGHTS, "more", np.zeros(3), "more is .* none of that name"),
-    (WEIGHTS, NAME, np.full((8, 16), np.nan), "the tensor .*k_proj.weight holds numbers that are not finite"),
     (STATE, "v", None, "v is missing"), (STATE, "m", np.zeros(3), r"m is \(3,\)"),
     (STATE, "v", np.full(make(0).v.size, np.inf), "the tensor v holds numbers that are not finite")])
 def test_a_tensor_that_does_not_fit_is_named(folder, name, tensor, value, words):
@@ -208,11 +177,10 @@ def test_a_tensor_that_does_not_fit_is_named(folder, name, tensor, value, words)
         write_moments(model, folder, read_state(folder)[1])
 
 
-@parametrize("name, old, new", [("config.json", b'"hidden_act": "silu"', b'"hidden_act": "gelu"'), ("config.json", b": 0.5", b": 0.4"),
-                                ("config.json", b"{", b'{"note": 1,'), ("tokenizer.json", b"\n", b"\n ")])
+@parametrize("name, old, new", [("config.json", b": 0.5", b": 0.4"), ("tokenizer.json", b"\n", b"\n ")])
 def test_another_config_or_tokenizer_is_refused(folder, name, old, new):
     write(folder / name, read(folder / name).replace(old, new))
-    with value_error(f"{name}: hidden_act is 'gelu'|{name} is not as it was saved"):
+    with value_error(f"{name} is not as it was saved"):
         load(folder, model_cpu)
 
 
@@ -224,9 +192,7 @@ def test_weights_of_another_run_are_refused(folder, tmp_path):
 
 
 @parametrize("name, key, value, words", [
-    (WEIGHTS, "step", "seven", "its step is no number"), (WEIGHTS, "step", [], "its step is no number"),
-    (STATE, "state", None, "is not the state of a run"), (STATE, "state", "[1]", "is not the state of a run"),
-    (STATE, "weights", None, "belongs to other weights")])
+    (WEIGHTS, "step", "seven", "its step is no number"), (STATE, "state", "[1]", "is not the state of a run")])
 def test_forged_metadata_under_a_right_checksum(folder, name, key, value, words):
     def change(tensors, metadata):
         metadata[key] = value
@@ -234,7 +200,6 @@ def test_forged_metadata_under_a_right_checksum(folder, name, key, value, words)
     with value_error(words):
         load(folder, model_cpu)
         read_state(folder)
-        mend(folder)
 
 
 # -- the folder of a run -------------------------------------------------------------------------------------

@@ -91,15 +91,12 @@ def test_every_planted_bug_is_named(bug, name, calls):
 
 
 @parametrize("name, there, instead, sentence", [
-    ("linear", "dw += dout.T @ x", "dw -= dout.T @ x", "Each of these is -1 times what it should be."),
     ("linear", "dw += ", "dw[...] = ", "`+=` is the contract, and"),
     ("linear", "np.matmul(dout, w, out=dx)", "dx += dout @ w", "`=` is the contract, and this looks like `+=`"),
     ("linear", "np.matmul(dout, w, out=dx)", "dx = dout @ w", "Nothing was written to it: write `dx[...] = ...`;"),
-    ("linear", "dw +=", "x *= 2; dw +=", "It should be as it was before the call."),
     ("linear", "dw +=", "raise ValueError('no')\n    dw +=", "exercises/linear.py, line 24: ValueError: no"),
     ("attention", "math.sqrt(q.shape[-1])", "q.shape[-1]", "dqkv: 152 of 224 entries are off, in [0:1, 0:7, 0:24]"),
-    ("head_targets", "return np", "result = np", "the result is nothing, where int64 of the shape (14, 3) belongs."),
-    ("head_targets", "return np", "return 'x'; np", "the result is <U1 of the shape (), where int64")])
+    ("head_targets", "return np", "result = np", "the result is nothing, where int64 of the shape (14, 3) belongs.")])
 def test_words_for_a_mistake(name, there, instead, sentence, calls):
     assert there in body(name)
     said = verdict(name, calls, body(name).replace(there, instead))
@@ -107,10 +104,8 @@ def test_words_for_a_mistake(name, there, instead, sentence, calls):
 
 
 @parametrize("name, there, instead", [
-    ("reinforce", "(-1, GROUP)", "(2, GROUP)"), ("dpo", "reshape(-1, 2)", "reshape(4, 2)"), ("dpo", "beta ", "0.3 "),
-    ("adamw", "beta1", "0.9"), ("adamw", "beta2", "0.95"), ("adamw", "eps", "1e-3"), ("adamw", "lr ", "0.1 "),
-    ("muon", "momentum", "0.95"), ("muon", "lr ", "0.1 "), ("muon", "decay", "0.1"),
-    ("head_targets", "range(K)", "range(3)"), ("head_targets", "k + T", "k + 7"),
+    ("reinforce", "(-1, GROUP)", "(2, GROUP)"), ("dpo", "reshape(-1, 2)", "reshape(4, 2)"), ("adamw", "beta1", "0.9"),
+    ("adamw", "eps", "1e-3"), ("muon", "decay", "0.1"), ("head_targets", "range(K)", "range(3)"), ("head_targets", "k + T", "k + 7"),
     ("attention", "math.sqrt(q.shape[-1])", "2"), ("sample", "sampling.seed", "1")])
 def test_a_number_of_the_run_in_place_of_an_argument_is_seen(name, there, instead, calls):
     assert there in body(name)

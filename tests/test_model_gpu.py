@@ -345,14 +345,6 @@ def test_cublas_computes_where_the_kernels_do(card):
             model.logits(batch(1, 9)[0])
 
 
-def test_an_optimizer_without_a_rule_is_an_error(card, monkeypatch):
-    put(monkeypatch, model_cpu, OPTIMIZERS=("muon", "adamw", "sgd"))
-    model = model_gpu.Model(TINY, optimizer="sgd")
-    learn(model, 2, 9)
-    with value_error("^Model.update does not know the rule sgd.$"):
-        model.update(0.1)
-
-
 def test_a_decoder_has_no_memory_for_training(card):
     """Beyond its cache and one row of logits a token, next to nothing, whatever the vocabulary and the loss take."""
     config = dataclasses.replace(TINY, vocab=40000, predict=1)

@@ -94,14 +94,22 @@ def tuned(tmp_path_factory):
 
 
 def test_what_is_drawn(tuned):
-    """The same from the same seed.  A reward gets the number of tokens before a special one, and whether that is the end."""
+    """The same from the same seed.  A reward gets the texts, the number of tokens before a special one, and whether that is
+    the end."""
     asked = [("S", "say 3")] * 6
-    draws = [rl.draw_answers(tuned, lambda prompt, answer, tokens, ended: tokens + 99 * ended, asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
+    heard = []
+
+    def reward(prompt, answer, tokens, ended):
+        heard.append((prompt, answer))
+        return tokens + 99 * ended
+    draws = [rl.draw_answers(tuned, reward, asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
     for rows, rewards, texts in draws:
         answers = [ids[mask] for ids, mask in rows]
         assert rewards.tolist() == [(ids < 268).sum() + 99 * (ids[-1] == 271) for ids in answers]
+        assert texts == [tuned.tokenizer.decode(ids[ids < 268]) for ids in answers]
         assert {parts(tuned.tokenizer, row)[0] for row in rows} == {"<|user|>S\n\nsay 3<|end|><|assistant|>"}
     first, again, other = [texts for *_, texts in draws]
+    assert heard == [("say 3", answer) for answer in first + again + other]
     assert first == again != other and len({*first}) > 50 and len(first) == 96
 
 

@@ -9,7 +9,6 @@ import random
 import resource
 import shutil
 import signal
-import sys
 import time
 
 import numpy as np
@@ -98,18 +97,9 @@ def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(tmp_path, job):
     assert os.listdir(tmp_path) == [".out.lock", "out"]
 
 
-def in_a_save(source, target, rename=os.replace):
-    """os.replace, but killed where the moments are saved, and the weights would follow."""
-    if os.path.basename(target) == checkpoint.WEIGHTS:
-        send(signal.SIGKILL)()
-    rename(source, target)
-
-
-@parametrize("step, trap", [(4, at(train, "learning_rate", 2, send(signal.SIGKILL))),
-                            (6, lambda: setattr(os, "replace", in_a_save))])
-def test_a_killed_run_goes_on_from_its_last_save(half, step, trap):
-    run(resume(half), code=-signal.SIGKILL, trap=trap)
-    assert f"at step {step} of 8" in run(resume(half)).stdout
+def test_a_killed_run_goes_on_from_its_last_save(half):
+    run(resume(half), code=-signal.SIGKILL, trap=at(train, "learning_rate", 4, send(signal.SIGKILL)))
+    assert "at step 6 of 8" in run(resume(half)).stdout
     assert result_of(half) == untouched()
 
 
@@ -121,19 +111,6 @@ def test_a_signal_finishes_the_step_and_saves_and_a_second_one_leaves_at_once(tm
     run(resume(out, job), code=128 + number, trap=at(train, "learning_rate", 2, send(number, number)))
     assert [record["step"] for record in read_log(out) if "loss" in record] == [1, 2, 3, 4, 5, 6]
     goes_on(out, job)
-
-
-def leave():
-    """Nobody reads the output any more, as in `train.py | head`."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    sys.stdout = os.fdopen(writer, "w")
-
-
-@parametrize("trap", [leave, lambda: setattr(sys, "stdout", None)])
-def test_output_that_nobody_reads_costs_nothing(tmp_path, trap):
-    done = run(command(tmp_path / "out"), trap=trap)
-    assert done.stderr == "" and result_of(tmp_path / "out") == untouched()
 
 
 @parametrize("size", [200, 4000, 50_000, 150_000])
@@ -176,17 +153,15 @@ def test_an_altered_file_is_refused_or_changes_nothing(half, number):
         assert (done.returncode, done.stderr.count("\n"), done.stderr[:7]) == (2, 1, "error: "), (SEED, path, done.stderr)
 
 
-@parametrize("change, words", [
-    (lambda metadata, settings: metadata.pop("weights"), "belongs to other weights"),
-    (lambda metadata, settings: settings.pop("steps"), "cannot be used"),
-    (lambda metadata, settings: settings.update(growth=0.25), "cannot be used")])
-def test_the_run_of_another_version_is_refused(half, change, words):
+@parametrize("change", [
+    lambda settings: settings.pop("steps"), lambda settings: settings.update(growth=0.25)])
+def test_the_run_of_another_version_is_refused(half, change):
     tensors, metadata = checkpoint.read_safetensors(half / checkpoint.STATE)
     state = json.loads(metadata["state"])
-    change(metadata, state["settings"])
+    change(state["settings"])
     tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
     checkpoint.write_safetensors(half / checkpoint.STATE, tensors, {**metadata, "state": json.dumps(state)})
-    assert words in refused(resume(half))
+    assert "cannot be used" in refused(resume(half))
 
 
 def test_a_forged_record_is_refused_or_goes_on(half):
@@ -210,7 +185,6 @@ def test_another_script_and_another_text_are_refused(half, tmp_path):
     assert "is one of train.py" in refused(resume(half, "sft"))
     write(tmp_path / "text", TEXT[1:])
     assert "text: changed since" in refused(resume(half), tmp_path)
-    assert "nothing to resume" in refused(resume(tmp_path))
 
 
 def test_a_form_of_conversations_that_was_lost_is_missed(tmp_path):
@@ -228,9 +202,6 @@ def test_the_same_options_may_be_repeated(half):
 
 
 @parametrize("option, words", rows("""--seed 7         | --seed 0, not 7
-                                      --dim 32         | --dim 16, not 32
-                                      --context 16     | --context 32, not 16
-                                      --batch-tokens 64 | --batch-tokens 128, not 64
                                       --data other     | --data ['text'], not ['other']
                                       --steps 7        | --steps 8, not 7
                                       --base base      | --base None, not base
@@ -271,13 +242,6 @@ def test_a_new_run_gives_the_older_one_another_name(tmp_path):
     assert f"is now {out}.3" in run(command(out)).stdout
     assert result_of(f"{out}.2") == result_of(out) == untouched()
     assert read(f"{out}.1/model.safetensors") == untouched()[1] and len(read_log(f"{out}.3")) == 7
-
-
-def test_a_run_of_no_step_is_replaced_without_a_word(tmp_path):
-    out = tmp_path / "out"
-    run(f"{command(out)} --seed 5", code=-9, trap=at(train, "learning_rate", 1, send(signal.SIGKILL)))
-    assert "earlier run" not in run(command(out)).stdout
-    assert result_of(out) == untouched() and not os.path.exists(f"{out}.1")
 
 
 def fail():

@@ -37,13 +37,14 @@ TALK = messages("system Be kind", "user Hi", "assistant Yo", "user <|end|>?", "a
 @parametrize("record, conversation", [
     ({"instruction": "Q\n", "output": " A"}, (None, [("Q\n", " A")])),
     ({"instruction": "Q", "input": "I", "output": "A"}, (None, [("Q\n\nI", "A")])),
-    (TALK, ("Be kind", TURNS))])
+    (TALK, ("Be kind", TURNS)), (TALK["messages"], ("Be kind", TURNS)), ({"prompt": "Q", "completion": "A"}, (None, [("Q", "A")])),
+    ({"prompt": TALK["messages"][:4], "completion": TALK["messages"][4:]}, ("Be kind", TURNS))])
 def test_a_record_is_a_conversation(record, conversation):
     assert script.make_turns(record) == conversation
 
 
 @parametrize("record", [
-    7, {"instruction": "Q"}, {"instruction": "Q", "output": " \n"}, messages("system S"), messages("user Q", "user R")])
+    7, {"instruction": "Q", "output": " \n"}, [{"from": "human", "value": "Q"}], messages("system S"), messages("user Q", "user R")])
 def test_another_record_is_refused_by_its_number(tmp_path, record):
     write(tmp_path / "x.json", json.dumps([TALK, record]))
     with value_error("x.json, record 2, cannot be used"):

@@ -13,8 +13,6 @@ import checkpoint
 import model_cpu
 
 LINES = "<|endoftext|>\n" + "".join(f"{i:03d} bottles of beer, {i * i:05d}.\n" for i in range(105))
-PRETRAIN = ("train.py --data text --dim 16 --heads 2 --kv-heads 1 --layers 1 --context 64 --vocab 264 --batch-tokens 256 "
-            "--steps 20 --device cpu --out ")
 
 
 @once_a_module
@@ -22,7 +20,8 @@ def pretrained(tmp_path_factory):
     """A folder with a text, and a model of it in base/."""
     folder = tmp_path_factory.mktemp("silent")
     write(folder / "text", LINES)
-    run(PRETRAIN + "base", folder)
+    run("train.py --data text --dim 16 --heads 2 --kv-heads 1 --layers 1 --context 64 --vocab 264 --batch-tokens 256 "
+        "--steps 20 --device cpu --out base", folder)
     return folder
 
 
@@ -36,7 +35,7 @@ def folder(pretrained, tmp_path, monkeypatch):
 @parametrize("length", [500, 40])
 @parametrize("context", [64, 48])
 def test_every_token_but_the_first_is_scored_once(length, context):
-    """In windows side by side, of which the last one is moved back, so that it is full."""
+    """In windows side by side, of which the last one is moved back, so that it is full; Windows' line ends change nothing."""
     write("short", LINES[-length:])
     model, tokenizer = checkpoint.load("base", model_cpu, {}, context)
     tokenizer.encode_file("short", "ids")
@@ -46,6 +45,7 @@ def test_every_token_but_the_first_is_scored_once(length, context):
         begin = min((i - 1) // context * context, max(0, len(ids) - 1 - context))
         logits = model.logits(ids[None, begin:i].astype(int))[0, -1, 0]
         losses.append(np.logaddexp.reduce(logits) - logits[ids[i]])
+    write("short", "\ufeff" + LINES[-length:].replace("\n", "\r\n"))
     printed = run(f"train.py --evaluate base --data short --context {context} --device cpu").stdout
     assert float(re.search(r"loss ([\d.]+)", printed)[1]) == pytest.approx(np.mean(losses), abs=2e-4)
 
@@ -82,30 +82,3 @@ def test_pairs_in_every_exact_form_are_the_same_pairs():
 def test_pairs_of_other_forms_are_refused_by_number(record):
     write_pairs(record)
     assert "record 1" in refused("rl.py --base base --data pairs.jsonl --steps 2 --out rl --device cpu")
-
-
-def test_line_ends_and_a_byte_order_mark_change_nothing():
-    evaluate = "train.py --evaluate base --data text --device cpu"
-    printed = run(evaluate).stdout
-    write("text", "\ufeff" + LINES.replace("\n", "\r\n"))
-    run(PRETRAIN + "other")
-    assert read_log("other") == read_log("base")
-    assert run(evaluate).stdout == printed
-
-
-def test_a_reward_gets_texts_and_the_number_of_tokens():
-    """From a model that says the two bytes of a Cyrillic letter again and again, and ends before each with a chance of 1/2."""
-    model, tokenizer = checkpoint.load("base", model_cpu, {})
-    first, second = tokenizer.encode("\u0416")
-    model.flat_params[:] = 0                                    # so the layers add nothing
-    model.params["norm"][:] = 1
-    model.params["embed"][:, 0] = 1                             # after any token but the first byte ...
-    model.params["embed"][first] = np.eye(16)[1]
-    model.params["heads"][[first, tokenizer.special["<|end|>"]], 0] = 100       # ... that one comes, or the end
-    model.params["heads"][second, 1] = 100
-    checkpoint.save("base", model, tokenizer, checkpoint.read_state("base")[0])
-    write("asked.jsonl", '{"instruction": "Who?", "output": "You."}\n{"instruction": "Why?", "output": "So."}')
-    write("mine.py", "def reward(prompt, answer, tokens, ended):\n"
-                     "    assert prompt in ('Who?', 'Why?') and answer == tokens // 2 * '\u0416' and ended == (tokens < 16)\n"
-                     "    return 100 + tokens")
-    assert "reward 10" in run("rl.py --base base --data asked.jsonl --reward mine.py:reward --steps 1 --batch-tokens 1024 --device cpu").stdout

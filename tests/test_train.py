@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import once_a_module, parametrize, put, read, write
-from runs import TEXT, TINY, read_log, refused, run
+from runs import TEXT, TINY, read_log, run
 
 import script
 import train
@@ -248,12 +248,6 @@ def test_a_base_goes_on(base):
     start, first, *_ = read_log("more")
     assert start["val_loss"] == pytest.approx(read_log("base")[-1]["val_loss"], rel=1e-6) and more.model.config == base.model.config
     assert [first["step"], first["lr"]] == [1, train.DEFAULTS["small"]["lr"] / 4] and more.model.v.size > base.model.v.size
-
-
-def test_what_cannot_be_is_one_sentence(base):
-    write("tiny", TEXT[:40])
-    assert "the corpus is too short: 27 tokens" in refused(f"train.py {TINY} --data tiny")
-    assert "has its sizes" in refused(f"train.py {TINY} --base base")
 
 
 def test_on_another_device_only_what_changes_is_noted(capsys):

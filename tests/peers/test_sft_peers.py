@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 from cases import once_a_module
-import test_model_peers as peers
 import torch
 import torch_twin
 import transformers
@@ -20,7 +19,16 @@ import sft
 import train
 from tokenizer import Tokenizer
 
-TEXTS = [*peers.TEXTS.values(), "What is a cat?", "An animal.", " leading", "trailing ", "\nlines\n\n", "{{ x }} {% if %}"]
+TEXTS = [
+    "The cat's mat -- we'll see if they've gone, I'd said; O'Neill's.\n\n\tIndented\r\n  twice  \n",
+    "Grüße, déjà vu; Ελληνικά ἀρχή; Русский; العربية بِسْمِ; עברית; हिन्दी नमस्ते; ไทย; 日本語カナ; 한국어; ½ Ⅷ ² ٣",
+    "".join(map(chr, range(32))) + " a\x1c b\x1f c",
+    "\x7f\x85\xa0\u1680\u2000\u200b\u2028\u2029\u202f\u205f\u3000\ufeff a\u2003 b\xa0",
+    "👍🏽 👩‍👩‍👧‍👦 🇩🇪🇫🇷 ☃️ 1️⃣ 🏴\U000e0067\U000e0062\U000e007f x🙂y",
+    " " * 100 + "x" + " " * 33 + "\n" * 20 + "y \t \n z" + " " * 7,
+    "1234567890" * 20 + " 3.14159,2,000,000 1e-05 0x1F 2026-01-31",
+    "", "e\u0301 n\u0303 \u0301 \ue000\U0010ffff\ufffd",
+    "What is a cat?", "An animal.", " leading", "trailing ", "\nlines\n\n", "{{ x }} {% if %}"]
 
 
 @once_a_module
@@ -48,6 +56,7 @@ def test_apply_chat_template_gives_our_ids(tokenizers):
             messages.append({"role": "assistant", "content": rng.choice(TEXTS[:4])})
         ours, theirs = both(tokenizers, messages)
         assert ours == theirs, messages
+        assert len({tokenizer.decode(ours) for tokenizer in tokenizers}) == 1
 
 
 def test_a_typed_special_token_is_text_here_alone(tokenizers):
