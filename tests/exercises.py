@@ -393,7 +393,8 @@ def run_exercise(name, hint):
     for each in EXERCISES if name == "all" else [name]:
         verdict = grade(each, calls[each])
         good &= not verdict
-        lines = verdict or [f"right in {len(calls[each])} calls"]
+        number = len(calls[each])
+        lines = verdict or [f"right in {number} call{'s' * (number > 1)}"]
         print(f"{each:15}" + f"\n{'':15}".join(lines[:1] if name == "all" else lines))
     return good
 
