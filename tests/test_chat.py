@@ -134,6 +134,13 @@ def test_a_session_on_a_terminal(models, name, steps):
     assert talk(models, f"chat.py --model out/{name} --temperature 0 --max-tokens 1000000", steps) == 0
 
 
+@parametrize("word", ["exit", "/quit"])
+def test_who_says_quit_leaves(models, monkeypatch, word):
+    lines = iter([word])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    chat.run_session(load_session(models), "out/loop")
+
+
 def test_a_seed_gives_a_text(models, out_text):
     """Each answer of a session is another one; /seed begins anew; /temperature 0 takes the likeliest."""
     def said(session, *commands):

@@ -80,7 +80,8 @@ def test_every_bit_comes_back(tmp_path, change):
 def test_how_a_text_ends_for_others(tmp_path, chat, end, template):
     """A model that answers has a chat template, and ends at the end of a turn."""
     save(tmp_path, make(7), TOKENIZER, RECORD, chat)
-    assert json.loads(read(tmp_path / "config.json"))["eos_token_id"] == TOKENIZER.special[end]
+    config = json.loads(read(tmp_path / "config.json"))
+    assert (config["architectures"], config["eos_token_id"]) == (["LlamaForCausalLM"], TOKENIZER.special[end])
     settings = json.loads(read(tmp_path / "tokenizer_config.json"))
     assert (settings["eos_token"], settings.get("chat_template", "")) == (end, template)
     assert checkpoint.read_tokenizer(tmp_path).template == template
@@ -203,7 +204,7 @@ def test_forged_metadata_under_a_right_checksum(folder, name, key, value, words)
 
 
 # -- the folder of a run -------------------------------------------------------------------------------------
-@parametrize("name", [WEIGHTS, STATE, "tokenizer.json", "tokenizer_config.json", "log.jsonl", "my notes"])
+@parametrize("name", [WEIGHTS, STATE, "log.jsonl", "my notes"])
 def test_whatever_is_in_a_folder_is_kept(tmp_path, name):
     """Also beside a run without a step, which by itself is removed."""
     out = tmp_path / "out"

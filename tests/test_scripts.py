@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts")
     for name, data in {"text": b"\xff" + TEXT.encode(), "empty": "", "latin": b"\xe9" * 99, "wide": "text".encode("utf-16"), "short": TEXT[:40],
                        "cut.jsonl": '{"instruction": "a", "output": "b"}\n{"inst', "odd.json": '[{"instruction": "a"}]',
-                       "none.jsonl": '{"good": "", "bad": "b", "name": "c"}', "long.jsonl": json.dumps({"good": "b", "bad": TEXT, "name": "c"})}.items():
+                       "share.json": '[[{"from": "human", "value": "Q"}]]', "long.jsonl": json.dumps({"good": "b", "bad": TEXT, "name": "c"})}.items():
         write(folder / name, data)
     write(folder / "pairs.json", json.dumps([{"instruction": c + "ä", "output": c, "prompt": c, "chosen": "é", "rejected": "日"} for c in "abcé"]))
     os.mkfifo(folder / "pipe")
@@ -61,7 +61,6 @@ REFUSED = {
     "train.py text": "A text is named by --data, a model to begin with by --base",
     "train.py --out=": "--out . is the current folder",
     "train.py --seed=--": "--seed=-- has no value",
-    "train.py --evaluate m --data none.jsonl": "none.jsonl, record 1, cannot be used (a sentence must have 1 to",
     "train.py --evaluate m --data long.jsonl": "long.jsonl, record 1, cannot be used (a sentence must have 1 to",
     f"train.py --data short {TINY}": "the corpus is too short: 27 tokens",
     "train.py --base m --dim 8": "has its sizes",
@@ -70,6 +69,7 @@ REFUSED = {
     "sft.py --base m --data empty": "empty: there is no record.",
     "sft.py --base m --data cut.jsonl": "cut.jsonl, line 2, is not JSON",
     "sft.py --base m --data odd.json": "odd.json, record 1, cannot be used (it has instruction, and needs instruction and output, or prompt",
+    "sft.py --base m --data share.json": "share.json, record 1, cannot be used (it has from, value, and needs role and content).",
     "rl.py --base m --method dpo --data odd.json": "record 1, cannot be used (it has instruction, and needs chosen and rejected).",
     "rl.py --base m --data pipe": "pipe is not a plain file",
     "rl.py --base m --data odd.json --reward good": "the reward must be",

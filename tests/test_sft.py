@@ -44,7 +44,7 @@ def test_a_record_is_a_conversation(record, conversation):
 
 
 @parametrize("record", [
-    7, {"instruction": "Q", "output": " \n"}, [{"from": "human", "value": "Q"}], messages("system S"), messages("user Q", "user R")])
+    7, {"instruction": "Q", "output": " \n"}, messages("system S"), messages("user Q", "user R")])
 def test_another_record_is_refused_by_its_number(tmp_path, record):
     write(tmp_path / "x.json", json.dumps([TALK, record]))
     with value_error("x.json, record 2, cannot be used"):
@@ -128,7 +128,7 @@ def test_what_is_learned_is_shown_in_the_form_that_the_base_has_the_tokens_for(t
     show = "sft.py --data text-chat.json --show 1 --base "
     assert run(show + "tuned").stdout == "--- example 1: 8 of 16 tokens are learned\n<|user|>say 0<|end|><|assistant|>[It is 0<|end|>]\n"
     assert run(show + "theirs").stdout.endswith("<|im_start|>user\nsay 0<|im_end|>\n<|im_start|>assistant\n[It is 0<|im_end|>]\n")
-    assert "no token that ends a turn" in (words := refused(show + "none")) and "Take a base" in words
+    assert "no token that ends a turn" in refused(show + "none")
 
 
 def test_a_base_names_only_files_that_it_has_learned(tuned):

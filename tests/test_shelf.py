@@ -136,10 +136,8 @@ def test_what_config_does_not_say(folder):
 # -- what is refused -----------------------------------------------------------------------------------------
 @parametrize("key, bad", rows("""
     rope_scaling | {"type":"linear"}
-    attention_bias | true
     hidden_act | "gelu"
     sliding_window | 16
-    partial_rotary_factor | 0.5
     model_type | "mistral"
     vocab_size | 65544
     num_hidden_layers | null"""))

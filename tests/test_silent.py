@@ -1,4 +1,4 @@
-"""Nothing is silent: what is read is scored, learned and rewarded whole, and what cannot be read is refused.
+"""Nothing is silent: what is read is scored and learned whole, and what cannot be read is refused.
 
 The scripts run as a user starts them, on a model of 12,000 parameters."""
 import re

@@ -56,7 +56,6 @@ def test_apply_chat_template_gives_our_ids(tokenizers):
             messages.append({"role": "assistant", "content": rng.choice(TEXTS[:4])})
         ours, theirs = both(tokenizers, messages)
         assert ours == theirs, messages
-        assert len({tokenizer.decode(ours) for tokenizer in tokenizers}) == 1
 
 
 def test_a_typed_special_token_is_text_here_alone(tokenizers):

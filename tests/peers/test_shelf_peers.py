@@ -1,6 +1,6 @@
-"""Other people's models: Llama folders that transformers writes, with random weights in the shapes of published
-ones, give what transformers computes from them; the gradients are autograd's; what we save of them transformers
-reads again.  And folders and tokenizers by chance: they give the same as there, or are refused.
+"""Other people's models: Llama folders that transformers writes, with random weights, give what transformers computes
+from them; the gradients are autograd's; what we save of them transformers reads again.  And folders and tokenizers by
+chance: they give the same as there, or are refused.
 
     RANDOM_FOLDERS=400 python -m pytest tests/peers/test_shelf_peers.py -k chance
 
@@ -32,12 +32,6 @@ SMALL = {"vocab_size": 1504, "hidden_size": 128, "intermediate_size": 200, "num_
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
          "rms_norm_eps": 3e-6, "tie_word_embeddings": True}
 UNTIED = {**SMALL, "tie_word_embeddings": False}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The cores are shared with others."""
-    torch.set_num_threads(1)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -131,7 +125,7 @@ def test_transformers_loads_what_we_save(folder, tmp_path, sizes, dtype, chat):
 # ------------------------------------------------------------------------------------------------------------
 # By chance
 # ------------------------------------------------------------------------------------------------------------
-CHANCE = range(int(os.environ.get("RANDOM_FOLDERS", 12)))
+CHANCE = range(int(os.environ.get("RANDOM_FOLDERS", 48)))
 # What tests/test_shelf.py has refused by name is not among these.
 ROPES = [None, {}, {"type": "default"}, {"rope_type": "default", "rope_theta": 77.0}, {"rope_theta": 300},
          {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}]
