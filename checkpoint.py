@@ -1,8 +1,6 @@
 """checkpoint.py: a model on disk, in a folder that Hugging Face's Llama loads as it is; and the Llama folders
 of other people.
 
-    python checkpoint.py out/small      check a folder, and print its step, its sizes and its tensors
-
 Read before it: tokenizer.py; Config and param_table in model_cpu.py.  From top to bottom:
 
     1. safetensors              arrays in a file: a header, raw bytes and a checksum
@@ -11,7 +9,6 @@ Read before it: tokenizer.py; Config and param_table in model_cpu.py.  From top 
     4. load                     what does not fit, or is damaged, is refused by its name
     5. a run's folder           one run at a time; an older run is renamed; the log
     6. read_tokenizer           what the tokenizers of other people may hold, and chat templates
-    7. main                     prints what a folder holds
 
 A folder holds
 
@@ -41,8 +38,7 @@ from os.path import exists
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
-from script import (Parser, read_chunk, read_json, refusing, replace_file, require, run_script,
-                    write_file)
+from script import read_chunk, read_json, refusing, replace_file, require, write_file
 from tokenizer import BYTE_LEVEL, CHAT_TEMPLATE, END_OF_TEXT, SPECIAL, TEXT_ENDS, Tokenizer, known_template
 
 try:
@@ -571,20 +567,3 @@ def text_start(folder, tokenizer):
     require(start in tokenizer.special.values(), f"{folder}/config.json: bos_token_id, or else eos_token_id, must be "
             f"the id of one special token, and it is {start!r:.80}.")
     return start
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 7. What is in a folder
-# ------------------------------------------------------------------------------------------------------------
-def main(argv):
-    parser = Parser(description="Check a checkpoint folder, and print its tensors: their names in a Llama, and here.")
-    parser.add_argument("DIR", help="such as out/small")
-    folder = parser.parse_args(argv).DIR
-    model, _ = load(folder, model_cpu, {"dtype": np.float32, "training": False})
-    print(f"{folder}: step {model.step:,}, {model.config}")
-    for theirs, ours, rows in llama_names(model.config):
-        print(f"{theirs:46} {model.params[ours][rows].shape!s:14} {ours}")
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -3,7 +3,6 @@ what is damaged, missing or foreign is refused in one sentence, and the log has 
 import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -269,9 +268,3 @@ def test_a_log_is_cut_back_to_the_step_of_the_save(tmp_path):
     os.symlink("/dev/zero", tmp_path / "log.jsonl")
     with value_error("log.jsonl is not a plain file"):
         Log(tmp_path, 1)
-
-
-def test_the_printer(folder, out_text):
-    checkpoint.main([str(folder)])
-    words = out_text()
-    assert "step 7" in words and re.search(r"mtp_heads.weight +\(528, 16\) +heads\n", words) and words.count("\n") == 23

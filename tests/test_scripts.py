@@ -12,8 +12,8 @@ import pytest
 from cases import once_a_module, parametrize, put, value_error, write
 from runs import TEXT, TINY, read_log, refused, run
 
-import checkpoint
 import script
+import tokenizer
 from model_cpu import CONFIGS
 
 ROOT = os.path.dirname(script.__file__)
@@ -25,7 +25,7 @@ def start(command, folder, **environment):
                           env={**os.environ, **environment})
 
 
-@parametrize("name", "tokenizer model_cpu checkpoint train sft rl chat gradcheck".split())
+@parametrize("name", "tokenizer model_cpu train sft rl chat gradcheck".split())
 def test_help_from_another_folder(tmp_path, name):
     done = start(f"{name}.py --help", tmp_path)
     assert done.stdout.startswith(f"usage: {name}.py") and done.stderr == "" and os.listdir(tmp_path) == []
@@ -75,7 +75,6 @@ REFUSED = {
     "rl.py --base m --data odd.json --reward good": "the reward must be",
     "tokenizer.py show x --tokenizer pipe": "pipe is not a plain file",
     "tokenizer.py show x --tokenizer odd.json": "odd.json",
-    "checkpoint.py none": "none holds no checkpoint",
     "gradcheck.py --hint": "--hint goes with",
     "gradcheck.py --nonsense": "unrecognized arguments: --nonsense; --help lists the options."}
 
@@ -106,14 +105,14 @@ def test_the_end_of_a_script_that_fails(error, code, words):
     def plant():
         def main(argv):
             raise error
-        checkpoint.main = main
+        tokenizer.main = main
         sys.stderr.reconfigure(line_buffering=True)
-    assert re.match(words, run("checkpoint.py", code=code, trap=plant).stderr)
+    assert re.match(words, run("tokenizer.py", code=code, trap=plant).stderr)
 
 
 def test_nobody_reads_the_output(folder):
     """Training goes on; a printer ends in silence."""
-    for command in f"train.py --data text --steps 3 --out unread {TINY}", "checkpoint.py m":
+    for command in f"train.py --data text --steps 3 --out unread {TINY}", "tokenizer.py show x --tokenizer m/tokenizer.json":
         assert start(f"{command} | true", folder).stderr == ""
     assert read_log(folder / "unread")[-1]["step"] == 3
 
