@@ -59,7 +59,6 @@ import math
 import os
 import re
 import sys
-import textwrap
 import unittest.mock
 
 import model_cpu            # first: it says what to do where NumPy is missing
@@ -126,7 +125,7 @@ def gradients(model, tokens, targets, weights=None):
         row = slice(b, b + 1)
         model.forward(tokens[row], targets[row], counted, None if weights is None else weights[row])
         model.backward()
-    return {name: model.grads[name].copy() for name, _ in model_cpu.param_table(model.config)}
+    return model_cpu.table_views(model.flat_grads.copy(), model_cpu.param_table(model.config))
 
 
 def check_entries(model, tokens, targets, h, every=1, weights=None):
@@ -139,14 +138,14 @@ def check_entries(model, tokens, targets, h, every=1, weights=None):
         largest = np.abs(gradient).argmax()
         entries = sorted({largest, *range(0, gradient.size, every)})
         weight = model.params[name].reshape(-1)                 # a view
-        numeric = np.array([slope(loss, weight, i, h) for i in entries])
+        numeric = [slope(loss, weight, i, h) for i in entries]
         by_hand = gradient.reshape(-1)
         # Plus the smallest number: where a whole tensor is 0 by mistake, the error is then huge, and not 0 / 0
         errors = np.abs(by_hand[entries] - numeric) / (np.abs(by_hand[largest]) + sys.float_info.min)
         errors[np.isnan(errors)] = np.inf
         worst = np.argmax(errors)
         index = np.unravel_index(entries[worst], gradient.shape)
-        yield name, gradient.shape, len(entries), errors[worst], tuple(map(int, index))
+        yield name, gradient.shape, len(entries), errors[worst], index
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -282,15 +281,14 @@ def run_check(model, tokens, targets, h, bar, every=1, weights=None):
     checked = 0
     print(f"{'tensor':18} {'shape':>12} {'checked':>8} {'worst error':>12}   at")
     for name, shape, count, error, index in check_entries(model, tokens, targets, h, every, weights):
-        size = " x ".join(map(str, shape))
         mark = "   <-- above the bar" if error > bar else ""
-        print(f"{name:18} {size:>12} {count:8} {error:12.1e}   {list(index)}{mark}")
+        print(f"{name:18} {shape!s:>12} {count:8} {error:12.1e}   {list(map(int, index))}{mark}")
         worst = max(worst, error)
         checked += count
     print(f"the forward against the plain ones: worst error {of_forward:.1e} (bar {FORWARD_BAR:.0e})")
     print(f"overall: {checked} of {model_cpu.param_count(model.config)} entries, "
           f"worst relative error {worst:.1e} (bar {bar:.0e})")
-    good = bool(of_forward <= FORWARD_BAR and worst <= bar)
+    good = of_forward <= FORWARD_BAR and worst <= bar
     print("all within the bars" if good else "FAILED")
     return good
 
@@ -298,11 +296,6 @@ def run_check(model, tokens, targets, h, bar, every=1, weights=None):
 # TINY's tensors as the backward reaches them: the heads first, the embedding last
 LAYER_BACKWARD = ["down", "gate_up", "norm2", "out", "qkv", "norm1"]
 BACKWARD = ["heads", "norm", *(f"layers.{i}.{name}" for i in (1, 0) for name in LAYER_BACKWARD), "embed"]
-
-
-def print_within(text):
-    """A line that is too long for a terminal goes on in the next."""
-    print(textwrap.fill(text, 79, subsequent_indent=8 * " ", break_on_hyphens=False))
 
 
 def report_damage(replacements, every=17):
@@ -319,9 +312,9 @@ def report_damage(replacements, every=17):
         print(f"    the forward: {error:.1e} from the plain ones")
     if wrong:
         errors = [f"{name}={wrong[name]:.1e}" for name in BACKWARD if name in wrong]
-        print_within(f"    wrong, {len(wrong)} of {len(BACKWARD)} tensors: {', '.join(errors)}")
+        print(f"    wrong, {len(wrong)} of {len(BACKWARD)} tensors: {', '.join(errors)}")
     if wrong or differ:
-        print_within(f"    right: {', '.join(name for name in BACKWARD if name not in wrong) or 'none'}")
+        print(f"    right: {', '.join(name for name in BACKWARD if name not in wrong) or 'none'}")
     return differ or bool(wrong)
 
 
@@ -332,7 +325,7 @@ def run_breaks(names):
         return False
     missed = 0
     for name in names:
-        print_within(f"{name}: {BUGS[name][-1]}")
+        print(f"{name}: {BUGS[name][-1]}")
         if not report_damage(plant(BUGS[name])):
             print("    NOT CAUGHT")
             missed += 1
