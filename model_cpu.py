@@ -30,7 +30,6 @@ What this file does not do: no dropout, no biases, no learning-rate schedule (tr
 """
 from script import Parser, check_config, require, run_script
 
-import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -649,7 +648,6 @@ def update_table(config, optimizer):
     """[(rule, part, part of v, decayed), ...].  rule: what updates this part of the flat buffers, a slice.  part of v:
     the slice of v that holds its second moments, which is empty for Muon.  decayed: whether its weights decay: those
     of matrices do, the gains of norms do not."""
-    assert optimizer in OPTIMIZERS
     embedding = config.vocab * config.dim
     matrices = config.layers * matrix_table(config)[-1][1].stop
     heads = 0 if config.tied else config.predict * embedding
@@ -808,7 +806,7 @@ class Model:
         linear_forward(logits.reshape(len(logits), -1), final, self.params["heads"])
         losses = np.zeros(K)
         workspace.nll = cross_entropy_forward(losses, shared.exp_sum, logits, targets, self.divisor, weights)
-        workspace.share = tokens, targets, weights, layers, shared
+        workspace.share = tokens, targets, self.config.head_weights * weights
         return losses
 
     def log_probs(self, tokens, targets):
@@ -833,15 +831,15 @@ class Model:
 
     def _backward_share(self, workspace):
         """One thread's part of backward."""
-        tokens, targets, weights, layers, shared = workspace.share
+        tokens, targets, weights = workspace.share      # weights (N,K)
+        layers, shared = workspace.arrays
         params = self.params
         grads = workspace.grads
         dx = shared.dx
         dn = shared.dn
         rope = self.rope[:, :tokens.shape[1]]
         dlogits = shared.logits                                                         # (N,K,V)
-        cross_entropy_backward(dlogits, shared.exp_sum, targets, self.divisor,
-                               self.config.head_weights * weights)
+        cross_entropy_backward(dlogits, shared.exp_sum, targets, self.divisor, weights)
         # logits = final @ heads.T
         dlogits = dlogits.reshape(len(dlogits), -1)                                     # (N,K*V)
         linear_backward(dn, grads["heads"], dlogits, shared.final, params["heads"])
@@ -928,17 +926,18 @@ class Decoder:
 
     def extend(self, tokens):
         """Append n tokens; return the logits (n,K,V) after each of them."""
-        return self.model._head_logits(self._read([tokens]), self.config.predict)
+        return self._read([tokens], len(tokens), self.config.predict)
 
-    def _read(self, tokens):
-        """Append tokens (B,n) -> rmsnorm(x) (B*n,C) after the last layer: the forward of training with another
-        attention."""
+    def _read(self, tokens, rows, heads):
+        """Append tokens (B,n) -> the logits (B*rows,heads,V) after the last `rows` tokens of each text: the forward of
+        training with another attention."""
         tokens = self.checked(tokens)
         (saved,), shared = self.workspace.buffers(*tokens.shape)
         attentions = [functools.partial(self._attention, cache) for cache in self.cache]
-        final = self.model._trunk(tokens, itertools.repeat(saved), shared, attentions, self.position)
+        final = self.model._trunk(tokens, itertools.repeat(saved), shared, attentions, self.position)   # (B*n,C)
         self.tokens += tokens[0].tolist()           # only now: Ctrl-C may stop the line above
-        return final
+        last = final.reshape(len(tokens), -1, self.config.dim)[:, -rows:]                               # (B,rows,C)
+        return self.model._head_logits(last.reshape(-1, self.config.dim), heads)
 
     def _attention(self, cache, out, _, qkv, config):
         """attention_forward of new tokens: their keys and values go to the layer's cache (2,B,G,1,length,D), and all
@@ -946,9 +945,9 @@ class Decoder:
         q, k, v = split_heads(qkv, config)
         n = q.shape[-2]
         end = self.position + n
-        cache[0, ..., self.position:end, :] = k
-        cache[1, ..., self.position:end, :] = v
         keys, values = cache[..., :end, :]
+        keys[..., self.position:, :] = k
+        values[..., self.position:, :] = v
         P = np.empty((*q.shape[:-1], end), q.dtype)     # a row for each new token, a column for each token so far
         attend(by_group(out, config), P, q, keys, values, causal_mask(n, end, q.dtype) + self.pads[..., :end])
 
@@ -961,7 +960,7 @@ class Decoder:
             after the last token        t + 1    t + 2    t + 3
 
         p: the probabilities that head 0 gave to its ids."""
-        logits = self.model._head_logits(self._read([tokens])[-rows:], heads).astype(np.float64)
+        logits = self._read([tokens], rows, heads).astype(np.float64)
         positions = np.arange(t, t + rows)[:, None] + np.arange(heads)                  # (rows, heads)
         ids = sample(logits.reshape(positions.size, -1), positions.ravel(), sampling).reshape(rows, heads)
         z = logits[:, 0, :sampling.vocab]                                               # (rows, V) of head 0
@@ -989,9 +988,7 @@ class Decoder:
             slots = np.arange(self.pads.shape[-1])
             self.pads[:, 0, 0, 0] = np.where(slots < missing[:, None], -1e30, 0)
             tokens = [[0] * count + window for count, window in zip(missing, windows)]
-        final = self._read(tokens)                                                      # (B*n,C)
-        last = final.reshape(len(tokens), -1, self.config.dim)[:, -1]                   # (B,C)
-        return sample(self.model._head_logits(last, 1)[:, 0], t, sampling)
+        return sample(self._read(tokens, 1, 1)[:, 0], t, sampling)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1067,7 +1064,7 @@ def generate_plain(model, tokens, sampling, most):
     for _ in range(most):
         window = text[window_start(len(text), model.config.context):]
         logits = model.logits([window])[:, -1, 0]                   # (1,V): of head 0, after the last token
-        token = sample(logits, np.array([len(text)]), sampling).item()
+        token = sample(logits, [len(text)], sampling).item()
         text.append(token)
         yield token
 
@@ -1083,12 +1080,12 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     not hold the caches of a batch, its halves are drawn one after the other.  A single text that does not fit is a
     MemoryError."""
     context = model.config.context
-    batches = collections.defaultdict(list)
+    batches = {}
     for row, prompt in enumerate(prompts):
         when_full = None
         if window_start(len(prompt) + most - 1, context):
             when_full = len(prompt) % (context - context // 2)
-        batches[when_full].append(row)
+        batches.setdefault(when_full, []).append(row)
     waiting = list(batches.values())
     answers = [[] for _ in prompts]
     while waiting:
@@ -1107,7 +1104,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
         going = range(len(rows))                    # the texts whose answers have not ended; all are drawn
         for _ in range(most):
             windows = [text[window_start(len(text), context):] for text in texts]
-            drawn = decoder.draw_rows(windows, np.array(list(map(len, texts))), own).tolist()
+            drawn = decoder.draw_rows(windows, list(map(len, texts)), own).tolist()
             for text, token in zip(texts, drawn):
                 text.append(token)
             for i in going:
@@ -1118,13 +1115,6 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
             if not going:
                 break
     return answers
-
-
-def generate_texts(model, tokenizer, prompts, sampling, most):
-    """generate_batch, each answer cut before its first special token and decoded -> list of texts."""
-    special = set(tokenizer.special.values())
-    answers = generate_batch(model, prompts, sampling, special, most)
-    return [tokenizer.decode(token for token in answer if token not in special) for answer in answers]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1203,7 +1193,7 @@ def layer_logits(model, inputs):
     """The "logit lens" (nostalgebraist 2020) of inputs (B,T).  Yields, after the embedding and each layer, the
     residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
     model.logits(inputs)
-    layers, shared = model.workspaces[0].buffers(*inputs.shape)         # what this forward has left
+    layers, shared = model.workspaces[0].arrays        # what this forward has left
     final = shared.final
     for x in [*(saved.x_in for saved in layers), shared.x]:
         rmsnorm_forward(final, shared.rstd, x, model.params["norm"], model.config.norm_eps)
@@ -1323,13 +1313,13 @@ class Workspace:
         """-> (for each layer its Arrays, the Arrays that all share).  The memory is kept from step to step: new memory
         of tens of megabytes costs time, because the system gives out each page when it is first touched."""
         if self.shape != (B, T):
-            self.shape = B, T
             table = work_table(self.config, B, T)
             size = table_size(table)
             if size > len(self.memory):
                 self.memory = np.empty(size, self.dtype)
             views = table_views(self.memory, table)
             self.arrays = [layer_views(views, i) for i in range(self.config.layers)], Arrays(**views)
+            self.shape = B, T
         return self.arrays
 
 
@@ -1363,9 +1353,10 @@ def check_batch(config, tokens, targets, counted, weights):
     require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
     divisor = np.maximum(counted, 1.0)              # a head without a target has the loss 0 / 1
     if weights is None:
-        return tokens, targets, divisor, np.ones(B)
-    divisor[1:] = np.inf                            # 1/inf = 0: the further heads have no loss and no gradient
-    return tokens, targets, divisor, np.array(weights)
+        weights = np.ones(B)
+    else:
+        divisor[1:] = np.inf                        # 1/inf = 0: the further heads have no loss and no gradient
+    return tokens, targets, divisor, np.asarray(weights)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1393,7 +1384,7 @@ def main(argv):
     losses = model.forward(tokens, targets)
     model.backward()
     logits = model.logits(tokens)
-    layers, _ = model.workspaces[0].buffers(1, T)
+    layers, _ = model.workspaces[0].arrays
     print(f"\n2. Shapes: B=1 T={T} C={config.dim} H={config.heads} G={config.kv_heads} D={config.head_dim} "
           f"F={config.hidden} K={config.predict} V={config.vocab} L={config.layers} N=B*T={T}")
     for name, array in [*vars(layers[0]).items(), ("logits", logits)]:
@@ -1403,8 +1394,8 @@ def main(argv):
 
     weight = model.params["layers.0.qkv"]
     totals = []
-    for value in weight[255, 38] + np.array([-1e-4, 1e-4]):
-        weight[255, 38] = value
+    for move in -1e-4, 2e-4:                        # down, and from there up
+        weight[255, 38] += move
         totals.append(model.forward(tokens, targets) @ config.head_weights)
     weight[255, 38] -= 1e-4
     print(f"4. One gradient entry, d loss / d layers.0.qkv[255, 38]:\n"

@@ -67,7 +67,7 @@ import model_cpu            # before NumPy: if NumPy is missing, this import pri
 import checkpoint
 import model_gpu
 import numpy as np
-from model_cpu import CONFIGS, OPTIMIZERS, Sampling, count_targets, generate_texts
+from model_cpu import CONFIGS, OPTIMIZERS, Sampling, count_targets, generate_batch
 from tokenizer import TEXT_ENDS, Tokenizer, split_point, tokenizer_sample
 
 
@@ -334,9 +334,12 @@ def draw_samples(training, prompts, most_ids):
     `most_ids` ids.  Rank 0 draws; the others return []."""
     if training.ranks.rank:
         return []
+    tokenizer = training.tokenizer
+    special = tokenizer.special.values()
     seeds = training.settings.seed + np.arange(len(prompts))
-    sampling = Sampling(temperature=0.8, top_k=50, seed=seeds, vocab=training.tokenizer.vocab_size)
-    texts = generate_texts(training.model, training.tokenizer, [*prompts.values()], sampling, most_ids)
+    sampling = Sampling(temperature=0.8, top_k=50, seed=seeds, vocab=tokenizer.vocab_size)
+    answers = generate_batch(training.model, [*prompts.values()], sampling, special, most_ids)
+    texts = [tokenizer.decode(token for token in answer if token not in special) for answer in answers]
     return list(zip(prompts, texts))
 
 

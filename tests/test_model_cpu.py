@@ -285,7 +285,7 @@ def test_decoding_reads_each_token_once(monkeypatch):
     """One call a token, of that token alone; only a new window is read as a whole.  A later call reads what is new, or all
     after other weights."""
     model, lengths, read = wide_model(), [], Decoder._read
-    monkeypatch.setattr(Decoder, "_read", lambda self, tokens: lengths.append(len(tokens[0])) or read(self, tokens))
+    monkeypatch.setattr(Decoder, "_read", lambda self, tokens, *which: lengths.append(len(tokens[0])) or read(self, tokens, *which))
     text = [1] * 5 + list(generate(model, [1] * 5, most=21))
     list(generate(model, text, most=2))
     model.update(1e-9)
@@ -312,7 +312,7 @@ def test_an_interruption_leaves_the_cache_right(monkeypatch):
 def test_many_answers_read_little_more_than_one_by_one(monkeypatch):
     """And their cache holds no more tokens than they need.  Windows get full at other times than their neighbours'."""
     model, read, sizes = wide_model(), Decoder._read, []
-    monkeypatch.setattr(Decoder, "_read", lambda self, tokens: sizes.append(np.size(tokens)) or read(self, tokens))
+    monkeypatch.setattr(Decoder, "_read", lambda self, tokens, *which: sizes.append(np.size(tokens)) or read(self, tokens, *which))
     prompts = [[1] * n for n in range(1, 17)]
     for prompt in prompts:
         list(generate(model, prompt, most=30))
