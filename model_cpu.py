@@ -984,10 +984,12 @@ class Decoder:
         tokens = [window[-1:] for window in windows]
         if not self.note_sizes(windows):
             self.forget()
-            missing = max(self.sizes) - np.array(self.sizes)                            # (B,) before each text
-            slots = np.arange(self.pads.shape[-1])
-            self.pads[:, 0, 0, 0] = np.where(slots < missing[:, None], -1e30, 0)
-            tokens = [[0] * count + window for count, window in zip(missing, windows)]
+            self.pads[...] = 0.0
+            tokens = []
+            for pads, window in zip(self.pads, windows):
+                missing = max(self.sizes) - len(window)
+                pads[..., :missing] = -1e30
+                tokens.append([0] * missing + window)
         return sample(self._read(tokens, 1, 1)[:, 0], t, sampling)
 
 
