@@ -155,10 +155,11 @@ def draw_answers(training, reward, openings, seed):
     for (_, question), prompt, answer in zip(asked, prompts, answers):
         ids = np.array(prompt + answer)
         rows.append((ids, np.arange(len(ids)) >= len(prompt)))
-        text_ids = [token for token in answer if token not in special]
-        texts.append(tokenizer.decode(text_ids))
+        text = tokenizer.decode_plain(answer)
+        tokens = sum(token not in special for token in answer)
         ended = answer[-1] == tokenizer.end_of_turn
-        rewards.append(reward(question, texts[-1], len(text_ids), ended))
+        texts.append(text)
+        rewards.append(reward(question, text, tokens, ended))
     return rows, np.array(rewards), texts
 
 

@@ -411,6 +411,11 @@ class Tokenizer:
         U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
+    def decode_plain(self, ids):
+        """Iterable of ids -> str, without the special tokens."""
+        special = self.special.values()
+        return self.decode(token for token in ids if token not in special)
+
     def special_id(self, *names):
         """The id of the first of these special tokens that there is."""
         for name in names:

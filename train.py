@@ -295,7 +295,7 @@ def row_losses(training, rows):
     The rows are sorted by length, so that a batch has little padding."""
     T, K = training.sizes
     ranks = training.ranks
-    progress = show_progress("measured:", unit="thousand rows", size=1000)
+    progress = show_progress("measured:", "thousand rows", 1000)
     losses = np.zeros(len(rows))
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
     left = by_length[ranks.rank::ranks.size]
@@ -335,12 +335,10 @@ def draw_samples(training, prompts, most_ids):
     if training.ranks.rank:
         return []
     tokenizer = training.tokenizer
-    special = tokenizer.special.values()
     seeds = training.settings.seed + np.arange(len(prompts))
     sampling = Sampling(temperature=0.8, top_k=50, seed=seeds, vocab=tokenizer.vocab_size)
-    answers = generate_batch(training.model, [*prompts.values()], sampling, special, most_ids)
-    texts = [tokenizer.decode(token for token in answer if token not in special) for answer in answers]
-    return list(zip(prompts, texts))
+    answers = generate_batch(training.model, [*prompts.values()], sampling, tokenizer.special.values(), most_ids)
+    return list(zip(prompts, map(tokenizer.decode_plain, answers)))
 
 
 # Pairs of sentences, of which one is good English and the other is not, though they hardly differ:
@@ -492,7 +490,7 @@ def choose_machine(options, preset, config, batch_tokens, ranks):
     device = options.get("device", "cpu" if preset == "small" else "gpu")
     take_engine(device, config, ranks)
     on_gpu = device == "gpu"
-    windows = max(1, model_gpu.ceil_div(batch_tokens // config.context, ranks.size))
+    windows = model_gpu.ceil_div(batch_tokens // config.context, ranks.size)
     most_windows = max(1, (32768 if on_gpu else 4096) // config.context)    # measured: more tokens are not faster
     rows = options.get("micro_batch", min(windows, most_windows))
     cores = min(rows, max(1, available_cores() // ranks.size))
