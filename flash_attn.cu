@@ -14,9 +14,14 @@
 //               that these kernels write are those of q and k before the rotation. No dropout, no mask but
 //               the causal one, no decoding of a few tokens (kernels.cu).
 //
-// model_gpu.py compiles the file with -DHEAD_DIM=32, 64 or 128, -DHOPPER=0 or 1 and -DPARTS=1 or 2 (see OWN_PARTS),
-// and launches the kernels as the comment above FLASH_KERNELS says. Method and letters: Dao et al.,
-// FlashAttention (2022) and FlashAttention-2 (2023).
+// model_gpu.py compiles the file for one model, with these macros, and launches the kernels as the comment before
+// section 1 says:
+//     -DHEAD_DIM=32, 64 or 128
+//     -DBF16=0 or 1     chooses `real`, the type in which activations are stored
+//     -DPARTS=0         section 1 is compiled, the readable version
+//     -DPARTS=1 or 2    section 2 is compiled, the fast version; for the number, see there
+//     -DHOPPER=0 or 1   whether bf16 with D = 64 takes Hopper's own products
+// Method and letters: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
 //
 // Letters   B batch, T time, H query heads, G key/value heads, D head width. Query head h reads key head
 //           h / (H/G). i counts queries and tiles of Br queries, j keys and tiles of Bc keys.
@@ -72,15 +77,19 @@
 // that of section 1 takes 1.1, 2.0 and 7.6 ms there. docs/notes.md has the steps between these rungs, and what did
 // not help.
 
-#ifndef PARTS
-#define PARTS 2
-#endif
-
 constexpr int D = HEAD_DIM;
 constexpr int THREADS = 128;      // of a block
 constexpr float MASKED = -1e30f;  // for minus infinity: exp(MASKED - m) is 0, and MASKED - MASKED is not NaN
 
-typedef const float* Floats;      // an array that a function only reads
+#if BF16
+typedef unsigned short real;      // bf16: the upper half of a float
+#else
+typedef float real;
+#endif
+typedef const float* Floats;      // arrays that a function only reads; float* and real* are written
+typedef const real* Reals;
+
+#define KERNEL extern "C" __global__ void
 
 // EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it). An array
 // can stay in registers only if the compiler knows all indices into it.
@@ -93,7 +102,7 @@ typedef const float* Floats;      // an array that a function only reads
 // registers. It reads every key and every value from the GPU's main memory by itself, and that is what makes
 // it slow: the kernels below bring a tile of them to shared memory and use it for many queries.
 // Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test holds it equal to the others.
-extern "C" __global__ void __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS)
 flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
     int h = blockIdx.x, b = blockIdx.y;
     int i = THREADS * blockIdx.z + threadIdx.x;  // the query
@@ -123,19 +132,17 @@ flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
     lse[(1LL * b * H + h) * T + i] = m + logf(l);
 }
 
-// One head of one sequence: T rows of D numbers, `stride` apart.
-template <class Real>
+// One head of one sequence: T rows of D numbers, `stride` apart. Only heads of out and dqkv are written.
 struct Matrix {
-    Real* rows;
+    real* rows;
     int T, stride;
 
-    __device__ Real* row(int t) const { return rows + 1LL * t * stride; }
+    __device__ real* row(int t) const { return rows + 1LL * t * stride; }
 };
 
 // Head n of sequence b in an array (B,T,heads*D).
-template <class Real>
-__device__ Matrix<Real> head_of(Real* array, int b, int n, int T, int heads) {
-    return {array + 1LL * b * T * heads * D + n * D, T, heads * D};
+__device__ Matrix head_of(Reals array, int b, int n, int T, int heads) {
+    return {(real*)array + 1LL * b * T * heads * D + n * D, T, heads * D};
 }
 
 // Query head h of sequence b, and the key head g that it reads.
@@ -152,19 +159,14 @@ __device__ Place own_place(int T, int H, int G) {
 }
 
 // The query head in out or dout.
-template <class Real>
-__device__ Matrix<Real> head_of(Real* array, Place at) {
-    return head_of(array, at.b, at.h, at.T, at.H);
-}
+__device__ Matrix head_of(Reals array, Place at) { return head_of(array, at.b, at.h, at.T, at.H); }
 
 // The query head, the key head and its values in qkv or dqkv.
-template <class Real>
 struct Heads {
-    Matrix<Real> q, k, v;
+    Matrix q, k, v;
 };
 
-template <class Real>
-__device__ Heads<Real> heads_of(Real* qkv, Place at) {
+__device__ Heads heads_of(Reals qkv, Place at) {
     int all = at.H + 2 * at.G;
     return {head_of(qkv, at.b, at.h, at.T, all),
             head_of(qkv, at.b, at.H + at.g, at.T, all),
@@ -186,8 +188,7 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 
 // How the kernels are launched. `rows` is how many queries, or keys in dkdv, a block owns:
 //     readable      rows = 4096 / D                          128 threads
-//     _bf16         rows = 64 * PARTS, and 64 for D = 128    128 threads    tile = rows * D * 2 bytes
-//     _tf32         rows = 64, only for D <= 64              128 threads    tile = rows * D * 4 bytes
+//     fast          rows = 64 * PARTS                        128 threads    tile = rows * D numbers
 //     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse
 //     flash_backward_dq      grid (H, B, ceil(T / rows))    writes the first H*D columns of dqkv, and delta
 //     flash_backward_dkdv    grid (G, B, ceil(T / rows))    writes the other columns; reads delta, so it comes
@@ -202,22 +203,7 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 //     flash_backward_dq      attention_backward: delta, and dq; rope_backward of dq
 //     flash_backward_dkdv    attention_backward: dk and dv, and their sum over the group; rope_backward of dk
 //
-// The macros make the kernels of a version: its functions under the names by which they are launched. The
-// second number of __launch_bounds__ says how many blocks are to fit a multiprocessor at once.
-#define FLASH_KERNELS(suffix, version, Real)                                                                 \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                 \
-    flash_forward##suffix(Real* out, float* lse, const Real* qkv, int T, int H, int G) {                     \
-        version::forward(out, lse, qkv, own_place(T, H, G));                                                 \
-    }                                                                                                        \
-    BACKWARD(dq, suffix, version, Real, version::DQ_BLOCKS)                                                  \
-    BACKWARD(dkdv, suffix, version, Real, 2)
-
-#define BACKWARD(which, suffix, version, Real, blocks)                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, blocks)                                            \
-    flash_backward_##which##suffix(Real* dqkv, const Real* dout, const Real* out, Floats lse,                \
-                                   const Real* qkv, float* delta, Floats angles, int T, int H, int G) {      \
-        version::backward_##which(dqkv, dout, out, lse, qkv, delta, angles, own_place(T, H, G));             \
-    }
+// The second number of __launch_bounds__ says how many blocks are to fit a multiprocessor at once.
 
 // ===========================================================================================================
 // 1. The readable version: fp32, plain arithmetic
@@ -225,7 +211,7 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 // A block owns ROWS rows: queries in the forward and in dQ, keys in dK/dV. They stay in registers, beside the
 // sums that belong to them. The rows of the other side stream past in tiles through shared memory.
 
-namespace readable {
+#if PARTS == 0
 
 // Two rows belong to a group of LANES lanes of one warp. Each lane has 16 columns of both, so that what it
 // reads from shared memory serves twice. For D = 64 four lanes hold two rows; a warp has eight such groups, 16
@@ -244,7 +230,6 @@ constexpr int GROUPS = 32 / LANES;                   // of a warp
 constexpr int WARP_ROWS = 2 * GROUPS;
 constexpr int ROWS = THREADS / 32 * WARP_ROWS;       // of a block: Br, in dK/dV Bc
 constexpr int TILE = 32;                             // rows of a tile: one for each lane of a warp
-constexpr int DQ_BLOCKS = 2;                         // see the fast version
 
 struct alignas(16) Tile {
     float rows[TILE][D];
@@ -271,10 +256,10 @@ __device__ Row load(Floats from) {
 }
 
 // Row t of a head. Past the end it is the last row, which nobody uses.
-__device__ Row load(Matrix<const float> from, int t) { return load(from.row(min(t, from.T - 1))); }
+__device__ Row load(Matrix from, int t) { return load(from.row(min(t, from.T - 1))); }
 
 // Row t of a head, if there is one, = factor * row. If there are angles, the row is turned back first.
-__device__ void store(Matrix<float> to, int t, float factor, Row row, Floats angles = nullptr) {
+__device__ void store(Matrix to, int t, float factor, Row row, Floats angles = nullptr) {
     if (t >= to.T) return;
     for (float& x : row.x) x *= factor;
     for (int n = 0; n < 8 && angles; n += 2)  // the pair's second column is the lane's eighth to the right
@@ -294,9 +279,7 @@ __device__ float dot(const Row& x, const Row& y) {
 __device__ void add_product(Row& sum, float p, const Row& y) { EACH(n, 16) sum.x[n] += p * y.x[n]; }
 
 // Tiles x and y = rows first .. first + TILE - 1 of two heads; past the end they are the last row.
-__device__ void load_tiles(Tile& x, Matrix<const float> from_x,
-                           Tile& y, Matrix<const float> from_y,
-                           int first) {
+__device__ void load_tiles(Tile& x, Matrix from_x, Tile& y, Matrix from_y, int first) {
     __syncthreads();  // nobody reads what was there any more
     #pragma unroll 2  // more at once would take registers from the sums
     for (int n = 4 * threadIdx.x; n < TILE * D; n += 4 * THREADS) {
@@ -309,20 +292,22 @@ __device__ void load_tiles(Tile& x, Matrix<const float> from_x,
     __syncthreads();  // the tiles are complete
 }
 
-__device__ void forward(float* out, float* lse, Floats qkv, Place at) {
+KERNEL __launch_bounds__(THREADS, 2)
+flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
+    Place at = own_place(T, H, G);
     constexpr int STEP = 8;  // keys after which m, l and O are brought up to date: O is scaled once for eight keys
     __shared__ Tile K, V;
-    int i = (at.T - 1) / ROWS - blockIdx.z;  // the last queries see the most keys: the longest work first
+    int i = (T - 1) / ROWS - blockIdx.z;  // the last queries see the most keys: the longest work first
     int query = i * ROWS + own_row();
     int last = query | (WARP_ROWS - 1);   // of this warp's queries
     float scale = rsqrtf(D);
-    auto in = heads_of(qkv, at);
+    Heads in = heads_of(qkv, at);
 
     Row q[2] = {load(in.q, query), load(in.q, query + 1)};
     Row O[2] = {};
     float m[2] = {MASKED, MASKED};
     float l[2] = {};
-    for (int first = 0; first < min((i + 1) * ROWS, at.T); first += TILE) {
+    for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j += STEP) {
             float S[STEP][2];
@@ -353,31 +338,33 @@ __device__ void forward(float* out, float* lse, Floats qkv, Place at) {
     }
     EACH(r, 2) {
         store(head_of(out, at), query + r, 1.0f / l[r], O[r]);
-        if (query + r < at.T) lse[numbers_at(at) + query + r] = m[r] + logf(l[r]);
+        if (query + r < T) lse[numbers_at(at) + query + r] = m[r] + logf(l[r]);
     }
 }
 
-__device__ void backward_dq(float* dqkv, Floats dout, Floats out, Floats lse,
-                            Floats qkv, float* delta, Floats angles, Place at) {
+KERNEL __launch_bounds__(THREADS, 2)
+flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
+                  Reals qkv, float* delta, Floats angles, int T, int H, int G) {
+    Place at = own_place(T, H, G);
     __shared__ Tile K, V;
     int i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row();
     int last = query | (WARP_ROWS - 1);
     float scale = rsqrtf(D);
-    auto in = heads_of(qkv, at);
+    Heads in = heads_of(qkv, at);
 
     Row q[2], dO[2];
     Row dQ[2] = {};
     float L[2], Delta[2];
     EACH(r, 2) {
-        int t = min(query + r, at.T - 1);
+        int t = min(query + r, T - 1);
         q[r] = load(in.q, t);
         dO[r] = load(head_of(dout, at), t);
         L[r] = lse[numbers_at(at) + t];
         Delta[r] = dot(dO[r], load(head_of(out, at), t));  // delta_i = dO_i . O_i
         delta[numbers_at(at) + t] = Delta[r];
     }
-    for (int first = 0; first < min((i + 1) * ROWS, at.T); first += TILE) {
+    for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j++) {
             Row k = load(K.rows[j]);
@@ -393,27 +380,29 @@ __device__ void backward_dq(float* dqkv, Floats dout, Floats out, Floats lse,
     EACH(r, 2) store(heads_of(dqkv, at).q, query + r, scale, dQ[r], angles);
 }
 
-__device__ void backward_dkdv(float* dqkv, Floats dout, Floats out, Floats lse,
-                              Floats qkv, Floats delta, Floats angles, Place at) {
+KERNEL __launch_bounds__(THREADS, 2)
+flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
+                    Reals qkv, Floats delta, Floats angles, int T, int H, int G) {
+    Place at = own_place(T, H, G);
     __shared__ Tile Q, dO;
     int j = blockIdx.z;
     int key = j * ROWS + own_row();
     float scale = rsqrtf(D);
-    int end = at.h + at.H / at.G;  // of the heads of the group
-    auto in = heads_of(qkv, at);
+    int end = at.h + H / G;  // of the heads of the group
+    Heads in = heads_of(qkv, at);
 
     Row k[2] = {load(in.k, key), load(in.k, key + 1)};
     Row dK[2] = {};
     Row v[2] = {load(in.v, key), load(in.v, key + 1)};
     Row dV[2] = {};
     for (; at.h < end; at.h++)
-        for (int first = j * ROWS; first < at.T; first += TILE) {
+        for (int first = j * ROWS; first < T; first += TILE) {
             load_tiles(Q, heads_of(qkv, at).q, dO, head_of(dout, at), first);
-            int t = min(first + int(threadIdx.x % 32), at.T - 1);  // each lane fetches the numbers of one query
+            int t = min(first + int(threadIdx.x % 32), T - 1);  // each lane fetches the numbers of one query
             float lane_L = lse[numbers_at(at) + t];
             float lane_Delta = delta[numbers_at(at) + t];
             // from the first query that sees a key of this warp
-            for (int i = max(0, (key & -WARP_ROWS) - first); i < TILE && first + i < at.T; i++) {
+            for (int i = max(0, (key & -WARP_ROWS) - first); i < TILE && first + i < T; i++) {
                 float L = __shfl_sync(0xFFFFFFFF, lane_L, i);
                 float Delta = __shfl_sync(0xFFFFFFFF, lane_Delta, i);
                 Row q = load(Q.rows[i]);
@@ -427,23 +416,20 @@ __device__ void backward_dkdv(float* dqkv, Floats dout, Floats out, Floats lse,
                 }
             }
         }
-    auto to = heads_of(dqkv, at);
+    Heads to = heads_of(dqkv, at);
     EACH(r, 2) {
         store(to.k, key + r, scale, dK[r], angles);
         store(to.v, key + r, 1.0f, dV[r]);
     }
 }
 
-}  // namespace readable
-
-FLASH_KERNELS(, readable, float)
+#else
 
 // ===========================================================================================================
 // 2. The fast version: tensor cores, bf16 or tf32, compute capability 8.0 and later
 // ===========================================================================================================
 // The same tiles and the same online softmax. What is new: a product (GEMM) of small matrices is one instruction
 // of a whole warp, and each lane holds some entries of its operands. Most of this section is about which.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // not defined: on the CPU, in the tests
 
 // --- Instructions that C++ has no words for. On the CPU, tests/cuda_on_cpu.h has functions of these names. -
 #ifndef CUDA_ON_CPU
@@ -567,8 +553,6 @@ __device__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" :::
 
 #endif
 
-namespace fast {
-
 // --- What the kernels share --------------------------------------------------------------------------------
 // Numbers are stored as bf16, the upper half of a float, or as floats, which are rounded to tf32 when they
 // are multiplied. 16 bytes of a row, a chunk, hold CHUNK of them, and one tensor-core instruction multiplies
@@ -601,450 +585,440 @@ __device__ void mask_future(Scores& S, int query, int key) {
     }
 }
 
-// Real: unsigned short, the bits of a bf16; or float, for tf32.
-template <class Real>
-struct Kernels {
-    typedef const Real* Reals;
-    static constexpr bool BF16 = sizeof(Real) == 2;
-    static constexpr bool WARPGROUP = HOPPER && BF16 && D == 64;  // the products are Hopper's
+constexpr bool WARPGROUP = HOPPER && BF16 && D == 64;  // the products are Hopper's
 
-    // A block's own tile has OWN_PARTS parts of 64 rows. A warp has a piece of 16 rows of each part. The other side
-    // comes in tiles of 64 rows. With two parts each of these tiles is used twice. Wide rows (D = 128, or tf32)
-    // leave registers for one part only. So does a multiprocessor with 100 KB of shared memory (8.6, 8.9,
-    // 12.0): two blocks of the backward fit there with one part, but only one block with two parts. (dK/dV with
-    // one part takes 49 KB and 1 KB that CUDA adds: two are exactly 100 KB.)
-    static constexpr int OWN_PARTS = BF16 && D <= 64 ? PARTS : 1;
-    static constexpr int DQ_BLOCKS = WARPGROUP ? 3 : 2;  // blocks of dQ for which there are registers at once
+// A block's own tile has PARTS parts of 64 rows. A warp has a piece of 16 rows of each part. The other side comes in
+// tiles of 64 rows. With two parts each of these tiles is used twice. Wide rows (D = 128, or tf32) leave registers
+// for one part only. So does a multiprocessor with 100 KB of shared memory (8.6, 8.9, 12.0): two blocks of the
+// backward fit there with one part, but only one block with two parts. (dK/dV with one part takes 49 KB and 1 KB that
+// CUDA adds: two are exactly 100 KB.)
 
-    // --- Tiles in shared memory ----------------------------------------------------------------------------
-    static constexpr int CHUNK = 16 / sizeof(Real);   // numbers of a chunk
-    static constexpr int CHUNKS = D / CHUNK;          // of a row
-    static constexpr int STEPS = CHUNKS / 2;          // tensor-core instructions along a row
-    static constexpr int ROWS = 64 * OWN_PARTS;               // of the block's own tile: Br, in dK/dV Bc
-    static constexpr int ROW = 16 * CHUNKS;           // bytes of a row
-    static constexpr int BYTES = 64 * ROW;            // of a tile of 64 rows
+// --- Tiles in shared memory ----------------------------------------------------------------------------
+constexpr int CHUNK = 16 / sizeof(real);  // numbers of a chunk
+constexpr int CHUNKS = D / CHUNK;         // of a row
+constexpr int STEPS = CHUNKS / 2;         // tensor-core instructions along a row
+constexpr int ROWS = 64 * PARTS;          // of the block's own tile: Br, in dK/dV Bc
+constexpr int ROW = 16 * CHUNKS;          // bytes of a row
+constexpr int BYTES = 64 * ROW;           // of a tile of 64 rows
 
-    // Where a chunk lies, in bytes from the start of the tile. It is swizzled: the number of the chunk is XORed
-    // with that of its row. ldmatrix reads one chunk of eight successive rows at a time; swizzled, these lie in
-    // eight different sets of banks. The pattern repeats every eight rows: 8 rows down is + 8 ROW, and two
-    // chunks to the right is ^ 32.
-    static __device__ int offset(int row, int chunk) {
-        int twist = CHUNKS >= 8 ? row & 7 : row >> 1 & 3;  // a row of four chunks fills half of the banks
-        return row * ROW + 16 * (chunk ^ twist);
+// Where a chunk lies, in bytes from the start of the tile. It is swizzled: the number of the chunk is XORed
+// with that of its row. ldmatrix reads one chunk of eight successive rows at a time; swizzled, these lie in
+// eight different sets of banks. The pattern repeats every eight rows: 8 rows down is + 8 ROW, and two
+// chunks to the right is ^ 32.
+__device__ int offset(int row, int chunk) {
+    int twist = CHUNKS >= 8 ? row & 7 : row >> 1 & 3;  // a row of four chunks fills half of the banks
+    return row * ROW + 16 * (chunk ^ twist);
+}
+
+// Starts copying rows first .. first + COUNT - 1 of a head; zeros past the end.
+template <int COUNT>
+__device__ void load(char* tile, Matrix from, int first) {
+    constexpr int PASS = THREADS / CHUNKS;  // rows per pass
+    static_assert(COUNT % PASS == 0 && PASS % 8 == 0, "every pass must see the same swizzle");
+    int row = threadIdx.x / CHUNKS;
+    int chunk = threadIdx.x % CHUNKS;
+    int left = from.T - first - row;
+    Reals at = from.row(first + row) + chunk * CHUNK;
+    tile += offset(row, chunk);
+    EACH(n, COUNT / PASS) {
+        cp_async<16>(tile + n * PASS * ROW, at, n * PASS < left);
+        at += PASS * from.stride;
     }
+}
 
-    // Starts copying rows first .. first + COUNT - 1 of a head; zeros past the end.
-    template <int COUNT>
-    static __device__ void load(char* tile, Matrix<const Real> from, int first) {
-        constexpr int PASS = THREADS / CHUNKS;  // rows per pass
-        static_assert(COUNT % PASS == 0 && PASS % 8 == 0, "every pass must see the same swizzle");
-        int row = threadIdx.x / CHUNKS;
-        int chunk = threadIdx.x % CHUNKS;
-        int left = from.T - first - row;
-        Reals at = from.row(first + row) + chunk * CHUNK;
-        tile += offset(row, chunk);
-        EACH(n, COUNT / PASS) {
-            cp_async<16>(tile + n * PASS * ROW, at, n * PASS < left);
-            at += PASS * from.stride;
+// Starts copying 64 rows of two heads into stage n % 2 of two.
+__device__ void load_stage(char* stages, int n, Matrix x, Matrix y, int first) {
+    char* stage = stages + n % 2 * 2 * BYTES;
+    load<64>(stage, x, first);
+    load<64>(stage + BYTES, y, first);
+}
+
+// Waits until what was loaded has arrived for all threads, and no thread still reads the other stage.
+__device__ void arrive() {
+    cp_async_wait();
+    if (WARPGROUP) wgmma_sees();
+    __syncthreads();
+}
+
+// The warp's rows of a head, from `first` on, = factor * O; if there are angles, turned back first. They go
+// through the warp's own rows, from `row` on, of a tile that is no longer needed, so that whole chunks
+// are written.
+__device__ void store(Matrix to, Rows (&O)[PARTS], float factor,
+                      char* tile, int row, int first, Floats angles = nullptr) {
+    int lane = threadIdx.x % 32;
+    if (angles) EACH(part, PARTS) EACH(half, 2) EACH(n, D / 16) {
+        int t = min(first + 64 * part + 8 * half + lane / 4, to.T - 1);
+        float2& x1 = (float2&)O[part][n][2 * half];
+        float2& x2 = (float2&)O[part][n + D / 16][2 * half];
+        turn_back(x1, x2, angles + t * D + 8 * n + lane % 4 * 2);
+    }
+    tile += row * ROW;
+    EACH(part, PARTS) {
+        EACH(half, 2) EACH(n, D / 8) {
+            float x = factor * O[part][n][2 * half];
+            float y = factor * O[part][n][2 * half + 1];
+            int column = 8 * n + lane % 4 * 2;
+            char* at = tile + offset(64 * part + 8 * half + lane / 4, column / CHUNK);
+            at += column % CHUNK * sizeof(real);
+            if (BF16) *(unsigned*)at = pack_bf16(x, y);
+            else *(float2*)at = {x, y};
         }
     }
-
-    // Starts copying 64 rows of two heads into stage n % 2 of two.
-    static __device__ void load_stage(char* stages, int n,
-                                      Matrix<const Real> x, Matrix<const Real> y, int first) {
-        char* stage = stages + n % 2 * 2 * BYTES;
-        load<64>(stage, x, first);
-        load<64>(stage + BYTES, y, first);
+    __syncwarp();  // the rows are complete
+    #pragma unroll
+    for (int n = lane; n < 16 * PARTS * CHUNKS; n += 32) {
+        int r = n / CHUNKS / 16 * 64 + n / CHUNKS % 16;
+        int chunk = n % CHUNKS;
+        real* at = to.row(first + r) + chunk * CHUNK;
+        if (first + r < to.T) *(uint4*)at = *(const uint4*)(tile + offset(r, chunk));
     }
+}
 
-    // Waits until what was loaded has arrived for all threads, and no thread still reads the other stage.
-    static __device__ void arrive() {
-        cp_async_wait();
-        if (WARPGROUP) wgmma_sees();
-        __syncthreads();
+// --- Operands ------------------------------------------------------------------------------------------
+
+__device__ void load_matrices(unsigned* words, const char* row) {
+    ldmatrix_x4(words, row);
+    if (BF16) return;
+    EACH(i, 4) words[i] = round_tf32(words[i]);
+}
+
+// The left operand of a product: 2 chunks of this warp's 16 rows of a part.
+__device__ void load_a(unsigned* a, const char* part, int step) {
+    int lane = threadIdx.x % 32;
+    load_matrices(a, part + (offset(16 * warp_number() + lane % 16, lane / 16) ^ 32 * step));
+}
+
+// Two right operands of A B^T: b[0], b[1] are 2 chunks of rows `row` .. row + 7, b[2], b[3] of the eight
+// after them.
+__device__ void load_bt(unsigned* b, const char* tile, int row, int step) {
+    int lane = threadIdx.x % 32;
+    load_matrices(b, tile + row * ROW + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
+}
+
+// Word i of the left operand that pieces n and n + 1 of P are, or in tf32 piece n alone. Rounded to bf16
+// they already lie as they must: P goes from one product into the next without leaving its registers.
+//
+// In tf32 (mma m16n8k8) they do not: the instruction wants k = l % 4 and l % 4 + 4 from lane l, which has
+// columns 2 (l % 4) and the next. But a sum over k may take its terms in any order. So the lane hands in
+// the columns that it has, and load_b takes B's rows in the same order:
+//
+//     in                             a[0], a[1], b[0]   a[2], a[3], b[1]
+//     k, as the instruction counts   | 0   1   2   3  |  4   5   6   7 |
+//     l % 4 of the lane that has k   | 0   1   2   3  |  0   1   2   3 |
+//     the column of P that it is     | 0   2   4   6  |  1   3   5   7 |
+//     the row of B that it is        | 0   2   4   6  |  1   3   5   7 |
+//
+// a[0] and a[2] are of row l / 4 of P, a[1] and a[3] of row l / 4 + 8; b[0] and b[1] of column l / 4 of B.
+__device__ unsigned left_operand(const Scores& P, int n, int i) {
+    Floats pair = P[n + i / 2] + i % 2 * 2;
+    if (BF16) return pack_bf16(pair[0], pair[1]);
+    return round_tf32(__float_as_uint(P[n][i % 2 * 2 + i / 2]));
+}
+
+// The right operands of A B, from row `row` and column 8d on: two of 16 x 8 in bf16. In tf32 one of 8 x
+// 8, by plain loads, since ldmatrix cannot transpose 32-bit elements.
+__device__ void load_b(unsigned* b, const char* tile, int row, int d) {
+    int lane = threadIdx.x % 32;
+    int column = 8 * d + lane / 4;
+    tile += row * ROW;
+    if (BF16) ldmatrix_x4_transposed(b, tile + (offset(lane % 16, lane / 16) ^ 16 * d));
+    else EACH(i, 2) {
+        int at = offset(2 * (lane % 4) + i, column / CHUNK) + column % CHUNK * 4;
+        b[i] = round_tf32(*(const unsigned*)(tile + at));
     }
+}
 
-    // The warp's rows of a head, from `first` on, = factor * O; if there are angles, turned back first. They go
-    // through the warp's own rows, from `row` on, of a tile that is no longer needed, so that whole chunks
-    // are written.
-    static __device__ void store(Matrix<Real> to, Rows (&O)[OWN_PARTS], float factor,
-                                 char* tile, int row, int first, Floats angles = nullptr) {
-        int lane = threadIdx.x % 32;
-        if (angles) EACH(part, OWN_PARTS) EACH(half, 2) EACH(n, D / 16) {
-            int t = min(first + 64 * part + 8 * half + lane / 4, to.T - 1);
-            float2& x1 = (float2&)O[part][n][2 * half];
-            float2& x2 = (float2&)O[part][n + D / 16][2 * half];
-            turn_back(x1, x2, angles + t * D + 8 * n + lane % 4 * 2);
-        }
-        tile += row * ROW;
-        EACH(part, OWN_PARTS) {
-            EACH(half, 2) EACH(n, D / 8) {
-                float x = factor * O[part][n][2 * half];
-                float y = factor * O[part][n][2 * half + 1];
-                int column = 8 * n + lane % 4 * 2;
-                char* at = tile + offset(64 * part + 8 * half + lane / 4, column / CHUNK);
-                at += column % CHUNK * sizeof(Real);
-                if (BF16) *(unsigned*)at = pack_bf16(x, y);
-                else *(float2*)at = {x, y};
-            }
-        }
-        __syncwarp();  // the rows are complete
-        #pragma unroll
-        for (int n = lane; n < 16 * OWN_PARTS * CHUNKS; n += 32) {
-            int r = n / CHUNKS / 16 * 64 + n / CHUNKS % 16;
-            int chunk = n % CHUNKS;
-            Real* at = to.row(first + r) + chunk * CHUNK;
-            if (first + r < to.T) *(uint4*)at = *(const uint4*)(tile + offset(r, chunk));
-        }
+__device__ void mma(float* c, const unsigned* a, const unsigned* b) {
+    BF16 ? mma_bf16(c, a, b) : mma_tf32(c, a, b);
+}
+
+// --- GEMMs of tiles ------------------------------------------------------------------------------------
+
+// S += the terms of A @ B^T in two chunks of their rows.
+__device__ void add_step(Scores& S, const char* A, const char* B, int step) {
+    unsigned a[4], b[4];
+    load_a(a, A, step);
+    EACH(n, 4) {
+        load_bt(b, B, 16 * n, step);
+        EACH(i, 2) mma(S[2 * n + i], a, b + 2 * i);
     }
+}
 
-    // --- Operands ------------------------------------------------------------------------------------------
-
-    static __device__ void load_matrices(unsigned* words, const char* row) {
-        ldmatrix_x4(words, row);
-        if (BF16) return;
-        EACH(i, 4) words[i] = round_tf32(words[i]);
+// S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
+// `finish` comes before S is used.
+__device__ void gemm_abt(Scores& S, const char* A, const char* B) {
+    if (WARPGROUP) {
+        wgmma_begin();
+        EACH(step, STEPS) wgmma_abt(S[0], wgmma_tile(A) + 2 * step, wgmma_tile(B) + 2 * step, step);
+    } else {
+        EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
+        EACH(step, STEPS) add_step(S, A, B, step);
     }
+}
 
-    // The left operand of a product: 2 chunks of this warp's 16 rows of a part.
-    static __device__ void load_a(unsigned* a, const char* part, int step) {
-        int lane = threadIdx.x % 32;
-        load_matrices(a, part + (offset(16 * warp_number() + lane % 16, lane / 16) ^ 32 * step));
+// O += P @ B, B being a tile; then `finish` as well.
+__device__ void gemm_ab(Rows& O, const Scores& P, const char* B) {
+    constexpr int PIECES = CHUNK / 4;   // of P in a left operand, and of O for a load of B
+    constexpr int LEFT = 8 / PIECES;    // left operands
+    unsigned a[LEFT][4];
+    EACH(n, LEFT) EACH(i, 4) a[n][i] = left_operand(P, PIECES * n, i);
+    if (WARPGROUP) {
+        wgmma_begin();
+        EACH(n, LEFT) wgmma_ab(O[0], a[n], wgmma_tile(B + 16 * n * ROW));
+    } else EACH(n, LEFT) EACH(d, D / 8 / PIECES) {
+        unsigned b[4];
+        load_b(b, B, 8 * PIECES * n, PIECES * d);
+        EACH(i, PIECES) mma(O[PIECES * d + i], a[n], b + 2 * i);
     }
+}
 
-    // Two right operands of A B^T: b[0], b[1] are 2 chunks of rows `row` .. row + 7, b[2], b[3] of the eight
-    // after them.
-    static __device__ void load_bt(unsigned* b, const char* tile, int row, int step) {
-        int lane = threadIdx.x % 32;
-        load_matrices(b, tile + row * ROW + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
-    }
+// Waits for what was begun, C among it.
+__device__ void finish(float (*C)[4]) {
+    if (WARPGROUP) wgmma_wait(C[0]);
+}
 
-    // Word i of the left operand that pieces n and n + 1 of P are, or in tf32 piece n alone. Rounded to bf16
-    // they already lie as they must: P goes from one product into the next without leaving its registers.
-    //
-    // In tf32 (mma m16n8k8) they do not: the instruction wants k = l % 4 and l % 4 + 4 from lane l, which has
-    // columns 2 (l % 4) and the next. But a sum over k may take its terms in any order. So the lane hands in
-    // the columns that it has, and load_b takes B's rows in the same order:
-    //
-    //     in                             a[0], a[1], b[0]   a[2], a[3], b[1]
-    //     k, as the instruction counts   | 0   1   2   3  |  4   5   6   7 |
-    //     l % 4 of the lane that has k   | 0   1   2   3  |  0   1   2   3 |
-    //     the column of P that it is     | 0   2   4   6  |  1   3   5   7 |
-    //     the row of B that it is        | 0   2   4   6  |  1   3   5   7 |
-    //
-    // a[0] and a[2] are of row l / 4 of P, a[1] and a[3] of row l / 4 + 8; b[0] and b[1] of column l / 4 of B.
-    static __device__ unsigned left_operand(const Scores& P, int n, int i) {
-        Floats pair = P[n + i / 2] + i % 2 * 2;
-        if (BF16) return pack_bf16(pair[0], pair[1]);
-        return round_tf32(__float_as_uint(P[n][i % 2 * 2 + i / 2]));
-    }
+// The product of two words; in bf16 the product of their lower halves + that of their upper halves.
+__device__ float dot(unsigned p, unsigned q) {
+    if (!BF16) return __uint_as_float(p) * __uint_as_float(q);
+    return __uint_as_float(p << 16) * __uint_as_float(q << 16) +
+           __uint_as_float(p & 0xFFFF0000u) * __uint_as_float(q & 0xFFFF0000u);
+}
 
-    // The right operands of A B, from row `row` and column 8d on: two of 16 x 8 in bf16. In tf32 one of 8 x
-    // 8, by plain loads, since ldmatrix cannot transpose 32-bit elements.
-    static __device__ void load_b(unsigned* b, const char* tile, int row, int d) {
-        int lane = threadIdx.x % 32;
-        int column = 8 * d + lane / 4;
-        tile += row * ROW;
-        if (BF16) ldmatrix_x4_transposed(b, tile + (offset(lane % 16, lane / 16) ^ 16 * d));
-        else EACH(i, 2) {
-            int at = offset(2 * (lane % 4) + i, column / CHUNK) + column % CHUNK * 4;
-            b[i] = round_tf32(*(const unsigned*)(tile + at));
-        }
-    }
+// --- Forward -------------------------------------------------------------------------------------------
+// All three kernels have one shape. The block's own tile is loaded once. The other side streams past in
+// tiles of its own through two stages of shared memory: while one is computed with, the copy into the
+// other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps; only
+// a product of Hopper's is begun by all four together. Its tiles lie at multiples of 1024 bytes.
 
-    static __device__ void mma(float* c, const unsigned* a, const unsigned* b) {
-        BF16 ? mma_bf16(c, a, b) : mma_tf32(c, a, b);
-    }
-
-    // --- GEMMs of tiles ------------------------------------------------------------------------------------
-
-    // S += the terms of A @ B^T in two chunks of their rows.
-    static __device__ void add_step(Scores& S, const char* A, const char* B, int step) {
-        unsigned a[4], b[4];
-        load_a(a, A, step);
-        EACH(n, 4) {
-            load_bt(b, B, 16 * n, step);
-            EACH(i, 2) mma(S[2 * n + i], a, b + 2 * i);
-        }
-    }
-
-    // S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
-    // `finish` comes before S is used.
-    static __device__ void gemm_abt(Scores& S, const char* A, const char* B) {
-        if (WARPGROUP) {
-            wgmma_begin();
-            EACH(step, STEPS) wgmma_abt(S[0], wgmma_tile(A) + 2 * step, wgmma_tile(B) + 2 * step, step);
-        } else {
-            EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
-            EACH(step, STEPS) add_step(S, A, B, step);
-        }
-    }
-
-    // O += P @ B, B being a tile; then `finish` as well.
-    static __device__ void gemm_ab(Rows& O, const Scores& P, const char* B) {
-        constexpr int PIECES = CHUNK / 4;   // of P in a left operand, and of O for a load of B
-        constexpr int LEFT = 8 / PIECES;    // left operands
-        unsigned a[LEFT][4];
-        EACH(n, LEFT) EACH(i, 4) a[n][i] = left_operand(P, PIECES * n, i);
-        if (WARPGROUP) {
-            wgmma_begin();
-            EACH(n, LEFT) wgmma_ab(O[0], a[n], wgmma_tile(B + 16 * n * ROW));
-        } else EACH(n, LEFT) EACH(d, D / 8 / PIECES) {
-            unsigned b[4];
-            load_b(b, B, 8 * PIECES * n, PIECES * d);
-            EACH(i, PIECES) mma(O[PIECES * d + i], a[n], b + 2 * i);
-        }
-    }
-
-    // Waits for what was begun, C among it.
-    static __device__ void finish(float (*C)[4]) {
-        if (WARPGROUP) wgmma_wait(C[0]);
-    }
-
-    // The product of two words; in bf16 the product of their lower halves + that of their upper halves.
-    static __device__ float dot(unsigned p, unsigned q) {
-        if (!BF16) return __uint_as_float(p) * __uint_as_float(q);
-        return __uint_as_float(p << 16) * __uint_as_float(q << 16) +
-               __uint_as_float(p & 0xFFFF0000u) * __uint_as_float(q & 0xFFFF0000u);
-    }
-
-    // --- Forward -------------------------------------------------------------------------------------------
-    // All three kernels have one shape. The block's own tile is loaded once. The other side streams past in
-    // tiles of its own through two stages of shared memory: while one is computed with, the copy into the
-    // other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps; only
-    // a product of Hopper's is begun by all four together. Its tiles lie at multiples of 1024 bytes.
-
-    // Calls step(K_tile, key, part) for each tile of keys, and each part of the block's queries that sees some of
-    // them. key is the first key of the tile; the tile of V lies behind K_tile. The caller has begun to load the
-    // first tile.
-    template <class Step>
-    static __device__ void over_keys(char* stages, Heads<const Real> in, int i, Step step) {
-        int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
-        for (int j = 0; j < tiles; j++) {
-            if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
-            EACH(part, OWN_PARTS)
-                if (j <= OWN_PARTS * i + part) step(stages + j % 2 * 2 * BYTES, 64 * j, part);
-            arrive();
-        }
-    }
-
-    static __device__ void forward(Real* out, float* lse, Reals qkv, Place at) {
-        extern __shared__ __align__(1024) char Q_tile[];
-        char* stages = Q_tile + OWN_PARTS * BYTES;     // two of K and V
-        int i = (at.T - 1) / ROWS - blockIdx.z;   // the longest work first, as above
-        int lane = threadIdx.x % 32;
-        int row = 16 * warp_number();          // the warp's first row of the tile
-        int first = i * ROWS + row;            // the query that it is
-        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
-        auto in = heads_of(qkv, at);
-
-        load<ROWS>(Q_tile, in.q, i * ROWS);
-        load_stage(stages, 0, in.k, in.v, 0);
+// Calls step(K_tile, key, part) for each tile of keys, and each part of the block's queries that sees some of
+// them. key is the first key of the tile; the tile of V lies behind K_tile. The caller has begun to load the
+// first tile.
+template <class Step>
+__device__ void over_keys(char* stages, Heads in, int i, Step step) {
+    int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
+    for (int j = 0; j < tiles; j++) {
+        if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
+        EACH(part, PARTS)
+            if (j <= PARTS * i + part) step(stages + j % 2 * 2 * BYTES, 64 * j, part);
         arrive();
-        Rows O[OWN_PARTS] = {};
-        float maximum[OWN_PARTS][2];
-        float sum[OWN_PARTS][2] = {};
-        EACH(part, OWN_PARTS) EACH(half, 2) maximum[part][half] = MASKED;
-        over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
-            float (&m)[2] = maximum[part];
-            float (&l)[2] = sum[part];
-            float m_new[2];
-            Scores S;
-            gemm_abt(S, Q_tile + part * BYTES, K_tile);
-            finish(S);
-            if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
-            // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m stays, and
-            // nothing is rescaled, until a score exceeds it by 8 in the exponent of 2. That is rare after the
-            // first keys. And 2^8 = 256 is harmless: P and l stay far from the ends of fp32 and bf16.
-            bool grown = false;
+    }
+}
+
+KERNEL __launch_bounds__(THREADS, 2)
+flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
+    Place at = own_place(T, H, G);
+    extern __shared__ __align__(1024) char Q_tile[];
+    char* stages = Q_tile + PARTS * BYTES;     // two of K and V
+    int i = (T - 1) / ROWS - blockIdx.z;   // the longest work first, as above
+    int lane = threadIdx.x % 32;
+    int row = 16 * warp_number();          // the warp's first row of the tile
+    int first = i * ROWS + row;            // the query that it is
+    float scale = rsqrtf(D), scale2 = scale * LOG2_E;
+    Heads in = heads_of(qkv, at);
+
+    load<ROWS>(Q_tile, in.q, i * ROWS);
+    load_stage(stages, 0, in.k, in.v, 0);
+    arrive();
+    Rows O[PARTS] = {};
+    float maximum[PARTS][2];
+    float sum[PARTS][2] = {};
+    EACH(part, PARTS) EACH(half, 2) maximum[part][half] = MASKED;
+    over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
+        float (&m)[2] = maximum[part];
+        float (&l)[2] = sum[part];
+        float m_new[2];
+        Scores S;
+        gemm_abt(S, Q_tile + part * BYTES, K_tile);
+        finish(S);
+        if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
+        // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m stays, and
+        // nothing is rescaled, until a score exceeds it by 8 in the exponent of 2. That is rare after the
+        // first keys. And 2^8 = 256 is harmless: P and l stay far from the ends of fp32 and bf16.
+        bool grown = false;
+        EACH(half, 2) {
+            float x = MASKED;
+            EACH(n, 8) x = fmaxf(x, fmaxf(S[n][2 * half], S[n][2 * half + 1]));
+            for (int bit = 1; bit <= 2; bit *= 2)  // over the four lanes that share a row
+                x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
+            m_new[half] = x;
+            grown |= (x - m[half]) * scale2 > 8.0f;
+        }
+        if (__any_sync(0xFFFFFFFF, grown))
             EACH(half, 2) {
-                float x = MASKED;
-                EACH(n, 8) x = fmaxf(x, fmaxf(S[n][2 * half], S[n][2 * half + 1]));
-                for (int bit = 1; bit <= 2; bit *= 2)  // over the four lanes that share a row
-                    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
-                m_new[half] = x;
-                grown |= (x - m[half]) * scale2 > 8.0f;
+                float x = fmaxf(m[half], m_new[half]);
+                float alpha = exp2_approx((m[half] - x) * scale2);
+                m[half] = x;
+                l[half] *= alpha;
+                EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= alpha;
             }
-            if (__any_sync(0xFFFFFFFF, grown))
-                EACH(half, 2) {
-                    float x = fmaxf(m[half], m_new[half]);
-                    float alpha = exp2_approx((m[half] - x) * scale2);
-                    m[half] = x;
-                    l[half] *= alpha;
-                    EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= alpha;
-                }
-            EACH(n, 8) EACH(e, 4) {
-                S[n][e] = exp2_approx(S[n][e] * scale2 - m[e / 2] * scale2);  // P
-                l[e / 2] += S[n][e];  // this lane's part of the row's sum
-            }
-            gemm_ab(O[part], S, K_tile + BYTES);
-            finish(O[part]);
-        });
-        EACH(part, OWN_PARTS) EACH(half, 2) {
-            float& l = sum[part][half];
-            l += __shfl_xor_sync(0xFFFFFFFF, l, 1);
-            l += __shfl_xor_sync(0xFFFFFFFF, l, 2);
-            int query = first + 64 * part + 8 * half + lane / 4;
-            if (lane % 4 == 0 && query < at.T)
-                lse[numbers_at(at) + query] = maximum[part][half] * scale + logf(l);
-            EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= 1.0f / l;
+        EACH(n, 8) EACH(e, 4) {
+            S[n][e] = exp2_approx(S[n][e] * scale2 - m[e / 2] * scale2);  // P
+            l[e / 2] += S[n][e];  // this lane's part of the row's sum
         }
-        store(head_of(out, at), O, 1.0f, Q_tile, row, first);
+        gemm_ab(O[part], S, K_tile + BYTES);
+        finish(O[part]);
+    });
+    EACH(part, PARTS) EACH(half, 2) {
+        float& l = sum[part][half];
+        l += __shfl_xor_sync(0xFFFFFFFF, l, 1);
+        l += __shfl_xor_sync(0xFFFFFFFF, l, 2);
+        int query = first + 64 * part + 8 * half + lane / 4;
+        if (lane % 4 == 0 && query < T)
+            lse[numbers_at(at) + query] = maximum[part][half] * scale + logf(l);
+        EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= 1.0f / l;
+    }
+    store(head_of(out, at), O, 1.0f, Q_tile, row, first);
+}
+
+// --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
+
+KERNEL __launch_bounds__(THREADS, WARPGROUP ? 3 : 2)  // for so many blocks of dQ there are registers
+flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
+                  Reals qkv, float* delta, Floats angles, int T, int H, int G) {
+    Place at = own_place(T, H, G);
+    constexpr int CHUNKS_OF_A_LANE = CHUNKS / 4;
+    extern __shared__ __align__(1024) char Q_tile[];
+    char* dO_tile = Q_tile + PARTS * BYTES;
+    char* stages = dO_tile + PARTS * BYTES;  // two of K and V
+    int i = gridDim.z - 1 - blockIdx.z;
+    int lane = threadIdx.x % 32;
+    int row = 16 * warp_number();
+    int first = i * ROWS + row;
+    float scale = rsqrtf(D), scale2 = scale * LOG2_E;
+    Heads in = heads_of(qkv, at);
+
+    load<ROWS>(Q_tile, in.q, i * ROWS);
+    load<ROWS>(dO_tile, head_of(dout, at), i * ROWS);
+    load_stage(stages, 0, in.k, in.v, 0);
+    float lse2[PARTS][2], Delta[PARTS][2];
+    // This lane's chunks of O, asked for before the wait, so that all copies are under way at once.
+    uint4 O[PARTS][2][CHUNKS_OF_A_LANE];
+    EACH(part, PARTS) EACH(half, 2) {
+        int query = min(first + 64 * part + 8 * half + lane / 4, T - 1);
+        lse2[part][half] = lse[numbers_at(at) + query] * LOG2_E;
+        Reals from = head_of(out, at).rows + (long long)query * H * D + lane % 4 * CHUNK;
+        EACH(n, CHUNKS_OF_A_LANE) O[part][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
+    }
+    arrive();
+    EACH(part, PARTS) {
+        EACH(half, 2) {  // delta_i = dO_i . O_i, by the four lanes that share the row
+            int r = 64 * part + 8 * half + lane / 4;
+            float sum = 0.0f;
+            EACH(n, CHUNKS_OF_A_LANE) EACH(e, 4) {
+                auto chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
+                sum += dot(chunk[e], (&O[part][half][n].x)[e]);
+            }
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+            Delta[part][half] = sum;
+            if (lane % 4 == 0 && first + r < T) delta[numbers_at(at) + first + r] = sum;
+        }
     }
 
-    // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
+    Rows dQ[PARTS] = {};
+    over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
+        Scores S, dP;
+        gemm_abt(S, Q_tile + part * BYTES, K_tile);
+        gemm_abt(dP, dO_tile + part * BYTES, K_tile + BYTES);
+        finish(S);
+        finish(dP);
+        if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
+        EACH(n, 8) EACH(e, 4) {
+            float p = exp2_approx(S[n][e] * scale2 - lse2[part][e / 2]);
+            S[n][e] = p * (dP[n][e] - Delta[part][e / 2]);  // dS
+        }
+        gemm_ab(dQ[part], S, K_tile);
+        finish(dQ[part]);
+    });
+    store(heads_of(dqkv, at).q, dQ, scale, Q_tile, row, first, angles);
+}
 
-    static __device__ void backward_dq(Real* dqkv, Reals dout, Reals out, Floats lse,
-                                       Reals qkv, float* delta, Floats angles, Place at) {
-        constexpr int CHUNKS_OF_A_LANE = CHUNKS / 4;
-        extern __shared__ __align__(1024) char Q_tile[];
-        char* dO_tile = Q_tile + OWN_PARTS * BYTES;
-        char* stages = dO_tile + OWN_PARTS * BYTES;  // two of K and V
-        int i = gridDim.z - 1 - blockIdx.z;
-        int lane = threadIdx.x % 32;
-        int row = 16 * warp_number();
-        int first = i * ROWS + row;
-        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
-        auto in = heads_of(qkv, at);
+// --- Backward: dK and dV -------------------------------------------------------------------------------
+// Computes the tiles transposed, keys as rows: then P^T and dS^T are left operands as they come, and a
+// warp sums the dK and dV of its keys alone, over all queries of all the heads of the group.
+//
+// A stage holds 64 queries: their tiles of Q and dO, and their lse and delta. For each head of the group
+// come the queries from the block's first key on; those before see none of its keys. While one stage is
+// computed with, the other is loaded. For example, two heads a group, T = 320, PARTS = 2, and the
+// block of keys 128 to 255 (j = 1), where 128, 192 and 256 are the first queries of the three tiles:
+//
+//     n       stage 0            stage 1            part 0, keys 128 ..   part 1, keys 192 ..
+//     before  load head 0, 128
+//     0       use  head 0, 128   load head 0, 192   diagonal: masked      all in the future: skipped
+//     1       load head 0, 256   use  head 0, 192   all seen              diagonal: masked
+//     2       use  head 0, 256   load head 1, 128   all seen              all seen
+//     3       load head 1, 192   use  head 1, 128   diagonal: masked      all in the future: skipped
+//     4       use  head 1, 192   load head 1, 256   all seen              diagonal: masked
+//     5                          use  head 1, 256   all seen              all seen
 
-        load<ROWS>(Q_tile, in.q, i * ROWS);
-        load<ROWS>(dO_tile, head_of(dout, at), i * ROWS);
-        load_stage(stages, 0, in.k, in.v, 0);
-        float lse2[OWN_PARTS][2], Delta[OWN_PARTS][2];
-        // This lane's chunks of O, asked for before the wait, so that all copies are under way at once.
-        uint4 O[OWN_PARTS][2][CHUNKS_OF_A_LANE];
-        EACH(part, OWN_PARTS) EACH(half, 2) {
-            int query = min(first + 64 * part + 8 * half + lane / 4, at.T - 1);
-            lse2[part][half] = lse[numbers_at(at) + query] * LOG2_E;
-            Reals from = head_of(out, at).rows + (long long)query * at.H * D + lane % 4 * CHUNK;
-            EACH(n, CHUNKS_OF_A_LANE) O[part][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
+KERNEL __launch_bounds__(THREADS, 2)
+flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
+                    Reals qkv, Floats delta, Floats angles, int T, int H, int G) {
+    Place at = own_place(T, H, G);
+    extern __shared__ __align__(1024) char K_tile[];
+    char* V_tile = K_tile + PARTS * BYTES;
+    char* stages = V_tile + PARTS * BYTES;                  // two of Q and dO
+    float* numbers = (float*)(stages + 4 * BYTES);      // two of lse and delta
+    int j = blockIdx.z;
+    int lane = threadIdx.x % 32;
+    int row = 16 * warp_number();
+    int first = j * ROWS + row;
+    float scale = rsqrtf(D), scale2 = scale * LOG2_E;
+
+    int end = at.h + H / G;  // of the heads of the group
+    int next = j * ROWS;           // the query at which the stage begins that is loaded; at.h is its head
+    auto load_queries = [&](int n, int query) {
+        load_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
+        int t = query + threadIdx.x % 64;
+        Floats from = (threadIdx.x < 64 ? lse : delta) + numbers_at(at);
+        cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < T);
+    };
+    Heads in = heads_of(qkv, at);
+    load<ROWS>(K_tile, in.k, j * ROWS);
+    load<ROWS>(V_tile, in.v, j * ROWS);
+    load_queries(0, next);
+    arrive();
+
+    Rows dK[PARTS] = {}, dV[PARTS] = {};
+    // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
+    for (int n = 0; at.h < end; n++) {
+        const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
+        Floats lse_tile = numbers + n % 2 * THREADS;
+        int query = next;        // at which the stage begins that is used now
+        next += 64;
+        if (next >= T) {      // the next head, from the block's first key on
+            next = j * ROWS;
+            at.h++;
+        }
+        if (at.h < end) load_queries(n + 1, next);
+        EACH(part, PARTS) {
+            if (query < j * ROWS + 64 * part) continue;  // all come before these keys
+            Scores St, dPt;
+            gemm_abt(St, K_tile + part * BYTES, Q_tile);
+            gemm_abt(dPt, V_tile + part * BYTES, Q_tile + BYTES);
+            finish(St);
+            finish(dPt);
+            int key = first + 64 * part;
+            if (query < key + 15) mask_future<true>(St, query, key);
+            EACH(i, 8) {
+                Floats from = lse_tile + 8 * i + lane % 4 * 2;  // this lane's columns: two queries
+                float2 L = *(const float2*)from;
+                float2 Delta = *(const float2*)(from + 64);
+                EACH(e, 4) {  // P^T and dS^T
+                    St[i][e] = exp2_approx(St[i][e] * scale2 - (e % 2 ? L.y : L.x) * LOG2_E);
+                    dPt[i][e] = St[i][e] * (dPt[i][e] - (e % 2 ? Delta.y : Delta.x));
+                }
+            }
+            gemm_ab(dV[part], St, Q_tile + BYTES);
+            gemm_ab(dK[part], dPt, Q_tile);
+            finish(dV[part]);
+            finish(dK[part]);
         }
         arrive();
-        EACH(part, OWN_PARTS) {
-            EACH(half, 2) {  // delta_i = dO_i . O_i, by the four lanes that share the row
-                int r = 64 * part + 8 * half + lane / 4;
-                float sum = 0.0f;
-                EACH(n, CHUNKS_OF_A_LANE) EACH(e, 4) {
-                    auto chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
-                    sum += dot(chunk[e], (&O[part][half][n].x)[e]);
-                }
-                sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-                sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-                Delta[part][half] = sum;
-                if (lane % 4 == 0 && first + r < at.T) delta[numbers_at(at) + first + r] = sum;
-            }
-        }
-
-        Rows dQ[OWN_PARTS] = {};
-        over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
-            Scores S, dP;
-            gemm_abt(S, Q_tile + part * BYTES, K_tile);
-            gemm_abt(dP, dO_tile + part * BYTES, K_tile + BYTES);
-            finish(S);
-            finish(dP);
-            if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
-            EACH(n, 8) EACH(e, 4) {
-                float p = exp2_approx(S[n][e] * scale2 - lse2[part][e / 2]);
-                S[n][e] = p * (dP[n][e] - Delta[part][e / 2]);  // dS
-            }
-            gemm_ab(dQ[part], S, K_tile);
-            finish(dQ[part]);
-        });
-        store(heads_of(dqkv, at).q, dQ, scale, Q_tile, row, first, angles);
     }
-
-    // --- Backward: dK and dV -------------------------------------------------------------------------------
-    // Computes the tiles transposed, keys as rows: then P^T and dS^T are left operands as they come, and a
-    // warp sums the dK and dV of its keys alone, over all queries of all the heads of the group.
-    //
-    // A stage holds 64 queries: their tiles of Q and dO, and their lse and delta. For each head of the group
-    // come the queries from the block's first key on; those before see none of its keys. While one stage is
-    // computed with, the other is loaded. For example, two heads a group, T = 320, two parts (OWN_PARTS = 2), and the
-    // block of keys 128 to 255 (j = 1), where 128, 192 and 256 are the first queries of the three tiles:
-    //
-    //     n       stage 0            stage 1            part 0, keys 128 ..   part 1, keys 192 ..
-    //     before  load head 0, 128
-    //     0       use  head 0, 128   load head 0, 192   diagonal: masked      all in the future: skipped
-    //     1       load head 0, 256   use  head 0, 192   all seen              diagonal: masked
-    //     2       use  head 0, 256   load head 1, 128   all seen              all seen
-    //     3       load head 1, 192   use  head 1, 128   diagonal: masked      all in the future: skipped
-    //     4       use  head 1, 192   load head 1, 256   all seen              diagonal: masked
-    //     5                          use  head 1, 256   all seen              all seen
-
-    static __device__ void backward_dkdv(Real* dqkv, Reals dout, Reals out, Floats lse,
-                                         Reals qkv, Floats delta, Floats angles, Place at) {
-        extern __shared__ __align__(1024) char K_tile[];
-        char* V_tile = K_tile + OWN_PARTS * BYTES;
-        char* stages = V_tile + OWN_PARTS * BYTES;                  // two of Q and dO
-        float* numbers = (float*)(stages + 4 * BYTES);      // two of lse and delta
-        int j = blockIdx.z;
-        int lane = threadIdx.x % 32;
-        int row = 16 * warp_number();
-        int first = j * ROWS + row;
-        float scale = rsqrtf(D), scale2 = scale * LOG2_E;
-
-        int end = at.h + at.H / at.G;  // of the heads of the group
-        int next = j * ROWS;           // the query at which the stage begins that is loaded; at.h is its head
-        auto load_queries = [&](int n, int query) {
-            load_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
-            int t = query + threadIdx.x % 64;
-            Floats from = (threadIdx.x < 64 ? lse : delta) + numbers_at(at);
-            cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < at.T);
-        };
-        auto in = heads_of(qkv, at);
-        load<ROWS>(K_tile, in.k, j * ROWS);
-        load<ROWS>(V_tile, in.v, j * ROWS);
-        load_queries(0, next);
-        arrive();
-
-        Rows dK[OWN_PARTS] = {}, dV[OWN_PARTS] = {};
-        // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
-        for (int n = 0; at.h < end; n++) {
-            const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
-            Floats lse_tile = numbers + n % 2 * THREADS;
-            int query = next;        // at which the stage begins that is used now
-            next += 64;
-            if (next >= at.T) {      // the next head, from the block's first key on
-                next = j * ROWS;
-                at.h++;
-            }
-            if (at.h < end) load_queries(n + 1, next);
-            EACH(part, OWN_PARTS) {
-                if (query < j * ROWS + 64 * part) continue;  // all come before these keys
-                Scores St, dPt;
-                gemm_abt(St, K_tile + part * BYTES, Q_tile);
-                gemm_abt(dPt, V_tile + part * BYTES, Q_tile + BYTES);
-                finish(St);
-                finish(dPt);
-                int key = first + 64 * part;
-                if (query < key + 15) mask_future<true>(St, query, key);
-                EACH(i, 8) {
-                    Floats from = lse_tile + 8 * i + lane % 4 * 2;  // this lane's columns: two queries
-                    float2 L = *(const float2*)from;
-                    float2 Delta = *(const float2*)(from + 64);
-                    EACH(e, 4) {  // P^T and dS^T
-                        St[i][e] = exp2_approx(St[i][e] * scale2 - (e % 2 ? L.y : L.x) * LOG2_E);
-                        dPt[i][e] = St[i][e] * (dPt[i][e] - (e % 2 ? Delta.y : Delta.x));
-                    }
-                }
-                gemm_ab(dV[part], St, Q_tile + BYTES);
-                gemm_ab(dK[part], dPt, Q_tile);
-                finish(dV[part]);
-                finish(dK[part]);
-            }
-            arrive();
-        }
-        auto to = heads_of(dqkv, at);
-        store(to.k, dK, scale, K_tile, row, first, angles);
-        store(to.v, dV, 1.0f, V_tile, row, first);
-    }
-};
-
-}  // namespace fast
-
-FLASH_KERNELS(_bf16, fast::Kernels<unsigned short>, unsigned short)
-#if HEAD_DIM <= 64  // rows of 128 floats need more registers than there are
-FLASH_KERNELS(_tf32, fast::Kernels<float>, float)
-#endif
+    Heads to = heads_of(dqkv, at);
+    store(to.k, dK, scale, K_tile, row, first, angles);
+    store(to.v, dV, 1.0f, V_tile, row, first);
+}
 
 #endif

@@ -176,9 +176,11 @@ def as_argument(x):
 
 
 def compiled(name, *options):
-    """-> (text, module) of a .cu file."""
+    """-> {name: kernel} of all functions that a .cu file declares by KERNEL."""
     code = pathlib.Path(__file__).with_name(name).read_text("utf-8")
-    return code, cupy.RawModule(code=code, options=options)
+    module = cupy.RawModule(code=code, options=options)
+    names = re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code)
+    return {name: module.get_function(name) for name in names}
 
 
 class Gpu:
@@ -193,23 +195,19 @@ class Gpu:
         notice = threading.Timer(0.5, print, ["Compiling the CUDA kernels for this GPU (kept for the next run)."],
                                  {"file": sys.stderr})
         notice.start()    # speaks only if this takes time: compiled kernels load at once
+        bf16 = f"-DBF16={int(precision == 'bf16')}"
         hopper = HOPPER and capability() == 90
         shared = cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"]
-        parts = 2 if HOPPER and shared >= 128 << 10 else 1          # of 64 rows in a block of attention
-        options = [f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}"]
+        large = HOPPER and shared >= 128 << 10
+        parts, self.flash_rows, self.shared = flash_sizes(precision, config.head_dim, large)
+        options = [bf16, f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}"]
         if hopper:                              # sm_90a alone has Hopper's own matmul instructions (wgmma)
             options.append("-arch=sm_90a")      # CuPy adds an -arch of its own; the compiler takes both
         try:
-            # every function that the text declares by KERNEL, by its name
-            code, module = compiled("kernels.cu", f"-DBF16={int(precision == 'bf16')}",
-                                    f"-DROW_THREADS={row_threads(config.dim)}")
-            self.kernels = {name: module.get_function(name)
-                            for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code)}
-            _, module = compiled("flash_attn.cu", *options)
-            self.flash = flash_kernels(precision, config.head_dim, parts)
-            for name, _, shared in self.flash:
-                kernel = self.kernels[name] = module.get_function(name)
-                kernel.max_dynamic_shared_size_bytes = shared
+            self.kernels = compiled("kernels.cu", bf16, f"-DROW_THREADS={row_threads(config.dim)}")
+            self.kernels |= compiled("flash_attn.cu", *options)
+            for name, size in self.shared.items():
+                self.kernels[name].max_dynamic_shared_size_bytes = size
         finally:
             notice.cancel()
         # (2,context,1,D): the second half of D has cos and sin, the first repeats them with -sin -> (context,2,D/2)
@@ -221,10 +219,11 @@ class Gpu:
         if HOPPER and capability() >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:
             self.launch_kernel = CDLL("libcuda.so.1").cuLaunchKernelEx
 
-    def launch(self, name, grid, threads, *args, shared=0):
+    def launch(self, name, grid, threads, *args):
         """Queue a kernel.  grid: the number of its blocks, or two or three of them; args: see as_argument."""
         blocks = grid if isinstance(grid, tuple) else (grid,)
-        self.kernels[name](blocks, (threads,), tuple(map(as_argument, args)), shared_mem=shared)
+        self.kernels[name](blocks, (threads,), tuple(map(as_argument, args)),
+                           shared_mem=self.shared.get(name, 0))
 
     def launch_early(self, name, grid, threads, *args):
         """launch, with a grid of two numbers.  From Hopper on the kernel starts beside the end of the one before it
@@ -362,39 +361,36 @@ def rope_forward(gpu, qkv, T, cache=None, lengths=None):
                N, T, stride, c.heads, c.kv_heads, c.head_dim)
 
 
-def flash_kernels(precision, D, parts):
-    """[(name, rows of queries or keys that a block takes, bytes of shared memory), ...] of the forward and of the two
-    kernels of the backward in flash_attn.cu: for fp32 the readable ones, else those for tensor cores."""
-    names = "flash_forward", "flash_backward_dq", "flash_backward_dkdv"
+def flash_sizes(precision, D, large):
+    """-> (the macro PARTS of flash_attn.cu; the rows of queries or keys that a block takes; of each kernel its bytes of
+    shared memory).  For fp32 the readable kernels serve, else those for tensor cores.  large: whether the GPU has the
+    shared memory for two parts."""
     if precision == "fp32" or precision == "tf32" and D > 64:
-        return [(name, 4096 // D, 0) for name in names]
-    rows = 64 * parts if precision == "bf16" and D <= 64 else 64
+        return 0, 4096 // D, {}
+    parts = 2 if large and precision == "bf16" and D <= 64 else 1
     row = D * (2 if precision == "bf16" else 4)     # bytes
-    own = rows * row                                # the block's own tile
+    own = 64 * parts * row                          # the block's own tile
     stages = 4 * 64 * row                           # two stages of two of the others'
-    shared = own + stages, 2 * own + stages, 2 * own + stages + 16 * 64
-    return [(f"{name}_{precision}", rows, size) for name, size in zip(names, shared)]
-
-
-def launch_flash(gpu, which, heads, B, T, *args):
-    """One of the flash_kernels: a block for each head, window and block of rows."""
-    name, rows, shared = gpu.flash[which]
-    gpu.launch(name, (heads, B, ceil_div(T, rows)), 128, *args, T, gpu.config.heads, gpu.config.kv_heads,
-               shared=shared)
+    return parts, 64 * parts, {"flash_forward": own + stages,
+                               "flash_backward_dq": 2 * own + stages,
+                               "flash_backward_dkdv": 2 * own + stages + 16 * 64}
 
 
 def attention_forward(gpu, out, lse, qkv, B, T):
     """Causal grouped-query attention.  qkv (N,(H+2G)D), already rotated; out (N,C); lse (B,H,T) keeps the log
     of each row's sum of exponentials, from which the backward computes the probabilities again."""
-    launch_flash(gpu, 0, gpu.config.heads, B, T, out, lse, qkv)
+    H = gpu.config.heads
+    gpu.launch("flash_forward", (H, B, ceil_div(T, gpu.flash_rows)), 128, out, lse, qkv, T, H, gpu.config.kv_heads)
 
 
 def attention_backward(gpu, dqkv, dout, out, lse, qkv, delta):
     """attention_backward and rope_backward: writes dqkv (N,(H+2G)D), the gradient of v, and of q and k before their
     rotation.  delta (B,H,T): scratch, which the first kernel writes and the second reads."""
     B, H, T = lse.shape
-    for which, heads in (1, H), (2, gpu.config.kv_heads):
-        launch_flash(gpu, which, heads, B, T, dqkv, dout, out, lse, qkv, delta, gpu.angles)
+    G = gpu.config.kv_heads
+    for name, heads in ("flash_backward_dq", H), ("flash_backward_dkdv", G):
+        gpu.launch(name, (heads, B, ceil_div(T, gpu.flash_rows)), 128, dqkv, dout, out, lse, qkv, delta, gpu.angles,
+                   T, H, G)
 
 
 def swiglu_forward(gpu, out, gate_up):

@@ -1,7 +1,7 @@
 """Compiles and launches CUDA kernels on the CPU (through tests/cuda_on_cpu.h), and compiles them for real GPUs.
 
     from cuda_helpers import CpuModule, guarded, check_guards
-    module = CpuModule("flash_attn.cu", ["-DHEAD_DIM=64", "-DHOPPER=0"])     # g++; the result is cached by content
+    module = CpuModule("flash_attn.cu", ["-DBF16=0", "-DHEAD_DIM=64", "-DHOPPER=0", "-DPARTS=0"])     # g++; the result is cached by content
     kernel = module.get_function("flash_forward")                # as cupy.RawModule.get_function
     kernel((4, 2, 1), (64,), (out, lse, qkv, np.int32(T), np.int32(H), np.int32(G)), shared_mem=40960)
 

@@ -26,9 +26,9 @@ class Attention:
     """The kernels of a version, at one shape: for model_gpu's functions the `gpu`."""
 
     def __init__(self, version, D, B, T, H, G):
-        self.half, parts = version not in BOUNDS, 1 + (version != "narrow")
-        self.flash = model_gpu.flash_kernels("bf16" if self.half else version, D, parts)
-        options = [f"-DHEAD_DIM={D}", f"-DHOPPER={int(version == 'hopper')}", f"-DPARTS={parts}"]
+        self.half = version not in BOUNDS
+        parts, self.flash_rows, self.shared = model_gpu.flash_sizes("bf16" if self.half else version, D, version != "narrow")
+        options = [f"-DBF16={int(self.half)}", f"-DHEAD_DIM={D}", f"-DHOPPER={int(version == 'hopper')}", f"-DPARTS={parts}"]
         self.module = CpuModule("flash_attn.cu", options, bounds=D == 32)                   # the same lines for every D
         self.config = model_cpu.Config(dim=H * D, heads=H, kv_heads=G, layers=1, context=T, vocab=8)
         self.rope, rng = model_cpu.rope_table(self.config, float), np.random.default_rng(T)
@@ -39,8 +39,8 @@ class Attention:
         """As it is stored, in float64."""
         return (from_bf16(to_bf16(x)) if self.half else f32(x)).astype(float)
 
-    def launch(self, name, grid, threads, *args, shared=0):
-        self.module.get_function(name)(grid, (threads,), tuple(map(model_gpu.as_argument, args)), shared_mem=shared)
+    def launch(self, name, grid, threads, *args):
+        self.module.get_function(name)(grid, (threads,), tuple(map(model_gpu.as_argument, args)), shared_mem=self.shared.get(name, 0))
 
     def run(self, order=ORDERS[0]):
         """-> out, lse, dqkv by the kernels; an entry that is not written stays NaN."""
@@ -131,9 +131,11 @@ def test_rounds_where_it_should_and_nowhere_else(version, D):
         ("sm_75", 64), ("sm_86", 64), ("sm_89", 64), ("sm_100", 64), ("sm_120", 64), ("sm_70", 32), ("sm_80", 32), ("sm_70", 128), ("sm_80", 128)))])
 def test_compiles_for_gpu(arch, D):
     skip_unless_known(arch)
-    options = [f"-DHEAD_DIM={D}", f"-DHOPPER={int(arch == 'sm_90a')}", f"-DPARTS={1 if arch in ('sm_86', 'sm_89', 'sm_120') else 2}"]
-    kernels = compile_for_gpu("flash_attn.cu", arch, options)
-    precisions = ["fp32"] if arch in ("sm_70", "sm_75") else ["fp32", "tf32", "bf16"]
-    assert set(kernels) == {"flash_forward_plain"} | {name for precision in precisions for name, *_ in model_gpu.flash_kernels(precision, D, 2)}
-    for use in kernels.values():
-        assert use.spill_bytes == 0 and use.shared_bytes <= 48 << 10, kernels
+    for precision in ["fp32"] if arch in ("sm_70", "sm_75") else ["fp32", "tf32", "bf16"]:
+        parts, _, shared = model_gpu.flash_sizes(precision, D, arch not in ("sm_86", "sm_89", "sm_120"))
+        kernels = compile_for_gpu("flash_attn.cu", arch, [f"-DBF16={int(precision == 'bf16')}", f"-DHEAD_DIM={D}", f"-DPARTS={parts}",
+                                                          f"-DHOPPER={int(arch == 'sm_90a')}"])
+        assert set(kernels) == {"flash_forward_plain", "flash_forward", "flash_backward_dq", "flash_backward_dkdv"}
+        assert set(kernels) > set(shared)
+        for use in kernels.values():
+            assert use.spill_bytes == 0 and use.shared_bytes <= 48 << 10, kernels
