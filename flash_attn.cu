@@ -14,11 +14,12 @@
 //               that these kernels write are those of q and k before the rotation. No dropout, no mask but
 //               the causal one, no decoding of a few tokens (kernels.cu).
 //
-// model_gpu.py compiles the file for one model, with these macros, and launches the kernels as the comment before
-// section 1 says:
+// model_gpu.py compiles kernels.cu and this file as one text, for one model. So this file uses the helpers and types
+// of kernels.cu, section 1: FOR, KERNEL, `real` (the type in which activations are stored) and others. How the kernels
+// are launched stands before section 0. The macros:
 //     -DHEAD_DIM=32, 64 or 128
-//     -DBF16=0 or 1     chooses `real`, the type in which activations are stored
-//     -DPARTS=0         section 1 is compiled, the readable version
+//     -DBF16=0 or 1     see kernels.cu
+//     -DPARTS=0         sections 0 and 1 are compiled, the readable versions
 //     -DPARTS=1 or 2    section 2 is compiled, the fast version; for the number, see there
 //     -DHOPPER=0 or 1   whether bf16 with D = 64 takes Hopper's own products
 // Method and letters: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
@@ -78,59 +79,11 @@
 // not help.
 
 constexpr int D = HEAD_DIM;
-constexpr int THREADS = 128;      // of a block
-constexpr float MASKED = -1e30f;  // for minus infinity: exp(MASKED - m) is 0, and MASKED - MASKED is not NaN
-
-#if BF16
-typedef unsigned short real;      // bf16: the upper half of a float
-#else
-typedef float real;
-#endif
-typedef const float* Floats;      // arrays that a function only reads; float* and real* are written
-typedef const real* Reals;
-
-#define KERNEL extern "C" __global__ void
+constexpr int THREADS = 128;  // of a block
 
 // EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it). An array
 // can stay in registers only if the compiler knows all indices into it.
 #define EACH(n, count) _Pragma("unroll") for (int n = 0; n < count; n++)
-
-// ===========================================================================================================
-// 0. The first rung: one thread a query
-// ===========================================================================================================
-// The forward as the formulas above have it, key by key. Each thread owns one query: its O, m and l are
-// registers. It reads every key and every value from the GPU's main memory by itself, and that is what makes
-// it slow: the kernels below bring a tile of them to shared memory and use it for many queries.
-// Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test holds it equal to the others.
-KERNEL __launch_bounds__(THREADS)
-flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
-    int h = blockIdx.x, b = blockIdx.y;
-    int i = THREADS * blockIdx.z + threadIdx.x;  // the query
-    if (i >= T) return;
-    int width = (H + 2 * G) * D;                 // of a row of qkv
-    Floats first = qkv + 1LL * b * T * width;    // the row of token 0
-    Floats q = first + 1LL * i * width + h * D;
-    Floats k = first + (H + h / (H / G)) * D;
-    Floats v = k + G * D;
-    float m = MASKED, l = 0.0f;
-    float O[D] = {};
-    for (int j = 0; j <= i; j++) {               // causal: no key behind the query
-        float S = 0.0f;
-        for (int n = 0; n < D; n++) S += q[n] * k[n];
-        S *= rsqrtf(D);                          // scale q_i . k_j
-        float m_new = fmaxf(m, S);
-        float alpha = expf(m - m_new);           // 1, unless the maximum has grown
-        float P = expf(S - m_new);
-        l = alpha * l + P;
-        EACH(n, D) O[n] = alpha * O[n] + P * v[n];
-        m = m_new;
-        k += width;
-        v += width;
-    }
-    float* row = out + ((1LL * b * T + i) * H + h) * D;
-    EACH(n, D) row[n] = O[n] / l;
-    lse[(1LL * b * H + h) * T + i] = m + logf(l);
-}
 
 // One head of one sequence: T rows of D numbers, `stride` apart. Only heads of out and dqkv are written.
 struct Matrix {
@@ -174,7 +127,7 @@ __device__ Heads heads_of(Reals qkv, Place at) {
 }
 
 // Where the T numbers of the query head begin in lse and delta.
-__device__ long long numbers_at(Place at) { return (1LL * at.b * at.H + at.h) * at.T; }
+__device__ Index numbers_at(Place at) { return (1LL * at.b * at.H + at.h) * at.T; }
 
 // Covers rope_backward, of two pairs side by side: x1 are two columns of a row of a gradient, x2 those D/2
 // further right. angle: where their cosines are; their sines are D/2 further right.
@@ -205,13 +158,47 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 //
 // The second number of __launch_bounds__ says how many blocks are to fit a multiprocessor at once.
 
+#if PARTS == 0
+
+// ===========================================================================================================
+// 0. The first rung: one thread a query
+// ===========================================================================================================
+// The forward as the formulas above have it, key by key. Each thread owns one query: its O, m and l are
+// registers. It reads every key and every value from the GPU's main memory by itself, and that is what makes
+// it slow: the kernels below bring a tile of them to shared memory and use it for many queries.
+// Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test holds it equal to the others.
+extern "C" __global__ void __launch_bounds__(THREADS)
+flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
+    Place at = own_place(T, H, G);
+    Heads in = heads_of(qkv, at);
+    int i = THREADS * blockIdx.z + threadIdx.x;  // the query
+    if (i >= T) return;
+    Floats q = in.q.row(i);
+    float m = MASKED, l = 0.0f;
+    float O[D] = {};
+    FOR(j, i + 1) {                              // causal: no key behind the query
+        Floats k = in.k.row(j);
+        Floats v = in.v.row(j);
+        float S = 0.0f;
+        FOR(n, D) S += q[n] * k[n];
+        S *= rsqrtf(D);                          // scale q_i . k_j
+        float m_new = fmaxf(m, S);
+        float alpha = expf(m - m_new);           // 1, unless the maximum has grown
+        float P = expf(S - m_new);
+        l = alpha * l + P;
+        EACH(n, D) O[n] = alpha * O[n] + P * v[n];
+        m = m_new;
+    }
+    float* row = head_of(out, at).row(i);
+    EACH(n, D) row[n] = O[n] / l;
+    lse[numbers_at(at) + i] = m + logf(l);
+}
+
 // ===========================================================================================================
 // 1. The readable version: fp32, plain arithmetic
 // ===========================================================================================================
 // A block owns ROWS rows: queries in the forward and in dQ, keys in dK/dV. They stay in registers, beside the
 // sums that belong to them. The rows of the other side stream past in tiles through shared memory.
-
-#if PARTS == 0
 
 // Two rows belong to a group of LANES lanes of one warp. Each lane has 16 columns of both, so that what it
 // reads from shared memory serves twice. For D = 64 four lanes hold two rows; a warp has eight such groups, 16
@@ -251,7 +238,7 @@ __device__ int own_column(int n) { return 4 * (n / 4 * LANES + threadIdx.x % 32 
 // A row of a head or of a tile.
 __device__ Row load(Floats from) {
     Row row;
-    for (int n = 0; n < 16; n += 4) *(float4*)(row.x + n) = *(const float4*)(from + own_column(n));
+    FOR_STRIDED(n, 0, 16, 4) *(float4*)(row.x + n) = *(const float4*)(from + own_column(n));
     return row;
 }
 
@@ -264,15 +251,14 @@ __device__ void store(Matrix to, int t, float factor, Row row, Floats angles = n
     for (float& x : row.x) x *= factor;
     for (int n = 0; n < 8 && angles; n += 2)  // the pair's second column is the lane's eighth to the right
         turn_back((float2&)row.x[n], (float2&)row.x[n + 8], angles + t * D + own_column(n));
-    for (int n = 0; n < 16; n += 4) *(float4*)(to.row(t) + own_column(n)) = *(const float4*)(row.x + n);
+    FOR_STRIDED(n, 0, 16, 4) *(float4*)(to.row(t) + own_column(n)) = *(const float4*)(row.x + n);
 }
 
 // x . y, over all D columns: every lane sums its 16, then the lanes of the group add theirs
 __device__ float dot(const Row& x, const Row& y) {
     float sum = 0.0f;
     EACH(n, 16) sum += x.x[n] * y.x[n];
-    for (int bit = GROUPS; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
-    return sum;
+    return lanes_sum(sum, GROUPS, 32);
 }
 
 // sum += p y
@@ -282,7 +268,7 @@ __device__ void add_product(Row& sum, float p, const Row& y) { EACH(n, 16) sum.x
 __device__ void load_tiles(Tile& x, Matrix from_x, Tile& y, Matrix from_y, int first) {
     __syncthreads();  // nobody reads what was there any more
     #pragma unroll 2  // more at once would take registers from the sums
-    for (int n = 4 * threadIdx.x; n < TILE * D; n += 4 * THREADS) {
+    FOR_STRIDED(n, 4 * threadIdx.x, TILE * D, 4 * THREADS) {
         int row = n / D;
         int column = n % D;
         int t = min(first + row, from_x.T - 1);
@@ -307,7 +293,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     Row O[2] = {};
     float m[2] = {MASKED, MASKED};
     float l[2] = {};
-    for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
+    FOR_STRIDED(first, 0, min((i + 1) * ROWS, T), TILE) {
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j += STEP) {
             float S[STEP][2];
@@ -364,7 +350,7 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
         Delta[r] = dot(dO[r], load(head_of(out, at), t));  // delta_i = dO_i . O_i
         delta[numbers_at(at) + t] = Delta[r];
     }
-    for (int first = 0; first < min((i + 1) * ROWS, T); first += TILE) {
+    FOR_STRIDED(first, 0, min((i + 1) * ROWS, T), TILE) {
         load_tiles(K, in.k, V, in.v, first);
         for (int j = 0; j < TILE && first + j <= last; j++) {
             Row k = load(K.rows[j]);
@@ -396,7 +382,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     Row v[2] = {load(in.v, key), load(in.v, key + 1)};
     Row dV[2] = {};
     for (; at.h < end; at.h++)
-        for (int first = j * ROWS; first < T; first += TILE) {
+        FOR_STRIDED(first, j * ROWS, T, TILE) {
             load_tiles(Q, heads_of(qkv, at).q, dO, head_of(dout, at), first);
             int t = min(first + int(threadIdx.x % 32), T - 1);  // each lane fetches the numbers of one query
             float lane_L = lse[numbers_at(at) + t];
@@ -434,24 +420,11 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
 // --- Instructions that C++ has no words for. On the CPU, tests/cuda_on_cpu.h has functions of these names. -
 #ifndef CUDA_ON_CPU
 
-// Two floats rounded to bf16 in one word, `low` in its lower half.
-__device__ unsigned pack_bf16(float low, float high) {
-    unsigned word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-
 // The bits of a float rounded to tf32, which has 10 bits of mantissa. The tensor cores would cut off the rest.
 __device__ unsigned round_tf32(unsigned bits) {
     unsigned rounded;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "r"(bits));
     return rounded;
-}
-
-__device__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 __device__ unsigned shared_address(const void* p) { return __cvta_generic_to_shared(p); }
@@ -480,8 +453,10 @@ __device__ void ldmatrix_x4_transposed(unsigned* r, const void* row) { LDMATRIX(
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
         : FOUR("+f", c, 0)                                      \
         : FOUR("r", a, 0), "r"(b[0]), "r"(b[1]))
-__device__ void mma_bf16(float* c, const unsigned* a, const unsigned* b) { MMA("m16n8k16", "bf16.bf16"); }
-__device__ void mma_tf32(float* c, const unsigned* a, const unsigned* b) { MMA("m16n8k8", "tf32.tf32"); }
+__device__ void mma(float* c, const unsigned* a, const unsigned* b) {
+    if (BF16) MMA("m16n8k16", "bf16.bf16");
+    else MMA("m16n8k8", "tf32.tf32");
+}
 
 // Starts a copy of 16 or 4 bytes from global to shared memory that passes through no register. Where not
 // `valid`, it writes zeros and does not touch `from`. (cg: 16 bytes pass by the multiprocessor's own cache,
@@ -500,7 +475,7 @@ __device__ void cp_async(void* to, const void* from, bool valid) {
 __device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Hopper's own product (wgmma): C (64 x 64, fp32) += A (64 x 16) B (16 x 64). The four warps of a block begin it
-// together, and go on meanwhile. Each warp has 16 rows of C; eight columns of them are a piece as in mma_bf16.
+// together, and go on meanwhile. Each warp has 16 rows of C; eight columns of them are a piece as in mma.
 //   * B is read from shared memory, where its rows of 128 bytes are swizzled as `offset` says. In wgmma_ab these
 //     are 16 rows of 64 numbers. In wgmma_abt they are 16 numbers of 64 rows, which are B's columns.
 //   * A: in wgmma_abt it lies in shared memory, too; in wgmma_ab each warp has its rows of A in registers.
@@ -568,7 +543,8 @@ __device__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" :::
 typedef float Scores[8][4];    // of 64 keys, or of 64 queries, for the 16 rows of a piece; P, dP, dS as well
 typedef float Rows[D / 8][4];  // 16 rows of O, dQ, dK or dV
 
-constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(LOG2_E x), and exp2 is one instruction
+// exp(x) = exp2(LOG2_E x), and exp2f is one instruction, because CuPy compiles with -ftz=true.
+constexpr float LOG2_E = 1.4426950408889634f;
 
 // The number of this thread's warp, from lane 0, which tells the compiler that all lanes agree on it.
 __device__ int warp_number() { return __shfl_sync(0xFFFFFFFF, int(threadIdx.x / 32), 0); }
@@ -653,20 +629,18 @@ __device__ void store(Matrix to, Rows (&O)[PARTS], float factor,
         turn_back(x1, x2, angles + t * D + 8 * n + lane % 4 * 2);
     }
     tile += row * ROW;
-    EACH(part, PARTS) {
-        EACH(half, 2) EACH(n, D / 8) {
-            float x = factor * O[part][n][2 * half];
-            float y = factor * O[part][n][2 * half + 1];
-            int column = 8 * n + lane % 4 * 2;
-            char* at = tile + offset(64 * part + 8 * half + lane / 4, column / CHUNK);
-            at += column % CHUNK * sizeof(real);
-            if (BF16) *(unsigned*)at = pack_bf16(x, y);
-            else *(float2*)at = {x, y};
-        }
+    EACH(part, PARTS) EACH(half, 2) EACH(n, D / 8) {
+        float x = factor * O[part][n][2 * half];
+        float y = factor * O[part][n][2 * half + 1];
+        int column = 8 * n + lane % 4 * 2;
+        char* at = tile + offset(64 * part + 8 * half + lane / 4, column / CHUNK);
+        at += column % CHUNK * sizeof(real);
+        if (BF16) *(unsigned*)at = pack_bf16(x, y);
+        else *(float2*)at = {x, y};
     }
     __syncwarp();  // the rows are complete
     #pragma unroll
-    for (int n = lane; n < 16 * PARTS * CHUNKS; n += 32) {
+    FOR_STRIDED(n, lane, 16 * PARTS * CHUNKS, 32) {
         int r = n / CHUNKS / 16 * 64 + n / CHUNKS % 16;
         int chunk = n % CHUNKS;
         real* at = to.row(first + r) + chunk * CHUNK;
@@ -728,21 +702,7 @@ __device__ void load_b(unsigned* b, const char* tile, int row, int d) {
     }
 }
 
-__device__ void mma(float* c, const unsigned* a, const unsigned* b) {
-    BF16 ? mma_bf16(c, a, b) : mma_tf32(c, a, b);
-}
-
 // --- GEMMs of tiles ------------------------------------------------------------------------------------
-
-// S += the terms of A @ B^T in two chunks of their rows.
-__device__ void add_step(Scores& S, const char* A, const char* B, int step) {
-    unsigned a[4], b[4];
-    load_a(a, A, step);
-    EACH(n, 4) {
-        load_bt(b, B, 16 * n, step);
-        EACH(i, 2) mma(S[2 * n + i], a, b + 2 * i);
-    }
-}
 
 // S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
 // `finish` comes before S is used.
@@ -752,7 +712,14 @@ __device__ void gemm_abt(Scores& S, const char* A, const char* B) {
         EACH(step, STEPS) wgmma_abt(S[0], wgmma_tile(A) + 2 * step, wgmma_tile(B) + 2 * step, step);
     } else {
         EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
-        EACH(step, STEPS) add_step(S, A, B, step);
+        EACH(step, STEPS) {
+            unsigned a[4], b[4];
+            load_a(a, A, step);
+            EACH(n, 4) {
+                load_bt(b, B, 16 * n, step);
+                EACH(i, 2) mma(S[2 * n + i], a, b + 2 * i);
+            }
+        }
     }
 }
 
@@ -796,7 +763,7 @@ __device__ float dot(unsigned p, unsigned q) {
 template <class Step>
 __device__ void over_keys(char* stages, Heads in, int i, Step step) {
     int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
-    for (int j = 0; j < tiles; j++) {
+    FOR(j, tiles) {
         if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
         EACH(part, PARTS)
             if (j <= PARTS * i + part) step(stages + j % 2 * 2 * BYTES, 64 * j, part);
@@ -846,13 +813,13 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
         if (__any_sync(0xFFFFFFFF, grown))
             EACH(half, 2) {
                 float x = fmaxf(m[half], m_new[half]);
-                float alpha = exp2_approx((m[half] - x) * scale2);
+                float alpha = exp2f((m[half] - x) * scale2);
                 m[half] = x;
                 l[half] *= alpha;
                 EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= alpha;
             }
         EACH(n, 8) EACH(e, 4) {
-            S[n][e] = exp2_approx(S[n][e] * scale2 - m[e / 2] * scale2);  // P
+            S[n][e] = exp2f(S[n][e] * scale2 - m[e / 2] * scale2);  // P
             l[e / 2] += S[n][e];  // this lane's part of the row's sum
         }
         gemm_ab(O[part], S, K_tile + BYTES);
@@ -860,8 +827,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     });
     EACH(part, PARTS) EACH(half, 2) {
         float& l = sum[part][half];
-        l += __shfl_xor_sync(0xFFFFFFFF, l, 1);
-        l += __shfl_xor_sync(0xFFFFFFFF, l, 2);
+        l = lanes_sum(l, 1, 4);
         int query = first + 64 * part + 8 * half + lane / 4;
         if (lane % 4 == 0 && query < T)
             lse[numbers_at(at) + query] = maximum[part][half] * scale + logf(l);
@@ -900,19 +866,16 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
         EACH(n, CHUNKS_OF_A_LANE) O[part][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
     }
     arrive();
-    EACH(part, PARTS) {
-        EACH(half, 2) {  // delta_i = dO_i . O_i, by the four lanes that share the row
-            int r = 64 * part + 8 * half + lane / 4;
-            float sum = 0.0f;
-            EACH(n, CHUNKS_OF_A_LANE) EACH(e, 4) {
-                auto chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
-                sum += dot(chunk[e], (&O[part][half][n].x)[e]);
-            }
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-            Delta[part][half] = sum;
-            if (lane % 4 == 0 && first + r < T) delta[numbers_at(at) + first + r] = sum;
+    EACH(part, PARTS) EACH(half, 2) {  // delta_i = dO_i . O_i, by the four lanes that share the row
+        int r = 64 * part + 8 * half + lane / 4;
+        float sum = 0.0f;
+        EACH(n, CHUNKS_OF_A_LANE) EACH(e, 4) {
+            auto chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
+            sum += dot(chunk[e], (&O[part][half][n].x)[e]);
         }
+        sum = lanes_sum(sum, 1, 4);
+        Delta[part][half] = sum;
+        if (lane % 4 == 0 && first + r < T) delta[numbers_at(at) + first + r] = sum;
     }
 
     Rows dQ[PARTS] = {};
@@ -924,7 +887,7 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
         finish(dP);
         if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
         EACH(n, 8) EACH(e, 4) {
-            float p = exp2_approx(S[n][e] * scale2 - lse2[part][e / 2]);
+            float p = exp2f(S[n][e] * scale2 - lse2[part][e / 2]);
             S[n][e] = p * (dP[n][e] - Delta[part][e / 2]);  // dS
         }
         gemm_ab(dQ[part], S, K_tile);
@@ -1005,7 +968,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
                 float2 L = *(const float2*)from;
                 float2 Delta = *(const float2*)(from + 64);
                 EACH(e, 4) {  // P^T and dS^T
-                    St[i][e] = exp2_approx(St[i][e] * scale2 - (e % 2 ? L.y : L.x) * LOG2_E);
+                    St[i][e] = exp2f(St[i][e] * scale2 - (e % 2 ? L.y : L.x) * LOG2_E);
                     dPt[i][e] = St[i][e] * (dPt[i][e] - (e % 2 ? Delta.y : Delta.x));
                 }
             }

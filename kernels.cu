@@ -68,8 +68,8 @@
 //     neighbouring threads move neighbouring bytes.
 //
 // All arithmetic is fp32, except in drawing a token (section 9). CuPy compiles with -ftz=true: a result below
-// 1.2e-38 becomes 0. model_gpu.py compiles the file with two macros. -DBF16=0 or 1 chooses `real`, the type in
-// which activations and the weights of products are stored. -DROW_THREADS is the number of threads in a block
+// 1.2e-38 becomes 0. model_gpu.py compiles this file and flash_attn.cu as one text. Two macros are for this file.
+// -DBF16=0 or 1 chooses `real`, the type in which activations and the weights of products are stored. -DROW_THREADS is the number of threads in a block
 // that owns a row of C numbers. Only rmsnorm_backward needs to know it, because it uses many registers: the
 // more threads a block has, the fewer registers each may use. There are no atomics (sums to which blocks add
 // when they happen to be ready): every sum has one order, so two runs give the same bits.
@@ -101,11 +101,6 @@ __device__ Eight store8(float* to, Eight v) {
     return v;
 }
 
-#if BF16
-typedef unsigned short real;  // bf16: the upper half of a float
-typedef const real* Reals;
-typedef uint4 Packed;         // eight numbers as they lie in memory
-
 #ifndef CUDA_ON_CPU
 // Two floats rounded to bf16 (to nearest, ties to even) in one word, `low` in its lower half. The instruction
 // takes the upper half first.
@@ -115,6 +110,11 @@ __device__ unsigned pack_bf16(float low, float high) {
     return word;
 }
 #endif
+
+#if BF16
+typedef unsigned short real;  // bf16: the upper half of a float
+typedef const real* Reals;
+typedef uint4 Packed;         // eight numbers as they lie in memory
 
 // A bf16 number as a float. In a word of two numbers it is the lower one, and `upper` gives the other.
 __device__ float to_float(unsigned word) { return __uint_as_float(word << 16); }
@@ -166,6 +166,13 @@ __device__ float dot8(Eight a, Eight b) {
 
 __device__ float warp_sum(float x) {
     for (int bit = 16; bit > 0; bit /= 2) x += __shfl_xor_sync(0xFFFFFFFF, x, bit);
+    return x;
+}
+
+// The sum over a part of the warp, for each of its lanes: those whose numbers differ in the bits first, 2 first, ...
+// below end. For 1 and 4 these are the four lanes 4n to 4n + 3; for 8 and 32 the four lanes n, n + 8, n + 16, n + 24.
+__device__ float lanes_sum(float x, int first, int end) {
+    for (int bit = first; bit < end; bit *= 2) x += __shfl_xor_sync(0xFFFFFFFF, x, bit);
     return x;
 }
 
@@ -634,8 +641,7 @@ KERNEL copy_weights(real* copy, Floats param, Index n) {
 // GEMM is the field's word for a matrix product. With --matmul ours this one covers linear_forward,
 // linear_backward and every other product: out (M,N) = a (M,I) @ b (I,N), or += where add. out is fp32 where
 // single is set (gradients of weights, and logits that are looked at), else real; only an fp32 out is added
-// to. Either operand may lie transposed in memory: entry (m,k) of a is a[m * a_row + k * a_column], and one
-// of the two strides is 1; the same holds for b.
+// to. Either operand may lie transposed in memory, as (I,M) or (N,I).
 //
 // One thread for each entry of out would read each entry of a from memory N times. Here a block computes a 64 x
 // 64 tile of out. It brings pieces of 64 x 16 of a and b to shared memory and uses every number 64 times. A
@@ -643,13 +649,11 @@ KERNEL copy_weights(real* copy, Floats param, Index n) {
 // cuBLAS does the same with larger tiles on two more levels, with tensor cores, and with copies that overlap the
 // arithmetic. On an H200, 8192 x 4096 x 768: this kernel 19 TFLOP/s, cuBLAS 50 in fp32 and 684 in bf16.
 // Grid (ceil(N/64), ceil(M/64), matrices); 256 threads.
-constexpr int TILE = 64, DEPTH = 16;
-
 KERNEL __launch_bounds__(256)
 matmul(void* out, Reals a, Reals b,
        int M, int N, int I,
-       int a_row, int a_column, int b_row, int b_column,
-       int add, int single) {
+       int transpose_a, int transpose_b, int add, int single) {
+    constexpr int TILE = 64, DEPTH = 16;
     __shared__ float A[DEPTH][TILE + 1], B[DEPTH][TILE + 1];  // + 1: a column then lies in different banks
     int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x;
     int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
@@ -658,16 +662,15 @@ matmul(void* out, Reals a, Reals b,
     b += Index(blockIdx.z) * I * N;
     FOR_STRIDED(k0, 0, I, DEPTH) {
         FOR_STRIDED(i, threadIdx.x, TILE * DEPTH, 256) {
-            // Neighbouring threads take neighbours in memory: along the sum where its stride is 1 (the first
-            // of two choices), else across it.
-            int m = a_column == 1 ? i / DEPTH : i % TILE;
-            int ka = a_column == 1 ? i % DEPTH : i / TILE;
-            int n = b_row == 1 ? i / DEPTH : i % TILE;
-            int kb = b_row == 1 ? i % DEPTH : i / TILE;
+            // Neighbouring threads take neighbours in memory: along the sum (i % DEPTH), or across it (i % TILE).
+            int m = transpose_a ? i % TILE : i / DEPTH;
+            int ka = transpose_a ? i / TILE : i % DEPTH;
+            int n = transpose_b ? i / DEPTH : i % TILE;
+            int kb = transpose_b ? i % DEPTH : i / TILE;
             A[ka][m] = m0 + m < M && k0 + ka < I
-                ? to_float(a[Index(m0 + m) * a_row + Index(k0 + ka) * a_column]) : 0.0f;
+                ? to_float(a[transpose_a ? Index(k0 + ka) * M + m0 + m : Index(m0 + m) * I + k0 + ka]) : 0.0f;
             B[kb][n] = n0 + n < N && k0 + kb < I
-                ? to_float(b[Index(k0 + kb) * b_row + Index(n0 + n) * b_column]) : 0.0f;
+                ? to_float(b[transpose_b ? Index(n0 + n) * I + k0 + kb : Index(k0 + kb) * N + n0 + n]) : 0.0f;
         }
         __syncthreads();  // the pieces are complete
         FOR(k, DEPTH)
@@ -699,7 +702,7 @@ matmul(void* out, Reals a, Reals b,
 //     decode_swiglu       x  ->  h                 reads norm2, gate, up
 //     decode_residual     h  ->  x                 reads down
 //
-// n is the number of new tokens, one row of x each. Rows come in groups of at most ROWS, which share one reading
+// n is the number of new tokens, one row of x each. Rows come in groups of at most GROUP_ROWS, which share one reading
 // of the weights; blockIdx.y counts the groups. The arithmetic of a row does not depend on n. So verifying
 // several drafted tokens at once gives the same bits as decoding them one by one.
 //
@@ -711,7 +714,7 @@ matmul(void* out, Reals a, Reals b,
 // Where several texts are drawn at once, each row is of another text. Then only decode_attention and draw serve,
 // because with many rows cuBLAS is faster. stride is the number of tokens from the cache of one text to that of
 // the next; 0 says that all rows are of one text and follow each other.
-constexpr int ROWS = 4;
+constexpr int GROUP_ROWS = 4;
 
 // Programmatic dependent launch, as NVIDIA calls it: from Hopper on a kernel may start before the one ahead of it
 // has ended (Gpu.launch_early).
@@ -748,7 +751,7 @@ template <int N, class Take>
 __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Take take) {
     constexpr int AHEAD = N == 1 ? 3 : 2;  // loads of each row of w that are under way at once
     float sum_a[N] = {}, sum_b[N] = {}, squares[N] = {};
-    int first = ROWS * blockIdx.y;
+    int first = GROUP_ROWS * blockIdx.y;
     int step = 256 * warps;
     int i = 8 * (threadIdx.x % (32 * warps));
     do {  // not while: every lane must come to await_last
@@ -796,11 +799,11 @@ template <class Take>
 __device__ void two_products(Product of, int row_a, int row_b, int warps, Take take) {
     Reals w_a = of.w + Index(row_a) * of.I;
     Reals w_b = of.w + Index(row_b) * of.I;
-    int left = of.n - ROWS * blockIdx.y;  // rows from the group's first one on
+    int left = of.n - GROUP_ROWS * blockIdx.y;  // rows from the group's first one on
     start_next();
     if (left == 1) products_of_rows<1>(of, w_a, w_b, warps, take);
     else if (left == 2) products_of_rows<2>(of, w_a, w_b, warps, take);
-    else products_of_rows<ROWS>(of, w_a, w_b, warps, take);
+    else products_of_rows<GROUP_ROWS>(of, w_a, w_b, warps, take);
 }
 
 // The number of the pair of outputs that this warp owns; a block has four warps.
@@ -840,18 +843,18 @@ decode_qkv(real* qkv, real* cache, Reals x, Floats gain, Reals w,
 // Grid (O/2, ceil(n/4)); 128 threads.
 KERNEL __launch_bounds__(128)
 decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
-    __shared__ float2 parts[ROWS][4];
+    __shared__ float parts[2 * GROUP_ROWS][4];  // row 2r + c: column o + c of row r of the group
     int o = 2 * blockIdx.x;
-    int row = ROWS * blockIdx.y + threadIdx.x;
+    int row = GROUP_ROWS * blockIdx.y + threadIdx.x / 2;
     two_products({y, nullptr, 0.0f, w, n, I}, o, o + 1, 4, [&](int r, float a, float b) {
-        parts[r % ROWS][threadIdx.x / 32] = {a, b};
+        parts[2 * (r % GROUP_ROWS)][threadIdx.x / 32] = a;
+        parts[2 * (r % GROUP_ROWS) + 1][threadIdx.x / 32] = b;
     });
     __syncthreads();
-    if (threadIdx.x >= ROWS || row >= n) return;
-    float2* p = parts[threadIdx.x];
-    real* to = x + Index(row) * O + o;
-    store(to, to_float(to[0]) + ((p[0].x + p[1].x) + (p[2].x + p[3].x)));
-    store(to + 1, to_float(to[1]) + ((p[0].y + p[1].y) + (p[2].y + p[3].y)));
+    if (threadIdx.x >= 2 * GROUP_ROWS || row >= n) return;
+    float* p = parts[threadIdx.x];
+    real* to = x + Index(row) * O + o + threadIdx.x % 2;
+    store(to, to_float(*to) + ((p[0] + p[1]) + (p[2] + p[3])));
 }
 
 // Covers rmsnorm_forward, linear_forward and swiglu_forward:
@@ -934,8 +937,7 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
             int j = first + i * step;
             Reals key = keys + min(j, length - 1) * width + 8 * piece;
             v[i] = load_packed(key + G * D);
-            float dot = dot8(q8, load8(key));
-            for (int bit = 1; bit < vectors; bit *= 2) dot += __shfl_xor_sync(0xFFFFFFFF, dot, bit);
+            float dot = lanes_sum(dot8(q8, load8(key)), 1, vectors);
             score[i] = j < length ? dot * rsqrtf(float(D)) : MASKED;
             largest = fmaxf(largest, score[i]);
         }

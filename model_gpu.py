@@ -88,7 +88,7 @@ MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
 RECORD_AT = 3               # the third use of a batch's shape is recorded as a CUDA graph, and replayed from then on
 SHAPES = 32                 # when graphs of more shapes than these are kept, all are thrown away
 FEW_ROWS = 8                # the kernels of decoding take up to 8 tokens
-GROUP_ROWS = 4              # 4 of them share one reading of the weights: ROWS in kernels.cu
+GROUP_ROWS = 4              # 4 of them share one reading of the weights; the same in kernels.cu
 RESERVE = 1 << 30           # bytes that CuPy leaves free: for NCCL, CUDA graphs and other programs
 HOPPER = True               # False: every GPU runs what a GeForce RTX 30 or 40 runs, to test and to time that
 
@@ -175,14 +175,6 @@ def as_argument(x):
     return float32(x) if isinstance(x, float) else x
 
 
-def compiled(name, *options):
-    """-> {name: kernel} of all functions that a .cu file declares by KERNEL."""
-    code = pathlib.Path(__file__).with_name(name).read_text("utf-8")
-    module = cupy.RawModule(code=code, options=options)
-    names = re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code)
-    return {name: module.get_function(name) for name in names}
-
-
 class Gpu:
     """The kernels compiled for one model, and how they and cuBLAS are called.  It is the first argument of
     every function below."""
@@ -195,24 +187,28 @@ class Gpu:
         notice = threading.Timer(0.5, print, ["Compiling the CUDA kernels for this GPU (kept for the next run)."],
                                  {"file": sys.stderr})
         notice.start()    # speaks only if this takes time: compiled kernels load at once
-        bf16 = f"-DBF16={int(precision == 'bf16')}"
         hopper = HOPPER and capability() == 90
         shared = cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"]
         large = HOPPER and shared >= 128 << 10
         parts, self.flash_rows, self.shared = flash_sizes(precision, config.head_dim, large)
-        options = [bf16, f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}"]
+        options = [f"-DBF16={int(precision == 'bf16')}", f"-DROW_THREADS={row_threads(config.dim)}",
+                   f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}"]
         if hopper:                              # sm_90a alone has Hopper's own matmul instructions (wgmma)
             options.append("-arch=sm_90a")      # CuPy adds an -arch of its own; the compiler takes both
+        folder = pathlib.Path(__file__).parent
+        code = "".join((folder / name).read_text("utf-8") for name in ("kernels.cu", "flash_attn.cu"))
         try:
-            self.kernels = compiled("kernels.cu", bf16, f"-DROW_THREADS={row_threads(config.dim)}")
-            self.kernels |= compiled("flash_attn.cu", *options)
+            module = cupy.RawModule(code=code, options=tuple(options))
+            # every function that the text declares by KERNEL, by its name
+            self.kernels = {name: module.get_function(name)
+                            for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code)}
             for name, size in self.shared.items():
                 self.kernels[name].max_dynamic_shared_size_bytes = size
         finally:
             notice.cancel()
         # (2,context,1,D): the second half of D has cos and sin, the first repeats them with -sin -> (context,2,D/2)
         tables = rope_table(config, float32)[:, :, 0, config.head_dim // 2:]
-        self.angles = cupy.asarray(np.ascontiguousarray(tables.swapaxes(0, 1)))
+        self.angles = cupy.asarray(np.stack(tables, axis=1))
         self.cublas = load_cublas() if matmul == "cublas" else None
         self.launch_kernel = None
         # launch_early: the first driver that can record it in a CUDA graph is that of CUDA 12.3
@@ -278,13 +274,11 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     library = gpu.cublas
     if not library:
         grid = ceil_div(N, 64), ceil_div(M, 64), out.size // (M * N)
-        steps_a = (1, M) if transpose_a else (inner, 1)         # from row to row, from column to column
-        steps_b = (1, inner) if transpose_b else (N, 1)
-        gpu.launch("matmul", grid, 256, out, a, b, M, N, inner, *steps_a, *steps_b, add, out.dtype == float32)
+        gpu.launch("matmul", grid, 256, out, a, b, M, N, inner, transpose_a, transpose_b, add, out.dtype == float32)
         return
     # the stream of the kernels around it; cuBLAS forgets its workspace at a new one
-    check_status(library.cublasSetStream_v2(library.handle, c_void_p(current_stream().ptr)), "a stream")
-    check_status(library.cublasSetWorkspace_v2(library.handle, *library.workspace), "a workspace")
+    library.cublasSetStream_v2(library.handle, c_void_p(current_stream().ptr))
+    library.cublasSetWorkspace_v2(library.handle, *library.workspace)
     operands = []
     for x in (b, a, out):       # ctypes passes Python's ints in 32 bits; wider numbers are wrapped
         kind = 14 if x.dtype == uint16 else 0                       # CUDA_R_16BF, or CUDA_R_32F

@@ -1,7 +1,7 @@
 """Compiles and launches CUDA kernels on the CPU (through tests/cuda_on_cpu.h), and compiles them for real GPUs.
 
     from cuda_helpers import CpuModule, guarded, check_guards
-    module = CpuModule("flash_attn.cu", ["-DBF16=0", "-DHEAD_DIM=64", "-DHOPPER=0", "-DPARTS=0"])     # g++; the result is cached by content
+    module = CpuModule("flash_attn.cu", ["-DBF16=0", "-DHEAD_DIM=64", "-DHOPPER=0", "-DPARTS=0"])    # g++; the result is cached by content
     kernel = module.get_function("flash_forward")                # as cupy.RawModule.get_function
     kernel((4, 2, 1), (64,), (out, lse, qkv, np.int32(T), np.int32(H), np.int32(G)), shared_mem=40960)
 
@@ -61,6 +61,11 @@ def text_of(name):
     return pathlib.Path(TESTS, "..", name).read_text()
 
 
+def code_of(name):
+    """What the compiler gets of a .cu file: flash_attn.cu goes on where kernels.cu ends."""
+    return text_of("kernels.cu") + text_of(name) if name == "flash_attn.cu" else text_of(name)
+
+
 def run_compiler(command, text):
     """What the command prints, given the text as its input; ValueError with its complaints if it fails."""
     done = subprocess.run(command, input=text, capture_output=True, text=True)
@@ -74,7 +79,7 @@ class CpuModule:
     of known size raises KernelError, which costs a third of the speed. source: the text, if it is not that of the file."""
 
     def __init__(self, name, options=(), bounds=True, source=None):
-        source, header = source or text_of(name), text_of("tests/cuda_on_cpu.h")
+        own, source, header = source or text_of(name), source or code_of(name), text_of("tests/cuda_on_cpu.h")
         self.order = "forward", 0
         source = DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)cuda_on_cpu::dynamic_shared();", source)
         source = STATIC_SHARED.sub(lambda match: " ".join(
@@ -92,7 +97,7 @@ class CpuModule:
         if not os.path.exists(library):
             os.makedirs(folder, exist_ok=True)
             fresh = f"{library}.{os.getpid()}"
-            kernels = KERNEL.findall(run_compiler([*command, "-E"], text))
+            kernels = [kernel for kernel in KERNEL.findall(run_compiler([*command, "-E"], text)) if f"{kernel}(" in own]
             text += "".join(f"CUDA_KERNEL({kernel})\n" for kernel in kernels)
             run_compiler([*command, "-shared", "-o", fresh], text)
             os.replace(fresh, library)
@@ -208,7 +213,7 @@ def compile_for_gpu(name, arch, options=()):
     ValueError with the log if that fails, or if ptxas had to make a product of Hopper's wait (its remarks C75xx)."""
     options = [*options, "-std=c++17", "-ftz=true", f"-arch={arch}", "--ptxas-options=-v"]
     nvrtc, program, size = ctypes.CDLL(find_nvrtc()), ctypes.c_void_p(), ctypes.c_size_t()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text_of(name).encode(), name.encode(), 0, None, None)
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), code_of(name).encode(), name.encode(), 0, None, None)
     words = (ctypes.c_char_p * len(options))(*map(str.encode, options))
     status = nvrtc.nvrtcCompileProgram(program, len(options), words)
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -223,4 +228,4 @@ def compile_for_gpu(name, arch, options=()):
         numbers = [re.search(pattern, part) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores",
                                                             r"(\d+) bytes stack frame", r"(\d+) bytes smem")]
         kernels[part.split("'")[0]] = Resources(*(int(n.group(1)) if n else 0 for n in numbers))
-    return kernels
+    return {kernel: use for kernel, use in kernels.items() if f"{kernel}(" in text_of(name)}

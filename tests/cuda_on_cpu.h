@@ -38,6 +38,9 @@
 // ---------------------------------------------------------------------------------------------------------------
 
 #define CUDA_ON_CPU 1
+#ifndef BF16
+#define BF16 0          // which a .cu file is given, but not the kernel of its primer
+#endif
 #define __global__
 #define __device__
 #define __forceinline__ inline
@@ -444,8 +447,6 @@ using std::min;
 // The wrappers around PTX: these names and contracts are shared with the .cu files
 // ---------------------------------------------------------------------------------------------------------------
 
-static inline float exp2_approx(float x) { return exp2f(x); }  // ex2.approx.ftz.f32
-
 // Two floats rounded to bf16 (nearest, ties to even) in one word, `low` in bits 0 to 15.      cvt.rn.bf16x2.f32
 static inline unsigned pack_bf16(float low, float high) {
     unsigned word[2] = {__float_as_uint(low), __float_as_uint(high)};
@@ -536,13 +537,9 @@ static inline void ldmatrix_x4(unsigned* r, const void* row) { cuda_on_cpu::ldma
 static inline void ldmatrix_x4_transposed(unsigned* r, const void* row) { cuda_on_cpu::ldmatrix<true>(r, row); }
 
 // c (16 x 8, fp32) += a (16 x 16 bf16, or 16 x 8 tf32) b (16 x 8, or 8 x 8).        mma.sync m16n8k16 / m16n8k8
-static inline void mma_bf16(float* c, const unsigned* a, const unsigned* b) {
+static inline void mma(float* c, const unsigned* a, const unsigned* b) {
     cuda_on_cpu::MatrixProduct p = {c, a, {b[0], b[1]}};
-    cuda_on_cpu::meet(0xFFFFFFFFu, cuda_on_cpu::mma_all<16>, &p);
-}
-static inline void mma_tf32(float* c, const unsigned* a, const unsigned* b) {
-    cuda_on_cpu::MatrixProduct p = {c, a, {b[0], b[1]}};
-    cuda_on_cpu::meet(0xFFFFFFFFu, cuda_on_cpu::mma_all<8>, &p);
+    cuda_on_cpu::meet(0xFFFFFFFFu, cuda_on_cpu::mma_all<BF16 ? 16 : 8>, &p);
 }
 
 // A copy of 16 or 4 bytes from global to shared memory; zeros where not `valid`.                    cp.async
@@ -601,7 +598,7 @@ static inline void wgmma_abt(float* c, unsigned long long a, unsigned long long 
     cuda_on_cpu::ldmatrix<false>(words, cuda_on_cpu::swizzled(a, 16 * warp + lane % 16, lane / 16));
     cuda_on_cpu::multiply<false>(c, words, b, add);
 }
-// a: this warp's rows in registers, as of mma_bf16; b: 16 rows x 64 columns.
+// a: this warp's rows in registers, as of mma; b: 16 rows x 64 columns.
 static inline void wgmma_ab(float* c, const unsigned* a, unsigned long long b) {
     cuda_on_cpu::multiply<true>(c, a, b, true);
 }
