@@ -167,7 +167,7 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 // registers. It reads every key and every value from the GPU's main memory by itself, and that is what makes
 // it slow: the kernels below bring a tile of them to shared memory and use it for many queries.
 // Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test holds it equal to the others.
-extern "C" __global__ void __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS)
 flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
     Place at = own_place(T, H, G);
     Heads in = heads_of(qkv, at);
@@ -589,8 +589,7 @@ __device__ int offset(int row, int chunk) {
 // Starts copying rows first .. first + COUNT - 1 of a head; zeros past the end.
 template <int COUNT>
 __device__ void load(char* tile, Matrix from, int first) {
-    constexpr int PASS = THREADS / CHUNKS;  // rows per pass
-    static_assert(COUNT % PASS == 0 && PASS % 8 == 0, "every pass must see the same swizzle");
+    constexpr int PASS = THREADS / CHUNKS;  // rows per pass: a multiple of 8, so every pass sees the same swizzle
     int row = threadIdx.x / CHUNKS;
     int chunk = threadIdx.x % CHUNKS;
     int left = from.T - first - row;

@@ -69,10 +69,11 @@
 //
 // All arithmetic is fp32, except in drawing a token (section 9). CuPy compiles with -ftz=true: a result below
 // 1.2e-38 becomes 0. model_gpu.py compiles this file and flash_attn.cu as one text. Two macros are for this file.
-// -DBF16=0 or 1 chooses `real`, the type in which activations and the weights of products are stored. -DROW_THREADS is the number of threads in a block
-// that owns a row of C numbers. Only rmsnorm_backward needs to know it, because it uses many registers: the
-// more threads a block has, the fewer registers each may use. There are no atomics (sums to which blocks add
-// when they happen to be ready): every sum has one order, so two runs give the same bits.
+// -DBF16=0 or 1 chooses `real`, the type in which activations and the weights of products are stored.
+// -DROW_THREADS is the number of threads in a block that owns a row of C numbers. Only rmsnorm_backward needs to
+// know it, because it uses many registers: the more threads a block has, the fewer registers each may use. There
+// are no atomics (sums to which blocks add when they happen to be ready): every sum has one order, so two runs
+// give the same bits.
 
 // -----------------------------------------------------------------------------------------------------------
 // 1. Loops, eight numbers at a time, sums over a block
@@ -116,14 +117,12 @@ typedef unsigned short real;  // bf16: the upper half of a float
 typedef const real* Reals;
 typedef uint4 Packed;         // eight numbers as they lie in memory
 
-// A bf16 number as a float. In a word of two numbers it is the lower one, and `upper` gives the other.
+// A bf16 number as a float. In a word of two numbers it is the lower one.
 __device__ float to_float(unsigned word) { return __uint_as_float(word << 16); }
 
-__device__ float upper(unsigned word) { return __uint_as_float(word & 0xFFFF0000u); }
-
 __device__ Eight unpack8(Packed w) {
-    return {{to_float(w.x), upper(w.x), to_float(w.y), upper(w.y),
-             to_float(w.z), upper(w.z), to_float(w.w), upper(w.w)}};
+    return {{to_float(w.x), to_float(w.x >> 16), to_float(w.y), to_float(w.y >> 16),
+             to_float(w.z), to_float(w.z >> 16), to_float(w.w), to_float(w.w >> 16)}};
 }
 
 __device__ Eight load8(Reals from) { return unpack8(*(Packed*)from); }
@@ -329,19 +328,17 @@ rmsnorm_backward(real* dx, float* partial, Reals dout,
 }
 
 // The second stage of dgain: out[c] += sum over rows of partial (rows, C).
-// Grid (ceil(C/32)); 1024 threads: 32 columns x 32 parts of the rows.
+// Grid (C/32), C being a multiple of 32; 1024 threads: 32 columns x 32 parts of the rows.
 KERNEL column_sum(float* out, Floats partial, int rows, int C) {
     __shared__ float parts[32][32];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     int column = 32 * blockIdx.x + lane;
     float sum = 0.0f;
-    if (column < C) {
 #pragma unroll 8
-        FOR_STRIDED(row, part, rows, 32) sum += partial[Index(row) * C + column];
-    }
+    FOR_STRIDED(row, part, rows, 32) sum += partial[Index(row) * C + column];
     parts[part][lane] = sum;
     __syncthreads();
-    if (part > 0 || column >= C) return;
+    if (part > 0) return;
     sum = 0.0f;
     FOR(p, 32) sum += parts[p][lane];
     out[column] += sum;
@@ -862,11 +859,10 @@ decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
 //     h (n,F) = silu(rmsnorm(x) @ gate.T) * (rmsnorm(x) @ up.T),    w (2F,C) = [gate | up]
 //
 // A warp owns a column of h.
-// Grid (ceil(F/4), ceil(n/4)); 128 threads.
+// Grid (F/4, ceil(n/4)); 128 threads.
 KERNEL __launch_bounds__(128)
 decode_swiglu(real* h, Reals x, Floats gain, Reals w, int n, int C, int F, float eps) {
     int o = own_pair();
-    if (o >= F) return;
     two_products({x, gain, eps, w, n, C}, o, o + F, 1, [&](int r, float a, float b) {
         store(h + Index(r) * F + o, a * sigmoid(a) * b);
     });
@@ -874,11 +870,10 @@ decode_swiglu(real* h, Reals x, Floats gain, Reals w, int n, int C, int F, float
 
 // Covers the last rmsnorm_forward and the heads' linear_forward: the logits out (n,O) = rmsnorm(x) @ w.T, for
 // the first O rows of w, those of the heads that draw.
-// Grid (ceil(O/8), ceil(n/4)); 128 threads.
+// Grid (O/8, ceil(n/4)); 128 threads.
 KERNEL __launch_bounds__(128)
 decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, float eps) {
     int o = 2 * own_pair();
-    if (o >= O) return;
     two_products({x, gain, eps, w, n, C}, o, o + 1, 1, [&](int r, float a, float b) {
         out[Index(r) * O + o] = a;
         out[Index(r) * O + o + 1] = b;

@@ -60,7 +60,6 @@ import functools
 import itertools
 import math
 import pathlib
-import re
 import struct
 import sys
 import threading
@@ -199,13 +198,12 @@ class Gpu:
         code = "".join((folder / name).read_text("utf-8") for name in ("kernels.cu", "flash_attn.cu"))
         try:
             module = cupy.RawModule(code=code, options=tuple(options))
-            # every function that the text declares by KERNEL, by its name
-            self.kernels = {name: module.get_function(name)
-                            for name in re.findall(r"\nKERNEL (?:__launch_bounds__.*\s)?(\w+)\(", code)}
-            for name, size in self.shared.items():
-                self.kernels[name].max_dynamic_shared_size_bytes = size
+            module.compile()
         finally:
             notice.cancel()
+        self.kernel = functools.cache(module.get_function)          # by name
+        for name, size in self.shared.items():
+            self.kernel(name).max_dynamic_shared_size_bytes = size
         # (2,context,1,D): the second half of D has cos and sin, the first repeats them with -sin -> (context,2,D/2)
         tables = rope_table(config, float32)[:, :, 0, config.head_dim // 2:]
         self.angles = cupy.asarray(np.stack(tables, axis=1))
@@ -218,7 +216,7 @@ class Gpu:
     def launch(self, name, grid, threads, *args):
         """Queue a kernel.  grid: the number of its blocks, or two or three of them; args: see as_argument."""
         blocks = grid if isinstance(grid, tuple) else (grid,)
-        self.kernels[name](blocks, (threads,), tuple(map(as_argument, args)),
+        self.kernel(name)(blocks, (threads,), tuple(map(as_argument, args)),
                            shared_mem=self.shared.get(name, 0))
 
     def launch_early(self, name, grid, threads, *args):
@@ -234,7 +232,7 @@ class Gpu:
         # pointers (the stream, the attributes); how many attributes; 4 bytes of padding
         settings = struct.pack("7IPPI4x", *grid, 1, threads, 1, 1, 0, current_stream().ptr, EARLY.ctypes.data,
                                1)
-        check_status(self.launch_kernel(settings, c_void_p(self.kernels[name].kernel.ptr), pointers, None),
+        check_status(self.launch_kernel(settings, c_void_p(self.kernel(name).kernel.ptr), pointers, None),
                      f"a launch of {name}")
 
 
@@ -323,7 +321,7 @@ def rmsnorm_backward(gpu, dx, dgain, dout, x, rstd, gain, partial, add):
     N, C = x.shape
     blocks = min(N, NORM_BLOCKS)
     gpu.launch("rmsnorm_backward", blocks, row_threads(C), dx, partial, dout, x, rstd, gain, N, C, add)
-    gpu.launch("column_sum", ceil_div(C, 32), 1024, dgain, partial, blocks, C)
+    gpu.launch("column_sum", C // 32, 1024, dgain, partial, blocks, C)
 
 
 def linear_forward(gpu, out, x, w):
@@ -480,11 +478,11 @@ def decode_block(gpu, w, cache, shared, n):
     C = c.dim
     x = shared.x
     groups = ceil_div(n, GROUP_ROWS)
-    gpu.launch_early("decode_qkv", (ceil_div(c.qkv_width, 8), groups), 128, shared.qkv, cache, x, w.norm1, w.qkv,
+    gpu.launch_early("decode_qkv", (c.qkv_width // 8, groups), 128, shared.qkv, cache, x, w.norm1, w.qkv,
                      gpu.angles, shared.lengths, n, C, c.heads, c.kv_heads, c.head_dim, gpu.eps)
     decode_attention(gpu, shared.y[:n], shared.qkv, cache, shared.lengths, 0)
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, shared.y, w.out, n, C, C)
-    gpu.launch_early("decode_swiglu", (ceil_div(c.hidden, 4), groups), 128, shared.h, x, w.norm2, w.gate_up,
+    gpu.launch_early("decode_swiglu", (c.hidden // 4, groups), 128, shared.h, x, w.norm2, w.gate_up,
                      n, C, c.hidden, gpu.eps)
     gpu.launch_early("decode_residual", (C // 2, groups), 128, x, shared.h, w.down, n, c.hidden, C)
 
@@ -990,7 +988,7 @@ class Decoder(model_cpu.Decoder):
         embedding_forward(gpu, d.x[:n], d.tokens, w["embed"])
         for i, cache in enumerate(d.cache):
             decode_block(gpu, layer_views(w, i), cache, d, n)
-        gpu.launch_early("decode_logits", (ceil_div(outputs, 8), ceil_div(n, GROUP_ROWS)), 128, logits, d.x,
+        gpu.launch_early("decode_logits", (outputs // 8, ceil_div(n, GROUP_ROWS)), 128, logits, d.x,
                          w["norm"], w["heads"], n, gpu.config.dim, outputs, gpu.eps)
 
     def _read_many(self, B, T, text, lengths=None):

@@ -68,7 +68,7 @@ class Card:
         modules = CpuModule("kernels.cu", options[:1]), CpuModule("flash_attn.cu", options)
         for module in modules:
             module.order = self.order, 0
-        return types.SimpleNamespace(get_function=lambda name: self.queued(modules[name.startswith("flash")].get_function(name)))
+        return types.SimpleNamespace(compile=lambda: None, get_function=lambda name: self.queued(modules[name.startswith("flash")].get_function(name)))
 
     def end_capture(self):
         launches, self.recorded = self.recorded, None
