@@ -275,8 +275,8 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
         gpu.launch("matmul", grid, 256, out, a, b, M, N, inner, transpose_a, transpose_b, add, out.dtype == float32)
         return
     # the stream of the kernels around it; cuBLAS forgets its workspace at a new one
-    library.cublasSetStream_v2(library.handle, c_void_p(current_stream().ptr))
-    library.cublasSetWorkspace_v2(library.handle, *library.workspace)
+    check_status(library.cublasSetStream_v2(library.handle, c_void_p(current_stream().ptr)), "a stream")
+    check_status(library.cublasSetWorkspace_v2(library.handle, *library.workspace), "a workspace")
     operands = []
     for x in (b, a, out):       # ctypes passes Python's ints in 32 bits; wider numbers are wrapped
         kind = 14 if x.dtype == uint16 else 0                       # CUDA_R_16BF, or CUDA_R_32F
