@@ -27,6 +27,7 @@ What this file does not do: it reads no pickle, no architecture but Llama's, and
 """
 import atexit
 import dataclasses
+import glob
 import json
 import os
 import re
@@ -256,9 +257,9 @@ def read_config(folder, context=None):
 #     2. the new train_state.safetensors replaces the old one: from this moment on the save counts
 #     3. `mend` renames the weights to model.safetensors
 #
-# So these names stand for what is not finished: FILE.new, a file that is being written; model.safetensors.saved, the
-# weights of a save before its third step; .OUT.begun, a run before its first evaluation.  And .OUT.lock is held by the
-# run that works in OUT, and OUT.1 is an older run.
+# So these names stand for what is not finished: FILE.N.new, a file that process N is writing; model.safetensors.saved,
+# the weights of a save before its third step; .OUT.begun, a run before its first evaluation.  And .OUT.lock is held by
+# the run that works in OUT, and OUT.1 is an older run.
 #
 # If the process is killed before step 2, the folder holds the old save.  If it is killed after step 2, `mend` does
 # step 3 when the run is opened.
@@ -405,7 +406,10 @@ def lock_folder(out):
     except (BlockingIOError, FileExistsError):
         raise ValueError(f"{out} is in use by another run, which holds {path}: choose another folder with --out."
                          ) from None
-    shutil.rmtree(begun_folder(out), ignore_errors=True)                   # of a run that was killed while it began
+    # what a run that was killed has left: while it began, or while it saved
+    shutil.rmtree(begun_folder(out), ignore_errors=True)
+    for new in glob.glob(f"{glob.escape(out)}/*.new"):
+        os.remove(new)
 
 
 def is_empty_run(out):

@@ -438,8 +438,9 @@ def find_corpus(preset):
 
 @contextmanager
 def replace_file(path):
-    """Open a binary file for writing.  It takes the place of `path` when all is written, and not before."""
-    new = f"{os.fspath(path)}.new"
+    """Open a binary file for writing.  It takes the place of `path` when all is written, and not before.  Its name has
+    the number of the process, because two runs may make the same tokens at the same time."""
+    new = f"{os.fspath(path)}.{os.getpid()}.new"
     os.makedirs(os.path.dirname(new) or ".", exist_ok=True)
     try:
         with open(new, "wb") as file:

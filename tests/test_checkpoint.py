@@ -121,7 +121,8 @@ def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(folder):
         steps.append(model.step)
         save(copy, make(8), TOKENIZER, {})              # nor does the next save trip over what was left
         assert numbers(open_run(copy)[0]) == expected[8][0]
-        assert sorted(os.listdir(copy)) == sorted(os.listdir(folder))
+        # (what the killed process was writing goes when a run takes the folder: test_run.py)
+        assert {name for name in os.listdir(copy) if not name.endswith(".new")} == {*os.listdir(folder)}
     assert steps == sorted(steps) and steps.count(7) > 9 and steps.count(8) > 2
 
 

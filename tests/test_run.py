@@ -94,7 +94,7 @@ def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(tmp_path, job):
         assert code in (0, -signal.SIGKILL), (SEED, process.stderr)
         kills += code != 0
     assert result_of(out) == expected, SEED
-    assert os.listdir(tmp_path) == [".out.lock", "out"]
+    assert os.listdir(tmp_path) == [".out.lock", "out"] and not list(out.glob("*.new"))
 
 
 def test_a_killed_run_goes_on_from_its_last_save(half):

@@ -110,6 +110,14 @@ def test_the_end_of_a_script_that_fails(error, code, words):
     assert re.match(words, run("tokenizer.py", code=code, trap=plant).stderr)
 
 
+def test_two_processes_may_write_the_same_file_at_once(tmp_path, monkeypatch):
+    with script.replace_file(tmp_path / "x") as first:
+        first.write(b"all")
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        script.write_file(tmp_path / "x", b"all")
+    assert (tmp_path / "x").read_bytes() == b"all" and os.listdir(tmp_path) == ["x"]
+
+
 def test_nobody_reads_the_output(folder):
     """Training goes on; a printer ends in silence."""
     for command in f"train.py --data text --steps 3 --out unread {TINY}", "tokenizer.py show x --tokenizer m/tokenizer.json":
