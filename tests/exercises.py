@@ -31,7 +31,7 @@ import traceback
 import model_cpu
 import numpy as np
 import rl
-from gradcheck import BUGS, TINY, TINY_BAR, gradients, make_problem, plant, slope
+from gradcheck import BUGS, TINY, TINY_BAR, altered_functions, gradients, make_problem, slope
 from script import require
 from tokenizer import count_words, learn_merges_plain
 
@@ -318,7 +318,7 @@ def compare(name, calls, got):
     if not lines:
         return []
     for bug, row in (BUGS | EXERCISE_BUGS).items():
-        planted = plant(row, vars(rl) | vars(model_cpu)).get(function.__name__)
+        planted = altered_functions(row, vars(rl) | vars(model_cpu)).get(function.__name__)
         if planted and not differing(before, got, [outcome(planted, call) for call in calls]):
             return [*lines, f"Just so behaves the bug {bug}: {row[-1]}"]
     return lines

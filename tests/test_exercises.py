@@ -86,7 +86,7 @@ del NAMED["no_scale"]                   # in the backward it is backward_scale
 
 @parametrize("bug, name", NAMED.items())
 def test_every_planted_bug_is_named(bug, name, calls):
-    planted = gradcheck.plant(ALL_BUGS[bug], vars(exercises.rl) | vars(exercises.model_cpu))
+    planted = gradcheck.altered_functions(ALL_BUGS[bug], vars(exercises.rl) | vars(exercises.model_cpu))
     function = planted[exercises.EXERCISES[name].__name__]
     said = exercises.compare(name, calls[name], [exercises.outcome(function, call) for call in calls[name]])
     assert said[-1] == f"Just so behaves the bug {bug}: {ALL_BUGS[bug][-1]}" and len(said) >= 2

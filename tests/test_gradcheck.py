@@ -69,21 +69,21 @@ def test_an_entry_that_is_off_by_the_bar_fails(wrong, good, every, out_text):
 
 
 def test_a_loss_that_the_loops_do_not_have_fails():
-    with replaced(gradcheck.plant(gradcheck.BUGS["no_scale"])):
+    with replaced(gradcheck.altered_functions(gradcheck.BUGS["no_scale"])):
         assert not gradcheck.run_check(*gradcheck.make_problem(MINI, 7, 0.3), TINY_STEP, TINY_BAR, 1)
 
 
 @parametrize("verdicts, code", [([True, True], 0), ([True, False], 1), ([False, True], 1)])
 def test_the_exit_code(monkeypatch, verdicts, code):
-    """Of two models: one with every feature, one with a tied head and weights of its rows."""
+    """Of two models: TINY, and TIED with weights of its rows."""
     problems = []
 
-    def run_check(model, tokens, targets, h, bar, weights=None):
-        problems.append((model.config, weights))
+    def run_check(model, tokens, targets, h, bar, row_weights=None):
+        problems.append((model.config, row_weights))
         return verdicts[len(problems) - 1]
     monkeypatch.setattr(gradcheck, "run_check", run_check)
     assert gradcheck.main([]) == code
-    assert problems == [(TINY, None), (TIED, gradcheck.WEIGHTS)]
+    assert problems == [(TINY, None), (TIED, gradcheck.ROW_WEIGHTS)]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_breaks_that_fail(out_text, monkeypatch):
     monkeypatch.setitem(gradcheck.BUGS, "rope_sign", ("rope_backward: cos -> cos", "It changes nothing."))
     assert gradcheck.main(["--break", "rope_sign"]) == 1
     assert out_text().endswith("    NOT CAUGHT\ncaught 0 of 1\n")
-    with replaced(gradcheck.plant(gradcheck.BUGS["norm_gain"])):
+    with replaced(gradcheck.altered_functions(gradcheck.BUGS["norm_gain"])):
         assert gradcheck.main(["--break", "rope_sign"]) == 1        # "caught" would mean nothing
     assert out_text().endswith("the check fails with no bug planted; run python gradcheck.py\n")
 
@@ -161,10 +161,13 @@ def test_the_bars_of_a_gpu(monkeypatch, out_text, name, bar, times):
         for share, code in (0.95, 0), (1.05, 1):
             Twin.off = {precision: {name: share * times * bars[bar]}}
             assert gradcheck.main(["--gpu"]) == code
-            *_, last = out_text().splitlines()
-            assert last == "all within the bars"                    # wide weights have none
+            first, wide = out_text().split("weights 0.06")
+            assert first.endswith("all within the bars\n" if code == 0 else "FAILED\n")
+            assert "bar of the whole" in first and "bar of the whole" not in wide
+            assert wide.endswith("the same bits when repeated; wide weights have no bars\n")
     Twin.off = {"tf32": {"repeated": 1e-9}}
     assert gradcheck.main(["--gpu"]) == 1
+    assert out_text().count("FAILED\n") == 2
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: "There is none.")
     with value_error("There is none."):
         gradcheck.main(["--gpu"])
