@@ -1,18 +1,20 @@
-"""model_cpu.py: a language model in NumPy, forward and backward by hand.  It is the reference for all else.
+"""model_cpu.py: a language model in NumPy, forward and backward by hand.
 
 Read tokenizer.py before this.  Section 1 is the whole model: its sizes, its weights, and forward_plain, which
 turns a text into predictions in 35 lines.  The rest does the same for many texts at once, faster, and with
 gradients.
 
     1. Config, param_table, forward_plain     sizes, weights, the forward as formulas
-    2. x_forward / x_backward                 every layer as a pair: what it computes, and its derivative
-    3. cross-entropy, AdamW, Muon             the loss and the optimizers
-    4. Model, Decoder                         the pairs in order: forward, backward, update; the KV cache
-    5. sample, generate_plain                 how tokens are drawn, for one text and for many
-    6. generate                               the same text in fewer steps: self-speculative decoding (optional)
-    7. euler_table                            the layers as steps of an ODE solver (optional)
-    8. memory and checks                      the flat buffers; small, medium, big; what is refused (optional)
-    9. main                                   the guided tour: python model_cpu.py
+    2. Arrays, work_table                     names and shapes of all that a step computes in (skip it at first)
+    3. NAME_forward / NAME_backward           every layer as a pair: what it computes, and its derivative
+    4. cross-entropy, AdamW, Muon             the loss and the optimizers
+    5. Model, Decoder                         the pairs in order: forward, backward, update; the KV cache
+    6. sample, generate_plain                 how tokens are drawn, for one text and for many
+    7. generate                               the same text in fewer steps: self-speculative decoding (optional)
+    8. euler_table                            the layers as steps of an ODE solver (optional)
+    9. CONFIGS, init_params                   small, medium, big; the weights before training
+    10. Workspace, check_batch                memory; what is refused (optional)
+    11. main                                  the guided tour: python model_cpu.py
 
 Letters, used in every file and in the CUDA code too:
 
@@ -20,12 +22,13 @@ Letters, used in every file and in the CUDA code too:
     H query heads  G key/value heads     D = C/H head width        R = H/G              F feed-forward width
     V vocabulary   K prediction heads: head k predicts token t+1+k of the text from position t
     S scores of attention                P probabilities of attention
+    J keys that T queries read: J = T in training; J > T if a KV cache holds earlier ones
 
-model_gpu.py has the same functions and is checked against this file.  gradcheck.py checks this file against
-finite differences.  Arithmetic is float64 by default, so that gradients can be checked to ten digits; training
-passes dtype=np.float32.
+model_gpu.py has the same layers and the same Model, and is checked against this file.  gradcheck.py checks this
+file against finite differences.  Arithmetic is float64 by default, so that gradients can be checked to ten digits;
+training passes dtype=np.float32.
 
-What this file does not do: no dropout, no biases, no learning-rate schedule (train.py), no files
+Not in this file: dropout and biases (this model has neither), the learning-rate schedule (train.py), files
 (checkpoint.py).
 """
 from script import Parser, check_config, require, run_script
@@ -63,13 +66,13 @@ class Config:
     context: int                # the largest T
     vocab: int                  # V
     predict: int = 4            # K (multi-token prediction, Gloeckle et al. 2024)
-    mtp_weight: float = 0.3     # weight in the loss of the mean of heads 1..K-1; chosen by measurement
+    mtp_weight: float = 0.3     # weight in the loss of the mean of heads 1..K-1 (measured: docs/notes.md)
     hidden: int = None          # F; None: 8C/3 rounded up to a multiple of 8, so that SwiGLU's three matrices
                                 # cost as much as the two of a plain 4C feed-forward layer (Shazeer 2020)
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
-    positions: int = None       # of other people's models: their own context, where `context` is a smaller one
+    positions: int = None       # the context that a model of others was trained for, if ours is smaller; else None
 
     def __post_init__(self):
         if self.hidden is None:
@@ -93,8 +96,8 @@ class Config:
 def param_table(config):
     """[(name, shape), ...] of all weights.  A matrix is (out, in), row by row: it maps x (T, in) to x @ W.T (T, out).
 
-    The order is that of the flat buffers of parameters, gradients and moments.  The gains of the norms come last,
-    because AdamW does not decay them: so all that decays is one piece."""
+    In memory all weights lie one after the other in this order.  The gains of the norms come last, because AdamW does
+    not decay them: so everything that decays is one piece."""
     C = config.dim
     table = [("embed", (config.vocab, C))]
     gains = []
@@ -133,12 +136,12 @@ def forward_plain(w, config, tokens):
         n = rmsnorm(x, w[f"layers.{i}.norm1"])
         qkv = np.split(n @ w[f"layers.{i}.qkv"].T, H + 2 * G, axis=1)   # H queries, G keys, G values: (T,D) each
         y = []
-        for h in range(H):
-            g = h // (H // G)                               # query head h reads key and value head g
-            S = rope(qkv[h]) @ rope(qkv[H + g]).T / np.sqrt(D)                      # (T,T): query t, key s
+        for head in range(H):
+            group = head // (H // G)                        # this query head reads the group's key and value head
+            S = rope(qkv[head]) @ rope(qkv[H + group]).T / np.sqrt(D)               # (T,T): query t, key s
             e = np.tril(np.exp(S))              # the mask: 0 where s > t.  (See attend, for scores that overflow)
             P = e / e.sum(axis=1, keepdims=True)                                    # (T,T): softmax of each row
-            y.append(P @ qkv[H + G + g])                                            # (T,D)
+            y.append(P @ qkv[H + G + group])                                        # (T,D)
         x = x + np.hstack(y) @ w[f"layers.{i}.out"].T                               # (T,C)
         n = rmsnorm(x, w[f"layers.{i}.norm2"])
         gate, up = np.split(n @ w[f"layers.{i}.gate_up"].T, 2, axis=1)              # (T,F) each
@@ -148,59 +151,112 @@ def forward_plain(w, config, tokens):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 2. The layers, each as a pair forward/backward
+# 2. Arrays by name
 # ------------------------------------------------------------------------------------------------------------
-# The contract of a pair.
-#
-#     x_forward(out, ..., inputs)                   writes its results into arrays of the caller, outputs first
-#     x_backward(dinputs, dweights, dout, ...)      takes dout = d loss / d out and what the forward has kept
-#
-# A backward WRITES the gradients of activations.  It ADDS (+=) to the gradients of weights, because one weight
-# serves many tokens and several micro-batches.  Activations are matrices (N, width): one row for each token.
-# Some functions work in place: rope_forward and block_forward on x, rope_backward and block_backward on dx, and both
-# functions of cross-entropy on the logits, which take the most memory.
+# All weights lie in one flat array, and what a step computes lies in another.  This section gives the parts of such an
+# array their names and shapes.  A reader may skip it at first: the layers below have the same names.
+def table_size(table):
+    """Number of scalars in a table of (name, shape)."""
+    return sum(math.prod(shape) for _, shape in table)
+
+
+def param_count(config):
+    """Number of parameters."""
+    return table_size(param_table(config))
+
+
+def consecutive_slices(sizes):
+    """The slices of a flat buffer in which parts of these sizes lie one after the other: 3, 2 -> 0:3, 3:5."""
+    ends = itertools.accumulate(sizes, initial=0)
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+def slices_of(count, size):
+    """Slices of this size that cover 0 to count; the last may reach beyond it."""
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def table_views(flat, table):
+    """dict name -> view into the contiguous buffer `flat`, shaped as the table of (name, shape) says."""
+    parts = consecutive_slices(math.prod(shape) for _, shape in table)
+    return {name: flat[part].reshape(shape) for (name, shape), part in zip(table, parts)}
+
+
+def param_views(flat, config):
+    """table_views of the parameters, or of a buffer like theirs.  With a tied head both names lead to one
+    matrix: the embedding and the head each add their part of its gradient."""
+    views = table_views(flat, param_table(config))
+    if config.tied:
+        views["heads"] = views["embed"]
+    return views
+
+
+class Arrays(types.SimpleNamespace):
+    """Arrays by name, such as w.norm1 or saved.qkv."""
+
+
+def layer_views(views, i):
+    """The entries "layers.i.NAME" of a dict of views, as Arrays by NAME."""
+    return Arrays(**{name.removeprefix(f"layers.{i}."): view
+                     for name, view in views.items() if name.startswith(f"layers.{i}.")})
+
+
 def work_table(config, B, T):
-    """[(name, shape), ...] of the arrays of a forward and backward at (B,T): first what each layer keeps for its
+    """[(name, shape), ...] of the arrays of a forward and backward at (B,T): first what is saved of each layer for its
     backward, then what all layers share."""
     N = B * T
     C = config.dim
     F = config.hidden
-    scores = B, config.kv_heads, config.heads // config.kv_heads, T, T      # (B,G,R,T,T)
+    scores_shape = B, config.kv_heads, config.heads // config.kv_heads, T, T        # (B,G,R,T,T)
 
     def rows(**widths):
         """N rows of these widths."""
         return {name: (N, width) for name, width in widths.items()}
 
-    kept = rows(x_in=C,                         # x before the layer
-                n1=C,                           # the output of the first norm
-                qkv=config.qkv_width,           # queries, keys and values; q and k are rotated
-                y=C,                            # the output of attention, all heads side by side
-                x_mid=C,                        # x between the two substeps
-                n2=C,                           # the output of the second norm
-                gate_up=2 * F,                  # gate and up, the input of SwiGLU
-                sigmoid=F,                      # sigmoid(gate)
-                h=F)                            # silu(gate) * up
-    kept |= {"P": scores,                       # the probabilities of attention
-             "rstd1": (N,),                     # 1 / sqrt(mean of squares + eps) of each row of x_in
-             "rstd2": (N,)}                     # the same of x_mid
+    saved = rows(x_in=C,                        # x before the layer
+                 n1=C,                          # the output of the first norm
+                 qkv=config.qkv_width,          # queries, keys and values; q and k are rotated
+                 y=C,                           # the output of attention, all heads side by side
+                 x_mid=C,                       # x between the two substeps
+                 n2=C,                          # the output of the second norm
+                 gate_up=2 * F,                 # gate and up, the input of SwiGLU
+                 sigmoid=F,                     # sigmoid(gate)
+                 h=F)                           # silu(gate) * up
+    saved |= {"P": scores_shape,                # the probabilities of attention
+              "rstd1": (N,),                    # 1 / sqrt(mean of squares + eps) of each row of x_in
+              "rstd2": (N,)}                    # the same of x_mid
     shared = rows(x=C,                          # the residual stream
                   increment=C,                  # what a substep adds to x; in the backward, to dx
                   final=C,                      # the output of the last norm
                   exp_sum=config.predict,       # sum over the vocabulary of exp(logit - max), for each head
-                  # the gradients d loss / d ...
-                  dx=C,                         # ... x
-                  dn=C,                         # ... the output of a norm, n1 or n2
-                  dh=F,                         # ... silu(gate) * up
-                  dgate_up=2 * F,               # ... gate and up
-                  dy=C,                         # ... the output of attention
-                  dqkv=config.qkv_width)        # ... queries, keys and values
-    shared |= {"dS": scores,                    # ... the scores before the softmax
+                  dx=C,                         # d loss / d x
+                  dn=C,                         # d loss / d n2, later d loss / d n1
+                  dh=F,                         # d loss / d h
+                  dgate_up=2 * F,               # d loss / d gate_up
+                  dy=C,                         # d loss / d y
+                  dqkv=config.qkv_width)        # d loss / d qkv
+    shared |= {"dS": scores_shape,              # d loss / d S, the scores before the softmax
                "rstd": (N,),                    # 1 / sqrt(mean of squares + eps) of each row of x
-               # the forward of the loss turns them into exp(logit - max), its backward into d loss / d logits
+               # cross_entropy_forward turns the logits into exp(logit - max), cross_entropy_backward into the gradient
                "logits": (N, config.predict, config.vocab)}
-    layers = [(f"layers.{i}.{name}", shape) for i in range(config.layers) for name, shape in kept.items()]
+    layers = [(f"layers.{i}.{name}", shape) for i in range(config.layers) for name, shape in saved.items()]
     return [*layers, *shared.items()]
 
+
+# ------------------------------------------------------------------------------------------------------------
+# 3. The layers, each as a pair forward/backward
+# ------------------------------------------------------------------------------------------------------------
+# The contract of a pair.
+#
+#     NAME_forward(out, ..., inputs)                   writes its results into arrays of the caller, outputs first
+#     NAME_backward(dinputs, dweights, dout, ...)      takes dout = d loss / d out and what the forward has saved
+#
+# A backward WRITES the gradients of activations.  It ADDS (+=) to the gradients of weights, because one weight
+# serves many tokens and several micro-batches (the pieces of a batch that is too large for the memory).
+#
+# Activations are matrices (N, width): one row for each token.  Some functions work in place: rope_forward and
+# block_forward on x, rope_backward and block_backward on dx, and both functions of cross-entropy on the logits, which
+# take the most memory.
 
 def embedding_forward(out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
@@ -210,7 +266,7 @@ def embedding_forward(out, tokens, embed):
 # Forward: out[n] = embed[tokens[n]].  So d loss / d embed[v] = sum of dout[n] over all n with tokens[n] == v.
 #
 # A token that occurs twice must collect both rows.  (dembed[tokens] += dout would keep only the last one.)  In one
-# line this is np.add.at(dembed, tokens, dout).  What stands here is faster.  It sorts the tokens, so that equal ones
+# line this is np.add.at(dembed, tokens, dout).  The code below is faster.  It sorts the tokens, so that equal ones
 # lie side by side: `starts` says where each run of equal tokens begins, and np.add.reduceat sums each run.
 def embedding_backward(dembed, dout, tokens):
     """Adds to dembed (V,C); dout (N,C), tokens (N,)."""
@@ -233,21 +289,21 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
 # Derivation, for one row (n dropped), with xhat = x * rstd and r = rstd:
 #     out_i = xhat_i gain_i                  =>  dgain_i += dout_i xhat_i  (summed over rows)
 #                                                dxhat_i  = dout_i gain_i
-#     xhat_i = x_i r, and r depends on every x_j:
+#     xhat_i = x_i r, and r depends on every x_j ([i == j] is 1 if i = j, else 0):
 #                                                ∂r/∂x_j  = -r^3 x_j / C = -r^2 xhat_j / C
 #                                                ∂xhat_i/∂x_j = [i == j] r + x_i ∂r/∂x_j
 #     dx_j = sum_i dxhat_i ∂xhat_i/∂x_j
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)         and x_i = xhat_i / r, so
 #          = r (dxhat_j - xhat_j * mean_i(dxhat_i xhat_i))
-# The second term is a projection.  RMSNorm throws the length of x away, so a gradient along x can change nothing,
-# and this term removes it.  (The mean square of xhat is 1 if eps is 0.)
+# The second term is a projection.  RMSNorm discards the length of x, so moving x along itself does not change the
+# output: this term removes that part of the gradient.  (Exactly, if eps is 0: then the mean square of xhat is 1.)
 def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     """Writes dx (N,C), adds to dgain (C,)."""
     xhat = x * rstd[:, None]
     along = dout * xhat
     dgain += np.ones(len(x), x.dtype) @ along       # along.sum(axis=0), as a product: it is faster
     mean = along @ gain / x.shape[1]                # (N,) mean_i dxhat_i xhat_i
-    projection = np.multiply(xhat, mean[:, None], out=xhat)
+    projection = np.multiply(xhat, mean[:, None], out=xhat)     # in xhat's memory
     np.multiply(dout, gain, out=dx)                 # dxhat
     dx -= projection
     dx *= rstd[:, None]
@@ -271,8 +327,9 @@ def linear_backward(dx, dw, dout, x, w):
 #
 #     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
 #
-# With R_t for the rotation at position t,  (R_t q).(R_s k) = q.(R_t^T R_s) k = q.R_(s-t) k:  attention sees only the
-# distance of two tokens.  The layout, first half and second half of the head, is that of Hugging Face's Llama.
+# With R_t for the rotation at position t,  (R_t q).(R_s k) = q.(R_t^T R_s) k = q.R_(s-t) k:  so a score depends
+# on the positions t and s only through their distance s - t.  The layout, first half and second half of the head, is
+# that of Hugging Face's Llama.
 def rope_forward(x, cos, sin):
     """Rotate, in place, every head of x (B,T,heads,D).  cos, sin (T,1,D): see rope_table.
 
@@ -292,7 +349,7 @@ def rope_backward(dx, cos, sin):
 
 def rope_table(config, dtype):
     """(2, context, 1, D): the cosines of all angles, and their sines, negative in the first half of D.  Computed in
-    float64: in float32 an angle of 511 radians has lost three digits before its cosine is taken."""
+    float64: a float32 has 7 digits, so an angle of some hundred radians is off by 1e-5 before its cosine is taken."""
     D = config.head_dim
     freq = config.rope_theta ** (-np.arange(0, D, 2) / D)
     angle = np.outer(np.arange(config.context), np.tile(freq, 2))[:, None]          # (context, 1, D)
@@ -325,12 +382,14 @@ def rotated_part(qkv, config):
 
 
 def causal_mask(T, J, dtype):
-    """(T,J), added to the scores of the last T of J tokens: -inf where a key is later than the query, else 0."""
+    """(T,J), added to the scores: -inf where a key is later than its query, else 0.  The queries are the last T of J
+    tokens."""
     return np.triu(np.full((T, J), -np.inf, dtype), J - T + 1)
 
 
 def attend(out, P, q, k, v, mask):
-    """Attention (Vaswani et al. 2017) of T queries to J keys.  Per head, with scale = 1/sqrt(D):
+    """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  Per head, with
+    scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_j' exp(S_ij')       out_i = sum_j P_ij v_j
 
@@ -348,7 +407,7 @@ def attention_forward(out, P, qkv, config):
     """Causal grouped-query attention (Ainslie et al. 2023).  qkv (B,T,(H+2G)D), already rotated; out (B,T,H*D);
     P (B,G,R,T,T) keeps the probabilities for the backward."""
     q, k, v = split_heads(qkv, config)
-    mask = causal_mask(*P.shape[-2:], P.dtype)      # (in flash_attn.cu: MASKED, mask_future)
+    mask = causal_mask(*P.shape[-2:], P.dtype)
     attend(by_group(out, config), P, q, k, v, mask)
 
 
@@ -356,26 +415,26 @@ def attention_forward(out, P, qkv, config):
 #     O_i = sum_j P_ij v_j           =>  dv_j  = sum_i P_ij dO_i              dV = P^T dO
 #                                        dP_ij = dO_i . v_j                   dP = dO V^T
 #     P_i = softmax(S_i):                ∂P_ij/∂S_il = P_ij ([j == l] - P_il), so
-#                                        dS_il = P_il (dP_il - sum_j P_ij dP_ij)
-#                                              = P_il (dP_il - delta_i)
-#                                        delta_i = sum_j P_ij dP_ij = dO_i . sum_j P_ij v_j = dO_i . O_i
+#                                        dS_il = sum_j dP_ij ∂P_ij/∂S_il = P_il (dP_il - delta_i)
+#                                        with delta_i = sum_j P_ij dP_ij = sum_j P_ij (dO_i . v_j) = dO_i . O_i:
+#                                        a sum of D products in place of J
 #     S_ij = scale q_i . k_j         =>  dq_i  = scale sum_j dS_ij k_j        dQ = scale dS K
 #                                        dk_j  = scale sum_i dS_ij q_i        dK = scale dS^T Q
 # The mask needs no line here: where it is -inf, P is 0, and so is dS.
 # GQA: the R query heads of a group read one k and one v, so dk and dv are summed over the group.
-def attention_backward(dqkv, dout, out, P, qkv, config, work):
-    """Writes dqkv (B,T,(H+2G)D), the gradient of v and of the rotated q and k.  dout, out: (B,T,H*D).  work:
-    an array like P to compute in."""
+def attention_backward(dqkv, dout, out, P, qkv, config, dS):
+    """Writes dqkv (B,T,(H+2G)D), the gradient of v and of the rotated q and k.  dout, out: (B,T,H*D).  dS: an array
+    like P to compute in; it holds dP first, then dS."""
     q, k, v = split_heads(qkv, config)
     dq, dk, dv = split_heads(dqkv, config)
     out = by_group(out, config)                                                     # (B,G,R,T,D)
     dout = by_group(dout, config)
     # out = P @ v
     dv[...] = (P.swapaxes(-1, -2) @ dout).sum(axis=2, keepdims=True)                # summed over the group
-    dP = np.matmul(dout, v.swapaxes(-1, -2), out=work)                              # (B,G,R,T,T)
+    dP = np.matmul(dout, v.swapaxes(-1, -2), out=dS)                                # (B,G,R,T,T)
     # P = softmax(S)
     delta = np.einsum("...d,...d->...", dout, out)[..., None]
-    dS = np.subtract(dP, delta, out=work)
+    np.subtract(dP, delta, out=dS)
     dS *= P
     # S = scale * q @ k.T
     dS *= 1.0 / math.sqrt(q.shape[-1])
@@ -410,13 +469,15 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
 
 
 def block_forward(x, w, saved, shared, config, rope, attention):
-    """One layer, in place on x (N,C).  It is one unit of time, in two forward-Euler substeps of dx/dt = f(x,t)
-    (operator splitting: attention, then the feed-forward network):
+    """One layer, in place on x (N,C).  It is one Euler step (README.md, "Why Euler"), made of two substeps, attention
+    and the feed-forward network:
 
-        x = x + attention(rmsnorm(x)) @ out.T          x = x + down(silu(gate(n)) * up(n)),  n = rmsnorm(x)
+        n = rmsnorm(x)        x = x + attention(n @ qkv.T) @ out.T
+        n = rmsnorm(x)        x = x + (silu(n @ gate.T) * (n @ up.T)) @ down.T
 
-    w: this layer's weights by name.  saved: this layer's arrays of work_table; shared: those of all layers.  rope:
-    rope_table of the T positions.  attention: attention_forward, or a Decoder's."""
+    w: this layer's weights.  saved: this layer's arrays of work_table; shared: those of all layers.  (All three are
+    Arrays: w.qkv is the weight of that name.)  rope: rope_table of the T positions.  attention: attention_forward, or a
+    Decoder's."""
     T = rope.shape[1]
     shape = len(x) // T, T, -1                                                    # (B,T,width)
     increment = shared.increment                                                  # (N,C)
@@ -443,7 +504,7 @@ def block_forward(x, w, saved, shared, config, rope, attention):
 # x + f(x) has the derivative 1 + f': dx passes through unchanged, and what comes back through f is ADDED to
 # it.  This is why a deep residual network trains: the 1 carries the gradient to the first layer.
 def block_backward(dx, w, dw, saved, shared, config, rope):
-    """w, dw: this layer's weights and their gradients by name; saved, shared: arrays as in the forward."""
+    """w, dw: this layer's weights and their gradients; saved, shared: arrays as in the forward."""
     T = rope.shape[1]
     shape = len(dx) // T, T, -1                                                   # (B,T,width)
     dn = shared.dn
@@ -464,7 +525,7 @@ def block_backward(dx, w, dw, saved, shared, config, rope):
     # y = attention(qkv)
     dqkv = shared.dqkv.reshape(shape)
     attention_backward(dqkv, shared.dy.reshape(shape), saved.y.reshape(shape), saved.P, saved.qkv.reshape(shape),
-                       config, work=shared.dS)
+                       config, shared.dS)
     # q, k = rope(q, k)
     rope_backward(rotated_part(dqkv, config), *rope)
     # qkv = n1 @ qkv.T
@@ -475,7 +536,7 @@ def block_backward(dx, w, dw, saved, shared, config, rope):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 3. The loss and the optimizers
+# 4. The loss and the optimizers
 # ------------------------------------------------------------------------------------------------------------
 
 # An example: T = 4, K = 3.  A row of targets has T + K - 1 = 6 entries y0 ... y5.  Head k reads entries k to
@@ -501,7 +562,7 @@ def count_targets(targets, T, K):
 def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0):
     """Softmax cross-entropy:
 
-        nll_nk = -log softmax(logits_nk)[y]  where y = targets_nk >= 0, else 0
+        nll_nk = -log softmax(logits_nk)[y],  y = targets_nk;  0 where y is -1
         loss_k = 1/divisor_k  sum_n w_n nll_nk
 
     losses    (K,)
@@ -522,16 +583,16 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
 
 
 # Derivation, for one row with target y, p = softmax(z) = e / exp_sum:
-#     loss = log sum_v exp(z_v) - z_y       =>  dz_v = p_v - [v == y]
-# This is multiplied by w = head_weight_k / divisor_k.  A masked row has the gradient 0.  A row's own weight is one more
-# factor of w, and that is all that preferences and rewards need (rl.py).
+#     loss = log sum_v exp(z_v) - z_y       =>  dz_v = exp(z_v) / sum_u exp(z_u) - [v == y] = p_v - [v == y]
+# This is multiplied by head_weight_k / divisor_k, and by the row's own weight, if it has one: that is all that rl.py
+# needs.  A masked row has the gradient 0.
 def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
     """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits.
     head_weights: the weights of the heads in the loss (K,), or these times the weights of the rows (N,K)."""
     weight = np.where(targets >= 0, head_weights / divisor, 0.0).astype(e.dtype)        # (N,K)
-    e *= (weight / exp_sum)[..., None]              # w * p
+    e *= (weight / exp_sum)[..., None]              # weight * p
     n, k = np.nonzero(targets >= 0)
-    e[n, k, targets[n, k]] -= weight[n, k]          # - w * [v == y]
+    e[n, k, targets[n, k]] -= weight[n, k]          # - weight * [v == y]
 
 
 # AdamW (Loshchilov & Hutter 2019).
@@ -545,15 +606,12 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 #     m = (1 - beta1)(1 + beta1 + ... + beta1^(t-1)) g = (1 - beta1^t) g.
 # Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
 #
-# What decay does: write u_t for the direction of step t.  Then param_t = (1 - lr decay) param_(t-1) - lr u_t, and so
-#     param_t = (1 - lr decay)^t param_0 + sum over s <= t of a_s (-u_s / decay),   a_s = lr decay (1 - lr decay)^(t-s)
-# The a_s add up to 1 - (1 - lr decay)^t, which is nearly 1 after many steps; by then param_0 has faded.  So the weights
-# are an average of the past directions, and a direction fades by the factor e within tau = 1 / (lr decay) steps (Wang &
-# Aitchison 2025, "How to set AdamW's weight decay as you scale model and dataset size").  Where a text is read several
-# times, a tau of half a reading to a few readings was best here (docs/notes.md): with a longer one the weights keep
-# details that they met again and again.  The same holds for Muon.
+# What decay does: the weights become an average of the past steps' directions.  One of these fades by the factor e
+# within tau = 1 / (lr decay) steps (Wang & Aitchison 2025; docs/notes.md has the sum, and what was measured).  The same
+# holds for Muon.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
-    """In place, on flat arrays of one length; step counts from 1.  The gradient is used up: it is 0 after this."""
+    """In place, on flat arrays of one length; step counts from 1.  The gradient is set to 0, because the next backward
+    adds to it."""
     m *= beta1
     m += (1 - beta1) * grad
     v *= beta2
@@ -571,14 +629,15 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
 # are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead,
 # where M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the
-# same length.  (U V^T is the steepest descent if the length of a step is its spectral norm, the most by which it can
-# change an output of the layer.  Plain gradient descent measures a step entry by entry.)
+# same length.  (U V^T is the steepest descent if the length of a step is its spectral norm: the greatest length of
+# step @ x over all x of length 1.  Plain gradient descent measures a step entry by entry.)
 #
 # No singular values need be computed.  Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
 # With (a, b, c) = NEWTON_SCHULZ five rounds bring all s from 0.005 to 1 into [0.68, 1.16].  Near 0 each round
-# multiplies s by a = 3.4.  Near 1 it moves s up and down within these bounds, which is good enough.
+# multiplies s by a = 3.4.  Near 1 it moves s up and down within these bounds.  So U V^T is reached only roughly, which
+# trains as well (Jordan et al. 2024).  (In these lines U, S and V are those of the decomposition alone.)
 def newton_schulz(M):
     """M (rows, columns) -> U V^T, nearly: its singular values s / |M| after five rounds of the quintic."""
     a, b, c = NEWTON_SCHULZ
@@ -600,9 +659,10 @@ def newton_schulz(M):
 # Why 0.2 sqrt(max(rows, columns)).  U V^T has min(rows, columns) singular values of about 1, so the root mean square
 # of its entries is 1 / sqrt(max(rows, columns)).  AdamW's steps have about 0.2 in training, whatever the shape.  With
 # this factor Muon's have the same, and one learning rate and one decay serve both (Liu et al. 2025).
-# The length of u does not matter, so the gradient is not clipped.
+# The step is as long for a long u as for a short one, so the gradient is not clipped.  (But one very long gradient
+# sets the direction of many steps after it.)
 def muon_update(param, grad, m, lr, decay, momentum=0.95):
-    """In place, on matrices (rows, columns).  The gradient is used up: it is 0 after this."""
+    """In place, on matrices (rows, columns).  The gradient is set to 0, because the next backward adds to it."""
     share = (1 - momentum) * grad
     m[...] = momentum * m + share
     ahead = momentum * m + share
@@ -611,20 +671,17 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
     grad[...] = 0.0
 
 
-# Which rule updates which part of the flat buffers.  Where a new optimizer goes:
-#
-#     its rule                beside adamw_update, here and in model_gpu.py, with its kernels in kernels.cu, section 6
-#     its name                OPTIMIZERS; the help of --optimizer in train.Settings
-#     what it updates         update_table, which also says whether it needs v; muon_part, if it needs no clipping
-#     its call                Model.update of both engines
-#     its numbers             the rate in train.begin_run; others in train.Settings, and where train() calls update
+# Which rule updates which part of the flat buffers.  (What a new optimizer needs: docs/notes.md.)
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
+
+# AdamW goes over four arrays a dozen times.  In pieces of this many numbers all four stay in the processor's cache.
+PIECE = 65536
 
 
 def matrix_table(config):
     """[(shape, place), ...] of the matrices of one layer as Muon takes them.  place: the slice of the layer's part of
-    a flat buffer in which a matrix lies.  q, k, v, gate and up are separate maps, which only share a memory, so each
-    is orthogonalised by itself."""
+    a flat buffer in which a matrix lies.  q, k, v, gate and up are separate matrices, though they are stored
+    together, so each is orthogonalised by itself."""
     C = config.dim
     F = config.hidden
     kv = config.kv_heads * config.head_dim
@@ -649,9 +706,9 @@ def update_table(config, optimizer):
     the slice of v that holds its second moments, which is empty for Muon.  decayed: whether its weights decay: those
     of matrices do, the gains of norms do not."""
     embedding = config.vocab * config.dim
-    matrices = config.layers * matrix_table(config)[-1][1].stop
     heads = 0 if config.tied else config.predict * embedding
     gains = (2 * config.layers + 1) * config.dim
+    matrices = param_count(config) - embedding - heads - gains      # those of the layers
     sizes = [embedding, matrices, heads, gains]
     sizes_of_v = [embedding, matrices if optimizer == "adamw" else 0, heads, gains]
     table = zip(["adamw", optimizer, "adamw", "adamw"],
@@ -662,7 +719,8 @@ def update_table(config, optimizer):
 
 
 def muon_part(config, optimizer):
-    """The slice of the flat buffers that Muon updates.  Without Muon it is empty and lies at their end."""
+    """The slice of the flat buffers that Muon updates.  Without Muon it is empty and lies at their end: Model.update
+    clips all that lies before it."""
     for rule, part, _, _ in update_table(config, optimizer):
         if rule == "muon":
             return part
@@ -671,38 +729,29 @@ def muon_part(config, optimizer):
 
 
 def moment_count(config, optimizer):
-    """How many numbers the optimizer keeps: m of every parameter, and v of those that AdamW updates."""
-    _, _, last_of_v, _ = update_table(config, optimizer)[-1]
-    return param_count(config) + last_of_v.stop
+    """How many numbers the optimizer keeps: m of every parameter, and v of those that Muon does not update."""
+    muon = muon_part(config, optimizer)
+    return 2 * param_count(config) - (muon.stop - muon.start)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 4. The model
+# 5. The model
 # ------------------------------------------------------------------------------------------------------------
-def slices_of(count, size):
-    """Slices of this size that cover 0 to count; the last may reach beyond it."""
-    return [slice(start, start + size) for start in range(0, count, size)]
-
-
-# AdamW goes over four arrays a dozen times.  In pieces of this many numbers all four stay in the processor's cache.
-PIECE = 65536
-
-
 class Model:
     """The model on the CPU.
 
     params and grads: dict name -> view of the flat buffers.  seed=None leaves the parameters at 0, for a caller who
-    writes them.  training=False saves memory on the GPU alone: here gradients and moments take none before they are
-    written, because np.zeros takes memory only then.
+    writes them.  training is for the GPU: False leaves out gradients and moments there.  (Here np.zeros takes no memory
+    until it is written.)
 
     threads > 1 is data parallelism in miniature: each thread takes a share of the batch through the whole
     forward and backward with a gradient buffer of its own, and the buffers are added in order.  NumPy
     releases Python's global lock inside its loops, so this uses the cores for everything, where a threaded
-    BLAS alone leaves the element-wise work on one.  Set OPENBLAS_NUM_THREADS=1 then (train.py does).  The sum
-    over shares is exact because the loss is divided by the count of targets in the whole step, not in the
-    share."""
-    draft_heads = 0     # of generate.  Drafts do not pay here: to read four tokens takes twice as long as to read one,
-                        # and gives 1.5 tokens on average
+    BLAS alone leaves the element-wise work on one.  Set OPENBLAS_NUM_THREADS=1 then (train.py does).  The
+    shares' gradients add up to that of the whole batch, but for rounding, because the loss is divided by the
+    count of targets in the whole step, not in the share."""
+    draft_heads = 0     # how many drafts generate makes.  0, because here reading four tokens takes twice as long as
+                        # reading one, and gives only 1.5 tokens on average
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config = config
@@ -717,7 +766,7 @@ class Model:
         if seed is not None:
             init_params(self.flat_params, config, seed)
         self.workspaces = [Workspace(config, dtype) for _ in range(threads)]
-        self.pending = []                           # the workspaces whose forward waits for its backward
+        self.pending = []                           # workspaces with a forward whose backward has not run
         self.flat_grads = self.workspaces[0].flat_grads
         self.grads = self.workspaces[0].grads
         self.m, self.v = np.split(np.zeros(moment_count(config, optimizer), dtype), [size])
@@ -744,7 +793,8 @@ class Model:
         self.refresh()
 
     def later(self, *arrays):
-        """-> a function that returns these arrays; on the GPU it first waits until they are computed."""
+        """-> a function that returns these arrays.  On the GPU it first waits until they are computed; so train.py can
+        start the next step before it calls this function."""
         return lambda: arrays
 
     def new_decoder(self, rows, length):
@@ -811,7 +861,8 @@ class Model:
 
     def log_probs(self, tokens, targets):
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
-        self.forward(tokens, targets, [1], np.ones(len(tokens)))        # [1]: the sums are not divided
+        # counted is 1, so the sums are not divided
+        self.forward(tokens, targets, [1] * self.config.predict, np.ones(len(tokens)))
         self.pending = []                           # with this divisor backward would make no sense
         nll = self.read(self.nll)                   # (N,K)
         return -nll[:, 0].reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
@@ -853,7 +904,7 @@ class Model:
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
         """One step of the optimizer.  First it clips: the gradient of all parameters that Muon does not take is scaled
         so that its norm is at most `clip`.  Then each part of the parameters is updated by its rule in update_table,
-        and the gradient is set to 0.
+        and the gradient is set to 0.  train.py passes its own decay and momentum.
 
         Returns the norm of the whole gradient before clipping.  If that is not finite, nothing is changed: the caller
         must stop, and can look at the gradient."""
@@ -866,7 +917,7 @@ class Model:
             return norm
         self.step += 1
         self.refresh()
-        factor = min(1.0, clip / (math.sqrt(squares) + 1e-6))
+        factor = min(1.0, clip / (math.sqrt(squares) + 1e-6))       # 1e-6: no division by 0
         before *= factor
         after *= factor
         jobs = []                                   # calls, which the threads share
@@ -897,7 +948,7 @@ class Decoder:
         c = self.config = model.config
         self.model = model
         self.tokens = []
-        self.sizes = []                             # of the windows at the last call of draw_rows
+        self.sizes = []                             # lengths of the windows at the last call of draw_rows
         # Keys and values of each token in every layer.  Those of one head lie one behind the other, as attention reads
         # them.  np.zeros takes memory only where it is written.
         self.cache = np.zeros((c.layers, 2, rows, c.kv_heads, 1, length, c.head_dim), model.dtype)
@@ -939,9 +990,9 @@ class Decoder:
         last = final.reshape(len(tokens), -1, self.config.dim)[:, -rows:]                               # (B,rows,C)
         return self.model._head_logits(last.reshape(-1, self.config.dim), heads)
 
-    def _attention(self, cache, out, _, qkv, config):
+    def _attention(self, cache, out, unused_P, qkv, config):
         """attention_forward of new tokens: their keys and values go to the layer's cache (2,B,G,1,length,D), and all
-        keys and values so far come from it.  _: the P of training, which has no column for the tokens before."""
+        keys and values so far come from it.  unused_P: the P of training; it has no column for the tokens before."""
         q, k, v = split_heads(qkv, config)
         n = q.shape[-2]
         end = self.position + n
@@ -959,7 +1010,7 @@ class Decoder:
             after the last token but 1  t        t + 1    t + 2
             after the last token        t + 1    t + 2    t + 3
 
-        p: the probabilities that head 0 gave to its ids."""
+        p: head 0's probabilities of its ids at temperature 1, before top_k and top_p."""
         logits = self._read([tokens], rows, heads).astype(np.float64)
         positions = np.arange(t, t + rows)[:, None] + np.arange(heads)                  # (rows, heads)
         ids = sample(logits.reshape(positions.size, -1), positions.ravel(), sampling).reshape(rows, heads)
@@ -968,15 +1019,16 @@ class Decoder:
         return ids, 1 / np.exp(z - chosen).sum(axis=1)      # exp(z_id) / sum exp(z) = 1 / sum exp(z - z_id)
 
     def note_sizes(self, windows):
-        """Note the sizes of the windows -> whether each is one token longer than at the last call."""
+        """Note the lengths of the windows -> whether each is one token longer than at the last call."""
         before = self.sizes
         self.sizes = list(map(len, windows))
         return self.sizes == [size + 1 for size in before]
 
     def draw_rows(self, windows, t, sampling):
-        """Draw the next token of each of B texts, all in one product -> ids (B,), for positions t (B,) of the
-        texts.  windows: the B lists of ids to be read.  If each is longer by one than in the last call, only its last
-        id is read (the ids before are taken to be those of that call); else all are read from their beginning.
+        """Draw the next token of each of B texts, all at once -> ids (B,), for positions t (B,) of the texts.
+        windows: the B lists of ids to be read, the ends of the texts that fit the context.  If each is longer by one
+        than in the last call, only its last id is read.  (The ids before must be those of that call; this is not
+        checked.)  Else all are read from their beginning.
 
         All texts end at the same place of the cache, so the shorter ones have pads before them.  The score of a pad is
         -1e30, which exp turns into 0.  (Not -inf: a pad reads pads alone, and a softmax of nothing but -inf is NaN.)
@@ -994,7 +1046,7 @@ class Decoder:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5. How tokens are drawn, for one text and for many
+# 6. How tokens are drawn, for one text and for many
 # ------------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -1020,7 +1072,8 @@ def gumbel(seed, t, ids):
 
     noise(seed, t, id) = hash(hash(seed, t), id), where hash(z, n) is output n of the generator splitmix64 (Steele,
     Lea & Flood 2014) with the seed z: z + (n+1) gamma, then two multiplications that mix its bits.  52 of these bits
-    make u, uniform in (0,1), and -log(-log u) has the Gumbel distribution."""
+    make u, uniform in (0,1): u = (bits + 1/2) / 2^52 is exact in float64, and never 0 or 1.  -log(-log u) has the
+    Gumbel distribution."""
     z = np.array(seed, np.uint64).reshape(-1, 1)
     for n in (np.reshape(t, (-1, 1)), ids):
         z = z + (n.astype(np.uint64) + 1) * 0x9e3779b97f4a7c15          # gamma; all of this is modulo 2^64
@@ -1032,7 +1085,7 @@ def gumbel(seed, t, ids):
 
 
 # Why argmax(log p + G) draws from p (the "Gumbel-max trick").  Let E_i = -log u_i.  Then
-#     log p_i + G_i = -log(E_i / p_i): the largest of these has the smallest E_i / p_i;
+#     log p_i + G_i = log p_i - log E_i = -log(E_i / p_i): the largest of these has the smallest E_i / p_i;
 #     P(E_i > x) = P(u_i < e^-x) = e^-x, so P(E_i / p_i > x) = e^(-p_i x), with the density p_i e^(-p_i x);
 #     P(i is the smallest) = integral of p_i e^(-p_i x) prod_(j != i) e^(-p_j x) dx = p_i / sum_j p_j.
 # A factor common to all p cancels: what is kept of p need not be normalised.
@@ -1061,7 +1114,7 @@ def sample(logits, t, sampling):
 
 def generate_plain(model, tokens, sampling, most):
     """Continue `tokens`, a list of at least one id: yields `most` ids, one by one.  The whole window is read anew for
-    each of them.  Section 6 reads each token once."""
+    each of them.  Section 7 reads only what is new."""
     text = list(tokens)
     for _ in range(most):
         window = text[window_start(len(text), model.config.context):]
@@ -1073,20 +1126,22 @@ def generate_plain(model, tokens, sampling, most):
 
 def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each answer has the
-    tokens that generate draws for its prompt: `most` of them, or up to the first that is in `stop`, which is kept.
-    (The products have another shape, so the logits differ by their rounding.)  sampling.seed: (B,), one a prompt.
+    tokens that generate draws for its prompt, at most `most`.  But generate leaves out the id in `stop` that ends a
+    text, and this keeps it.  (The products have another shape, so the logits differ by their rounding.)
+    sampling.seed: (B,), one a prompt.
     progress: None, or called as progress(tokens so far, at most so many) after each token.
 
-    When a window is full, it is read anew, and with it all rows of its batch.  So the prompts whose windows will be
-    full come in batches of their own: in each of these all windows are full at the same steps.  Where the memory does
-    not hold the caches of a batch, its halves are drawn one after the other.  A single text that does not fit is a
-    MemoryError."""
+    When a window moves, it is read anew, and with it all rows of its batch.  So the prompts whose windows will move
+    come in batches of their own: in each of these the windows move at the same steps, once they are full.  Where the
+    memory does not hold the caches of a batch, its halves are drawn one after the other.  A single text that does not
+    fit is a MemoryError."""
     context = model.config.context
+    stride = context - context // 2                 # by which a window moves: see window_start
     batches = {}
     for row, prompt in enumerate(prompts):
         when_full = None
         if window_start(len(prompt) + most - 1, context):
-            when_full = len(prompt) % (context - context // 2)
+            when_full = len(prompt) % stride
         batches.setdefault(when_full, []).append(row)
     waiting = list(batches.values())
     answers = [[] for _ in prompts]
@@ -1120,7 +1175,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. The same text in fewer steps: self-speculative decoding
+# 7. The same text in fewer steps: self-speculative decoding
 # ------------------------------------------------------------------------------------------------------------
 
 # The heads 1 to K-1 draft the tokens after the next one, and one call of decoder.draw reads all drafts.  A draft is
@@ -1133,8 +1188,8 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
 #     and head 0 draws after each               sat   on   the  ...
 #     accepted                         sat, on        and the token of head 0 after them, "the", is new as well
 #
-# A draft is drawn with the noise that head 0 will use at its position.  The nearer the probabilities of the two heads,
-# the more often both draw the same token.
+# A draft is drawn with the noise that head 0 will use at its position.  The more alike the probabilities of the
+# two heads are, the more often both draw the same token.
 def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, vocab=None, stop=(), most=sys.maxsize,
              speculate=None, trace=None):
     """Continue `tokens`, a list of at least one id: yields ids one by one.  It ends before the first id that is in
@@ -1143,11 +1198,11 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
     model.decoder keeps what it has read.  Of a text that begins like the last one, only the rest is read.
 
-    speculate: with all K heads, or with none but head 0; None: with model.draft_heads drafts.  On the CPU the text is
-    that of single steps up to the rounding of NumPy's products, whose sums depend on the number of rows.
+    speculate: True: with all K heads; False: with head 0 alone; None: with model.draft_heads drafts.  On the CPU the
+    text is that of single steps up to the rounding of NumPy's products, whose sums depend on the number of rows.
 
-    trace: a list to which each token drawn adds (place, drafts, p): the number of accepted drafts before it in
-    its call of decoder.draw; the number of drafts that this call read; the probability that the model gave it."""
+    trace: a list to which each token drawn adds (place, drafts, p).  place: how many tokens of the same call of
+    decoder.draw came before it; drafts: how many drafts this call read; p: the probability that the model gave it."""
     require(tokens, "generate needs at least one token to continue.")
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
@@ -1167,10 +1222,11 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             decoder.truncate(common_length(decoder.tokens, window[:-1]))
         unread = window[decoder.position:]
         if len(unread) > 1 or len(window) + len(drafts) > context:
-            drafts = []     # a prompt is read without drafts: products of the same shape, and so the same bits
+            drafts = []     # A new window is read without drafts: its products have the shapes, and so the bits, that
+                            # they have without speculation.  Drafts that do not fit the context are dropped, too.
         ids, p = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
-        # Here speculation compares.  At the end of the text no more drafts are accepted than there is room for
+        # the drafts that head 0 drew as well are accepted, but no more of them than there is room for
         accepted = common_length(drafts[:end - len(text) - 1], drawn)
         decoder.truncate(len(window) + accepted)    # the drafts that were not accepted are forgotten
         for place, token in enumerate(drawn[:accepted + 1]):
@@ -1189,7 +1245,7 @@ def common_length(a, b):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 7. The Euler table: the layers as steps of an ODE solver
+# 8. The Euler table: the layers as steps of an ODE solver
 # ------------------------------------------------------------------------------------------------------------
 def layer_logits(model, inputs):
     """The "logit lens" (nostalgebraist 2020) of inputs (B,T).  Yields, after the embedding and each layer, the
@@ -1207,8 +1263,8 @@ def euler_table(model, tokens):
     targets.
 
     Yields L+1 rows (loss, length, ids), for the embedding and after each layer: the loss of head 0 if the
-    integration stopped there; the mean over positions of |f(x)|/|x| of that layer's step (0 for the
-    embedding); the three best next tokens at the end of the last row."""
+    integration stopped there; the mean over positions of |f(x)|/|x| of that layer, both substeps
+    together (0 for the embedding); the three best next tokens at the end of the last row."""
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:].ravel()                 # (N,)
     before = None
@@ -1235,54 +1291,13 @@ def print_euler_table(model, tokenizer, tokens):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 8. Memory, and checks
+# 9. The sizes small, medium and big, and the weights before training
 # ------------------------------------------------------------------------------------------------------------
 CONFIGS = {
     #                 dim  heads  kv_heads  layers  context  vocab
     "small":  Config(128,      4,        2,      4,     128,   512),
     "medium": Config(256,      8,        4,     12,     256,  1024),
     "big":    Config(768,     12,        4,     16,     512,  4096)}
-
-
-def table_size(table):
-    """Number of scalars in a table of (name, shape)."""
-    return sum(math.prod(shape) for _, shape in table)
-
-
-def param_count(config):
-    """Number of parameters."""
-    return table_size(param_table(config))
-
-
-def consecutive_slices(sizes):
-    """The slices of a flat buffer in which parts of these sizes lie one after the other: 3, 2 -> 0:3, 3:5."""
-    ends = itertools.accumulate(sizes, initial=0)
-    return [slice(*pair) for pair in itertools.pairwise(ends)]
-
-
-def table_views(flat, table):
-    """dict name -> view into the contiguous buffer `flat`, shaped as the table of (name, shape) says."""
-    parts = consecutive_slices(math.prod(shape) for _, shape in table)
-    return {name: flat[part].reshape(shape) for (name, shape), part in zip(table, parts)}
-
-
-def param_views(flat, config):
-    """table_views of the parameters, or of a buffer like theirs.  With a tied head both names lead to one
-    matrix: the embedding and the head each add their part of its gradient."""
-    views = table_views(flat, param_table(config))
-    if config.tied:
-        views["heads"] = views["embed"]
-    return views
-
-
-class Arrays(types.SimpleNamespace):
-    """Arrays by name, such as w.norm1 or saved.qkv."""
-
-
-def layer_views(views, i):
-    """The entries "layers.i.NAME" of a dict of views, as Arrays by NAME."""
-    return Arrays(**{name.removeprefix(f"layers.{i}."): view
-                     for name, view in views.items() if name.startswith(f"layers.{i}.")})
 
 
 def init_params(flat, config, seed):
@@ -1300,6 +1315,9 @@ def init_params(flat, config, seed):
             view[...] = rng.standard_normal(view.shape, np.float32) * std
 
 
+# ------------------------------------------------------------------------------------------------------------
+# 10. Memory, and checks
+# ------------------------------------------------------------------------------------------------------------
 class Workspace:
     """The memory of one thread: the arrays of work_table for its share of the batch, and a gradient of its own."""
 
@@ -1313,7 +1331,7 @@ class Workspace:
 
     def buffers(self, B, T):
         """-> (for each layer its Arrays, the Arrays that all share).  The memory is kept from step to step: new memory
-        of tens of megabytes costs time, because the system gives out each page when it is first touched."""
+        of tens of megabytes costs time, because the operating system prepares each page of it at its first use."""
         if self.shape != (B, T):
             table = work_table(self.config, B, T)
             size = table_size(table)
@@ -1362,7 +1380,7 @@ def check_batch(config, tokens, targets, counted, weights):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 9. The guided tour
+# 11. The guided tour
 # ------------------------------------------------------------------------------------------------------------
 TEXT = ("It was a bright cold morning, and the old man walked down to the harbour to see whether the boats "
         "had come in. The wind had turned in the night. He counted the sails, as he had done every day for "
@@ -1391,23 +1409,25 @@ def main(argv):
           f"F={config.hidden} K={config.predict} V={config.vocab} L={config.layers} N=B*T={T}")
     for name, array in [*vars(layers[0]).items(), ("logits", logits)]:
         print(f"   {name:12} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
-    print(f"\n3. The first loss of head 0: {losses[0]:.4f}.  An untrained model guesses: ln V = "
-          f"{math.log(config.vocab):.4f}")
+    print("   (n1 and n2 are not quite 1, because norm_eps counts beside an x as small as 0.02.)\n\n"
+          f"3. The first loss of head 0: {losses[0]:.4f}.  A guess that gives every token the same probability has "
+          f"ln V = {math.log(config.vocab):.4f}")
 
     weight = model.params["layers.0.qkv"]
+    entry = 255, 38                                 # of a row of v; any other would do
     totals = []
-    for move in -1e-4, 2e-4:                        # down, and from there up
-        weight[255, 38] += move
+    for move in -1e-4, 1e-4:
+        weight[entry] += move
         totals.append(model.forward(tokens, targets) @ config.head_weights)
-    weight[255, 38] -= 1e-4
+        weight[entry] -= move
     print(f"4. One gradient entry, d loss / d layers.0.qkv[255, 38]:\n"
-          f"   by hand {model.grads['layers.0.qkv'][255, 38]:.12f}, "
+          f"   by hand {model.grads['layers.0.qkv'][entry]:.12f}, "
           f"by finite difference {(totals[1] - totals[0]) / 2e-4:.12f}")
     norm = model.update(1e-3)
     print(f"5. One AdamW step: gradient norm {norm:.4f}, loss of head 0 {losses[0]:.4f} -> "
           f"{model.forward(tokens, targets)[0]:.4f}")
     print("\n6. The Euler table: the loss if the integration stopped after each layer, and the length of its "
-          "step.\n   These layers have learned nothing yet; a trained model's: python chat.py --lens TEXT")
+          "step.\n   These layers have learned one step, on this text; a trained model's: python chat.py --lens TEXT")
     print_euler_table(model, tokenizer, ids[:, :T + 1])
 
 

@@ -122,7 +122,7 @@ EXERCISES = {re.sub("_backward|_update|_weights|_plain", "", function.__name__):
     rl.reinforce_weights, rl.dpo_weights, layernorm_backward, geglu_backward, softcap_backward)}
 LIMIT = 20            # seconds that all calls of the reader's function may take
 MARKS = "layernorm", "geglu", "softcap"       # without a solution here: section 1
-FREE = "work", "shared", "grad"       # arguments to compute in: what is left in them is not compared
+FREE = "dS", "shared", "grad"         # arguments to compute in: what is left in them is not compared
 ADDED = "dw", "dembed", "dgain", "dbias"      # gradients of weights, which every micro-batch adds to
 
 # An optimizer has no slope to measure, and model_cpu does not know what a weight is for: --break could not see
