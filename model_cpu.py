@@ -155,6 +155,7 @@ def forward_plain(w, config, tokens):
 # ------------------------------------------------------------------------------------------------------------
 # All weights lie in one flat array, and what a step computes lies in another.  This section gives the parts of such an
 # array their names and shapes.  A reader may skip it at first: the layers below have the same names.
+
 def table_size(table):
     """Number of scalars in a table of (name, shape)."""
     return sum(math.prod(shape) for _, shape in table)
