@@ -30,8 +30,8 @@ import model_cpu
 import checkpoint
 import model_gpu
 import numpy as np
-from script import Parser, bounded, newest_checkpoint, printable, require, run_script, whole_number
-from tokenizer import TEXT_ENDS, to_bytes, visible
+from script import Parser, bounded, newest_checkpoint, printable, require, run_script, visible, whole_number
+from tokenizer import TEXT_ENDS, to_bytes
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ training passes dtype=np.float32.
 Not in this file: dropout and biases (this model has neither), the learning-rate schedule (train.py), files
 (checkpoint.py).
 """
-from script import Parser, check_config, require, run_script
+from script import Parser, check_config, require, run_script, visible
 
 import concurrent.futures
 import dataclasses
@@ -50,7 +50,7 @@ except ImportError:
           file=sys.stderr)
     sys.exit(2)
 
-from tokenizer import Tokenizer, visible
+from tokenizer import Tokenizer
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1346,17 +1346,14 @@ class Workspace:
 
 def check_tokens(config, ids, low=0):
     """ValueError for an id (or with low=-1 a target) out of range."""
-    least = ids.min()
-    most = ids.max()
-    if least < low or most >= config.vocab:     # not `require`, which would write its sentence each time
-        raise ValueError(f"ids must be from {low} to {config.vocab - 1}; these are from {least} to {most}.")
+    require(low <= ids.min() and ids.max() < config.vocab, f"ids must be from {low} to {config.vocab - 1}.")
 
 
 def as_batch(config, tokens):
     """tokens, B lists of T ids, as an array (B,T).  ValueError for too long a text or an id out of range."""
     tokens = np.asarray(tokens)
-    if tokens.shape[1] > config.context:
-        raise ValueError(f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
+    require(tokens.shape[1] <= config.context,
+            f"{tokens.shape[1]} tokens do not fit the context of {config.context}.")
     check_tokens(config, tokens)
     return tokens
 

@@ -72,6 +72,13 @@ def printable(text):
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
+def visible(token):
+    r"""The bytes of a token as printable text: a line end as \n, a tab as \t, a backslash as \\, and any other byte
+    that cannot be seen as \xNN."""
+    text = token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")
+    return "".join(char if char.isprintable() else repr(char.encode())[2:-1] for char in text)
+
+
 def explain(error):
     """-> one sentence about an error that the user can mend.  None for a mistake of ours: its traceback should show."""
     words = printable(" ".join(str(error).splitlines()))
@@ -434,6 +441,17 @@ def find_corpus(preset):
         print("There is no text in data/ (./fetch_data.sh brings one): taking the English of Python.")
         make_english()
     return ["data/english.txt"]
+
+
+def tokenizer_sample(parts):
+    """What a tokenizer is trained on: all of these parts of files, (path, 0, end).  If they are more than 100 MB, it is
+    about a hundred pieces of 1 MB from all over them.  These show which pairs are frequent as well as gigabytes do."""
+    total = sum(end for *_, end in parts)
+    if total <= 100_000_000:
+        return parts
+    return [(path, place, min(place + 1_000_000, end))
+            for path, start, end in parts
+            for place in range(start, end, total // 100)]
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from itertools import chain, count, pairwise
 
 # Plumbing: errors, files, processes.  script.py explains it, and it can wait.
 from script import (Parser, find_chunks, newest_checkpoint, read_chunk, read_json, refusing, replace_file, require,
-                    run_chunks, run_script, write_file)
+                    run_chunks, run_script, visible, write_file)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -655,17 +655,6 @@ def split_point(path):
     return low + target
 
 
-def tokenizer_sample(parts):
-    """What a tokenizer is trained on: all of these parts of files, (path, 0, end).  If they are more than 100 MB, it is
-    about a hundred pieces of 1 MB from all over them.  These show which pairs are frequent as well as gigabytes do."""
-    total = sum(end for *_, end in parts)
-    if total <= 100_000_000:
-        return parts
-    return [(path, place, min(place + 1_000_000, end))
-            for path, start, end in parts
-            for place in range(start, end, total // 100)]
-
-
 # ------------------------------------------------------------------------------------------------------------
 # 7. Conversations: chat templates
 # ------------------------------------------------------------------------------------------------------------
@@ -725,13 +714,6 @@ def byte_chars():
 # ------------------------------------------------------------------------------------------------------------
 # 9. The command line: a text with the boundaries of its tokens
 # ------------------------------------------------------------------------------------------------------------
-def visible(token):
-    r"""The bytes of a token as printable text: a line end as \n, a tab as \t, a backslash as \\, and any other byte
-    that cannot be seen as \xNN."""
-    text = token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")
-    return "".join(char if char.isprintable() else repr(char.encode())[2:-1] for char in text)
-
-
 def main(argv):
     parser = Parser(description="Byte-level BPE: how text becomes integers.")
     parser.add_argument("command", choices=["show"], help="print a text with its token boundaries")

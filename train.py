@@ -45,8 +45,8 @@ warmup, and at half the learning rate.
 # errors, options, progress lines, processes: nothing that one needs to understand this file
 from script import (Parser, Ranks, Stop, available_cores, bounded, check_names, file_hash, find_corpus, hash_files,
                     holds_records, option_of, print_record, print_step, printable, read_fields, read_records,
-                    refusing, require, run_ranks, run_script, set_threads, short_hash, show_progress, whole_number,
-                    with_plain_lines)
+                    refusing, require, run_ranks, run_script, set_threads, short_hash, show_progress,
+                    tokenizer_sample, whole_number, with_plain_lines)
 
 import collections
 import dataclasses
@@ -68,7 +68,7 @@ import checkpoint
 import model_gpu
 import numpy as np
 from model_cpu import CONFIGS, OPTIMIZERS, Sampling, count_targets, generate_batch
-from tokenizer import TEXT_ENDS, Tokenizer, split_point, tokenizer_sample
+from tokenizer import TEXT_ENDS, Tokenizer, split_point
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ except ImportError:
 import checkpoint
 import model_cpu
 import numpy as np
-from tokenizer import visible
+from script import visible
 
 
 def losses(folders):

@@ -76,7 +76,7 @@ def test_losses_and_logits_by_plain_loops(change):
 
 
 @parametrize("tokens, targets, words", [
-    ([264], [0] * 3, "ids must be from 0 to 263; these are from 264 to 264"), ([0] * 17, [0] * 19, "17 tokens do not fit"), ([0], [0, 0, -2], "ids must be from -1 to 263; these are from -2"),
+    ([264], [0] * 3, "ids must be from 0 to 263"), ([0] * 17, [0] * 19, "17 tokens do not fit"), ([0], [0, 0, -2], "ids must be from -1 to 263"),
     ([0], [-1, 3, 3], "no counted target")])
 def test_bad_batches_are_refused(tokens, targets, words):
     with value_error(words):
