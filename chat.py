@@ -2,7 +2,7 @@
 
     python chat.py                                    the newest checkpoint in out/
     python chat.py --model out/small --prompt "The"   one continuation, then the end
-    python chat.py --model DIR --context 1024         a plain Llama of other people; it reads the last 1024 tokens
+    python chat.py --model DIR --context 1024         a plain Llama of other people; it reads at most 1024 tokens
     python chat.py --lens "To be, or not to be"       the layers, seen as steps of an ODE solver
     python chat.py < prompts.txt                      each line is a text or a question, and never a command
 
@@ -57,9 +57,10 @@ class Session:
 
     def ids(self):
         """The ids that the model reads.  In chat form these are the last turns, as many as there is room for.  The
-        system text is put before the first of them, so it stays when old turns are dropped."""
+        system text is put before the first of them, so it stays when old turns are dropped.  (An answer that fills the
+        window pushes it out, too.)"""
         if not self.chat_form:
-            text, answer = self.turns[0]                    # before an empty text stands the end of another
+            text, answer = self.turns[0]                    # an empty text begins after the end of another one
             return (self.tokenizer.encode(text) or [self.stop]) + answer
         while True:
             ids = []
@@ -80,18 +81,18 @@ class Session:
         ids = self.ids()
         if not answer:
             if len(ids) >= self.room:
-                print(f"note: there is room for {self.room} tokens before the answer; of a longer text the model "
-                      "reads the end.", file=sys.stderr)
+                print(f"note: the model reads {self.room} tokens at most here; of a longer text it reads the end.",
+                      file=sys.stderr)
             if not self.chat_form:
                 yield text              # so that prompt and continuation read as one text
         settings = self.settings
         seed = settings.seed
         if seed is not None:
-            # the answers of a session have the seeds N, N + 1, ...: so a question that is repeated gets another answer
+            # with --seed N the first answer has the seed N, the second N + 1: a repeated question gets another answer
             settings.seed += 1
         self.trace = []
-        drawn = []                      # generate adds (place, drafts, probability) for each token
-        # A poor model may draw any special token: each ends the answer.
+        drawn = []                      # for each token generate adds three numbers; the last is its probability
+        # Any special token ends the answer: a poor model may draw a wrong one.
         stream = model_cpu.generate(
             self.model, ids, settings.temperature, settings.top_k, settings.top_p, seed,
             self.tokenizer.vocab_size, stop=self.tokenizer.special.values(), most=settings.max_tokens,
@@ -101,7 +102,7 @@ class Session:
             _, _, p = drawn[-1]
             self.trace.append((token, p))
             yield self.tokenizer.tokens[token]
-        # generate does not yield a token that ends the text: so fewer tokens than allowed means that there was one
+        # generate does not yield the token that ends a text.  If it yields fewer than it may, there was such a token.
         if len(self.trace) < settings.max_tokens:
             answer.append(self.stop)
 
@@ -144,8 +145,8 @@ def print_tokens(session):
 
 
 def print_lens(model, tokenizer, text):
-    """Print one line for each layer.  A layer computes x + f(x), which is a step of Euler's method.  What would head 0
-    predict if the layers after this one were left out?"""
+    """Print one line for the embedding and for each layer.  A layer computes x + f(x), which is a step of Euler's
+    method.  What would head 0 predict if the layers after this one were left out?"""
     ids = tokenizer.encode(to_bytes(text))
     require(len(ids) > 1, f"--lens needs a text of at least 2 tokens; {text!r} has {len(ids)}.")
     # a text that is longer than the window loses its beginning; the last token is only predicted
@@ -157,7 +158,8 @@ def print_lens(model, tokenizer, text):
 # ------------------------------------------------------------------------------------------------------------
 # These options are commands, too, during a session: /seed 1
 NUMBERS = {"seed": whole_number(0, 2**63), "temperature": bounded(float, 0, 100)}
-HELP = ("An empty line lets the model write on; a line that ends with \\ is continued on the next.\n"
+HELP = ("An empty line lets the model write on, unless it has finished its answer.\n"
+        "A line that ends with \\ is continued on the next.\n"
         "Put a space before a text that begins with a slash.\n"
         "/reset          forget the conversation\n"
         "/system TEXT    forget the conversation; a fine-tuned model reads this text before the next question\n"
@@ -233,9 +235,10 @@ def parse_arguments(argv):
         help="draw among the likeliest tokens of this probability together (default 1: all)")
     add("--seed", type=NUMBERS["seed"], help="the same seed gives the same text (default: another text every time)")
     add("--speculation", action=argparse.BooleanOptionalAction,
-        help="let all further heads guess ahead, or none: the same text, sooner or later (default: one on a GPU)")
+        help="guess ahead with all further heads, or with none: the text is the same, the speed differs (default: "
+        "with one on a GPU)")
     add("--context", type=whole_number(1),
-        help="the longest text that it remembers, in tokens (default: what the model can)")
+        help="how many tokens the model reads at most (default: its whole window)")
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPU, if any")
     args = parser.parse_args(argv)
     if args.misplaced:

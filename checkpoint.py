@@ -40,7 +40,7 @@ from os.path import exists
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
 from script import read_chunk, read_json, refusing, replace_file, require, write_file
-from tokenizer import BYTE_LEVEL, CHAT_TEMPLATE, END_OF_TEXT, SPECIAL, TEXT_ENDS, Tokenizer, known_template
+from tokenizer import BYTE_LEVEL, CHAT_TEMPLATE, SPECIAL, TEXT_ENDS, Tokenizer, known_template
 
 try:
     import fcntl
@@ -106,7 +106,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        if not {"crc32", "step"} & set(metadata):               # an altered byte leaves one of ours
+        if not {"crc32", "step"} & set(metadata):               # one altered byte spoils one name, not both
             metadata = {}
         elif verify:
             blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)
@@ -257,12 +257,16 @@ def read_config(folder, context=None):
 #     2. the new train_state.safetensors replaces the old one: from this moment on the save counts
 #     3. `mend` renames the weights to model.safetensors
 #
-# So these names stand for what is not finished: FILE.N.new, a file that process N is writing; model.safetensors.saved,
-# the weights of a save before its third step; .OUT.begun, a run before its first evaluation.  And .OUT.lock is held by
-# the run that works in OUT, and OUT.1 is an older run.
+# What else may stand in or beside a folder OUT:
+#
+#     FILE.N.new                  process N is writing FILE
+#     model.safetensors.saved     the weights of a save before its third step
+#     .OUT.begun                  a run before its first evaluation
+#     .OUT.lock                   is held while a run works in OUT
+#     OUT.1                       an older run
 #
 # If the process is killed before step 2, the folder holds the old save.  If it is killed after step 2, `mend` does
-# step 3 when the run is opened.
+# step 3 when the run is resumed.  (chat.py does not mend: it reads the old weights.)
 def save(folder, model, tokenizer, state, chat=False):
     """Write the checkpoint folder.  state: a dict, of values that JSON has, which read_state() returns; chat: whether
     the model was fine-tuned to answer, in the tokenizer's template or in ours.
@@ -295,7 +299,7 @@ def save(folder, model, tokenizer, state, chat=False):
             os.remove(new)                              # a full disk needs the space
         raise
     mend(folder)
-    # This is last: a folder with a config.json holds a checkpoint, even if its first save was killed.
+    # config.json is written last: so if the first save is killed, the folder has none, and is no checkpoint.
     write_file(f"{folder}/config.json", config)
 
 
@@ -456,7 +460,7 @@ class Log:
     """log.jsonl: one JSON object for each step and one for each evaluation, written as they happen.
 
     A log is opened at the step from which a run goes on.  Records of later steps are cut off, so that the log of a
-    resumed run has each step once.  Nothing else is written again.  So a kill at any moment loses no history.
+    resumed run has each step once.  The kept records are not rewritten.  So a kill at any moment loses none of them.
     ValueError for a line that is no record."""
     def __init__(self, folder, step):
         self.path = f"{folder}/log.jsonl"
@@ -524,8 +528,8 @@ def check_settings(folder, settings, tokenizer):
         names = [tokenizer.decode([i]) for i in tokenizer.special.values()]
         for token in tokens:
             entry = token if isinstance(token, dict) else {"content": token}
-            # It is found in a text as it is written, without the spaces beside it.  No text is normalized, so the flag
-            # "normalized" may have any value.
+            # transformers must find the token as it is written, without the spaces beside it.  No text is normalized,
+            # so the flag "normalized" may have any value.
             flags = {**SPECIAL, **entry, "normalized": False}
             require(entry["content"] in names and flags == {**entry, **SPECIAL},
                     f"tokenizer.json has no special token {token!r:.200}")
@@ -560,14 +564,15 @@ def read_tokenizer(folder):
 
 
 def text_start(folder, tokenizer):
-    """The id of the token that begins a text.  Our models learn from documents with <|endoftext|> between them, so it
-    is that.  For other people's models it is the bos token of config.json; if there is none, the eos token."""
+    """The id of the token that begins a text.  Our models learn from documents with the first of TEXT_ENDS between
+    them, so it is that.  For other people's models it is the bos token of config.json; if there is none, the eos
+    token."""
     keys = read_json(f"{folder}/config.json")
     start = keys.get("bos_token_id")
     if start is None:
         start = keys.get("eos_token_id")
     if "mtp_heads" in keys:
-        start = tokenizer.special_id(END_OF_TEXT)
+        start = tokenizer.special_id(*TEXT_ENDS)
     require(start in tokenizer.special.values(), f"{folder}/config.json: bos_token_id, or else eos_token_id, must be "
             f"the id of one special token, and it is {start!r:.80}.")
     return start

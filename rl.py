@@ -5,7 +5,7 @@
     python rl.py --reward mine.py:asks              a rule of your own: the function `asks` of mine.py (the file is run)
     python rl.py --base out/big-sft --data pairs.jsonl      pairs, a better and a worse answer: DPO
     python rl.py --method dpo                       DPO on the pairs that go with small's text
-    python rl.py --resume                           go on with an interrupted run
+    python rl.py --resume                           go on with an interrupted run (name a rule of your own again)
 
 Read before it: sft.py.  train.py's rows, loop and folders of runs are used here unchanged.  The optimizer is AdamW
 without decay (with Muon DPO ranked fewer held-out pairs right: docs/notes.md).
@@ -26,7 +26,8 @@ with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
 
 What it does not do: no value network, no ratio and no clipping (PPO), no division by the standard deviation of a group
 (GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.  Only head
-0 learns, because a weight is for the answer's own tokens; the further heads, which draft, stay as they are.
+0 learns, because a weight is for the answer's own tokens; the further heads, which draft, stay as they are (without
+decay).
 """
 from script import (Parser, bounded, hash_files, make_pair, read_records, refusing, require, run_script, set_threads,
                     show_progress)
@@ -59,13 +60,14 @@ GROUP = 16                  # answers to one prompt
 #     sum_a pi(a) b d log pi(a) = b d sum_a pi(a) = b d 1 = 0.
 # We take for b the mean reward of the group, which is the g = GROUP answers to one prompt.  So an answer counts by how
 # much better it is than the others, and the noise is far smaller.  This b does depend on the answer, because the
-# answer's own r is a part of the mean: r - b = (1 - 1/g) (r - the mean of the g - 1 others).  The others are drawn
-# independently, so their mean is a true baseline, and dJ is only scaled by 1 - 1/g.  Altogether:
+# answer's own r is a part of the mean: b = r/g + (1 - 1/g) (the mean of the g - 1 others).  So
+# r - b = (1 - 1/g) (r - the mean of the others).  The others are drawn independently, so their mean is a true baseline,
+# and dJ is only scaled by 1 - 1/g.  Altogether:
 #     loss = -1/N sum over the answers of (r - b) log pi(a)
 #     log pi(a) = sum over its tokens of log p[y]
 #     d loss / d logits = 1/N (r - b) (p - onehot(y))
-# The loop of train.py divides by N, the number of all answers' tokens, and not by that of the answers.  This changes
-# only the length of a step.
+# The mean above would divide by the number of answers.  The loop of train.py divides by N, the number of their tokens.
+# This changes only the length of a step, not its direction.
 def reinforce_weights(rewards):
     """rewards (n,) of groups of GROUP answers -> weights (n,): each reward minus the mean of its group."""
     by_group = np.reshape(rewards, (-1, GROUP))
@@ -81,8 +83,8 @@ def reinforce_weights(rewards):
 #     d loss / dz = -sigmoid(-z) / n
 #     dz / d log pi_c = beta
 #     dz / d log pi_r = -beta
-# And d(-log pi) = p - onehot(y) at each token of the answer.  So, without 1/n (the job's `batch`, in section 4, divides
-# by n),
+# And d(-log pi) = p - onehot(y) at each token of the answer.  So, without 1/n (which
+# section 4 puts in),
 #     w_c = beta sigmoid(-z)        w_r = -beta sigmoid(-z)
 # A pair that the model already gets right (z large) hardly pushes any more.
 def dpo_weights(log_probs, reference, beta):
@@ -101,7 +103,7 @@ def dpo_loss(z):
 # ------------------------------------------------------------------------------------------------------------
 # 2. Rewards
 # ------------------------------------------------------------------------------------------------------------
-ANSWER_TOKENS = 40          # the longest answer that is drawn, or a quarter of the context if that is less
+ANSWER_TOKENS = 40          # of an answer that is drawn, at most; in training also at most a quarter of the context
 
 
 # A reward is a function of four arguments, and gives a number:
@@ -143,7 +145,7 @@ def draw_answers(training, reward, openings, seed):
     special = tokenizer.special.values()
     asked = [opening for opening in openings for _ in range(GROUP)]
     prompts = [sft.make_prompt(tokenizer, *opening, T) for opening in asked]
-    seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))
+    seeds = np.random.default_rng(seed).integers(0, 1 << 63, len(prompts))      # another for each answer of a group
     # temperature 1, and every token may be drawn: section 1 needs answers with the probability pi
     sampling = model_cpu.Sampling(seed=seeds, vocab=tokenizer.vocab_size)
     most = min(ANSWER_TOKENS, (T + 3) // 4)         # a quarter of the context, rounded up
@@ -175,12 +177,12 @@ def reinforce_job(training, reward):
     held_out = list(dict.fromkeys(map(sft.opening, unseen)))[:HELD_OUT]
     means = {}                  # {step: its mean reward}, for the progress line, which counts steps from 1
     print(f"{training.out}: {len(to_learn):,} prompts, {len(held_out):,} more held out; {GROUP} answers to each.\n"
-          "reward: the mean of the answers to held-out prompts\n"
+          "reward: the mean reward of the answers to held-out prompts\n"
           "kl: how far the model is from the base there, in nats a token\n"
           "forgotten: nats a token of the true answers; it rises as the model forgets them")
 
     def batch(step):
-        prompts = max(1, settings.batch_tokens // T // GROUP)       # a step has batch_tokens // T answers
+        prompts = max(1, settings.batch_tokens // T // GROUP)       # about batch_tokens // T answers, in whole groups
         places = train.in_turn(len(to_learn), settings.seed, step * prompts, prompts)
         rows, rewards, _ = draw_answers(training, reward, [to_learn[i] for i in places], [settings.seed, step])
         means[step + 1] = rewards.mean()
@@ -192,8 +194,8 @@ def reinforce_job(training, reward):
             print("note: for each held-out prompt all answers have the same reward.\n"
                   "A step learns nothing if this is so for its prompts, too.")
         losses = train.row_losses(training, rows)
-        # The base's loss of the same rows.  The base's weights lie in the host's memory.  For a moment they take the
-        # place of the model's: a second model on a GPU would take as much of its memory again.
+        # Measure the same rows with the base's weights, then put the model's back.  (The base lies in the host's
+        # memory.  A second model on a GPU would take as much of its memory again.)
         weights = model.read(model.flat_params).copy()
         model.write(model.flat_params, base.flat_params)
         kl = (train.row_losses(training, rows) - losses).sum() / train.count_learned(rows)
@@ -243,8 +245,9 @@ def read_pairs(tokenizer, settings, T):
     longer = [max(rows, key=lambda row: len(row[0])) for rows in to_learn]
     plan = sft.plan_epoch(longer, T, settings.batch_tokens // 2, settings.seed, 0)
     batches = [[row for i in batch for row in to_learn[i]] for batch in plan]
+    # the lengths of all rows: cut to the window, and in a window so large that nothing is cut
     lengths = [[len(ids) for pair in pairs for ids, _ in pair_rows(tokenizer, pair, window)]
-               for window in (T, 1 << 20)]          # of all rows, in the window and, almost, without one
+               for window in (T, 1 << 20)]
     return batches, sum(held_out, []), (
         f"{len(pairs):,} pairs, {len(to_learn):,} to learn, {len(held_out):,} held out.\n"
         "(A pair whose answers are equal within the window is left out.)\n"
@@ -286,8 +289,8 @@ def dpo_job(training):
         accuracy = np.heaviside(z, 0.5).mean()
         lost = (held_out_reference - log_probs)[::2].mean()         # of the chosen answers
         if accuracy == 1 and lost > 0:
-            print("note: the model prefers every chosen answer, and yet these have become less\n"
-                  f"probable, by {lost:.1f} nats each.  Do its texts get worse?  Then take fewer --steps,\n"
+            print("note: every chosen answer gained on its rejected one, and yet they are less\n"
+                  f"probable than before, by {lost:.1f} nats each.  Do its texts get worse?  Then take fewer --steps,\n"
                   "or a lower --lr.")
         return {
             "dpo": dpo_loss(z),
@@ -337,7 +340,8 @@ def find_reward(name):
 def begin(options, out, ranks):
     """Make the folder of a new run."""
     base, preset, config, tokenizer, data = sft.read_base(options, "-sft")
-    names = read_records(data[:1], list)[0]         # of the first record's fields; a play's serve for both methods
+    # the names in the first record; a record made from a play has those of both methods: then it is REINFORCE
+    names = read_records(data[:1], list)[0]
     method = options.get("method", "dpo" if "chosen" in names and "output" not in names else "reinforce")
     unused = "reward" if method == "dpo" else "beta"
     require(unused not in options, f"--{unused} is not for --method {method}.")

@@ -3,10 +3,10 @@
     1. errors              they become sentences
     2. running a script    options, output, progress, signals
     3. plain files         texts and records are read; a file is written whole or not at all
-    4. parts of files      several processes of one machine work on them (tokenizer.py)
+    4. parts of files      several processes of one machine work on them, for tokenizer.py
     5. ranks               several processes train one model (MPI)
     6. sizes               which sizes of a model are refused
-    7. texts               what a machine without a network learns from
+    7. texts               what is made without a network: conversations of a play, the English inside Python
 
 Read before it: nothing.  Almost nothing here explains a language model: skip it, and come back for the forms of records
 (section 3: make_turns, make_pair) and for how several processes train one model (section 5).  It needs only the
@@ -48,7 +48,8 @@ def require(good, sentence):
 @contextmanager
 def refusing(what):
     """with refusing("FILE is damaged"): in this block something is made from the content of a file.  If that fails, the
-    error becomes one sentence: "FILE is damaged (the reason)." """
+    error becomes one sentence: "FILE is damaged (the reason)."  OSError and MemoryError pass: `explain` has sentences
+    for them."""
     try:
         yield
     except (OSError, MemoryError):
@@ -192,14 +193,15 @@ def run_script(main, to_the_end=False):
             raise
         print(f"error: {sentence}", file=sys.stderr)
         if is_of_gpu(error):
-            os._exit(2)                                     # a usual exit frees GPU memory, and fails loudly
+            os._exit(2)                                     # after such an error the usual exit prints more errors
         code = 2
     sys.exit(code)
 
 
 class Stop:
     """Ctrl-C and SIGTERM ask the loop to stop after the step that it works on, and so does SIGHUP, which a terminal
-    sends when it is closed.  A second signal ends the process at once.  A signal that is ignored when the script
+    sends when it is closed.  (Several GPUs stop when they report, at most ten steps later.)  A second signal ends the
+    process at once.  A signal that is ignored when the script
     starts, such as SIGHUP under nohup, stays ignored."""
     def __init__(self):
         self.signal = None
@@ -218,9 +220,9 @@ class Stop:
 
 
 def show_progress(what, unit="MB", size=1e6):
-    """-> a function progress(done, total).  Both count bytes, or rows, or tokens; what is shown is their number divided
-    by `size`, and the unit.  On a terminal it prints a line that rewrites itself; the line disappears if all is done
-    within a second.  Elsewhere it prints one line at the end, if there was at least one unit to do."""
+    """-> a function progress(done, total).  Both count bytes, or rows, or tokens.  It shows done / size and the unit:
+    with the size 1e6 and "MB", megabytes.  On a terminal it prints a line that rewrites itself; the line disappears if
+    all is done within a second.  Elsewhere it prints one line at the end, if there was at least one unit to do."""
     start = time.monotonic()
 
     def progress(done, total):
@@ -228,8 +230,11 @@ def show_progress(what, unit="MB", size=1e6):
         line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
         if sys.stdout.isatty():
             left = seconds * (total - done) / max(done, 1)
-            end = "\n" if seconds > 1 else "\r"
-            rewrite_line(f"{line}, {100 * done / total:.0f}%, {left:.0f} s left", end if done >= total else "")
+            rewrite_line(f"{line}, {100 * done / total:.0f}%, {left:.0f} s left", "")
+            if done >= total and seconds > 1:
+                print()
+            elif done >= total:
+                rewrite_line("", "")
         elif done >= total >= size:
             print(f"{line}, {seconds:.1f} s")
     return progress
@@ -311,7 +316,7 @@ def check_text(path):
     be damaged: a few such bytes are kept, and learned like any others."""
     require(not holds_records(path), f"{path} holds records, not a text: sft.py and rl.py learn from records.")
     start = read_chunk(path, 0, 1 << 20)
-    require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")     # a tenth of ten bytes is one
+    require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")     # a tenth is held out: a byte
     damaged = re.findall("[\0\udc80-\udcff]", start.decode("utf-8", "surrogateescape"))
     kind = "UTF-16, or binary (it holds NUL bytes)" if "\0" in damaged else "Latin-1 or Windows-1252"
     require(1000 * len(damaged) <= len(start), f"{path} is no text in UTF-8: it seems to be {kind}.")
@@ -319,7 +324,7 @@ def check_text(path):
 
 def with_plain_lines(path):
     """-> the path of the same text with line ends "\\n" and without a byte order mark: this path, or that of a copy in
-    data/.  Without it a model would learn the line ends of Windows, "\\r\\n"."""
+    data/.  Otherwise a model would learn the line ends of Windows, "\\r\\n"."""
     check_text(path)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data.find(b"\r") < 0 and data[:3] != b"\xef\xbb\xbf":
@@ -345,7 +350,7 @@ def json_values(path):
     JSON, or not UTF-8."""
     data = read_chunk(path).removeprefix(b"\xef\xbb\xbf")      # some editors mark UTF-8 with these bytes
     what = "is not JSON; the file must hold one list of records, or one record a line"
-    lists = re.search(rb"\]\s*\n\s*\[", data)                   # a line that is a list of messages is one record
+    lists = re.search(rb"\]\s*\n\s*\[", data)                   # several lists, one a line: each is a record
     if data.lstrip().startswith(b"[") and not lists:
         with refusing(f"{path} {what}"):
             return json.loads(data.decode())
@@ -402,7 +407,7 @@ def make_pair(record):
 
 
 def check_names(record, *forms):
-    """ValueError if a record has all names of none of these forms, such as "instruction and output"."""
+    """ValueError if the record fits none of the forms.  It fits "instruction and output" if it has both names."""
     complete = [form for form in forms if set(form.split(" and ")) <= set(record)]
     require(complete, f"it has {', '.join(record)}, and needs {', or '.join(forms)}")
 
@@ -450,8 +455,8 @@ def tokenizer_sample(parts):
     if total <= 100_000_000:
         return parts
     return [(path, place, min(place + 1_000_000, end))
-            for path, start, end in parts
-            for place in range(start, end, total // 100)]
+            for path, _, end in parts
+            for place in range(0, end, total // 100)]
 
 
 @contextmanager
@@ -501,7 +506,7 @@ CUT_WINDOW = 1 << 16        # bytes of a file in which a place to cut it is look
 
 def find_chunks(file, size, find_cut):
     """Cut a file into chunks of about `size` bytes -> list of (path, start, end).  file: a path, or (path,
-    start, end) for a part in bytes; find_cut: bytes -> the offset into them where a cut does no harm.
+    start, end) for a part in bytes; find_cut: bytes -> the offset into them where a cut does least harm.
 
     Where it is cut depends on the file alone, not on the number of processes, and each cut reads 64 KiB only.
     """
@@ -512,8 +517,8 @@ def find_chunks(file, size, find_cut):
 
 
 def run_chunks(function, chunks, processes, progress):
-    """Yield function(*chunk) of each chunk, in order, from this process, or from several where each gets
-    WORTH_A_PROCESS bytes or more.
+    """Yield function(*chunk) of each chunk, in order.  It works in several processes if each gets at least
+    WORTH_A_PROCESS bytes, else in this one.
 
     function: one that can be pickled; chunks: list of (path, start, end); processes: None for all cores;
     progress: None, or called as progress(done bytes, all bytes) for each chunk."""
@@ -608,8 +613,8 @@ class Ranks:
 
 def run_ranks(run):
     """-> run(ranks), where ranks are the processes that mpiexec or srun has started, or this process alone.  A rank
-    that fails prints its error and ends all ranks.  If all fail with the same error, only rank 0 has the time to print
-    it: the others wait for a second first."""
+    that fails prints its error and ends all ranks.  The others than rank 0 wait for a second before they print: so if
+    all fail alike, only rank 0 prints."""
     if not any(int(os.environ.get(name, 1)) > 1 for name in RANK_COUNTS):
         return run(Ranks())
     try:
@@ -637,7 +642,7 @@ def check_config(c):
     """ValueError if the sizes of a Config do not fit together."""
     sizes = [c.dim, c.heads, c.kv_heads, c.layers, c.context, c.vocab, c.predict, c.hidden]
     require(all(type(size) is int and 1 <= size <= 1 << 20 for size in sizes),
-            f"sizes must be whole numbers above 0: {c}.")
+            f"sizes must be whole numbers from 1 to {1 << 20:,}: {c}.")
     numbers = [c.mtp_weight, c.norm_eps, c.rope_theta]
     require(all(type(number) in (int, float) and 0 <= number < 1e308 for number in numbers),
             f"mtp_weight, norm_eps and rope_theta must be finite numbers, not negative: {c}.")
@@ -655,10 +660,10 @@ def check_config(c):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 7. Texts for a machine without a network
+# 7. What is made without a network
 # ------------------------------------------------------------------------------------------------------------
-# They are made from what the machine has.  A text data/NAME.txt has questions and answers, data/NAME-chat.json, from
-# which sft.py and rl.py learn.
+# Conversations from a play, and a text from Python's documentation.  A text data/NAME.txt has questions and answers,
+# data/NAME-chat.json, from which sft.py and rl.py learn.
 def find_records(path):
     """-> the path of the conversations that go with the text at `path`.  If that file is missing, it is made from the
     text, which must be a play.  Its paragraphs are "NAME:\\nspeech"; each speech is a question, and the next speech its
@@ -666,8 +671,8 @@ def find_records(path):
     or a tenth).  If `path` is a file of records, it is returned as it is."""
     records = path.replace(".txt", "-chat.json")
     if not os.path.exists(records):
-        text = read_chunk(with_plain_lines(path)).decode("utf-8", "replace")
-        held_out = text[-min(90_000, len(text) // 11):].strip()
+        text = read_chunk(with_plain_lines(path))
+        held_out = text[-min(90_000, len(text) // 11):].decode("utf-8", "replace").strip()
         speeches = re.split(r"\n\n[^\n:]{1,40}:\n", held_out)[1:]
         require(len(speeches) > 1, f"{path} is no play, so it gives no questions; name instructions with --data "
                 "(./fetch_data.sh instructions brings some).")
@@ -690,7 +695,8 @@ def write_records(path, conversations):
 
 
 def is_prose(paragraph):
-    """Whether a paragraph is long enough, and almost all letters, so that it is no code and no table."""
+    """Whether a paragraph is long enough, and almost all letters, spaces and commas, so that it is no code and no
+    table."""
     letters = re.findall(r"[^\W\d_]|[ ,.;:'-]", paragraph)
     return len(paragraph) >= 40 and len(letters) > 0.9 * len(paragraph)
 
@@ -699,7 +705,7 @@ def make_english():
     """Write data/english.txt: 1.5 MB of English that every interpreter carries, the language reference
     (pydoc_data.topics) and the docstrings of the standard library; of these the paragraphs of prose, each once.
     A question is the name of a function or class, and its answer is the first paragraph of its documentation.  Only
-    paragraphs that are not in the text are taken (they are too short, or no prose), so no answer was learned before."""
+    paragraphs that are too short for the text, or no prose, are taken.  So hardly any answer was learned before."""
     from pydoc_data.topics import topics
     texts = [("", topics[name]) for name in sorted(topics)]             # (the name to ask for or "", a documentation)
     library = os.path.dirname(os.__file__)

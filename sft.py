@@ -1,6 +1,6 @@
 """sft.py: supervised fine-tuning.  A model that continues texts becomes one that answers.
 
-    python sft.py                          out/small -> out/small-sft, on conversations of the kind of text it knows
+    python sft.py                          out/small -> out/small-sft, on conversations made from its text
     python sft.py big --data FILE.json     on instructions: instruction, input, output, or messages
     python sft.py --base DIR --data FILE   ours or any plain Llama (--context N uses N tokens of its window)
     python sft.py --show 3                 three examples, with what is learned in colour
@@ -15,12 +15,12 @@ loss:
 
 So the model learns to answer and not to ask.  It also learns to stop, because the end of an answer is one of its
 tokens (Ouyang et al. 2022, "Training language models to follow instructions with human feedback": this is the first
-of its three steps).  The prompt still takes part: the answer attends to it, and so the gradient reaches the prompt's
-positions through their keys and values.
+of its three steps).  The prompt still takes part: the answer attends to it.  So the gradient reaches the prompt's
+positions, too, through their keys and values.
 
 Read before it: train.py.  Its rows, its loop and its folders of runs are used here unchanged.  Model, loss and
-optimizers are the same, too.  The optimizer is Muon, whatever the base was trained with, because its moments begin at
-zero anyway.  With --optimizer adamw choose a lower --lr: the default rates are for Muon.  From top to bottom:
+optimizers are the same, too.  The optimizer is Muon, also where the base was trained with AdamW: the base's moments are
+not read.  With --optimizer adamw choose a lower --lr: the default rates are for Muon.  From top to bottom:
 
     1. rows            conversations -> ids, and the mask that says what is learned
     2. batches         rows of about one length together; the seed decides which batch comes at which step
@@ -74,8 +74,8 @@ def make_row(tokenizer, conversation, T):
 
 def make_prompt(tokenizer, system, text, T, first=True):
     """The ids of a turn, up to where the answer begins.  They are at most three quarters of the window T, so that there
-    is room for an answer.  A longer text of the user loses its beginning.  (Of several long turns make_row cuts the
-    end.)"""
+    is room for an answer.  A longer text of the user loses its beginning.  (If several turns together are too long,
+    make_row cuts the end.)"""
     return tokenizer.prompt(text, T - T // 4, system, first)
 
 
@@ -95,7 +95,7 @@ def plan_epoch(rows, T, batch_tokens, seed, epoch):
 
     The rows are sorted by length.  So the rows of one batch have about the same length, and little is padding.  Chance
     decides which rows of one length meet, and in which order the batches come.  The sizes of the batches depend on the
-    lengths alone, so every epoch has the same number of batches."""
+    lengths alone, so every epoch has the same number of batches: `begin` multiplies it by the number of epochs."""
     lengths = np.array([train.padded_length(row, T) for row in rows])
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(rows))
@@ -175,7 +175,7 @@ def find_data(preset, base):
 
     A base that was made by somebody else must not choose which files are read here.  So the files that its record
     names are read only if they have the fingerprint that the record gives: a stranger can name only files whose
-    content he knows already."""
+    content he knows already.  (Else his folder could make a model learn a private file, which it would then tell.)"""
     instructions = sorted(glob.glob("data/instructions*.json"))
     if preset != "small" and instructions:
         return instructions
@@ -251,7 +251,7 @@ def show(options):
 def main(argv):
     parser = Parser(description="Fine-tune a pretrained model to answer.")
     parser.add_argument("--show", type=whole_number(1), help="print this number of examples, then stop")
-    parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data")
+    parser.add_argument("--epochs", type=whole_number(1), help="how often to read the data, without --steps")
     options = train.parse_run_options(
         parser, argv, ["context"], ".json, .jsonl: records of instruction and output, of prompt and completion, "
         "or of messages (default: small: those that go with the base's text; else data/instructions*.json)")

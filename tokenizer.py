@@ -148,7 +148,7 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    no_space_before = SPACE             # a character of these does not take the last space before it
+    no_space_before = SPACE             # before one of these the last space stays with the spaces before it
     if digits:
         numbers = f"[{number}]"
         no_space_before += number
@@ -192,8 +192,8 @@ def learn_merges(words, most_merges):
     as a weight.  Each pair knows its positions in the row.  So a merge visits only these, and corrects the counts of
     the pairs beside them.  A heap gives the most frequent pair.
 
-    Where two ids merge, one id leaves the row.  So there are fewer such places, over all merges, than bytes in the row.
-    Each costs a few steps, and now and then one in the heap."""
+    Each merge of two ids takes one out of the row.  So over all merges this happens less often than the row has bytes:
+    the time grows little faster than the text's distinct words."""
     # arrays ("i": 32 bits each, "q": 64), because a list takes four times the memory
     token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
@@ -314,7 +314,7 @@ MAX_ENTRIES = 250_000
 
 
 class Encoder(dict):
-    """A cache, {word: its ids}, which encodes a word the first time it is asked for it: Python calls `__missing__` for
+    """A cache, {word: its ids}.  It encodes a word when it is first asked for: Python calls `__missing__` for
     a key that a dict lacks.  The ids are packed as uint16, as a file of tokens holds them.  So the ids of a text are
     one b"".join, which is fast because it runs in C."""
 
@@ -355,7 +355,8 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
 # Other tokenizers have other names for <|endoftext|>.  The first of these that a tokenizer has is taken.
 TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"
-# If there are more distinct words than this, training on files drops the rarer half.  10 MB of books have 55,000.
+# If there are more distinct words than this, training on files keeps the more frequent half million.  10 MB of books
+# have 55,000.
 MAX_WORDS = 1_000_000
 
 
@@ -483,8 +484,8 @@ class Tokenizer:
         What is in brackets stands only in the first turn, and only if there is a system text.
 
             text     str or bytes
-            room     the most ids that there may be.  Of a longer text the end is kept, with all that surrounds it.  If
-                     that alone is longer than room, only the first id and the last room - 1 ids are kept.
+            room     the most ids that there may be.  If the turn is longer, the text loses its beginning.  If there is
+                     no room for what surrounds the text, only the first id and the last room - 1 ids are kept.
             system   str or bytes.  None: the template's own, if it has one.  Empty: ours leaves it out, and ChatML has
                      a system turn with an empty text.
             first    False for a later turn.  In ChatML it begins with the "\n" that ends the answer before it."""
@@ -618,7 +619,7 @@ def encode_chunk(encoder, boundary, *chunk):
 
 def find_cut(window):
     """Where a file may be cut: an offset into these bytes of it.  The ids of the two sides, one after the other, are
-    the ids of the whole.  The cut is at the first place that is
+    the ids of the whole (except at the last resort below).  The cut is at the first place that is
 
         before white space that follows something else (but not ">", which may end a separator),
         or behind a run of letters or of digits (but not before "<" or "|", which may stand in a separator),
@@ -640,8 +641,8 @@ def find_cut(window):
 def split_point(path):
     """The byte at which the validation part of a file begins.  The part is 1% of the file; not less than 100 kB, not
     more than 4 MB (about 1M tokens); and never more than 10% of the file.  Then the cut moves to the nearest separator
-    in the last 10% and 32 MB.  If there is none, it moves to the nearest line.  If there is no line, it stays, even
-    within a character: tokens are made of bytes."""
+    in the last 10% of the file, or in its last 32 MB if that is less.  If there is none, it moves to the nearest line.
+    If there is no line, it stays, even within a character: tokens are made of bytes."""
     size = os.path.getsize(path)
     held_out = min(max(size // 100, 100_000), 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut is not before this byte

@@ -34,15 +34,15 @@ Why a resumed run is exact, bit for bit:
   * Sums are added in the same order.  On the CPU that order follows from the threads and the micro-batch, which are
     settings of the run.  The GPU's kernels use a fixed order (no atomic additions).
   * Lines of the log after the saved step are cut off, because these steps are done again.
-The code, the libraries and the files must not have changed.  With another number of processes the losses differ by
-rounding.
+The code, the libraries, the files and the kind of machine must not have changed.  With another number of processes the
+losses differ by rounding.
 
 What it does not do: it does not shuffle documents; it does not stop attention at the end of a document (the model has
 to learn from the end-of-text token that a new one begins); it does not fine-tune.  With --base the sizes and the
-tokenizer are the base's.  The moments of the base's optimizer are not read.  So such a run begins at step 0 with a
-warmup, and at half the learning rate.
+tokenizer are the base's.  The moments of the base's optimizer are not read, so such a run begins at step 0, with a
+warmup.  Its usual rate is half that of a new run: so it forgets less of the base.
 """
-# errors, options, progress lines, processes: nothing that one needs to understand this file
+# Errors, options, progress lines, processes.  You can read this file without knowing them.
 from script import (Parser, Ranks, Stop, available_cores, bounded, check_names, file_hash, find_corpus, hash_files,
                     holds_records, option_of, print_record, print_step, printable, read_fields, read_records,
                     refusing, require, run_ranks, run_script, set_threads, short_hash, show_progress,
@@ -93,8 +93,10 @@ def make_batch(rows, T, K):
 
     P is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So fewer different
     lengths occur; for each of them a GPU keeps a graph of the step.)  Shorter rows are padded on the right, with
-    targets of -1: attention is causal, so no earlier position sees the padding.  A row has at most T + K ids: T inputs,
-    the last target of head 0, and K - 1 more that only the further heads predict."""
+    targets of -1: attention is causal, so no earlier position sees the padding.
+
+    A row has at most T + K ids.  The model reads the first T.  The next one is the last target of head 0.  The other
+    K - 1 are targets of the further heads alone."""
     P = max(padded_length(row, T) for row in rows)
     inputs = np.zeros((len(rows), P), np.int64)
     targets = np.full((len(rows), P + K - 1), -1)
@@ -107,7 +109,7 @@ def make_batch(rows, T, K):
 
 
 def padded_length(row, T):
-    """How many inputs a row takes in a batch in which it is the longest."""
+    """The number of inputs of a row, rounded up to a multiple of 8, at most T."""
     ids, _ = row
     return min(T, 8 * model_gpu.ceil_div(len(ids) - 1, 8))
 
@@ -164,8 +166,9 @@ def in_turn(count, seed, first, number, stride=1, shifts=1):
 #   batch: step, counted from 0 -> (rows, weights).  With weights None all rows weigh the same, and all heads learn.
 #       With weights (n,), one for each row, only head 0 learns.  batch is a pure function of the step and of the
 #       model's weights, so that a run can be resumed.
-#   evaluate: step -> dict for log.jsonl, with numbers and with "samples": [(title, what the model says), ...].
-#   note: step -> what the progress line shows beside the loss, or "".
+#   evaluate: the number of steps made -> dict for log.jsonl, with numbers and with "samples": [(title, what the model
+#       says), ...].
+#   note: the number of steps made -> what the progress line shows beside the loss, or "".
 Job = collections.namedtuple("Job", "batch evaluate note")
 REPORT_EVERY = 10           # steps.  To read a loss the host waits for the GPU, so it reads those of ten steps at once.
 EARLY = 16, 64              # these steps are evaluated, too, because the loss falls fastest at the beginning
@@ -174,8 +177,8 @@ EARLY = 16, 64              # these steps are evaluated, too, because the loss f
 def train(training, job, stop):
     """Run from model.step to settings.steps -> exit code, 0 when the run is finished.
 
-    The first pass of the loop makes no step.  It evaluates the weights with which the run begins, if their step is one
-    to be evaluated, such as step 0."""
+    The first pass of the loop makes no step.  It only evaluates: at step 0 of a new run, and at the step of a resumed
+    run if that is one to be evaluated."""
     np.seterr(all="ignore")     # report looks for numbers that are not finite
     model = training.model
     settings = training.settings
@@ -207,7 +210,8 @@ def train(training, job, stop):
                     save_run(training)
                 if stopping and step < settings.steps:
                     print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} "
-                          f"--resume --out {shlex.quote(training.out)}", file=sys.stderr)
+                          f"--resume --out {shlex.quote(training.out)}"
+                          f"{' --reward ' + settings.reward if ':' in settings.reward else ''}", file=sys.stderr)
                     return 128 + (stop.signal or signal.SIGTERM)        # without a signal: another rank has one
         if evaluating:
             record = job.evaluate(step)
@@ -239,7 +243,7 @@ def forward_backward(training, rows, weights):
     if own.start == own.stop:       # more ranks than rows.  This one takes a row without targets, because it has to
         own = slice(0, 1)           # take part in the sums over all ranks.
         targets[...] = -1
-    size = max(1, training.settings.micro_batch * T // P)
+    size = max(1, training.settings.micro_batch * T // P)           # rows of P inputs
     losses = 0.0
     for start in range(own.start, own.stop, size):
         part = slice(start, min(start + size, own.stop))
@@ -286,8 +290,9 @@ def report(training, job, log, waiting, pause):
 # ------------------------------------------------------------------------------------------------------------
 # 3. Measuring
 # ------------------------------------------------------------------------------------------------------------
-EVAL_TOKENS = 1 << 17    # an evaluation reads at least this many held-out tokens; that of the last step reads all
-PROMPTS = ("\n", "The", "What is")         # without a space at the end: it belongs to the token of the next word
+# An evaluation reads every n-th row of what is held out, this many tokens or more; that of the last step reads all.
+EVAL_TOKENS = 1 << 17
+PROMPTS = "\n", "The", "What is"         # without a space at the end: it belongs to the token of the next word
 
 
 def row_losses(training, rows):
@@ -311,8 +316,7 @@ def row_losses(training, rows):
 
 def measure(training, kinds):
     """kinds: {name: rows} -> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {name: [both]}}, means over the
-    tokens of the masks, and over their bytes.  Bits a byte do not depend on the tokenizer, so they compare models with
-    different ones."""
+    tokens of the masks, and over their bytes.  Nats a token cannot be compared between tokenizers, bits a byte can."""
     byte_counts = np.array(list(map(len, training.tokenizer.tokens)))
     byte_counts[list(training.tokenizer.special.values())] = 0          # a special token is no text
     sums = {}
@@ -391,12 +395,12 @@ def defaults(steps, batch_tokens, lr, warmup, every):
 
 
 # Steps, tokens a step, learning rate (for Muon; begin() halves it for AdamW), steps of warmup, steps between two
-# evaluations.  Chosen by short runs; docs/notes.md says what else was tried.
+# evaluations and saves.  Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3}}
-# More epochs did not help: big gained nothing from a fifth epoch of 290 MB, small nothing from a ninth of 0.3 MB.
+# Ten epochs of 290 MB gain big 0.02 and take 2.5 times as long; small gains nothing from a ninth of 0.3 MB.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -409,9 +413,9 @@ def setting(kind, meaning, default=dataclasses.MISSING):
 
 @dataclasses.dataclass
 class Settings:
-    """What a run is.  Two runs with the same settings, files, code, libraries and number of processes have the same
-    losses, bit for bit.  Most settings are options.  An option that is missing gets the preset's value, or the best for
-    this machine (make_settings), or the default at the end of its line."""
+    """What a run is.  Two runs with the same settings, files, code, libraries, kind of machine and number of processes
+    have the same losses, bit for bit.  Most settings are options.  An option that is missing gets the preset's value,
+    or the best for this machine (make_settings), or the default at the end of its line."""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
     # 1 << 24: 16M tokens is the largest batch that anybody has reported (Llama 3)
@@ -420,15 +424,15 @@ class Settings:
     warmup: int = setting(whole_number(0), "steps of linear warmup")
     eval_every: int = setting(whole_number(1), "steps from one evaluation to the next")
     save_every: int = setting(whole_number(1), "steps from one save to the next")
-    device: str = setting(("cpu", "gpu"), "default: the CPU for small, else the GPU")
+    device: str = setting(("cpu", "gpu"), "default: the CPU for small, else the GPU; to evaluate a GPU, if any")
     precision: str = setting(model_gpu.PRECISIONS, "number format on a GPU (default: bf16 where it has that)")
     # a micro-batch is cut into this many slices, and each has a core; another number sums in another order
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all, at most one for each window)")
     # a CUDA grid has at most 65,535 rows
-    micro_batch: int = setting(whole_number(1, 65535), "windows a forward/backward (default: more would not be faster)")
+    micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: the fastest)")
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further prediction heads in the loss", 0.3)
-    optimizer: str = setting(OPTIMIZERS, "muon (the default) for the layers' matrices, or adamw for all", "muon")
-    decay: float = setting(bounded(float, 0, 0.999), "of matrices (default 0.1; small and big on a text: 0.3)", 0.1)
+    optimizer: str = setting(OPTIMIZERS, "muon for the layers' matrices, adamw for all (rl.py's default)", "muon")
+    decay: float = setting(bounded(float, 0, 0.999), "of matrices (0.1; small, big on a text: 0.3; rl.py: 0)", 0.1)
     momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; small on a text: 0.9)", 0.95)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
@@ -465,15 +469,16 @@ def parse_run_options(parser, argv, sizes, data):
     """-> dict of the options that have a value.  sizes: which of SIZES are options of this script; data: the help of
     --data."""
     add = parser.add_argument
-    add("preset", nargs="?", help=f"the model's size: {', '.join(CONFIGS)} (default small)")
+    add("preset", nargs="?", help=f"the model's size, or that of the base: {', '.join(CONFIGS)} (default small)")
     add("--base", type=normpath, metavar="DIR",
         help="the model to begin with, ours or any plain Llama (sft.py: out/PRESET; rl.py: out/PRESET-sft)")
     add("--data", nargs="+", type=normpath, metavar="FILE", help=data)
-    add("--out", type=normpath, metavar="DIR", help="the run's folder: default PRESET or BASE-more, -sft, -rl in out/")
+    add("--out", type=normpath, metavar="DIR",
+        help="the run's folder (default out/PRESET; of a base out/BASE-more, sft.py: -sft, rl.py: -rl)")
     add("--resume", action="store_true", help="go on with the run in --out")
     for name in sizes:
-        add(option_of(name), type=whole_number(1, 1 << 20), help="of the model, in place of the preset's; with a base "
-            "only --context")
+        add(option_of(name), type=whole_number(1, 1 << 20), help="of a new model, in place of the preset's; of a base "
+            "only --context, at most what it can read")
     for field in dataclasses.fields(Settings):
         if field.metadata:
             add(option_of(field.name), **field.metadata)
@@ -707,7 +712,7 @@ def pretraining(training):
     T, K = training.sizes
     tokens, val = prepare(settings.data, tokenizer)
     count = window_count(len(tokens), T, K)
-    shifts = min(T, len(tokens) - K - count * T + 1)        # with the largest the last window ends with the text
+    shifts = min(T, len(tokens) - K - count * T + 1)        # T, or as many as a short text has room for
     number = settings.batch_tokens // T             # of windows in a step
     held_out = {kind: text_rows(ids, T) for kind, ids in val.items() if len(ids) > 1}
     stride = max(1, sum(map(len, val.values())) // EVAL_TOKENS)
@@ -717,7 +722,7 @@ def pretraining(training):
     memory = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on; decay lets the weights forget a batch within {memory:,.2f} epochs.")
+          f"{len(tokens):,} tokens to train on; decay fades a batch by the factor e in {memory:,.3g} epochs.")
 
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads
 

@@ -86,7 +86,7 @@ def test_the_newest_turns_are_read_with_the_system_text_before_them(models, monk
             del ids[-len(answer) - 1:]
             if len(ids) <= 105:
                 break
-        assert read[-1] == ids and ("note: there is room for 105 tokens" in err_text()) == (len(ids) == 105)
+        assert read[-1] == ids and ("note: the model reads 105 tokens at most here" in err_text()) == (len(ids) == 105)
     assert session.tokenizer.decode(read[1]) == second
     for command, system in ("/reset", "Be brief."), ("/system", None):
         chat.run_command(command, session)

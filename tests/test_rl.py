@@ -161,7 +161,7 @@ def test_dpo_says_when_chosen_answers_become_less_probable(tuned):
     write("pairs.jsonl", json.dumps(PAIRS))
     shown = run("rl.py --base tuned --data pairs.jsonl --batch-tokens 256 --lr 0.1 --steps 6 --out fallen").stdout
     before, after = [record["chosen"] for record in read_log("fallen") if "chosen" in record]
-    assert f"less\nprobable, by {before - after:.1f} nats each" in shown and before > after
+    assert f"less\nprobable than before, by {before - after:.1f} nats each" in shown and before > after
     titles = [line for line in shown.splitlines() if line.startswith("--- ")]
     assert titles == ["--- chosen", "--- rejected", "--- the model says"]
 

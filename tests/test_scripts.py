@@ -152,6 +152,9 @@ def test_progress_lines(monkeypatch, out_text):
     script.print_step(7, ["eleven_char", "eight_ch", "x"], False)
     script.print_step(8, ["nineteen_characters", "x"], True)
     assert out_text() == "\rread: 2 MB, 1.0\x1b[K\releven_char\x1b[K\rnineteen_characters\x1b[K\n"
+    clock = itertools.repeat(0)
+    script.show_progress("read:")(1, 1)                 # within a second: it leaves nothing behind
+    assert out_text().endswith("\x1b[K\r\x1b[K")
 
 
 def test_an_evaluation_fits_eighty_columns(out_text):
@@ -211,8 +214,8 @@ SIZES = {
     "vocab 65544": "vocab_size (65544) is more than 65,536",
     "heads 128": "must be a multiple of 2 x heads",
     "kv_heads 3": "3 does not divide it",
-    "layers 0": "whole numbers above 0",
-    "context 1.5": "whole numbers above 0",
+    "layers 0": "whole numbers from 1 to 1,048,576",
+    "context 1.5": "whole numbers from 1 to 1,048,576",
     "norm_eps Infinity": "finite numbers",
     "rope_theta -1": "not negative",
     "positions 64": "the context (128) cannot be more",

@@ -17,7 +17,7 @@ from test_tokenizer import SMOLLM, made
 
 import checkpoint
 import model_cpu
-from tokenizer import CHATML, SPECIAL
+from tokenizer import CHATML, SPECIAL, Tokenizer
 
 # C, F, L, H, G, V
 BOTH = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -249,6 +249,13 @@ def test_a_token_of_one_file_is_not_forgiven_for_another_file(folder):
     write_json(folder, "special_tokens_map.json", {"pad_token": "<|im_end|>"})
     with value_error("no special token .*PAD"):
         checkpoint.read_tokenizer(folder)
+
+
+def test_a_text_begins_with_the_end_of_text_that_the_tokenizer_has(folder):
+    tokenizer = Tokenizer([bytes([byte]) for byte in range(256)] + [b"</s>"], {}, {"</s>": 256})
+    write_folder(folder)
+    write_json(folder, "config.json", {"mtp_heads": 3})
+    assert checkpoint.text_start(folder, tokenizer) == 256
 
 
 @parametrize("name, content, known", [
