@@ -177,6 +177,7 @@ def reinforce_job(training, reward):
     held_out = list(dict.fromkeys(map(sft.opening, unseen)))[:HELD_OUT]
     means = {}                  # {step: its mean reward}, for the progress line, which counts steps from 1
     print(f"{training.out}: {len(to_learn):,} prompts, {len(held_out):,} more held out; {GROUP} answers to each.\n"
+          "loss: of a step's answers, times their weights; it may rise: look at reward\n"
           "reward: the mean reward of the answers to held-out prompts\n"
           "kl: how far the model is from the base there, in nats a token\n"
           "forgotten: nats a token of the true answers; it rises as the model forgets them")
@@ -269,6 +270,7 @@ def dpo_job(training):
     examples = [("chosen", tokenizer.decode(ids[mask])), ("rejected", tokenizer.decode(other_ids[other_mask]))]
     prompts = {"the model says": ids[~mask].tolist()}
     print(f"{training.out}: {counts}\n"
+          "loss: of a step's answers, times their weights; it may rise: look at dpo\n"
           "dpo: the loss of the held-out pairs\n"
           "accuracy: the share of them with z > 0 (z = 0, as at first, counts half)\n"
           "margin: their mean z, by how much more the chosen answer has gained\n"
