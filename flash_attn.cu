@@ -1,25 +1,29 @@
 // FlashAttention, forward and backward: causal, grouped-query, exact; the T x T scores never reach memory.
 //
 // Read before   attention_forward and attention_backward of model_cpu.py: they are the specification, and this
-//               file computes the same in tiles. And the primer at the head of kernels.cu: grid, block, warp,
-//               lane, shared memory, shuffle.
+//               file computes the same in tiles. And of kernels.cu the primer at its head (grid, block, warp,
+//               lane, shared memory, shuffle) and section 1, whose names this file uses.
 // How long      Somebody who knows NumPy and no CUDA needs half an hour for the mathematics below, ten minutes
 //               for section 0 (one thread a query) and an hour for section 1 (tiles; fp32, any GPU from compute
 //               capability 7.0 on). That is all of FlashAttention. Section 2 is optional: the same three
 //               kernels on tensor cores (bf16 or tf32, from 8.0 on), 13 to 15 times as fast on an H200. It
-//               takes an afternoon, with NVIDIA's manual "PTX ISA" at hand: its parts "Matrix fragments for
-//               mma.m16n8k16", "ldmatrix", and for Hopper's products (wgmma; 9.0, bf16, D = 64) "Asynchronous
-//               warpgroup level matrix instructions", which can be left out.
+//               takes a hundred minutes, with NVIDIA's manual "PTX ISA" at hand: its parts "Matrix fragments
+//               for mma.m16n8k16", "ldmatrix", and for Hopper's products (wgmma; 9.0, bf16, D = 64)
+//               "Asynchronous warpgroup level matrix instructions", which can be left out.
 // Not here      RoPE's forward (kernels.cu): q and k arrive rotated. RoPE's backward is here: the gradients
 //               that these kernels write are those of q and k before the rotation. No dropout, no mask but
 //               the causal one, no decoding of a few tokens (kernels.cu).
 //
-// model_gpu.py compiles kernels.cu and this file as one text, for one model. So this file uses the helpers and types
-// of kernels.cu, section 1: FOR, KERNEL, `real` (the type in which activations are stored) and others. How the kernels
-// are launched stands before section 0. The macros:
+// model_gpu.py puts this file behind kernels.cu and compiles both as one text, for one model. From section 1 of
+// kernels.cu come
+//     real, Reals, Floats, Index      the type of activations; arrays that are only read; a place in an array
+//     KERNEL, FOR, FOR_STRIDED        extern "C" __global__ void; the two loops
+//     MASKED, lanes_sum, pack_bf16    minus infinity; a sum over some lanes; two floats as bf16
+// How the kernels are launched stands before section 0. The macros:
 //     -DHEAD_DIM=32, 64 or 128
 //     -DBF16=0 or 1     see kernels.cu
-//     -DPARTS=0         sections 0 and 1 are compiled, the readable versions
+//     -DPARTS=0         sections 0 and 1 are compiled, the readable versions. They need BF16=0. They serve fp32, and
+//                       tf32 with D = 128: in section 2 its tiles would need 192 KB of shared memory
 //     -DPARTS=1 or 2    section 2 is compiled, the fast version; for the number, see there
 //     -DHOPPER=0 or 1   whether bf16 with D = 64 takes Hopper's own products
 // Method and letters: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
@@ -166,7 +170,7 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 // The forward as the formulas above have it, key by key. Each thread owns one query: its O, m and l are
 // registers. It reads every key and every value from the GPU's main memory by itself, and that is what makes
 // it slow: the kernels below bring a tile of them to shared memory and use it for many queries.
-// Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test holds it equal to the others.
+// Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test compares it with section 1.
 KERNEL __launch_bounds__(THREADS)
 flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
     Place at = own_place(T, H, G);
@@ -245,7 +249,7 @@ __device__ Row load(Floats from) {
 // Row t of a head. Past the end it is the last row, which nobody uses.
 __device__ Row load(Matrix from, int t) { return load(from.row(min(t, from.T - 1))); }
 
-// Row t of a head, if there is one, = factor * row. If there are angles, the row is turned back first.
+// Row t of a head, if there is one, = factor * row, turned back if there are angles.
 __device__ void store(Matrix to, int t, float factor, Row row, Floats angles = nullptr) {
     if (t >= to.T) return;
     for (float& x : row.x) x *= factor;
@@ -414,8 +418,9 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
 // ===========================================================================================================
 // 2. The fast version: tensor cores, bf16 or tf32, compute capability 8.0 and later
 // ===========================================================================================================
-// The same tiles and the same online softmax. What is new: a product (GEMM) of small matrices is one instruction
-// of a whole warp, and each lane holds some entries of its operands. Most of this section is about which.
+// The same method, with larger tiles, and an online softmax that rescales only when it must. What is new: a product
+// (GEMM) of small matrices is one instruction of a whole warp, and each lane holds some entries of its operands.
+// Most of this section is about which.
 
 // --- Instructions that C++ has no words for. On the CPU, tests/cuda_on_cpu.h has functions of these names. -
 #ifndef CUDA_ON_CPU
@@ -434,7 +439,7 @@ __device__ unsigned shared_address(const void* p) { return __cvta_generic_to_sha
 #define FOUR(kind, x, i) kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3])
 #define EIGHT(kind, x, i) FOUR(kind, x, i), FOUR(kind, x, i + 4)
 
-// Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane 8m + r gives the address of row r (16
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane 8m + n gives the address of row n (16
 // bytes) of matrix m; lane l receives in r[m] elements 2 (l % 4) and the next of row l / 4 of matrix m. It
 // moves bits: a row may as well be four 32-bit elements, of which lane l then receives number l % 4.
 #define LDMATRIX(kind)                                                         \
@@ -502,6 +507,8 @@ __device__ Descriptor wgmma_tile(const char* rows) {
     return shared_address(rows) / 16 | 1024ull / 16 << 32 | 1ull << 62;
 }
 
+// The numbers behind the operands say: whether C is added (p, or 1); the signs of A and of B (1: as they are); which
+// of A and B lie transposed in shared memory: in wgmma_abt neither (0, 0), in wgmma_ab B does (1; A is not there).
 #define ALL_OF_C EIGHT("+f", c, 0), EIGHT("+f", c, 8), EIGHT("+f", c, 16), EIGHT("+f", c, 24)
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "                          \
               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
@@ -517,13 +524,15 @@ __device__ void wgmma_ab(float* c, const unsigned* a, Descriptor b) {
                  : FOUR("r", a, 0), "l"(b));
 }
 
-// wgmma_begin comes before the first of such products. wgmma_wait waits for all of them, before c is used.
+// wgmma_begin comes before the first of such products. wgmma_wait waits for all of them. It names c as an operand, so
+// that the compiler does not move a use of c before the wait. So each result needs a call of its own; after the first
+// call the others return at once.
 __device__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ void wgmma_wait(float* c) {
     asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" : ALL_OF_C :: "memory");
 }
 
-// What this thread has copied to shared memory is seen by them, after a barrier.
+// Makes what this thread has copied to shared memory visible to Hopper's products. A barrier must follow.
 __device__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #endif
@@ -540,7 +549,7 @@ __device__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" :::
 // So a lane has two of every 16 rows, half = 0 and 1. The types are typedefs because an array parameter would
 // forget its size; a reference to a typedef, Scores&, keeps it.
 
-typedef float Scores[8][4];    // of 64 keys, or of 64 queries, for the 16 rows of a piece; P, dP, dS as well
+typedef float Scores[8][4];    // of 64 keys, or of 64 queries, for a warp's 16 rows of a part; P, dP, dS as well
 typedef float Rows[D / 8][4];  // 16 rows of O, dQ, dK or dV
 
 // exp(x) = exp2(LOG2_E x), and exp2f is one instruction, because CuPy compiles with -ftz=true.
@@ -563,27 +572,28 @@ __device__ void mask_future(Scores& S, int query, int key) {
 
 constexpr bool WARPGROUP = HOPPER && BF16 && D == 64;  // the products are Hopper's
 
-// A block's own tile has PARTS parts of 64 rows. A warp has a piece of 16 rows of each part. The other side comes in
-// tiles of 64 rows. With two parts each of these tiles is used twice. Wide rows (D = 128, or tf32) leave registers
-// for one part only. So does a multiprocessor with 100 KB of shared memory (8.6, 8.9, 12.0): two blocks of the
-// backward fit there with one part, but only one block with two parts. (dK/dV with one part takes 49 KB and 1 KB that
-// CUDA adds: two are exactly 100 KB.)
+// A block's own tile has PARTS parts of 64 rows. A warp has 16 rows of each part. The other side comes in tiles of 64
+// rows. With two parts each of these tiles is used twice. Two things allow one part only:
+//   * wide rows (D = 128, or tf32): two parts would not fit into the registers;
+//   * a multiprocessor with 100 KB of shared memory (8.6, 8.9, 12.0). There two blocks of the backward fit with one
+//     part (bf16, D = 64), but only one block with two parts. (dK/dV with one part takes 49 KB and 1 KB that CUDA
+//     adds: two are exactly 100 KB.)
 
 // --- Tiles in shared memory ----------------------------------------------------------------------------
 constexpr int CHUNK = 16 / sizeof(real);  // numbers of a chunk
 constexpr int CHUNKS = D / CHUNK;         // of a row
 constexpr int STEPS = CHUNKS / 2;         // tensor-core instructions along a row
 constexpr int ROWS = 64 * PARTS;          // of the block's own tile: Br, in dK/dV Bc
-constexpr int ROW = 16 * CHUNKS;          // bytes of a row
-constexpr int BYTES = 64 * ROW;           // of a tile of 64 rows
+constexpr int ROW_BYTES = 16 * CHUNKS;
+constexpr int TILE_BYTES = 64 * ROW_BYTES;  // of a tile of 64 rows
 
 // Where a chunk lies, in bytes from the start of the tile. It is swizzled: the number of the chunk is XORed
 // with that of its row. ldmatrix reads one chunk of eight successive rows at a time; swizzled, these lie in
-// eight different sets of banks. The pattern repeats every eight rows: 8 rows down is + 8 ROW, and two
-// chunks to the right is ^ 32.
+// eight different sets of banks. The pattern repeats every eight rows: 8 rows down is + 8 ROW_BYTES. From chunk 0
+// or 1, 2s chunks to the right is ^ 32s (in load_a, load_bt and load_b).
 __device__ int offset(int row, int chunk) {
     int twist = CHUNKS >= 8 ? row & 7 : row >> 1 & 3;  // a row of four chunks fills half of the banks
-    return row * ROW + 16 * (chunk ^ twist);
+    return row * ROW_BYTES + 16 * (chunk ^ twist);
 }
 
 // Starts copying rows first .. first + COUNT - 1 of a head; zeros past the end.
@@ -596,16 +606,16 @@ __device__ void load(char* tile, Matrix from, int first) {
     Reals at = from.row(first + row) + chunk * CHUNK;
     tile += offset(row, chunk);
     EACH(n, COUNT / PASS) {
-        cp_async<16>(tile + n * PASS * ROW, at, n * PASS < left);
+        cp_async<16>(tile + n * PASS * ROW_BYTES, at, n * PASS < left);
         at += PASS * from.stride;
     }
 }
 
 // Starts copying 64 rows of two heads into stage n % 2 of two.
 __device__ void load_stage(char* stages, int n, Matrix x, Matrix y, int first) {
-    char* stage = stages + n % 2 * 2 * BYTES;
+    char* stage = stages + n % 2 * 2 * TILE_BYTES;
     load<64>(stage, x, first);
-    load<64>(stage + BYTES, y, first);
+    load<64>(stage + TILE_BYTES, y, first);
 }
 
 // Waits until what was loaded has arrived for all threads, and no thread still reads the other stage.
@@ -627,7 +637,7 @@ __device__ void store(Matrix to, Rows (&O)[PARTS], float factor,
         float2& x2 = (float2&)O[part][n + D / 16][2 * half];
         turn_back(x1, x2, angles + t * D + 8 * n + lane % 4 * 2);
     }
-    tile += row * ROW;
+    tile += row * ROW_BYTES;
     EACH(part, PARTS) EACH(half, 2) EACH(n, D / 8) {
         float x = factor * O[part][n][2 * half];
         float y = factor * O[part][n][2 * half + 1];
@@ -665,7 +675,7 @@ __device__ void load_a(unsigned* a, const char* part, int step) {
 // after them.
 __device__ void load_bt(unsigned* b, const char* tile, int row, int step) {
     int lane = threadIdx.x % 32;
-    load_matrices(b, tile + row * ROW + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
+    load_matrices(b, tile + row * ROW_BYTES + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
 }
 
 // Word i of the left operand that pieces n and n + 1 of P are, or in tf32 piece n alone. Rounded to bf16
@@ -693,7 +703,7 @@ __device__ unsigned left_operand(const Scores& P, int n, int i) {
 __device__ void load_b(unsigned* b, const char* tile, int row, int d) {
     int lane = threadIdx.x % 32;
     int column = 8 * d + lane / 4;
-    tile += row * ROW;
+    tile += row * ROW_BYTES;
     if (BF16) ldmatrix_x4_transposed(b, tile + (offset(lane % 16, lane / 16) ^ 16 * d));
     else EACH(i, 2) {
         int at = offset(2 * (lane % 4) + i, column / CHUNK) + column % CHUNK * 4;
@@ -707,7 +717,7 @@ __device__ void load_b(unsigned* b, const char* tile, int row, int d) {
 // `finish` comes before S is used.
 __device__ void gemm_abt(Scores& S, const char* A, const char* B) {
     if (WARPGROUP) {
-        wgmma_begin();
+        wgmma_begin();  // step is `add` as well: the first writes S, the others add to it
         EACH(step, STEPS) wgmma_abt(S[0], wgmma_tile(A) + 2 * step, wgmma_tile(B) + 2 * step, step);
     } else {
         EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
@@ -730,7 +740,7 @@ __device__ void gemm_ab(Rows& O, const Scores& P, const char* B) {
     EACH(n, LEFT) EACH(i, 4) a[n][i] = left_operand(P, PIECES * n, i);
     if (WARPGROUP) {
         wgmma_begin();
-        EACH(n, LEFT) wgmma_ab(O[0], a[n], wgmma_tile(B + 16 * n * ROW));
+        EACH(n, LEFT) wgmma_ab(O[0], a[n], wgmma_tile(B + 16 * n * ROW_BYTES));
     } else EACH(n, LEFT) EACH(d, D / 8 / PIECES) {
         unsigned b[4];
         load_b(b, B, 8 * PIECES * n, PIECES * d);
@@ -751,21 +761,21 @@ __device__ float dot(unsigned p, unsigned q) {
 }
 
 // --- Forward -------------------------------------------------------------------------------------------
-// All three kernels have one shape. The block's own tile is loaded once. The other side streams past in
-// tiles of its own through two stages of shared memory: while one is computed with, the copy into the
+// All three kernels have one shape. The block's own tile (in the backward: two) is loaded once. The other side
+// streams past in tiles of its own through two stages of shared memory: while one is computed with, the copy into the
 // other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps; only
 // a product of Hopper's is begun by all four together. Its tiles lie at multiples of 1024 bytes.
 
 // Calls step(K_tile, key, part) for each tile of keys, and each part of the block's queries that sees some of
-// them. key is the first key of the tile; the tile of V lies behind K_tile. The caller has begun to load the
-// first tile.
+// them. key is the first key of the tile; the tile of V lies behind K_tile. The caller has loaded the first tile,
+// and has waited for it (arrive).
 template <class Step>
 __device__ void over_keys(char* stages, Heads in, int i, Step step) {
     int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
     FOR(j, tiles) {
         if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
         EACH(part, PARTS)
-            if (j <= PARTS * i + part) step(stages + j % 2 * 2 * BYTES, 64 * j, part);
+            if (j <= PARTS * i + part) step(stages + j % 2 * 2 * TILE_BYTES, 64 * j, part);
         arrive();
     }
 }
@@ -774,11 +784,11 @@ KERNEL __launch_bounds__(THREADS, 2)
 flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     Place at = own_place(T, H, G);
     extern __shared__ __align__(1024) char Q_tile[];
-    char* stages = Q_tile + PARTS * BYTES;     // two of K and V
-    int i = (T - 1) / ROWS - blockIdx.z;   // the longest work first, as above
+    char* stages = Q_tile + PARTS * TILE_BYTES;  // two of K and V
+    int i = (T - 1) / ROWS - blockIdx.z;         // the longest work first, as above
     int lane = threadIdx.x % 32;
-    int row = 16 * warp_number();          // the warp's first row of the tile
-    int first = i * ROWS + row;            // the query that it is
+    int row = 16 * warp_number();                // the warp's first row of the tile
+    int first = i * ROWS + row;                  // the query in that row
     float scale = rsqrtf(D), scale2 = scale * LOG2_E;
     Heads in = heads_of(qkv, at);
 
@@ -794,7 +804,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
         float (&l)[2] = sum[part];
         float m_new[2];
         Scores S;
-        gemm_abt(S, Q_tile + part * BYTES, K_tile);
+        gemm_abt(S, Q_tile + part * TILE_BYTES, K_tile);
         finish(S);
         if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
         // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m stays, and
@@ -821,7 +831,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
             S[n][e] = exp2f(S[n][e] * scale2 - m[e / 2] * scale2);  // P
             l[e / 2] += S[n][e];  // this lane's part of the row's sum
         }
-        gemm_ab(O[part], S, K_tile + BYTES);
+        gemm_ab(O[part], S, K_tile + TILE_BYTES);
         finish(O[part]);
     });
     EACH(part, PARTS) EACH(half, 2) {
@@ -837,14 +847,14 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
 
 // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
 
-KERNEL __launch_bounds__(THREADS, WARPGROUP ? 3 : 2)  // for so many blocks of dQ there are registers
+KERNEL __launch_bounds__(THREADS, WARPGROUP ? 3 : 2)  // a multiprocessor has registers for so many blocks
 flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
                   Reals qkv, float* delta, Floats angles, int T, int H, int G) {
     Place at = own_place(T, H, G);
     constexpr int CHUNKS_OF_A_LANE = CHUNKS / 4;
     extern __shared__ __align__(1024) char Q_tile[];
-    char* dO_tile = Q_tile + PARTS * BYTES;
-    char* stages = dO_tile + PARTS * BYTES;  // two of K and V
+    char* dO_tile = Q_tile + PARTS * TILE_BYTES;
+    char* stages = dO_tile + PARTS * TILE_BYTES;  // two of K and V
     int i = gridDim.z - 1 - blockIdx.z;
     int lane = threadIdx.x % 32;
     int row = 16 * warp_number();
@@ -880,8 +890,8 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
     Rows dQ[PARTS] = {};
     over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
         Scores S, dP;
-        gemm_abt(S, Q_tile + part * BYTES, K_tile);
-        gemm_abt(dP, dO_tile + part * BYTES, K_tile + BYTES);
+        gemm_abt(S, Q_tile + part * TILE_BYTES, K_tile);
+        gemm_abt(dP, dO_tile + part * TILE_BYTES, K_tile + TILE_BYTES);
         finish(S);
         finish(dP);
         if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
@@ -906,10 +916,10 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
 //
 //     n       stage 0            stage 1            part 0, keys 128 ..   part 1, keys 192 ..
 //     before  load head 0, 128
-//     0       use  head 0, 128   load head 0, 192   diagonal: masked      all in the future: skipped
+//     0       use  head 0, 128   load head 0, 192   diagonal: masked      all keys in the future: skipped
 //     1       load head 0, 256   use  head 0, 192   all seen              diagonal: masked
 //     2       use  head 0, 256   load head 1, 128   all seen              all seen
-//     3       load head 1, 192   use  head 1, 128   diagonal: masked      all in the future: skipped
+//     3       load head 1, 192   use  head 1, 128   diagonal: masked      all keys in the future: skipped
 //     4       use  head 1, 192   load head 1, 256   all seen              diagonal: masked
 //     5                          use  head 1, 256   all seen              all seen
 
@@ -918,9 +928,9 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
                     Reals qkv, Floats delta, Floats angles, int T, int H, int G) {
     Place at = own_place(T, H, G);
     extern __shared__ __align__(1024) char K_tile[];
-    char* V_tile = K_tile + PARTS * BYTES;
-    char* stages = V_tile + PARTS * BYTES;                  // two of Q and dO
-    float* numbers = (float*)(stages + 4 * BYTES);      // two of lse and delta
+    char* V_tile = K_tile + PARTS * TILE_BYTES;
+    char* stages = V_tile + PARTS * TILE_BYTES;          // two of Q and dO
+    float* numbers = (float*)(stages + 4 * TILE_BYTES);  // two of lse and delta
     int j = blockIdx.z;
     int lane = threadIdx.x % 32;
     int row = 16 * warp_number();
@@ -928,7 +938,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     float scale = rsqrtf(D), scale2 = scale * LOG2_E;
 
     int end = at.h + H / G;  // of the heads of the group
-    int next = j * ROWS;           // the query at which the stage begins that is loaded; at.h is its head
+    int next = j * ROWS;     // the query at which the stage begins that is loaded; at.h is its head
     auto load_queries = [&](int n, int query) {
         load_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
         int t = query + threadIdx.x % 64;
@@ -944,11 +954,11 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     Rows dK[PARTS] = {}, dV[PARTS] = {};
     // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
     for (int n = 0; at.h < end; n++) {
-        const char* Q_tile = stages + n % 2 * 2 * BYTES;  // the tile of dO lies behind it
+        const char* Q_tile = stages + n % 2 * 2 * TILE_BYTES;  // the tile of dO lies behind it
         Floats lse_tile = numbers + n % 2 * THREADS;
-        int query = next;        // at which the stage begins that is used now
+        int query = next;  // at which the stage begins that is used now
         next += 64;
-        if (next >= T) {      // the next head, from the block's first key on
+        if (next >= T) {   // the next head, from the block's first key on
             next = j * ROWS;
             at.h++;
         }
@@ -956,8 +966,8 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
         EACH(part, PARTS) {
             if (query < j * ROWS + 64 * part) continue;  // all come before these keys
             Scores St, dPt;
-            gemm_abt(St, K_tile + part * BYTES, Q_tile);
-            gemm_abt(dPt, V_tile + part * BYTES, Q_tile + BYTES);
+            gemm_abt(St, K_tile + part * TILE_BYTES, Q_tile);
+            gemm_abt(dPt, V_tile + part * TILE_BYTES, Q_tile + TILE_BYTES);
             finish(St);
             finish(dPt);
             int key = first + 64 * part;
@@ -971,7 +981,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
                     dPt[i][e] = St[i][e] * (dPt[i][e] - (e % 2 ? Delta.y : Delta.x));
                 }
             }
-            gemm_ab(dV[part], St, Q_tile + BYTES);
+            gemm_ab(dV[part], St, Q_tile + TILE_BYTES);
             gemm_ab(dK[part], dPt, Q_tile);
             finish(dV[part]);
             finish(dK[part]);

@@ -51,13 +51,14 @@
 //   * A warp is 32 threads that run together; a lane is the place of a thread in its warp. In a shuffle
 //     (`__shfl_xor_sync`) lane i receives the number that lane i ^ bit holds in a register.
 //   * `__device__` marks a helper that kernels call. The arrays that a kernel is given lie in the GPU's main
-//     memory, which is large, and slow beside registers and shared memory.
+//     memory, which is large, and slow beside registers and shared memory. (Only draw, in section 9, writes its
+//     answers to the host's memory.)
 //
 // Letters as everywhere: B batch, T time, C model width, H query heads, G key/value heads, D head width, F
 // feed-forward width, V vocabulary, K prediction heads, N = B*T tokens.
 //
 // Memory traffic makes such kernels slow, not arithmetic. An H200 can move 4.3 TB/s and multiply and add 700
-// TFLOP/s in bf16: 160 operations for each byte. A norm has about two for each byte. So reading and writing the
+// TFLOP/s in bf16: 160 operations for each byte. A norm has at most one for each byte. So reading and writing the
 // activations takes more time than anything computed from them. Therefore
 //   * functions that follow each other are fused into one kernel, so that a tensor is read and written once:
 //     the residual add with the norm after it, the norm's backward with the add of its gradient to the
@@ -68,12 +69,14 @@
 //     neighbouring threads move neighbouring bytes.
 //
 // All arithmetic is fp32, except in drawing a token (section 9). CuPy compiles with -ftz=true: a result below
-// 1.2e-38 becomes 0. model_gpu.py compiles this file and flash_attn.cu as one text. Two macros are for this file.
-// -DBF16=0 or 1 chooses `real`, the type in which activations and the weights of products are stored.
-// -DROW_THREADS is the number of threads in a block that owns a row of C numbers. Only rmsnorm_backward needs to
-// know it, because it uses many registers: the more threads a block has, the fewer registers each may use. There
-// are no atomics (sums to which blocks add when they happen to be ready): every sum has one order, so two runs
-// give the same bits.
+// 1.2e-38 becomes 0. There are no atomics (sums to which blocks add when they happen to be ready): every sum has
+// one order, so two runs give the same bits.
+//
+// model_gpu.py puts flash_attn.cu behind this file, and compiles both as one text. Two macros matter here:
+//     -DBF16=0 or 1     for both files: chooses `real`, the type in which activations and the weights of products
+//                       are stored
+//     -DROW_THREADS=n   the threads of a block that owns a row of C numbers. Only rmsnorm_backward must know it,
+//                       because it uses many registers: the more threads a block has, the fewer each may use
 
 // -----------------------------------------------------------------------------------------------------------
 // 1. Loops, eight numbers at a time, sums over a block
@@ -83,15 +86,17 @@
 #define FOR(i, count) for (int i = 0; i < count; i++)
 #define FOR_STRIDED(i, first, end, stride) for (int i = first; i < end; i += stride)
 
-// extern "C": model_gpu.py finds the kernel by this name.
+// extern "C": the compiled kernel has the name that stands here, and model_gpu.py finds it by that name. (C++
+// would add the types of the arguments to it.)
 #define KERNEL extern "C" __global__ void
 
 typedef long long Index;      // a place in an array that may have more than 2^31 entries
 typedef const float* Floats;  // arrays that a function only reads; float* and real* are written
 typedef const int* Ints;
 
-// alignas(16): such a value begins at a multiple of 16 bytes, wherever it lies, so a load or a store of 16 bytes
-// is allowed. A GPU refuses one at any other address.
+// alignas(16): variables of this type begin at a multiple of 16 bytes. `*(Eight*)from` promises that `from` does,
+// too, which is true, because C, F and V are multiples of 8. Then 16 bytes are moved at once. A GPU refuses that
+// at any other address.
 struct alignas(16) Eight { float x[8]; };
 
 __device__ Eight load8(Floats from) { return *(Eight*)from; }
@@ -102,6 +107,7 @@ __device__ Eight store8(float* to, Eight v) {
     return v;
 }
 
+// tests/cuda_on_cpu.h, with which the tests run the kernels on a CPU, has a pack_bf16 of its own.
 #ifndef CUDA_ON_CPU
 // Two floats rounded to bf16 (to nearest, ties to even) in one word, `low` in its lower half. The instruction
 // takes the upper half first.
@@ -168,8 +174,10 @@ __device__ float warp_sum(float x) {
     return x;
 }
 
-// The sum over a part of the warp, for each of its lanes: those whose numbers differ in the bits first, 2 first, ...
-// below end. For 1 and 4 these are the four lanes 4n to 4n + 3; for 8 and 32 the four lanes n, n + 8, n + 16, n + 24.
+// The sum over some lanes of the warp, for each of these lanes. first and end are powers of 2. Lane l sums over the
+// lanes whose numbers differ from l only in the bits first, 2 first, 4 first, ... below end. Two examples:
+//     lanes_sum(x, 1, 4)     four neighbours: lanes 0, 1, 2, 3; lanes 4, 5, 6, 7; ...
+//     lanes_sum(x, 8, 32)    four lanes, 8 apart: lanes 0, 8, 16, 24; lanes 1, 9, 17, 25; ...
 __device__ float lanes_sum(float x, int first, int end) {
     for (int bit = first; bit < end; bit *= 2) x += __shfl_xor_sync(0xFFFFFFFF, x, bit);
     return x;
@@ -183,7 +191,7 @@ __device__ T warp_max(T x) {
 
 // Sum and maximum over the block. Every thread receives the same number. First each warp sums its own, then all
 // threads sum over the warps. `slots` are 32 numbers of shared memory for that, which no thread may still be
-// reading. The barrier also shows all threads what was written to shared memory before.
+// reading.
 __device__ float block_sum(float x, float* slots) {
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
@@ -202,7 +210,7 @@ __device__ T block_max(T x, T* slots) {
     return x;
 }
 
-// bf16 has 8 bits of mantissa, so the hardware's quick exponential, which has 22, is exact enough for it.
+// bf16 has 8 significant bits, so the hardware's quick exponential, with about 20, is exact enough for it.
 __device__ float exponential(float x) { return BF16 ? __expf(x) : expf(x); }
 
 constexpr float MASKED = -1e30f;  // stands for minus infinity, and MASKED - MASKED is not NaN
@@ -352,9 +360,8 @@ KERNEL column_sum(float* out, Floats partial, int rows, int C) {
 //     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
 //
 // angles (context, D): of each position the D/2 cosines, then the D/2 sines. A thread turns eight pairs: D is a
-// multiple of 16. Where there is a cache (texts,
-// stride, 2GD), k and v are copied there as well; lengths: see section 8; null if row n is token n % T of text
-// n / T.
+// multiple of 16. If there is a cache (texts, stride, 2GD), k and v are copied there as well. lengths: see
+// section 8. If it is null, row n is token n % T of text n / T.
 // Grid (ceil(N * heads * D/16 / 256)), heads = H + G or, with a cache, H + 2G; 256 threads.
 KERNEL rope(real* qkv, real* cache, Floats angles, Ints lengths,
             int N, int T, int stride, int H, int G, int D) {
@@ -547,9 +554,11 @@ KERNEL adamw(float* param, real* copy, float* grad, float* m, float* v,
     if (BF16) store8(copy + i, p);
 }
 
-// The next four kernels cover muon_update and newton_schulz, all but their matrix products. Each launch takes
-// one kind of matrix in all layers: blockIdx.y counts the layers. Their matrices of `size` numbers (a
-// multiple of 8) lie `stride` numbers apart in param, copy, grad and m, and side by side in X.
+// The next four kernels cover muon_update and newton_schulz, all but their matrix products. A launch of
+// muon_polynomial takes all matrices of one shape: blockIdx.y counts them. A launch of the other three takes one
+// kind of matrix (k, say) in all layers: blockIdx.y counts the layers. Such a matrix has `size` numbers, a multiple
+// of 8. From layer to layer the matrices lie `stride` numbers apart in param, copy, grad and m, and side by side
+// in X.
 //
 // The new mean is m, and newton_schulz takes u = momentum m + (1 - momentum) grad (Nesterov). It divides u by its
 // norm, for which the first kernel leaves sums of squares.
@@ -635,9 +644,9 @@ KERNEL copy_weights(real* copy, Floats param, Index n) {
 // -----------------------------------------------------------------------------------------------------------
 // 7. A readable GEMM
 // -----------------------------------------------------------------------------------------------------------
-// GEMM is the field's word for a matrix product. With --matmul ours this one covers linear_forward,
-// linear_backward and every other product: out (M,N) = a (M,I) @ b (I,N), or += where add. out is fp32 where
-// single is set (gradients of weights, and logits that are looked at), else real; only an fp32 out is added
+// GEMM is the field's word for a matrix product. With --matmul ours this one does the work of cuBLAS: it covers
+// linear_forward, linear_backward and Muon's products. out (M,N) = a (M,I) @ b (I,N), or += where add. out is fp32
+// where single is set (gradients of weights, and logits that are looked at), else real; only an fp32 out is added
 // to. Either operand may lie transposed in memory, as (I,M) or (N,I).
 //
 // One thread for each entry of out would read each entry of a from memory N times. Here a block computes a 64 x
@@ -655,7 +664,7 @@ matmul(void* out, Reals a, Reals b,
     int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x;
     int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
     float sum[4][4] = {};
-    a += Index(blockIdx.z) * M * I;  // of stacks of matrices each with each
+    a += Index(blockIdx.z) * M * I;  // in stacks: matrix i of a with matrix i of b
     b += Index(blockIdx.z) * I * N;
     FOR_STRIDED(k0, 0, I, DEPTH) {
         FOR_STRIDED(i, threadIdx.x, TILE * DEPTH, 256) {
@@ -715,12 +724,13 @@ constexpr int GROUP_ROWS = 4;
 
 // Programmatic dependent launch, as NVIDIA calls it: from Hopper on a kernel may start before the one ahead of it
 // has ended (Gpu.launch_early).
-//   * When all blocks of the kernel ahead have called start_next, blocks of this one enter where there is room.
-//   * They may read weights at once, because no kernel writes these. They may read `lengths` and `times` at once,
-//     because the first kernel of a step starts as usual, after these have been copied.
+//   * When each block of the kernel ahead has called start_next or has ended, blocks of this one enter where there
+//     is room.
+//   * They may read weights at once, because no kernel of decoding writes these. They may read `lengths`, `times`
+//     and draw's `drawing` at once, because the first kernel of a step starts as usual, after these were copied.
 //   * Before they touch anything else they call await_last, which waits for the end of the kernel ahead.
 //   * A prefetch brings memory to the L2 cache and returns no value, so it need not wait.
-// On earlier GPUs the three do nothing, and each kernel starts at the end of the one ahead.
+// On earlier GPUs start_next, await_last and prefetch do nothing: each kernel starts at the end of the one ahead.
 #if __CUDA_ARCH__ >= 900
 #define FROM_HOPPER(...) asm volatile(__VA_ARGS__)
 #else
@@ -743,7 +753,8 @@ struct Product {
 
 // What two_products, the next function, does for a group of at most N rows of x: it multiplies each of them with
 // w_a and w_b, two rows of w. One lane of the warp hands each pair to take(row, a, b). If the group has fewer
-// than N rows, the last one is computed again, so that a row has the same arithmetic for every N.
+// than N rows, the last one is computed again, and that result is dropped: so no branch is needed. For every N the
+// terms of a row's sum are added in the same order, so a row gets the same bits.
 template <int N, class Take>
 __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Take take) {
     constexpr int AHEAD = N == 1 ? 3 : 2;  // loads of each row of w that are under way at once
@@ -787,11 +798,11 @@ __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Ta
     }
 }
 
-// Two columns of a product, for the rows of x in this group: those that belong to row_a and row_b of w.
-// take(row, a, b) receives them. Reading w takes nearly all the time. So a warp reads the two rows of w once, 16
-// bytes a lane, for all rows of its group. The factor rstd of the norm is common to all terms of a row's sum. So
-// it comes at the end, and nothing waits for it. warps: the number of warps that share the columns of w. What
-// each of them hands to take is only its part of the sum.
+// For each row of x in this block's group: its products a with row_a of w, and b with row_b of w. take(row, a, b)
+// receives them. Reading w takes nearly all the time. So a warp reads the two rows of w once, 16 bytes a lane, for
+// all rows of its group. The factor rstd of the norm is common to all terms of a row's sum. So it comes at the end,
+// and nothing waits for it. warps: the number of warps that share the columns of w. What each of them hands to take
+// is only its part of the sum.
 template <class Take>
 __device__ void two_products(Product of, int row_a, int row_b, int warps, Take take) {
     Reals w_a = of.w + Index(row_a) * of.I;
@@ -808,7 +819,7 @@ __device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
 
 // Covers rmsnorm_forward, linear_forward and rope_forward, the first three calls of block_forward:
 //
-//     q_r, k_r, v_r = rope(rmsnorm(x_r) @ w.T)
+//     q_r, k_r, v_r = rmsnorm(x_r) @ w.T,    then    q_r, k_r = rope(q_r), rope(k_r)
 //
 // A warp owns a pair (i, i + D/2) of a head. q goes to its place in qkv (n, (H+2G)D), k and v to that of token
 // lengths[r] in the KV cache of this layer.
@@ -891,13 +902,13 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
 //     columns              0-7    8-15   ...   56-63    0-7    8-15   ...   56-63    likewise
 //
 // A group takes four such keys at once, so that their loads and their sums do not wait for each other. Each group
-// has a softmax of its own, relative to a maximum m_w, as if its keys were all that there are. At the end these
+// g has a softmax of its own, relative to a maximum m_g, as if its keys were all that there are. At the end these
 // parts add up, first those of a warp, then those of all warps, in order:
 //
-//     m = max_w m_w     l = sum_w exp(m_w - m) l_w     y = sum_w exp(m_w - m) y_w / l
+//     m = max_g m_g     l = sum_g exp(m_g - m) l_g     y = sum_g exp(m_g - m) y_g / l
 //
 // There is no mask: each row reads the `length` tokens that it may see. Grid (H, n); 512 threads.
-constexpr int WARPS = 16, WIDEST = 128;  // of a block; the largest D
+constexpr int WARPS = 16, WIDEST = 128;  // the warps of a block, and the largest D
 
 KERNEL __launch_bounds__(32 * WARPS)
 decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int H, int G, int D) {
@@ -906,15 +917,16 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     int h = blockIdx.x, row = blockIdx.y;
     int length = lengths[row] + 1;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int vectors = D / 8;  // lanes of a group
-    int groups = 32 / vectors;
-    int piece = lane % vectors;
+    int group_lanes = D / 8;         // lanes of a group, eight columns each
+    int groups = 32 / group_lanes;   // of a warp
+    int piece = lane % group_lanes;
     int column = threadIdx.x;
     int step = WARPS * groups;  // of the block's groups each takes a key
     Index width = 2 * G * D;
     Reals q = qkv + Index(row * (H + 2 * G) + h) * D;
     Reals keys = cache + row * stride * width + h / (H / G) * D;
     start_next();
+    // While the kernel ahead still runs, thread i asks for key i of the text and its value, 128 bytes at a time.
     Reals early = keys + min(column, length - 1) * width;
     FOR_STRIDED(d, 0, D, 128 / sizeof(real)) {
         prefetch(early + d);
@@ -925,14 +937,14 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     float m = MASKED, l = 0.0f;
     Eight sum = {};
     FOR_STRIDED(from, warp * groups, length, 4 * step) {
-        int first = from + lane / vectors;
+        int first = from + lane / group_lanes;
         float score[4], largest = m;
         Packed v[4];
         FOR(i, 4) {
             int j = first + i * step;
             Reals key = keys + min(j, length - 1) * width + 8 * piece;
             v[i] = load_packed(key + G * D);
-            float dot = lanes_sum(dot8(q8, load8(key)), 1, vectors);
+            float dot = lanes_sum(dot8(q8, load8(key)), 1, group_lanes);
             score[i] = j < length ? dot * rsqrtf(float(D)) : MASKED;
             largest = fmaxf(largest, score[i]);
         }
@@ -949,11 +961,11 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     }
     float largest = warp_max(m);
     float factor = expf(m - largest);
-    l = warp_sum(factor * l) / vectors;  // each of a group's lanes has its l
+    l = warp_sum(factor * l) / group_lanes;  // each of a group's lanes has its l
     FOR(c, 8) sum.x[c] *= factor;
-    for (int bit = vectors; bit < 32; bit *= 2)
+    for (int bit = group_lanes; bit < 32; bit *= 2)
         FOR(c, 8) sum.x[c] += __shfl_xor_sync(0xFFFFFFFF, sum.x[c], bit);
-    if (lane < vectors) part_y[warp][lane] = sum;
+    if (lane < group_lanes) part_y[warp][lane] = sum;
     if (lane == 0) part_ml[warp] = {largest, l};
     __syncthreads();
     if (column >= D) return;
@@ -970,22 +982,22 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
 // -----------------------------------------------------------------------------------------------------------
 // 9. Drawing the next token
 // -----------------------------------------------------------------------------------------------------------
-typedef unsigned long long Key;
+typedef unsigned long long Bits;  // 64 of them: the key of an id, a seed, or a hash
 
 // A key for each id. No two are equal. A larger x has the larger key (-0 comes before 0); of two equal x the
 // smaller id has the larger key, as in sample. Ids are below 65,536.
-__device__ Key order_key(float x, int id) {
+__device__ Bits order_key(float x, int id) {
     unsigned bits = __float_as_uint(x);
-    return Key(bits >> 31 ? ~bits : bits | 1u << 31) << 16 | 0xFFFF - id;
+    return Bits(bits >> 31 ? ~bits : bits | 1u << 31) << 16 | 0xFFFF - id;
 }
 
-__device__ int id_of(Key key) { return ~key & 0xFFFF; }
+__device__ int id_of(Bits key) { return ~key & 0xFFFF; }
 
 // Covers gumbel, in its letters.
-__device__ double gumbel(Key seed, int t, int id) {
-    Key z = seed;
+__device__ double gumbel(Bits seed, int t, int id) {
+    Bits z = seed;
     FOR(i, 2) {
-        z += (Key(i ? id : t) + 1) * 0x9e3779b97f4a7c15ull;
+        z += (Bits(i ? id : t) + 1) * 0x9e3779b97f4a7c15ull;
         z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
         z = (z ^ z >> 27) * 0x94d049bb133111ebull;
         z ^= z >> 31;
@@ -995,14 +1007,15 @@ __device__ double gumbel(Key seed, int t, int id) {
 
 // Covers sample as Decoder.draw calls it.
 //     ids (n,heads)        what each head draws after each row of logits (n,heads,V)
-//     p (n)                the probability that head 0's logits give its id, at temperature 1 and among all ids
+//     p (n)                the probability that head 0's logits give its id, at temperature 1, among all ids below
+//                          vocab. ids and p lie in the host's memory
 //     times, seeds (n)     the position that head 0 draws for, and the seed of the noise, of each row
 //     drawing (4)          temperature (above 0), top_p, top_k and vocab. For temperature 0 the host asks for
 //                          top_k = 1: the largest logit
 // Grid (n, heads); 1024 threads.
 KERNEL draw(int* ids, float* p, Floats logits,
-            Ints times, const double* drawing, const Key* seeds, int V) {
-    __shared__ Key keys[2][32];
+            Ints times, const double* drawing, const Bits* seeds, int V) {
+    __shared__ Bits keys[2][32];
     __shared__ float slots[2][32];
     int row = blockIdx.x, head = blockIdx.y;
     double top_k = drawing[2];
@@ -1010,7 +1023,7 @@ KERNEL draw(int* ids, float* p, Floats logits,
     int index = row * gridDim.y + head;
     int t = times[row] + head;
     Floats z = logits + Index(index) * V;
-    Key largest = 0, best = 0, floor = 0;
+    Bits largest = 0, best = 0, floor = 0;
     await_last();
     FOR_STRIDED(id, threadIdx.x, vocab, 1024) largest = max(largest, order_key(z[id], id));
     largest = block_max(largest, keys[0]);
@@ -1020,7 +1033,7 @@ KERNEL draw(int* ids, float* p, Floats logits,
 
     // The sum of the weights of all ids whose keys are at least `least`. An id weighs exp(scale (z - top)). With
     // scale 0 each weighs 1, and the sum counts them.
-    auto weight_from = [&](Key least, float scale, int slot) {
+    auto weight_from = [&](Bits least, float scale, int slot) {
         float sum = 0.0f;
         FOR_STRIDED(id, threadIdx.x, vocab, 1024)
             if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
@@ -1030,12 +1043,12 @@ KERNEL draw(int* ids, float* p, Floats logits,
     // their keys, the one with which the sum of the weights reaches `mass`. It grows bit by bit, from the
     // highest bit down: a bit is kept if the ids from the larger key on still weigh enough.
     auto key_where = [&](float mass, float scale) {
-        Key key = 0;
+        Bits key = 0;
         for (int bit = 47; bit >= 0; bit--) {
-            Key larger = key | 1ull << bit;
+            Bits larger = key | 1ull << bit;
             float sum = weight_from(larger, scale, bit % 2);
             if (sum >= mass) key = larger;
-            if (sum == mass) break;
+            if (sum == mass) break;  // exactly enough: with a still larger key the same ids stay, or too few
         }
         __syncthreads();  // slots are free again
         return key;

@@ -1,14 +1,14 @@
 """model_gpu.py: the model of model_cpu.py on one NVIDIA GPU, through CuPy.
 
-Read model_cpu.py first, then open it beside this file: it has the same functions in the same order, with the same
-names.  What a function computes, and why its backward is right, stands there.  Here stands how a GPU does it.  From
-top to bottom:
+Read model_cpu.py first, then open it beside this file: it has most of the same functions, with the same names.  The
+layers and the optimizers come in the same order.  What a function computes, and why its backward is right, stands
+there.  Here stands how a GPU does it.  From top to bottom:
 
-    1. pick                       which engine serves
-    2. Gpu, gemm                  compiled kernels, how they are launched, matmuls
-    3. x_forward / x_backward     every layer as a pair: a matmul by cuBLAS, or a kernel; the loss and the optimizers
-    4. Model, Decoder, Nccl       the same face as in model_cpu; sums over several GPUs
-    5. trunk_table, work_table    what a step computes in
+    1. pick                             which engine serves
+    2. Gpu, gemm                        compiled kernels, how they are launched, matmuls
+    3. NAME_forward / NAME_backward     every layer as a pair: a matmul by cuBLAS, or a kernel; loss, optimizers
+    4. Model, Decoder, Nccl             the same face as in model_cpu; sums over several GPUs
+    5. trunk_table, work_table          what a step computes in (section 2 of model_cpu)
 
 Read kernels.cu section by section, beside the functions that launch its kernels:
 
@@ -20,8 +20,10 @@ Read kernels.cu section by section, beside the functions that launch its kernels
     swiglu_forward, _backward          section 5
     cross_entropy_forward              section 6; its gradient is written by the same kernel
     gradient_norm, *_update            section 6
+    newton_schulz, Model.refresh       section 6
     gemm, with --matmul ours           section 7
     decode_block, decode_attention     section 8
+    Decoder._read_few                  section 8
     Decoder._draw                      section 9: sample and gumbel
 
 What reads differently from model_cpu, and why:
@@ -32,15 +34,21 @@ What reads differently from model_cpu, and why:
     block_backward      reuses memory: dy lies where dn was
     Model.forward       also computes the gradient of the logits, since both need the softmax
 
-What has no function here: cross_entropy_backward and head_targets (in the kernel of the forward), rotated_part,
-split_heads, by_group (the kernels know where heads lie).  Model._trunk is the function trunk, which the Decoder calls,
-too.  A thread's Workspace is the memory of Model._reserve.  What both engines share, such as generate, stands in
-model_cpu alone.
+What has no function here:
+
+    rope_backward                                in the kernels of attention_backward
+    cross_entropy_backward, head_targets         in the kernel of cross_entropy_forward
+    attend, causal_mask                          in the kernels of attention
+    rotated_part, split_heads, by_group          the kernels know where heads lie
+    layer_matrices                               muon_tables says where matrices lie
+
+Model._trunk is the function trunk, which the Decoder calls, too.  A thread's Workspace is the memory of
+Model._reserve.  What both engines share, such as generate, stands in model_cpu alone.
 
 Three precisions.  A number in 32, 19 or 16 bits, each letter a bit: s sign, e exponent, m mantissa.
 
     fp32    s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm     everything in 32 bits, for checking
-    tf32    s eeeeeeee mmmmmmmmmm                  stored as fp32; the tensor cores round the inputs of matmuls
+    tf32    s eeeeeeee mmmmmmmmmm                  stored as fp32; matmuls use only these bits of their inputs
     bf16    s eeeeeeee mmmmmmm                     activations, and a copy of the weights that the matmuls read
 
 A leading 1 of the mantissa is not stored, so numbers have 24, 11 or 8 significant bits.
@@ -48,11 +56,11 @@ The weights themselves ("master" weights), gradients and moments are always fp32
 than the spacing of bf16 numbers and would be lost.  Sums, norms, softmax and losses are fp32 in each.
 
 How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no part of a step waits for
-a result, and all memory was allocated before.  What one kernel writes and the next one reads is the traffic that
+a result, and the work memory was allocated before.  What one kernel writes and the next one reads is the traffic that
 costs time, so neighbouring functions are fused (kernels.cu).
 
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.  The file can be imported where
-there is no CuPy or no GPU, and then says what is missing in one sentence.
+there is no CuPy or no GPU; pick and Model then say in one sentence what is missing.
 """
 import collections
 import dataclasses
@@ -80,13 +88,15 @@ except ImportError:
     cupy = None
 
 PRECISIONS = ("bf16", "tf32", "fp32")
-# Blocks of some kernels, and so partial sums.  They are the same on every GPU, so that the sums are, too.
+# How many blocks some kernels have.  Each block leaves a partial sum.  The numbers are fixed, so every GPU adds the
+# same parts in the same order.
 NORM_BLOCKS = 1056          # of rmsnorm_backward: 8 for each multiprocessor of an H100
 SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
-RECORD_AT = 3               # the third use of a batch's shape is recorded as a CUDA graph, and replayed from then on
+RECORD_AT = 3               # the third use of a batch's shape, or of a number of tokens to decode, is recorded as a
+                            # CUDA graph, and replayed from then on
 SHAPES = 32                 # when graphs of more shapes than these are kept, all are thrown away
-FEW_ROWS = 8                # the kernels of decoding take up to 8 tokens
+FEW_ROWS = 8                # up to 8 tokens (or K, if that is more) are read by the kernels of decoding
 GROUP_ROWS = 4              # 4 of them share one reading of the weights; the same in kernels.cu
 RESERVE = 1 << 30           # bytes that CuPy leaves free: for NCCL, CUDA graphs and other programs
 HOPPER = True               # False: every GPU runs what a GeForce RTX 30 or 40 runs, to test and to time that
@@ -145,8 +155,8 @@ def default_precision():
 # ------------------------------------------------------------------------------------------------------------
 # 2. Compiled kernels and matmuls
 # ------------------------------------------------------------------------------------------------------------
-# A CUlaunchAttribute, of 64 bytes: its id 6, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; 4 bytes of padding;
-# its value 1, with room for larger values
+# A CUlaunchAttribute has 72 bytes: 4 of the id, 6 = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; 4 of
+# padding; 64 of the value, which begins with the number 1
 EARLY = np.array([6, 0, 1] + 15 * [0], int32)
 
 
@@ -176,7 +186,7 @@ def as_argument(x):
 
 class Gpu:
     """The kernels compiled for one model, and how they and cuBLAS are called.  It is the first argument of
-    every function below."""
+    every function below that launches something."""
 
     def __init__(self, config, precision, matmul):
         self.config = config
@@ -194,6 +204,7 @@ class Gpu:
                    f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}"]
         if hopper:                              # sm_90a alone has Hopper's own matmul instructions (wgmma)
             options.append("-arch=sm_90a")      # CuPy adds an -arch of its own; the compiler takes both
+        # one text, in this order: flash_attn.cu uses the types and helpers of kernels.cu
         folder = pathlib.Path(__file__).parent
         code = "".join((folder / name).read_text("utf-8") for name in ("kernels.cu", "flash_attn.cu"))
         try:
@@ -204,12 +215,13 @@ class Gpu:
         self.kernel = functools.cache(module.get_function)          # by name
         for name, size in self.shared.items():
             self.kernel(name).max_dynamic_shared_size_bytes = size
-        # (2,context,1,D): the second half of D has cos and sin, the first repeats them with -sin -> (context,2,D/2)
+        # rope_table gives (2,context,1,D).  The first half of D repeats the second with -sin.  The kernels want only
+        # the second: cos and sin -> (context,2,D/2)
         tables = rope_table(config, float32)[:, :, 0, config.head_dim // 2:]
         self.angles = cupy.asarray(np.stack(tables, axis=1))
         self.cublas = load_cublas() if matmul == "cublas" else None
         self.launch_kernel = None
-        # launch_early: the first driver that can record it in a CUDA graph is that of CUDA 12.3
+        # for launch_early; only drivers from CUDA 12.3 on can record such a launch in a CUDA graph
         if HOPPER and capability() >= 90 and cupy.cuda.runtime.driverGetVersion() >= 12030:
             self.launch_kernel = CDLL("libcuda.so.1").cuLaunchKernelEx
 
@@ -265,8 +277,8 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
     (N,inner).  In stacks of n matrices, (n,M,N) and so on, matrix i of a is multiplied with matrix i of b.  No array
     has gaps.
 
-    cuBLAS counts in columns: our row-major out is its out.T.  So we ask for out.T = b.T @ a.T.  b comes first, and
-    what lies row-major already is the transpose that cuBLAS wants."""
+    To cuBLAS, which stores column by column, a matrix of ours looks like its transpose.  So we ask it for out.T = b.T @
+    a.T: b comes first, and nothing is moved."""
     M, N = out.shape[-2:]
     inner = a.shape[-2 if transpose_a else -1]
     library = gpu.cublas
@@ -274,7 +286,7 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
         grid = ceil_div(N, 64), ceil_div(M, 64), out.size // (M * N)
         gpu.launch("matmul", grid, 256, out, a, b, M, N, inner, transpose_a, transpose_b, add, out.dtype == float32)
         return
-    # the stream of the kernels around it; cuBLAS forgets its workspace at a new one
+    # the stream of the kernels around it; each call of this function resets the workspace, so that is set again
     check_status(library.cublasSetStream_v2(library.handle, c_void_p(current_stream().ptr)), "a stream")
     check_status(library.cublasSetWorkspace_v2(library.handle, *library.workspace), "a workspace")
     operands = []
@@ -285,7 +297,7 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
             operands[-1].append(c_longlong(x[0].size))
     function = library.cublasGemmEx if out.ndim == 2 else library.cublasGemmStridedBatchedEx
     compute = 77 if gpu.precision == "tf32" else 68     # CUBLAS_COMPUTE_32F_FAST_TF32, or CUBLAS_COMPUTE_32F
-    # out = 1 product + add out: the two factors come from host memory.  Of stacks also the number of matrices
+    # out = 1 * product + add * out; 1 and add are passed by their addresses.  Of stacks also the number of matrices
     status = function(library.handle, transpose_b, transpose_a, N, M, inner, byref(c_float(1)), *operands[0],
                       *operands[1], byref(c_float(add)), *operands[2], *out.shape[:-2], compute, -1)
     check_status(status, f"a matmul of {M} x {inner} by {inner} x {N}")
@@ -294,8 +306,9 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
 # ------------------------------------------------------------------------------------------------------------
 # 3. The layers, each as a pair forward/backward
 # ------------------------------------------------------------------------------------------------------------
-# The contract of model_cpu: outputs first; gradients of activations are written, those of weights added to,
-# or written where `add` says that nothing is there yet.
+# The contract of model_cpu: outputs first (but block_forward and block_backward begin with the weights); gradients of
+# activations are written, those of weights added to.  Two functions have an argument `add`.  rmsnorm_backward with add
+# adds to dx, too.  linear_backward without add writes dw, because nothing is there yet.
 def embedding_forward(gpu, out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
     N, C = out.shape
@@ -355,14 +368,14 @@ def rope_forward(gpu, qkv, T, cache=None, lengths=None):
 
 def flash_sizes(precision, D, large):
     """-> (the macro PARTS of flash_attn.cu; the rows of queries or keys that a block takes; of each kernel its bytes of
-    shared memory).  For fp32 the readable kernels serve, else those for tensor cores.  large: whether the GPU has the
-    shared memory for two parts."""
+    shared memory).  The readable kernels serve for fp32, and for tf32 with D = 128, where a block of the others would
+    need 192 KB of it; else those for tensor cores.  large: whether the GPU has the shared memory for two parts."""
     if precision == "fp32" or precision == "tf32" and D > 64:
         return 0, 4096 // D, {}
     parts = 2 if large and precision == "bf16" and D <= 64 else 1
     row = D * (2 if precision == "bf16" else 4)     # bytes
     own = 64 * parts * row                          # the block's own tile
-    stages = 4 * 64 * row                           # two stages of two of the others'
+    stages = 4 * 64 * row                           # two stages of 64 rows of two arrays: K and V, or Q and dO
     return parts, 64 * parts, {"flash_forward": own + stages,
                                "flash_backward_dq": 2 * own + stages,
                                "flash_backward_dkdv": 2 * own + stages + 16 * 64}
@@ -488,9 +501,9 @@ def decode_block(gpu, w, cache, shared, n):
 
 
 def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
-    """losses (K,) = the weighted sums over rows of nll (N,K), those of each target, / divisor (K,).  logits (N,K*V)
-    become their own gradients: cross_entropy_forward and cross_entropy_backward of model_cpu in one pass.
-    inputs: the arrays of Model.inputs."""
+    """losses (K,): of each head the weighted sum of nll over the rows, divided by divisor (K,).  nll (N,K): the loss of
+    each target.  logits (N,K*V) become their own gradients: cross_entropy_forward and cross_entropy_backward of
+    model_cpu in one pass.  inputs: the arrays of Model.inputs."""
     N, K = nll.shape
     gpu.launch("cross_entropy", N * K, 128, nll, logits, inputs.targets, inputs.scales, inputs.weights,
                T, K, gpu.config.vocab)
@@ -863,13 +876,13 @@ class Decoder(model_cpu.Decoder):
     """Continues a text with a KV cache, as model_cpu's Decoder, which also has tokens, position, truncate, forget,
     checked and note_sizes.  The logits stay on the GPU: it draws, and the host reads ids.  What is read, and by whom:
 
-        up to max(K, FEW_ROWS) tokens of one text       draw, extend:       _draw -> _read_few
-        a whole window, from its first token on         draw, draw_rows:    _read_windows -> _read_many
-        one token of each of several texts              draw_rows:          _draw -> _read_many
+        up to max(K, FEW_ROWS) tokens of one text       draw, extend, draw_rows:    _draw -> _read_few
+        a whole window, from its first token on         draw, draw_rows:            _read_windows -> _read_many
+        one token of each of several texts              draw_rows:                  _draw -> _read_many
 
     _read_few has kernels of its own, section 8 of kernels.cu.  Their arithmetic for a row does not depend on the
     number of rows.  So reading drafted tokens together gives the bits of decoding them one by one.  _read_many is
-    the forward of training, with cuBLAS's matmuls.
+    the forward of training; for one token of each text its attention is decode_attention.
 
     texts, length: the number of texts, each with a cache of its own for `length` tokens.  Several texts are drawn by
     draw_rows alone.  MemoryError where the caches do not fit."""
@@ -881,7 +894,7 @@ class Decoder(model_cpu.Decoder):
         self.texts = texts
         self.tokens = []
         self.sizes = []                             # of the windows that draw_rows has seen last
-        rows = self.few = max(FEW_ROWS, c.predict, texts)           # at most so many rows are drawn at once
+        rows = self.most_rows = max(FEW_ROWS, c.predict, texts)     # at most so many rows are drawn at once
         most = max(c.context, 16 * texts)           # at most so many tokens are read at once
         both = typed(int32,                         # the host has these arrays as well
                      tokens=most,
@@ -898,7 +911,7 @@ class Decoder(model_cpu.Decoder):
         table += typed(gpu.real, cache=(c.layers, texts, length, c.qkv_width - c.dim))
         _, arrays = allocate(cupy.empty, table)
         self.buffers = Arrays(**arrays | vars(layer_views(arrays, 0)))
-        self.pinned, host = allocate(cupyx.zeros_pinned, both)          # zeros: every token is an id
+        self.pinned, host = allocate(cupyx.zeros_pinned, both)          # zeros: what is not written yet is a valid id
         self.host = Arrays(**host)
         self.replays = collections.defaultdict(Replay)
 
@@ -907,7 +920,7 @@ class Decoder(model_cpu.Decoder):
         c = self.config
         [tokens] = self.checked([tokens]).tolist()
         logits = []
-        for part in slices_of(len(tokens), self.few):
+        for part in slices_of(len(tokens), self.most_rows):
             few = tokens[part]
             self.draw(few, 1, c.predict, 0, Sampling(temperature=0))
             logits.append(cupy.asnumpy(self.buffers.logits[:len(few)]))
@@ -919,9 +932,10 @@ class Decoder(model_cpu.Decoder):
         more by _draw.  Fewer tokens are not checked, because the GPU would wait for that at each token."""
         n = len(tokens)
         end = self.position + n
-        if n > self.few:
+        if n > self.most_rows:
             self._read_windows([self.tokens + tokens])
             n = 1
+        # times: t + rows - 1 for the last of the n tokens, one less for the token before it, and so on
         lengths = np.arange(end - n, end)
         ids, p = self._draw(tokens[-n:], lengths, lengths + t + rows - end, heads, sampling)
         self.tokens += tokens
@@ -1056,10 +1070,10 @@ def rows_table(real, N, **widths):
 
 
 def trunk_table(config, B, T, real):
-    """The arrays of trunk for rows (B,T): what each layer keeps for its backward, and what all layers share.  real:
-    the type of activations.
+    """The arrays of trunk for rows (B,T): what is saved of each layer for its backward, and what all layers share.
+    real: the type of activations.
 
-    A layer keeps the norms' outputs and the SwiGLU product, too.  They could be computed again.  On a GPU that means to
+    The norms' outputs and the SwiGLU product are saved, too.  They could be computed again.  On a GPU that means to
     write and to read them once more: big's step would need a quarter less memory, and 2% more time.
 
     No array grows if as many tokens come in more and shorter rows.  So the memory for (rows, context) is enough for
@@ -1067,25 +1081,25 @@ def trunk_table(config, B, T, real):
     N = B * T
     C = config.dim
     F = config.hidden
-    kept = rows_table(real, N,
-                      x_in=C,               # x before the layer
-                      n1=C,                 # rmsnorm(x_in)
-                      qkv=config.qkv_width,         # n1 @ qkv.T, with q and k rotated
-                      y=C,                  # attention(q, k, v)
-                      x_mid=C,              # x after Euler substep 1
-                      n2=C,                 # rmsnorm(x_mid)
-                      gate_up=2 * F,        # n2 @ gate_up.T; in the backward its gradient
-                      h=F)                  # silu(gate) * up
-    kept += typed(float32,
-                  rstd1=N,                  # 1 / root mean square of each row of x_in
-                  lse=(B, config.heads, T),     # log of the sum of exponentials of each row of scores
-                  rstd2=N)                  # 1 / root mean square of each row of x_mid
+    saved = rows_table(real, N,
+                       x_in=C,              # x before the layer
+                       n1=C,                # rmsnorm(x_in)
+                       qkv=config.qkv_width,        # n1 @ qkv.T, with q and k rotated
+                       y=C,                 # attention(q, k, v)
+                       x_mid=C,             # x after Euler substep 1
+                       n2=C,                # rmsnorm(x_mid)
+                       gate_up=2 * F,       # n2 @ gate_up.T; in the backward its gradient
+                       h=F)                 # silu(gate) * up
+    saved += typed(float32,
+                   rstd1=N,                 # 1 / root mean square of each row of x_in
+                   lse=(B, config.heads, T),    # log of the sum of exponentials of each row of scores
+                   rstd2=N)                 # 1 / root mean square of each row of x_mid
     shared = rows_table(real, N,
                         x=C,                # x after the last layer
                         n=C,                # rmsnorm(x), which the heads read; in the backward dn and dy
                         increment=C)        # what a substep adds to x; in the backward dx
     shared += typed(float32, rstd=N)        # 1 / root mean square of each row of x
-    layers = [(f"layers.{i}.{name}", *rest) for i in range(config.layers) for name, *rest in kept]
+    layers = [(f"layers.{i}.{name}", *rest) for i in range(config.layers) for name, *rest in saved]
     return layers + shared
 
 
@@ -1106,8 +1120,8 @@ def work_table(config, B, T, real):
 def muon_tables(config, real):
     """Yields (starts, table) for each shape of matrices, because muon_update takes all of one shape together.
     starts: where in a layer's part of a flat buffer each begins; table: the arrays in which the n matrices of all
-    layers are computed.  At another time the activations lie in the same memory, and then the arrays of the next
-    shape."""
+    layers are computed.  They lie in the work memory, because update needs no activations.  Then those of the
+    next shape take their place."""
     matrices = matrix_table(config)
     for shape in dict(matrices):
         starts = [place.start for other, place in matrices if other == shape]
