@@ -20,7 +20,8 @@ positions, too, through their keys and values.
 
 Read before it: train.py.  Its rows, its loop and its folders of runs are used here unchanged.  Model, loss and
 optimizers are the same, too.  The optimizer is Muon, also where the base was trained with AdamW: the base's moments are
-not read.  With --optimizer adamw choose a lower --lr: the default rates are for Muon.  From top to bottom:
+not read.  The default rate of small suits AdamW as well: both optimizers reach the same loss (docs/notes.md).  From top
+to bottom:
 
     1. rows            conversations -> ids, and the mask that says what is learned
     2. batches         rows of about one length together; the seed decides which batch comes at which step
@@ -191,7 +192,7 @@ def find_data(preset, base):
 # 5. The script
 # ------------------------------------------------------------------------------------------------------------
 # Steps (0: as many as the epochs take), tokens a step, learning rate, steps of warmup, steps from one evaluation and
-# save to the next.  Chosen by short runs; docs/notes.md says what else was tried.  lr is for Muon.
+# save to the next.  Chosen by short runs, with AdamW; docs/notes.md says what else was tried.
 DEFAULTS = {
     "small": train.defaults(0, 1024, 7e-4, 20, 100) | {"epochs": 4},
     "medium": train.defaults(0, 8192, 5e-4, 50, 200) | {"epochs": 3},
