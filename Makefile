@@ -1,5 +1,6 @@
-# Makefile: `make help` says what there is.  Everything that it makes lies in this folder, in .venv, data and out, all
-# of them ignored by git; only pip keeps its cache where it always does.  Works with GNU make 3.81 and later.
+# Makefile: `make help` says what there is.  Everything that it makes lies in this folder, in .venv, data, out,
+# .pytest_cache and __pycache__, all of them ignored by git.  Only pip, CuPy, matplotlib and PyTorch keep their caches
+# where they always do.  Works with GNU make 3.81 and later.
 
 VENV = .venv
 RUN  = $(VENV)/bin/python
@@ -30,10 +31,11 @@ help:
 	@echo "make check        the gradient check beside the tests (2 minutes on 2 cores)"
 	@echo "make check-gpu    the GPU engine against the CPU's, where there is an NVIDIA GPU (after make gpu; minutes)"
 	@echo "                  HOPPER=0 make check-gpu: on a Hopper, what a GeForce RTX 30 or 40 runs"
-	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers, tiktoken (downloads them); more GPUs' code"
-	@echo "make bench        the README's measurements"
+	@echo "make check-peers  the tests against PyTorch, transformers, tokenizers, tiktoken (downloads them);"
+	@echo "                  it also compiles the kernels for more GPUs"
+	@echo "make bench        what this machine can measure of the README's figures; tests/bench.py names the rest"
 	@echo "make gpu          CuPy and CUDA's libraries, for an NVIDIA GPU (about 0.8 GB; no CUDA toolkit needed)"
-	@echo "make clean        removes $(VENV), caches and token files; keeps the models in out/ and the texts in data/"
+	@echo "make clean        removes $(VENV), caches and encoded texts (data/*.bin); keeps the models in out/, the texts in data/"
 	@echo
 	@echo "make PYTHON=/path/to/python3.12   takes that Python, 3.10 or later, for the environment"
 
@@ -70,7 +72,7 @@ $(VENV)/packages-tests: $(VENV)/packages tests/requirements.txt
 	@touch $@
 
 $(VENV)/packages-peers: $(VENV)/packages tests/peers/requirements.txt
-	@echo "Installing PyTorch and the other peers (some hundred MB)."
+	@echo "Installing PyTorch and the other peers (some hundred MB; with CUDA, as on Linux, some GB)."
 	@$(call install,-r tests/peers/requirements.txt)
 	@touch $@
 
@@ -143,6 +145,6 @@ gpu: $(VENV)/packages
 # ----------------------------------------------------------------------------------------------------------------------
 clean:
 	rm -rf $(VENV) .pytest_cache __pycache__ tests/__pycache__ tests/peers/__pycache__
-	rm -f data/*.bin data/plain-*.txt data/tokenizer-*.json data/*.new data/*.part data/books/*.part data/books/*.new
+	rm -f data/*.bin data/plain-*.txt data/*.new data/*.part data/books/*.part data/books/*.new
 	rm -rf data/fetch.lock
 	@echo "Kept: the texts in data/ and the models in out/ (delete them by hand)."

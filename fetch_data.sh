@@ -10,8 +10,8 @@
 # One word, english, needs no network: it makes a text from the documentation that every Python brings.
 #
 # Read before it: nothing.  What it does not do: it does not judge what a text says, and it removes no
-# duplicates.  It needs bash (3.2, as macOS has it, is enough), curl and Python; for web text also DuckDB's
-# command line.
+# duplicates.  It needs bash (3.2, as macOS has it, is enough), curl and Python; web, blimp and preferences also
+# need DuckDB's command line.
 #
 #   1. settings        what the environment can change, and the usage
 #   2. fetching        one file from one address: resumed, checked, renamed
@@ -62,11 +62,14 @@ usage="usage: ./fetch_data.sh WORD...
   smollm2       SmolLM2-135M-Instruct, a model to talk to, 270 MB -> out/smollm2/ (Apache 2.0)
   all           books, web and instructions
 Into data/ and out/ of the current folder.  Run again, it goes on, and fetches only what is missing.
-Environment, with the values of now:
-  WEB_MB=$WEB_MB WEB_SCORE=$WEB_SCORE WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE: MB of web text; the least scores of its pages
+web, blimp and preferences read with DuckDB's command line, which they install if make was run.
+Environment (BOOK_IDS: an example; the other numbers are those of now):
+  WEB_MB=$WEB_MB: MB of web text
+  WEB_SCORE=$WEB_SCORE WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE: the lowest scores of a page that is taken
   BOOK_IDS='1342 2701': these books instead of the list
-  FETCH_TIMEOUT=$FETCH_TIMEOUT FETCH_PAUSE=$FETCH_PAUSE: seconds that a file may take, and between two books
-  TINY_URL GUTENBERG_URL FINEWEB_URL ALPACA_URL DATASETS_URL SMOLLM2_URL: mirrors; FINEWEB_URL, DATASETS_URL: or folders"
+  FETCH_TIMEOUT=$FETCH_TIMEOUT FETCH_PAUSE=$FETCH_PAUSE: seconds that curl may take for a file, and between two books
+  TINY_URL GUTENBERG_URL FINEWEB_URL ALPACA_URL DATASETS_URL SMOLLM2_URL: other addresses, such as mirrors;
+  FINEWEB_URL and DATASETS_URL may also name a folder"
 
 fail() { echo "error: $*" >&2; exit 2; }
 

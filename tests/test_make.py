@@ -66,7 +66,7 @@ def test_gpu_without_a_gpu_installs_nothing(make, tmp_path):
 
 
 def test_clean_keeps_texts_and_models(make):
-    for name in "tiny.txt train-00.bin tokenizer-512-00.json tiny.txt.part".split():
+    for name in "tiny.txt train-00.bin tiny.txt.part".split():
         pathlib.Path("data", name).touch()
     make("clean")
     assert not os.path.exists(".venv") and os.path.exists("out/small") and os.listdir("data") == ["tiny.txt"]
