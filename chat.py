@@ -57,8 +57,8 @@ class Session:
 
     def ids(self):
         """The ids that the model reads.  In chat form these are the last turns, as many as there is room for.  The
-        system text is put before the first of them, so it stays when old turns are dropped.  (An answer that fills the
-        window pushes it out, too.)"""
+        system text is put before the first of them, so it stays when old turns are dropped.  (A very long answer moves
+        the window past it.)"""
         if not self.chat_form:
             text, answer = self.turns[0]                    # an empty text begins after the end of another one
             return (self.tokenizer.encode(text) or [self.stop]) + answer

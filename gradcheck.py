@@ -37,9 +37,9 @@ have a large error, which means nothing.  Not by the largest gradient of the mod
 then be all wrong and pass.
 
 How to read a planted bug.  --break lists the tensors in the order in which the backward reaches them: first the
-wrong ones, each with its error, then the right ones.  Where the derivative of a function's input x is wrong, every
-tensor is wrong that the backward reaches from there on (rope_sign).  Where the derivative of a weight is wrong, only
-the weights of this kind are (norm_gain: the five gains).  Either way, the first wrong tensor says where to look.
+wrong ones, each with its error, then the right ones.  If the gradient of a function's input x is wrong, so is all that
+the backward computes from it (rope_sign).  If the gradient of a weight is wrong, only the weights of this kind are
+(norm_gain: the five gains).  Either way, the first wrong tensor says where to look.
 
 Why wide weights: all are drawn with standard deviation 0.3, the gains around 1.  At the usual 0.02 the scores
 of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then 200 to 400 times

@@ -66,13 +66,13 @@ class Config:
     context: int                # the largest T
     vocab: int                  # V
     predict: int = 4            # K (multi-token prediction, Gloeckle et al. 2024)
-    mtp_weight: float = 0.3     # weight in the loss of the mean of heads 1..K-1 (measured: docs/notes.md)
+    mtp_weight: float = 0.3     # total loss = loss of head 0 + this * mean loss of the others (docs/notes.md)
     hidden: int = None          # F; None: 8C/3 rounded up to a multiple of 8, so that SwiGLU's three matrices
                                 # cost as much as the two of a plain 4C feed-forward layer (Shazeer 2020)
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
-    positions: int = None       # the context that a model of others was trained for, if ours is smaller; else None
+    positions: int = None       # what a model of others can read, if we read less (`context`); else None
 
     def __post_init__(self):
         if self.hidden is None:
@@ -384,7 +384,8 @@ def rotated_part(qkv, config):
 
 def causal_mask(T, J, dtype):
     """(T,J), added to the scores: -inf where a key is later than its query, else 0.  The queries are the last T of J
-    tokens."""
+    tokens.  The other paths: forward_plain has its own line; flash_attn.cu compares positions (mask_future); decoding
+    on a GPU reads only the keys before a token, and so does gradcheck.plain_losses, so they need no mask."""
     return np.triu(np.full((T, J), -np.inf, dtype), J - T + 1)
 
 
@@ -607,9 +608,10 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 #     m = (1 - beta1)(1 + beta1 + ... + beta1^(t-1)) g = (1 - beta1^t) g.
 # Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
 #
-# What decay does: the weights become an average of the past steps' directions.  One of these fades by the factor e
-# within tau = 1 / (lr decay) steps (Wang & Aitchison 2025; docs/notes.md has the sum, and what was measured).  The same
-# holds for Muon.
+# What decay does.  With a = lr decay and u_t the direction of step t, param = (1 - a) param - lr u_t.  So in the end
+#     param = the sum over steps s of  a (1 - a)^(t-s) (-u_s / decay)
+# an average of the past steps' directions.  One of these fades by the factor e within tau = 1 / a steps (Wang &
+# Aitchison 2025; docs/notes.md has what was measured).  The same holds for Muon.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is set to 0, because the next backward
     adds to it."""
@@ -630,13 +632,14 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
 # are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead,
 # where M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the
-# same length.  (U V^T is the steepest descent if the length of a step is its spectral norm: the greatest length of
-# step @ x over all x of length 1.  Plain gradient descent measures a step entry by entry.)
+# same length.  (Of all steps with |step @ x| <= |x| for every x, the one along U V^T lowers the loss most.  Plain
+# gradient descent measures a step entry by entry instead.)
 #
 # No singular values need be computed.  Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
-# With (a, b, c) = NEWTON_SCHULZ five rounds bring all s from 0.005 to 1 into [0.68, 1.16].  Near 0 each round
+# With (a, b, c) = NEWTON_SCHULZ, found by a search for a steep start (Jordan et al. 2024), five rounds bring all s from
+# 0.005 to 1 into [0.68, 1.16].  Near 0 each round
 # multiplies s by a = 3.4.  Near 1 it moves s up and down within these bounds.  So U V^T is reached only roughly, which
 # trains as well (Jordan et al. 2024).  (In these lines U, S and V are those of the decomposition alone.)
 def newton_schulz(M):
@@ -680,8 +683,8 @@ PIECE = 65536
 
 
 def matrix_table(config):
-    """[(shape, place), ...] of the matrices of one layer as Muon takes them.  place: the slice of the layer's part of
-    a flat buffer in which a matrix lies.  q, k, v, gate and up are separate matrices, though they are stored
+    """[(shape, place), ...] of the matrices of one layer as Muon takes them.  place: where a matrix lies, a slice of
+    the layer's numbers.  q, k, v, gate and up are separate matrices, though they are stored
     together, so each is orthogonalised by itself."""
     C = config.dim
     F = config.hidden
@@ -751,8 +754,8 @@ class Model:
     BLAS alone leaves the element-wise work on one.  Set OPENBLAS_NUM_THREADS=1 then (train.py does).  The
     shares' gradients add up to that of the whole batch, but for rounding, because the loss is divided by the
     count of targets in the whole step, not in the share."""
-    draft_heads = 0     # how many drafts generate makes.  0, because here reading four tokens takes twice as long as
-                        # reading one, and gives only 1.5 tokens on average
+    draft_heads = 0     # how many drafts generate makes (section 7).  0, because here reading four tokens takes twice
+                        # as long as reading one, and gives only 1.5 tokens on average
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config = config
@@ -836,7 +839,7 @@ class Model:
         call.  ValueError where head 0 has none at all: there would be nothing to learn.
 
         weights (B,), of the rows, are for rl.py.  The loss of head 0 is then the sum of w_b (-log p) / counted[0],
-        where the caller may take any number of at least 1 for counted[0].  The losses of the further heads are 0."""
+        where counted[0] is a divisor of the caller's choice, at least 1.  The losses of the further heads are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.pending = self.workspaces[:len(tokens)]
         # with one thread there is one share, the whole batch
@@ -943,7 +946,8 @@ class Decoder:
 
     rows, length: the number of texts, each with a cache of its own for `length` tokens.  draw_rows draws them all;
     extend, draw and truncate are for one text.
-    tokens: the list of ids whose keys and values the cache of the first text holds, with the pads before it."""
+    tokens: the list of ids whose keys and values the cache of the first text holds (in draw_rows also the zeros that
+    stand before a short text)."""
 
     def __init__(self, model, rows, length):
         c = self.config = model.config
@@ -1068,8 +1072,9 @@ def window_start(n, context):
 
 
 def gumbel(seed, t, ids):
-    """Noise for tokens `ids` (n,V) at positions t (n,), (n,V): a pure function of (seed, position, id), so it can be
-    computed in any order, by every head, and by a GPU.  seed: an integer below 2^64, or one for each row.
+    """The noise that draws a token (see below), for tokens `ids` (n,V) at positions t (n,) -> (n,V): a pure function of
+    (seed, position, id), so it can be computed in any order, by every head, and by a GPU.  seed: an integer below 2^64,
+    or one for each row.
 
     noise(seed, t, id) = hash(hash(seed, t), id), where hash(z, n) is output n of the generator splitmix64 (Steele,
     Lea & Flood 2014) with the seed z: z + (n+1) gamma, then two multiplications that mix its bits.  52 of these bits
@@ -1132,10 +1137,10 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     sampling.seed: (B,), one a prompt.
     progress: None, or called as progress(tokens so far, at most so many) after each token.
 
-    When a window moves, it is read anew, and with it all rows of its batch.  So the prompts whose windows will move
-    come in batches of their own: in each of these the windows move at the same steps, once they are full.  Where the
-    memory does not hold the caches of a batch, its halves are drawn one after the other.  A single text that does not
-    fit is a MemoryError."""
+    When a window moves, it is read anew, and with it all rows of its batch.  A full window moves each time its text has
+    `stride` more tokens.  So the prompts whose windows will move come in batches by len(prompt) % stride: those of one
+    batch move together.  Where the memory does not hold the caches of a batch, its halves are drawn one after the
+    other.  A single text that does not fit is a MemoryError."""
     context = model.config.context
     stride = context - context // 2                 # by which a window moves: see window_start
     batches = {}
@@ -1223,8 +1228,9 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             decoder.truncate(common_length(decoder.tokens, window[:-1]))
         unread = window[decoder.position:]
         if len(unread) > 1 or len(window) + len(drafts) > context:
-            drafts = []     # A new window is read without drafts: its products have the shapes, and so the bits, that
-                            # they have without speculation.  Drafts that do not fit the context are dropped, too.
+            # NumPy rounds a product differently for another number of rows.  So a new window is read without drafts, as
+            # it is without speculation.  Drafts that do not fit the context are dropped, too.
+            drafts = []
         ids, p = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
         # the drafts that head 0 drew as well are accepted, but no more of them than there is room for

@@ -26,8 +26,7 @@ with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
 
 What it does not do: no value network, no ratio and no clipping (PPO), no division by the standard deviation of a group
 (GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.  Only head
-0 learns, because a weight is for the answer's own tokens; the further heads, which draft, stay as they are (without
-decay).
+0 learns, because pi is what head 0 says.  The further heads, which draft, stay as they are: so there is no decay.
 """
 from script import (Parser, bounded, hash_files, make_pair, read_records, refusing, require, run_script, set_threads,
                     show_progress)
@@ -77,7 +76,7 @@ def reinforce_weights(rewards):
 # DPO (Rafailov et al. 2023).  Of two answers to a prompt one was chosen and one rejected.  The reference is the base,
 # the model with which the run begins.  beta (log pi - log ref) says how much more probable an answer has become since
 # then; DPO takes it as the model's own reward for the answer.  The chance that the model agrees with the choice is
-# then sigmoid(z), and the loss its -log:
+# then sigmoid(z) (Bradley & Terry 1952 take it so for the difference of two scores), and the loss is its -log:
 #     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))              c: chosen, r: rejected
 #     loss = 1/n sum of -log sigmoid(z)                                       over n pairs
 #     d loss / dz = -sigmoid(-z) / n

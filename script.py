@@ -316,7 +316,7 @@ def check_text(path):
     be damaged: a few such bytes are kept, and learned like any others."""
     require(not holds_records(path), f"{path} holds records, not a text: sft.py and rl.py learn from records.")
     start = read_chunk(path, 0, 1 << 20)
-    require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")     # a tenth is held out: a byte
+    require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")     # a tenth, one byte, is held out
     damaged = re.findall("[\0\udc80-\udcff]", start.decode("utf-8", "surrogateescape"))
     kind = "UTF-16, or binary (it holds NUL bytes)" if "\0" in damaged else "Latin-1 or Windows-1252"
     require(1000 * len(damaged) <= len(start), f"{path} is no text in UTF-8: it seems to be {kind}.")
@@ -401,7 +401,7 @@ def make_pair(record):
     rejected = as_messages(record["rejected"], "assistant")
     prompt = as_messages(record["prompt"], "user") if "prompt" in record else chosen[:-1]
     for messages in (chosen, rejected):
-        require(messages[:-1] in ([], prompt), "before its last message an answer has others than the prompt")
+        require(messages[:-1] in ([], prompt), "an answer must be one message, or begin with the prompt's messages")
     make_conversation([*prompt, rejected[-1]])                      # ValueError for what is none
     return make_conversation([*prompt, chosen[-1]]), rejected[-1][1]
 

@@ -19,8 +19,8 @@ of its three steps).  The prompt still takes part: the answer attends to it.  So
 positions, too, through their keys and values.
 
 Read before it: train.py.  Its rows, its loop and its folders of runs are used here unchanged.  Model, loss and
-optimizers are the same, too.  The optimizer is Muon, also where the base was trained with AdamW: the base's moments are
-not read.  The default rate of small suits AdamW as well: both optimizers reach the same loss (docs/notes.md).  From top
+optimizers are the same, too.  The optimizer is Muon, also where the base was trained with AdamW: it begins with empty
+moments.  The default rate of small suits AdamW as well: both optimizers reach the same loss (docs/notes.md).  From top
 to bottom:
 
     1. rows            conversations -> ids, and the mask that says what is learned
@@ -172,7 +172,8 @@ def hold_out(items, openings, seed):
 def find_data(preset, base):
     """The files to learn from when none are named.  For medium and big they are data/instructions*.json, if
     `fetch_data.sh instructions` has brought them.  Otherwise they depend on the base.  If it was pretrained on a text,
-    they are the records that go with this text; if it was fine-tuned on records, they are these records.
+    they are the records that go with this text (of a play: a speech and the next one; script.find_records); if it was
+    fine-tuned on records, they are these records.
 
     A base that was made by somebody else must not choose which files are read here.  So the files that its record
     names are read only if they have the fingerprint that the record gives: a stranger can name only files whose

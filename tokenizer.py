@@ -124,8 +124,8 @@ SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 # with all ranges takes four times as long, so it is used only where a text has such characters.
 BMP = 0xFFFF
 ALL = 0x10FFFF
-# A text is split in parts of about 4096 characters, so that only the parts with an emoji take the slow pattern.  A part
-# ends before white space that follows something else: a new word always begins there.
+# For speed alone, split_words cuts a text into parts of about 4096 characters: then only those with an emoji take the
+# slow pattern.  A part ends before white space that follows something else, because a new word always begins there.
 PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 
 
@@ -135,7 +135,7 @@ def char_classes(limit):
 
     `re` has no \p{...}, so the ranges come from unicodedata.  A character that is newer than this Python's
     Unicode is neither."""
-    kinds = "".join([unicodedata.category(chr(code))[0] for code in range(limit + 1)])      # of "Lu" the "L"
+    kinds = "".join([unicodedata.category(chr(code))[0] for code in range(limit + 1)])      # of "Lu" the first letter
     classes = []
     for kind in "LN":
         runs = re.finditer(f"{kind}+", kinds)
@@ -148,7 +148,8 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    no_space_before = SPACE             # before one of these the last space stays with the spaces before it
+    # (?![^...]) asks that one of these follows, or the end: then all spaces stay together
+    no_space_before = SPACE
     if digits:
         numbers = f"[{number}]"
         no_space_before += number
@@ -192,8 +193,8 @@ def learn_merges(words, most_merges):
     as a weight.  Each pair knows its positions in the row.  So a merge visits only these, and corrects the counts of
     the pairs beside them.  A heap gives the most frequent pair.
 
-    Each merge of two ids takes one out of the row.  So over all merges this happens less often than the row has bytes:
-    the time grows little faster than the text's distinct words."""
+    Each time two ids merge, one leaves the row.  So they merge less often than the row has bytes.  Each time costs a
+    few steps, and one or two entries of the heap."""
     # arrays ("i": 32 bits each, "q": 64), because a list takes four times the memory
     token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
@@ -361,9 +362,9 @@ MAX_WORDS = 1_000_000
 
 
 class Tokenizer:
-    """tokens: [bytes of the token of this id], b"" where an id is unused; merges: {(left id, right id): the id that
-    they make}, in the order learned (sections 1 and 3 have the pairs alone, as a list); special: {name: id}; digits:
-    whether each digit is a word.
+    """tokens: a list of bytes; tokens[id] is what the id stands for, b"" where it is unused.  merges: {(left id, right
+    id): the id that they make}, in the order learned (sections 1 and 3 have the pairs alone, as a list).  special:
+    {name: id}.  digits: whether each digit is a word.
 
     In our tokenizers the ids are: the 256 bytes, the merges in the order learned, the special tokens.  A Tokenizer
     also has vocab_size V, and template: the form of conversations (section 7)."""
@@ -508,7 +509,7 @@ class Tokenizer:
         ids = self.join(*before, head + text, *after)
         if room is None or len(ids) <= room:
             return ids
-        kept = len(self.join(*before, head))
+        kept = len(self.join(*before, head))            # about where the text begins
         if kept + len(self.join(*after)) > room:
             kept = 1
         surplus = len(ids) - room

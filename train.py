@@ -15,9 +15,9 @@ A row is a pair (ids, mask).  ids are the tokens that the model reads, and mask 
 predict.  A row can be a window of a text, a conversation, an answer that the model has drawn, or a sentence.  A step
 learns from some rows; each may have a weight.  make_batch turns rows into arrays, and row_losses measures rows.
 
-A run is a folder.  A new run first writes its checkpoint of step 0 into a hidden folder, which takes the run's name
-after the first evaluation.  Then every run, new or old, is opened from its folder and goes on from the checkpoint that
-is there.
+A run is a folder.  A new run first writes its checkpoint of step 0 into a hidden folder.  Then every run, new or old,
+is opened from its folder and goes on from the checkpoint that is there.  After the first evaluation the hidden folder
+takes the run's name: so a start that fails leaves an older run alone.
 
     1. rows         windows of a text; rows -> inputs and targets
     2. the loop     batch, forward, backward, update, report; the schedule
@@ -120,7 +120,8 @@ def count_learned(rows):
 
 
 def window_count(size, T, K):
-    """The number of windows in an epoch, at least 1.  They start at shift, shift + T, shift + 2T, ..., where shift is
+    """The number of windows in an epoch, at least 1.  Each epoch has another shift, so that a token does not stand at
+    the same place of its window every time.  The windows start at shift, shift + T, shift + 2T, ..., where shift is
     0 to T - 1.  The last of n windows starts at shift + (n-1) T and needs T + K tokens.  So for the largest shift
     T - 1 + (n-1) T + T + K <= size, which is n <= (size - K - T + 1) / T.  (A text that is too short for all shifts has
     one window and fewer shifts: see `pretraining`.)"""
@@ -199,6 +200,7 @@ def train(training, job, stop):
             norm = model.update(lr, decay=settings.decay, momentum=settings.momentum)
             waiting.append((step, training.state["tokens"], lr, model.later(losses, norm)))
 
+            # The host reads the losses before a save, before it stops, on a CPU, and at every tenth step on a GPU.
             saving = evaluating or step % settings.save_every == 0
             pause = saving or (stop.signal and ranks.size == 1)     # several ranks agree to stop when they report
             if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
@@ -400,7 +402,7 @@ DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3}}
-# Ten epochs of 290 MB gain big 0.02 and take 2.5 times as long; small gains nothing from a ninth of 0.3 MB.
+# Ten epochs of 290 MB gain big 0.02 and take 2.5 times as long; small gains nothing by a ninth reading of 0.3 MB.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -432,7 +434,7 @@ class Settings:
     micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: the fastest)")
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further prediction heads in the loss", 0.3)
     optimizer: str = setting(OPTIMIZERS, "muon for the layers' matrices, adamw for all (rl.py's default)", "muon")
-    decay: float = setting(bounded(float, 0, 0.999), "of matrices (0.1; small, big on a text: 0.3; rl.py: 0)", 0.1)
+    decay: float = setting(bounded(float, 0, 0.999), "of matrices (train.py 0.3, medium 0.1; sft.py 0.1; rl.py 0)", 0.1)
     momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; small on a text: 0.9)", 0.95)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
@@ -630,7 +632,7 @@ def apply_options(options, settings, config, base, out, ranks):
             print(f"note: {option_of(name)} was {before} and is {value}: the losses differ by rounding.")
         elif name in ("steps", "epochs") and value > before:
             print(f"The run in {out} had {before} {name}; it goes on to {value}, by a new schedule.")
-            settings.steps = settings.steps * value // before       # more epochs need more steps
+            settings.steps = settings.steps * value // before       # (more epochs need more steps)
         else:
             raise ValueError(f"the run in {out} has {option_of(name)} {before}, not {value}: a run keeps its settings."
                              "  Leave the option out, or start a new run with --out.")
@@ -722,7 +724,7 @@ def pretraining(training):
     memory = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on; decay fades a batch by the factor e in {memory:,.3g} epochs.")
+          f"{len(tokens):,} tokens to train on; by decay the weights remember {memory:,.3g} epochs.")
 
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads
 
@@ -747,7 +749,7 @@ def evaluate_folder(options, ranks):
     out = options["evaluate"]
     config = checkpoint.read_config(out, options.get("context"))
     options.setdefault("device", "cpu" if model_gpu.why_no_gpu() else "gpu")
-    # only its machine matters, and big's steps are long enough for a large micro-batch
+    # of these settings only those of the machine count; big's steps are long enough for a large micro-batch
     settings = make_settings(options, "big", config, DEFAULTS["big"], ranks)
     training = Training(*load_model(out, settings, config, ranks, training=False), settings, {}, out, ranks)
     for path in settings.data:
