@@ -744,7 +744,7 @@ def evaluate_folder(options, ranks):
     """Print the loss of the model in a folder on each text of --data, or how often it prefers the good sentences."""
     require("data" in options, "--evaluate needs --data: texts, or pairs of sentences (./fetch_data.sh blimp).")
     useful = ("evaluate", "data", "context", "matmul", *MACHINE)
-    others = [option_of(name) for name, value in options.items() if value is not False and name not in useful]
+    others = [name for name, value in options.items() if value is not False and name not in useful]
     require(not others, f"--evaluate measures a model that is there: leave out {', '.join(others)}.")
     out = options["evaluate"]
     config = checkpoint.read_config(out, options.get("context"))

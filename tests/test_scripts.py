@@ -54,7 +54,7 @@ REFUSED = {
     "train.py --data latin": "latin is no text in UTF-8: it seems to be Latin-1",
     "train.py --data text wide": "wide is no text in UTF-8: it seems to be UTF-16, or binary",
     "train.py --evaluate m --data .": ". is a folder; name the files in it",
-    "train.py --evaluate m --data text --seed 1 --steps 9": "leave out --steps, --seed.",
+    "train.py --evaluate m small --data text --seed 1 --steps 9": "leave out preset, steps, seed.",
     "train.py --evaluate m --data odd.json": "(it has instruction, and needs good and bad and name).",
     "train.py --data odd.json": "odd.json holds records, not a text",
     "train.py --data data/tiny.txt": "./fetch_data.sh tiny brings it.",
