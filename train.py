@@ -402,7 +402,7 @@ DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3}}
-# Ten epochs of 290 MB gain big 0.02 and take 2.5 times as long; small gains nothing by a ninth reading of 0.3 MB.
+# Ten epochs of 290 MB gain big 0.02 and take 2.5 times as many steps; small gains nothing by a ninth reading of 0.3 MB.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
