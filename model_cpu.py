@@ -684,8 +684,8 @@ PIECE = 65536
 
 def matrix_table(config):
     """[(shape, place), ...] of the matrices of one layer as Muon takes them.  place: where a matrix lies, a slice of
-    the layer's numbers.  q, k, v, gate and up are separate matrices, though they are stored
-    together, so each is orthogonalised by itself."""
+    the layer's numbers.  q, k, v, gate and up are separate matrices, though they are stored together, so each is
+    orthogonalised by itself."""
     C = config.dim
     F = config.hidden
     kv = config.kv_heads * config.head_dim

@@ -183,7 +183,7 @@ def reinforce_job(training, reward):
 
     def batch(step):
         prompts = max(1, settings.batch_tokens // T // GROUP)       # about batch_tokens // T answers, in whole groups
-        places = train.in_turn(len(to_learn), settings.seed, step * prompts, prompts)
+        places = train.shuffled(len(to_learn), settings.seed, step * prompts, prompts)
         rows, rewards, _ = draw_answers(training, reward, [to_learn[i] for i in places], [settings.seed, step])
         means[step + 1] = rewards.mean()
         return rows, reinforce_weights(rewards)
@@ -276,7 +276,7 @@ def dpo_job(training):
           "chosen, rejected: the mean log-probability of such an answer; both may fall")
 
     def batch(step):
-        [number] = train.in_turn(len(batches), settings.seed, step, 1)
+        [number] = train.shuffled(len(batches), settings.seed, step, 1)
         rows = batches[number]
         log_probs = -train.row_losses(training, rows)       # a forward for the weights; the loop makes the step's own
         weights, z = dpo_weights(log_probs, reference[number], settings.beta)
@@ -291,8 +291,8 @@ def dpo_job(training):
         lost = (held_out_reference - log_probs)[::2].mean()         # of the chosen answers
         if accuracy == 1 and lost > 0:
             print("note: every chosen answer gained on its rejected one, and yet they are less\n"
-                  f"probable than before, by {lost:.1f} nats each.  Do its texts get worse?  Then take fewer --steps,\n"
-                  "or a lower --lr.")
+                  f"probable than before, by {lost:.1f} nats each.  Do its texts get worse?\n"
+                  "Then take fewer --steps, or a lower --lr.")
         return {
             "dpo": dpo_loss(z),
             "accuracy": accuracy,

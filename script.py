@@ -201,8 +201,7 @@ def run_script(main, to_the_end=False):
 class Stop:
     """Ctrl-C and SIGTERM ask the loop to stop after the step that it works on, and so does SIGHUP, which a terminal
     sends when it is closed.  (Several GPUs stop when they report, at most ten steps later.)  A second signal ends the
-    process at once.  A signal that is ignored when the script
-    starts, such as SIGHUP under nohup, stays ignored."""
+    process at once.  A signal that is ignored when the script starts, such as SIGHUP under nohup, stays ignored."""
     def __init__(self):
         self.signal = None
         closed = getattr(signal, "SIGHUP", signal.SIGINT)               # Windows has no SIGHUP

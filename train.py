@@ -149,7 +149,7 @@ def epoch_order(count, seed, epoch, shifts):
     return rng.integers(shifts), rng.permutation(count)
 
 
-def in_turn(count, seed, first, number, stride=1, shifts=1):
+def shuffled(count, seed, first, number, stride=1, shifts=1):
     """-> the terms first .. first + number - 1 of an endless random sequence.  An epoch of it has `count` terms: shift,
     shift + stride, shift + 2 stride, ..., each once, in random order.  For windows a term is where one starts; with a
     stride of 1 it is an index."""
@@ -729,7 +729,7 @@ def pretraining(training):
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads
 
     def batch(step):
-        starts = in_turn(count, settings.seed, step * number, number, T, shifts)
+        starts = shuffled(count, settings.seed, step * number, number, T, shifts)
         return [(tokens[start:start + T + K], learned) for start in starts], None
 
     def evaluate(step):
