@@ -610,8 +610,9 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 #
 # What decay does.  With a = lr decay and u_t the direction of step t, param = (1 - a) param - lr u_t.  So in the end
 #     param = the sum over steps s of  a (1 - a)^(t-s) (-u_s / decay)
-# an average of the past steps' directions.  One of these fades by the factor e within tau = 1 / a steps (Wang &
-# Aitchison 2025; docs/notes.md has what was measured).  The same holds for Muon.
+# (beside what is left of the initial weights): an average of the past steps' directions, because the factors add up to
+# nearly 1.  One of them fades by the factor e within tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what
+# was measured).  The same holds for Muon.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is set to 0, because the next backward
     adds to it."""
