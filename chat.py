@@ -53,7 +53,6 @@ class Session:
         self.room = context - context // 4 if self.chat_form else context
         self.system = None          # or bytes
         self.turns = []
-        self.trace = []             # (id, its probability) of each token of the last answer
 
     def ids(self):
         """The ids that the model reads.  In chat form these are the last turns, as many as there is room for.  The
@@ -90,20 +89,17 @@ class Session:
         if seed is not None:
             # with --seed N the first answer has the seed N, the second N + 1: a repeated question gets another answer
             settings.seed += 1
-        self.trace = []
-        drawn = []                      # for each token generate adds three numbers; the last is its probability
+        before = len(answer)
         # Any special token ends the answer: a poor model may draw a wrong one.
         stream = model_cpu.generate(
             self.model, ids, settings.temperature, settings.top_k, settings.top_p, seed,
             self.tokenizer.vocab_size, stop=self.tokenizer.special.values(), most=settings.max_tokens,
-            speculate=settings.speculation, trace=drawn)
+            speculate=settings.speculation)
         for token in stream:
             answer.append(token)
-            _, _, p = drawn[-1]
-            self.trace.append((token, p))
             yield self.tokenizer.tokens[token]
         # generate does not yield the token that ends a text.  If it yields fewer than it may, there was such a token.
-        if len(self.trace) < settings.max_tokens:
+        if len(answer) - before < settings.max_tokens:
             answer.append(self.stop)
 
     def answer(self, line):
@@ -136,10 +132,16 @@ def paint(text, p):
 
 
 def print_tokens(session):
-    """Print the last answer, each token in the colour of the probability that the model gave it."""
-    for token, p in session.trace:
+    """Print the last answer, each token in the colour of the probability that the model gave it, at temperature 1 and
+    among all tokens.  The text is read once more for that."""
+    _, answer = session.turns[-1]
+    ids = session.ids()[-session.model.config.context - 1:]             # T ids that are read, and the last one
+    session.model.decoder.forget()
+    logits = session.model.decoder.extend(ids[:-1])[:, 0, :session.tokenizer.vocab_size]        # (T,V) of head 0
+    p = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))                     # softmax
+    for t, token in list(enumerate(ids[1:]))[-len(answer):]:
         text = session.tokenizer.tokens[token]
-        print(paint(visible(text), p), end="\n" if text.endswith(b"\n") else "")
+        print(paint(visible(text), p[t, token]), end="\n" if text.endswith(b"\n") else "")
     print()
     print("  ".join(paint(f"from {least:.0%}", least) for least, _ in COLOURS))
 
@@ -176,14 +178,14 @@ def run_command(line, session):
         session.turns = []
     if name == "system":
         session.system = to_bytes(value) or None
-    elif name == "tokens":
+    elif name == "tokens" and session.turns:
         print_tokens(session)
     elif name in NUMBERS:
         try:
             setattr(session.settings, name, NUMBERS[name](value))
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
-    elif name not in ("reset", "quit"):
+    elif name not in ("reset", "tokens", "quit"):
         print(HELP)
     return name != "quit"
 

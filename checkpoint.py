@@ -190,7 +190,7 @@ LLAMA_SIZES = {
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads",
     "vocab_size": "vocab",
-    "max_position_embeddings": "positions",
+    "max_position_embeddings": "context",
     "rms_norm_eps": "norm_eps",
     "rope_theta": "rope_theta",
     "tie_word_embeddings": "tied",
@@ -201,17 +201,12 @@ LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_t
 
 
 def llama_config(config, eos):
-    """What config.json holds: the keys of Hugging Face's LlamaConfig; then ours, which are mtp_heads, mtp_weight, and
-    the context if it is smaller than the model's positions."""
+    """What config.json holds: the keys of Hugging Face's LlamaConfig, and two of ours, mtp_heads and mtp_weight."""
     sizes = {theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()}
-    sizes["max_position_embeddings"] = config.positions or config.context
-    keys = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, "head_dim": config.head_dim,
-             "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "torch_dtype": "float32",
-             "bos_token_id": None, "eos_token_id": eos,
-             "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight}
-    if config.positions:
-        keys["context"] = config.context
-    return keys
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, "head_dim": config.head_dim,
+            "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "torch_dtype": "float32",
+            "bos_token_id": None, "eos_token_id": eos,
+            "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight}
 
 
 def read_config(folder, context=None):
@@ -227,10 +222,9 @@ def read_config(folder, context=None):
         keys.update(keys.get("rope_scaling") or keys.get("rope_parameters", {}))
         keys.setdefault("rope_type", keys.get("type", "default"))
         sizes = {ours: keys[theirs] for theirs, ours in LLAMA_SIZES.items()}
-        context = context or keys.get("context", sizes["positions"])
-        if context == sizes["positions"]:
-            sizes["positions"] = None
-        config = model_cpu.Config(**sizes, context=context, predict=keys.get("mtp_heads", 0) + 1,
+        context = context or sizes["context"]
+        require(context <= sizes["context"], f"the context is {sizes['context']} at most, not {context}")
+        config = model_cpu.Config(**sizes | {"context": context}, predict=keys.get("mtp_heads", 0) + 1,
                                   mtp_weight=keys.get("mtp_weight", 0.0))
     # keys that change the mathematics, each with the only value that is computed here
     fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu",

@@ -664,20 +664,20 @@ matmul(void* out, Reals a, Reals b,
     int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x;
     int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
     float sum[4][4] = {};
-    a += Index(blockIdx.z) * M * I;  // in stacks: matrix i of a with matrix i of b
-    b += Index(blockIdx.z) * I * N;
-    FOR_STRIDED(k0, 0, I, DEPTH) {
+    // A piece of x, from number `first` of its rows (of a) or columns (of b) and from k0 of the sum on. along: whether
+    // neighbours in memory are neighbours in the sum; neighbouring threads take these.
+    auto load_piece = [=](float (*piece)[TILE + 1], Reals x, int first, int size, int k0, bool along) {
+        x += Index(blockIdx.z) * size * I;  // in stacks: matrix i of a with matrix i of b
         FOR_STRIDED(i, threadIdx.x, TILE * DEPTH, 256) {
-            // Neighbouring threads take neighbours in memory: along the sum (i % DEPTH), or across it (i % TILE).
-            int m = transpose_a ? i % TILE : i / DEPTH;
-            int ka = transpose_a ? i / TILE : i % DEPTH;
-            int n = transpose_b ? i / DEPTH : i % TILE;
-            int kb = transpose_b ? i % DEPTH : i / TILE;
-            A[ka][m] = m0 + m < M && k0 + ka < I
-                ? to_float(a[transpose_a ? Index(k0 + ka) * M + m0 + m : Index(m0 + m) * I + k0 + ka]) : 0.0f;
-            B[kb][n] = n0 + n < N && k0 + kb < I
-                ? to_float(b[transpose_b ? Index(n0 + n) * I + k0 + kb : Index(k0 + kb) * N + n0 + n]) : 0.0f;
+            int k = along ? i % DEPTH : i / TILE;
+            int n = along ? i / DEPTH : i % TILE;
+            Index at = along ? Index(first + n) * I + k0 + k : Index(k0 + k) * size + first + n;
+            piece[k][n] = first + n < size && k0 + k < I ? to_float(x[at]) : 0.0f;
         }
+    };
+    FOR_STRIDED(k0, 0, I, DEPTH) {
+        load_piece(A, a, m0, M, k0, !transpose_a);
+        load_piece(B, b, n0, N, k0, transpose_b);
         __syncthreads();  // the pieces are complete
         FOR(k, DEPTH)
             FOR(i, 4)
@@ -1006,14 +1006,12 @@ __device__ double gumbel(Bits seed, int t, int id) {
 }
 
 // Covers sample as Decoder.draw calls it.
-//     ids (n,heads)        what each head draws after each row of logits (n,heads,V)
-//     p (n)                the probability that head 0's logits give its id, at temperature 1, among all ids below
-//                          vocab. ids and p lie in the host's memory
+//     ids (n,heads)        what each head draws after each row of logits (n,heads,V); in the host's memory
 //     times, seeds (n)     the position that head 0 draws for, and the seed of the noise, of each row
 //     drawing (4)          temperature (above 0), top_p, top_k and vocab. For temperature 0 the host asks for
 //                          top_k = 1: the largest logit
 // Grid (n, heads); 1024 threads.
-KERNEL draw(int* ids, float* p, Floats logits,
+KERNEL draw(int* ids, Floats logits,
             Ints times, const double* drawing, const Bits* seeds, int V) {
     __shared__ Bits keys[2][32];
     __shared__ float slots[2][32];
@@ -1029,7 +1027,6 @@ KERNEL draw(int* ids, float* p, Floats logits,
     largest = block_max(largest, keys[0]);
     float top = z[id_of(largest)];
     float scale = float(1.0 / drawing[0]);
-    float sum = 0.0f;
 
     // The sum of the weights of all ids whose keys are at least `least`. An id weighs exp(scale (z - top)). With
     // scale 0 each weighs 1, and the sum counts them.
@@ -1060,14 +1057,9 @@ KERNEL draw(int* ids, float* p, Floats logits,
         floor = max(floor, key_where(mass, scale));  // which uses slots[1] first
     }
 #pragma unroll 4
-    FOR_STRIDED(id, threadIdx.x, vocab, 1024) {
-        sum += expf(z[id] - top);
+    FOR_STRIDED(id, threadIdx.x, vocab, 1024)
         if (order_key(z[id], id) >= floor)
             best = max(best, order_key(float((z[id] - top) / drawing[0] + gumbel(seeds[row], t, id)), id));
-    }
     best = block_max(best, keys[1]);
-    sum = block_sum(sum, slots[0]);
-    if (threadIdx.x > 0) return;
-    ids[index] = id_of(best);
-    if (head == 0) p[row] = expf(z[id_of(best)] - top) / sum;
+    if (threadIdx.x == 0) ids[index] = id_of(best);
 }

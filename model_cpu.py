@@ -72,7 +72,6 @@ class Config:
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
-    positions: int = None       # what a model of others can read, if we read less (`context`); else None
 
     def __post_init__(self):
         if self.hidden is None:
@@ -954,7 +953,6 @@ class Decoder:
         c = self.config = model.config
         self.model = model
         self.tokens = []
-        self.sizes = []                             # lengths of the windows at the last call of draw_rows
         # Keys and values of each token in every layer.  Those of one head lie one behind the other, as attention reads
         # them.  np.zeros takes memory only where it is written.
         self.cache = np.zeros((c.layers, 2, rows, c.kv_heads, 1, length, c.head_dim), model.dtype)
@@ -1009,43 +1007,32 @@ class Decoder:
         attend(by_group(out, config), P, q, keys, values, causal_mask(n, end, q.dtype) + self.pads[..., :end])
 
     def draw(self, tokens, rows, heads, t, sampling):
-        """Append tokens, and draw after each of the last `rows` of them -> ids (rows, heads), p (rows,).  For rows =
-        2 and heads = 3 the ids are for these positions of the text:
+        """Append tokens, and draw after each of the last `rows` of them -> ids (rows, heads).  For rows = 2 and heads =
+        3 they are for these positions of the text:
 
                                         head 0   head 1   head 2
             after the last token but 1  t        t + 1    t + 2
-            after the last token        t + 1    t + 2    t + 3
-
-        p: head 0's probabilities of its ids at temperature 1, before top_k and top_p."""
-        logits = self._read([tokens], rows, heads).astype(np.float64)
+            after the last token        t + 1    t + 2    t + 3"""
+        logits = self._read([tokens], rows, heads)
         positions = np.arange(t, t + rows)[:, None] + np.arange(heads)                  # (rows, heads)
-        ids = sample(logits.reshape(positions.size, -1), positions.ravel(), sampling).reshape(rows, heads)
-        z = logits[:, 0, :sampling.vocab]                                               # (rows, V) of head 0
-        chosen = np.take_along_axis(z, ids[:, :1], axis=1)                              # (rows, 1)
-        return ids, 1 / np.exp(z - chosen).sum(axis=1)      # exp(z_id) / sum exp(z) = 1 / sum exp(z - z_id)
+        return sample(logits.reshape(positions.size, -1), positions.ravel(), sampling).reshape(rows, heads)
 
-    def note_sizes(self, windows):
-        """Note the lengths of the windows -> whether each is one token longer than at the last call."""
-        before = self.sizes
-        self.sizes = list(map(len, windows))
-        return self.sizes == [size + 1 for size in before]
-
-    def draw_rows(self, windows, t, sampling):
+    def draw_rows(self, windows, grown, t, sampling):
         """Draw the next token of each of B texts, all at once -> ids (B,), for positions t (B,) of the texts.
-        windows: the B lists of ids to be read, the ends of the texts that fit the context.  If each is longer by one
-        than in the last call, only its last id is read.  (The ids before must be those of that call; this is not
-        checked.)  Else all are read from their beginning.
+        windows: the B lists of ids to be read, the ends of the texts that fit the context.  grown: whether each is that
+        of the last call and one id more: then only this id is read.  Else all are read from their beginning.
 
         All texts end at the same place of the cache, so the shorter ones have pads before them.  The score of a pad is
         -1e30, which exp turns into 0.  (Not -inf: a pad reads pads alone, and a softmax of nothing but -inf is NaN.)
         The positions of a text behind pads are too high, which is harmless: RoPE sees only distances."""
         tokens = [window[-1:] for window in windows]
-        if not self.note_sizes(windows):
+        if not grown:
             self.forget()
             self.pads[...] = 0.0
             tokens = []
+            longest = max(map(len, windows))
             for pads, window in zip(self.pads, windows):
-                missing = max(self.sizes) - len(window)
+                missing = longest - len(window)
                 pads[..., :missing] = -1e30
                 tokens.append([0] * missing + window)
         return sample(self._read(tokens, 1, 1)[:, 0], t, sampling)
@@ -1166,9 +1153,12 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
             waiting += rows[half:], rows[:half]
             continue
         going = range(len(rows))                    # the texts whose answers have not ended; all are drawn
+        starts = None
         for _ in range(most):
-            windows = [text[window_start(len(text), context):] for text in texts]
-            drawn = decoder.draw_rows(windows, list(map(len, texts)), own).tolist()
+            before = starts
+            starts = [window_start(len(text), context) for text in texts]
+            windows = [text[start:] for text, start in zip(texts, starts)]
+            drawn = decoder.draw_rows(windows, starts == before, list(map(len, texts)), own).tolist()
             for text, token in zip(texts, drawn):
                 text.append(token)
             for i in going:
@@ -1198,7 +1188,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
 # A draft is drawn with the noise that head 0 will use at its position.  The more alike the probabilities of the
 # two heads are, the more often both draw the same token.
 def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, vocab=None, stop=(), most=sys.maxsize,
-             speculate=None, trace=None):
+             speculate=None):
     """Continue `tokens`, a list of at least one id: yields ids one by one.  It ends before the first id that is in
     `stop`, or after `most` ids.  The text is a function of the model, the tokens and the seed (None: a new one).
     vocab: only ids below it are drawn (a tokenizer may have fewer tokens than the model has rows).
@@ -1206,10 +1196,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     model.decoder keeps what it has read.  Of a text that begins like the last one, only the rest is read.
 
     speculate: True: with all K heads; False: with head 0 alone; None: with model.draft_heads drafts.  On the CPU the
-    text is that of single steps up to the rounding of NumPy's products, whose sums depend on the number of rows.
-
-    trace: a list to which each token drawn adds (place, drafts, p).  place: how many tokens of the same call of
-    decoder.draw came before it; drafts: how many drafts this call read; p: the probability that the model gave it."""
+    text is that of single steps up to the rounding of NumPy's products, whose sums depend on the number of rows."""
     require(tokens, "generate needs at least one token to continue.")
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
@@ -1232,14 +1219,12 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             # NumPy rounds a product differently for another number of rows.  So a new window is read without drafts, as
             # it is without speculation.  Drafts that do not fit the context are dropped, too.
             drafts = []
-        ids, p = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
+        ids = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
         # the drafts that head 0 drew as well are accepted, but no more of them than there is room for
         accepted = common_length(drafts[:end - len(text) - 1], drawn)
         decoder.truncate(len(window) + accepted)    # the drafts that were not accepted are forgotten
-        for place, token in enumerate(drawn[:accepted + 1]):
-            if trace is not None:
-                trace.append((place, len(drafts), p[place]))
+        for token in drawn[:accepted + 1]:
             if token in stop:
                 return
             text.append(token)

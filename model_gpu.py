@@ -111,12 +111,8 @@ def why_no_gpu():
         return "The GPU needs CuPy: run `make gpu` (or `pip install cupy-cuda12x`)."
     if cupy.cuda.is_available():
         return None
-    driver = cupy.cuda.runtime.driverGetVersion()           # 12040: it serves CUDA 12.4; 0: there is none
-    needed = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    if 0 < driver // 1000 < needed:
-        return (f"The NVIDIA driver is too old: it serves CUDA {driver // 1000}.{driver % 1000 // 10}, this "
-                f"CuPy needs {needed}.0: update the driver, or install cupy-cuda{driver // 1000}x.")
-    return "There is no NVIDIA driver on this machine, or it finds no GPU."
+    return ("CuPy finds no GPU: there is none, or no NVIDIA driver, or one that is too old for this CuPy "
+            "(nvidia-smi shows which CUDA the driver serves).")
 
 
 def pick(device):
@@ -131,10 +127,9 @@ def pick(device):
 
 
 def take_gpu(number):
-    """From here on this process computes on the GPU with this number on its host, or on the only one."""
-    count = cupy.cuda.runtime.getDeviceCount()
-    require(count == 1 or number < count, f"this host has {count} GPUs, too few for process {number}.")
-    cupy.cuda.Device(number % count).use()
+    """From here on this process computes on the GPU with this number on its host, or on the only one.  (Two processes
+    that take the same one are refused by Nccl.)"""
+    cupy.cuda.Device(number % cupy.cuda.runtime.getDeviceCount()).use()
 
 
 def capability():
@@ -873,8 +868,8 @@ class Model:
 
 
 class Decoder(model_cpu.Decoder):
-    """Continues a text with a KV cache, as model_cpu's Decoder, which also has tokens, position, truncate, forget,
-    checked and note_sizes.  The logits stay on the GPU: it draws, and the host reads ids.  What is read, and by whom:
+    """Continues a text with a KV cache, as model_cpu's Decoder, which also has tokens, position, truncate, forget and
+    checked.  The logits stay on the GPU: it draws, and the host reads ids.  What is read, and by whom:
 
         up to max(K, FEW_ROWS) tokens of one text       draw, extend, draw_rows:    _draw -> _read_few
         a whole window, from its first token on         draw, draw_rows:            _read_windows -> _read_many
@@ -893,7 +888,6 @@ class Decoder(model_cpu.Decoder):
         self.weights = weights
         self.texts = texts
         self.tokens = []
-        self.sizes = []                             # of the windows that draw_rows has seen last
         rows = self.most_rows = max(FEW_ROWS, c.predict, texts)     # at most so many rows are drawn at once
         most = max(c.context, 16 * texts)           # at most so many tokens are read at once
         both = typed(int32,                         # the host has these arrays as well
@@ -903,7 +897,6 @@ class Decoder(model_cpu.Decoder):
                      ids=rows * c.predict)          # an answer: what was drawn
         both += typed(np.float64, drawing=4)        # temperature, top_p, top_k, vocab
         both += typed(uint64, seeds=rows)           # of the noise
-        both += typed(float32, p=rows)              # an answer: the probabilities of what head 0 drew
         # without a backward all layers compute in the arrays of one layer
         table = both + trunk_table(dataclasses.replace(c, layers=1), 1, most, gpu.real)
         table += typed(float32, logits=(rows, c.predict * c.vocab))
@@ -937,17 +930,17 @@ class Decoder(model_cpu.Decoder):
             n = 1
         # times: t + rows - 1 for the last of the n tokens, one less for the token before it, and so on
         lengths = np.arange(end - n, end)
-        ids, p = self._draw(tokens[-n:], lengths, lengths + t + rows - end, heads, sampling)
+        ids = self._draw(tokens[-n:], lengths, lengths + t + rows - end, heads, sampling)
         self.tokens += tokens
-        return ids[-rows:], p[-rows:]
+        return ids[-rows:]
 
-    def draw_rows(self, windows, t, sampling):
+    def draw_rows(self, windows, grown, t, sampling):
         """Draw the next token of each of B texts -> ids (B,): see model_cpu."""
-        if not self.note_sizes(windows):
+        if not grown:
             self._read_windows(windows)
         last = [window[-1] for window in windows]
-        ids, _ = self._draw(last, np.array(self.sizes) - 1, t, 1, sampling)
-        return ids[:, 0]
+        lengths = [len(window) - 1 for window in windows]
+        return self._draw(last, lengths, t, 1, sampling)[:, 0]
 
     def _read_windows(self, windows):
         """Read each window into the cache of its text, from the first token on, as many windows at a time as the memory
@@ -961,8 +954,8 @@ class Decoder(model_cpu.Decoder):
             self._read_many(*part.shape, texts.start)
 
     def _draw(self, tokens, lengths, times, heads, sampling):
-        """Read tokens (n,), and draw after each of them -> ids (n,heads), p (n,).  lengths (n,): how many tokens of its
-        text come before each; times (n,): the position that head 0 draws for."""
+        """Read tokens (n,), and draw after each of them -> ids (n,heads).  lengths (n,): how many tokens of its text
+        come before each; times (n,): the position that head 0 draws for."""
         V = self.config.vocab
         d = self.buffers
         host = self.host
@@ -986,12 +979,12 @@ class Decoder(model_cpu.Decoder):
                 self._read_many(n, 1, 0, d.lengths)
                 linear_forward(self.gpu, logits, d.n[:n], self.weights["heads"])
             # the kernel writes its answers to the host's memory
-            self.gpu.launch_early("draw", (n, heads), 1024, uint64(host.ids.ctypes.data),
-                                  uint64(host.p.ctypes.data), d.logits, d.times, d.drawing, d.seeds, V)
+            self.gpu.launch_early("draw", (n, heads), 1024, uint64(host.ids.ctypes.data), d.logits, d.times,
+                                  d.drawing, d.seeds, V)
 
         self.replays[n, heads](launch)                   # the same launches at every position
         current_stream().synchronize()
-        return host.ids[:n * heads].reshape(n, heads).copy(), host.p[:n].copy()
+        return host.ids[:n * heads].reshape(n, heads).copy()
 
     def _read_few(self, logits):
         """logits (n,O): the first O logits after each of n tokens, by the kernels for few rows."""

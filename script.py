@@ -110,8 +110,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(arguments)
 
     def error(self, message):
-        first = not any(int(os.environ.get(name, 0)) for name in RANK_NUMBERS)      # the others have the same mistake
-        self.exit(2, f"error: {message}; --help lists the options.\n" if first else None)
+        self.exit(2, f"error: {message}; --help lists the options.\n")
 
 
 def bounded(kind, least, most):
@@ -220,22 +219,17 @@ class Stop:
 
 def show_progress(what, unit="MB", size=1e6):
     """-> a function progress(done, total).  Both count bytes, or rows, or tokens.  It shows done / size and the unit:
-    with the size 1e6 and "MB", megabytes.  On a terminal it prints a line that rewrites itself; the line disappears if
-    all is done within a second.  Elsewhere it prints one line at the end, if there was at least one unit to do."""
+    with the size 1e6 and "MB", megabytes.  On a terminal it prints a line that rewrites itself, and disappears when all
+    is done.  Elsewhere it prints nothing."""
     start = time.monotonic()
 
     def progress(done, total):
-        seconds = max(time.monotonic() - start, 1e-9)
-        line = f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s"
         if sys.stdout.isatty():
+            seconds = max(time.monotonic() - start, 1e-9)
             left = seconds * (total - done) / max(done, 1)
-            rewrite_line(f"{line}, {100 * done / total:.0f}%, {left:.0f} s left", "")
-            if done >= total and seconds > 1:
-                print()
-            elif done >= total:
-                rewrite_line("", "")
-        elif done >= total >= size:
-            print(f"{line}, {seconds:.1f} s")
+            line = (f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s, "
+                    f"{100 * done / total:.0f}%, {left:.0f} s left")
+            rewrite_line(line if done < total else "", "")
     return progress
 
 
@@ -568,10 +562,8 @@ def work(chunk):
 # MPI starts the ranks, carries their messages, and ends all ranks when one dies.  Between GPUs NVIDIA's NCCL sums the
 # gradient (model_gpu.py).
 
-# The variables in which a launcher writes how many ranks there are, and which one this process is: of MPICH and
-# Intel MPI, of Open MPI, of srun.
+# The variables in which a launcher writes how many ranks there are: of MPICH and Intel MPI, of Open MPI, of srun.
 RANK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-RANK_NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 class Ranks:
@@ -653,8 +645,6 @@ def check_config(c):
             f"dim ({c.dim}) must be a multiple of 2 x heads (2 x {c.heads}): heads must divide {c.dim // 2}.")
     require(c.heads % c.kv_heads == 0,
             f"heads ({c.heads}) must be a multiple of kv_heads: {c.kv_heads} does not divide it.")
-    require(c.context <= (c.positions or c.context),
-            f"the context ({c.context}) cannot be more than the model's positions ({c.positions}).")
     require(c.predict == 1 or not c.tied, f"a tied head needs predict 1, not {c.predict}.")
 
 

@@ -260,40 +260,22 @@ def learn_merges(words, most_merges):
 # ------------------------------------------------------------------------------------------------------------
 # 4. Encoding, fast
 # ------------------------------------------------------------------------------------------------------------
-# Above this number of ids, with the -1 at both ends, `encode_long_word` is faster than `encode_word`.
-LONG_WORD = 200
-
-
 def encode_word(ids, rank_of, made_by):
     """The ids of one word's bytes -> the ids of its tokens.  Of the merges that fit, the one that was learned first
     is done, at its leftmost place, until none fits.
 
-    ids: with -1 at both ends.  -1 merges with nothing, so each id that can merge has two neighbours, and i is never 0;
+    ids: with -1 at both ends.  -1 merges with nothing, so each id that can merge has two neighbours;
     rank_of: {(left id, right id): the rank of their merge, 0 for the one that was learned first};
-    made_by: made_by[rank] is the id that this merge makes."""
+    made_by: made_by[rank] is the id that this merge makes.
+
+    The heap holds (rank, the places of its two ids).  A merge leaves its id at the left place, and None at the right
+    one.  So a word of n bytes takes n log n steps, also one of a million bytes without a space."""
     get = rank_of.get
-    no_merge = len(made_by)
-    ranks = [get(pair, no_merge) for pair in pairwise(ids)]     # at i: the rank of (ids[i], ids[i + 1])
-    rank = min(ranks)
-    while rank != no_merge:
-        i = ranks.index(rank)
-        new_id = made_by[rank]
-        ids[i] = new_id
-        del ids[i + 1], ranks[i]
-        # two pairs are new: the one that ends with the new id, and the one that begins with it
-        ranks[i - 1] = get((ids[i - 1], new_id), no_merge)
-        ranks[i] = get((new_id, ids[i + 1]), no_merge)
-        rank = min(ranks)
-    return ids[1:-1]
-
-
-def encode_long_word(ids, rank_of, made_by):
-    """The same for a word of any length n, in n log n steps.  The loop above takes n squared.  The heap holds (rank,
-    the places of its two ids).  A merge leaves its id at the left place, and None at the right one."""
-    heap = sorted((rank_of[pair], p, p + 1) for p, pair in enumerate(pairwise(ids)) if pair in rank_of)
+    ranks = map(get, pairwise(ids))
+    heap = sorted([(rank, p, p + 1) for p, rank in enumerate(ranks) if rank is not None])
     while heap:
         rank, p, q = heappop(heap)
-        if rank_of.get((ids[p], ids[q])) != rank:
+        if get((ids[p], ids[q])) != rank:
             continue                # another merge took one of the two since the pair was put there
         ids[p] = made_by[rank]
         ids[q] = None
@@ -304,9 +286,9 @@ def encode_long_word(ids, rank_of, made_by):
         while ids[after] is None:
             after += 1
         for left, right in (before, p), (p, after):
-            pair = ids[left], ids[right]
-            if pair in rank_of:
-                heappush(heap, (rank_of[pair], left, right))
+            rank = get((ids[left], ids[right]))
+            if rank is not None:
+                heappush(heap, (rank, left, right))
     return [token for token in ids[1:-1] if token is not None]
 
 
@@ -330,8 +312,7 @@ class Encoder(dict):
         byte_ids = self.byte_ids
         # Other people's tokenizers may lack a byte.  It is left out, and its neighbours may merge.
         ids = [-1, *[byte_ids[byte] for byte in to_bytes(word) if byte in byte_ids], -1]
-        encode = encode_long_word if len(ids) > LONG_WORD else encode_word
-        packed = array("H", encode(ids, self.rank_of, self.made_by)).tobytes()
+        packed = array("H", encode_word(ids, self.rank_of, self.made_by)).tobytes()
         if len(word) <= 64:                 # longer ones hardly come again; 60 or 70 would do as well
             if len(self) >= MAX_ENTRIES:
                 self.clear()

@@ -65,10 +65,9 @@ def test_the_newest_turns_are_read_with_the_system_text_before_them(models, monk
     read = []
     sys.stdout.reconfigure(write_through=False)
 
-    def generate(model, ids, *_, trace, **options):
+    def generate(model, ids, *_, **options):
         read.append(ids)
         for byte in answer.encode():
-            trace.append((0, 0, 1.0))
             yield byte
             assert sys.stdout.buffer.getvalue()[-1] == byte
 
@@ -187,7 +186,7 @@ def test_the_lens_is_the_euler_table(models):
     ("--model out/loop --lens a", "needs a text of at least 2 tokens"),
     ("--prompt a --lens ab", "not allowed with"),
     ("out/loop", "'out/loop' stands alone: --model names a folder"),
-    ("--model out/loop --context 141", "the context (141) cannot be more than")])
+    ("--model out/loop --context 141", "the context is 140 at most, not 141")])
 def test_what_is_refused(models, options, words):
     assert words in refused(f"chat.py {options}", models)
 

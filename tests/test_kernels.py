@@ -195,7 +195,7 @@ def test_draw_equals_sample(bench, vocab, temperature, top_k, top_p):
     logits, ids, t = f32(np.round(bench.random(6, vocab + 7), 1)), bench.store(np.full(6, -1)), 700 + np.arange(3)
     logits[:, vocab:] = 1e5
     drawing, seeds = np.array([temperature, top_p, top_k, vocab], float), np.array([3, 2 ** 64 - 5, 0], np.uint64)
-    bench.launch("draw", (3, 2), 1024, ids, bench.store(f32(t)), bench.store(logits), bench.store(t), drawing, seeds, vocab + 7)
+    bench.launch("draw", (3, 2), 1024, ids, bench.store(logits), bench.store(t), drawing, seeds, vocab + 7)
     sampling = model_cpu.Sampling(temperature, top_k, top_p, seeds.repeat(2))
     assert_array_equal(ids, model_cpu.sample(logits[:, :vocab].astype(float), np.add.outer(t, [0, 1]).ravel(), sampling))
 

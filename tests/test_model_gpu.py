@@ -258,18 +258,17 @@ def test_the_cache_equals_the_reference(card, precision, matmul, bar, change):
 @parametrize("precision, options", [("fp32", dict(temperature=0)), ("fp32", dict(temperature=1.2, top_p=0.9)),
                                     ("bf16", dict(temperature=0.8, top_k=6))])
 def test_speculation_changes_nothing(card, precision, options):
-    """Through a full window, over two calls, and from graphs.  Drafts are the default.  In fp32 the text and its probabilities
-    are those of the CPU."""
+    """Through a full window, over two calls, and from graphs.  Drafts are the default.  In fp32 the text is that of the CPU."""
     runs = []
     model, reference = models(dataclasses.replace(TINY, predict=2), precision=precision, matmul="ours")
     for one, how in (model, dict(speculate=False)), (model, {}), (reference, {}):
-        text, trace = [1, 2, 3] * 10, []
+        text = [1, 2, 3] * 10
         one.decoder.forget()
         for most in 13, 2:
-            text += [*model_cpu.generate(one, text, seed=2**64 - 5, most=most, vocab=45, trace=trace, **how, **options), 5]
-        runs.append((text, [float(p) for *_, p in trace], sum(drafts for _, drafts, _ in trace)))
-    assert runs[0][:2] == runs[1][:2] and runs[1][2] > 10
-    assert precision == "bf16" or runs[2][0] == runs[0][0] and relative(runs[2][1], np.array(runs[0][1])) < 1e-4
+            text += [*model_cpu.generate(one, text, seed=2**64 - 5, most=most, vocab=45, **how, **options), 5]
+        runs.append(text)
+    assert runs[0] == runs[1] and (precision == "bf16" or runs[2] == runs[0])
+    assert (1, 2) in model.decoder.replays and (2, 2) in model.decoder.replays      # with a draft, and without
 
 
 @parametrize("precision, bar", [("fp32", 1e-5), ("bf16", 4e-2)])
@@ -283,8 +282,8 @@ def test_many_answers_at_once(card, precision, bar):
     card.limit = 2 * card.total_bytes() - before
     found = model_cpu.generate_batch(model, prompts, sampling, {7}, 6)
     assert precision != "fp32" or found == model_cpu.generate_batch(reference, prompts, sampling, {7}, 6)
-    for _ in range(4):                                                  # read whole; then a token of each, at last from a graph
-        decoder.draw_rows(prompts[3:], np.zeros(3), Sampling())
+    for grown in False, True, True, True:           # read whole; then a token of each, at last from a graph
+        decoder.draw_rows(prompts[3:], grown, np.zeros(3), Sampling())
         for i, prompt in enumerate(prompts[3:]):
             assert relative(decoder.buffers.logits.ravel()[48 * i:][:48], reference.logits([prompt])[0, -1, 0]) < bar
             prompt.append(i)
@@ -328,11 +327,9 @@ def test_what_is_missing_is_said(insert, monkeypatch):
         card = insert(capability=capability)
         with value_error(words):
             model_gpu.Model(dataclasses.replace(TINY, **change), precision="tf32")
-    card.cuda.is_available, card.cuda.runtime.runtimeGetVersion = lambda: False, lambda: 12090
-    for driver, words in (0, "no NVIDIA driver"), (11990, "serves CUDA 11[.]99, .* needs 12.0: .*cuda11x"):
-        card.cuda.runtime.driverGetVersion = lambda: driver
-        with value_error(words):
-            model_gpu.pick("gpu")
+    card.cuda.is_available = lambda: False
+    with value_error("no NVIDIA driver, or one that is too old"):
+        model_gpu.pick("gpu")
 
 
 def test_cublas_computes_where_the_kernels_do(card):
