@@ -252,7 +252,7 @@ def main(argv):
     args = parse_arguments(argv)
     # bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too
     sys.stdin.reconfigure(errors="surrogateescape", newline=None)
-    folder = args.model or newest_checkpoint("name the folder of one with --model DIR")
+    folder = args.model or newest_checkpoint("--model DIR")
     # the lens needs the output of every layer, and only model_cpu.py keeps that
     engine = model_gpu.pick(args.device if args.lens is None else "cpu")
     options = {"training": False}

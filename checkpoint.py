@@ -195,9 +195,6 @@ LLAMA_SIZES = {
     "rope_theta": "rope_theta",
     "tie_word_embeddings": "tied",
 }
-# An old config.json does not have all keys.  These are the values that LlamaConfig takes for them.
-LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-                  "tie_word_embeddings": False}
 
 
 def llama_config(config, eos):
@@ -215,8 +212,7 @@ def read_config(folder, context=None):
     path = f"{folder}/config.json"
     keys = read_json(path)
     with refusing(f"{path} cannot be used"):
-        keys = {**LLAMA_DEFAULTS, **{key: value for key, value in keys.items() if value is not None}}
-        keys.setdefault("num_key_value_heads", keys["num_attention_heads"])
+        keys = {key: value for key, value in keys.items() if value is not None}
         # Where rope_theta may stand: in rope_scaling; if that is missing, in rope_parameters; else at the top.
         # This is the order of transformers.
         keys.update(keys.get("rope_scaling") or keys.get("rope_parameters", {}))
@@ -333,7 +329,6 @@ def load(folder, engine, options=None, context=None):
     Model (dtype, threads, training, precision); context: replaces the folder's.  ValueError, in one sentence, for a
     file or a tensor that is missing or damaged, and for a model that is not computed here."""
     path = f"{folder}/{WEIGHTS}"
-    require(exists(f"{folder}/config.json"), f"{folder} holds no checkpoint: there is no {folder}/config.json.")
     config = read_config(folder, context)
     tokenizer = read_tokenizer(folder)
     require(tokenizer.vocab_size <= config.vocab, f"{folder}: tokenizer.json is not this model's: it has "
@@ -343,9 +338,6 @@ def load(folder, engine, options=None, context=None):
         saved = f"{folder}/{key}.json"
         require(metadata.get(key) in (None, checksum(saved)),
                 f"{saved} is not as it was saved with this model.")
-    for name in list(tensors):
-        if name.endswith("rotary_emb.inv_freq"):                # an old Llama has these; here they are computed
-            del tensors[name]
     if config.tied and "lm_head.weight" in tensors:             # the same matrix as the embedding, or in its place
         head = tensors.pop("lm_head.weight")
         embed = tensors.setdefault("model.embed_tokens.weight", head)
@@ -369,7 +361,6 @@ def preset_of(base):
 def read_state(folder):
     """-> (the state that save() wrote, the moments by name) of a run's folder."""
     path = f"{folder}/{STATE}"
-    require(exists(path), f"{folder} holds no run: there is no {path}.")
     moments, metadata = read_safetensors(path)
     with refusing(f"{path} is not the state of a run"):
         return dict(json.loads(metadata["state"])), moments
@@ -412,12 +403,9 @@ def lock_folder(out):
 
 def is_empty_run(out):
     """Whether a folder holds a run that has not finished a step, and nothing else."""
-    state = f"{out}/{STATE}"
     log = f"{out}/log.jsonl"
-    if not exists(state) or {*os.listdir(out)} - RUN_FILES:
-        return False
-    with suppress(ValueError):                                      # what is damaged is no such run
-        if safetensors_metadata(state).get("step") == "0":
+    with suppress(ValueError, OSError):                             # what is damaged is no such run
+        if safetensors_metadata(f"{out}/{STATE}").get("step") == "0" and {*os.listdir(out)} <= RUN_FILES:
             return not exists(log) or b'"loss":' not in read_chunk(log)     # each step has one, an evaluation none
     return False
 

@@ -8,7 +8,6 @@ Read model_cpu.py before this.  The runs:
     python gradcheck.py --break all   plant known bugs, one by one: is each of them caught?
     python gradcheck.py --list        the names of these bugs, each with its mistake
     python gradcheck.py --gpu         the GPU engine's gradients against float64, in every precision
-    python gradcheck.py --peer        the same, with PyTorch's error beside ours
     python gradcheck.py --exercise linear      write this function yourself (graded by tests/exercises.py)
 
 The idea.  A gradient is a slope: move one weight w by h and see by how much the loss f moves.  This runs only the
@@ -55,7 +54,9 @@ and Hugging Face's Llama, in tests/peers.
 The check of the CPU does not look at the optimizer, at cached decoding, or at float32: see tests/test_model_cpu.py.
 What --gpu leaves out is in tests/test_on_gpu.py.
 
-This file imports model_cpu, model_gpu and script.  Only --exercise and --peer load a file of tests/ as well.
+PyTorch's own error on a GPU stands beside ours in the output of tests/bench.py train --peer.
+
+This file imports model_cpu, model_gpu and script.  Only --exercise loads a file of tests/ as well.
 """
 import dataclasses
 import inspect
@@ -368,11 +369,10 @@ def whole_step(model, tokens, targets):
     return {**model_cpu.param_views(flat, model.config), "whole gradient": flat, "logits": logits, "losses": losses}
 
 
-def compare_engines(precisions, std, peer):
+def compare_engines(precisions, std):
     """Print a row per tensor and a column per precision; then the whole gradient, the logits, the losses, and
     in how many entries the same step differs when it is done again -> True if all is well.  std: see make_problem.
-    Only the initial weights have bars.  peer: PyTorch's error stands beside ours, and ours may be at most 1.5 times as
-    large."""
+    Only the initial weights have bars."""
     reference, tokens, targets = make_problem(GPU_CONFIG, 256, std)
     exact = whole_step(reference, tokens, targets)
     good = True
@@ -393,13 +393,6 @@ def compare_engines(precisions, std, peer):
         differ = np.count_nonzero(step["whole gradient"] != again["whole gradient"])
         good &= differ == 0
         column["differ when repeated"] = differ
-        if peer:
-            import torch_twin           # here, since it needs PyTorch
-            gradient = torch_twin.gradient(reference, tokens, targets, precision)
-            peers = distance(gradient, exact["whole gradient"])
-            ratio = column["whole gradient"] / peers
-            column |= {"PyTorch's whole": peers, "ours / PyTorch's": ratio}
-            good &= ratio <= 1.5
         columns.append(column)
     print(f"weights {std or 'as at the start'}, {GPU_CONFIG.layers} layers of width {GPU_CONFIG.dim}, B 2 x T 256; "
           f"relative L2 from float64: {', '.join(precisions)}")
@@ -410,15 +403,15 @@ def compare_engines(precisions, std, peer):
     return good
 
 
-def run_gpu(peer):
-    """Wide weights and the initial ones, in all precisions that this GPU has.  peer: PyTorch's error beside ours."""
+def run_gpu():
+    """Wide weights and the initial ones, in all precisions that this GPU has."""
     model_gpu.pick("gpu")                           # ValueError where there is none
     # HOPPER=0 chooses what a GeForce RTX 30 or 40 runs, to check that on a Hopper, too
     model_gpu.HOPPER = os.environ.get("HOPPER") != "0"
     precisions = GPU_BARS if model_gpu.default_precision() == "bf16" else ["fp32"]
     # What makes weights wide is std x sqrt(width): 0.06 at width 768 gives 1.7, the 0.3 of TINY at width 16 gives 1.2
-    good = compare_engines(precisions, 0.06, peer)
-    return compare_engines(precisions, None, peer) and good
+    good = compare_engines(precisions, 0.06)
+    return compare_engines(precisions, None) and good
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -426,7 +419,6 @@ def run_gpu(peer):
 # ------------------------------------------------------------------------------------------------------------
 def main(argv):
     tests = f"{os.path.dirname(__file__)}/tests"
-    sys.path += tests, f"{tests}/peers"
     parser = Parser(description="Check model_cpu.py's gradients against finite differences: every entry of two "
                     f"tiny models, to {TINY_BAR:.0e}. Exit code 1: an error above the bar, a bug not caught.")
     which = parser.add_mutually_exclusive_group()
@@ -438,21 +430,21 @@ def main(argv):
     add("--exercise", metavar="NAME",
         help="first time: write the file to complete; next time: grade it. all: a table of all exercises")
     add("--gpu", action="store_true", help="the GPU engine against model_cpu, in every precision")
-    parser.add_argument("--peer", action="store_true", help="--gpu, with PyTorch's error beside ours")
     parser.add_argument("--hint", action="store_true", help="with --exercise NAME: the derivation")
     args = parser.parse_args(argv)
     require(args.exercise not in (None, "all") or not args.hint, "--hint goes with --exercise NAME.")
-    require(os.path.exists(tests) or not (args.exercise or args.peer), f"there is no {tests}, which this needs.")
 
     if args.list:
         for name, (*_, story) in BUGS.items():
             print(f"{name:20} {story}")
         return 0
     if args.exercise:
+        require(os.path.exists(tests), f"there is no {tests}, which this needs.")
+        sys.path.append(tests)
         import exercises
         good = exercises.run_exercise(args.exercise, args.hint)
-    elif args.gpu or args.peer:
-        good = run_gpu(args.peer)
+    elif args.gpu:
+        good = run_gpu()
     elif args.bug:
         good = run_breaks(BUGS if args.bug == "all" else [args.bug])
     elif args.small:

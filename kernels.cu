@@ -567,42 +567,44 @@ __device__ Eight running_mean(Eight m, Eight g, float momentum) {
     return m;
 }
 
-// m = momentum m + (1 - momentum) grad; squares (layers, blocks): sums of the squares of u.
+// m = momentum m + (1 - momentum) grad, then grad = u; squares (layers, blocks): sums of the squares of u. After a
+// norm that is not finite this kernel and the next one leave everything as it is: the matmuls then compute with
+// what lay in X, and muon_apply throws the result away.
 // Grid (blocks, layers); 256 threads.
-KERNEL muon_momentum(float* squares, float* m,
-                     Floats grad, Floats state,
+KERNEL muon_momentum(float* squares, float* m, float* grad,
+                     Floats state,
                      Index stride, int size, float momentum) {
     __shared__ float slots[32];
-    Index layer = blockIdx.y * stride;
+    if (state[2]) return;
+    m += blockIdx.y * stride;
+    grad += blockIdx.y * stride;
     float sum = 0.0f;
     FOR_STRIDED(i, own_eight(blockIdx.x), size, 2048 * gridDim.x) {
-        Eight g = load8(grad + layer + i);
-        Eight mean = running_mean(load8(m + layer + i), g, momentum);
-        Eight u = running_mean(mean, g, momentum);
+        Eight g = load8(grad + i);
+        Eight mean = store8(m + i, running_mean(load8(m + i), g, momentum));
+        Eight u = store8(grad + i, running_mean(mean, g, momentum));
         sum += dot8(u, u);
-        if (!state[2]) store8(m + layer + i, mean);
     }
     sum = block_sum(sum, slots);
     if (threadIdx.x == 0) squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
 }
 
-// X = u / (|u| + 1e-7), and grad = 0. After a norm that is not finite X keeps what lay there: the matmuls then
-// compute with it, and muon_apply throws the result away.
+// X = u / (|u| + 1e-7), and grad, which holds u, becomes 0.
 // Grid (blocks, layers), the same as of muon_momentum; 256 threads.
 KERNEL muon_input(real* X, float* grad,
-                  Floats m, Floats squares, Floats state,
-                  Index stride, int size, float momentum) {
+                  Floats squares, Floats state,
+                  Index stride, int size) {
     if (state[2]) return;
     X += Index(blockIdx.y) * size;
-    Index layer = blockIdx.y * stride;
+    grad += blockIdx.y * stride;
     float sum = 0.0f;
     FOR(b, gridDim.x) sum += squares[blockIdx.y * gridDim.x + b];
     float norm = sqrtf(sum) + 1e-7f;
     FOR_STRIDED(i, own_eight(blockIdx.x), size, 2048 * gridDim.x) {
-        Eight u = running_mean(load8(m + layer + i), load8(grad + layer + i), momentum);
+        Eight u = load8(grad + i);
         FOR(j, 8) u.x[j] /= norm;
         store8(X + i, u);
-        store8(grad + layer + i, {});
+        store8(grad + i, {});
     }
 }
 

@@ -551,8 +551,7 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, momentum):
     place = state, int64(params.size // L), size            # from layer to layer, and of a matrix
     for i, start in enumerate(starts):
         gpu.launch("muon_momentum", blocks, 256, squares[i * L:], m[start:], grads[start:], *place, momentum)
-        gpu.launch("muon_input", blocks, 256, X[i * L:], grads[start:], m[start:], squares[i * L:], *place,
-                   momentum)
+        gpu.launch("muon_input", blocks, 256, X[i * L:], grads[start:], squares[i * L:], *place)
     newton_schulz(gpu, X, Y, A, B)
     for i, start in enumerate(starts):
         gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, params[start:], weights[start:], Y[i * L:],

@@ -277,11 +277,10 @@ def set_threads():
     os.environ.update(dict.fromkeys(names, "1"))
 
 
-def newest_checkpoint(instead):
-    """-> the folder in out/ whose weights were written last.  instead: what else the user can do.  The error message
-    says it where there is no such folder."""
+def newest_checkpoint(option):
+    """-> the folder in out/ whose weights were written last.  option: the one by which the user can name another."""
     weights = glob.glob("out/*/model.safetensors")
-    require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or {instead}.")
+    require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or give {option}.")
     return os.path.dirname(max(weights, key=os.path.getmtime))
 
 

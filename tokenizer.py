@@ -337,9 +337,6 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
 # Other tokenizers have other names for <|endoftext|>.  The first of these that a tokenizer has is taken.
 TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"
-# If there are more distinct words than this, training on files keeps the more frequent half million.  10 MB of books
-# have 55,000.
-MAX_WORDS = 1_000_000
 
 
 class Tokenizer:
@@ -410,14 +407,13 @@ class Tokenizer:
 
     @classmethod
     def train_files(cls, files, vocab_size, processes=None, progress=None):
-        """Learn from files, on all cores in bounded memory.  files, processes, progress: as for `encode_files`, with
-        chunks of 4 MiB.  Lines that hold only <|endoftext|> separate documents and are not learned from."""
+        """Learn from files, on all cores.  The memory holds each different word once, 300,000 of 100 MB, say.  files,
+        processes, progress: as for `encode_files`, with chunks of 4 MiB.  Lines that hold only <|endoftext|> separate
+        documents and are not learned from."""
         chunks = [chunk for file in files for chunk in find_chunks(file, 4 * CHUNK, find_cut)]
         words = Counter()
         for counts in run_chunks(count_chunk, chunks, processes, progress):
             words.update(counts)
-            if len(words) > MAX_WORDS:                      # a rare word makes no pair frequent
-                words = Counter(dict(words.most_common(MAX_WORDS // 2)))
         return cls.from_words(words, vocab_size)
 
     def encode_file(self, path, out, processes=None):
@@ -703,8 +699,8 @@ def main(argv):
     parser.add_argument("text", help="the text; put -- before one that begins with -")
     parser.add_argument("--tokenizer", help="a tokenizer.json (default: the newest model's)")
     args = parser.parse_args(argv)
-    instead = "give --tokenizer a file tokenizer.json"
-    tokenizer = Tokenizer.load(args.tokenizer or f"{newest_checkpoint(instead)}/tokenizer.json")
+    path = args.tokenizer or f"{newest_checkpoint('--tokenizer FILE')}/tokenizer.json"
+    tokenizer = Tokenizer.load(path)
     text = os.fsencode(args.text)
     ids = tokenizer.encode(text)
     # a bar between two tokens; after a line end, which is shown as \n, a new line begins

@@ -211,9 +211,8 @@ def train(training, job, stop):
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
                 if stopping and step < settings.steps:
-                    print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} "
-                          f"--resume --out {shlex.quote(training.out)}"
-                          f"{' --reward ' + settings.reward if ':' in settings.reward else ''}", file=sys.stderr)
+                    print(f"Saved {training.out} at step {step}.  To go on: the same command, with --resume.",
+                          file=sys.stderr)
                     return 128 + (stop.signal or signal.SIGTERM)        # without a signal: another rank has one
         if evaluating:
             record = job.evaluate(step)
@@ -613,7 +612,6 @@ def open_run(script, options, out, ranks):
                   "The losses differ by rounding.")
             settings.micro_batch = rows
     checkpoint.write_moments(model, folder, moments)
-    require(tokenizer.template or script == "train.py", f"{out} has lost its chat template, in tokenizer_config.json.")
     if ranks.size > 1:
         model.communicator = model_gpu.Nccl(ranks) if settings.device == "gpu" else ranks
     return Training(model, tokenizer, settings, state, out, ranks)

@@ -182,7 +182,7 @@ def test_the_lens_is_the_euler_table(models):
 
 
 @parametrize("options, words", [
-    ("--model .", ". holds no checkpoint"),
+    ("--model .", "Cannot use ./config.json: No such file"),
     ("--model out/loop --lens a", "needs a text of at least 2 tokens"),
     ("--prompt a --lens ab", "not allowed with"),
     ("out/loop", "'out/loop' stands alone: --model names a folder"),

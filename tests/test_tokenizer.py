@@ -142,9 +142,9 @@ def test_the_plain_and_the_fast_way_learn_the_same():
             assert [*array("H", tokenizer.encoder[word])] == ids and tokenizer.decode(ids) == word
 
 
-def test_training(tokenizer, monkeypatch):
+def test_training(tokenizer):
     """Texts of any kind, or a file with separators, give the merges of their words; special tokens come last, and no
-    text gives one.  Where there are too many words, the rare ones are dropped."""
+    text gives one."""
     merges = tk.learn_merges_plain(Counter(slow_words(TEXT)), 50)
     assert [*tokenizer.merges] == merges == [*Tokenizer.train(reversed(TEXT.encode().splitlines(True)), 310).merges]
     assert tokenizer.special == dict(zip(SPECIAL_TOKENS, range(306, 310)))
@@ -153,9 +153,6 @@ def test_training(tokenizer, monkeypatch):
     assert [*Tokenizer.train_files(["a"], 310).merges] == merges
     for size in 259, 65537:
         assert str(size) in refusal(Tokenizer.train, [TEXT], size)
-    monkeypatch.setattr(tk, "MAX_WORDS", 4)
-    write("b", "c xxd yye yyd xxd zz")
-    assert Tokenizer.train_files("b", 999).tokens[258] == b" xxd"
 
 
 def test_encoding_equals_replaying_the_merges(tokenizer, monkeypatch):

@@ -143,7 +143,7 @@ def random_folder(folder, rng):
     base.pop("head_dim", None)
     kind = rng.choice([*shelf.KINDS])
     tensors = shelf.weights(base, kind, rng.randrange(1000))[1]
-    odd = rng.choice([*tensors, "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.q_proj.bias"])
+    odd = rng.choice([*tensors, "lm_head.weight", "model.layers.0.self_attn.q_proj.bias"])
     tensors[odd] = tensors.get(odd, tensors["model.embed_tokens.weight"])
     changes = {key: rng.choice(KEYS[key]) for key in rng.sample([*KEYS], rng.choice([0, 1, 1, 2, 3]))}
     shelf.write_folder(folder, base, tensors)
