@@ -543,18 +543,3 @@ def read_tokenizer(folder):
         print(f"note: {folder} has an unknown chat template, which is not used.", file=sys.stderr)
     tokenizer.template = form or ""
     return tokenizer
-
-
-def text_start(folder, tokenizer):
-    """The id of the token that begins a text.  Our models learn from documents with the first of TEXT_ENDS between
-    them, so it is that.  For other people's models it is the bos token of config.json; if there is none, the eos
-    token."""
-    keys = read_json(f"{folder}/config.json")
-    start = keys.get("bos_token_id")
-    if start is None:
-        start = keys.get("eos_token_id")
-    if "mtp_heads" in keys:
-        start = tokenizer.special_id(*TEXT_ENDS)
-    require(start in tokenizer.special.values(), f"{folder}/config.json: bos_token_id, or else eos_token_id, must be "
-            f"the id of one special token, and it is {start!r:.80}.")
-    return start

@@ -266,10 +266,10 @@ BUGS = {
 }
 
 
-def altered_functions(bug, scope=None):
-    """bug: a row of BUGS -> dict of the functions that it alters, by name, compiled from their edited source.  scope:
-    dict where the originals are, by default model_cpu's.  Nothing is replaced there: see report_damage."""
-    scope = scope or vars(model_cpu)
+def altered_functions(bug):
+    """bug: a row of BUGS -> dict of the functions of model_cpu that it alters, by name, compiled from their edited
+    source.  Nothing is replaced there: see report_damage."""
+    scope = vars(model_cpu)
     sources = {}
     altered = {}
     for edit in bug[:-1]:
@@ -362,7 +362,6 @@ def whole_step(model, tokens, targets):
     the losses."""
     logits = model.logits(tokens)
     model.flat_grads[...] = 0.0
-    model.added = False         # for the GPU: its next backward writes, as the first after an update, and does not add
     losses = model.read(model.forward(tokens, targets))
     model.backward()
     flat = model.read(model.flat_grads)

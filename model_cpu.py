@@ -1197,7 +1197,6 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
 
     speculate: True: with all K heads; False: with head 0 alone; None: with model.draft_heads drafts.  On the CPU the
     text is that of single steps up to the rounding of NumPy's products, whose sums depend on the number of rows."""
-    require(tokens, "generate needs at least one token to continue.")
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
@@ -1356,7 +1355,6 @@ def check_batch(config, tokens, targets, counted, weights):
     tokens = as_batch(config, tokens)
     targets = np.asarray(targets)
     B, T = tokens.shape
-    assert targets.shape == (B, T + config.predict - 1)
     check_tokens(config, targets, low=-1)
     if counted is None:
         counted = count_targets(targets, T, config.predict)

@@ -302,8 +302,7 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
 # 3. The layers, each as a pair forward/backward
 # ------------------------------------------------------------------------------------------------------------
 # The contract of model_cpu: outputs first (but block_forward and block_backward begin with the weights); gradients of
-# activations are written, those of weights added to.  Two functions have an argument `add`.  rmsnorm_backward with add
-# adds to dx, too.  linear_backward without add writes dw, because nothing is there yet.
+# activations are written, those of weights added to.  rmsnorm_backward with `add` adds to dx, too.
 def embedding_forward(gpu, out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
     N, C = out.shape
@@ -337,10 +336,10 @@ def linear_forward(gpu, out, x, w):
     gemm(gpu, out, x, w, transpose_b=True)
 
 
-def linear_backward(gpu, dx, dw, dout, x, w, add):
-    """dw (O,I) (+)= dout.T @ x, summed in fp32 in every precision; then dx (N,I) = dout (N,O) @ w.  dx may lie where x
-    lies.  add: dw holds a sum already, to which to add; otherwise it is written."""
-    gemm(gpu, dw, dout, x, transpose_a=True, add=add)
+def linear_backward(gpu, dx, dw, dout, x, w):
+    """dw (O,I) += dout.T @ x, summed in fp32 in every precision; then dx (N,I) = dout (N,O) @ w.  dx may lie where x
+    lies."""
+    gemm(gpu, dw, dout, x, transpose_a=True, add=True)
     gemm(gpu, dx, dout, w)
 
 
@@ -438,16 +437,16 @@ def block_forward(gpu, w, saved, shared, before, increment):
     return saved.x_mid, increment                                                   # Euler substep 2
 
 
-def block_backward(gpu, w, dw, saved, shared, dx, add):
+def block_backward(gpu, w, dw, saved, shared, dx):
     """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  The layer's gate_up is
-    overwritten.  add: see linear_backward."""
+    overwritten."""
     dn = shared.n
     dh = shared.dh
     dqkv = shared.dqkv
     dgain = shared.dgain
 
     def linear(dx, name, dout, x):
-        linear_backward(gpu, dx, getattr(dw, name), dout, x, getattr(w, name), add)
+        linear_backward(gpu, dx, getattr(dw, name), dout, x, getattr(w, name))
 
     # x = x + h @ down.T
     linear(dh, "down", dx, saved.h)                                                 # (N,C) -> (N,F)
@@ -657,7 +656,6 @@ class Model:
             free, _ = cupy.cuda.runtime.memGetInfo()
             pool.set_limit(size=pool.total_bytes() + max(1, free - RESERVE))
         self.updates = 0                            # calls of update
-        self.added = False                          # whether grads may hold a sum already
         self.communicator = None                    # sums gradients over several GPUs: train.py
         self.rows = 0                               # of config.context tokens, for which there is work memory
         size = param_count(config)
@@ -811,14 +809,11 @@ class Model:
     log_probs = model_cpu.Model.log_probs
 
     def backward(self, last=True):
-        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  After an update grads are zero, so
-        the matmuls of the first backward write and do not add.  last: this is the step's last micro-batch, after which
-        the gradients of several GPUs are added up."""
+        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last: this is the step's last
+        micro-batch, after which the gradients of several GPUs are added up."""
         require(self.saved, "backward needs a forward of its own, and between them neither logits nor update.")
         layers, shared = self.saved
         self.saved = None
-        add = self.added
-        self.added = True
         gpu = self.gpu
         w = self.weights
         grads = self.grads
@@ -827,17 +822,16 @@ class Model:
 
         def launch():
             # logits = final @ heads.T
-            linear_backward(gpu, final, grads["heads"], shared.logits, final, w["heads"], add)
-                                                                                # (N,K*V) -> (N,C)
+            linear_backward(gpu, final, grads["heads"], shared.logits, final, w["heads"])       # (N,K*V) -> (N,C)
             # final = rmsnorm(x)
             rmsnorm_backward(gpu, dx, grads["norm"], final, shared.x, shared.rstd, w["norm"],
                              shared.dgain, add=False)                           # (N,C)
             for i in reversed(range(len(layers))):
-                block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
+                block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx)
             # x = embed[tokens]
             embedding_backward(gpu, grads["embed"], dx, shared.order, shared.starts)
 
-        shared.replays["backward", add](launch)
+        shared.replays["backward"](launch)
         if last and self.communicator:
             self.communicator.all_reduce(self.flat_grads)
 
@@ -848,7 +842,6 @@ class Model:
         next backward: the host must stop."""
         c = self.config
         self.updates += 1
-        self.added = False
         self.saved = None
         self.decoder.forget()
         gradient_norm(self.gpu, self.state, self.partial, self.flat_grads, muon_part(c, self.optimizer), clip)

@@ -149,7 +149,7 @@ def draw_answers(training, reward, openings, seed):
     sampling = model_cpu.Sampling(seed=seeds, vocab=tokenizer.vocab_size)
     most = min(ANSWER_TOKENS, (T + 3) // 4)         # a quarter of the context, rounded up
     answers = model_cpu.generate_batch(
-        training.model, prompts, sampling, special, most, show_progress("answers:", "tokens", 1))
+        training.model, prompts, sampling, special, most, show_progress("tokens of answers"))
     rows = []
     rewards = []
     texts = []
@@ -174,7 +174,6 @@ def reinforce_job(training, reward):
     true_rows = [sft.make_row(training.tokenizer, conversation, T) for conversation in unseen]
     to_learn = list(dict.fromkeys(map(sft.opening, conversations)))
     held_out = list(dict.fromkeys(map(sft.opening, unseen)))[:HELD_OUT]
-    means = {}                  # {step: its mean reward}, for the progress line, which counts steps from 1
     print(f"{training.out}: {len(to_learn):,} prompts, {len(held_out):,} more held out; {GROUP} answers to each.\n"
           "loss: of a step's answers, times their weights; it may rise: look at reward\n"
           "reward: the mean reward of the answers to held-out prompts\n"
@@ -185,7 +184,7 @@ def reinforce_job(training, reward):
         prompts = max(1, settings.batch_tokens // T // GROUP)       # about batch_tokens // T answers, in whole groups
         places = train.shuffled(len(to_learn), settings.seed, step * prompts, prompts)
         rows, rewards, _ = draw_answers(training, reward, [to_learn[i] for i in places], [settings.seed, step])
-        means[step + 1] = rewards.mean()
+        training.note = f"reward {rewards.mean():.3f}"
         return rows, reinforce_weights(rewards)
 
     def evaluate(step):
@@ -207,7 +206,7 @@ def reinforce_job(training, reward):
             "samples": [(f"{rewards[i]:.2f} {held_out[i // GROUP][1]}", texts[i])
                         for i in range(0, len(rows), GROUP)[:2]]}
 
-    return train.Job(batch, evaluate, lambda step: f"reward {means[step]:.3f}")
+    return train.Job(batch, evaluate)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -263,7 +262,6 @@ def dpo_job(training):
         log_probs = [-train.row_losses(training, rows) for rows in [*batches, held_out]]
         training.state["reference"] = [part.tolist() for part in log_probs]
     *reference, held_out_reference = map(np.array, training.state["reference"])
-    margins = {}                                    # {step: z of its pairs}, for the progress line
     # the first held-out pair is shown by every evaluation
     (ids, mask), (other_ids, other_mask), *_ = held_out
     examples = [("chosen", tokenizer.decode(ids[mask])), ("rejected", tokenizer.decode(other_ids[other_mask]))]
@@ -280,7 +278,7 @@ def dpo_job(training):
         rows = batches[number]
         log_probs = -train.row_losses(training, rows)       # a forward for the weights; the loop makes the step's own
         weights, z = dpo_weights(log_probs, reference[number], settings.beta)
-        margins[step + 1] = z
+        training.note = f"dpo {dpo_loss(z):.4f}"
         # the loop divides the loss by the number of learned tokens, but DPO's is divided by the number of pairs
         return rows, weights * (train.count_learned(rows) / len(z))
 
@@ -301,7 +299,7 @@ def dpo_job(training):
             "rejected": log_probs[1::2].mean(),
             "samples": examples + train.draw_samples(training, prompts, ANSWER_TOKENS)}
 
-    return train.Job(batch, evaluate, lambda step: f"dpo {dpo_loss(margins[step]):.4f}")
+    return train.Job(batch, evaluate)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -217,18 +217,15 @@ class Stop:
             os.write(sys.stderr.fileno(), b"\nFinishing the step, then saving; once more to leave at once.\n")
 
 
-def show_progress(what, unit="MB", size=1e6):
-    """-> a function progress(done, total).  Both count bytes, or rows, or tokens.  It shows done / size and the unit:
-    with the size 1e6 and "MB", megabytes.  On a terminal it prints a line that rewrites itself, and disappears when all
-    is done.  Elsewhere it prints nothing."""
+def show_progress(what):
+    """-> a function progress(done, total).  Both count bytes, or rows, or tokens.  On a terminal it prints a line that
+    rewrites itself, and disappears when all is done.  Elsewhere it prints nothing."""
     start = time.monotonic()
 
     def progress(done, total):
         if sys.stdout.isatty():
-            seconds = max(time.monotonic() - start, 1e-9)
-            left = seconds * (total - done) / max(done, 1)
-            line = (f"{what} {done / size:,.0f} {unit}, {done / size / seconds:,.1f} {unit}/s, "
-                    f"{100 * done / total:.0f}%, {left:.0f} s left")
+            left = (time.monotonic() - start) * (total - done) / max(done, 1)
+            line = f"{what}: {done:,} of {total:,}, {100 * done / total:.0f}%, {left:.0f} s left"
             rewrite_line(line if done < total else "", "")
     return progress
 
@@ -341,15 +338,15 @@ def json_values(path):
     """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line that is not
     JSON, or not UTF-8."""
     data = read_chunk(path).removeprefix(b"\xef\xbb\xbf")      # some editors mark UTF-8 with these bytes
-    what = "is not JSON; the file must hold one list of records, or one record a line"
-    lists = re.search(rb"\]\s*\n\s*\[", data)                   # several lists, one a line: each is a record
-    if data.lstrip().startswith(b"[") and not lists:
-        with refusing(f"{path} {what}"):
-            return json.loads(data.decode())
+    with suppress(ValueError, RecursionError):                  # then it may be one value a line
+        values = json.loads(data.decode())
+        if isinstance(values, list):
+            return values
     values = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
-            with refusing(f"{path}, line {number}, {what}"):
+            with refusing(f"{path}, line {number}, is not JSON; the file must hold one list of records, or one record "
+                          "a line"):
                 values.append(json.loads(line.decode()))
     return values
 
@@ -682,20 +679,13 @@ def write_records(path, conversations):
     write_file(path, json.dumps(records).encode())
 
 
-def is_prose(paragraph):
-    """Whether a paragraph is long enough, and almost all letters, spaces and commas, so that it is no code and no
-    table."""
-    letters = re.findall(r"[^\W\d_]|[ ,.;:'-]", paragraph)
-    return len(paragraph) >= 40 and len(letters) > 0.9 * len(paragraph)
-
-
 def make_english():
     """Write data/english.txt: 1.5 MB of English that every interpreter carries, the language reference
     (pydoc_data.topics) and the docstrings of the standard library; of these the paragraphs of prose, each once.
     A question is the name of a function or class, and its answer is the first paragraph of its documentation.  Only
     paragraphs that are too short for the text, or no prose, are taken.  So hardly any answer was learned before."""
     from pydoc_data.topics import topics
-    texts = [("", topics[name]) for name in sorted(topics)]             # (the name to ask for or "", a documentation)
+    texts = [("", text) for text in topics.values()]        # (the name to ask for or "", a documentation)
     library = os.path.dirname(os.__file__)
     for path in sorted(glob.glob("**/*.py", root_dir=library, recursive=True)):
         if re.search("test|packages", path):                # installed packages are not a part of Python
@@ -709,7 +699,11 @@ def make_english():
     seen = set()
     for name, text in texts:
         paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
-        prose = list(filter(is_prose, paragraphs))
+        prose = []                      # the long ones of almost only letters, spaces and commas: no code and no table
+        for paragraph in paragraphs:
+            letters = re.findall(r"[^\W\d_]|[ ,.;:'-]", paragraph)
+            if len(paragraph) >= 40 and len(letters) > 0.9 * len(paragraph):
+                prose.append(paragraph)
         documents.append("\n\n".join(paragraph for paragraph in prose if paragraph not in seen))
         seen.update(prose)
         if name and " " in paragraphs[0] and paragraphs[0] not in prose:

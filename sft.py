@@ -140,7 +140,7 @@ def fine_tuning_job(training):
         return {**train.measure(training, {"responses": held_out}),
                 "samples": train.draw_samples(training, prompts, ANSWER_TOKENS)}
 
-    return train.Job(batch, evaluate, note=lambda step: "")
+    return train.Job(batch, evaluate)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -163,14 +163,13 @@ def shuffled(count, seed, first, number, stride=1, shifts=1):
 # ------------------------------------------------------------------------------------------------------------
 # 2. The loop
 # ------------------------------------------------------------------------------------------------------------
-# train() is what pretraining, fine-tuning and rl.py share.  A Job is what they do not share, three functions:
+# train() is what pretraining, fine-tuning and rl.py share.  A Job is what they do not share, two functions:
 #   batch: step, counted from 0 -> (rows, weights).  With weights None all rows weigh the same, and all heads learn.
 #       With weights (n,), one for each row, only head 0 learns.  batch is a pure function of the step and of the
 #       model's weights, so that a run can be resumed.
 #   evaluate: the number of steps made -> dict for log.jsonl, with numbers and with "samples": [(title, what the model
 #       says), ...].
-#   note: the number of steps made -> what the progress line shows beside the loss, or "".
-Job = collections.namedtuple("Job", "batch evaluate note")
+Job = collections.namedtuple("Job", "batch evaluate")
 REPORT_EVERY = 10           # steps.  To read a loss the host waits for the GPU, so it reads those of ten steps at once.
 EARLY = 16, 64              # these steps are evaluated, too, because the loss falls fastest at the beginning
 
@@ -198,7 +197,7 @@ def train(training, job, stop):
             losses = forward_backward(training, rows, weights)                          # (K,)
             lr = learning_rate(step - 1, settings)
             norm = model.update(lr, decay=settings.decay, momentum=settings.momentum)
-            waiting.append((step, training.state["tokens"], lr, model.later(losses, norm)))
+            waiting.append((step, training.state["tokens"], lr, training.note, model.later(losses, norm)))
 
             # The host reads the losses before a save, before it stops, on a CPU, and at every tenth step on a GPU.
             saving = evaluating or step % settings.save_every == 0
@@ -206,7 +205,7 @@ def train(training, job, stop):
             if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
                 stopping = any(ranks.all_gather(stop.signal))   # the same on all ranks: all stop after the same step
                 training.state["seconds"] = time.monotonic() - began
-                report(training, job, log, waiting, pause or stopping)
+                report(training, log, waiting, pause or stopping)
                 waiting = []
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
@@ -265,13 +264,13 @@ def learning_rate(step, settings):
     return settings.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def report(training, job, log, waiting, pause):
+def report(training, log, waiting, pause):
     """Wait for the numbers of these steps, log them, and print a line for each.  The seconds are those of the last one.
     FloatingPointError if a number is not finite.  Before a save or a stop the weights are checked, too."""
     model = training.model
     settings = training.settings
     seconds = training.state["seconds"]
-    for step, tokens, lr, wait_for_numbers in waiting:
+    for step, tokens, lr, note, wait_for_numbers in waiting:
         losses, norm = [np.asarray(array).tolist() for array in wait_for_numbers()]
         last = pause and step == model.step
         weights = model.read(model.flat_params) if last else 0.0
@@ -283,7 +282,7 @@ def report(training, job, log, waiting, pause):
                       seconds=seconds)
         minutes = seconds / step * (settings.steps - step) / 60
         speed = tokens / max(seconds, 1e-9)             # a coarse clock may show 0 seconds
-        parts = [f"step {step:5d}/{settings.steps}", f"loss {losses[0]:7.4f}", job.note(step),
+        parts = [f"step {step:5d}/{settings.steps}", f"loss {losses[0]:7.4f}", note,
                  f"{minutes:.1f} min left", f"{speed:8,.0f} tokens/s", f"norm {norm:6.2f}", f"lr {lr:.2e}"]
         print_step(step, parts, last)
 
@@ -301,7 +300,7 @@ def row_losses(training, rows):
     The rows are sorted by length, so that a batch has little padding."""
     T, K = training.sizes
     ranks = training.ranks
-    progress = show_progress("measured:", "thousand rows", 1000)
+    progress = show_progress("rows measured")
     losses = np.zeros(len(rows))
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
     left = by_length[ranks.rank::ranks.size]
@@ -361,7 +360,7 @@ def evaluate_pairs(training, path):
     """Print how often the good sentence is the more probable one, for each name, and the mean over the names.
     ValueError for a record that is no such pair, or for a sentence that is longer than the context."""
     T, _ = training.sizes
-    start = checkpoint.text_start(training.out, training.tokenizer)
+    start = training.tokenizer.special_id(*TEXT_ENDS)           # one text ends there, and the next begins
 
     def make_rows(record):
         """-> (the name, a row of the good and one of the bad sentence)."""
@@ -459,6 +458,7 @@ class Training:
     state: dict
     out: str
     ranks: Ranks                # of script.py
+    note: str = ""              # what the progress line shows beside the loss; a batch may write it
 
     @property
     def sizes(self):
@@ -644,7 +644,7 @@ def make_tokenizer(paths, vocab):
     """-> a Tokenizer, trained on the parts of these files that are not held out."""
     print(f"Training a tokenizer of {vocab} tokens.")
     sample = tokenizer_sample([(path, 0, split_point(path)) for path in map(with_plain_lines, paths)])
-    return Tokenizer.train_files(sample, vocab, progress=show_progress("words counted:"))
+    return Tokenizer.train_files(sample, vocab, progress=show_progress("bytes whose words are counted"))
 
 
 def prepare(paths, tokenizer):
@@ -671,7 +671,7 @@ def make_tokens(tokenizer, name, parts):
     key = short_hash(str([texts, tokenizer.tokens, tokenizer.merges, tokenizer.digits]))
     path = f"data/{name}-{key}.bin"
     if not exists(path):
-        tokenizer.encode_files(parts, path, progress=show_progress(f"{name} tokens:"))
+        tokenizer.encode_files(parts, path, progress=show_progress(f"bytes of {name} encoded"))
     return np.memmap(path, "<u2", "r")
 
 
@@ -735,7 +735,7 @@ def pretraining(training):
         some = {kind: rows[::every] for kind, rows in held_out.items()}
         return {**measure(training, some), "samples": draw_samples(training, prompts, 80)}
 
-    return Job(batch, evaluate, lambda step: "")
+    return Job(batch, evaluate)
 
 
 def evaluate_folder(options, ranks):

@@ -182,7 +182,7 @@ def test_drawing_says_how_far_it_is(tuned):
         sys.stdout.isatty = lambda: True
     shown = run("rl.py --base tuned --steps 1 --batch-tokens 1024 --out far", trap=terminal).stdout
     first, _, _ = shown.partition("reward 0")
-    assert re.search(r"answers: [\d,]+ tokens, .*%, \d+ s left", first)
+    assert re.search(r"tokens of answers: [\d,]+ of [\d,]+, \d+%, \d+ s left", first)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -140,17 +140,17 @@ def test_progress_lines(monkeypatch, out_text):
     """Elsewhere than on a terminal steps 1, 10, 20 .. and the last have one; on a terminal they fit it."""
     clock = itertools.count(0, 2)
     put(monkeypatch, script.time, monotonic=lambda: next(clock))
-    script.show_progress("read:")(1e6, 2e6)
+    script.show_progress("read")(1, 2)
     for step in range(1, 24):
         script.print_step(step, [str(step), "a"], step == 23)
     assert out_text() == "1  a\n10  a\n20  a\n23  a\n"
     monkeypatch.setenv("COLUMNS", "20")
     put(monkeypatch, sys.stdout, isatty=lambda: True)
-    script.show_progress("read:")(2e6, 6e6)
+    script.show_progress("read")(2000000, 6000000)
     script.print_step(7, ["eleven_char", "eight_ch", "x"], False)
     script.print_step(8, ["nineteen_characters", "x"], True)
-    assert out_text() == "\rread: 2 MB, 1.0\x1b[K\releven_char\x1b[K\rnineteen_characters\x1b[K\n"
-    script.show_progress("read:")(1, 1)
+    assert out_text() == "\rread: 2,000,000 of\x1b[K\releven_char\x1b[K\rnineteen_characters\x1b[K\n"
+    script.show_progress("read")(1, 1)
     assert out_text() == "\r\x1b[K"                     # when all is done it disappears
 
 
@@ -199,7 +199,7 @@ def test_records_are_one_list_or_one_a_line(tmp_path):
     for data in b'[{"a": 1}, 2]', b'\n {"a": 1}\r\n\r\n2', b'\xef\xbb\xbf{"a": 1}\n2\n':
         write(path, data)
         assert script.json_values(path) == [{"a": 1}, 2]
-    for data, words in (b'1\n\n"\xff"', "line 3, is not JSON"), (b'[1, {"a', "records is not JSON"):
+    for data, words in (b'1\n\n"\xff"', "line 3, is not JSON"), (b'[1, {"a', "one list of records, or one record a line"):
         write(path, data)
         with value_error(words):
             script.json_values(path)

@@ -17,7 +17,7 @@ from test_tokenizer import SMOLLM, made
 
 import checkpoint
 import model_cpu
-from tokenizer import CHATML, SPECIAL, Tokenizer
+from tokenizer import CHATML, SPECIAL
 
 # C, F, L, H, G, V
 BOTH = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -162,9 +162,6 @@ def test_what_others_have_in_their_folders_is_called_by_its_name(folder):
         write_folder(folder)
         write(f"{folder}/{name}", LFS)
         refused(folder, f"{name} is a pointer of Git LFS, and not the file: run `git lfs pull`")
-    write_folder(folder, eos_token_id=[261, 262])
-    with value_error(r"config.json: .* must be the id of one special token, and it is \[261, 262\]"):
-        checkpoint.text_start(folder, load(folder)[1])
 
 
 def test_three_hundred_shards_where_a_process_may_open_256_files(folder):
@@ -243,13 +240,6 @@ def test_a_token_of_one_file_is_not_forgiven_for_another_file(folder):
         checkpoint.read_tokenizer(folder)
 
 
-def test_a_text_begins_with_the_end_of_text_that_the_tokenizer_has(folder):
-    tokenizer = Tokenizer([bytes([byte]) for byte in range(256)] + [b"</s>"], {}, {"</s>": 256})
-    write_folder(folder)
-    write_json(folder, "config.json", {"mtp_heads": 3})
-    assert checkpoint.text_start(folder, tokenizer) == 256
-
-
 @parametrize("name, content, known", [
     ("tokenizer_config.json", "", CHATML), ("chat_template.jinja", SMOLLM.replace("\n", "\\n"), SMOLLM),
     ("chat_template.jinja", "{{ messages[0].content }}", None)])
@@ -259,5 +249,5 @@ def test_templates(folder, err_text, name, content, known):
     write(f"{folder}/{name}", content)
     write_json(folder, "tokenizer_config.json", {"add_bos_token": True, "tokenizer_class": "GPT2Tokenizer", "chat_template": CHATML})
     tokenizer = checkpoint.read_tokenizer(folder)
-    assert tokenizer.template == (known or "") and checkpoint.text_start(folder, tokenizer) == 261
+    assert tokenizer.template == (known or "")
     assert err_text() == ("" if known is not None else f"note: {folder} has an unknown chat template, which is not used.\n")
