@@ -25,7 +25,6 @@ refused, with the name of the setting.
 
 What this file does not do: it reads no pickle, no architecture but Llama's, and no adapters.
 """
-import atexit
 import dataclasses
 import glob
 import json
@@ -44,7 +43,7 @@ from tokenizer import BYTE_LEVEL, CHAT_TEMPLATE, SPECIAL, TEXT_ENDS, Tokenizer, 
 
 try:
     import fcntl
-except ImportError:         # Windows has none
+except ImportError:         # Windows has none: there nothing keeps two runs out of one folder
     fcntl = None
 
 WEIGHTS = "model.safetensors"
@@ -338,15 +337,9 @@ def load(folder, engine, options=None, context=None):
         saved = f"{folder}/{key}.json"
         require(metadata.get(key) in (None, checksum(saved)),
                 f"{saved} is not as it was saved with this model.")
-    if config.tied and "lm_head.weight" in tensors:             # the same matrix as the embedding, or in its place
-        head = tensors.pop("lm_head.weight")
-        embed = tensors.setdefault("model.embed_tokens.weight", head)
-        require(np.array_equal(head, embed),
-                f"{path}: lm_head.weight is not the embedding, though tie_word_embeddings is true.")
     model = engine.Model(config, seed=None, **(options or {}))
     fill(model, path, tensors, {name: model.params[ours][rows] for name, ours, rows in llama_names(config)})
-    with refusing(f"{path}: its step is no number"):
-        model.step = int(metadata.get("step", 0))
+    model.step = int(metadata.get("step", 0))
     return model, tokenizer
 
 
@@ -388,11 +381,7 @@ def lock_folder(out):
         if fcntl:
             # The system takes this lock back, however the process ends.  The file is never closed.
             fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            # The file itself is the lock.  If the process is killed, somebody has to delete it.
-            open(path, "x").close()
-            atexit.register(os.remove, path)
-    except (BlockingIOError, FileExistsError):
+    except BlockingIOError:
         raise ValueError(f"{out} is in use by another run, which holds {path}: choose another folder with --out."
                          ) from None
     # what a run that was killed has left: while it began, or while it saved

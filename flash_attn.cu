@@ -89,6 +89,8 @@ constexpr int THREADS = 128;  // of a block
 // can stay in registers only if the compiler knows all indices into it.
 #define EACH(n, count) _Pragma("unroll") for (int n = 0; n < count; n++)
 
+__device__ void copy_16_bytes(void* to, const void* from) { *(uint4*)to = *(const uint4*)from; }
+
 // One head of one sequence: T rows of D numbers, `stride` apart. Only heads of out and dqkv are written.
 struct Matrix {
     real* rows;
@@ -204,7 +206,7 @@ flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
 // A block owns ROWS rows: queries in the forward and in dQ, keys in dK/dV. They stay in registers, beside the
 // sums that belong to them. The rows of the other side stream past in tiles through shared memory.
 
-// Two rows belong to a group of LANES lanes of one warp. Each lane has 16 columns of both, so that what it
+// Two rows belong to a group of GROUP_LANES lanes of one warp. Each lane has 16 columns of both, so that what it
 // reads from shared memory serves twice. For D = 64 four lanes hold two rows; a warp has eight such groups, 16
 // rows. Of warp 0:
 //
@@ -216,8 +218,8 @@ flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
 //                       48-51     48-51     ...    48-51       52-55     ...    52-55       56-59    60-63
 //
 // So a row lies in lanes 8 apart: rows 0 and 1 in lanes 0, 8, 16 and 24.
-constexpr int LANES = D / 16;
-constexpr int GROUPS = 32 / LANES;                   // of a warp
+constexpr int GROUP_LANES = D / 16;
+constexpr int GROUPS = 32 / GROUP_LANES;                   // of a warp
 constexpr int WARP_ROWS = 2 * GROUPS;
 constexpr int ROWS = THREADS / 32 * WARP_ROWS;       // of a block: Br, in dK/dV Bc
 constexpr int TILE = 32;                             // rows of a tile: one for each lane of a warp
@@ -231,18 +233,18 @@ struct alignas(16) Row {
 };
 
 // The first of this lane's two rows (the table's second line), counted from the block's first.
-__device__ int own_row() { return threadIdx.x / 32 * WARP_ROWS + threadIdx.x % GROUPS * 2; }
+__device__ int own_row() { return WARP * WARP_ROWS + threadIdx.x % GROUPS * 2; }
 
 // Which column of a row is this lane's n-th (the table's other lines). They come in fours, 16 bytes. Lanes side by
 // side belong to different groups and have the same columns: when all read a row of a tile, they read one
 // address. The others read neighbouring addresses, which lie in other banks of shared memory: so no lane waits
 // for another (a bank conflict).
-__device__ int own_column(int n) { return 4 * (n / 4 * LANES + threadIdx.x % 32 / GROUPS) + n % 4; }
+__device__ int own_column(int n) { return 4 * (n / 4 * GROUP_LANES + LANE / GROUPS) + n % 4; }
 
 // A row of a head or of a tile.
 __device__ Row load(Floats from) {
     Row row;
-    FOR_STRIDED(n, 0, 16, 4) *(float4*)(row.x + n) = *(const float4*)(from + own_column(n));
+    FOR_STRIDED(n, 0, 16, 4) copy_16_bytes(row.x + n, from + own_column(n));
     return row;
 }
 
@@ -255,7 +257,7 @@ __device__ void store(Matrix to, int t, float factor, Row row, Floats angles = n
     for (float& x : row.x) x *= factor;
     for (int n = 0; n < 8 && angles; n += 2)  // the pair's second column is the lane's eighth to the right
         turn_back((float2&)row.x[n], (float2&)row.x[n + 8], angles + t * D + own_column(n));
-    FOR_STRIDED(n, 0, 16, 4) *(float4*)(to.row(t) + own_column(n)) = *(const float4*)(row.x + n);
+    FOR_STRIDED(n, 0, 16, 4) copy_16_bytes(to.row(t) + own_column(n), row.x + n);
 }
 
 // x . y, over all D columns: every lane sums its 16, then the lanes of the group add theirs
@@ -276,8 +278,8 @@ __device__ void load_tiles(Tile& x, Matrix from_x, Tile& y, Matrix from_y, int f
         int row = n / D;
         int column = n % D;
         int t = min(first + row, from_x.T - 1);
-        *(float4*)(x.rows[row] + column) = *(const float4*)(from_x.row(t) + column);
-        *(float4*)(y.rows[row] + column) = *(const float4*)(from_y.row(t) + column);
+        copy_16_bytes(x.rows[row] + column, from_x.row(t) + column);
+        copy_16_bytes(y.rows[row] + column, from_y.row(t) + column);
     }
     __syncthreads();  // the tiles are complete
 }
@@ -388,7 +390,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     for (; at.h < end; at.h++)
         FOR_STRIDED(first, j * ROWS, T, TILE) {
             load_tiles(Q, heads_of(qkv, at).q, dO, head_of(dout, at), first);
-            int t = min(first + int(threadIdx.x % 32), T - 1);  // each lane fetches the numbers of one query
+            int t = min(first + LANE, T - 1);  // each lane fetches the numbers of one query
             float lane_L = lse[numbers_at(at) + t];
             float lane_Delta = delta[numbers_at(at) + t];
             // from the first query that sees a key of this warp
@@ -552,20 +554,23 @@ __device__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" :::
 typedef float Scores[8][4];    // of 64 keys, or of 64 queries, for a warp's 16 rows of a part; P, dP, dS as well
 typedef float Rows[D / 8][4];  // 16 rows of O, dQ, dK or dV
 
+// What a lane has: of each part two rows, 64 part + 8 half + LANE / 4; and of Scores S the numbers S[n][e].
+#define EACH_ROW EACH(part, PARTS) EACH(half, 2)
+#define EACH_SCORE EACH(n, 8) EACH(e, 4)
+
 // exp(x) = exp2(LOG2_E x), and exp2f is one instruction, because CuPy compiles with -ftz=true.
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // The number of this thread's warp, from lane 0, which tells the compiler that all lanes agree on it.
-__device__ int warp_number() { return __shfl_sync(0xFFFFFFFF, int(threadIdx.x / 32), 0); }
+__device__ int warp_number() { return __shfl_sync(0xFFFFFFFF, WARP, 0); }
 
 // Masks the scores whose key lies in their query's future. S has queries from `query` on as rows, keys from
 // `key` on as columns; or, TRANSPOSED, the other way round.
 template <bool TRANSPOSED>
 __device__ void mask_future(Scores& S, int query, int key) {
-    int lane = threadIdx.x % 32;
-    EACH(n, 8) EACH(e, 4) {
-        int row = lane / 4 + e / 2 * 8;
-        int column = 8 * n + lane % 4 * 2 + e % 2;
+    EACH_SCORE {
+        int row = LANE / 4 + e / 2 * 8;
+        int column = 8 * n + LANE % 4 * 2 + e % 2;
         if (TRANSPOSED ? key + row > query + column : key + column > query + row) S[n][e] = MASKED;
     }
 }
@@ -630,30 +635,29 @@ __device__ void arrive() {
 // are written.
 __device__ void store(Matrix to, Rows (&O)[PARTS], float factor,
                       char* tile, int row, int first, Floats angles = nullptr) {
-    int lane = threadIdx.x % 32;
-    if (angles) EACH(part, PARTS) EACH(half, 2) EACH(n, D / 16) {
-        int t = min(first + 64 * part + 8 * half + lane / 4, to.T - 1);
+    if (angles) EACH_ROW EACH(n, D / 16) {
+        int t = min(first + 64 * part + 8 * half + LANE / 4, to.T - 1);
         float2& x1 = (float2&)O[part][n][2 * half];
         float2& x2 = (float2&)O[part][n + D / 16][2 * half];
-        turn_back(x1, x2, angles + t * D + 8 * n + lane % 4 * 2);
+        turn_back(x1, x2, angles + t * D + 8 * n + LANE % 4 * 2);
     }
     tile += row * ROW_BYTES;
-    EACH(part, PARTS) EACH(half, 2) EACH(n, D / 8) {
+    EACH_ROW EACH(n, D / 8) {
         float x = factor * O[part][n][2 * half];
         float y = factor * O[part][n][2 * half + 1];
-        int column = 8 * n + lane % 4 * 2;
-        char* at = tile + offset(64 * part + 8 * half + lane / 4, column / CHUNK);
+        int column = 8 * n + LANE % 4 * 2;
+        char* at = tile + offset(64 * part + 8 * half + LANE / 4, column / CHUNK);
         at += column % CHUNK * sizeof(real);
         if (BF16) *(unsigned*)at = pack_bf16(x, y);
         else *(float2*)at = {x, y};
     }
     __syncwarp();  // the rows are complete
     #pragma unroll
-    FOR_STRIDED(n, lane, 16 * PARTS * CHUNKS, 32) {
+    FOR_STRIDED(n, LANE, 16 * PARTS * CHUNKS, 32) {
         int r = n / CHUNKS / 16 * 64 + n / CHUNKS % 16;
         int chunk = n % CHUNKS;
         real* at = to.row(first + r) + chunk * CHUNK;
-        if (first + r < to.T) *(uint4*)at = *(const uint4*)(tile + offset(r, chunk));
+        if (first + r < to.T) copy_16_bytes(at, tile + offset(r, chunk));
     }
 }
 
@@ -667,15 +671,13 @@ __device__ void load_matrices(unsigned* words, const char* row) {
 
 // The left operand of a product: 2 chunks of this warp's 16 rows of a part.
 __device__ void load_a(unsigned* a, const char* part, int step) {
-    int lane = threadIdx.x % 32;
-    load_matrices(a, part + (offset(16 * warp_number() + lane % 16, lane / 16) ^ 32 * step));
+    load_matrices(a, part + (offset(16 * warp_number() + LANE % 16, LANE / 16) ^ 32 * step));
 }
 
 // Two right operands of A B^T: b[0], b[1] are 2 chunks of rows `row` .. row + 7, b[2], b[3] of the eight
 // after them.
 __device__ void load_bt(unsigned* b, const char* tile, int row, int step) {
-    int lane = threadIdx.x % 32;
-    load_matrices(b, tile + row * ROW_BYTES + (offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ 32 * step));
+    load_matrices(b, tile + row * ROW_BYTES + (offset(LANE % 8 + LANE / 16 * 8, LANE / 8 % 2) ^ 32 * step));
 }
 
 // Word i of the left operand that pieces n and n + 1 of P are, or in tf32 piece n alone. Rounded to bf16
@@ -701,12 +703,11 @@ __device__ unsigned left_operand(const Scores& P, int n, int i) {
 // The right operands of A B, from row `row` and column 8d on: two of 16 x 8 in bf16. In tf32 one of 8 x
 // 8, by plain loads, since ldmatrix cannot transpose 32-bit elements.
 __device__ void load_b(unsigned* b, const char* tile, int row, int d) {
-    int lane = threadIdx.x % 32;
-    int column = 8 * d + lane / 4;
+    int column = 8 * d + LANE / 4;
     tile += row * ROW_BYTES;
-    if (BF16) ldmatrix_x4_transposed(b, tile + (offset(lane % 16, lane / 16) ^ 16 * d));
+    if (BF16) ldmatrix_x4_transposed(b, tile + (offset(LANE % 16, LANE / 16) ^ 16 * d));
     else EACH(i, 2) {
-        int at = offset(2 * (lane % 4) + i, column / CHUNK) + column % CHUNK * 4;
+        int at = offset(2 * (LANE % 4) + i, column / CHUNK) + column % CHUNK * 4;
         b[i] = round_tf32(*(const unsigned*)(tile + at));
     }
 }
@@ -720,7 +721,7 @@ __device__ void gemm_abt(Scores& S, const char* A, const char* B) {
         wgmma_begin();  // step is `add` as well: the first writes S, the others add to it
         EACH(step, STEPS) wgmma_abt(S[0], wgmma_tile(A) + 2 * step, wgmma_tile(B) + 2 * step, step);
     } else {
-        EACH(n, 8) EACH(e, 4) S[n][e] = 0.0f;
+        EACH_SCORE S[n][e] = 0.0f;
         EACH(step, STEPS) {
             unsigned a[4], b[4];
             load_a(a, A, step);
@@ -786,7 +787,6 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     extern __shared__ __align__(1024) char Q_tile[];
     char* stages = Q_tile + PARTS * TILE_BYTES;  // two of K and V
     int i = (T - 1) / ROWS - blockIdx.z;         // the longest work first, as above
-    int lane = threadIdx.x % 32;
     int row = 16 * warp_number();                // the warp's first row of the tile
     int first = i * ROWS + row;                  // the query in that row
     float scale = rsqrtf(D), scale2 = scale * LOG2_E;
@@ -798,7 +798,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     Rows O[PARTS] = {};
     float maximum[PARTS][2];
     float sum[PARTS][2] = {};
-    EACH(part, PARTS) EACH(half, 2) maximum[part][half] = MASKED;
+    EACH_ROW maximum[part][half] = MASKED;
     over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
         float (&m)[2] = maximum[part];
         float (&l)[2] = sum[part];
@@ -814,10 +814,8 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
         EACH(half, 2) {
             float x = MASKED;
             EACH(n, 8) x = fmaxf(x, fmaxf(S[n][2 * half], S[n][2 * half + 1]));
-            for (int bit = 1; bit <= 2; bit *= 2)  // over the four lanes that share a row
-                x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
-            m_new[half] = x;
-            grown |= (x - m[half]) * scale2 > 8.0f;
+            m_new[half] = lanes_max(x, 1, 4);  // over the four lanes that share a row
+            grown |= (m_new[half] - m[half]) * scale2 > 8.0f;
         }
         if (__any_sync(0xFFFFFFFF, grown))
             EACH(half, 2) {
@@ -827,18 +825,18 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
                 l[half] *= alpha;
                 EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= alpha;
             }
-        EACH(n, 8) EACH(e, 4) {
+        EACH_SCORE {
             S[n][e] = exp2f(S[n][e] * scale2 - m[e / 2] * scale2);  // P
             l[e / 2] += S[n][e];  // this lane's part of the row's sum
         }
         gemm_ab(O[part], S, K_tile + TILE_BYTES);
         finish(O[part]);
     });
-    EACH(part, PARTS) EACH(half, 2) {
+    EACH_ROW {
         float& l = sum[part][half];
         l = lanes_sum(l, 1, 4);
-        int query = first + 64 * part + 8 * half + lane / 4;
-        if (lane % 4 == 0 && query < T)
+        int query = first + 64 * part + 8 * half + LANE / 4;
+        if (LANE % 4 == 0 && query < T)
             lse[numbers_at(at) + query] = maximum[part][half] * scale + logf(l);
         EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= 1.0f / l;
     }
@@ -856,7 +854,6 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
     char* dO_tile = Q_tile + PARTS * TILE_BYTES;
     char* stages = dO_tile + PARTS * TILE_BYTES;  // two of K and V
     int i = gridDim.z - 1 - blockIdx.z;
-    int lane = threadIdx.x % 32;
     int row = 16 * warp_number();
     int first = i * ROWS + row;
     float scale = rsqrtf(D), scale2 = scale * LOG2_E;
@@ -868,23 +865,23 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
     float lse2[PARTS][2], Delta[PARTS][2];
     // This lane's chunks of O, asked for before the wait, so that all copies are under way at once.
     uint4 O[PARTS][2][CHUNKS_OF_A_LANE];
-    EACH(part, PARTS) EACH(half, 2) {
-        int query = min(first + 64 * part + 8 * half + lane / 4, T - 1);
+    EACH_ROW {
+        int query = min(first + 64 * part + 8 * half + LANE / 4, T - 1);
         lse2[part][half] = lse[numbers_at(at) + query] * LOG2_E;
-        Reals from = head_of(out, at).rows + (long long)query * H * D + lane % 4 * CHUNK;
+        Reals from = head_of(out, at).rows + (long long)query * H * D + LANE % 4 * CHUNK;
         EACH(n, CHUNKS_OF_A_LANE) O[part][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
     }
     arrive();
-    EACH(part, PARTS) EACH(half, 2) {  // delta_i = dO_i . O_i, by the four lanes that share the row
-        int r = 64 * part + 8 * half + lane / 4;
+    EACH_ROW {  // delta_i = dO_i . O_i, by the four lanes that share the row
+        int r = 64 * part + 8 * half + LANE / 4;
         float sum = 0.0f;
         EACH(n, CHUNKS_OF_A_LANE) EACH(e, 4) {
-            auto chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + lane % 4));
+            auto chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + LANE % 4));
             sum += dot(chunk[e], (&O[part][half][n].x)[e]);
         }
         sum = lanes_sum(sum, 1, 4);
         Delta[part][half] = sum;
-        if (lane % 4 == 0 && first + r < T) delta[numbers_at(at) + first + r] = sum;
+        if (LANE % 4 == 0 && first + r < T) delta[numbers_at(at) + first + r] = sum;
     }
 
     Rows dQ[PARTS] = {};
@@ -895,7 +892,7 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
         finish(S);
         finish(dP);
         if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
-        EACH(n, 8) EACH(e, 4) {
+        EACH_SCORE {
             float p = exp2f(S[n][e] * scale2 - lse2[part][e / 2]);
             S[n][e] = p * (dP[n][e] - Delta[part][e / 2]);  // dS
         }
@@ -932,7 +929,6 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     char* stages = V_tile + PARTS * TILE_BYTES;          // two of Q and dO
     float* numbers = (float*)(stages + 4 * TILE_BYTES);  // two of lse and delta
     int j = blockIdx.z;
-    int lane = threadIdx.x % 32;
     int row = 16 * warp_number();
     int first = j * ROWS + row;
     float scale = rsqrtf(D), scale2 = scale * LOG2_E;
@@ -973,7 +969,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
             int key = first + 64 * part;
             if (query < key + 15) mask_future<true>(St, query, key);
             EACH(i, 8) {
-                Floats from = lse_tile + 8 * i + lane % 4 * 2;  // this lane's columns: two queries
+                Floats from = lse_tile + 8 * i + LANE % 4 * 2;  // this lane's columns: two queries
                 float2 L = *(const float2*)from;
                 float2 Delta = *(const float2*)(from + 64);
                 EACH(e, 4) {  // P^T and dS^T

@@ -90,6 +90,10 @@
 // would add the types of the arguments to it.)
 #define KERNEL extern "C" __global__ void
 
+// The number of this thread in its warp, and of this warp in its block.
+#define LANE int(threadIdx.x % 32)
+#define WARP int(threadIdx.x / 32)
+
 typedef long long Index;      // a place in an array that may have more than 2^31 entries
 typedef const float* Floats;  // arrays that a function only reads; float* and real* are written
 typedef const int* Ints;
@@ -183,9 +187,10 @@ __device__ float lanes_sum(float x, int first, int end) {
     return x;
 }
 
+// The largest number of the same lanes.
 template <class T>
-__device__ T warp_max(T x) {
-    for (int bit = 16; bit > 0; bit /= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
+__device__ T lanes_max(T x, int first, int end) {
+    for (int bit = first; bit < end; bit *= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, bit));
     return x;
 }
 
@@ -194,7 +199,7 @@ __device__ T warp_max(T x) {
 // reading.
 __device__ float block_sum(float x, float* slots) {
     x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
+    if (LANE == 0) slots[WARP] = x;
     __syncthreads();
     x = 0.0f;
     FOR(w, blockDim.x / 32) x += slots[w];
@@ -203,8 +208,8 @@ __device__ float block_sum(float x, float* slots) {
 
 template <class T>
 __device__ T block_max(T x, T* slots) {
-    x = warp_max(x);
-    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
+    x = lanes_max(x, 1, 32);
+    if (LANE == 0) slots[WARP] = x;
     __syncthreads();
     FOR(w, blockDim.x / 32) x = max(x, slots[w]);
     return x;
@@ -235,19 +240,18 @@ KERNEL embedding_forward(real* out, Ints tokens, Reals embed, int C) {
 // Grid (V, ceil(C/256)); 256 threads.
 KERNEL embedding_backward(float* dembed, Reals dout, Ints order, Ints starts, int C) {
     __shared__ Eight parts[8][32];
-    int lane = threadIdx.x % 32, part = threadIdx.x / 32;
-    int column = 256 * blockIdx.y + 8 * lane;
+    int column = 256 * blockIdx.y + 8 * LANE;
     int first = starts[blockIdx.x], end = starts[blockIdx.x + 1];
     if (first == end) return;
     Eight sum = {};
     if (column < C)
-        FOR_STRIDED(j, first + part, end, 8) sum += load8(dout + Index(order[j]) * C + column);
-    parts[part][lane] = sum;
+        FOR_STRIDED(j, first + WARP, end, 8) sum += load8(dout + Index(order[j]) * C + column);
+    parts[WARP][LANE] = sum;
     __syncthreads();
-    if (part > 0 || column >= C) return;
+    if (WARP > 0 || column >= C) return;
     float* row = dembed + Index(blockIdx.x) * C + column;
     Eight total = load8(row);
-    FOR(p, 8) total += parts[p][lane];
+    FOR(p, 8) total += parts[p][LANE];
     store8(row, total);
 }
 
@@ -339,16 +343,15 @@ rmsnorm_backward(real* dx, float* partial, Reals dout,
 // Grid (C/32), C being a multiple of 32; 1024 threads: 32 columns x 32 parts of the rows.
 KERNEL column_sum(float* out, Floats partial, int rows, int C) {
     __shared__ float parts[32][32];
-    int lane = threadIdx.x % 32, part = threadIdx.x / 32;
-    int column = 32 * blockIdx.x + lane;
+    int column = 32 * blockIdx.x + LANE;
     float sum = 0.0f;
 #pragma unroll 8
-    FOR_STRIDED(row, part, rows, 32) sum += partial[Index(row) * C + column];
-    parts[part][lane] = sum;
+    FOR_STRIDED(row, WARP, rows, 32) sum += partial[Index(row) * C + column];
+    parts[WARP][LANE] = sum;
     __syncthreads();
-    if (part > 0) return;
+    if (WARP > 0) return;
     sum = 0.0f;
-    FOR(p, 32) sum += parts[p][lane];
+    FOR(p, 32) sum += parts[p][LANE];
     out[column] += sum;
 }
 
@@ -796,7 +799,7 @@ __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Ta
         float factor = of.gain ? rsqrtf(warp_sum(squares[r]) / of.I + of.eps) : 1.0f;
         float total_a = factor * warp_sum(sum_a[r]);
         float total_b = factor * warp_sum(sum_b[r]);
-        if (threadIdx.x % 32 == 0 && first + r < of.n) take(first + r, total_a, total_b);
+        if (LANE == 0 && first + r < of.n) take(first + r, total_a, total_b);
     }
 }
 
@@ -817,7 +820,7 @@ __device__ void two_products(Product of, int row_a, int row_b, int warps, Take t
 }
 
 // The number of the pair of outputs that this warp owns; a block has four warps.
-__device__ int own_pair() { return 4 * blockIdx.x + threadIdx.x / 32; }
+__device__ int own_pair() { return 4 * blockIdx.x + WARP; }
 
 // Covers rmsnorm_forward, linear_forward and rope_forward, the first three calls of block_forward:
 //
@@ -857,8 +860,8 @@ decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
     int o = 2 * blockIdx.x;
     int row = GROUP_ROWS * blockIdx.y + threadIdx.x / 2;
     two_products({y, nullptr, 0.0f, w, n, I}, o, o + 1, 4, [&](int r, float a, float b) {
-        parts[2 * (r % GROUP_ROWS)][threadIdx.x / 32] = a;
-        parts[2 * (r % GROUP_ROWS) + 1][threadIdx.x / 32] = b;
+        parts[2 * (r % GROUP_ROWS)][WARP] = a;
+        parts[2 * (r % GROUP_ROWS) + 1][WARP] = b;
     });
     __syncthreads();
     if (threadIdx.x >= 2 * GROUP_ROWS || row >= n) return;
@@ -918,10 +921,9 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     __shared__ float2 part_ml[WARPS];
     int h = blockIdx.x, row = blockIdx.y;
     int length = lengths[row] + 1;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int group_lanes = D / 8;         // lanes of a group, eight columns each
     int groups = 32 / group_lanes;   // of a warp
-    int piece = lane % group_lanes;
+    int piece = LANE % group_lanes;
     int column = threadIdx.x;
     int step = WARPS * groups;  // of the block's groups each takes a key
     Index width = 2 * G * D;
@@ -938,8 +940,14 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     Eight q8 = load8(q + 8 * piece);
     float m = MASKED, l = 0.0f;
     Eight sum = {};
-    FOR_STRIDED(from, warp * groups, length, 4 * step) {
-        int first = from + lane / group_lanes;
+    auto rescale = [&](float larger) {  // l and sum become relative to a larger maximum
+        float factor = expf(m - larger);
+        m = larger;
+        l *= factor;
+        FOR(c, 8) sum.x[c] *= factor;
+    };
+    FOR_STRIDED(from, WARP * groups, length, 4 * step) {
+        int first = from + LANE / group_lanes;
         float score[4], largest = m;
         Packed v[4];
         FOR(i, 4) {
@@ -950,10 +958,7 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
             score[i] = j < length ? dot * rsqrtf(float(D)) : MASKED;
             largest = fmaxf(largest, score[i]);
         }
-        float factor = expf(m - largest);
-        l *= factor;
-        FOR(c, 8) sum.x[c] *= factor;
-        m = largest;
+        rescale(largest);
         FOR(i, 4) {
             float weight = first + i * step < length ? expf(score[i] - m) : 0.0f;
             Eight x = unpack8(v[i]);
@@ -961,14 +966,11 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
             FOR(c, 8) sum.x[c] += weight * x.x[c];
         }
     }
-    float largest = warp_max(m);
-    float factor = expf(m - largest);
-    l = warp_sum(factor * l) / group_lanes;  // each of a group's lanes has its l
-    FOR(c, 8) sum.x[c] *= factor;
-    for (int bit = group_lanes; bit < 32; bit *= 2)
-        FOR(c, 8) sum.x[c] += __shfl_xor_sync(0xFFFFFFFF, sum.x[c], bit);
-    if (lane < group_lanes) part_y[warp][lane] = sum;
-    if (lane == 0) part_ml[warp] = {largest, l};
+    rescale(lanes_max(m, 1, 32));
+    l = warp_sum(l) / group_lanes;  // each of a group's lanes has its l
+    FOR(c, 8) sum.x[c] = lanes_sum(sum.x[c], group_lanes, 32);
+    if (LANE < group_lanes) part_y[WARP][LANE] = sum;
+    if (LANE == 0) part_ml[WARP] = {m, l};
     __syncthreads();
     if (column >= D) return;
     float all_l = 0.0f, all_y = 0.0f;

@@ -1125,18 +1125,14 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     sampling.seed: (B,), one a prompt.
     progress: None, or called as progress(tokens so far, at most so many) after each token.
 
-    When a window moves, it is read anew, and with it all rows of its batch.  A full window moves each time its text has
-    `stride` more tokens.  So the prompts whose windows will move come in batches by len(prompt) % stride: those of one
-    batch move together.  Where the memory does not hold the caches of a batch, its halves are drawn one after the
-    other.  A single text that does not fit is a MemoryError."""
+    When a window moves, it is read anew, and with it all rows of its batch.  So a prompt whose window will move is
+    drawn alone.  Where the memory does not hold the caches of a batch, its halves are drawn one after the other.  A
+    single text that does not fit is a MemoryError."""
     context = model.config.context
-    stride = context - context // 2                 # by which a window moves: see window_start
-    batches = {}
+    batches = {}                                    # None: those whose windows do not move
     for row, prompt in enumerate(prompts):
-        when_full = None
-        if window_start(len(prompt) + most - 1, context):
-            when_full = len(prompt) % stride
-        batches.setdefault(when_full, []).append(row)
+        alone = row if window_start(len(prompt) + most - 1, context) else None
+        batches.setdefault(alone, []).append(row)
     waiting = list(batches.values())
     answers = [[] for _ in prompts]
     while waiting:

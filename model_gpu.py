@@ -65,7 +65,6 @@ there is no CuPy or no GPU; pick and Model then say in one sentence what is miss
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import pathlib
 import struct
@@ -578,25 +577,24 @@ def allocate(empty, table):
 
 
 class Inputs:
-    """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs beside the host, which must
-    not write there before the copy is done.  Two pinned arrays serve alternately: so the host waits only for the
-    copy before the last one."""
+    """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs beside the host.  Before the host
+    writes there again, the last copy must be done: then the GPU has begun the step before, and so has work for as long
+    as the host prepares the next one."""
 
     def __init__(self, table):
         self.device, self.arrays = allocate(cupy.empty, table)
-        self.slots = itertools.cycle([
-            (*allocate(cupyx.empty_pinned, table), cupy.cuda.Event(disable_timing=True)) for _ in range(2)])
+        self.pinned, self.views = allocate(cupyx.empty_pinned, table)
+        self.copied = cupy.cuda.Event(disable_timing=True)
         # this pinned memory may have had another owner, whose copies are still queued: wait for these
         current_stream().synchronize()
 
     def send(self, **values):
         """values: arrays by name; a short one fills the front of its place."""
-        pinned, views, event = next(self.slots)
-        event.synchronize()
+        self.copied.synchronize()
         for name, value in values.items():
-            views[name][:value.size] = value.ravel()
-        self.device.set(pinned)
-        event.record()
+            self.views[name][:value.size] = value.ravel()
+        self.device.set(self.pinned)
+        self.copied.record()
 
 
 class Replay:

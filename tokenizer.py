@@ -462,8 +462,8 @@ class Tokenizer:
         What is in brackets stands only in the first turn, and only if there is a system text.
 
             text     str or bytes
-            room     the most ids that there may be.  If the turn is longer, the text loses its beginning.  If there is
-                     no room for what surrounds the text, only the first id and the last room - 1 ids are kept.
+            room     the most ids that there may be.  If the turn is longer, the text loses its beginning.  (If there is
+                     too little room for what surrounds the text, that loses some ids, too.)
             system   str or bytes.  None: the template's own, if it has one.  Empty: ours leaves it out, and ChatML has
                      a system turn with an empty text.
             first    False for a later turn.  In ChatML it begins with the "\n" that ends the answer before it."""
@@ -487,8 +487,6 @@ class Tokenizer:
         if room is None or len(ids) <= room:
             return ids
         kept = len(self.join(*before, head))            # about where the text begins
-        if kept + len(self.join(*after)) > room:
-            kept = 1
         surplus = len(ids) - room
         return ids[:kept] + ids[kept + surplus:]
 

@@ -155,19 +155,16 @@ class Twin(model_cpu.Model):
     ("all", 0, 1), ("norm", 0, 2), ("logits", 0, 1), ("losses", 1, 1), ("losses", 1, -1)])
 def test_the_bars_of_a_gpu(monkeypatch, out_text, name, bar, times):
     put(monkeypatch, model_gpu, Model=Twin, why_no_gpu=lambda: None, default_precision=lambda: "bf16")
-    wide = model_cpu.Config(dim=16, heads=2, kv_heads=1, layers=1, context=256, vocab=16, predict=2)
-    monkeypatch.setattr(gradcheck, "GPU_CONFIG", wide)
+    narrow = model_cpu.Config(dim=16, heads=2, kv_heads=1, layers=1, context=256, vocab=16, predict=2)
+    monkeypatch.setattr(gradcheck, "GPU_CONFIG", narrow)
     for precision, bars in gradcheck.GPU_BARS.items():
         for share, code in (0.95, 0), (1.05, 1):
             Twin.off = {precision: {name: share * times * bars[bar]}}
             assert gradcheck.main(["--gpu"]) == code
-            wide, narrow = out_text().split("weights as at the start")
-            assert narrow.endswith("all within the bars\n" if code == 0 else "FAILED\n")
-            assert "bar of the whole" in narrow and "bar of the whole" not in wide
-            assert wide.endswith("the same bits when repeated; wide weights have no bars\n")
+            assert out_text().endswith("all within the bars\n" if code == 0 else "FAILED\n")
     Twin.off = {"tf32": {"repeated": 1e-9}}
     assert gradcheck.main(["--gpu"]) == 1
-    assert out_text().count("FAILED\n") == 2
+    assert "FAILED\n" in out_text()
     monkeypatch.setattr(model_gpu, "why_no_gpu", lambda: "There is none.")
     with value_error("There is none."):
         gradcheck.main(["--gpu"])
