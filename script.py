@@ -505,14 +505,14 @@ def find_chunks(file, size, find_cut):
     return [(path, a, b) for a, b in itertools.pairwise([start, *cuts, end])]
 
 
-def run_chunks(function, chunks, processes, progress):
-    """Yield function(*chunk) of each chunk, in order.  It works in several processes if each gets at least
-    WORTH_A_PROCESS bytes, else in this one.
+def run_chunks(function, chunks, progress):
+    """Yield function(*chunk) of each chunk, in order.  It works in a process for each core if each gets at least
+    WORTH_A_PROCESS bytes, else in fewer, or in this one.
 
-    function: one that can be pickled; chunks: list of (path, start, end); processes: None for all cores;
+    function: one that can be pickled; chunks: list of (path, start, end);
     progress: None, or called as progress(done bytes, all bytes) for each chunk."""
     sizes = [end - start for _, start, end in chunks]
-    processes = min(processes or available_cores(), len(chunks), sum(sizes) // WORTH_A_PROCESS)
+    processes = min(available_cores(), len(chunks), sum(sizes) // WORTH_A_PROCESS)
     results = itertools.starmap(function, chunks)
     if processes > 1:
         results = run_processes(function, chunks, processes)

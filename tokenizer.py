@@ -406,23 +406,23 @@ class Tokenizer:
     # Files.  These methods use section 6, and can wait.
 
     @classmethod
-    def train_files(cls, files, vocab_size, processes=None, progress=None):
+    def train_files(cls, files, vocab_size, progress=None):
         """Learn from files, on all cores.  The memory holds each different word once, 300,000 of 100 MB, say.  files,
-        processes, progress: as for `encode_files`, with chunks of 4 MiB.  Lines that hold only <|endoftext|> separate
-        documents and are not learned from."""
+        progress: as for `encode_files`, with chunks of 4 MiB.  Lines that hold only <|endoftext|> separate documents
+        and are not learned from."""
         chunks = [chunk for file in files for chunk in find_chunks(file, 4 * CHUNK, find_cut)]
         words = Counter()
-        for counts in run_chunks(count_chunk, chunks, processes, progress):
+        for counts in run_chunks(count_chunk, chunks, progress):
             words.update(counts)
         return cls.from_words(words, vocab_size)
 
-    def encode_file(self, path, out, processes=None):
+    def encode_file(self, path, out):
         """Encode a file into a file: see `encode_files`."""
-        return self.encode_files([path], out, processes)
+        return self.encode_files([path], out)
 
-    def encode_files(self, files, out, processes=None, progress=None):
-        """Encode files, one after the other, into the file `out` of little-endian uint16 ids.  Returns the number of
-        ids.  `out` is replaced when all is written.
+    def encode_files(self, files, out, progress=None):
+        """Encode files, one after the other, on all cores, into the file `out` of little-endian uint16 ids.  Returns
+        the number of ids.  `out` is replaced when all is written.
 
             one                 the ids of "one", <|endoftext|>, the ids of "two", <|endoftext|>
             <|endoftext|>
@@ -432,12 +432,12 @@ class Tokenizer:
         TEXT_ENDS), and the line ends beside it go.  The last document of each file ends with that id, too.  There are
         no empty documents.
 
-        files: paths, or (path, start, end) for a part in bytes; processes: how many (default: one for each core);
-        progress(done bytes, all bytes) is called after each chunk.  A chunk has 1 MiB, so memory is bounded."""
+        files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
+        chunk.  A chunk has 1 MiB, so memory is bounded."""
         boundary = array("H", [self.special_id(*TEXT_ENDS)]).tobytes()
         encode = partial(encode_chunk, self.encoder, boundary)
         parts = [find_chunks(file, CHUNK, find_cut) for file in files]
-        results = run_chunks(encode, [*chain(*parts)], processes, progress)
+        results = run_chunks(encode, [*chain(*parts)], progress)
         with replace_file(out) as file:
             for part in parts:
                 last = boundary

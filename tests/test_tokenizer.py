@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from cases import once_a_module, parametrize, read, refusal, rows, write
+from cases import once_a_module, parametrize, put, read, refusal, rows, write
 
 import script
 import tokenizer as tk
@@ -241,11 +241,12 @@ def test_processes_do_not_change_results(tokenizer, method, monkeypatch):
     write("text", f"low cats 👍\udcff\n{EOT}\n".encode("utf-8", "surrogateescape") * 40_000)
     results = {}
     for processes in 1, 3:
+        monkeypatch.setattr(script, "available_cores", lambda processes=processes: processes)
         seen = []
-        ids = encode_to_ids(tokenizer, "text", processes=processes,
+        ids = encode_to_ids(tokenizer, "text",
                             progress=lambda *done, seen=seen: seen.append((*done, len(multiprocessing.active_children()))))
         done, total, workers = seen[-1]
-        results[workers * done // total] = ids, Tokenizer.train_files(["text"], 300, processes).merges
+        results[workers * done // total] = ids, Tokenizer.train_files(["text"], 300).merges
     assert results[0] == results[3]
 
 
@@ -254,10 +255,10 @@ def die(*chunk):
 
 
 def test_what_fails_in_a_worker_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(script, "WORTH_A_PROCESS", 1)
+    put(monkeypatch, script, WORTH_A_PROCESS=1, available_cores=lambda: 2)
     for function, sentence in (tk.read_documents, "Cannot use gone: No such file"), (die, "A process of the tokenizer"):
         with pytest.raises(Exception) as caught:
-            next(script.run_chunks(function, [("gone", 0, 2)] * 2, 2, None))
+            next(script.run_chunks(function, [("gone", 0, 2)] * 2, None))
         assert script.explain(caught.value).startswith(sentence)
 
 
@@ -266,11 +267,12 @@ import multiprocessing, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import script, tokenizer
 script.WORTH_A_PROCESS = 1
+script.available_cores = lambda: 2
 def tell(done, total):
     time.sleep(1)
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     time.sleep(99)
-script.run_script(lambda _: tokenizer.Tokenizer.train([], 260).encode_files(["text"] * 9, "ids", 2, tell))
+script.run_script(lambda _: tokenizer.Tokenizer.train([], 260).encode_files(["text"] * 9, "ids", tell))
 """
 
 
