@@ -85,14 +85,10 @@ class Session:
             if not self.chat_form:
                 yield text              # so that prompt and continuation read as one text
         settings = self.settings
-        seed = settings.seed
-        if seed is not None:
-            # with --seed N the first answer has the seed N, the second N + 1: a repeated question gets another answer
-            settings.seed += 1
         before = len(answer)
         # Any special token ends the answer: a poor model may draw a wrong one.
         stream = model_cpu.generate(
-            self.model, ids, settings.temperature, settings.top_k, settings.top_p, seed,
+            self.model, ids, settings.temperature, settings.top_k, settings.top_p, settings.seed,
             self.tokenizer.vocab_size, stop=self.tokenizer.special.values(), most=settings.max_tokens,
             speculate=settings.speculation)
         for token in stream:

@@ -359,12 +359,6 @@ def read_state(folder):
         return dict(json.loads(metadata["state"])), moments
 
 
-def write_moments(model, folder, moments):
-    """Fill m and v of a model that load() read from this folder.  At step 0 they are zeros."""
-    if model.step:
-        fill(model, f"{folder}/{STATE}", moments, {"m": model.m, "v": model.v})
-
-
 # ------------------------------------------------------------------------------------------------------------
 # 5. A run's folder: one run at a time; no run overwrites another; the log
 # ------------------------------------------------------------------------------------------------------------

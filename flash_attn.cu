@@ -84,6 +84,7 @@
 
 constexpr int D = HEAD_DIM;
 constexpr int THREADS = 128;  // of a block
+#define SCALE rsqrtf(D)       // of the scores: 1 / sqrt(D)
 
 // EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it). An array
 // can stay in registers only if the compiler knows all indices into it.
@@ -187,7 +188,7 @@ flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
         Floats v = in.v.row(j);
         float S = 0.0f;
         FOR(n, D) S += q[n] * k[n];
-        S *= rsqrtf(D);                          // scale q_i . k_j
+        S *= SCALE;                              // scale q_i . k_j
         float m_new = fmaxf(m, S);
         float alpha = expf(m - m_new);           // 1, unless the maximum has grown
         float P = expf(S - m_new);
@@ -292,7 +293,6 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     int i = (T - 1) / ROWS - blockIdx.z;  // the last queries see the most keys: the longest work first
     int query = i * ROWS + own_row();
     int last = query | (WARP_ROWS - 1);   // of this warp's queries
-    float scale = rsqrtf(D);
     Heads in = heads_of(qkv, at);
 
     Row q[2] = {load(in.q, query), load(in.q, query + 1)};
@@ -310,7 +310,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
             EACH(r, 2) {  // online softmax
                 float m_new = m[r];
                 EACH(n, STEP) {
-                    S[n][r] = first + j + n <= query + r ? scale * S[n][r] : MASKED;
+                    S[n][r] = first + j + n <= query + r ? SCALE * S[n][r] : MASKED;
                     m_new = fmaxf(m_new, S[n][r]);
                 }
                 float alpha = expf(m[r] - m_new);
@@ -342,7 +342,6 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
     int i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row();
     int last = query | (WARP_ROWS - 1);
-    float scale = rsqrtf(D);
     Heads in = heads_of(qkv, at);
 
     Row q[2], dO[2];
@@ -364,12 +363,12 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
             EACH(r, 2) {
                 float S = dot(q[r], k);    // S_ij = scale q_i . k_j
                 float dP = dot(dO[r], v);  // O_i = sum_j P_ij v_j
-                float P = expf((first + j <= query + r ? scale * S : MASKED) - L[r]);
+                float P = expf((first + j <= query + r ? SCALE * S : MASKED) - L[r]);
                 add_product(dQ[r], P * (dP - Delta[r]), k);
             }
         }
     }
-    EACH(r, 2) store(heads_of(dqkv, at).q, query + r, scale, dQ[r], angles);
+    EACH(r, 2) store(heads_of(dqkv, at).q, query + r, SCALE, dQ[r], angles);
 }
 
 KERNEL __launch_bounds__(THREADS, 2)
@@ -379,7 +378,6 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     __shared__ Tile Q, dO;
     int j = blockIdx.z;
     int key = j * ROWS + own_row();
-    float scale = rsqrtf(D);
     int end = at.h + H / G;  // of the heads of the group
     Heads in = heads_of(qkv, at);
 
@@ -402,7 +400,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
                 EACH(r, 2) {
                     float S = dot(k[r], q);
                     float dP = dot(v[r], d);
-                    float P = expf((key + r <= first + i ? scale * S : MASKED) - L);
+                    float P = expf((key + r <= first + i ? SCALE * S : MASKED) - L);
                     add_product(dV[r], P, d);
                     add_product(dK[r], P * (dP - Delta), q);
                 }
@@ -410,7 +408,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
         }
     Heads to = heads_of(dqkv, at);
     EACH(r, 2) {
-        store(to.k, key + r, scale, dK[r], angles);
+        store(to.k, key + r, SCALE, dK[r], angles);
         store(to.v, key + r, 1.0f, dV[r]);
     }
 }
@@ -560,6 +558,7 @@ typedef float Rows[D / 8][4];  // 16 rows of O, dQ, dK or dV
 
 // exp(x) = exp2(LOG2_E x), and exp2f is one instruction, because CuPy compiles with -ftz=true.
 constexpr float LOG2_E = 1.4426950408889634f;
+#define SCALE2 (SCALE * LOG2_E)
 
 // The number of this thread's warp, from lane 0, which tells the compiler that all lanes agree on it.
 __device__ int warp_number() { return __shfl_sync(0xFFFFFFFF, WARP, 0); }
@@ -789,7 +788,6 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     int i = (T - 1) / ROWS - blockIdx.z;         // the longest work first, as above
     int row = 16 * warp_number();                // the warp's first row of the tile
     int first = i * ROWS + row;                  // the query in that row
-    float scale = rsqrtf(D), scale2 = scale * LOG2_E;
     Heads in = heads_of(qkv, at);
 
     load<ROWS>(Q_tile, in.q, i * ROWS);
@@ -815,18 +813,18 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
             float x = MASKED;
             EACH(n, 8) x = fmaxf(x, fmaxf(S[n][2 * half], S[n][2 * half + 1]));
             m_new[half] = lanes_max(x, 1, 4);  // over the four lanes that share a row
-            grown |= (m_new[half] - m[half]) * scale2 > 8.0f;
+            grown |= (m_new[half] - m[half]) * SCALE2 > 8.0f;
         }
         if (__any_sync(0xFFFFFFFF, grown))
             EACH(half, 2) {
                 float x = fmaxf(m[half], m_new[half]);
-                float alpha = exp2f((m[half] - x) * scale2);
+                float alpha = exp2f((m[half] - x) * SCALE2);
                 m[half] = x;
                 l[half] *= alpha;
                 EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= alpha;
             }
         EACH_SCORE {
-            S[n][e] = exp2f(S[n][e] * scale2 - m[e / 2] * scale2);  // P
+            S[n][e] = exp2f(S[n][e] * SCALE2 - m[e / 2] * SCALE2);  // P
             l[e / 2] += S[n][e];  // this lane's part of the row's sum
         }
         gemm_ab(O[part], S, K_tile + TILE_BYTES);
@@ -837,7 +835,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
         l = lanes_sum(l, 1, 4);
         int query = first + 64 * part + 8 * half + LANE / 4;
         if (LANE % 4 == 0 && query < T)
-            lse[numbers_at(at) + query] = maximum[part][half] * scale + logf(l);
+            lse[numbers_at(at) + query] = maximum[part][half] * SCALE + logf(l);
         EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= 1.0f / l;
     }
     store(head_of(out, at), O, 1.0f, Q_tile, row, first);
@@ -856,7 +854,6 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
     int i = gridDim.z - 1 - blockIdx.z;
     int row = 16 * warp_number();
     int first = i * ROWS + row;
-    float scale = rsqrtf(D), scale2 = scale * LOG2_E;
     Heads in = heads_of(qkv, at);
 
     load<ROWS>(Q_tile, in.q, i * ROWS);
@@ -893,13 +890,13 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
         finish(dP);
         if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
         EACH_SCORE {
-            float p = exp2f(S[n][e] * scale2 - lse2[part][e / 2]);
+            float p = exp2f(S[n][e] * SCALE2 - lse2[part][e / 2]);
             S[n][e] = p * (dP[n][e] - Delta[part][e / 2]);  // dS
         }
         gemm_ab(dQ[part], S, K_tile);
         finish(dQ[part]);
     });
-    store(heads_of(dqkv, at).q, dQ, scale, Q_tile, row, first, angles);
+    store(heads_of(dqkv, at).q, dQ, SCALE, Q_tile, row, first, angles);
 }
 
 // --- Backward: dK and dV -------------------------------------------------------------------------------
@@ -931,7 +928,6 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     int j = blockIdx.z;
     int row = 16 * warp_number();
     int first = j * ROWS + row;
-    float scale = rsqrtf(D), scale2 = scale * LOG2_E;
 
     int end = at.h + H / G;  // of the heads of the group
     int next = j * ROWS;     // the query at which the stage begins that is loaded; at.h is its head
@@ -973,7 +969,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
                 float2 L = *(const float2*)from;
                 float2 Delta = *(const float2*)(from + 64);
                 EACH(e, 4) {  // P^T and dS^T
-                    St[i][e] = exp2f(St[i][e] * scale2 - (e % 2 ? L.y : L.x) * LOG2_E);
+                    St[i][e] = exp2f(St[i][e] * SCALE2 - (e % 2 ? L.y : L.x) * LOG2_E);
                     dPt[i][e] = St[i][e] * (dPt[i][e] - (e % 2 ? Delta.y : Delta.x));
                 }
             }
@@ -985,7 +981,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
         arrive();
     }
     Heads to = heads_of(dqkv, at);
-    store(to.k, dK, scale, K_tile, row, first, angles);
+    store(to.k, dK, SCALE, K_tile, row, first, angles);
     store(to.v, dV, 1.0f, V_tile, row, first);
 }
 

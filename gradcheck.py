@@ -6,7 +6,6 @@ Read model_cpu.py before this.  The runs:
     python gradcheck.py               every entry of every tensor of two tiny models, which together have all features
     python gradcheck.py --small       sampled entries of the real small model
     python gradcheck.py --break all   plant known bugs, one by one: is each of them caught?
-    python gradcheck.py --list        the names of these bugs, each with its mistake
     python gradcheck.py --gpu         the GPU engine's gradients against float64, in every precision
     python gradcheck.py --exercise linear      write this function yourself (graded by tests/exercises.py)
 
@@ -414,8 +413,7 @@ def main(argv):
     add = which.add_argument
     add("--small", action="store_true", help=f"entries of the small model, to {SMALL_BAR:.0e}")
     add("--break", dest="bug", choices=["all", *BUGS], metavar="NAME",
-        help="plant this bug (all: one after the other) and see that it is caught")
-    add("--list", action="store_true", help="the names of the bugs, with their stories")
+        help=f"plant this bug and see that it is caught; all: one after the other; {', '.join(BUGS)}")
     add("--exercise", metavar="NAME",
         help="first time: write the file to complete; next time: grade it. all: a table of all exercises")
     add("--gpu", action="store_true", help="the GPU engine against model_cpu, in every precision")
@@ -423,10 +421,6 @@ def main(argv):
     args = parser.parse_args(argv)
     require(args.exercise not in (None, "all") or not args.hint, "--hint goes with --exercise NAME.")
 
-    if args.list:
-        for name, (*_, story) in BUGS.items():
-            print(f"{name:20} {story}")
-        return 0
     if args.exercise:
         require(os.path.exists(tests), f"there is no {tests}, which this needs.")
         sys.path.append(tests)

@@ -90,9 +90,10 @@
 // would add the types of the arguments to it.)
 #define KERNEL extern "C" __global__ void
 
-// The number of this thread in its warp, and of this warp in its block.
+// The number of this thread in its warp, of this warp in its block, and of this block in the grid's first direction.
 #define LANE int(threadIdx.x % 32)
 #define WARP int(threadIdx.x / 32)
+#define BLOCK Index(blockIdx.x)
 
 typedef long long Index;      // a place in an array that may have more than 2^31 entries
 typedef const float* Floats;  // arrays that a function only reads; float* and real* are written
@@ -228,7 +229,7 @@ constexpr float MASKED = -1e30f;  // stands for minus infinity, and MASKED - MAS
 KERNEL embedding_forward(real* out, Ints tokens, Reals embed, int C) {
     int column = 8 * threadIdx.x;
     Reals row = embed + Index(tokens[blockIdx.x]) * C;
-    if (column < C) store8(out + Index(blockIdx.x) * C + column, load8(row + column));
+    if (column < C) store8(out + BLOCK * C + column, load8(row + column));
 }
 
 // Covers embedding_backward: dembed[v] += sum of dout[n] over all n with tokens[n] == v.
@@ -249,7 +250,7 @@ KERNEL embedding_backward(float* dembed, Reals dout, Ints order, Ints starts, in
     parts[WARP][LANE] = sum;
     __syncthreads();
     if (WARP > 0 || column >= C) return;
-    float* row = dembed + Index(blockIdx.x) * C + column;
+    float* row = dembed + BLOCK * C + column;
     Eight total = load8(row);
     FOR(p, 8) total += parts[p][LANE];
     store8(row, total);
@@ -271,7 +272,7 @@ KERNEL rmsnorm_forward(real* out, float* rstd, real* x,
                        int C, float eps) {
     __shared__ float slots[32];
     int column = 8 * threadIdx.x;
-    Index at = Index(blockIdx.x) * C + column;
+    Index at = BLOCK * C + column;
     Eight v = {};
     if (column < C) {
         v = load8(before + at);
@@ -336,7 +337,7 @@ rmsnorm_backward(real* dx, float* partial, Reals dout,
             store8(dx + at, old);
         }
     }
-    if (column < C) store8(partial + Index(blockIdx.x) * C + column, dgain);
+    if (column < C) store8(partial + BLOCK * C + column, dgain);
 }
 
 // The second stage of dgain: out[c] += sum over rows of partial (rows, C).
@@ -406,10 +407,10 @@ __device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 KERNEL swiglu_forward(real* out, Reals gate_up, int F) {
     int column = own_eight(blockIdx.y);
     if (column >= F) return;
-    Reals g_at = gate_up + Index(blockIdx.x) * 2 * F + column;
+    Reals g_at = gate_up + BLOCK * 2 * F + column;
     Eight g = load8(g_at), u = load8(g_at + F);
     FOR(i, 8) g.x[i] *= sigmoid(g.x[i]) * u.x[i];
-    store8(out + Index(blockIdx.x) * F + column, g);
+    store8(out + BLOCK * F + column, g);
 }
 
 // Covers swiglu_backward, with s = sigmoid(g), silu = g s:
@@ -421,9 +422,9 @@ KERNEL swiglu_forward(real* out, Reals gate_up, int F) {
 KERNEL swiglu_backward(real* gate_up, Reals dh, int F) {
     int column = own_eight(blockIdx.y);
     if (column >= F) return;
-    real* g_at = gate_up + Index(blockIdx.x) * 2 * F + column;
+    real* g_at = gate_up + BLOCK * 2 * F + column;
     Eight g = load8(g_at), u = load8(g_at + F);
-    Eight d = load8(dh + Index(blockIdx.x) * F + column);
+    Eight d = load8(dh + BLOCK * F + column);
     FOR(i, 8) {
         float s = sigmoid(g.x[i]);
         float silu = g.x[i] * s;
@@ -457,7 +458,7 @@ KERNEL cross_entropy(float* nll, real* logits,
     int n = blockIdx.x / K, k = blockIdx.x % K;
     int b = n / T, t = n % T;
     int target = targets[b * (T + K - 1) + t + k];
-    real* z = logits + Index(blockIdx.x) * V;
+    real* z = logits + BLOCK * V;
     if (target < 0) {
         FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) store8(z + v, {});
         nll[blockIdx.x] = 0.0f;

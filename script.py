@@ -250,10 +250,8 @@ def print_record(record, in_full):
     margin = " " * 11
     print(textwrap.fill(", ".join(words), 79, initial_indent=margin, subsequent_indent=margin))
     for title, text in record["samples"]:
-        if in_full:
-            print(f"--- {printable(title)}\n{printable(text)}")
-        else:
-            print(f"{margin}{printable(title)!r:.24} {printable(text)!r:.42}")
+        print(f"--- {printable(title)}\n{printable(text)}" if in_full else
+              f"{margin}{printable(title)!r:.24} {printable(text)!r:.42}")
 
 
 def rewrite_line(line, end):

@@ -611,7 +611,8 @@ def open_run(script, options, out, ranks):
             print(f"The GPU has memory for a micro-batch of {rows} windows: taking that, not {settings.micro_batch}.  "
                   "The losses differ by rounding.")
             settings.micro_batch = rows
-    checkpoint.write_moments(model, folder, moments)
+    if model.step:                                  # at step 0 the moments are zeros
+        checkpoint.fill(model, f"{folder}/{checkpoint.STATE}", moments, {"m": model.m, "v": model.v})
     if ranks.size > 1:
         model.communicator = model_gpu.Nccl(ranks) if settings.device == "gpu" else ranks
     return Training(model, tokenizer, settings, state, out, ranks)

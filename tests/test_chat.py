@@ -141,7 +141,7 @@ def test_who_says_quit_leaves(models, monkeypatch, word):
 
 
 def test_a_seed_gives_a_text(models, out_text):
-    """Each answer of a session is another one; /seed begins anew; /temperature 0 takes the likeliest."""
+    """One seed, one text; without a seed each answer is another one; /temperature 0 takes the likeliest."""
     def said(session, *commands):
         for command in commands:
             chat.run_command(command, session)
@@ -149,10 +149,11 @@ def test_a_seed_gives_a_text(models, out_text):
         return out_text()
     options = "--temperature 1 --max-tokens 9"
     session = load_session(models, f"{options} --seed 5")
-    first, second = said(session), said(session)
-    assert second != first == said(session, "/seed 5") == said(load_session(models, f"{options} --seed 5"))
-    assert second == said(session, "/seed 6") and said(session, "/temperature 0") == "q" + 9 * "\0" + "\n"
-    assert said(load_session(models, options)) != said(load_session(models, options))
+    first, again, second = said(session), said(session), said(session, "/seed 6")
+    assert second != first == again == said(session, "/seed 5") == said(load_session(models, f"{options} --seed 5"))
+    assert said(session, "/temperature 0") == "q" + 9 * "\0" + "\n"
+    free = load_session(models, options)
+    assert len({said(free), said(free), said(load_session(models, options))}) == 3
 
 
 def test_speculation_drafts_and_gives_the_same_text(models, out_text):
