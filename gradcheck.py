@@ -265,10 +265,9 @@ BUGS = {
 }
 
 
-def altered_functions(bug):
-    """bug: a row of BUGS -> dict of the functions of model_cpu that it alters, by name, compiled from their edited
-    source.  Nothing is replaced there: see report_damage."""
-    scope = vars(model_cpu)
+def altered_functions(bug, scope):
+    """bug: a row of BUGS -> dict of the functions that it alters, by name, compiled from their edited source.  scope:
+    dict where the originals are, such as model_cpu's.  Nothing is replaced there: see report_damage."""
     sources = {}
     altered = {}
     for edit in bug[:-1]:
@@ -335,7 +334,7 @@ def run_breaks(names):
     missed = 0
     for name in names:
         print(f"{name}: {BUGS[name][-1]}")
-        if not report_damage(altered_functions(BUGS[name])):
+        if not report_damage(altered_functions(BUGS[name], vars(model_cpu))):
             print("    NOT CAUGHT")
             missed += 1
     print(f"caught {len(names) - missed} of {len(names)}")

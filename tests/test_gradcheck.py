@@ -69,7 +69,7 @@ def test_an_entry_that_is_off_by_the_bar_fails(wrong, good, every, out_text):
 
 
 def test_a_loss_that_the_loops_do_not_have_fails():
-    with replaced(gradcheck.altered_functions(gradcheck.BUGS["no_scale"])):
+    with replaced(gradcheck.altered_functions(gradcheck.BUGS["no_scale"], vars(model_cpu))):
         assert not gradcheck.run_check(*gradcheck.make_problem(MINI, 7, 0.3), TINY_STEP, TINY_BAR, 1)
 
 
@@ -118,7 +118,7 @@ def test_breaks_that_fail(out_text, monkeypatch):
     monkeypatch.setitem(gradcheck.BUGS, "rope_sign", ("rope_backward: cos -> cos", "It changes nothing."))
     assert gradcheck.main(["--break", "rope_sign"]) == 1
     assert out_text().endswith("    NOT CAUGHT\ncaught 0 of 1\n")
-    with replaced(gradcheck.altered_functions(gradcheck.BUGS["norm_gain"])):
+    with replaced(gradcheck.altered_functions(gradcheck.BUGS["norm_gain"], vars(model_cpu))):
         assert gradcheck.main(["--break", "rope_sign"]) == 1        # "caught" would mean nothing
     assert out_text().endswith("the check fails with no bug planted; run python gradcheck.py\n")
 
