@@ -34,7 +34,7 @@ import shutil
 import sys
 import zlib
 from contextlib import suppress
-from os.path import exists
+from os.path import basename, exists, join, realpath, split
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
@@ -316,7 +316,7 @@ def read_weights(folder, verify=True):
     with refusing(f"{index} cannot be used"):
         files = read_json(index)["weight_map"]
         for file in files.values():
-            require(os.path.basename(file) == file, f"it names {file}")
+            require(basename(file) == file, f"it names {file}")
         # Copies, because a memory-mapped file stays open, and a process may open only so many.
         return {name: np.array(read_safetensors(f"{folder}/{file}")[0][name]) for name, file in files.items()}, {}
 
@@ -365,10 +365,10 @@ def read_state(folder):
 def lock_folder(out):
     """Until this process ends, nobody else may train in the folder `out`.  ValueError if somebody does.  The lock is a
     file beside the folder, because the folder itself may be renamed meanwhile."""
-    folder = os.path.realpath(out)
+    folder = realpath(out)
     require(not f"{os.getcwd()}/".startswith(f"{folder}/"),
             f"--out {out} is the current folder, or one around it: name another.")
-    parent, name = os.path.split(folder)
+    parent, name = split(folder)
     path = f"{parent}/.{name}.lock"
     os.makedirs(parent, exist_ok=True)
     try:
@@ -408,8 +408,8 @@ def set_aside(out):
 
 def begun_folder(out):
     """-> the path of the hidden folder, beside `out`, in which a new run is written."""
-    parent, name = os.path.split(out)
-    return os.path.join(parent, f".{name}.begun")
+    parent, name = split(out)
+    return join(parent, f".{name}.begun")
 
 
 def open_log(out, step):

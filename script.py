@@ -34,6 +34,7 @@ import traceback
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
+from os.path import dirname, exists, getmtime, getsize, isdir, isfile
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ def newest_checkpoint(option):
     """-> the folder in out/ whose weights were written last.  option: the one by which the user can name another."""
     weights = glob.glob("out/*/model.safetensors")
     require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or give {option}.")
-    return os.path.dirname(max(weights, key=os.path.getmtime))
+    return dirname(max(weights, key=getmtime))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -285,8 +286,8 @@ def newest_checkpoint(option):
 def read_chunk(path, start=0, end=None):
     """Bytes [start, end) of a file; by default all bytes.  ValueError for a folder, and for a pipe or a device, whose
     reading might never end."""
-    require(not os.path.isdir(path), f"{path} is a folder; name the files in it, such as {path}/*.")
-    require(os.path.isfile(path) or not os.path.exists(path),       # open() complains about a missing file
+    require(not isdir(path), f"{path} is a folder; name the files in it, such as {path}/*.")
+    require(isfile(path) or not exists(path),       # open() complains about a missing file
             f"{path} is not a plain file, so it is not read.")
     with open(path, "rb") as file:
         file.seek(start)
@@ -317,7 +318,7 @@ def with_plain_lines(path):
         if data.find(b"\r") < 0 and data[:3] != b"\xef\xbb\xbf":
             return path
     copy = f"data/plain-{file_hash(path)[:12]}.txt"
-    if not os.path.exists(copy):
+    if not exists(copy):
         # Python's way to read text turns \r\n and \r into \n, and utf-8-sig drops the mark
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as text, replace_file(copy) as new:
             for line in text:
@@ -427,9 +428,9 @@ def find_corpus(preset):
     large = sorted(glob.glob("data/books*.txt") + glob.glob("data/web*.txt"))
     if preset != "small" and large:
         return large
-    if os.path.exists("data/tiny.txt"):
+    if exists("data/tiny.txt"):
         return ["data/tiny.txt"]
-    if not os.path.exists("data/english.txt"):
+    if not exists("data/english.txt"):
         print("There is no text in data/ (./fetch_data.sh brings one): taking the English of Python.")
         make_english()
     return ["data/english.txt"]
@@ -451,7 +452,7 @@ def replace_file(path):
     """Open a binary file for writing.  It takes the place of `path` when all is written, and not before.  Its name has
     the number of the process, because two runs may make the same tokens at the same time."""
     new = f"{os.fspath(path)}.{os.getpid()}.new"
-    os.makedirs(os.path.dirname(new) or ".", exist_ok=True)
+    os.makedirs(dirname(new) or ".", exist_ok=True)
     try:
         with open(new, "wb") as file:
             yield file
@@ -497,7 +498,7 @@ def find_chunks(file, size, find_cut):
 
     Where it is cut depends on the file alone, not on the number of processes, and each cut reads 64 KiB only.
     """
-    path, start, end = file if isinstance(file, tuple) else (file, 0, os.path.getsize(file))
+    path, start, end = file if isinstance(file, tuple) else (file, 0, getsize(file))
     places = range(start + size, end - CUT_WINDOW, size)
     cuts = [place + find_cut(read_chunk(path, place, place + CUT_WINDOW)) for place in places]
     return [(path, a, b) for a, b in itertools.pairwise([start, *cuts, end])]
@@ -653,7 +654,7 @@ def find_records(path):
     answer.  Only the end of the play is used, a little less than pretraining holds out (tokenizer.split_point: 100 kB,
     or a tenth).  If `path` is a file of records, it is returned as it is."""
     records = path.replace(".txt", "-chat.json")
-    if not os.path.exists(records):
+    if not exists(records):
         text = read_chunk(with_plain_lines(path))
         held_out = text[-min(90_000, len(text) // 11):].decode("utf-8", "replace").strip()
         speeches = re.split(r"\n\n[^\n:]{1,40}:\n", held_out)[1:]
@@ -684,7 +685,7 @@ def make_english():
     paragraphs that are too short for the text, or no prose, are taken.  So hardly any answer was learned before."""
     from pydoc_data.topics import topics
     texts = [("", text) for text in topics.values()]        # (the name to ask for or "", a documentation)
-    library = os.path.dirname(os.__file__)
+    library = dirname(os.__file__)
     for path in sorted(glob.glob("**/*.py", root_dir=library, recursive=True)):
         if re.search("test|packages", path):                # installed packages are not a part of Python
             continue
