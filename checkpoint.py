@@ -32,9 +32,9 @@ import os
 import re
 import shutil
 import sys
-import zlib
 from contextlib import suppress
 from os.path import basename, exists, join, realpath, split
+from zlib import crc32
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import numpy as np
@@ -65,7 +65,7 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}      # NumPy 
 
 def checksum(path):
     """CRC32 of a file, as eight hex digits."""
-    return f"{zlib.crc32(read_chunk(path)):08x}"
+    return f"{crc32(read_chunk(path)):08x}"
 
 
 def write_safetensors(path, tensors, metadata):
@@ -80,9 +80,9 @@ def write_safetensors(path, tensors, metadata):
     text = json.dumps(header, separators=(",", ":"))
     text += " " * (-len(text) % 8)                      # so that the tensors start at a multiple of 8
     top = len(text).to_bytes(8, "little") + text.encode()
-    crc = zlib.crc32(top)
+    crc = crc32(top)
     for array in tensors.values():
-        crc = zlib.crc32(array, crc)
+        crc = crc32(array, crc)
     with replace_file(path) as file:
         file.write(top.replace(NO_CRC, b'"crc32":"%08x"' % crc, 1))
         file.writelines(tensors.values())
@@ -109,7 +109,7 @@ def read_safetensors(path, verify=True):
             metadata = {}
         elif verify:
             blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)
-            crc = zlib.crc32(body, zlib.crc32(blank))
+            crc = crc32(body, crc32(blank))
             require(metadata["crc32"] == f"{crc:08x}", "its checksum is wrong")
         types = {name: str(entry["dtype"]) for name, entry in header.items()}
     for name, dtype in types.items():
@@ -272,7 +272,7 @@ def save(folder, model, tokenizer, state, chat=False):
 
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
     # The checksum of the weights covers these checksums, too, and so config.json and tokenizer.json.
-    metadata = {"format": "pt", "step": str(model.step), "config": f"{zlib.crc32(config):08x}",
+    metadata = {"format": "pt", "step": str(model.step), "config": f"{crc32(config):08x}",
                 "tokenizer": checksum(f"{folder}/tokenizer.json")}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)
     weights = {name: params[ours][rows] for name, ours, rows in llama_names(model.config)}

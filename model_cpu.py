@@ -33,15 +33,15 @@ Not in this file: dropout and biases (this model has neither), the learning-rate
 """
 from script import Parser, check_config, require, run_script, visible
 
-import concurrent.futures
-import dataclasses
-import functools
 import itertools
 import math
 import os
 import secrets
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 
 try:
     import numpy as np
@@ -56,7 +56,7 @@ from tokenizer import Tokenizer
 # ------------------------------------------------------------------------------------------------------------
 # 1. The sizes, the weights, and the whole forward
 # ------------------------------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Config:
     """The sizes of a model.  ValueError, in one sentence, if they do not fit together (check_config)."""
     dim: int                    # C
@@ -776,7 +776,7 @@ class Model:
         self.m, self.v = np.split(np.zeros(moment_count(config, optimizer), dtype), [size])
         self.rope = rope_table(config, dtype)
         # NumPy's warnings are set per thread.  The pool's threads are silent; the caller checks the loss.
-        pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
+        pool = ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
         self.map = pool.map if threads > 1 else map     # both give the results in order
         self.decoder = self.new_decoder(1, config.context)
 
@@ -929,12 +929,12 @@ class Model:
             arrays = [self.flat_params[part], self.flat_grads[part], self.m[part]]
             if rule == "muon":
                 for matrices in zip(*[layer_matrices(array, c) for array in arrays]):
-                    jobs.append(functools.partial(muon_update, *matrices, lr, decay, momentum))
+                    jobs.append(partial(muon_update, *matrices, lr, decay, momentum))
             elif rule == "adamw":
                 numbers = self.step, lr, beta1, beta2, eps, decay if decayed else 0.0
                 arrays.append(self.v[part_of_v])
                 for piece in slices_of(len(arrays[0]), PIECE):
-                    jobs.append(functools.partial(adamw_update, *[array[piece] for array in arrays], *numbers))
+                    jobs.append(partial(adamw_update, *[array[piece] for array in arrays], *numbers))
             else:
                 raise ValueError(f"Model.update does not know the rule {rule}.")
         list(self.map(lambda job: job(), jobs))
@@ -958,7 +958,7 @@ class Decoder:
         self.cache = np.zeros((c.layers, 2, rows, c.kv_heads, 1, length, c.head_dim), model.dtype)
         self.pads = np.zeros((rows, 1, 1, 1, length), model.dtype)      # added to the scores: see draw_rows
         # without a backward all layers compute in the arrays of one
-        self.workspace = Workspace(dataclasses.replace(c, layers=1), model.dtype)
+        self.workspace = Workspace(replace(c, layers=1), model.dtype)
 
     @property
     def position(self):
@@ -988,7 +988,7 @@ class Decoder:
         training with another attention."""
         tokens = self.checked(tokens)
         (saved,), shared = self.workspace.buffers(*tokens.shape)
-        attentions = [functools.partial(self._attention, cache) for cache in self.cache]
+        attentions = [partial(self._attention, cache) for cache in self.cache]
         final = self.model._trunk(tokens, itertools.repeat(saved), shared, attentions, self.position)   # (B*n,C)
         self.tokens += tokens[0].tolist()           # only now: Ctrl-C may stop the line above
         last = final.reshape(len(tokens), -1, self.config.dim)[:, -rows:]                               # (B,rows,C)
@@ -1041,7 +1041,7 @@ class Decoder:
 # ------------------------------------------------------------------------------------------------------------
 # 6. How tokens are drawn, for one text and for many
 # ------------------------------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn: see sample."""
     temperature: float = 1.0
@@ -1138,7 +1138,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     while waiting:
         rows = waiting.pop()
         texts = [list(prompts[row]) for row in rows]
-        own = dataclasses.replace(sampling, seed=np.array(sampling.seed)[rows])
+        own = replace(sampling, seed=np.array(sampling.seed)[rows])
         decoder = None                              # first gives back the memory of the last batch
         try:
             decoder = model.new_decoder(len(rows), min(context, max(map(len, texts)) + most))
@@ -1376,7 +1376,7 @@ def main(argv):
     layers."""
     Parser(description="A guided tour: one sentence goes through the small model.").parse_args(argv)
     tokenizer = Tokenizer.train([TEXT], 300)
-    config = dataclasses.replace(CONFIGS["small"], vocab=304)           # a multiple of 8
+    config = replace(CONFIGS["small"], vocab=304)           # a multiple of 8
     ids = np.array([tokenizer.encode(TEXT)])
     T = 64
     tokens = ids[:, :T]

@@ -120,13 +120,13 @@ def count_learned(rows):
 
 
 def window_count(size, T, K):
-    """The number of windows in an epoch, at least 1.  Each epoch has another shift, so that a token does not stand at
-    the same place of its window every time.  The windows start at shift, shift + T, shift + 2T, ..., where shift is
-    0 to T - 1.  The last of n windows starts at shift + (n-1) T and needs T + K tokens.  So for the largest shift
-    T - 1 + (n-1) T + T + K <= size, which is n <= (size - K - T + 1) / T.  (A text that is too short for all shifts has
-    one window and fewer shifts: see `pretraining`.)"""
-    require(size >= T + K, f"the corpus is too short: {size} tokens to train on, and a window has {T + K}.")
-    return max(1, (size - K - T + 1) // T)
+    """The number of windows in an epoch.  Each epoch has another shift, so that a token does not stand at the same
+    place of its window every time.  The windows start at shift, shift + T, shift + 2T, ..., where shift is 0 to T - 1.
+    The last of n windows starts at shift + (n-1) T and needs T + K tokens.  So for the largest shift
+    T - 1 + (n-1) T + T + K <= size, which is n <= (size - K - T + 1) / T."""
+    count = (size - K - T + 1) // T
+    require(count > 0, f"the corpus is too short: {size} tokens to train on, and it needs {2 * T + K - 1}.")
+    return count
 
 
 def text_rows(tokens, T):
@@ -142,20 +142,20 @@ def text_rows(tokens, T):
 
 
 @functools.lru_cache(maxsize=4)
-def epoch_order(count, seed, epoch, shifts):
-    """-> (the shift of this epoch, 0 to shifts - 1; the order of its windows, a permutation of 0 .. count - 1).  Both
+def epoch_order(count, seed, epoch, stride):
+    """-> (the shift of this epoch, 0 to stride - 1; the order of its windows, a permutation of 0 .. count - 1).  Both
     are drawn at random."""
     rng = np.random.default_rng([seed, epoch])
-    return rng.integers(shifts), rng.permutation(count)
+    return rng.integers(stride), rng.permutation(count)
 
 
-def shuffled(count, seed, first, number, stride=1, shifts=1):
+def shuffled(count, seed, first, number, stride=1):
     """-> the terms first .. first + number - 1 of an endless random sequence.  An epoch of it has `count` terms: shift,
     shift + stride, shift + 2 stride, ..., each once, in random order.  For windows a term is where one starts; with a
     stride of 1 it is an index."""
     terms = []
     for i in range(first, first + number):
-        shift, order = epoch_order(count, seed, i // count, shifts)
+        shift, order = epoch_order(count, seed, i // count, stride)
         terms.append(shift + stride * order[i % count])
     return terms
 
@@ -290,8 +290,6 @@ def report(training, log, waiting, pause):
 # ------------------------------------------------------------------------------------------------------------
 # 3. Measuring
 # ------------------------------------------------------------------------------------------------------------
-# An evaluation reads every n-th row of what is held out, this many tokens or more; that of the last step reads all.
-EVAL_TOKENS = 1 << 17
 PROMPTS = "\n", "The", "What is"         # without a space at the end: it belongs to the token of the next word
 
 
@@ -620,7 +618,7 @@ def open_run(script, options, out, ranks):
 
 def apply_options(options, settings, config, base, out, ranks):
     """Compare the options beside --resume with what the run has recorded.  An option may differ if it belongs to the
-    machine, or if it asks for more steps or epochs; then the settings change.  All else that differs is an error."""
+    machine, or if it asks for more steps; then the settings change.  All else that differs is an error."""
     recorded = {**vars(config), **vars(settings), "base": base}
     if options.get("device", settings.device) != settings.device:
         options = options | choose_machine(options, settings.preset, config, settings.batch_tokens, ranks)
@@ -629,9 +627,8 @@ def apply_options(options, settings, config, base, out, ranks):
         before = recorded[name]
         if name in MACHINE:
             print(f"note: {option_of(name)} was {before} and is {value}: the losses differ by rounding.")
-        elif name in ("steps", "epochs") and value > before:
-            print(f"The run in {out} had {before} {name}; it goes on to {value}, by a new schedule.")
-            settings.steps = settings.steps * value // before       # (more epochs need more steps)
+        elif name == "steps" and value > before:
+            print(f"The run in {out} had {before} steps; it goes on to {value}, by a new schedule.")
         else:
             raise ValueError(f"the run in {out} has {option_of(name)} {before}, not {value}: a run keeps its settings."
                              "  Leave the option out, or start a new run with --out.")
@@ -713,10 +710,8 @@ def pretraining(training):
     T, K = training.sizes
     tokens, val = prepare(settings.data, tokenizer)
     count = window_count(len(tokens), T, K)
-    shifts = min(T, len(tokens) - K - count * T + 1)        # T, or as many as a short text has room for
     number = settings.batch_tokens // T             # of windows in a step
     held_out = {kind: text_rows(ids, T) for kind, ids in val.items() if len(ids) > 1}
-    stride = max(1, sum(map(len, val.values())) // EVAL_TOKENS)
     # A prompt may have no token, because another model's tokenizer may lack some bytes.
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
     # the weights are an average over the last 1 / (lr * decay) steps (model_cpu.py, beside AdamW)
@@ -728,13 +723,11 @@ def pretraining(training):
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads
 
     def batch(step):
-        starts = shuffled(count, settings.seed, step * number, number, T, shifts)
+        starts = shuffled(count, settings.seed, step * number, number, T)
         return [(tokens[start:start + T + K], learned) for start in starts], None
 
     def evaluate(step):
-        every = 1 if step == settings.steps else stride         # the last evaluation reads all that is held out
-        some = {kind: rows[::every] for kind, rows in held_out.items()}
-        return {**measure(training, some), "samples": draw_samples(training, prompts, 80)}
+        return {**measure(training, held_out), "samples": draw_samples(training, prompts, 80)}
 
     return Job(batch, evaluate)
 

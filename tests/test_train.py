@@ -197,7 +197,7 @@ def train_base():
     """A run on a short text, in the current folder."""
     write("text.txt", TEXT[:1500])
     run(f"train.py --data text.txt {TINY} --micro-batch 1 --lr 0.01 --eval-every 7 --mtp-weight 0.7 --decay 0.3 --momentum 0.8 --seed 5 "
-        "--out base", trap=lambda: setattr(train, "EVAL_TOKENS", 20))
+        "--out base")
     return open_run("base")
 
 
