@@ -84,7 +84,6 @@
 
 constexpr int D = HEAD_DIM;
 constexpr int THREADS = 128;  // of a block
-#define SCALE rsqrtf(D)       // of the scores: 1 / sqrt(D)
 
 // EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it). An array
 // can stay in registers only if the compiler knows all indices into it.
@@ -188,7 +187,7 @@ flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
         Floats v = in.v.row(j);
         float S = 0.0f;
         FOR(n, D) S += q[n] * k[n];
-        S *= SCALE;                              // scale q_i . k_j
+        S *= rsqrtf(D);                          // scale q_i . k_j
         float m_new = fmaxf(m, S);
         float alpha = expf(m - m_new);           // 1, unless the maximum has grown
         float P = expf(S - m_new);
@@ -293,6 +292,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     int i = (T - 1) / ROWS - blockIdx.z;  // the last queries see the most keys: the longest work first
     int query = i * ROWS + own_row();
     int last = query | (WARP_ROWS - 1);   // of this warp's queries
+    float scale = rsqrtf(D);
     Heads in = heads_of(qkv, at);
 
     Row q[2] = {load(in.q, query), load(in.q, query + 1)};
@@ -310,7 +310,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
             EACH(r, 2) {  // online softmax
                 float m_new = m[r];
                 EACH(n, STEP) {
-                    S[n][r] = first + j + n <= query + r ? SCALE * S[n][r] : MASKED;
+                    S[n][r] = first + j + n <= query + r ? scale * S[n][r] : MASKED;
                     m_new = fmaxf(m_new, S[n][r]);
                 }
                 float alpha = expf(m[r] - m_new);
@@ -342,6 +342,7 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
     int i = gridDim.z - 1 - blockIdx.z;
     int query = i * ROWS + own_row();
     int last = query | (WARP_ROWS - 1);
+    float scale = rsqrtf(D);
     Heads in = heads_of(qkv, at);
 
     Row q[2], dO[2];
@@ -363,12 +364,12 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
             EACH(r, 2) {
                 float S = dot(q[r], k);    // S_ij = scale q_i . k_j
                 float dP = dot(dO[r], v);  // O_i = sum_j P_ij v_j
-                float P = expf((first + j <= query + r ? SCALE * S : MASKED) - L[r]);
+                float P = expf((first + j <= query + r ? scale * S : MASKED) - L[r]);
                 add_product(dQ[r], P * (dP - Delta[r]), k);
             }
         }
     }
-    EACH(r, 2) store(heads_of(dqkv, at).q, query + r, SCALE, dQ[r], angles);
+    EACH(r, 2) store(heads_of(dqkv, at).q, query + r, scale, dQ[r], angles);
 }
 
 KERNEL __launch_bounds__(THREADS, 2)
@@ -378,6 +379,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     __shared__ Tile Q, dO;
     int j = blockIdx.z;
     int key = j * ROWS + own_row();
+    float scale = rsqrtf(D);
     int end = at.h + H / G;  // of the heads of the group
     Heads in = heads_of(qkv, at);
 
@@ -400,7 +402,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
                 EACH(r, 2) {
                     float S = dot(k[r], q);
                     float dP = dot(v[r], d);
-                    float P = expf((key + r <= first + i ? SCALE * S : MASKED) - L);
+                    float P = expf((key + r <= first + i ? scale * S : MASKED) - L);
                     add_product(dV[r], P, d);
                     add_product(dK[r], P * (dP - Delta), q);
                 }
@@ -408,7 +410,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
         }
     Heads to = heads_of(dqkv, at);
     EACH(r, 2) {
-        store(to.k, key + r, SCALE, dK[r], angles);
+        store(to.k, key + r, scale, dK[r], angles);
         store(to.v, key + r, 1.0f, dV[r]);
     }
 }
@@ -558,6 +560,7 @@ typedef float Rows[D / 8][4];  // 16 rows of O, dQ, dK or dV
 
 // exp(x) = exp2(LOG2_E x), and exp2f is one instruction, because CuPy compiles with -ftz=true.
 constexpr float LOG2_E = 1.4426950408889634f;
+#define SCALE rsqrtf(D)  // of the scores
 #define SCALE2 (SCALE * LOG2_E)
 
 // The number of this thread's warp, from lane 0, which tells the compiler that all lanes agree on it.

@@ -969,7 +969,8 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     }
     rescale(lanes_max(m, 1, 32));
     l = warp_sum(l) / group_lanes;  // each of a group's lanes has its l
-    FOR(c, 8) sum.x[c] = lanes_sum(sum.x[c], group_lanes, 32);
+    for (int bit = group_lanes; bit < 32; bit *= 2)  // not lanes_sum: so the eight sums do not wait for each other
+        FOR(c, 8) sum.x[c] += __shfl_xor_sync(0xFFFFFFFF, sum.x[c], bit);
     if (LANE < group_lanes) part_y[WARP][LANE] = sum;
     if (LANE == 0) part_ml[WARP] = {m, l};
     __syncthreads();
