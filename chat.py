@@ -129,9 +129,14 @@ def paint(text, p):
 
 def print_tokens(session):
     """Print the last answer, each token in the colour of the probability that the model gave it, at temperature 1 and
-    among all tokens.  The text is read once more for that."""
+    among all tokens.  The text is read once more for that.  (Of a text that has filled the window only what the last
+    window holds is printed.)"""
+    if not session.turns or not session.turns[-1][1]:
+        return                      # there is no answer yet
     _, answer = session.turns[-1]
-    ids = session.ids()[-session.model.config.context - 1:]             # T ids that are read, and the last one
+    ids = session.ids()
+    # T ids that are read, and the last one
+    ids = ids[model_cpu.window_start(len(ids) - 1, session.model.config.context):]
     session.model.decoder.forget()
     logits = session.model.decoder.extend(ids[:-1])[:, 0, :session.tokenizer.vocab_size]        # (T,V) of head 0
     p = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))                     # softmax
@@ -174,7 +179,7 @@ def run_command(line, session):
         session.turns = []
     if name == "system":
         session.system = to_bytes(value) or None
-    elif name == "tokens" and session.turns:
+    elif name == "tokens":
         print_tokens(session)
     elif name in NUMBERS:
         try:

@@ -206,8 +206,9 @@ def llama_config(config, eos):
 
 
 def read_config(folder, context=None):
-    """-> Config from the config.json of any Llama.  context: replaces the one in the file.  ValueError, with the key
-    and its value, for a model that needs other mathematics than that of model_cpu.py."""
+    """-> Config from the config.json of a Llama, which must have all keys of LLAMA_SIZES: transformers has written them
+    since the middle of 2023.  context: replaces the one in the file.  ValueError, with the key and its value, for a
+    model that needs other mathematics than that of model_cpu.py."""
     path = f"{folder}/config.json"
     keys = read_json(path)
     with refusing(f"{path} cannot be used"):

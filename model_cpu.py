@@ -1351,6 +1351,7 @@ def check_batch(config, tokens, targets, counted, weights):
     tokens = as_batch(config, tokens)
     targets = np.asarray(targets)
     B, T = tokens.shape
+    assert targets.shape == (B, T + config.predict - 1)
     check_tokens(config, targets, low=-1)
     if counted is None:
         counted = count_targets(targets, T, config.predict)

@@ -459,11 +459,11 @@ class Tokenizer:
             ours    <|user|>[SYSTEM\n\n]TEXT<|end|><|assistant|>
             ChatML  [<|im_start|>system\nSYSTEM<|im_end|>\n]<|im_start|>user\nTEXT<|im_end|>\n<|im_start|>assistant\n
 
-        What is in brackets stands only in the first turn, and only if there is a system text.
+        What is in brackets stands only in the first turn, and only if there is a system text (see `system`).
 
             text     str or bytes
-            room     the most ids that there may be.  If the turn is longer, the text loses its beginning.  (If there is
-                     too little room for what surrounds the text, that loses some ids, too.)
+            room     the most ids that there may be.  If the turn is longer, the text loses its beginning.  If there is
+                     no room for what surrounds the text, only the first id and the last room - 1 ids are kept.
             system   str or bytes.  None: the template's own, if it has one.  Empty: ours leaves it out, and ChatML has
                      a system turn with an empty text.
             first    False for a later turn.  In ChatML it begins with the "\n" that ends the answer before it."""
@@ -486,7 +486,10 @@ class Tokenizer:
         ids = self.join(*before, head + text, *after)
         if room is None or len(ids) <= room:
             return ids
-        kept = len(self.join(*before, head))            # about where the text begins
+        # where the text begins: only about, because head and text are encoded together
+        kept = len(self.join(*before, head))
+        if kept + len(self.join(*after)) > room:
+            kept = 1
         surplus = len(ids) - room
         return ids[:kept] + ids[kept + surplus:]
 

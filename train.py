@@ -210,8 +210,8 @@ def train(training, job, stop):
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
                 if stopping and step < settings.steps:
-                    print(f"Saved {training.out} at step {step}.  To go on: the same command, with --resume.",
-                          file=sys.stderr)
+                    print(f"Saved {training.out} at step {step}.  To go on: python {training.state['script']} --resume, "
+                          "with the same options.", file=sys.stderr)
                     return 128 + (stop.signal or signal.SIGTERM)        # without a signal: another rank has one
         if evaluating:
             record = job.evaluate(step)

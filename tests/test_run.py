@@ -118,7 +118,7 @@ def test_the_same_command_with_resume_goes_on(tmp_path):
     out = tmp_path / "out"
     begin = f"{command(out, 'reinforce').replace('short', 'mine.py:mine')}"
     stopped = run(begin, code=143, trap=at(train, "learning_rate", 2, send(signal.SIGTERM)))
-    assert "To go on: the same command, with --resume." in stopped.stderr
+    assert "To go on: python rl.py --resume, with the same options." in stopped.stderr
     run(f"{begin} --resume")
 
 

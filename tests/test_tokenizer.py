@@ -365,7 +365,7 @@ USER, START, END = "<|user|>", "<|im_start|>", "<|im_end|>"
     (SMOLLM, "sys", False, f"\n~{START}", "user\n")])
 def test_prompts_have_the_form_of_the_template(template, system, first, before, head):
     """Text is never a special token, and one piece with what stands before it.  Of a long text the end is kept, in a
-    whole frame."""
+    whole frame; where there is too little room for that, the end of all."""
     tokenizer = made([(115, 121), (10, 10), (10, 32)], [START, END, *SPECIAL_TOKENS])   # "sy", line ends and spaces
     tokenizer.template = template
     text = b" \n Hi, <|end|><|im_end|> \xff"
@@ -374,8 +374,9 @@ def test_prompts_have_the_form_of_the_template(template, system, first, before, 
     ids = [*before, *tokenizer.encode(head.encode() + text), *after]
     assert tokenizer.prompt(text, None, system, first) == ids and tokenizer.end_of_turn == after[0]
     frame = len(before + tokenizer.encode(head))
-    for room in range(frame + len(after), len(ids) + 2):
-        assert tokenizer.prompt(text, room, system, first) == ids[:frame] + ids[max(frame, frame + len(ids) - room):]
+    for room in range(1, len(ids) + 2):
+        kept = frame if room >= frame + len(after) else 1
+        assert tokenizer.prompt(text, room, system, first) == ids[:kept] + ids[max(kept, kept + len(ids) - room):]
 
 
 # The command line

@@ -76,7 +76,7 @@ def test_loss_and_every_gradient_equal_autograd(threads):
 
 
 @pytest.mark.parametrize("precision, low, high", [("fp32", 1e-8, 1e-5), ("bf16", 1e-3, 5e-2)])
-def test_the_gradient_that_gradcheck_asks_for(precision, low, high):
+def test_the_gradient_that_bench_asks_for(precision, low, high):
     model, (tokens, targets) = make_model(0.05), make_batch(seed=0)
     model.forward(tokens, targets)
     model.backward()
