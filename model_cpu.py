@@ -230,7 +230,7 @@ def work_table(config, B, T):
                   final=C,                      # the output of the last norm
                   exp_sum=config.predict,       # sum over the vocabulary of exp(logit - max), for each head
                   dx=C,                         # d loss / d x
-                  dn=C,                         # d loss / d n2, later d loss / d n1
+                  dn=C,                         # d loss / d (a norm's output): of final, then of each n2 and n1
                   dh=F,                         # d loss / d h
                   dgate_up=2 * F,               # d loss / d gate_up
                   dy=C,                         # d loss / d y
@@ -254,7 +254,8 @@ def work_table(config, B, T):
 # A backward WRITES the gradients of activations.  It ADDS (+=) to the gradients of weights, because one weight
 # serves many tokens and several micro-batches (the pieces of a batch that is too large for the memory).
 #
-# Activations are matrices (N, width): one row for each token.  Some functions work in place: rope_forward and
+# Activations are matrices (N, width): one row for each token.  (RoPE and attention see the same memory as
+# (B,T,...).)  Some functions work in place: rope_forward and
 # block_forward on x, rope_backward and block_backward on dx, and both functions of cross-entropy on the logits, which
 # take the most memory.
 
@@ -289,8 +290,8 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
 # Derivation, for one row (n dropped), with xhat = x * rstd and r = rstd:
 #     out_i = xhat_i gain_i                  =>  dgain_i += dout_i xhat_i  (summed over rows)
 #                                                dxhat_i  = dout_i gain_i
-#     xhat_i = x_i r, and r depends on every x_j ([i == j] is 1 if i = j, else 0):
-#                                                ∂r/∂x_j  = -r^3 x_j / C = -r^2 xhat_j / C
+#     xhat_i = x_i r, and r = (mean_j x_j^2 + eps)^(-1/2) depends on every x_j ([i == j] is 1 if i = j, else 0):
+#                                                ∂r/∂x_j  = -1/2 r^3 (2 x_j / C) = -r^2 xhat_j / C
 #                                                ∂xhat_i/∂x_j = [i == j] r + x_i ∂r/∂x_j
 #     dx_j = sum_i dxhat_i ∂xhat_i/∂x_j
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)         and x_i = xhat_i / r, so
@@ -383,8 +384,11 @@ def rotated_part(qkv, config):
 
 def causal_mask(T, J, dtype):
     """(T,J), added to the scores: -inf where a key is later than its query, else 0.  The queries are the last T of J
-    tokens.  The other paths: forward_plain has its own line; flash_attn.cu compares positions (mask_future); decoding
-    on a GPU reads only the keys before a token, and so does gradcheck.plain_losses, so they need no mask."""
+    tokens.  For example T = 2, J = 4: [0 0 0 -inf], [0 0 0 0].
+
+    The other paths: forward_plain has its own line.  flash_attn.cu compares the positions of query and key: by
+    mask_future in section 2, by lines of their own in sections 0 and 1.  Decoding single tokens on a GPU, and
+    gradcheck.plain_losses, read only the keys up to the token itself, so they need no mask."""
     return np.triu(np.full((T, J), -np.inf, dtype), J - T + 1)
 
 
@@ -632,16 +636,16 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
 # are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead,
 # where M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the
-# same length.  (Of all steps with |step @ x| <= |x| for every x, the one along U V^T lowers the loss most.  Plain
-# gradient descent measures a step entry by entry instead.)
+# same length.  (To first order, of all steps with |step @ x| <= |x| for every x, the one along U V^T lowers the loss
+# most.  Plain gradient descent measures a step entry by entry instead.)
 #
 # No singular values need be computed.  Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
 # With (a, b, c) = NEWTON_SCHULZ, found by a search for a steep start (Jordan et al. 2024), five rounds bring all s from
-# 0.005 to 1 into [0.68, 1.16].  Near 0 each round
-# multiplies s by a = 3.4.  Near 1 it moves s up and down within these bounds.  So U V^T is reached only roughly, which
-# trains as well (Jordan et al. 2024).  (In these lines U, S and V are those of the decomposition alone.)
+# 0.005 to 1 into [0.68, 1.16].  (Smaller ones end lower: near 0 each round multiplies s by a = 3.4.)  Near 1 a round
+# moves s up and down within these bounds.  So U V^T is reached only roughly, which trains as well (Jordan et al. 2024).
+# (In these lines U, S and V are those of the decomposition alone.)
 def newton_schulz(M):
     """M (rows, columns) -> U V^T, nearly: its singular values s / |M| after five rounds of the quintic."""
     a, b, c = NEWTON_SCHULZ
@@ -675,7 +679,9 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
     grad[...] = 0.0
 
 
-# Which rule updates which part of the flat buffers.  (What a new optimizer needs: docs/notes.md.)
+# Which rule updates which part of the flat buffers, which hold
+#     the embedding | the matrices of the layers | the heads | the gains of the norms
+# (What a new optimizer needs: docs/notes.md.)
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
 # AdamW goes over four arrays a dozen times.  In pieces of this many numbers all four stay in the processor's cache.
@@ -1125,11 +1131,11 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     sampling.seed: (B,), one a prompt.
     progress: None, or called as progress(tokens so far, at most so many) after each token.
 
-    When a window moves, it is read anew, and with it all rows of its batch.  So a prompt whose window will move is
-    drawn alone.  Where the memory does not hold the caches of a batch, its halves are drawn one after the other.  A
-    single text that does not fit is a MemoryError."""
+    When a window moves, it is read anew, and with it all rows of its batch.  So a prompt whose window moves, or begins
+    behind its first token, is drawn alone.  Where the memory does not hold the caches of a batch, its halves are drawn
+    one after the other.  A single text that does not fit is a MemoryError."""
     context = model.config.context
-    batches = {}                                    # None: those whose windows do not move
+    batches = {}                                    # None: those whose windows begin at 0 to the end
     for row, prompt in enumerate(prompts):
         alone = row if window_start(len(prompt) + most - 1, context) else None
         batches.setdefault(alone, []).append(row)

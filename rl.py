@@ -82,8 +82,7 @@ def reinforce_weights(rewards):
 #     d loss / dz = -sigmoid(-z) / n
 #     dz / d log pi_c = beta
 #     dz / d log pi_r = -beta
-# And d(-log pi) = p - onehot(y) at each token of the answer.  So, without 1/n (which
-# section 4 puts in),
+# And d(-log pi) = p - onehot(y) at each token of the answer.  So, without 1/n (which section 4 puts in),
 #     w_c = beta sigmoid(-z)        w_r = -beta sigmoid(-z)
 # A pair that the model already gets right (z large) hardly pushes any more.
 def dpo_weights(log_probs, reference, beta):
@@ -102,7 +101,7 @@ def dpo_loss(z):
 # ------------------------------------------------------------------------------------------------------------
 # 2. Rewards
 # ------------------------------------------------------------------------------------------------------------
-ANSWER_TOKENS = 40          # of an answer that is drawn, at most; in training also at most a quarter of the context
+ANSWER_TOKENS = 40          # of an answer, at most; REINFORCE draws no more than a quarter of the context, either
 
 
 # A reward is a function of four arguments, and gives a number:

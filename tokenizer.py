@@ -193,8 +193,8 @@ def learn_merges(words, most_merges):
     as a weight.  Each pair knows its positions in the row.  So a merge visits only these, and corrects the counts of
     the pairs beside them.  A heap gives the most frequent pair.
 
-    Each time two ids merge, one leaves the row.  So they merge less often than the row has bytes.  Each time costs a
-    few steps, and one or two entries of the heap."""
+    Wherever two ids merge, one leaves the row.  So there are fewer such places than the row has bytes.  Each place
+    costs a few steps, and at most two new entries of the heap."""
     # arrays ("i": 32 bits each, "q": 64), because a list takes four times the memory
     token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
@@ -269,7 +269,8 @@ def encode_word(ids, rank_of, made_by):
     made_by: made_by[rank] is the id that this merge makes.
 
     The heap holds (rank, the places of its two ids).  A merge leaves its id at the left place, and None at the right
-    one.  So a word of n bytes takes n log n steps, also one of a million bytes without a space."""
+    one.  So a word of n bytes takes about n log n steps, also one of a million bytes without a space.  (The loops over
+    None are as long as a token at most.)"""
     get = rank_of.get
     ranks = map(get, pairwise(ids))
     heap = sorted([(rank, p, p + 1) for p, rank in enumerate(ranks) if rank is not None])

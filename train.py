@@ -199,7 +199,8 @@ def train(training, job, stop):
             norm = model.update(lr, decay=settings.decay, momentum=settings.momentum)
             waiting.append((step, training.state["tokens"], lr, training.note, model.later(losses, norm)))
 
-            # The host reads the losses before a save, before it stops, on a CPU, and at every tenth step on a GPU.
+            # On a CPU the losses are read after every step.  To read them from a GPU the host must wait for it: so it
+            # reads them at every tenth step, before a save, and before a stop.
             saving = evaluating or step % settings.save_every == 0
             pause = saving or (stop.signal and ranks.size == 1)     # several ranks agree to stop when they report
             if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
@@ -210,9 +211,10 @@ def train(training, job, stop):
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
                 if stopping and step < settings.steps:
-                    print(f"Saved {training.out} at step {step}.  To go on: python {training.state['script']} --resume, "
-                          "with the same options.", file=sys.stderr)
-                    return 128 + (stop.signal or signal.SIGTERM)        # without a signal: another rank has one
+                    print(f"Saved {training.out} at step {step}.  To go on: python {training.state['script']} "
+                          "--resume, with the same options.", file=sys.stderr)
+                    # 128 + the signal, as shells have it; without a signal another rank has one
+                    return 128 + (stop.signal or signal.SIGTERM)
         if evaluating:
             record = job.evaluate(step)
             print_record(record, step == settings.steps)
@@ -240,8 +242,10 @@ def forward_backward(training, rows, weights):
     counted = count_targets(targets, P, K)
     training.state["tokens"] += inputs.size         # with the padding
     own = ranks.part(len(rows))
-    if own.start == own.stop:       # more ranks than rows.  This one takes a row without targets, because it has to
-        own = slice(0, 1)           # take part in the sums over all ranks.
+    if own.start == own.stop:
+        # There are more ranks than rows.  This one takes a row without targets, because it has to take part in the sums
+        # over all ranks.
+        own = slice(0, 1)
         targets[...] = -1
     size = max(1, training.settings.micro_batch * T // P)           # rows of P inputs
     losses = 0.0
@@ -265,8 +269,8 @@ def learning_rate(step, settings):
 
 
 def report(training, log, waiting, pause):
-    """Wait for the numbers of these steps, log them, and print a line for each.  The seconds are those of the last one.
-    FloatingPointError if a number is not finite.  Before a save or a stop the weights are checked, too."""
+    """Wait for the numbers of these steps, log them, and show them (print_step).  The seconds are those of the last
+    one.  FloatingPointError if a number is not finite.  Before a save or a stop the weights are checked, too."""
     model = training.model
     settings = training.settings
     seconds = training.state["seconds"]
@@ -313,8 +317,9 @@ def row_losses(training, rows):
 
 
 def measure(training, kinds):
-    """kinds: {name: rows} -> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {name: [both]}}, means over the
-    tokens of the masks, and over their bytes.  Nats a token cannot be compared between tokenizers, bits a byte can."""
+    """kinds: {name: rows} -> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {name: [nats, bits]}}, means over
+    the tokens of the masks, and over their bytes.  Nats a token cannot be compared between tokenizers, bits a byte
+    can."""
     byte_counts = np.array(list(map(len, training.tokenizer.tokens)))
     byte_counts[list(training.tokenizer.special.values())] = 0          # a special token is no text
     sums = {}
@@ -416,7 +421,7 @@ class Settings:
     or the best for this machine (make_settings), or the default at the end of its line."""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
-    # 1 << 24: 16M tokens is the largest batch that anybody has reported (Llama 3)
+    # 1 << 24: 16M tokens is the largest batch of Llama 3
     batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step, a multiple of the context")
     lr: float = setting(bounded(float, 1e-9, 100), "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
@@ -431,7 +436,7 @@ class Settings:
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further prediction heads in the loss", 0.3)
     optimizer: str = setting(OPTIMIZERS, "muon for the layers' matrices, adamw for all (rl.py's default)", "muon")
     decay: float = setting(bounded(float, 0, 0.999), "of matrices (train.py 0.3, medium 0.1; sft.py 0.1; rl.py 0)", 0.1)
-    momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; small on a text: 0.9)", 0.95)
+    momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; train.py small 0.9)", 0.95)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     epochs: int = 0         # of sft.py
@@ -445,7 +450,8 @@ class Settings:
 
 @dataclasses.dataclass
 class Training:
-    """All that a run works with.  out: the folder of the run.  state: a dict of what a save records besides:
+    """All that a run works with.  out: the folder of the run.  state: a dict of what a save records beside weights and
+    moments:
         "tokens", "seconds"     spent so far
         "script"                train.py, sft.py or rl.py
         "base"                  the folder of the model that the run began with, or None
