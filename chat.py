@@ -130,7 +130,7 @@ def paint(text, p):
 def print_tokens(session):
     """Print the last answer, each token in the colour of the probability that the model gave it, at temperature 1 and
     among all tokens.  The text is read once more for that.  (Of a text that has filled the window only what the last
-    window holds is printed.)"""
+    window holds is printed; the first half of it was drawn with more text before it.)"""
     if not session.turns or not session.turns[-1][1]:
         return                      # there is no answer yet
     _, answer = session.turns[-1]

@@ -323,11 +323,12 @@ def read_weights(folder, verify=True):
 
 
 def load(folder, engine, options=None, context=None):
-    """-> (model, tokenizer) from the folder of any Llama.  Nothing in it is changed.
+    """-> (model, tokenizer) from the folder of a plain Llama.  Nothing in it is changed.
 
     engine: the module with the class Model, model_cpu or model_gpu; options: a dict of further arguments of that
-    Model (dtype, threads, training, precision); context: replaces the folder's.  ValueError, in one sentence, for a
-    file or a tensor that is missing or damaged, and for a model that is not computed here."""
+    Model (dtype, threads, training, precision); context: replaces the folder's.  OSError for a file that is missing;
+    ValueError, in one sentence, for one that is damaged, for a tensor that is missing, and for a model that is not
+    computed here."""
     path = f"{folder}/{WEIGHTS}"
     config = read_config(folder, context)
     tokenizer = read_tokenizer(folder)

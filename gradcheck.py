@@ -39,9 +39,11 @@ wrong ones, each with its error, then the right ones.  If the gradient of a func
 the backward computes from it (rope_sign).  If the gradient of a weight is wrong, only the weights of this kind are
 (norm_gain: the five gains).  Either way, the first wrong tensor says where to look.
 
-Why wide weights: all are drawn with standard deviation 0.3, the gains around 1.  At the usual 0.02 the scores
-of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then 200 to 400 times
-smaller than that of v.  The three share a tensor, so an error in q or k would weigh 200 to 400 times less.
+Why wide weights: in the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the usual
+0.02 the scores of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then 200
+to 400 times smaller than that of v.  The three share a tensor, so an error in q or k would weigh 200 to 400 times
+less.  (--small and --gpu have the usual weights.  On a GPU tests/test_on_gpu.py checks attention's gradients by
+themselves.)
 
 What finite differences cannot see: a forward that computes another model, with a backward that is right for it.
 Examples are RoPE on v in both passes, a forgotten 1/sqrt(D) in both, a target shifted by one.  f is a different

@@ -1352,8 +1352,8 @@ def as_batch(config, tokens):
 
 
 def check_batch(config, tokens, targets, counted, weights):
-    """The arguments of forward -> (tokens, targets, divisor (K,), weights (B,)), as arrays.  ValueError for what cannot
-    be computed."""
+    """The arguments of forward -> (tokens, targets, divisor (K,), weights (B,)), as arrays.  ValueError for ids out of
+    range, too long a text, and targets that are all -1."""
     tokens = as_batch(config, tokens)
     targets = np.asarray(targets)
     B, T = tokens.shape

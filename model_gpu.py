@@ -126,8 +126,8 @@ def pick(device):
 
 
 def take_gpu(number):
-    """From here on this process computes on the GPU with this number on its host, or on the only one.  (Two processes
-    that take the same one are refused by Nccl.)"""
+    """From here on this process computes on the GPU with this number on its host, or on the only one.  (In training
+    two processes that take the same one are refused by Nccl.)"""
     cupy.cuda.Device(number % cupy.cuda.runtime.getDeviceCount()).use()
 
 

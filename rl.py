@@ -147,8 +147,9 @@ def draw_answers(training, reward, openings, seed):
     # temperature 1, and every token may be drawn: section 1 needs answers with the probability pi
     sampling = model_cpu.Sampling(seed=seeds, vocab=tokenizer.vocab_size)
     most = min(ANSWER_TOKENS, (T + 3) // 4)         # a quarter of the context, rounded up
-    answers = model_cpu.generate_batch(
-        training.model, prompts, sampling, special, most, show_progress("tokens of answers"))
+    progress = show_progress("tokens of answers")
+    answers = model_cpu.generate_batch(training.model, prompts, sampling, special, most, progress)
+    progress(1, 1)              # answers may end early; now the line disappears
     rows = []
     rewards = []
     texts = []

@@ -220,7 +220,7 @@ class Stop:
 
 def show_progress(what):
     """-> a function progress(done, total).  Both count bytes, or rows, or tokens.  On a terminal it prints a line that
-    rewrites itself, and disappears when all is done.  Elsewhere it prints nothing."""
+    rewrites itself, and disappears when done is total.  Elsewhere it prints nothing."""
     start = time.monotonic()
 
     def progress(done, total):
@@ -334,8 +334,8 @@ def read_json(path):
 
 
 def json_values(path):
-    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the line that is not
-    JSON, or not UTF-8."""
+    """-> list of the values in a file that holds one list, or one value a line.  ValueError names the first line that
+    is no value by itself."""
     data = read_chunk(path).removeprefix(b"\xef\xbb\xbf")      # some editors mark UTF-8 with these bytes
     with suppress(ValueError, RecursionError):                  # then it may be one value a line
         values = json.loads(data.decode())

@@ -211,8 +211,9 @@ def train(training, job, stop):
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
                 if stopping and step < settings.steps:
-                    print(f"Saved {training.out} at step {step}.  To go on: python {training.state['script']} "
-                          "--resume, with the same options.", file=sys.stderr)
+                    print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} "
+                          f"--resume --out {shlex.quote(training.out)}"
+                          f"{' --reward ' + settings.reward if ':' in settings.reward else ''}", file=sys.stderr)
                     # 128 + the signal, as shells have it; without a signal another rank has one
                     return 128 + (stop.signal or signal.SIGTERM)
         if evaluating:
@@ -317,8 +318,8 @@ def row_losses(training, rows):
 
 
 def measure(training, kinds):
-    """kinds: {name: rows} -> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {name: [nats, bits]}}, means over
-    the tokens of the masks, and over their bytes.  Nats a token cannot be compared between tokenizers, bits a byte
+    """kinds: {name: rows} -> {"val_loss": nats a token, "val_bpb": bits a byte, "val": {name: [nats, bits]}}, means
+    over the tokens of the masks, and over their bytes.  Nats a token cannot be compared between tokenizers, bits a byte
     can."""
     byte_counts = np.array(list(map(len, training.tokenizer.tokens)))
     byte_counts[list(training.tokenizer.special.values())] = 0          # a special token is no text

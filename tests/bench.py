@@ -182,7 +182,7 @@ def bench_tokenizer(text="", gpt2="", rounds=3):
         def encode():
             ours.encoder.clear()
             return ours.encode(text)
-        training = {"ours": partial(Tokenizer.train_files, [path], 4096)}
+        training = {"ours, all cores": partial(Tokenizer.train_files, [path], 4096)}
         encoding = {"ours, file to file": encode_file, "ours, str to list": encode}
         os.environ["RAYON_NUM_THREADS"] = "1"       # tokenizers reads it when it first works
         tokenizers = import_peer("tokenizers")

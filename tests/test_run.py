@@ -113,13 +113,12 @@ def test_a_signal_finishes_the_step_and_saves_and_a_second_one_leaves_at_once(tm
     goes_on(out, job)
 
 
-def test_the_same_command_with_resume_goes_on(tmp_path):
+def test_the_command_to_go_on_names_a_reward_of_the_readers_own(tmp_path):
     write("mine.py", "def mine(prompt, answer, tokens, ended):\n    return tokens")
     out = tmp_path / "out"
     begin = f"{command(out, 'reinforce').replace('short', 'mine.py:mine')}"
     stopped = run(begin, code=143, trap=at(train, "learning_rate", 2, send(signal.SIGTERM)))
-    assert "To go on: python rl.py --resume, with the same options." in stopped.stderr
-    run(f"{begin} --resume")
+    run(stopped.stderr.split("Go on with: python ")[1])
 
 
 @parametrize("size", [200, 4000, 50_000, 150_000])
