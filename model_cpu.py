@@ -95,8 +95,8 @@ class Config:
 def param_table(config):
     """[(name, shape), ...] of all weights.  A matrix is (out, in), row by row: it maps x (T, in) to x @ W.T (T, out).
 
-    In memory all weights lie one after the other in this order.  The gains of the norms come last, because AdamW does
-    not decay them: so everything that decays is one piece."""
+    In memory all weights lie one after the other in this order.  The gains of the norms come last, as the
+    only ones that do not decay (update_table)."""
     C = config.dim
     table = [("embed", (config.vocab, C))]
     gains = []
@@ -223,7 +223,7 @@ def work_table(config, B, T):
                  sigmoid=F,                     # sigmoid(gate)
                  h=F)                           # silu(gate) * up
     saved |= {"P": scores_shape,                # the probabilities of attention
-              "rstd1": (N,),                    # 1 / sqrt(mean of squares + eps) of each row of x_in
+              "rstd1": (N,),                    # "reciprocal": 1 / sqrt(mean of squares + eps) of each row of x_in
               "rstd2": (N,)}                    # the same of x_mid
     shared = rows(x=C,                          # the residual stream
                   increment=C,                  # what a substep adds to x; in the backward, to dx
@@ -254,10 +254,12 @@ def work_table(config, B, T):
 # A backward WRITES the gradients of activations.  It ADDS (+=) to the gradients of weights, because one weight
 # serves many tokens and several micro-batches (the pieces of a batch that is too large for the memory).
 #
-# Activations are matrices (N, width): one row for each token.  (RoPE and attention see the same memory as
-# (B,T,...).)  Some functions work in place: rope_forward and
-# block_forward on x, rope_backward and block_backward on dx, and both functions of cross-entropy on the logits, which
-# take the most memory.
+# A backward is the chain rule.  It gets the slope of the loss for each output, dout, and returns that for each input:
+# dx_i = sum over the outputs o of  dout_o ∂out_o/∂x_i.
+#
+# Activations are matrices (N, width): one row for each token.  (RoPE and attention see the same memory as (B,T,...).)
+# Some functions work in place: rope_forward and block_forward on x, rope_backward and block_backward on dx, and both
+# functions of cross-entropy on the logits, which take the most memory.
 
 def embedding_forward(out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
@@ -277,7 +279,8 @@ def embedding_backward(dembed, dout, tokens):
 
 
 def rmsnorm_forward(out, rstd, x, gain, eps):
-    """RMSNorm (Zhang & Sennrich 2019).  x, out (N,C), rstd (N,), gain (C,).
+    """RMSNorm (Zhang & Sennrich 2019): x grows from layer to layer, and so each layer reads numbers of one size all the
+    same.  x, out (N,C), rstd (N,), gain (C,).
 
         rstd_n = 1 / sqrt(mean_i x_ni^2 + eps)        out_ni = x_ni * rstd_n * gain_i
     """
@@ -291,7 +294,7 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
 #     out_i = xhat_i gain_i                  =>  dgain_i += dout_i xhat_i  (summed over rows)
 #                                                dxhat_i  = dout_i gain_i
 #     xhat_i = x_i r, and r = (mean_j x_j^2 + eps)^(-1/2) depends on every x_j ([i == j] is 1 if i = j, else 0):
-#                                                ∂r/∂x_j  = -1/2 r^3 (2 x_j / C) = -r^2 xhat_j / C
+#                                                ∂r/∂x_j  = -1/2 r^3 (2 x_j / C) = -r^3 x_j / C = -r^2 xhat_j / C
 #                                                ∂xhat_i/∂x_j = [i == j] r + x_i ∂r/∂x_j
 #     dx_j = sum_i dxhat_i ∂xhat_i/∂x_j
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)         and x_i = xhat_i / r, so
@@ -328,7 +331,7 @@ def linear_backward(dx, dw, dout, x, w):
 #
 #     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
 #
-# With R_t for the rotation at position t,  (R_t q).(R_s k) = q.(R_t^T R_s) k = q.R_(s-t) k:  so a score depends
+# With M_t for the rotation at position t,  (M_t q).(M_s k) = q.(M_t^T M_s) k = q.M_(s-t) k:  so a score depends
 # on the positions t and s only through their distance s - t.  The layout, first half and second half of the head, is
 # that of Hugging Face's Llama.
 def rope_forward(x, cos, sin):
@@ -341,7 +344,7 @@ def rope_forward(x, cos, sin):
     x += swapped
 
 
-# Forward: y = R x for each pair, R = [[cos, -sin], [sin, cos]].  So dx = R^T dy.  R is a rotation: its
+# Forward: y = M x for each pair, M = [[cos, -sin], [sin, cos]].  So dx = M^T dy.  M is a rotation: its
 # transpose is its inverse, the rotation by the negative angle, which is the forward with -sin.
 def rope_backward(dx, cos, sin):
     """In place on dx (B,T,heads,D)."""
@@ -393,8 +396,10 @@ def causal_mask(T, J, dtype):
 
 
 def attend(out, P, q, k, v, mask):
-    """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  Per head, with
-    scale = 1/sqrt(D):
+    """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  A token asks with its
+    query.  The better the key of another fits, the more of that one's value it takes: P_ij is how much.  (A sum of D
+    products grows as sqrt(D).  So the scores are divided by it: from large ones a token would take one value alone.)
+    Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_j' exp(S_ij')       out_i = sum_j P_ij v_j
 
@@ -468,7 +473,7 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
     """Writes dgate_up (N,2F)."""
     gate, up = np.split(gate_up, 2, axis=1)
     dgate, dup = np.split(dgate_up, 2, axis=1)
-    silu = np.multiply(gate, sigmoid, out=dgate)    # in dgate's memory, which is free until the last line
+    silu = np.multiply(gate, sigmoid, out=dgate)    # in dgate's memory: the last line reads it, then writes dgate
     np.multiply(dout, silu, out=dup)
     np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
 
@@ -567,7 +572,7 @@ def count_targets(targets, T, K):
 def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0):
     """Softmax cross-entropy:
 
-        nll_nk = -log softmax(logits_nk)[y],  y = targets_nk;  0 where y is -1
+        nll_nk = -log softmax(logits_nk)[y],  y = targets_nk;  0 where y is -1      (negative log-likelihood)
         loss_k = 1/divisor_k  sum_n w_n nll_nk
 
     losses    (K,)
@@ -661,7 +666,7 @@ def newton_schulz(M):
 # The step, with Nesterov's look ahead by one more gradient:
 #
 #     m = momentum m + (1 - momentum) g           running mean of the gradient
-#     u = momentum m + (1 - momentum) g           with this new m: the mean as it would be after g once more
+#     u = momentum m + (1 - momentum) g           `ahead`, with this new m: the mean as it would be after g once more
 #     param -= lr (decay param + 0.2 sqrt(max(rows, columns)) newton_schulz(u))
 #
 # Why 0.2 sqrt(max(rows, columns)).  U V^T has min(rows, columns) singular values of about 1, so the root mean square
@@ -1025,8 +1030,8 @@ class Decoder:
 
     def draw_rows(self, windows, grown, t, sampling):
         """Draw the next token of each of B texts, all at once -> ids (B,), for positions t (B,) of the texts.
-        windows: the B lists of ids to be read, the ends of the texts that fit the context.  grown: whether each is that
-        of the last call and one id more: then only this id is read.  Else all are read from their beginning.
+        windows: the B lists of ids to be read, the ends of the texts that fit the context.  grown: True if each
+        window is that of the last call and one id more: then only this id is read.  Else all are read from their start.
 
         All texts end at the same place of the cache, so the shorter ones have pads before them.  The score of a pad is
         -1e30, which exp turns into 0.  (Not -inf: a pad reads pads alone, and a softmax of nothing but -inf is NaN.)
@@ -1135,7 +1140,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     behind its first token, is drawn alone.  Where the memory does not hold the caches of a batch, its halves are drawn
     one after the other.  A single text that does not fit is a MemoryError."""
     context = model.config.context
-    batches = {}                                    # None: those whose windows begin at 0 to the end
+    batches = {}                                    # {None: rows whose windows begin at 0 to the end; row: it alone}
     for row, prompt in enumerate(prompts):
         alone = row if window_start(len(prompt) + most - 1, context) else None
         batches.setdefault(alone, []).append(row)
@@ -1203,7 +1208,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
     context = model.config.context
-    as_batch(model.config, [tokens[-context:]])     # checked here, and not at each token
+    as_batch(model.config, [tokens[-context:]])     # checked here, because a GPU's draw does not check few tokens
     K = model.config.predict
     heads = min(1 + model.draft_heads, K)
     if speculate is not None:
