@@ -105,7 +105,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        if not {"crc32", "step"} & set(metadata):               # ours has both; one altered byte leaves one
+        if not {"crc32", "step"} & set(metadata):               # ours has both: one altered byte cannot hide both
             metadata = {}
         elif verify:
             blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)
@@ -239,7 +239,7 @@ def read_config(folder, context=None):
 # ------------------------------------------------------------------------------------------------------------
 # 3. Save
 # ------------------------------------------------------------------------------------------------------------
-# A save writes two files that belong together.  The weights have a file of their own, because transformers and
+# Two of the files of a save belong together.  The weights have a file of their own, because transformers and
 # chat.py read only that.  The moments and the record of the run are in the other file, with the checksum of the
 # weights that belong to them.  A save has three steps:
 #

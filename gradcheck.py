@@ -53,9 +53,7 @@ has misunderstood the model itself, all three agree and are wrong.  Only code of
 and Hugging Face's Llama, in tests/peers.
 
 The check of the CPU does not look at the optimizer, at cached decoding, or at float32: see tests/test_model_cpu.py.
-What --gpu leaves out is in tests/test_on_gpu.py.
-
-PyTorch's own error on a GPU stands beside ours in the output of tests/bench.py train --peer.
+What --gpu leaves out is in tests/test_on_gpu.py.  tests/bench.py train --peer prints PyTorch's error beside ours.
 
 This file imports model_cpu, model_gpu and script.  Only --exercise loads a file of tests/ as well.
 """
@@ -78,7 +76,9 @@ TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, hidden=24, contex
 TIED = dataclasses.replace(TINY, layers=1, predict=1, tied=True)        # as other people's models are
 ROW_WEIGHTS = [1.5, -0.5]    # one for each row, as in rl.py: one text becomes more probable, the other less
 TINY_STEP = 2e-4         # h: the best of the table above
-TINY_BAR = 1e-8          # a bar is the largest error that passes: the code has 6.3e-11, the mildest planted bug 1.2e-5
+# A bar is the largest error that passes.  The code has 6.3e-11; of the planted bugs that spoil a slope the mildest has
+# 1.2e-5.  (The others spoil the forward.)
+TINY_BAR = 1e-8
 SMALL_STEP = 1e-3        # the worst error is 2.8e-8 with h = 2e-4, 4.1e-9 with 1e-3, 5.3e-7 with 5e-3
 SMALL_BAR = 1e-7         # the code has 4.1e-9
 FORWARD_BAR = 1e-12      # of the forward's distance from forward_plain and plain_losses: it is 2.4e-15

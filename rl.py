@@ -24,7 +24,7 @@ with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
     4. DPO                pairs -> log-probabilities -> weights
     5. the run            defaults, a reward of your own, options
 
-What it does not do: no value network, no ratio and no clipping (PPO), no division by the standard deviation of a group
+What it does not do: no value network, no clipped ratio (PPO), no division by the standard deviation of a group
 (GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.  Only head
 0 learns, because pi is what head 0 says.  The further heads, which draft, stay as they are: so there is no decay.
 """
@@ -87,8 +87,8 @@ def reinforce_weights(rewards):
 # A pair that the model already gets right (z large) hardly pushes any more.
 def dpo_weights(log_probs, reference, beta):
     """log_probs, reference (2n,), where chosen and rejected alternate -> (their weights (2n,), z (n,))."""
-    ratio = (log_probs - reference).reshape(-1, 2)
-    z = beta * (ratio[:, 0] - ratio[:, 1])
+    log_ratio = (log_probs - reference).reshape(-1, 2)
+    z = beta * (log_ratio[:, 0] - log_ratio[:, 1])
     push = beta / (1 + np.exp(z))                                           # beta sigmoid(-z)
     return np.stack([push, -push], axis=1).ravel(), z
 

@@ -94,9 +94,10 @@ def plan_epoch(rows, T, batch_tokens, seed, epoch):
     """-> list of arrays of indices into `rows`, each index once: the batches of an epoch.  A batch has at most
     batch_tokens inputs, or one row.
 
-    The rows are sorted by length.  So the rows of one batch have about the same length, and little is padding.  Chance
-    decides which rows of one length meet, and in which order the batches come.  The sizes of the batches depend on the
-    lengths alone, so every epoch has the same number of batches: `begin` multiplies it by the number of epochs."""
+    The rows are sorted by length.  So the rows of one batch have about the same length, and little is padding.  Which
+    rows of one length share a batch, and in which order the batches come, is random.  The sizes of the batches depend
+    on the lengths alone, so every epoch has the same number of batches: `begin` multiplies it by the number of
+    epochs."""
     lengths = np.array([train.padded_length(row, T) for row in rows])
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(rows))

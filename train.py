@@ -404,7 +404,8 @@ DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3}}
-# Ten epochs of 290 MB gain big 0.02 and take 2.5 times as many steps; small gains nothing by a ninth reading of 0.3 MB.
+# More readings gain little.  After ten epochs big's loss is 0.02 lower, for 2.5 times as many steps; small gains
+# nothing by a ninth reading of a text of 0.3 MB.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -417,12 +418,13 @@ def setting(kind, meaning, default=dataclasses.MISSING):
 
 @dataclasses.dataclass
 class Settings:
-    """What a run is.  Two runs with the same settings, files, code, libraries, kind of machine and number of processes
-    have the same losses, bit for bit.  Most settings are options.  An option that is missing gets the preset's value,
-    or the best for this machine (make_settings), or the default at the end of its line."""
+    """What a run is, beside the sizes of its model (Config) and its base.  Two runs with the same of these, of files,
+    code, libraries, kind of machine and number of processes have the same losses, bit for bit.  Most settings are
+    options.  An option that is missing gets the preset's value, or the best for this machine (make_settings), or the
+    default at the end of its line."""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
-    # 1 << 24: 16M tokens is the largest batch of Llama 3
+    # 1 << 24, against slips: 16M tokens is the largest batch of Llama 3
     batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step, a multiple of the context")
     lr: float = setting(bounded(float, 1e-9, 100), "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
