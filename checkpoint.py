@@ -189,7 +189,7 @@ LLAMA_SIZES = {
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads",
     "vocab_size": "vocab",
-    "max_position_embeddings": "context",
+    "max_position_embeddings": "positions",
     "rms_norm_eps": "norm_eps",
     "rope_theta": "rope_theta",
     "tie_word_embeddings": "tied",
@@ -197,12 +197,13 @@ LLAMA_SIZES = {
 
 
 def llama_config(config, eos):
-    """What config.json holds: the keys of Hugging Face's LlamaConfig, and two of ours, mtp_heads and mtp_weight."""
+    """What config.json holds: the keys of Hugging Face's LlamaConfig; then ours, which are mtp_heads, mtp_weight, and
+    context, because it may be smaller than what a base could read."""
     sizes = {theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()}
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, "head_dim": config.head_dim,
             "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "torch_dtype": "float32",
             "bos_token_id": None, "eos_token_id": eos,
-            "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight}
+            "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight, "context": config.context}
 
 
 def read_config(folder, context=None):
@@ -218,9 +219,10 @@ def read_config(folder, context=None):
         keys.update(keys.get("rope_scaling") or keys.get("rope_parameters", {}))
         keys.setdefault("rope_type", keys.get("type", "default"))
         sizes = {ours: keys[theirs] for theirs, ours in LLAMA_SIZES.items()}
-        context = context or sizes["context"]
-        require(context <= sizes["context"], f"the context is {sizes['context']} at most, not {context}")
-        config = model_cpu.Config(**sizes | {"context": context}, predict=keys.get("mtp_heads", 0) + 1,
+        positions = sizes["positions"]
+        context = context or keys.get("context", positions)
+        require(context <= positions, f"the context is {positions} at most, not {context}")
+        config = model_cpu.Config(**sizes, context=context, predict=keys.get("mtp_heads", 0) + 1,
                                   mtp_weight=keys.get("mtp_weight", 0.0))
     # keys that change the mathematics, each with the only value that is computed here
     fixed = {"model_type": "llama", "head_dim": config.head_dim, "hidden_act": "silu",

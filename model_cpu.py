@@ -72,10 +72,12 @@ class Config:
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
+    positions: int = None       # what the model can read; None: the context.  A model of others can read more
 
     def __post_init__(self):
         if self.hidden is None:
             object.__setattr__(self, "hidden", 8 * math.ceil(self.dim / 3))     # a frozen dataclass has no other way
+        object.__setattr__(self, "positions", max(self.context, self.positions or 0))
         check_config(self)
 
     @property

@@ -698,7 +698,8 @@ def begin(options, out, ranks):
         require(sizes.keys() <= {"context"}, f"the model in {base} has its sizes: leave out all but --context.")
         config = checkpoint.read_config(base, options.get("context"))
     else:
-        config = dataclasses.replace(CONFIGS[preset], hidden=None, **sizes)         # None: as the width asks for
+        # None: as the width and the context ask for
+        config = dataclasses.replace(CONFIGS[preset], hidden=None, positions=None, **sizes)
     settings = make_settings(options, preset, config, usual, ranks)
     settings.data = settings.data or find_corpus(preset)
     tokenizer = checkpoint.read_tokenizer(base) if base else make_tokenizer(settings.data, config.vocab)

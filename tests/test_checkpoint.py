@@ -67,7 +67,7 @@ def edit(path, change):
 
 # -- what is saved is loaded, and others can read it ---------------------------------------------------------
 @parametrize("change", [{}, dict(predict=1, tied=True), dict(hidden=8, kv_heads=4, norm_eps=0.25, rope_theta=77.0),
-                        dict(layers=1, context=4, mtp_weight=0.0)])
+                        dict(layers=1, context=4, positions=16, mtp_weight=0.0)])
 def test_every_bit_comes_back(tmp_path, change):
     model = make(7, replace(TINY, **change))
     save(tmp_path, model, TOKENIZER, RECORD)

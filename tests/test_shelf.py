@@ -118,7 +118,7 @@ def test_every_bit_arrives_in_either_spelling(folder, base, kind):
     write_folder(folder, base, tensors)
     model, tokenizer = load(folder, context=20)
     arrived(model, params)
-    assert model.config == model_cpu.Config(16, 4, 2, 2, 20, 288, 1, 0.0, 24, 1e-5, 1e5, base is OLD)
+    assert model.config == model_cpu.Config(16, 4, 2, 2, 20, 288, 1, 0.0, 24, 1e-5, 1e5, base is OLD, 48)
     assert [tokenizer.tokens[i] for i in tokenizer.encode("the c 12")] == [b"the", b" c", b" ", b"1", b"2"]
 
 
