@@ -343,7 +343,8 @@ def load(folder, engine, options=None, context=None):
                 f"{saved} is not as it was saved with this model.")
     model = engine.Model(config, seed=None, **(options or {}))
     fill(model, path, tensors, {name: model.params[ours][rows] for name, ours, rows in llama_names(config)})
-    model.step = int(metadata.get("step", 0))
+    with refusing(f"{path}: its step is no number"):
+        model.step = int(metadata.get("step", 0))
     return model, tokenizer
 
 

@@ -97,8 +97,8 @@ class Config:
 def param_table(config):
     """[(name, shape), ...] of all weights.  A matrix is (out, in), row by row: it maps x (T, in) to x @ W.T (T, out).
 
-    In memory all weights lie one after the other in this order.  The gains of the norms come last, as the
-    only ones that do not decay (update_table)."""
+    In memory all weights lie one after the other in this order.  The gains of the norms come last, as the only ones
+    that do not decay (update_table)."""
     C = config.dim
     table = [("embed", (config.vocab, C))]
     gains = []
@@ -281,8 +281,8 @@ def embedding_backward(dembed, dout, tokens):
 
 
 def rmsnorm_forward(out, rstd, x, gain, eps):
-    """RMSNorm (Zhang & Sennrich 2019): x grows from layer to layer, and so each layer reads numbers of one size all the
-    same.  x, out (N,C), rstd (N,), gain (C,).
+    """RMSNorm (Zhang & Sennrich 2019).  x grows from layer to layer; after a norm each layer reads numbers of one size.
+    x, out (N,C), rstd (N,), gain (C,).
 
         rstd_n = 1 / sqrt(mean_i x_ni^2 + eps)        out_ni = x_ni * rstd_n * gain_i
     """

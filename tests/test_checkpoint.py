@@ -194,7 +194,7 @@ def test_weights_of_another_run_are_refused(folder, tmp_path):
 
 
 @parametrize("name, key, value, words", [
-    (WEIGHTS, "step", "seven", "invalid literal"), (STATE, "state", "[1]", "is not the state of a run")])
+    (WEIGHTS, "step", "seven", "its step is no number"), (STATE, "state", "[1]", "is not the state of a run")])
 def test_forged_metadata_under_a_right_checksum(folder, name, key, value, words):
     def change(tensors, metadata):
         metadata[key] = value
