@@ -94,19 +94,11 @@ def plan_epoch(rows, T, batch_tokens, seed, epoch):
     """-> list of arrays of indices into `rows`, each index once: the batches of an epoch.  A batch has at most
     batch_tokens inputs, or one row.
 
-    The rows are sorted by length.  So the rows of one batch have about the same length, and little is padding.  Which
-    rows of one length share a batch, and in which order the batches come, is random.  The sizes of the batches depend
-    on the lengths alone, so every epoch has the same number of batches: `begin` multiplies it by the number of
-    epochs."""
-    lengths = np.array([train.padded_length(row, T) for row in rows])
+    The rows of one batch have about the same length.  Which rows of one length share a batch, and in which order the
+    batches come, is random.  The sizes of the batches depend on the lengths alone, so every epoch has the same number
+    of batches: `begin` multiplies it by the number of epochs."""
     rng = np.random.default_rng([seed, epoch])
-    order = rng.permutation(len(rows))
-    order = order[np.argsort(-lengths[order], kind="stable")]           # rows of one length stay in their random order
-    batches = []
-    while len(order):
-        size = max(1, batch_tokens // lengths[order[0]])                # all are padded to the longest, the first
-        batches.append(order[:size])
-        order = order[size:]
+    batches = train.batches_of_one_length(rows, rng.permutation(len(rows)), T, batch_tokens)
     return [batches[i] for i in rng.permutation(len(batches))]
 
 

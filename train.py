@@ -114,6 +114,20 @@ def padded_length(row, T):
     return min(T, 8 * model_gpu.ceil_div(len(ids) - 1, 8))
 
 
+def batches_of_one_length(rows, order, T, tokens):
+    """Cut rows into batches of about one length, so that little is padding -> list of arrays of indices into `rows`.
+    A batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first.  order: an array of
+    the indices; among rows of one length it says which come first."""
+    lengths = np.array([padded_length(row, T) for row in rows])
+    order = order[np.argsort(-lengths[order], kind="stable")]
+    batches = []
+    while len(order):
+        size = max(1, tokens // lengths[order[0]])              # all are padded to the longest, the first
+        batches.append(order[:size])
+        order = order[size:]
+    return batches
+
+
 def count_learned(rows):
     """The number of tokens that head 0 learns from rows of at most T + 1 ids."""
     return sum(mask[1:].sum() for _, mask in rows)
@@ -262,11 +276,12 @@ def forward_backward(training, rows, weights):
 
 def learning_rate(step, settings):
     """The learning rate of a step, counted from 0.  It rises linearly to settings.lr.  Then it falls along half a
-    cosine to a tenth of settings.lr (Loshchilov & Hutter 2017)."""
+    cosine (Loshchilov & Hutter 2017) to final_lr, a share of settings.lr, at the last step."""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
     progress = (step - settings.warmup) / max(1, settings.steps - 1 - settings.warmup)
-    return settings.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+    share = settings.final_lr
+    return settings.lr * (share + (1 - share) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def report(training, log, waiting, pause):
@@ -299,20 +314,17 @@ PROMPTS = "\n", "The", "What is"         # without a space at the end: it belong
 
 
 def row_losses(training, rows):
-    """-> (n,) for each row the sum of head 0's -log p over the tokens of its mask.  The ranks share the work.
-    The rows are sorted by length, so that a batch has little padding."""
+    """-> (n,) for each row the sum of head 0's -log p over the tokens of its mask.  The ranks share the work."""
     T, K = training.sizes
     ranks = training.ranks
     progress = show_progress("rows measured")
     losses = np.zeros(len(rows))
-    by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-    left = by_length[ranks.rank::ranks.size]
-    while left:                                     # the longest first, so that memory is allocated once
-        size = max(1, training.settings.micro_batch * T // padded_length(rows[left[0]], T))
-        batch = left[:size]
-        left = left[size:]
+    own = np.arange(ranks.rank, len(rows), ranks.size)
+    done = 0
+    for batch in batches_of_one_length(rows, own, T, training.settings.micro_batch * T):
         losses[batch] = -training.model.log_probs(*make_batch([rows[i] for i in batch], T, K))
-        progress(len(rows) - ranks.size * len(left), len(rows))
+        done += len(batch)
+        progress(done, len(own))
     ranks.all_reduce(losses)
     return losses
 
@@ -403,9 +415,9 @@ def defaults(steps, batch_tokens, lr, warmup, every):
 DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
-    "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3}}
-# More readings gain little.  After ten epochs big's loss is 0.02 lower, for 2.5 times as many steps; small gains
-# nothing by a ninth reading of a text of 0.3 MB.
+    "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3, "final_lr": 0.0}}
+# Four epochs take big ten minutes.  After eight its loss is 0.02 lower, with decay 0.5 it is 0.05 lower
+# (docs/results.md).  Small gains nothing by a ninth reading of a text of 0.3 MB.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -440,6 +452,7 @@ class Settings:
     optimizer: str = setting(OPTIMIZERS, "muon for the layers' matrices, adamw for all (rl.py's default)", "muon")
     decay: float = setting(bounded(float, 0, 0.999), "of matrices (train.py 0.3, medium 0.1; sft.py 0.1; rl.py 0)", 0.1)
     momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; train.py small 0.9)", 0.95)
+    final_lr: float = setting(bounded(float, 0, 1), "share of --lr at the end (default 0.1; train.py big 0)", 0.1)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
     matmul: str = setting(("cublas", "ours"), "which matmul a GPU uses (default cublas)", "cublas")
     epochs: int = 0         # of sft.py

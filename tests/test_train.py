@@ -229,6 +229,14 @@ def test_a_run_is_this_loop(base):
     assert log[-1]["val_loss"] == pytest.approx(val_loss, rel=1e-4)
 
 
+@parametrize("share", [0.0, 0.1, 1.0])
+def test_the_rate_ends_at_its_share_of_the_peak(share):
+    settings = SimpleNamespace(lr=2.0, warmup=4, steps=20, final_lr=share)
+    rates = [train.learning_rate(step, settings) for step in range(20)]
+    assert [rates[0], max(rates), rates[-1]] == pytest.approx([0.5, 2.0, 2.0 * share])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
 def test_pairs_of_sentences(base):
     """The share of pairs of which the good one is the more probable, by name; a tie counts a half."""
     pairs = [dict(name="ab"[i > 12], good=TEXT[i:][:30], bad=TEXT[9 * i:][:30]) for i in range(20)]
