@@ -59,7 +59,7 @@ class Session:
         system text is put before the first of them, so it stays when old turns are dropped.  (A very long answer moves
         the window past it.)"""
         if not self.chat_form:
-            text, answer = self.turns[0]                    # an empty text begins after the end of another one
+            text, answer = self.turns[0]                    # an empty text: the model begins after an end-of-text token
             return (self.tokenizer.encode(text) or [self.stop]) + answer
         while True:
             ids = []
@@ -129,8 +129,8 @@ def paint(text, p):
 
 def print_tokens(session):
     """Print the last answer, each token in the colour of the probability that the model gave it, at temperature 1 and
-    among all tokens.  The text is read once more for that.  (Of a text that has filled the window only what the last
-    window holds is printed; the first half of it was drawn with more text before it.)"""
+    among all tokens.  The text is read once more for that.  (Of a text longer than the window only the last window is
+    printed.  Its first half was drawn with more text before it than is read here.)"""
     if not session.turns or not session.turns[-1][1]:
         return                      # there is no answer yet
     _, answer = session.turns[-1]

@@ -105,7 +105,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        if not {"crc32", "step"} & set(metadata):               # ours has both: one altered byte cannot hide both
+        if not {"crc32", "step"} & set(metadata):               # ours has both names: one damaged byte cannot hide both
             metadata = {}
         elif verify:
             blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)

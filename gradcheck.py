@@ -10,14 +10,16 @@ Read model_cpu.py before this.  The runs:
     python gradcheck.py --exercise linear      write this function yourself (graded by tests/exercises.py)
 
 The idea.  A gradient is a slope: move one weight w by h and see by how much the loss f moves.  This runs only the
-forward.  So it can judge the backward and need not trust it.  Write f(w-2h), f(w-h), f(w+h) and f(w+2h) as Taylor
-series about w.  Multiply each by a factor and add them up.  These four factors cancel the terms in h^0, h^2, h^3 and
-h^4 (f^(5) is the fifth derivative):
+forward.  So it can judge the backward and need not trust it.  The usual quotient is (f(w+h) - f(w-h)) / 2h.  A better
+one takes four values (f^(5) is the fifth derivative):
 
     f'(w) = (f(w-2h) - 8 f(w-h) + 8 f(w+h) - f(w+2h)) / 12h  +  h^4 f^(5)(w) / 30 + ...
 
+To see it, write the four as Taylor series about w.  With the factors 1, -8, 8 and -1 the terms in h^0, h^2, h^3 and h^4
+cancel.
+
 Why five points (the fifth, f(w), has the factor 0).  There are two errors.  The formula's own error falls with h:
-as h^4 here, as h^2 for the usual three points (f(w+h) - f(w-h)) / 2h.  The rounding of f is about 1e-16 of f.  It
+as h^4 here, as h^2 for the usual three points.  The rounding of f is about 1e-16 of f.  It
 is divided by h, so it grows as h falls.  The best h is where the two errors are about equal.  Measured on the first
 tiny model, worst of all 4,944 entries:
 
@@ -53,7 +55,7 @@ has misunderstood the model itself, all three agree and are wrong.  Only code of
 and Hugging Face's Llama, in tests/peers.
 
 The check of the CPU does not look at the optimizer, at cached decoding, or at float32: see tests/test_model_cpu.py.
-What --gpu leaves out is in tests/test_on_gpu.py.  tests/bench.py train --peer prints PyTorch's error beside ours.
+What --gpu leaves out is in tests/test_on_gpu.py.
 
 This file imports model_cpu, model_gpu and script.  Only --exercise loads a file of tests/ as well.
 """
@@ -117,7 +119,7 @@ def make_problem(config, T, std=None):
     targets = rng.integers(0, config.vocab, (2, T + config.predict - 1))
     tokens[:, 5] = tokens[:, 1]         # a token that occurs twice
     targets[0, ::7] = -1                # masked targets
-    targets[1, 2:9] = -1                # with T = 7 all targets of head 2: it has none in this row
+    targets[1, 2:9] = -1                # head 2 reads targets 2 to 8 if T is 7: so in this row it has none
     return model, tokens, targets
 
 
@@ -206,7 +208,7 @@ def forward_error(model, tokens, targets):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Known bugs: name -> (edit, ..., the mistake in one sentence): one edit or several, and last the mistake.  The edit
+# Known bugs: name -> (one edit or several, and last the mistake in one sentence).  The edit
 # "rope_backward: -sin -> sin" puts sin in place of -sin in the source of the function rope_backward.
 # ------------------------------------------------------------------------------------------------------------
 BUGS = {
@@ -309,8 +311,9 @@ BACKWARD = ["heads", "norm", *(f"layers.{i}.{name}" for i in (1, 0) for name in 
 
 def report_damage(replacements, every=17):
     """Put these functions into model_cpu for a moment, check TINY, and print which tensors are wrong -> whether
-    anything is.  Every 17th entry of the embedding (V, 16) is one of each row, so the token that occurs twice is
-    checked.  With ROW_WEIGHTS every 200th entry is enough: 2 to 5 of each tensor."""
+    anything is.  (A function looks up the functions that it calls in its module, at each call.  So it finds those that
+    were put there.)  Every 17th entry of the embedding (16, 16) is its diagonal, one entry of each row: so the token
+    that occurs twice is checked.  With ROW_WEIGHTS every 200th entry is enough: 2 to 5 of each tensor."""
     with unittest.mock.patch.dict(vars(model_cpu), replacements):       # only inside this block
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)
@@ -344,8 +347,8 @@ def run_breaks(names):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The GPU engine against model_cpu in float64.  Finite differences would drown in fp32's rounding; but the
-# reference's gradients are proven by now, so the GPU's are compared with them, tensor by tensor.
+# The GPU engine against model_cpu in float64; it can wait until model_gpu.py.  Finite differences would drown in fp32's
+# rounding.  But the reference's gradients are proven by now, so the GPU's are compared with them, tensor by tensor.
 # ------------------------------------------------------------------------------------------------------------
 GPU_CONFIG = dataclasses.replace(CONFIGS["big"], layers=4)
 # precision -> (bar of the logits and of the whole gradient, bar of the losses).  That of one tensor is twice the first

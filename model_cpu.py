@@ -225,7 +225,7 @@ def work_table(config, B, T):
                  sigmoid=F,                     # sigmoid(gate)
                  h=F)                           # silu(gate) * up
     saved |= {"P": scores_shape,                # the probabilities of attention
-              "rstd1": (N,),                    # "reciprocal": 1 / sqrt(mean of squares + eps) of each row of x_in
+              "rstd1": (N,),                    # 1 / sqrt(mean of squares + eps) of each row of x_in
               "rstd2": (N,)}                    # the same of x_mid
     shared = rows(x=C,                          # the residual stream
                   increment=C,                  # what a substep adds to x; in the backward, to dx
@@ -405,7 +405,7 @@ def attend(out, P, q, k, v, mask):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_j' exp(S_ij')       out_i = sum_j P_ij v_j
 
-    q, out (B,G,R,T,D); k, v (B,G,1,J,D); P (B,G,R,T,J); mask (T,J), or (B,1,1,T,J): one for each text."""
+    q, out (B,G,R,T,D); k, v (B,G,1,J,D); P (B,G,R,T,J); mask (T,J), or in draw_rows (B,1,1,T,J), one for each text."""
     np.matmul(q, k.swapaxes(-1, -2), out=P)         # (B,G,R,T,D) @ (B,G,1,D,J) -> the scores
     P *= 1.0 / math.sqrt(q.shape[-1])
     P += mask
@@ -767,8 +767,8 @@ class Model:
     BLAS alone leaves the element-wise work on one.  Set OPENBLAS_NUM_THREADS=1 then (train.py does).  The
     shares' gradients add up to that of the whole batch, but for rounding, because the loss is divided by the
     count of targets in the whole step, not in the share."""
-    draft_heads = 0     # how many drafts generate makes (section 7).  0, because here reading four tokens takes twice
-                        # as long as reading one, and gives only 1.5 tokens on average
+    draft_heads = 0     # how many drafts generate makes (section 7).  On a CPU drafts cost more than they save: to read
+                        # four tokens takes twice as long as to read one, and gives only 1.5 tokens on average
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config = config
@@ -840,7 +840,7 @@ class Model:
         """(B,T) ints -> (B,T,K,V), a new array."""
         tokens = as_batch(self.config, tokens)
         self.pending = []                           # their arrays are overwritten now
-        final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))
+        final = self._trunk(tokens, *self.workspaces[0].buffers(*tokens.shape))     # Workspace: see section 10
         K = self.config.predict
         return self._head_logits(final, K).reshape(*tokens.shape, K, -1)
 
@@ -1036,7 +1036,8 @@ class Decoder:
         window is that of the last call and one id more: then only this id is read.  Else all are read from their start.
 
         All texts end at the same place of the cache, so the shorter ones have pads before them.  The score of a pad is
-        -1e30, which exp turns into 0.  (Not -inf: a pad reads pads alone, and a softmax of nothing but -inf is NaN.)
+        -1e30, which exp turns into 0.  (Not -inf: a pad may read pads alone.  All its scores would be -inf, and their
+        softmax NaN.)
         The positions of a text behind pads are too high, which is harmless: RoPE sees only distances."""
         tokens = [window[-1:] for window in windows]
         if not grown:
@@ -1142,7 +1143,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     behind its first token, is drawn alone.  Where the memory does not hold the caches of a batch, its halves are drawn
     one after the other.  A single text that does not fit is a MemoryError."""
     context = model.config.context
-    batches = {}                                    # {None: rows whose windows begin at 0 to the end; row: it alone}
+    batches = {}                                    # {None: all rows whose window never moves; row: that row alone}
     for row, prompt in enumerate(prompts):
         alone = row if window_start(len(prompt) + most - 1, context) else None
         batches.setdefault(alone, []).append(row)
@@ -1250,7 +1251,7 @@ def common_length(a, b):
 # ------------------------------------------------------------------------------------------------------------
 def layer_logits(model, inputs):
     """The "logit lens" (nostalgebraist 2020) of inputs (B,T).  Yields, after the embedding and each layer, the
-    residual stream x (N,C) and the logits (N,V) of head 0 if the integration stopped there."""
+    residual stream x (N,C) and the logits (N,V) that head 0 gives if the layers after this one are left out."""
     model.logits(inputs)
     layers, shared = model.workspaces[0].arrays        # what this forward has left
     final = shared.final

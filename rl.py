@@ -15,8 +15,8 @@ every method the gradient with respect to the logits is
 
     d loss / d logits = w (p - onehot(y)) / N       w: one number for a whole answer; N: the step's learned tokens
 
-Pretraining and fine-tuning have w = 1: make the text more probable.  REINFORCE and DPO only choose another w: an answer
-with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
+Pretraining and fine-tuning have w = 1 for head 0: make the text more probable.  REINFORCE and DPO only choose another
+w: an answer with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
 
     1. the two weights    REINFORCE and DPO
     2. rewards            rules that say how good an answer is
@@ -26,7 +26,8 @@ with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
 
 What it does not do: no value network, no clipped ratio (PPO), no division by the standard deviation of a group
 (GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.  Only head
-0 learns, because pi is what head 0 says.  The further heads, which draft, stay as they are: so there is no decay.
+0 learns, because the answers are drawn by head 0.  The matrices of the further heads, which draft, get no gradient.
+Decay would only shrink them: so there is none.
 """
 from script import (Parser, bounded, hash_files, make_pair, read_records, refusing, require, run_script, set_threads,
                     show_progress)
@@ -53,15 +54,16 @@ GROUP = 16                  # answers to one prompt
 
 # REINFORCE (Williams 1992).  An answer a is drawn with the probability pi(a), a product over its tokens, and
 # earns the reward r(a).  We want to increase the mean reward J = sum_a pi(a) r(a).  Since d log pi = d pi / pi,
-#     dJ = sum_a d pi(a) r(a) = sum_a pi(a) r(a) d log pi(a)
+#     dJ = sum_a d pi(a) r(a) = sum_a pi(a) r(a) d log pi(a)          (r does not depend on the weights)
 # which is the expected value of r d log pi(a).  The mean over some drawn answers estimates it.
 # A baseline b, any number that does not depend on the answer, may be subtracted from r, because
 #     sum_a pi(a) b d log pi(a) = b d sum_a pi(a) = b d 1 = 0.
 # We take for b the mean reward of the group, which is the g = GROUP answers to one prompt.  So an answer counts by how
 # much better it is than the others, and the noise is far smaller.  This b does depend on the answer, because the
-# answer's own r is a part of the mean: b = r/g + (1 - 1/g) (the mean of the g - 1 others).  So
-# r - b = (1 - 1/g) (r - the mean of the others).  The others are drawn independently, so their mean is a true baseline,
-# and dJ is only scaled by 1 - 1/g.  Altogether:
+# answer's own r is a part of the mean:
+#     b     = r/g + (1 - 1/g) (the mean of the g - 1 others)
+#     r - b = (1 - 1/g) (r - the mean of the others)
+# The others are drawn independently, so their mean is a true baseline, and dJ is only scaled by 1 - 1/g.  Altogether:
 #     loss = -1/N sum over the answers of (r - b) log pi(a)
 #     log pi(a) = sum over its tokens of log p[y]
 #     d loss / d logits = 1/N (r - b) (p - onehot(y))
@@ -177,7 +179,7 @@ def reinforce_job(training, reward):
     print(f"{training.out}: {len(to_learn):,} prompts, {len(held_out):,} more held out; {GROUP} answers to each.\n"
           "loss: of a step's answers, times their weights; it may rise: look at reward\n"
           "reward: the mean reward of the answers to held-out prompts\n"
-          "kl: how far the model is from the base there, in nats a token\n"
+          "kl: how far the model is from the base on these answers, in nats a token\n"
           "forgotten: nats a token of the true answers; it rises as the model forgets them")
 
     def batch(step):
@@ -279,7 +281,8 @@ def dpo_job(training):
         log_probs = -train.row_losses(training, rows)       # a forward for the weights; the loop makes the step's own
         weights, z = dpo_weights(log_probs, reference[number], settings.beta)
         training.note = f"dpo {dpo_loss(z):.4f}"
-        # the loop divides the loss by the number of learned tokens, but DPO's is divided by the number of pairs
+        # The loop divides the loss by N, the number of learned tokens, but DPO's is divided by n, the number of pairs.
+        # So the weights are multiplied by N / n.
         return rows, weights * (train.count_learned(rows) / len(z))
 
     def evaluate(step):

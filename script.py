@@ -89,7 +89,7 @@ def explain(error):
         return f"The GPU: {words}{advice if isinstance(error, MemoryError) else ''}"
     if isinstance(error, OSError) and error.strerror:
         where = f"Cannot use {error.filename}" if error.filename else "Input or output failed"
-        word = re.search("data/(tiny|books|web|instructions|preferences|blimp)", where)
+        word = re.search("(?:data|out)/(tiny|books|web|instructions|preferences|blimp|smollm2)", where)
         advice = f"  ./fetch_data.sh {word[1]} brings it." if word and isinstance(error, FileNotFoundError) else ""
         return printable(f"{where}: {error.strerror}.{advice}")
     if isinstance(error, BrokenExecutor):
@@ -204,8 +204,8 @@ class Stop:
     process at once.  A signal that is ignored when the script starts, such as SIGHUP under nohup, stays ignored."""
     def __init__(self):
         self.signal = None
-        closed = getattr(signal, "SIGHUP", signal.SIGINT)               # Windows has no SIGHUP
-        for number in (signal.SIGINT, signal.SIGTERM, closed):
+        hangup = getattr(signal, "SIGHUP", signal.SIGINT)               # Windows has no SIGHUP
+        for number in (signal.SIGINT, signal.SIGTERM, hangup):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.ask)
 

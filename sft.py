@@ -75,8 +75,8 @@ def make_row(tokenizer, conversation, T):
 
 def make_prompt(tokenizer, system, text, T, first=True):
     """The ids of a turn, up to where the answer begins.  They are at most three quarters of the window T, so that there
-    is room for an answer.  A longer text of the user loses its beginning.  (If several turns together are too long,
-    make_row cuts the end.)"""
+    is room for an answer.  A longer text of the user loses its beginning, because an answer depends most on the end of
+    the question.  (If several turns together are too long, make_row cuts the end.)"""
     return tokenizer.prompt(text, T - T // 4, system, first)
 
 
@@ -118,7 +118,7 @@ def fine_tuning_job(training):
     held_out = [make_row(tokenizer, conversation, T) for conversation in unseen]
     # three questions, which every evaluation answers
     prompts = {text: make_prompt(tokenizer, system, text, T) for system, text in map(opening, unseen[:3])}
-    batches = []                                    # of the whole run, epoch after epoch
+    batches = []                                    # of the whole run, epoch after epoch: there are not many
     epochs = 0
     while len(batches) < settings.steps:
         batches += plan_epoch(rows, T, settings.batch_tokens, settings.seed, epochs)

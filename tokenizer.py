@@ -13,8 +13,8 @@ took the 256 bytes as the first symbols.  So every text in every script has an e
                  --merges-->  32 256 119 101 114          merge 0 is (l, o) = (108, 111): it makes 256, "lo"
                               32 257 101 114              merge 1 is (lo, w) = (256, 119): it makes 257, "low"
 
-The pair (l, o) occurs twice, and so does (o, w).  Of two such pairs the one with the smaller ids goes first.  Now no
-pair occurs twice, so the merges end: " lower" is 4 tokens in place of 6 bytes.
+The pair (l, o) occurs twice, and so does (o, w).  Of two such pairs the one with the smaller ids goes first, so that
+nothing is left to chance.  Now no pair occurs twice, so the merges end: " lower" is 4 tokens in place of 6 bytes.
 
 Sections: 1 the idea; 2 words; 3 learning, fast; 4 encoding, fast; 5 the Tokenizer; 6 large files (optional);
 7 conversations (optional); 8 tokenizer.json (optional); 9 the command line.
@@ -119,13 +119,14 @@ def encode_word_plain(word, merges):
 
 # In GPT-2's pattern \s is Unicode's White_Space.  Python's own \s also takes the separators \x1c to \x1f.
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+# BMP, ALL and PART are for speed alone; a reader may skip them.
 # Up to which code point a pattern knows letters and numbers: BMP leaves out emoji and rare scripts, ALL has them.
 # `re` has a table for the characters up to U+FFFF.  It compares those beyond with one range after the other.  A pattern
 # with all ranges takes four times as long, so it is used only where a text has such characters.
 BMP = 0xFFFF
 ALL = 0x10FFFF
-# For speed alone, split_words cuts a text into parts of about 4096 characters: then only those with an emoji take the
-# slow pattern.  A part ends before white space that follows something else, because a new word always begins there.
+# split_words cuts a text into parts of about 4096 characters: then only those with an emoji take the slow pattern.  A
+# part ends before white space that follows something else, because a new word always begins there.
 PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 
 
@@ -148,7 +149,8 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    # (?![^...]) asks that one of these follows, or the end: then all spaces stay together
+    # (?![^...]) asks that one of these characters follows, or the end of the text: then all spaces are one word.
+    # Otherwise the last space is left for the next word.
     no_space_before = SPACE
     if digits:
         numbers = f"[{number}]"
@@ -219,8 +221,8 @@ def learn_merges(words, most_merges):
     while heap and -heap[0][0] > 1 and len(merges) < most_merges:
         minus_times, pair = heappop(heap)
         if -minus_times != counts[pair]:
-            # This entry is old: other merges took some occurrences of the pair since it was pushed.  After that a count
-            # only falls, as each new pair holds a new id.  So no entry is too low: push the true count, and go on.
+            # This entry is old: since it was pushed, other merges took some occurrences of the pair.  (The count of a
+            # pair that is there can only fall, because every new pair holds a new id.)  Push the true count, and go on.
             heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
@@ -331,9 +333,9 @@ class Encoder(dict):
 # ------------------------------------------------------------------------------------------------------------
 # 5. The Tokenizer
 # ------------------------------------------------------------------------------------------------------------
-# Tokens that no text gives: "<|end|>" typed by a user is seven ordinary characters.  Otherwise a user could end his own
-# turn and write the answer himself.  The one exception is a corpus on disk, where a line that holds only <|endoftext|>
-# separates documents (section 6).
+# Tokens that `encode` never makes from a text: "<|end|>" typed by a user is seven ordinary characters.  Otherwise a
+# user could end his own turn and write the answer himself.  The one exception is a corpus on disk, where a line that
+# holds only <|endoftext|> separates documents (section 6).
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
 # Other tokenizers have other names for <|endoftext|>.  The first of these that a tokenizer has is taken.
@@ -570,8 +572,8 @@ class Tokenizer:
 # ------------------------------------------------------------------------------------------------------------
 # 6. Large files: documents, chunks
 # ------------------------------------------------------------------------------------------------------------
-# A line that holds only <|endoftext|>.  The pattern is ^<\|endoftext\|>\r?$, with the ^ moved behind the name, where
-# (?<=...) looks back for it: `re` is much faster with a pattern that begins with plain bytes.
+# A line that holds only <|endoftext|>: ^<\|endoftext\|>\r?$.  `re` is much faster if a pattern begins with plain bytes.
+# So this one looks for the name first, and then (?<=^...) looks back whether it began a line.
 SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
 # one separator or several, and the line ends behind each
 SEPARATOR_RUN = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*", re.MULTILINE)

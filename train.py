@@ -29,8 +29,8 @@ takes the run's name: so a start that fails leaves an older run alone.
 
 Why a resumed run is exact, bit for bit:
   * A save holds the weights, the optimizer's running means m and v, and the step number, all of the same step.
-  * The batch is a pure function of the seed and the step (in rl.py of the weights, too).  So no reader of files and no
-    random generator has a state.
+  * The batch is a pure function of the seed and the step (in rl.py of the weights, too).  So nothing else need be
+    saved, such as the state of a random generator or a place in a file.
   * Sums are added in the same order.  On the CPU that order follows from the threads and the micro-batch, which are
     settings of the run.  The GPU's kernels use a fixed order (no atomic additions).
   * Lines of the log after the saved step are cut off, because these steps are done again.
@@ -92,7 +92,7 @@ def make_batch(rows, T, K):
     """Rows -> inputs (B,P) and targets (B,P+K-1); head k reads targets[:, k:k+P].
 
     P is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So fewer different
-    lengths occur; for each of them a GPU keeps a graph of the step.)  Shorter rows are padded on the right, with
+    lengths occur: a GPU prepares each of them once.)  Shorter rows are padded on the right, with
     targets of -1: attention is causal, so no earlier position sees the padding.
 
     A row has at most T + K ids.  The model reads the first T.  The next one is the last target of head 0.  The other
@@ -136,8 +136,8 @@ def count_learned(rows):
 def window_count(size, T, K):
     """The number of windows in an epoch.  Each epoch has another shift, so that a token does not stand at the same
     place of its window every time.  The windows start at shift, shift + T, shift + 2T, ..., where shift is 0 to T - 1.
-    The last of n windows starts at shift + (n-1) T and needs T + K tokens.  So for the largest shift
-    T - 1 + (n-1) T + T + K <= size, which is n <= (size - K - T + 1) / T."""
+    The last of n windows starts at shift + (n-1) T and needs T + K tokens.  For the largest shift, T - 1, this is
+        T - 1 + (n-1) T + T + K <= size,  so  n <= (size - K - T + 1) / T."""
     count = (size - K - T + 1) // T
     require(count > 0, f"the corpus is too short: {size} tokens to train on, and it needs {2 * T + K - 1}.")
     return count
@@ -165,8 +165,8 @@ def epoch_order(count, seed, epoch, stride):
 
 def shuffled(count, seed, first, number, stride=1):
     """-> the terms first .. first + number - 1 of an endless random sequence.  An epoch of it has `count` terms: shift,
-    shift + stride, shift + 2 stride, ..., each once, in random order.  For windows a term is where one starts; with a
-    stride of 1 it is an index."""
+    shift + stride, shift + 2 stride, ..., each once, in random order.  For pretraining a term is the place where a
+    window starts.  With a stride of 1 it is an index into a list."""
     terms = []
     for i in range(first, first + number):
         shift, order = epoch_order(count, seed, i // count, stride)
@@ -203,7 +203,7 @@ def train(training, job, stop):
     log = None                  # rank 0 opens it after the first evaluation
     if first:
         print(f"Resuming {training.out} at step {first} of {settings.steps}.")
-    for step in range(first, settings.steps + 1):
+    for step in range(first, settings.steps + 1):       # the pass at `first` only evaluates
         evaluating = step % settings.eval_every == 0 or step in EARLY or step == settings.steps
         if step > first:
             # One step: batch, forward, backward, update.  batch and learning_rate count steps from 0.
@@ -436,7 +436,7 @@ class Settings:
     default at the end of its line."""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
-    # 1 << 24, against slips: 16M tokens is the largest batch of Llama 3
+    # 1 << 24, against typing errors: 16M tokens is the largest batch of Llama 3
     batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step, a multiple of the context")
     lr: float = setting(bounded(float, 1e-9, 100), "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
@@ -741,7 +741,8 @@ def pretraining(training):
     memory = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on; by decay the weights remember {memory:,.3g} epochs.")
+          f"{len(tokens):,} tokens to train on; by decay the weights remember {memory:,.3g} epochs.\n"
+          "val_loss: nats a token of the held-out text; val_bpb: bits a byte.")
 
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads
 
