@@ -94,7 +94,7 @@ class Session:
         for token in stream:
             answer.append(token)
             yield self.tokenizer.tokens[token]
-        # generate does not yield the token that ends a text.  If it yields fewer than it may, there was such a token.
+        # generate does not yield the token that ends a text.  If it yields fewer than it may, the model has drawn one.
         if len(answer) - before < settings.max_tokens:
             answer.append(self.stop)
 

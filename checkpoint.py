@@ -215,7 +215,7 @@ def read_config(folder, context=None):
     with refusing(f"{path} cannot be used"):
         keys = {key: value for key, value in keys.items() if value is not None}
         # Where rope_theta may stand: in rope_scaling; if that is missing, in rope_parameters; else at the top.
-        # This is the order of transformers.
+        # This is the order of transformers.  What stands there replaces what stands at the top.
         keys.update(keys.get("rope_scaling") or keys.get("rope_parameters", {}))
         keys.setdefault("rope_type", keys.get("type", "default"))
         sizes = {ours: keys[theirs] for theirs, ours in LLAMA_SIZES.items()}
@@ -303,7 +303,7 @@ def mend(folder):
     if exists(saved) and safetensors_metadata(saved).get("crc32") == weights:
         os.replace(saved, path)
     require(safetensors_metadata(path).get("crc32") == weights, f"{folder}: {STATE} belongs to other weights than "
-            f"those in {WEIGHTS}, or is of an earlier version: begin a new run.")
+            f"those in {WEIGHTS}, or was written by an earlier version of this program: begin a new run.")
 
 
 # ------------------------------------------------------------------------------------------------------------

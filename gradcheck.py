@@ -18,32 +18,31 @@ one takes four values (f^(5) is the fifth derivative):
 To see it, write the four as Taylor series about w.  With the factors 1, -8, 8 and -1 the terms in h^0, h^2, h^3 and h^4
 cancel.
 
-Why five points (the fifth, f(w), has the factor 0).  There are two errors.  The formula's own error falls with h:
-as h^4 here, as h^2 for the usual three points.  The rounding of f is about 1e-16 of f.  It
-is divided by h, so it grows as h falls.  The best h is where the two errors are about equal.  Measured on the first
-tiny model, worst of all 4,944 entries:
+Why are there five points?  (The fifth, f(w), has the factor 0.)  There are two errors.  The formula's own error falls
+with h: as h^4 here, as h^2 for the usual three points.  The rounding of f is about 1e-16 of f.  It is divided by h, so
+it grows as h falls.  The best h is where the two errors are about equal.  Measured on the first tiny model, worst of
+all 4,944 entries:
 
     h               5e-6      1e-5      1e-4      2e-4      1e-3
     five points     2.2e-09   8.6e-10   7.8e-11   6.3e-11   1.5e-09
     three points    1.3e-09   1.6e-09   1.6e-07   6.5e-07   1.6e-05
 
-Why float64.  float32 rounds f at 1e-7, and the best h (0.01) then gives 2e-4 on this model.  A wrong term of
-that size, such as an eps in the wrong place, would pass.  The formulas are the same in either precision.  So
+Why float64?  float32 rounds f at 1e-7, and the best h (0.01) then gives 2e-4 on this model.  A wrong term of
+that size, such as RMSNorm's eps in the wrong place, would pass.  The formulas are the same in either precision.  So
 what is proven in float64 holds in float32, where training runs, up to rounding.
-
-Why the error |by hand - numeric| of an entry is divided by the largest gradient of its tensor.  Not by the entry:
-the difference quotient has about the same rounding error for every entry.  An entry that happens to be near 0 would
-have a large error, which means nothing.  Not by the largest gradient of the model: a tensor of small gradients could
-then be all wrong and pass.
+The error |by hand - numeric| of an entry is divided by the largest gradient of its tensor.  Why is it not divided by
+the entry?  The difference quotient has about the same rounding error for every entry.  So an entry that happens to be
+near 0 would have a large error, which means nothing.  And why not by the largest gradient of the model?  A tensor of
+small gradients could then be all wrong and pass.
 
 How to read a planted bug.  --break lists the tensors in the order in which the backward reaches them: first the
 wrong ones, each with its error, then the right ones.  If the gradient of a function's input x is wrong, so is all that
 the backward computes from it (rope_sign).  If the gradient of a weight is wrong, only the weights of this kind are
 (norm_gain: the five gains).  Either way, the first wrong tensor says where to look.
 
-Why wide weights: in the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the usual
-0.02 the scores of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then 200
-to 400 times smaller than that of v.  The three share a tensor, so an error in q or k would weigh 200 to 400 times
+Why are the weights wide?  In the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the
+usual 0.02 the scores of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then
+200 to 400 times smaller than that of v.  The three share a tensor, so an error in q or k would weigh 200 to 400 times
 less.  (--small and --gpu have the usual weights.  On a GPU tests/test_on_gpu.py checks attention's gradients by
 themselves.)
 
@@ -209,7 +208,8 @@ def forward_error(model, tokens, targets):
 
 # ------------------------------------------------------------------------------------------------------------
 # Known bugs: name -> (one edit or several, and last the mistake in one sentence).  The edit
-# "rope_backward: -sin -> sin" puts sin in place of -sin in the source of the function rope_backward.
+# "rope_backward: -sin -> sin" puts sin in place of -sin in the source of the function rope_backward.  (Where an edit
+# puts in `return;`, what is left of the function behind it is not run.)
 # ------------------------------------------------------------------------------------------------------------
 BUGS = {
     # First the bugs that leave the loss of a whole batch as it is.  Only the slopes can show them.
@@ -318,7 +318,7 @@ def report_damage(replacements, every=17):
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)
         rows = [*check_entries(*problem, TINY_STEP, every), *check_entries(*problem, TINY_STEP, 200, ROW_WEIGHTS)]
-    rows.sort(key=lambda row: row[3])               # in `wrong` the larger of a tensor's two errors then comes last
+    rows.sort(key=lambda row: row[3])       # the larger of the two errors of a tensor comes last, and stays in `wrong`
     wrong = {name: worst for name, _, _, worst, _ in rows if worst > TINY_BAR}
     same_forward = error <= FORWARD_BAR             # not so for a NaN
     if same_forward and not wrong:
@@ -386,7 +386,8 @@ def run_gpu():
         model = model_gpu.Model(GPU_CONFIG, precision=precision)
         model.write(model.flat_params, reference.flat_params)
         step = whole_step(model, tokens, targets)
-        # The second use of this shape is now recorded as a CUDA graph and replayed.  It must give the same bits
+        # The second use of this shape is now recorded as a CUDA graph and replayed (class Replay of model_gpu.py).  It
+        # must give the same bits
         with unittest.mock.patch.object(model_gpu, "RECORD_AT", 2):
             again = whole_step(model, tokens, targets)
         column = {name: distance(step[name], exact[name]) for name in exact}

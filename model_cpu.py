@@ -272,7 +272,8 @@ def embedding_forward(out, tokens, embed):
 #
 # A token that occurs twice must collect both rows.  (dembed[tokens] += dout would keep only the last one.)  In one
 # line this is np.add.at(dembed, tokens, dout).  The code below is faster.  It sorts the tokens, so that equal ones
-# lie side by side: `starts` says where each run of equal tokens begins, and np.add.reduceat sums each run.
+# lie side by side: `starts` says where each run of equal tokens begins, and np.add.reduceat sums each run.  For example
+# tokens 5 7 5: order is 0 2 1, ids are 5 7, starts are 0 2, and dembed gets dout[0] + dout[2] for 5, and dout[1] for 7.
 def embedding_backward(dembed, dout, tokens):
     """Adds to dembed (V,C); dout (N,C), tokens (N,)."""
     order = np.argsort(tokens, kind="stable")
@@ -281,7 +282,7 @@ def embedding_backward(dembed, dout, tokens):
 
 
 def rmsnorm_forward(out, rstd, x, gain, eps):
-    """RMSNorm (Zhang & Sennrich 2019).  x grows from layer to layer; after a norm each layer reads numbers of one size.
+    """RMSNorm (Zhang & Sennrich 2019).  x grows from layer to layer; the norm gives each layer numbers of about 1.
     x, out (N,C), rstd (N,), gain (C,).
 
         rstd_n = 1 / sqrt(mean_i x_ni^2 + eps)        out_ni = x_ni * rstd_n * gain_i
@@ -301,8 +302,9 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
 #     dx_j = sum_i dxhat_i ∂xhat_i/∂x_j
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)         and x_i = xhat_i / r, so
 #          = r (dxhat_j - xhat_j * mean_i(dxhat_i xhat_i))
-# The second term is a projection.  RMSNorm discards the length of x, so moving x along itself does not change the
-# output: this term removes that part of the gradient.  (Exactly, if eps is 0: then the mean square of xhat is 1.)
+# The second term is a projection, the part of the gradient along x.  RMSNorm discards the length of x, so moving x
+# along itself does not change the output: this term removes that part.  (Exactly, if eps is 0: then the mean square of
+# xhat is 1.)
 def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     """Writes dx (N,C), adds to dgain (C,)."""
     xhat = x * rstd[:, None]
@@ -372,6 +374,7 @@ def rope_table(config, dtype):
 # broadcasting over R is all that grouped-query attention needs.
 def by_group(x, config):
     """View (B,G,R,T,D) of x (B,T,heads*D), R = heads / G: the heads group by group."""
+    # (B,T,G*R*D) -> (B,T,G,R,D) -> (B,G,R,T,D)
     return x.reshape(*x.shape[:2], config.kv_heads, -1, config.head_dim).transpose(0, 2, 3, 1, 4)
 
 
@@ -392,15 +395,15 @@ def causal_mask(T, J, dtype):
     tokens.  For example T = 2, J = 4: [0 0 0 -inf], [0 0 0 0].
 
     The other paths: forward_plain has its own line.  flash_attn.cu compares the positions of query and key: by
-    mask_future in section 2, by lines of their own in sections 0 and 1.  Decoding single tokens on a GPU, and
+    mask_future in section 2, by lines of their own in sections 0 and 1.  Decoding a few tokens on a GPU, and
     gradcheck.plain_losses, read only the keys up to the token itself, so they need no mask."""
     return np.triu(np.full((T, J), -np.inf, dtype), J - T + 1)
 
 
 def attend(out, P, q, k, v, mask):
-    """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  A token asks with its
-    query.  The better the key of another fits, the more of that one's value it takes: P_ij is how much.  (A sum of D
-    products grows as sqrt(D).  So the scores are divided by it: from large ones a token would take one value alone.)
+    """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  Token i takes the share
+    P_ij of the value of token j.  The share is large where its query fits the key of j.  (A sum of D products of random
+    signs grows as sqrt(D).  So the scores are divided by it: from large scores a token would take one value alone.)
     Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_j' exp(S_ij')       out_i = sum_j P_ij v_j
@@ -426,10 +429,12 @@ def attention_forward(out, P, qkv, config):
 # Derivation, for one head (O = out, dO = dout):
 #     O_i = sum_j P_ij v_j           =>  dv_j  = sum_i P_ij dO_i              dV = P^T dO
 #                                        dP_ij = dO_i . v_j                   dP = dO V^T
-#     P_i = softmax(S_i):                ∂P_ij/∂S_il = P_ij ([j == l] - P_il), so
+#     P_i = softmax(S_i):                log P_ij = S_ij - log sum_l exp(S_il), so
+#                                        ∂P_ij/∂S_il = P_ij ∂(log P_ij)/∂S_il = P_ij ([j == l] - P_il), so
 #                                        dS_il = sum_j dP_ij ∂P_ij/∂S_il = P_il (dP_il - delta_i)
-#                                        with delta_i = sum_j P_ij dP_ij = sum_j P_ij (dO_i . v_j) = dO_i . O_i:
-#                                        a sum of D products in place of J
+#                                        with delta_i = sum_j P_ij dP_ij
+#                                                     = sum_j P_ij (dO_i . v_j)
+#                                                     = dO_i . O_i:  a sum of D products in place of J
 #     S_ij = scale q_i . k_j         =>  dq_i  = scale sum_j dS_ij k_j        dQ = scale dS K
 #                                        dk_j  = scale sum_i dS_ij q_i        dK = scale dS^T Q
 # The mask needs no line here: where it is -inf, P is 0, and so is dS.
@@ -469,7 +474,7 @@ def swiglu_forward(out, sigmoid, gate_up):
 
 # Derivation, with s = sigmoid(g), s' = s (1 - s), silu = g s:
 #     out = silu u         =>  du = dout silu
-#     silu' = s + g s (1 - s) = s (1 + g - silu)
+#     silu' = s + g s (1 - s) = s (1 + g - g s) = s (1 + g - silu)
 #                          =>  dg = dout u silu'
 def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
     """Writes dgate_up (N,2F)."""
@@ -581,7 +586,7 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
     exp_sum   (N,K)    sum over v of exp(logit - max)
     logits    (N,K,V)  in place: they become e = exp(logit - max)
     targets   (N,K)
-    divisor   (K,)     the number of the head's targets in the whole step, at least 1
+    divisor   (K,)     the number of the head's targets in the whole step, at least 1; inf where a head does not learn
     weights   (N,1)    w, of the rows; or 1
 
     Returns nll (N,K)."""
@@ -596,8 +601,8 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
 
 # Derivation, for one row with target y, p = softmax(z) = e / exp_sum:
 #     loss = log sum_v exp(z_v) - z_y       =>  dz_v = exp(z_v) / sum_u exp(z_u) - [v == y] = p_v - [v == y]
-# This is multiplied by head_weight_k / divisor_k, and by the row's own weight, if it has one: that is all that rl.py
-# needs.  A masked row has the gradient 0.
+# This is multiplied by head_weight_k / divisor_k, and by the row's own weight, if it has one (rl.py gives one).  A
+# masked row has the gradient 0.
 def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
     """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits.
     head_weights: the weights of the heads in the loss (K,), or these times the weights of the rows (N,K)."""
@@ -618,7 +623,8 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 #     m = (1 - beta1)(1 + beta1 + ... + beta1^(t-1)) g = (1 - beta1^t) g.
 # Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
 #
-# What decay does.  With a = lr decay and u_t the direction of step t, param = (1 - a) param - lr u_t.  So in the end
+# What decay does.  With a = lr decay and u_t the direction of step t, param = (1 - a) param - lr u_t.  And
+# lr = a / decay.  So in the end
 #     param = the sum over steps s of  a (1 - a)^(t-s) (-u_s / decay)
 # (beside what is left of the initial weights): an average of the past steps' directions, because the factors add up to
 # nearly 1.  One of them fades by the factor e within tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what
@@ -641,10 +647,10 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # Muon (Jordan et al. 2024): momentum, orthogonalised.
 #
 # The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
-# are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead,
-# where M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the
-# same length.  (To first order, of all steps with |step @ x| <= |x| for every x, the one along U V^T lowers the loss
-# most.  Plain gradient descent measures a step entry by entry instead.)
+# are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead, where
+# M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the same
+# length.  (Take all steps that change no output by more than the length of its input: |step @ x| <= |x| for every x.
+# Of these the one along U V^T lowers the loss most, to first order.)
 #
 # No singular values need be computed.  Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
@@ -654,7 +660,8 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # moves s up and down within these bounds.  So U V^T is reached only roughly, which trains as well (Jordan et al. 2024).
 # (In these lines U, S and V are those of the decomposition alone.)
 def newton_schulz(M):
-    """M (rows, columns) -> U V^T, nearly: its singular values s / |M| after five rounds of the quintic."""
+    """M (rows, columns) -> U V^T, nearly: the singular vectors of M, and each singular value s / |M| after five rounds
+    of the polynomial."""
     a, b, c = NEWTON_SCHULZ
     tall = M.shape[0] > M.shape[1]
     X = M.T if tall else M                          # X X^T on the shorter side: the same, in fewer products
@@ -668,7 +675,7 @@ def newton_schulz(M):
 # The step, with Nesterov's look ahead by one more gradient:
 #
 #     m = momentum m + (1 - momentum) g           running mean of the gradient
-#     u = momentum m + (1 - momentum) g           `ahead`, with this new m: the mean as it would be after g once more
+#     u = momentum m + (1 - momentum) g           `ahead`, from the new m: what the next m would be if g came once more
 #     param -= lr (decay param + 0.2 sqrt(max(rows, columns)) newton_schulz(u))
 #
 # Why 0.2 sqrt(max(rows, columns)).  U V^T has min(rows, columns) singular values of about 1, so the root mean square
@@ -736,8 +743,8 @@ def update_table(config, optimizer):
 
 
 def muon_part(config, optimizer):
-    """The slice of the flat buffers that Muon updates.  Without Muon it is empty and lies at their end: Model.update
-    clips all that lies before it."""
+    """The slice of the flat buffers that Muon updates.  Without Muon it is empty and lies at their end.  Model.update
+    clips what lies before and behind this slice."""
     for rule, part, _, _ in update_table(config, optimizer):
         if rule == "muon":
             return part
@@ -851,7 +858,7 @@ class Model:
         counted (K,): the number of targets of each head that are not masked, in the whole step; by default, in this
         call.  ValueError where head 0 has none at all: there would be nothing to learn.
 
-        weights (B,), of the rows, are for rl.py.  The loss of head 0 is then the sum of w_b (-log p) / counted[0],
+        weights (B,), one for each text, are for rl.py.  Head 0's loss is then the sum of w_b (-log p) / counted[0],
         where counted[0] is a divisor of the caller's choice, at least 1.  The losses of the further heads are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.pending = self.workspaces[:len(tokens)]
@@ -1070,6 +1077,7 @@ def window_start(n, context):
     last half is kept and read anew from position 0.  For a context of 128: n = 128 -> 0, 129 -> 64, 192 -> 64,
     193 -> 128.  A pure function of n, so cached decoding and recomputation from scratch see the same window."""
     stride = context - context // 2
+    # n - context tokens are too many: rounded up to whole strides
     return max(0, n - context + stride - 1) // stride * stride
 
 
@@ -1078,7 +1086,7 @@ def gumbel(seed, t, ids):
     (seed, position, id), so it can be computed in any order, by every head, and by a GPU.  seed: an integer below 2^64,
     or one for each row.
 
-    noise(seed, t, id) = hash(hash(seed, t), id), where hash(z, n) is output n of the generator splitmix64 (Steele,
+    It is made of the 64 bits hash(hash(seed, t), id), where hash(z, n) is output n of the generator splitmix64 (Steele,
     Lea & Flood 2014) with the seed z: z + (n+1) gamma, then two multiplications that mix its bits.  52 of these bits
     make u, uniform in (0,1): u = (bits + 1/2) / 2^52 is exact in float64, and never 0 or 1.  -log(-log u) has the
     Gumbel distribution."""
@@ -1230,7 +1238,8 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             drafts = []
         ids = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
-        # the drafts that head 0 drew as well are accepted, but no more of them than there is room for
+        # The drafts that head 0 drew as well are accepted, but no more of them than there is room for: - 1, because the
+        # token that head 0 draws after them needs a place, too.
         accepted = common_length(drafts[:end - len(text) - 1], drawn)
         decoder.truncate(len(window) + accepted)    # the drafts that were not accepted are forgotten
         for token in drawn[:accepted + 1]:
@@ -1265,8 +1274,8 @@ def euler_table(model, tokens):
     targets.
 
     Yields L+1 rows (loss, length, ids), for the embedding and after each layer: the loss of head 0 if the
-    integration stopped there; the mean over positions of |f(x)|/|x| of that layer, both substeps
-    together (0 for the embedding); the three best next tokens at the end of the last row."""
+    forward stopped there; the mean over positions of |f(x)|/|x| of that layer, both substeps together (0 for the
+    embedding); the three ids that it finds likeliest in the place of the last target."""
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:].ravel()                 # (N,)
     before = None
@@ -1284,7 +1293,7 @@ def euler_table(model, tokens):
 def print_euler_table(model, tokenizer, tokens):
     """A line for the embedding and for each layer; tokens (1,T+1)."""
     print(f"{tokens.size - 1} tokens read, the next of each predicted; loss in nats a token")
-    print(f"{'stop after':12}{'loss':>8}{'|f(x)|/|x|':>13}   most likely after the end of the text")
+    print(f"{'stop after':12}{'loss':>8}{'|f(x)|/|x|':>13}   likeliest in the place of the last token")
     for i, (loss, length, best) in enumerate(euler_table(model, tokens)):
         name = f"layer {i - 1}" if i else "embedding"
         length = f"{length:.3f}" if i else ""
@@ -1305,8 +1314,8 @@ CONFIGS = {
 def init_params(flat, config, seed):
     """Fill `flat` with initial values: normal(0, 0.02); the two projections into the residual stream scaled
     by 1/sqrt(2L), so that the sum of 2L increments does not grow with depth (GPT-2); gains 1.  Always drawn
-    as float32 from one generator in table order, so one seed gives one model on every engine and in every
-    precision."""
+    as float32 from one generator in the order of param_views, so one seed gives one model on every engine and in every
+    precision.  (A tied matrix has two names there: it is drawn twice, and the second time counts.)"""
     rng = np.random.default_rng(seed)
     flat[...] = 1.0                                 # the gains; the matrices are drawn
     for name, view in param_views(flat, config).items():
@@ -1387,16 +1396,15 @@ TEXT = ("It was a bright cold morning, and the old man walked down to the harbou
 
 
 def main(argv):
-    """One sentence through the small model: tokens, shapes, the first loss, a gradient, an update, the
-    layers."""
-    Parser(description="A guided tour: one sentence goes through the small model.").parse_args(argv)
+    """A short text through the small model: tokens, shapes, the first loss, a gradient, an update, the layers."""
+    Parser(description="A guided tour: a short text goes through the small model.").parse_args(argv)
     tokenizer = Tokenizer.train([TEXT], 300)
-    config = replace(CONFIGS["small"], vocab=304)           # a multiple of 8
+    config = replace(CONFIGS["small"], vocab=304)           # a multiple of 8, for at most 300 tokens
     ids = np.array([tokenizer.encode(TEXT)])
     T = 64
     tokens = ids[:, :T]
     targets = ids[:, 1:T + config.predict]
-    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {ids.size} tokens, vocabulary {config.vocab}")
+    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {ids.size} tokens of {tokenizer.vocab_size} kinds")
     print(f"   {'|'.join(tokenizer.decode([i]) for i in ids[0, :23])}|...")
 
     model = Model(config)

@@ -11,7 +11,7 @@ Read before it: sft.py.  train.py's rows, loop and folders of runs are used here
 without decay (with Muon DPO ranked fewer held-out pairs right: docs/notes.md).
 
 The one line of mathematics.  Let p be the softmax at one position, and y the token that the answer has there.  Then for
-every method the gradient with respect to the logits is
+every method the gradient with respect to the logits is (derived beside cross_entropy_backward in model_cpu.py)
 
     d loss / d logits = w (p - onehot(y)) / N       w: one number for a whole answer; N: the step's learned tokens
 
@@ -24,10 +24,10 @@ w: an answer with w > 0 becomes more probable, one with w < 0 less.  Section 1 d
     4. DPO                pairs -> log-probabilities -> weights
     5. the run            defaults, a reward of your own, options
 
-What it does not do: no value network, no clipped ratio (PPO), no division by the standard deviation of a group
-(GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no learned reward model.  Only head
-0 learns, because the answers are drawn by head 0.  The matrices of the further heads, which draft, get no gradient.
-Decay would only shrink them: so there is none.
+What it does not do, for those who know other methods: no value network, no clipped ratio (PPO), no division by the
+standard deviation of a group (GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no
+learned reward model.  Only head 0 learns, because the answers are drawn by head 0.  The matrices of the further heads,
+which draft, get no gradient.  Decay would only shrink them: so there is none.
 """
 from script import (Parser, bounded, hash_files, make_pair, read_records, refusing, require, run_script, set_threads,
                     show_progress)
@@ -53,7 +53,8 @@ GROUP = 16                  # answers to one prompt
 
 
 # REINFORCE (Williams 1992).  An answer a is drawn with the probability pi(a), a product over its tokens, and
-# earns the reward r(a).  We want to increase the mean reward J = sum_a pi(a) r(a).  Since d log pi = d pi / pi,
+# earns the reward r(a).  We want to increase the mean reward J = sum_a pi(a) r(a).  Let d be the derivative by any
+# weight.  Since d log pi = d pi / pi,
 #     dJ = sum_a d pi(a) r(a) = sum_a pi(a) r(a) d log pi(a)          (r does not depend on the weights)
 # which is the expected value of r d log pi(a).  The mean over some drawn answers estimates it.
 # A baseline b, any number that does not depend on the answer, may be subtracted from r, because
@@ -67,8 +68,8 @@ GROUP = 16                  # answers to one prompt
 #     loss = -1/N sum over the answers of (r - b) log pi(a)
 #     log pi(a) = sum over its tokens of log p[y]
 #     d loss / d logits = 1/N (r - b) (p - onehot(y))
-# The mean above would divide by the number of answers.  The loop of train.py divides by N, the number of their tokens.
-# This changes only the length of a step, not its direction.
+# The estimate of dJ is a mean over answers, so it would divide by their number.  The loop of train.py divides by N, the
+# number of their tokens.  This changes only the length of a step, not its direction.
 def reinforce_weights(rewards):
     """rewards (n,) of groups of GROUP answers -> weights (n,): each reward minus the mean of its group."""
     by_group = np.reshape(rewards, (-1, GROUP))
@@ -77,7 +78,8 @@ def reinforce_weights(rewards):
 
 # DPO (Rafailov et al. 2023).  Of two answers to a prompt one was chosen and one rejected.  The reference is the base,
 # the model with which the run begins.  beta (log pi - log ref) says how much more probable an answer has become since
-# then; DPO takes it as the model's own reward for the answer.  The chance that the model agrees with the choice is
+# then; DPO takes it as the model's own reward for the answer.  (The paper derives why: the best model under a reward
+# and a limit on the KL has just this log-ratio, up to a constant.)  The chance that the model agrees with the choice is
 # then sigmoid(z) (Bradley & Terry 1952 take it so for the difference of two scores), and the loss is its -log:
 #     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))              c: chosen, r: rejected
 #     loss = 1/n sum of -log sigmoid(z)                                       over n pairs
@@ -103,7 +105,7 @@ def dpo_loss(z):
 # ------------------------------------------------------------------------------------------------------------
 # 2. Rewards
 # ------------------------------------------------------------------------------------------------------------
-ANSWER_TOKENS = 40          # of an answer, at most; REINFORCE draws no more than a quarter of the context, either
+ANSWER_TOKENS = 40          # of an answer, at most; REINFORCE also stops at a quarter of the context
 
 
 # A reward is a function of four arguments, and gives a number:
@@ -196,7 +198,8 @@ def reinforce_job(training, reward):
                   "A step learns nothing if this is so for its prompts, too.")
         losses = train.row_losses(training, rows)
         # Measure the same rows with the base's weights, then put the model's back.  (The base lies in the host's
-        # memory.  A second model on a GPU would take as much of its memory again.)
+        # memory.  A second model on a GPU would take as much of its memory again.)  The mean of log pi - log base over
+        # answers drawn from pi estimates the KL divergence of pi from the base.
         weights = model.read(model.flat_params).copy()
         model.write(model.flat_params, base.flat_params)
         kl = (train.row_losses(training, rows) - losses).sum() / train.count_learned(rows)
@@ -242,7 +245,7 @@ def read_pairs(tokenizer, settings, T):
         parts.append([rows for rows in both if not np.array_equal(rows[0][0], rows[1][0])])
     to_learn, held_out = parts
     require(to_learn and held_out, "each pair needs two answers that differ within the context.")
-    # a pair counts as two rows that are as long as the longer one
+    # A pair counts as two rows that are as long as the longer one: so half the tokens are planned, with one row a pair.
     longer = [max(rows, key=lambda row: len(row[0])) for rows in to_learn]
     plan = sft.plan_epoch(longer, T, settings.batch_tokens // 2, settings.seed, 0)
     batches = [[row for i in batch for row in to_learn[i]] for batch in plan]
@@ -312,7 +315,7 @@ def dpo_job(training):
 # and save to the next.  REINFORCE takes tokens / context answers a step.  Chosen by short runs; docs/notes.md says what
 # else was tried.
 DEFAULTS = {
-    "reinforce": {
+    "reinforce": {      # steps, batch_tokens, lr, warmup, every
         "small": (12, 32768, 8e-5, 0, 4),
         "medium": (30, 65536, 2e-5, 0, 10),
         "big": (60, 262144, 5e-6, 0, 10)},
@@ -342,7 +345,8 @@ def find_reward(name):
 def begin(options, out, ranks):
     """Make the folder of a new run."""
     base, preset, config, tokenizer, data = sft.read_base(options, "-sft")
-    # the names in the first record; a record made from a play has those of both methods: then it is REINFORCE
+    # The names in the first record.  A record made from a play has those of a pair and of an instruction: then it is
+    # REINFORCE.
     names = read_records(data[:1], list)[0]
     method = options.get("method", "dpo" if "chosen" in names and "output" not in names else "reinforce")
     unused = "reward" if method == "dpo" else "beta"

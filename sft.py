@@ -61,7 +61,8 @@ from tokenizer import CHAT_TEMPLATE, CHATML, END_OF_TURN
 #                                              learned                                         learned
 def make_row(tokenizer, conversation, T):
     """A conversation -> (ids (n,), mask (n,)), n <= T + 1: T inputs, and the target of the last one.  A longer
-    conversation loses its end.  The mask is True for the responses with their end tokens: these are learned."""
+    conversation loses its end, because a turn makes sense only after those before it.  The mask is True for the
+    responses with their end tokens: these are learned."""
     system, turns = conversation
     ids = []
     mask = []
@@ -186,8 +187,10 @@ def find_data(preset, base):
 # 5. The script
 # ------------------------------------------------------------------------------------------------------------
 # Steps (0: as many as the epochs take), tokens a step, learning rate, steps of warmup, steps from one evaluation and
-# save to the next.  Chosen by short runs with AdamW; with Muon small reaches the same loss (docs/notes.md).
+# save to the next: the arguments of train.defaults.  Chosen by short runs with AdamW; with Muon small reaches the same
+# loss (docs/notes.md).
 DEFAULTS = {
+    #                      steps, batch_tokens, lr, warmup, every
     "small": train.defaults(0, 1024, 7e-4, 20, 100) | {"epochs": 4},
     "medium": train.defaults(0, 8192, 5e-4, 50, 200) | {"epochs": 3},
     "big": train.defaults(0, 32768, 2e-4, 50, 200) | {"epochs": 3}}

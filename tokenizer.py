@@ -19,8 +19,8 @@ nothing is left to chance.  Now no pair occurs twice, so the merges end: " lower
 Sections: 1 the idea; 2 words; 3 learning, fast; 4 encoding, fast; 5 the Tokenizer; 6 large files (optional);
 7 conversations (optional); 8 tokenizer.json (optional); 9 the command line.
 
-What it does not do: it knows no other word patterns than GPT-2's and SmolLM's, no other models than BPE, and no more
-than 65,536 tokens (an id takes 16 bits).  It does not normalize, pad or truncate a text, and it gives no offsets.
+What it does not do: it splits a text into words only as GPT-2 and SmolLM do (section 2), and has at most 65,536 tokens
+(an id takes 16 bits).  It does not normalize, pad or truncate a text, and it gives no offsets.
 """
 import json
 import os
@@ -109,11 +109,13 @@ def encode_word_plain(word, merges):
 #
 #     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 #
-#     "I'd say 42!"     ->  "I", "'d", " say", " 42", "!"
-#     "a   b"           ->  "a", "  ", " b"           the last space goes to the next word, by \s+(?!\S)
+# \s+(?!\S) is white space without its last character, if a word follows it:
 #
-# SmolLM and others split a text at its numbers first, and each digit is a word.  So the space before a number is a
-# word of its own:
+#     "I'd say 42!"     ->  "I", "'d", " say", " 42", "!"
+#     "a   b"           ->  "a", "  ", " b"           the last space goes to the next word
+#
+# SmolLM (a small model of Hugging Face) and others split a text at its numbers first, and each digit is a word.  So the
+# space before a number is a word of its own:
 #
 #     "I'd say 42!"     ->  "I", "'d", " say", " ", "4", "2", "!"
 
@@ -195,8 +197,8 @@ def learn_merges(words, most_merges):
     as a weight.  Each pair knows its positions in the row.  So a merge visits only these, and corrects the counts of
     the pairs beside them.  A heap gives the most frequent pair.
 
-    Wherever two ids merge, one leaves the row.  So there are fewer such places than the row has bytes.  Each place
-    costs a few steps, and at most two new entries of the heap."""
+    Why it is fast: wherever two ids merge, one leaves the row.  So all merges together visit fewer places than the row
+    has bytes.  Each place costs a few steps, and at most two new entries of the heap."""
     # arrays ("i": 32 bits each, "q": 64), because a list takes four times the memory
     token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
@@ -204,7 +206,8 @@ def learn_merges(words, most_merges):
         ids = [*to_bytes(word), -1]
         token.extend(ids)
         weight.extend([times] * len(ids))
-    # the row is a linked list: a merge unlinks its right id
+    # The row is a linked list: after[p] is the next position that still has an id, before[p] the one before.  A merge
+    # unlinks its right id.
     before = array("q", range(-1, len(token) - 1))
     after = array("q", range(1, len(token) + 1))
 
@@ -234,7 +237,7 @@ def learn_merges(words, most_merges):
         for p_left in positions.pop(pair):
             p_right = after[p_left]
             if token[p_left] != left or token[p_right] != right:
-                continue            # an earlier merge took one of the two; or the place before did, as in "aaa"
+                continue            # an earlier merge took one of the two; or, as in "aaa", the place before took the a
             p_before = before[p_left]
             p_after = after[p_right]
             id_before = token[p_before]         # -1 where the word begins with left
@@ -271,8 +274,8 @@ def encode_word(ids, rank_of, made_by):
     made_by: made_by[rank] is the id that this merge makes.
 
     The heap holds (rank, the places of its two ids).  A merge leaves its id at the left place, and None at the right
-    one.  So a word of n bytes takes about n log n steps, also one of a million bytes without a space.  (The loops over
-    None are as long as a token at most.)"""
+    one.  So a word of n bytes takes about n log n steps, also one of a million bytes without a space.  (A run of None
+    is the rest of one token.  So the loops that skip it are short.)"""
     get = rank_of.get
     ranks = map(get, pairwise(ids))
     heap = sorted([(rank, p, p + 1) for p, rank in enumerate(ranks) if rank is not None])
@@ -343,12 +346,13 @@ TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"
 
 
 class Tokenizer:
-    """tokens: a list of bytes; tokens[id] is what the id stands for, b"" where it is unused.  merges: {(left id, right
-    id): the id that they make}, in the order learned (sections 1 and 3 have the pairs alone, as a list).  special:
-    {name: id}.  digits: whether each digit is a word.
+    """tokens    a list of bytes: tokens[id] is what the id stands for, b"" where it is unused
+    merges    {(left id, right id): the id that they make}, in the order learned (sections 1 and 3 have the pairs alone)
+    special   {name: id}
+    digits    whether each digit is a word
 
-    In our tokenizers the ids are: the 256 bytes, the merges in the order learned, the special tokens.  A Tokenizer
-    also has vocab_size V, and template: the form of conversations (section 7)."""
+    A Tokenizer also has vocab_size V, and template: the form of conversations (section 7), "" until somebody sets it.
+    In our tokenizers the ids are: the 256 bytes, the merges in the order learned, the special tokens."""
 
     def __init__(self, tokens, merges, special, digits=False):
         self.vocab_size = len(tokens)
@@ -427,6 +431,7 @@ class Tokenizer:
         """Encode files, one after the other, on all cores, into the file `out` of little-endian uint16 ids.  Returns
         the number of ids.  `out` is replaced when all is written.
 
+            a file              what becomes of it
             one                 the ids of "one", <|endoftext|>, the ids of "two", <|endoftext|>
             <|endoftext|>
             two
@@ -444,7 +449,7 @@ class Tokenizer:
         with replace_file(out) as file:
             for part in parts:
                 last = boundary
-                # part stands first: zip stops there, before it takes a result that belongs to the next file
+                # zip asks `part` first.  At its end it takes no result any more: that would be one of the next file
                 for _, ids in zip(part, results):
                     if last == boundary:                # no document is empty
                         ids = ids.removeprefix(boundary)
@@ -489,7 +494,7 @@ class Tokenizer:
         ids = self.join(*before, head + text, *after)
         if room is None or len(ids) <= room:
             return ids
-        # where the text begins: only about, because head and text are encoded together
+        # about where the text begins; head and text are encoded together, so there need not be a border
         kept = len(self.join(*before, head))
         if kept + len(self.join(*after)) > room:
             kept = 1
@@ -621,8 +626,9 @@ def find_cut(window):
 
 
 def split_point(path):
-    """The byte at which the validation part of a file begins.  The part is 1% of the file; not less than 100 kB, not
-    more than 4 MB (about 1M tokens); and never more than 10% of the file.  Then the cut moves to the nearest separator
+    """The byte at which the validation part of a file begins.  The part is 1% of the file; not less than 100 kB, so
+    that the loss has little noise; not more than 4 MB (about 1M tokens), which take seconds; and never more than 10% of
+    the file.  Then the cut moves to the nearest separator
     in the last 10% of the file, or in its last 32 MB if that is less.  If there is none, it moves to the nearest line.
     If there is no line, it stays, even within a character: tokens are made of bytes."""
     size = os.path.getsize(path)

@@ -87,7 +87,7 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point
 #     total  = loss_0 + mtp_weight * mean of loss_1 .. loss_(K-1)
 #
 # n_k is the number of terms of this sum in the whole step, so every learned token weighs the same.  A target of -1
-# means that there is no term.
+# means that there is no term.  In the example each head has two terms, for "Yo" and <|end|>.
 def make_batch(rows, T, K):
     """Rows -> inputs (B,P) and targets (B,P+K-1); head k reads targets[:, k:k+P].
 
@@ -137,7 +137,9 @@ def window_count(size, T, K):
     """The number of windows in an epoch.  Each epoch has another shift, so that a token does not stand at the same
     place of its window every time.  The windows start at shift, shift + T, shift + 2T, ..., where shift is 0 to T - 1.
     The last of n windows starts at shift + (n-1) T and needs T + K tokens.  For the largest shift, T - 1, this is
-        T - 1 + (n-1) T + T + K <= size,  so  n <= (size - K - T + 1) / T."""
+        T - 1 + (n-1) T + T + K <= size,  so  n <= (size - K - T + 1) / T
+    For example T = 4, K = 2, size = 20: n is 3, and with the shift 3 the windows are the tokens 3 to 8, 7 to 12 and 11
+    to 16."""
     count = (size - K - T + 1) // T
     require(count > 0, f"the corpus is too short: {size} tokens to train on, and it needs {2 * T + K - 1}.")
     return count
@@ -146,7 +148,8 @@ def window_count(size, T, K):
 def text_rows(tokens, T):
     """A text as rows of T + 1 ids.  Every token except the first is learned in exactly one row.  A row begins with the
     token with which the row before it ends.  The last row begins earlier, so that it is full (a shorter text is one
-    shorter row), and its mask leaves out what the row before it has learned."""
+    shorter row), and its mask leaves out what the row before it has learned.  For example 10 tokens and T = 4: the rows
+    are 0 to 4, 4 to 8, and 5 to 9, of which only token 9 is learned."""
     rows = []
     for start in range(0, len(tokens) - 1, T):
         first = max(0, min(start, len(tokens) - 1 - T))
@@ -181,8 +184,8 @@ def shuffled(count, seed, first, number, stride=1):
 #   batch: step, counted from 0 -> (rows, weights).  With weights None all rows weigh the same, and all heads learn.
 #       With weights (n,), one for each row, only head 0 learns.  batch is a pure function of the step and of the
 #       model's weights, so that a run can be resumed.
-#   evaluate: the number of steps made -> dict for log.jsonl, with numbers and with "samples": [(title, what the model
-#       says), ...].
+#   evaluate: the number of steps made -> dict for log.jsonl, with numbers and with "samples": [(title, text), ...],
+#       mostly what the model says.
 Job = collections.namedtuple("Job", "batch evaluate")
 REPORT_EVERY = 10           # steps.  To read a loss the host waits for the GPU, so it reads those of ten steps at once.
 EARLY = 16, 64              # these steps are evaluated, too, because the loss falls fastest at the beginning
@@ -258,8 +261,8 @@ def forward_backward(training, rows, weights):
     training.state["tokens"] += inputs.size         # with the padding
     own = ranks.part(len(rows))
     if own.start == own.stop:
-        # There are more ranks than rows.  This one takes a row without targets, because it has to take part in the sums
-        # over all ranks.
+        # There are more ranks (processes: script.py) than rows.  This one takes a row without targets, because it has
+        # to take part in the sums over all ranks.
         own = slice(0, 1)
         targets[...] = -1
     size = max(1, training.settings.micro_batch * T // P)           # rows of P inputs
@@ -279,6 +282,7 @@ def learning_rate(step, settings):
     cosine (Loshchilov & Hutter 2017) to final_lr, a share of settings.lr, at the last step."""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
+    # 0 at the first step after the warmup, 1 at the last step, which has the number steps - 1
     progress = (step - settings.warmup) / max(1, settings.steps - 1 - settings.warmup)
     share = settings.final_lr
     return settings.lr * (share + (1 - share) * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -413,6 +417,7 @@ def defaults(steps, batch_tokens, lr, warmup, every):
 # Steps, tokens a step, learning rate (for Muon; begin() halves it for AdamW), steps of warmup, steps between two
 # evaluations and saves.  Chosen by short runs; docs/notes.md says what else was tried.
 DEFAULTS = {
+    #                steps, batch_tokens, lr, warmup, every
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3, "final_lr": 0.0}}
@@ -517,7 +522,7 @@ def choose_machine(options, preset, config, batch_tokens, ranks):
     take_engine(device, config, ranks)
     on_gpu = device == "gpu"
     windows = model_gpu.ceil_div(batch_tokens // config.context, ranks.size)
-    most_windows = max(1, (32768 if on_gpu else 4096) // config.context)    # measured: more tokens are not faster
+    most_windows = max(1, (32768 if on_gpu else 4096) // config.context)    # more tokens are not faster (measured)
     rows = options.get("micro_batch", min(windows, most_windows))
     cores = min(rows, max(1, available_cores() // ranks.size))
     return {"device": device,
@@ -536,7 +541,8 @@ def take_engine(device, config, ranks):
 
 
 def make_settings(options, preset, config, usual, ranks):
-    """-> Settings: the options, and for those that are missing the usual values."""
+    """-> Settings: the options, and for those that are missing the usual values.  (In `usual` a later value replaces an
+    earlier one: the preset's, then the options', then the machine's.)"""
     T = config.context
     usual = {**usual, "preset": preset, "mtp_weight": float(config.mtp_weight),
              "batch_tokens": max(1, usual["batch_tokens"] // T) * T}
@@ -562,7 +568,12 @@ def load_model(folder, settings, config, ranks, training=True):
 # ------------------------------------------------------------------------------------------------------------
 def go(script, options, out, begin, make_job):
     """Run a script on all ranks -> exit code.  begin(options, out, ranks) writes a new run, on rank 0;
-    make_job(training) gives the Job of the run that was opened."""
+    make_job(training) gives the Job of the run that was opened.  What is called, in this order:
+
+        begin           make_settings (choose_machine), create_run (save_run)       not with --resume
+        open_run        apply_options, load_model
+        make_job
+        train           job.batch, forward_backward, report, save_run, job.evaluate"""
     def run(ranks):
         if ranks.rank == 0:
             checkpoint.lock_folder(out)
@@ -711,13 +722,13 @@ def begin(options, out, ranks):
         require(sizes.keys() <= {"context"}, f"the model in {base} has its sizes: leave out all but --context.")
         config = checkpoint.read_config(base, options.get("context"))
     else:
-        # None: as the width and the context ask for
+        # None: these two are computed anew, from the width and the context
         config = dataclasses.replace(CONFIGS[preset], hidden=None, positions=None, **sizes)
     settings = make_settings(options, preset, config, usual, ranks)
     settings.data = settings.data or find_corpus(preset)
     tokenizer = checkpoint.read_tokenizer(base) if base else make_tokenizer(settings.data, config.vocab)
     tokens, _ = prepare(settings.data, tokenizer)
-    window_count(len(tokens), config.context, config.predict)       # called for its error, if the text is too short
+    window_count(len(tokens), config.context, config.predict)       # an error, if the text is too short
     most_steps = max(1, MOST_EPOCHS[preset] * len(tokens) // settings.batch_tokens)
     if "steps" not in options and most_steps < settings.steps:
         settings.steps = most_steps
@@ -765,7 +776,7 @@ def evaluate_folder(options, ranks):
     out = options["evaluate"]
     config = checkpoint.read_config(out, options.get("context"))
     options.setdefault("device", "cpu" if model_gpu.why_no_gpu() else "gpu")
-    # of these settings only those of the machine count; big's steps are long enough for a large micro-batch
+    # Of these settings only those of the machine count.  Any preset would do; big's allows the largest micro-batch.
     settings = make_settings(options, "big", config, DEFAULTS["big"], ranks)
     training = Training(*load_model(out, settings, config, ranks, training=False), settings, {}, out, ranks)
     for path in settings.data:
