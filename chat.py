@@ -197,8 +197,8 @@ def run_session(session, folder):
         # its import alone gives input() line editing, and a history in memory
         import readline     # noqa: F401
     print(f"{folder}: {session.model.flat_params.size:,} parameters, step {session.model.step}.")
-    begin = "Ask" if session.chat_form else "Begin a text"
-    print(f"{begin}; Ctrl-C stops the model, /quit or Ctrl-D leaves, /help shows more.")
+    print(f"{'Ask' if session.chat_form else 'Begin a text'}; Ctrl-C stops the model, "
+          "/quit or Ctrl-D leaves, /help shows more.")
     while True:
         try:
             line = input("> ")
@@ -251,8 +251,8 @@ def parse_arguments(argv):
 
 def main(argv):
     args = parse_arguments(argv)
-    # bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too
-    sys.stdin.reconfigure(errors="surrogateescape", newline=None)
+    # a byte order mark is left out; bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too
+    sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
     folder = args.model or newest_checkpoint("--model DIR")
     # the lens needs the output of every layer, and only model_cpu.py keeps that
     engine = model_gpu.pick(args.device if args.lens is None else "cpu")

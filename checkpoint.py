@@ -96,7 +96,7 @@ def read_safetensors(path, verify=True):
 
     ValueError, with the name of the file, if its tensors together are not as large as its data.  In a file that we
     wrote, every altered byte is an error, too.  verify: False if only the header is needed."""
-    check_file(path)
+    read_chunk(path, 0, 99)             # an error for a pointer of Git LFS, and for what is no plain file
     damaged = f"{path} is damaged (truncated or altered) and not read"
     with refusing(damaged):
         data = np.memmap(path, mode="r")
@@ -123,13 +123,6 @@ def read_safetensors(path, verify=True):
         size = sum(tensor.nbytes for tensor in tensors.values())
         require(size == len(body), f"it holds {len(body):,} bytes, and its tensors {size:,}")
     return tensors, metadata
-
-
-def check_file(path):
-    """ValueError if this is no plain file, or a pointer: a few lines of text, which Git LFS leaves in the place of a
-    large file that was not fetched."""
-    require(read_chunk(path, 0, 23) != b"version https://git-lfs",
-            f"{path} is a pointer of Git LFS, and not the file: run `git lfs pull` in its folder.")
 
 
 def safetensors_metadata(path):
@@ -518,7 +511,6 @@ def tokens_in(value):
 def read_tokenizer(folder):
     """-> the Tokenizer of a folder.  It has a template if the model was fine-tuned to answer, and the template is known
     here."""
-    check_file(f"{folder}/tokenizer.json")
     tokenizer = Tokenizer.load(f"{folder}/tokenizer.json")
     settings = read_settings(f"{folder}/tokenizer_config.json")
     check_settings(folder, settings, tokenizer)

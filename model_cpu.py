@@ -38,10 +38,10 @@ import math
 import os
 import secrets
 import sys
-import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace as Arrays     # arrays by name, such as w.norm1 or saved.qkv
 
 try:
     import numpy as np
@@ -191,10 +191,6 @@ def param_views(flat, config):
     if config.tied:
         views["heads"] = views["embed"]
     return views
-
-
-class Arrays(types.SimpleNamespace):
-    """Arrays by name, such as w.norm1 or saved.qkv."""
 
 
 def layer_views(views, i):

@@ -338,7 +338,9 @@ def find_reward(name):
 
     def reward(*arguments):
         with refusing(f"the reward {name} cannot be used"):
-            return float(names[function](*arguments))
+            value = float(names[function](*arguments))
+            require(np.isfinite(value), f"it is {value}")
+            return value
     return reward, hash_files([path])
 
 

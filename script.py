@@ -263,7 +263,7 @@ def rewrite_line(line, end):
 
 
 def available_cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def set_threads():
@@ -284,14 +284,17 @@ def newest_checkpoint(option):
 # 3. Plain files
 # ------------------------------------------------------------------------------------------------------------
 def read_chunk(path, start=0, end=None):
-    """Bytes [start, end) of a file; by default all bytes.  ValueError for a folder, and for a pipe or a device, whose
-    reading might never end."""
+    """Bytes [start, end) of a file; by default all bytes.  ValueError for a folder; for a pipe or a device, whose
+    reading might never end; and for the few lines of text that Git LFS leaves in the place of a large file."""
     require(not isdir(path), f"{path} is a folder; name the files in it, such as {path}/*.")
     require(isfile(path) or not exists(path),       # open() complains about a missing file
             f"{path} is not a plain file, so it is not read.")
     with open(path, "rb") as file:
         file.seek(start)
-        return file.read(-1 if end is None else end - start)
+        data = file.read(-1 if end is None else end - start)
+    require(start or not data.startswith(b"version https://git-lfs"),
+            f"{path} is a pointer of Git LFS, and not the file: run `git lfs pull` in its folder.")
+    return data
 
 
 def holds_records(path):
@@ -317,7 +320,7 @@ def with_plain_lines(path):
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data.find(b"\r") < 0 and data[:3] != b"\xef\xbb\xbf":
             return path
-    copy = f"data/plain-{file_hash(path)[:12]}.txt"
+    copy = f"data/plain-{hash_files([path])}.txt"
     if not exists(copy):
         # Python's way to read text turns \r\n and \r into \n, and utf-8-sig drops the mark
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as text, replace_file(copy) as new:

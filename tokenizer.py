@@ -552,7 +552,7 @@ class Tokenizer:
     @classmethod
     def from_gpt2(cls, vocab_bpe, encoder_json):
         """GPT-2's own tokenizer from its two files; its only special token is <|endoftext|>."""
-        merges = read_chunk(vocab_bpe).decode().splitlines()
+        merges = read_chunk(vocab_bpe).decode("utf-8-sig").splitlines()
         if merges[0].startswith("#version"):
             del merges[0]
         return cls.from_vocab(read_json(encoder_json), merges, [END_OF_TEXT])

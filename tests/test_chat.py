@@ -98,7 +98,7 @@ def test_the_newest_turns_are_read_with_the_system_text_before_them(models, monk
     ("loop", 99, "\ne\n\n/e\r\n", "!\nends.\n!\n/ends.\n"),           # or begins a new text; a slash is text
     ("loop", 4, b"\xc3\n", "é世\n"), ("loop", 4, "é", "é世\ufffd\n"),     # half a character is completed, or shown
     ("loop", 99, "0\n1\n2\n3\n4\n5\n", "0\n1\n2\n3\n4\n5\n"),             # any special token ends it
-    ("loop", 99, "c", "c\x1b[J\n"), ("sft", 99, "A\n\nB\n", "Hi\nHi\n"), ("sft", 1, "A\n\nB\n", "H\ni\nH\n")])
+    ("loop", 99, "\ufeffc", "c\x1b[J\n"), ("sft", 99, "A\n\nB\n", "Hi\nHi\n"), ("sft", 1, "A\n\nB\n", "H\ni\nH\n")])
 def test_lines_from_a_pipe(models, name, most, lines, shown):
     write(models / "lines", lines)
     done = run(f"chat.py --model out/{name} --temperature 0 --max-tokens {most}", models, trap=lambda: setattr(sys, "stdin", open(models / "lines", newline="\n")))

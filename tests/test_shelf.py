@@ -155,7 +155,7 @@ def test_what_others_have_in_their_folders_is_called_by_its_name(folder):
         refused(folder, f"the tensor {NAME} is of {KINDS[dtype]}; read are F64, F32, F16, BF16.")
     write_folder(folder, tensors={**weights(NEW)[1], NAME: np.full((16, 16), 1e300)})
     refused(folder, f"the tensor {NAME} holds numbers that are not finite in float32")
-    for name in "tokenizer.json", "shard1.safetensors":
+    for name in "tokenizer.json", "shard1.safetensors", "config.json", "tokenizer_config.json":
         write_folder(folder)
         write(f"{folder}/{name}", LFS)
         refused(folder, f"{name} is a pointer of Git LFS, and not the file: run `git lfs pull`")

@@ -311,10 +311,10 @@ def test_other_peoples_files():
         other.save("other.json")
 
 
-@parametrize("start", ["#version: 0.2\n", ""])
+@parametrize("start", ["\ufeff#version: 0.2\n", ""])
 @parametrize("end", ["\n", ""])
 def test_every_merge_of_vocab_bpe_is_read(start, end):
-    """Also without the line of the version, and without a last line end."""
+    """Also without the line of the version, and without a last line end; behind a byte order mark, too."""
     write("vocab.bpe", f"{start}a b\nab c{end}")
     write("encoder.json", json.dumps({name: i for i, name in enumerate(["a", "b", "c", "ab", "abc", EOT])}))
     assert Tokenizer.from_gpt2("vocab.bpe", "encoder.json").encode("abcab") == [4, 3]
