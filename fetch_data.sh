@@ -176,7 +176,7 @@ END = BEFORE + rb"((THE\s+)?END" + GUTENBERG + rb"|START: FULL LICENSE|THE FULL 
 MARKS = re.compile(rb"(?P<start>%b)|(?P<end>%b)|^.*\*START[* ]*THE SMALL PRINT" % (START, END), re.I | re.M)
 CREDITS = re.compile(rb"PROOFREAD|HTTPS?://|[A-Z]@[A-Z]|^ *(THIS\s)?(E-?(TEXT|BOOK)\s)?((WAS|IS)\s)?"
                      rb"(PRODUCED|PREPARED|SCANNED|TRANSCRIBED)\s", re.I)
-WEB_PAGE = re.compile(rb"<(!doctype|!--|\?xml|(html|head|body|title|meta|script|style|link)\b)", re.I)
+WEB_PAGE = re.compile(rb"<(!doctype|!--|\?xml|[a-z]+[1-6]?[\s/>])", re.I)
 
 
 def join_prose(paragraph, width):

@@ -87,7 +87,7 @@ def test_a_cut_transfer_is_resumed(server):
 
 @pytest.mark.parametrize("body, said", [
     (None, "404"), (PLAY[:1000], "gave 1000 bytes that are not"), (PLAY + b"\xff", "that are not"), (PLAY * 40, "has more than"),
-    (b"\n\xef\xbb\xbf<!DOCTYPE html>" + PLAY, "a web page")])
+    (b'<div class="login">' + PLAY, "a web page"), (b"\n\xef\xbb\xbf<!DOCTYPE html>" + PLAY, "a web page")])
 def test_what_was_not_asked_for_is_refused(server, body, said):
     server.files = {"/play": body}
     fetch(server, "tiny", 2, said)
