@@ -117,7 +117,7 @@ class Session:
 # ------------------------------------------------------------------------------------------------------------
 # 2. A look inside: how likely each token was; the Euler table of a text
 # ------------------------------------------------------------------------------------------------------------
-# (least probability, colour of a token on a terminal): green, cyan, yellow, red
+# (least probability, colour of a token on a terminal): green, cyan, yellow, red; HELP says it, too
 COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
 
 
@@ -142,9 +142,8 @@ def print_tokens(session):
     p = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))                     # softmax
     for t, token in list(enumerate(ids[1:]))[-len(answer):]:
         text = session.tokenizer.tokens[token]
-        print(paint(visible(text), p[t, token]), end="\n" if text.endswith(b"\n") else "")
+        print(paint(visible(text), p[t, token]), end="")
     print()
-    print("  ".join(paint(f"from {least:.0%}", least) for least, _ in COLOURS))
 
 
 def print_lens(model, tokenizer, text):
@@ -168,7 +167,7 @@ HELP = ("An empty line lets the model write on, unless it has finished its answe
         "/system TEXT    forget the conversation; a fine-tuned model reads this text before the next question\n"
         "/seed N         the same seed gives the same text\n"
         "/temperature X  0: the likeliest token; 1: as the model learned; more: wilder\n"
-        "/tokens         how likely each token of the last answer was\n"
+        "/tokens         how likely each token of the last answer was: green from 50%, cyan 10%, yellow 1%, red\n"
         "/quit           leave, as do quit and exit")
 
 
@@ -186,7 +185,7 @@ def run_command(line, session):
             setattr(session.settings, name, NUMBERS[name](value))
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
-    elif name not in ("reset", "tokens", "quit"):
+    elif name not in ("reset", "quit"):
         print(HELP)
     return name != "quit"
 

@@ -263,10 +263,14 @@ def dpo_job(training):
     settings = training.settings
     tokenizer = training.tokenizer
     batches, held_out, counts = read_pairs(tokenizer, settings, training.model.config.context)
-    if "reference" not in training.state:           # the model is still the base
-        log_probs = [-train.row_losses(training, rows) for rows in [*batches, held_out]]
-        training.state["reference"] = [part.tolist() for part in log_probs]
-    *reference, held_out_reference = map(np.array, training.state["reference"])
+    parts = [*batches, held_out]
+    state = training.state
+    if not training.model.step:                     # the model is still the base
+        log_probs = [-train.row_losses(training, rows) for rows in parts]
+        state["reference"] = [part.tolist() for part in log_probs]
+    with refusing(f"the record of the run in {training.out} cannot be used"):
+        *reference, held_out_reference = [
+            np.reshape(np.float64(state["reference"][i]), len(rows)) for i, rows in enumerate(parts)]
     # the first held-out pair is shown by every evaluation
     (ids, mask), (other_ids, other_mask), *_ = held_out
     examples = [("chosen", tokenizer.decode(ids[mask])), ("rejected", tokenizer.decode(other_ids[other_mask]))]

@@ -154,6 +154,10 @@ def test_a_run_on_pairs(tuned):
     learned, held_out, _ = rl.read_pairs(training.tokenizer, training.settings, 32)
     assert max(train.make_batch(rows, 32, 1)[0].size for rows in learned) <= 256
     assert training.model.step == len(learned) and sum(map(len, learned)) + len(held_out) == 120
+    for forged in None, 0.5, [], [[]], [["x"]], [[[1]]], {}:
+        training.state["reference"] = forged
+        with pytest.raises(ValueError, match="the record of the run in dpo cannot be used"):
+            rl.dpo_job(training)
 
 
 def test_dpo_says_when_chosen_answers_become_less_probable(tuned):
