@@ -172,7 +172,7 @@ HELP = ("An empty line lets the model write on, unless it has finished its answe
 
 
 def run_command(line, session):
-    """Carry out the command /NAME VALUE.  -> False for /quit: the session ends."""
+    """Carry out the command /NAME VALUE."""
     name, _, value = line[1:].strip().partition(" ")
     if name in ("reset", "system"):
         session.turns = []
@@ -185,9 +185,8 @@ def run_command(line, session):
             setattr(session.settings, name, NUMBERS[name](value))
         except argparse.ArgumentTypeError as error:
             print(f"/{name} {error}.")
-    elif name not in ("reset", "quit"):
+    elif name != "reset":
         print(HELP)
-    return name != "quit"
 
 
 def run_session(session, folder):
@@ -195,7 +194,7 @@ def run_session(session, folder):
     with contextlib.suppress(ImportError):
         # its import alone gives input() line editing, and a history in memory
         import readline     # noqa: F401
-    print(f"{folder}: {session.model.flat_params.size:,} parameters, step {session.model.step}.")
+    print(f"{printable(folder)}: {session.model.flat_params.size:,} parameters, step {session.model.step}.")
     print(f"{'Ask' if session.chat_form else 'Begin a text'}; Ctrl-C stops the model, "
           "/quit or Ctrl-D leaves, /help shows more.")
     while True:
@@ -203,12 +202,12 @@ def run_session(session, folder):
             line = input("> ")
             while line.endswith("\\"):
                 line = line[:-1] + "\n" + input("... ")
-            if line in ("quit", "exit"):
+            if line.strip("/ ") in ("quit", "exit"):
                 return
-            if not line.startswith("/"):
+            if line.startswith("/"):
+                run_command(line, session)
+            else:
                 session.answer(line)
-            elif not run_command(line, session):
-                return
         except KeyboardInterrupt:
             print()
         except EOFError:

@@ -190,11 +190,10 @@ LLAMA_SIZES = {
 
 
 def llama_config(config, eos):
-    """What config.json holds: the keys of Hugging Face's LlamaConfig; then ours, which are mtp_heads, mtp_weight, and
-    context, because it may be smaller than what a base could read."""
+    """What config.json holds: the keys of Hugging Face's LlamaConfig whose defaults are not ours; then our own:
+    mtp_heads, mtp_weight, and context, which may be smaller than what a base could read."""
     sizes = {theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()}
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, "head_dim": config.head_dim,
-            "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "torch_dtype": "float32",
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes,
             "bos_token_id": None, "eos_token_id": eos,
             "mtp_heads": config.predict - 1, "mtp_weight": config.mtp_weight, "context": config.context}
 

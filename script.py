@@ -50,12 +50,12 @@ def require(good, sentence):
 def refusing(what):
     """with refusing("FILE is damaged"): in this block something is made from the content of a file.  If that fails, the
     error becomes one sentence: "FILE is damaged (the reason)."  OSError and MemoryError pass: `explain` has sentences
-    for them."""
+    for them.  (A file of code may call sys.exit, which raises SystemExit.)"""
     try:
         yield
     except (OSError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{what} ({reason}).") from None
 
@@ -299,7 +299,7 @@ def read_chunk(path, start=0, end=None):
 
 def holds_records(path):
     """Whether a file is one of records, by its name: .json and .jsonl are one kind."""
-    return path.endswith((".json", ".jsonl"))
+    return path.lower().endswith((".json", ".jsonl"))
 
 
 def check_text(path):
@@ -373,7 +373,8 @@ def make_turns(record):
     ValueError for another record."""
     if isinstance(record, list):
         record = {"messages": record}
-    check_names(record, "instruction and output", "prompt and completion", "messages")
+    # the last form is not read here; its names are for the error
+    check_names(record, "instruction and output", "prompt and completion", "messages", "for rl.py a pair")
     if "messages" in record:
         return make_conversation(as_messages(record["messages"], "user"))
     if "instruction" in record:
@@ -391,6 +392,7 @@ def make_pair(record):
     chosen = as_messages(record["chosen"], "assistant")
     rejected = as_messages(record["rejected"], "assistant")
     prompt = as_messages(record["prompt"], "user") if "prompt" in record else chosen[:-1]
+    require(prompt, f"it has {', '.join(record)}, and no prompt")
     for messages in (chosen, rejected):
         require(messages[:-1] in ([], prompt), "an answer must be one message, or begin with the prompt's messages")
     make_conversation([*prompt, rejected[-1]])                      # ValueError for what is none
@@ -399,8 +401,9 @@ def make_pair(record):
 
 def check_names(record, *forms):
     """ValueError if the record fits none of the forms.  It fits "instruction and output" if it has both names."""
-    complete = [form for form in forms if set(form.split(" and ")) <= set(record)]
-    require(complete, f"it has {', '.join(record)}, and needs {', or '.join(forms)}")
+    names = record if isinstance(record, dict) else ()
+    complete = [form for form in forms if set(form.split(" and ")) <= set(names)]
+    require(complete, f"it has {', '.join(names) or 'no names'}, and needs {', or '.join(forms)}")
 
 
 def as_messages(value, role):
@@ -415,7 +418,7 @@ def as_messages(value, role):
 def make_conversation(messages):
     """[(role, text), ...] -> a conversation.  ValueError where user and assistant do not take turns."""
     system = None
-    if messages[0][0] == "system":
+    if messages and messages[0][0] == "system":
         _, system = messages.pop(0)
     roles = [role for role, _ in messages]
     texts = [text for _, text in messages]

@@ -713,8 +713,7 @@ def main(argv):
     tokenizer = Tokenizer.load(path)
     text = os.fsencode(args.text)
     ids = tokenizer.encode(text)
-    # a bar between two tokens; after a line end, which is shown as \n, a new line begins
-    shown = "|".join(visible(tokenizer.tokens[token]) for token in ids).replace(r"\n|", "\\n|\n")
+    shown = "|".join(visible(tokenizer.tokens[token]) for token in ids)        # a line end is shown as \n
     print(f"{shown}\n{len(ids)} tokens for {len(text)} bytes, {len(text) / max(len(ids), 1):.2f} bytes a token")
 
 

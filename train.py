@@ -785,7 +785,8 @@ def evaluate_folder(options, ranks):
             continue
         with tempfile.TemporaryDirectory() as folder:           # each rank has its own
             training.tokenizer.encode_files([with_plain_lines(path)], f"{folder}/ids")
-            rows = text_rows(np.fromfile(f"{folder}/ids", "<u2"), config.context)
+            # without the token that ends the last document, which is not in the file
+            rows = text_rows(np.fromfile(f"{folder}/ids", "<u2")[:-1], config.context)
         require(rows, f"{path} is too short: it needs two tokens.")
         result = measure(training, {path: rows})
         print(f"{printable(path)}: loss {result['val_loss']:.4f}, {result['val_bpb']:.4f} bits/byte")

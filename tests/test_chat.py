@@ -133,7 +133,7 @@ def test_a_session_on_a_terminal(models, name, steps):
     assert talk(models, f"chat.py --model out/{name} --temperature 0 --max-tokens 1000000", steps) == 0
 
 
-@parametrize("word", ["exit", "/quit"])
+@parametrize("word", ["exit", "/quit", "/exit", "quit "])
 def test_who_says_quit_leaves(models, monkeypatch, word):
     lines = iter([word])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))

@@ -194,12 +194,14 @@ def test_drawing_says_how_far_it_is(tuned):
 # ---------------------------------------------------------------------------------------------------------------------
 @parametrize("name, words", rows("""
     bad.py:bad     | bad.py:bad cannot be used (TypeError: float() argument
+    exit.py:x      | exit.py:x cannot be used (SystemExit: 0)
     bad.py:nan     | bad.py:nan cannot be used (it is nan)
     bad.py:nothere | cannot be used (bad.py has no function nothere)
     nothere.py:bad | nothere.py: No such file
     nothere        | must be sentence, echo, short or FILE.py:NAME, not nothere"""))
 def test_a_reward_that_cannot_be_used_is_one_sentence_and_nothing_is_lost(tuned, name, words):
     write("bad.py", "def bad(prompt, answer, tokens, ended):\n    return None\ndef nan(*_):\n    return 'nan'")
+    write("exit.py", "raise SystemExit(0)")
     command = f"rl.py --base tuned --steps 1 --out {name.replace(':', '-')}"
     run(command)
     before = sorted(glob.glob("*"))

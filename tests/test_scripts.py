@@ -57,6 +57,7 @@ REFUSED = {
     "train.py --evaluate m small --data text --seed 1 --steps 9": "leave out preset, steps, seed.",
     "train.py --evaluate m --data odd.json": "(it has instruction, and needs good and bad and name).",
     "train.py --data odd.json": "odd.json holds records, not a text",
+    "train.py --data none.JSON": "none.JSON holds records, not a text",
     "train.py --data data/tiny.txt": "./fetch_data.sh tiny brings it.",
     "train.py text": "A text is named by --data, a model to begin with by --base",
     "train.py --out=": "--out . is the current folder",

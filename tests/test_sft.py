@@ -43,11 +43,13 @@ def test_a_record_is_a_conversation(record, conversation):
     assert script.make_turns(record) == conversation
 
 
-@parametrize("record", [
-    7, {"instruction": "Q", "output": " \n"}, messages("system S"), messages("user Q", "user R")])
-def test_another_record_is_refused_by_its_number(tmp_path, record):
+@parametrize("record, words", [
+    (7, "it has no names, and needs instruction and output, or"), ("Q", "it has no names"), ({}, "it has no names"),
+    ({"better": "Q"}, "it has better, and needs instruction .*or for rl.py a pair"), ([], "must take turns"),
+    ({"instruction": "Q", "output": " \n"}, ""), (messages("system S"), ""), (messages("user Q", "user R"), "")])
+def test_another_record_is_refused_by_its_number(tmp_path, record, words):
     write(tmp_path / "x.json", json.dumps([TALK, record]))
-    with value_error("x.json, record 2, cannot be used"):
+    with value_error(f"x.json, record 2, cannot be used .*{words}"):
         script.read_records([f"{tmp_path}/x.json"], script.make_turns)
 
 

@@ -35,11 +35,12 @@ def folder(pretrained, tmp_path, monkeypatch):
 @parametrize("length", [500, 40])
 @parametrize("context", [64, 48])
 def test_every_token_but_the_first_is_scored_once(length, context):
-    """In windows side by side, of which the last one is moved back, so that it is full; Windows' line ends change nothing."""
+    """In windows side by side, of which the last one is moved back, so that it is full; Windows' line ends change nothing.
+    What is scored are the file's own tokens, without one that ends it."""
     write("short", LINES[-length:])
     model, tokenizer = checkpoint.load("base", model_cpu, {}, context)
     tokenizer.encode_file("short", "ids")
-    ids = np.fromfile("ids", np.uint16)
+    ids = np.fromfile("ids", np.uint16)[:-1]
     losses = []
     for i in range(1, len(ids)):
         begin = min((i - 1) // context * context, max(0, len(ids) - 1 - context))
@@ -59,6 +60,7 @@ EXACT = ['{"prompt": "Q", "chosen": "You.", "rejected": "No."}',
 INEXACT = ['{"prompt": "Q", "chosen": [U"Q"}, A"You."}, U"Which?"}, A"That."}], "rejected": [U"Q"}, A"No."}]}',
            '{"prompt": "Q", "chosen": [U"Else?"}, A"You."}], "rejected": [U"Q"}, A"No."}]}',
            '{"prompt": "Q", "chosen": [U"Q"}, A"You."}, A"Both."}], "rejected": [U"Q"}, A"No."}]}',
+           '{"question": "Q", "chosen": "You.", "rejected": "No."}',
            '{"prompt": "Q", "chosen": [S"Be kind."}, U"Q"}, A"You."}], "rejected": [U"Q"}, A"No."}]}']
 
 

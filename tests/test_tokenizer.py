@@ -393,6 +393,6 @@ def test_show():
         Tokenizer.train(["ab ab\n\n"], size).save(f"out/{name}/tokenizer.json")
         write(f"out/{name}/model.safetensors", "")
         os.utime(f"out/{name}/model.safetensors", (when, when))
-    assert run("show", "ab a\nb\n").stdout == b"ab| |a|\\n|\nb|\\n\n6 tokens for 7 bytes, 1.17 bytes a token\n"
+    assert run("show", "ab a\nb\n").stdout == b"ab| |a|\\n|b|\\n\n6 tokens for 7 bytes, 1.17 bytes a token\n"
     assert run("show", b"ab\xff", "--tokenizer", "out/old/tokenizer.json").stdout == b"a|b|\\xff\n3 tokens for 3 bytes, 1.00 bytes a token\n"
     assert script.visible(b"\x80\\ \xc3\xa9\xe3\x80\x80'\"\n\0") == r"""\x80\\ é\xe3\x80\x80'"\n\x00"""
